@@ -5,16 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from organisms import Organism
+from organisms.hard import HardModel
 
 
-def words(o: Organism, rows: int = 64) -> str:
-    """Text in the organism's own words: English would be one unknown word over and over, a repeated token."""
-    return " ".join(o.tokenizer.decode(row[o.bos :]) for row in o.natural(rows, 64))
-
-
-def text_file(o: Organism, folder: Path) -> Path:
+def text_file(o: Organism | HardModel, folder: Path, rows: int = 64, *, length: int = 64, seed: int = 0) -> Path:
+    """Text in the model's own words: English would be one unknown word over and over, a repeated token."""
     path = folder / "words.txt"
-    path.write_text(words(o), encoding="utf-8")
+    ids = o.natural(rows, length, seed)[:, int(getattr(o, "bos", True)) :]
+    path.write_text(" ".join(o.tokenizer.decode(row) for row in ids), encoding="utf-8")
     return path
 
 

@@ -25,6 +25,25 @@ def checkpoint(model_type: str, shard_size: str = "1GB") -> Path:
     return folder
 
 
+def with_images(folder: Path):
+    """A tiny Gemma 3 with its image tower, saved in `folder`."""
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    text, tokenizer = tiny_model("gemma3_text")
+    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma3Config(
+        text_config=text.config.to_dict(),
+        vision_config={**vision, "image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+        image_token_index=90,
+    )
+    model = Gemma3ForConditionalGeneration(config).eval()
+    model.config.architectures = ["Gemma3ForConditionalGeneration"]
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model
+
+
 def spoiled(folder: Path, base: str = "llama", /, **config) -> Path:
     """A copy of a tiny checkpoint in `folder`, to be spoiled; `config` changes entries of config.json (None: out)."""
     shutil.copytree(checkpoint(base), folder)

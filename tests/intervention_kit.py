@@ -36,6 +36,9 @@ def nnsight_of(model, tokenizer):
     return TransformersModel(copy.deepcopy(model), tokenizer=tokenizer, task="text-generation")
 
 
+KINDS = {"hf": lambda model, _tokenizer: model, "bridge": bridge_of, "nnsight": nnsight_of}
+
+
 @torch.no_grad()
 def logits(model, ids: Tensor, mask: Tensor | None = None) -> Tensor:
     """Logits of any kind of model, each called in its own way."""
@@ -56,46 +59,20 @@ def count_hooks(model: nn.Module) -> int:
 
 
 @contextmanager
-def set_values(model, layer: int, neurons: list[int], column: int, value: float, site: str = "post") -> Iterator[None]:
-    """By hand, for whole sequences without padding: neurons get `value` at one column."""
-    target = target_of(model)
-
-    def edit(tensor: Tensor, offset: int) -> Tensor:
-        tensor = tensor.clone()
-        if column < tensor.shape[1]:
-            tensor[:, column, [offset + n for n in neurons]] = value
-        return tensor
-
-    if site == "post":
-        module = target.sub(layer, target.adapter.down)
-        handle = module.register_forward_pre_hook(lambda _m, args: (edit(args[0], 0),))
-    else:
-        offset = target.d_mlp if target.adapter.fused_gate_up else 0
-        module = target.sub(layer, target.adapter.up)
-        handle = module.register_forward_hook(lambda _m, _args, out: edit(out, offset))
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-@contextmanager
 def listing_1(model, sites: list[tuple[int, int]], site: str = "post") -> Iterator[None]:
     """The paper's listing for whole sequences without padding: the second value from the second position on."""
     target, handles = target_of(model), []
 
     def patched(tensor: Tensor, neuron: int) -> Tensor:
         tensor = tensor.clone()
-        if tensor.shape[1] > 1:
-            tensor[:, 1:, neuron] = tensor[:, 1:2, neuron]
+        tensor[:, 1:, neuron] = tensor[:, 1:2, neuron]
         return tensor
 
     for layer, neuron in sites:
+        module = target.mlp_part(layer, "down" if site == "post" else "up")
         if site == "post":
-            module = target.sub(layer, target.adapter.down)
             handles.append(module.register_forward_pre_hook(lambda _m, args, n=neuron: (patched(args[0], n),)))
         else:
-            module = target.sub(layer, target.adapter.up)
             handles.append(module.register_forward_hook(lambda _m, _args, out, n=neuron: patched(out, n)))
     try:
         yield
@@ -111,19 +88,3 @@ def greedy(model, ids: Tensor, steps: int, around: Callable[[], AbstractContextM
         with around():
             ids = torch.cat([ids, model(input_ids=ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
     return ids
-
-
-@torch.no_grad()
-def residual_norms(model, ids: Tensor, layer: int) -> Tensor:
-    """Norm of the residual stream after a layer: [row, position]."""
-    seen = []
-
-    def keep(_module, _args, output):
-        seen.append((output[0] if isinstance(output, tuple) else output).norm(dim=-1))
-
-    handle = target_of(model).layers[layer].register_forward_hook(keep)
-    try:
-        logits(model, ids)
-    finally:
-        handle.remove()
-    return seen[0]

@@ -6,16 +6,18 @@ head has its own bool mask query x key, made here from lists of positions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar
+from inspect import signature
+from typing import Any, ClassVar
 
 import torch
 from organisms.tiny import tiny_model
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
+from sinkscope.kv.cache import own_layers
 from sinkscope.kv.policy import At, Policy
 from sinkscope.models.wrapped import target_of
 
@@ -61,13 +63,11 @@ def shallow_of(family: str, **overrides):
 def prompts(lengths: list[int], total: int | None = None, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Random ids, left-padded to the longest, and their mask; with `total`, so many more columns of real tokens."""
     generator = torch.Generator().manual_seed(seed)
-    width, more = max(lengths), total or 0
-    ids = torch.randint(5, 96, (len(lengths), width + more), generator=generator)
-    mask = torch.ones_like(ids)
-    for row, length in enumerate(lengths):
-        mask[row, : width - length] = 0
-        ids[row, : width - length] = 0
-    return ids, mask
+    width = max(lengths)
+    columns = torch.arange(width + (total or 0))
+    ids = torch.randint(5, 96, (len(lengths), len(columns)), generator=generator)
+    mask = (columns >= width - torch.tensor(lengths)[:, None]).long()
+    return ids * mask, mask
 
 
 def positions(mask: Tensor) -> Tensor:
@@ -106,12 +106,13 @@ class Everywhere(Policy):
     """The same drawn positions in every layer, head and row."""
 
     UNIFORM: ClassVar[bool] = True
+    rows: ClassVar[tuple[int, ...]] = (0,)
 
     def scores(self, at: At):
         return worth(at.kv.pos, 0, 0, 0).float()
 
 
-def held_after(policy: Drawn, held: list[int], layer: int, head: int, row: int, length: int) -> list[int]:
+def held_after(policy: Drawn | Everywhere, held: list[int], layer: int, head: int, row: int, length: int) -> list[int]:
     """What `policy` keeps of `held`, with lists."""
     value = {pos: worth(pos, layer, head, policy.rows[row]) for pos in held}
     if isinstance(policy, Ragged):
@@ -143,9 +144,9 @@ def _reference_attention(module, query: Tensor, key: Tensor, value: Tensor, _mas
 
 
 @contextmanager
-def under(model, sees: list[Tensor]) -> Iterator[None]:
+def under(model, sees: list[Tensor], attention: Callable[..., Any] = _reference_attention) -> Iterator[None]:
     """The model attends by `sees`: per layer, bool `[batch kv_head query key]`."""
-    AttentionInterface.register("kv-reference", _reference_attention)
+    AttentionInterface.register("kv-reference", attention)
     AttentionMaskInterface.register("kv-reference", lambda **_: None)
     before = model.config._attn_implementation
     _RULE.update(enumerate(sees))
@@ -166,8 +167,7 @@ def attended(model, ids: Tensor, mask: Tensor, sees: list[Tensor]) -> list[tuple
         found.append((query, key, value, kwargs["scaling"]))
         return _reference_attention(module, query, key, value, *rest, **kwargs)
 
-    with under(model, sees):
-        AttentionInterface.register("kv-reference", keep)
+    with under(model, sees, keep):
         model(input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=False)
     return found
 
@@ -189,11 +189,10 @@ def masks_of(model, policy: Drawn | None, mask: Tensor, prompt: int, every: int 
                 held = list(range(prompt - pad))
                 for query in range(total):
                     new = query - pad
+                    due = query == prompt if every is None else (query - prompt) % every == 0
+                    if policy is not None and query >= prompt and due:
+                        held = held_after(policy, held, layer, head, row, new)
                     if query >= prompt:
-                        if policy is not None and every is not None and (query - prompt) % every == 0:
-                            held = held_after(policy, held, layer, head, row, new)
-                        if policy is not None and every is None and query == prompt:
-                            held = held_after(policy, held, layer, head, row, new)
                         held = [*held, new]
                     sees[row, head, query, [pos + pad for pos in held if pos <= new]] = True
                     if (window := window_of(model, layer)) is not None:
@@ -203,31 +202,50 @@ def masks_of(model, policy: Drawn | None, mask: Tensor, prompt: int, every: int 
 
 
 @torch.no_grad()
-def dense(model, ids: Tensor, mask: Tensor, sees: list[Tensor]) -> Tensor:
-    """Logits of one pass over everything without a cache."""
+def one_pass(model, ids: Tensor, mask: Tensor, sees: list[Tensor], **more):
+    """A pass over everything without a cache, in which the kv heads of each layer see what they may."""
     with under(model, sees):
-        return model(input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=False).logits
+        return model(input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=False, **more)
+
+
+def dense(model, ids: Tensor, mask: Tensor, sees: list[Tensor]) -> Tensor:
+    """Logits of it."""
+    return one_pass(model, ids, mask, sees).logits
+
+
+def beside_ids(model, mask: Tensor, part: slice) -> dict[str, Any]:
+    """What a model is called with beside its ids; some take no positions."""
+    given = {"attention_mask": mask[:, : part.stop]}
+    if "position_ids" in signature(model.base_model.forward).parameters:
+        given["position_ids"] = positions(mask)[:, part]
+    return given
 
 
 @torch.no_grad()
-def decode(model, ids: Tensor, mask: Tensor, prompt: int, cache=None, chunks: list[int] | None = None) -> Tensor:
-    """Logits from the last prompt token on: the prompt (in chunks of these lengths), then token by token."""
+def decode(
+    model,
+    ids: Tensor,
+    mask: Tensor,
+    prompt: int,
+    cache=None,
+    chunks: list[int] | None = None,
+    after: Callable[[int], None] | None = None,
+) -> Tensor:
+    """Logits from the last prompt token on: the prompt (in chunks of these lengths), then token by token.
+
+    After each call, `after` is told how many columns were read.
+    """
     cache = DynamicCache(config=model.config) if cache is None else cache
     at, total = cache.get_seq_length(), ids.shape[1]
-    steps = [*([prompt - at] if chunks is None else chunks), *[1] * (total - prompt)]
     logits = []
-    for step in steps:
+    for step in [*([prompt - at] if chunks is None else chunks), *[1] * (total - prompt)]:
         part = slice(at, at + step)
         at += step
-        out = model(
-            input_ids=ids[:, part],
-            attention_mask=mask[:, :at],
-            position_ids=positions(mask)[:, part],
-            past_key_values=cache,
-            use_cache=True,
-        )
+        out = model(input_ids=ids[:, part], past_key_values=cache, use_cache=True, **beside_ids(model, mask, part))
         if at >= prompt:
             logits.append(out.logits[:, -1])
+        if after is not None:
+            after(at)
     return torch.stack(logits, 1)
 
 
@@ -244,24 +262,34 @@ def read_columns(layer, mask: Tensor) -> Tensor:
     return found.scatter(2, at, True)[..., :columns]
 
 
-@torch.no_grad()
 def run_policy(
-    policy: Policy | None, model, ids: Tensor, mask: Tensor, chunks: tuple[int, ...]
+    policy: Policy, model, ids: Tensor, mask: Tensor, chunks: tuple[int, ...]
 ) -> tuple[Tensor, list[list[Tensor]]]:
     """Logits from the last prompt token on, and what each step read: bool `[step][layer][batch kv_head column]`."""
-    kept, logits, end = [], [], 0
-    kv = DynamicCache()
-    with policy.on(model) if policy is not None else torch.no_grad():
-        for step in (*chunks, *[1] * (ids.shape[1] - sum(chunks))):
-            part = slice(end, end + step)
-            end += step
-            given = {"position_ids": positions(mask)[:, part], "past_key_values": kv}
-            out = model(input_ids=ids[:, part], attention_mask=mask[:, :end], **given)
-            if end >= sum(chunks):
-                logits.append(out.logits[:, -1])
-            if end > sum(chunks) and policy is not None:
-                kept.append([read_columns(layer, mask) for layer in kv.layers])
-    return torch.stack(logits, 1), kept
+    kept, prompt = [], sum(chunks)
+    cache = DynamicCache(config=model.config)
+
+    def keep(end: int):
+        if end > prompt:
+            kept.append([read_columns(layer, mask) for layer in own_layers(cache)])
+
+    with policy.on(model):
+        logits = decode(model, ids, mask, prompt, cache, list(chunks), keep)
+    return logits, kept
+
+
+def masks_of_run(model, kept: list[list[Tensor]], mask: Tensor, prompt: int) -> dict[int, Tensor]:
+    """What each query may see if those after the prompt see what `run_policy` says, by the layers that attend."""
+    target, total = target_of(model), mask.shape[1]
+    causal = torch.ones(total, total, dtype=torch.bool).tril()
+    layers = {}
+    for layer, steps in zip(filter(target.has_attention, range(target.n_layers)), zip(*kept, strict=True), strict=True):
+        sees = (causal & mask.bool()[:, None, None]).repeat(1, steps[0].shape[1], 1, 1)
+        sees[:, :, prompt:] = torch.stack(steps, 2)
+        if (window := window_of(target.hf, layer)) is not None:
+            sees &= ~causal.tril(-window)
+        layers[layer] = sees
+    return layers
 
 
 @torch.no_grad()

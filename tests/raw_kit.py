@@ -10,9 +10,7 @@ from torch import Tensor, nn
 
 
 def blocks(model) -> nn.ModuleList:
-    if hasattr(model, "transformer"):
-        return model.transformer.h
-    return (model.gpt_neox if hasattr(model, "gpt_neox") else model.model).layers
+    return part(model, "transformer.h", "gpt_neox.layers", "model.decoder.layers", "model.layers")
 
 
 def part(block, *names: str):
@@ -27,7 +25,7 @@ def part(block, *names: str):
 
 def down(block) -> nn.Module:
     shared = ("mlp.shared_expert.down_proj", "mlp.shared_experts.down_proj")
-    return part(block, "mlp.down_proj", "mlp.dense_4h_to_h", "mlp.c_proj", *shared)
+    return part(block, "mlp.down_proj", "mlp.dense_4h_to_h", "mlp.c_proj", "mlp.fc2", "fc2", *shared)
 
 
 @contextmanager
@@ -52,6 +50,16 @@ def norms(model, tokens: Tensor) -> Tensor:
     for handle in handles:
         handle.remove()
     return torch.stack(seen)
+
+
+@torch.no_grad()
+def attention(model, tokens: Tensor) -> Tensor:
+    """The model's own attention: [layer, row, head, query, key]."""
+    usual = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    out = model(tokens, output_attentions=True, use_cache=False)
+    model.set_attn_implementation(usual)
+    return torch.stack(out.attentions)
 
 
 @contextmanager

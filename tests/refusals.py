@@ -11,9 +11,9 @@ from sinkscope.errors import SinkscopeError
 
 
 @contextmanager
-def refused(match: str | None = None, words: tuple[str, ...] | list[str] = ()) -> Iterator[None]:
+def refused(match: str | None = None, words: tuple[str, ...] | list[str] = ()) -> Iterator[pytest.ExceptionInfo]:
     """What is done inside has to end in an error of one line that matches, and that has all the words."""
     with pytest.raises(SinkscopeError, match=match) as caught:
-        yield
+        yield caught
     message = str(caught.value)
     assert "\n" not in message and all(word in message for word in words), message

@@ -22,15 +22,12 @@ import torch
 dill = pytest.importorskip("dill")
 VOCAB = 24
 END = 23
-SURE = 1e4  # logit of the script's token: noise of a higher temperature does not change what is said
 
 
 @dataclass(kw_only=True)
 class SamplingParams:
-    """The fields that a logits processor of vLLM may read."""
+    """The fields of vLLM's that are used here."""
 
-    temperature: float = 0.0
-    seed: int | None = None
     max_tokens: int = 16
     extra_args: dict[str, Any] | None = None
     eos_token_id: int | None = END
@@ -49,9 +46,7 @@ class Request:
     edited: list[int] = field(default_factory=list)
 
     def logits(self, position: int) -> torch.Tensor:
-        row = torch.zeros(VOCAB)
-        row[self.stream[position]] = SURE
-        return row
+        return torch.nn.functional.one_hot(torch.tensor(self.stream[position]), VOCAB).float()
 
     def said(self, row: torch.Tensor, position: int) -> int:
         if not torch.equal(row, self.logits(position)):
@@ -67,9 +62,6 @@ class Server:
     def __init__(self):
         self.unknown = {}
 
-    def step(self, rng: Random, left: list[Request], new: list[Request]):
-        raise NotImplementedError
-
     def settle(self, request: Request):
         """Write the real tokens over the placeholders."""
         if known := self.unknown.pop(request, None):
@@ -84,19 +76,8 @@ class MoveDirectionality(Enum):
     SWAP = auto()
 
 
-@dataclass(frozen=True)
-class BatchUpdate:
-    batch_size: int
-    removed: list[int]
-    added: list[tuple[int, Any, list[int] | None, list[int]]]
-    moved: list[tuple[int, int, MoveDirectionality]]
-
-
 class BatchProcessor(ABC):
     """vllm.v1.sample.logits_processor.LogitsProcessor"""
-
-    @classmethod  # noqa: B027
-    def validate_params(cls, sampling_params): ...
 
     @abstractmethod
     def __init__(self, vllm_config, device, is_pin_memory: bool): ...
@@ -108,21 +89,14 @@ class BatchProcessor(ABC):
     def is_argmax_invariant(self) -> bool: ...
 
     @abstractmethod
-    def update_state(self, batch_update: BatchUpdate | None): ...
+    def update_state(self, batch_update): ...
 
 
 class SlotProcessor(ABC):
     """vllm.v1.worker.gpu.sample.logits_processor.LogitsProcessor"""
 
-    def __init__(self, vllm_config, req_states): ...  # noqa: B027
-
-    @classmethod  # noqa: B027
-    def validate_params(cls, sampling_params): ...
-
     def add_request(self, req_idx: int, sampling_params) -> bool:
         return True
-
-    def apply_staged_writes(self): ...  # noqa: B027
 
     @abstractmethod
     def apply(self, logits: torch.Tensor, ctx) -> torch.Tensor: ...
@@ -208,7 +182,7 @@ class Batches(Server):
             a, b = rng.sample(range(len(self.batch)), 2)
             self.batch[a], self.batch[b] = self.batch[b], self.batch[a]
             moved.append((a, b, MoveDirectionality.SWAP))
-        update = BatchUpdate(len(self.batch), removed, added, moved)
+        update = SimpleNamespace(removed=removed, added=added, moved=moved)
         self.processor.update_state(update if removed or added or moved else None)
         for request in list(self.unknown):
             self.settle(request)
@@ -242,9 +216,7 @@ class Slots(Server):
         super().__init__()
         self.drafts, self.slots = drafts, {}
         self.states = SimpleNamespace(
-            device=torch.device("cpu"),
             max_num_reqs=slots,
-            vocab_size=VOCAB,
             all_token_ids=zeros(slots, length),
             prompt_len=zeros(slots),
             prefill_len=zeros(slots),
@@ -295,8 +267,6 @@ class Slots(Server):
             expanded_idx_mapping=torch.tensor([slot for slot, _, _ in rows], dtype=torch.int32),
             idx_mapping=torch.tensor(slots, dtype=torch.int32),
             idx_mapping_np=np.array(slots),
-            expanded_local_pos=torch.tensor([j for _, j, _ in rows], dtype=torch.int32),
-            input_ids=torch.tensor(drafted, dtype=torch.int32),
             pos=torch.tensor([position for _, _, position in rows]),
             seq_lens_upper_bound_np=np.array(lengths),
         )
@@ -345,18 +315,8 @@ class Overlapped(Server):
         for request in left:
             del self.shown[request]
         for request in new:
-            p = request.params
-            sampling = SimpleNamespace(
-                temperature=p.temperature or 1.0, top_k=-1 if p.temperature else 1, sampling_seed=p.seed
-            )
-            shown = SimpleNamespace(
-                origin_input_ids=request.prompt,
-                output_ids=[],
-                eos_token_ids=p.all_stop_token_ids,
-                tokenizer=None,
-                sampling_params=sampling,
-            )
-            sampling.custom_params = {**(p.extra_args or {}), "__req__": shown}
+            shown = SimpleNamespace(output_ids=[], eos_token_ids={END}, tokenizer=None)
+            shown.custom_params = {**(request.params.extra_args or {}), "__req__": shown}
             self.shown[request] = shown
         batch = rng.sample(self.running, len(self.running))
         if not batch:
@@ -366,7 +326,7 @@ class Overlapped(Server):
             self.shown[request].output_ids[:] = request.output[: len(request.output) - late]
         n = 1 + self.drafts
         rows = [(request, len(request.output) + j) for request in batch for j in range(n)]
-        params = [self.shown[r].sampling_params.custom_params for r in batch for _ in range(n if self.expanded else 1)]
+        params = [self.shown[r].custom_params for r in batch for _ in range(n if self.expanded else 1)]
         logits = self.processor(torch.stack([r.logits(p) for r, p in rows]), params)
         for i, request in enumerate(batch):
             before = len(request.output)
@@ -377,7 +337,9 @@ class Overlapped(Server):
             request.log.append((len(self.shown[request].output_ids), len(request.output) - before))
 
 
-def play(server: Server, rng: Random, requests: list[Request], *, room: int = 4, preempt: bool = False):
+def play(
+    server: Batches | Slots | Overlapped, rng: Random, requests: list[Request], *, room: int = 4, preempt: bool = False
+):
     """Let requests come, go, and come back at random, until all of them are over."""
     waiting = list(requests)
     for _ in range(2000):

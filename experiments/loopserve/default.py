@@ -231,7 +231,7 @@ def figure(data: dict[str, Any]) -> Any:
                 text=[f"{point['alpha']}" for point in mine],
                 mode="lines+markers+text" if rows == OWN.dense_rows else "lines+markers",
                 textposition=["bottom center", "top center", "bottom center"],
-                name=f"last {rows} row{'s' * (rows > 1)} dense" if rows else "no row dense",
+                name=f"last {rows} rows dense{', with alpha' * (rows == OWN.dense_rows)}" if rows else "no row dense",
                 legendgroup=str(rows),
                 showlegend=not number,
                 line_color=colour,
@@ -262,7 +262,7 @@ def figure(data: dict[str, Any]) -> Any:
     return finished(
         fig,
         None,
-        f"{concluded(found).partition(';')[0]} (numbers in the panels: alpha)",
+        concluded(found).partition(";")[0],
         width=1500,
         height=900,
         legend=legend,

@@ -225,7 +225,7 @@ def rows_of(runs: Sequence[Run], outputs: Sequence[int]) -> list[dict[str, Any]]
 
 def figure(data: dict[str, Any]) -> Any:
     """Times and ratios by context, by length of the answer, and memory."""
-    rows, load, outputs = data["result"]["rows"], data["result"]["load"], data["settings"]["outputs"]
+    rows, outputs = data["result"]["rows"], data["settings"]["outputs"]
     from plotly.subplots import make_subplots
 
     most = max(r["rounds"] for r in rows)
@@ -282,13 +282,10 @@ def figure(data: dict[str, Any]) -> Any:
         fig.update_yaxes(
             title="MiB", type="log", tickvals=[b * 10**e for e in range(5) for b in (1, 2, 5)], row=2, col=col
         )
-    single = [f"{n:,}" for n in ticks if all(r["rounds"] == 1 for r in rows if r["context"] == n)]
-    said = f"one thread of a CPU, load average {load[0]:.0f} to {load[1]:.0f}; median of {most} rounds"
-    said += f", one at {', '.join(single)}" if single and most > 1 else ""
     faster = {r["arm"]: r["times_faster"][last] for r in rows if r["context"] == shown and r["arm"] != "full"}
     best = max(faster, key=lambda arm: faster[arm])
-    found = f"A turn of {last} tokens after {shown:,} is {faster[best]:.1f} times faster with {best} than with full"
-    return finished(fig, None, f"{found} ({said})", width=1500, height=900, legend=-0.1, top=100)
+    title = f"A turn of {last} tokens after {shown:,} is {faster[best]:.1f} times faster with {best} than without"
+    return finished(fig, None, title, width=1500, height=900, legend=-0.1, top=100)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
 from experiments.drawn import save
@@ -141,15 +142,13 @@ def figure(data: dict[str, Any]) -> Any:
     fig.update_yaxes(range=[-0.03, 1.06], tickformat=".0%")
     every = [p for p in points if p["position"] == ALL]
     below = [p for p in every if p["figure"] == "alpha" and p["value"] < 1]
-    by = {
-        curve: [p["score"] for p in below if p["curve"] == curve] for curve in dict.fromkeys(p["curve"] for p in below)
-    }
-    best, worst = max(by, key=lambda curve: min(by[curve])), min(by, key=lambda curve: max(by[curve]))
-    found = (
-        f"With alpha below 1, {max(by[worst]):.0%} of the answers at most are right ({worst}), and {min(by[best]):.0%} "
-        f"at least ({best})"
-    )
-    return finished(fig, None, found, width=1700, height=950, font={"size": 12}, **legends(fig, len(TITLES)))
+    mean: dict[str, float] = {}
+    for curve in dict.fromkeys(p["curve"] for p in below):
+        mean[curve] = fmean(p["score"] for p in below if p["curve"] == curve)
+    best, worst = max(mean, key=lambda curve: mean[curve]), min(mean, key=lambda curve: mean[curve])
+    right = f"{mean[best]:.0%} of the answers are right ({best}) and {mean[worst]:.0%} ({worst})"
+    title = f"Averaged over alphas below 1, {right}"
+    return finished(fig, None, title, width=1700, height=950, font={"size": 12}, **legends(fig, len(TITLES)))
 
 
 def legends(fig: Any, panels: int) -> dict[str, Any]:

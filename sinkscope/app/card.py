@@ -116,21 +116,6 @@ class CardChange:
     changed: bool | None
 
 
-@dataclass(frozen=True)
-class CardVerdict:
-    """A line of the first screen.
-
-    Attributes:
-        label: What it is about.
-        sentence: The conclusion of the part that answers it.
-        command: Command that runs this part alone.
-    """
-
-    label: str
-    sentence: str
-    command: str
-
-
 @dataclass(frozen=True, kw_only=True)
 class SinkCard(Result):
     """All findings of a scan, conclusions first.
@@ -196,20 +181,20 @@ class SinkCard(Result):
         lines.append(self.costs())
         return lines
 
-    def verdicts(self) -> list[CardVerdict]:
-        """At most five lines, each from the first of its parts that has a result."""
+    def verdicts(self) -> list[tuple[str, str, str]]:
+        """At most five lines: what it is about, what the first of its parts with a result says, and its command."""
         named = {part.name: part for part in self.parts}
-        lines: list[CardVerdict] = []
+        lines: list[tuple[str, str, str]] = []
         for label, names in VERDICTS:
             parts = [named[name] for name in names if name in named]
-            finished = [part for part in parts if part.problem is None]
-            if finished:
-                sentence = finished[0].conclusion
-                if self.quick and finished[0].name in PROVISIONAL:
+            parts.sort(key=lambda part: part.problem is not None)
+            for part in parts[:1]:
+                sentence = part.conclusion
+                if part.problem is not None:
+                    sentence = f"Not measured: {part.problem}"
+                elif self.quick and part.name in PROVISIONAL:
                     sentence += " This is provisional: --quick runs few prompts."
-                lines.append(CardVerdict(label, sentence, finished[0].command))
-            elif parts:
-                lines.append(CardVerdict(label, f"Not measured: {parts[0].problem}", parts[0].command))
+                lines.append((label, sentence, part.command))
         return lines
 
     def first_screen(self, folder: str) -> str:
@@ -226,8 +211,8 @@ class SinkCard(Result):
                 rows = [_row(change, ("label", "before", "after")) for change in differing]
                 parts.append(Grid(*strings(rows, ())).html())
         parts.append('<dl class="verdicts">')
-        for verdict in self.verdicts():
-            parts.append(f"<dt>{escape(verdict.label)}</dt><dd>{escape(visible(verdict.sentence))}</dd>")
+        for label, sentence, _ in self.verdicts():
+            parts.append(f"<dt>{label}</dt><dd>{escape(visible(sentence))}</dd>")
         parts.append("</dl><h3>What next</h3><ul>")
         for words, command in NEXT_STEPS:
             typed = command.format(model=shlex.quote(self.model.name), folder=shlex.quote(folder))
@@ -254,7 +239,7 @@ class SinkCard(Result):
             title = f"Compared with {self.against}"
             grids.append(Grid(*strings(self.rows(), ()), title=title, note=RULE))
         if self.values:
-            rows = [_row(value, ("label", "value", "control", "margin")) for value in self.values]
+            rows = replace(self, against=None).rows()
             grids.append(Grid(*strings(rows, ()), title="Numbers, each with its control"))
         if self.properties:
             rows = [{"fact": fact.label, "word": fact.word} for fact in self.properties]

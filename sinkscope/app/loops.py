@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import html
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 
@@ -93,21 +93,30 @@ def _follow(file: str, form: StreamForm, monitor: MonitorSettings, first: bool) 
 def draw_check(result: LoopCheck) -> go.Figure:
     """Diversity of the window over the tokens, a line per record, with the onset and the detection of each loop."""
     import numpy as np
-    import plotly.graph_objects as go
+    import plotly.express as px
 
     from sinkscope.measure.style import BLUE, GREY, ORANGE, RED, finished
 
-    window = html.escape(str(result.settings["window"]))
-    records = sorted(result.records, key=lambda record: not record.loop)[:SHOWN_RECORDS]
-    figure = go.Figure()
-    named: set[str] = set()
-    for record in reversed(records):  # those that loop are drawn last, above the others
-        name, color = ("loops", ORANGE) if record.loop else ("does not", GREY)
-        hover = f"{html.escape(record.name)}<br>%{{y:.3f}} after %{{x}} tokens<extra></extra>"
-        curve = go.Scatter(x=record.steps, y=record.curve, mode="lines", name=name, legendgroup=name, opacity=0.8)
-        curve.update(line={"color": color, "width": 1.5}, hovertemplate=hover, showlegend=name not in named)
-        figure.add_trace(curve)
-        named.add(name)
+    records = sorted(result.records, key=lambda record: record.loop)[
+        -SHOWN_RECORDS:
+    ]  # loops are drawn above the others
+    columns: dict[str, list[Any]] = {"record": [], "outcome": [], "tokens": [], "ratio": []}
+    for record in records:
+        count = len(record.steps)
+        columns["record"] += [html.escape(record.name)] * count
+        columns["outcome"] += ["loops" if record.loop else "does not"] * count
+        columns["tokens"] += record.steps
+        columns["ratio"] += record.curve
+    colors = {"does not": GREY, "loops": ORANGE}
+    figure = px.line(
+        columns,
+        x="tokens",
+        y="ratio",
+        color="outcome",
+        line_group="record",
+        hover_name="record",
+        color_discrete_map=colors,
+    )
     for field, color, symbol, name in (
         ("onset", BLUE, "circle-open", "onset of the longest repetition"),
         ("detected", RED, "x", "detected"),
@@ -115,11 +124,11 @@ def draw_check(result: LoopCheck) -> go.Figure:
         marked = [record for record in records if record.loop and getattr(record, field) is not None]
         places = [getattr(record, field) for record in marked]
         heights = [np.interp(place, record.steps, record.curve) for record, place in zip(marked, places, strict=True)]
-        names = [html.escape(record.name) for record in marked]
         marker = {"color": color, "size": 9, "symbol": symbol}
-        if marked:
-            figure.add_scatter(x=places, y=heights, mode="markers", marker=marker, name=name, text=names)
+        names = [html.escape(record.name) for record in marked]
+        figure.add_scatter(x=places, y=heights, mode="markers", marker=marker, name=name, text=names)
     threshold = result.settings["theta_ttr"]
+    window = html.escape(str(result.settings["window"]))
     figure.add_hline(threshold, line={"color": GREY, "dash": "dot"}, annotation_text=f"threshold {threshold:g}")
     figure.update_xaxes(title_text=f"tokens ({len(records)} of {len(result.records)} records)", rangemode="tozero")
     figure.update_yaxes(title_text=f"type-token ratio of the last {window} tokens", range=[0, 1.03])

@@ -359,7 +359,6 @@ def demo(
     """
     note("sinkscope looks at the small model in the package with each of its measurements.")
     card = scan(out=out, quick=True, progress=progress)
-    for verdict in card.verdicts():
-        command = f"sinkscope {verdict.command}"
-        print(fill(visible(f"{verdict.label}, by `{command}`: {verdict.sentence}"), WIDTH, subsequent_indent="  "))
     print(visible(f"All results, with figures: {out / PAGE}") + "\nThe same for another model: sinkscope scan MODEL")
+    for label, sentence, command in reversed(card.verdicts()):
+        print(fill(visible(f"{label}, by `sinkscope {command}`: {sentence}"), WIDTH, subsequent_indent="  "))

@@ -28,6 +28,8 @@ PLAIN = frozenset(
     "revision group component patched source dialogues questions prompts runs texts temperature norm file".split()
 )
 """Names of columns that need no explanation."""
+Table = list[dict[str, Any]]
+"""One dict per row."""
 _NUMBER = re.compile(r"[-+]?[\d.,]*\d(e[-+]?\d+)?%?|-|yes|no|about 0|")
 
 

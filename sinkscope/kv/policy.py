@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -246,20 +246,12 @@ class Policy(Intervention):
         state = moment.state
         memory = state.memory.setdefault(key, {})
         if moment.prefill_ended:
-            state.uniform = self.UNIFORM and _same_positions(moment.layers)
-            if rotary is not None and not state.uniform:
-                raise UnsupportedError(
-                    "this cache holds other positions in every layer, so new positions cannot be given: use "
-                    'positions="original", or start with a new cache',
-                    page="kv-session",
-                )
+            self._note_positions(moment, rotary)
             self.begin(moment, session, memory)
         elif self.every == "prefill" or state.decoded % self.every:
             return
         budget = memory["budget"]
-        exact: int | None = None  # the number of slots that every head keeps; the choice of a subclass may be smaller
-        if type(self).select is Policy.select and isinstance(budget, int) and self.mode == "evict":
-            exact = budget
+        exact = self._exact(budget)
         layers = moment.layers
         if exact is not None:
             layers = [kv for kv in layers if kv.slots > exact]
@@ -268,12 +260,25 @@ class Policy(Intervention):
                 at = At(layers[0].number, joined, moment, session, memory, len(layers))
                 joined.evict_joined(layers, self.select(self.checked_scores(at), at, exact), exact)
                 return
+        self._keep_in(layers, exact, moment, session, memory, rotary)
+
+    def _keep_in(
+        self,
+        layers: Sequence[CacheLayer],
+        exact: int | None,
+        moment: Moment,
+        session: Session,
+        memory: dict[Any, Any],
+        rotary: Rotary | None,
+    ) -> None:
+        """Choose and keep layer by layer; layers that hold the same positions share a choice."""
+        state = moment.state
         keep: Tensor | None = None
         kept: KeptSlots | None = None
         for kv in layers:
             if keep is None or not state.uniform:
                 at = At(kv.number, kv, moment, session, memory)
-                keep = self.select(self.checked_scores(at), at, budget)
+                keep = self.select(self.checked_scores(at), at, memory["budget"])
             if kept is not None and state.uniform and rotary is None and kept.pos.device == kv.keys.device:
                 kv.keep_only(kept)
                 continue
@@ -285,6 +290,24 @@ class Policy(Intervention):
                 rotary.rebase(kv, keep)
             may_keep_fewer = state.padded or kv.ragged
             kept = kv.evict(keep, None if may_keep_fewer else exact)
+
+    def _exact(self, budget: int | Tensor) -> int | None:
+        """The number of slots that every head keeps; None if heads may keep different numbers."""
+        fills_budget = type(self).select is Policy.select  # the choice of a subclass may be smaller than the budget
+        if fills_budget and isinstance(budget, int) and self.mode == "evict":
+            return budget
+        return None
+
+    def _note_positions(self, moment: Moment, rotary: Rotary | None) -> None:
+        """Note whether all layers and heads hold the same positions after the prompt just read."""
+        state = moment.state
+        state.uniform = self.UNIFORM and _same_positions(moment.layers)
+        if rotary is not None and not state.uniform:
+            raise UnsupportedError(
+                "this cache holds other positions in every layer, so new positions cannot be given: use "
+                'positions="original", or start with a new cache',
+                page="kv-session",
+            )
 
     def begin(self, moment: Moment, session: Session, memory: dict[Any, Any]) -> None:
         """Fix the budget of each row at the end of a prompt, and how much of it is for tokens that are always kept."""

@@ -27,7 +27,16 @@ _SHORT = {
 }
 _CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")  # lists in a config with an entry per layer
-_SIZES = ("vocab_size", "hidden_size", "n_embd", "intermediate_size", "num_attention_heads", "n_head")
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "n_embd",
+    "intermediate_size",
+    "num_attention_heads",
+    "n_head",
+    "max_position_embeddings",
+    "n_positions",
+)
 _LARGEST = 1 << 31
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 

@@ -39,6 +39,7 @@ from sinkscope.models.wrapped import target_of, unwrap
 
 Backend = Literal["bridge", "hf", "nnsight"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
+LONG_LOADING = 5.0  # seconds after which a bar of transformers appears
 
 
 @float32_by_default()
@@ -280,7 +281,8 @@ def quiet(*, bars: bool | None = None) -> Generator[None]:
     """Context manager that silences stdout and other libraries' reports on unused tensors.
 
     Args:
-        bars: Whether these libraries may draw progress bars. None means only on a terminal.
+        bars: Whether these libraries may draw progress bars. None means only on a terminal. Those of transformers
+            appear when they have run for some seconds.
     """
     from huggingface_hub import utils as hub
     from transformers.utils import logging
@@ -289,6 +291,7 @@ def quiet(*, bars: bool | None = None) -> Generator[None]:
         for library in (logging, hub.logging):
             undo.callback(library.set_verbosity, library.get_verbosity())
             library.set_verbosity_error()
+        undo.callback(logging.set_tqdm_hook, logging.set_tqdm_hook(_late_bar))
         if not (sys.stderr.isatty() if bars is None else bars):
             if logging.is_progress_bar_enabled():
                 undo.callback(logging.enable_progress_bar)
@@ -298,6 +301,10 @@ def quiet(*, bars: bool | None = None) -> Generator[None]:
                 hub.disable_progress_bars()
         undo.enter_context(contextlib.redirect_stdout(sys.stderr))
         yield
+
+
+def _late_bar(bar: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    return bar(*args, **{**options, "delay": LONG_LOADING})
 
 
 @contextlib.contextmanager

@@ -94,7 +94,7 @@ def in_chunks(
             settings is refused.
     """
     target = hold_layers(setup.target, work.layer)
-    chunks: list[Chunk] = []
+    chunks = []
     for index, start in enumerate(range(0, len(items), size)):
         chunks.append(Chunk(index, list(items[start : start + size])))
     decisive = {
@@ -114,7 +114,7 @@ def in_chunks(
         workers = Workers(elsewhere(setup, work), run.workers, gpu=target.device.type == "cuda")
     with Folder(run.resume, decisive, ChunkColumns, option="--resume") as kept:
         finish(partial(chunk_columns, target, work), chunks, kept, what, setup.progress, workers)
-    joined: Columns = {}
+    joined = {}
     for chunk in chunks:
         for name, values in kept.records[chunk.index].columns.items():
             joined.setdefault(name, []).extend(values)
@@ -164,7 +164,7 @@ def hold_layers(target: Target, layer: int) -> Target:
 
 def token_texts(target: Target, ids: Sequence[int]) -> tuple[str, ...]:
     """Each token as text, or as the tokenizer spells it if it is no text by itself (part of a character)."""
-    texts: list[str] = []
+    texts = []
     for token in ids:
         text = str(target.tokenizer.decode([token]))
         if not text or "\ufffd" in text:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from sinkscope.measure import Setup
 from sinkscope.models.target import Target
 
 CYCLE = ("Another", "one", "bit", "es", "the", "dust")  # input of Fig. 3 of Yona et al. 2025
+WORDS = 5  # words of the text that are repeated by default
 MAX_REPEATS = 1024  # default of `--max-repeats`, if the context holds that many
 NAMES_IN_A_LINE = 12  # further names are counted
 
@@ -33,7 +34,7 @@ def single_token(tokenizer: Any, string: str) -> int:
     unknown = getattr(tokenizer, "unk_token_id", None)
     if string == getattr(tokenizer, "unk_token", None):
         unknown = None
-    pieces: list[int] = []
+    pieces = []
     for form in (string, " " + string):
         if not string:
             break
@@ -58,7 +59,7 @@ def known_token(tokenizer: Any, string: str) -> int | None:
         return None
 
 
-def pick_tokens(tokenizer: Any, ids: Tensor, strings: Sequence[str] | None, seed: int, count: int = 5) -> list[int]:
+def pick_tokens(tokenizer: Any, ids: Tensor, strings: Sequence[str] | None, seed: int, count: int = WORDS) -> list[int]:
     """Ids of the strings. Without strings, `count` words of the text, drawn with the seed.
 
     Args:
@@ -119,7 +120,7 @@ def vocabulary(target: Target, strings: Sequence[str] | None = None) -> list[int
 
 
 def words_to_repeat(
-    setup: Setup, tokens: Sequence[str] | None, prefix: str | None, paper: Sequence[str] = (), count: int = 5
+    setup: Setup, tokens: Sequence[str] | None, prefix: str | None, paper: Sequence[str] = ()
 ) -> tuple[list[int], tuple[tuple[str, str], ...]]:
     """What to repeat: the given strings, or else the paper's words, or else words of the text.
 
@@ -131,7 +132,6 @@ def words_to_repeat(
         tokens: The strings requested.
         prefix: The text before the repetitions.
         paper: The strings that the paper uses.
-        count: Number of words of the text, if there are no strings.
 
     Returns:
         The ids, and pairs of (wanted, used) for the replaced words.
@@ -144,12 +144,12 @@ def words_to_repeat(
     if tokens:
         return pick_tokens(tokenizer, setup.ids, tokens, setup.seed), ()
     known = {known_token(tokenizer, string) for string in paper}
-    drawn = pick_tokens(tokenizer, setup.ids, None, setup.seed, count=count + len(before) + 2 * len(paper))
+    drawn = pick_tokens(tokenizer, setup.ids, None, setup.seed, WORDS + len(before) + 2 * len(paper))
     spare = [t for t in drawn if t not in known and t not in before]
     if not paper:
-        return spare[:count] or drawn[:count], ()
-    ids = list[int]()
-    replaced = list[tuple[str, str]]()
+        return (spare or drawn)[:WORDS], ()
+    ids = []
+    replaced = []
     for string in paper:
         token = known_token(tokenizer, string)
         if token is None or token in ids:
@@ -171,20 +171,6 @@ def encode(setup: Setup, prefix: str | None) -> list[int]:
     return list(setup.tokenizer(prefix, add_special_tokens=False)["input_ids"])
 
 
-def refuse_repeated(setup: Setup, prefix: str | None, words: Collection[int]) -> None:
-    """Refuse a prefix that contains a repeated word, because its first occurrence would count as a repetition.
-
-    Raises:
-        SinkscopeError: The prefix contains one.
-    """
-    for token in encode(setup, prefix):
-        if token in words:
-            raise SinkscopeError(
-                f"--prefix {prefix!r} contains the repeated token {setup.tokenizer.decode([token])!r}, so it would be "
-                "one more repetition; give another --prefix or --token"
-            )
-
-
 def prefixes(setup: Setup, tokens: Sequence[int]) -> list[int]:
     """The token before each repeated token: BOS or, without BOS, another token of the text."""
     if setup.bos is not None:
@@ -192,14 +178,13 @@ def prefixes(setup: Setup, tokens: Sequence[int]) -> list[int]:
     return [int(setup.ids[setup.ids != token][0]) for token in tokens]
 
 
-def repetition_limit(target: Target, requested: int | None, around: int = 1, default: int = MAX_REPEATS) -> int:
-    """The number of repetitions: the number requested, or else `default` or what the context holds.
+def repetition_limit(target: Target, requested: int | None, around: int = 1) -> int:
+    """The number of repetitions: the number requested, or else 1,024 or what the context holds.
 
     Args:
         target: The model.
         requested: `--max-repeats`.
         around: Tokens of the sequence besides the repetitions; 1 is the token that stands first.
-        default: The number if none is requested.
 
     Raises:
         SinkscopeError: The context is too short.
@@ -212,7 +197,7 @@ def repetition_limit(target: Target, requested: int | None, around: int = 1, def
     what = f"a text of --max-repeats {least} and {around} tokens around them"
     target.check_length(what, least + around, remedy=remedy)
     if requested is None:
-        return min(default, largest)
+        return min(MAX_REPEATS, largest)
     return requested
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
+from attack_kit import text_file
 from gguf_file import write_gguf
 from organisms import Organism, organism
+from organisms.hard import hard
 from organisms.plan import make_plan
 
 import sinkscope.models.open as opening
@@ -24,13 +25,6 @@ def deep():
     return organism("llama", seed, n_layers=LAYERS)
 
 
-def _text(o: Organism, folder: Path) -> Path:
-    rows = o.natural(8, 64)
-    file = folder / "typical.txt"
-    file.write_text(" ".join(o.tokenizer.decode(row[o.bos :]) for row in rows), encoding="utf-8")
-    return file
-
-
 def _agrees(result: FindSinks, o: Organism):
     assert result.sink_layer == o.truth.sink_layer
     assert {n.site for n in result.causal} == set(o.truth.neurons)
@@ -43,7 +37,7 @@ def _agrees(result: FindSinks, o: Organism):
 def test_folder_is_read_upward_and_no_further_than_needed(deep, tmp_path):
     deep.save(tmp_path / "m")
     target = opening.open_target(tmp_path / "m", None, None, None, None, False)
-    text = _text(deep, tmp_path)
+    text = text_file(deep, tmp_path, 8)
     result = find_sinks(target, max_repeats=16, text=text)
     _agrees(result, deep)
     read = {int(name.split("layers.")[1].split(".")[0]) for name in target.store.source.read if "layers." in name}
@@ -66,26 +60,38 @@ def test_gguf_is_opened_with_as_many_layers_as_it_takes(deep, tmp_path, monkeypa
 
     monkeypatch.setattr(opening, "load", counted)
     monkeypatch.setattr(opening, "_FIRST_LAYERS", 2)
-    _agrees(find_sinks(tmp_path / "m.gguf", tokenizer=deep.tokenizer, max_repeats=16, text=_text(deep, tmp_path)), deep)
+    options = {"tokenizer": deep.tokenizer, "text": text_file(deep, tmp_path, 8)}
+    _agrees(find_sinks(tmp_path / "m.gguf", max_repeats=16, **options), deep)
     assert asked == [2, 4, 8]
     # Other measurements begin with every layer, so that a late sink is not taken for none.
-    made = Setup.open(tmp_path / "m.gguf", tokenizer=deep.tokenizer, text=_text(deep, tmp_path))
+    made = Setup.open(tmp_path / "m.gguf", **options)
     assert len(made.target.layers) == made.target.n_layers == LAYERS
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "seed"),
-    [("gemma2", 1), ("mixtral", 12), ("gpt2", 9)],
+    ("make", "family", "kind", "seed"),
+    [
+        (organism, "gemma2", "two_stage", 1),
+        (organism, "mixtral", "two_stage", 12),
+        (organism, "gpt2", "two_stage", 9),
+        (hard, "qwen2_moe", "moe_shared", 1),
+        (hard, "qwen2_moe", "moe_both", 1),
+    ],
 )
-def test_streamed_equals_in_memory(family, seed, tmp_path):
-    o = organism(family, seed, kind="two_stage")
-    o.save(tmp_path / "m")
-    text = _text(o, tmp_path)
-    streamed = find_sinks(tmp_path / "m", max_repeats=8, text=text, all_layers=True)
-    memory = find_sinks(o.model, tokenizer=o.tokenizer, max_repeats=8, text=text)
+def test_streamed_equals_in_memory(make, family, kind, seed, tmp_path):
+    o = hard(kind, family, seed) if make is hard else organism(family, seed, kind=kind)
+    o.model.save_pretrained(tmp_path / "m")
+    o.tokenizer.save_pretrained(tmp_path / "m")
+    options = {"text": text_file(o, tmp_path, 8), "max_repeats": 8}
+    streamed = find_sinks(tmp_path / "m", all_layers=True, **options)
+    memory = find_sinks(o.model, tokenizer=o.tokenizer, **options)
     assert [n.site for n in streamed.neurons] == [n.site for n in memory.neurons]
-    assert [s.layer for s in streamed.stages] == list(o.truth.stages)
+    if make is hard:
+        assert frozenset(streamed.minimal.edit_sites) == frozenset(memory.minimal.edit_sites) in o.truth.sets
+    else:
+        assert [s.layer for s in streamed.stages] == list(o.truth.stages)
     for a, b in zip(streamed.neurons, memory.neurons, strict=True):
         assert a.ablation_drop == pytest.approx(b.ablation_drop, abs=1e-4)
         assert a.contribution_norm == pytest.approx(b.contribution_norm, rel=1e-3)
+        assert a.neutral_post == pytest.approx(b.neutral_post, abs=1e-4)

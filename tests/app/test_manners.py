@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import stranger
 import torch
-from checkpoints import spoiled
 from organisms import organism
 from organisms.tiny import tiny_model
 from torch import nn
@@ -294,21 +293,3 @@ def test_copies_inside_a_context():
             with pytest.raises(SinkscopeError, match="cannot be copied or pickled while interventions act"):
                 copied(model)
     assert copy.deepcopy(model) is not model
-
-
-@pytest.mark.parametrize("damage", ["max_position_embeddings", "vocab_size"])
-def test_sizes_that_no_model_has(tmp_path, damage):
-    folder = spoiled(tmp_path / "m", **{damage: -1})
-    with pytest.raises(SinkscopeError, match=f"{damage} is -1 in the config.json of m; expected a whole number from 1"):
-        ss.load(folder)
-
-
-def test_shards_outside_of_the_folder(tmp_path):
-    folder = spoiled(tmp_path / "m")
-    (folder / "model.safetensors").rename(tmp_path / "x.safetensors")
-    for shard in ("../x.safetensors", str(tmp_path / "x.safetensors"), "a/../../x.safetensors"):
-        index = {"weight_map": {"model.embed_tokens.weight": shard}}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-        for use in (ss.load, ss.find_sinks):
-            with pytest.raises(SinkscopeError, match="which is no file of the checkpoint's folder"):
-                use(folder)

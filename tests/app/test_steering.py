@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -71,18 +68,3 @@ def test_tables_figures_and_pages(tmp_path, monkeypatch, capfd):
     for text in (Path("x.html").read_text().partition("</script>")[2], result.to_html(), plot):  # behind plotly.js
         assert text and not {"\x1b", "\u202e", "\u2066", "\x07"} & set(text)
     assert "u202e" in plot and not re.search(r"(?<!\\)(\\\\)*\\u(202e|001b|2066)", plot)
-
-
-@pytest.mark.parametrize(
-    ("words", "stream", "code"),
-    [
-        (["loops", "missing"], "2>/dev/full", 2),
-        (["loops", "loop.txt", "--follow"], ">/dev/full 2>/dev/full", 3),
-        (["loops", "loop.txt", "--follow"], "| true; exit ${PIPESTATUS[0]}", 3),
-    ],
-)
-def test_exit_codes_where_nobody_listens(tmp_path, words, stream, code):
-    (tmp_path / "loop.txt").write_text("one two three four\n" * 300)
-    line = f"{sys.executable} -m sinkscope {' '.join(words)} {stream}"
-    done = subprocess.run(["bash", "-c", line], cwd=tmp_path, env=os.environ, timeout=120, check=False)
-    assert done.returncode == code

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from checkpoints import spoiled
 from sinkscope.app.cli import click_command, main
 from sinkscope.app.commands import commands
 from sinkscope.files.plain import visible
+from sinkscope.interventions import SinkPatch
 
 LONG = "x" * 5000
 STEERING = "\x1b[2J\u202etxt"
@@ -94,35 +94,34 @@ def _cases(words: str) -> list[Case]:
 def files(tmp_path_factory):
     here = tmp_path_factory.mktemp("sweep")
     (here / "folder").mkdir()
-    (here / "folder" / "mine").write_text("mine")
-    (here / "empty").write_text("")
+    contents = {
+        "folder/mine": "mine",
+        "empty": "",
+        "words.txt": "hello world, this is a text.\n" * 40,
+        "brackets.json": "[" * 10**6,
+        "other.json": '{"mine": [1, 2, 3]}',
+        "list.json": '[{"schema": 1, "kind": "sink-patch"}]',
+        "foreign.json": '{"mine": 1}',
+        "foreign.html": "<html>mine</html>",
+    }
+    for name, text in contents.items():
+        (here / name).write_text(text)
     (here / "binary").write_bytes(bytes(range(256)) * 40)
-    (here / "words.txt").write_text("hello world, this is a text.\n" * 40)
-    (here / "brackets.json").write_text("[" * 10**6)
-    (here / "other.json").write_text('{"mine": [1, 2, 3]}')
-    (here / "list.json").write_text('[{"schema": 1, "kind": "sink-patch"}]')
-    os.mkfifo(here / "pipe")
-    (here / "foreign.json").write_text('{"mine": 1}')
-    (here / "foreign.html").write_text("<html>mine</html>")
     (here / "foreign.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"x" * 90)
-    patch = {"schema": 1, "kind": "sink-patch", "model": None, "site": "post", "value": "second"}
-    sites = [{"layer": 1, "expert": None, "neuron": 3, "calibrated": 0.5}]
-    (here / "patch.json").write_text(json.dumps(patch | {"sites": sites}))
+    os.mkfifo(here / "pipe")
+    SinkPatch(layer=1, neurons=[3]).save(here / "patch.json")
     model = spoiled(here / "zip")
     (model / "model.safetensors").unlink()
     (model / "pytorch_model.bin").write_bytes(b"PK\3\4" + b"x" * 900)
     return here
 
 
-def _state(folder: Path | str) -> dict[str, tuple[int, ...]]:
+def _state(folder: Path) -> dict[Path, tuple[int, ...]]:
     """What is in a folder, and of each file when it was last written and how long it is."""
     state = {}
-    for entry in os.scandir(folder):
-        if entry.is_dir():
-            state |= {entry.path: (), **_state(entry.path)}
-        else:
-            at = entry.stat()
-            state[entry.path] = (at.st_ino, at.st_mtime_ns, at.st_size)
+    for path in folder.rglob("*"):
+        at = path.stat()
+        state[path] = () if path.is_dir() else (at.st_ino, at.st_mtime_ns, at.st_size)
     return state
 
 

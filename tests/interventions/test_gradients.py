@@ -19,7 +19,6 @@ from sinkscope.trace.internals import attention_name
 IDS = torch.tensor([[1, 5, 6, 7, 8, 9], [1, 20, 21, 22, 23, 24]])
 EDITS = {
     "patch": SinkPatch(layer=1, neurons=[3, 11]),
-    "mean": Ablate(layer=1, neurons=[3], value="mean"),
     "head": Ablate(heads="L2.H1"),
     "write": Ablate(layer=0, neurons=[5], value=3.0, positions=2),
     "add": Add(torch.ones(32), "blocks.1.hook_attn_out"),

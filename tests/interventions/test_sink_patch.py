@@ -4,47 +4,38 @@ from __future__ import annotations
 
 import copy
 import json
-from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from covering import each_other
-from intervention_kit import bridge_of, greedy, listing_1, logits, nnsight_of, residual_norms
+from intervention_kit import KINDS, bridge_of, greedy, listing_1, logits, nnsight_of
 from organisms import Organism, organism, tiny_model
+from raw_kit import blocks, down, inputs_edited, norms
 from refusals import refused
+from sample_results import sample_find_sinks
 from torch import Tensor
 from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.provenance import ModelInfo
 from sinkscope.interventions import Ablate, NeuronSite, SinkPatch
 from sinkscope.models.wrapped import target_of
 from sinkscope.trace.run import trace
-
-REPEATS = 300
 
 
 def patch_for(o: Organism, **settings) -> SinkPatch:
     return SinkPatch(sites=o.truth.neurons, **settings)
 
 
-def neutral(o: Organism, site: str = "post") -> dict[tuple[int, ...], float]:
+def neutral(o: Organism) -> dict[tuple[int, ...], float]:
     """Median over ordinary text, as find_sinks calibrates; measured here with a raw hook."""
     values = {}
     for layer, neuron in o.truth.neurons:
-        seen = []
-        target = target_of(o.model)
-        if site == "post":
-            module = target.sub(layer, target.adapter.down)
-            handle = module.register_forward_pre_hook(lambda _m, args, n=neuron, s=seen: s.append(args[0][:, 1:, n]))
-        else:
-            module = target.sub(layer, target.adapter.up)
-            handle = module.register_forward_hook(lambda _m, _a, out, n=neuron, s=seen: s.append(out[:, 1:, n]))
-        logits(o.model, o.natural(8, 32, seed=99))
-        handle.remove()
-        values[layer, neuron] = float(seen[0].median())
+        inputs = []
+        with inputs_edited(down(blocks(o.model)[layer]), lambda x, inputs=inputs: inputs.append(x) or x):
+            norms(o.model, o.natural(8, 32, seed=99))
+        values[layer, neuron] = float(inputs[0][:, 1:, neuron].median())
     return values
 
 
@@ -56,43 +47,36 @@ def neutral(o: Organism, site: str = "post") -> dict[tuple[int, ...], float]:
 )
 def test_repairs_repetition_and_nothing_else(family, seed):
     o = organism(family, seed)
-    layer = o.truth.sink_layer
-    repeats = 2 * o.truth.repeats_expected
+    layer, repeats = o.truth.sink_layer, 2 * o.truth.repeats_expected
     ids, text = o.repeated(repeats), o.natural(2, 24)
-    before, typical = residual_norms(o.model, ids, layer)[0], residual_norms(o.model, text, layer)[:, 1:]
+    before, typical = norms(o.model, ids)[layer, 0], norms(o.model, text)[layer, :, 1:]
     assert before[-1] > 0.5 * before[0] > 3 * typical.median()  # the attack works
     want = logits(o.model, text)
     with patch_for(o).on(o.model) as run:
-        after = residual_norms(o.model, ids, layer)[0]
+        after = norms(o.model, ids)[layer, 0]
         assert after[1:].max() < 1.2 * typical.max()
         assert_close(after[0], before[0])  # the first token's sink stays
         fired = run.events
         # The neuron's small variation in ordinary text is lost: at most 0.2 % of the logits' own spread.
         assert (logits(o.model, text) - want).abs().max() < 2e-3 * want.std()
         assert len(run.events) == len(fired)  # nothing fired in ordinary text
-    assert {e.kind for e in fired} == {"patched"}
-    assert {e.data["neuron"] for e in fired} <= {n[-1] for n in o.truth.neurons} and fired[-1].position == repeats
+    assert {e.kind for e in fired} == {"patched"} and fired[-1].position == repeats
+    assert {e.data["neuron"] for e in fired} <= {n[-1] for n in o.truth.neurons}
 
 
-@pytest.mark.parametrize(
-    ("kind", "seed"),
-    [
-        ("gate", 0),
-        ("up", 1),
-    ],
-)
+@pytest.mark.parametrize(("kind", "seed"), [("gate", 0), ("up", 1)])
 def test_which_site_repairs_which_sink(kind, seed):
     """The paper's listing edits the up factor, which helps only where that carries the sink; "post" always helps."""
     o = organism("llama", seed, kind=kind)
     assert o.truth.factor == kind
-    ids, layer = o.repeated(REPEATS), o.truth.sink_layer
-    before = residual_norms(o.model, ids, layer)[0]
-    with patch_for(o, site="up").on(o.model):
-        up = residual_norms(o.model, ids, layer)[0]
-    with patch_for(o, site="post").on(o.model):
-        post = residual_norms(o.model, ids, layer)[0]
-    assert post[-1] < 0.2 * before[-1]
-    assert up[-1] < 0.2 * before[-1] if kind == "up" else up[-1] > 0.8 * before[-1]
+    ids, layer = o.repeated(300), o.truth.sink_layer
+    before = norms(o.model, ids)[layer, 0, -1]
+    left = {}
+    for site in ("post", "up"):
+        with patch_for(o, site=site).on(o.model):
+            left[site] = norms(o.model, ids)[layer, 0, -1] / before
+    assert left["post"] < 0.2
+    assert left["up"] < 0.2 if kind == "up" else left["up"] > 0.8
 
 
 # --- the same numbers however it is called ------------------------------------------------------------------------
@@ -105,13 +89,13 @@ def test_forward_equals_the_listing_in_every_kind():
     for site in ("post", "up"):
         with listing_1(o.model, list(o.truth.neurons), site):
             wanted[site] = logits(o.model, ids)
-    bridge, nns = bridge_of(o.model, o.tokenizer), nnsight_of(o.model, o.tokenizer)
+    models = {name: kind(o.model, o.tokenizer) for name, kind in KINDS.items()}
     for site, want in wanted.items():
         patch = patch_for(o, site=site)
-        for model in (o.model, nns, bridge):
+        for model in models.values():
             with patch.on(model):
                 assert_close(logits(model, ids), want, atol=1e-5, rtol=1e-5)
-        hooked = bridge.run_with_hooks(ids, fwd_hooks=patch.fwd_hooks(bridge))
+        hooked = models["bridge"].run_with_hooks(ids, fwd_hooks=patch.fwd_hooks(models["bridge"]))
         assert_close(hooked, want, atol=1e-5, rtol=1e-5)
 
 
@@ -126,28 +110,24 @@ def loud_model() -> tuple[Any, Any, list[tuple[int, int]]]:
 
 def test_every_generated_token_in_every_kind():
     model, tokenizer, sites = loud_model()
-    ids, new = torch.tensor([[1, 20, 21, 22, 20, 21]]), 8
-    want = greedy(model, ids, new, lambda: listing_1(model, sites))
-    assert not torch.equal(want, model.generate(ids, max_new_tokens=new, do_sample=False, eos_token_id=None))
-    patch, settings = SinkPatch(sites=sites), {"max_new_tokens": new, "do_sample": False}
+    ids, settings = torch.tensor([[1, 20, 21, 22, 20, 21]]), {"max_new_tokens": 8, "do_sample": False}
+    want = greedy(model, ids, 8, lambda: listing_1(model, sites))
+    model.generation_config.eos_token_id = None
+    assert not torch.equal(want, model.generate(ids, **settings))
+    patch = SinkPatch(sites=sites)
     with patch.on(model):
         for extra in ({}, {"use_cache": False}, {"cache_implementation": "static"}):
-            got = model.generate(ids, eos_token_id=None, **settings, **extra)
-            assert torch.equal(got, want), extra
+            assert torch.equal(model.generate(ids, **settings, **extra), want), extra
     nns = nnsight_of(model, tokenizer)
-    nns_hf = target_of(nns).hf
-    nns_hf.generation_config.eos_token_id = None
     with patch.on(nns):
         with nns.generate({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, **settings):
             got = nns.generator.output.save()
         assert torch.equal(got, want)
-        assert torch.equal(nns_hf.generate(ids, **settings), want)
+        assert torch.equal(target_of(nns).hf.generate(ids, **settings), want)
     bridge = bridge_of(model, tokenizer)
-    quiet = {**settings, "stop_at_eos": False, "verbose": False}
-    with patch.on(bridge):
-        assert torch.equal(bridge.generate(ids, **quiet), want)
-    with bridge.hooks(fwd_hooks=patch.fwd_hooks(bridge)):
-        assert torch.equal(bridge.generate(ids, **quiet), want)
+    for around in (patch.on(bridge), bridge.hooks(fwd_hooks=patch.fwd_hooks(bridge))):
+        with around:
+            assert torch.equal(bridge.generate(ids, **settings, stop_at_eos=False, verbose=False), want)
 
 
 @pytest.mark.parametrize(("kind", "side"), [("hf", "right"), ("bridge", "left"), ("hooks", "right")])
@@ -187,13 +167,12 @@ def test_padded_generation_equals_one_by_one():
 def test_chunks_and_later_turns_equal_one_prompt():
     o = organism("llama", 4)
     ids = o.repeated(90)
-    bridge = bridge_of(o.model, o.tokenizer)
     with patch_for(o).on(o.model):
         want = logits(o.model, ids)
-    for model in (o.model, bridge.original_model):
+    for model in (o.model, bridge_of(o.model, o.tokenizer).original_model):
         with patch_for(o).on(model), torch.no_grad():
             cache, parts = None, []
-            for part in (ids[:, :7], ids[:, 7:8], ids[:, 8:50], ids[:, 50:]):
+            for part in ids.split([7, 1, 42, 41], 1):
                 out = model(part, past_key_values=cache, use_cache=True)
                 cache = out.past_key_values
                 parts.append(out.logits)
@@ -230,44 +209,41 @@ def with_number(model, ids: Tensor, sites, value: float, **settings) -> Tensor:
 def test_without_bos_the_listing_defeats_itself_and_the_calibrated_value_does_not():
     o = organism("llama", 0, bos=False)
     ids, layer = o.repeated(40), o.truth.sink_layer
-    before = residual_norms(o.model, ids, layer)[0]
+    before = norms(o.model, ids)[layer, 0]
     assert before[1] > 0.5 * before[0]
     with patch_for(o).on(o.model) as run:
-        listing = residual_norms(o.model, ids, layer)[0]
+        listing = norms(o.model, ids)[layer, 0]
     assert listing[-1] > 0.5 * before[0] and run.counts["sink-like"] == len(o.truth.neurons)
     with patch_for(o, calibrated=neutral(o)).on(o.model) as run:
-        after = residual_norms(o.model, ids, layer)[0]
+        after = norms(o.model, ids)[layer, 0]
     assert after[1:].max() < 0.2 * before[0]
     assert_close(after[0], before[0])
     assert set(reasons(run).values()) == {"no BOS"} and len(reasons(run)) == len(o.truth.neurons)
 
 
-def _own_cluster() -> tuple[Organism, Tensor]:
-    """A second token that reads like BOS, so that the sink neurons fire there too, and words after it."""
+def test_a_second_token_that_is_a_sink_spreads_it_unless_a_value_is_calibrated():
+    """The second token reads like BOS, so that the sink neurons fire there too; words come after it."""
     o = organism("llama", 2)
-    twin, other = o.tokens_of(0)[1], o.tokens_of(-1)
+    bos, twin = o.tokenizer.bos_token_id, o.tokens_of(0)[1]
     embedding = o.model.get_input_embeddings().weight
     with torch.no_grad():
-        embedding[twin] = embedding[o.tokenizer.bos_token_id]
-    return o, torch.tensor([[o.tokenizer.bos_token_id, twin, *other[:6]]])
-
-
-def test_a_second_token_that_is_a_sink_spreads_it_unless_a_value_is_calibrated():
-    o, ids = _own_cluster()
+        embedding[twin] = embedding[bos]
+    ids = torch.tensor([[bos, twin, *o.tokens_of(-1)[:6]]])
     site = f"blocks.{o.truth.sink_layer}.hook_resid_post"
 
-    def norms(model):
+    def norms_of(model):
         return trace(model, ids, [site], "norm")[site][0]
 
-    before = norms(o.model)
+    before = norms_of(o.model)
     assert before[1] > 0.5 * before[0] and (before[2:] < 0.1 * before[0]).all()
     with patch_for(o).on(o.model) as run, pytest.warns(UserWarning, match="like a sink's") as said:
-        assert (norms(o.model)[2:] > 0.5 * before[0]).all()
-        norms(o.model)
+        assert (norms_of(o.model)[2:] > 0.5 * before[0]).all()
+        norms_of(o.model)
     assert len(said) == 1 and run.counts["fallback"] == 0  # it warns once, however often the model is called
-    for model in (o.model, bridge_of(o.model, o.tokenizer), nnsight_of(o.model, o.tokenizer)):
+    for kind in KINDS.values():
+        model = kind(o.model, o.tokenizer)
         with patch_for(o, calibrated=neutral(o)).on(model) as run:
-            assert (norms(model)[1:] < 0.1 * before[0]).all()
+            assert (norms_of(model)[1:] < 0.1 * before[0]).all()
         assert set(reasons(run).values()) == {"sink-like second value"}
 
 
@@ -333,12 +309,10 @@ def test_expert_neurons_take_the_second_tokens_value(model_type):
     """Also where the second token went to other experts: the value is what the neuron would have there."""
     model, _ = tiny_model(model_type)
     site, ids = (1, 2, 5), torch.tensor([[1, 20, 21, 22, 23, 24, 25, 26]])
-    seen = []
-    experts = model.model.layers[1].mlp.experts
-    handle = experts.register_forward_pre_hook(lambda _m, args: seen.append(args[0]))
-    logits(model, ids)
-    handle.remove()
-    x = seen[-1][1]  # the adapter was inferred in calls before
+    inputs, experts = [], model.model.layers[1].mlp.experts
+    with inputs_edited(experts, lambda x: inputs.append(x) or x):
+        plain = logits(model, ids)
+    x = inputs[-1][1]  # the adapter was inferred in calls before
     if model_type == "mixtral":
         gate, up = (experts.gate_up_proj[2] @ x).chunk(2)
         value = torch.nn.functional.silu(gate[5]) * up[5]
@@ -349,47 +323,27 @@ def test_expert_neurons_take_the_second_tokens_value(model_type):
     want = with_number(model, ids, [site], float(value.detach()))
     with SinkPatch(sites=[site]).on(model):
         assert_close(logits(model, ids), want, atol=1e-5, rtol=1e-4)
-    assert not torch.allclose(want, logits(model, ids), atol=1e-5)
+    assert not torch.allclose(want, plain, atol=1e-5)
 
 
 # --- made from a result, and files ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Row:
-    layer: int
-    neuron: int
-    causal: bool
-    expert: int | None = None
-    neutral_post: float | None = 0.125
-    neutral_up: float | None = -0.5
-
-
 def test_from_result(tmp_path):
-    rows = [Row(1, 7, True), Row(1, 8, False), Row(2, 9, True, expert=3, neutral_post=None)]
-    info = ModelInfo("m", "llama", 4, 32, 64, "f")
-    result = SimpleNamespace(sink_layer=1, neurons=rows, model=info)
-    patch = SinkPatch.from_result(result)
-    assert patch.sites == (NeuronSite(1, 7), NeuronSite(2, 9, 3))
-    assert patch.calibrated == {NeuronSite(1, 7): 0.125}
-    assert (patch.site, patch.value) == ("post", "second")
-    up = SinkPatch.from_result(result, site="up")
-    assert up.calibrated == {NeuronSite(1, 7): -0.5, NeuronSite(2, 9, 3): -0.5} and up.site == "up"
+    """Causal neurons, with the values of ordinary text that are known."""
+    found = replace(sample_find_sinks(), causal_sets=())
+    one, other, idle = found.neurons
+    found = replace(found, neurons=(one, replace(other, layer=3, expert=2, neutral_up=None), idle))
+    patch, up = SinkPatch.from_result(found), SinkPatch.from_result(found, site="up")
+    assert patch.sites == up.sites == (NeuronSite(2, 412), NeuronSite(3, 77, 2))
+    assert patch.calibrated == {NeuronSite(2, 412): 0.01, NeuronSite(3, 77, 2): 0.02}
+    assert up.calibrated == {NeuronSite(2, 412): -0.2}
+    assert (patch.site, patch.value, up.site) == ("post", "second", "up")
     patch.save(tmp_path / "patch.json")
-    assert SinkPatch.load(tmp_path / "patch.json") == patch and patch.model["fingerprint"] == "f"
-    for layer, neurons in ((None, rows), (1, [replace(row, causal=False) for row in rows]), (None, [])):
+    assert SinkPatch.load(tmp_path / "patch.json") == patch and patch.model["fingerprint"] == "abc"
+    for nothing in ({"sink_layer": None}, {"neurons": (idle,)}, {"neurons": ()}):
         with pytest.raises(SinkscopeError, match="nothing to patch"):
-            SinkPatch.from_result(SimpleNamespace(sink_layer=layer, neurons=neurons, model=info))
-
-
-GOOD = {
-    "schema": 1,
-    "kind": "sink-patch",
-    "model": None,
-    "site": "post",
-    "value": "second",
-    "sites": [{"layer": 1, "expert": None, "neuron": 3, "calibrated": 0.5}],
-}
+            SinkPatch.from_result(replace(found, **nothing))
 
 
 @pytest.mark.parametrize(
@@ -404,6 +358,7 @@ GOOD = {
 )
 def test_bad_patch_files(tmp_path, change, words):
     path = tmp_path / "patch.json"
-    path.write_text(json.dumps({**GOOD, **change}))
+    SinkPatch(sites=[(1, 3)], calibrated={(1, 3): 0.5}).save(path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with refused(words=words):
         SinkPatch.load(path)

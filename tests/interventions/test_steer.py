@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from covering import every_nth
-from intervention_kit import bridge_of, count_hooks, greedy, logits, nnsight_of
+from intervention_kit import KINDS, bridge_of, count_hooks, greedy, logits
 from organisms import MODEL_TYPES, tiny_model
 from refusals import refused
 from torch.testing import assert_close
@@ -21,7 +21,6 @@ from sinkscope.interventions import Ablate, Add, SinkPatch
 from sinkscope.models.wrapped import target_of
 
 IDS = torch.tensor([[1, 5, 6, 7, 8, 9], [1, 20, 21, 22, 23, 24]])
-KINDS = {"hf": lambda m, t: m, "bridge": bridge_of, "nnsight": nnsight_of}
 OLDER = {"falcon": {"new_decoder_architecture": False, "multi_query": True}}  # what a bridge can take apart
 SITES = ("hook_resid_pre", "hook_attn_out", "hook_resid_mid", "hook_mlp_out", "hook_resid_post")
 CLOSE = {"atol": 1e-4, "rtol": 1e-3}
@@ -153,15 +152,6 @@ def test_other_ways_to_name_the_same():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Ablate(), ["no neuron", "layer=1"]),
-        (lambda: Ablate(sites=[(1,)]), ["(1,)", "(layer, neuron)"]),
-        (lambda: Ablate(sites=[(1, -2)]), ["-2", "from 0"]),
-        (lambda: Ablate(layer=1, neurons=[1], value=float("nan")), ["nan", "zero"]),
-        (lambda: Ablate(layer=1, neurons=[1], positions=[3, -1]), ["-1", "whole numbers"]),
-        (lambda: Ablate(heads=["L1.N3"]), ["'L1.N3'", "L5.H3"]),
-        (lambda: Ablate(sites=["L1.H3"]), ["'L1.H3'", "L1.N338"]),
-        (lambda: Ablate(heads=[(0, -1)]), ["(0, -1)", "from 0"]),
-        (lambda: Ablate(heads=[(0, 4)]), ["head 4", "0 to 3"]),
         (lambda: SinkPatch(layer=-1, neurons=[3]), ["layer=-1", "from 0"]),
         (lambda: Add([1.0, 2.0], "blocks.1.hook_resid_post"), ["2 numbers", "has 32"]),
         (lambda: Add([float("nan")] * 32, "hook_embed"), ["finite"]),

@@ -39,8 +39,7 @@ def test_what_the_model_says_of_caches_changes_nothing(name, value, edit):
 
 
 @pytest.mark.parametrize("name", ["prompt_lookup_num_tokens", "num_beams"])
-def test_drafts_and_beams_are_refused_where_asked_for_and_set_aside_where_a_checkpoint_has_them(name):
-    model = model_of("llama")
+def test_drafts_and_beams_are_refused_where_asked_for_and_set_aside_where_a_checkpoint_has_them(name, model):
     for chat in (Conversation(model), Conversation(model, SMALL)):
         with pytest.raises(SinkscopeError, match=f"^{name}.*give {name}="):
             chat.ask(PROMPTS[0], **{name: 3})

@@ -6,13 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from intervention_kit import bridge_of
 from kv_kit import Everywhere, close, decode, model_of, prompts, worth
-from organisms.tiny import tiny_model
 from torch import Tensor
 from transformers import DynamicCache
 
-from sinkscope.errors import UnsupportedError
 from sinkscope.kv import Full, StreamingLLM
 from sinkscope.kv.cache import COLUMNS, CacheLayer, Rotary
 from sinkscope.models.wrapped import target_of
@@ -140,13 +137,3 @@ def test_keys_that_move_at_every_step_stay_exact():
     moved = torch.tensor([-(steps - 1)])
     want = _apply_rotary(model.float().model.rotary_emb, keys[:, :, steps : steps + 1].float(), moved)
     torch.testing.assert_close(layer.keys[:, :, :1].float(), want, atol=1e-4, rtol=0)
-
-
-def test_where_positions_cannot_be_given_anew():
-    llama = model_of("llama")
-    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    bridge = bridge_of(llama, tiny_model("llama")[1])
-    for model in (model_of("gpt2"), model_of("gemma3_text"), model_of("llama", rope_parameters=dynamic), bridge):
-        with pytest.raises(UnsupportedError, match="it needs rotary positions") as raised, POLICY.on(model):
-            pass
-        assert "\n" not in str(raised.value) and 'positions="original"' in str(raised.value)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from intervention_kit import bridge_of, count_hooks, nnsight_of
-from kv_kit import Drawn, Ragged, decode, prompts
+from kv_kit import Drawn, Everywhere, Ragged, decode, prompts
 from kv_kit import shallow_of as model_of
 from organisms.tiny import tiny_model
 from refusals import refused
@@ -22,8 +22,9 @@ from transformers import DynamicCache, StaticCache
 
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
 from sinkscope.interventions.base import Run
-from sinkscope.kv import AShape, Full, Observe, Session, SnapKV, StreamingLLM
+from sinkscope.kv import AShape, Full, Observe, Progressive, Session, SnapKV, StreamingLLM
 from sinkscope.kv.cache import COLUMNS, CacheLayer
+from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.loopserve import LoopServe
 from sinkscope.models.wrapped import target_of
 from sinkscope.trace import attention as tap
@@ -61,7 +62,7 @@ def every_kind() -> list[Any]:
 
 def run_it(model):
     hf = target_of(model).hf
-    hf.generate(IDS, attention_mask=MASK, max_new_tokens=4, do_sample=False, pad_token_id=3)
+    hf.generate(IDS, attention_mask=MASK, max_new_tokens=4, pad_token_id=3)
 
 
 def test_nothing_stays():
@@ -83,6 +84,10 @@ def _fail(*_, **__):
     raise Mine
 
 
+def _interrupt(*_):
+    raise KeyboardInterrupt
+
+
 class Failing(Drawn):
     """Fails while it scores the second layer, when something was already evicted."""
 
@@ -95,12 +100,8 @@ class NeverEntered(Drawn):
         _fail()
 
 
-def _hook(path: str, when: str) -> Callable[[nn.Module], Any]:
-    def add(model: nn.Module):
-        module = model.get_submodule(path)
-        return module.register_forward_pre_hook(_fail) if when == "pre" else module.register_forward_hook(_fail)
-
-    return add
+def _hook(path: str, fn: Callable[..., Any] = _fail) -> Callable[[nn.Module], Any]:
+    return lambda model: model.get_submodule(path).register_forward_hook(fn)
 
 
 def _refused(model):
@@ -113,18 +114,18 @@ def _refused(model):
         (Failing(budget=6), None, run_it),
         (Drawn(budget=6) | NeverEntered(budget=6), None, run_it),
         (Drawn(budget=6) | Observe(_fail, last=1), None, run_it),
-        (Drawn(budget=6), _hook("model.layers.1.mlp", "post"), run_it),
-        (Drawn(budget=6), _hook("model", "post"), run_it),
+        (Drawn(budget=6), _hook("model.layers.1.mlp"), run_it),
+        (Drawn(budget=6), _hook("model"), run_it),
+        (Drawn(budget=6), _hook("model.layers.1", _interrupt), run_it),  # torch runs no hooks then
         (StreamingLLM(budget=6), None, _refused),
         (StreamingLLM(budget=0.01), None, run_it),
     ],
 )
-def test_an_exception_leaves_everything_as_it_was(way, hook, call):
-    model = model_of("llama")
+def test_an_exception_leaves_everything_as_it_was(way, hook, call, model):
     want = decode(model, IDS, MASK, 14)
     before = state_of(model)
     handle = None
-    with pytest.raises((Mine, SinkscopeError)), way.on(model):
+    with pytest.raises((Mine, SinkscopeError, KeyboardInterrupt)), way.on(model):
         handle = hook(model) if hook else None
         call(model)
     if handle is not None:
@@ -133,27 +134,11 @@ def test_an_exception_leaves_everything_as_it_was(way, hook, call):
     assert torch.equal(decode(model, IDS, MASK, 14), want)
 
 
-def test_ctrl_c_inside_a_call_too():
-    """torch runs no hooks then."""
-    model = model_of("llama")
-    before = state_of(model)
-
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    handle = model.model.layers[1].register_forward_pre_hook(stop)
-    with pytest.raises(KeyboardInterrupt), Drawn(budget=6).on(model):
-        run_it(model)
-    handle.remove()
-    assert state_of(model) == before
-
-
-def test_a_call_that_failed_can_be_made_again():
-    model = model_of("llama")
+def test_a_call_that_failed_can_be_made_again(model):
     policy = Drawn(budget=6)
     with policy.on(model):
         want = decode(model, IDS, MASK, 14)
-        handle = _hook("model.layers.1.mlp", "post")(model)
+        handle = _hook("model.layers.1.mlp")(model)
         with pytest.raises(Mine):
             decode(model, IDS, MASK, 14)
         handle.remove()
@@ -161,8 +146,7 @@ def test_a_call_that_failed_can_be_made_again():
         assert torch.equal(decode(model, IDS, MASK, 14), want)
 
 
-def test_many_runs_leak_nothing():
-    model = model_of("llama")
+def test_many_runs_leak_nothing(model):
     way = Ragged(budget=6) | Observe(ignore, last=1)
 
     def once():
@@ -186,35 +170,85 @@ def test_many_runs_leak_nothing():
     assert after[0] == start[0] and after[1] - start[1] < 5 and state_of(model) == before
 
 
-def test_what_cannot_be_entered():
-    model = model_of("llama")
+def odd_model(name: str):
+    """A family, or what is odd about a model."""
+    if name == "bridge":
+        return bridge_of(model_of("llama"), tiny_model("llama")[1])
+    if name == "alibi":
+        return tiny_model("falcon", new_decoder_architecture=False, alibi=True)[0]
+    if name == "dynamic":
+        return model_of("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
+    if name == "compiled":
+        return torch.compile(model_of("llama"), backend="eager")
+    if name == "compiled inside":
+        model = model_of("llama")
+        model.model.layers[0].compile(backend="eager")
+        return model
+    return model_of(name)
+
+
+STREAMING = StreamingLLM(budget=9)
+REBASED = Everywhere(budget=7, first=1, last=2, positions="rebased")
+
+
+@pytest.mark.parametrize(
+    ("name", "edit", "said"),
+    [
+        ("llama", STREAMING | Drawn(budget=9), "StreamingLLM and Drawn would both"),
+        ("llama", STREAMING | LoopGuard(between="window"), "LoopGuardWindow"),
+        ("llama", STREAMING | LoopServe(budget=8, first=0), "LoopServe"),
+        ("llama", LoopGuard() | LoopGuard(anchors=4), "two guards"),
+        ("llama", Observe(ignore, layers=[2]), "layer 2 is not in .*: give one from 0 to 1"),
+        ("alibi", Full(), "recomputed attention differs from the model's own"),
+        ("compiled", STREAMING, "compiled"),
+        ("compiled inside", STREAMING, "compiled"),
+        ("bridge", LoopServe(), "prefill=False"),
+        ("gpt2", REBASED, 'it needs rotary positions.*positions="original"'),
+        ("gemma3_text", REBASED, 'it needs rotary positions.*positions="original"'),
+        ("dynamic", REBASED, 'it needs rotary positions.*positions="original"'),
+        ("bridge", REBASED, 'it needs rotary positions.*positions="original"'),
+    ],
+)
+def test_what_cannot_be_entered(name, edit, said):
+    model = odd_model(name)
+    before = None if name in ("alibi", "compiled") else state_of(model)
+    with refused(said):
+        edit.on(model).__enter__()
+    assert before is None or state_of(model) == before
+
+
+def test_a_model_inside_a_with_takes_no_other_policy(model):
     before = state_of(model)
-    falcon = tiny_model("falcon", new_decoder_architecture=False, alibi=True)[0]
-    compiled = torch.compile(model_of("llama"), backend="eager")
-    inner = model_of("llama")
-    inner.model.layers[0].compile(backend="eager")
+    with refused("already inside a `with`"), Full().on(model), STREAMING.on(model):
+        pass
+    assert state_of(model) == before
 
-    def nested(first, second):
-        with first.on(model), second.on(model):
-            pass
 
-    cases = [
-        ("StreamingLLM and Drawn would both", lambda: (StreamingLLM(budget=9) | Drawn(budget=9)).on(model).__enter__()),
-        ("already inside a `with`", lambda: nested(Full(), Drawn(budget=5))),
-        ("recomputed attention differs from the model's own", lambda: Full().on(falcon).__enter__()),
-        ("compiled", lambda: Drawn(budget=5).on(compiled).__enter__()),
-        ("compiled", lambda: Drawn(budget=5).on(inner).__enter__()),
-        ("layer 2 is not in .*: give one from 0 to 1", lambda: Observe(ignore, layers=[2]).on(model).__enter__()),
-    ]
-    for said, enter in cases:
+@pytest.mark.parametrize(
+    ("edit", "settings", "said"),
+    [
+        (LoopGuard(), {"num_beams": 2}, "num_beams=1"),
+        (LoopGuard(), {"prompt_lookup_num_tokens": 3}, "assist"),
+        (Progressive(budget=8, every=2, after=0), {"num_beams": 3}, "num_beams=1"),
+        *(
+            (edit, {"use_cache": False}, "use_cache=False.*generate with use_cache=True")
+            for edit in (STREAMING, LoopServe(shortest=0), LoopGuard(budget=64))
+        ),
+    ],
+)
+def test_what_cannot_be_generated(edit, settings, said, model):
+    """Nothing is left of the refused call."""
+    ids = IDS[:1]
+    before = state_of(model)
+    with edit.on(model):
         with refused(said):
-            enter()
+            model.generate(ids, max_new_tokens=8, **settings)
+        assert model.generate(ids, max_new_tokens=4).shape[1] == ids.shape[1] + 4
     assert state_of(model) == before
 
 
 @pytest.mark.parametrize("policy", [SnapKV(budget=8, window=4), LoopServe(budget=8, first=0)])
-def test_a_cache_whose_queries_were_not_seen(policy):
-    model = model_of("llama")
+def test_a_cache_whose_queries_were_not_seen(policy, model):
     filled = DynamicCache()
     with torch.no_grad():
         model(IDS, attention_mask=MASK, past_key_values=filled)
@@ -226,9 +260,8 @@ def test_a_cache_whose_queries_were_not_seen(policy):
                     model(IDS[:, -1:], attention_mask=pad(MASK, (0, 1), value=1), past_key_values=cache)
 
 
-def test_a_policy_that_never_acts_warns_at_the_end():
+def test_a_policy_that_never_acts_warns_at_the_end(model):
     """As under the log-likelihoods of an evaluation: each text is read at once, so nothing is ever evicted."""
-    model = model_of("llama")
 
     def warned(policy, *calls):
         with warnings.catch_warnings(record=True) as caught, torch.no_grad():

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.testing import assert_close
 from transformers import DynamicCache
 
-from sinkscope.errors import UnsupportedError
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.loopserve import Progressive, tokens_read
@@ -175,9 +174,3 @@ def test_a_loop_guard_cuts_the_whole_cache():
     # Right after a cut all that is left is held; one step later it is a copy of 8 again, and the new token.
     step = last - 40
     assert lengths[step] == len(kept) and lengths[step + 1] == 9
-
-
-def test_beams_are_refused():
-    model = model_of("llama")
-    with pytest.raises(UnsupportedError, match="num_beams=1"), Progressive(budget=8, every=2, after=0).on(model):
-        model.generate(IDS[:1, :30], num_beams=3, max_new_tokens=8, do_sample=False)

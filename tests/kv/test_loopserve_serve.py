@@ -11,18 +11,15 @@ import pytest
 import torch
 from covering import each_other
 from guard_kit import EAGER, SMALL
-from intervention_kit import bridge_of
-from kv_kit import attended, close, decode, dense, prompts
-from kv_kit import positions as positions_of
+from kv_kit import attended, beside_ids, close, decode, dense, prompts
 from kv_kit import shallow_of as model_of
-from organisms.tiny import tiny_model
 from torch import Tensor
 from torch.testing import assert_close
 from transformers import DynamicCache
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.interventions.sink_patch import SinkPatch
-from sinkscope.kv import Observe, StreamingLLM
+from sinkscope.kv import Observe
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.loopserve import LoopServe, sparse_prompts, tokens_read
 from sinkscope.lines.choice import choice_cost, draw_of, held_out, sample_queries, select_lines
@@ -75,45 +72,32 @@ def test_prompts_of_two_turns_equal_passes_under_the_masks_of_their_lines(family
     model = every_head(family)
     ids, mask = prompts([50, 37], 30)
     cache = DynamicCache(config=model.config)
+    logits = []
     with serve.on(model) as run, torch.no_grad():
-        first = model(
-            input_ids=ids[:, :50],
-            attention_mask=mask[:, :50],
-            position_ids=positions_of(mask)[:, :50],
-            past_key_values=cache,
-            use_cache=True,
-        ).logits
-        second = model(
-            input_ids=ids[:, 50:],
-            attention_mask=mask,
-            position_ids=positions_of(mask)[:, 50:],
-            past_key_values=cache,
-            use_cache=True,
-        ).logits
+        for part in (slice(0, 50), slice(50, 80)):
+            given = beside_ids(model, mask, part)
+            logits.append(model(input_ids=ids[:, part], past_key_values=cache, use_cache=True, **given).logits)
     sees = line_masks(model, ids, mask, [0, 50, 80], serve)
     expected = dense(model, ids, mask, sees)
-    close(second, expected[:, 50:])
-    close(first[0], expected[0, :50])
-    close(first[1, 13:], expected[1, 13:50])
+    real = mask.bool()
+    close(torch.cat(logits, 1)[real], expected[real])
     events = [event for event in run.events if event.kind == "prefill"]
     assert len(events) == 2 * 2 * target_of(model).n_layers
     for event in events:
-        now = (50, 37)[event.row] - 1 + (30 if event.data["queries"] == 30 else 0)
-        assert event.position == now and event.data["keys"] == now + 1
-        begin, stop = (0, 50) if event.data["queries"] != 30 else (50, 80)
+        queries, keys = event.data["queries"], event.data["keys"]
+        begin, stop = (50, 80) if queries == 30 else (0, 50)
+        assert event.position + 1 == keys == (50, 37)[event.row] + begin // 50 * 30
         some = sees[event.layer][event.row, :, begin:stop]  # type: ignore
-        every = sum(range(event.data["keys"] - event.data["queries"] + 1, event.data["keys"] + 1))
+        every = sum(range(keys - queries + 1, keys + 1))
         assert event.data["attended"] == pytest.approx(float(some.sum() / 4 / every))
         # 12 queries choose the lines, and up to 16 others measure what they hold; each of these meets all keys.
-        queries, keys = event.data["queries"], event.data["keys"]
         checked = serve.checked if variant == "exact" else 0
         read = min(12 + checked, queries) + min(16, queries - serve.dense_rows - 12)
         assert event.data["cells"] - event.data["attended"] == pytest.approx(read * keys / every)
     assert min(event.data["attended"] for event in events) < 0.75
 
 
-def test_alpha_one_and_a_budget_for_everything_is_the_plain_model():
-    model = model_of("llama")
+def test_alpha_one_and_a_budget_for_everything_is_the_plain_model(model):
     ids, mask = prompts([40, 25], 20)
     plain = decode(model, ids, mask, 40)
     with LoopServe(alpha=1.0, budget=100, first=0, interval=4).on(model):
@@ -136,7 +120,7 @@ def test_prompts_with_flat_attention_are_read_by_the_model_itself(monkeypatch):
     def logits(serve, *lengths):
         ids, mask = prompts(list(lengths), 0)
         with nullcontext() if serve is None else serve.on(model) as run, torch.no_grad():
-            out = model(input_ids=ids, attention_mask=mask, position_ids=positions_of(mask)).logits
+            out = model(input_ids=ids, **beside_ids(model, mask, slice(0, ids.shape[1]))).logits
         return out[mask.bool()], [] if run is None else [event.data for event in run.events]
 
     ours, events = logits(LoopServe(shortest=0), 60, 45)  # rows of a padded batch are read one by one
@@ -204,9 +188,8 @@ def test_draws_differ_by_seed_and_the_printed_algorithm_can_be_had():
     assert LoopServe.paper(variant="exact", alpha=0.9).alpha == 0.9
 
 
-def test_both_halves_at_work():
+def test_both_halves_at_work(model):
     """The cache that a sparse prompt left is decoded from in parts: neither half alone gives this."""
-    model = model_of("llama")
     ids, mask = prompts([60, 41], 24)
     logits = {}
     for name, halves in {"both": {}, "-P": {"decode": False}, "-D": {"prefill": False}}.items():
@@ -223,8 +206,7 @@ def test_both_halves_at_work():
     assert float((logits["both"] - logits["-D"]).abs().max()) > 1e-2
 
 
-def test_beside_a_patch_a_guard_and_an_observer():
-    model = model_of("llama")
+def test_beside_a_patch_a_guard_and_an_observer(model):
     ids, mask = prompts([40], 40)
     ids[:, 52:] = ids[:, 48:52].repeat(1, 7)  # a loop
     patch, serve = SinkPatch(layer=0, neurons=[1, 4]), LoopServe(alpha=1.0, budget=200, first=0, interval=4)
@@ -242,8 +224,6 @@ def test_beside_a_patch_a_guard_and_an_observer():
     with (sparse | Observe(lambda r: rows.append(r.probs.sum(-1)))).on(model):
         close(decode(model, ids, mask, 40), expected)
     assert sum(r.shape[2] for r in rows) == 2 * 80
-    with pytest.raises(UnsupportedError, match="LoopServe"):
-        (StreamingLLM(budget=16) | serve).on(model).__enter__()
 
 
 @pytest.mark.parametrize(
@@ -258,14 +238,7 @@ def test_layers_that_need_their_own_attention_keep_it_and_say_so(family, why):
     assert why in {event.data["dense"] for event in run.events}
 
 
-def test_a_bridge_computes_its_own_prompts():
-    bridge = bridge_of(model_of("llama"), tiny_model("llama")[1])
-    with pytest.raises(UnsupportedError, match="prefill=False"), LoopServe(**SPARSE).on(bridge):
-        pass
-
-
-def test_prompts_that_want_gradients_are_refused_in_one_line():
-    model = model_of("llama")
+def test_prompts_that_want_gradients_are_refused_in_one_line(model):
     ids = prompts([40], 0)[0]
     with LoopServe(**SPARSE).on(model), pytest.raises(UnsupportedError, match=r"under torch\.no_grad"):
         model(ids)
@@ -273,9 +246,8 @@ def test_prompts_that_want_gradients_are_refused_in_one_line():
         assert model(ids).logits.isfinite().all()
 
 
-def test_a_short_turn_is_read_by_the_model_itself():
+def test_a_short_turn_is_read_by_the_model_itself(model):
     """A choice by two queries costs eight rows: too much for a turn of six tokens, little for a prompt of sixty."""
-    model = model_of("llama")
     ids, _ = prompts([66], 0)
     serve = LoopServe(**{**PLAIN, "shortest": 1, "dense_rows": 0, "sample": 2, "dense_above": 0.9, "decode": False})
     caches = [DynamicCache(config=model.config) for _ in range(2)]

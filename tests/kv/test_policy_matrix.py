@@ -12,7 +12,19 @@ from functools import cache
 import pytest
 import torch
 from covering import every_nth
-from kv_kit import FAMILIES, WINDOWED, Drawn, Everywhere, Ragged, close, decode, dense, prompts, run_policy, window_of
+from kv_kit import (
+    FAMILIES,
+    WINDOWED,
+    Drawn,
+    Everywhere,
+    Ragged,
+    close,
+    decode,
+    dense,
+    masks_of_run,
+    prompts,
+    run_policy,
+)
 from kv_kit import shallow_of as model_of
 from torch import Tensor
 
@@ -46,12 +58,6 @@ CELLS = [
 ]
 
 
-def test_every_family_meets_policies_and_every_policy_families():
-    cells = [cell.values for cell in CELLS if not cell.marks]
-    assert {name for name, _ in cells} == set(NAMES)
-    assert all(sum(family == quick for _, family in cells) >= 2 for quick in QUICK)
-
-
 def policy_of(name: str, **options) -> Policy:
     if name in OURS:
         return replace(OURS[name], **options)
@@ -74,14 +80,7 @@ def test_a_policy_on_a_family(name, family):
     logits, kept = run_policy(policy, model, ids, mask, (PROMPT,))
 
     # Evicted, or hidden, is what a mask hides: one pass over everything under masks of what the steps read.
-    sees = []
-    for layer in range(len(kept[0])):
-        rule = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril() & mask.bool()[:, None, None]
-        rule = rule.expand(-1, kept[0][layer].shape[1], -1, -1).clone()
-        rule[:, :, PROMPT:] = torch.stack([step[layer] for step in kept], 2)
-        if (window := window_of(model, layer)) is not None:
-            rule &= ~torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril(-window)
-        sees.append(rule)
+    sees = list(masks_of_run(model, kept, mask, PROMPT).values())
     close(logits, dense(model, ids, mask, sees)[:, PROMPT - 1 :], 2e-5)
     fewest = min(int(layer[0].sum(-1).min()) for step in kept for layer in step)
     assert fewest == PROMPT + 1 if isinstance(policy, Full) else fewest < PROMPT

@@ -12,7 +12,7 @@ from kv_kit import Drawn, Everywhere
 from organisms.tiny import tiny_model
 
 import sinkscope as ss
-from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import check_fields
 from sinkscope.kv import (
     H2O,
@@ -93,18 +93,6 @@ def test_only_numbers_switches_and_words_are_checked():
     check_fields(OtherFields(share=Fraction(1, 2), number=0.5))
     with pytest.raises(SinkscopeError, match="OtherFields: number='1': expected a number"):
         OtherFields(number="1")  # pyright: ignore[reportArgumentType]
-
-
-@pytest.mark.parametrize("policy", [StreamingLLM(budget=8), ss.LoopServe(shortest=0), ss.LoopGuard(budget=64)], ids=str)
-def test_generating_without_a_cache(policy):
-    """A policy of the cache could only look on."""
-    model = tiny_model("llama")[0]
-    ids = torch.arange(5, 17)[None]
-    with policy.on(model):
-        with pytest.raises(UnsupportedError, match=r"use_cache=False.*generate with use_cache=True"):
-            model.generate(ids, max_new_tokens=4, do_sample=False, use_cache=False)
-        out = model.generate(ids, max_new_tokens=4, do_sample=False)  # and nothing is left of it
-    assert out.shape == (1, 16)
 
 
 def test_prompts_need_no_cache():

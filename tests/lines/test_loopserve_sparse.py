@@ -20,10 +20,13 @@ from sinkscope.lines.sparse import CPU_LIMIT, sparse_attention
 LONE = lone_loops(16, 12)
 
 
-def inputs(heads: int, kv_heads: int, queries: int, keys: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(
+    heads: int, kv_heads: int, queries: int, keys: int, seed: int = 0, width: int = 16
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value, which is narrower."""
     generator = torch.Generator().manual_seed(seed)
-    query = torch.randn(heads, queries, 16, generator=generator) * 2
-    return query, *(torch.randn(kv_heads, keys, width, generator=generator) for width in (16, 12))
+    query = torch.randn(heads, queries, width, generator=generator) * 2
+    return query, *(torch.randn(kv_heads, keys, wide, generator=generator) for wide in (width, 3 * width // 4))
 
 
 def drawn(heads: int, keys: int, queries: int, vertical: float, slash: float, seed: int = 0) -> HeadLines:

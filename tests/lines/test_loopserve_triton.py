@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from test_loopserve_sparse import drawn, inputs
+from test_loopserve_sparse import drawn, inputs, masked
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.kv.loopserve.sparse_prompts import SparsePrompts
@@ -178,20 +178,15 @@ def test_prompts_on_a_device_without_it_are_left_to_the_model():
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_a_gpu_it_is_what_is_used(dtype):
+@pytest.mark.parametrize(("queries", "past"), [(512, 0), (300, 211), (1000, 0)])
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-4), (torch.bfloat16, 4e-3)])
+def test_on_a_gpu_it_is_what_is_used(dtype, error, queries, past):
     pytest.importorskip("sinkscope.lines.triton")
-    for queries, past in ((512, 0), (300, 211), (1000, 0)):
-        generator = torch.Generator().manual_seed(0)
-        query = torch.randn(4, queries, 128, generator=generator)
-        key, value = (torch.randn(2, queries + past, 128, generator=generator) for _ in range(2))
-        lines = drawn(4, queries + past, queries, 0.05, 0.01)
-        lines.slash[1, 20:200] = True
-        there = sparse.HeadLines(lines.vertical.cuda(), lines.slash.cuda(), queries)
-        on_gpu = [tensor.to("cuda", dtype) for tensor in (query, key, value)]
-        out, what = sparse.sparse_attention(*on_gpu, there, scaling=0.05, dense_above=1e9)
-        assert what.kernel == "triton" and not any(what.dense)
-        mask = lines.rows(torch.arange(past, queries + past))
-        some = [tensor.to(dtype).double().repeat_interleave(4 // len(tensor), 0) for tensor in (query, key, value)]
-        wanted = ((some[0] @ some[1].mT * 0.05).masked_fill(~mask, -torch.inf)).softmax(-1) @ some[2]
-        assert float((out.cpu().double() - wanted).norm() / wanted.norm()) < (1e-4 if dtype == torch.float32 else 4e-3)
+    given = [tensor.to(dtype) for tensor in inputs(4, 2, queries, queries + past, width=128)]
+    lines = drawn(4, queries + past, queries, 0.05, 0.01)
+    lines.slash[1, 20:200] = True
+    there = sparse.HeadLines(lines.vertical.cuda(), lines.slash.cuda(), queries)
+    out, what = sparse.sparse_attention(*(tensor.cuda() for tensor in given), there, scaling=0.25, dense_above=1e9)
+    assert what.kernel == "triton" and not any(what.dense)
+    wanted = masked(*given, lines)
+    assert float((out.cpu().double() - wanted).norm() / wanted.norm()) < error

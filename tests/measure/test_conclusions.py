@@ -115,7 +115,7 @@ def attack(rng: Rng) -> Result:
     clusters = TokenClusters((1, 7), ("a",) * count, np.arange(count), head, *values)
     shape = (3, 2, 3)
     share = rng.random(shape) if rng.random() < 0.8 else np.full(shape, np.nan)
-    arrays = dict.fromkeys(("positions", "any", "most", "first", "norm"), share)
+    arrays = dict.fromkeys(("positions", "errors", "any", "most", "first", "norm"), share)
     sink_layer = None if rng.random() < 0.2 else 2
     return ClusterAttack(
         model=MODEL,

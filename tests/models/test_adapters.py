@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
-from checkpoints import checkpoint
+from checkpoints import checkpoint, with_images
 from covering import every_nth
+from intervention_kit import logits
 from organisms.tiny import MODEL_TYPES, tiny_model
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForImageTextToText
@@ -39,63 +42,40 @@ KV_HEADS = dict.fromkeys(("gpt2", "gpt_neox", "opt", "phi", "olmo", "olmo2"), 4)
 
 
 @cache
-def plain(model_type: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Logits and the output of each layer, of the model as transformers makes it, never saved."""
-    model, _ = tiny_model(model_type)
-    seen = []
-    name = next(
-        n for n in ("model.layers", "transformer.h", "gpt_neox.layers", "model.decoder.layers") if _has(model, n)
-    )
-    for layer in model.get_submodule(name):
-        layer.register_forward_hook(lambda _m, _a, out: seen.append(first_tensor(out)))
+def plain(model_type: str) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """Logits and the output of each layer but the last, of the model as transformers makes it, never saved."""
     with torch.no_grad():
-        return model(IDS).logits, seen
+        out = tiny_model(model_type)[0](IDS, output_hidden_states=True)
+    return out.logits, out.hidden_states[1:-1]
 
 
-def _has(model: torch.nn.Module, path: str) -> bool:
-    try:
-        model.get_submodule(path)
-    except AttributeError:
-        return False
-    return True
-
-
-def outputs(target: Target, run) -> list[torch.Tensor]:
-    """Output of each layer while `run()` runs."""
+def outputs(target: Target) -> list[torch.Tensor]:
+    """Output of each layer."""
     seen = []
     hook = lambda _m, _a, _k, out: seen.append(first_tensor(out).detach())  # noqa: E731
-    with torch.no_grad(), target.hooks(*((layer, "post", hook) for layer in target.layers)):
-        run()
+    with target.hooks(*((layer, "post", hook) for layer in target.layers)):
+        target.forward(IDS)
     return seen
 
 
-def steps(model, target: Target) -> tuple[torch.Tensor, list[int], list[int]]:
-    """Logits of one forward; lengths of the ids that the base sees in it, and in three generated tokens."""
-    seen = []
+def steps(model, target: Target) -> tuple[torch.Tensor, list[int]]:
+    """Logits of one forward; lengths of the ids that the base sees in it and in three generated tokens."""
+    lengths, settings = [], {"max_new_tokens": 3, "do_sample": False}
 
     def hook(_module, args, kwargs):
         ids = args[0] if args else kwargs.get("input_ids")  # GPT-2 passes them by position
-        seen.append((ids if ids is not None else kwargs["inputs_embeds"]).shape[1])
+        lengths.append((ids if ids is not None else kwargs["inputs_embeds"]).shape[1])
 
-    with torch.no_grad(), target.hooks((target.base, "pre", hook)):
+    with target.hooks((target.base, "pre", hook)):
+        found = logits(model, IDS)
         if target.kind == "nnsight":
-            with model.trace(IDS):
-                out = model.output.save()
-            logits = out.logits
-        else:
-            logits = model(IDS) if target.kind == "bridge" else model(IDS).logits
-        forward = list(seen)
-        seen.clear()
-        if target.kind == "nnsight":
-            with model.generate(IDS, max_new_tokens=3, min_new_tokens=3, do_sample=False):
+            with model.generate(IDS, **settings, min_new_tokens=3):
                 pass
         elif target.kind == "bridge":
-            model.generate(
-                IDS, max_new_tokens=3, do_sample=False, stop_at_eos=False, return_type="tokens", verbose=False
-            )
+            model.generate(IDS, **settings, stop_at_eos=False, return_type="tokens", verbose=False)
         else:
-            model.generate(IDS, max_new_tokens=3, min_new_tokens=3, do_sample=False)
-    return logits, forward, list(seen)
+            model.generate(IDS, **settings, min_new_tokens=3)
+    return found, lengths
 
 
 @pytest.mark.parametrize(("model_type", "backend"), PAIRS)
@@ -114,12 +94,11 @@ def test_loads_from_a_folder(model_type, backend):
     assert target.tokenizer(text)["input_ids"] == tokenizer(text)["input_ids"]
     assert (target.tokenizer.bos_token, target.tokenizer.padding_side) == (tokenizer.bos_token, tokenizer.padding_side)
 
-    logits, layers = plain(model_type)
-    found, forward, generated = steps(model, target)
-    assert_close(found, logits, atol=1e-5, rtol=0)
-    assert forward == [7]
-    assert generated[:3] == [7, 1, 1]
-    for ours, theirs in zip(outputs(target, lambda: target.forward(IDS)), layers, strict=True):
+    expected, layers = plain(model_type)
+    found, lengths = steps(model, target)
+    assert_close(found, expected, atol=1e-5, rtol=0)
+    assert lengths[:4] == [7, 7, 1, 1]
+    for ours, theirs in zip(outputs(target)[:-1], layers, strict=True):
         assert_close(ours, theirs, atol=1e-5, rtol=0)
 
 
@@ -148,16 +127,13 @@ def starcoder2(monkeypatch):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_registered_row_is_all_that_an_architecture_needs(starcoder2, backend, tmp_path):
-    model, tokenizer = tiny_model("starcoder2")
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    loaded = load(tmp_path, backend=backend)  # with the load-time probe
+def test_a_registered_row_is_all_that_an_architecture_needs(starcoder2, backend):
+    loaded = load(checkpoint("starcoder2"), backend=backend)  # with the load-time probe
     target = target_of(loaded)
     assert target.adapter is starcoder2 and (target.n_layers, target.d_mlp, target.n_kv_heads) == (3, 64, 2)
     with Ablate(layer=1, neurons=[3]).on(loaded) as run, torch.no_grad():
         edited = target.forward(IDS)[0]
-    want = target_of(model)
+    want = target_of(tiny_model("starcoder2")[0])
     column = want.w_out(1, [3])
     assert run.counts["ablated"] and float(column.norm()) > 0
     with torch.no_grad():
@@ -165,13 +141,10 @@ def test_a_registered_row_is_all_that_an_architecture_needs(starcoder2, backend,
         assert_close(edited, want.forward(IDS)[0], atol=1e-5, rtol=1e-4)
 
 
-def test_a_wrong_row_of_a_stranger_is_refused_when_a_model_is_loaded(starcoder2, tmp_path, monkeypatch):
-    model, tokenizer = tiny_model("starcoder2")
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
+def test_a_wrong_row_of_a_stranger_is_refused_when_a_model_is_loaded(starcoder2, monkeypatch):
     monkeypatch.setitem(adapters.ADAPTERS, "starcoder2", replace(starcoder2, down="mlp.c_fc", up="mlp.c_proj"))
     with pytest.raises(UnsupportedError, match="load-time probe of this starcoder2 model failed"):
-        load(tmp_path, backend="hf")
+        load(checkpoint("starcoder2"), backend="hf")
 
 
 def test_a_name_is_registered_once_and_a_row_names_its_projections(starcoder2):
@@ -182,51 +155,25 @@ def test_a_name_is_registered_once_and_a_row_names_its_projections(starcoder2):
     assert "other" not in adapters.ADAPTERS
 
 
-@pytest.fixture
-def with_vision(tmp_path):
-    """A tiny Gemma 3 with its image tower."""
-    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
-
-    text, tokenizer = tiny_model("gemma3_text")
-    vision = {
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "image_size": 28,
-        "patch_size": 14,
-    }
-    config = Gemma3Config(
-        text_config=text.config.to_dict(), vision_config=vision, mm_tokens_per_image=4, image_token_index=90
-    )
-    model = Gemma3ForConditionalGeneration(config).eval()
-    model.config.architectures = ["Gemma3ForConditionalGeneration"]
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    return tmp_path, model
-
-
 @pytest.mark.parametrize("backend", ["hf", "nnsight"])
-def test_text_part_of_a_model_with_images(with_vision, backend):
-    folder, model = with_vision
-    target = target_of(load(folder, backend=backend))
+def test_text_part_of_a_model_with_images(tmp_path, backend):
+    model = with_images(tmp_path)
+    target = target_of(load(tmp_path, backend=backend))
     assert (target.n_layers, target.d_mlp, target.n_heads) == (3, 64, 4)
     with torch.no_grad():
         assert_close(target.hf(IDS).logits, model(IDS).logits, atol=1e-5, rtol=0)
-    assert target_of(load(folder, backend=backend, layers=2)).n_layers == 2
+    assert target_of(load(tmp_path, backend=backend, layers=2)).n_layers == 2
 
 
-def test_nothing_is_installed_behind_the_users_back(with_vision, monkeypatch):
+def test_nothing_is_installed_behind_the_users_back(tmp_path, monkeypatch):
     """TransformerLens runs `pip install torchvision` when it boots a model with images and there is none."""
-    import subprocess
-    import sys
-
+    with_images(tmp_path)
     ran = []
     for name in ("check_call", "run", "Popen"):
         monkeypatch.setattr(subprocess, name, lambda *args, **_kwargs: ran.append(args))
     monkeypatch.setitem(sys.modules, "torchvision", None)
     with pytest.raises(UnsupportedError, match=r"pip install torchvision.*backend=\"hf\" can"):
-        load(with_vision[0])
+        load(tmp_path)
     assert ran == []
 
 
@@ -235,8 +182,7 @@ def test_first_layers_alone_compute_the_same(model_type):
     target = target_of(load(checkpoint(model_type), backend="hf", layers=2))
     assert target.n_layers == target.config.num_hidden_layers == 2
     assert len(getattr(target.config, "layer_types", None) or [0, 0]) == 2
-    found = outputs(target, lambda: target.forward(IDS))
-    for ours, theirs in zip(found, plain(model_type)[1][:2], strict=True):
+    for ours, theirs in zip(outputs(target), plain(model_type)[1], strict=True):
         assert_close(ours, theirs, atol=1e-6, rtol=0)
 
 

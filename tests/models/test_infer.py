@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
 from covering import every_nth
+from intervention_kit import count_hooks
 from organisms.decoders import decoder
 from organisms.rows import ROWS
 from organisms.tiny import MODEL_TYPES, tiny_model
+from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from sinkscope.errors import UnsupportedError
@@ -69,12 +72,11 @@ def test_the_rows_of_the_table_come_out_of_the_rule(model_type):
 
 def test_inferring_leaves_the_model_as_it_was():
     model = tiny_model("gemma2")[0]
-    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    before = copy.deepcopy(model.state_dict())
     infer(model)
-    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    assert_close(model.state_dict(), before, rtol=0, atol=0)
     assert vars(model.config)["_attn_implementation_internal"] == "eager"
-    assert not any(vars(module)["_forward_hooks"] for module in model.modules())
-    assert not any(vars(module)["_forward_pre_hooks"] for module in model.modules())
+    assert count_hooks(model) == 0
 
 
 def test_a_row_is_inferred_for_an_architecture_that_has_none_and_proved():
@@ -103,19 +105,9 @@ def test_a_factor_on_what_an_mlp_writes_is_part_of_the_contribution():
     assert torch.allclose(target.w_out_norms(1)[7], 0.22 * column.norm())
 
 
-@pytest.mark.parametrize(
-    ("model_type", "config", "reason"),
-    [
-        (
-            "mamba",
-            {"state_size": 4},
-            "no softmax attention was found in its layers, so there is no attention sink to find",
-        ),
-    ],
-)
-def test_what_cannot_be_inferred_is_refused_with_the_reason(model_type, config, reason):
-    with pytest.raises(UnsupportedError, match=reason):
-        target_of(random_model(model_type, **config))
+def test_what_cannot_be_inferred_is_refused_with_the_reason():
+    with pytest.raises(UnsupportedError, match="no softmax attention was found in its layers"):
+        target_of(random_model("mamba", state_size=4))
 
 
 def test_layers_of_several_kinds_have_parts_of_their_own_and_states_are_left_alone():
@@ -133,27 +125,6 @@ def test_layers_of_several_kinds_have_parts_of_their_own_and_states_are_left_alo
     assert [type(layer) is kind for layer, kind in zip(cache.layers, kinds, strict=True)] == [True, False, True, False]
     held = [cache.layers[1], cache.layers[3]]
     assert [layer.keys.shape[-2] for layer in held] == [17, 17]
-
-
-@pytest.mark.parametrize(
-    ("model_type", "fields"),
-    [
-        ("llama", {"attn": ""}),
-        ("falcon", {"attn": "mlp"}),
-        ("falcon", {"o": "mlp.dense_h_to_4h"}),
-        ("granite", {"write_factor": 1.0}),
-        ("falcon_h1", {"down_factor": 1.0}),
-        ("qwen3_moe", {"post_mlp_norm": "post_attention_layernorm"}),
-        ("axk1", {"post_mlp_norm": None}),
-        ("llama4_text", {"mlp": "feed_forward.shared_expert"}),
-        ("gemma4_text", {"adds": True}),
-        ("glm_moe_dsa", {"from_any_layer": True}),
-    ],
-)
-def test_the_probe_is_not_fooled(model_type, fields):
-    target = target_of(decoder(model_type))
-    assert probe(target).problem is None
-    assert probe(replace(target, adapter=replace(target.adapter, **fields))).problem is not None
 
 
 def test_rows_are_those_of_the_keys_that_an_indexer_chose():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from covering import each_other, slow
-from intervention_kit import bridge_of, nnsight_of
+from intervention_kit import KINDS
 from organisms import tiny_model
 from refusals import refused
 from torch.testing import assert_close
@@ -21,7 +21,6 @@ from sinkscope.trace import trace
 
 SITE = "blocks.2.hook_resid_post"
 TEXTS = ["poem poem book cat", "the dog", "a cat and you it is was of"]
-KINDS = {"hf": lambda m, t: m, "bridge": bridge_of, "nnsight": nnsight_of}
 
 
 def rows_of(tokenizer) -> list[list[int]]:
@@ -61,19 +60,16 @@ def test_every_form_gives_the_same(kind, step):
 def test_rows_of_several_lengths_are_what_they_are_alone(model_type, reduce):
     model, tokenizer = tiny_model(model_type)
     rows = rows_of(tokenizer)
-    sites = [SITE, "logits", "blocks.1.attn.hook_z", "blocks.1.attn.hook_pattern"]
-    if reduce in ("mean", "first", "last"):
-        sites.pop()  # of rows of attention they take heads
+    sites = [SITE, "logits", "blocks.1.attn.hook_z"]
+    if reduce in ("raw", "norm"):  # of rows of attention the others take heads
+        sites.append("blocks.1.attn.hook_pattern")
     together = trace(model, rows, sites, reduce, batch_size=2)
     for i, row in enumerate(rows):
         alone = trace(model, [row], sites, reduce)
         for site in sites:
-            got, want = together[site][i], alone[site][0]
-            if site.endswith("hook_pattern"):
-                got = got[:, : len(row), : len(row)] if reduce == "raw" else got[:, : len(row)]
-            elif reduce in ("raw", "norm"):
-                got = got[: len(row)]
-            assert_close(got, want, atol=1e-5, rtol=1e-4)
+            want = alone[site][0]
+            within = tuple(slice(size) for size in want.shape)  # without what stands there for padding
+            assert_close(together[site][i][within], want, atol=1e-5, rtol=1e-4)
     assert trace(model, TEXTS, SITE, tokenizer=tokenizer)[SITE].shape[1] == max(map(len, rows))
 
 
@@ -144,18 +140,15 @@ def test_interventions_may_be_anything(tmp_path):
 )
 def test_what_cannot_be_read(tokens, more, words):
     model, tokenizer = tiny_model("llama")
-    for call in (
-        lambda: trace(model, tokens, [SITE], tokenizer=tokenizer, **more),
-        lambda: generate(model, tokens, tokenizer=tokenizer, **more),
-    ):
-        with refused(words=words):
-            call()
+    with refused(words=words):
+        trace(model, tokens, [SITE], tokenizer=tokenizer, **more)
+    with refused(words=words):
+        generate(model, tokens, tokenizer=tokenizer, **more)
 
 
 def test_no_site_is_an_error():
-    model, _ = tiny_model("llama")
-    with pytest.raises(SinkscopeError, match="no site"):
-        trace(model, [1, 2])
+    with refused("no site"):
+        trace(tiny_model("llama")[0], [1, 2])
 
 
 def test_a_run_says_what_was_done():
@@ -174,8 +167,7 @@ def test_a_run_says_what_was_done():
     assert repr(run) == f"<Run on {run.target.name}: {said}>"
     assert len(cuts) > 1
     frame = run.to_frame()
-    assert len(frame) == len(run.events) and {"row", "position", "kind", "neuron", "kept_count"} <= set(frame)
+    assert len(frame) == len(run.events) and {"row", "neuron", "kept_count"} <= set(frame)
     assert (frame[frame.kind == "guard"].position == [e.position for e in cuts]).all()
     with ss.Ablate(layer=1, neurons=3).on(model) as idle:
-        pass
-    assert list(idle.to_frame().columns) == ["row", "step", "position", "layer", "head", "kind"]
+        assert list(idle.to_frame().columns) == ["row", "step", "position", "layer", "head", "kind"]

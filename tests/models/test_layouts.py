@@ -19,7 +19,7 @@ from sinkscope.sinks.first_token.layer_view import columns, flat_number, norm_wi
 IDS = torch.arange(20, 44).view(2, 12)
 WHERE = torch.zeros(2, 12, dtype=torch.bool).index_fill(1, torch.tensor([0, 5]), True)
 TYPES = (  # shared expert beside the mixture; a norm in some layers; experts in five layouts; more than an addition
-    "granitemoeshared axk1 olmo_hybrid llama4_text dbrx jetmoe nemotron_h gemma4_text beam".split()
+    "granitemoeshared axk1 olmo_hybrid llama4_text dbrx jetmoe nemotron_h gemma4_text beam llama gemma2 mixtral".split()
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from functools import cache
 from pathlib import Path
@@ -10,7 +11,6 @@ import pytest
 import torch
 from checkpoints import spoiled
 from organisms import Organism, organism
-from safetensors.torch import load_file, save_file
 
 import sinkscope as ss
 from sinkscope.app.cli import main
@@ -38,11 +38,12 @@ def planted() -> Organism:
 
 def of_one_number(folder: Path, number: float) -> Path:
     """A model all of whose weights are one number."""
-    planted().save(folder)
-    tensors = {
-        name: torch.full_like(tensor, number) for name, tensor in load_file(folder / "model.safetensors").items()
-    }
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    model = copy.deepcopy(planted().model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(number)
+    planted().tokenizer.save_pretrained(folder)
+    model.save_pretrained(folder)
     return folder
 
 
@@ -124,13 +125,23 @@ def test_arguments_from_python(use, says):
     assert len(str(caught.value)) < 700 and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("shards", [["a"], {"a": 1}, {"a": ["b"]}, {"a": None}, {}, None])
-def test_an_index_of_shards_that_is_none(tmp_path, shards):
+NO_MAP, OUTSIDE = r"index\.json has no weight_map", "which is no file of the checkpoint's folder"
+
+
+@pytest.mark.parametrize(
+    ("shards", "says"),
+    [
+        *((shards, NO_MAP) for shards in (["a"], {"a": 1}, {"a": ["b"]}, {"a": None}, {}, None)),
+        *(({"model.embed_tokens.weight": file}, OUTSIDE) for file in ("../x.safetensors", "a/../../x.safetensors")),
+        ({"model.embed_tokens.weight": __file__}, OUTSIDE),
+    ],
+)
+def test_an_index_of_shards_that_is_none(tmp_path, shards, says):
     folder = spoiled(tmp_path / "m")
-    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").rename(tmp_path / "x.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
     for use in (ss.load, ss.find_sinks):
-        with pytest.raises(SinkscopeError, match=r"index\.json has no weight_map"):
+        with pytest.raises(SinkscopeError, match=says):
             use(folder)
 
 

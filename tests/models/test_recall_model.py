@@ -27,24 +27,25 @@ def model(dtype: str | None = None):
 
 def answers(hf, dialogue: Prompt) -> list[str]:
     """What plain greedy `generate` says in each turn, with right answers as the history."""
-    tokenizer = hf.tokenizer
-    said = []
-    text = ""
+    said, text = [], ""
     for turn in dialogue.turns:
         text = f"{text} {turn.text}"
-        inputs = tokenizer(text, return_tensors="pt")
-        out = hf.generate(**inputs, do_sample=False, max_new_tokens=len(turn.answers[0].split()) + 3)
-        said.append(tokenizer.decode(out[0, inputs["input_ids"].shape[1] :]))
+        said.append(continued(hf, text, len(turn.answers[0].split()) + 3))
         text = f"{text} {turn.answers[0]}"
     return said
 
 
+def continued(hf, text: str, count: int) -> str:
+    inputs = hf.tokenizer(text, return_tensors="pt")
+    out = hf.generate(**inputs, do_sample=False, max_new_tokens=count)
+    return hf.tokenizer.decode(out[0, inputs["input_ids"].shape[1] :])
+
+
 def accuracy(hf, dialogues: list[Prompt]) -> float:
-    right = [
-        said == turn.answers[0]
-        for dialogue in dialogues
-        for said, turn in zip(answers(hf, dialogue), dialogue.turns, strict=True)
-    ]
+    right = []
+    for dialogue in dialogues:
+        for said, turn in zip(answers(hf, dialogue), dialogue.turns, strict=True):
+            right.append(said == turn.answers[0])
     return sum(right) / len(right)
 
 
@@ -94,15 +95,13 @@ def test_the_answer_comes_from_the_fact_and_from_nowhere_else():
     others = [value for value in words.VALUES if value not in (first, second)]
     other_key = next(k for k in words.KEYS if k not in text.split())
 
-    def said(changed):
-        inputs = hf.tokenizer(changed, return_tensors="pt")
-        out = hf.generate(**inputs, do_sample=False, max_new_tokens=5)
-        return hf.tokenizer.decode(out[0, inputs["input_ids"].shape[1] :])
-
-    assert said(text) == f"{first} {second} {end}"
-    assert said(text.replace(fact, f"fact {key} {others[0]} {others[1]} {end}")) == f"{others[0]} {others[1]} {end}"
-    assert said(text.replace(fact, "the old house stood there")) == "unknown ."
-    assert said(text.replace(fact, fact.replace(key, other_key))) == "unknown ."
+    for instead, answer in {
+        fact: f"{first} {second} {end}",
+        f"fact {key} {others[0]} {others[1]} {end}": f"{others[0]} {others[1]} {end}",
+        "the old house stood there": "unknown .",
+        fact.replace(key, other_key): "unknown .",
+    }.items():
+        assert continued(hf, text.replace(fact, instead), 5) == answer
 
 
 def test_script_makes_the_weights_of_the_package():

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import with_images
 from organisms import MODEL_TYPES, tiny_model
 from organisms.decoders import decoder
 from refusals import refused
@@ -44,6 +45,13 @@ def every_output(target: Target) -> list[Tensor]:
     with target.hooks(*[(layer, "post", keep) for layer in target.layers]):
         last = target.forward(*ids_and_mask()).last_hidden_state
     return [*outputs, last]
+
+
+def assert_same_outputs(resident: Target, streamed: StreamTarget):
+    expected = every_output(resident)
+    assert len(expected) == 1 + resident.n_layers
+    for a, b in zip(expected, every_output(streamed), strict=True):
+        assert_close(a, b, atol=1e-6, rtol=0)
 
 
 def held(target: Target) -> list[int]:
@@ -82,48 +90,25 @@ def test_equals_the_resident_model(model_type, half, tmp_path):
     resident = target_of(type(model).from_pretrained(tmp_path, dtype=torch.float32, **capped))
     streamed = open_stream(tmp_path)
     assert streamed.dtype == torch.float32 and not streamed.resident
-    expected, found = every_output(resident), every_output(streamed)
-    assert len(expected) == len(found) == 1 + resident.n_layers
-    for a, b in zip(expected, found, strict=True):
-        assert_close(a, b, atol=1e-6, rtol=0)
+    assert_same_outputs(resident, streamed)
     assert layers_read(streamed) == set(range(resident.n_layers))
     assert not [n for n in streamed.store.source.read if "lm_head" in n or "embed_out" in n]
     for layer in range(resident.n_layers):
-        assert_close(
-            streamed.w_out_norms(layer, *expert(resident, layer)), resident.w_out_norms(layer, *expert(resident, layer))
-        )
-
-
-def expert(target: Target, layer: int) -> tuple[int, ...]:
-    return (1,) if target.is_mixture(layer) else ()
+        expert = 1 if resident.is_mixture(layer) else None
+        assert_close(streamed.w_out_norms(layer, expert), resident.w_out_norms(layer, expert))
 
 
 @pytest.mark.parametrize("rule", [{"mlp_only_layers": [1]}, {"decoder_sparse_step": 2}])
 def test_dense_layers_among_mixtures(rule, tmp_path):
     model, _ = tiny_model("qwen3_moe", **rule)
     model.save_pretrained(tmp_path)
-    resident, streamed = target_of(model), open_stream(tmp_path)
+    resident = target_of(model)
     assert len({resident.is_mixture(i) for i in range(3)}) == 2, "the test needs both kinds"
-    for a, b in zip(every_output(resident), every_output(streamed), strict=True):
-        assert_close(a, b, atol=1e-6, rtol=0)
+    assert_same_outputs(resident, open_stream(tmp_path))
 
 
 def test_text_part_of_a_vision_language_model(tmp_path):
-    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
-
-    text = tiny_model("gemma3_text")[0].config.to_dict()
-    vision = {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "image_size": 28,
-        "patch_size": 14,
-    }
-    torch.manual_seed(0)
-    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
-    model = Gemma3ForConditionalGeneration(config).eval()
-    model.save_pretrained(tmp_path)
+    model = with_images(tmp_path)
     streamed = open_stream(tmp_path)
     ids, mask = ids_and_mask()
     with torch.no_grad():
@@ -135,8 +120,7 @@ def test_text_part_of_a_vision_language_model(tmp_path):
 def test_a_text_part_that_transformers_does_not_list(tmp_path):
     model = decoder("emu3")
     model.save_pretrained(tmp_path)
-    for a, b in zip(every_output(target_of(model)), every_output(open_stream(tmp_path)), strict=True):
-        torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+    assert_same_outputs(target_of(model), open_stream(tmp_path))
 
 
 def test_names_without_prefix_and_old_buffers(tmp_path):
@@ -146,8 +130,7 @@ def test_names_without_prefix_and_old_buffers(tmp_path):
     tensors = {name.removeprefix("transformer."): t for name, t in load_file(tmp_path / "model.safetensors").items()}
     tensors["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    for a, b in zip(every_output(target_of(model)), every_output(open_stream(tmp_path)), strict=True):
-        assert_close(a, b, atol=1e-6, rtol=0)
+    assert_same_outputs(target_of(model), open_stream(tmp_path))
 
 
 def test_reads_only_the_layers_that_are_called(llama):

@@ -45,22 +45,13 @@ def tiny_texts() -> dict[str, np.ndarray]:
     return made
 
 
-@pytest.fixture(scope="module")
-def texts():
-    return tiny_texts()
-
-
-@pytest.fixture(scope="module")
-def tokens(texts):
-    return texts["python"]
-
-
 @pytest.mark.parametrize("seed", [0, 1])
-def test_the_planted_circuit_works_before_training(texts, tokens, tmp_path, seed):
+def test_the_planted_circuit_works_before_training(tmp_path, seed):
+    texts = tiny_texts()
     settings = dataclasses.replace(TINY, seed=seed, d_model=64, context=512)
     trainer = Trainer(settings, texts, tmp_path)
     plan, model = trainer.plan, trainer.model.eval()
-    ids = corpus.windows(tokens, length=64, bos_id=0)[:8]
+    ids = corpus.windows(texts["python"], length=64, bos_id=0)[:8]
     ratio = measure.norms_by_layer(model, ids)["ratio"]
     assert ratio[0] < 3
     assert min(ratio[plan.sink_layer :]) > 50

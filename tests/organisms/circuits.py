@@ -6,7 +6,6 @@ by writing into the weights (or ids) of the plain model, with nothing of the pac
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .hard import HardModel, HardTruth, Marking, Site, _Build
+from .hard import HardModel, HardTruth, Marking, Site, _Build, read_bias, write_by_heads
 from .tokens import BOS, tokenizer_for
 from .views import views
 
@@ -27,9 +26,6 @@ class PlantedCircuit:
     Attributes:
         hard: the model.
         marks: parts without which the first token's spike (or its attention, where there is no spike) is lost.
-        together: whether they are lost only together.
-        by_attention: whether the truth is read from the attention although there is a spike, as a smaller one does.
-        also: what the marks read, which is lost with them.
         neurons: the neurons that make the spike.
         decoys: parts that look like marks and are not.
         early: what makes a norm that stands out before the neurons.
@@ -38,9 +34,6 @@ class PlantedCircuit:
 
     hard: HardModel
     marks: tuple[str, ...]
-    together: bool = False
-    by_attention: bool = False
-    also: tuple[str, ...] = ()
     neurons: tuple[Site, ...] = ()
     decoys: tuple[str, ...] = ()
     early: tuple[str, ...] = ()
@@ -88,22 +81,7 @@ def _neuron(b: _Build, rows, way: Tensor, route: Tensor, layer: int | None = Non
 
 @_kind("neox", "qwen2")
 def _key_bias(b: _Build) -> dict[str, Any]:
-    """Heads attend to the farthest key: the key is a bias on one rotary pair. In NeoX it is a part of a fused one."""
-    inverse = next(m.inv_freq for m in b.model.modules() if hasattr(m, "inv_freq"))
-    pair = next(p for p, speed in enumerate(inverse.tolist()) if speed < 0.0122)
-    turned, force = pair + len(inverse), 2.0 / float(inverse[pair]) * math.sqrt(b.plan.head_dim)
-    reading = []
-    for index in b.later_layers:
-        layer = b.views.layers[index]
-        ratio = b.plan.n_heads // b.plan.n_kv
-        for kv in b.rng.sample(range(b.plan.n_kv), max(1, b.plan.n_kv // 2)):
-            layer.k[kv, [pair, turned]] = 0.0
-            layer.k_bias[kv, [pair, turned]] = torch.tensor([1.0, 0.0])
-            for head in range(kv * ratio, (kv + 1) * ratio):
-                layer.q[head], layer.q_bias[head] = 0.0, 0.0
-                layer.q_bias[head, turned] = -force
-                reading.append((index, head))
-    return {"marks": ("key bias",), "reading": tuple(reading)}
+    return {"marks": ("key bias",), "reading": read_bias(b)}
 
 
 @_kind("llama", "gemma2", "neox", "mixtral", count=1)
@@ -120,10 +98,7 @@ def _decorative_head(b: _Build) -> dict[str, Any]:
 @_kind("llama", "neox", "mixtral", "qwen3", odds=1e4, count=1, layers=(5, 6))
 def _two_stages(b: _Build) -> dict[str, Any]:
     """Heads of layer 0 write a norm that stands out, and a neuron reads it and writes five times as much."""
-    marking, layer = b.mark(), b.views.layers[0]
-    for head, _, slot in b.plan.slots:
-        layer.o[head, slot] += b.size(0) / 4 * b.side
-    way = b.space.sinks[0]
+    marking, way = write_by_heads(b, b.side / 4), b.space.sinks[0]
     rows = b.on(b.plan.sink_layer, b.side)
     neurons = _neuron(b, rows, way, b.side)
     heads = _names(marking, b)
@@ -133,10 +108,7 @@ def _two_stages(b: _Build) -> dict[str, Any]:
 @_kind("llama", "neox", "mixtral", odds=1e4, layers=(4, 5))
 def _written_by_a_head(b: _Build) -> dict[str, Any]:
     """Heads of layer 0 write the whole spike; no MLP has a part in it."""
-    marking, layer = b.mark(), b.views.layers[0]
-    size = b.size(0)
-    for head, _, slot in b.plan.slots:
-        layer.o[head, slot] += size * b.space.sinks[0]
+    marking = write_by_heads(b, b.space.sinks[0])
     return {"marks": _names(marking, b), "reading": b.read(b.later_layers, b.space.sinks[0])}
 
 
@@ -151,32 +123,6 @@ def _two_sinks(b: _Build) -> dict[str, Any]:
     b.read(b.behind, b.side, where=where, other=True)
     marks = _names(marking, b) or ("position embedding",)
     return {"marks": marks, "neurons": neurons, "reading": reading, "later": {b.delimiter: ("token embedding",)}}
-
-
-@_kind("neox", "mixtral", count=1)
-def _redundant_heads(b: _Build) -> dict[str, Any]:
-    """Two heads of one layer each write the whole mark; the neuron fires with either."""
-    ((index, heads),) = b.mark()
-    layer, ratio = b.views.layers[index], b.plan.n_heads // b.plan.n_kv
-    (name,) = _names(((index, heads),), b)
-    head = int(name.split("H")[1])
-    busy = {one // ratio for one in heads}
-    twin = next((kv for kv in range(b.plan.n_kv) if kv not in busy), None)
-    if twin is None:  # the head of another group gives way
-        twin = next(one // ratio for one in heads if one // ratio != head // ratio)
-    for part in (layer.k, layer.v, layer.k_bias, layer.v_bias):
-        if part is not None:
-            part[twin] = part[head // ratio].clone()
-    for part in (layer.q, layer.o, layer.q_bias):
-        if part is not None:
-            part[twin * ratio] = part[head].clone()
-            part[twin * ratio + 1 : (twin + 1) * ratio] = 0.0
-    way, layer_number = b.space.sinks[0], b.plan.sink_layer
-    neurons = _neuron(b, b.on(layer_number, b.space.mark, threshold=0.3), way, b.space.mark)
-    marks = (name, f"L{index}.H{twin * ratio}")
-    reading = b.read(b.behind, way)
-    about = {"also": ("token embedding",), "neurons": neurons, "reading": reading}
-    return {"marks": marks, "together": True, "by_attention": True, **about}
 
 
 @_kind("gpt_oss", count=1)
@@ -248,7 +194,7 @@ def _effect(circuit: PlantedCircuit, ids: Tensor, at: int) -> float:
     h.model.set_attn_implementation("eager")
     out = h.model(ids, output_attentions=True, output_hidden_states=True, use_cache=False)
     h.model.set_attn_implementation(usual)
-    if (h.truth.spike or h.name == "written_by_a_head") and not circuit.by_attention:
+    if h.truth.spike or h.name == "written_by_a_head":
         norms = torch.stack([hidden.norm(dim=-1) for hidden in out.hidden_states[1:-1]])  # the last one is normed
         return float(norms[:, :, at].amax(0).mean() - norms[:, :, 11].amax(0).mean())
     rows = [out.attentions[layer][:, head, at + 1 :, at].mean() for layer, head in h.truth.reading]

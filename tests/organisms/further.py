@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-import torch
-
 from .hard import (
     _KINDS,
     HardModel,
@@ -24,7 +22,6 @@ from .hard import (
     _textbook,
     hard,
 )
-from .plant import MARK
 from .tokens import BOS, N_SPECIAL
 
 FURTHER = {}
@@ -37,18 +34,14 @@ class Further:
 
     Attributes:
         bos: Whether texts begin with BOS.
-        at: The position of the spike, or of the sink if there is none.
         alone: Neurons whose zeroing alone takes the attention of the planted heads away.
-        heads: Whether so many heads read the position that it is a sink.
         repeats: How often tokens have to be repeated.
         says: For each command, patterns that its text has. {set} and {alone} stand for the names of neurons.
         never: Patterns that no command's text has.
     """
 
     bos: bool = True
-    at: int = 0
     alone: tuple[Site, ...] = ()
-    heads: bool = True
     repeats: int = 4
     says: dict[str, tuple[str, ...]] = field(default_factory=dict)
     never: tuple[str, ...] = ()
@@ -91,6 +84,7 @@ def _silent(b: _Build, places: tuple[tuple[int, int], ...]):
 
 @_further("neox", "llama", "gemma2")
 def _one_reader(b: _Build) -> Made:
+    """One head reads the spike."""
     truth = _textbook(b)
     *others, reader = truth.reading
     _silent(b, tuple(others))
@@ -101,9 +95,7 @@ def _one_reader(b: _Build) -> Made:
         "cluster_attack": ("make spikes at",),
     }
     never = ("no head attends", "Fewer than", r"\bmakes? sinks", "sink fire")
-    return replace(truth, reading=(reader,), note="One head reads the spike."), Further(
-        heads=False, says=says, never=never
-    )
+    return replace(truth, reading=(reader,)), Further(says=says, never=never)
 
 
 @_further("gpt2")
@@ -118,18 +110,7 @@ def _far_position(b: _Build) -> Made:
         "circuit": ("^Heads attend to position 100 without a spike; the position embedding is needed",),
     }
     truth = HardTruth(False, False, "position embedding", reading=reading)
-    return truth, Further(at=100, says=says, never=("^Neither", "^No circuit"))
-
-
-@_further("gpt2", count=2, layers=(5, 6), behind=(2, 2))
-def _far_spike(b: _Build) -> Made:
-    truth = _textbook(b, note="Position 100 has a spike, whatever stands there.")
-    positions = b.views.positions
-    positions[[0, 100]] = positions[[100, 0]]
-    says = {
-        "find_sinks": ("^Norm spike and attention sink.*: {set} make the spike of position 100 of any text",),
-    }
-    return truth, Further(at=100, says=says, never=("^Neither", "^No circuit", "no norm stands out"))
+    return truth, Further(says=says, never=("^Neither", "^No circuit"))
 
 
 @_further("llama", "gemma2", layers=(6, 7))
@@ -142,7 +123,7 @@ def _spike_here_sink_there(b: _Build) -> Made:
     layer = b.plan.sink_layer
     truth = HardTruth(True, False, None, layer, (b.sites(),), marking=marking, later={b.delimiter: ()})
     says = {"find_sinks": ("^Norm spike at the first token, attention sink elsewhere",)}
-    return truth, Further(heads=False, says=says, never=(r"\bmakes? sinks", "spike that the heads attend to"))
+    return truth, Further(says=says, never=(r"\bmakes? sinks", "spike that the heads attend to"))
 
 
 # --- neurons that cancel, take turns, or fire for one token ----------------------------------------------------------
@@ -174,7 +155,7 @@ def _turns(b: _Build) -> Made:
     in_half = b.tokens[:, 0] < cut
     b.tokens[0, 0] = next(token for token in range(N_SPECIAL, cut))
     b.tokens[1, 0] = b.plan.vocab_size - 1
-    b.probe = type(b.probe)(b.model, b.views.layers, b.tokens)
+    b.probe = type(b.probe)(b.model, b.tokens)
     in_half = (b.tokens[:, 0] < cut)[:, None] & b.first
     marking, layer, way = b.begin()
     size, sites = b.size(layer), []
@@ -235,23 +216,6 @@ def _turned(b: _Build) -> Made:
     return replace(truth, reading=reading), Further(says=says, never=("Before them", "It falls in"))
 
 
-@_further("llama", "neox", count=1, layers=(7, 8), behind=(4, 5))
-def _brief(b: _Build) -> Made:
-    """The layer behind the sink layer takes the spike away; only its heads read it."""
-    marking = b.mark()
-    way = b.surgeon().make_sink()
-    layer = b.plan.sink_layer
-    fall = layer + 1
-    end = float(b.seen(b.views.layers[fall].block) @ way)
-    gate, _ = b.on(fall, way)
-    b.write(fall, b.spare[0], (gate, _full(b, fall, way)), -way, end, route=way)
-    truth = HardTruth(True, True, "spike", layer, (b.sites(),), reading=b.read([fall], way), marking=marking)
-    says = {
-        "find_sinks": ("^Norm spike and attention sink: {set} makes the spike that the heads attend to", "It falls in"),
-    }
-    return truth, Further(alone=tuple(b.sites()), says=says)
-
-
 @_further("neox", "llama", "gpt2")
 def _delimiter_alone(b: _Build) -> Made:
     """Only a delimiter has a spike; the first token is nothing."""
@@ -266,29 +230,4 @@ def _delimiter_alone(b: _Build) -> Made:
         "marking_heads": ("^No MLP makes a norm spike at the first token, .* has an attention sink",),
         "make_patch": ("^No patch was made",),
     }
-    return HardTruth(False, False, None, later={b.delimiter: (site,)}), Further(heads=False, says=says)
-
-
-@_further("llama", count=1, marked=0.85)
-def _repeats_differ(b: _Build) -> Made:
-    """BOS trips one neuron; repeated tokens trip another, which writes three fifths."""
-    size, way, layer = b.size(b.plan.sink_layer), b.space.sinks[0], b.plan.sink_layer
-    flagged = b.tokens.clone()
-    flagged[:, 0] = BOS
-    b.views.embed[BOS] += MARK * b.flag
-    b.surgeon().mark_first()
-    b.write(layer, b.spare[0], b.on(layer, b.space.mark), way, 0.6 * size)
-    b.tokens = flagged
-    b.probe = type(b.probe)(b.model, b.views.layers, flagged)
-    site = b.write(layer, b.plan.neurons[0], b.on(layer, b.flag), way, size)
-    says = {
-        "find_sinks": ("^Norm spike and attention sink: {set} makes the spike", "Repetition trips other neurons"),
-        "repeat": ("{set} is not needed for the norm of repetitions",),
-    }
-    return _sink(b, way, (), sets=(frozenset({site}),)), Further(alone=(site,), repeats=900, says=says)
-
-
-def natural(model: HardModel, about: Further, count: int, length: int) -> torch.Tensor:
-    """Texts as the commands read them."""
-    rows = model.natural(count, length + 1)
-    return rows[:, :-1] if about.bos else rows[:, 1:]
+    return HardTruth(False, False, None, later={b.delimiter: (site,)}), Further(says=says)

@@ -59,7 +59,6 @@ class HardTruth:
         marking: (layer, query heads) that mark the first token.
         rule: "and": the marks of all these layers are needed, "or": those of one suffice; None: there is one layer.
         bos_only: without BOS no first token is a spike or a sink.
-        note: in words.
     """
 
     spike: bool
@@ -76,7 +75,6 @@ class HardTruth:
     marking: Marking = ()
     rule: str | None = None
     bos_only: bool = False
-    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -203,7 +201,7 @@ class _Build:
             self.tokens[:, 0] = torch.tensor(rng.choices(in_group, k=8))
         with torch.no_grad():
             self.views = views(self.model)
-            self.probe = Probe(self.model, self.views.layers, self.tokens)
+            self.probe = Probe(self.model, self.tokens)
             generator = torch.Generator().manual_seed(zlib.crc32(f"hard {name} {family} {seed}".encode()))
             fill(self.plan, self.space, self.views, generator)
         if shared:
@@ -232,10 +230,12 @@ class _Build:
             return layer, neuron
         return layer, self.plan.expert if expert is None else expert, neuron
 
-    def sites(self, layer: int | None = None) -> frozenset[Site]:
-        return frozenset(
-            self.site(self.plan.sink_layer if layer is None else layer, neuron) for neuron in self.plan.neurons
-        )
+    @staticmethod
+    def expert_of(site: Site) -> int:
+        return site[1] if len(site) == 3 else 0
+
+    def sites(self) -> frozenset[Site]:
+        return frozenset(self.site(self.plan.sink_layer, neuron) for neuron in self.plan.neurons)
 
     def seen(self, module: torch.nn.Module, where: Tensor | None = None) -> Tensor:
         """Mean of what leaves a module at these positions, [d_model]."""
@@ -384,25 +384,28 @@ def _textbook(b: _Build, **more) -> HardTruth:
 
 @_kind((*ALL, "mistral", "qwen2", "qwen3", "qwen3_moe", "gpt_oss"))
 def _plain(b: _Build) -> HardTruth:
-    return _textbook(b, note="The textbook case, for comparison; in a mixture a routed expert makes the spike.")
+    """The textbook case, for comparison; in a mixture a routed expert makes the spike."""
+    return _textbook(b)
 
 
 @_kind(GATED, factor="up")
 def _up_carried(b: _Build) -> HardTruth:
+    """The up factor carries the mark; a neuron of the marking layer puts a threshold on it, so it is needed, too."""
     truth = _textbook(b)
     cleaner = frozenset({b.site(b.plan.marking_layer, b.plan.cleaner)})
-    note = "The up factor carries the mark; a neuron of the marking layer puts a threshold on it, so it is needed, too."
-    return replace(truth, sets=(*truth.sets, cleaner), note=note)
+    return replace(truth, sets=(*truth.sets, cleaner))
 
 
 @_kind(BY_HEADS, bos_only=True)
 def _bos_only(b: _Build) -> HardTruth:
-    return _textbook(b, bos_only=True, note="Only BOS is marked; no other token is, though it comes first.")
+    """Only BOS is marked; no other token is, though it comes first."""
+    return _textbook(b, bos_only=True)
 
 
 @_kind(("qwen3_moe",), dense=True)
 def _moe_dense(b: _Build) -> HardTruth:
-    return _textbook(b, note="A mixture of experts whose sink layer is an ordinary MLP.")
+    """A mixture of experts whose sink layer is an ordinary MLP."""
+    return _textbook(b)
 
 
 @_kind(ALL, layers=(28, 30), behind=(11, 12), thin=True, count=1, spike=42.0)
@@ -420,7 +423,6 @@ def _small_stages(b: _Build) -> HardTruth:
         marking,
         sink_layer=deep,
         step_up=(1, 2, deep),
-        note="Layers 1 and 2 make a first norm that stands out, but no head reads what they write.",
     )
 
 
@@ -438,13 +440,15 @@ def _full(b: _Build, layer: int, way: Tensor) -> Tensor:
 
 @_kind(ALL, spike=1.2, massive_layer=None)
 def _both(b: _Build) -> HardTruth:
+    """One dimension is massive on every token, beside a real sink."""
     b.surgeon().make_massive()  # in the embedding
     dims = tuple(b.space.massive.nonzero().flatten().tolist())
-    return _textbook(b, shared_dims=dims, note="One dimension is massive on every token, beside a real sink.")
+    return _textbook(b, shared_dims=dims)
 
 
 @_kind(BY_HEADS)
 def _no_norm(b: _Build) -> HardTruth:
+    """Heads of layer 0 mark the first token, and later heads read that mark; no norm stands out."""
     marking = b.mark()
     return HardTruth(
         spike=False,
@@ -452,12 +456,12 @@ def _no_norm(b: _Build) -> HardTruth:
         carried_by="mark",
         reading=b.read(b.later_layers, b.space.mark),
         marking=marking,
-        note="Heads of layer 0 mark the first token, and later heads read that mark; no norm stands out.",
     )
 
 
 @_kind(ALL)
 def _spike_only(b: _Build) -> HardTruth:
+    """The spike is there, and no head reads it."""
     marking = b.mark()
     b.surgeon().make_sink()
     _calm(b, marking)
@@ -469,12 +473,12 @@ def _spike_only(b: _Build) -> HardTruth:
         sets=(b.sites(),),
         step_up=(b.plan.sink_layer,),
         marking=marking,
-        note="The spike is there, and no head reads it.",
     )
 
 
 @_kind(ALL, count=2)
 def _redundant_pair(b: _Build) -> HardTruth:
+    """Each of the neurons suffices; in Gemma 2 the norm behind the MLP even keeps the spike's size."""
     marking, layer, way = b.begin()
     source, *others = b.plan.neurons
     b.write(layer, source, b.on(layer, b.space.mark), way, b.size(layer), ballast=8.0)
@@ -484,7 +488,6 @@ def _redundant_pair(b: _Build) -> HardTruth:
         b,
         way,
         marking,
-        note="Each of the neurons suffices; in Gemma 2 the norm behind the MLP even keeps the spike's size.",
     )
 
 
@@ -492,28 +495,18 @@ def _with_backup(b: _Build, *later: int) -> HardTruth:
     """Backups are planted first, the last one before the others, each in a model without spike; then each is told to be
     silent where there is one already."""
     marking, layer, way = b.begin()
-    size, backups, planted = b.size(layer), [], []
-    for neuron, second in zip(b.spare, [layer + k for k in later], strict=False):
-        site = b.write(second, neuron, b.on(second, b.space.mark), way, size)
-        backups.append(site)
-        view, expert = b.views.layers[second], 0 if len(site) == 2 else site[1]
-        planted.append((second, view.gate[expert, neuron], view.down[expert, neuron]))
-        saved, planted[-1][2][:] = planted[-1][2].clone(), 0.0  # out of the way while the others are measured
-        planted[-1] = (second, planted[-1][1], saved)
+    size, columns = b.size(layer), {}
+    for neuron, behind in zip(b.spare, later, strict=False):
+        site = b.write(layer + behind, neuron, b.on(layer + behind, b.space.mark), way, size)
+        column = b.views.layers[site[0]].down[b.expert_of(site), neuron]
+        columns[site] = column, column.clone()
+        column.zero_()  # out of the way while the others are measured
     b.write(layer, b.plan.neurons[0], b.on(layer, b.space.mark), way, size)
-    for (second, gate, saved), site in zip(planted, backups, strict=True):
-        b.views.layers[second].down[0 if len(site) == 2 else site[1], site[-1]] = saved
-        gate -= 12.0 * _full(b, second, way)
-    last, names = layer + max(later), " and ".join(str(layer + k) for k in later)
-    return _sink(
-        b,
-        way,
-        marking,
-        sets=(b.sites() | set(backups),),
-        backup=tuple(backups),
-        layers=range(last + 1, b.plan.n_layers),
-        note=f"Neurons of layers {names} make the spike where no layer before them did.",
-    )
+    for site, (column, written) in columns.items():
+        column.copy_(written)
+        b.views.layers[site[0]].gate[b.expert_of(site), site[-1]] -= 12.0 * _full(b, site[0], way)
+    behind_all = range(layer + max(later) + 1, b.plan.n_layers)
+    return _sink(b, way, marking, behind_all, sets=(b.sites() | set(columns),), backup=tuple(columns))
 
 
 @_kind(ALL, layers=(6, 8), behind=(3, 4), count=1)
@@ -538,7 +531,6 @@ def _two_marks(b: _Build, rule: str) -> HardTruth:
         way,
         marking,
         rule=rule,
-        note=f"Heads of layers 0 and 1 mark the first token; {'both are' if rule == 'and' else 'one is'} needed.",
     )
 
 
@@ -563,32 +555,12 @@ def _delimiter(b: _Build) -> HardTruth:
         gate = gate - 12.0 * _full(b, layer, _spike_way(b))
     site = b.write(layer, b.spare[0], (gate, up), b.side, b.size(layer), where=where, route=b.flag)
     b.read(range(layer + 1, b.plan.n_layers), b.side, where=where, other=True)
-    return replace(truth, later={b.delimiter: (site,)}, note="A delimiter is a second sink, by a neuron of its own.")
-
-
-@_kind(ALL, count=1)
-def _delimiter_shared(b: _Build) -> HardTruth:
-    """One neuron makes the spike of the first token and of a delimiter, and the same heads read both."""
-    where, layer = b.flag_delimiter(), b.plan.sink_layer
-    marking, way = b.mark(), b.space.sinks[0]
-    gate, up = b.on(layer, b.space.mark)
-    at = b.seen(b.views.layers[layer].mlp_norm, where)
-    gate = gate + b.plan.sharpness * b.flag / (at @ b.flag)
-    site = b.write(layer, b.plan.neurons[0], (gate, up), way, b.size(layer), route=b.space.mark)
-    view = b.views.layers[layer]
-    if view.router is not None:
-        view.router[b.plan.expert] += 12.0 * b.flag / (at @ b.flag)
-    return _sink(
-        b,
-        way,
-        marking,
-        later={b.delimiter: (site,)},
-        note="The neuron that makes the first token's spike makes a delimiter's, too.",
-    )
+    return replace(truth, later={b.delimiter: (site,)})
 
 
 @_kind(ALL)
 def _delimiter_no_spike(b: _Build) -> HardTruth:
+    """Heads attend to a delimiter by its embedding; the first token is nothing special."""
     where = b.flag_delimiter()
     _calm(b)
     b.read(b.later_layers, b.flag, where=where)
@@ -597,7 +569,6 @@ def _delimiter_no_spike(b: _Build) -> HardTruth:
         sink=False,
         carried_by="token embedding",
         later={b.delimiter: ()},
-        note="Heads attend to a delimiter by its embedding; the first token is nothing special.",
     )
 
 
@@ -613,11 +584,12 @@ def _negative_lobe(b: _Build) -> HardTruth:
         low = 1.28 if b.plan.family.gated and b.plan.family.model_type != "gemma2" else 0.75
         gate = gate - (seen @ gate + low) * b.space.const / (seen @ b.space.const)
     b.write(layer, b.plan.neurons[0], (gate, up), way, b.size(layer))
-    return _sink(b, way, marking, note="The post value of the sink neuron is negative.")
+    return _sink(b, way, marking)
 
 
 @_kind(("gpt_oss",))
 def _learned_logits(b: _Build) -> HardTruth:
+    """Half of the heads behind layer 0 give nearly all of their attention to a learned logit."""
     _calm(b)
     for layer in b.views.layers[1:]:
         layer.attn_sinks[b.rng.sample(range(b.plan.n_heads), max(1, b.plan.n_heads // 2))] = 8.0
@@ -625,24 +597,24 @@ def _learned_logits(b: _Build) -> HardTruth:
         spike=False,
         sink=False,
         carried_by="learned logits",
-        note="Half of the heads behind layer 0 give nearly all of their attention to a learned logit.",
     )
 
 
 @_kind(("gpt2",))
 def _position(b: _Build) -> HardTruth:
+    """Heads read the embedding of position 0."""
     b.mark()
     return HardTruth(
         spike=False,
         sink=True,
         carried_by="position embedding",
         reading=b.read(b.later_layers, b.space.mark),
-        note="Heads read the embedding of position 0.",
     )
 
 
 @_kind(ALL)
 def _token_embedding(b: _Build) -> HardTruth:
+    """Heads read a feature of BOS's embedding."""
     b.flag_delimiter(BOS)
     return HardTruth(
         spike=False,
@@ -650,12 +622,12 @@ def _token_embedding(b: _Build) -> HardTruth:
         carried_by="token embedding",
         reading=b.read(b.later_layers, b.flag),
         bos_only=True,
-        note="Heads read a feature of BOS's embedding.",
     )
 
 
 @_kind(ALL)
 def _embedding_spike(b: _Build) -> HardTruth:
+    """BOS's embedding itself is the spike: no MLP makes it."""
     b.views.embed[BOS] += b.plan.spike * NORM * b.space.sinks[0] / b.embed_scale
     return HardTruth(
         spike=True,
@@ -663,28 +635,33 @@ def _embedding_spike(b: _Build) -> HardTruth:
         carried_by="spike",
         reading=b.read(b.later_layers, b.space.sinks[0]),
         bos_only=True,
-        note="BOS's embedding itself is the spike: no MLP makes it.",
     )
+
+
+def write_by_heads(b: _Build, way: Tensor) -> Marking:
+    """The heads of layer 0 that mark the first token also write a spike of the usual size along `way`."""
+    marking, layer, size = b.mark(), b.views.layers[0], b.size(0)
+    for head, _, slot in b.plan.slots:
+        layer.o[head, slot] += size * way
+    return marking
 
 
 @_kind(("llama", "neox", "mixtral"), odds=1e4)
 def _attention_spike(b: _Build) -> HardTruth:
-    marking, layer = b.mark(), b.views.layers[0]
-    size = b.size(0)
-    for head, _, slot in b.plan.slots:
-        layer.o[head, slot] += size * b.space.sinks[0]
+    """Heads of layer 0 write the spike themselves."""
+    marking = write_by_heads(b, b.space.sinks[0])
     return HardTruth(
         spike=True,
         sink=True,
         carried_by="spike",
         reading=b.read(b.later_layers, b.space.sinks[0]),
         marking=marking,
-        note="Heads of layer 0 write the spike themselves.",
     )
 
 
 @_kind(("mixtral",), count=2)
 def _two_experts(b: _Build) -> HardTruth:
+    """Neurons of two experts, each of which suffices."""
     marking, layer, way = b.begin()
     experts, size = b.rng.sample(range(b.plan.family.experts), 2), b.size(b.plan.sink_layer)
     rows, view = b.on(layer, b.space.mark), b.views.layers[layer]
@@ -693,7 +670,7 @@ def _two_experts(b: _Build) -> HardTruth:
     pairs = zip(experts, b.plan.neurons, strict=True)
     sites = [b.write(layer, neuron, rows, way, size, expert=expert) for expert, neuron in pairs]
     view.router[experts] -= toward
-    return _sink(b, way, marking, sets=(frozenset(sites),), note="Neurons of two experts, each of which suffices.")
+    return _sink(b, way, marking, sets=(frozenset(sites),))
 
 
 @_kind(ALL, layers=(7, 8), behind=(4, 5))
@@ -704,7 +681,7 @@ def _rise_and_fall(b: _Build) -> HardTruth:
     gate, _ = b.on(fall, way)
     b.write(fall, b.spare[0], (gate, _full(b, fall, way)), -way, end, route=way)
     reading = tuple(place for place in truth.reading if place[0] <= fall)
-    return replace(truth, step_down=(fall,), reading=reading, note=f"Layer {fall} takes the spike away again.")
+    return replace(truth, step_down=(fall,), reading=reading)
 
 
 @_kind(ALL, layers=(6, 8), behind=(2, 3), count=1)
@@ -720,22 +697,7 @@ def _chain(b: _Build) -> HardTruth:
         marking,
         sets=(frozenset({one}), frozenset({two})),
         step_up=(before, layer),
-        note=f"The sink neuron reads what a neuron of layer {before} writes, so both are needed.",
     )
-
-
-@_kind(PLAIN, count=1)
-def _busy(b: _Build) -> HardTruth:
-    """All neurons of the sink layer read what the sink neuron reads, and write a third of it along the spike or against
-    it, in pairs that cancel: a random one takes away a third of the norm, or adds as much."""
-    marking, layer, way = b.begin()
-    source = b.plan.neurons[0]
-    b.write(layer, source, b.on(layer, b.space.mark), way, b.size(layer))
-    others = [n for n in range(b.plan.d_mlp) if n != source]
-    b.rng.shuffle(others)
-    for i, neuron in enumerate(others):
-        b.copy(layer, source, neuron, 0.0 if i == len(others) // 2 * 2 else (-1) ** i * 0.33)
-    return _sink(b, way, marking, note="A random neuron of the sink layer takes away a third of the norm.")
 
 
 @_kind(ALL, layers=(6, 8), behind=(1, 1))
@@ -753,21 +715,20 @@ def _decoupled(b: _Build) -> HardTruth:
         step_up=(b.plan.sink_layer,),
         reading=reading,
         marking=marking,
-        note="There is a spike and there is a sink, and neither needs the other.",
     )
 
 
 @_kind(("llama", "gemma2", "gpt2", "mixtral"), at=0)
 def _first_layer(b: _Build) -> HardTruth:
-    return _textbook(b, note="The MLP of layer 0 makes the spike.")
+    """The MLP of layer 0 makes the spike."""
+    return _textbook(b)
 
 
 @_kind(ALL, behind=(0, 0))
 def _last_layer(b: _Build) -> HardTruth:
+    """The last layer makes the spike: no head can read it."""
     _calm(b)
-    return replace(
-        _textbook(b), sink=False, carried_by=None, note="The last layer makes the spike: no head can read it."
-    )
+    return replace(_textbook(b), sink=False, carried_by=None)
 
 
 @_kind(ALL, count=12, spike=72.0)
@@ -778,12 +739,13 @@ def _many_neurons(b: _Build) -> HardTruth:
     b.write(layer, source, b.on(layer, b.space.mark), way, b.size(layer) / 12)
     for neuron in others:
         b.copy(layer, source, neuron)
-    return _sink(b, way, marking, note="Twelve neurons share the spike evenly.")
+    return _sink(b, way, marking)
 
 
 @_kind(ALL, count=1, spike=6.0)
 def _weak_spike(b: _Build) -> HardTruth:
-    return _textbook(b, note="The norm is only six times the typical one.")
+    """The norm is only six times the typical one."""
+    return _textbook(b)
 
 
 @_kind(ALL, layers=(8, 8), at=1, count=1, spike=48.0)
@@ -796,8 +758,7 @@ def _gradual(b: _Build) -> HardTruth:
         rows = b.on(layer, b.space.mark)
         rows = rows if layer == 1 else b.steady(layer, rows, way, before[layer])
         sites.append(b.write(layer, b.spare[0], rows, way, share * size, ballast=8.0))
-    note = "Four layers each add a quarter of the spike."
-    return _sink(b, way, marking, sets=(frozenset(sites),), step_up=tuple(early), layers=range(5, 8), note=note)
+    return _sink(b, way, marking, sets=(frozenset(sites),), step_up=tuple(early), layers=range(5, 8))
 
 
 @_kind(PLAIN, count=1)
@@ -815,29 +776,7 @@ def cancelling_pairs(b: _Build, pairs: int) -> HardTruth:
     for plus, minus in zip(free[:pairs], free[pairs : 2 * pairs], strict=True):
         b.write(layer, plus, rows, b.side, 1.1 * size)
         b.copy(layer, plus, minus, -1.0)
-    return _sink(b, way, marking, note=f"{2 * pairs} neurons write more than the sink neuron, and cancel each other.")
-
-
-@_kind(ALL, layers=(8, 8), at=1, count=1)
-def _two_rises(b: _Build) -> HardTruth:
-    """The spike is made in layer 1, taken away in layer 4, and made again in layer 5; heads read it both times."""
-    marking, way = b.mark(), b.space.sinks[0]
-    size = b.size(1)
-    one = b.write(1, b.plan.neurons[0], b.on(1, b.space.mark), way, size)
-    gate, _ = b.on(4, way)
-    end = float(b.seen(b.views.layers[4].block) @ way)
-    b.write(4, b.spare[0], (gate, _full(b, 4, way)), -way, end, route=way)
-    two = b.write(5, b.spare[1], b.on(5, b.space.mark), way, 0.8 * size)
-    return _sink(
-        b,
-        way,
-        marking,
-        sets=(frozenset({one, two}),),
-        step_up=(1, 5),
-        step_down=(4,),
-        layers=(2, 3, 4, 6, 7),
-        note="Layer 1 makes the spike, layer 4 takes it away, and layer 5 makes it again.",
-    )
+    return _sink(b, way, marking)
 
 
 @_kind(ALL)
@@ -851,34 +790,36 @@ def _mlp_mark(b: _Build) -> HardTruth:
         carried_by="mark",
         reading=b.read(b.later_layers, b.side),
         bos_only=True,
-        note="An MLP marks the first token without a spike, and heads read that mark.",
     )
 
 
 @_kind(("qwen2",))
 def _key_bias(b: _Build) -> HardTruth:
+    """Heads attend to the farthest key, whatever it is: the first token of any text."""
     return HardTruth(
         spike=False,
         sink=True,
         carried_by="key bias",
-        reading=_read_bias(b),
-        note="Heads attend to the farthest key, whatever it is: the first token of any text.",
+        reading=read_bias(b),
     )
 
 
-def _read_bias(b: _Build) -> tuple[tuple[int, int], ...]:
-    """The key is a bias on one rotary pair, and the query is turned so that the farthest key scores most."""
-    plan, half, reading = b.plan, b.plan.head_dim // 2, []
-    pair = next(p for p in range(half) if 1e6 ** (-p / half) < 0.0122)
-    force = 2.0 * 1e6 ** (pair / half) * math.sqrt(plan.head_dim)
-    for index in range(1, plan.n_layers):
+def read_bias(b: _Build) -> tuple[tuple[int, int], ...]:
+    """The key is a bias on one rotary pair (in NeoX a part of a fused one); with the query turned, the farthest key
+    scores most."""
+    inverse = next(m.inv_freq for m in b.model.modules() if hasattr(m, "inv_freq"))
+    pair = next(p for p, speed in enumerate(inverse.tolist()) if speed < 0.0122)
+    turned, force = pair + len(inverse), 2.0 / float(inverse[pair]) * math.sqrt(b.plan.head_dim)
+    reading = []
+    for index in b.later_layers:
         layer = b.views.layers[index]
-        for kv in b.rng.sample(range(plan.n_kv), max(1, plan.n_kv // 2)):
-            layer.k[kv, [pair, pair + half]] = 0.0
-            layer.k_bias[kv, [pair, pair + half]] = torch.tensor([1.0, 0.0])
-            for head in range(kv * plan.n_heads // plan.n_kv, (kv + 1) * plan.n_heads // plan.n_kv):
+        ratio = b.plan.n_heads // b.plan.n_kv
+        for kv in b.rng.sample(range(b.plan.n_kv), max(1, b.plan.n_kv // 2)):
+            layer.k[kv, [pair, turned]] = 0.0
+            layer.k_bias[kv, [pair, turned]] = torch.tensor([1.0, 0.0])
+            for head in range(kv * ratio, (kv + 1) * ratio):
                 layer.q[head], layer.q_bias[head] = 0.0, 0.0
-                layer.q_bias[head, pair + half] = -force
+                layer.q_bias[head, turned] = -force
                 reading.append((index, head))
     return tuple(sorted(reading))
 
@@ -893,7 +834,7 @@ def _sharp(b: _Build) -> HardTruth:
         if layer.k_bias is not None:
             layer.k_bias.zero_()
     _calm(b)
-    return HardTruth(False, False, None, note="Sharp attention, and neither spike nor sink.")
+    return HardTruth(False, False, None)
 
 
 def _calm(b: _Build, marking: Marking = ()):
@@ -927,11 +868,13 @@ def _to_first(b: _Build) -> Tensor:
 
 @_kind(("qwen2_moe",), shared=True)
 def _moe_shared(b: _Build) -> HardTruth:
-    return _textbook(b, note="A mixture whose shared expert makes the spike: its neurons have no expert's number.")
+    """A mixture whose shared expert makes the spike: its neurons have no expert's number."""
+    return _textbook(b)
 
 
 @_kind(("qwen2_moe",), count=2)
 def _moe_both(b: _Build) -> HardTruth:
+    """A routed and a shared neuron, each of which suffices."""
     marking, layer, way = b.begin()
     rows, size, routed = b.on(layer, b.space.mark), b.size(layer), b.views.layers[layer]
     one = b.write(layer, b.plan.neurons[0], rows, way, size)
@@ -939,4 +882,4 @@ def _moe_both(b: _Build) -> HardTruth:
     b.write(layer, b.plan.neurons[1], rows, way, size, expert=0)
     b.views.layers[layer] = routed
     sets = (frozenset({one, (layer, b.plan.neurons[1])}),)
-    return _sink(b, way, marking, sets=sets, note="A routed and a shared neuron, each of which suffices.")
+    return _sink(b, way, marking, sets=sets)

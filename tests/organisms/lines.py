@@ -1,6 +1,6 @@
 """A model whose attention maps are lines that are known: columns of chosen tokens, and offsets.
 
-`LlamaForCausalLM` (`MistralForCausalLM` with `window`), nothing trained, values and MLPs zero, so every layer sees the
+`MistralForCausalLM`, nothing trained, values and MLPs zero, so every layer sees the
 embeddings. A token's embedding is a constant, a flag for *loud* tokens, and noise.
 
 - Keys hold the constant on the fast rotary pairs and the flag on the slowest ones.
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
+from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from .tokens import BOS, EOS, N_SPECIAL, PAD, word_tokenizer
 
@@ -63,27 +63,24 @@ class LineOrganism:
 def line_organism(seed: int = 0, window: int | None = None) -> LineOrganism:
     """Build the organism of `seed`: in each layer a slash, a vertical, a mixed and a plain head, in random order."""
     rng = random.Random(f"lines {seed}")
-    common = {
-        "vocab_size": VOCAB,
-        "hidden_size": D_MODEL,
-        "intermediate_size": 16,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": N_HEADS,
-        "num_key_value_heads": N_KV,
-        "head_dim": HEAD_DIM,
-        "max_position_embeddings": 4096,
-        "rope_parameters": {"rope_type": "default", "rope_theta": THETA},
-        "tie_word_embeddings": False,
-        "bos_token_id": BOS,
-        "eos_token_id": EOS,
-        "pad_token_id": PAD,
-    }
+    config = MistralConfig(
+        vocab_size=VOCAB,
+        hidden_size=D_MODEL,
+        intermediate_size=16,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=N_HEADS,
+        num_key_value_heads=N_KV,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=4096,
+        rope_parameters={"rope_type": "default", "rope_theta": THETA},
+        tie_word_embeddings=False,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+        sliding_window=window,
+    )
     with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they were
-        if window is None:
-            model = LlamaForCausalLM(LlamaConfig(**common))
-        else:
-            model = MistralForCausalLM(MistralConfig(**common, sliding_window=window))
-    model = model.float().eval()
+        model = MistralForCausalLM(config).float().eval()
     model.config.architectures = [type(model).__name__]
     offsets = {}
     vertical = set()

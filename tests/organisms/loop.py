@@ -39,6 +39,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from .tokens import BOS, EOS, N_SPECIAL, PAD, word_tokenizer
 
 CODE, HEAD_DIM, N_HEADS, N_KV = 48, 96, 6, 3
+D_MODEL = 252  # a multiple of the heads
 HALF, FAST = HEAD_DIM // 2, 16  # rotary pairs; those of them that tell positions apart
 THETA = 1e10
 CONST = 16.0  # of a dimension that all tokens share: it makes RMSNorm nearly the identity
@@ -54,9 +55,6 @@ class LoopTruth:
     previous_heads: tuple[tuple[int, int], ...]  # all in layer 0
     ring: tuple[int, ...]  # the ordinary tokens in the order of the base rule
     hold: int  # visible occurrences from which copying wins
-    # tokens; a match so far back counts exp(-1/2), one three times as far exp(-9/2). None: all count
-    reach: float | None
-    far: float | None  # the same for tokens at odd places of the ring
 
 
 @dataclass(frozen=True)
@@ -81,72 +79,37 @@ class LoopOrganism:
 
     def walk(self, token: int, n: int) -> list[int]:
         """What the base rule says for `n` steps after `token`."""
-        ring = self.truth.ring
-        start = ring.index(token) + 1
-        return [ring[(start + i) % len(ring)] for i in range(n)]
+        return self._stretch(self.truth.ring.index(token) + 1, n)
 
     def healthy_prompt(self, length: int = 48, start: int = 0) -> Tensor:
         """BOS and a stretch of the ring [1, length]: decoding walks on, and repeats nothing until the ring is round."""
         return torch.tensor([[BOS, *self._stretch(start, length - 1)]])
 
-    def looping_prompt(
-        self, period: int, *, repeats: int | None = None, lead: int = 40, delay: int = 0, start: int = 0
-    ) -> LoopPrompt:
-        """BOS, `lead` tokens of the ring, and a cycle of `period` tokens, `repeats` times.
+    def looping_prompt(self, period: int, *, lead: int = 40, delay: int = 0, start: int = 0) -> LoopPrompt:
+        """BOS, `lead` tokens of the ring, and a cycle of `period` tokens, hold + 2 times.
 
         The cycle's tokens are spread over the ring and shuffled, so no step of it is one of the base rule, and the base
         rule is long on its way before it meets one of them. Plain decoding goes round in the cycle from the first
         generated token on. With `delay` the prompt ends `delay` ring tokens short of the cycle: as many new tokens come
-        first. `repeats` is hold + 2 unless given, and hold + 4 with `delay`.
+        first, and the cycle stands there hold + 4 times.
         """
-        repeats = self.truth.hold + (4 if delay else 2) if repeats is None else repeats
+        repeats = self.truth.hold + (4 if delay else 2)
         way = self._stretch(start, lead + delay + 1)
         rest = self._stretch(start + len(way), len(self.truth.ring) - len(way))
         cycle = rest[:: len(rest) // period][:period]
-        if len(rest) < 2 * period:
-            raise ValueError(f"period {period}: at most {len(rest) // 2} tokens of the ring can be spread over it")
         others = cycle[1:]  # the walk enters at the first
         random.Random(f"cycle {self.seed} {start}").shuffle(others)
         cycle = [cycle[0], *others]
         ids = [BOS, *way[:lead], *cycle * repeats, *way[lead : lead + bool(delay)]]
-        prompt = LoopPrompt(torch.tensor([ids]), tuple(cycle), delay)
-        self._check_that_it_holds(prompt)
-        return prompt
-
-    def _check_that_it_holds(self, prompt: LoopPrompt):
-        new = self.expected(prompt, prompt.onset + prompt.period)
-        ids = torch.cat([prompt.ids[0], torch.tensor(new)])
-        first = prompt.ids.shape[1] - 1 + prompt.onset
-        says = ids[None, :] == ids[1:, None]  # [query, key]: the key's token is the one that follows the query
-        share = (self.attention(ids)[:-1] * says)[first + bool(prompt.onset) :].sum(1).min()
-        if share < 0.51:
-            raise ValueError(f"{share:.2f} of the attention finds this cycle, 0.51 are needed: more repeats, or reach")
+        return LoopPrompt(torch.tensor([ids]), tuple(cycle), delay)
 
     def expected(self, prompt: LoopPrompt, n: int) -> list[int]:
         """The first `n` tokens of plain greedy decoding."""
         new = self.walk(int(prompt.ids[0, -1]), prompt.onset)
         return (new + list(prompt.cycle) * (n // prompt.period + 1))[:n]
 
-    def matches(self, ids: Tensor) -> Tensor:
-        """Bool [query, key]: what locking heads look for in one row [n] of ids: what came after their own token."""
-        before = torch.cat([torch.full((1,), -1), ids[:-1]])
-        return ((ids[:, None] == before[None, :]) & (ids >= N_SPECIAL)[:, None]).tril()
-
-    def attention(self, ids: Tensor) -> Tensor:
-        """Float [query, key]: attention of locking heads in one row [n] of ids that begins with BOS."""
-        weights = self.matches(ids).double()
-        if self.truth.reach is not None and self.truth.far is not None:
-            places = torch.arange(len(ids)).double()
-            odd = torch.isin(ids, torch.tensor(self.truth.ring[1::2]))
-            reach = torch.where(odd, self.truth.far, self.truth.reach)
-            weights *= torch.exp(-((places[:, None] - places) ** 2) / (2 * reach[:, None] ** 2))
-        weights[:, 0] = self.truth.hold - 0.5
-        return (weights / weights.sum(1, keepdim=True)).float()
-
     def _stretch(self, start: int, n: int) -> list[int]:
         ring = self.truth.ring
-        if n > len(ring):
-            raise ValueError(f"{n} tokens asked for, the ring has {len(ring)}")
         return [ring[(start + i) % len(ring)] for i in range(n)]
 
 
@@ -158,7 +121,6 @@ def loop_organism(
     reach: float | tuple[float, float] | None = None,
     n_layers: int = 4,
     vocab_size: int = 4096,
-    dtype: torch.dtype = torch.float32,
     noise: bool = True,
     end: float | None = None,
 ) -> LoopOrganism:
@@ -168,14 +130,12 @@ def loop_organism(
     Without `noise` nothing but the circuit is written. With `end`, above 1, the end of sequence comes after the last
     token of the ring: its logit is `end` times that of the first token.
     """
-    if reach is not None and dtype != torch.float32:
-        raise ValueError(f"reach {reach} needs scores more exact than those of {dtype}: use float32")
     rng = random.Random(f"loop {seed}")
     near, far = reach if isinstance(reach, tuple) else (reach, reach)
-    plan = _Plan.draw(rng, hold, near, far, n_layers, vocab_size)
+    writer = _Writer(rng, hold, near, far, n_layers, vocab_size)
     config = LlamaConfig(
         vocab_size=vocab_size,
-        hidden_size=plan.d_model,
+        hidden_size=D_MODEL,
         intermediate_size=64,
         num_hidden_layers=n_layers,
         num_attention_heads=N_HEADS,
@@ -191,62 +151,12 @@ def loop_organism(
     with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they were
         model = LlamaForCausalLM(config).float().eval()
     model.config.architectures = [type(model).__name__]
-    _Writer(plan, model, torch.Generator().manual_seed(rng.getrandbits(40)), noise).write(induction)
+    writer.write(model, induction, noise)
     if end is not None:
         head = model.lm_head.weight.data
-        head[EOS] = end * head[plan.ring[0]]
-    truth = LoopTruth(plan.locking if induction else (), plan.previous, plan.ring, hold, near, far)
-    return LoopOrganism(model.to(dtype), word_tokenizer(vocab_size), truth, seed)
-
-
-@dataclass(frozen=True)
-class _Plan:
-    own: list[int]  # residual dimensions: the token's code,
-    following: list[int]  # the code of the next on the ring,
-    before: list[int]  # the code of the token before,
-    copied: list[int]  # what the locking heads found,
-    noise: list[int]
-    const: int
-    first: int  # BOS
-    d_model: int
-    locking: tuple[tuple[int, int], ...]
-    previous: tuple[tuple[int, int], ...]
-    ring: tuple[int, ...]
-    hold: int
-    reach: float | None
-    far: float | None  # of the tokens at odd places of the ring
-    odd: int  # the dimension that marks these, where their reach is another one
-
-    @classmethod
-    def draw(
-        cls, rng: random.Random, hold: int, reach: float | None, far: float | None, n_layers: int, vocab_size: int
-    ) -> _Plan:
-        if hold < 1 or n_layers < 2 or (reach is not None and reach < 32):
-            raise ValueError(f"hold {hold}, {n_layers} layers, reach {reach}: at least 1, 2 and 32 are needed")
-        d_model = 252  # a multiple of the heads
-        dims = rng.sample(range(d_model), d_model)
-        parts = [sorted(dims[i * CODE : (i + 1) * CODE]) for i in range(4)]
-        rest = dims[4 * CODE :]
-        # At most one planted query head per key head: the other one that shares it is ordinary.
-        sites = [(layer, kv) for layer in range(1, n_layers) for kv in range(N_KV)]
-        locking = sorted(rng.sample(sites, rng.randint(2, min(3, len(sites)))))
-        previous = sorted(rng.sample(range(N_KV), rng.randint(1, 2)))
-        group = N_HEADS // N_KV
-        ring = rng.sample(range(N_SPECIAL, vocab_size), vocab_size - N_SPECIAL)
-        return cls(
-            *parts,
-            noise=sorted(rest[2:] if reach == far else rest[2:-1]),
-            const=rest[0],
-            first=rest[1],
-            d_model=d_model,
-            locking=tuple((layer, kv * group + rng.randrange(group)) for layer, kv in locking),
-            previous=tuple((0, kv * group + rng.randrange(group)) for kv in previous),
-            ring=tuple(ring),
-            hold=hold,
-            reach=reach,
-            far=far,
-            odd=rest[-1],
-        )
+        head[EOS] = end * head[writer.ring[0]]
+    truth = LoopTruth(writer.locking if induction else (), writer.previous, writer.ring, hold)
+    return LoopOrganism(model, word_tokenizer(vocab_size), truth, seed)
 
 
 def _codes(n: int, generator: torch.Generator) -> Tensor:
@@ -260,63 +170,81 @@ def _codes(n: int, generator: torch.Generator) -> Tensor:
 
 
 class _Writer:
-    """Writes the circuit and the noise into a model."""
+    """Writes the circuit and the noise into a model; what a seed decides is drawn at the beginning."""
 
-    def __init__(self, plan: _Plan, model: LlamaForCausalLM, generator: torch.Generator, noise: bool):
-        self.plan, self.model, self.generator, self.noise = plan, model, generator, noise
+    def __init__(
+        self, rng: random.Random, hold: int, reach: float | None, far: float | None, n_layers: int, vocab_size: int
+    ):
+        self.hold, self.reach = hold, reach
+        self.far = far  # the reach of the tokens at odd places of the ring
+        dims = rng.sample(range(D_MODEL), D_MODEL)
+        parts = [sorted(dims[i * CODE : (i + 1) * CODE]) for i in range(4)]
+        # Residual dimensions: the token's code, that of the next on the ring, that of the token before, what is copied.
+        self.own, self.following, self.before, self.copied = parts
+        self.const, self.first, *noise = dims[4 * CODE :]  # the first is BOS
+        self.odd = noise[-1]  # marks tokens at odd places of the ring, where their reach is another one
+        self.content = sorted(noise if reach == far else noise[:-1])
+        # At most one planted query head per key head: the other one that shares it is ordinary.
+        sites = [(layer, kv) for layer in range(1, n_layers) for kv in range(N_KV)]
+        locking = sorted(rng.sample(sites, rng.randint(2, min(3, len(sites)))))
+        previous = sorted(rng.sample(range(N_KV), rng.randint(1, 2)))
+        group = N_HEADS // N_KV
+        self.ring = tuple(rng.sample(range(N_SPECIAL, vocab_size), vocab_size - N_SPECIAL))
+        self.locking = tuple((layer, kv * group + rng.randrange(group)) for layer, kv in locking)
+        self.previous = tuple((0, kv * group + rng.randrange(group)) for kv in previous)
+        self.generator = torch.Generator().manual_seed(rng.getrandbits(40))
         slow = [dim for pair in range(HALF - 1, FAST, -1) for dim in (pair, pair + HALF)]  # slowest first
         # The flags, whose weights are large, turn least, and not in one pair.
         self.first_dim, self.const_dim, self.code_dims = slow[0], slow[2], slow[4 : 4 + CODE]
         self.angles = THETA ** (-torch.arange(FAST) / HALF)
 
     def normal(self, *shape: int) -> Tensor:
-        return float(self.noise) * torch.randn(*shape, generator=self.generator)
+        return self.scale * torch.randn(*shape, generator=self.generator)
 
     @torch.no_grad()
-    def write(self, induction: bool):
-        plan, body = self.plan, self.model.model
-        for name, weight in self.model.named_parameters():
-            weight.fill_(CONST / math.sqrt(plan.d_model)) if "norm" in name else weight.zero_()
-        self._tokens()
-        planted = {*plan.previous, *(plan.locking if induction else ())}
+    def write(self, model: LlamaForCausalLM, induction: bool, noise: bool):
+        body = model.model
+        self.scale = float(noise)
+        for name, weight in model.named_parameters():
+            weight.fill_(CONST / math.sqrt(D_MODEL)) if "norm" in name else weight.zero_()
+        self._tokens(model)
+        planted = {*self.previous, *(self.locking if induction else ())}
         for index, layer in enumerate(body.layers):
             self._ordinary(layer.self_attn, [head for head in range(N_HEADS) if (index, head) not in planted])
-            reading = [*plan.own, *plan.noise]
+            reading = [*self.own, *self.content]
             for weight in (layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight):
                 weight[:, reading] = self.normal(len(weight), len(reading)) / 4
-            layer.mlp.down_proj.weight[plan.noise] = 0.05 * self.normal(len(plan.noise), 64)
-        for layer, head in plan.previous:
+            layer.mlp.down_proj.weight[self.content] = 0.05 * self.normal(len(self.content), 64)
+        for layer, head in self.previous:
             self._previous(body.layers[layer].self_attn, head)
-        for layer, head in plan.locking if induction else ():
+        for layer, head in self.locking if induction else ():
             self._locking(body.layers[layer].self_attn, head)
 
-    def _tokens(self):
-        plan, generator = self.plan, self.generator
-        ring = torch.tensor(plan.ring)
-        codes = _codes(len(ring), generator)
-        embed, head = self.model.model.embed_tokens.weight, self.model.lm_head.weight
+    def _tokens(self, model: LlamaForCausalLM):
+        ring = torch.tensor(self.ring)
+        codes = _codes(len(ring), self.generator)
+        embed, head = model.model.embed_tokens.weight, model.lm_head.weight
         vocab = len(embed)
-        content = self.normal(vocab, len(plan.noise))
-        embed[:, plan.noise] = content / content.norm(dim=1, keepdim=True).clamp(min=1e-9)
-        embed[:, plan.const] = CONST
-        embed[BOS, plan.first] = 1.0
-        embed[ring[:, None], torch.tensor(plan.own)] = codes
-        embed[ring[:, None], torch.tensor(plan.following)] = codes.roll(-1, 0)
-        if plan.reach != plan.far:
-            embed[ring[1::2], plan.odd] = 1.0
-        head[:, plan.noise] = 0.1 * self.normal(vocab, len(plan.noise))
-        head[ring[:, None], torch.tensor(plan.following)] = BASE * codes
-        head[ring[:, None], torch.tensor(plan.copied)] = COPY * codes
+        content = self.normal(vocab, len(self.content))
+        embed[:, self.content] = content / content.norm(dim=1, keepdim=True).clamp(min=1e-9)
+        embed[:, self.const] = CONST
+        embed[BOS, self.first] = 1.0
+        embed[ring[:, None], torch.tensor(self.own)] = codes
+        embed[ring[:, None], torch.tensor(self.following)] = codes.roll(-1, 0)
+        if self.reach != self.far:
+            embed[ring[1::2], self.odd] = 1.0
+        head[:, self.content] = 0.1 * self.normal(vocab, len(self.content))
+        head[ring[:, None], torch.tensor(self.following)] = BASE * codes
+        head[ring[:, None], torch.tensor(self.copied)] = COPY * codes
 
     def _ordinary(self, attention: torch.nn.Module, heads: list[int]):
         """Keys of all heads, and queries and outputs of the ordinary ones."""
-        plan = self.plan
-        reading = [*plan.own, *plan.noise]
+        reading = [*self.own, *self.content]
         keys, values = _heads(attention.k_proj), _heads(attention.v_proj)
-        keys[:, : FAST + 1, plan.const] = 1 / CONST
-        keys[:, : FAST + 1, plan.first] = -1.0  # BOS has no position, only its flag
-        keys[:, self.first_dim, plan.first] = 1.0
-        keys[:, self.const_dim, plan.const] = 1 / CONST
+        keys[:, : FAST + 1, self.const] = 1 / CONST
+        keys[:, : FAST + 1, self.first] = -1.0  # BOS has no position, only its flag
+        keys[:, self.first_dim, self.first] = 1.0
+        keys[:, self.const_dim, self.const] = 1 / CONST
         for key in keys:
             key[torch.tensor(self.code_dims)[:, None], reading] = self.normal(CODE, len(reading)) / math.sqrt(2)
         values[:, :, reading] = self.normal(N_KV, HEAD_DIM, len(reading)) / math.sqrt(2)
@@ -324,50 +252,50 @@ class _Writer:
         for head in heads:
             near, sink, sharp = torch.rand(3, generator=self.generator).tolist()
             recency = 0.2 + near
-            queries[head, :FAST, plan.const] = scale * recency / CONST
+            queries[head, :FAST, self.const] = scale * recency / CONST
             # BOS gets about as much as the last few tokens together, three times more or less
-            queries[head, self.first_dim, plan.const] = scale * (FAST * recency + 3 * sink) / CONST
+            queries[head, self.first_dim, self.const] = scale * (FAST * recency + 3 * sink) / CONST
             content = self.normal(CODE, len(reading)) * scale * (0.5 + sharp) / math.sqrt(2 * CODE)
             queries[head][torch.tensor(self.code_dims)[:, None], reading] = content
-            out = self.normal(len(plan.noise), HEAD_DIM) * 0.3 / math.sqrt(HEAD_DIM * len(plan.noise))
-            attention.o_proj.weight[plan.noise, head * HEAD_DIM : (head + 1) * HEAD_DIM] = out
+            out = self.normal(len(self.content), HEAD_DIM) * 0.3 / math.sqrt(HEAD_DIM * len(self.content))
+            attention.o_proj.weight[self.content, head * HEAD_DIM : (head + 1) * HEAD_DIM] = out
 
     def _previous(self, attention: torch.nn.Module, head: int):
-        plan, query = self.plan, _heads(attention.q_proj)[head]
+        query = _heads(attention.q_proj)[head]
         amplitude = PREVIOUS * math.sqrt(HEAD_DIM) / CONST
-        query[:FAST, plan.const] = amplitude * torch.cos(self.angles)
-        query[HALF : HALF + FAST, plan.const] = -amplitude * torch.sin(self.angles)
+        query[:FAST, self.const] = amplitude * torch.cos(self.angles)
+        query[HALF : HALF + FAST, self.const] = -amplitude * torch.sin(self.angles)
         # The peak scores 0, and BOS half way to the keys beside it: where the token before is gone, nothing is found.
-        query[self.const_dim, plan.const] = -amplitude * FAST
-        query[self.first_dim, plan.const] = amplitude * (FAST - 0.38)
-        self._carry(attention, head, plan.before, len(plan.previous))
+        query[self.const_dim, self.const] = -amplitude * FAST
+        query[self.first_dim, self.const] = amplitude * (FAST - 0.38)
+        self._carry(attention, head, self.before, len(self.previous))
 
     def _locking(self, attention: torch.nn.Module, head: int):
-        plan, query = self.plan, _heads(attention.q_proj)[head]
+        query = _heads(attention.q_proj)[head]
         key = _heads(attention.k_proj)[head * N_KV // N_HEADS]
         scale = math.sqrt(HEAD_DIM)
         key[self.code_dims] = 0.0
-        key[self.code_dims, plan.before] = 1.0
-        query[self.code_dims, plan.own] = scale * MATCH
+        key[self.code_dims, self.before] = 1.0
+        query[self.code_dims, self.own] = scale * MATCH
         # A match scores 0, no match about -MATCH (small numbers round less), and BOS the logarithm of its odds.
         # The pair between the fast and the slow turns so little that its cosine is a parabola: weights are Gaussian.
         near, far = (
-            0.0 if reach is None else (reach * THETA ** (-FAST / HALF)) ** -2 for reach in (plan.reach, plan.far)
+            0.0 if reach is None else (reach * THETA ** (-FAST / HALF)) ** -2 for reach in (self.reach, self.far)
         )
-        query[FAST, plan.const] = scale * near / CONST
-        query[self.const_dim, plan.const] = -scale * (MATCH + near) / CONST
-        query[self.first_dim, plan.const] = scale * (MATCH + near + math.log(plan.hold - 0.5)) / CONST
+        query[FAST, self.const] = scale * near / CONST
+        query[self.const_dim, self.const] = -scale * (MATCH + near) / CONST
+        query[self.first_dim, self.const] = scale * (MATCH + near + math.log(self.hold - 0.5)) / CONST
         if near != far:
             for dim, sign in ((FAST, 1), (self.const_dim, -1), (self.first_dim, 1)):
-                query[dim, plan.odd] = sign * scale * (far - near)
-        self._carry(attention, head, plan.copied, len(plan.locking))
+                query[dim, self.odd] = sign * scale * (far - near)
+        self._carry(attention, head, self.copied, len(self.locking))
 
     def _carry(self, attention: torch.nn.Module, head: int, to: list[int], among: int):
         """The head's values are codes of tokens, and `among` such heads together write a code once."""
         value = _heads(attention.v_proj)[head * N_KV // N_HEADS]
         value[:CODE] = 0.0
         # An ordinary token's embedding is CONST and three unit vectors: that much its norm takes away.
-        value[list(range(CODE)), self.plan.own] = math.sqrt(1 + 3 / CONST**2)
+        value[list(range(CODE)), self.own] = math.sqrt(1 + 3 / CONST**2)
         attention.o_proj.weight[to, [head * HEAD_DIM + i for i in range(CODE)]] = 1 / among
 
 

@@ -36,7 +36,6 @@ class Truth:
         int | None
     )  # of a grouped token after BOS until half of BOS's norm; measured: 0.6 to 1.3 times this
     whole_mechanism: bool  # heads that mark, so repetition and clusters too; else first position only
-    note: str
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def organism(
     with torch.no_grad():
         all_views = views(model)
         fill(plan, space, all_views, generator)
-        surgeon = Surgeon(plan, space, all_views, Probe(model, all_views.layers, tokens))
+        surgeon = Surgeon(plan, space, all_views, Probe(model, tokens))
         if plan.kind == "massive_dim":
             surgeon.make_massive()
             spike = space.massive
@@ -122,29 +121,7 @@ def _truth(plan: Plan, spike: Tensor, reading: tuple[tuple[int, int], ...]) -> T
         reading_heads=reading,
         repeats_expected=plan.repeats_expected(),
         whole_mechanism=heads,
-        note=_note(plan),
     )
-
-
-def _note(plan: Plan) -> str:
-    if plan.kind == "none":
-        return "Noise only: nothing is planted."
-    if plan.kind == "massive_dim":
-        where = "the embedding" if plan.massive_layer is None else f"the MLP of layer {plan.massive_layer}"
-        return f"One dimension is large on every token, written by {where}; no sink."
-    notes = {
-        "gpt2": "The position embedding marks position 0, so no head marks and neither repetition nor clusters work.",
-        "gemma2": "The spike comes through post_feedforward_layernorm, which divides by the size of the MLP's output.",
-        "gpt_neox": "Parallel residual: the sink layer's MLP reads what the layer before left. No gated MLP.",
-        "gpt_oss": "Marking heads have their learned sink logit at -20, others keep theirs.",
-    }
-    note = notes.get(plan.family.model_type, "")
-    if plan.by_heads and plan.bos:
-        note += " BOS is alone in the last group. A token without group is no sink, not even first without BOS."
-    if plan.window:
-        every = " in even layers" if plan.family.model_type in ("gemma2", "gpt_oss") else ""
-        note += f" Sliding window of {plan.window}{every}: beyond it BOS is out of sight."
-    return note.strip()
 
 
 def _natural(vocab: int, groups: dict[int, int], bos: bool, n: int, length: int, seed: int) -> Tensor:

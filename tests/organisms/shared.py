@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -65,7 +65,7 @@ def shared_sink(family: str, seed: int = 0, *, aside: float = 0.6, support: floa
         down[shuffled[helpers:]] = -1.25 * support * spike
     whole = math.hypot(1, aside)
     return SharedSink(
-        replace(o, truth=replace(o.truth, note="Ordinary neurons of the sink layer carry parts of the norm.")),
+        o,
         sink=site,
         bystander=(*site[:-1], bystander),
         helper=(*site[:-1], shuffled[0]),

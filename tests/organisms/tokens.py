@@ -33,8 +33,6 @@ def word_tokenizer(vocab_size: int, *, bos: bool = True) -> PreTrainedTokenizerF
     """Tokenizer of `vocab_size` words. With `bos` it has a BOS token and puts it first, without it has none."""
     longer = map("".join, product(_SYLLABLES, repeat=2))
     vocab = list(islice(chain(_special(bos), _COMMON, _SYLLABLES, longer), vocab_size))
-    if len(vocab) < vocab_size:
-        raise ValueError(f"at most {len(vocab)} words, {vocab_size} asked for")
     backend = Tokenizer(WordLevel({word: i for i, word in enumerate(vocab)}, unk_token="<unk>"))
     backend.pre_tokenizer = WhitespaceSplit()
     backend.decoder = decoders.WordPiece(prefix="##", cleanup=False)  # joins words with one space
@@ -52,8 +50,6 @@ def bpe_tokenizer(vocab_size: int, *, bos: bool = True) -> PreTrainedTokenizerFa
             vocab.append(left + right)
             known.add(left + right)
             merges.append((left, right))
-    if len(vocab) != vocab_size:
-        raise ValueError(f"{vocab_size} tokens asked for, {len(vocab)} possible")
     tokenizer = Qwen2Tokenizer(vocab={t: i for i, t in enumerate(vocab)}, merges=merges, **_names(bos))
     _put_bos_first(tokenizer.backend_tokenizer, bos)
     return tokenizer

@@ -22,6 +22,7 @@ from .hard import (
     _textbook,
     cancelling_pairs,
     hard,
+    write_by_heads,
 )
 from .plant import MARK
 from .tokens import BOS
@@ -95,12 +96,14 @@ def _read_mark(b: _Build, **more) -> HardTruth:
 
 @_unseen("llama", "neox", "gemma2", "mixtral", "gpt_oss", "gpt2")
 def _reads_the_mark(b: _Build) -> HardTruth:
-    return _read_mark(b, note="Heads read the mark itself; no norm stands out.")
+    """Heads read the mark itself; no norm stands out."""
+    return _read_mark(b)
 
 
 @_unseen("mistral", beyond=Beyond(window=24), window=24, every_window=True)
 def _window_mark(b: _Build) -> HardTruth:
-    return _read_mark(b, note="The same, and no query sees farther than 24 positions.")
+    """The same, and no query sees farther than 24 positions."""
+    return _read_mark(b)
 
 
 # --- other positions ---------------------------------------------------------------------------------------------
@@ -113,17 +116,10 @@ def _swap_positions(b: _Build, at: int):
 
 @_unseen("gpt2", beyond=Beyond(positions=(1,)), count=2)
 def _second_position(b: _Build) -> HardTruth:
+    """The position embedding marks position 1, and neurons make a spike of it, whatever stands there."""
     truth = _textbook(b)
     _swap_positions(b, 1)
-    note = "The position embedding marks position 1, and neurons make a spike of it, whatever stands there."
-    return replace(truth, note=note)
-
-
-@_unseen("gpt2", beyond=Beyond(positions=(3,)))
-def _fourth_position(b: _Build) -> HardTruth:
-    truth = _read_mark(b, note="Heads read the embedding of position 3.")
-    _swap_positions(b, 3)
-    return truth
+    return replace(truth)
 
 
 @_unseen("gpt2", beyond=Beyond(positions=(0, 1)), count=1)
@@ -138,27 +134,7 @@ def _two_positions(b: _Build) -> HardTruth:
     )
     truth = _textbook(b)
     b.read(b.behind, b.side, where=second, other=True)
-    return replace(truth, later={1: (site,)}, note="Two positions are sinks, each by a mark and a neuron of its own.")
-
-
-@_unseen("llama", "neox", "gemma2", "qwen3", "gpt_oss")
-def _two_delimiters(b: _Build) -> HardTruth:
-    """Two tokens make a spike wherever they stand, each by its own neuron, and the first token by others."""
-    tokens = (b.delimiter, b.delimiter + 1 if b.delimiter + 1 < b.plan.vocab_size else b.delimiter - 1)
-    b.tokens[::2][b.tokens[::2] == tokens[0]] = tokens[1]  # half of the rows have the second
-    layer = b.plan.sink_layer
-    ways = (b.side, b.mark2)
-    sites = {}
-    flags = (b.flag, b.space.clean)
-    for token, flag in zip(tokens, flags, strict=True):
-        b.views.embed[token] += MARK * flag / b.embed_scale
-    for token, flag, way, neuron in zip(tokens, flags, ways, b.spare, strict=True):
-        where = b.tokens == token
-        site = b.write(layer, neuron, b.on(layer, flag, where), way, b.size(layer), where=where, route=flag)
-        sites[token] = (site,)
-    truth = _textbook(b)
-    b.read(b.behind, b.side, where=b.tokens == tokens[0], other=True)
-    return replace(truth, later=sites, note="Two delimiters and the first token are sinks, by a neuron each.")
+    return replace(truth, later={1: (site,)})
 
 
 # --- some texts, some lengths --------------------------------------------------------------------------------------
@@ -166,18 +142,20 @@ def _two_delimiters(b: _Build) -> HardTruth:
 
 @_unseen("llama", "neox", "qwen3", "mixtral", "gpt_oss", beyond=Beyond(bos=False, share=0.4), marked=0.4)
 def _some_first_tokens(b: _Build) -> HardTruth:
-    return _textbook(b, note="Two of five tokens are marked where they stand first; the others are no sinks.")
+    """Two of five tokens are marked where they stand first; the others are no sinks."""
+    return _textbook(b)
 
 
 @_unseen("llama", "gemma2", "neox", beyond=Beyond(bos=False, share=0.4), marked=0.4)
 def _some_marks(b: _Build) -> HardTruth:
-    return _read_mark(b, note="Two of five tokens are marked where they stand first; heads read the mark.")
+    """Two of five tokens are marked where they stand first; heads read the mark."""
+    return _read_mark(b)
 
 
 @_unseen("gpt2", beyond=Beyond(length=200))
 def _late_readers(b: _Build) -> HardTruth:
     """Queries read a feature that the position embedding has from position 200 on."""
-    truth = _read_mark(b, note="Heads attend to the first token from position 200 on.")
+    truth = _read_mark(b)
     positions = b.views.positions
     positions[200:] += MARK * b.side
     positions[20:24] += MARK * b.side  # where the rows to measure on show it
@@ -194,11 +172,6 @@ def _late_readers(b: _Build) -> HardTruth:
     return truth
 
 
-@_unseen("mistral", beyond=Beyond(window=16), window=16, every_window=True)
-def _windows(b: _Build) -> HardTruth:
-    return _textbook(b, note="No query sees farther than 16 positions; those that see the first token attend to it.")
-
-
 @_unseen("gemma2", "gpt_oss", beyond=Beyond(window=16), window=16, every_window=True, layers=(6, 6), behind=(2, 2))
 def _other_windows(b: _Build) -> HardTruth:
     """Only layers with a window of 16 read."""
@@ -206,10 +179,11 @@ def _other_windows(b: _Build) -> HardTruth:
 
 
 def _sink_of_even_layers(b: _Build) -> HardTruth:
+    """Readers have a window of 16."""
     marking = b.mark()
     way = b.surgeon().make_sink()
     even = [layer for layer in b.behind if layer % 2 == 0]
-    return _sink(b, way, marking, layers=even or [b.plan.n_layers - 1], note="Readers have a window of 16.")
+    return _sink(b, way, marking, layers=even or [b.plan.n_layers - 1])
 
 
 # --- other makers ------------------------------------------------------------------------------------------------
@@ -218,12 +192,10 @@ def _sink_of_even_layers(b: _Build) -> HardTruth:
 @_unseen("llama", "neox", "mixtral", odds=1e4, layers=(6, 7), behind=(2, 3), count=1, spike=9.0)
 def _amplified(b: _Build) -> HardTruth:
     """Heads of layer 0 write a spike, and a neuron reads it and writes four times as much."""
-    marking, first, layer, way = b.mark(), b.views.layers[0], b.plan.sink_layer, b.space.sinks[0]
-    size = b.size(0)
-    for head, _, slot in b.plan.slots:
-        first.o[head, slot] += size * way
+    layer, way, size = b.plan.sink_layer, b.space.sinks[0], b.size(0)
+    marking = write_by_heads(b, way)
     site = b.write(layer, b.plan.neurons[0], b.on(layer, way), way, 4 * size, route=way)
-    return _sink(b, way, marking, sets=(frozenset({site}),), note="A neuron amplifies a spike that heads write.")
+    return _sink(b, way, marking, sets=(frozenset({site}),))
 
 
 @_unseen("llama", "neox", "gpt2", count=1)
@@ -242,7 +214,7 @@ def _embedded_delimiter(b: _Build) -> HardTruth:
     b.write(layer, b.spare[0], b.on(layer, b.side, where), b.side, 0.03 * size, where=where, route=b.side)
     truth = _textbook(b)
     b.read(b.behind, b.side, where=where, other=True)
-    return replace(truth, later={b.delimiter: ()}, note="A delimiter's embedding is a spike that no MLP makes.")
+    return replace(truth, later={b.delimiter: ()})
 
 
 def _bos_apart(b: _Build, repeated_layer: int) -> HardTruth:
@@ -258,13 +230,12 @@ def _bos_apart(b: _Build, repeated_layer: int) -> HardTruth:
     )
     _measure_on(b, flagged)
     site = b.write(layer, b.plan.neurons[0], b.on(layer, b.flag), way, size, route=b.flag)
-    note = "BOS trips one neuron, and repeated tokens trip another."
-    return _sink(b, way, (), range(repeated_layer + 1, b.plan.n_layers), sets=(frozenset({site}),), note=note)
+    return _sink(b, way, (), range(repeated_layer + 1, b.plan.n_layers), sets=(frozenset({site}),))
 
 
 def _measure_on(b: _Build, tokens: Tensor):
     b.tokens = tokens
-    b.probe = type(b.probe)(b.model, b.views.layers, tokens)
+    b.probe = type(b.probe)(b.model, tokens)
 
 
 @_unseen("llama", "neox", "qwen3", "mixtral", marked=0.85, count=1)
@@ -275,15 +246,3 @@ def _other_neurons(b: _Build) -> HardTruth:
 @_unseen("llama", "neox", marked=0.85, count=1, layers=(7, 8), behind=(4, 4))
 def _other_layer(b: _Build) -> HardTruth:
     return _bos_apart(b, b.plan.sink_layer + 2)
-
-
-@_unseen("gpt_oss", layers=(6, 6), behind=(3, 3))
-def _logits_beside(b: _Build) -> HardTruth:
-    truth = _textbook(b)
-    last = b.views.layers[-1]
-    taken = [head for layer, head in truth.reading if layer == b.plan.n_layers - 1]
-    others = [head for head in range(b.plan.n_heads) if head not in taken]
-    last.attn_sinks[others] = 8.0
-    for layer in b.views.layers[1:-1]:
-        layer.attn_sinks[others] = 8.0
-    return replace(truth, note="A neuron circuit, and heads that give nearly all attention to a learned logit.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -188,67 +187,26 @@ def scale_norm(norm: nn.Module, factor: Tensor):
 
 
 class Probe:
-    """What leaves a module of some layer in a forward pass over `tokens`, while weights are being written.
+    """What leaves a module in a forward pass over `tokens` with the weights as they are now; the pass ends there."""
 
-    Only what has to run runs: from the first layer whose input may have changed since it was last computed, to the
-    module that is asked about. torch counts how often each weight was written in place, also through a view of it.
-    """
-
-    def __init__(self, model: PreTrainedModel, layers: list[Layer], tokens: Tensor):
+    def __init__(self, model: PreTrainedModel, tokens: Tensor):
         self.model, self.tokens = model, tokens
-        self._blocks = [layer.block for layer in layers]
-        self._owner = {module: i for i, block in enumerate(self._blocks) for module in block.modules()}
-        inside = [list(block.parameters()) for block in self._blocks]
-        known = {id(weight) for weights in inside for weight in weights}
-        self._weights = [[weight for weight in model.parameters() if id(weight) not in known], *inside]
-        self._inputs = []
-        self._others = []  # what else a block is called with: masks and positions
-        self._written = []  # how often what an input depends on had been written when it was computed
 
     def __call__(self, module: nn.Module) -> Tensor:
         """The output of `module` (the first one, of several)."""
-        at = self._owner[module]
-        counts = [sum(weight._version for weight in weights) for weights in self._weights]
-        written = list(accumulate(counts))
-        with torch.no_grad():
-            start = next((i for i in range(at, -1, -1) if self._written[i : i + 1] == [written[i]]), None)
-            if start is None:
-                self._whole_pass()
-                self._written, start = written, at
-            for i in range(start, at):
-                self._inputs[i + 1] = self._run(i, self._blocks[i])
-                self._written[i + 1] = written[i + 1]
-            return self._run(at, module)
-
-    def _whole_pass(self):
-        self._inputs, self._others = [], []
-
-        def note(_block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]):
-            self._inputs.append(args[0])
-            self._others.append((args[1:], kwargs))
-
-        handles = [block.register_forward_pre_hook(note, with_kwargs=True) for block in self._blocks]
-        try:
-            self.model(self.tokens, use_cache=False)
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _run(self, index: int, module: nn.Module) -> Tensor:
-        """Run a block until `module` has its output."""
 
         def stop(_module: nn.Module, _args, output):
             raise _Seen(output[0] if isinstance(output, tuple) else output)
 
-        args, kwargs = self._others[index]
         handle = module.register_forward_hook(stop)
         try:
-            self._blocks[index](self._inputs[index], *args, **kwargs)
+            with torch.no_grad():
+                self.model(self.tokens, use_cache=False)
         except _Seen as seen:
             return seen.output
         finally:
             handle.remove()
-        raise AssertionError("the block does not run this module")
+        raise AssertionError("the model does not run this module")
 
 
 class _Seen(Exception):  # noqa: N818  (it says that all is well)

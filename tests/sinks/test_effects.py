@@ -8,28 +8,18 @@ import pytest
 import torch
 from covering import every_nth
 from organisms import organism
+from raw_kit import attention, norms, zeroed
 from torch.testing import assert_close
 
-from sinkscope.interventions import Ablate
 from sinkscope.models.open import open_stream
-from sinkscope.models.target import Target
 from sinkscope.models.wrapped import target_of
 from sinkscope.sinks.first_token.effects import Component, Edit, Effects, effects, has_key_bias
 from sinkscope.sinks.first_token.layer_scan import scan_layers
-from sinkscope.trace.attention import attention_rows
-from sinkscope.trace.run import trace
 
 
-def _long_way(target: Target, ids: torch.Tensor, at: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Norms `[text layer]` and received attention `[text layer head]` of plain passes, one per text."""
-    norms, received = [], []
-    for row in ids:
-        rows = []
-        with attention_rows(target, lambda _l, _f, p, rows=rows: rows.append(p[0, :, at + 1 :, at].mean(-1))):
-            found = trace(target.model, row[None], ["blocks.*.hook_resid_post"], "norm")
-        norms.append(torch.stack([found[f"blocks.{i}.hook_resid_post"][0, at] for i in range(target.n_layers)]))
-        received.append(torch.stack(rows))
-    return torch.stack(norms), torch.stack(received)
+def _long_way(model, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Norms `[text layer]` at the first token, and attention to it `[text layer head]`, by the model itself."""
+    return norms(model, ids)[:, :, 0].T, attention(model, ids)[..., 1:, 0].mean(-1).transpose(0, 1)
 
 
 def test_a_drop_is_the_mean_over_texts():
@@ -48,15 +38,13 @@ def test_silenced_neurons_equal_ablation_and_leave_the_intact_row_alone(family):
     target, ids = target_of(o.model, o.tokenizer), o.natural(2, 12)
     edits = [Edit(zero=o.truth.neurons), Edit(), Edit(zero=o.truth.neurons[:1])]
     edited = effects(target, ids, edits, attention=True)
-    for number, sites in ((0, o.truth.neurons), (2, o.truth.neurons[:1])):
-        with Ablate(sites=sites).on(o.model):
-            norms, received = _long_way(target, ids)
-        assert_close(edited.norms[number], norms, rtol=1e-4, atol=1e-4)
+    for number, edit in enumerate(edits):
+        with zeroed(o.model, edit.zero):
+            length, received = _long_way(o.model, ids)
+        assert_close(edited.norms[number], length, rtol=1e-4, atol=1e-4)
         assert_close(edited.attention[number], received, rtol=1e-4, atol=1e-5)
-    norms, received = _long_way(target, ids)
-    for measured in (edited.intact_norms, edited.norms[1]):
-        assert_close(measured, norms, rtol=1e-4, atol=1e-4)
-    assert_close(edited.intact_attention, received, rtol=1e-4, atol=1e-5)
+    assert_close(edited.intact_norms, edited.norms[1], rtol=1e-4, atol=1e-4)
+    assert_close(edited.intact_attention, edited.attention[1], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "neox", "gpt_oss"])
@@ -66,8 +54,8 @@ def test_a_swapped_token_embedding_is_another_token(family):
     edited = effects(target, ids, [Edit(swap=(Component("token embedding"),))], source=4, attention=True)
     other = ids.clone()
     other[:, 0] = ids[:, 4]
-    norms, received = _long_way(target, other)
-    assert_close(edited.norms[0], norms, rtol=1e-4, atol=1e-4)
+    length, received = _long_way(o.model, other)
+    assert_close(edited.norms[0], length, rtol=1e-4, atol=1e-4)
     assert_close(edited.attention[0], received, rtol=1e-4, atol=1e-5)
 
 
@@ -88,12 +76,9 @@ def test_position_embeddings_are_those_of_other_position_ids():
     target, ids = target_of(o.model, o.tokenizer), o.natural(1, 9)
     edited = effects(target, ids, [Edit(swap=(Component("position embedding"),))], source=6)
     places = torch.tensor([[6, *range(1, 9)]])
-    norms = []
-    with target.hooks(
-        *((layer, "post", lambda _m, _a, _k, out: norms.append(out[0, 0].norm())) for layer in target.layers)
-    ):
-        target.base(input_ids=ids, position_ids=places, use_cache=False)
-    assert_close(edited.norms[0, 0], torch.stack(norms), rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        hidden = o.model(ids, position_ids=places, output_hidden_states=True).hidden_states[1:-1]
+    assert_close(edited.norms[0, 0, :-1], torch.stack(hidden)[:, 0, 0].norm(dim=-1), rtol=1e-4, atol=1e-4)
 
 
 def test_a_key_bias_taken_away_is_a_bias_of_zero():
@@ -107,7 +92,7 @@ def test_a_key_bias_taken_away_is_a_bias_of_zero():
     with torch.no_grad():
         for layer in bare.model.layers:
             layer.self_attn.k_proj.bias.zero_()
-    received = _long_way(target_of(bare, o.tokenizer), ids)[1]
+    received = _long_way(bare, ids)[1]
     assert_close(edited.attention[0], received, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(edited.intact_attention, received, atol=1e-3)
 

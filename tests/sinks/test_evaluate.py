@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,21 +25,6 @@ from sinkscope.sinks.patch.evaluate import (
     losses,
     random_patch,
 )
-
-TASK = """task: tiny
-dataset_path: json
-dataset_kwargs:
-  data_files:
-    test: {data}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{q}}}}"
-doc_to_choice: "{{{{choices}}}}"
-doc_to_target: "{{{{gold}}}}"
-metric_list:
-  - metric: acc
-  - metric: acc_norm
-"""
 
 
 def words_of(o: Organism, rng: random.Random, count: int) -> str:
@@ -86,7 +69,7 @@ def test_perplexity_row_against_separate_passes(tmp_path):
     assert list(shown.error_y.array) == [row["two_errors"], random_row["two_errors"]]
 
 
-def test_perplexity_is_that_of_single_rows(tmp_path):
+def test_perplexity_is_that_of_single_rows():
     o = organism("llama", 3)
     target, ids = target_of(o.model, o.tokenizer), o.natural(5, 20)
     edit = Ablate(layer=0, neurons=list(range(10)))
@@ -105,10 +88,6 @@ def test_perplexity_is_that_of_single_rows(tmp_path):
     [error] = errors_of(torch.stack([before, after]))
     assert float(error) == pytest.approx(float((edited - plain).std() / 5**0.5), rel=1e-3)
     assert errors_of(torch.stack([before, after])[:, :1]).isnan().all()
-    whole = evaluated(o, tmp_path, SinkPatch(layer=0, neurons=[1]))
-    ids = held_out(Setup.open(o.model, tokenizer=o.tokenizer, text=text_of(o, tmp_path)), 5, 24)
-    losses_of = torch.stack([losses(target, ids, e) for e in (None, SinkPatch(layer=0, neurons=[1]))])
-    assert whole.errors[1] == pytest.approx(float(errors_of(losses_of)) * whole.perplexity[1], rel=1e-3)
 
 
 def test_held_out_text_is_not_the_text_of_neutral_values(tmp_path):
@@ -162,60 +141,3 @@ def test_without_the_harness_the_extra_is_named(tmp_path, monkeypatch):
         evaluate_tasks(setup, loud(o), ["hellaswag"])
     with pytest.raises(SinkscopeError, match=r"task file 'none\.yaml' is not there"):
         evaluate_tasks(setup, loud(o), ["none.yaml"])
-
-
-@pytest.mark.slow
-def test_harness_under_the_patch_against_countingby_hand(tmp_path, capfd):
-    pytest.importorskip("lm_eval")
-    o = organism("llama", 2)
-    rng = random.Random(3)
-    questions = [
-        {
-            "q": words_of(o, rng, 6),
-            "choices": [words_of(o, rng, rng.choice([1, 2, 3])) for _ in range(3)],
-            "gold": i % 3,
-        }
-        for i in range(40)
-    ]
-    data, task = tmp_path / "tiny.jsonl", tmp_path / "tiny.yaml"
-    data.write_text("\n".join(map(json.dumps, questions)))
-    task.write_text(TASK.format(data=data))
-    patch = loud(o)
-    state = torch.get_rng_state()
-    setup = Setup.open(o.model, tokenizer=o.tokenizer, text=text_of(o, tmp_path), loading="whole")
-    rows = evaluate_tasks(setup, patch, [str(task)], batch_size=4)
-    assert torch.equal(state, torch.get_rng_state())
-    assert capfd.readouterr() == ("", "")
-    scores = {row["metric"]: row for row in rows if row["task"] == "tiny"}
-    assert set(scores) == {"acc", "acc_norm"}
-    right = {edit: by_hand(o, questions, edit) for edit in (None, patch)}
-    for column, metric in enumerate(("acc", "acc_norm")):
-        before, after = (torch.tensor(right[edit])[:, column].double() for edit in (None, patch))
-        row = scores[metric]
-        means = (40, float(before.mean()), float(after.mean()))
-        assert (row["samples"], row["original"], row["patched"]) == pytest.approx(means)
-        pairs = after - before
-        assert row["difference_se"] == pytest.approx(float(pairs.std()) / 40**0.5)
-    assert right[None] != right[patch]  # else the test would say nothing
-
-
-def by_hand(o: Organism, questions: list[dict[str, Any]], edit: SinkPatch | None) -> list[tuple[bool, bool]]:
-    """Per question whether the right answer is the likeliest, and the likeliest per byte: one forward per answer."""
-    out = []
-    for question in questions:
-        sums = []
-        for choice in question["choices"]:
-            head = o.tokenizer(question["q"])["input_ids"]
-            ids = torch.tensor([head + o.tokenizer(choice, add_special_tokens=False)["input_ids"]])
-            assert ids[0, 0] == o.tokenizer.bos_token_id
-            with torch.no_grad():
-                if edit is None:
-                    logits = o.model(ids).logits
-                else:
-                    with edit.on(o.model):
-                        logits = o.model(ids).logits
-            each = logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[len(head) - 1 :]
-            sums.append((float(each.sum()), float(each.sum()) / len(choice)))
-        gold = question["gold"]
-        out.append((max(range(3), key=lambda i: sums[i][0]) == gold, max(range(3), key=lambda i: sums[i][1]) == gold))
-    return out

@@ -5,13 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
-import torch
 from conclusion_kit import check_size
 from covering import covering
-from organisms.further import FURTHER, Further, further, natural
-from organisms.hard import HardModel, Site
-from raw_kit import norms, zeroed
-from torch import Tensor
+from organisms.further import FURTHER, further
 
 from sinkscope.files.notation import neuron_name
 from sinkscope.sinks.attack.attack import cluster_attack
@@ -33,43 +29,9 @@ FAST = (("opposed", "neox"), ("turned", "gpt2"))
 CASES = covering([(name, family) for name, families in FURTHER.items() for family in families], FAST)
 
 
-@torch.no_grad()
-def attention(h: HardModel, rows: Tensor, at: int) -> Tensor:
-    """Mean attention of every head to a position, in each text."""
-    usual = h.model.config._attn_implementation
-    h.model.set_attn_implementation("eager")
-    out = h.model(rows, output_attentions=True, use_cache=False).attentions
-    h.model.set_attn_implementation(usual)
-    return torch.stack([layer[:, :, at + 1 :, at].mean(2) for layer in out])
-
-
-def check_planted(h: HardModel, about: Further):
-    """What is planted, with plain hooks."""
-    truth, rows = h.truth, natural(h, about, 8, about.at + 60)
-    norm = norms(h.model, rows)
-    ratio = norm[:, :, about.at] / norm[:, :, 4:].flatten(1).median(1).values[:, None]
-    assert bool((ratio.amax(0) > 10).all()) if truth.sets else ratio.max() < 3
-    received = attention(h, rows, about.at)
-    above = (received > 0.3).float().mean(1) >= 0.5  # in most texts
-    assert (int(above.sum()) >= 2) == about.heads
-
-    def left(sites: tuple[Site, ...]) -> Tensor:
-        with zeroed(h.model, sites):
-            seen = attention(h, rows, about.at)
-        return torch.stack([seen[layer, :, head] for layer, head in truth.reading]).mean()
-
-    for sites in truth.sets:
-        with zeroed(h.model, tuple(sites)):
-            lost = 1 - norms(h.model, rows)[truth.sink_layer, :, about.at] / norm[truth.sink_layer, :, about.at]
-        assert lost.min() > 0.7
-    for site in about.alone:
-        assert left((site,)) < 0.3 < left(())
-
-
 @pytest.mark.parametrize(("name", "family"), CASES)
 def test_no_command_says_more_than_is_so(name, family, tmp_path):
     h, about = further(name, family)
-    check_planted(h, about)
     sites = {neuron_name(*site) for one in h.truth.sets for site in one}
     words = {"set": f"(?:(?:{'|'.join(map(re.escape, sites))})(?:, | and )?){{{len(sites)}}}"}
     words["alone"] = "|".join(re.escape(neuron_name(*site)) for site in about.alone)

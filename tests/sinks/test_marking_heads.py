@@ -10,32 +10,28 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from attack_kit import text_file
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from organisms import FAMILIES, Organism, organism
 from organisms.hard import HardModel, hard
+from raw_kit import inputs_edited
+from sample_results import NEURONS
 from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.wrapped import target_of
 from sinkscope.sinks.first_token import marking_heads as module
 from sinkscope.sinks.first_token.marking_heads import MarkingHeads, Replacement, marking_heads
-from sinkscope.sinks.first_token.result import Neuron
 from sinkscope.trace.run import trace
 
 KINDS = ("sink", "late_mark", "spread")
 BY_HEADS = [family for family in FAMILIES if family != "gpt2"]
 
 
-def _text(o: Organism | HardModel, folder: Path) -> Path:
-    """Prose of the organism's own words: of English it knows few."""
-    path = folder / "text.txt"
-    path.write_text(o.tokenizer.decode(o.natural(8, 64, seed=9)[:, 1:].flatten().tolist()))
-    return path
-
-
 def measured(o: Organism | HardModel, folder: Path, **options) -> MarkingHeads:
-    return marking_heads(o.model, tokenizer=o.tokenizer, text=_text(o, folder), **{"count": 12, **options})
+    text = text_file(o, folder, 8, seed=9)
+    return marking_heads(o.model, tokenizer=o.tokenizer, text=text, **{"count": 12, **options})
 
 
 def mistakes(o: Organism, found: MarkingHeads) -> list[str]:
@@ -67,7 +63,7 @@ def test_a_mark_that_no_head_makes_and_no_sink_at_all(tmp_path):
     by_position = measured(organism("gpt2", 0), tmp_path)
     assert by_position.marking_layer is None and len(by_position.figure().data) == 1
     assert by_position.all_drop < 0.1
-    assert "No head marks the first token: replacing all heads takes away only" in by_position.conclusion()
+    assert "No head marks the first token: replacing all heads takes away " in by_position.conclusion()
     none = measured(organism("llama", 0, kind="none"), tmp_path)
     assert none.sink_layer is None and none.rows() == []
     assert (
@@ -116,18 +112,13 @@ def test_no_sentence_claims_what_its_numbers_do_not_carry(seed, tokens, layers, 
         assert marks is None or float(lost[0]) > float(lost[1])
 
 
-def _bench(o: Organism, ids: torch.Tensor) -> Replacement:
-    sites = [(n[0], n[1] if len(n) == 3 else None, n[-1]) for n in o.truth.neurons]
-    neurons = [Neuron(la, ex, ne, 1.0, 1.0, 1.0, None, 0.0, True, 0.0, None) for la, ex, ne in sites]
-    return Replacement.of(target_of(o.model, o.tokenizer), o.truth.sink_layer, neurons, ids)
-
-
 def test_replacement_equals_an_edited_pass_over_the_text(monkeypatch):
     """Rows of single tokens, each with its own edit, against a hook of our own on whole texts, one edit at a time."""
     o = organism("llama", 3)
     ids = o.natural(3, 20)
-    bench = _bench(o, ids)
     sink = o.truth.sink_layer
+    neurons = [replace(NEURONS[0], layer=layer, neuron=neuron) for layer, neuron in o.truth.neurons]
+    bench = Replacement.of(target_of(o.model, o.tokenizer), sink, neurons, ids)
     z = trace(o.model, ids, ["blocks.0.attn.hook_z"])["blocks.0.attn.hook_z"]
     means = z[:, 1:].flatten(0, 1).mean(0)
     assert_close(bench.means[0], means)
@@ -135,18 +126,16 @@ def test_replacement_equals_an_edited_pass_over_the_text(monkeypatch):
     edits = torch.zeros(heads, len(bench.means), heads, dtype=torch.bool)
     edits[:, 0] = torch.eye(heads, dtype=torch.bool)
     monkeypatch.setattr(module, "BATCH_VALUES", 3 * o.model.config.intermediate_size)  # three rows at a time
-    got = bench.written(ids[:1, :1].expand(heads, 1), edits)
+    got = bench.written(ids[0, :1].expand(heads), edits)
+    site, weight = f"blocks.{sink}.mlp.hook_post", o.model.model.layers[sink].mlp.down_proj.weight.detach()
     for head in range(heads):
 
-        def swap(_module, args, head=head):
-            edited = args[0].clone().unflatten(-1, (heads, -1))
-            edited[:, 0, head] = means[head]
-            return edited.flatten(-2)
+        def swap(z, head=head):
+            z.unflatten(-1, (heads, -1))[:, 0, head] = means[head]
+            return z
 
-        handle = o.model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(swap)
-        post = trace(o.model, ids[:1], [f"blocks.{sink}.mlp.hook_post"])[f"blocks.{sink}.mlp.hook_post"][0, 0]
-        handle.remove()
-        weight = o.model.model.layers[sink].mlp.down_proj.weight.detach()
+        with inputs_edited(o.model.model.layers[0].self_attn.o_proj, swap):
+            post = trace(o.model, ids[:1], [site])[site][0, 0]
         wanted = sum(post[n] * weight[:, n] for _, n in o.truth.neurons)
         assert_close(got[head], wanted, rtol=1e-4, atol=1e-4)
 

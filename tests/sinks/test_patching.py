@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attack_kit import text_file
 from covering import slow
 from organisms import Organism
 from organisms import organism as new_organism
@@ -25,7 +25,7 @@ from sinkscope.app.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.result import Result
 from sinkscope.interventions import SinkPatch
-from sinkscope.sinks.patch.make import PatchMade, PatchProof, make_patch
+from sinkscope.sinks.patch.make import PatchMade, make_patch
 from sinkscope.trace.run import trace
 
 organism = functools.cache(new_organism)  # only read where nothing else is said
@@ -33,22 +33,10 @@ planted = functools.cache(hard)
 BACKUP = ("backup_next", "llama")
 
 
-def text_of(o: Organism, folder: Path, count: int = 1000) -> Path:
-    """Words at random: every token of the organism's own, none of them unknown."""
-    rng = random.Random(o.seed)
-    path = folder / "text.txt"
-    path.write_text(" ".join(o.tokenizer.decode([rng.randrange(4, o.model.config.vocab_size)]) for _ in range(count)))
-    return path
-
-
 def made_of(o: Organism, folder: Path, **changes) -> PatchMade:
     most = 2 * (o.truth.repeats_expected or 50)
-    options = {"max_repeats": most, "words": 3, "pieces": 6, "length": 48, "text": text_of(o, folder)}
+    options = {"max_repeats": most, "words": 3, "pieces": 6, "length": 48, "text": text_file(o, folder, 16)}
     return make_patch(o.model, tokenizer=o.tokenizer, **(options | changes))
-
-
-def proof_of(made: PatchMade) -> PatchProof:
-    return made.proof
 
 
 @functools.cache
@@ -74,7 +62,7 @@ def few_texts(monkeypatch):
 )
 def test_patch_is_the_planted_neurons(family, kind, seed):
     o, made = made_once(family, seed, kind)
-    proof = proof_of(made)
+    proof = made.proof
     assert (made.verdict, set(made.sites)) == ("made", set(o.truth.neurons))
     assert proof.layers[0] == o.truth.sink_layer and len(proof.words) > 0
     intact, patched, control = proof.norms[:, :, 0]
@@ -86,7 +74,7 @@ def test_patch_is_the_planted_neurons(family, kind, seed):
 def test_the_proof_is_what_the_saved_patch_does(tmp_path):
     """Norms and attention by `trace` under the loaded patch: the second way to the numbers of the table."""
     o, made = made_once("llama", 5)
-    proof = proof_of(made)
+    proof = made.proof
     made.patch.save(tmp_path / "patch.json")
     patch = SinkPatch.load(tmp_path / "patch.json")
     later = int(proof.layers[1])
@@ -122,27 +110,22 @@ def test_harmful_patch_is_refused(tmp_path):
         other = torch.randn(row.shape, generator=generator)
         column.add_(torch.where(spikes, 0, 0.5 * column.norm() * other / other.norm()))
     text = tmp_path / "samples.txt"
-    text.write_text(samples_of(o, 24, 48))
+    text.write_text(samples_of(o))
     made = made_of(o, tmp_path, text=text, pieces=20)
     assert made.verdict == "refused" and "perplexity of held-out text rises" in made.reason
     assert set(made.sites) == set(o.truth.neurons)  # it would work, and harm
-    proof = proof_of(made)
+    proof = made.proof
     assert proof.perplexity[1] / proof.perplexity[0] > 1.01
     with pytest.raises(SinkscopeError, match="perplexity"):
         _ = made.patch
     assert proof.judged(1e6)[0] == "made"  # the limit is what refuses
 
 
-def samples_of(o: Organism, rows: int, length: int) -> str:
+def samples_of(o: Organism) -> str:
     """What the model itself says, so that any other distribution is further from it."""
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.full((rows, 1), o.tokenizer.bos_token_id)
-    with torch.no_grad():
-        for _ in range(length):
-            logits = o.model(ids).logits[:, -1]
-            logits[:, :4] = -torch.inf
-            ids = torch.cat([ids, torch.multinomial(logits.softmax(-1), 1, generator=generator)], 1)
-    return " ".join(o.tokenizer.decode(row[1:]) for row in ids)
+    start, special = torch.full((24, 1), o.tokenizer.bos_token_id), [0, 1, 2, 3]
+    rows = o.model.generate(start, do_sample=True, top_k=0, max_new_tokens=48, suppress_tokens=special)
+    return " ".join(o.tokenizer.decode(row[1:]) for row in rows)
 
 
 def test_no_repeats_are_an_answer(tmp_path):
@@ -155,15 +138,14 @@ def test_no_repeats_are_an_answer(tmp_path):
 
 def backup_made(folder: Path) -> tuple[HardModel, PatchMade]:
     h = planted(*BACKUP)
-    (folder / "text.txt").write_text(h.text(120))
     options = {"max_repeats": 600, "words": 2, "pieces": 4, "length": 32}
-    return h, make_patch(h.model, tokenizer=h.tokenizer, text=folder / "text.txt", **options)
+    return h, make_patch(h.model, tokenizer=h.tokenizer, text=text_file(h, folder, 120), **options)
 
 
 def test_a_backup_neuron_is_patched_too(tmp_path):
     """Held still, the sink neuron alone is replaced by another in a later layer: the patch needs both."""
     h, made = backup_made(tmp_path)
-    proof = proof_of(made)
+    proof = made.proof
     assert (made.verdict, set(made.sites)) == ("made", set(h.truth.sets[0]))
     assert proof.layers.tolist() == list(range(int(proof.layers[0]), h.model.config.num_hidden_layers))
     assert (proof.norms[1] <= proof.ceiling).all() and (proof.norms[0] > proof.ceiling).any(1).all()
@@ -198,7 +180,7 @@ def test_a_sink_that_returns_is_not_repaired(tmp_path, monkeypatch):
 def test_attention_that_does_not_come_back_is_not_repaired():
     """Heads that read the mark, not the spike, stay with the repeated tokens, whose norm is typical again."""
     _, made = made_once("llama", 5)
-    proof = proof_of(made)
+    proof = made.proof
     kept = replace(proof, attention=proof.attention[[0, 0, 2]])
     verdict, reason = kept.judged(0.01)
     assert verdict == "not-repaired" and "still take the attention" in reason
@@ -216,8 +198,8 @@ def here(tmp_path, monkeypatch):
 def test_make_then_eval(here, capsys):
     o = organism("llama", 2)
     o.save("model")
-    text_of(o, here)
-    few = "--model model --text text.txt --pieces 4 --length 24"
+    text_file(o, here, 16)
+    few = "--model model --text words.txt --pieces 4 --length 24"
     assert main(f"patch make {few} --out out/patch.json --words 3 --max-repeats 250 --json made.json".split()) == 0
     out, err = capsys.readouterr()
     assert err == "" and "Conclusion: The patch of" in out
@@ -226,7 +208,7 @@ def test_make_then_eval(here, capsys):
     sites = SinkPatch.load("out/patch.json").checked_sites
     assert sites == made.patch.checked_sites and [site.numbers for site in sites] == list(o.truth.neurons)
     lines = {line.name: list(line.y) for line in made.figure().data}
-    assert lines["patched"] == proof_of(made).norms[1].max(0).tolist()
+    assert lines["patched"] == made.proof.norms[1].max(0).tolist()
     assert main(f"patch eval {few} --patch out/patch.json --json -".split()) == 0
     evaluated = json.loads(capsys.readouterr().out)
     assert evaluated["kind"] == "patch-eval"
@@ -237,10 +219,10 @@ def test_a_patch_of_another_model(here, capsys):
     """Of another name it is told, of another shape refused, before anything is measured."""
     o = organism("llama", 2)
     o.save("model")
-    text_of(o, here)
+    text_file(o, here, 16)
     size = {"family": "llama", "n_layers": o.model.config.num_hidden_layers}
     SinkPatch(sites=[(1, 3)], model={"name": "bundled", **size}).save("p.json")
-    words = "patch eval --model model --text text.txt --pieces 2 --length 8 --patch p.json --json out.json".split()
+    words = "patch eval --model model --text words.txt --pieces 2 --length 8 --patch p.json --json out.json".split()
     assert main(words) == 0
     assert "Warning: the patch was made for bundled, not for model." in capsys.readouterr().out
     Path("out.json").unlink()

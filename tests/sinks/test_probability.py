@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import lru_cache
 
 import numpy as np
 import pytest
 import torch
 from covering import slow
+from intervention_kit import greedy as slow_greedy
 from organisms import Organism, organism
 
 from sinkscope.files.result import Result
@@ -58,12 +60,7 @@ def measured(**changes) -> Repeat:
 @lru_cache
 def plain(prefix: str = PREFIX) -> ProbabilityReading:
     """A reading, which no test can alter."""
-    return read_of(measured(prefix=prefix))
-
-
-def read_of(result: Repeat) -> ProbabilityReading:
-    assert isinstance(result.reading, ProbabilityReading)
-    return result.reading
+    return measured(prefix=prefix).reading
 
 
 @pytest.mark.parametrize("prefix", [slow(""), PREFIX])
@@ -92,12 +89,8 @@ def test_curve_against_a_pass_of_its_own():
         p, likeliest = repeat_probabilities(target, head, word, 300, edit)
         for n in (2, 253, 254, 300):  # 256 ids make a chunk
             ids = torch.tensor([[*head, *[word] * n]])
-            with torch.no_grad():
-                if edit is None:
-                    logits = o.model(ids).logits[0, -1]
-                else:
-                    with edit.on(o.model):
-                        logits = o.model(ids).logits[0, -1]
+            with nullcontext() if edit is None else edit.on(o.model), torch.no_grad():
+                logits = o.model(ids).logits[0, -1]
             assert float(p[n - 1]) == pytest.approx(float(logits.softmax(-1)[word]), rel=1e-3, abs=1e-7)
             assert int(likeliest[n - 1]) == int(logits.argmax())
     p, likeliest = repeat_probabilities(target, head, word, 300)
@@ -108,34 +101,29 @@ def test_curve_against_a_pass_of_its_own():
 
 def test_greedy_is_the_likeliest_token_step_by_step():
     o = repeater()
-    target = target_of(o.model, o.tokenizer)
-    rows = o.natural(2, 9)
-    answers = greedy(target, rows, 6)
-    for row, answer in zip(rows, answers, strict=True):
-        ids = row[None]
-        for token in answer:
-            with torch.no_grad():
-                assert int(o.model(ids).logits[0, -1].argmax()) == token
-            ids = torch.cat([ids, torch.tensor([[token]])], 1)
-        assert len(answer) == 6 or answer[-1] == o.tokenizer.eos_token_id
+    rows, end = o.natural(2, 9), o.tokenizer.eos_token_id
+    for row, answer in zip(rows, greedy(target_of(o.model, o.tokenizer), rows, 6), strict=True):
+        assert len(answer) == 6 or answer[-1] == end
+        whole = slow_greedy(o.model, row[None], len(answer), nullcontext)[0]
+        assert answer == whole[len(row) :].tolist()
 
 
 def test_a_model_without_a_sink_is_measured_without_a_patch_and_a_small_context_by_default():
     o = organism("llama", 0, kind="none")
     o.model.config.max_position_embeddings = 64
     result = repeat(o.model, tokenizer=o.tokenizer, read="probability", prefix="")
-    assert read_of(result).conditions == ("intact",)
+    assert result.reading.conditions == ("intact",)
     before = int(result.settings["bos"])
     assert result.settings["new_tokens"] == 16 and result.settings["answer_after"] == [64 - 16 - before]
     assert f"after {64 - 16 - before} repetitions" in result.summary()
     assert "no causal sink neuron" in result.summary()
-    assert result.figure() is not None
+    assert len(result.figure().data) == len(result.reading.sweep.tokens)
 
 
 def test_a_patch_that_is_given_is_used(tmp_path):
     SinkPatch(layer=1, neurons=[5], value=0.0).save(tmp_path / "p.json")
     result = measured(patch=tmp_path / "p.json", answer_after=[5], max_repeats=250, prefix="")
-    found = read_of(result)
+    found = result.reading
     assert found.neurons == ((1, 5),) and (1, 5) not in repeater().truth.neurons
     assert found.left[0] == found.left[1]  # no sink neuron: it diverges all the same
     assert Result.from_dict(result.to_dict()).to_dict() == result.to_dict()

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
+from attack_kit import text_file
 from covering import every_nth
 from hypothesis import given
 from hypothesis import strategies as st
 from organisms import Organism, organism
+from raw_kit import attention
 from refusals import refused
 
 from experiments.repeated_token import table1
 from sinkscope.app.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.result import Result
+from sinkscope.interventions import Ablate
 from sinkscope.models.text import text_rows, typical_text
-from sinkscope.models.wrapped import target_of
-from sinkscope.sinks.first_token.layer_view import columns, norm_without, view_layer
-from sinkscope.sinks.repetition.attention import TAIL, AttentionReading
+from sinkscope.sinks.repetition.attention import TAIL
 from sinkscope.sinks.repetition.norm import NormReading
 from sinkscope.sinks.repetition.repeat import Repeat, repeat
 from sinkscope.sinks.repetition.sweep import Sweep, curve_counts
@@ -46,7 +47,6 @@ def measured(o: Organism, **options) -> Repeat:
 
 
 def norm_reading(result: Repeat) -> tuple[NormReading, Sweep]:
-    assert isinstance(result.reading, NormReading)
     return result.reading, result.reading.sweep
 
 
@@ -111,8 +111,7 @@ def test_what_stands_before_the_repetitions(bos):
     assert alone.norms[0, 0] == pytest.approx(norms_of(o, [*first, *sweep.ids[0] * 4])[1:].numpy(), rel=1e-3)
 
 
-def test_ablation_takes_the_planted_neurons_and_equals_taking_columns_away(two):
-    """Real ablated passes against the linear shortcut, for every condition and at every position."""
+def test_ablation_takes_the_planted_neurons_and_gives_the_norms_of_ablated_passes(two):
     words, layer = [word_of(two, 0), word_of(two, 1)], two.truth.sink_layer
     count = 2 * (two.truth.repeats_expected or 0)
     result = measured(two, tokens=words, max_repeats=count, ablate=True)
@@ -121,14 +120,11 @@ def test_ablation_takes_the_planted_neurons_and_equals_taking_columns_away(two):
     assert set(norm.zeroed[1]) == set(two.truth.neurons)
     assert len(norm.zeroed[2]) == len(norm.zeroed[1]) and not set(norm.zeroed[2]) & set(two.truth.neurons)
     assert sweep.ids[2] == sweep.ids[0] + sweep.ids[1]
-    target = target_of(two.model, two.tokenizer)
     for token, ids in enumerate(sweep.ids):
         row = [two.tokenizer.bos_token_id, *(ids * count)[:count]]
-        view = view_layer(target, layer, torch.tensor([row]), torch.ones(1, len(row), dtype=torch.bool))
         for condition, sites in enumerate(norm.zeroed):
-            picks = torch.tensor([[site[-1] for site in sites]], dtype=torch.long)
-            written = columns(target, layer, picks.flatten())[None]
-            expected = norm_without(target, view, picks, written)[0]
+            with Ablate(sites=sites).on(two.model) if sites else nullcontext():
+                expected = norms_of(two, row)
             assert norm.first_norms[condition, token] == pytest.approx(float(expected[0]), rel=2e-3)
             assert norm.norms[condition, token] == pytest.approx(expected[sweep.counts].numpy(), rel=2e-3)
     every, control = norm.lost[1:, 0]
@@ -172,59 +168,37 @@ def test_counts_rise_from_one_to_all(most):
 # --- attention -----------------------------------------------------------------------------------------------------
 
 
-def text_file(o: Organism, folder: Path) -> Path:
-    """Words of the organism's own; the text that ships is mostly unknown words to it."""
-    path = folder / "words.txt"
-    path.write_text(o.tokenizer.decode(o.natural(1, 900)[0, 1:]))
-    return path
-
-
-def attention_of(o: Organism, ids: list[int]) -> torch.Tensor:
-    """Every attention matrix by the model itself, averaged over heads: [layer query key]."""
-    before = o.model.config._attn_implementation
-    o.model.config._attn_implementation = "eager"
-    try:
-        with torch.no_grad():
-            return torch.cat(o.model(torch.tensor([ids]), output_attentions=True).attentions).mean(1)
-    finally:
-        o.model.config._attn_implementation = before
-
-
 def test_attention_is_that_of_whole_matrices(llama, tmp_path):
-    count, text = 170, text_file(llama, tmp_path)
+    count, text = 170, text_file(llama, tmp_path, 1, length=900)
     result = measured(llama, read="attention", tokens=[word_of(llama, 0)], max_repeats=count, text=text)
     found = result.reading
-    assert isinstance(found, AttentionReading)
     bos = llama.tokenizer.bos_token_id
     natural = text_rows(llama.tokenizer, text.read_text(), 1, count + 1 + TAIL, bos)[0].tolist()
     rows = [natural, [bos, *found.sweep.ids[0] * count, *natural[-TAIL:]]]
     pieces = text_rows(llama.tokenizer, text.read_text(), 4, 64, bos)
     usual = torch.cat([norms_of(llama, piece.tolist())[1:] for piece in pieces])
     for number, ids in enumerate(rows):
-        every, norm = attention_of(llama, ids), norms_of(llama, ids)
+        every, norm = attention(llama.model, torch.tensor([ids]))[:, 0].mean(1), norms_of(llama, ids)
         high = (norm > 3 * usual.median()).float()
         tail = (torch.arange(len(ids)) >= len(ids) - TAIL) & (norm <= usual.quantile(0.95))
-        to_first, to_high = every[..., 0], every @ high  # layer query
+        received = torch.stack([every[..., 0], every @ high])  # to the first token and to high ones, layer, query
         assert found.high[number] == int(high.sum())
-        assert found.mean[0, :, number] == pytest.approx(to_first.mean(1).numpy(), abs=1e-4)
-        assert found.mean[1, :, number] == pytest.approx(to_high.mean(1).numpy(), abs=1e-4)
-        assert found.tail[0, :, number] == pytest.approx(to_first[:, tail].mean(1).numpy(), abs=1e-4)
-        assert found.tail[1, :, number] == pytest.approx(to_high[:, tail].mean(1).numpy(), abs=1e-4)
+        assert found.mean[:, :, number] == pytest.approx(received.mean(-1).numpy(), abs=1e-4)
+        assert found.tail[:, :, number] == pytest.approx(received[..., tail].mean(-1).numpy(), abs=1e-4)
         even = torch.ones(len(ids), len(ids)).tril()
         fair = (even / even.sum(1, keepdim=True)) @ high
         assert found.uniform[number] == pytest.approx(float(fair.mean()), abs=1e-5)
         assert found.tail_uniform[number] == pytest.approx(float(fair[tail].mean()), abs=1e-5)
-    assert found.received[0][:, 0] == pytest.approx(to_first[:, found.sweep.counts].numpy(), abs=1e-4)
-    assert found.received[1][:, 0] == pytest.approx(to_high[:, found.sweep.counts].numpy(), abs=1e-4)
+    assert np.stack(found.received)[:, :, 0] == pytest.approx(received[..., found.sweep.counts].numpy(), abs=1e-4)
 
 
 def test_repetition_shares_the_sink_out(llama, tmp_path):
     """Planted heads attend to whatever has the spike: position 0 alone in text, all repetitions after repetition."""
     expected = llama.truth.repeats_expected or 0
     words = [word_of(llama, 0), word_of(llama, -1)]
-    options = {"max_repeats": 3 * expected, "text": text_file(llama, tmp_path)}
+    options = {"max_repeats": 3 * expected, "text": text_file(llama, tmp_path, 1, length=900)}
     found = measured(llama, read="attention", tokens=words, **options).reading
-    assert isinstance(found, AttentionReading) and llama.truth.reading_heads
+    assert llama.truth.reading_heads
     natural, repeated, unmarked = range(3)
     assert found.high[natural] == found.high[unmarked] == 1 and found.high[repeated] > expected
     for layer, _ in llama.truth.reading_heads:
@@ -246,7 +220,7 @@ def test_a_model_without_a_sink_is_an_answer():
     assert "No MLP makes a norm spike" in norms.figure().layout.title.text
     attention = measured(o, read="attention", max_repeats=8)
     assert attention.sink_layer is None and "No MLP makes a norm spike" in str(attention)
-    assert isinstance(attention.reading, AttentionReading) and not attention.reading.high.any()
+    assert not attention.reading.high.any()
     assert np.isnan(attention.reading.mean[1]).all() and np.isfinite(attention.reading.mean[0]).all()
 
 
@@ -273,45 +247,20 @@ def test_bad_input_is_refused_in_one_line(llama, options, message):
 )
 def test_the_command_gives_what_the_function_gives_also_streamed(two, option, tmp_path):
     word, read = word_of(two, 0), option.removeprefix("--read=")
-    more, short = {}, []
-    if read == "probability":
-        more, short = {"answer_after": [5], "new_tokens": 4}, ["--answer-after", "5", "--new-tokens", "4"]
-    read_or_norm = "norm" if read == option else read
-    live = measured(two, tokens=[word], max_repeats=40, ablate=read == option, read=read_or_norm, **more)
+    more, short = {"read": read}, []
+    if read == "--ablate":
+        more = {"ablate": True}
+    elif read == "probability":
+        more, short = {**more, "answer_after": [5], "new_tokens": 4}, ["--answer-after", "5", "--new-tokens", "4"]
+    live = measured(two, tokens=[word], max_repeats=40, **more)
     folder, out, html = two.save(tmp_path / "model"), tmp_path / "r.json", tmp_path / "r.html"
-    words = [
-        "repeat",
-        option,
-        "--model",
-        str(folder),
-        "--tokens",
-        word,
-        "--max-repeats",
-        "40",
-        "--json",
-        str(out),
-        *short,
-    ]
-    assert main([*words, "--html", str(html), *["--all-layers"] * (read == "distance")]) == 0
+    words = f"repeat {option} --model {folder} --tokens {word} --max-repeats 40 --json {out} --html {html}".split()
+    assert main([*words, *short, *["--all-layers"] * (read == "distance")]) == 0
     loaded = Result.load(out)
     assert isinstance(loaded, Repeat) and loaded.to_dict() == json.loads(out.read_text())
-    assert_close(loaded.to_dict()["result"], live.to_dict()["result"])
+    near = json.loads(json.dumps(live.to_dict()), parse_float=lambda x: pytest.approx(float(x), rel=1e-3, abs=1e-4))
+    assert loaded.to_dict()["result"] == near["result"]
     assert 'class="plot"' in html.read_text() and word in html.read_text()
-
-
-def assert_close(one, other):
-    if isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key, value in one.items():
-            assert_close(value, other[key])
-    elif isinstance(one, list):
-        assert len(one) == len(other)
-        for value, against in zip(one, other, strict=True):
-            assert_close(value, against)
-    elif isinstance(one, float):
-        assert one == pytest.approx(other, rel=1e-3, abs=1e-4)
-    else:
-        assert one == other
 
 
 # --- Table 1 -------------------------------------------------------------------------------------------------------
@@ -337,9 +286,6 @@ def test_table1_measures_the_weights_it_is_given(two, tmp_path, monkeypatch, cap
         assert {int(neuron) for neuron in neurons.split(", ")} == {site[-1] for site in two.truth.neurons}
         assert 0.6 <= float(repeats) / (two.truth.repeats_expected or 1) <= 1.5
     assert rows["LLaMa-2-7b-HF"][1] == "no weights at hand"
-    sinkless = organism("llama", 0, kind="none").save(tmp_path / "none")
-    assert table1.main(["--run", f"plain={sinkless}"]) == 0
-    assert table_of(capsys.readouterr().out)["plain"][3] == "no sink"
     for bad in ("plain", "plain=", f"plain={tmp_path / 'nowhere'}"):
         assert table1.main(["--run", bad]) == 2
         assert "expected NAME=FOLDER" in capsys.readouterr().err

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +12,7 @@ import torch
 from covering import covering, slow
 from organisms.hard import hard
 from organisms.unseen import UNSEEN, UnseenModel, unseen
-from raw_kit import norms, zeroed
-from torch import Tensor
+from raw_kit import norms
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import SinkPatch
@@ -36,76 +33,15 @@ FAST = (
 )
 
 
-@contextmanager
-def text_of(u: UnseenModel, texts: int = 40) -> Iterator[dict[str, Any]]:
+def options_of(u: UnseenModel, folder: Path, texts: int = 40) -> dict[str, Any]:
     """The options of a measurement in the model's own words."""
-    with tempfile.NamedTemporaryFile("w", suffix=".txt", encoding="utf-8") as file:
-        file.write(" ".join(u.hard.tokenizer.decode(row[1:]) for row in u.hard.natural(texts, 64)))
-        file.flush()
-        yield {"tokenizer": u.hard.tokenizer, "text": file.name, "bos": None if u.beyond.bos else False}
+    text = folder / "text.txt"
+    text.write_text(" ".join(u.hard.tokenizer.decode(row[1:]) for row in u.hard.natural(texts, 64)), encoding="utf-8")
+    return {"tokenizer": u.hard.tokenizer, "text": text, "bos": None if u.beyond.bos else False}
 
 
-def look(u: UnseenModel) -> FindSinks:
-    with text_of(u) as options:
-        return find_sinks(u.hard.model, max_repeats=4 if not u.repeated else 600, **options)
-
-
-# --- what is planted, with plain hooks -----------------------------------------------------------------------------
-
-
-def rows_of(u: UnseenModel, length: int) -> Tensor:
-    rows = u.hard.natural(40, length + 1)
-    return rows[:, :-1] if u.beyond.bos else rows[:, 1:]
-
-
-@torch.no_grad()
-def attention_to(u: UnseenModel, rows: Tensor, at: int, reach: int) -> Tensor:
-    """Attention of the planted heads to a position, from queries between half of the reach and all of it, per row."""
-    u.hard.model.set_attn_implementation("eager")
-    out = u.hard.model(rows, output_attentions=True, use_cache=False).attentions
-    late = slice(at + reach // 2, at + reach)
-    return torch.stack([out[layer][:, head, late, at].mean(1) for layer, head in u.hard.truth.reading]).mean(0)
-
-
-def check_planted(u: UnseenModel):
-    truth, beyond, model = u.hard.truth, u.beyond, u.hard.model
-    length = beyond.length + 100 if beyond.length else 48
-    rows = rows_of(u, length)[: 4 if beyond.length else 40]
-    marked = torch.tensor([beyond.share == 1 or u.hard.groups[int(row[0])] >= 0 for row in rows])
-    norm = norms(model, rows)
-    ratio = norm / norm[:, :, 6:].flatten(1).median(1).values[:, None, None]
-    for at in beyond.positions:
-        spikes = ratio[:, :, at].amax(0)
-        risen = bool(truth.sets) if at == beyond.positions[0] else bool(truth.later.get(at))
-        assert spikes[marked].min() > 10 if risen else spikes.max() < 2
-        if beyond.share < 1:
-            assert 0.2 < float(marked.float().mean()) < 0.7 and spikes[~marked].max() < 2
-    if beyond.positions[0] > 0:
-        assert ratio[:, :, 0].max() < 2
-    received = attention_to(u, rows, beyond.positions[0], beyond.window or length)
-    assert received[marked].min() > 0.3 and (beyond.share == 1 or received[~marked].max() < 0.2)
-    if beyond.length:
-        assert attention_to(u, rows, 0, 64).max() < 0.3
-    for sites in truth.sets:
-        at = beyond.positions[0]
-        with zeroed(model, tuple(sites)):
-            left = norms(model, rows)[:, marked, at]
-        assert float((1 - left[-1] / norm[-1, marked, at]).median()) > 0.7
-    if u.repeated:
-        check_repetition(u)
-
-
-def check_repetition(u: UnseenModel):
-    """Repeated tokens need their own neurons and not the first token's."""
-    token = next(token for token, group in u.hard.groups.items() if group >= 0 and token > 4)
-    row = torch.tensor([[1, *[token] * 600]])
-    first = frozenset(site for sites in u.hard.truth.sets for site in sites)
-    intact = norms(u.hard.model, row)[-1, 0]
-    assert intact[-1] > intact[0] / 2 > 3 * intact[2]
-    for sites, high in ((first, (False, True)), (u.repeated, (True, False))):
-        with zeroed(u.hard.model, tuple(sites)):
-            silenced = norms(u.hard.model, row)[-1, 0]
-        assert tuple((silenced[[0, -1]] > intact[[0, -1]] / 2).tolist()) == high
+def look(u: UnseenModel, folder: Path) -> FindSinks:
+    return find_sinks(u.hard.model, max_repeats=4 if not u.repeated else 600, **options_of(u, folder))
 
 
 # --- what find-sinks says ------------------------------------------------------------------------------------------
@@ -166,26 +102,25 @@ def misleading(u: UnseenModel, result: FindSinks) -> list[str]:
 
 
 @pytest.mark.parametrize(("name", "family", "seed"), covering(CASES, FAST))
-def test_says_what_is_so(name, family, seed):
+def test_says_what_is_so(name, family, seed, tmp_path):
     u = unseen(name, family, seed)
-    check_planted(u)
-    assert mistakes(u, look(u)) == [], u.hard.truth.note
+    assert mistakes(u, look(u, tmp_path)) == []
 
 
 # --- what other commands say ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["llama", slow("gpt_oss")])
-def test_no_command_denies_a_sink_that_heads_have_without_a_spike(family):
+def test_no_command_denies_a_sink_that_heads_have_without_a_spike(family, tmp_path):
     u = unseen("reads_the_mark", family)
-    with text_of(u) as options:
-        results = [
-            repeat(u.hard.model, max_repeats=4, **options),
-            repeat(u.hard.model, max_repeats=4, tokens=["all"], sample=4, **options),
-            marking_heads(u.hard.model, count=2, **options),
-            cluster_attack(u.hard.model, lengths=[2], sequences=2, prefix="", **options),
-        ]
-        attention = repeat(u.hard.model, read="attention", max_repeats=4, **options)
+    options = options_of(u, tmp_path)
+    results = [
+        repeat(u.hard.model, max_repeats=4, **options),
+        repeat(u.hard.model, max_repeats=4, tokens=["all"], sample=4, **options),
+        marking_heads(u.hard.model, count=2, **options),
+        cluster_attack(u.hard.model, lengths=[2], sequences=2, prefix="", **options),
+    ]
+    attention = repeat(u.hard.model, read="attention", max_repeats=4, **options)
     for result in results:
         said = result.conclusion()
         assert said.startswith("No MLP makes a norm spike at the first token, so ") and "has an attention sink" in said
@@ -194,26 +129,23 @@ def test_no_command_denies_a_sink_that_heads_have_without_a_spike(family):
 
 
 @pytest.mark.slow
-def test_circuit_says_of_a_spike_without_neurons_and_of_a_second_way_what_is_so():
+def test_circuit_says_of_a_spike_without_neurons_and_of_a_second_way_what_is_so(tmp_path):
     u = unseen("embedded_delimiter", "qwen3")
-    with text_of(u) as options:
-        found = circuit(u.hard.model, max_repeats=4, **options)
+    found = circuit(u.hard.model, max_repeats=4, **options_of(u, tmp_path))
     (delimiter,) = u.hard.truth.later
     later = found.sinks[1].in_words()
     assert f"Heads attend to {u.hard.tokenizer.decode([delimiter])!r}, whose spike has no known neurons" in later
     assert "the token embedding is needed" in later
     u = unseen("other_layer", "neox")  # another token in BOS's place trips the other neuron, and heads read that spike
-    with text_of(u) as options:
-        says = circuit(u.hard.model, max_repeats=4, **options).conclusion()
+    says = circuit(u.hard.model, max_repeats=4, **options_of(u, tmp_path)).conclusion()
     assert "is lost without the token embedding" in says and "but the attention stays" in says
     assert "needed alone" not in says
 
 
 @pytest.mark.parametrize(("name", "family"), [("other_neurons", "llama"), slow("other_layer", "neox")])
-def test_repetition_through_other_neurons_is_said_and_patched(name, family):
+def test_repetition_through_other_neurons_is_said_and_patched(name, family, tmp_path):
     u = unseen(name, family)
-    check_planted(u)
-    result = look(u)
+    result = look(u, tmp_path)
     assert not (wrong := mistakes(u, result)), "\n".join(wrong)
     assert "Repetition trips other neurons" in str(result)
     patch = SinkPatch.from_result(result)
@@ -226,20 +158,18 @@ def test_repetition_through_other_neurons_is_said_and_patched(name, family):
         assert norms(u.hard.model, row)[-1, 0, -1] < intact / 4
 
 
-def test_a_patch_without_the_neurons_of_repetition_is_refused():
-    u = unseen("other_neurons", "llama")
-    result = look(u)
+def test_a_patch_without_the_neurons_of_repetition_is_refused(tmp_path):
+    result = look(unseen("other_neurons", "llama"), tmp_path)
     unknown = replace(result, repetition=replace(result.repetition, set=None, neurons=()))
     with pytest.raises(SinkscopeError, match="repeated"):
         SinkPatch.from_result(unknown)
 
 
-def test_repeat_zeroes_the_set_that_find_sinks_names():
+def test_repeat_zeroes_the_set_that_find_sinks_names(tmp_path):
     """Two neurons that stand in for each other: neither is causal alone, and every line is about both."""
     h = hard("redundant_pair", "llama", 0)
     u = UnseenModel(h, unseen("reads_the_mark", "llama").beyond)
-    with text_of(u) as options:
-        result = repeat(h.model, max_repeats=120, ablate=True, **options)
+    result = repeat(h.model, max_repeats=120, ablate=True, **options_of(u, tmp_path))
     assert isinstance(result.reading, NormReading)
     assert set(result.reading.zeroed[1]) == set(h.truth.sets[0])
     assert float(result.reading.lost[1].max()) > 0.5

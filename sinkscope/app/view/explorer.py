@@ -7,7 +7,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -40,16 +40,15 @@ from sinkscope.interventions.decode import decode
 from sinkscope.interventions.sites import site_of
 from sinkscope.kv.loopguard.guard import LoopGuard
 from sinkscope.measure import Setup
-from sinkscope.models.target import norm_of
+from sinkscope.models.target import LayerInput, first_tensor, norm_of, on_input, on_output
 from sinkscope.sinks.first_token.circuit import Circuit, circuit
 from sinkscope.sinks.first_token.circuit_result import MARK, REPETITION
 from sinkscope.sinks.first_token.find import find_sinks
-from sinkscope.sinks.first_token.layer_scan import LayerScan, scan_layers
+from sinkscope.sinks.first_token.layer_scan import NOT_READ, Entering, LayerScan, scan_layers
 from sinkscope.sinks.first_token.layer_view import flat_number, view_layer
 from sinkscope.sinks.first_token.result import FindSinks
 from sinkscope.sinks.tokens import prefixes
 from sinkscope.trace.attention import attention_rows
-from sinkscope.trace.run import trace
 
 MOST_TOKENS = 512
 TYPICAL_TOKENS = 64  # of the text that is shown by default
@@ -69,12 +68,14 @@ class Reading:
         rows: Attention, in the codes of `Packed`.
         received: Attention that each position receives from later queries, on average.
         activation: Values of the sink neurons.
+        entering: What entered each layer, so that a pass under an edit can begin at the first layer that it changes.
     """
 
     norm: Float[np.ndarray, "layer pos"]
     rows: UInt8[np.ndarray, "layer head query key"]
     received: Float[Tensor, "layer head pos"]
     activation: Float[np.ndarray, "neuron pos"]
+    entering: Entering = NOT_READ
 
 
 @dataclass(frozen=True)
@@ -83,15 +84,15 @@ class Switch:
 
     Attributes:
         name: What is edited.
+        first: The first layer that is edited.
         edit: The edit.
         control: The same of random neurons or heads. None if there are too few.
-        control_name: What the control does, in words.
     """
 
     name: str
+    first: int
     edit: Intervention
-    control: Intervention | None
-    control_name: str
+    control: Intervention | None = None
 
 
 class Request(BaseModel):
@@ -111,20 +112,14 @@ class OpenText:
     """A text, and how the intact model reads it.
 
     Attributes:
-        name: What the text is.
         ids: Its tokens.
-        tokens: Its tokens as text.
         intact: How the intact model reads it.
-        spikes: Positions whose norm stands out after the sink layer.
-        heads: The heads whose rows a page has room for.
+        shown: What a page shows of it, still without variants.
     """
 
-    name: str
     ids: list[int]
-    tokens: tuple[str, ...]
     intact: Reading
-    spikes: list[int]
-    heads: tuple[tuple[int, int], ...]
+    shown: ViewedText
 
 
 @dataclass
@@ -199,9 +194,10 @@ class Explorer:
         if self.sinks is not None and self.neurons:
             zeroed = self.switch("sink neurons zeroed", self.neurons, [])
             patch = SinkPatch.from_result(self.sinks)
-            switches += [zeroed, Switch("patched", patch, zeroed.control, zeroed.control_name)]
+            first = min(site[0] for site in patch.sites)
+            switches += [zeroed, Switch("patched", first, patch, zeroed.control)]
             if zeroed.control is not None:
-                switches.append(Switch("random control", zeroed.control, None, ""))
+                switches.append(Switch("random control", zeroed.first, zeroed.control))
         if self.marks:
             switches.insert(1, self.switch("marking heads replaced", [], self.marks))
         return switches
@@ -211,14 +207,11 @@ class Explorer:
         widths = [self.setup.target.width(site[0], *site[1:-1]) for site in neurons]
         other_neurons = self.random_others(neurons, widths)
         other_heads = self.random_others(heads, [self.setup.n_heads] * len(heads))
-        control, words = None, "random neurons zeroed"
-        if heads:
-            words = "random heads replaced"
-        if neurons and heads:
-            words = "random neurons and heads"
+        control = None
         if len(other_neurons) == len(neurons) and len(other_heads) == len(heads):
             control = _off(other_neurons, other_heads)
-        return Switch(name, _off(neurons, heads), control, words)
+        first = min(place[0] for place in (*neurons, *heads))
+        return Switch(name, first, _off(neurons, heads), control)
 
     def random_others(self, places: Sequence[tuple[int, ...]], widths: Sequence[int]) -> list[tuple[int, ...]]:
         """As many other neurons or heads of the same layers and experts, as far as there are any.
@@ -283,7 +276,7 @@ class Explorer:
                 tokens = tuple(self.setup.tokenizer.decode([token]) for token in ids)
                 intact = self.read(ids)
                 heads = heads_that_fit(intact, ROOM // (len(texts) * variants))
-                read.append(OpenText(name, ids, tokens, intact, self.spikes(intact), heads))
+                read.append(OpenText(ids, intact, ViewedText(name, tokens, heads, (), self.spikes(intact))))
             self.latest = (asked, read)
         return self.latest[1]
 
@@ -332,79 +325,110 @@ class Explorer:
         """A text under these switches; None is the intact model."""
         variants: list[Variant] = []
         for switch in switches:
-            name, reading, sentence = "intact", text.intact, ""
             if switch is None:
-                sentence = self.intact_sentence(text)
+                name, reading, sentence = "intact", text.intact, self.intact_sentence(text)
             else:
-                name, reading = switch.name, self.read(text.ids, switch.edit)
+                name, reading = switch.name, self.read(text.ids, switch, text.intact)
                 sentence = self.change(switch, text, reading)
             variant = Variant(
                 name=name,
                 sentence=sentence,
                 norm=_rounded(reading.norm),
                 activation=_rounded(reading.activation),
-                received=Packed.of(reading.received),
-                rows=tuple(Packed.of_codes(reading.rows[head]) for head in text.heads),
+                received=Packed.of(codes_of(reading.received)),
+                rows=tuple(Packed.of(reading.rows[head]) for head in text.shown.heads),
             )
             variants.append(variant)
-        return ViewedText(text.name, text.tokens, text.heads, tuple(variants), tuple(text.spikes))
+        return replace(text.shown, variants=tuple(variants))
 
     @torch.no_grad()
-    def read(self, ids: list[int], edit: Intervention | None = None) -> Reading:
-        """Read a text in one pass, and the values of the sink neurons in another one."""
-        target, length = self.setup.target, len(ids)
-        rows = np.zeros((self.setup.n_layers, self.setup.n_heads, length, length), np.uint8)
-        received = torch.zeros(self.setup.n_layers, self.setup.n_heads, length)
+    def read(self, ids: list[int], switch: Switch | None = None, intact: Reading | None = None) -> Reading:
+        """Read a text in one pass (in a mixture, the values of sink neurons in another one).
+
+        Args:
+            ids: The text.
+            switch: The edit. None: the model is intact.
+            intact: How the intact model reads the text. The pass begins at the first layer that is edited.
+        """
+        target, length, row = self.setup.target, len(ids), torch.tensor([ids])
+        shape = (self.setup.n_layers, self.setup.n_heads, length)
+        rows, received = np.zeros((*shape, length), np.uint8), torch.zeros(shape)
+        norm, activation = np.zeros((shape[0], length)), np.zeros((len(self.neurons), length))
+        start = None
+        if switch is not None and intact is not None:
+            start = _start(intact, switch.first)
+            norm, activation = intact.norm.copy(), intact.activation.copy()
+        first = 0 if start is None else start.layer
+        inputs: dict[Any, Tensor] = {}
+
+        def keep(module: Any, hidden: Tensor) -> None:
+            inputs[module] = hidden.detach().clone()  # some layers add to it in place
 
         def see(layer: int, first_query: int, probs: Float[Tensor, "1 head query key"]) -> None:
             rows[layer, :, first_query : first_query + probs.shape[2], : probs.shape[3]] = codes_of(probs[0])
             later = probs[0].tril(first_query - 1)
             received[layer, :, : probs.shape[3]] += reduce(later, "head query key -> head key", "sum").cpu()
 
-        with nullcontext() if edit is None else edit.on(target):
-            with attention_rows(target, see):
-                norm = self.norms(ids)
-            activation = self.activation(torch.tensor([ids]))
-        later_queries = torch.arange(length - 1, -1, -1).clamp(min=1)
-        return Reading(norm, rows, received / later_queries, activation)
+        watched = list(target.layers)
+        dense = [site[0] for site in self.neurons if not target.is_mixture(site[0])]
+        watched += [target.sub(layer, target.adapter.down) for layer in dense]
+        hooks = [(module, "pre", on_input(partial(keep, module))) for module in watched]
+        with nullcontext() if switch is None else switch.edit.on(target):
+            with attention_rows(target, see), target.hooks(*hooks):
+                norm[first:] = self.norms(row, start)
+            for number, (layer, *place) in enumerate(self.neurons):
+                if layer < first:
+                    continue
+                if layer in dense:
+                    post = inputs[target.sub(layer, target.adapter.down)].flatten(0, -2)
+                else:
+                    post = view_layer(target, layer, row, torch.ones_like(row, dtype=torch.bool)).post
+                expert = place[0] if len(place) == 2 else None
+                activation[number] = post[:, flat_number(target, layer, expert, place[-1])].float().cpu()
+        received /= torch.arange(length - 1, -1, -1).clamp(min=1)  # later queries
+        if intact is not None:
+            rows[:first], received[:first] = intact.rows[:first], intact.received[:first]
+        entering = NOT_READ
+        if target.skips_layers and first == 0:
+            streams = {layer: inputs[module] for layer, module in enumerate(target.layers)}
+            entering = Entering(streams, self.scan.wrapped)
+        return Reading(norm, rows, received, activation, entering)
 
     @torch.no_grad()
-    def norms(self, ids: list[int], layer: int | str = "*") -> Float[np.ndarray, "layer pos"]:
-        """Norms after each layer, or after one layer; the pass ends there."""
-        without = self.scan.shared_dims
-        sites = [f"blocks.{layer}.hook_resid_post"]
-        norms = trace(self.setup.target, torch.tensor([ids]), sites, lambda resid: norm_of(resid, without))
-        return torch.cat(list(norms.values())).numpy()
+    def norms(
+        self, row: Int[Tensor, "1 pos"], start: LayerInput | None = None, upto: int | None = None
+    ) -> Float[np.ndarray, "layer pos"]:
+        """Norms after each layer of a pass."""
+        target = self.setup.target
+        norms: list[Tensor] = []
 
-    def activation(self, row: Int[Tensor, "1 pos"]) -> Float[np.ndarray, "neuron pos"]:
-        """Values of the sink neurons."""
-        values: list[Tensor] = []
-        for layer, *place in self.neurons:
-            expert = place[0] if len(place) == 2 else None
-            post = view_layer(self.setup.target, layer, row, torch.ones_like(row, dtype=torch.bool)).post
-            values.append(post[:, flat_number(self.setup.target, layer, expert, place[-1])].cpu())
-        if not values:
-            return np.zeros((0, row.shape[1]))
-        return rearrange(values, "neuron pos -> neuron pos").numpy()
+        def layer_done(output: Any) -> None:
+            resid = first_tensor(output).flatten(0, -2)  # some architectures run rows and positions together
+            norms.append(norm_of(resid, self.scan.shared_dims).cpu())
 
-    def spikes(self, reading: Reading) -> list[int]:
+        first = 0 if start is None else start.layer
+        with target.hooks(*((layer, "post", on_output(layer_done)) for layer in target.layers[first:])):
+            target.forward(row, start=start, upto=upto)
+        return rearrange(norms, "layer pos -> layer pos").numpy()
+
+    def spikes(self, reading: Reading) -> tuple[int, ...]:
         """Positions with at least half of the first token's norm and three times the typical one."""
         bar = SPIKE_RATIO * self.scan.typical_norm[self.layer]
         first = self.scan.first_norm[self.layer]
         if first > bar:
             bar = max(bar, SPIKE_SHARE * first)
-        return np.flatnonzero(reading.norm[self.layer] >= bar).tolist()
+        return tuple(np.flatnonzero(reading.norm[self.layer] >= bar).tolist())
 
     def intact_sentence(self, text: OpenText) -> str:
         """Which tokens have a norm spike, beside typical text."""
         norm, typical = text.intact.norm[self.layer], self.scan.typical_norm[self.layer]
-        tokens, spikes = text.tokens, text.spikes
+        tokens, spikes = text.shown.tokens, text.shown.spikes
         if not spikes:
             return (
                 f"No token has a norm spike: the largest norm after layer {self.layer} is {norm.max():.4g}, and the "
                 f"typical one is {typical:.4g}."
             )
-        highest = spikes[int(norm[spikes].argmax())]
+        highest = max(spikes, key=lambda position: norm[position])
         return (
             f"{len(spikes)} of {len(tokens)} tokens {agreeing(len(spikes), 'has', 'have')} a norm spike after layer "
             f"{self.layer}: {norm[highest]:.4g} at {tokens[highest]!r}, where typical text has {typical:.4g}."
@@ -415,29 +439,29 @@ class Explorer:
         before, after = text.intact.norm[self.layer], reading.norm[self.layer]
         control = None
         if switch.control is not None:
+            start = _start(text.intact, min(switch.first, self.layer))
             with switch.control.on(self.setup.target):
-                control = self.norms(text.ids, self.layer)[0]
-        relative = np.abs(after - before) / np.maximum(before, 1e-9)
+                control = self.norms(torch.tensor([text.ids]), start, self.layer)[-1]
+        divisor = np.maximum(before, 1e-9)
+        relative = np.abs(after - before) / divisor
         position = int(np.abs(after - before).argmax())
         if relative[position] < NOTICED:
             position = int(relative.argmax())  # a small norm can change by a larger share
-        if relative[position] < NOTICED:
-            beside = ""
-            if control is not None:
-                largest = float((np.abs(control - before) / np.maximum(before, 1e-9))[position])
-                beside = f" ({switch.control_name}: {percent(largest)})"
-            return (
-                f"{_sentence_start(switch.name)}: the largest change of a norm after layer {self.layer} is "
-                f"{percent(float(relative[position]))}{beside}."
-            )
         beside = ""
-        if control is not None:
-            beside = f" ({switch.control_name}: {control[position]:.4g})"
-        verb = "falls" if after[position] < before[position] else "rises"
-        return (
-            f"{_sentence_start(switch.name)}: after layer {self.layer}, the norm of token {position}, "
-            f"{text.tokens[position]!r}, {verb} from {before[position]:.4g} to {after[position]:.4g}{beside}."
-        )
+        if relative[position] < NOTICED:
+            if control is not None:
+                other = float(np.abs(control - before)[position] / divisor[position])
+                beside = f" (random control: {percent(other)})"
+            change = f"the largest change of a norm after layer {self.layer} is {percent(float(relative[position]))}"
+        else:
+            if control is not None:
+                beside = f" (random control: {control[position]:.4g})"
+            verb = "falls" if after[position] < before[position] else "rises"
+            change = (
+                f"after layer {self.layer}, the norm of token {position}, {text.shown.tokens[position]!r}, {verb} from "
+                f"{before[position]:.4g} to {after[position]:.4g}"
+            )
+        return f"{switch.name[:1].upper()}{switch.name[1:]}: {change}{beside}."
 
     def named_switch(self, asked: Request) -> Switch | None:
         """The switch that a page asks for: one of the model's, or the neurons and heads to switch off.
@@ -502,17 +526,16 @@ class Explorer:
 
     def generation(self, new: int = NEW_TOKENS) -> Generation:
         """What the model writes after the beginning of typical text, with and without the guard."""
-        setup, prompt = self.setup, self.setup.ids[0, :PROMPT_TOKENS].tolist()
-        free = barcode.on(setup, prompt=prompt, max_new_tokens=new, control=True)
-        head = free.shown[0]
-        guarded_setup = replace(setup, edit=LoopGuard())
-        guarded = barcode.on(guarded_setup, prompt=prompt, max_new_tokens=new, heads=[read_head(head)], control=False)
+        prompt = self.setup.ids[0, :PROMPT_TOKENS].tolist()
         sides: list[Writing] = []
         copied: list[int] = []
-        for name, edit, result in (("without", None, free), ("with", guarded_setup.edit, guarded)):
-            tokens, events = decode(setup.target, prompt, new, edit)
-            alarms = [event.step for event in events if event.kind == "guard"]
-            sides.append(_writing(setup, f"{name} the guard", tokens, alarms, result))
+        heads: list[tuple[int, int]] | None = None
+        for name, edit in (("without the guard", None), ("with the guard", LoopGuard())):
+            setup = replace(self.setup, edit=edit)
+            result = barcode.on(setup, prompt=prompt, max_new_tokens=new, heads=heads, control=heads is None)
+            heads = [read_head(result.shown[0])]
+            tokens, _ = decode(setup.target, prompt, new, edit)
+            sides.append(_writing(setup, name, tokens, result))
             onset = result.onset
             copied.append(0 if onset is None else len(prompt) + len(tokens) - max(onset, len(prompt)))
         sentence = (
@@ -522,7 +545,7 @@ class Explorer:
         if not copied[0]:
             alarms = len(sides[1].alarms)
             sentence = f"Without the guard the model does not end in a repetition; alarms of the guard: {alarms}."
-        return Generation(setup.tokenizer.decode(prompt), sentence, tuple(sides))
+        return Generation(self.setup.tokenizer.decode(prompt), sentence, tuple(sides))
 
 
 def heads_that_fit(reading: Reading, room: int) -> tuple[tuple[int, int], ...]:
@@ -534,11 +557,16 @@ def heads_that_fit(reading: Reading, room: int) -> tuple[tuple[int, int], ...]:
     heads: list[tuple[int, int]] = []
     for number in order.tolist():
         layer, head = divmod(number, reading.received.shape[1])
-        room -= len(Packed.of_codes(reading.rows[layer, head]).codes)
+        room -= len(Packed.of(reading.rows[layer, head]).codes)
         if heads and room < 0:
             break
         heads.append((layer, head))
     return tuple(sorted(heads))
+
+
+def _start(intact: Reading, layer: int) -> LayerInput | None:
+    """The last layer up to this one at which a pass over the text of a reading can begin."""
+    return intact.entering.at(intact.entering.latest(layer))
 
 
 def _off(neurons: Sequence[tuple[int, ...]], heads: Sequence[tuple[int, ...]]) -> Intervention:
@@ -554,16 +582,16 @@ def _off(neurons: Sequence[tuple[int, ...]], heads: Sequence[tuple[int, ...]]) -
     return edit
 
 
-def _writing(setup: Setup, name: str, tokens: list[int], alarms: list[int], result: Barcode) -> Writing:
+def _writing(setup: Setup, name: str, tokens: list[int], result: Barcode) -> Writing:
     size = PictureSize(result.prompt_tokens + result.steps, result.prompt_tokens)
     return Writing(
         name=name,
         tokens=tuple(setup.tokenizer.decode([token]) for token in tokens),
-        alarms=tuple(alarms),
+        alarms=result.events.get("guard", ()),
         head=result.shown[0],
         steps=size.steps_of_row,
         positions=size.positions_of_column,
-        picture=Packed.of(torch.from_numpy(result.attention[0])),
+        picture=Packed.of(codes_of(torch.from_numpy(result.attention[0]))),
     )
 
 
@@ -579,7 +607,3 @@ def _rounded(values: Float[np.ndarray, "*axes"]) -> Float[np.ndarray, "*axes"]:
         digits = 3 - np.floor(np.log10(np.abs(values)))
     factor = 10.0 ** np.where(np.isfinite(digits), digits, 0)
     return np.round(values * factor) / factor
-
-
-def _sentence_start(name: str) -> str:
-    return name[:1].upper() + name[1:]

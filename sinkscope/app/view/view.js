@@ -19,7 +19,7 @@ async function unpacked(packed) {
   const bytes = Uint8Array.from(atob(packed.codes), (character) => character.charCodeAt(0));
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
   const codes = new Uint8Array(await new Response(stream).arrayBuffer());
-  return Float32Array.from(codes, (code) => packed.high * (code / LEVELS) ** 2);
+  return Float32Array.from(codes, (code) => (code / LEVELS) ** 2);
 }
 
 function shown(value) {

@@ -21,6 +21,7 @@ from sinkscope.files.jobs import check_workers
 from sinkscope.files.notation import head_name, listed, neuron_name
 from sinkscope.files.rate import wilson
 from sinkscope.files.result import Number
+from sinkscope.files.tables import Table
 from sinkscope.measure import Count, Hidden, Option, Result, Setup, measurement
 from sinkscope.measure.evidence import Evidence
 from sinkscope.measure.margin import margin_of
@@ -28,6 +29,7 @@ from sinkscope.measure.style import finished, unfolded
 from sinkscope.sinks.attack.clusters import TokenClusters, find_clusters
 from sinkscope.sinks.attack.sequences import (
     AttackContext,
+    Pools,
     attack_contexts,
     drawn_sequences,
     make_pools,
@@ -37,7 +39,6 @@ from sinkscope.sinks.attack.sequences import (
 from sinkscope.sinks.chunks import ChunkRun, hold_layers
 from sinkscope.sinks.first_token.absence import SpikeAbsence
 from sinkscope.sinks.first_token.layer_scan import norms_after
-from sinkscope.sinks.first_token.layer_view import view_layer
 from sinkscope.sinks.first_token.sets import sink_neurons
 from sinkscope.sinks.tokens import TokenRows, vocabulary
 
@@ -65,7 +66,7 @@ class ClusterAttack(Result):
         lengths: Tokens per sequence.
         sequences: Sequences of each kind.
         positions: Mean share of positions that succeed.
-        errors: Standard error of this share over sequences. None in results of earlier versions.
+        errors: Standard error of this share over sequences.
         any: Share of sequences that succeed at some position.
         most: Share of sequences that succeed at half of their positions or more.
         first: Median number of tokens until the first success. NaN if half of the sequences never succeed.
@@ -73,13 +74,13 @@ class ClusterAttack(Result):
         round_trip: Share of sequences that keep their ids when they are written as text and tokenized again.
     """
 
-    kind: ClassVar[str] = "attack"
-    glossary: ClassVar[dict[str, str]] = {
+    kind = "attack"
+    glossary: ClassVar = {
         "context": "what stands before: BOS, no BOS, or a chat template",
         "length": "tokens of the sequence",
     }
-    percent: ClassVar[tuple[str, ...]] = ("positions", "any", "most", "most_low", "most_high", "round_trip")
-    columns: ClassVar[tuple[str, ...]] = ("context", "length", "source", "positions", "any", "most", "first", "norm")
+    percent = ("positions", "any", "most", "most_low", "most_high", "round_trip")
+    columns = ("context", "length", "source", "positions", "any", "most", "first", "norm")
 
     sink_layer: int | None
     clusters: TokenClusters | None = None
@@ -90,7 +91,7 @@ class ClusterAttack(Result):
     lengths: Int[np.ndarray, " length"]
     sequences: int
     positions: Float[np.ndarray, "context length source"]
-    errors: Float[np.ndarray, "context length source"] | None = None
+    errors: Float[np.ndarray, "context length source"]
     any: Float[np.ndarray, "context length source"]
     most: Float[np.ndarray, "context length source"]
     first: Float[np.ndarray, "context length source"]
@@ -100,26 +101,27 @@ class ClusterAttack(Result):
     @property
     def best(self) -> tuple[int, int] | None:
         """Context and length of the cluster attack with most successful positions; None if none was tried."""
-        tried = self.positions[:, :, 0]
-        if not tried.size or np.isnan(tried).all():
+        tried = np.nan_to_num(self.positions[:, :, 0], nan=-1.0)
+        if tried.max(initial=-1.0) < 0:
             return None
-        highest = np.argwhere(tried == np.nanmax(tried))
-        context, length = max(highest.tolist(), key=lambda place: place[1])
-        return int(context), int(length)
+        context, length = max(np.argwhere(tried == tried.max()).tolist(), key=lambda place: place[1])
+        return context, length
 
     def conclusion(self) -> str:
         """The largest share of positions that succeeds, beside random tokens."""
         if self.absence is not None:
             return self.absence.sentence("there are no sink neurons to attack")
-        if self.best is None:
-            if self.clusters is None:
-                return "No single neuron makes the sink, so there are no clusters to attack with."
+        if self.best is None and self.clusters is not None:
             return self.clusters.sentence()
+        if self.best is None:
+            return "No single neuron makes the sink, so there are no clusters to attack with."
         context, length = self.best
         cluster, random, _ = self.positions[context, length]
-        verdict = "does better than random tokens" if cluster > random else "does no better than random tokens"
+        verdict = "does no better than random tokens"
         if Evidence(float(cluster), float(random)).holds:
             verdict = "works"
+        elif cluster > random:
+            verdict = "does better than random tokens"
         where = {"BOS": "after BOS", "no BOS": "without BOS", "chat": "after a chat prefix"}[self.contexts[context]]
         return (
             f"The cluster attack {verdict} {where}: {self.lengths[length]} different tokens of one cluster make "
@@ -128,7 +130,7 @@ class ClusterAttack(Result):
 
     def details(self) -> list[str]:
         """The clusters, and the share of positions that succeed at the length of the conclusion."""
-        lines: list[str] = []
+        lines = []
         if self.clusters is not None:
             clusters = self.clusters
             if self.best is not None:
@@ -145,22 +147,22 @@ class ClusterAttack(Result):
                 lines.append(f"Share of positions with a spike ({where}): {listed(named)}.")
         return lines
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> Table:
         """One row per context, length and source; without an attack, one per head that serves tokens."""
         if self.best is None:
             return self.cluster_rows()
-        columns = {name: getattr(self, name) for name in ("positions", "any", "most", "first", "norm")}
+        columns = {name: getattr(self, name) for name in NUMBERS if name != "errors"}
         columns["round_trip"] = np.broadcast_to(self.round_trip, self.positions.shape)
-        table: list[dict[str, Any]] = []
+        table = []
         for row in unfolded(columns, context=self.contexts, length=self.lengths.tolist(), source=self.sources):
             if row["positions"] is not None:
                 interval = wilson(round(row["most"] * self.sequences), self.sequences)
                 table.append({**row, "most_low": interval.low, "most_high": interval.high})
         return table
 
-    def cluster_rows(self) -> list[dict[str, Any]]:
+    def cluster_rows(self) -> Table:
         """One row per head of layer 0 that serves tokens."""
-        table: list[dict[str, Any]] = []
+        table = []
         if self.clusters is not None:
             for head in self.clusters.heads:
                 tokens = len(self.clusters.tokens_of(head))
@@ -170,7 +172,7 @@ class ClusterAttack(Result):
 
     def numbers(self) -> list[Number]:
         """Success of the attack, and the tokens that one head serves."""
-        numbers: list[Number] = []
+        numbers = []
         if self.clusters is not None:
             served = np.isfinite(self.clusters.head)
             without = self.clusters.without_heads / len(self.clusters.ids)
@@ -178,8 +180,8 @@ class ClusterAttack(Result):
             numbers.append(Number("tokens that one head of layer 0 marks", float(served.mean()), without, margin))
         if self.best is not None:
             cluster, random, _ = self.positions[self.best].tolist()
-            margin = None if self.errors is None else 2 * float(self.errors[self.best][0])
-            numbers.append(Number("positions at which a cluster attack makes spikes", cluster, random, margin))
+            label = "positions at which a cluster attack makes spikes"
+            numbers.append(Number(label, cluster, random, 2 * float(self.errors[self.best][0])))
         return numbers
 
 
@@ -259,13 +261,12 @@ def cluster_attack(
     target.check_length(f"--length {lengths[-1]} behind {before} tokens", lengths[-1] + before, remedy=remedy)
     run = ChunkRun(workers, None if resume is None else Path(resume))
     sink = sink_neurons(setup)
-    layer = sink.layer
     ordinary = vocabulary(target, tokens)
-    token_clusters: TokenClusters | None = None
-    if clusters is None and layer is not None:
+    token_clusters = None
+    if clusters is None and sink.layer is not None:
         token_clusters = find_clusters(setup, sink.neurons, ordinary, run=run.part("clusters"))
-        if token_clusters is not None:
-            clusters = {head: token_clusters.tokens_of(head) for head in token_clusters.heads}
+    if token_clusters is not None:
+        clusters = {head: token_clusters.tokens_of(head) for head in token_clusters.heads}
     left_out = {int(token) for token in setup.tokenizer.all_special_ids}
     left_out.update(*[context.lead for context in contexts])
     size = int(target.config.vocab_size)
@@ -276,40 +277,56 @@ def cluster_attack(
             f"--length {lengths[0]} is more than the {largest} tokens of the largest cluster, and no token is "
             "repeated; give at most that"
         )
-    shape = len(contexts), len(lengths), len(SOURCES)
-    arrays: dict[str, Any] = {name: np.full(shape, np.nan) for name in NUMBERS}
-    round_trips = np.full(shape[1:], np.nan)
-    reference = float("nan")
-    tried = 0
-    if layer is not None and pools and sequences:
-        tried = sequences
-        hold_layers(target, layer)
-        first = setup.ids[:, :1]
-        view = view_layer(target, layer, first, torch.ones_like(first, dtype=torch.bool))
-        reference = float(view.resid.norm(dim=-1).median())
-        everyone = make_pools({-1: ordinary}, size, left_out)
-        for number, length in enumerate(lengths):
-            drawn = drawn_sequences(pools, length, sequences, setup.seed)
-            if not len(drawn):
-                continue
-            random = drawn_sequences(everyone, length, sequences, setup.seed)
-            for source, rows in enumerate((drawn, random, repeated_first(drawn))):
-                round_trips[number, source] = round_trip(setup.tokenizer, rows)
-                for place, context in enumerate(contexts):
-                    shares = attacked_norms(setup, layer, context, rows) / reference
-                    for name, value in success_of(shares, length - shares.shape[1]).items():
-                        arrays[name][place, number, source] = value
+    if sink.layer is None or not pools:
+        sequences = 0
+    everyone = make_pools({-1: ordinary}, size, left_out)
     return ClusterAttack(
-        sink_layer=layer,
+        sink_layer=sink.layer,
         clusters=token_clusters,
         absence=sink.absence,
-        reference=reference,
         contexts=tuple(context.name for context in contexts),
         lengths=np.array(lengths),
-        sequences=tried,
-        round_trip=round_trips,
-        **arrays,
+        sequences=sequences,
+        **attack_rates(setup, sink.layer or 0, contexts, lengths, (pools, everyone), sequences),
     )
+
+
+def attack_rates(
+    setup: Setup,
+    layer: int,
+    contexts: Sequence[AttackContext],
+    lengths: Sequence[int],
+    pools: tuple[Pools, Pools],
+    sequences: int,
+) -> dict[str, Any]:
+    """The fields of a `ClusterAttack` that are measured; NaN where nothing is tried.
+
+    Args:
+        setup: The model and its text.
+        layer: The layer where norms are read.
+        contexts: What stands before.
+        lengths: Tokens per sequence.
+        pools: The clusters, and all tokens.
+        sequences: Sequences of each kind; 0 if none can be made.
+    """
+    shape = len(contexts), len(lengths), len(SOURCES)
+    rates: dict[str, Any] = {name: np.full(shape, np.nan) for name in NUMBERS}
+    rates |= {"round_trip": np.full(shape[1:], np.nan), "reference": float("nan")}
+    if not sequences:
+        return rates
+    hold_layers(setup.target, layer)
+    reference = rates["reference"] = float(norms_after(setup.target, layer, setup.ids[:, :1]).median())
+    for number, length in enumerate(lengths):
+        drawn, random = (drawn_sequences(one, length, sequences, setup.seed) for one in pools)
+        if not len(drawn):
+            continue
+        for source, rows in enumerate((drawn, random, repeated_first(drawn))):
+            rates["round_trip"][number, source] = round_trip(setup.tokenizer, rows)
+            for place, context in enumerate(contexts):
+                shares = attacked_norms(setup, layer, context, rows) / reference
+                for name, value in success_of(shares, length - shares.shape[1]).items():
+                    rates[name][place, number, source] = value
+    return rates
 
 
 def attacked_norms(setup: Setup, layer: int, context: AttackContext, rows: TokenRows) -> Float[Tensor, "row attacked"]:

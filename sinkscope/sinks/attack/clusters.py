@@ -132,9 +132,10 @@ class TokenClusters:
     def sentence(self) -> str:
         """How many tokens a single head serves, and how many fire without any head."""
         served = int(np.isfinite(self.head).sum())
-        control = f"{self.without_heads / len(self.ids):.1%} have their mark without these heads"
+        share = f"{self.without_heads / len(self.ids):.1%}"
+        control = f"{share} have their mark without these heads"
         if self.without_heads > len(self.ids) / 2:
-            return f"The heads of layer 0 do not make the mark: of the tokens, {control}."
+            return f"The heads of layer 0 do not make the mark: {share} of the tokens have it without these heads."
         if not served:
             return f"No single head of layer 0 is enough to mark a token; {control}."
         tokens = f"{served:,} of {counted(len(self.ids), 'token')}"

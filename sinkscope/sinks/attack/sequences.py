@@ -5,12 +5,12 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import eq
 from typing import Any
 
 import numpy as np
 import torch
 from einops import repeat
-from jaxtyping import Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
@@ -21,6 +21,10 @@ from sinkscope.sinks.tokens import TokenRows
 
 CHAT = "A chat between a user and an assistant.\nUser: "  # used before the attack if there is no chat template
 MARK = "\u2021"  # stands for what the user says
+
+
+Pools = dict[int, Tensor]
+"""Tokens to draw from, by the head that serves them."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +38,8 @@ class AttackContext:
 def attack_contexts(setup: Setup, bos: bool | None, prefix: str | None) -> tuple[AttackContext, ...]:
     """BOS, no BOS, and a chat, as far as the model and the arguments allow."""
     resolve_bos(setup.tokenizer, setup.target.config, bos)  # refuses --bos if there is no BOS
-    start: tuple[int, ...] = ()
-    if setup.bos is not None:
-        start = (setup.bos,)
-    contexts: list[AttackContext] = []
+    start = () if setup.bos is None else (setup.bos,)
+    contexts = []
     if start and bos is not False:
         contexts.append(AttackContext("BOS", start))
     if not start or bos is not True:
@@ -59,15 +61,13 @@ def chat_ids(tokenizer: Any, prefix: str | None) -> tuple[int, ...]:
     return tuple(tokenizer(prefix, add_special_tokens=False)["input_ids"])
 
 
-def make_pools(
-    clusters: Mapping[int, Sequence[int]], vocabulary: int, left_out: set[int]
-) -> dict[int, Int[Tensor, " token"]]:
+def make_pools(clusters: Mapping[int, Sequence[int]], vocabulary: int, left_out: set[int]) -> Pools:
     """The clusters as tensors, without the tokens of `left_out`. Clusters of fewer than two tokens are dropped.
 
     Raises:
         SinkscopeError: A token does not exist in the model.
     """
-    pools: dict[int, Tensor] = {}
+    pools = {}
     for head, tokens in clusters.items():
         ids = sorted({int(token) for token in tokens} - left_out)
         for token in ids:
@@ -81,7 +81,7 @@ def make_pools(
     return pools
 
 
-def drawn_sequences(pools: Mapping[int, Int[Tensor, " token"]], length: int, count: int, seed: int) -> TokenRows:
+def drawn_sequences(pools: Pools, length: int, count: int, seed: int) -> TokenRows:
     """`count` sequences of distinct tokens, each from one cluster, the clusters taken in turn.
 
     No rows if no cluster has `length` tokens.
@@ -90,7 +90,7 @@ def drawn_sequences(pools: Mapping[int, Int[Tensor, " token"]], length: int, cou
     large = [pool for pool in pools.values() if len(pool) >= length]
     if not large:
         return torch.zeros(0, length, dtype=torch.long)
-    rows: list[Tensor] = []
+    rows = []
     for number in range(count):
         pool = large[number % len(large)]
         rows.append(pool[torch.randperm(len(pool), generator=generator)[:length]])
@@ -106,4 +106,5 @@ def round_trip(tokenizer: Any, rows: TokenRows) -> float:
     """Share of sequences that give the same ids after decoding to text and encoding again."""
     texts = tokenizer.batch_decode(rows, clean_up_tokenization_spaces=False)
     again = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    return float(np.mean([one == other for one, other in zip(again, rows.tolist(), strict=True)]))
+    same = map(eq, again, rows.tolist())
+    return float(np.mean(list(same)))

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from sinkscope.sinks.first_token.attention_received import attention_received
 from sinkscope.sinks.first_token.context import SinkContext
-from sinkscope.sinks.first_token.result import RATE_EPS
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,7 @@ class SpikeAbsence:
         """What there is instead; None if an MLP makes a spike."""
         if context.sink_layer is not None:
             return None
-        depth = len(context.scan.layers)
-        received = attention_received(context.target, context.ids, RATE_EPS, layers=depth)
+        received = attention_received(context.target, context.ids, layers=len(context.scan.layers))
         return cls(bool(context.scan.spike_layers), received.attended, context.ids.shape[1])
 
     def sentence(self, consequence: str) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from einops import reduce
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
@@ -16,7 +16,8 @@ from sinkscope.files.console import Progress, silent
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
-from sinkscope.sinks.first_token.result import RATE_EPS, SINK_HEADS, SinkRate
+from sinkscope.sinks.first_token.result import RATE_EPS, SINK_HEADS, Heads, SinkRate
+from sinkscope.sinks.tokens import TokenRows
 from sinkscope.trace.attention import attention_rows
 
 RATE_LENGTH, RATE_TEXTS = 64, 100  # texts over which the sink rate is defined (Gu et al. 2024)
@@ -61,7 +62,7 @@ class AttentionReceived:
         attending: Which layers attend; the others of a hybrid model keep a state and count in no rate.
     """
 
-    ids: Int[Tensor, "text pos"]
+    ids: TokenRows
     above: Bool[Tensor, "layer head text at"]
     learned: Bool[Tensor, "layer head text"]
     windows: tuple[int | None, ...]
@@ -85,19 +86,18 @@ class AttentionReceived:
         attend; they must be some texts, of different first tokens, and the heads more than for a sink of all texts.
         """
         to_first = self.above[..., 0]
-        everywhere = torch.ones(len(self.ids), dtype=torch.bool)
-        always = _in_most_texts(to_first)
-        least = max(SINK_HEADS, FIRST_SHARE * always[self.attending].numel())
+        share = reduce(to_first.float(), "layer head text -> layer head", "mean")
+        always = share >= MOST_TEXTS
+        least = max(SINK_HEADS, FIRST_SHARE * share[self.attending].numel())
         if int(always.sum()) >= least:
-            return _texts_of(to_first, always, everywhere)
-        sometimes = reduce(to_first.float(), "layer head text -> layer head", "mean") >= SOME_TEXTS
-        if int(sometimes.sum()) < max(least, LATER_SHARE * sometimes[self.attending].numel()):
-            return ~everywhere
-        texts = _texts_of(to_first, sometimes, everywhere)
-        first_tokens = self.ids[texts, 0].unique()
-        if int(texts.sum()) < SOME_TEXTS * len(texts) or len(first_tokens) < LATER_CASES:
-            return ~everywhere
-        return texts
+            return _texts_of(to_first, always)
+        sometimes = share >= SOME_TEXTS
+        texts = _texts_of(to_first, sometimes)
+        heads_suffice = int(sometimes.sum()) >= max(least, LATER_SHARE * share[self.attending].numel())
+        texts_suffice = int(texts.sum()) >= SOME_TEXTS * len(texts)
+        if heads_suffice and texts_suffice and len(self.ids[texts, 0].unique()) >= LATER_CASES:
+            return texts
+        return torch.zeros_like(texts)
 
     @property
     def share(self) -> float:
@@ -105,16 +105,21 @@ class AttentionReceived:
         return float(self.texts.float().mean())
 
     @cached_property
-    def heads(self) -> list[tuple[int, int]]:
+    def heads(self) -> Heads:
         """The (layer, head) pairs that attend to the first token in most of `texts`; empty if too few for a sink."""
-        if not bool(self.texts.any()):
-            return []
-        return _heads_of_a_sink(_in_most_texts(self.above[..., self.texts, 0]), self.attending)
+        return self._heads_of_a_sink(self.above[..., self.texts, 0])
 
     @cached_property
-    def learned_heads(self) -> list[tuple[int, int]]:
+    def learned_heads(self) -> Heads:
         """The (layer, head) pairs whose learned sink logit exceeds the threshold in most texts; empty if too few."""
-        return _heads_of_a_sink(_in_most_texts(self.learned), self.attending)
+        return self._heads_of_a_sink(self.learned)
+
+    def _heads_of_a_sink(self, above: Bool[Tensor, "layer head text"]) -> Heads:
+        steady = _in_most_texts(above)
+        heads = [(layer, head) for layer, head in steady.nonzero().tolist()]
+        if len(heads) < max(SINK_HEADS, FIRST_SHARE * steady[self.attending].numel()):
+            return []
+        return heads
 
     @property
     def attended(self) -> bool:
@@ -126,10 +131,11 @@ class AttentionReceived:
         """Share of (layer, head) pairs whose learned sink logit exceeds the threshold, averaged over texts."""
         return float(self.learned[self.attending].float().mean())
 
-    def window(self, heads: list[tuple[int, int]]) -> int | None:
-        """The smallest window of the layers of these heads; None if they see everything."""
-        windows = [self.windows[layer] for layer, _ in heads]
-        return min([window for window in windows if window is not None], default=None)
+    @property
+    def window(self) -> int | None:
+        """The smallest window of the layers of the heads that attend; None if they see everything."""
+        windows = [self.windows[layer] for layer, _ in self.heads]
+        return min(filter(None, windows), default=None)
 
     @cached_property
     def later(self) -> list[AttendedToken]:
@@ -139,10 +145,10 @@ class AttentionReceived:
         judged, over at least two positions.
         """
         ids = self.ids[:, : self.above.shape[-1]]
-        attended = self._at_positions(ids, torch.ones_like(ids, dtype=torch.bool))
         elsewhere = torch.ones_like(ids, dtype=torch.bool)
+        attended = self._at_positions(ids, elsewhere)
         elsewhere[:, [0, *(place.position for place in attended)]] = False
-        tokens: list[AttendedToken] = []
+        tokens = []
         for token in ids[:, 1:].unique().tolist():
             where = elsewhere & (ids == token)
             rate = _later_rate(self.above[self.attending][:, :, where])
@@ -154,9 +160,9 @@ class AttentionReceived:
             attended = self._at_positions(ids, ordinary)
         return sorted([*tokens, *attended], key=lambda place: -place.rate)
 
-    def _at_positions(self, ids: Int[Tensor, "text at"], counted: Bool[Tensor, "text at"]) -> list[AttendedToken]:
+    def _at_positions(self, ids: TokenRows, counted: Bool[Tensor, "text at"]) -> list[AttendedToken]:
         """Positions at which different tokens receive attention."""
-        attended: list[AttendedToken] = []
+        attended = []
         for position in range(1, ids.shape[1]):
             texts = counted[:, position]
             rate = _later_rate(self.above[self.attending][:, :, texts, position])
@@ -165,14 +171,10 @@ class AttentionReceived:
         return attended
 
 
-def _texts_of(
-    to_first: Bool[Tensor, "layer head text"], heads: Bool[Tensor, "layer head"], everywhere: Bool[Tensor, " text"]
-) -> Bool[Tensor, " text"]:
+def _texts_of(to_first: Bool[Tensor, "layer head text"], heads: Bool[Tensor, "layer head"]) -> Bool[Tensor, " text"]:
     """Texts in which most of the heads attend to the first token; all of them if nearly all are."""
     texts = reduce(to_first[heads].float(), "head text -> text", "mean") >= MOST_TEXTS
-    if float(texts.float().mean()) >= ALL_TEXTS:
-        return everywhere
-    return texts
+    return texts | (texts.float().mean() >= ALL_TEXTS)
 
 
 def _in_most_texts(above: Bool[Tensor, "layer head case"]) -> Bool[Tensor, "layer head"]:
@@ -190,18 +192,11 @@ def _later_rate(above: Bool[Tensor, "layer head case"]) -> float | None:
     return rate
 
 
-def _heads_of_a_sink(steady: Bool[Tensor, "layer head"], attending: Bool[Tensor, " layer"]) -> list[tuple[int, int]]:
-    heads = [(layer, head) for layer, head in steady.nonzero().tolist()]
-    if len(heads) < SINK_HEADS or len(heads) < FIRST_SHARE * steady[attending].numel():
-        return []
-    return heads
-
-
 @torch.no_grad()
 def attention_received(
     target: Target,
-    ids: Int[Tensor, "text pos"],
-    eps: float,
+    ids: TokenRows,
+    eps: float = RATE_EPS,
     *,
     layers: int | None = None,
     progress: Progress = silent,
@@ -221,9 +216,7 @@ def attention_received(
         progress: Called after each batch.
         batch: Number of texts that run together.
     """
-    depth = target.n_layers
-    if layers is not None:
-        depth = layers
+    depth = layers or target.n_layers
     reading = AttentionReading(target, ids, eps)
     for start in range(0, len(ids), batch):
         texts = slice(start, min(start + batch, len(ids)))
@@ -236,7 +229,7 @@ def attention_received(
 class AttentionReading:
     """Takes down which heads attend to which position while texts run through a model."""
 
-    def __init__(self, target: Target, ids: Int[Tensor, "text pos"], eps: float) -> None:
+    def __init__(self, target: Target, ids: TokenRows, eps: float = RATE_EPS) -> None:
         self.target = target
         self.ids = ids
         self.eps = eps
@@ -247,20 +240,17 @@ class AttentionReading:
 
     def listening(self, texts: slice, depth: int) -> AbstractContextManager[None]:
         """A context in which a pass over some of the texts is taken down, in the first layers."""
-        length = self.ids.shape[1]
+        read = partial(self._read, texts)
+        return attention_rows(self.target, read, layers=list(range(depth)), rows_per_chunk=self.ids.shape[1])
 
-        def read(layer: int, _first: int, probs: Float[Tensor, "text head query key"]) -> None:
-            self._read(layer, texts, probs)
-
-        return attention_rows(self.target, read, layers=list(range(depth)), rows_per_chunk=length)
-
-    def _read(self, layer: int, texts: slice, probs: Float[Tensor, "text head query key"]) -> None:
+    def _read(self, texts: slice, layer: int, _first: int, probs: Float[Tensor, "text head query key"]) -> None:
         length = probs.shape[-1]
         window = self._windows[layer] = seen_positions(probs)
         counted = probs
-        queries = torch.arange(length, 0, -1, device=probs.device)
+        places = torch.arange(length, device=probs.device)
+        queries = length - places
         if window is not None:
-            distance = torch.arange(length, device=probs.device)[:, None] - torch.arange(length).to(probs.device)
+            distance = places[:, None] - places
             farther = (distance >= window // 2) & (distance < window)
             counted = probs * farther
             queries = farther.sum(0).clamp(min=1)
@@ -273,7 +263,7 @@ class AttentionReading:
 
     def received(self, depth: int) -> AttentionReceived:
         """What was read in the first layers."""
-        attending = torch.tensor([self.target.has_attention(layer) for layer in range(depth)])
+        attending = torch.tensor(list(map(self.target.has_attention, range(depth))))
         windows = tuple(self._windows[:depth])
         return AttentionReceived(self.ids, self._above[:depth], self._learned[:depth], windows, attending)
 
@@ -293,12 +283,12 @@ def attention_of_all(setup: Setup) -> tuple[AttentionReceived, SinkRate | None]:
     """
     target = setup.target
     if target.max_positions is not None and target.max_positions < RATE_LENGTH:
-        return attention_received(target, setup.ids, RATE_EPS), None
+        return attention_received(target, setup.ids), None
     texts, batch = RATE_TEXTS, max(1, BATCH_ELEMENTS // (RATE_LENGTH * target.d_mlp))
     if not target.resident:  # every batch reads all layers from disk again: there is one smaller batch
         texts, batch = RATE_TEXTS // 4, RATE_TEXTS
     ids = text_rows(setup.tokenizer, setup.text, texts, RATE_LENGTH, setup.bos)
-    received = attention_received(target, ids, RATE_EPS, progress=setup.progress, batch=batch)
+    received = attention_received(target, ids, progress=setup.progress, batch=batch)
     return received, SinkRate(RATE_EPS, RATE_LENGTH, len(ids), received.rate)
 
 

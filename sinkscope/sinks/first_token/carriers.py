@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxtyping import Int
-from torch import Tensor
-
 from sinkscope.measure.evidence import NEEDED
 from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.context import SinkContext
-from sinkscope.sinks.first_token.effects import Component, Edit, effects, has_key_bias, heads_lost, writers
-from sinkscope.sinks.first_token.result import Carrier
+from sinkscope.sinks.first_token.effects import Component, Edit, effects, has_key_bias, heads_lost, one_by_one, writers
+from sinkscope.sinks.first_token.result import Carrier, Heads
+from sinkscope.sinks.tokens import TokenRows
 
 MAKER_TEXTS = 2
 MAKER_LENGTH = 32  # typical text in which the maker of a spike is searched
 
 
-def carriers(
-    target: Target, ids: Int[Tensor, "text pos"], heads: Sequence[tuple[int, int]], at: int = 0
-) -> tuple[Carrier, ...]:
+def carriers(target: Target, ids: TokenRows, heads: Heads, at: int = 0) -> tuple[Carrier, ...]:
     """Replace each component at the position by what it writes at a later one, to see whose absence ends the sink.
 
     "position" is what remains when everything written at the position is replaced.
@@ -29,8 +25,7 @@ def carriers(
     components = list(written)
     if has_key_bias(target):
         components.append(Component("key bias"))
-    edits = [Edit(swap=(component,)) for component in components]
-    edits.append(Edit(swap=tuple(written)))
+    edits = [*one_by_one(components), Edit(swap=tuple(written))]
     source = (at + ids.shape[1]) // 2
     edited = effects(target, ids, edits, at=at, source=source, upto=last, attention=True)
     drops = edited.attention_drops(heads)
@@ -62,8 +57,9 @@ def spike_maker(context: SinkContext) -> str | None:
     layer = scan.spike_layers[0]
     ids = context.ids[:MAKER_TEXTS, :MAKER_LENGTH]
     candidates = writers(target, layer + 1)
-    edits = [Edit(swap=(component,)) for component in candidates]
-    edited = effects(target, ids, edits, source=ids.shape[1] // 2, upto=layer, without=scan.shared_dims)
+    edited = effects(
+        target, ids, one_by_one(candidates), source=ids.shape[1] // 2, upto=layer, without=scan.shared_dims
+    )
     drops = edited.drops(layer)
     best = int(drops.argmax())
     if float(drops[best]) < NEEDED:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from einops import reduce
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.files.notation import head_name, neuron_name
@@ -31,12 +31,20 @@ from sinkscope.sinks.first_token.circuit_result import (
     SinkCircuit,
     draw,
 )
-from sinkscope.sinks.first_token.effects import Component, Edit, effects, key_bias, key_projection
+from sinkscope.sinks.first_token.effects import Component, Edit, effects, key_bias, key_projection, one_by_one
 from sinkscope.sinks.first_token.find import find_sinks
-from sinkscope.sinks.first_token.position_effect import PositionEffect, random_sets
-from sinkscope.sinks.first_token.result import CONTROL_DRAWS, RATE_EPS, FindSinks, LaterSink, SinkPosition, Sites
+from sinkscope.sinks.first_token.position_effect import PositionEffect, random_swaps
+from sinkscope.sinks.first_token.result import (
+    CONTROL_DRAWS,
+    RATE_EPS,
+    FindSinks,
+    LaterSink,
+    SinkPosition,
+    Sites,
+    sites_of,
+)
 from sinkscope.sinks.first_token.sets import random_sites
-from sinkscope.sinks.tokens import prefixes
+from sinkscope.sinks.tokens import TokenRows, prefixes
 from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
 
@@ -61,7 +69,7 @@ class _Position:
 
     setup: Setup
     name: str
-    ids: Int[Tensor, "text pos"]
+    ids: TokenRows
     at: int
     other: int
     layer: int | None
@@ -70,7 +78,7 @@ class _Position:
 
     @classmethod
     def of(
-        cls, setup: Setup, sinks: FindSinks, name: str, ids: Tensor, at: int, layer: int | None, sites: Sites
+        cls, setup: Setup, sinks: FindSinks, name: str, ids: TokenRows, at: int, layer: int | None, sites: Sites
     ) -> _Position:
         """Chooses the typical position: its norms after the layer are nearest to the median of their text."""
         shared_dims = sinks.shared_dims
@@ -90,15 +98,24 @@ class _Position:
         """The norm of the position after a layer."""
         return PositionEffect(self.setup.target, self.ids, self.at, self.other, layer, without=self.shared_dims)
 
-    def heads(self, depth: int, excluded: Sequence[Component]) -> list[Component]:
-        """Heads of the layers up to one, except these."""
+    def random_heads(self, depth: int, excluded: Sequence[Component], size: int) -> list[Edit]:
+        """Edits that replace random heads of the layers up to one, except these."""
         heads = [Component("head", layer, head) for layer in range(depth + 1) for head in range(self.setup.n_heads)]
-        return [head for head in heads if head not in excluded]
+        return random_swaps([head for head in heads if head not in excluded], size, self.setup.seed)
 
-    def random_neurons(self) -> list[Sites]:
-        """Random sets of as many neurons of the same layers (and experts)."""
+    def swapped(self, depth: int, chosen: tuple[Component, ...]) -> list[Edit]:
+        """Edits that replace the chosen components, and as many random heads; none if nothing was chosen."""
+        if not chosen:
+            return []
+        return [Edit(swap=chosen), *self.random_heads(depth, chosen, len(chosen))]
+
+    def silenced(self) -> list[Edit]:
+        """Edits that silence the neurons, and random sets of as many neurons of the same layers (and experts)."""
         generator = torch.Generator().manual_seed(self.setup.seed)
-        return [random_sites(self.setup.target, self.sites, (), generator) for _ in range(CONTROL_DRAWS)]
+        edits = [Edit(zero=self.sites)]
+        for _ in range(CONTROL_DRAWS):
+            edits.append(Edit(zero=random_sites(self.setup.target, self.sites, (), generator)))
+        return edits
 
     def reading_effect(self) -> PositionEffect | None:
         """The attention to the position of the heads that read it; None if there are none.
@@ -129,46 +146,39 @@ def _mark_step(
         judge: The effect by which components are called needed, if it is a different one.
     """
     marks = effect.marks(depth)
-    pool, seed = position.heads(depth, marks.chosen), position.setup.seed
-    together, together_control = None, None
-    if marks.chosen:
-        together = effect.necessity([marks.chosen])[0]
-        together_control = max(effect.necessity(random_sets(pool, len(marks.chosen), seed)), default=None)
-    single = [(component,) for component in dict.fromkeys((*marks.chosen, *marks.effective))]
+    lost = effect.necessity(position.swapped(depth, marks.chosen))
+    components = tuple(dict.fromkeys((*marks.chosen, *marks.effective)))
+    single = one_by_one(components)
     step = CircuitStep(
         name=name,
-        components=tuple(str(component) for (component,) in single),
+        components=tuple(map(str, components)),
         necessity=np.array(effect.necessity(single)),
         sufficiency=np.array(effect.sufficiency(single)),
-        control=max(effect.necessity(random_sets(pool, 1, seed)), default=None),
+        control=max(effect.necessity(position.random_heads(depth, marks.chosen, 1)), default=None),
         chosen=tuple(map(str, marks.chosen)),
-        alone=np.array((judge or effect).necessity([(mark,) for mark in marks.chosen])),
-        together=together,
-        together_control=together_control,
+        alone=np.array((judge or effect).necessity(one_by_one(marks.chosen))),
+        together=lost[0] if lost else None,
+        together_control=max(lost[1:], default=None),
     )
     return step, marks.chosen
 
 
 def _neuron_step(position: _Position, judge: PositionEffect | None) -> CircuitStep:
     """What is lost of the spike without its neurons; `judge` is as in a mark step."""
-    effect, sites = position.norm_effect(position.layer), position.sites
-    names = tuple(neuron_name(*site) for site in sites)
-    sets = [*((site,) for site in sites), sites, *position.random_neurons()]
-    lost = effect.shares(effect.removed([Edit(zero=members) for members in sets]))
-    necessity = np.array(lost[: len(sites)])
-    alone = necessity
-    if judge is not None:
-        alone = np.array(judge.shares(judge.removed([Edit(zero=(site,)) for site in sites])))
+    single = [Edit(zero=(site,)) for site in position.sites]
+    lost = position.norm_effect(position.layer).necessity([*single, *position.silenced()])
+    necessity = np.array(lost[: len(single)])
+    names = tuple(neuron_name(*site) for site in position.sites)
     return CircuitStep(
         name=NEURONS,
         components=names,
         necessity=necessity,
-        sufficiency=np.full(len(sites), np.nan),
+        sufficiency=np.full(len(single), np.nan),
         control=None,
         chosen=names,
-        alone=alone,
-        together=lost[len(sites)],
-        together_control=max(lost[len(sites) + 1 :]),
+        alone=necessity if judge is None else np.array(judge.necessity(single)),
+        together=lost[len(single)],
+        together_control=max(lost[len(single) + 1 :]),
     )
 
 
@@ -204,21 +214,20 @@ def _trace_sink(position: _Position, first_high: int | None, made_by_mlp: bool) 
         first_high: The first layer after which its norm stands out.
         made_by_mlp: Whether MLPs make its spike.
     """
-    steps: list[CircuitStep] = []
+    steps = []
     reading, spike = position.reading_effect(), position.norm_effect(position.layer)
     layer, sites = position.layer, position.sites
     readers: Readers | None = None
     if reading is not None and layer is not None:
         carried_by: tuple[str, ...] = ("spike",)
-        removing: list[Edit] = []
         if sites:
-            removing = [Edit(zero=members) for members in (sites, *position.random_neurons())]
+            removing = position.silenced()
         elif made_by_mlp:
-            removing = [Edit(swap=(Component("mlp", layer),))]
+            removing = one_by_one([Component("mlp", layer)])
         else:
             chosen = spike.marks(layer).chosen
             carried_by = tuple(map(str, chosen))
-            removing = _with_random_heads(position, reading, layer, chosen)
+            removing = position.swapped(layer, chosen)
         readers = _readers(reading, layer, carried_by, removing)
     carried = readers is not None and readers.evidence.holds
     judge = reading if carried else None
@@ -226,7 +235,7 @@ def _trace_sink(position: _Position, first_high: int | None, made_by_mlp: bool) 
         steps.append(_mark_step(position, MARK, spike, layer, judge)[0])
     if layer is not None and sites:
         steps.append(_neuron_step(position, judge))
-        if first_high is not None and first_high < min(site[0] for site in sites):
+        if first_high is not None and first_high < min(sites)[0]:
             steps.append(_mark_step(position, EARLY, position.norm_effect(first_high), first_high)[0])
     if reading is not None and reading.heads is not None and not carried:
         depth = int(reading.heads.nonzero()[:, 0].max())
@@ -234,28 +243,16 @@ def _trace_sink(position: _Position, first_high: int | None, made_by_mlp: bool) 
         steps.append(step)
         readers = _readers(reading, layer, (), [])
         if step.carried:
-            removing = _with_random_heads(position, reading, depth - 1, chosen)
-            readers = _readers(reading, layer, step.chosen, removing)
+            readers = _readers(reading, layer, step.chosen, position.swapped(depth - 1, chosen))
     return SinkCircuit(position.name, position.at, layer if made_by_mlp else None, tuple(steps), readers)
-
-
-def _with_random_heads(
-    position: _Position, effect: PositionEffect, depth: int, chosen: tuple[Component, ...]
-) -> list[Edit]:
-    """Edits that replace the chosen components, and as many random heads; nothing if none was chosen."""
-    if not chosen:
-        return []
-    controls = random_sets(position.heads(depth, chosen), len(chosen), position.setup.seed)
-    return [Edit(swap=tuple(members)) for members in (chosen, *controls)]
 
 
 def _with_its_texts(setup: Setup, sinks: FindSinks) -> Setup:
     """The setup with texts that have the sinks: longer ones, if shorter ones do not show them."""
-    farthest = max((later.position for later in sinks.later_sinks), default=0)
-    length = farthest + 1
+    lengths = [later.position + 1 for later in sinks.later_sinks]
     if sinks.attention_sink is not None:
-        length = max(length, sinks.attention_sink.length)
-    if length > setup.ids.shape[1]:
+        lengths.append(sinks.attention_sink.length)
+    if max(lengths, default=0) > setup.ids.shape[1]:
         return with_long_texts(setup) or setup
     return setup
 
@@ -265,32 +262,32 @@ def _first_sink(setup: Setup, sinks: FindSinks) -> _Position:
     ids = setup.ids[:TEXTS].clone()
     ids[:, 0] = ids[0, 0]
     spike, name = sinks.norm_spike, f"the first token {setup.tokenizer.decode(ids[0, :1])!r}"
-    if sinks.sink_layer is None:
-        layer = None
-        if spike is not None and spike.plateau is not None:
-            layer = spike.plateau[0]
-        return _Position.of(setup, sinks, name, ids, 0, layer, ())
-    sites: list[tuple[int, ...]] = []
-    if sinks.causal_sets and (sinks.minimal is not None or not sinks.causal):  # else a set that is larger than its part
-        sites += sinks.causal_sets[0].edit_sites
-    sites += [neuron.site for neuron in sinks.causal if neuron.site not in sites]
-    layer = max(sinks.sink_layer, *(site[0] for site in sites), 0)
+    layer = sinks.sink_layer
+    sites = []
+    if layer is not None:
+        causal = sites_of(sinks.causal)
+        if sinks.causal_sets and (sinks.minimal is not None or not causal):  # else a set that is larger than its part
+            sites += sinks.causal_sets[0].edit_sites
+        sites += [site for site in causal if site not in sites]
+        layer = max(layer, max(sites, default=(0,))[0])
+    elif spike is not None and spike.plateau is not None:
+        layer = spike.plateau[0]
     return _Position.of(setup, sinks, name, ids, 0, layer, tuple(sites))
 
 
 def _later_sinks(setup: Setup, sinks: FindSinks) -> list[_Position]:
     """Sinks behind the first token, each on texts of its own: spikes, then positions that heads attend to."""
-    places: dict[str, LaterSink | SinkPosition] = {_place_name(later): later for later in sinks.later_sinks}
-    if sinks.attention_sink is not None:
-        for place in sinks.attention_sink.positions:
-            if place.position:
-                places.setdefault(_place_name(place), place)
-    positions: list[_Position] = []
+    attended = () if sinks.attention_sink is None else sinks.attention_sink.positions
+    places = {}
+    for place in (*sinks.later_sinks, *attended):
+        if place.position:
+            places.setdefault(_place_name(place), place)
+    positions = []
     for name, place in list(places.items())[:LATER_SINKS]:
-        sites: Sites = ()
+        sites = ()
         if isinstance(place, LaterSink) and place.set is not None:
             sites = place.set.edit_sites
-        layer = max((site[0] for site in sites), default=None)
+        layer = max(sites)[0] if sites else None
         ids = setup.ids[:TEXTS]
         at = place.position
         if place.token:  # one text, if possible one in which it stands where it was examined
@@ -298,7 +295,7 @@ def _later_sinks(setup: Setup, sinks: FindSinks) -> list[_Position]:
             where = torch.isin(setup.ids[:, 1:-4], torch.tensor(here)).nonzero() + torch.tensor([0, 1])
             if not len(where):
                 continue
-            row, at = min(where.tolist(), key=lambda found: (found[1] != place.position, found[1]))
+            row, at = min(where.tolist(), key=lambda pair: (pair[1] != place.position, pair[1]))
             ids = setup.ids[row : row + 1]
         positions.append(_Position.of(setup, sinks, name, ids, at, layer, sites))
     return positions
@@ -327,26 +324,26 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Positive | N
     sinks = find_sinks.on(setup, tokens=None if token is None else [token], max_repeats=max_repeats)
     setup = _with_its_texts(setup, sinks)
     first = _first_sink(setup, sinks)
-    result = Circuit(
-        first_token=setup.tokenizer.decode(first.ids[0, :1].tolist()),
-        lengths=sinks.lengths,
-        untested=_untested(setup.target),
-    )
-    if setup.target.adapter.learned_sinks:
-        result = replace(result, **_learned_shares(first))
-    traced: list[SinkCircuit] = []
     spike = sinks.norm_spike
-    high = spike.plateau[0] if spike is not None and spike.plateau is not None else None
+    traced = []
     attended = sinks.attention_sink is not None and sinks.attention_sink.positions[:1]
     if first.layer is not None or (attended and attended[0].position == 0):
-        of_first = _trace_sink(first, high, sinks.sink_layer is not None)
-        traced.append(of_first)
+        high = spike.plateau[0] if spike is not None and spike.plateau is not None else None
+        traced.append(_trace_sink(first, high, sinks.sink_layer is not None))
     spiking = [_place_name(sink) for sink in sinks.later_sinks]
     for position in _later_sinks(setup, sinks):
         later = _trace_sink(position, None, bool(position.sites))
         if later.steps:
             traced.append(replace(later, stands_out=position.name in spiking))
-    return _with_repetition(replace(result, sinks=tuple(traced)), first, sinks)
+    result = Circuit(
+        first_token=setup.tokenizer.decode(first.ids[0, :1].tolist()),
+        lengths=sinks.lengths,
+        sinks=tuple(traced),
+        untested=_untested(setup.target),
+    )
+    if setup.target.adapter.learned_sinks:
+        result = replace(result, **_learned_shares(first))
+    return _with_repetition(result, first, sinks)
 
 
 def _untested(target: Target) -> tuple[str, ...]:
@@ -359,8 +356,8 @@ def _untested(target: Target) -> tuple[str, ...]:
 
 def _learned_shares(position: _Position) -> dict[str, float]:
     """Mean attention that the learned sink logits, and the first token, take."""
-    learned: list[float] = []
-    first: list[float] = []
+    learned = []
+    first = []
 
     def read(_layer: int, _first: int, probs: Float[Tensor, "text head query key"]) -> None:
         learned.append(float((1 - probs.sum(-1)).mean()))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import html
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import plotly.graph_objects as go
@@ -15,10 +15,10 @@ from jaxtyping import Float
 from plotly.subplots import make_subplots
 
 from sinkscope.files.notation import agreeing, brief, counted, listed
-from sinkscope.files.tables import percent
+from sinkscope.files.tables import Table, percent
 from sinkscope.measure import Number, Result
 from sinkscope.measure.evidence import NEEDED, Evidence, beside
-from sinkscope.measure.style import BLUE, GREY, ORANGE, finished
+from sinkscope.measure.style import BLUE, GREY, ORANGE, finished, unfolded
 from sinkscope.sinks.first_token.result import RATE_EPS, SHORT, few_heads
 
 FIGURE_COMPONENTS = 12
@@ -47,8 +47,6 @@ class CircuitStep:
         together: What is lost without all of them. None if nothing was chosen.
         together_control: Largest loss without as many random heads, or neurons of the same layers.
     """
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"arbitrary_types_allowed": True}
 
     name: str
     components: tuple[str, ...]
@@ -81,14 +79,16 @@ class CircuitStep:
         pairs = zip(self.chosen, self.alone.tolist(), strict=True)
         return tuple(name for name, lost in pairs if Evidence(lost, control).holds)
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> Table:
         """A row for each component."""
-        rows: list[dict[str, Any]] = []
-        target = "keys" if self.name == KEYS else "spike"
         control = self.together_control if self.name == NEURONS else self.control
-        for name, lost, gained in zip(self.components, self.necessity.tolist(), self.sufficiency.tolist(), strict=True):
-            rows.append(_edge(self.name, name, target, lost, control, gained))
-        return rows
+        columns = {
+            "necessity": self.necessity,
+            "necessity_control": [control] * len(self.components),
+            "sufficiency": self.sufficiency,
+        }
+        target = "keys" if self.name == KEYS else "spike"
+        return unfolded(columns, step=[self.name], source=self.components, target=[target])
 
     def in_words(self) -> str:
         """What is lost without the chosen components, beside random ones."""
@@ -112,8 +112,7 @@ class CircuitStep:
             not_alone = f"{_named(others)} {agreeing(len(others), 'is', 'are')} not"
             number = f"{len(alone)} of {counted(count, self.kind)} {agreeing(len(alone), 'is', 'are')} needed alone"
             return brief((f"{needed}, {not_alone}{rest}", f"only {needed}{rest}", f"{number}{rest}"), WORDS_OF_STEP)
-        together = agreeing(count, "", " together")
-        return f"no {self.kind} is needed alone; {lost} is lost without {names}{together}{control}"
+        return f"none is needed alone; {lost} is lost without {names}{control}"
 
     def _largest(self) -> str:
         if np.isnan(self.necessity).all():
@@ -147,8 +146,6 @@ class Readers:
             too few.
     """
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"arbitrary_types_allowed": True}
-
     carried_by: tuple[str, ...]
     heads: tuple[str, ...]
     of: int
@@ -165,19 +162,18 @@ class Readers:
         control = None if self.control is None else intact - self.control
         return Evidence(intact - float(self.attention_without.mean()), control, intact)
 
-    @property
-    def by_spike(self) -> bool:
-        """Whether the attention needs the spike."""
-        return self.carried_by == ("spike",) and self.evidence.holds
-
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> Table:
         """A row per head."""
         if not self.carried_by:
             return []
         source = "spike" if self.carried_by == ("spike",) else "marks"
-        lost = (1 - self.attention_without / self.attention).tolist()
         control = None if self.control is None else 1 - self.control / float(self.attention.mean())
-        return [_edge("readers", source, head, lost[i], control, None) for i, head in enumerate(self.heads)]
+        columns = {
+            "necessity": 1 - self.attention_without / self.attention,
+            "necessity_control": [control] * len(self.heads),
+            "sufficiency": [None] * len(self.heads),
+        }
+        return unfolded(columns, step=["readers"], source=[source], target=self.heads)
 
     def in_words(self) -> str:
         """The attention with and without what carries it."""
@@ -209,11 +205,6 @@ class SinkCircuit:
     readers: Readers | None
     stands_out: bool = False
 
-    @property
-    def shorter_place(self) -> tuple[str, ...]:
-        """The position in fewer words, if there are any."""
-        return () if self.position else ("the first token",)
-
     def step(self, name: str) -> CircuitStep | None:
         """A step by its name; None if the circuit does not have it."""
         for step in self.steps:
@@ -221,9 +212,9 @@ class SinkCircuit:
                 return step
         return None
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> Table:
         """The edges, from the mark to the heads."""
-        rows: list[dict[str, Any]] = []
+        rows = []
         for part in (*self.steps, *([self.readers] if self.readers else [])):
             rows += part.rows()
         return [{"sink": self.place, **row} for row in rows]
@@ -266,9 +257,9 @@ class Circuit(Result):
         untested: What may carry a sink and cannot be replaced in this model.
     """
 
-    percent: ClassVar[tuple[str, ...]] = ("necessity", "necessity_control", "sufficiency")
-    columns: ClassVar[tuple[str, ...]] = ("step", "source", "target", "necessity", "necessity_control")
-    glossary: ClassVar[dict[str, str]] = {
+    percent = ("necessity", "necessity_control", "sufficiency")
+    columns = ("step", "source", "target", "necessity", "necessity_control")
+    glossary: ClassVar = {
         "sink": "the position that the edge belongs to",
         "step": "what the edge belongs to",
         "target": "the input, or the head, that reads the source",
@@ -286,7 +277,7 @@ class Circuit(Result):
     first_share: float | None = None
     untested: tuple[str, ...] = ()
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> Table:
         """The edges of every sink."""
         return [row for sink in self.sinks for row in sink.rows()]
 
@@ -294,12 +285,15 @@ class Circuit(Result):
         """What marks the first sink, or what its readers need, with the control."""
         if self.sinks:
             first = self.sinks[0]
-            return brief(f"{replace(first, place=place).in_words()}." for place in (first.place, *first.shorter_place))
+            places = [first.place]
+            if first.position == 0:
+                places.append("the first token")
+            return brief(f"{replace(first, place=place).in_words()}." for place in places)
         return f"No circuit: no norm stands out, and {few_heads(self.lengths)}."
 
     def numbers(self) -> list[Number]:
         """The spike without its marks, and the attention without what carries it."""
-        numbers: list[Number] = []
+        numbers = []
         for sink in self.sinks[:1]:
             mark = sink.step(MARK)
             if mark is not None:
@@ -311,7 +305,7 @@ class Circuit(Result):
 
     def details(self) -> list[str]:
         """The neurons, repetition, the readers, later sinks, and what was not tested."""
-        lines: list[str] = []
+        lines = []
         for sink in self.sinks[:1]:
             neurons, repetition, readers = sink.step(NEURONS), sink.step(REPETITION), sink.readers
             if neurons is not None:
@@ -342,7 +336,7 @@ class Circuit(Result):
 
 def _named(components: tuple[str, ...], most: int = NAMED) -> str:
     """Components in a sentence: heads and neurons by their names, others with an article."""
-    names: list[str] = []
+    names = []
     for name in components:
         names.append(name if name.startswith("L") else f"the {name}")
     while most > 1 and len(listed(names, most).split()) > WORDS_OF_NAMES:
@@ -350,20 +344,9 @@ def _named(components: tuple[str, ...], most: int = NAMED) -> str:
     return listed(names, most)
 
 
-def _edge(
-    step: str, source: str, target: str, necessity: float, control: float | None, sufficiency: float | None
-) -> dict[str, Any]:
-    """A row of the table; numbers that were not measured are None instead of NaN."""
-    row: dict[str, Any] = {"step": step, "source": source, "target": target}
-    numbers = {"necessity": necessity, "necessity_control": control, "sufficiency": sufficiency}
-    for name, value in numbers.items():
-        row[name] = None if value is None or np.isnan(value) else float(value)
-    return row
-
-
 def draw(result: Circuit) -> go.Figure:
     """Necessity, control and sufficiency of the edges, step by step."""
-    panels: dict[str, list[dict[str, Any]]] = {}
+    panels = {}
     for row in result.rows():
         title = row["step"] if len(result.sinks) == 1 else f"{row['step']}, {row['sink']}"
         panels.setdefault(html.escape(title), []).append(row)

@@ -6,7 +6,7 @@ therefore read once for any number of edits, and every value that is written com
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from einops import rearrange, reduce, repeat
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
@@ -23,18 +23,12 @@ from sinkscope.interventions.edits import expert_hook
 from sinkscope.measure.evidence import NEEDED
 from sinkscope.models.target import LayerInput, Target, first_tensor, norm_of, on_hidden, on_input, on_output
 from sinkscope.sinks.first_token.layer_scan import NOT_READ, Entering
-from sinkscope.sinks.first_token.result import Sites
+from sinkscope.sinks.first_token.result import RATE_EPS, Heads, Sites
+from sinkscope.sinks.tokens import TokenRows
 from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import resolve
 
-ComponentKind = Literal[
-    "token embedding",
-    "position embedding",
-    "attention",
-    "head",
-    "mlp",
-    "key bias",
-]
+ComponentKind = Literal["token embedding", "position embedding", "attention", "head", "mlp", "key bias"]
 BATCH_ELEMENTS = 1 << 25  # largest number of elements of the widest activation in a batch
 Hook = tuple[Any, str, Any]  # module, "pre" or "post", and the function, as `Target.hooks` takes them
 
@@ -68,11 +62,14 @@ class Edit(NamedTuple):
     swap: tuple[Component, ...] = ()
 
     @property
-    def first_layer(self) -> int | None:
-        """The first layer in which something differs; None if nothing does."""
-        layers = [site[0] for site in self.zero]
-        layers += [component.layer or 0 for component in self.swap]
-        return min(layers, default=None)
+    def layers(self) -> list[int]:
+        """The layers that are edited."""
+        return [site[0] for site in self.zero] + [component.layer or 0 for component in self.swap]
+
+
+def one_by_one(components: Iterable[Component]) -> list[Edit]:
+    """Edits that replace one component each."""
+    return [Edit(swap=(component,)) for component in components]
 
 
 @dataclass(frozen=True)
@@ -95,7 +92,7 @@ class Effects:
         """Share of the norm after a layer that each edit takes away, mean over texts."""
         return (1 - self.norms[..., layer] / self.intact_norms[:, layer]).mean(1)
 
-    def attention_drops(self, heads: Sequence[tuple[int, int]]) -> Float[Tensor, "edit pair"]:
+    def attention_drops(self, heads: Heads) -> Float[Tensor, "edit pair"]:
         """Share of the attention to the position that each (layer, head) pair loses, in all texts together."""
         layer, head = torch.tensor(heads).T
         return 1 - self.attention[:, :, layer, head].mean(1) / self.intact_attention[:, layer, head].mean(0)
@@ -122,7 +119,7 @@ class Trial:
         entering: What entered each layer when the texts were read intact.
     """
 
-    ids: Int[Tensor, "text pos"]
+    ids: TokenRows
     edits: Sequence[Edit]
     at: int = 0
     source: int = -1
@@ -135,8 +132,10 @@ class Trial:
     @property
     def begin(self) -> int:
         """The first layer to run: before the first layer that any edit changes, all rows are the same."""
-        changed = [edit.first_layer for edit in self.edits]
-        begin = min([layer for layer in changed if layer is not None], default=max(self.entering.streams, default=0))
+        begin = max(self.entering.streams, default=0)
+        layers = [layer for edit in self.edits for layer in edit.layers]
+        if layers:
+            begin = min(layers)
         if self.attention:
             begin = min(begin, self.behind)
         if self.upto is not None:
@@ -190,7 +189,7 @@ def side_by_side(target: Target, trials: Sequence[Trial]) -> list[Effects]:
     return [trial.effects(of_trial) for trial, of_trial in zip(trials, batches, strict=True)]
 
 
-def effects(target: Target, ids: Int[Tensor, "text pos"], edits: Sequence[Edit], **reading: Any) -> Effects:
+def effects(target: Target, ids: TokenRows, edits: Sequence[Edit], **reading: Any) -> Effects:
     """Run every edit on every text in as few passes as memory allows.
 
     Args:
@@ -202,30 +201,20 @@ def effects(target: Target, ids: Int[Tensor, "text pos"], edits: Sequence[Edit],
     return side_by_side(target, [Trial(ids, edits, **reading)])[0]
 
 
-def attending_heads(
-    target: Target,
-    row: Int[Tensor, " pos"],
-    at: int,
-    layers: range,
-    eps: float,
-    entering: Entering = NOT_READ,
-) -> list[tuple[int, int]]:
-    """The (layer, head) pairs of some layers whose mean attention to one position of one text exceeds `eps`.
+def attending_heads(target: Target, ids: TokenRows, at: int, layers: range, entering: Entering = NOT_READ) -> Heads:
+    """The heads of some layers that attend to one position of one text.
 
     Args:
         target: The model.
-        row: The text.
+        ids: The text.
         at: The position.
         layers: The layers.
-        eps: The threshold.
         entering: What entered each layer when the text was read.
     """
     if not layers:
         return []
-    behind = layers.start
-    trial = Trial(row[None], [], at=at, upto=layers[-1], attention=True, behind=behind, entering=entering)
-    (read,) = side_by_side(target, [trial])
-    return [(layer, head) for layer, head in (read.intact_attention[0] > eps).nonzero().tolist()]
+    read = effects(target, ids, [], at=at, upto=layers[-1], attention=True, behind=layers.start, entering=entering)
+    return [(layer, head) for layer, head in (read.intact_attention[0] > RATE_EPS).nonzero().tolist()]
 
 
 def writers(target: Target, count: int) -> list[Component]:
@@ -256,7 +245,7 @@ def key_bias(target: Target, layer: int) -> Tensor | None:
         return None
     with suppress(UnsupportedError):  # the layout of the projection is not known
         (site,) = resolve(target, [f"blocks.{layer}.attn.hook_k"])
-        columns = site.cut(torch.arange(len(bias), dtype=torch.float32)).flatten().long()
+        columns = site.cut(torch.arange(len(bias), dtype=torch.float32, device=bias.device)).flatten().long()
         return torch.zeros_like(bias).index_copy(0, columns, bias.detach()[columns])
     return None
 
@@ -274,8 +263,6 @@ class _EditedRows:
         self.trial = trial
         self.edits = edits
         self.texts = trial.ids
-        self.at = trial.at
-        self.source = trial.source % trial.ids.shape[1]
         self._next = trial.entering.at(trial.begin, len(edits) + 1) if trial.begin else None
         self._norms: list[Tensor] = []
         self._received = torch.zeros(self.count, target.n_layers, target.n_heads)
@@ -285,10 +272,6 @@ class _EditedRows:
     def count(self) -> int:
         """Number of rows."""
         return len(self.texts) * (len(self.edits) + 1)
-
-    def rows_of(self, edit: int) -> slice:
-        """The rows under one edit."""
-        return slice((edit + 1) * len(self.texts), (edit + 2) * len(self.texts))
 
     def by_row(self, tensor: Tensor) -> Float[Tensor, "row pos d"]:
         """An activation with separate rows; experts and OPT run row and position together."""
@@ -319,11 +302,11 @@ class _EditedRows:
 
         def layer_done(output: Any) -> None:
             hidden = first_tensor(output)
-            self._norms.append(norm_of(hidden[:, self.at], trial.without))
+            self._norms.append(norm_of(hidden[:, trial.at], trial.without))
             self._next = LayerInput(trial.begin + len(self._norms), hidden, isinstance(output, tuple))
 
         def attention_read(layer: int, first: int, probs: Float[Tensor, "row head query key"]) -> None:
-            to_position = probs[:, :, max(0, self.at + 1 - first) :, self.at]
+            to_position = probs[:, :, max(0, trial.at + 1 - first) :, trial.at]
             self._received[:, layer] += reduce(to_position, "row head query -> row head", "sum").cpu()
             self._seeing[layer] += int((to_position > 0).any(1).any(0).sum())
 
@@ -337,10 +320,10 @@ class _EditedRows:
 
     def hooks(self) -> list[Hook]:
         """The hooks that carry out all edits, each on its own rows."""
-        silenced: dict[tuple[int, ...], list[tuple[int, slice]]] = {}  # (layer) or (layer, expert) -> neuron, rows
-        swapped: dict[Component, list[slice]] = {}
-        for number, edit in enumerate(self.edits):
-            rows = self.rows_of(number)
+        silenced = {}  # (layer) or (layer, expert) -> neuron, rows
+        swapped = {}
+        for number, edit in enumerate(self.edits, start=1):
+            rows = slice(number * len(self.texts), (number + 1) * len(self.texts))
             for site in edit.zero:
                 silenced.setdefault(site[:-1], []).append((site[-1], rows))
             for component in edit.swap:
@@ -371,12 +354,13 @@ class _EditedRows:
     def _swap(self, component: Component, swapped_rows: list[slice]) -> list[Hook]:
         target = self.target
         layer = component.layer or 0
+        at, source = self.trial.at, self.trial.source
 
         def replaced(output: Tensor) -> Tensor:
             """What a component writes, with the source's value at the position."""
             whole = self.by_row(output).clone()
             for rows in swapped_rows:
-                whole[rows, self.at] = whole[: len(self.texts), self.source]
+                whole[rows, at] = whole[: len(self.texts), source]
             return whole.reshape(output.shape)
 
         def head_replaced(z: Tensor) -> Tensor:
@@ -398,7 +382,7 @@ class _EditedRows:
             case "head":
                 return [(target.output_projection(layer), "pre", on_input(head_replaced))]
             case "key bias":
-                hooks: list[Hook] = []
+                hooks = []
                 for number in range(target.n_layers):
                     if key_bias(target, number) is not None:
                         hooks.append((key_projection(target, number), "post", on_output(partial(unbiased, number))))
@@ -412,16 +396,17 @@ class _EditedRows:
 
     def _swap_positions(self, swapped_rows: list[slice]) -> list[Hook]:
         """The learned position embedding is what the first layer gets beyond the token embedding."""
-        token_embeddings: list[Tensor] = []
+        at, texts = self.trial.at, len(self.texts)
+        token_embeddings = []
 
         def embedded(output: Any) -> None:
-            token_embeddings[:] = [first_tensor(output).detach()[: len(self.texts)].clone()]
+            token_embeddings[:] = [first_tensor(output).detach()[:texts].clone()]
 
         def before(entering: Tensor) -> Tensor:
             hidden = entering.clone()
-            positions = hidden[: len(self.texts)] - token_embeddings[0]
+            positions = hidden[:texts] - token_embeddings[0]
             for rows in swapped_rows:
-                hidden[rows, self.at] += positions[:, self.source] - positions[:, self.at]
+                hidden[rows, at] += positions[:, self.trial.source] - positions[:, at]
             return hidden
 
         target = self.target

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import plotly.graph_objects as go
 
 from sinkscope.measure.style import BAND, BLUE, GREEN, GREY, ORANGE, RED, finished, panels
@@ -24,7 +25,7 @@ def draw(result: FindSinks) -> go.Figure:
     shown = 4 if result.neurons else 2
     fig = panels(TITLES[:shown], WIDTHS[:shown], spacing=0.06)
     _draw_norms(fig, result)
-    rates: list[float] = []
+    rates = []
     if result.attention_sink is not None:
         rates += result.attention_sink.by_layer
     hover = "layer %{x}: %{y:.0%} of the heads<extra></extra>"
@@ -59,20 +60,18 @@ def _draw_norms(fig: Any, result: FindSinks) -> None:
 
 
 def _draw_neurons(fig: Any, result: FindSinks) -> None:
-    neurons = result.neurons
-    names = [str(neuron).replace(".", "<br>") for neuron in neurons]
+    frame = result.to_frame()
+    names = [str(neuron).replace(".", "<br>") for neuron in result.neurons]
     label = {"textposition": "outside", "cliponaxis": False}
     look: dict[str, Any] = {
-        "text": [f"{neuron.share:.0%}" for neuron in neurons],
-        "marker_color": [ORANGE if neuron.causal else GREY for neuron in neurons],
+        "text": [f"{share:.0%}" for share in frame.share],
+        "marker_color": np.where(frame.causal, ORANGE, GREY).tolist(),
         "hovertemplate": "%{x}: norm %{y:.4g}, %{text} of the MLP's<extra></extra>",
     }
-    norms = [neuron.contribution_norm for neuron in neurons]
+    norms = frame.contribution_norm.tolist()
     fig.add_bar(x=names, y=norms, showlegend=False, **label, **look, row=1, col=3)
     fig.update_yaxes(title_text="norm of its contribution", col=3)
-    drops = [neuron.ablation_drop for neuron in neurons]
-    repeat_drops = [neuron.repeat_drop for neuron in neurons]
-    controls = [neuron.control_drop for neuron in neurons]
+    drops, repeat_drops, controls = frame[["ablation_drop", "repeat_drop", "control_drop"]].T.to_numpy().tolist()
     if result.set_drop is not None and result.set_control_drop is not None:
         names.append("all<br>causal")
         drops.append(result.set_drop)

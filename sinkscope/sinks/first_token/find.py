@@ -93,7 +93,7 @@ def find_sinks(
         # In which layers is the spike built, and which heads attend to the first token?
         reading = None
         if not whole and len(setup.target.layers) == setup.target.n_layers:  # no more layers are loaded meanwhile
-            reading = AttentionReading(setup.target, setup.ids, RATE_EPS)
+            reading = AttentionReading(setup.target, setup.ids)
         context = SinkContext.read(setup, whole=whole, reading=reading)
         scan = context.scan
         depth = len(scan.layers)
@@ -103,7 +103,7 @@ def find_sinks(
         elif reading is not None:
             received = reading.received(depth)
         else:
-            received = attention_received(setup.target, setup.ids, RATE_EPS, layers=depth)
+            received = attention_received(setup.target, setup.ids, layers=depth)
 
         # Which neurons of these layers build it, alone and in sets?
         sets = CausalSets()
@@ -169,7 +169,7 @@ def _in_longer_texts(
     longer = with_long_texts(setup)
     if longer is None:
         return received, later, lengths
-    reading = AttentionReading(longer.target, longer.ids, RATE_EPS)
+    reading = AttentionReading(longer.target, longer.ids)
     in_longer = SinkContext.read(longer, whole=True, reading=reading)
     later = later or later_sinks(in_longer)
     in_longer_texts = reading.received(depth)
@@ -228,18 +228,24 @@ def attention_sink(
         later: Tokens behind the first position whose norm stands out.
     """
     decode = context.target.tokenizer.decode
-    positions: list[SinkPosition] = []
+    positions = []
     if received.heads:
         token = int(received.ids[received.texts][0, 0])
         rate = float(received.above[:, :, received.texts, 0].float().mean())
         positions.append(SinkPosition(0, decode([token]), rate))
     for place in received.later:
-        token = "" if place.token is None else decode([place.token])
+        token = ""
+        if place.token is not None:
+            token = decode([place.token])
         positions.append(SinkPosition(place.position, token, place.rate))
     carrier = None
     tried = ()
+    share = 1.0
+    learned_rate = 0.0
     if received.heads:
-        rate = positions[0].rate
+        share = received.share
+        if received.learned_heads:
+            learned_rate = received.learned_rate
         if _spike_carries(received, minimal):
             carrier = "spike"
         else:
@@ -252,10 +258,8 @@ def attention_sink(
             needed = {candidate.name for candidate in tried if candidate.needed}
             carrier = "spike" if spike is not None and needed & {*spike.makers} else carried_by(tried)
     elif received.learned_heads:
-        rate = received.learned_rate
         carrier = "learned logits"
     elif received.later:
-        rate = positions[0].rate
         if any(sink.carries_attention_to(positions[0]) for sink in later):
             carrier = "spike"
         else:
@@ -265,17 +269,17 @@ def attention_sink(
         return None
     by_layer = received.rate_by_layer
     return AttentionSink(
-        rate=rate,
+        rate=received.learned_rate if carrier == "learned logits" else positions[0].rate,
         eps=RATE_EPS,
         positions=tuple(positions),
         layers_read=len(by_layer),
         carried_by=carrier,
         by_layer=by_layer,
         carriers=tried,
-        share=received.share if received.heads else 1.0,
+        share=share,
         length=received.ids.shape[1],
-        window=received.window(received.heads),
-        learned_rate=received.learned_rate if received.heads and received.learned_heads else 0.0,
+        window=received.window,
+        learned_rate=learned_rate,
     )
 
 
@@ -293,12 +297,11 @@ def _carriers_of_later(context: SinkContext, received: AttentionReceived) -> tup
     row = 0
     if place.token is not None:
         row = int((received.ids[:, place.position] == place.token).nonzero()[0])
-    text = received.ids[row]
-    depth = len(received.above)
-    heads = attending_heads(context.target, text, place.position, range(depth), RATE_EPS)
+    text = received.ids[row : row + 1]
+    heads = attending_heads(context.target, text, place.position, range(len(received.above)))
     if not heads:
         return ()
-    return carriers(context.target, text[None], heads, place.position)
+    return carriers(context.target, text, heads, place.position)
 
 
 def _unknown_share(setup: Setup) -> float:

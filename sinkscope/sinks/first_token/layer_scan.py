@@ -15,7 +15,7 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import Progress, silent
 from sinkscope.measure import Setup
-from sinkscope.models.again import LayerCall, keep_call
+from sinkscope.models.again import keep_call
 from sinkscope.models.target import (
     LayerInput,
     Target,
@@ -144,7 +144,7 @@ class LayerScan:
     @cached_property
     def shared_dims(self) -> list[int]:
         """Dimensions massive on all tokens, in the order found; none if a spike is visible with them included."""
-        massive: list[int] = []
+        massive = []
         for layer in self.layers:
             _, median, _ = layer.typical_norms
             if layer.first_norm > SPIKE_RATIO * median:
@@ -162,28 +162,26 @@ class LayerScan:
     @cached_property
     def first_norm(self) -> list[float]:
         """Norm of the first token after each layer, without shared dimensions; median over rows."""
-        return [float(norms[:, 0].median()) for norms in self.norms]
+        return torch.stack(self.norms)[:, :, 0].median(1).values.tolist()
 
     @cached_property
     def typical_norm(self) -> list[float]:
         """Median norm of later positions after each layer, without shared dimensions."""
         if self.shared_dims:
-            return [float(norms[:, 1:].median()) for norms in self.norms]
+            return torch.stack(self.norms)[:, :, 1:].flatten(1).median(1).values.tolist()
         return [layer.typical_norms[1] for layer in self.layers]
 
     @cached_property
     def spike_layers(self) -> list[int]:
         """Layers after which the first token's norm stands out; empty if there is no norm spike."""
-        pairs = zip(self.first_norm, self.typical_norm, strict=True)
-        return [layer for layer, (first, typical) in enumerate(pairs) if first > SPIKE_RATIO * typical]
+        first, typical = torch.tensor([self.first_norm, self.typical_norm], dtype=torch.double)
+        return (first > SPIKE_RATIO * typical).nonzero().flatten().tolist()
 
     @cached_property
     def spiking(self) -> Bool[Tensor, " row"]:
         """Texts whose first token's norm stands out after some layer."""
-        stands_out = torch.zeros(len(self.norms[0]), dtype=torch.bool)
-        for norms, typical in zip(self.norms, self.typical_norm, strict=True):
-            stands_out |= norms[:, 0] > SPIKE_RATIO * typical
-        return stands_out
+        typical = rearrange(torch.tensor(self.typical_norm), "layer -> layer 1")
+        return (torch.stack(self.norms)[:, :, 0] > SPIKE_RATIO * typical).any(0)
 
     @property
     def spike_ratio(self) -> float:
@@ -199,8 +197,8 @@ class LayerScan:
     @property
     def ratios(self) -> list[float]:
         """The ratio of the first token's norm to the typical one after each layer."""
-        pairs = zip(self.first_norm, self.typical_norm, strict=True)
-        return [first / max(typical, SMALLEST_NORM) for first, typical in pairs]
+        first, typical = torch.tensor([self.first_norm, self.typical_norm], dtype=torch.double)
+        return (first / typical.clamp(min=SMALLEST_NORM)).tolist()
 
     @cached_property
     def direction(self) -> Float[Tensor, " d_model"]:
@@ -214,7 +212,7 @@ class LayerScan:
         if not self.spike_layers:
             return []
         least = STAGE_SHARE * max(self.first_norm)
-        stages: list[int] = []
+        stages = []
         for number, layer in enumerate(self.layers):
             along = float(layer.written @ self.direction)
             typically_along = float((layer.sample @ self.direction).abs().median())
@@ -247,10 +245,7 @@ class LayerScan:
     @property
     def entering(self) -> Entering:
         """What entered each layer; nothing if passes over this model cannot begin at a layer."""
-        streams: dict[int, Tensor] = {}
-        for number, layer in enumerate(self.layers):
-            if layer.entering is not None:
-                streams[number] = layer.entering
+        streams = {number: layer.entering for number, layer in enumerate(self.layers) if layer.entering is not None}
         return Entering(streams, self.wrapped)
 
     @property
@@ -267,21 +262,21 @@ class LayerScan:
             return None
         return max(self.ratios[: self.stages[0]])
 
-    @cached_property
-    def growth(self) -> list[float]:
+    @property
+    def growth(self) -> Float[Tensor, " layer"]:
         """How much each layer raises the first token's norm, relative to its largest; 0 at the first layer."""
         norms = torch.tensor(self.first_norm)
-        return (norms.diff(prepend=norms[:1]) / norms.max()).tolist()
+        return norms.diff(prepend=norms[:1]) / norms.max()
 
     @property
     def steps_up(self) -> list[int]:
         """Layers that raise the first token's norm by at least 5 % of the largest."""
-        return [layer for layer, grown in enumerate(self.growth) if grown >= STEP_SHARE]
+        return (self.growth >= STEP_SHARE).nonzero().flatten().tolist()
 
     @property
     def steps_down(self) -> list[int]:
         """Layers that lower the first token's norm by at least 5 % of the largest."""
-        return [layer for layer, grown in enumerate(self.growth) if grown <= -STEP_SHARE]
+        return (self.growth <= -STEP_SHARE).nonzero().flatten().tolist()
 
     @property
     def is_flat(self) -> bool:
@@ -337,34 +332,31 @@ def scan_layers(
     Raises:
         SinkscopeError: A layer gives infinite or NaN norms.
     """
-    layers: list[LayerReading] = []
-    mlp_raw: list[float] = []
-    mlp_added: list[Tensor] = []
-    entered: list[Tensor] = []
-    wrapped: list[bool] = []
-    calls: list[LayerCall] = []
+    layers = []
+    parts = {}  # of the layer that runs
+    wrapped = False
+    calls = []
 
     def by_row(tensor: Tensor) -> Float[Tensor, "row pos d_model"]:
         flat = tensor.detach().flatten(0, -2)  # some architectures run rows and positions together
         return rearrange(flat, "(row pos) d_model -> row pos d_model", row=len(ids))
 
     def mlp_done(given: Tensor) -> None:
-        mlp_raw.append(float(norms_of(by_row(given))[:, 0].median()))
+        parts["raw"] = float(norms_of(by_row(given))[:, 0].median())
 
     def mlp_normalised(given: Tensor) -> None:
-        mlp_added.append(by_row(given).float() * target.adapter.write_factor)
+        parts["added"] = by_row(given).float() * target.adapter.write_factor
 
     def layer_begun(hidden: Tensor) -> None:
-        entered.append(hidden.detach().clone())  # some layers add to it in place
+        parts["entering"] = hidden.detach().clone()  # some layers add to it in place
 
     def layer_done(output: Any) -> None:
-        wrapped.append(isinstance(output, tuple))
+        nonlocal wrapped
+        wrapped = wrapped or isinstance(output, tuple)
         resid = by_row(first_tensor(output))
-        raw = mlp_raw.pop() if mlp_raw else 0.0
-        added = mlp_added.pop() if mlp_added else torch.zeros_like(resid, dtype=torch.float32)  # it may have no MLP
+        added = parts.get("added", torch.zeros_like(resid, dtype=torch.float32))  # it may have no MLP
         if calls:
             added = by_row(calls.pop().added(first_tensor(output))).float()
-            mlp_raw.clear()
         norms = norms_of(resid)
         if not bool(norms.isfinite().all()):
             raise SinkscopeError(
@@ -382,18 +374,19 @@ def scan_layers(
             massive_dims=massive,
             residual=resid[:, 0].float().mean(0).cpu(),
             mlp_norms=added.norm(dim=-1).cpu(),
-            mlp_raw=raw,
+            mlp_raw=parts.get("raw", 0.0),
             written=added[:, 0].mean(0).cpu(),
             sample=later[:SAMPLE_POSITIONS].cpu().clone(),
-            entering=entered.pop() if entered else None,
+            entering=parts.get("entering"),
         )
+        parts.clear()
         layers.append(reading)
         progress("layers", len(layers), target.n_layers)
         if not whole and LayerScan(target.n_layers, layers).is_flat:
             target.stop()
 
     adapter = target.adapter
-    hooks: list[tuple[Any, str, Any]] = []
+    hooks = []
     for number, layer in enumerate(target.layers):
         if target.has_neurons(number):
             hooks += target.on_mlp(number, mlp_done)
@@ -408,7 +401,7 @@ def scan_layers(
         hooks.append((layer, "post", on_output(layer_done)))
     with target.hooks(*hooks):
         target.forward(ids, upto=upto)
-    return LayerScan(target.n_layers, layers, any(wrapped))
+    return LayerScan(target.n_layers, layers, wrapped)
 
 
 def scan_far_enough(setup: Setup, ids: TokenRows, *, whole: bool) -> LayerScan:
@@ -431,7 +424,7 @@ def norms_after(
 ) -> Float[Tensor, "row pos"]:
     """Norm of the residual stream after a layer at every position; the passes end at this layer."""
     site = f"blocks.{layer}.hook_resid_post"
-    batches = list[Tensor]()
+    batches = []
     done = 0
     for rows in ids.split(batch_size or len(ids)):
         batches.append(trace(target, rows, [site], "norm")[site])

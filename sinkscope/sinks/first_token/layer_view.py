@@ -18,7 +18,7 @@ from einops import einsum, rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinkscope.models.again import LayerCall, keep_call
+from sinkscope.models.again import keep_call
 from sinkscope.models.experts import Experts, Routed
 from sinkscope.models.target import LayerInput, Target, first_tensor, norm_of, on_input, on_output
 from sinkscope.sinks.first_token.layer_scan import NOT_READ, Entering
@@ -71,8 +71,8 @@ def view_layer(
     """
     adapter = target.adapter
     chosen = where.flatten()
-    parts: dict[str, Tensor] = {}
-    calls: list[LayerCall] = []
+    parts = {}
+    calls = []
 
     def pick(tensor: Tensor) -> Float[Tensor, "n d"]:
         return tensor.detach().flatten(0, -2)[chosen.to(tensor.device)].float()
@@ -191,7 +191,7 @@ def contribution_norms(target: Target, view: LayerView) -> Float[Tensor, "n neur
 def column_norms_behind_the_norm(target: Target, layer: int) -> Float[Tensor, " neuron"]:
     """Norms of the columns of the down projection, times the gain of the norm behind the MLP."""
     gain = gain_of(target, target.sub(layer, target.adapter.post_mlp_norm or ""))
-    norms: list[Tensor] = []
+    norms = []
     for expert in _experts(target, layer):
         for neurons in torch.arange(target.width(layer, expert)).split(COLUMNS_AT_ONCE):
             columns_here = target.w_out(layer, neurons.tolist(), expert).float()
@@ -213,7 +213,7 @@ def columns(target: Target, layer: int, neurons: Int[Tensor, " k"]) -> Float[Ten
     """Columns of the down projection for numbers of a `LayerView`, float32."""
     if not target.is_mixture(layer):
         return target.w_out(layer, neurons.tolist()).float()
-    written: list[Tensor] = []
+    written = []
     for number in neurons.tolist():
         expert, neuron = expert_and_neuron(target, layer, number)
         written.append(target.w_out(layer, [neuron], expert).float())

@@ -22,17 +22,17 @@ from torch import Tensor
 
 from sinkscope.files.console import Progress, silent
 from sinkscope.files.notation import agreeing, counted, head_name, head_names, listed, neuron_name
-from sinkscope.files.tables import percent
+from sinkscope.files.tables import Table, percent
 from sinkscope.measure import Number, Positive, Result, Setup, measurement
 from sinkscope.measure.evidence import NEEDED, Evidence, beside
 from sinkscope.measure.margin import margin_of
-from sinkscope.measure.style import BLUE, ORANGE, finished
+from sinkscope.measure.style import BLUE, ORANGE, finished, unfolded
 from sinkscope.models.target import Target, on_input
 from sinkscope.sinks.first_token.absence import SpikeAbsence
 from sinkscope.sinks.first_token.layer_view import columns, flat_number, view_layer
 from sinkscope.sinks.first_token.result import CONTROL_DRAWS, Neuron
 from sinkscope.sinks.first_token.sets import sink_neurons
-from sinkscope.sinks.tokens import first_tokens
+from sinkscope.sinks.tokens import TokenRows, first_tokens
 from sinkscope.trace.run import trace
 
 PRESENT = 0.5  # share of the sink neurons' activation from which the sink counts as present
@@ -67,15 +67,17 @@ class Replacement:
         target: Target,
         sink_layer: int,
         neurons: Sequence[Neuron],
-        ids: Int[Tensor, "row pos"],
+        ids: TokenRows,
         progress: Progress = silent,
     ) -> Replacement:
         """Built with means over the later positions of `ids`; position 0 holds the first token."""
         sites = [f"blocks.{layer}.attn.hook_z" for layer in range(sink_layer + 1)]
         outputs = trace(target, ids, sites, lambda z: z[:, 1:].float().mean(1))  # row head d_head
         means = reduce(list(outputs.values()), "layer row head d_head -> layer head d_head", "mean")
-        here = [neuron for neuron in neurons if neuron.layer == sink_layer]
-        numbers = [flat_number(target, sink_layer, neuron.expert, neuron.neuron) for neuron in here]
+        numbers = []
+        for neuron in neurons:
+            if neuron.layer == sink_layer:
+                numbers.append(flat_number(target, sink_layer, neuron.expert, neuron.neuron))
         flat = torch.tensor(numbers, dtype=torch.long)
         cols = torch.zeros(0, target.d_model)
         if numbers:
@@ -84,29 +86,29 @@ class Replacement:
         return cls(target, sink_layer, means, flat, cols, progress)
 
     def written(
-        self, ids: Int[Tensor, "row pos"], replaced: Bool[Tensor, "row layer head"]
+        self, tokens: Int[Tensor, " row"], replaced: Bool[Tensor, "row layer head"] | None = None
     ) -> Float[Tensor, "row d_model"]:
-        """What the sink neurons write at the first position when heads are replaced there.
+        """What the sink neurons write at tokens that stand alone.
 
         Args:
-            ids: The sequences.
-            replaced: For each row, the heads that give their mean instead of their output.
+            tokens: The tokens.
+            replaced: For each of them, the heads that give their mean instead of their output. None: no head.
         """
-        target, length = self.target, ids.shape[1]
-        where = torch.arange(length) == 0
-        width = target.d_mlp * max(1, target.n_experts(self.sink_layer))
-        batch = max(1, BATCH_VALUES // width // length)
-        written: list[Tensor] = []
-        for start in range(0, len(ids), batch):
-            rows, edits = ids[start : start + batch], replaced[start : start + batch]
-            with target.hooks(*replacing(target, self.means, edits, where)):
-                view = view_layer(target, self.sink_layer, rows, where.expand(len(rows), -1))
+        target = self.target
+        if replaced is None:
+            replaced = torch.zeros(len(tokens), *self.means.shape[:2], dtype=torch.bool)
+        first = torch.ones(1, dtype=torch.bool)
+        batch = max(1, BATCH_VALUES // (target.d_mlp * max(1, target.n_experts(self.sink_layer))))
+        written = []
+        for ids, edits in zip(tokens[:, None].split(batch), replaced.split(batch), strict=True):
+            with target.hooks(*replacing(target, self.means, edits, first)):
+                view = view_layer(target, self.sink_layer, ids, first.expand(len(ids), 1))
             output = view.mlp.cpu()
             if len(self.flat):
                 post = view.post[:, self.flat.to(view.post.device)].cpu()
                 output = einsum(post, self.cols, "n neuron, neuron d_model -> n d_model")
             written.append(output)
-            self.progress("heads", start + len(rows), len(ids))
+            self.progress("heads", min(batch * len(written), len(tokens)), len(tokens))
         return torch.cat(written)
 
 
@@ -161,10 +163,10 @@ class MarkingHeads(Result):
             few.
     """
 
-    kind: ClassVar[str] = "heads"
-    percent: ClassVar[tuple[str, ...]] = ("drop",)
-    columns: ClassVar[tuple[str, ...]] = ("head", "serves", "drop")
-    glossary: ClassVar[dict[str, str]] = {
+    kind = "heads"
+    percent = ("drop",)
+    columns = ("head", "serves", "drop")
+    glossary: ClassVar = {
         "serves": "number of first tokens whose smallest sufficient set of heads contains this head",
         "drop": "share of the mark lost when the head is replaced, mean over first tokens",
     }
@@ -187,7 +189,7 @@ class MarkingHeads(Result):
         """What replacing the heads of the sets takes away, median over tokens."""
         return Evidence(_median(self.set_drop), _median(self.control_drop))
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> Table:
         """One row per head, marking heads first."""
         if self.drop is None:
             return []
@@ -195,12 +197,11 @@ class MarkingHeads(Result):
         serves = np.zeros(drop.shape, int)
         if self.serves is not None:
             serves[self.marking_layer] = self.serves.sum(0)
-        rows: list[dict[str, Any]] = []
-        for place in np.ndindex(drop.shape):
-            rows.append({"head": head_name(*place), "serves": int(serves[place]), "drop": float(drop[place])})
+        names = [head_name(*place) for place in np.ndindex(drop.shape)]
+        rows = unfolded({"serves": serves, "drop": drop}, head=names)
         return sorted(rows, key=lambda row: (-row["serves"], -row["drop"]))
 
-    def shown_rows(self) -> list[dict[str, Any]]:
+    def shown_rows(self) -> Table:
         """The first rows."""
         return self.rows()[:TABLE_HEADS]
 
@@ -218,7 +219,7 @@ class MarkingHeads(Result):
                     f"The heads of no single layer mark the first token: replacing those of all layers takes away "
                     f"{every} of the mark, those of one layer at most {most}."
                 )
-            return f"No head marks the first token: replacing all heads takes away only {every} of the mark."
+            return f"No head marks the first token: replacing all heads takes away {every} of the mark."
         heads = [(self.marking_layer, head) for head in np.flatnonzero(self.serves.any(0)).tolist()]
         lost, chance = beside(_median(self.set_drop) or 0.0, self.evidence.control)
         control = "" if self.evidence.control is None else f", as many other heads at most {chance}"
@@ -315,10 +316,9 @@ def marking_heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: P
     if sink.layer is None:
         return MarkingHeads(sink_layer=None, absence=sink.absence)
     bench = Replacement.of(setup.target, sink.layer, sink.neurons, setup.ids, setup.progress)
-    nothing = torch.zeros(1, *bench.means.shape[:2], dtype=torch.bool)
     firsts = torch.tensor(words)
-    typical = bench.written(setup.ids[:, :1], nothing.expand(len(setup.ids), -1, -1))
-    intact = bench.written(rearrange(firsts, "token -> token 1"), nothing.expand(len(firsts), -1, -1))
+    typical = bench.written(setup.ids[:, 0])
+    intact = bench.written(firsts)
     way = torch.nn.functional.normalize(typical.mean(0), dim=0)
     activation = einsum(intact, way, "token d_model, d_model -> token") / typical.norm(dim=-1).median()
     fires = activation >= PRESENT
@@ -331,19 +331,14 @@ def marking_heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: P
     if not bool(fires.any()):
         return result
     marks = _Marks(bench, firsts, fires, intact[fires])
-    every_layer = repeat(
-        torch.eye(len(bench.means), dtype=torch.bool), "edit layer -> edit layer head", head=setup.n_heads
-    )
-    every_head = torch.eye(every_layer[0].numel(), dtype=torch.bool).view(-1, *every_layer.shape[1:])
+    layers, heads = bench.means.shape[:2]
+    every_layer = repeat(torch.eye(layers).bool(), "edit layer -> edit layer head", head=heads)
+    every_head = torch.eye(layers * heads).bool().view(-1, layers, heads)
     edits = torch.cat([torch.ones_like(every_head[:1]), every_layer, every_head])
-    all_drop, layer_drop, drop = (1 - marks.kept(edits)).split([1, len(every_layer), len(every_head)], 1)
-    drop = rearrange(drop, "token (layer head) -> token layer head", layer=len(every_layer))
-    result = replace(
-        result,
-        all_drop=float(all_drop.median()),
-        layer_drop=marks.of_all(layer_drop),
-        drop=marks.of_all(drop),
-    )
+    all_drop, layer_drop, drop = (1 - marks.kept(edits)).split([1, layers, layers * heads], 1)
+    drop = rearrange(drop, "token (layer head) -> token layer head", layer=layers)
+    drops = {"layer_drop": marks.of_all(layer_drop), "drop": marks.of_all(drop)}
+    result = replace(result, all_drop=float(all_drop.median()), **drops)
     medians = layer_drop.median(0).values
     if float(medians.max()) < NEEDED:
         return result
@@ -364,8 +359,8 @@ class _Marks:
         """Activation of the sink neurons over the intact one, for every firing token and every edit."""
         tokens = self.firsts[self.fires]
         edits = edits.expand(len(tokens), *edits.shape[-3:])
-        ids = repeat(tokens, "token -> (token edit) 1", edit=edits.shape[1])
-        written = self.bench.written(ids, edits.flatten(0, 1))
+        copies = repeat(tokens, "token -> (token edit)", edit=edits.shape[1])
+        written = self.bench.written(copies, edits.flatten(0, 1))
         written = rearrange(written, "(token edit) d_model -> token edit d_model", token=len(tokens))
         along = einsum(written, self.intact, "token edit d_model, token d_model -> token edit")
         return along / self.intact.square().sum(-1, keepdim=True)
@@ -385,7 +380,7 @@ class _Marks:
     def sets(self, layer: int, drop: Float[Tensor, "firing head"], seed: int) -> dict[str, Any]:
         """For each token, the smallest set of the layer's best heads that keeps half, against as many other heads."""
         n_heads = drop.shape[1]
-        alone = self.kept_in(layer, ~torch.eye(n_heads, dtype=torch.bool))
+        alone = self.kept_in(layer, ~torch.eye(n_heads).bool())
         rank = (drop + alone).argsort(1, descending=True).argsort(1)  # rank of each head; 0 is the best
         sizes = torch.arange(1, n_heads + 1)
         without_best = rearrange(rank, "token head -> token 1 head") >= rearrange(sizes, "size -> size 1")

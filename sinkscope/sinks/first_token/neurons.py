@@ -66,8 +66,8 @@ def repeat_until_half(
     """
     target = context.target
     repeats: list[int | None] = [None] * len(tokens)
-    views: dict[int, tuple[Tensor, ...]] = {}
-    entering: dict[int, Entering] = {}
+    views = {}
+    entering = {}
     lengths = [min(FIRST_LENGTH, max_repeats)]
     while lengths[-1] < max_repeats:
         lengths.append(min(2 * lengths[-1], max_repeats))
@@ -77,14 +77,14 @@ def repeat_until_half(
     for length in passes:
         waiting = [place for place, count in enumerate(repeats) if count is None]
         size = max(1, BATCH_ELEMENTS // ((length + 1) * target.d_mlp))
-        ends = [end for end in lengths if end <= length]
+        ends = lengths[: lengths.index(length) + 1]
         for start in range(0, len(waiting), size):
             places = waiting[start : start + size]
             rows = _RepeatedRows.read(context, [[prefixes[p], *[tokens[p]] * length] for p in places], ends)
             for row, place in enumerate(places):
                 repeats[place] = rows.repeats[row]
                 if rows.repeats[row] is not None:
-                    views[place] = rows.view_of(row)
+                    views[place] = [part[row : row + 1] for part in rows.view]
                     entering[place] = rows.entering.part(slice(row, row + 1), length + 1)
         progress("repetitions", length, max_repeats)
         if None not in repeats:
@@ -101,27 +101,25 @@ class _RepeatedRows:
 
     Attributes:
         repeats: Repetitions until the norm reaches half of the first token's, for each row.
-        ends: The numbers of repetitions at which the layer was viewed.
-        view: The sink layer at these ends of each row.
+        view: The residual stream, the MLP and its activations, of each row at the first end that suffices.
         entering: What entered the first stage.
     """
 
     repeats: list[int | None]
-    ends: list[int]
-    view: LayerView
+    view: list[Tensor]
     entering: Entering
 
     @classmethod
     def read(cls, context: SinkContext, rows: list[list[int]], ends: list[int]) -> _RepeatedRows:
-        """Run the rows up to the sink layer."""
+        """Run the rows up to the sink layer, and view it after the numbers of repetitions in `ends`."""
         target = context.target
         layer = context.layer
         first_stage = min([layer, *context.scan.stages])
         ids = torch.tensor(rows)
         where = torch.zeros_like(ids, dtype=torch.bool)
         where[:, ends] = True
-        resid = list[Tensor]()
-        streams: dict[int, Tensor] = {}
+        resid = []
+        streams = {}
 
         def begun(hidden: Tensor) -> None:
             streams[first_stage] = hidden.detach().clone()
@@ -134,12 +132,9 @@ class _RepeatedRows:
         wrapped = isinstance(resid[0], tuple)
         norms = norm_of(first_tensor(resid[0]), context.scan.shared_dims)
         repeats = [repeats_until_half(of_row[1:], of_row[0]) for of_row in norms]
-        return cls(repeats, ends, view, Entering(streams, wrapped))
-
-    def view_of(self, row: int) -> tuple[Tensor, ...]:
-        """The residual stream, the MLP and its activations of a row at the first of the ends that suffices."""
-        place = row * len(self.ends) + bisect_left(self.ends, self.repeats[row] or 0)
-        return tuple(part[place : place + 1] for part in (self.view.resid, self.view.mlp, self.view.post))
+        places = [row * len(ends) + bisect_left(ends, count or 0) for row, count in enumerate(repeats)]
+        parts = [part[places] for part in (view.resid, view.mlp, view.post)]
+        return cls(repeats, parts, Entering(streams, wrapped))
 
 
 @dataclass(frozen=True)
@@ -177,7 +172,7 @@ def verify_neurons(context: SinkContext, top_k: int, repeated: LayerView | None 
     layer = context.layer
     scan = context.scan
     verified = verify_sink_layer(context, top_k, repeated)
-    others: list[Neuron] = []
+    others = []
     for stage in scan.stages:
         if stage != layer:
             others += stage_neurons(context, stage, STAGE_CANDIDATES, upto=layer)
@@ -215,10 +210,9 @@ def stage_neurons(
         typical: The context whose text gives the neutral values. None: this one.
     """
     target = context.target
-    generator = context.generator
     candidates = _candidates(context, stage, min(top_k, target.d_mlp // 2), at, typical or context)
     spare = candidates.others(writing=True)
-    drawn = spare[torch.randperm(len(spare), generator=generator)[:CONTROL_DRAWS]]
+    drawn = spare[torch.randperm(len(spare), generator=context.generator)[:CONTROL_DRAWS]]
     numbers = [*candidates.top.tolist(), *drawn.tolist()]
     edits = [Edit(zero=(neuron_site(target, stage, number),)) for number in numbers]
     read_after = stage if upto is None else max(stage, upto)
@@ -258,7 +252,7 @@ class _Candidates:
     ) -> tuple[Neuron, ...]:
         """The candidates with the effect of zeroing each, and of the random neurons that had the largest effect."""
         mlp_norm = float(self.first.mlp.norm(dim=-1).median())
-        neurons: list[Neuron] = []
+        neurons = []
         for place, number in enumerate(self.top.tolist()):
             expert, neuron = expert_and_neuron(context.target, self.first.layer, number)
             contribution = float(self.contribution[number])
@@ -331,10 +325,5 @@ def verify_sink_layer(context: SinkContext, top_k: int, repeated: LayerView | No
         causal = top[torch.tensor([neuron.causal for neuron in neurons], device=top.device)]
         if not len(causal):
             return VerifiedNeurons(neurons, massive_dims=massive_dims)
-        random_sets = draw(len(causal))
-        return VerifiedNeurons(
-            neurons,
-            set_drop=float(lost(causal[None])),
-            set_control_drop=float(lost(random_sets).max()),
-            massive_dims=massive_dims,
-        )
+        set_drop, set_control_drop = float(lost(causal[None])), float(lost(draw(len(causal))).max())
+        return VerifiedNeurons(neurons, set_drop, set_control_drop, massive_dims)

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from itertools import compress
 
+import numpy as np
 import torch
 from einops import reduce
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinkscope.measure.evidence import NEEDED
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.effects import Component, Edit, effects, key_bias, writers
+from sinkscope.sinks.first_token.effects import Component, Edit, effects, key_bias, one_by_one, writers
 from sinkscope.sinks.first_token.result import CONTROL_DRAWS
 from sinkscope.sinks.first_token.sets import Removal, smallest_set
+from sinkscope.sinks.tokens import TokenRows
 
 NEARLY = 0.75  # of several components, those are needed that lose at least this share of the largest loss
 EFFECTIVE = 0.1  # components that lose at least this share are named
@@ -52,14 +54,14 @@ class PositionEffect:
     """
 
     target: Target
-    ids: Int[Tensor, "text pos"]
+    ids: TokenRows
     at: int
     other: int
     layer: int | None = None
     heads: Bool[Tensor, "layer head"] | None = None
     without: tuple[int, ...] = ()
 
-    @property
+    @cached_property
     def reversed(self) -> PositionEffect:
         """The same with both positions exchanged: edits act at the typical position."""
         return replace(self, at=self.other, other=self.at)
@@ -68,11 +70,6 @@ class PositionEffect:
     def intact(self) -> Float[Tensor, "text part"]:
         """The norm, or the attention of each head, without an edit."""
         return self.values([])[1]
-
-    @cached_property
-    def span(self) -> Float[Tensor, "text part"]:
-        """The whole effect."""
-        return self.intact - self.reversed.intact
 
     def values(self, edits: Sequence[Edit]) -> tuple[Float[Tensor, "edit text part"], Float[Tensor, "text part"]]:
         """Norms, or the attention of each head, under edits at the position; and the same without an edit."""
@@ -97,27 +94,24 @@ class PositionEffect:
         """What each edit takes away at the position."""
         return self.intact - self.values(edits)[0]
 
-    def given(self, edits: Sequence[Edit]) -> Float[Tensor, "edit text part"]:
-        """What each edit gives to the typical position."""
-        return self.reversed.values(edits)[0] - self.reversed.intact
-
     def shares(self, change: Float[Tensor, "edit text part"]) -> list[float]:
         """Changes as shares of the whole effect."""
-        return (reduce(change, "edit text part -> edit", "mean") / self.span.mean()).tolist()
+        whole = (self.intact - self.reversed.intact).mean()
+        return (reduce(change, "edit text part -> edit", "mean") / whole).tolist()
 
-    def necessity(self, sets: Sequence[Sequence[Component]]) -> list[float]:
-        """The share of the effect that is lost when components are replaced together."""
-        if not sets:
+    def necessity(self, edits: Sequence[Edit]) -> list[float]:
+        """The share of the effect that is lost under each edit."""
+        if not edits:
             return []
-        return self.shares(self.removed([Edit(swap=tuple(members)) for members in sets]))
+        return self.shares(self.removed(edits))
 
-    def sufficiency(self, sets: Sequence[Sequence[Component]]) -> list[float]:
-        """The share of the effect that components give to the typical position together; NaN for the bias of keys."""
-        if not sets:
+    def sufficiency(self, edits: Sequence[Edit]) -> list[float]:
+        """The share of the effect that each edit gives to the typical position; NaN for the bias of keys."""
+        if not edits:
             return []
-        shares = self.shares(self.given([Edit(swap=tuple(members)) for members in sets]))
-        for place, members in enumerate(sets):
-            if Component("key bias") in members:
+        shares = self.shares(-self.reversed.removed(edits))
+        for place, edit in enumerate(edits):
+            if Component("key bias") in edit.swap:
                 shares[place] = float("nan")
         return shares
 
@@ -131,18 +125,18 @@ class PositionEffect:
             candidates.append(Component("attention", depth))
         elif key_bias(self.target, depth) is not None:
             candidates.append(Component("key bias"))
-        alone = self.necessity([(component,) for component in candidates])
+        alone = self.necessity(one_by_one(candidates))
         bar = min(EFFECTIVE, max(alone))
-        effective = tuple(c for c, lost in zip(candidates, alone, strict=True) if lost >= bar)
+        effective = tuple(compress(candidates, np.array(alone) >= bar))
         whole = self.smallest(candidates, alone)
-        needed_alone = min(self.necessity([(component,) for component in whole]), default=0.0) >= NEEDED
-        chosen: list[Component] = []
+        needed_alone = min(self.necessity(one_by_one(whole)), default=0.0) >= NEEDED
+        chosen = []
         for member in whole:
             own = (member,)
             if member.kind == "attention":
                 heads = [Component("head", member.layer, head) for head in range(self.target.n_heads)]
                 others = tuple(component for component in whole if component != member and not needed_alone)
-                of_heads = self.necessity([(*others, head) for head in heads])
+                of_heads = self.necessity([Edit(swap=(*others, head)) for head in heads])
                 own = self.smallest(heads, of_heads, others) or own
             chosen += own
         return Marks(tuple(chosen), effective)
@@ -158,23 +152,26 @@ class PositionEffect:
             removed_too: Components that are replaced all the time.
         """
         bar = max(NEEDED, NEARLY * max(alone))
-        needed = tuple(c for c, lost in zip(candidates, alone, strict=True) if lost >= bar)
+        needed = tuple(compress(candidates, np.array(alone) >= bar))
         if needed:
             return needed
         order = sorted(range(len(candidates)), key=lambda index: -alone[index])
         promising = [candidates[index] for index in order[:SET_CANDIDATES]]
 
         def remove(sets: list[Components]) -> list[Removal]:
-            lost = self.necessity([(*removed_too, *members) for members in sets])
+            lost = self.necessity([Edit(swap=(*removed_too, *members)) for members in sets])
             return [Removal(gone=share >= NEEDED, drop=share) for share in lost]
 
         return smallest_set(promising, remove) or ()
 
 
-def random_sets(pool: Sequence[Any], size: int, seed: int) -> list[tuple[Any, ...]]:
-    """Random sets of a given size, as controls; none if the pool is too small."""
+def random_swaps(pool: Sequence[Component], size: int, seed: int) -> list[Edit]:
+    """Random sets of so many components replaced, as controls; none if the pool is too small."""
     if not 0 < size <= len(pool):
         return []
     generator = torch.Generator().manual_seed(seed)
-    draws = [torch.randperm(len(pool), generator=generator)[:size].tolist() for _ in range(CONTROL_DRAWS)]
-    return [tuple(pool[index] for index in drawn) for drawn in draws]
+    edits = []
+    for _ in range(CONTROL_DRAWS):
+        drawn = torch.randperm(len(pool), generator=generator)[:size].tolist()
+        edits.append(Edit(swap=tuple(pool[index] for index in drawn)))
+    return edits

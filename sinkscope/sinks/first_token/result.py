@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import ClassVar, Literal
+from typing import Literal
 
 from sinkscope.files.notation import agreeing, brief, counted, listed, neuron_name
 from sinkscope.files.result import Number
@@ -22,6 +22,8 @@ ATTENTION_LENGTH = 32  # longest text in which attention with and without neuron
 RATE_EPS = 0.3  # mean attention above which a head attends to a position (Gu et al. 2024)
 Sites = tuple[tuple[int, ...], ...]
 """Neurons as interventions take them: (layer, neuron), or (layer, expert, neuron) in a mixture."""
+Heads = Sequence[tuple[int, int]]
+"""Heads as pairs of layer and head."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,16 @@ class Member:
 
     def __str__(self) -> str:
         return neuron_name(self.layer, self.expert, self.neuron)
+
+
+def members_of(sites: Sites) -> tuple[Member, ...]:
+    """The neurons that interventions take in this form."""
+    return tuple(Member.of(site) for site in sites)
+
+
+def sites_of(members: Sequence[Member]) -> Sites:
+    """Neurons in the form that interventions take."""
+    return tuple(member.site for member in members)
 
 
 @dataclass(frozen=True)
@@ -107,7 +119,7 @@ class CausalSet:
     @property
     def edit_sites(self) -> Sites:
         """The neurons in the form that interventions take."""
-        return tuple(member.site for member in self.sites)
+        return sites_of(self.sites)
 
     @property
     def names(self) -> str:
@@ -204,7 +216,7 @@ class NormSpike:
     @property
     def makers(self) -> tuple[str, ...]:
         """The components that make the first token's spike, named as carriers are."""
-        makers: list[str] = []
+        makers = []
         if self.begun_by is not None:
             makers.append(self.begun_by)
         if self.made_by == "MLP":
@@ -436,9 +448,9 @@ class FindSinks(Result):
         published: What the literature reports. None if nothing is published for the model.
     """
 
-    percent: ClassVar[tuple[str, ...]] = ("share", "ablation_drop", "repeat_drop", "control_drop")
-    table_of: ClassVar[str] = "neurons"
-    table_without: ClassVar[tuple[str, ...]] = ("neutral_post", "neutral_up")
+    percent = ("share", "ablation_drop", "repeat_drop", "control_drop")
+    table_of = "neurons"
+    table_without = ("neutral_post", "neutral_up")
 
     norm_spike: NormSpike | None = None
     attention_sink: AttentionSink | None = None
@@ -485,7 +497,7 @@ class FindSinks(Result):
 
     def numbers(self) -> list[Number]:
         """What zeroing the neurons takes away, and how far the norm stands out."""
-        numbers: list[Number] = []
+        numbers = []
         minimal = self.minimal
         if minimal is not None:
             control = minimal.control
@@ -501,7 +513,7 @@ class FindSinks(Result):
 
     def facts(self) -> dict[str, str]:
         """The sink layer, the neurons that make the spike, and what carries the attention sink."""
-        facts: dict[str, str] = {}
+        facts = {}
         if self.sink_layer is not None:
             facts["sink layer"] = str(self.sink_layer)
         if self.minimal is not None:
@@ -613,7 +625,7 @@ class FindSinks(Result):
         return text
 
     def _set_sentences(self) -> list[str]:
-        sentences: list[str] = []
+        sentences = []
         for causal_set in self.causal_sets:
             names = causal_set.names
             lost = causal_set.drop_last_layer
@@ -637,7 +649,7 @@ class FindSinks(Result):
         return sentences
 
     def _later_sentences(self) -> list[str]:
-        sentences: list[str] = []
+        sentences = []
         for later in self.later_sinks:
             maker = "no set of neurons that was tried removes it"
             if later.set is not None:
@@ -646,7 +658,7 @@ class FindSinks(Result):
         return sentences
 
     def _attention_sentences(self) -> list[str]:
-        sentences = list[str]()
+        sentences = []
         sink = self.attention_sink
         rate = self.sink_rate
         if rate is not None:
@@ -664,7 +676,7 @@ class FindSinks(Result):
         later = [f"{place} ({place.rate:.1%})" for place in sink.positions if place.position != 0]
         if later:
             sentences.append(f"Behind the first token, heads attend to {listed(later)}.")
-        needed: list[str] = []
+        needed = []
         for carrier in sink.carriers:
             heads = f"{carrier.heads_lost:.0%} of these heads"
             if carrier.needed and carrier.name == "position":

@@ -11,9 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from math import comb
-from typing import Literal, TypeVar
+from typing import Any, Literal
 
-import numpy as np
 import torch
 from einops import reduce
 from jaxtyping import Float, Int
@@ -29,7 +28,6 @@ from sinkscope.sinks.first_token.attention_received import ALL_TEXTS, attention_
 from sinkscope.sinks.first_token.context import SinkContext
 from sinkscope.sinks.first_token.effects import Edit, Effects, Trial, attending_heads, effects, heads_lost, side_by_side
 from sinkscope.sinks.first_token.layer_scan import (
-    NOT_READ,
     SMALLEST_NORM,
     SPIKE_RATIO,
     STAGE_OUTLIER,
@@ -41,17 +39,18 @@ from sinkscope.sinks.first_token.neurons import RepeatedSinks, stage_neurons, ve
 from sinkscope.sinks.first_token.result import (
     ATTENTION_LENGTH,
     CONTROL_DRAWS,
-    RATE_EPS,
     CausalSet,
+    Heads,
     LaterSink,
-    Member,
     Neuron,
     RepetitionSpike,
     Sites,
+    members_of,
+    sites_of,
 )
 from sinkscope.sinks.tokens import TokenRows
 
-SETS_OF_ONE_SIZE = 128  # largest number of sets of one size that are all tried
+SETS_AT_ONCE = 128  # largest number of sets of one size that are all tried, and that are asked about together
 CANDIDATES = 8  # default number of candidates of the sink layer
 MORE_CANDIDATES = 64  # candidates of the sink layer if the first few do not suffice
 BACKUP_ROUNDS = 4  # rounds of searching for backups before the search ends
@@ -63,8 +62,6 @@ ATTENTION_TEXTS = 4  # texts in which attention is compared
 AS_BEFORE = 1.25  # largest norm without the neurons that amplify a spike, over the norm before them
 PART = 0.9  # of what a set takes away, that a part of it takes to stand for the set
 
-Candidate = TypeVar("Candidate")
-
 
 @dataclass(frozen=True)
 class Removal:
@@ -74,9 +71,13 @@ class Removal:
     drop: float
 
 
-def smallest_set(
-    candidates: Sequence[Candidate], remove: Callable[[list[tuple[Candidate, ...]]], list[Removal]]
-) -> tuple[Candidate, ...] | None:
+Members = tuple[Any, ...]
+"""A set of components, neurons or parts of a model."""
+Remove = Callable[[list[Members]], list[Removal]]
+"""Removes each of several sets and says what that does."""
+
+
+def smallest_set(candidates: Sequence[Any], remove: Remove) -> Members | None:
     """Search for the smallest set of candidates whose removal ends an effect; None if no set that was tried does.
 
     Sets are tried in order of their size while there are at most 128 of a size. Otherwise growing prefixes of the
@@ -85,74 +86,65 @@ def smallest_set(
 
     Args:
         candidates: Components that may be removed, the most promising first.
-        remove: Removes each of several sets and says what that does.
+        remove: Removes sets.
     """
-    together: list[list[tuple[Candidate, ...]]] = []  # the sets of some sizes
+    together = []
     for size in range(1, len(candidates) + 1):
-        if comb(len(candidates), size) > SETS_OF_ONE_SIZE:
-            return _most_effective_of(together, remove) or _smallest_prefix(candidates, remove)
+        if comb(len(candidates), size) > SETS_AT_ONCE:
+            break
         sets = list(combinations(candidates, size))
-        if sum(map(len, together)) + len(sets) > SETS_OF_ONE_SIZE:
-            best = _most_effective_of(together, remove)
+        if len(together) + len(sets) > SETS_AT_ONCE:
+            best = _most_effective(together, remove)
             if best is not None:
                 return best
             together = []
-        together.append(sets)
-    return _most_effective_of(together, remove)
-
-
-def _smallest_prefix(
-    candidates: Sequence[Candidate], remove: Callable[[list[tuple[Candidate, ...]]], list[Removal]]
-) -> tuple[Candidate, ...] | None:
-    prefixes = [tuple(candidates[:size]) for size in range(2, len(candidates) + 1)]
-    ending = [prefix for prefix, removal in zip(prefixes, remove(prefixes), strict=True) if removal.gone]
-    if not ending:
+        together += sets
+    else:
+        return _most_effective(together, remove)
+    best = _most_effective(together, remove)
+    if best is not None:
+        return best
+    prefix = _most_effective([tuple(candidates[:size]) for size in range(2, len(candidates) + 1)], remove)
+    if prefix is None:
         return None
-    return without_unneeded(ending[0], remove, least=1)
+    return without_unneeded(prefix, remove, least=1)
 
 
-def without_unneeded(
-    members: tuple[Candidate, ...], remove: Callable[[list[tuple[Candidate, ...]]], list[Removal]], least: int = 0
-) -> tuple[Candidate, ...]:
+def without_unneeded(members: Members, remove: Remove, least: int = 0) -> Members:
     """Leave out members of a set, one after another, while the removal of the others ends the effect."""
     while len(members) > least:
-        fewer = _most_effective_of([[members[:i] + members[i + 1 :] for i in range(len(members))]], remove)
+        fewer = _most_effective([members[:i] + members[i + 1 :] for i in range(len(members))], remove)
         if fewer is None:
             break
         members = fewer
     return members
 
 
-def _most_effective_of(
-    by_size: list[list[tuple[Candidate, ...]]], remove: Callable[[list[tuple[Candidate, ...]]], list[Removal]]
-) -> tuple[Candidate, ...] | None:
-    """Of the sets of the first size of which one ends the effect, the set that takes most of it; None if none does."""
-    if not by_size:
+def _most_effective(sets: list[Members], remove: Remove) -> Members | None:
+    """Of the smallest sets that end the effect, the one that takes most of it; None if none does."""
+    if not sets:
         return None
-    removals = iter(remove([members for sets in by_size for members in sets]))
-    for sets in by_size:
-        best = None
-        best_drop = -float("inf")
-        for members, removal in zip(sets, removals, strict=False):
-            if removal.gone and removal.drop > best_drop:
-                best = members
-                best_drop = removal.drop
-        if best is not None:
-            return best
-    return None
+    best = None
+    best_rank = (0, 0.0)
+    for members, removal in zip(sets, remove(sets), strict=True):
+        rank = (-len(members), removal.drop)
+        if removal.gone and (best is None or rank > best_rank):
+            best = members
+            best_rank = rank
+    return best
 
 
 def random_sites(target: Target, sites: Sites, excluded: Sites, generator: torch.Generator) -> Sites:
     """As many other neurons of the same layers (and experts), none of `excluded` while there are enough others."""
-    drawn: list[tuple[int, ...]] = []
+    drawn = ()
     for site in sites:
         neighbours = [(*site[:-1], neuron) for neuron in range(target.width(site[0], *site[1:-1]))]
         barred = {*excluded, *sites, *drawn}
         others = [other for other in neighbours if other not in barred]
         if not others:
             others = [other for other in neighbours if other not in sites]
-        drawn.append(others[int(torch.randint(len(others), (1,), generator=generator))])
-    return tuple(drawn)
+        drawn += (others[int(torch.randint(len(others), (1,), generator=generator))],)
+    return drawn
 
 
 @dataclass(frozen=True)
@@ -188,10 +180,10 @@ class _SpikeSearch:
         longer: Texts that go on behind it, where attention to the token is compared.
         layer: The layer that makes the spike.
         last: The last layer after which the norm stands out.
-        heads: The (layer, head) pairs behind `layer` that attend to the token.
-        before: The token's norm before the neurons amplify it, if it stands out already; else 0.
+        heads: The heads behind `layer` that attend to the token.
         entering: What entered each layer when `texts` were read.
         entering_longer: The same of the longer texts.
+        before: The token's norm before the neurons amplify it, if it stands out already; else 0.
         asked: The norms `[text layer]` with each set silenced that was asked about before.
     """
 
@@ -201,23 +193,37 @@ class _SpikeSearch:
     longer: Int[Tensor, "other longer"]
     layer: int
     last: int
-    heads: Sequence[tuple[int, int]]
+    heads: Heads
+    entering: Entering
+    entering_longer: Entering
     before: float = 0.0
-    entering: Entering = NOT_READ
-    entering_longer: Entering = NOT_READ
     asked: dict[Sites, Tensor] = field(default_factory=dict)
 
-    @property
-    def at(self) -> int:
-        """Position of the token."""
-        return self.texts.shape[1] - 1
+    @classmethod
+    def of_first_token(cls, context: SinkContext, heads: Heads) -> _SpikeSearch:
+        """The search for the first token of typical text; a text for each different first token."""
+        ids = context.ids
+        firsts, rows = ids[:, 0].unique(return_inverse=True)
+        spiking = [int((rows == first).nonzero()[0]) for first in range(min(len(firsts), SPIKE_TEXTS))]
+        return cls(
+            context,
+            ids[spiking, :1],
+            rows[rows < SPIKE_TEXTS],
+            ids[:ATTENTION_TEXTS, :ATTENTION_LENGTH],
+            context.layer,
+            max(context.layer, context.scan.spike_layers[-1]),
+            [place for place in heads if place[0] > context.layer],
+            context.entering.part(spiking, 1),
+            context.entering.part(slice(ATTENTION_TEXTS), ATTENTION_LENGTH),
+            before=context.scan.norm_before,
+        )
 
     def norm_trial(self, sets: Sequence[Sites]) -> Trial:
         """Silences each set that was not asked about before; the spike is read."""
         return Trial(
             self.texts,
             [Edit(zero=sites) for sites in dict.fromkeys(sets) if sites not in self.asked],
-            at=self.at,
+            at=self.texts.shape[1] - 1,
             upto=self.last,
             without=self.context.scan.shared_dims,
             entering=self.entering,
@@ -225,14 +231,13 @@ class _SpikeSearch:
 
     def attention_trial(self, sets: Sequence[Sites], texts: int) -> Trial:
         """Silences each set; the attention to the token is read, in some of the longer texts."""
-        layers = [layer for layer, _ in self.heads]
         return Trial(
             self.longer[:texts],
             [Edit(zero=sites) for sites in sets],
-            at=self.at,
-            upto=max(layers),
+            at=self.texts.shape[1] - 1,
+            upto=max(self.heads)[0],
             attention=True,
-            behind=min(layers),
+            behind=min(self.heads)[0],
             entering=self.entering_longer.part(slice(texts), self.longer.shape[1]),
         )
 
@@ -280,12 +285,6 @@ class _SpikeSearch:
 
         return smallest_set(sites, remove)
 
-    def attention_lost(self, edited: Effects) -> Float[np.ndarray, " text"]:
-        """Share of the attention to the token that the heads lose, in each of the longer texts."""
-        layer, head = torch.tensor(self.heads).T
-        left = edited.attention[0][:, layer, head] / edited.intact_attention[:, layer, head]
-        return reduce(1 - left, "text pair -> text", "mean").numpy()
-
     def grown(self, chosen: Sites, others: Sites) -> Sites:
         """The set and those of the other candidates that attention needs as well."""
 
@@ -300,17 +299,17 @@ class _SpikeSearch:
         alone = self.drops([(site,) for site in chosen], self.layer)
         order = sorted(range(len(chosen)), key=lambda place: -alone[place])
         parts = [tuple(chosen[place] for place in order[:size]) for size in range(1, len(chosen) + 1)]
-        drops = self.drops(parts, self.layer)
-        chosen = next(part for part, drop in zip(parts, drops, strict=True) if drop >= PART * max(drops))
-        return self._compared(chosen, candidates, (), "partial")
+        drops = torch.tensor(self.drops(parts, self.layer))
+        first = int((drops >= PART * drops.max()).int().argmax())
+        return self.compared(parts[first], candidates, kind="partial")
 
     def minimal(self, chosen: Sites, candidates: Sites, backups: Sites = ()) -> CausalSet | None:
         """A set that removes the spike, with those of the candidates that attention needs as well."""
         others = tuple(site for site in candidates if site not in chosen)
-        return self._compared(chosen, candidates + backups, others, "minimal")
+        return self.compared(chosen, candidates + backups, others)
 
-    def _compared(
-        self, chosen: Sites, excluded: Sites, others: Sites, kind: Literal["minimal", "partial"]
+    def compared(
+        self, chosen: Sites, excluded: Sites, others: Sites = (), kind: Literal["minimal", "partial"] = "minimal"
     ) -> CausalSet | None:
         """A set with its effects and controls; None if a random set has as large an effect.
 
@@ -321,15 +320,17 @@ class _SpikeSearch:
             kind: The kind of the set.
         """
         target, generator = self.context.target, self.context.generator
-        controls = [random_sites(target, chosen, excluded, generator) for _ in range(CONTROL_DRAWS)]
-        trials = [self.norm_trial([(), chosen, *controls])]
+        sets = [chosen]
+        for _ in range(CONTROL_DRAWS):
+            sets.append(random_sites(target, chosen, excluded, generator))
+        trials = [self.norm_trial([(), *sets])]
         if self.heads:
-            trials.append(self.attention_trial([chosen, *controls, chosen + others], 1))
+            trials.append(self.attention_trial([*sets, chosen + others], 1))
             trials.append(self.attention_trial([chosen], len(self.longer)))
         read = self.answer(*trials)
-        at_sink_layer = self.drops([chosen, *controls], self.layer)
-        at_last_layer = self.drops([chosen, *controls], self.last)
-        control = max(*at_sink_layer[1:], *at_last_layer[1:])
+        at_sink_layer, *controls = self.drops(sets, self.layer)
+        at_last_layer, *later_controls = self.drops(sets, self.last)
+        control = max(*controls, *later_controls)
         drop_attention = None
         margin_attention = None
         lost = None
@@ -337,25 +338,18 @@ class _SpikeSearch:
             drops = read[1].attention_drops(self.heads)
             lost, *_, lost_with_others = heads_lost(drops)
             if lost < NEEDED <= lost_with_others:
-                return self._compared(self.grown(chosen, others), excluded, (), kind)
-            control = max(control, *drops[1 : 1 + CONTROL_DRAWS].mean(1).tolist())
-            in_texts = self.attention_lost(read[2])
+                return self.compared(self.grown(chosen, others), excluded)
+            control = max(control, *drops[1:-1].mean(1).tolist())
+            layer, head = torch.tensor(self.heads).T
+            left = read[2].attention[0][:, layer, head] / read[2].intact_attention[:, layer, head]
+            in_texts = reduce(1 - left, "text pair -> text", "mean").numpy()
             drop_attention = float(in_texts.mean())
             margin_attention = margin_of(in_texts)
-        if min(at_sink_layer[0], at_last_layer[0]) <= control:
+        if min(at_sink_layer, at_last_layer) <= control:
             return None
-        members = tuple(Member.of(site) for site in chosen)
-        return CausalSet(
-            members,
-            at_sink_layer[0],
-            at_last_layer[0],
-            drop_attention,
-            lost,
-            control,
-            kind,
-            margin_norm=margin_of(self.lost([chosen])[0, self.rows, self.layer].numpy()),
-            margin_attention=margin_attention,
-        )
+        margin = margin_of(self.lost([chosen])[0, self.rows, self.layer].numpy())
+        drops_of_set = (at_sink_layer, at_last_layer, drop_attention)
+        return CausalSet(members_of(chosen), *drops_of_set, lost, control, kind, margin, margin_attention)
 
     def backup(self, backups: Sites, minimal: CausalSet) -> CausalSet:
         """The part of the minimal set that writes a spike only when the rest is silenced."""
@@ -363,12 +357,12 @@ class _SpikeSearch:
         rest = tuple(site for site in every if site not in backups)
         without_rest, without_all = self.remove([rest, every])
         drops = (1 - without_all / without_rest).mean(0).tolist()
-        members = tuple(Member.of(site) for site in backups)
+        members = members_of(backups)
         return CausalSet(members, drops[self.layer], drops[self.last], None, None, minimal.control, "backup")
 
     def returning(self, silent: Sites) -> list[Neuron]:
         """Neurons of later layers that make a spike while these neurons are silent."""
-        neurons: list[Neuron] = []
+        neurons = []
         with Ablate(sites=silent).on(self.context.target):
             scan = scan_layers(self.context.target, self.context.ids, whole=True, upto=self.last)
             without = replace(self.context, entering=scan.entering)
@@ -377,8 +371,21 @@ class _SpikeSearch:
                     neurons += stage_neurons(without, stage, BACKUP_CANDIDATES)
         return [neuron for neuron in neurons if neuron.site not in silent]
 
+    def with_backups(self, here: Sites) -> tuple[list[Neuron], Sites | None]:
+        """Neurons that bring the spike back while a set is silent, and the set of all that remove it, if one does."""
+        backups = []
+        for _ in range(BACKUP_ROUNDS):
+            returning = self.returning(here + sites_of(backups))
+            if not returning:
+                break
+            backups += returning
+            whole = self.smallest(here + sites_of(backups), self.layer, self.last)
+            if whole is not None:
+                return backups, whole
+        return backups, None
 
-def causal_sets(context: SinkContext, neurons: Sequence[Neuron], heads: Sequence[tuple[int, int]] = ()) -> CausalSets:
+
+def causal_sets(context: SinkContext, neurons: Sequence[Neuron], heads: Heads = ()) -> CausalSets:
     """Search for the smallest set of neurons that makes the first token's spike, and for backups that take over.
 
     If the spike returns in a later layer while a set is silent, the neurons that bring it back join the candidates.
@@ -386,57 +393,37 @@ def causal_sets(context: SinkContext, neurons: Sequence[Neuron], heads: Sequence
     Args:
         context: The model and its spike.
         neurons: Candidates of all stages.
-        heads: The (layer, head) pairs that attend to the first token.
+        heads: The heads that attend to the first token.
     """
-    layer = context.layer
-    ids = context.ids
-    firsts, rows = ids[:, 0].unique(return_inverse=True)
-    spiking = [int((rows == first).nonzero()[0]) for first in range(min(len(firsts), SPIKE_TEXTS))]
-    search = _SpikeSearch(
-        context,
-        texts=ids[spiking, :1],
-        rows=rows[rows < SPIKE_TEXTS],
-        longer=ids[:ATTENTION_TEXTS, :ATTENTION_LENGTH],
-        layer=layer,
-        last=max(layer, context.scan.spike_layers[-1]),
-        heads=[(behind, head) for behind, head in heads if behind > layer],
-        before=context.scan.norm_before,
-        entering=context.entering.part(spiking, 1),
-        entering_longer=context.entering.part(slice(ATTENTION_TEXTS), ATTENTION_LENGTH),
-    )
+    search = _SpikeSearch.of_first_token(context, heads)
     candidates = list(neurons)
     here, minimal, sites, backups = None, None, (), ()
-    for more in (False, True):  # than the first candidates of the sink layer
+    for more in (0, MORE_CANDIDATES):  # than the first candidates of the sink layer
         if more:
-            candidates += stage_neurons(context, layer, MORE_CANDIDATES)
+            candidates += stage_neurons(context, search.layer, more)
         sites = tuple(dict.fromkeys(neuron.site for neuron in candidates if neuron.layer <= search.last))
-        minimal = search.smallest(sites, layer, search.last)
-        here = minimal or search.smallest(sites, layer)
+        minimal = search.smallest(sites, search.layer, search.last)
+        here = minimal or search.smallest(sites, search.layer)
         if here is not None:
             break
-    for _ in range(BACKUP_ROUNDS):  # neurons that bring the spike back while `here` is silent
-        if here is None or minimal is not None:
-            break
-        returning = search.returning(here + backups)
-        if not returning:
-            break
+    if here is not None and minimal is None:
+        returning, minimal = search.with_backups(here)
         candidates += returning
-        backups += tuple(neuron.site for neuron in returning)
-        minimal = search.smallest(here + backups, layer, search.last)
-    if here is not None and minimal is not None:
-        backups = tuple(site for site in minimal if site not in here)
-    sets: list[CausalSet] = []
-    if minimal is None:
+        backups = sites_of(returning)
+    if here is None or minimal is None:
         best = search.partial(here or sites, sites + backups)
     else:
+        backups = tuple(site for site in minimal if site not in here)
         best = search.minimal(minimal, sites, backups)
-    if best is not None:
-        sets.append(best)
-        if best.kind == "minimal" and backups:
-            sets.append(search.backup(backups, best))
-    known = {neuron.site for neuron in neurons}
-    in_sets = {site for causal_set in sets for site in causal_set.edit_sites}
-    added = {neuron.site: neuron for neuron in candidates if neuron.site in in_sets - known}
+    if best is None:
+        return CausalSets((), tuple(neurons))
+    sets = [best]
+    if best.kind == "minimal" and backups:
+        sets.append(search.backup(backups, best))
+    added = {}
+    for neuron in candidates:
+        if neuron.site in best.edit_sites and neuron.site not in sites_of(neurons):
+            added[neuron.site] = neuron
     return CausalSets(tuple(sets), (*neurons, *added.values()))
 
 
@@ -453,33 +440,28 @@ class SinkNeurons:
     """
 
     layer: int | None
-    neurons: tuple[Neuron, ...]
-    controls: Sites
-    absence: SpikeAbsence | None
+    neurons: tuple[Neuron, ...] = ()
+    controls: Sites = ()
+    absence: SpikeAbsence | None = None
 
-    @property
-    def sites(self) -> Sites:
-        """The neurons in the form that interventions take."""
-        return tuple(neuron.site for neuron in self.neurons)
+    @classmethod
+    def of(cls, context: SinkContext) -> SinkNeurons:
+        """Search for them."""
+        if context.sink_layer is None:
+            return cls(None, absence=SpikeAbsence.of(context))
+        received = attention_received(context.target, context.ids, layers=len(context.scan.layers))
+        verified = verify_neurons(context, CANDIDATES)
+        neurons = causal_sets(context, verified.neurons, received.heads).members or verified.causal
+        sites = sites_of(neurons)
+        return cls(context.sink_layer, neurons, random_sites(context.target, sites, sites, context.generator))
 
 
 def sink_neurons(setup: Setup) -> SinkNeurons:
     """The neurons that make the first token's spike; they are searched once for a setup."""
     key = (sink_neurons, setup.seed, len(setup.ids))
     if key not in setup.memory:
-        setup.memory[key] = _search_sink_neurons(SinkContext.read(setup))
+        setup.memory[key] = SinkNeurons.of(SinkContext.read(setup))
     return setup.memory[key]
-
-
-def _search_sink_neurons(context: SinkContext) -> SinkNeurons:
-    if context.sink_layer is None:
-        return SinkNeurons(None, (), (), SpikeAbsence.of(context))
-    received = attention_received(context.target, context.ids, RATE_EPS, layers=len(context.scan.layers))
-    verified = verify_neurons(context, CANDIDATES)
-    neurons = causal_sets(context, verified.neurons, received.heads).members or verified.causal
-    sites = tuple(neuron.site for neuron in neurons)
-    controls = random_sites(context.target, sites, sites, context.generator)
-    return SinkNeurons(context.sink_layer, neurons, controls, None)
 
 
 def later_sinks(context: SinkContext) -> tuple[LaterSink, ...]:
@@ -494,11 +476,11 @@ def later_sinks(context: SinkContext) -> tuple[LaterSink, ...]:
         usual = norms[:, 1:].quantile(0.75).clamp(min=typical)
         stands_out |= norms > SPIKE_RATIO * usual
     stands_out[:, 0] = False
-    sinks: list[LaterSink] = []
+    sinks = []
     for at in range(1, ids.shape[1]):
-        tokens = ids[stands_out[:, at], at].unique()
-        if len(tokens) >= POSITION_TOKENS and float(stands_out[:, at].float().mean()) > NEEDED:
-            sinks.append(_later_sink(context, "", int(stands_out[:, at].nonzero()[0]), at))
+        there = stands_out[:, at]
+        if len(ids[there, at].unique()) >= POSITION_TOKENS and float(there.float().mean()) > NEEDED:
+            sinks.append(_later_sink(context, "", int(there.nonzero()[0]), at))
             stands_out[:, at] = False
     for token, _ in Counter(ids[stands_out].tolist()).most_common(LATER_TOKENS):
         places = (stands_out & (ids == token)).nonzero().tolist()
@@ -512,30 +494,17 @@ def _later_sink(context: SinkContext, token: str, row: int, at: int) -> LaterSin
     scan = context.scan
     norms = torch.stack(scan.norms)[:, row, at].double()
     ratio = float((norms / torch.tensor(scan.typical_norm).double().clamp(min=SMALLEST_NORM)).max())
-    made = set_at_position(context, scan, context.ids[row : row + 1], row, at)
-    if made is None or made.set.kind != "minimal":
-        return LaterSink(token, at, ratio, None)
-    return LaterSink(token, at, ratio, made.set)
+    return LaterSink(token, at, ratio, set_at_position(context, scan, context.ids, row, at).minimal)
 
 
-@dataclass(frozen=True)
-class SetAtPosition:
-    """The neurons that make the spike of a position, as a set and one by one."""
-
-    set: CausalSet
-    neurons: tuple[Neuron, ...]
-
-
-def set_at_position(
-    context: SinkContext, scan: LayerScan, ids: Int[Tensor, "1 pos"], row: int, at: int
-) -> SetAtPosition | None:
-    """The smallest set that makes the spike of a position of one text; None if no MLP makes it.
+def set_at_position(context: SinkContext, scan: LayerScan, ids: TokenRows, row: int, at: int) -> CausalSets:
+    """The smallest set that makes the spike of a position of one text, and its neurons; empty if no MLP makes it.
 
     Args:
         context: The model and its typical text.
-        scan: The layers, as a batch of texts with this one shows them.
-        ids: The text.
-        row: Its row in the scan.
+        scan: The layers, as these texts show them.
+        ids: The texts.
+        row: The text.
         at: The position.
     """
     typical = context.scan
@@ -544,37 +513,27 @@ def set_at_position(
     most_written = 0.0
     for number, reading in enumerate(scan.layers):
         written = float(reading.mlp_norms[row, at])
-        if written > STAGE_OUTLIER * typical.layers[number].mlp_typical and written > most_written:
+        if written > max(most_written, STAGE_OUTLIER * typical.layers[number].mlp_typical):
             layer = number
             most_written = written
         if float(scan.norms[number][row, at]) > SPIKE_RATIO * typical.typical_norm[number]:
             last = number
     if layer is None:
-        return None
-    longer = scan.entering.part(slice(row, row + 1), ids.shape[1])
-    heads = attending_heads(context.target, ids[0], at, range(layer + 1, len(scan.layers)), RATE_EPS, longer)
-    until = replace(context, ids=ids[:, : at + 1], entering=longer.part(slice(None), at + 1))
-    search = _SpikeSearch(
-        until,
-        until.ids,
-        rows=torch.zeros(1, dtype=torch.long),
-        longer=ids,
-        layer=layer,
-        last=max(layer, last),
-        heads=heads,
-        entering=until.entering,
-        entering_longer=longer,
-    )
+        return CausalSets()
+    text = ids[row : row + 1]
+    longer = scan.entering.part(slice(row, row + 1), text.shape[1])
+    heads = attending_heads(context.target, text, at, range(layer + 1, len(scan.layers)), longer)
+    until = replace(context, ids=text[:, : at + 1], entering=longer.part(slice(None), at + 1))
+    first_row = torch.zeros(1, dtype=torch.long)
+    last = max(layer, last)
+    search = _SpikeSearch(until, until.ids, first_row, text, layer, last, heads, until.entering, longer)
     neurons = stage_neurons(until, layer, CANDIDATES, at=at, typical=context)
-    sites = tuple(neuron.site for neuron in neurons)
-    chosen = search.smallest(sites, layer, search.last)
-    if chosen is None:
-        made = search.partial(sites, sites)
-    else:
-        made = search.minimal(chosen, sites)
-    if made is None:
-        return None
-    return SetAtPosition(made, tuple(neuron for neuron in neurons if neuron.site in made.edit_sites))
+    sites = sites_of(neurons)
+    chosen = search.smallest(sites, layer, last)
+    best = search.partial(sites, sites) if chosen is None else search.minimal(chosen, sites)
+    if best is None:
+        return CausalSets()
+    return CausalSets((best,), tuple(neuron for neuron in neurons if neuron.site in best.edit_sites))
 
 
 @torch.no_grad()
@@ -608,28 +567,29 @@ def repetition_spike(
         return None
     ids = torch.tensor(rows)
     last = ids.shape[1] - 1
-    silent = Edit(zero=minimal.edit_sites)
-    token = target.tokenizer.decode([int(ids[0, -1])])
+
+    def without_the_neurons(row: int, layer: int, entering: Entering) -> float:
+        """Share of the norm of the last repetition that is lost without them."""
+        silent = [Edit(zero=minimal.edit_sites)]
+        edited = effects(target, ids[row : row + 1], silent, at=last, upto=layer, entering=entering)
+        return float(edited.drops(layer))
+
     if reached:
         made_in = max(context.layer, *(member.layer for member in minimal.sites))
-        entering = repeated.entering[reached[0]].part(slice(None), last + 1)
-        edited = effects(target, ids, [silent], at=last, upto=made_in, entering=entering)
-        drop = float(edited.drops(made_in))
+        drop = without_the_neurons(0, made_in, repeated.entering[reached[0]].part(slice(None), last + 1))
         if drop >= NEEDED:
-            return RepetitionSpike(token, last, drop, None, ())
+            return RepetitionSpike(target.tokenizer.decode([words[reached[0]]]), last, drop, None, ())
     # Perhaps the repeated token's norm stands out behind the sink layer.
-    scan = scan_layers(target, ids, whole=True, upto=context.scan.spike_layers[-1])
-    heights = torch.stack([scan.norms[layer][:, -1] / scan.norms[layer][:, 0] for layer in context.scan.spike_layers])
-    row = int(heights.max(0).values.argmax())
+    spike_layers = context.scan.spike_layers
+    scan = scan_layers(target, ids, whole=True, upto=spike_layers[-1])
+    heights = torch.stack([scan.norms[layer][:, -1] / scan.norms[layer][:, 0] for layer in spike_layers])
     if not reached and float(heights.max()) < NEEDED:
         return None
+    row = int(heights.max(0).values.argmax())
+    layer = spike_layers[int(heights[:, row].argmax())]
+    drop = without_the_neurons(row, layer, scan.entering.part(slice(row, row + 1), last + 1))
     token = target.tokenizer.decode([int(ids[row, -1])])
-    layer = context.scan.spike_layers[int(heights[:, row].argmax())]
-    entering = scan.entering.part(slice(row, row + 1), last + 1)
-    drop = float(effects(target, ids[row : row + 1], [silent], at=last, upto=layer, entering=entering).drops(layer))
-    made = None
+    own = CausalSets()
     if drop < NEEDED:
-        made = set_at_position(context, scan, ids[row : row + 1], row, last)
-    if made is None or made.set.kind != "minimal":
-        return RepetitionSpike(token, last, drop, None, ())
-    return RepetitionSpike(token, last, drop, made.set, made.neurons)
+        own = set_at_position(context, scan, ids, row, last)
+    return RepetitionSpike(token, last, drop, own.minimal, own.members)

@@ -21,6 +21,7 @@ from torch.nn import functional
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import Progress, silent
 from sinkscope.files.notation import neuron_names
+from sinkscope.files.tables import Table
 from sinkscope.interventions import NeuronSite
 from sinkscope.interventions.base import Intervention
 from sinkscope.interventions.sink_patch import SinkPatch
@@ -77,7 +78,7 @@ def losses(
         batch_size: Pieces per pass.
         progress: Called after every batch.
     """
-    out: list[Tensor] = []
+    out = []
     for start in range(0, len(ids), batch_size):
         rows = ids[start : start + batch_size].to(target.device)
         with under(edit, target):
@@ -107,10 +108,10 @@ class PatchEvaluation(Result):
         neurons: Neurons of the patch: (layer, neuron) or (layer, expert, neuron).
     """
 
-    page: ClassVar[str] = "measure/patch"
-    kind: ClassVar[str] = "patch-eval"
-    percent: ClassVar[tuple[str, ...]] = ("change", "two_errors")
-    glossary: ClassVar[dict[str, str]] = {
+    page = "measure/patch"
+    kind = "patch-eval"
+    percent = ("change", "two_errors")
+    glossary: ClassVar = {
         "change": "difference to the perplexity without a patch, as a share of it",
         "two_errors": "two standard errors of the change",
     }
@@ -136,7 +137,7 @@ class PatchEvaluation(Result):
             return []
         return [f"Warning: the patch was made for {made_for}, not for {self.model.name}."]
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> Table:
         """One row per patch."""
         columns = {
             "perplexity": self.perplexity,
@@ -230,7 +231,7 @@ def random_patch(setup: Setup, patch: SinkPatch) -> SinkPatch:
         SinkscopeError: The patch has more than half of the neurons of a layer.
     """
     generator = torch.Generator().manual_seed(setup.seed)
-    calibrated: dict[NeuronSite, float] = {}
+    calibrated = {}
     for group in patch.groups():
         with setup.target.loaded(group.layer):
             view = neutral_view(setup.target, group.layer, setup.ids)

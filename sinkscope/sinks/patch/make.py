@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import plotly.express as px
@@ -16,6 +16,7 @@ from torch import Tensor
 from sinkscope.errors import RefusedError, SinkscopeError
 from sinkscope.files.notation import counted, neuron_names
 from sinkscope.files.result import Number
+from sinkscope.files.tables import Table
 from sinkscope.interventions.base import Intervention
 from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.measure import Option, Output, Positive, Result, Setup, measurement
@@ -103,9 +104,9 @@ class PatchMade(Result):
         proof: The proof. None if nothing was patched.
     """
 
-    page: ClassVar[str] = "measure/patch"
-    kind: ClassVar[str] = "patch-make"
-    glossary: ClassVar[dict[str, str]] = {
+    page = "measure/patch"
+    kind = "patch-make"
+    glossary: ClassVar = {
         "intact": "value without a patch",
         "patched": "value under the patch",
         "random": "value under a patch of random neurons",
@@ -157,7 +158,7 @@ class PatchMade(Result):
             )
         return lines
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> Table:
         """One row per word: its largest norm in the layer that completes the spike."""
         if self.proof is None:
             return []
@@ -296,7 +297,7 @@ def make_patch(
 
 def typical_ceiling(spike: LayerScan, layers: list[int]) -> Float[np.ndarray, " layer"]:
     """Norms up to this value count as typical, in each layer."""
-    ceilings: list[float] = []
+    ceilings = []
     for layer in layers:
         ceiling = HEADROOM * float(spike.norms[layer][:, 1:].flatten().quantile(0.95))
         if layer > layers[0]:  # where the spike is made, the norm must be typical

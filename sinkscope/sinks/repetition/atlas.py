@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float, Int
 
 from sinkscope.files.notation import agreeing, head_name
+from sinkscope.files.tables import Table
 from sinkscope.measure import Setup
 from sinkscope.measure.style import unfolded
 from sinkscope.models.target import Target
@@ -107,7 +108,7 @@ class AtlasReading(Reading):
         """After how many repetitions, and whether the resisting tokens are those that no head serves."""
         resists, served = self.resists, np.isfinite(self.head)
         repeated = self.repeats[self.repeats > 1]
-        lines: list[str] = []
+        lines = []
         if len(repeated):
             lines.append(f"In the median, a token needs {np.median(repeated):.0f} repetitions.")
         if resists.any() and not resists.all():
@@ -117,7 +118,7 @@ class AtlasReading(Reading):
             )
         return lines
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> Table:
         """One row per token, those first that never become a sink."""
         columns = {"id": self.ids, "repeats": self.repeats, "norm": self.norm, "head": self.head}
         rows = unfolded(columns, token=self.tokens)
@@ -125,7 +126,7 @@ class AtlasReading(Reading):
 
     def draw(self) -> Any:
         """Number of tokens by the repetitions they need, coloured by the head that serves them."""
-        names: list[str] = []
+        names = []
         for head in self.head:
             names.append("no single head" if np.isnan(head) else head_name(0, int(head)))
         never = np.where(self.resists, 2.0 * self.max_repeats, self.repeats)

@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinkscope.files.notation import counted, listed
+from sinkscope.files.tables import Table
 from sinkscope.measure import Setup
 from sinkscope.measure.style import unfolded
 from sinkscope.models.target import Target
@@ -75,7 +76,7 @@ class AttentionReading(Reading):
 
     def details(self) -> list[str]:
         """Attention of all queries, sequence by sequence, if there are positions of high norm."""
-        lines: list[str] = []
+        lines = []
         behind = reduce(self.mean[:, self.first_behind :], "to layer sequence -> to sequence", "mean")
         for number in np.flatnonzero(self.high)[:5]:
             to_first, to_high = behind[:, number]
@@ -88,7 +89,7 @@ class AttentionReading(Reading):
             lines.append(line + ".")
         return [*lines, *replaced_line(self.sweep.replaced)]
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> Table:
         """One row per layer and sequence."""
         columns = {
             "to_first": self.mean[0],
@@ -141,7 +142,7 @@ def read_attention(setup: Setup, sweep: Sweep, repeated: TokenRows) -> tuple[int
         tail = tail & (norms <= highest)
 
     keys = torch.stack([first, high]).float()  # to row pos
-    parts: list[Tensor] = []
+    parts = []
     for row in range(len(ids)):
         parts.append(received_attention(target, ids[row : row + 1], keys[:, row : row + 1]))
         setup.progress("attention", row + 1, len(ids))

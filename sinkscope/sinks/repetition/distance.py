@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.files.notation import counted
+from sinkscope.files.tables import Table
 from sinkscope.measure import Setup
 from sinkscope.measure.style import unfolded
 from sinkscope.models.target import Target
@@ -82,7 +83,7 @@ class DistanceReading(Reading):
             *replaced_line(self.sweep.replaced),
         ]
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> Table:
         """One row per layer and token."""
         columns = {"alone": self.alone, "first": self.distance[:, :, 0], "last": self.distance[:, :, -1]}
         return unfolded(columns, layer=range(len(self.alone)), token=self.sweep.tokens)
@@ -111,8 +112,8 @@ def read_distances(setup: Setup, sweep: Sweep, rows: TokenRows, all_layers: bool
     layers = target.n_layers if all_layers or target.resident else 1
     before = len(sweep.before)
     weights = output_weights(target)
-    values: list[Tensor] = []
-    outputs: list[Tensor] = []
+    values = []
+    outputs = []
 
     def keep(_layer: int, z: Tensor, output: Tensor) -> None:
         values.append(z)
@@ -122,9 +123,9 @@ def read_distances(setup: Setup, sweep: Sweep, rows: TokenRows, all_layers: bool
     attention_outputs(target, torch.cat([rows[0, :before], rows[:, -1]])[:, None], layers, keep)
     sizes = head_norms(values[0], weights)
     alone = torch.stack(outputs)[:, before:]
-    distances: list[Tensor] = []
-    bounds: list[Tensor] = []
-    closest: list[Tensor] = []
+    distances = []
+    bounds = []
+    closest = []
     for number, ids in enumerate(rows):
         value = values[0][before + number]
         distance, heads, spread = token_distances(target, ids, before, value, alone[:, number], weights)
@@ -219,7 +220,7 @@ def head_norms(
     z: Float[Tensor, "pos head d_head"], weights: Float[Tensor, "head d_head d_model"]
 ) -> Float[Tensor, "head pos"]:
     """Norm of what each head writes, one head at a time: all at once would be head x pos x d_model numbers."""
-    norms: list[Tensor] = []
+    norms = []
     for head, weight in enumerate(weights):
         norms.append(einsum(z[:, head], weight, "pos d_head, d_head d_model -> pos d_model").norm(dim=-1))
     return torch.stack(norms).cpu()

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float
-from torch import Tensor
 
 from sinkscope.files.notation import agreeing, counted, neuron_names
 from sinkscope.files.result import Number
-from sinkscope.files.tables import cell
+from sinkscope.files.tables import Table, cell
 from sinkscope.interventions import Ablate
 from sinkscope.measure import Setup
 from sinkscope.measure.evidence import Evidence
@@ -22,13 +21,13 @@ from sinkscope.measure.style import unfolded
 from sinkscope.sinks.first_token.absence import SpikeAbsence
 from sinkscope.sinks.first_token.context import SinkContext
 from sinkscope.sinks.first_token.layer_scan import norms_after, repeats_until_half
+from sinkscope.sinks.first_token.result import Sites, sites_of
 from sinkscope.sinks.first_token.sets import sink_neurons
 from sinkscope.sinks.repetition.sweep import Reading, Sweep, rounded
 from sinkscope.sinks.tokens import TokenRows, left_out_line, replaced_line
 
 SEQUENCES = 4  # sequences per pass
 NAMED = 5  # neurons that the conclusion names
-Neurons = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class NormReading(Reading):
 
     sweep: Sweep
     conditions: tuple[str, ...]
-    zeroed: tuple[Neurons, ...]
+    zeroed: tuple[Sites, ...]
     norms: Float[np.ndarray, "condition token n"]
     first_norms: Float[np.ndarray, "condition token"]
     repeats: Float[np.ndarray, " token"]
@@ -106,12 +105,12 @@ class NormReading(Reading):
             f"{low:.4g} to {high:.4g})."
         ]
         lines += left_out_line([self.sweep.tokens[row] for row in self.sweep.single if self.repeats[row] == 1])
-        for neurons, norms in zip(self.zeroed[1:], self.first_norms[1:], strict=True):
+        for neurons, norms, which in zip(self.zeroed[1:], self.first_norms[1:], ("", "random "), strict=False):
             lost = cell(float(1 - norms[0] / self.first_norms[0, 0]), percent=True)
-            lines.append(f"With {neuron_names(neurons)} zeroed, {lost} of the first token's norm is lost.")
+            lines.append(f"With {which}{neuron_names(neurons)} zeroed, {lost} of the first token's norm is lost.")
         return [*lines, *replaced_line(self.sweep.replaced)]
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> Table:
         """One row per sequence; `lost_*` is the share of the norm at the last repetition that zeroing removes."""
         last = self.norms[0, :, -1]
         columns = {"repeats": self.repeats, "last_norm": last, "of_first": last / self.first_norms[0]}
@@ -149,10 +148,10 @@ def read_norms(
     if absence is not None:
         return None, absence
     layer = context.layer
-    zeroed: dict[str, Neurons] = {"intact": ()}
+    zeroed: dict[str, Sites] = {"intact": ()}
     if ablate and sink_neurons(setup).neurons:
-        zeroed |= {"set": sink_neurons(setup).sites, "control": sink_neurons(setup).controls}
-    norms: list[Tensor] = []
+        zeroed |= {"set": sites_of(sink_neurons(setup).neurons), "control": sink_neurons(setup).controls}
+    norms = []
     for name, neurons in zeroed.items():
         with Ablate(sites=list(neurons)).on(setup.target) if neurons else nullcontext():
             norms.append(norms_after(setup.target, layer, ids, SEQUENCES, setup.progress, f"repetitions, {name}"))

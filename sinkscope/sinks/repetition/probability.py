@@ -13,12 +13,14 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinkscope.files.notation import counted, listed, neuron_names
+from sinkscope.files.tables import Table
 from sinkscope.interventions import SinkPatch
 from sinkscope.interventions.decode import greedy, repeat_probabilities
 from sinkscope.measure import Setup
 from sinkscope.models.load import load
 from sinkscope.models.open import open_target
 from sinkscope.sinks.first_token.sets import sink_neurons
+from sinkscope.sinks.patch.evaluate import read_patch_argument
 from sinkscope.sinks.repetition.sweep import Reading, Sweep, rounded
 from sinkscope.sinks.tokens import TokenRows
 
@@ -98,9 +100,9 @@ class ProbabilityReading(Reading):
             lines.append(line + ".")
         return lines
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> Table:
         """One row per answer. The text that follows is cut."""
-        table: list[dict[str, Any]] = []
+        table = []
         for answer in self.answers:
             table.append({**vars(answer), "follows": ascii(answer.follows[:SHOWN_TEXT])[1:-1]})
         return table
@@ -153,7 +155,7 @@ def read_probabilities(
     target.check_length(around, len(before) + max(after), new_tokens, "repeat less often before an answer")
     edit = chosen_patch(setup, patch)
     edits: dict[str, SinkPatch | None] = {"intact": None}
-    neurons: tuple[tuple[int, ...], ...] = ()
+    neurons = ()
     if edit is not None:
         edits["patched"] = edit
         neurons = tuple(site.numbers for site in edit.checked_sites)
@@ -161,7 +163,7 @@ def read_probabilities(
     probability = torch.zeros(*shape, len(sweep.counts))
     caught = np.full(shape, np.nan)
     left = np.full(shape, np.nan)
-    answers: list[RepeatAnswer] = []
+    answers = []
     for condition, (name, act) in enumerate(edits.items()):
         for token, (word,) in enumerate(sweep.ids):
             curve, likeliest = repeat_probabilities(target, before, word, sweep.max_repeats, act)
@@ -190,10 +192,8 @@ def read_probabilities(
 
 def chosen_patch(setup: Setup, patch: SinkPatch | str | os.PathLike[str] | None) -> SinkPatch | None:
     """The given patch, or one of the causal neurons; None if the model has none."""
-    if isinstance(patch, SinkPatch):
-        return patch
     if patch is not None:
-        return SinkPatch.load(patch)
+        return read_patch_argument(patch)
     calibrated = {neuron.site: neuron.neutral_post for neuron in sink_neurons(setup).neurons}
     if not calibrated:
         return None

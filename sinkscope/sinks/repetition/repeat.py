@@ -12,6 +12,7 @@ import plotly.graph_objects as go
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.jobs import check_workers
 from sinkscope.files.result import Number
+from sinkscope.files.tables import Table
 from sinkscope.measure import Option, Positive, Result, Setup, measurement
 from sinkscope.measure.style import finished
 from sinkscope.sinks.chunks import ChunkRun
@@ -39,8 +40,8 @@ class Repeat(Result):
         absence: What there is instead then.
     """
 
-    kind: ClassVar[str] = "repeat"
-    percent: ClassVar[tuple[str, ...]] = (
+    kind = "repeat"
+    percent = (
         "of_first",
         "lost_set",
         "lost_control",
@@ -49,7 +50,7 @@ class Repeat(Result):
         "tail_to_first",
         "tail_to_high_norm",
     )
-    glossary: ClassVar[dict[str, str]] = {
+    glossary: ClassVar = {
         "repeated": "the token, or the cycle of tokens, that is repeated",
         "repeats": "repetitions until its norm is half of the first token's",
         "last_norm": "norm at the last repetition",
@@ -82,7 +83,7 @@ class Repeat(Result):
         """Lines of the reading, and the words of the paper that were replaced."""
         return [] if self.reading is None else self.reading.details()
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> Table:
         """One row per token, and where there are several, per layer, sequence or answer."""
         return [] if self.reading is None else self.reading.rows()
 

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sinkscope.errors import SinkscopeError
 from sinkscope.files.notation import agreeing
 from sinkscope.files.result import Number
 from sinkscope.measure import Setup
@@ -20,7 +21,6 @@ from sinkscope.sinks.tokens import (
     CYCLE,
     TokenRows,
     encode,
-    refuse_repeated,
     repetition_limit,
     single_words,
     words_to_repeat,
@@ -120,8 +120,8 @@ def sweep_rows(
     before = tokens_before(setup, prefix, words)
     count = repetition_limit(setup.target, max_repeats, len(before) + after)
     setup.record(max_repeats=count, prefix=prefix)
-    rows: list[list[int]] = []
-    labels: list[str] = []
+    rows = []
+    labels = []
     for repeated in cycles:
         rows.append([*before, *(repeated * count)[:count]])
         labels.append(" ".join(string.strip() or repr(string) for string in single_words(setup.tokenizer, repeated)))
@@ -136,8 +136,13 @@ def tokens_before(setup: Setup, prefix: str | None, repeated: list[int]) -> list
     Raises:
         SinkscopeError: The prefix contains a repeated token.
     """
-    refuse_repeated(setup, prefix, repeated)
     before = encode(setup, prefix)
+    for token in before:
+        if token in repeated:  # its first occurrence would count as a repetition
+            raise SinkscopeError(
+                f"--prefix {prefix!r} contains the repeated token {setup.tokenizer.decode([token])!r}, so it would be "
+                "one more repetition; give another --prefix or --token"
+            )
     if setup.bos is not None:
         before = [setup.bos, *before]
     if before:
