@@ -186,9 +186,13 @@ class Watch:
             del self.open[next(iter(self.open))]
 
     def skip(self, problem: str) -> None:
-        """Count a line that cannot be read, and keep what is wrong with the first for the end."""
+        """Count a line that cannot be read, and warn of the first; before any output it is kept for the end."""
         self.skipped += 1
-        self._first_problem = self._first_problem or problem
+        if self.skipped > 1:
+            return
+        self._first_problem = problem
+        if self.streams:
+            _warn(f"{problem}; it is skipped, as all lines are that cannot be read")
 
 
 def _warn(problem: str) -> None:

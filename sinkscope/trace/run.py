@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from einops import rearrange
@@ -21,6 +21,9 @@ from sinkscope.models.inputs import read_inputs
 from sinkscope.models.target import Target, first_tensor, norms_of, on_input, on_output
 from sinkscope.models.wrapped import target_of
 from sinkscope.trace.attention import attention_rows
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 @dataclass(frozen=True)
@@ -236,6 +239,21 @@ class Trace(dict[str, Tensor]):
         for name, tensor in self.items():
             lines.append(f"  {name}: {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}")
         return "\n".join([f"Trace of {len(self)} site" + "s" * (len(self) != 1), *lines])
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per number: its site, the row of the batch, its index along each further axis, and its value."""
+        import numpy as np
+        import pandas as pd
+
+        frames: list[pd.DataFrame] = []
+        for name, tensor in self.items():
+            columns: dict[str, Any] = {"site": name}
+            for axis, index in enumerate(np.indices(tensor.shape)):
+                columns["batch" if axis == 0 else f"axis_{axis}"] = index.ravel()
+            frames.append(pd.DataFrame({**columns, "value": tensor.float().numpy().ravel()}))
+        if not frames:
+            return pd.DataFrame(columns=["site", "batch", "value"])
+        return pd.concat(frames, ignore_index=True)
 
 
 def trace(

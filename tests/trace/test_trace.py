@@ -125,8 +125,11 @@ def test_names_are_chosen_by_a_function_and_shown_as_a_table():
     model, _ = tiny_model("llama")
     traced = trace(model, IDS, lambda name: name.endswith("hook_z"), "last")
     assert list(traced) == [f"blocks.{layer}.attn.hook_z" for layer in range(3)]
-    shape = list(traced["blocks.1.attn.hook_z"].shape)
-    assert f"blocks.1.attn.hook_z: {shape} float32" in repr(traced)
+    frame = traced.to_frame().set_index(["site", "batch", "axis_1", "axis_2"])["value"]
+    whole = trace(model, IDS, ["blocks.2.attn.hook_z"])["blocks.2.attn.hook_z"]
+    assert frame["blocks.2.attn.hook_z", 1, 3, 5] == pytest.approx(whole[1, -1, 3, 5].item())
+    assert len(frame) == sum(tensor.numel() for tensor in traced.values())
+    assert f"blocks.1.attn.hook_z: {list(whole[:, -1].shape)} float32" in repr(traced)
 
 
 def test_bad_names_say_what_there_is():
