@@ -194,7 +194,7 @@ class Explorer:
         if self.sinks is not None and self.neurons:
             zeroed = self.switch("sink neurons zeroed", self.neurons, [])
             patch = SinkPatch.from_result(self.sinks)
-            first = min(site[0] for site in patch.sites)
+            first = min(site.layer for site in patch.checked_sites)
             switches += [zeroed, Switch("patched", first, patch, zeroed.control)]
             if zeroed.control is not None:
                 switches.append(Switch("random control", zeroed.first, zeroed.control))
