@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from kv_kit import positions, under, window_of
+from kv_kit import one_pass, window_of
 from torch import Tensor
 
 # (probs [batch kv_head group query key], held [batch kv_head key], real [batch key], budget per row) -> keep
@@ -61,7 +61,8 @@ def dense_run(
         held.append(mask[:, None].expand(batch, kv_heads, total).clone())
     kept, logits = [], []
     for now in range(prompt, total):
-        out = forward(model, ids[:, :now], mask[:, :now], [s[..., :now, :now] for s in sees])
+        part = ids[:, :now], mask[:, :now].long(), [s[..., :now, :now] for s in sees]
+        out = one_pass(model, *part, output_attentions=True)
         logits.append(out.logits[:, -1])
         due = now == prompt or (every is not None and (now - prompt) % every == 0)
         for i, probs in enumerate(out.attentions):
@@ -71,65 +72,53 @@ def dense_run(
             later = sees[i][:, :, now:, :now]
             later &= held[i][:, :, None, :now]
         kept.append([h[..., :now].clone() for h in held])
-    logits.append(forward(model, ids, mask, sees).logits[:, -1])
+    logits.append(one_pass(model, ids, mask.long(), sees).logits[:, -1])
     return Reference(kept, torch.stack(logits, 1))
 
 
-def forward(model, ids: Tensor, mask: Tensor, sees: list[Tensor]):
-    """One pass over everything, in which each layer's kv heads see what they may."""
-    given = {"attention_mask": mask.long(), "position_ids": positions(mask.long())}
-    with under(model, sees):
-        return model(input_ids=ids, **given, output_attentions=True, use_cache=False)
-
-
-def pick(scores: Tensor, held: Tensor, budgets: list[int], first: list[int], last: list[int]) -> Tensor:
+def pick(scores: Tensor, held: Tensor, budgets: list[int], first: int = 0, last: list[int] | None = None) -> Tensor:
     """Per row and kv head: the first and last held tokens, then the best scores, together `budget` tokens.
 
     Loops over everything, in plain Python. Of equal scores the later token stays.
     """
     keep = torch.zeros_like(held)
-    for row in range(held.shape[0]):
+    for row, budget in enumerate(budgets):
         for head in range(held.shape[1]):
             there = held[row, head].nonzero().flatten().tolist()
-            sure = there[: first[row]] + there[max(0, len(there) - last[row]) :]
-            sure = sorted(set(sure))
+            recent = last[row] if last else 0
+            sure = {*there[:first], *there[max(0, len(there) - recent) :]}
             rest = [i for i in there if i not in sure]
             rest.sort(key=lambda i: (-float(scores[row, head, i]), -i))
-            chosen = sure + rest[: max(0, budgets[row] - len(sure))]
-            keep[row, head, chosen] = True
+            keep[row, head, [*sure, *rest[: max(0, budget - len(sure))]]] = True
     return keep
 
 
 def streaming_llm(sinks: int = 4) -> Choose:
     """Xiao et al. 2023, section 3.2: the first tokens and the most recent ones."""
 
-    def choose(_probs: Tensor, held: Tensor, real: Tensor, budgets: list[int]) -> Tensor:
-        keep = torch.zeros_like(held)
-        for row, budget in enumerate(budgets):
-            there = real[row].nonzero().flatten().tolist()
-            keep[row][:, there[:sinks] + there[max(sinks, len(there) - (budget - sinks)) :]] = True
-        return keep
+    def choose(_probs: Tensor, held: Tensor, _real: Tensor, budgets: list[int]) -> Tensor:
+        return pick(torch.zeros(held.shape), held, budgets, sinks)
 
     return choose
 
 
-def h2o(reduce: str = "mean", recent: float = 0.5) -> Choose:
+def h2o(reduce: str = "mean", recent: float = 0.5, first: int = 0) -> Choose:
     """Zhang et al. 2023, algorithm 1: summed attention, and recent tokens."""
 
     def choose(probs: Tensor, held: Tensor, real: Tensor, budgets: list[int]) -> Tensor:
         # Query by query: what a query could not see has zero in its row; padding queries do not count.
         scores = (per_group(probs, reduce) * real[:, None, :, None]).sum(-2)
-        return pick(scores, held, budgets, [0] * len(budgets), [int(b * recent) for b in budgets])
+        return pick(scores, held, budgets, first, [int(budget * recent) for budget in budgets])
 
     return choose
 
 
-def tova() -> Choose:
+def tova(first: int = 0, last: int = 0) -> Choose:
     """Oren et al. 2024, section 4: the newest query, mean over all heads of the layer."""
 
     def choose(probs: Tensor, held: Tensor, _real: Tensor, budgets: list[int]) -> Tensor:
         scores = probs[..., -1, :].mean((1, 2))[:, None].expand(held.shape)
-        return pick(scores, held, budgets, [0] * len(budgets), [0] * len(budgets))
+        return pick(scores, held, budgets, first, [last] * len(budgets))
 
     return choose
 
@@ -155,11 +144,11 @@ def snapkv(window: int = 64, kernel: int = 5, pooling: str = "avg", reduce: str 
                 around = padded.unfold(-1, kernel, 1)
                 pooled = around.mean(-1) if pooling == "avg" else around.amax(-1)
                 scores[row, head, earlier] = per_group(pooled[None, None], reduce)[0, 0]
-        return pick(scores, held, budgets, [0] * len(budgets), [window] * len(budgets))
+        return pick(scores, held, budgets, last=[window] * len(budgets))
 
     return choose
 
 
 def per_group(scores: Tensor, reduce: str) -> Tensor:
     """Dimension 2, the query heads of a kv head, becomes one number."""
-    return {"mean": lambda: scores.mean(2), "max": lambda: scores.amax(2)}[reduce]()
+    return {"mean": lambda: scores.mean(2), "max": lambda: scores.amax(2), "sum": lambda: scores.sum(2)}[reduce]()

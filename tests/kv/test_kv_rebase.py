@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kv_kit import Everywhere, close, decode, model_of, prompts, worth
+from kv_kit import Everywhere, close, decode, held_after, model_of, prompts
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -35,21 +35,12 @@ CASES = [
 POLICY = Everywhere(budget=7, first=1, last=2, positions="rebased")
 
 
-def kept_of(policy: Everywhere, held: list[int], length: int) -> list[int]:
-    assert isinstance(policy.budget, int)
-    sure = [pos for pos in held if pos < policy.first or pos >= length - policy.last]
-    rest = sorted((pos for pos in held if pos not in sure), key=lambda pos: -worth(pos, 0, 0, 0))
-    return sorted(sure + rest[: max(0, policy.budget - len(sure))])
-
-
 @torch.no_grad()
 def fresh(model, row: Tensor, policy: Everywhere, prompt: int, until: int) -> tuple[Tensor, Tensor, Tensor]:
     """Logits, keys and values of a run on nothing but what is held when token `until` of the row is read."""
     held = list(range(prompt))
     for new in range(prompt, until + 1):
-        if len(held) > policy.budget:
-            held = kept_of(policy, held, new)
-        held = [*held, new]
+        held = [*held_after(policy, held, 0, 0, 0, new), new]
     cache = DynamicCache()
     logits = model(input_ids=row[None, held], past_key_values=cache).logits[0, -1]
     return logits, cache.layers[0].keys[0], cache.layers[0].values[0]
@@ -81,9 +72,8 @@ def _apply_rotary(rotary, keys: Tensor, pos: Tensor) -> Tensor:
     return apply_rotary_pos_emb(keys, keys, cos, sin)[0]
 
 
-def test_positions_that_the_model_makes_itself():
+def test_positions_that_the_model_makes_itself(model):
     """Without position ids padded rows are numbered from the padding on; distances are the same."""
-    model = model_of("llama")
     ids, mask = prompts([20, 13], 6)
     with POLICY.on(model):
         want = decode(model, ids, mask, 20)
@@ -100,7 +90,7 @@ def test_over_turns_runs_and_crops():
     model = model_of("llama", num_hidden_layers=1)
     ids, mask = prompts([16], 12)
     policy = replace(POLICY, every="prefill")
-    held = [*kept_of(policy, list(range(16)), 16), 16, 17]
+    held = [*held_after(policy, list(range(16)), 0, 0, 0, 16), 16, 17]
     with torch.no_grad():
         want = model(input_ids=ids[:, [*held, *range(18, 24)]]).logits[:, -6:]
         for crop in (0, 3):

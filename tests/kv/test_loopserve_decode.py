@@ -80,9 +80,9 @@ def test_decoding_equals_a_pass_under_the_masks_of_the_algorithm(family, name):
         assert_close(torch.tensor(read), counts[None])
 
 
-def test_steps_hold_the_copy_and_turns_see_everything():
+def test_steps_hold_the_copy_and_turns_see_everything(model):
     """Between selections a layer is as long as the copy; a second turn and the time after see all tokens."""
-    model, policy = model_of("llama"), Progressive(budget=8, every=4, after=0)
+    policy = Progressive(budget=8, every=4, after=0)
     ids, mask = prompts([20], 16)
     cache, slots, logits = DynamicCache(config=model.config), [], []
     with policy.on(model), torch.no_grad():
@@ -132,26 +132,8 @@ def test_what_else_is_done_to_a_layer_is_done_to_the_whole(change):
         assert torch.equal(worked.extra("seen")[..., 10:], plain.extra("seen")[..., 10:])
 
 
-def test_usage_counts_the_whole_and_the_copy_beside_it():
-    """By hand: a batch with padding, so that the whole has holes and the copy does not have as many."""
-    model = model_of("llama")
-    ids, mask = prompts([20, 13], 6)
-    layers, size = model.config.num_hidden_layers, 2 * 2 * 8 * 4  # keys and values, kv heads, width, bytes
-    with Progressive(budget=8, every=4, after=1).on(model) as run:
-        decode(model, ids, mask, 20)
-    (usage,) = run.usage
-    assert usage.calls == 7
-    # 20 columns, then one by one to 26; 7 of the second row are padding.
-    assert_close(torch.tensor(usage.mean_tokens), torch.tensor([23.0, 16.0]))
-    assert usage.peak_tokens == [26.0, 19.0]
-    assert usage.logical_bytes == layers * size * (26 + 19)
-    # Selected at 21 and at 25: 21 + the copy of 8 and 4 new ones; then 25 + 8 and 1 new one.
-    assert usage.physical_bytes == layers * size * 2 * (25 + 9)
-
-
-def test_a_loop_guard_cuts_the_whole_cache():
+def test_a_loop_guard_cuts_the_whole_cache(model):
     """What the guard takes out never comes back, and the selection goes on at once from what it left."""
-    model = model_of("llama")
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(5, 96, (1, 40), generator=generator)
     loop = torch.randint(5, 96, (1, 4), generator=generator).repeat(1, 12)
