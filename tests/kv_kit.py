@@ -290,3 +290,12 @@ def masks_of_run(model, kept: list[list[Tensor]], mask: Tensor, prompt: int) -> 
             sees &= ~causal.tril(-window)
         layers[layer] = sees
     return layers
+
+
+def eager_attention(model, ids: list[int]) -> list[Tensor]:
+    """Attention `[head query key]` of each layer, by the model itself."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    attentions = model(torch.tensor([ids]), output_attentions=True).attentions
+    model.set_attn_implementation(before)
+    return [layer[0] for layer in attentions]
