@@ -292,6 +292,7 @@ def masks_of_run(model, kept: list[list[Tensor]], mask: Tensor, prompt: int) -> 
     return layers
 
 
+@torch.no_grad()
 def eager_attention(model, ids: list[int]) -> list[Tensor]:
     """Attention `[head query key]` of each layer, by the model itself."""
     before = model.config._attn_implementation
