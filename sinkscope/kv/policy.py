@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -260,25 +260,12 @@ class Policy(Intervention):
                 at = At(layers[0].number, joined, moment, session, memory, len(layers))
                 joined.evict_joined(layers, self.select(self.checked_scores(at), at, exact), exact)
                 return
-        self._keep_in(layers, exact, moment, session, memory, rotary)
-
-    def _keep_in(
-        self,
-        layers: Sequence[CacheLayer],
-        exact: int | None,
-        moment: Moment,
-        session: Session,
-        memory: dict[Any, Any],
-        rotary: Rotary | None,
-    ) -> None:
-        """Choose and keep layer by layer; layers that hold the same positions share a choice."""
-        state = moment.state
         keep: Tensor | None = None
         kept: KeptSlots | None = None
         for kv in layers:
             if keep is None or not state.uniform:
                 at = At(kv.number, kv, moment, session, memory)
-                keep = self.select(self.checked_scores(at), at, memory["budget"])
+                keep = self.select(self.checked_scores(at), at, budget)
             if kept is not None and state.uniform and rotary is None and kept.pos.device == kv.keys.device:
                 kv.keep_only(kept)
                 continue
