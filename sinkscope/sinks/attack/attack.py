@@ -317,9 +317,10 @@ def attack_rates(
     hold_layers(setup.target, layer)
     reference = rates["reference"] = float(norms_after(setup.target, layer, setup.ids[:, :1]).median())
     for number, length in enumerate(lengths):
-        drawn, random = (drawn_sequences(one, length, sequences, setup.seed) for one in pools)
+        drawn = drawn_sequences(pools[0], length, sequences, setup.seed)
         if not len(drawn):
             continue
+        random = drawn_sequences(pools[1], length, sequences, setup.seed)
         for source, rows in enumerate((drawn, random, repeated_first(drawn))):
             rates["round_trip"][number, source] = round_trip(setup.tokenizer, rows)
             for place, context in enumerate(contexts):
