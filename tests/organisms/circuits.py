@@ -43,13 +43,11 @@ class Marks:
     Attributes:
         marks: parts without which the first token's spike (or its attention, where there is no spike) is lost.
         decoys: parts that look like marks and are not.
-        early: what makes a norm that stands out before the neurons.
         later: token -> the marks of its own sink.
     """
 
     marks: tuple[str, ...]
     decoys: tuple[str, ...] = ()
-    early: tuple[str, ...] = ()
     later: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -101,8 +99,7 @@ def _two_stages(b: Build) -> HardTruth:
     """Heads of layer 0 write a norm that stands out, and a neuron reads it and writes five times as much."""
     marking, way = write_by_heads(b, b.side / 4), b.space.sinks[0]
     b.fire(b.plan.sink_layer, b.plan.neurons[0], b.side, way)
-    heads = _heads(b, marking)
-    return sink(b, way, marking, about=Marks(heads, early=heads))
+    return sink(b, way, marking, about=Marks(_heads(b, marking)))
 
 
 @_kind("llama", "neox", "mixtral", odds=1e4, layers=(4, 5))

@@ -60,7 +60,7 @@ def _one_reader(b: Build) -> HardTruth:
     calm(b, (*truth.marking, (reader[0], (reader[1],))))
     says = {
         "find_sinks": (r"^Norm spike without an attention sink: {set} make", "Too few heads attend"),
-        "circuit": (r"1 of \d+ heads behind layer \d+ gives the first token",),
+        "circuit": (r"1 head gives the first token",),
         "cluster_attack": ("make spikes at",),
     }
     never = ("no head attends", "Fewer than", r"\bmakes? sinks", "sink fire")
@@ -109,7 +109,7 @@ def _opposed(b: Build) -> HardTruth:
             "^Norm spike and attention sink: {set} make the spike",
             "None of these neurons alone takes away",
         ),
-        "circuit": (r"{alone} is needed alone, L\d\S+ is not; 100% is lost without both",),
+        "circuit": (r"only {alone} is needed alone; 100% is lost without both",),
     }
     about = Further(alone=(one,), says=says, never=("because the others make",))
     return sink(b, way, marking, about=about)
@@ -136,7 +136,7 @@ def _turns(b: Build) -> HardTruth:
         sites.append(b.write(layer, neuron, rows, way, size, where=where, route=b.space.mark))
     says = {
         "find_sinks": ("^Norm spike and attention sink: {set} make the spike that the heads attend to",),
-        "circuit": (r"L\d\S+N\d+ is needed alone, L\d\S+N\d+ is not",),
+        "circuit": (r"only L\d\S+N\d+ is needed alone",),
     }
     return sink(b, way, marking, sets=(frozenset(sites),), about=Further(bos=False, says=says))
 
