@@ -197,7 +197,6 @@ class NormSpike:
         made_by: "MLP", or the component without which the first token's spike is gone. None if there is no single one.
         begun_by: What makes a norm that stands out before an MLP amplifies it. None if there is no such norm, or no
             single component makes it.
-        begun_ratio: The largest ratio before the MLP. None if no norm stands out there.
         share: Share of the texts whose first token has the spike.
         margin: Two standard errors of the ratio over texts; None for too few texts.
     """
@@ -209,7 +208,6 @@ class NormSpike:
     plateau: tuple[int, int] | None
     made_by: str | None
     begun_by: str | None = None
-    begun_ratio: float | None = None
     share: float = 1.0
     margin: float | None = None
 
@@ -608,10 +606,6 @@ class FindSinks(Result):
         if len(self.stages) > 1:
             added = [f"layer {stage.layer} adds {stage.share:.1%}" for stage in self.stages]
             text += f"The spike is built in stages: {listed(added)}. "
-        if spike is not None and spike.begun_ratio is not None:
-            beginning = spike.begun_by or "model"
-            text += f"Before them the {beginning} makes a norm {spike.begun_ratio:.0f} times the typical one; "
-            text += f"they raise it to {spike.ratio:.0f} times. "
         if spike is not None and spike.plateau is not None:
             first, last = spike.plateau
             where = f"layers {first} to {last}" if first < last else f"layer {first}"

@@ -20,7 +20,7 @@ from sinkscope.measure.margin import margin_of
 from sinkscope.measure.style import unfolded
 from sinkscope.sinks.first_token.absence import SpikeAbsence
 from sinkscope.sinks.first_token.context import SinkContext
-from sinkscope.sinks.first_token.layer_scan import norms_after, repeats_until_half
+from sinkscope.sinks.first_token.layer_scan import first_median, norms_after, repeats_until_half, typical_quantiles
 from sinkscope.sinks.first_token.result import Sites, sites_of
 from sinkscope.sinks.first_token.sets import sink_neurons
 from sinkscope.sinks.repetition.sweep import Reading, Sweep, rounded
@@ -156,8 +156,9 @@ def read_norms(
         with Ablate(sites=list(neurons)).on(setup.target) if neurons else nullcontext():
             norms.append(norms_after(setup.target, layer, ids, SEQUENCES, setup.progress, f"repetitions, {name}"))
     table = torch.stack(norms)  # condition token pos
-    scan = context.scan.layers[layer]
-    repeats = [repeats_until_half(intact[len(sweep.before) :], scan.first_norm) for intact in table[0]]
+    norms_of_text = context.scan.whole_norms[layer : layer + 1]
+    first_norm = float(first_median(norms_of_text))
+    repeats = [repeats_until_half(intact[len(sweep.before) :], first_norm) for intact in table[0]]
     return layer, NormReading(
         sweep,
         conditions=tuple(zeroed),
@@ -165,6 +166,6 @@ def read_norms(
         norms=rounded(table[:, :, sweep.places]),
         first_norms=rounded(table[:, :, 0]),
         repeats=np.array(repeats, dtype=float),
-        first_norm=scan.first_norm,
-        typical=np.array(scan.typical_norms),
+        first_norm=first_norm,
+        typical=typical_quantiles(norms_of_text)[:, 0].numpy(),
     )
