@@ -21,7 +21,7 @@ from sinkscope.models.text import text_rows
 from sinkscope.sinks.first_token.context import SinkContext
 from sinkscope.sinks.first_token.layer_scan import SPIKE_RATIO, norms_after, typical_quantiles
 from sinkscope.sinks.repetition.sweep import Reading, Sweep, rounded
-from sinkscope.sinks.tokens import TokenRows, replaced_line
+from sinkscope.sinks.tokens import TokenRows
 from sinkscope.trace.attention import attention_rows
 
 QUERIES_AT_ONCE = 128  # at most batch x head x these x key values are in memory
@@ -87,7 +87,7 @@ class AttentionReading(Reading):
                 f"(uniform attention would give {self.uniform[number]:.1%})"
             )
             lines.append(line + ".")
-        return [*lines, *replaced_line(self.sweep.replaced)]
+        return lines
 
     def rows(self) -> Table:
         """One row per layer and sequence."""

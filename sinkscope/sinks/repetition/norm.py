@@ -24,7 +24,7 @@ from sinkscope.sinks.first_token.layer_scan import first_median, norms_after, re
 from sinkscope.sinks.first_token.result import Sites, sites_of
 from sinkscope.sinks.first_token.sets import sink_neurons
 from sinkscope.sinks.repetition.sweep import Reading, Sweep, rounded
-from sinkscope.sinks.tokens import TokenRows, left_out_line, replaced_line
+from sinkscope.sinks.tokens import TokenRows, left_out_line
 
 SEQUENCES = 4  # sequences per pass
 NAMED = 5  # neurons that the conclusion names
@@ -98,17 +98,14 @@ class NormReading(Reading):
         )
 
     def details(self) -> list[str]:
-        """Norms, tokens that need no repetition, and the effect of ablation on the first token."""
+        """Norms, and tokens that need no repetition."""
         low, middle, high = self.typical.tolist()
         lines = [
             f"The first token's norm is {self.first_norm:.4g}, and that of typical text {middle:.4g} (5-95 %: "
             f"{low:.4g} to {high:.4g})."
         ]
         lines += left_out_line([self.sweep.tokens[row] for row in self.sweep.single if self.repeats[row] == 1])
-        for neurons, norms, which in zip(self.zeroed[1:], self.first_norms[1:], ("", "random "), strict=False):
-            lost = cell(float(1 - norms[0] / self.first_norms[0, 0]), percent=True)
-            lines.append(f"With {which}{neuron_names(neurons)} zeroed, {lost} of the first token's norm is lost.")
-        return [*lines, *replaced_line(self.sweep.replaced)]
+        return lines
 
     def rows(self) -> Table:
         """One row per sequence; `lost_*` is the share of the norm at the last repetition that zeroing removes."""
