@@ -63,7 +63,7 @@ class CircuitEdge:
     """A step of the circuit, as `sinkscope circuit` measures it.
 
     Attributes:
-        step: "mark", "early spike", "repetition", "neurons", "keys" or "readers".
+        step: "mark", "repetition", "neurons", "keys" or "readers".
         source: The component that writes.
         target: The input, or the head, that reads it.
         necessity: Share of the effect that is lost without the source.
