@@ -501,7 +501,7 @@ def _last_new(ids: list[int]) -> int | None:
     novelty = WindowNovelty(SUFFIX, NGRAM, 1)
     last = None
     for position, token in enumerate(ids):
-        if novelty.add(token, position) and position >= NGRAM - 1:
+        if novelty.add(token) and position >= NGRAM - 1:
             last = position
     return last
 
