@@ -33,10 +33,10 @@ from experiments.record import record
 from sinkscope.files.output import write_atomic
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target, first_tensor
-from sinkscope.sinks.attack.clusters import HeadWork, later_mean, neuron_at
+from sinkscope.sinks.attack.clusters import head_activations, later_mean, neuron_at
 from sinkscope.sinks.first_token.sets import sink_neurons
-from sinkscope.sinks.repetition.atlas import begin
-from sinkscope.sinks.tokens import sample_tokens, vocabulary
+from sinkscope.sinks.repetition.atlas import first_length, repeats_needed
+from sinkscope.sinks.tokens import prefixes, sample_tokens, vocabulary
 
 
 def timed(run: Callable[[], Any]) -> tuple[float, Any]:
@@ -46,15 +46,16 @@ def timed(run: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def atlas(made: Setup, layer: int, tokens: list[int], sample: int, limit: int, rounds: int) -> dict[str, Any]:
-    """Whole passes token by token against `AtlasWork`."""
+    """Whole passes token by token against `repeats_needed`."""
     target, some = made.target, sample_tokens(tokens, sample, made.seed + 1)
-    work = begin(made, layer, tokens, limit)
+    length = first_length(made, layer, tokens, limit)
+    first = dict(zip(some, prefixes(made, some), strict=True))
 
     @torch.no_grad()
     def direct() -> list[int | None]:
         found: list[int | None] = []
         for start in range(0, len(some), 8):
-            ids = torch.tensor([work.row(t, limit) for t in some[start : start + 8]])
+            ids = torch.tensor([[first[t], *[t] * limit] for t in some[start : start + 8]])
             states = target.hf(ids.to(target.device), output_hidden_states=True, use_cache=False).hidden_states
             norm = states[layer + 1].float().norm(dim=-1)
             for row in norm[:, 1:] >= norm[:, :1] / 2:
@@ -64,7 +65,8 @@ def atlas(made: Setup, layer: int, tokens: list[int], sample: int, limit: int, r
 
     def ours() -> dict[int, int | None]:
         size = 64
-        parts = [work(target, tokens[i : i + size])["repeats"] for i in range(0, len(tokens), size)]
+        chunks = [tokens[i : i + size] for i in range(0, len(tokens), size)]
+        parts = [repeats_needed(made, layer, length, limit, chunk)["repeats"] for chunk in chunks]
         return dict(zip(tokens, [n for part in parts for n in part], strict=True))
 
     pairs = [(timed(direct), timed(ours)) for _ in range(rounds)]
@@ -73,7 +75,7 @@ def atlas(made: Setup, layer: int, tokens: list[int], sample: int, limit: int, r
         "ratio": statistics.median((a / len(some)) / (b / len(tokens)) for (a, _), (b, _) in pairs),
         "same": same,
         "max_repeats": limit,
-        "first_pass": work.length,
+        "first_pass": length,
         "tokens": len(tokens),
         "sample": len(some),
         "seconds_per_token": [[a / len(some), b / len(tokens)] for (a, _), (b, _) in pairs],
@@ -82,12 +84,11 @@ def atlas(made: Setup, layer: int, tokens: list[int], sample: int, limit: int, r
 
 
 def clusters(made: Setup, layer: int, site: Any, tokens: list[int], sample: int, rounds: int) -> dict[str, Any]:
-    """A forward pass per (token, head) against `HeadWork`."""
+    """A forward pass per (token, head) against `head_activations`."""
     target, some, heads = made.target, sample_tokens(tokens, sample, made.seed + 2), made.target.n_heads
     flat = site.neuron + (site.expert or 0) * target.d_mlp
     reference = float(neuron_at(target, layer, flat, made.ids[:, :1]).median())
     mean = later_mean(target, made.ids)
-    work = HeadWork(layer, flat, reference, mean)
     width = len(mean) // heads
 
     @torch.no_grad()
@@ -119,7 +120,9 @@ def clusters(made: Setup, layer: int, site: Any, tokens: list[int], sample: int,
 
     def ours() -> Tensor:
         size = max(1, 2048 // (heads + 2))
-        return torch.cat([work.shares(target, tokens[i : i + size]) for i in range(0, len(tokens), size)])[:, 2:]
+        chunks = [tokens[i : i + size] for i in range(0, len(tokens), size)]
+        shares = [head_activations(target, layer, flat, mean, chunk) / reference for chunk in chunks]
+        return torch.cat(shares)[:, 2:]
 
     rows = [tokens.index(t) for t in some]
     runs = [

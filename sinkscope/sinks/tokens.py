@@ -172,10 +172,14 @@ def encode(setup: Setup, prefix: str | None) -> list[int]:
 
 
 def prefixes(setup: Setup, tokens: Sequence[int]) -> list[int]:
-    """The token before each repeated token: BOS or, without BOS, another token of the text."""
+    """The token before each repeated token: BOS or, without BOS, another token of the text if there is one."""
     if setup.bos is not None:
         return [setup.bos] * len(tokens)
-    return [int(setup.ids[setup.ids != token][0]) for token in tokens]
+    befores = []
+    for token in tokens:
+        others = setup.ids[setup.ids != token].tolist()
+        befores.append([*others, token][0])
+    return befores
 
 
 def repetition_limit(target: Target, requested: int | None, around: int = 1) -> int:

@@ -6,166 +6,156 @@ by writing into the weights (or ids) of the plain model, with nothing of the pac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from .hard import HardModel, HardTruth, Marking, Site, _Build, read_bias, write_by_heads
-from .tokens import BOS, tokenizer_for
+from .hard import (
+    Build,
+    HardModel,
+    HardTruth,
+    Marking,
+    Site,
+    attention_spike,
+    attentions,
+    hard,
+    key_bias,
+    kinds,
+    read_by_later,
+    sink,
+    write_by_heads,
+)
+from .tokens import BOS
 from .views import views
+
+CIRCUITS = {}
+"""Every kind, and the families that it is built in."""
+_kind = kinds(CIRCUITS, "circuit ")
 
 
 @dataclass(frozen=True)
-class PlantedCircuit:
-    """A model, and what its circuit is.
+class Marks:
+    """What the circuit of a model is.
 
     Attributes:
-        hard: the model.
         marks: parts without which the first token's spike (or its attention, where there is no spike) is lost.
-        neurons: the neurons that make the spike.
         decoys: parts that look like marks and are not.
-        early: what makes a norm that stands out before the neurons.
         later: token -> the marks of its own sink.
     """
 
-    hard: HardModel
     marks: tuple[str, ...]
-    neurons: tuple[Site, ...] = ()
     decoys: tuple[str, ...] = ()
-    early: tuple[str, ...] = ()
     later: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
 
-_MAKERS = {}
-_SETTINGS = {}
-CIRCUITS = {}
-"""Every kind, and the families that it is built in."""
+@dataclass(frozen=True)
+class PlantedCircuit(Marks):
+    """A model, what its circuit is, and the neurons that make the spike."""
 
-
-def _kind(*families: str, **settings) -> Callable[[Any], Any]:
-    def register(make: Callable[[_Build], dict[str, Any]]) -> Callable[[_Build], dict[str, Any]]:
-        name = make.__name__.strip("_")
-        CIRCUITS[name], _MAKERS[name], _SETTINGS[name] = families, make, settings
-        return make
-
-    return register
+    hard: HardModel = field(kw_only=True)
+    neurons: tuple[Site, ...] = field(kw_only=True)
 
 
 def planted(name: str, family: str, seed: int = 0) -> PlantedCircuit:
     """Build a model: the same call gives the same weights."""
-    b = _Build(f"circuit {name}", family, seed, **_SETTINGS[name])
-    with torch.no_grad():
-        truth = _MAKERS[name](b)
-    reading = truth.pop("reading", ())
-    later = {token: () for token in truth.get("later", {})}
-    about = HardTruth(spike="neurons" in truth, sink=True, carried_by=None, reading=reading, later=later)
-    tokenizer = tokenizer_for(b.plan.family.model_type, b.plan.vocab_size)
-    return PlantedCircuit(HardModel(b.model, tokenizer, about, name, family, seed, b.plan.groups), **truth)
+    model = hard(f"circuit {name}", family, seed)
+    neurons = tuple(site for sites in model.truth.sets for site in sorted(sites))
+    return PlantedCircuit(**vars(model.truth.about), hard=model, neurons=neurons)
 
 
-def _names(marking: Marking, b: _Build) -> tuple[str, ...]:
+def _heads(b: Build, marking: Marking) -> tuple[str, ...]:
     """The heads that mark BOS."""
     group = b.plan.groups[BOS]
     own = [head for head, of_group, _ in b.plan.slots if of_group == group]
     return tuple(f"L{layer}.H{head}" for layer, heads in marking for head in sorted(own) if head in heads)
 
 
-def _neuron(b: _Build, rows, way: Tensor, route: Tensor, layer: int | None = None) -> tuple[Site, ...]:
-    layer = b.plan.sink_layer if layer is None else layer
-    return (b.write(layer, b.plan.neurons[0], rows, way, b.size(layer), route=route),)
+def _marked(b: Build) -> HardTruth:
+    """Heads mark the first token, in GPT-2 its position does; one neuron makes the spike."""
+    marking, layer, way = b.begin()
+    b.fire(layer, b.plan.neurons[0], b.space.mark, way)
+    return sink(b, way, marking, about=Marks(_heads(b, marking) or ("position embedding",)))
 
 
 @_kind("neox", "qwen2")
-def _key_bias(b: _Build) -> dict[str, Any]:
-    return {"marks": ("key bias",), "reading": read_bias(b)}
+def _key_bias(b: Build) -> HardTruth:
+    return replace(key_bias(b), about=Marks(("key bias",)))
 
 
 @_kind("llama", "gemma2", "neox", "mixtral", count=1)
-def _decorative_head(b: _Build) -> dict[str, Any]:
+def _decorative_head(b: Build) -> HardTruth:
     """A head marks the first token, and nothing reads it: the neuron reads BOS's embedding."""
-    marking = b.mark()
+    marking, layer, way = b.begin()
     b.flag_delimiter(BOS)
-    way = b.space.sinks[0]
-    neurons = _neuron(b, b.on(b.plan.sink_layer, b.flag), way, b.flag)
-    reading = b.read(b.behind, way)
-    return {"marks": ("token embedding",), "neurons": neurons, "decoys": _names(marking, b), "reading": reading}
+    b.fire(layer, b.plan.neurons[0], b.flag, way)
+    return sink(b, way, marking, about=Marks(("token embedding",), decoys=_heads(b, marking)))
 
 
 @_kind("llama", "neox", "mixtral", "qwen3", odds=1e4, count=1, layers=(5, 6))
-def _two_stages(b: _Build) -> dict[str, Any]:
+def _two_stages(b: Build) -> HardTruth:
     """Heads of layer 0 write a norm that stands out, and a neuron reads it and writes five times as much."""
     marking, way = write_by_heads(b, b.side / 4), b.space.sinks[0]
-    rows = b.on(b.plan.sink_layer, b.side)
-    neurons = _neuron(b, rows, way, b.side)
-    heads = _names(marking, b)
-    return {"marks": heads, "early": heads, "neurons": neurons, "reading": b.read(b.behind, way)}
+    b.fire(b.plan.sink_layer, b.plan.neurons[0], b.side, way)
+    return sink(b, way, marking, about=Marks(_heads(b, marking)))
 
 
 @_kind("llama", "neox", "mixtral", odds=1e4, layers=(4, 5))
-def _written_by_a_head(b: _Build) -> dict[str, Any]:
-    """Heads of layer 0 write the whole spike; no MLP has a part in it."""
-    marking = write_by_heads(b, b.space.sinks[0])
-    return {"marks": _names(marking, b), "reading": b.read(b.later_layers, b.space.sinks[0])}
+def _written_by_a_head(b: Build) -> HardTruth:
+    truth = attention_spike(b)
+    return replace(truth, about=Marks(_heads(b, truth.marking)))
 
 
 @_kind("llama", "gemma2", "neox", "gpt2", count=1)
-def _two_sinks(b: _Build) -> dict[str, Any]:
+def _two_sinks(b: Build) -> HardTruth:
     """The first token by a head (in GPT-2 by its position), a delimiter by its embedding, each with its own neuron."""
-    where, layer = b.flag_delimiter(), b.plan.sink_layer
-    marking, way = b.mark(), b.space.sinks[0]
-    neurons = _neuron(b, b.on(layer, b.space.mark), way, b.space.mark)
-    b.write(layer, b.spare[0], b.on(layer, b.flag, where), b.side, b.size(layer), where=where, route=b.flag)
-    reading = b.read(b.behind, way)
+    where, (marking, layer, way) = b.flag_delimiter(), b.begin()
+    b.fire(layer, b.plan.neurons[0], b.space.mark, way)
+    site = b.fire(layer, b.spare[0], b.flag, b.side, where=where)
+    about = Marks(_heads(b, marking) or ("position embedding",), later={b.delimiter: ("token embedding",)})
+    truth = sink(b, way, marking, later={b.delimiter: (site,)}, about=about)
     b.read(b.behind, b.side, where=where, other=True)
-    marks = _names(marking, b) or ("position embedding",)
-    return {"marks": marks, "neurons": neurons, "reading": reading, "later": {b.delimiter: ("token embedding",)}}
+    return truth
 
 
 @_kind("gpt_oss", count=1)
-def _logits_beside_a_neuron(b: _Build) -> dict[str, Any]:
+def _logits_beside_a_neuron(b: Build) -> HardTruth:
     """Half of the later heads read the spike, the others give their attention to a learned logit."""
-    marking, way = b.mark(), b.space.sinks[0]
-    neurons = _neuron(b, b.on(b.plan.sink_layer, b.space.mark), way, b.space.mark)
-    reading = b.read(b.behind, way)
+    truth = _marked(b)
     for index in b.behind:
         sinks = b.views.layers[index].attn_sinks
-        sinks[[head for head in range(b.plan.n_heads) if (index, head) not in reading]] = 8.0
-    return {"marks": _names(marking, b), "neurons": neurons, "reading": reading}
+        sinks[[head for head in range(b.plan.n_heads) if (index, head) not in truth.reading]] = 8.0
+    return truth
 
 
 @_kind("mistral", count=1)
-def _window(b: _Build) -> dict[str, Any]:
+def _window(b: Build) -> HardTruth:
     """Queries see 24 positions, so most of a text of 64 tokens does not see the first one."""
-    marking, way = b.mark(), b.space.sinks[0]
-    neurons = _neuron(b, b.on(b.plan.sink_layer, b.space.mark), way, b.space.mark)
-    reading = b.read(b.behind, way)
+    truth = _marked(b)
     b.model.config.sliding_window = 24
-    return {"marks": _names(marking, b), "neurons": neurons, "reading": reading}
+    return truth
 
 
 @_kind("gpt2")
-def _idle_key_bias(b: _Build) -> dict[str, Any]:
+def _idle_key_bias(b: Build) -> HardTruth:
     """Large biases of keys in a fused projection; without rotary they shift all scores alike and carry nothing."""
     b.mark()
     for layer in b.views.layers:
         layer.k_bias += 2.0
-    reading = b.read(b.later_layers, b.space.mark)
-    return {"marks": ("position embedding",), "decoys": ("key bias",), "reading": reading}
+    about = Marks(("position embedding",), decoys=("key bias",))
+    return read_by_later(b, "position embedding", b.space.mark, about=about)
 
 
 @_kind("llama", "neox", count=2)
-def _half_each(b: _Build) -> dict[str, Any]:
+def _half_each(b: Build) -> HardTruth:
     """Two neurons of one layer write half of the spike each."""
-    marking, way = b.mark(), b.space.sinks[0]
+    marking, layer, way = b.begin()
     source, other = b.plan.neurons
-    rows, size = b.on(b.plan.sink_layer, b.space.mark), b.size(b.plan.sink_layer)
-    one = b.write(b.plan.sink_layer, source, rows, way, size / 2)
-    two = b.copy(b.plan.sink_layer, source, other)
-    return {"marks": _names(marking, b), "neurons": (one, two), "reading": b.read(b.behind, way)}
+    b.fire(layer, source, b.space.mark, way, b.size(layer) / 2)
+    b.copy(source, other)
+    return sink(b, way, marking, about=Marks(_heads(b, marking)))
 
 
 # --- the truth, from the weights -----------------------------------------------------------------------------------
@@ -179,26 +169,22 @@ def lost(circuit: PlantedCircuit, parts: tuple[str | Site, ...], at: int = 0, id
     """
     h = circuit.hard
     ids = h.natural(2, 20) if ids is None else ids
-    before = _effect(circuit, ids, at)
+    before = _effect(h, ids, at)
     changed = ids.clone()
     if "token embedding" in parts:
         changed[:, at] = ids[:, 11]
     with _without(h, tuple(part for part in parts if part != "token embedding"), at):
-        return 1 - _effect(circuit, changed, at) / before
+        return 1 - _effect(h, changed, at) / before
 
 
 @torch.no_grad()
-def _effect(circuit: PlantedCircuit, ids: Tensor, at: int) -> float:
-    h = circuit.hard
-    usual = h.model.config._attn_implementation
-    h.model.set_attn_implementation("eager")
-    out = h.model(ids, output_attentions=True, output_hidden_states=True, use_cache=False)
-    h.model.set_attn_implementation(usual)
-    if h.truth.spike or h.name == "written_by_a_head":
-        norms = torch.stack([hidden.norm(dim=-1) for hidden in out.hidden_states[1:-1]])  # the last one is normed
-        return float(norms[:, :, at].amax(0).mean() - norms[:, :, 11].amax(0).mean())
-    rows = [out.attentions[layer][:, head, at + 1 :, at].mean() for layer, head in h.truth.reading]
-    return float(torch.stack(rows).mean())
+def _effect(h: HardModel, ids: Tensor, at: int) -> float:
+    if h.truth.spike:
+        hidden = h.model(ids, output_hidden_states=True, use_cache=False).hidden_states
+        norms = torch.stack([states.norm(dim=-1) for states in hidden[1:-1]]).amax(0)  # the last one is normed
+        return float((norms[:, at] - norms[:, 11]).mean())
+    received = attentions(h.model, ids)[:, :, :, at + 1 :, at].mean((1, 3))
+    return float(torch.stack([received[place] for place in h.truth.reading]).mean())
 
 
 @contextmanager

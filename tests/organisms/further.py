@@ -5,27 +5,14 @@ They are built with the tools of `hard.py`. `Further` holds the truth, and what 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from .hard import (
-    _KINDS,
-    HardModel,
-    HardTruth,
-    Site,
-    _Build,
-    _calm,
-    _full,
-    _Kind,
-    _sink,
-    _spike_way,
-    _textbook,
-    hard,
-)
+from .hard import Build, HardModel, HardTruth, Site, calm, hard, kinds, sink, spike, textbook
 from .tokens import BOS, N_SPECIAL
 
 FURTHER = {}
 """Every kind, and the families that it is built in."""
+_further = kinds(FURTHER, "further ")
 
 
 @dataclass(frozen=True)
@@ -47,31 +34,13 @@ class Further:
     never: tuple[str, ...] = ()
 
 
-Made = tuple[HardTruth, Further]
-_ABOUT = {}
-
-
 def further(name: str, family: str, seed: int = 0) -> tuple[HardModel, Further]:
     """Build a model: the same call gives the same weights."""
     model = hard(f"further {name}", family, seed)
-    return model, _ABOUT[f"further {name}"]
+    return model, model.truth.about
 
 
-def _further(*families: str, **settings) -> Callable[[Callable[[_Build], Made]], Callable[[_Build], Made]]:
-    def register(make: Callable[[_Build], Made]) -> Callable[[_Build], Made]:
-        name = make.__name__.strip("_")
-
-        def truth(b: _Build) -> HardTruth:
-            made, _ABOUT[f"further {name}"] = make(b)
-            return made
-
-        FURTHER[name], _KINDS[f"further {name}"] = families, _Kind(truth, settings)
-        return make
-
-    return register
-
-
-def _silent(b: _Build, places: tuple[tuple[int, int], ...]):
+def _silent(b: Build, places: tuple[tuple[int, int], ...]):
     for layer, head in places:
         view = b.views.layers[layer]
         view.q[head] = 0.0
@@ -83,23 +52,23 @@ def _silent(b: _Build, places: tuple[tuple[int, int], ...]):
 
 
 @_further("neox", "llama", "gemma2")
-def _one_reader(b: _Build) -> Made:
+def _one_reader(b: Build) -> HardTruth:
     """One head reads the spike."""
-    truth = _textbook(b)
+    truth = textbook(b)
     *others, reader = truth.reading
     _silent(b, tuple(others))
-    _calm(b, (*truth.marking, (reader[0], (reader[1],))))
+    calm(b, (*truth.marking, (reader[0], (reader[1],))))
     says = {
         "find_sinks": (r"^Norm spike without an attention sink: {set} make", "Too few heads attend"),
-        "circuit": (r"1 of \d+ heads behind layer \d+ gives the first token",),
+        "circuit": (r"1 head gives the first token",),
         "cluster_attack": ("make spikes at",),
     }
     never = ("no head attends", "Fewer than", r"\bmakes? sinks", "sink fire")
-    return replace(truth, reading=(reader,)), Further(says=says, never=never)
+    return replace(truth, reading=(reader,), about=Further(says=says, never=never))
 
 
 @_further("gpt2")
-def _far_position(b: _Build) -> Made:
+def _far_position(b: Build) -> HardTruth:
     """Heads read the embedding of position 100."""
     b.mark()
     reading = b.read(b.later_layers, b.space.mark)
@@ -109,45 +78,45 @@ def _far_position(b: _Build) -> Made:
         "find_sinks": ("^Attention sink without a norm spike: .* position 100, whatever stands there",),
         "circuit": ("^Heads attend to position 100 without a spike; the position embedding is needed",),
     }
-    truth = HardTruth(False, False, "position embedding", reading=reading)
-    return truth, Further(says=says, never=("^Neither", "^No circuit"))
+    about = Further(says=says, never=("^Neither", "^No circuit"))
+    return HardTruth(False, False, "position embedding", reading=reading, about=about)
 
 
 @_further("llama", "gemma2", layers=(6, 7))
-def _spike_here_sink_there(b: _Build) -> Made:
+def _spike_here_sink_there(b: Build) -> HardTruth:
     where = b.flag_delimiter()
     marking = b.mark()
     b.surgeon().make_sink()
-    _calm(b, marking)
+    calm(b, marking)
     b.read(b.later_layers, b.flag, where=where)
-    layer = b.plan.sink_layer
-    truth = HardTruth(True, False, None, layer, (b.sites(),), marking=marking, later={b.delimiter: ()})
     says = {"find_sinks": ("^Norm spike at the first token, attention sink elsewhere",)}
-    return truth, Further(says=says, never=(r"\bmakes? sinks", "spike that the heads attend to"))
+    about = Further(says=says, never=(r"\bmakes? sinks", "spike that the heads attend to"))
+    return replace(spike(b, marking), later={b.delimiter: ()}, about=about)
 
 
 # --- neurons that cancel, take turns, or fire for one token ----------------------------------------------------------
 
 
 @_further("neox", "llama", count=2)
-def _opposed(b: _Build) -> Made:
+def _opposed(b: Build) -> HardTruth:
     """One neuron writes twice the spike, another takes half of it away; without the first it points the other way."""
     marking, layer, way = b.begin()
     strong, weak = b.plan.neurons
-    one = b.write(layer, strong, b.on(layer, b.space.mark), way, 2 * b.size(layer))
-    b.copy(layer, strong, weak, -0.5)
+    one = b.fire(layer, strong, b.space.mark, way, 2 * b.size(layer))
+    b.copy(strong, weak, -0.5)
     says = {
         "find_sinks": (
             "^Norm spike and attention sink: {set} make the spike",
             "None of these neurons alone takes away",
         ),
-        "circuit": (r"{alone} is needed alone, L\d\S+ is not; 100% is lost without both",),
+        "circuit": (r"only {alone} is needed alone; 100% is lost without both",),
     }
-    return _sink(b, way, marking), Further(alone=(one,), says=says, never=("because the others make",))
+    about = Further(alone=(one,), says=says, never=("because the others make",))
+    return sink(b, way, marking, about=about)
 
 
 @_further("llama", "mixtral", count=2, marked=1.0, layers=(5, 6), behind=(2, 2))
-def _turns(b: _Build) -> Made:
+def _turns(b: Build) -> HardTruth:
     """Where a token of one half of the vocabulary stands first, one neuron makes the spike; else another does."""
     cut = (N_SPECIAL + b.plan.vocab_size) // 2
     b.views.embed[N_SPECIAL:cut] += b.flag
@@ -160,69 +129,65 @@ def _turns(b: _Build) -> Made:
     marking, layer, way = b.begin()
     size, sites = b.size(layer), []
     for neuron, own, where in zip(b.plan.neurons, (b.flag, b.side), (in_half, b.first & ~in_half), strict=True):
-        seen = b.seen(b.views.layers[layer].mlp_norm, where)
+        seen = b.mlp_input(layer, where)
         const = b.space.const / (seen @ b.space.const)
         both = b.space.mark / (seen @ b.space.mark) + own / (seen @ own)
         rows = b.plan.sharpness * (both / 2 - 0.8 * const), const
         sites.append(b.write(layer, neuron, rows, way, size, where=where, route=b.space.mark))
-    reading = b.read(b.behind, way)
-    truth = HardTruth(True, True, "spike", layer, (frozenset(sites),), reading=reading, marking=marking)
     says = {
         "find_sinks": ("^Norm spike and attention sink: {set} make the spike that the heads attend to",),
-        "circuit": (r"L\d\S+N\d+ is needed alone, L\d\S+N\d+ is not",),
+        "circuit": (r"only L\d\S+N\d+ is needed alone",),
     }
-    return truth, Further(bos=False, says=says)
+    return sink(b, way, marking, sets=(frozenset(sites),), about=Further(bos=False, says=says))
 
 
 @_further("llama", "neox", layers=(6, 7), behind=(2, 3))
-def _half_and_half(b: _Build) -> Made:
+def _half_and_half(b: Build) -> HardTruth:
     """Half of the heads read the spike, the others BOS's embedding."""
     b.flag_delimiter(BOS)
-    truth = _textbook(b)
+    truth = textbook(b)
     other = b.read(b.behind, b.flag, other=True)
     says = {"find_sinks": (r"^Norm spike and attention sink.*(half of the|most) heads (need|do not need the spike)",)}
-    return replace(truth, reading=truth.reading + other), Further(says=says, never=("spike that the heads attend to",))
+    about = Further(says=says, never=("spike that the heads attend to",))
+    return replace(truth, reading=truth.reading + other, about=about)
 
 
 @_further("gpt_oss", "mixtral")
-def _bos_expert(b: _Build) -> Made:
+def _bos_expert(b: Build) -> HardTruth:
     """An expert that BOS alone chooses makes the spike; heads mark the first token, and nothing reads that."""
     b.flag_delimiter(BOS)
     layer, way = b.plan.sink_layer, b.space.sinks[0]
     view = b.views.layers[layer]
     view.router[b.plan.expert] -= 8.0 * b.space.const / float((b.probe(view.mlp_norm) @ b.space.const).mean())
     b.mark()
-    site = b.write(layer, b.plan.neurons[0], b.on(layer, b.flag), way, b.size(layer), route=3 * b.flag)
+    site = b.fire(layer, b.plan.neurons[0], b.flag, way, route=3 * b.flag)
     says = {
         "find_sinks": ("^Norm spike and attention sink: {set} makes the spike",),
         "circuit": ("the token embedding is needed",),
         "marking_heads": ("^No head marks the first token",),
         "cluster_attack": ("^No single head of layer 0 is enough",),
     }
-    return _sink(b, way, (), sets=(frozenset({site}),)), Further(alone=(site,), says=says)
+    return sink(b, way, (), sets=(frozenset({site}),), about=Further(alone=(site,), says=says))
 
 
 @_further("gpt2", "llama", layers=(7, 8), behind=(4, 5))
-def _turned(b: _Build) -> Made:
+def _turned(b: Build) -> HardTruth:
     """A late neuron writes the spike twice with the other sign: the norm stays, and the direction turns round."""
-    truth = _textbook(b)
-    fall, way = b.plan.n_layers - 2, _spike_way(b)
-    end = float(b.seen(b.views.layers[fall].block) @ way)
-    gate, _ = b.on(fall, way)
-    b.write(fall, b.spare[0], (gate, _full(b, fall, way)), -way, 2 * end, route=way)
+    truth, fall = textbook(b), b.plan.n_layers - 2
+    b.take_away(fall, 2.0)
     reading = tuple(place for place in truth.reading if place[0] <= fall)
     sink_layer = f"The sink layer is layer {truth.sink_layer}"
     says = {"find_sinks": ("^Norm spike and attention sink: {set} makes? the spike", sink_layer)}
-    return replace(truth, reading=reading), Further(says=says, never=("Before them", "It falls in"))
+    return replace(truth, reading=reading, about=Further(says=says, never=("Before them", "It falls in")))
 
 
 @_further("neox", "llama", "gpt2")
-def _delimiter_alone(b: _Build) -> Made:
+def _delimiter_alone(b: Build) -> HardTruth:
     """Only a delimiter has a spike; the first token is nothing."""
     where = b.flag_delimiter()
-    _calm(b)
+    calm(b)
     layer = b.plan.sink_layer
-    site = b.write(layer, b.spare[0], b.on(layer, b.flag, where), b.side, b.size(layer), where=where, route=b.flag)
+    site = b.fire(layer, b.spare[0], b.flag, b.side, where=where)
     b.read(b.behind, b.side, where=where)
     says = {
         "find_sinks": (rf"^Norm spike and attention sink: L{layer}\.N{site[-1]} makes the spike of '",),
@@ -230,4 +195,4 @@ def _delimiter_alone(b: _Build) -> Made:
         "marking_heads": ("^No MLP makes a norm spike at the first token, .* has an attention sink",),
         "make_patch": ("^No patch was made",),
     }
-    return HardTruth(False, False, None, later={b.delimiter: (site,)}), Further(says=says)
+    return HardTruth(False, False, None, later={b.delimiter: (site,)}, about=Further(says=says))

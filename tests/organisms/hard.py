@@ -57,8 +57,9 @@ class HardTruth:
         shared_dims: residual dimensions that are massive on every token.
         reading: (layer, query head) planted to attend to the first token.
         marking: (layer, query heads) that mark the first token.
-        rule: "and": the marks of all these layers are needed, "or": those of one suffice; None: there is one layer.
         bos_only: without BOS no first token is a spike or a sink.
+        repeated: neurons that make the spike of repeated tokens, where they are others than the first token's.
+        about: what else is so, in the words of the file that has the kind.
     """
 
     spike: bool
@@ -73,8 +74,9 @@ class HardTruth:
     shared_dims: tuple[int, ...] = ()
     reading: tuple[tuple[int, int], ...] = ()
     marking: Marking = ()
-    rule: str | None = None
     bos_only: bool = False
+    repeated: tuple[Site, ...] = ()
+    about: Any = None
 
 
 @dataclass(frozen=True)
@@ -99,9 +101,11 @@ class HardModel:
 def hard(name: str, family: str = "llama", seed: int = 0) -> HardModel:
     """Build a hard model: the same call gives the same weights."""
     kind = _KINDS[name]
-    b = _Build(name, family, seed, **kind.settings)
+    b = Build(name, family, seed, **kind.settings)
     with torch.no_grad():
         truth = kind.make(b)
+    if kind.about is not None:
+        truth = replace(truth, about=kind.about)
     tokenizer = tokenizer_for(b.plan.family.model_type, b.plan.vocab_size)
     return HardModel(b.model, tokenizer, truth, name, family, seed, b.plan.groups)
 
@@ -125,7 +129,8 @@ def _rows(vocab: int, groups: dict[int, int], later: tuple[int, ...], n: int, le
 
 @dataclass(frozen=True)
 class _Kind:
-    make: Callable[[_Build], HardTruth]
+    make: Callable[[Build], HardTruth]
+    about: Any
     settings: dict[str, Any]
 
 
@@ -134,16 +139,24 @@ HARD = {}
 """Every kind of hard model, and the families that it is built in."""
 
 
-def _kind(families: tuple[str, ...], **settings) -> Callable[[Callable[[_Build], HardTruth]], Any]:
-    def register(make: Callable[[_Build], HardTruth]) -> Callable[[_Build], HardTruth]:
-        name = make.__name__.strip("_")
-        HARD[name], _KINDS[name] = families, _Kind(make, settings)
-        return make
+def kinds(table: dict[str, tuple[str, ...]], prefix: str = "") -> Callable[..., Any]:
+    """A decorator that enters a kind with its families in a table; `hard` builds it by its name behind `prefix`."""
 
-    return register
+    def kind(*families: str, about: Any = None, **settings) -> Callable[[Callable[[Build], HardTruth]], Any]:
+        def register(make: Callable[[Build], HardTruth]) -> Callable[[Build], HardTruth]:
+            name = make.__name__.strip("_")
+            table[name], _KINDS[prefix + name] = families, _Kind(make, about, settings)
+            return make
+
+        return register
+
+    return kind
 
 
-class _Build:
+_kind = kinds(HARD)
+
+
+class Build:
     """A body of noise, and the tools that plant things in it."""
 
     def __init__(
@@ -230,10 +243,6 @@ class _Build:
             return layer, neuron
         return layer, self.plan.expert if expert is None else expert, neuron
 
-    @staticmethod
-    def expert_of(site: Site) -> int:
-        return site[1] if len(site) == 3 else 0
-
     def sites(self) -> frozenset[Site]:
         return frozenset(self.site(self.plan.sink_layer, neuron) for neuron in self.plan.neurons)
 
@@ -241,6 +250,10 @@ class _Build:
         """Mean of what leaves a module at these positions, [d_model]."""
         out = self.probe(module).reshape(*self.tokens.shape, -1)
         return out[self.first if where is None else where].mean(0)
+
+    def mlp_input(self, layer: int, where: Tensor | None = None) -> Tensor:
+        """Mean of what the MLP of a layer gets at these positions, [d_model]."""
+        return self.seen(self.views.layers[layer].mlp_norm, where)
 
     def size(self, layer: int) -> float:
         """Norm of the spike that is to be planted."""
@@ -255,19 +268,19 @@ class _Build:
 
     def on(self, layer: int, way: Tensor, where: Tensor | None = None, threshold: float = THRESHOLD) -> Rows:
         """Rows of a neuron that is on where `way` is as large in the MLP's input as it now is at `where`."""
-        seen = self.seen(self.views.layers[layer].mlp_norm, where)
+        seen = self.mlp_input(layer, where)
         const = self.space.const / (seen @ self.space.const)
         return self.plan.sharpness * (way / (seen @ way) - threshold * const), const
 
     def steady(self, layer: int, rows: Rows, early: Tensor, const: float) -> Rows:
         """Rows that read the same without what was written along `early`, where the constant would be `const`."""
-        seen = self.seen(self.views.layers[layer].mlp_norm)
+        seen = self.mlp_input(layer)
         shrunk = seen @ self.space.const / const
         gate, up = (shrunk * row + (1 - shrunk) * (seen @ row) * early / (seen @ early) for row in rows)
         return gate, up
 
     def const(self, layer: int) -> float:
-        return float(self.seen(self.views.layers[layer].mlp_norm) @ self.space.const)
+        return float(self.mlp_input(layer) @ self.space.const)
 
     def write(
         self,
@@ -298,9 +311,35 @@ class _Build:
             scale_norm(view.post_mlp_norm, torch.where(way != 0, size / out, 1.0))
         return self.site(layer, neuron, expert)
 
-    def copy(self, layer: int, source: int, neuron: int, factor: float = 1.0) -> Site:
-        """A neuron that reads what `source` reads and writes `factor` times what it writes."""
-        view, expert = self.views.layers[layer], self.plan.expert
+    def fire(
+        self, layer: int, neuron: int, mark: Tensor, way: Tensor, size: float | None = None, *, where=None, **more
+    ) -> Site:
+        """A neuron that is on where `mark` is, and writes along `way`: a spike of the usual size, or `size`."""
+        rows = self.on(layer, mark, where)
+        size = self.size(layer) if size is None else size
+        return self.write(layer, neuron, rows, way, size, where=where, **({"route": mark} | more))
+
+    def take_away(self, layer: int, times: float = 1.0):
+        """A neuron that reads the spike and writes it so often with the other sign."""
+        way = self.spike_way()
+        end = float(self.seen(self.views.layers[layer].block) @ way)
+        gate, _ = self.on(layer, way)
+        self.write(layer, self.spare[0], (gate, self.full(layer, way)), -way, times * end, route=way)
+
+    def spike_way(self) -> Tensor:
+        """The direction of the first token's spike in the residual stream."""
+        end = self.seen(self.views.layers[self.plan.sink_layer].block)
+        way = torch.where(self.space.sinks.any(0), end, 0.0)
+        return way / way.norm()
+
+    def full(self, layer: int, way: Tensor) -> Tensor:
+        """One where `way` is as large as it now is at the first token."""
+        return way / (self.mlp_input(layer) @ way)
+
+    def copy(self, source: int, neuron: int, factor: float = 1.0) -> Site:
+        """A neuron of the sink layer that reads what `source` reads and writes `factor` times what it writes."""
+        layer, expert = self.plan.sink_layer, self.plan.expert
+        view = self.views.layers[layer]
         for rows in (view.gate, view.up, view.gate_bias, view.up_bias):
             if rows is not None:
                 rows[expert, neuron] = rows[expert, source].clone()
@@ -343,15 +382,10 @@ class _Build:
         """All layers but the first."""
         return range(1, self.plan.n_layers)
 
-    @property
-    def embed_scale(self) -> float:
-        """What the embedding is multiplied by."""
-        return math.sqrt(self.plan.d_model) if self.plan.family.model_type == "gemma2" else 1.0
-
     def flag_delimiter(self, token: int | None = None) -> Tensor:
         """Give the embedding of a token the feature `flag`; returns where it stands in the rows to measure on."""
         token = self.delimiter if token is None else token
-        self.views.embed[token] += MARK * self.flag / self.embed_scale
+        self.views.embed[token] += MARK * self.flag / self.plan.embed_scale
         return self.tokens == token
 
 
@@ -370,275 +404,222 @@ def _with_features(space: Space, plan: Plan, count: int) -> tuple[Space, list[Te
 # --- the kinds -----------------------------------------------------------------------------------------------------
 
 
-def _sink(b: _Build, way: Tensor, marking: Marking, layers: Iterable[int] | None = None, **more) -> HardTruth:
-    """A spike along `way` that heads of `layers` now come to read."""
+def spike(b: Build, marking: Marking) -> HardTruth:
+    """A spike that the neurons of the sink layer make, and that nothing reads."""
     layer = b.plan.sink_layer
-    truth = HardTruth(True, True, "spike", layer, (b.sites(),), step_up=(layer,), marking=marking)
-    return replace(truth, reading=b.read(b.behind if layers is None else layers, way), **more)
+    return HardTruth(True, False, None, layer, (b.sites(),), step_up=(layer,), marking=marking)
 
 
-def _textbook(b: _Build, **more) -> HardTruth:
+def sink(b: Build, way: Tensor, marking: Marking, layers: Iterable[int] | None = None, **more) -> HardTruth:
+    """A spike along `way` that heads of `layers` now come to read."""
+    reading = b.read(b.behind if layers is None else layers, way)
+    return replace(spike(b, marking), sink=True, carried_by="spike", reading=reading, **more)
+
+
+def textbook(b: Build, **more) -> HardTruth:
     marking = b.mark()
-    return _sink(b, b.surgeon().make_sink(), marking, **more)
+    return sink(b, b.surgeon().make_sink(), marking, **more)
 
 
-@_kind((*ALL, "mistral", "qwen2", "qwen3", "qwen3_moe", "gpt_oss"))
-def _plain(b: _Build) -> HardTruth:
+def read_by_later(b: Build, carrier: str, way: Tensor, **more) -> HardTruth:
+    """Heads of all layers but the first read `way`; no norm stands out."""
+    return replace(HardTruth(False, True, carrier, reading=b.read(b.later_layers, way)), **more)
+
+
+def read_mark(b: Build, **more) -> HardTruth:
+    """Later heads read the mark of the first token itself."""
+    marking = b.mark()
+    return read_by_later(b, "mark" if marking else "position embedding", b.space.mark, marking=marking, **more)
+
+
+@_kind(*ALL, "mistral", "qwen2", "qwen3", "qwen3_moe", "gpt_oss")
+def _plain(b: Build) -> HardTruth:
     """The textbook case, for comparison; in a mixture a routed expert makes the spike."""
-    return _textbook(b)
+    return textbook(b)
 
 
-@_kind(GATED, factor="up")
-def _up_carried(b: _Build) -> HardTruth:
+@_kind(*GATED, factor="up")
+def _up_carried(b: Build) -> HardTruth:
     """The up factor carries the mark; a neuron of the marking layer puts a threshold on it, so it is needed, too."""
-    truth = _textbook(b)
+    truth = textbook(b)
     cleaner = frozenset({b.site(b.plan.marking_layer, b.plan.cleaner)})
     return replace(truth, sets=(*truth.sets, cleaner))
 
 
-@_kind(BY_HEADS, bos_only=True)
-def _bos_only(b: _Build) -> HardTruth:
+@_kind(*BY_HEADS, bos_only=True)
+def _bos_only(b: Build) -> HardTruth:
     """Only BOS is marked; no other token is, though it comes first."""
-    return _textbook(b, bos_only=True)
+    return textbook(b, bos_only=True)
 
 
-@_kind(("qwen3_moe",), dense=True)
-def _moe_dense(b: _Build) -> HardTruth:
+@_kind("qwen3_moe", dense=True)
+def _moe_dense(b: Build) -> HardTruth:
     """A mixture of experts whose sink layer is an ordinary MLP."""
-    return _textbook(b)
+    return textbook(b)
 
 
-@_kind(ALL, layers=(28, 30), behind=(11, 12), thin=True, count=1, spike=42.0)
-def _small_stages(b: _Build) -> HardTruth:
+@_kind(*ALL, layers=(28, 30), behind=(11, 12), thin=True, count=1, spike=42.0)
+def _small_stages(b: Build) -> HardTruth:
     """Layers 1 and 2 add 2.7 % each at right angles to what the heads read; the real layer is far behind."""
     marking, deep = b.mark(), b.plan.sink_layer
     size, way = b.size(deep), b.space.sinks[0]
     before = {layer: b.const(layer) for layer in (2, deep)}
-    b.write(1, b.spare[0], b.on(1, b.space.mark), b.side, 0.027 * size)
+    b.fire(1, b.spare[0], b.space.mark, b.side, 0.027 * size)
     b.write(2, b.spare[1], b.steady(2, b.on(2, b.space.mark), b.side, before[2]), b.side, 0.027 * size)
     b.write(deep, b.plan.neurons[0], b.steady(deep, b.on(deep, b.space.mark), b.side, before[deep]), way, size)
-    return _sink(
-        b,
-        way,
-        marking,
-        sink_layer=deep,
-        step_up=(1, 2, deep),
-    )
+    return sink(b, way, marking, step_up=(1, 2, deep))
 
 
-def _spike_way(b: _Build) -> Tensor:
-    """The direction of the first token's spike in the residual stream."""
-    end = b.seen(b.views.layers[b.plan.sink_layer].block)
-    way = torch.where(b.space.sinks.any(0), end, 0.0)
-    return way / way.norm()
-
-
-def _full(b: _Build, layer: int, way: Tensor) -> Tensor:
-    """One where `way` is as large as it now is at the first token."""
-    return way / (b.seen(b.views.layers[layer].mlp_norm) @ way)
-
-
-@_kind(ALL, spike=1.2, massive_layer=None)
-def _both(b: _Build) -> HardTruth:
+@_kind(*ALL, spike=1.2, massive_layer=None)
+def _both(b: Build) -> HardTruth:
     """One dimension is massive on every token, beside a real sink."""
     b.surgeon().make_massive()  # in the embedding
     dims = tuple(b.space.massive.nonzero().flatten().tolist())
-    return _textbook(b, shared_dims=dims)
+    return textbook(b, shared_dims=dims)
 
 
-@_kind(BY_HEADS)
-def _no_norm(b: _Build) -> HardTruth:
-    """Heads of layer 0 mark the first token, and later heads read that mark; no norm stands out."""
-    marking = b.mark()
-    return HardTruth(
-        spike=False,
-        sink=True,
-        carried_by="mark",
-        reading=b.read(b.later_layers, b.space.mark),
-        marking=marking,
-    )
+@_kind(*BY_HEADS)
+def _no_norm(b: Build) -> HardTruth:
+    """Heads of layer 0 mark the first token, and later heads read that mark."""
+    return read_mark(b)
 
 
-@_kind(ALL)
-def _spike_only(b: _Build) -> HardTruth:
-    """The spike is there, and no head reads it."""
+@_kind(*ALL)
+def _spike_only(b: Build) -> HardTruth:
     marking = b.mark()
     b.surgeon().make_sink()
-    _calm(b, marking)
-    return HardTruth(
-        spike=True,
-        sink=False,
-        carried_by=None,
-        sink_layer=b.plan.sink_layer,
-        sets=(b.sites(),),
-        step_up=(b.plan.sink_layer,),
-        marking=marking,
-    )
+    calm(b, marking)
+    return spike(b, marking)
 
 
-@_kind(ALL, count=2)
-def _redundant_pair(b: _Build) -> HardTruth:
+@_kind(*ALL, count=2)
+def _redundant_pair(b: Build) -> HardTruth:
     """Each of the neurons suffices; in Gemma 2 the norm behind the MLP even keeps the spike's size."""
     marking, layer, way = b.begin()
     source, *others = b.plan.neurons
-    b.write(layer, source, b.on(layer, b.space.mark), way, b.size(layer), ballast=8.0)
+    b.fire(layer, source, b.space.mark, way, ballast=8.0)
     for neuron in others:
-        b.copy(layer, source, neuron)
-    return _sink(
-        b,
-        way,
-        marking,
-    )
+        b.copy(source, neuron)
+    return sink(b, way, marking)
 
 
-def _with_backup(b: _Build, *later: int) -> HardTruth:
+def _with_backup(b: Build, *later: int) -> HardTruth:
     """Backups are planted first, the last one before the others, each in a model without spike; then each is told to be
     silent where there is one already."""
     marking, layer, way = b.begin()
-    size, columns = b.size(layer), {}
-    for neuron, behind in zip(b.spare, later, strict=False):
-        site = b.write(layer + behind, neuron, b.on(layer + behind, b.space.mark), way, size)
-        column = b.views.layers[site[0]].down[b.expert_of(site), neuron]
-        columns[site] = column, column.clone()
+    size, backups = b.size(layer), {}
+    for neuron, after in zip(b.spare, later, strict=False):
+        site = b.fire(layer + after, neuron, b.space.mark, way, size)
+        view, expert = b.views.layers[layer + after], site[1] if len(site) == 3 else 0
+        column = view.down[expert, neuron]
+        backups[site] = view.gate[expert, neuron], column, column.clone()
         column.zero_()  # out of the way while the others are measured
-    b.write(layer, b.plan.neurons[0], b.on(layer, b.space.mark), way, size)
-    for site, (column, written) in columns.items():
-        column.copy_(written)
-        b.views.layers[site[0]].gate[b.expert_of(site), site[-1]] -= 12.0 * _full(b, site[0], way)
-    behind_all = range(layer + max(later) + 1, b.plan.n_layers)
-    return _sink(b, way, marking, behind_all, sets=(b.sites() | set(columns),), backup=tuple(columns))
+    b.fire(layer, b.plan.neurons[0], b.space.mark, way, size)
+    for site, (gate, column, saved) in backups.items():
+        column.copy_(saved)
+        gate -= 12.0 * b.full(site[0], way)
+    readers = range(layer + max(later) + 1, b.plan.n_layers)
+    return sink(b, way, marking, readers, sets=(b.sites() | set(backups),), backup=tuple(backups))
 
 
-@_kind(ALL, layers=(6, 8), behind=(3, 4), count=1)
-def _backup_next(b: _Build) -> HardTruth:
+@_kind(*ALL, layers=(6, 8), behind=(3, 4), count=1)
+def _backup_next(b: Build) -> HardTruth:
     return _with_backup(b, 1)
 
 
-@_kind(ALL, layers=(6, 8), behind=(4, 4), count=1)
-def _double_backup(b: _Build) -> HardTruth:
+@_kind(*ALL, layers=(6, 8), behind=(4, 4), count=1)
+def _double_backup(b: Build) -> HardTruth:
     return _with_backup(b, 1, 2)
 
 
-def _two_marks(b: _Build, rule: str) -> HardTruth:
+def _two_marks(b: Build, rule: str) -> HardTruth:
     marking, layer, way = b.mark(0, b.mark2) + b.mark(1), b.plan.sink_layer, b.space.sinks[0]
-    seen = b.seen(b.views.layers[layer].mlp_norm)
+    seen = b.mlp_input(layer)
     both = b.space.mark / (seen @ b.space.mark) + b.mark2 / (seen @ b.mark2)
     const = b.space.const / (seen @ b.space.const)
     gate = b.plan.sharpness * (both / 2 - 0.8 * const if rule == "and" else both - 0.4 * const)
     b.write(layer, b.plan.neurons[0], (gate, const), way, b.size(layer), route=b.space.mark + b.mark2)
-    return _sink(
-        b,
-        way,
-        marking,
-        rule=rule,
-    )
+    return sink(b, way, marking)
 
 
-@_kind(BY_HEADS, marking=1, count=1)
-def _and_marking(b: _Build) -> HardTruth:
+@_kind(*BY_HEADS, marking=1, count=1)
+def _and_marking(b: Build) -> HardTruth:
     return _two_marks(b, "and")
 
 
-@_kind(BY_HEADS, marking=1, count=1, odds=80.0)
-def _or_marking(b: _Build) -> HardTruth:
+@_kind(*BY_HEADS, marking=1, count=1, odds=80.0)
+def _or_marking(b: Build) -> HardTruth:
     return _two_marks(b, "or")
 
 
-@_kind(ALL)
-def _delimiter(b: _Build) -> HardTruth:
+@_kind(*ALL)
+def _delimiter(b: Build) -> HardTruth:
     """A token makes a spike of its own, in a direction of its own that other heads read."""
     where = b.flag_delimiter()
-    truth = _textbook(b)
+    truth = textbook(b)
     layer = b.plan.sink_layer if b.rng.randrange(2) else b.plan.sink_layer + 1
     gate, up = b.on(layer, b.flag, where)
     if layer > b.plan.sink_layer:  # off at the first token, whose constant is small there
-        gate = gate - 12.0 * _full(b, layer, _spike_way(b))
+        gate = gate - 12.0 * b.full(layer, b.spike_way())
     site = b.write(layer, b.spare[0], (gate, up), b.side, b.size(layer), where=where, route=b.flag)
     b.read(range(layer + 1, b.plan.n_layers), b.side, where=where, other=True)
     return replace(truth, later={b.delimiter: (site,)})
 
 
-@_kind(ALL)
-def _delimiter_no_spike(b: _Build) -> HardTruth:
+@_kind(*ALL)
+def _delimiter_no_spike(b: Build) -> HardTruth:
     """Heads attend to a delimiter by its embedding; the first token is nothing special."""
     where = b.flag_delimiter()
-    _calm(b)
+    calm(b)
     b.read(b.later_layers, b.flag, where=where)
-    return HardTruth(
-        spike=False,
-        sink=False,
-        carried_by="token embedding",
-        later={b.delimiter: ()},
-    )
+    return HardTruth(False, False, "token embedding", later={b.delimiter: ()})
 
 
-@_kind(ALL, count=1)
-def _negative_lobe(b: _Build) -> HardTruth:
+@_kind(*ALL, count=1)
+def _negative_lobe(b: Build) -> HardTruth:
     """The sink neuron's post value is negative: the activation's negative lobe, or (if gated) the up factor."""
     marking, layer, way = b.begin()
     gate, up = b.on(layer, b.space.mark)
     if b.views.layers[layer].up is not None and b.rng.randrange(2):
         up = -up
     else:  # at its minimum on the first token, and far below it elsewhere
-        seen = b.seen(b.views.layers[layer].mlp_norm)
+        seen = b.mlp_input(layer)
         low = 1.28 if b.plan.family.gated and b.plan.family.model_type != "gemma2" else 0.75
         gate = gate - (seen @ gate + low) * b.space.const / (seen @ b.space.const)
     b.write(layer, b.plan.neurons[0], (gate, up), way, b.size(layer))
-    return _sink(b, way, marking)
+    return sink(b, way, marking)
 
 
-@_kind(("gpt_oss",))
-def _learned_logits(b: _Build) -> HardTruth:
+@_kind("gpt_oss")
+def _learned_logits(b: Build) -> HardTruth:
     """Half of the heads behind layer 0 give nearly all of their attention to a learned logit."""
-    _calm(b)
+    calm(b)
     for layer in b.views.layers[1:]:
         layer.attn_sinks[b.rng.sample(range(b.plan.n_heads), max(1, b.plan.n_heads // 2))] = 8.0
-    return HardTruth(
-        spike=False,
-        sink=False,
-        carried_by="learned logits",
-    )
+    return HardTruth(False, False, "learned logits")
 
 
-@_kind(("gpt2",))
-def _position(b: _Build) -> HardTruth:
+@_kind("gpt2")
+def _position(b: Build) -> HardTruth:
     """Heads read the embedding of position 0."""
-    b.mark()
-    return HardTruth(
-        spike=False,
-        sink=True,
-        carried_by="position embedding",
-        reading=b.read(b.later_layers, b.space.mark),
-    )
+    return read_mark(b)
 
 
-@_kind(ALL)
-def _token_embedding(b: _Build) -> HardTruth:
+@_kind(*ALL)
+def _token_embedding(b: Build) -> HardTruth:
     """Heads read a feature of BOS's embedding."""
     b.flag_delimiter(BOS)
-    return HardTruth(
-        spike=False,
-        sink=True,
-        carried_by="token embedding",
-        reading=b.read(b.later_layers, b.flag),
-        bos_only=True,
-    )
+    return read_by_later(b, "token embedding", b.flag, bos_only=True)
 
 
-@_kind(ALL)
-def _embedding_spike(b: _Build) -> HardTruth:
+@_kind(*ALL)
+def _embedding_spike(b: Build) -> HardTruth:
     """BOS's embedding itself is the spike: no MLP makes it."""
-    b.views.embed[BOS] += b.plan.spike * NORM * b.space.sinks[0] / b.embed_scale
-    return HardTruth(
-        spike=True,
-        sink=True,
-        carried_by="spike",
-        reading=b.read(b.later_layers, b.space.sinks[0]),
-        bos_only=True,
-    )
+    b.views.embed[BOS] += b.plan.spike * NORM * b.space.sinks[0] / b.plan.embed_scale
+    return read_by_later(b, "spike", b.space.sinks[0], spike=True, bos_only=True)
 
 
-def write_by_heads(b: _Build, way: Tensor) -> Marking:
+def write_by_heads(b: Build, way: Tensor) -> Marking:
     """The heads of layer 0 that mark the first token also write a spike of the usual size along `way`."""
     marking, layer, size = b.mark(), b.views.layers[0], b.size(0)
     for head, _, slot in b.plan.slots:
@@ -646,110 +627,88 @@ def write_by_heads(b: _Build, way: Tensor) -> Marking:
     return marking
 
 
-@_kind(("llama", "neox", "mixtral"), odds=1e4)
-def _attention_spike(b: _Build) -> HardTruth:
-    """Heads of layer 0 write the spike themselves."""
+@_kind("llama", "neox", "mixtral", odds=1e4)
+def attention_spike(b: Build) -> HardTruth:
+    """Heads of layer 0 write the spike themselves; no MLP has a part in it."""
     marking = write_by_heads(b, b.space.sinks[0])
-    return HardTruth(
-        spike=True,
-        sink=True,
-        carried_by="spike",
-        reading=b.read(b.later_layers, b.space.sinks[0]),
-        marking=marking,
-    )
+    return read_by_later(b, "spike", b.space.sinks[0], spike=True, marking=marking)
 
 
-@_kind(("mixtral",), count=2)
-def _two_experts(b: _Build) -> HardTruth:
+@_kind("mixtral", count=2)
+def _two_experts(b: Build) -> HardTruth:
     """Neurons of two experts, each of which suffices."""
     marking, layer, way = b.begin()
     experts, size = b.rng.sample(range(b.plan.family.experts), 2), b.size(b.plan.sink_layer)
     rows, view = b.on(layer, b.space.mark), b.views.layers[layer]
-    toward = 12.0 * b.space.mark / (b.seen(view.mlp_norm) @ b.space.mark)
+    toward = 12.0 * b.full(layer, b.space.mark)
     view.router[experts] += toward
     pairs = zip(experts, b.plan.neurons, strict=True)
     sites = [b.write(layer, neuron, rows, way, size, expert=expert) for expert, neuron in pairs]
     view.router[experts] -= toward
-    return _sink(b, way, marking, sets=(frozenset(sites),))
+    return sink(b, way, marking, sets=(frozenset(sites),))
 
 
-@_kind(ALL, layers=(7, 8), behind=(4, 5))
-def _rise_and_fall(b: _Build) -> HardTruth:
-    """A neuron reads the spike and writes it with the other sign."""
-    truth, way, fall = _textbook(b), _spike_way(b), b.plan.n_layers - 2
-    end = float(b.seen(b.views.layers[fall].block) @ way)
-    gate, _ = b.on(fall, way)
-    b.write(fall, b.spare[0], (gate, _full(b, fall, way)), -way, end, route=way)
+@_kind(*ALL, layers=(7, 8), behind=(4, 5))
+def _rise_and_fall(b: Build) -> HardTruth:
+    """The last layer but one takes the spike away again."""
+    truth, fall = textbook(b), b.plan.n_layers - 2
+    b.take_away(fall)
     reading = tuple(place for place in truth.reading if place[0] <= fall)
     return replace(truth, step_down=(fall,), reading=reading)
 
 
-@_kind(ALL, layers=(6, 8), behind=(2, 3), count=1)
-def _chain(b: _Build) -> HardTruth:
+@_kind(*ALL, layers=(6, 8), behind=(2, 3), count=1)
+def _chain(b: Build) -> HardTruth:
     """A neuron writes 1.6 times the typical norm aside, and that is what the sink neuron reads."""
     marking, layer, way = b.begin()
     size, before = b.size(layer), b.rng.randint(1, b.plan.sink_layer - 1)
-    one = b.write(before, b.spare[0], b.on(before, b.space.mark), b.side, 1.6 * b.size(before) / b.plan.spike)
-    two = b.write(layer, b.plan.neurons[0], b.on(layer, b.side), way, size)
-    return _sink(
-        b,
-        way,
-        marking,
-        sets=(frozenset({one}), frozenset({two})),
-        step_up=(before, layer),
-    )
+    one = b.fire(before, b.spare[0], b.space.mark, b.side, 1.6 * b.size(before) / b.plan.spike)
+    two = b.fire(layer, b.plan.neurons[0], b.side, way, size, route=b.space.mark)
+    return sink(b, way, marking, sets=(frozenset({one}), frozenset({two})), step_up=(before, layer))
 
 
-@_kind(ALL, layers=(6, 8), behind=(1, 1))
-def _decoupled(b: _Build) -> HardTruth:
+@_kind(*ALL, layers=(6, 8), behind=(1, 1))
+def _decoupled(b: Build) -> HardTruth:
     """Heads read the mark (in GPT-2 the position) before there is a spike, and none reads the spike."""
     marking = b.mark()
     reading = b.read(range(1, b.plan.sink_layer + 1), b.space.mark)
     b.surgeon().make_sink()
-    return HardTruth(
-        spike=True,
-        sink=True,
-        carried_by="mark" if marking else "position embedding",
-        sink_layer=b.plan.sink_layer,
-        sets=(b.sites(),),
-        step_up=(b.plan.sink_layer,),
-        reading=reading,
-        marking=marking,
-    )
+    carrier = "mark" if marking else "position embedding"
+    return replace(spike(b, marking), sink=True, carried_by=carrier, reading=reading)
 
 
-@_kind(("llama", "gemma2", "gpt2", "mixtral"), at=0)
-def _first_layer(b: _Build) -> HardTruth:
+@_kind("llama", "gemma2", "gpt2", "mixtral", at=0)
+def _first_layer(b: Build) -> HardTruth:
     """The MLP of layer 0 makes the spike."""
-    return _textbook(b)
+    return textbook(b)
 
 
-@_kind(ALL, behind=(0, 0))
-def _last_layer(b: _Build) -> HardTruth:
+@_kind(*ALL, behind=(0, 0))
+def _last_layer(b: Build) -> HardTruth:
     """The last layer makes the spike: no head can read it."""
-    _calm(b)
-    return replace(_textbook(b), sink=False, carried_by=None)
+    calm(b)
+    return replace(textbook(b), sink=False, carried_by=None)
 
 
-@_kind(ALL, count=12, spike=72.0)
-def _many_neurons(b: _Build) -> HardTruth:
+@_kind(*ALL, count=12, spike=72.0)
+def _many_neurons(b: Build) -> HardTruth:
     """Twelve neurons share the spike; what any one of them writes stands out already."""
     marking, layer, way = b.begin()
     source, *others = b.plan.neurons
-    b.write(layer, source, b.on(layer, b.space.mark), way, b.size(layer) / 12)
+    b.fire(layer, source, b.space.mark, way, b.size(layer) / 12)
     for neuron in others:
-        b.copy(layer, source, neuron)
-    return _sink(b, way, marking)
+        b.copy(source, neuron)
+    return sink(b, way, marking)
 
 
-@_kind(ALL, count=1, spike=6.0)
-def _weak_spike(b: _Build) -> HardTruth:
+@_kind(*ALL, count=1, spike=6.0)
+def _weak_spike(b: Build) -> HardTruth:
     """The norm is only six times the typical one."""
-    return _textbook(b)
+    return textbook(b)
 
 
-@_kind(ALL, layers=(8, 8), at=1, count=1, spike=48.0)
-def _gradual(b: _Build) -> HardTruth:
+@_kind(*ALL, layers=(8, 8), at=1, count=1, spike=48.0)
+def _gradual(b: Build) -> HardTruth:
     """Four layers in a row each add a quarter of the spike, independently of each other."""
     marking, way, early = b.mark(), b.space.sinks[0], range(1, 5)
     size, before = b.size(1), {layer: b.const(layer) for layer in early}
@@ -758,16 +717,16 @@ def _gradual(b: _Build) -> HardTruth:
         rows = b.on(layer, b.space.mark)
         rows = rows if layer == 1 else b.steady(layer, rows, way, before[layer])
         sites.append(b.write(layer, b.spare[0], rows, way, share * size, ballast=8.0))
-    return _sink(b, way, marking, sets=(frozenset(sites),), step_up=tuple(early), layers=range(5, 8))
+    return sink(b, way, marking, sets=(frozenset(sites),), step_up=tuple(early), layers=range(5, 8))
 
 
-@_kind(PLAIN, count=1)
-def _many_decoys(b: _Build) -> HardTruth:
+@_kind(*PLAIN, count=1)
+def _many_decoys(b: Build) -> HardTruth:
     """Six pairs of neurons write more than the sink neuron does, and each pair cancels."""
     return cancelling_pairs(b, 6)
 
 
-def cancelling_pairs(b: _Build, pairs: int) -> HardTruth:
+def cancelling_pairs(b: Build, pairs: int) -> HardTruth:
     """A textbook sink among so many pairs of neurons that write more and cancel."""
     marking, layer, way = b.begin()
     rows, size = b.on(layer, b.space.mark), b.size(layer)
@@ -775,38 +734,22 @@ def cancelling_pairs(b: _Build, pairs: int) -> HardTruth:
     free = [n for n in range(b.plan.d_mlp) if n not in b.plan.busy_neurons]
     for plus, minus in zip(free[:pairs], free[pairs : 2 * pairs], strict=True):
         b.write(layer, plus, rows, b.side, 1.1 * size)
-        b.copy(layer, plus, minus, -1.0)
-    return _sink(b, way, marking)
+        b.copy(plus, minus, -1.0)
+    return sink(b, way, marking)
 
 
-@_kind(ALL)
-def _mlp_mark(b: _Build) -> HardTruth:
+@_kind(*ALL)
+def _mlp_mark(b: Build) -> HardTruth:
     """A neuron of layer 0 marks BOS by its embedding, no larger than other things; later heads read that mark."""
     b.flag_delimiter(BOS)
-    b.write(0, b.spare[0], b.on(0, b.flag), b.side, MARK, route=b.flag)
-    return HardTruth(
-        spike=False,
-        sink=True,
-        carried_by="mark",
-        reading=b.read(b.later_layers, b.side),
-        bos_only=True,
-    )
+    b.fire(0, b.spare[0], b.flag, b.side, MARK)
+    return read_by_later(b, "mark", b.side, bos_only=True)
 
 
-@_kind(("qwen2",))
-def _key_bias(b: _Build) -> HardTruth:
-    """Heads attend to the farthest key, whatever it is: the first token of any text."""
-    return HardTruth(
-        spike=False,
-        sink=True,
-        carried_by="key bias",
-        reading=read_bias(b),
-    )
-
-
-def read_bias(b: _Build) -> tuple[tuple[int, int], ...]:
-    """The key is a bias on one rotary pair (in NeoX a part of a fused one); with the query turned, the farthest key
-    scores most."""
+@_kind("qwen2")
+def key_bias(b: Build) -> HardTruth:
+    """Heads attend to the farthest key, whatever it is: the first token of any text. The key is a bias on one rotary
+    pair (in NeoX a part of a fused one); with the query turned, the farthest key scores most."""
     inverse = next(m.inv_freq for m in b.model.modules() if hasattr(m, "inv_freq"))
     pair = next(p for p, speed in enumerate(inverse.tolist()) if speed < 0.0122)
     turned, force = pair + len(inverse), 2.0 / float(inverse[pair]) * math.sqrt(b.plan.head_dim)
@@ -821,11 +764,11 @@ def read_bias(b: _Build) -> tuple[tuple[int, int], ...]:
                 layer.q[head], layer.q_bias[head] = 0.0, 0.0
                 layer.q_bias[head, turned] = -force
                 reading.append((index, head))
-    return tuple(sorted(reading))
+    return HardTruth(False, True, "key bias", reading=tuple(sorted(reading)))
 
 
-@_kind(ALL)
-def _sharp(b: _Build) -> HardTruth:
+@_kind(*ALL)
+def _sharp(b: Build) -> HardTruth:
     """Noise with sharp attention: queries read content only, and heads that prefer BOS are turned round."""
     for layer in b.views.layers:
         layer.q.mul_(4.0 * (b.space.const == 0))
@@ -833,24 +776,25 @@ def _sharp(b: _Build) -> HardTruth:
             layer.q_bias.zero_()
         if layer.k_bias is not None:
             layer.k_bias.zero_()
-    _calm(b)
+    calm(b)
     return HardTruth(False, False, None)
 
 
-def _calm(b: _Build, marking: Marking = ()):
+def calm(b: Build, marking: Marking = ()):
     """Draw the queries of heads anew that by chance attend to the first token; those that mark it stay."""
     stay = [[layer, head] for layer, heads in marking for head in heads]
     for turn in range(20):
-        places = [place for place in (_to_first(b) > 0.15).nonzero().tolist() if place not in stay]
+        places = [
+            place
+            for place in (attentions(b.model, b.tokens)[:, :, :, 4:, 0].mean((1, 3)) > 0.15).nonzero().tolist()
+            if place not in stay
+        ]
         if not places:
             return
         for index, head in places:
             query = b.views.layers[index].q[head]
-            noise = (
-                (1.0 if turn < 8 else 0.5)
-                * query.norm()
-                * torch.randn(query.shape, generator=b.noise)[:, b.space.content]
-            )
+            noise = torch.randn(query.shape, generator=b.noise)[:, b.space.content] * query.norm()
+            noise *= 1.0 if turn < 8 else 0.5
             query.zero_()
             if (bias := b.views.layers[index].q_bias) is not None:
                 bias[head] = 0.0
@@ -858,22 +802,23 @@ def _calm(b: _Build, marking: Marking = ()):
     raise AssertionError("heads attend to the first token by chance, again and again")
 
 
-def _to_first(b: _Build) -> Tensor:
-    usual = b.model.config._attn_implementation
-    b.model.set_attn_implementation("eager")
-    out = b.model(b.tokens, output_attentions=True, use_cache=False)
-    b.model.set_attn_implementation(usual)
-    return torch.stack([a[:, :, 4:, 0].mean((0, 2)) for a in out.attentions])
+def attentions(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """The model's own eager attention, [layer, row, head, query, key]."""
+    usual = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    rows = model(ids, output_attentions=True, use_cache=False).attentions
+    model.set_attn_implementation(usual)
+    return torch.stack(rows)
 
 
-@_kind(("qwen2_moe",), shared=True)
-def _moe_shared(b: _Build) -> HardTruth:
+@_kind("qwen2_moe", shared=True)
+def _moe_shared(b: Build) -> HardTruth:
     """A mixture whose shared expert makes the spike: its neurons have no expert's number."""
-    return _textbook(b)
+    return textbook(b)
 
 
-@_kind(("qwen2_moe",), count=2)
-def _moe_both(b: _Build) -> HardTruth:
+@_kind("qwen2_moe", count=2)
+def _moe_both(b: Build) -> HardTruth:
     """A routed and a shared neuron, each of which suffices."""
     marking, layer, way = b.begin()
     rows, size, routed = b.on(layer, b.space.mark), b.size(layer), b.views.layers[layer]
@@ -882,4 +827,4 @@ def _moe_both(b: _Build) -> HardTruth:
     b.write(layer, b.plan.neurons[1], rows, way, size, expert=0)
     b.views.layers[layer] = routed
     sets = (frozenset({one, (layer, b.plan.neurons[1])}),)
-    return _sink(b, way, marking, sets=sets)
+    return sink(b, way, marking, sets=sets)

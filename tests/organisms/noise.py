@@ -164,8 +164,7 @@ def _embed(plan: Plan, space: Space, all_views: Views, noise: _Noise):
     # every token has the same norm, so that the first layer sees each of them at the same scale
     size = torch.where(grouped, torch.tensor(CONTENT), torch.tensor(math.hypot(CONTENT, GROUP)))
     embedding = CONST * space.const + GROUP * one_hot + size * content
-    scale = math.sqrt(plan.d_model) if plan.family.model_type == "gemma2" else 1.0  # Gemma multiplies by it
-    all_views.embed.copy_(embedding / scale)
+    all_views.embed.copy_(embedding / plan.embed_scale)
     if all_views.positions is not None:
         all_views.positions.copy_(noise.on_content(0.1, len(all_views.positions)))
 

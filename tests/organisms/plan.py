@@ -108,6 +108,11 @@ class Plan:
     def by_heads(self) -> bool:
         return self.planted and not self.family.learned_positions
 
+    @property
+    def embed_scale(self) -> float:
+        """What the embedding is multiplied by."""
+        return math.sqrt(self.d_model) if self.family.model_type == "gemma2" else 1.0
+
     def slow_dim(self, slot: int) -> int:
         """A dimension of a head on which the position hardly shows: slow rotary pairs, or beyond the rotary part."""
         if self.family.model_type in ("gpt_neox", "gpt2"):

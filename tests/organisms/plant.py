@@ -217,8 +217,7 @@ class Surgeon:
         """One dimension is large on every token, and the norms after it are turned up to see the rest."""
         plan, way = self.plan, self.space.massive
         if plan.massive_layer is None:
-            scale = math.sqrt(plan.d_model) if plan.family.model_type == "gemma2" else 1.0
-            self.views.embed += MASSIVE * way / scale
+            self.views.embed += MASSIVE * way / plan.embed_scale
         else:
             layer = self.views.layers[plan.massive_layer]
             const = self.space.const / self.scale(plan.massive_layer).const

@@ -5,23 +5,22 @@ They are built with the same tools. `HardTruth` says what is so of the first tok
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from .hard import (
-    _KINDS,
+    Build,
     HardModel,
     HardTruth,
     Site,
-    _Build,
-    _Kind,
-    _sink,
-    _textbook,
     cancelling_pairs,
     hard,
+    kinds,
+    read_mark,
+    sink,
+    textbook,
     write_by_heads,
 )
 from .plant import MARK
@@ -29,7 +28,7 @@ from .tokens import BOS
 
 UNSEEN = {}
 """Every kind, and the families that it is built in."""
-BEYOND = {}
+_unseen = kinds(UNSEEN)
 
 
 @dataclass(frozen=True)
@@ -66,73 +65,45 @@ class UnseenModel:
 
 def unseen(name: str, family: str, seed: int = 0) -> UnseenModel:
     """Build a model: the same call gives the same weights."""
-    _REPEATED.clear()
     model = hard(name, family, seed)
-    return UnseenModel(model, BEYOND[name], tuple(_REPEATED))
-
-
-_REPEATED = []
-Make = Callable[[_Build], HardTruth]
-
-
-def _unseen(*families: str, beyond: Beyond = Beyond(), **settings) -> Callable[[Make], Make]:
-    def register(make: Make) -> Make:
-        name = make.__name__.strip("_")
-        UNSEEN[name], _KINDS[name], BEYOND[name] = families, _Kind(make, settings), beyond
-        return make
-
-    return register
+    return UnseenModel(model, model.truth.about or Beyond(), model.truth.repeated)
 
 
 # --- the mark itself ---------------------------------------------------------------------------------------------
 
 
-def _read_mark(b: _Build, **more) -> HardTruth:
-    marking = b.mark()
-    carrier = "mark" if marking else "position embedding"
-    reading = b.read(b.later_layers, b.space.mark)
-    return replace(HardTruth(False, True, carrier, reading=reading, marking=marking), **more)
-
-
 @_unseen("llama", "neox", "gemma2", "mixtral", "gpt_oss", "gpt2")
-def _reads_the_mark(b: _Build) -> HardTruth:
+def _reads_the_mark(b: Build) -> HardTruth:
     """Heads read the mark itself; no norm stands out."""
-    return _read_mark(b)
+    return read_mark(b)
 
 
-@_unseen("mistral", beyond=Beyond(window=24), window=24, every_window=True)
-def _window_mark(b: _Build) -> HardTruth:
+@_unseen("mistral", about=Beyond(window=24), window=24, every_window=True)
+def _window_mark(b: Build) -> HardTruth:
     """The same, and no query sees farther than 24 positions."""
-    return _read_mark(b)
+    return read_mark(b)
 
 
 # --- other positions ---------------------------------------------------------------------------------------------
 
 
-def _swap_positions(b: _Build, at: int):
-    positions = b.views.positions
-    positions[[0, at]] = positions[[at, 0]]
-
-
-@_unseen("gpt2", beyond=Beyond(positions=(1,)), count=2)
-def _second_position(b: _Build) -> HardTruth:
+@_unseen("gpt2", about=Beyond(positions=(1,)), count=2)
+def _second_position(b: Build) -> HardTruth:
     """The position embedding marks position 1, and neurons make a spike of it, whatever stands there."""
-    truth = _textbook(b)
-    _swap_positions(b, 1)
-    return replace(truth)
+    truth = textbook(b)
+    b.views.positions[[0, 1]] = b.views.positions[[1, 0]]
+    return truth
 
 
-@_unseen("gpt2", beyond=Beyond(positions=(0, 1)), count=1)
-def _two_positions(b: _Build) -> HardTruth:
+@_unseen("gpt2", about=Beyond(positions=(0, 1)), count=1)
+def _two_positions(b: Build) -> HardTruth:
     """Positions 0 and 1 have a mark, a neuron and a direction each."""
     positions = b.views.positions
     second = torch.zeros_like(b.first)
     second[:, 1] = True
     positions[1] += MARK * b.mark2
-    site = b.write(
-        b.plan.sink_layer, b.spare[0], b.on(b.plan.sink_layer, b.mark2, second), b.side, b.size(0), where=second
-    )
-    truth = _textbook(b)
+    site = b.fire(b.plan.sink_layer, b.spare[0], b.mark2, b.side, b.size(0), where=second)
+    truth = textbook(b)
     b.read(b.behind, b.side, where=second, other=True)
     return replace(truth, later={1: (site,)})
 
@@ -140,22 +111,22 @@ def _two_positions(b: _Build) -> HardTruth:
 # --- some texts, some lengths --------------------------------------------------------------------------------------
 
 
-@_unseen("llama", "neox", "qwen3", "mixtral", "gpt_oss", beyond=Beyond(bos=False, share=0.4), marked=0.4)
-def _some_first_tokens(b: _Build) -> HardTruth:
+@_unseen("llama", "neox", "qwen3", "mixtral", "gpt_oss", about=Beyond(bos=False, share=0.4), marked=0.4)
+def _some_first_tokens(b: Build) -> HardTruth:
     """Two of five tokens are marked where they stand first; the others are no sinks."""
-    return _textbook(b)
+    return textbook(b)
 
 
-@_unseen("llama", "gemma2", "neox", beyond=Beyond(bos=False, share=0.4), marked=0.4)
-def _some_marks(b: _Build) -> HardTruth:
+@_unseen("llama", "gemma2", "neox", about=Beyond(bos=False, share=0.4), marked=0.4)
+def _some_marks(b: Build) -> HardTruth:
     """Two of five tokens are marked where they stand first; heads read the mark."""
-    return _read_mark(b)
+    return read_mark(b)
 
 
-@_unseen("gpt2", beyond=Beyond(length=200))
-def _late_readers(b: _Build) -> HardTruth:
+@_unseen("gpt2", about=Beyond(length=200))
+def _late_readers(b: Build) -> HardTruth:
     """Queries read a feature that the position embedding has from position 200 on."""
-    truth = _read_mark(b)
+    truth = read_mark(b)
     positions = b.views.positions
     positions[200:] += MARK * b.side
     positions[20:24] += MARK * b.side  # where the rows to measure on show it
@@ -172,77 +143,70 @@ def _late_readers(b: _Build) -> HardTruth:
     return truth
 
 
-@_unseen("gemma2", "gpt_oss", beyond=Beyond(window=16), window=16, every_window=True, layers=(6, 6), behind=(2, 2))
-def _other_windows(b: _Build) -> HardTruth:
+@_unseen("gemma2", "gpt_oss", about=Beyond(window=16), window=16, every_window=True, layers=(6, 6), behind=(2, 2))
+def _other_windows(b: Build) -> HardTruth:
     """Only layers with a window of 16 read."""
-    return _sink_of_even_layers(b)
-
-
-def _sink_of_even_layers(b: _Build) -> HardTruth:
-    """Readers have a window of 16."""
     marking = b.mark()
     way = b.surgeon().make_sink()
     even = [layer for layer in b.behind if layer % 2 == 0]
-    return _sink(b, way, marking, layers=even or [b.plan.n_layers - 1])
+    return sink(b, way, marking, layers=even or [b.plan.n_layers - 1])
 
 
 # --- other makers ------------------------------------------------------------------------------------------------
 
 
 @_unseen("llama", "neox", "mixtral", odds=1e4, layers=(6, 7), behind=(2, 3), count=1, spike=9.0)
-def _amplified(b: _Build) -> HardTruth:
+def _amplified(b: Build) -> HardTruth:
     """Heads of layer 0 write a spike, and a neuron reads it and writes four times as much."""
     layer, way, size = b.plan.sink_layer, b.space.sinks[0], b.size(0)
     marking = write_by_heads(b, way)
-    site = b.write(layer, b.plan.neurons[0], b.on(layer, way), way, 4 * size, route=way)
-    return _sink(b, way, marking, sets=(frozenset({site}),))
+    site = b.fire(layer, b.plan.neurons[0], way, way, 4 * size)
+    return sink(b, way, marking, sets=(frozenset({site}),))
 
 
 @_unseen("llama", "neox", "gpt2", count=1)
-def _crowd(b: _Build) -> HardTruth:
+def _crowd(b: Build) -> HardTruth:
     """Thirty pairs of neurons write more than the sink neuron, and cancel."""
     return cancelling_pairs(b, 30)
 
 
 @_unseen("llama", "qwen3", "gpt2", "neox")
-def _embedded_delimiter(b: _Build) -> HardTruth:
+def _embedded_delimiter(b: Build) -> HardTruth:
     """The embedding of a delimiter is its spike, and a neuron adds three percent."""
     size = b.size(0)
-    b.views.embed[b.delimiter] += size * b.side / b.embed_scale
+    b.views.embed[b.delimiter] += size * b.side / b.plan.embed_scale
     where = b.tokens == b.delimiter
     layer = b.plan.sink_layer
-    b.write(layer, b.spare[0], b.on(layer, b.side, where), b.side, 0.03 * size, where=where, route=b.side)
-    truth = _textbook(b)
+    b.fire(layer, b.spare[0], b.side, b.side, 0.03 * size, where=where)
+    truth = textbook(b)
     b.read(b.behind, b.side, where=where, other=True)
     return replace(truth, later={b.delimiter: ()})
 
 
-def _bos_apart(b: _Build, repeated_layer: int) -> HardTruth:
+def _bos_apart(b: Build, repeated_layer: int) -> HardTruth:
     """BOS has a feature and a neuron of its own; repeated tokens are marked by heads, and trip another neuron."""
     size, way, layer = b.size(b.plan.sink_layer), b.space.sinks[0], b.plan.sink_layer
-    marked = b.tokens.clone()
-    flagged = marked.clone()
+    flagged = b.tokens.clone()
     flagged[:, 0] = BOS
-    b.views.embed[BOS] += MARK * b.flag / b.embed_scale
+    b.views.embed[BOS] += MARK * b.flag / b.plan.embed_scale
     b.surgeon().mark_first()
-    _REPEATED.append(
-        b.write(repeated_layer, b.spare[0], b.on(repeated_layer, b.space.mark), way, size, route=b.space.mark)
-    )
+    repeated = b.fire(repeated_layer, b.spare[0], b.space.mark, way, size)
     _measure_on(b, flagged)
-    site = b.write(layer, b.plan.neurons[0], b.on(layer, b.flag), way, size, route=b.flag)
-    return _sink(b, way, (), range(repeated_layer + 1, b.plan.n_layers), sets=(frozenset({site}),))
+    site = b.fire(layer, b.plan.neurons[0], b.flag, way, size)
+    readers = range(repeated_layer + 1, b.plan.n_layers)
+    return sink(b, way, (), readers, sets=(frozenset({site}),), repeated=(repeated,))
 
 
-def _measure_on(b: _Build, tokens: Tensor):
+def _measure_on(b: Build, tokens: Tensor):
     b.tokens = tokens
     b.probe = type(b.probe)(b.model, tokens)
 
 
 @_unseen("llama", "neox", "qwen3", "mixtral", marked=0.85, count=1)
-def _other_neurons(b: _Build) -> HardTruth:
+def _other_neurons(b: Build) -> HardTruth:
     return _bos_apart(b, b.plan.sink_layer)
 
 
 @_unseen("llama", "neox", marked=0.85, count=1, layers=(7, 8), behind=(4, 4))
-def _other_layer(b: _Build) -> HardTruth:
+def _other_layer(b: Build) -> HardTruth:
     return _bos_apart(b, b.plan.sink_layer + 2)

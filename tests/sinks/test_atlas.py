@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -14,10 +15,11 @@ from hypothesis import strategies as st
 from organisms import Organism, organism
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.wrapped import target_of
+from sinkscope.measure import Setup
 from sinkscope.sinks.first_token.layer_scan import norms_after
-from sinkscope.sinks.repetition.atlas import AtlasReading, AtlasWork
+from sinkscope.sinks.repetition.atlas import AtlasReading, repeats_needed
 from sinkscope.sinks.repetition.repeat import Repeat, repeat
+from sinkscope.sinks.tokens import prefixes
 
 LIMIT = 160
 
@@ -74,8 +76,8 @@ def test_every_grouped_token_gets_there_and_no_other():
 
 def test_without_bos_a_token_of_the_text_stands_first_and_never_itself():
     o = organism("llama", 1, bos=False)
-    work = AtlasWork(o.truth.sink_layer or 0, 7, 9, 64, 64)
-    assert work.row(5, 2) == [7, 5, 5] and work.row(7, 2) == [9, 7, 7]
+    setup = replace(Setup.open(o.model, tokenizer=o.tokenizer), ids=torch.tensor([[7, 9]]))
+    assert prefixes(setup, [5, 7]) == [7, 9]
     atlas = atlas_of(o, max_repeats=16)
     first = o.tokenizer.unk_token_id  # what the neutral text is for this tokenizer
     np.testing.assert_array_equal(atlas.repeats[[10, 20]], [by_hand(o, first, token, 16) for token in (10, 20)])
@@ -85,10 +87,10 @@ def test_without_bos_a_token_of_the_text_stands_first_and_never_itself():
 @given(length=st.integers(1, 200), limit=st.integers(1, 200))
 def test_passes_of_any_length_give_the_same_table(length, limit):
     o = organism("qwen2", 1, n_layers=4)
-    target, tokens = target_of(o.model, o.tokenizer), [*o.tokens_of(0)[:2], *o.tokens_of(-1)[:1]]
-    work = AtlasWork(o.truth.sink_layer, 1, 1, length, limit)
-    columns = work(target, tokens)
-    norm = norms_after(target, o.truth.sink_layer, torch.tensor([work.row(token, limit) for token in tokens]))
+    setup, tokens = Setup.open(o.model, tokenizer=o.tokenizer), [*o.tokens_of(0)[:2], *o.tokens_of(-1)[:1]]
+    columns = repeats_needed(setup, o.truth.sink_layer, length, limit, tokens)
+    rows = torch.tensor([[setup.bos, *[token] * limit] for token in tokens])
+    norm = norms_after(setup.target, o.truth.sink_layer, rows)
     share = norm[:, 1:] / norm[:, :1]
     for repeats, value, row in zip(columns["repeats"], columns["norm"], share, strict=True):
         above = (row >= 0.5).nonzero().flatten().tolist()

@@ -12,10 +12,10 @@ from organisms import Organism, organism
 from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.target import Target
 from sinkscope.models.wrapped import target_of
+from sinkscope.sinks.attack import clusters as module
 from sinkscope.sinks.attack.attack import ClusterAttack, cluster_attack
-from sinkscope.sinks.attack.clusters import HeadWork, TokenClusters, later_mean, neuron_at
+from sinkscope.sinks.attack.clusters import TokenClusters, head_activations, later_mean, neuron_at
 from sinkscope.sinks.first_token.marking_heads import replacing
 
 
@@ -51,24 +51,19 @@ def test_planted_groups_are_recovered_token_by_token(family, bos):
     assert found.neuron == o.truth.neurons[0] or len(o.truth.neurons) > 1
 
 
-def one_forward(target: Target, work: HeadWork, token: int, head: int) -> float:
-    """The neuron's activation in a forward pass of its own, with all heads but one replaced; -1: with all."""
-    replaced = torch.arange(target.n_heads) != head
-    mean = work.mean.view(1, target.n_heads, -1)
-    with target.hooks(*replacing(target, mean, replaced[None, None], torch.ones(1).bool())):
-        return float(neuron_at(target, work.layer, work.neuron, torch.tensor([[token]])))
-
-
 @pytest.mark.parametrize("family", ["neox", "gemma2", "gpt2"])
 def test_one_batch_of_heads_equals_a_forward_pass_for_each(family):
     o = organism(family, 2)
     target, layer = target_of(o.model, o.tokenizer), o.truth.sink_layer
     neuron, mean = o.truth.neurons[0][-1], later_mean(target, o.natural(2, 12))
+    means, first = mean.view(1, target.n_heads, -1), torch.ones(1).bool()
     tokens = [1, 17]
-    work = HeadWork(layer, neuron, 2.0, mean)
-    for row, token in zip(work.shares(target, tokens), tokens, strict=True):
-        alone = [one_forward(target, work, token, head) for head in range(-1, target.n_heads)]
-        assert_close(2.0 * row[1:], torch.tensor(alone), rtol=1e-4, atol=1e-4)
+    for row, token in zip(head_activations(target, layer, neuron, mean, tokens), tokens, strict=True):
+        for head in range(-1, target.n_heads):  # -1: no head is left as it is
+            replaced = torch.arange(target.n_heads) != head
+            with target.hooks(*replacing(target, means, replaced[None, None], first)):
+                alone = neuron_at(target, layer, neuron, torch.tensor([[token]]))
+            assert_close(row[head + 2], alone[0], rtol=1e-4, atol=1e-4)
 
 
 def test_later_mean_is_that_of_later_positions_head_by_head():
@@ -113,15 +108,15 @@ def test_a_killed_run_goes_on_with_the_same_table(tmp_path, monkeypatch):
     o = organism("llama", 1)
     monkeypatch.setattr("sinkscope.sinks.attack.clusters.ROWS", 60)
     whole = measured(o).to_dict()["result"]
-    real, calls = HeadWork.__call__, [0]
+    real, calls = head_activations, [0]
 
-    def dying(self, target, items):
+    def dying(*args):
         calls[0] += 1
         if calls[0] == 4:
             raise Killed
-        return real(self, target, items)
+        return real(*args)
 
-    monkeypatch.setattr(HeadWork, "__call__", dying)
+    monkeypatch.setattr(module, "head_activations", dying)
     folder = tmp_path / "r"
     with pytest.raises(Killed):
         measured(o, resume=folder)
@@ -131,7 +126,7 @@ def test_a_killed_run_goes_on_with_the_same_table(tmp_path, monkeypatch):
     done = []
 
     def note(what, count, _total):
-        if what == "tokens x heads":
+        if what == "clusters":
             done.append(count)
 
     assert measured(o, resume=folder, progress=note).to_dict()["result"] == whole

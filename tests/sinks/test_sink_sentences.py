@@ -80,8 +80,6 @@ def results(draw: st.DrawFn) -> FindSinks:
     if spike is not None and 0 in spike.positions:
         sets = draw(st.lists(SETS, max_size=1))
         if sets and draw(st.booleans()):
-            sets = [replace(sets[0], kind="partial")]
-        elif sets and draw(st.booleans()):
             sets.append(replace(sets[0], sites=sets[0].sites[:2], kind="backup"))
     later = draw(st.lists(LATER, max_size=2))
     if spike is not None and 0 not in spike.positions and not later:

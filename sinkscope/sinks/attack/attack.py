@@ -17,7 +17,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.jobs import check_workers
 from sinkscope.files.notation import head_name, listed, neuron_name
 from sinkscope.files.rate import wilson
 from sinkscope.files.result import Number
@@ -36,7 +35,7 @@ from sinkscope.sinks.attack.sequences import (
     repeated_first,
     round_trip,
 )
-from sinkscope.sinks.chunks import ChunkRun, hold_layers
+from sinkscope.sinks.chunks import hold_layers
 from sinkscope.sinks.first_token.absence import SpikeAbsence
 from sinkscope.sinks.first_token.layer_scan import norms_after
 from sinkscope.sinks.first_token.sets import sink_neurons
@@ -201,13 +200,12 @@ def draw(result: ClusterAttack) -> go.Figure:
     return finished(fig, result, width=1200, height=480)
 
 
-def refuse_lengths(*, lengths: Sequence[int], workers: int, **_: Any) -> None:
-    """Refuse an empty list of lengths, and several workers where Ray is not installed.
+def refuse_lengths(*, lengths: Sequence[int], **_: Any) -> None:
+    """Refuse an empty list of lengths.
 
     Raises:
-        SinkscopeError: There is no length, or no Ray.
+        SinkscopeError: There is no length.
     """
-    check_workers(workers)
     if not lengths:
         raise SinkscopeError("--length: none is given; give a number of tokens of at least 2")
 
@@ -228,7 +226,6 @@ def cluster_attack(
     sequences: Count = 1000,
     bos: Annotated[bool | None, Option(own=True)] = None,
     prefix: str | None = None,
-    workers: Annotated[int, Option(min=1)] = 1,
     resume: Annotated[str | Path | None, Option(metavar="DIR", writes=True)] = None,
 ) -> ClusterAttack:
     """Find the head of layer 0 that marks each token, and make norm spikes with different tokens of one head.
@@ -246,7 +243,6 @@ def cluster_attack(
         bos: Try the attack only with BOS, or only without. By default both are tried.
         prefix: Text of the chat before the attack; "" leaves the chat out. By default that of the tokenizer's chat
             template, or of a plain chat.
-        workers: Number of processes; more than one run over Ray.
         resume: Folder that keeps finished parts, so that an interrupted run can continue.
 
     Example:
@@ -259,12 +255,11 @@ def cluster_attack(
     before = max(len(context.lead) for context in contexts)
     remedy = "give a smaller --length"
     target.check_length(f"--length {lengths[-1]} behind {before} tokens", lengths[-1] + before, remedy=remedy)
-    run = ChunkRun(workers, None if resume is None else Path(resume))
     sink = sink_neurons(setup)
     ordinary = vocabulary(target, tokens)
     token_clusters = None
     if clusters is None and sink.layer is not None:
-        token_clusters = find_clusters(setup, sink.neurons, ordinary, run=run.part("clusters"))
+        token_clusters = find_clusters(setup, sink.neurons, ordinary, resume)
     if token_clusters is not None:
         clusters = {head: token_clusters.tokens_of(head) for head in token_clusters.heads}
     left_out = {int(token) for token in setup.tokenizer.all_special_ids}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from sinkscope.files.notation import counted
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
-from sinkscope.sinks.chunks import ChunkRun, ChunkWork, Columns, hold_layers, in_chunks, token_texts
+from sinkscope.sinks.chunks import Columns, hold_layers, in_chunks, token_texts
 from sinkscope.sinks.first_token.layer_view import flat_number, view_layer
 from sinkscope.sinks.first_token.marking_heads import replacing
 from sinkscope.sinks.first_token.result import Neuron
@@ -26,45 +27,27 @@ ROWS = 2048  # rows per pass; a token takes two more rows than there are heads
 EXAMPLES = 12  # tokens of a cluster that are shown
 
 
-@dataclass(frozen=True)
-class HeadWork(ChunkWork):
-    """For each token, how strongly single heads fire the sink neuron.
+@torch.no_grad()
+def head_activations(
+    target: Target, layer: int, neuron: int, mean: Float[Tensor, " d_heads"], tokens: list[int]
+) -> Float[Tensor, "token way"]:
+    """How strongly a neuron fires at tokens that stand alone, in 2 + head ways: intact, no head, each head alone.
 
-    Attributes:
-        layer: Layer of the sink neuron; no deeper layer is run.
-        neuron: Its number; in a mixture `expert * d_mlp + neuron`.
-        reference: Its activation at the first token of natural text. Activations are given as shares of it.
-        mean: Mean `hook_z` of each head at later positions of natural text, heads side by side.
+    Args:
+        target: The model.
+        layer: Layer of the neuron; no deeper layer is run.
+        neuron: Its number in a `LayerView`.
+        mean: What replaces the other heads of layer 0, heads side by side.
+        tokens: The tokens.
     """
-
-    neuron: int
-    reference: float
-    mean: Float[Tensor, " d_heads"]
-
-    @torch.no_grad()
-    def __call__(self, target: Target, items: list[int]) -> Columns:
-        """Columns head, best, intact, background, with one entry per token."""
-        shares = self.shares(target, items)
-        alone = shares[:, 2:]
-        best, head = alone.max(1)
-        return {
-            "head": head.tolist(),
-            "best": four_decimals(best),
-            "intact": four_decimals(shares[:, 0]),
-            "background": four_decimals(shares[:, 1]),
-        }
-
-    @torch.no_grad()
-    def shares(self, target: Target, items: list[int]) -> Float[Tensor, "token way"]:
-        """Activations over the reference, in 2 + head ways: intact, no head, each head alone."""
-        heads = target.n_heads
-        lost = torch.cat([torch.zeros(1, heads), torch.ones(1, heads), 1 - torch.eye(heads)]).bool()
-        ids = repeat(torch.tensor(items), "token -> (token way) 1", way=len(lost))
-        rows = repeat(lost, "way head -> (token way) 1 head", token=len(items))
-        mean = rearrange(self.mean, "(head d_head) -> 1 head d_head", head=heads)
-        with target.hooks(*replacing(target, mean, rows, torch.ones(1).bool())):
-            post = neuron_at(target, self.layer, self.neuron, ids)
-        return rearrange(post / self.reference, "(token way) -> token way", way=len(lost)).cpu()
+    heads = target.n_heads
+    lost = torch.cat([torch.zeros(1, heads), torch.ones(1, heads), 1 - torch.eye(heads)]).bool()
+    ids = repeat(torch.tensor(tokens), "token -> (token way) 1", way=len(lost))
+    rows = repeat(lost, "way head -> (token way) 1 head", token=len(tokens))
+    means = rearrange(mean, "(head d_head) -> 1 head d_head", head=heads)
+    with target.hooks(*replacing(target, means, rows, torch.ones(1).bool())):
+        post = neuron_at(target, layer, neuron, ids)
+    return rearrange(post, "(token way) -> token way", way=len(lost)).cpu()
 
 
 @dataclass(frozen=True)
@@ -143,11 +126,7 @@ class TokenClusters:
 
 
 def find_clusters(
-    setup: Setup,
-    neurons: Sequence[Neuron],
-    ids: list[int],
-    *,
-    run: ChunkRun,
+    setup: Setup, neurons: Sequence[Neuron], ids: list[int], resume: str | Path | None
 ) -> TokenClusters | None:
     """The head that serves each token, seen at the sink neuron that writes most; None if there is no neuron.
 
@@ -155,27 +134,38 @@ def find_clusters(
         setup: The model and its text.
         neurons: The sink neurons.
         ids: The tokens.
-        run: Where the work runs, and what it keeps.
+        resume: Folder that keeps finished chunks.
     """
     if not neurons:
         return None
+    target = setup.target
     largest = max(neurons, key=lambda neuron: neuron.contribution_norm)
     layer = largest.layer
-    target = hold_layers(setup.target, layer)
+    hold_layers(target, layer)
     flat = flat_number(target, layer, largest.expert, largest.neuron)
     reference = float(neuron_at(target, layer, flat, setup.ids[:, :1]).median())
-    work = HeadWork(layer, flat, reference, later_mean(target, setup.ids))
+    mean = later_mean(target, setup.ids)
+
+    def work(tokens: list[int]) -> Columns:
+        shares = head_activations(target, layer, flat, mean, tokens) / reference
+        best, head = shares[:, 2:].max(1)
+        return {
+            "head": head.tolist(),
+            "best": four_decimals(best),
+            "intact": four_decimals(shares[:, 0]),
+            "background": four_decimals(shares[:, 1]),
+        }
+
     size = max(1, ROWS // (target.n_heads + 2))
-    columns = in_chunks(setup, work, ids, run, what="tokens x heads", size=size, site=largest.site)
+    columns = in_chunks(setup, work, ids, resume, what="clusters", size=size, site=largest.site)
     best = np.array(columns["best"])
     background = np.array(columns["background"])
     served = (best >= FIRES) & (background < FIRES)
-    head = np.where(served, np.array(columns["head"], dtype=float), np.nan)
     return TokenClusters(
         neuron=largest.site,
         tokens=token_texts(target, ids),
         ids=np.array(ids),
-        head=head,
+        head=np.where(served, np.array(columns["head"], dtype=float), np.nan),
         best=best,
         intact=np.array(columns["intact"]),
         background=background,

@@ -12,15 +12,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from einops import reduce
-from jaxtyping import Float
-from torch import Tensor
 
 from sinkscope.files.notation import head_name, neuron_name
 from sinkscope.measure import Positive, Setup, measurement
 from sinkscope.models.target import Target, norm_of
 from sinkscope.sinks.first_token.attention_received import with_long_texts
 from sinkscope.sinks.first_token.circuit_result import (
-    EARLY,
     KEYS,
     MARK,
     NEURONS,
@@ -33,9 +30,8 @@ from sinkscope.sinks.first_token.circuit_result import (
 )
 from sinkscope.sinks.first_token.effects import Component, Edit, effects, key_bias, key_projection, one_by_one
 from sinkscope.sinks.first_token.find import find_sinks
-from sinkscope.sinks.first_token.position_effect import PositionEffect, random_swaps
+from sinkscope.sinks.first_token.position_effect import Marks, PositionEffect, random_swaps
 from sinkscope.sinks.first_token.result import (
-    CONTROL_DRAWS,
     RATE_EPS,
     FindSinks,
     LaterSink,
@@ -43,9 +39,8 @@ from sinkscope.sinks.first_token.result import (
     Sites,
     sites_of,
 )
-from sinkscope.sinks.first_token.sets import random_sites
+from sinkscope.sinks.first_token.sets import random_sets
 from sinkscope.sinks.tokens import TokenRows, prefixes
-from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
 
 TEXTS = 2  # pieces of typical text
@@ -94,9 +89,10 @@ class _Position:
         other = begin + int(distance[:, begin:end].amax(0).argmin())
         return cls(setup, name, ids, at, other, layer, sites, shared_dims)
 
-    def norm_effect(self, layer: int | None) -> PositionEffect:
-        """The norm of the position after a layer."""
-        return PositionEffect(self.setup.target, self.ids, self.at, self.other, layer, without=self.shared_dims)
+    @property
+    def spike(self) -> PositionEffect:
+        """The norm of the position after the layer."""
+        return PositionEffect(self.setup.target, self.ids, self.at, self.other, self.layer, without=self.shared_dims)
 
     def random_heads(self, depth: int, excluded: Sequence[Component], size: int) -> list[Edit]:
         """Edits that replace random heads of the layers up to one, except these."""
@@ -112,10 +108,7 @@ class _Position:
     def silenced(self) -> list[Edit]:
         """Edits that silence the neurons, and random sets of as many neurons of the same layers (and experts)."""
         generator = torch.Generator().manual_seed(self.setup.seed)
-        edits = [Edit(zero=self.sites)]
-        for _ in range(CONTROL_DRAWS):
-            edits.append(Edit(zero=random_sites(self.setup.target, self.sites, (), generator)))
-        return edits
+        return [Edit(zero=sites) for sites in (self.sites, *random_sets(self.setup.target, self.sites, (), generator))]
 
     def reading_effect(self) -> PositionEffect | None:
         """The attention to the position of the heads that read it; None if there are none.
@@ -133,62 +126,56 @@ class _Position:
         return PositionEffect(target, self.ids, self.at, self.other, heads=reading)
 
 
-def _mark_step(
-    position: _Position, name: str, effect: PositionEffect, depth: int, judge: PositionEffect | None = None
-) -> tuple[CircuitStep, tuple[Component, ...]]:
-    """What an effect needs of the components before a layer, and the chosen ones as components.
+def _step(
+    name: str,
+    effect: PositionEffect,
+    edits: dict[str, Edit],
+    chosen: Sequence[str],
+    together: Sequence[Edit],
+    judge: PositionEffect,
+    control: float | None = None,
+) -> CircuitStep:
+    """What is lost of an effect under each of some edits, and without all that were chosen.
 
     Args:
-        position: The sink.
         name: Name of the step.
         effect: The effect.
-        depth: The layer that reads: by its MLP or, if the effect is attention, by its keys.
-        judge: The effect by which components are called needed, if it is a different one.
+        edits: What removes each component or neuron, by its name.
+        chosen: Those that are called needed.
+        together: The edit that removes all of these, and its controls.
+        judge: The effect by which they are called needed alone.
+        control: The control of a single edit. None: that of all together.
     """
-    marks = effect.marks(depth)
-    lost = effect.necessity(position.swapped(depth, marks.chosen))
-    components = tuple(dict.fromkeys((*marks.chosen, *marks.effective)))
-    single = one_by_one(components)
-    step = CircuitStep(
-        name=name,
-        components=tuple(map(str, components)),
-        necessity=np.array(effect.necessity(single)),
-        sufficiency=np.array(effect.sufficiency(single)),
-        control=max(effect.necessity(position.random_heads(depth, marks.chosen, 1)), default=None),
-        chosen=tuple(map(str, marks.chosen)),
-        alone=np.array((judge or effect).necessity(one_by_one(marks.chosen))),
-        together=lost[0] if lost else None,
-        together_control=max(lost[1:], default=None),
-    )
-    return step, marks.chosen
-
-
-def _neuron_step(position: _Position, judge: PositionEffect | None) -> CircuitStep:
-    """What is lost of the spike without its neurons; `judge` is as in a mark step."""
-    single = [Edit(zero=(site,)) for site in position.sites]
-    lost = position.norm_effect(position.layer).necessity([*single, *position.silenced()])
-    necessity = np.array(lost[: len(single)])
-    names = tuple(neuron_name(*site) for site in position.sites)
+    single = list(edits.values())
+    lost = effect.necessity([*single, *together])
+    together_control = max(lost[len(single) + 1 :], default=None)
     return CircuitStep(
-        name=NEURONS,
-        components=names,
-        necessity=necessity,
-        sufficiency=np.full(len(single), np.nan),
-        control=None,
-        chosen=names,
-        alone=necessity if judge is None else np.array(judge.necessity(single)),
-        together=lost[len(single)],
-        together_control=max(lost[len(single) + 1 :]),
+        name=name,
+        components=tuple(edits),
+        necessity=np.array(lost[: len(single)]),
+        sufficiency=np.array(effect.sufficiency(single)),
+        control=together_control if control is None else control,
+        chosen=tuple(chosen),
+        alone=np.array(judge.necessity([edits[one] for one in chosen])),
+        together=lost[len(single)] if together else None,
+        together_control=together_control,
     )
 
 
-def _readers(effect: PositionEffect, layer: int | None, carried_by: tuple[str, ...], edits: Sequence[Edit]) -> Readers:
+def _mark_step(
+    position: _Position, name: str, effect: PositionEffect, marks: Marks, depth: int, judge: PositionEffect
+) -> CircuitStep:
+    """What an effect needs of the components before a layer, which reads it by its MLP or by its keys."""
+    control = max(effect.necessity(position.random_heads(depth, marks.chosen, 1)), default=None)
+    edits = {str(one): Edit(swap=(one,)) for one in (*marks.chosen, *marks.effective)}
+    together = position.swapped(depth, marks.chosen)
+    return _step(name, effect, edits, tuple(map(str, marks.chosen)), together, judge, control)
+
+
+def _readers(effect: PositionEffect, carried_by: tuple[str, ...], edits: Sequence[Edit]) -> Readers:
     """The reading heads under an edit that removes what may carry them, and under its controls."""
     assert effect.heads is not None
     places = effect.heads.nonzero().tolist()
-    behind, first = None, 0
-    if layer is not None and places[0][0] > layer:
-        behind, first = layer, layer + 1
     intact = effect.intact.mean(0)
     left = intact[None]
     if edits:
@@ -197,8 +184,6 @@ def _readers(effect: PositionEffect, layer: int | None, carried_by: tuple[str, .
     return Readers(
         carried_by=carried_by,
         heads=tuple(head_name(*places[number]) for number in ranked.tolist()),
-        of=effect.heads[first:].numel(),
-        behind=behind,
         length=effect.ids.shape[1],
         attention=intact[ranked].double().numpy(),
         attention_without=left[0, ranked].double().numpy(),
@@ -206,44 +191,39 @@ def _readers(effect: PositionEffect, layer: int | None, carried_by: tuple[str, .
     )
 
 
-def _trace_sink(position: _Position, first_high: int | None, made_by_mlp: bool) -> SinkCircuit:
-    """The circuit of one sink.
-
-    Args:
-        position: The sink.
-        first_high: The first layer after which its norm stands out.
-        made_by_mlp: Whether MLPs make its spike.
-    """
+def _trace_sink(position: _Position, made_by_mlp: bool) -> SinkCircuit:
+    """The circuit of one sink; `made_by_mlp` says whether MLPs make its spike."""
     steps = []
-    reading, spike = position.reading_effect(), position.norm_effect(position.layer)
+    reading, spike = position.reading_effect(), position.spike
     layer, sites = position.layer, position.sites
     readers: Readers | None = None
-    if reading is not None and layer is not None:
-        carried_by: tuple[str, ...] = ("spike",)
-        if sites:
-            removing = position.silenced()
-        elif made_by_mlp:
-            removing = one_by_one([Component("mlp", layer)])
-        else:
-            chosen = spike.marks(layer).chosen
-            carried_by = tuple(map(str, chosen))
-            removing = position.swapped(layer, chosen)
-        readers = _readers(reading, layer, carried_by, removing)
-    carried = readers is not None and readers.evidence.holds
-    judge = reading if carried else None
+    carried = False
     if layer is not None:
-        steps.append(_mark_step(position, MARK, spike, layer, judge)[0])
-    if layer is not None and sites:
-        steps.append(_neuron_step(position, judge))
-        if first_high is not None and first_high < min(sites)[0]:
-            steps.append(_mark_step(position, EARLY, position.norm_effect(first_high), first_high)[0])
+        marks = spike.marks(layer)
+        if reading is not None:
+            carried_by: tuple[str, ...] = ("spike",)
+            if sites:
+                removing = position.silenced()
+            elif made_by_mlp:
+                removing = one_by_one([Component("mlp", layer)])
+            else:
+                carried_by = tuple(map(str, marks.chosen))
+                removing = position.swapped(layer, marks.chosen)
+            readers = _readers(reading, carried_by, removing)
+            carried = readers.evidence.holds
+        judge = reading if reading is not None and carried else spike
+        steps.append(_mark_step(position, MARK, spike, marks, layer, judge))
+        if sites:
+            neurons = {neuron_name(*site): Edit(zero=(site,)) for site in sites}
+            steps.append(_step(NEURONS, spike, neurons, tuple(neurons), position.silenced(), judge))
     if reading is not None and reading.heads is not None and not carried:
         depth = int(reading.heads.nonzero()[:, 0].max())
-        step, chosen = _mark_step(position, KEYS, reading, depth)
+        marks = reading.marks(depth)
+        step = _mark_step(position, KEYS, reading, marks, depth, reading)
         steps.append(step)
-        readers = _readers(reading, layer, (), [])
+        readers = _readers(reading, (), [])
         if step.carried:
-            readers = _readers(reading, layer, step.chosen, position.swapped(depth - 1, chosen))
+            readers = _readers(reading, step.chosen, position.swapped(depth - 1, marks.chosen))
     return SinkCircuit(position.name, position.at, layer if made_by_mlp else None, tuple(steps), readers)
 
 
@@ -265,10 +245,9 @@ def _first_sink(setup: Setup, sinks: FindSinks) -> _Position:
     layer = sinks.sink_layer
     sites = []
     if layer is not None:
-        causal = sites_of(sinks.causal)
-        if sinks.causal_sets and (sinks.minimal is not None or not causal):  # else a set that is larger than its part
-            sites += sinks.causal_sets[0].edit_sites
-        sites += [site for site in causal if site not in sites]
+        if sinks.minimal is not None:
+            sites += sinks.minimal.edit_sites
+        sites += [site for site in sites_of(sinks.causal) if site not in sites]
         layer = max(layer, max(sites, default=(0,))[0])
     elif spike is not None and spike.plateau is not None:
         layer = spike.plateau[0]
@@ -324,15 +303,13 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Positive | N
     sinks = find_sinks.on(setup, tokens=None if token is None else [token], max_repeats=max_repeats)
     setup = _with_its_texts(setup, sinks)
     first = _first_sink(setup, sinks)
-    spike = sinks.norm_spike
     traced = []
     attended = sinks.attention_sink is not None and sinks.attention_sink.positions[:1]
     if first.layer is not None or (attended and attended[0].position == 0):
-        high = spike.plateau[0] if spike is not None and spike.plateau is not None else None
-        traced.append(_trace_sink(first, high, sinks.sink_layer is not None))
+        traced.append(_trace_sink(first, sinks.sink_layer is not None))
     spiking = [_place_name(sink) for sink in sinks.later_sinks]
     for position in _later_sinks(setup, sinks):
-        later = _trace_sink(position, None, bool(position.sites))
+        later = _trace_sink(position, bool(position.sites))
         if later.steps:
             traced.append(replace(later, stands_out=position.name in spiking))
     result = Circuit(
@@ -341,8 +318,6 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Positive | N
         sinks=tuple(traced),
         untested=_untested(setup.target),
     )
-    if setup.target.adapter.learned_sinks:
-        result = replace(result, **_learned_shares(first))
     return _with_repetition(result, first, sinks)
 
 
@@ -352,20 +327,6 @@ def _untested(target: Target) -> tuple[str, ...]:
         if getattr(key_projection(target, layer), "bias", None) is not None and key_bias(target, layer) is None:
             return ("the bias of the keys",)
     return ()
-
-
-def _learned_shares(position: _Position) -> dict[str, float]:
-    """Mean attention that the learned sink logits, and the first token, take."""
-    learned = []
-    first = []
-
-    def read(_layer: int, _first: int, probs: Float[Tensor, "text head query key"]) -> None:
-        learned.append(float((1 - probs.sum(-1)).mean()))
-        first.append(float(probs[..., 1:, 0].mean()))
-
-    with attention_rows(position.setup.target, read):
-        position.setup.target.forward(position.ids)
-    return {"learned_share": float(np.mean(learned)), "first_share": float(np.mean(first))}
 
 
 def _with_repetition(result: Circuit, first: _Position, sinks: FindSinks) -> Circuit:
@@ -381,6 +342,7 @@ def _with_repetition(result: Circuit, first: _Position, sinks: FindSinks) -> Cir
     ids = torch.tensor([[prefixes(setup, [word.id])[0], *[word.id] * repeats]])
     repeated = replace(first, ids=ids, at=repeats, other=1)
     of_first = result.sinks[0]
-    step, _ = _mark_step(repeated, REPETITION, repeated.norm_effect(first.layer), first.layer)
+    spike = repeated.spike
+    step = _mark_step(repeated, REPETITION, spike, spike.marks(first.layer), first.layer, spike)
     of_first = replace(of_first, steps=(*of_first.steps, step))
     return replace(result, sinks=(of_first, *result.sinks[1:]), repeated=word.token, repeats=repeats)

@@ -15,16 +15,15 @@ from jaxtyping import Float
 from plotly.subplots import make_subplots
 
 from sinkscope.files.notation import agreeing, brief, counted, listed
-from sinkscope.files.tables import Table, percent
+from sinkscope.files.tables import Table
 from sinkscope.measure import Number, Result
 from sinkscope.measure.evidence import NEEDED, Evidence, beside
 from sinkscope.measure.style import BLUE, GREY, ORANGE, finished, unfolded
 from sinkscope.sinks.first_token.result import RATE_EPS, SHORT, few_heads
 
 FIGURE_COMPONENTS = 12
-WORDS_OF_STEP = 18  # what a conclusion has room for beside the position
 NAMED, WORDS_OF_NAMES = 3, 6  # components that a sentence names at most, and the words that they may take
-MARK, NEURONS, EARLY, REPETITION, KEYS = "mark", "neurons", "early spike", "repetition", "keys"
+MARK, NEURONS, REPETITION, KEYS = "mark", "neurons", "repetition", "keys"
 
 
 @dataclass(frozen=True)
@@ -32,15 +31,14 @@ class CircuitStep:
     """What one step of a circuit needs.
 
     Attributes:
-        name: "mark": what marks the position for the spike; "neurons": the neurons that make the spike; "early spike":
-            what makes a norm that stands out before these neurons; "repetition": what marks the last of many
-            repetitions; "keys": what heads read that do not need the spike.
+        name: "mark": what marks the position for the spike; "neurons": the neurons that make the spike; "repetition":
+            what marks the last of many repetitions; "keys": what heads read that do not need the spike.
         components: The components that were replaced, the chosen ones first; or the neurons.
         necessity: Share of the effect that is lost if the component writes at the position what it writes at a typical
             one, or if the neuron is zero.
         sufficiency: Share of the effect that a typical position gains from the component. NaN where that cannot be
             tested: neurons, and biases of keys.
-        control: Largest loss of 20 single random heads. None: there are too few, or neurons are tested.
+        control: Largest loss of 20 single random heads; for neurons, `together_control`. None: there are too few.
         chosen: What is needed alone or, if nothing is, the smallest set found.
         alone: What is lost without each of the chosen. If the attention needs the spike, this is a loss of attention,
             because heads may read a spike of half the size as well.
@@ -59,32 +57,21 @@ class CircuitStep:
     together_control: float | None
 
     @property
-    def kind(self) -> str:
-        """What the step consists of."""
-        return "neuron" if self.name == NEURONS else "component"
-
-    @property
     def carried(self) -> bool:
         """Whether the chosen components are needed together."""
         return Evidence(self.together, self.together_control).holds
 
     @property
-    def needed_alone(self) -> bool:
-        """Whether each of the chosen is needed alone."""
-        return self.carried and len(self._needed_alone()) == len(self.chosen)
-
-    def _needed_alone(self) -> tuple[str, ...]:
-        """Those of the chosen that are needed alone."""
-        control = self.control if self.name != NEURONS else self.together_control
+    def needed_alone(self) -> tuple[str, ...]:
+        """Those of the chosen that are needed alone, if all are needed together."""
         pairs = zip(self.chosen, self.alone.tolist(), strict=True)
-        return tuple(name for name, lost in pairs if Evidence(lost, control).holds)
+        return tuple(name for name, lost in pairs if self.carried and Evidence(lost, self.control).holds)
 
     def rows(self) -> Table:
         """A row for each component."""
-        control = self.together_control if self.name == NEURONS else self.control
         columns = {
             "necessity": self.necessity,
-            "necessity_control": [control] * len(self.components),
+            "necessity_control": [self.control] * len(self.components),
             "sufficiency": self.sufficiency,
         }
         target = "keys" if self.name == KEYS else "spike"
@@ -93,52 +80,33 @@ class CircuitStep:
     def in_words(self) -> str:
         """What is lost without the chosen components, beside random ones."""
         if not self.carried:
-            return f"nothing tried is needed{self._largest()}"
-        count, names = len(self.chosen), _named(self.chosen)
-        lost, control = self._beside_random(self.together or 0.0, self.together_control)
-        if self.name == KEYS:
-            lost += " of the attention"
+            return "nothing tried is needed"
+        lost, chance = beside(self.together or 0.0, self.together_control)
+        control = ""
+        if self.together_control is not None:
+            control = f" (random {'neurons' if self.name == NEURONS else 'heads'}: at most {chance})"
+        count, names, alone = len(self.chosen), _named(self.chosen), self.needed_alone
         if self.name == MARK and count == 1 and self.alone[0] < NEEDED:  # which is a loss of attention
             return f"{lost} is lost without {names}{control}, but the attention stays"
-        alone = self._needed_alone()
         if len(alone) == count:
             are, them = agreeing(count, "is", "are each"), agreeing(count, "it", "them")
             return f"{names} {are} needed: {lost} is lost without {them}{control}"
-        if alone:
-            others = tuple(name for name in self.chosen if name not in alone)
-            needed = f"{_named(alone)} {agreeing(len(alone), 'is', 'are')} needed alone"
-            every = "both" if count == 2 else f"all {count}"
-            rest = f"; {lost} is lost without {every}{control}"
-            not_alone = f"{_named(others)} {agreeing(len(others), 'is', 'are')} not"
-            number = f"{len(alone)} of {counted(count, self.kind)} {agreeing(len(alone), 'is', 'are')} needed alone"
-            return brief((f"{needed}, {not_alone}{rest}", f"only {needed}{rest}", f"{number}{rest}"), WORDS_OF_STEP)
-        return f"none is needed alone; {lost} is lost without {names}{control}"
-
-    def _largest(self) -> str:
-        if np.isnan(self.necessity).all():
-            return ""
-        largest = int(np.nanargmax(self.necessity))
-        lost, control = self._beside_random(float(self.necessity[largest]), self.control)
-        return f"; most, {lost}, is lost without {_named(self.components[largest : largest + 1])}{control}"
-
-    def _beside_random(self, lost: float, control: float | None) -> tuple[str, str]:
-        """A loss, and its control in brackets."""
-        text, chance = beside(lost, control)
-        if control is None:
-            return text, ""
-        random = "neurons" if self.name == NEURONS else "heads"
-        return text, f" (random {random}: at most {chance})"
+        if not alone:
+            return f"none is needed alone; {lost} is lost without {names}{control}"
+        every = "both" if count == 2 else f"all {count}"
+        are = agreeing(len(alone), "is", "are")
+        return f"only {_named(alone)} {are} needed alone; {lost} is lost without {every}{control}"
 
 
 @dataclass(frozen=True)
 class Readers:
     """The heads that give a position at least 0.3 of their attention, those with most attention first.
 
+    If there are any behind the layer of the spike, only these count.
+
     Attributes:
         carried_by: What their keys need: "spike", or components. Empty if nothing was found.
         heads: The heads.
-        of: Number of heads that were looked at: those behind a layer, or all.
-        behind: This layer, after which the spike stands out. None: all heads count.
         length: Length of the texts in which attention was read; a window cuts them.
         attention: Mean attention of each head to the position.
         attention_without: The same without what carries it; equal to `attention` if nothing was found.
@@ -148,8 +116,6 @@ class Readers:
 
     carried_by: tuple[str, ...]
     heads: tuple[str, ...]
-    of: int
-    behind: int | None
     length: int
     attention: Float[np.ndarray, " head"]
     attention_without: Float[np.ndarray, " head"]
@@ -221,24 +187,12 @@ class SinkCircuit:
 
     def in_words(self) -> str:
         """What the spike needs or, without a spike, what the heads read."""
-        mark, early, neurons, keys = map(self.step, (MARK, EARLY, NEURONS, KEYS))
-        if early is not None and early.carried and neurons is not None and neurons.carried:
-            write = agreeing(len(early.chosen), "writes", "write")
-            amplify = agreeing(len(neurons.chosen), "amplifies", "amplify")
-            lost, chance = beside(early.together or 0.0, early.together_control)
-            control = "" if early.together_control is None else f" (random heads: at most {chance})"
-            them = agreeing(len(early.chosen), "it", "them")
-            return brief(
-                f"{_named(early.chosen, most)} {write} a first spike of {self.place}, {lost} of which is "
-                f"lost without {them}{control}; {_named(neurons.chosen, most)} {amplify} it"
-                for most in (NAMED, 1)
-            )
+        mark, keys = self.step(MARK), self.step(KEYS)
         if mark is not None:
             return f"For the spike of {self.place}, {mark.in_words()}"
-        if keys is not None and self.readers is not None and self.stands_out:
-            return f"Heads attend to {self.place}, whose spike has no known neurons; {keys.in_words()}"
-        if keys is not None and self.readers is not None:
-            return f"Heads attend to {self.place} without a spike; {keys.in_words()}"
+        if keys is not None:
+            spike = ", whose spike has no known neurons" if self.stands_out else " without a spike"
+            return f"Heads attend to {self.place}{spike}; {keys.in_words()}"
         return f"No neurons were found that make a spike of {self.place}, and no head attends to it"
 
 
@@ -252,8 +206,6 @@ class Circuit(Result):
         sinks: The circuit of each sink, that of the first token first. Empty if there is neither spike nor sink.
         repeated: The token that is repeated.
         repeats: How often it is repeated.
-        learned_share: Mean share of attention that the learned sink logits take. None if the model has none.
-        first_share: Mean share of attention that the first token takes.
         untested: What may carry a sink and cannot be replaced in this model.
     """
 
@@ -273,8 +225,6 @@ class Circuit(Result):
     sinks: tuple[SinkCircuit, ...] = ()
     repeated: str | None = None
     repeats: int | None = None
-    learned_share: float | None = None
-    first_share: float | None = None
     untested: tuple[str, ...] = ()
 
     def rows(self) -> Table:
@@ -315,20 +265,14 @@ class Circuit(Result):
                 lines.append(f"After {times} of {self.repeated!r}, {repetition.in_words()}.")
             if readers is not None:
                 give = agreeing(len(readers.heads), "gives", "give")
-                behind = "" if readers.behind is None else f" behind layer {readers.behind}"
-                some = f"{len(readers.heads)} of {counted(readers.of, 'head')}{behind}"
+                heads = counted(len(readers.heads), "head")
                 lines.append(
-                    f"In texts of {readers.length} tokens, {some} {give} {sink.place} more than {RATE_EPS} of their "
+                    f"In texts of {readers.length} tokens, {heads} {give} {sink.place} more than {RATE_EPS} of their "
                     f"attention; {readers.in_words()}."
                 )
         later = [f"{sink.in_words()}." for sink in self.sinks[1:]]
         if later:
             lines.append(" ".join(later))
-        if self.learned_share is not None:
-            lines.append(
-                f"Learned sink logits take {percent(self.learned_share)} of the attention, the first token "
-                f"{percent(self.first_share)}."
-            )
         if self.untested:
             lines.append(f"Not tested: {listed(self.untested)}.")
         return lines

@@ -106,12 +106,12 @@ class PositionEffect:
         return self.shares(self.removed(edits))
 
     def sufficiency(self, edits: Sequence[Edit]) -> list[float]:
-        """The share of the effect that each edit gives to the typical position; NaN for the bias of keys."""
+        """The share of the effect that each edit gives to the typical position; NaN for neurons and biases of keys."""
         if not edits:
             return []
         shares = self.shares(-self.reversed.removed(edits))
         for place, edit in enumerate(edits):
-            if Component("key bias") in edit.swap:
+            if edit.zero or Component("key bias") in edit.swap:
                 shares[place] = float("nan")
         return shares
 

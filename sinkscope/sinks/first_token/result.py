@@ -99,9 +99,9 @@ class CausalSet:
             sink layer. None if there are no such heads among the layers read.
         heads_lost: Share of these heads that lose at least half of that attention.
         control: The largest of these drops among 20 random sets of the same number of neurons from the same layers.
-        kind: "minimal": the smallest set found that removes the spike; "partial": the best set found, which does not
-            remove it; "backup": neurons of the minimal set that write a spike only when the other neurons of the set
-            are silent. The drops of a backup are relative to the state with the others silent.
+        kind: "minimal": the smallest set found that removes the spike; "backup": neurons of the minimal set that write
+            a spike only when the other neurons of the set are silent. The drops of a backup are relative to the state
+            with the others silent.
         margin_norm: Two standard errors of the drop at the sink layer over texts; None for too few texts.
         margin_attention: The same of the drop in attention.
     """
@@ -112,7 +112,7 @@ class CausalSet:
     drop_attention: float | None
     heads_lost: float | None
     control: float
-    kind: Literal["minimal", "partial", "backup"]
+    kind: Literal["minimal", "backup"]
     margin_norm: float | None = None
     margin_attention: float | None = None
 
@@ -129,7 +129,7 @@ class CausalSet:
     @property
     def makes_the_spike(self) -> bool:
         """Whether the set takes away at least half of the norm, and more than random neurons do."""
-        return self.kind == "minimal" and Evidence(self.drop_sink_layer, self.control).holds
+        return Evidence(self.drop_sink_layer, self.control).holds
 
     @property
     def carries_attention(self) -> bool:
@@ -483,10 +483,7 @@ class FindSinks(Result):
     @property
     def minimal(self) -> CausalSet | None:
         """The smallest set of neurons found whose ablation removes the spike."""
-        for causal_set in self.causal_sets:
-            if causal_set.kind == "minimal":
-                return causal_set
-        return None
+        return next(iter(self.causal_sets), None)
 
     @property
     def typical_ratio(self) -> float | None:
@@ -628,13 +625,7 @@ class FindSinks(Result):
         sentences = []
         for causal_set in self.causal_sets:
             names = causal_set.names
-            lost = causal_set.drop_last_layer
-            chance = causal_set.control
-            if causal_set.kind == "partial":
-                sentences.append(
-                    f"The best set tried, {names}, removes {lost:.1%} of the norm (random neurons: {chance:.1%})."
-                )
-            elif causal_set.kind == "backup":
+            if causal_set.kind == "backup":
                 role = agreeing(len(causal_set.sites), "is a backup: it brings", "are backups: they bring")
                 sentences.append(f"{names} {role} the spike back when the others are silent.")
             elif causal_set.drop_attention is not None and causal_set.heads_lost is not None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from math import comb
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from einops import reduce
@@ -60,7 +60,6 @@ POSITION_TOKENS = 3  # different tokens that stand out at a position that is a s
 SPIKE_TEXTS = 16  # most different first tokens whose spike is compared
 ATTENTION_TEXTS = 4  # texts in which attention is compared
 AS_BEFORE = 1.25  # largest norm without the neurons that amplify a spike, over the norm before them
-PART = 0.9  # of what a set takes away, that a part of it takes to stand for the set
 
 
 @dataclass(frozen=True)
@@ -147,6 +146,11 @@ def random_sites(target: Target, sites: Sites, excluded: Sites, generator: torch
     return drawn
 
 
+def random_sets(target: Target, sites: Sites, excluded: Sites, generator: torch.Generator) -> list[Sites]:
+    """The random sets that a set is compared with."""
+    return [random_sites(target, sites, excluded, generator) for _ in range(CONTROL_DRAWS)]
+
+
 @dataclass(frozen=True)
 class CausalSets:
     """The sets that were found, and the candidates with those that the search added."""
@@ -157,9 +161,7 @@ class CausalSets:
     @property
     def minimal(self) -> CausalSet | None:
         """The smallest set that removes the spike."""
-        if self.sets and self.sets[0].kind == "minimal":
-            return self.sets[0]
-        return None
+        return next(iter(self.sets), None)
 
     @property
     def members(self) -> tuple[Neuron, ...]:
@@ -294,35 +296,15 @@ class _SpikeSearch:
 
         return chosen + without_unneeded(others, remove)
 
-    def partial(self, chosen: Sites, candidates: Sites) -> CausalSet | None:
-        """The part of a set that takes most of what the set takes, though not the spike; compared with random sets."""
-        alone = self.drops([(site,) for site in chosen], self.layer)
-        order = sorted(range(len(chosen)), key=lambda place: -alone[place])
-        parts = [tuple(chosen[place] for place in order[:size]) for size in range(1, len(chosen) + 1)]
-        drops = torch.tensor(self.drops(parts, self.layer))
-        first = int((drops >= PART * drops.max()).int().argmax())
-        return self.compared(parts[first], candidates, kind="partial")
-
-    def minimal(self, chosen: Sites, candidates: Sites, backups: Sites = ()) -> CausalSet | None:
-        """A set that removes the spike, with those of the candidates that attention needs as well."""
-        others = tuple(site for site in candidates if site not in chosen)
-        return self.compared(chosen, candidates + backups, others)
-
-    def compared(
-        self, chosen: Sites, excluded: Sites, others: Sites = (), kind: Literal["minimal", "partial"] = "minimal"
-    ) -> CausalSet | None:
+    def compared(self, chosen: Sites, excluded: Sites, others: Sites = ()) -> CausalSet | None:
         """A set with its effects and controls; None if a random set has as large an effect.
 
         Args:
             chosen: The set.
             excluded: Neurons that are not drawn.
             others: Candidates that join the set if attention needs them as well.
-            kind: The kind of the set.
         """
-        target, generator = self.context.target, self.context.generator
-        sets = [chosen]
-        for _ in range(CONTROL_DRAWS):
-            sets.append(random_sites(target, chosen, excluded, generator))
+        sets = [chosen, *random_sets(self.context.target, chosen, excluded, self.context.generator)]
         trials = [self.norm_trial([(), *sets])]
         if self.heads:
             trials.append(self.attention_trial([*sets, chosen + others], 1))
@@ -349,7 +331,7 @@ class _SpikeSearch:
             return None
         margin = margin_of(self.lost([chosen])[0, self.rows, self.layer].numpy())
         drops_of_set = (at_sink_layer, at_last_layer, drop_attention)
-        return CausalSet(members_of(chosen), *drops_of_set, lost, control, kind, margin, margin_attention)
+        return CausalSet(members_of(chosen), *drops_of_set, lost, control, "minimal", margin, margin_attention)
 
     def backup(self, backups: Sites, minimal: CausalSet) -> CausalSet:
         """The part of the minimal set that writes a spike only when the rest is silenced."""
@@ -397,7 +379,7 @@ def causal_sets(context: SinkContext, neurons: Sequence[Neuron], heads: Heads = 
     """
     search = _SpikeSearch.of_first_token(context, heads)
     candidates = list(neurons)
-    here, minimal, sites, backups = None, None, (), ()
+    here, minimal, sites = None, None, ()
     for more in (0, MORE_CANDIDATES):  # than the first candidates of the sink layer
         if more:
             candidates += stage_neurons(context, search.layer, more)
@@ -409,16 +391,16 @@ def causal_sets(context: SinkContext, neurons: Sequence[Neuron], heads: Heads = 
     if here is not None and minimal is None:
         returning, minimal = search.with_backups(here)
         candidates += returning
-        backups = sites_of(returning)
-    if here is None or minimal is None:
-        best = search.partial(here or sites, sites + backups)
-    else:
+    best = None
+    backups = ()
+    if here is not None and minimal is not None:
         backups = tuple(site for site in minimal if site not in here)
-        best = search.minimal(minimal, sites, backups)
+        others = tuple(site for site in sites if site not in minimal)
+        best = search.compared(minimal, sites + backups, others)
     if best is None:
         return CausalSets((), tuple(neurons))
     sets = [best]
-    if best.kind == "minimal" and backups:
+    if backups:
         sets.append(search.backup(backups, best))
     added = {}
     for neuron in candidates:
@@ -530,7 +512,9 @@ def set_at_position(context: SinkContext, scan: LayerScan, ids: TokenRows, row: 
     neurons = stage_neurons(until, layer, CANDIDATES, at=at, typical=context)
     sites = sites_of(neurons)
     chosen = search.smallest(sites, layer, last)
-    best = search.partial(sites, sites) if chosen is None else search.minimal(chosen, sites)
+    if chosen is None:
+        return CausalSets()
+    best = search.compared(chosen, sites, tuple(site for site in sites if site not in chosen))
     if best is None:
         return CausalSets()
     return CausalSets((best,), tuple(neuron for neuron in neurons if neuron.site in best.edit_sites))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,61 +16,17 @@ from sinkscope.files.notation import agreeing, head_name
 from sinkscope.files.tables import Table
 from sinkscope.measure import Setup
 from sinkscope.measure.style import unfolded
-from sinkscope.models.target import Target
 from sinkscope.sinks.attack.clusters import find_clusters
-from sinkscope.sinks.chunks import ChunkRun, ChunkWork, Columns, hold_layers, in_chunks, token_texts
+from sinkscope.sinks.chunks import Columns, hold_layers, in_chunks, token_texts
 from sinkscope.sinks.first_token.absence import SpikeAbsence
 from sinkscope.sinks.first_token.layer_scan import norms_after, repeats_until_half
 from sinkscope.sinks.first_token.sets import sink_neurons
 from sinkscope.sinks.repetition.sweep import Reading
-from sinkscope.sinks.tokens import repetition_limit, sample_tokens, vocabulary
+from sinkscope.sinks.tokens import prefixes, repetition_limit, sample_tokens, vocabulary
 
 PILOT = 16  # tokens that determine the length of the first pass
 SHORTEST = 128  # smallest number of repetitions in that pass
 POSITIONS = 4096  # positions per pass
-
-
-@dataclass(frozen=True)
-class AtlasWork(ChunkWork):
-    """Finds, for each token, the first number of repetitions that makes a sink.
-
-    Attributes:
-        layer: The sink layer, whose norm is read.
-        first: The id that stands first: BOS, or a token that stands in for it.
-        other: Used instead of `first` if that is not BOS and is itself the repeated token.
-        length: Repetitions in the first pass. Tokens that do not become a sink get four times as many, and so on.
-        max_repeats: Largest number of repetitions.
-    """
-
-    first: int
-    other: int
-    length: int
-    max_repeats: int
-
-    @torch.no_grad()
-    def __call__(self, target: Target, items: list[int]) -> Columns:
-        """Columns repeats and norm, with one entry per token."""
-        repeats: list[int | None] = [None] * len(items)
-        largest = [0.0] * len(items)
-        length = min(self.length, self.max_repeats)
-        while None in repeats:
-            left = [place for place, count in enumerate(repeats) if count is None]
-            rows = torch.tensor([self.row(items[place], length) for place in left])
-            norms = norms_after(target, self.layer, rows, max(1, POSITIONS // (length + 1)))
-            for place, norm in zip(left, norms, strict=True):
-                share = norm[1:] / norm[0]
-                count = repeats_until_half(share, 1.0)
-                repeats[place] = count
-                largest[place] = round(float(share.max() if count is None else share[count - 1]), 4)
-            if length == self.max_repeats:
-                break
-            length = min(4 * length, self.max_repeats)
-        return {"repeats": list(repeats), "norm": list(largest)}
-
-    def row(self, token: int, length: int) -> list[int]:
-        """A first token followed by `length` copies of another."""
-        first = self.other if token == self.first else self.first
-        return [first, *[token] * length]
 
 
 @dataclass(frozen=True)
@@ -138,7 +96,7 @@ class AtlasReading(Reading):
 
 
 def read_vocabulary(
-    setup: Setup, max_repeats: int | None, sample: int | None, run: ChunkRun
+    setup: Setup, max_repeats: int | None, sample: int | None, resume: str | Path | None
 ) -> tuple[int | None, AtlasReading | SpikeAbsence]:
     """The sink layer, and the repetitions that every token needs; without a layer, what there is instead."""
     target = setup.target
@@ -152,14 +110,15 @@ def read_vocabulary(
     if layer is None or sink.absence is not None:
         assert sink.absence is not None
         return None, sink.absence
-    clusters = find_clusters(setup, sink.neurons, ids, run=run.part("clusters"))
     head = np.full(len(ids), np.nan)
+    clusters = find_clusters(setup, sink.neurons, ids, resume)
     if clusters is not None:
         head = clusters.head
     hold_layers(target, layer)
-    work = begin(setup, layer, ids, limit)
-    settings = {"layer": layer, "first": work.first, "max_repeats": limit}
-    columns = in_chunks(setup, work, ids, run.part("atlas"), what="tokens", size=POSITIONS // 64, **settings)
+    work = partial(repeats_needed, setup, layer, first_length(setup, layer, ids, limit), limit)
+    columns = in_chunks(
+        setup, work, ids, resume, what="vocabulary", size=POSITIONS // 64, layer=layer, max_repeats=limit
+    )
     return layer, AtlasReading(
         tokens=token_texts(target, ids),
         ids=np.array(ids),
@@ -170,16 +129,44 @@ def read_vocabulary(
     )
 
 
-def begin(setup: Setup, layer: int, ids: list[int], limit: int) -> AtlasWork:
-    """The work with a first pass in which most tokens become sinks; its length affects only the time."""
-    first = int(setup.ids[0, 0])
-    other = first
-    if setup.bos is None:
-        other = next((token for token in setup.ids.flatten().tolist() if token != first), first)
-    work = AtlasWork(layer, first, other, SHORTEST, limit)
-    repeats = work(setup.target, sample_tokens(ids, PILOT, setup.seed))["repeats"]
-    enough = limit
-    reached = [count for count in repeats if count is not None]
-    if reached:
-        enough = int(1.1 * float(np.quantile(reached, 0.9, method="lower")))
-    return replace(work, length=max(SHORTEST, -(-enough // 32) * 32))
+def first_length(setup: Setup, layer: int, ids: list[int], limit: int) -> int:
+    """Repetitions after which most tokens are sinks; it affects only the time that `repeats_needed` takes."""
+    pilot = repeats_needed(setup, layer, SHORTEST, limit, sample_tokens(ids, PILOT, setup.seed))["repeats"]
+    reached = [count for count in pilot if count is not None]
+    if not reached:
+        return limit
+    enough = int(1.1 * float(np.quantile(reached, 0.9, method="lower")))
+    return max(SHORTEST, -(-enough // 32) * 32)
+
+
+@torch.no_grad()
+def repeats_needed(setup: Setup, layer: int, length: int, limit: int, tokens: list[int]) -> Columns:
+    """For each token, the first number of repetitions that makes a sink, and the norm there over the first token's.
+
+    Args:
+        setup: The model and its text.
+        layer: The sink layer, whose norm is read.
+        length: Repetitions in the first pass. Tokens that do not become a sink get four times as many, and so on.
+        limit: Largest number of repetitions.
+        tokens: The tokens.
+
+    Returns:
+        Columns repeats and norm, which is the largest for tokens that never become a sink.
+    """
+    repeats: list[int | None] = [None] * len(tokens)
+    largest = [0.0] * len(tokens)
+    befores = prefixes(setup, tokens)
+    length = min(length, limit)
+    while None in repeats:
+        left = [place for place, count in enumerate(repeats) if count is None]
+        rows = torch.tensor([[befores[place], *[tokens[place]] * length] for place in left])
+        norms = norms_after(setup.target, layer, rows, max(1, POSITIONS // (length + 1)))
+        for place, norm in zip(left, norms, strict=True):
+            share = norm[1:] / norm[0]
+            count = repeats_until_half(share, 1.0)
+            repeats[place] = count
+            largest[place] = round(float(share.max() if count is None else share[count - 1]), 4)
+        if length == limit:
+            break
+        length = min(4 * length, limit)
+    return {"repeats": list(repeats), "norm": list(largest)}

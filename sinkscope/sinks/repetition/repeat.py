@@ -10,12 +10,10 @@ from typing import Annotated, Any, ClassVar, Literal
 import plotly.graph_objects as go
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.jobs import check_workers
 from sinkscope.files.result import Number
 from sinkscope.files.tables import Table
 from sinkscope.measure import Option, Positive, Result, Setup, measurement
 from sinkscope.measure.style import finished
-from sinkscope.sinks.chunks import ChunkRun
 from sinkscope.sinks.first_token.absence import SpikeAbsence
 from sinkscope.sinks.repetition.atlas import AtlasReading, read_vocabulary
 from sinkscope.sinks.repetition.attention import TAIL, AttentionReading, read_attention
@@ -99,14 +97,13 @@ def draw(result: Repeat) -> go.Figure:
 
 
 def refuse_unused(
-    *, read: str, tokens: Sequence[str] | None, ablate: bool, patch: object, workers: int, sample: int | None, **_: Any
+    *, read: str, tokens: Sequence[str] | None, ablate: bool, patch: object, sample: int | None, **_: Any
 ) -> None:
     """Refuse options that the reading has no use for, before a model is opened.
 
     Raises:
         SinkscopeError: An option belongs to another reading.
     """
-    check_workers(workers)
     every = tokens is not None and list(tokens) == [EVERY_TOKEN]
     if every and read != "norm":
         raise SinkscopeError(f"--tokens all is read for its norm only: leave out --read {read}, or name some tokens")
@@ -138,7 +135,6 @@ def repeat(
     answer_after: Sequence[Annotated[int, Option(name="--answer-after", min=1)]] | None = None,
     new_tokens: Positive | None = None,
     sample: Positive | None = None,
-    workers: Positive = 1,
     resume: Annotated[str | Path | None, Option(metavar="DIR", writes=True)] = None,
 ) -> Repeat:
     """Measure what n repetitions of a token do to its norm, its attention, its output or the next token's probability.
@@ -165,15 +161,13 @@ def repeat(
             holds beside the answer.
         new_tokens: Maximum length of an answer in tokens. By default 100, or a quarter of the context.
         sample: With all tokens: only this many, drawn at random.
-        workers: With all tokens: number of processes; more than one run over Ray.
         resume: With all tokens: folder that keeps finished parts, so that an interrupted run can continue.
 
     Example:
         sinkscope repeat --read distance --model llama-2-7b --max-repeats 500
     """
     if tokens is not None and list(tokens) == [EVERY_TOKEN]:
-        run = ChunkRun(workers, None if resume is None else Path(resume))
-        return at_layer(read, *read_vocabulary(setup, max_repeats, sample, run))
+        return at_layer(read, *read_vocabulary(setup, max_repeats, sample, resume))
     after = TAIL if read == "attention" else 0
     sweep, ids = sweep_rows(setup, read, tokens, prefix, max_repeats, cycle=ablate, after=after)
     if read == "norm":
