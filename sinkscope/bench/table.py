@@ -221,18 +221,21 @@ def _group(key: dict[str, Any], records: Sequence[BenchRecord], full: Sequence[B
     metrics: Metrics = {}
     for name in ("read", "cells", "time", "cached_peak", "window", "same", *task.columns):
         metrics[name] = mean_known(record.metrics.get(name) for record in records)
-    alarms = [record.metrics["alarm"] for record in records if record.metrics.get("alarm") is not None]
-    if alarms:
-        metrics["alarm"] = median(alarms)  # not every run has one
     if full:
         metrics["time"] = _seconds_per_token(records) / _seconds_per_token(full)
     answers = {(record.prompt, record.turn, record.seed): record.tokens for record in full}
     same: list[bool] = []
+    alarms: list[float] = []
     for record in records:
+        alarm = record.metrics.get("alarm")
+        if alarm is not None:
+            alarms.append(alarm)
         tokens = answers.get((record.prompt, record.turn, record.seed))
         if tokens is not None:
             same.append(tokens == record.tokens)
     metrics["same"] = mean_known(same)
+    if alarms:
+        metrics["alarm"] = median(alarms)  # not every run has one
     score, low, high = math.nan, math.nan, math.nan
     if values:
         score = fmean(values)

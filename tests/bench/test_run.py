@@ -85,7 +85,6 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(tmp_path):
     [
         ({"max_new_tokens": 4}, "max_new_tokens was 6, now 4"),
         ({"temperature": 0.5}, "temperature was 0.0, now 0.5"),
-        ({"given": task(chat=True)}, "chat was false, now true"),
         ({"given": task(dialogues(2))}, "prompts was"),
     ],
 )
