@@ -111,8 +111,8 @@ class BenchTable(Result):
             percent = PERCENT
             if task_class(task).main in PERCENT:
                 percent = PERCENT.union(rows[0]) - NUMBERS
-            head, cells = strings(rows, [*percent])
-            grids.append(Grid(head, cells, columns=("set", "method", *head[4:])))
+            columns = strings(rows, [*percent])
+            grids.append(Grid(columns, important=("set", "method", *[*columns][4:])))
         return grids
 
     def conclusion(self) -> str:
