@@ -33,7 +33,7 @@ from torch import Tensor
 from experiments.bench_loopserve import D_HEAD, scattered, seconds
 from experiments.record import record
 from sinkscope.files.output import write_atomic
-from sinkscope.lines import sparse
+from sinkscope.lines import lone, sparse
 from sinkscope.lines.lone import LoneLoops, lone_loops
 
 HEADS, DENSITY, SLOW = 2, 0.1, 4096  # arms other than numba and C stop at this length
@@ -119,7 +119,7 @@ def measured(lengths: list[int], rounds: int) -> list[dict[str, Any]]:
 
         def run(name: str) -> Callable[[], Any]:
             def call() -> Any:
-                with patch.object(sparse, "lone_loops", lambda *_: arms[name]):
+                with patch.object(lone, "lone_loops", lambda *_: arms[name]):
                     return sparse.sparse_attention(query, key, value, lines, dense_above=9.0)  # noqa: B023
 
             return call

@@ -65,7 +65,7 @@ def case(kind: str, queries: int, past: int, width: int, kv: int, dtype: torch.d
     if any(what.dense):
         lines.slash[torch.tensor(what.dense)] = True  # all cells
         wanted = masked(query, key, value, lines)
-    # The same before the result is rounded, which in bfloat16 alone is 1.5e-3.
+    # The same before the result is rounded, which rounds by itself.
     plain = HeadLines(lines.vertical, lines_of(keys, queries, kind).slash, queries)
     whole = torch.empty(found.shape)
     index = kernel.index_of(plain, kernel.queries_at_once(dtype))

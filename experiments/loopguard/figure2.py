@@ -29,7 +29,6 @@ from sinkscope.bench.record import BenchRecord, read_run
 from sinkscope.bench.run import run_bench
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import ProgressBar, note
-from sinkscope.loops import collapse_point, diversity
 from sinkscope.loops.signals import THETA_TTR, WINDOW
 from sinkscope.measure.style import BLUE, GREEN, GREY, ORANGE, RED, finished
 from sinkscope.models.load import load
@@ -59,6 +58,26 @@ def trained(folder: Path) -> dict[str, Any]:
 def runs_of(model: Any, folder: Path, new: int, batch_size: int, progress: ProgressBar) -> list[BenchRecord]:
     """The model's continuations of the small set, from the folder where they are there already."""
     return run_bench(model, "loops", ["full"], out=folder, max_new_tokens=new, batch_size=batch_size, progress=progress)
+
+
+def diversity(ids: Sequence[int], window: int = WINDOW) -> list[float]:
+    """Type-token ratio of the last `window` tokens at every step; shorter windows at first."""
+    return [len(set(ids[max(0, step - window) : step])) / min(step, window) for step in range(1, len(ids) + 1)]
+
+
+def collapse_point(ids: Sequence[int], window: int = WINDOW, theta: float = THETA_TTR) -> int | None:
+    """First step from which that ratio stays below `theta` to the end; None if there is none.
+
+    Only full windows count, so it is at least `window`; the repetition itself began up to `window` tokens earlier.
+    """
+    values = diversity(ids, window)
+    step = len(values)
+    while step >= window and values[step - 1] < theta:
+        step -= 1
+    first_low = max(step + 1, window)
+    if first_low > len(values):
+        return None
+    return first_low
 
 
 def full_runs(folder: Path) -> list[BenchRecord]:

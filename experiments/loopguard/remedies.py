@@ -42,7 +42,7 @@ from experiments.record import record
 from sinkscope.bench.prompt import read_prompts
 from sinkscope.bench.tasks.loops import DATA, first_alarm, loops
 from sinkscope.files.output import write_atomic
-from sinkscope.kv.loopguard import LoopGuard, LoopReporter, LoopStopper
+from sinkscope.kv.loopguard import LoopGuard, LoopReporter
 from sinkscope.measure.style import COLOURS, finished
 from sinkscope.models.load import load
 from sinkscope.serving.generate import generate, padded
@@ -199,19 +199,19 @@ class Continuing:
         return outputs
 
     def _generated(self, rows: list[list[int]], options: dict[str, Any], stops: bool) -> list[list[int]]:
-        """New tokens of each row under a sampler or a stopper."""
-        reporter = LoopReporter(eos_token_id=[*self.ends, 0])
+        """New tokens of each row under a sampler, or up to the alarm of a reporter that stops rows."""
+        reporter = LoopReporter(eos_token_id=[*self.ends, 0], stop=True)
         if stops:
-            options = {"logits_processor": [reporter], "stopping_criteria": [LoopStopper(reporter=reporter)]}
+            options = {"logits_processor": [reporter]}
         torch.manual_seed(self.seed)
         ids, mask = padded(rows, 0, self.model.device)
         settings = {"max_new_tokens": self.new, "do_sample": False, "pad_token_id": 0, **options}
+        output = self.model.generate(ids, attention_mask=mask, **settings)[:, ids.shape[1] :].tolist()
+        alarms = {event.row: event.step for event in reporter.events}
         written: list[list[int]] = []
-        for row in self.model.generate(ids, attention_mask=mask, **settings)[:, ids.shape[1] :].tolist():
+        for number, row in enumerate(output):
             ends = [place + 1 for place, token in enumerate(row) if token in self.ends]
-            if stops:
-                ends += [place for place, token in enumerate(row) if token == 0]
-            written.append(row[: min(ends, default=len(row))])
+            written.append(row[: alarms.get(number, min(ends, default=len(row)))])
         return written
 
     def surprise(self, ids: list[int], tokens: list[int], after: int | None) -> float | None:

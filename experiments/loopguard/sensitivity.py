@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.drawn import save
+from experiments.loopguard.figure2 import collapse_point
 from experiments.loopguard.honest import honest_texts
 from experiments.record import record
 from sinkscope.errors import SinkscopeError
@@ -36,7 +37,6 @@ from sinkscope.loops import (
     VARIANTS,
     Monitor,
     MonitorSettings,
-    collapse_point,
     compression_ratio,
     ends_in_loop,
     tail_period,

@@ -146,7 +146,7 @@ def kept(cut: str, ids: list[int], prompt: int, pruning: Mapping[str, Retention]
     begin = 0 if retention.recent is None else max(0, len(generated) - retention.recent)
     tail = tail_period(generated[begin:], repeats=2)
     bad = [] if tail is None else [(prompt + begin + tail.start, len(ids))]
-    return [p for p in tokens_to_keep(range(len(ids)), len(ids), bad, retention).positions if p < last]
+    return [p for p in tokens_to_keep(range(len(ids)), len(ids), bad, retention) if p < last]
 
 
 def counterfactual(model: Any, cases: Sequence[tuple[list[int], int]], tick: Any = None) -> list[dict[str, Any]]:

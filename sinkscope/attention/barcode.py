@@ -162,6 +162,7 @@ class Barcode(Result):
         attention: Share of their attention on each bin of positions, mean over each bin of steps.
         control_attention: The same in ordinary text.
         events: Steps at which interventions acted, by kind.
+        ids: The tokens, the prompt first.
     """
 
     kind: ClassVar[str] = "barcode"
@@ -187,6 +188,7 @@ class Barcode(Result):
     attention: Float[np.ndarray, "shown row bin"]
     control_attention: Float[np.ndarray, "shown row bin"] | None = None
     events: dict[str, tuple[int, ...]]
+    ids: tuple[int, ...] = ()
 
     @property
     def gain(self) -> Float[np.ndarray, "layer head"]:
@@ -386,6 +388,7 @@ def barcode(
         shown=tuple(head_name(*head) for head in named),
         attention=own.shown(named),
         events=_steps_by_kind(events),
+        ids=tuple(own_ids),
         **compared,
     )
 
@@ -498,7 +501,7 @@ def _last_new(ids: list[int]) -> int | None:
     novelty = WindowNovelty(SUFFIX, NGRAM, 1)
     last = None
     for position, token in enumerate(ids):
-        if novelty.add(token, position) and position >= NGRAM - 1:
+        if novelty.add(token) and position >= NGRAM - 1:
             last = position
     return last
 

@@ -24,7 +24,7 @@ from sinkscope.files.records import Natural, check_values
 from sinkscope.interventions.base import Intervention, Run
 from sinkscope.interventions.positions import Call
 from sinkscope.kv.cache import COLUMNS, CacheLayer, adopt, new_cache, own_layers
-from sinkscope.kv.usage import DecodingReads, Meter, Usage
+from sinkscope.kv.usage import Meter, Usage
 from sinkscope.lines.choice import HeadLines
 from sinkscope.models.scope import cache_layers
 from sinkscope.models.target import Target
@@ -104,10 +104,10 @@ class CacheState:
         prefilling: Whether the last call read a prompt or part of one.
         prompt: Number of real tokens in each row at the end of the last prefill.
         decoded: Number of single-token calls since then.
+        reorders: `CacheLayer.reorders` when the last prompt was read.
         dropped: Number of positions by which later tokens of each row are shifted towards the start
             (`positions="rebased"`).
         padded: Whether the last prompt is padded.
-        uniform: Whether every layer and head has held the same positions since.
         memory: What each intervention remembers, by its key.
         queries: The latest queries of each layer, if requested.
         flat: Layers in which no head had lines of attention when they were last looked for (`LoopServe`).
@@ -117,9 +117,9 @@ class CacheState:
     prefilling: bool = False
     prompt: Int[Tensor, " batch"] | None = None
     decoded: int = 0
+    reorders: int = 0
     dropped: Int[Tensor, " batch"] | None = None
     padded: bool = False
-    uniform: bool = False
     memory: dict[int, dict[Any, Any]] = field(default_factory=dict)
     queries: dict[int, LatestQueries] = field(default_factory=dict)
     flat: set[int] = field(default_factory=set)
@@ -176,7 +176,7 @@ class CurrentCall(threading.local):
         tapped_layers: Layers whose attention went through the tap; on a TransformerBridge some architectures do so.
         bridge_queries: Queries of layers of a TransformerBridge whose scores have not come yet.
         prompting: Whether `generate` is reading a prompt, so that even a single-token call is a part of it.
-        samples: Whether the latest `generate` draws its tokens.
+        settings: Settings of the latest `generate`; None without one.
         handler: Our listener at the tap.
         chosen: Positions that the latest indexer chose for each query.
     """
@@ -189,7 +189,7 @@ class CurrentCall(threading.local):
     tapped_layers: set[int]
     bridge_queries: dict[int, Tensor]
     prompting: bool = False
-    samples: bool = False
+    settings: Any = None
 
 
 _OWNERS: WeakValueDictionary[int, Session] = WeakValueDictionary()
@@ -202,12 +202,12 @@ class Session:
     Attributes:
         now: What the current thread is doing.
         owns_cache: Whether the layers of the caches in use were replaced by `CacheLayer`.
-        one_by_one: Whether a guard acts on generated tokens, which must then arrive one by one.
+        followers: Names of what follows the generated tokens of each row, which must come one by one.
         anchors: Number of first positions that policies and guards in the same run keep.
         rewinder: Passes on what a guard removes from the output. None if nothing can be removed.
         resuming: Whether `generate` was called to continue after tokens were removed, so that it reads no prompt.
         line_follower: Called as `line_follower(layer, row, lines)` for every prompt row that is read along lines.
-        decoding_reads: What decoding steps read of each cache, if a policy selects a part of it.
+        counts_reads: Whether `usage` counts the tokens that decoding steps attend to.
     """
 
     def __init__(self, run: Run) -> None:
@@ -234,12 +234,12 @@ class Session:
         self.target = target
         self.now = CurrentCall()
         self.owns_cache = False
-        self.one_by_one = False
+        self.followers: list[str] = []
         self.anchors = 0
         self.rewinder: Any = None
         self.resuming = False
         self.line_follower: Callable[[int, int, HeadLines], None] | None = None
-        self.decoding_reads: list[DecodingReads] = []
+        self.counts_reads = False
         self._policy_name: str | None = None
         self._only_reads = False  # the model was called, but never to decode, nor by `generate`
         self._acted = False
@@ -656,10 +656,16 @@ class Session:
     def _act_before(self, layers: list[CacheLayer], call: Call, state: CacheState) -> None:
         if call.index.shape[1] > 1 or call.past == 0 or self.now.prompting:
             state.prefilling = True
+            state.reorders = layers[0].reorders
             self._only_reads = not (self._acted or self.now.prompting)
             for act in self._before_prompt:
                 act(Moment(self.now.cache, layers, call, state, prefill_ended=False))
             return
+        if self.followers and layers[0].reorders != state.reorders:
+            raise UnsupportedError(
+                f"beam search lets rows change places, and {self.followers[0]} follows each row: use num_beams=1",
+                page="kv-session",
+            )
         # If others filled the cache, or its rows were multiplied, it counts as a prompt that has just ended.
         prompt_known = state.prompt is not None and len(state.prompt) == len(call.index)
         prefill_ended = state.prefilling or not prompt_known
@@ -691,7 +697,7 @@ class Session:
                     moment = Moment(cache, layers, call, state, prefill_ended=False)
                     for act in self._after_call:
                         act(moment)
-                state.meter.note(layers)
+                state.meter.note(layers, self.counts_reads and not state.prefilling)
         finally:
             self._leave_call()
 
@@ -741,13 +747,13 @@ class Session:
         self.now.prompting = reads and not self.resuming
 
     def _check_generate(self, method: str, options: dict[str, Any], settings: Any) -> None:
-        """Note how `generate` chooses tokens, and refuse kinds in which nothing could act on generated tokens.
+        """Note the settings of `generate`, and refuse kinds in which nothing could act on generated tokens.
 
         Raises:
             UnsupportedError: Generation is assisted, or runs without a cache.
         """
-        self.now.samples = bool(getattr(settings, "do_sample", False))
-        if not self._before_decode and not self.one_by_one:
+        self.now.settings = settings
+        if not self._before_decode and not self.followers:
             return
         if method != "_prefill":
             raise UnsupportedError(

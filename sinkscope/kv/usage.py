@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from operator import is_
 
 import torch
 from jaxtyping import Float
@@ -24,6 +23,8 @@ class Usage:
         physical_bytes: Peak number of bytes allocated for them, including holes, padding, room for the next tokens, and
             working copies.
         read_tokens: Number of tokens that the longest row has read, whether still held or not.
+        mean_read: For each row, number of tokens that a decoding step attended to, its own included, averaged over
+            steps, layers and kv heads. Empty if nobody asked for it (`Session.counts_reads`), or there was no step.
     """
 
     calls: int
@@ -31,142 +32,110 @@ class Usage:
     peak_tokens: list[float]
     logical_bytes: int
     physical_bytes: int
-    read_tokens: int = 0
+    read_tokens: int
+    mean_read: list[float]
 
 
 @dataclass(eq=False)
-class SteadyCalls:
-    """Successive calls between which the number of holes did not change in any layer.
+class TokenCount:
+    """Counts of each row over calls, summed over layers: plain numbers while they are the same for all rows.
 
     Attributes:
-        holes: Number of slots without a token, as counted by the layers; empty if there are no holes.
-        row_holes: Number of empty slots of each row, summed over the layers.
-        slot_bytes: Bytes per slot of each layer, all kv heads together.
+        rows: Number of rows.
         calls: Number of calls.
-        slots: Number of slots of all layers, summed over the calls.
-        most_slots: Largest number of slots in one call.
-        key_dtype: Of the first layer.
+        total: Sum over calls.
+        peak: Largest count of one call.
     """
 
-    holes: list[Tensor]
-    row_holes: Float[Tensor, " batch"]
-    slot_bytes: list[int]
-    key_dtype: torch.dtype
+    rows: int = 0
     calls: int = 0
-    slots: int = 0
-    most_slots: int = 0
+    total: Tensor | int = 0
+    peak: Tensor | int = 0
 
-    def include(self, batch: int, holes: list[Tensor], key_dtype: torch.dtype) -> bool:
-        """Whether a call belongs here. Rebased keys are float32, so the bytes of a slot may change too."""
-        same_holes = len(holes) == len(self.holes) and all(map(is_, holes, self.holes))
-        return same_holes and batch == len(self.row_holes) and key_dtype == self.key_dtype
+    def add(self, tokens: Float[Tensor, " row"] | int, rows: int) -> None:
+        """Count a call."""
+        if rows != self.rows:
+            self._change_rows(rows)
+        self.calls += 1
+        self.total = self.total + tokens
+        if isinstance(tokens, int) and isinstance(self.peak, int):
+            self.peak = max(self.peak, tokens)
+        else:
+            self.peak = torch.maximum(torch.as_tensor(self.peak), torch.as_tensor(tokens))
+
+    def _change_rows(self, rows: int) -> None:
+        """Go on with other rows: each has become several, or some were chosen."""
+        if self.rows and rows % self.rows:  # nobody knows which: count from here on
+            self.calls, self.total, self.peak = 0, 0, 0
+        elif isinstance(self.total, Tensor) and isinstance(self.peak, Tensor):
+            self.total = self.total.repeat_interleave(rows // self.rows)  # "row -> (row repeats)"
+            self.peak = self.peak.repeat_interleave(rows // self.rows)
+        self.rows = rows
+
+    def by_row(self, tokens: Tensor | int, layers: int, calls: int) -> list[float]:
+        """Tokens of each row, from a sum over layers and calls."""
+        return (torch.as_tensor(tokens).float() / layers / calls).expand(self.rows).tolist()
 
 
 @dataclass(eq=False)
 class Meter:
-    """Counts tokens and bytes. It does not wait for the device until `usage` is called.
-
-    While the number of holes stays the same, as in most calls, calls are summed as plain numbers. A tensor operation
-    per call would cost more than the count is worth.
-    """
+    """Counts tokens and bytes of one cache. It does not wait for the device until `usage` is called."""
 
     calls: int = 0
     physical_bytes: int = 0
     read_tokens: int = 0
-    _steady: SteadyCalls | None = None
-    _counted_calls: int = 0  # those in the sum
-    _token_sum: Float[Tensor, " batch"] | None = None
-    _peak_tokens: Float[Tensor, " batch"] | None = None
-    _logical_bytes: list[Tensor] = field(default_factory=list)
+    _held: TokenCount = field(default_factory=TokenCount)
+    _read: TokenCount = field(default_factory=TokenCount)
+    _bytes: TokenCount = field(default_factory=TokenCount)
+    _slot_bytes: list[int] = field(default_factory=list)
+    _key_dtype: torch.dtype | None = None
 
-    def note(self, layers: list[CacheLayer]) -> None:
-        """Count what the layers hold after a call."""
+    def note(self, layers: list[CacheLayer], counts_reads: bool = False) -> None:
+        """Count what the layers hold after a call and, if wanted, what a query of it could attend to."""
         first = layers[0]
         if not first.slots:
             return
-        batch = len(first.keys)
+        rows = len(first.keys)
         self.calls += 1
         self.read_tokens = max(self.read_tokens, first.seen)
-        slots = 0
-        holes: list[Tensor] = []
-        for layer in layers:
-            whole = layer.aside or layer  # a copy of a part is only allocated
-            slots += whole.keys.shape[-2] + layer.seen - whole.seen
-            if not whole.whole:
-                holes.append(whole.holes())
-        steady = self._steady
-        if steady is None or not steady.include(batch, holes, first.keys.dtype):
-            self._settle()
-            row_holes = torch.zeros(batch, device=first.keys.device)
-            if holes:
-                row_holes = torch.stack([layer_holes.to(row_holes) for layer_holes in holes]).sum(0)
-            steady = SteadyCalls(holes, row_holes, [_slot_bytes(layer) for layer in layers], first.keys.dtype)
-            self._steady = steady
+        if first.keys.dtype != self._key_dtype:  # rebased keys are float32
+            self._key_dtype = first.keys.dtype
+            self._slot_bytes = [_slot_bytes(kv) for kv in layers]
+        held: Tensor | int = 0
+        read: Tensor | int = 0
         allocated = 0
-        for layer, slot_bytes in zip(layers, steady.slot_bytes, strict=True):
-            allocated += layer.allocated * slot_bytes
-            if layer.aside is not None:
-                allocated += layer.aside.allocated * slot_bytes
-        self.physical_bytes = max(self.physical_bytes, batch * allocated)
-        steady.calls += 1
-        steady.slots += slots
-        steady.most_slots = max(steady.most_slots, slots)
-
-    def _settle(self) -> None:
-        """Bring the sums up to date before the number of holes changes."""
-        steady = self._steady
-        self._steady = None
-        if steady is None:
-            return
-        layers = len(steady.slot_bytes)
-        tokens = (steady.slots - steady.calls * steady.row_holes) / layers
-        peak = (steady.most_slots - steady.row_holes) / layers
-        logical = peak.double().sum() * sum(steady.slot_bytes)
-        self._logical_bytes = [torch.stack([*self._logical_bytes, logical]).amax()]
-        if self._token_sum is None or self._peak_tokens is None or len(tokens) % len(self._token_sum):
-            self._counted_calls = 0  # the first calls, or rows were chosen and nobody knows which: count from here on
-        else:
-            repeats = len(tokens) // len(self._token_sum)  # each row may have become several: "row -> (row repeats)"
-            tokens = tokens + self._token_sum.repeat_interleave(repeats)
-            peak = torch.maximum(peak, self._peak_tokens.repeat_interleave(repeats))
-        self._token_sum = tokens
-        self._peak_tokens = peak
-        self._counted_calls += steady.calls
+        device = first.keys.device
+        for kv, slot_bytes in zip(layers, self._slot_bytes, strict=True):
+            whole = kv.aside or kv  # a copy of a part is only allocated
+            allocated += kv.allocated * slot_bytes
+            if whole is not kv:
+                allocated += whole.allocated * slot_bytes
+            held = held + whole.slots + kv.seen - whole.seen
+            if not whole.complete:
+                held = held - whole.holes().to(device)
+            if counts_reads and kv.complete:
+                read = read + kv.slots
+            elif counts_reads:
+                read = read + kv.readable.sum(-1).float().mean(1).to(device)
+        self.physical_bytes = max(self.physical_bytes, rows * allocated)
+        self._held.add(held, rows)
+        if counts_reads:
+            self._read.add(read, rows)
+        of_all_rows = rows * held if isinstance(held, int) else held.double().sum(0, keepdim=True)
+        self._bytes.add(of_all_rows * sum(self._slot_bytes), 1)
 
     def usage(self) -> Usage:
         """The totals so far; there was a call."""
-        self._settle()
-        assert self._token_sum is not None and self._peak_tokens is not None
+        layers = len(self._slot_bytes)
         return Usage(
             calls=self.calls,
-            mean_tokens=(self._token_sum / self._counted_calls).tolist(),
-            peak_tokens=self._peak_tokens.tolist(),
-            logical_bytes=round(float(self._logical_bytes[0])),
+            mean_tokens=self._held.by_row(self._held.total, layers, self._held.calls),
+            peak_tokens=self._held.by_row(self._held.peak, layers, 1),
+            logical_bytes=round(float(self._bytes.peak) / layers),
             physical_bytes=self.physical_bytes,
             read_tokens=self.read_tokens,
+            mean_read=self._read.by_row(self._read.total, layers, self._read.calls) if self._read.calls else [],
         )
-
-
-@dataclass(eq=False)
-class DecodingReads:
-    """Tokens of one cache that decoding steps attended to, per row, averaged over layers and kv heads.
-
-    Attributes:
-        steps: Number of steps counted.
-        total: Tokens read in them.
-    """
-
-    steps: int = 0
-    total: Float[Tensor, " batch"] | None = None
-
-    def add(self, tokens: Float[Tensor, " batch"]) -> None:
-        """Count a step."""
-        if self.total is None or len(self.total) != len(tokens):  # rows may have been multiplied or chosen: start again
-            self.steps = 1
-            self.total = tokens
-        else:
-            self.steps += 1
-            self.total = self.total + tokens
 
 
 def _slot_bytes(layer: CacheLayer) -> int:

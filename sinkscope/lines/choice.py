@@ -23,11 +23,12 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Literal
 
 import torch
 from einops import rearrange, repeat
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -72,17 +73,10 @@ class HeadLines:
         """Number of chosen lines."""
         return self.vertical.sum(-1) + self.slash.sum(-1)
 
-    def crossed(self, by: Bool[Tensor, "*choice head key"]) -> Int[Tensor, "*choice head key"]:
-        """For each line of one kind, the number of lines `by` of the other kind that cross it."""
-        count = pad(by.int().cumsum(-1), (1, 0))
-        # Lines j and o meet in row j + o, if that row is a query: o runs from past - j to keys - 1 - j.
-        before = count[..., : self.past + 1].flip(-1)
-        return count[..., 1:].flip(-1) - pad(before, (0, self.queries - 1))
-
     def cells(self) -> Int[Tensor, "*choice head"]:
         """Number of cells on the lines, each counted once."""
         both = (self.vertical.long() + self.slash.long()) * self.lengths()
-        return (both - self.vertical * self.crossed(self.slash)).sum(-1)
+        return (both - self.vertical * crossed(self.slash, self.past)).sum(-1)
 
     def density(self) -> Float[Tensor, "*choice head"]:
         """Share of all causal cells that lie on the lines."""
@@ -95,19 +89,26 @@ class HeadLines:
 
     def random(self, generator: torch.Generator, *, cells: bool) -> HeadLines:
         """Draw random lines in place of these, per kind: the same number, or with `cells` the same lengths."""
-        return HeadLines(_drawn(self.vertical, generator, cells), _drawn(self.slash, generator, cells), self.queries)
+        _, heads, keys = self.vertical.shape
+        length = self.lengths()
+        if not cells:
+            length = torch.ones_like(length)
+        kinds: list[Tensor] = []
+        for chosen in (self.vertical, self.slash):
+            order = torch.rand(heads, keys, generator=generator).argsort(1).to(chosen.device)
+            drawn = length[order]
+            reached = drawn.cumsum(1) - drawn / 2  # a line is taken if more than half of it still fits
+            wanted = (chosen * length).sum(2, keepdim=True)
+            kinds.append(torch.zeros_like(chosen).scatter_(2, order.expand_as(chosen), reached < wanted))
+        return HeadLines(kinds[0], kinds[1], self.queries)
 
 
-def _drawn(chosen: Bool[Tensor, "choice head key"], generator: torch.Generator, cells: bool) -> Tensor:
-    _, heads, keys = chosen.shape
-    order = torch.rand(heads, keys, generator=generator).argsort(1).to(chosen.device)
-    length = order.new_ones(keys)
-    if cells:
-        length = torch.arange(keys, 0, -1, device=chosen.device)
-    drawn = length[order]
-    reached = drawn.cumsum(1) - drawn / 2  # a line is taken if more than half of it still fits
-    wanted = (chosen * length).sum(2, keepdim=True)
-    return torch.zeros_like(chosen).scatter_(2, order.expand_as(chosen), reached < wanted)
+def crossed(lines: Shaped[Tensor, "*n line"], past: int) -> Shaped[Tensor, "*n line"]:
+    """For each line of the other kind, how many of these cross it, if the first query is at position `past`."""
+    # Lines j and o meet in row j + o, if that row is a query: o runs from past - j to keys - 1 - j.
+    count = lines.cumsum(-1).flip(-1)
+    count[..., :past] -= lines[..., :past].cumsum(-1).flip(-1)
+    return count
 
 
 def top_lines(
@@ -125,14 +126,11 @@ def top_lines(
         length: Length in the formula. None means the number of key positions.
     """
     both = torch.cat([vertical, slash], 1)
-    order = torch.argsort(both, dim=1, descending=True, stable=True)
     keys = vertical.shape[1]
-    chosen = torch.zeros(len(etas), *both.shape, dtype=torch.bool, device=both.device)
-    for lines, eta in zip(chosen, etas, strict=True):
-        most = max(1, math.floor(eta * 2 * (length or keys) + 1e-9))
-        lines.scatter_(1, order[:, :most], True)
-    chosen &= both > 0
-    return HeadLines(chosen[..., :keys].contiguous(), chosen[..., keys:].contiguous(), keys)
+    most = [max(1, math.floor(eta * 2 * (length or keys) + 1e-9)) for eta in etas]
+    rank = both.argsort(dim=1, descending=True, stable=True).argsort(1)
+    chosen = (rank < rank.new_tensor(most)[:, None, None]) & (both > 0)
+    return HeadLines(chosen[..., :keys], chosen[..., keys:], keys)
 
 
 def attention_of(
@@ -232,15 +230,17 @@ def minference_lines(
     Raises:
         SinkscopeError: A number is below 1.
     """
-    check_values(Natural, vertical=vertical, slash=slash, last=last)
-    votes = last_votes(query, key, last, scaling)
-    chosen: list[Tensor] = []
-    for weights, count, always in zip(votes, (vertical, slash), (first, local), strict=True):
-        weights[:, : min(always, count)] = torch.inf
-        top = weights.topk(min(count, key.shape[1]), dim=1).indices
-        chosen.append(torch.zeros_like(weights, dtype=torch.bool).scatter_(1, top, True))
-    chosen[1][:, 0] = True
-    return HeadLines(chosen[0], chosen[1], query.shape[1])
+    check_values(Natural, vertical=vertical, slash=slash, last=last, local=local)
+    column_votes, offset_votes = last_votes(query, key, last, scaling)
+    columns = _heaviest(column_votes, vertical, first)
+    return HeadLines(columns, _heaviest(offset_votes, slash, local), query.shape[1])
+
+
+def _heaviest(weights: Float[Tensor, "head line"], count: int, always: int) -> Bool[Tensor, "head line"]:
+    """The heaviest lines of each head, among them the first."""
+    weights[:, : min(always, count)] = torch.inf
+    top = weights.topk(min(count, weights.shape[1]), dim=1).indices
+    return torch.zeros_like(weights, dtype=torch.bool).scatter_(1, top, True)
 
 
 def sample_queries(queries: int, sample: int, seed: int = 0) -> Int[Tensor, " row"]:
@@ -285,7 +285,7 @@ def select_lines(
     variant: Variant = "exact",
     scaling: float | None = None,
     seed: int = 0,
-    dense_above: float = 1.0,
+    dense_above: float = math.inf,
     begin: int = 1,
     local: int = 1,
     sharp: float | None = None,
@@ -317,26 +317,20 @@ def select_lines(
     check_values(Part, alpha=alpha)
     check_values(Natural, sample=sample)
     check_values(Variant, variant=variant)
-    heads = query.shape[0]
-    queries = query.shape[1]
+    heads, queries, width = query.shape
     keys = key.shape[1]
-    none = torch.zeros(heads, keys, dtype=torch.bool, device=query.device)
-    start = HeadLines(none, none.clone(), queries)
-    start.vertical[:, :begin] = start.slash[:, :local] = True
+    number = torch.arange(keys, device=query.device).repeat(heads, 1)
+    start = HeadLines(number < begin, number < local, queries)
     if alpha == 1:
         start.vertical[:] = True
         return start
     if scaling is None:
-        scaling = float(query.shape[2] ** -0.5)
+        scaling = float(width**-0.5)
     rows = sample_queries(queries, sample, seed).to(query.device)
     at = rows + (keys - queries)
     probs = attention_of(query[:, rows], key, at, scaling)
     if variant == "faithful":
         return _faithful(probs, at, alpha, start)
-    if dense_above >= 1:
-        dense_above = math.inf
-    if sharp is None:
-        sharp = math.inf
     flat = _SCATTERED * _least_share(probs, at, alpha) > dense_above
     # Nothing is chosen in flat heads: they get all lines.
     start.vertical[flat] = start.slash[flat] = True
@@ -344,33 +338,27 @@ def select_lines(
     if not len(some):
         return start
     if checked:
-        start.vertical[some] |= _sought(query, key, some.tolist(), begin, checked, scaling)
+        group = heads // len(key)
+        for head in some.tolist():
+            start.vertical[head, _sought(query[head], key[head // group], begin, checked, scaling)] = True
     own = HeadLines(start.vertical[some], start.slash[some], queries)
-    own = _exact(probs[some], at, alpha, own, dense_above, sharp)
-    start.vertical[some], start.slash[some] = own.vertical, own.slash
+    start.vertical[some], start.slash[some] = _exact(probs[some], at, alpha, own, dense_above, sharp or math.inf)
     return start
 
 
 def _sought(
-    query: Tensor, key: Tensor, heads: list[int], begin: int, checked: int, scaling: float
-) -> Bool[Tensor, "some key"]:
-    """Keys sought by single queries of some heads, one per query.
+    query: Float[Tensor, "query d_head"], key: Float[Tensor, "key d_head"], begin: int, checked: int, scaling: float
+) -> Int[Tensor, " some"]:
+    """Keys sought by single queries of a head; several may seek the same.
 
     Queries that seek nothing attend to the first tokens (attention sinks), so the queries that score these lowest are
     checked.
     """
-    group = len(query) // len(key)
-    queries = query.shape[1]
-    keys = key.shape[1]
-    sought = torch.zeros(len(heads), keys, dtype=torch.bool, device=query.device)
-    for place, head in enumerate(heads):
-        own_key = key[head // group].float()
-        first_scores = (own_key[:begin] * scaling) @ query[head].float().T
-        rows = first_scores.logsumexp(0).topk(min(checked, queries), largest=False).indices
-        probs = attention_of(query[head : head + 1, rows], own_key[None], rows + (keys - queries), scaling)[0]
-        weight, position = probs.max(1)  # several queries may search for one key
-        sought[place, position[weight >= _SOUGHT]] = True
-    return sought
+    key = key.float()
+    first_scores = (key[:begin] * scaling) @ query.float().T
+    rows = first_scores.logsumexp(0).topk(min(checked, len(query)), largest=False).indices
+    weight, position = attention_of(query[None, rows], key[None], rows + (len(key) - len(query)), scaling)[0].max(1)
+    return position[weight >= _SOUGHT]
 
 
 @dataclass(eq=False)
@@ -401,15 +389,6 @@ class _Search:
         for name, tensor in vars(self).items():
             setattr(self, name, tensor[going])
 
-    def crossed(self, past: int) -> Float[Tensor, "head kind line"]:
-        """Number of chosen lines of the other kind that cross each line, as `HeadLines.crossed` for both kinds."""
-        others = self.chosen.flip(1)
-        count = others.cumsum(2).flip(2)
-        if past:
-            before = others[:, :, :past].cumsum(2).flip(2)
-            count[:, :, :past] -= before
-        return count
-
     def take(self, index: Int[Tensor, "head taken"], at: Int[Tensor, " row"]) -> None:
         """Choose lines, and remove their cells from all that they cross."""
         _, rows, keys = self.left.shape
@@ -435,10 +414,12 @@ def _flat(lines: Tensor) -> Tensor:
     return lines.view(len(lines), -1)  # "head kind line -> head (kind line)", without a copy
 
 
-def _exact(left: Tensor, at: Tensor, alpha: float, lines: HeadLines, dense_above: float, sharp: float) -> HeadLines:
+def _exact(
+    left: Tensor, at: Tensor, alpha: float, lines: HeadLines, dense_above: float, sharp: float
+) -> tuple[Tensor, Tensor]:
     """Choose greedily by the weight that a line adds to the sample per cell that it adds to the matrix.
 
-    `left` is the attention that is not yet on any chosen line.
+    `left` is the attention that is not yet on any chosen line; the two kinds of lines are returned.
     """
     heads, rows, keys = left.shape
     sharp = sharp * rows / lines.queries  # weights are those of the sample, lengths of the matrix
@@ -453,37 +434,34 @@ def _exact(left: Tensor, at: Tensor, alpha: float, lines: HeadLines, dense_above
     chosen = torch.stack([lines.vertical, lines.slash], 1).float()
     missing = weights[:, 0].sum(1, dtype=torch.float64) - (1 - alpha) * rows
     weights.masked_fill_(chosen.bool(), -torch.inf)
-    done = missing.isnan()  # attention that is not a number: a dense head would hand it on
-    chosen[done] = 1.0
     result = chosen.clone()
     every_head = torch.arange(heads, device=left.device)
-    search = _Search(every_head, left, weights, chosen, missing, torch.ones_like(every_head), done)
+    one = torch.ones_like(every_head)
+    search = _Search(every_head, left, weights, chosen, missing, one, torch.zeros_like(one, dtype=torch.bool))
     for _ in range(2 * keys):  # every round takes at least one line of every head that is not done, or ends it
         if 2 * int(search.done.sum()) >= len(search.done):
             result[search.head] = search.chosen
             search.drop_finished()
         if not len(search.head):
             break
-        crossed = search.crossed(lines.past)
-        cells = (search.chosen @ lengths).sum(1) - (search.chosen[:, 0] * crossed[:, 0]).sum(1)
-        new_cells = crossed.neg_().add_(lengths).clamp_(min=1)
+        crossings = crossed(search.chosen.flip(1), lines.past)
+        cells = (search.chosen @ lengths).sum(1) - (search.chosen[:, 0] * crossings[:, 0]).sum(1)
+        new_cells = crossings.neg_().add_(lengths).clamp_(min=1)
         ratio = _flat(search.weights / new_cells)
         best, index = ratio.topk(min(int(search.batch.max()), 2 * keys), dim=1)
         gain = _flat(search.weights).gather(1, index)
         best_ratio = best[:, 0]
         # What is missing takes more cells than it would if all lines were as good as the best one.
-        short = search.missing > 0
+        short = ~(search.missing <= 0)  # also where attention is not a number: a dense head hands it on
         least_cells = search.missing / best_ratio.clamp(min=1e-30)
         hopeless = short & (cells + least_cells > limit)
-        stuck = short & (best_ratio <= 0)  # only rounding errors are left
-        given_up = hopeless | stuck
+        given_up = hopeless | short & ~(best_ratio > 0)  # only rounding errors are left
         # Lines of one round may cross, so this never takes one too many; what is short comes in the next round.
         needed = gain.cumsum(1) - gain < search.missing[:, None]
         in_batch = torch.arange(best.shape[1], device=best.device) < search.batch[:, None]
         taken = (needed | (best >= sharp)) & (best > 0) & in_batch
         search.chosen[~search.done & given_up] = 1.0
-        enough = ~short & (best_ratio < sharp)
-        search.done |= enough | given_up
+        search.done |= given_up | ~short & (best_ratio < sharp)
         # Line 0, which was chosen first, stands in for lines not taken.
         search.take(index * (taken & ~search.done[:, None]), at)
         # The first lines are taken one by one, later ones in batches, because rounds cost time, not lines: a fifth of
@@ -499,7 +477,7 @@ def _exact(left: Tensor, at: Tensor, alpha: float, lines: HeadLines, dense_above
     else:
         raise RuntimeError("the choice of lines did not end although every line was taken")
     vertical, slash = result.bool().unbind(1)
-    return HeadLines(vertical.contiguous(), slash.contiguous(), lines.queries)
+    return vertical, slash
 
 
 def _least_share(probs: Tensor, at: Tensor, alpha: float) -> Tensor:
@@ -527,53 +505,38 @@ def _least_share(probs: Tensor, at: Tensor, alpha: float) -> Tensor:
 
 def _faithful(probs: Tensor, at: Tensor, alpha: float, lines: HeadLines) -> HeadLines:
     """Algorithm 5 as printed, head by head."""
+    kinds = (lines.vertical, lines.slash)
     totals = (probs * lines.rows(at)).sum((1, 2), dtype=torch.float64).tolist()
     targets = (alpha * probs.sum((1, 2), dtype=torch.float64)).tolist()
     offset = (at[:, None] - torch.arange(probs.shape[2], device=at.device)).clamp(min=0)  # the future has no weight
     slash_largest = torch.zeros_like(probs[:, 0])
     slash_largest.scatter_reduce_(1, offset.flatten().expand(len(probs), -1), probs.flatten(1), "amax")
-    slash_weight, vertical_largest = slash_sums(probs, at), probs.amax(1)
+    # The lines of each kind by descending weight, those that are always chosen first; and the sum of the largest cells
+    # of the lines before each.
+    weight = torch.stack([probs.sum(1), slash_sums(probs, at)], 1)
+    order = weight.masked_fill(torch.stack(kinds, 1), torch.inf).argsort(dim=2, descending=True, stable=True)
+    largest = torch.stack([probs.amax(1), slash_largest], 1).double().gather(2, order)
+    weight = weight.gather(2, order)
+    overlap = pad(largest.cumsum(2), (1, 0))
+    length = lines.lengths()[order]
     for head, (total, target) in enumerate(zip(totals, targets, strict=True)):
-        slash = _LineList(slash_weight[head], slash_largest[head], lines.slash[head], lines.lengths())
-        vertical = _LineList(probs[head].sum(0), vertical_largest[head], lines.vertical[head], lines.lengths())
+        weights, overlaps, lengths = weight[head].tolist(), overlap[head].tolist(), length[head].tolist()
+        taken = [int(kind[head].sum()) for kind in kinds]
         while total < target:
-            best, other = slash, vertical  # of equals the slash line
-            if vertical.ratio(slash) > slash.ratio(vertical):
-                best, other = vertical, slash
-            if best.taken == len(best.order):
+            offers: list[tuple[float, float, int]] = []
+            for kind, other in ((1, 0), (0, 1)):  # of equals the slash line
+                if taken[kind] < len(weights[kind]):
+                    gain = weights[kind][taken[kind]] - overlaps[other][taken[other]]
+                    cells = lengths[kind][taken[kind]] - taken[other]
+                    offers.append((gain / max(1, cells), gain, kind))
+            if not offers:
                 break
-            total += max(0.0, best.gain(other))
-            best.taken += 1
+            _, gain, best = max(offers, key=itemgetter(0))
+            total += max(0.0, gain)
+            taken[best] += 1
         if total >= target:
-            lines.slash[head, slash.order[: slash.taken]] = True
-            lines.vertical[head, vertical.order[: vertical.taken]] = True
+            for kind, chosen in enumerate(kinds):
+                chosen[head, order[head, kind, : taken[kind]]] = True
         else:  # the lists ended, or the attention is not a number
             lines.vertical[head] = True
     return lines
-
-
-class _LineList:
-    """The lines of one kind in one head by descending weight, without those that are always chosen."""
-
-    def __init__(self, weight: Tensor, largest: Tensor, kept: Tensor, lengths: Tensor) -> None:
-        order = torch.argsort(weight, descending=True, stable=True)
-        order = order[~kept[order]]
-        largest_cells = largest.double()
-        overlap = largest_cells[kept].sum() + pad(largest_cells[order].cumsum(0), (1, 0))
-        self.order = order.tolist()
-        self.taken = 0  # how many of these are chosen
-        self._weight = weight[order].tolist()
-        self._lengths = lengths[order].tolist()
-        self._overlap = overlap.tolist()  # sum of the largest cells of the chosen lines, by how many are chosen
-        self._kept = int(kept.sum())
-
-    def gain(self, other: _LineList) -> float:
-        """Weight that the next line adds beside the lines of the other kind."""
-        return self._weight[self.taken] - other._overlap[other.taken]
-
-    def ratio(self, other: _LineList) -> float:
-        """The same per cell that the line adds; minus infinity if the list has ended."""
-        if self.taken == len(self.order):
-            return -math.inf
-        cells = self._lengths[self.taken] - other._kept - other.taken
-        return self.gain(other) / max(1, cells)

@@ -1,20 +1,23 @@
 """Lone slash lines: each query meets one key on each, so a matrix product cannot compute them.
 
-numba compiles the two loops when they are first needed (about a second, once per process). A cell then costs about as
-much as one and a half cells of dense attention.
+numba, without which this module cannot be imported, compiles the two loops when they are first needed (about a second,
+once per process). A cell then costs about as much as one and a half cells of dense attention.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, no_type_check
 
+import numba
 import numpy as np
 from torch import Tensor
 
+# The order of additions is free. The rest of -ffast-math would also change what happens to infinities.
+_jit: Any = numba.njit(nogil=True, error_model="numpy", fastmath={"reassoc", "nsz", "contract"})
+_index: Any = numba.uintp  # indices that cannot be negative need no check for it
 _GROUP = 8  # lines that are taken together: they are sorted, so neighbours read nearly the same keys
 
 
@@ -33,51 +36,27 @@ class LoneLoops:
 
 
 @cache
-def lone_loops(width: int, values: int) -> LoneLoops | None:
-    """The loops for keys and values of these widths; None, with one warning, if numba is not installed."""
-    try:
-        import numba
-    except ImportError as error:
-        warnings.warn(f"attention along lines is not computed: {error}; install numba", stacklevel=2)
-        return None
-    # The order of additions is free. The rest of -ffast-math would also change what happens to infinities.
-    jit: Any = numba.njit(nogil=True, error_model="numpy", fastmath={"reassoc", "nsz", "contract"})
-    index: Any = numba.uintp  # indices that cannot be negative need no check for it
-    return LoneLoops(_on_arrays(_scores_loop(jit, index, width)), _on_arrays(_sums_loop(jit, index, values)))
+def lone_loops(width: int, values: int) -> LoneLoops:
+    """The loops for keys and values of these widths, which are constants of the compiled code."""
 
-
-def _on_arrays(loop: Any) -> Callable[..., None]:
-    """The loop, called with tensors."""
-
-    def call(*arguments: Any) -> None:
-        loop(*[argument.numpy() if isinstance(argument, Tensor) else argument for argument in arguments])
-
-    return call
-
-
-def _scores_loop(jit: Any, index: Any, width: int) -> Any:
-    @jit
+    @_jit
     @no_type_check  # tools that check types while a program runs would wrap what numba has to compile
     def scores(query: Any, key: Any, opened: Any, offsets: Any, start: Any, out: Any) -> None:
         for first in range(0, len(offsets), _GROUP):
             for r in range(len(query)):
                 for line in range(first, min(len(offsets), first + _GROUP)):
                     at = start + r - offsets[line]
-                    if at < 0 or not opened[index(at)]:
+                    if at < 0 or not opened[_index(at)]:
                         out[r, line] = -np.inf
                     else:
-                        own = index(at)
+                        own = _index(at)
                         product = np.float32(0)
                         for i in range(width):
                             product += query[r, i] * key[own, i]
                         out[r, line] = product
 
-    return scores
-
-
-def _sums_loop(jit: Any, index: Any, values: int) -> Any:
-    @jit
-    @no_type_check  # tools that check types while a program runs would wrap what numba has to compile
+    @_jit
+    @no_type_check
     def sums(probs: Any, value: Any, offsets: Any, start: Any, out: Any) -> None:
         for first in range(0, len(offsets), _GROUP):
             until = min(len(offsets), first + _GROUP)
@@ -85,12 +64,12 @@ def _sums_loop(jit: Any, index: Any, values: int) -> Any:
                 at = start + r
                 line = first
                 while line < until and at >= offsets[line]:
-                    a = index(at - offsets[line])
+                    a = _index(at - offsets[line])
                     p = probs[r, line]
                     if line + 4 <= until and at >= offsets[line + 3]:
-                        b = index(at - offsets[line + 1])
-                        c = index(at - offsets[line + 2])
-                        d = index(at - offsets[line + 3])
+                        b = _index(at - offsets[line + 1])
+                        c = _index(at - offsets[line + 2])
+                        d = _index(at - offsets[line + 3])
                         q = probs[r, line + 1]
                         s = probs[r, line + 2]
                         t = probs[r, line + 3]
@@ -102,4 +81,13 @@ def _sums_loop(jit: Any, index: Any, values: int) -> Any:
                             out[r, i] += p * value[a, i]
                         line += 1
 
-    return sums
+    return LoneLoops(_on_arrays(scores), _on_arrays(sums))
+
+
+def _on_arrays(loop: Any) -> Callable[..., None]:
+    """The loop, called with tensors."""
+
+    def call(*arguments: Any) -> None:
+        loop(*[argument.numpy() if isinstance(argument, Tensor) else argument for argument in arguments])
+
+    return call

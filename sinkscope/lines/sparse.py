@@ -18,16 +18,17 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
+from itertools import groupby
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.lines.choice import HeadLines
-from sinkscope.lines.lone import LoneLoops, lone_loops
 
 CPU_LIMIT = 0.65
 CUDA_LIMIT = 0.5
@@ -52,15 +53,16 @@ def dense_limit(width: int, device: torch.device) -> float:
 
 def missing(query: Float[Tensor, "head query d_head"], value: Float[Tensor, "kv_head key d_value"]) -> str | None:
     """Why attention along lines of these inputs cannot be computed; None if it can."""
-    if _by_kernel(query.device):
-        module = _triton()
-        if module is None:
-            return "triton is not installed"
-        return module.why_not(value)
-    if query.device.type != "cpu":
+    device = query.device.type
+    if device not in ("cpu", "cuda"):
         return "only CPUs and CUDA do that"
-    if lone_loops(query.shape[-1], value.shape[-1]) is None:
-        return "numba is not installed"
+    library = "numba"
+    if _by_kernel(query.device):
+        library = "triton"
+    if _module(library) is None:
+        return f"{library} is not installed"
+    if library == "triton" and value.dtype == torch.float64:
+        return "triton does not compute in float64"
     return None
 
 
@@ -70,12 +72,12 @@ def _by_kernel(device: torch.device) -> bool:
 
 
 @cache
-def _triton() -> Any:
-    """The module with the kernel; None, with one warning, if it cannot be imported."""
+def _module(library: str) -> Any:
+    """The module that computes lines with a library; None, with one warning, if that is not installed."""
     try:
-        return importlib.import_module("sinkscope.lines.triton")
+        return importlib.import_module({"numba": "sinkscope.lines.lone", "triton": "sinkscope.lines.triton"}[library])
     except ImportError as error:
-        warnings.warn(f"attention along lines is not computed: {error}; install triton", stacklevel=2)
+        warnings.warn(f"attention along lines is not computed: {error}; install {library}", stacklevel=2)
     return None
 
 
@@ -189,7 +191,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, lines: HeadLines) -> None:
 
 def _by_triton(inputs: _Inputs, lines: HeadLines, limit: float, out: Tensor) -> Sparsity:
     """Write the heads that are not dense into `out`; all heads are dense if the kernel cannot be compiled."""
-    module = _triton()
+    module = _module("triton")
     index = module.index_of(lines, module.queries_at_once(inputs.value.dtype))
     costs = (index.cells() / int(lines.lengths().sum())).tolist()
     heads = torch.tensor([head for head, cost in enumerate(costs) if cost <= limit], device=out.device).long()
@@ -209,15 +211,14 @@ def _sparsity(lines: HeadLines, costs: list[float], limit: float, kernel: str) -
 
 def _in_blocks(inputs: _Inputs, lines: HeadLines, limit: float, out: Tensor) -> Sparsity:
     """Write the heads that are not dense into `out`, block by block of queries."""
-    loops = lone_loops(inputs.query.shape[-1], inputs.value.shape[-1])
-    assert loops is not None
+    loops = _module("numba").lone_loops(inputs.query.shape[-1], inputs.value.shape[-1])
     cells = int(lines.lengths().sum())
     costs: list[float] = []
     heads: dict[int, _BlockedHead] = {}
     for head, density in enumerate(lines.density().tolist()):
         cost = math.inf  # lines that fill more than the limit already need no plan
         if density <= limit:
-            blocked = _BlockedHead.of(inputs, lines, head, loops)
+            blocked = _BlockedHead(inputs, lines, head, loops)
             cost = blocked.cost() / cells
             if cost <= limit:
                 heads[head] = blocked
@@ -252,108 +253,69 @@ def _side_by_side(compute: Callable[[int], None], heads: list[int]) -> None:
 
 def _dense(inputs: _Inputs, heads: list[int], out: Tensor) -> None:
     """Plain causal attention of some heads, on 4-D tensors: for other shapes PyTorch builds the whole matrix."""
-    index = torch.tensor(heads, device=out.device, dtype=torch.long)
-    value = inputs.value[index // inputs.group][None]
-    key = inputs.key[index // inputs.group][None].to(value.dtype)
-    query = inputs.query[index][None].to(value.dtype)
-    queries, keys = query.shape[2], key.shape[2]
-    if queries == keys:
-        out[index] = scaled_dot_product_attention(query, key, value, scale=inputs.scaling, is_causal=True)[0]
-        return
-    for start in range(0, queries, 1024):
-        stop = min(queries, start + 1024)
-        end = keys - queries + stop
-        visible = torch.ones(stop - start, end, dtype=torch.bool, device=out.device).tril(end - (stop - start))
-        parts = query[:, :, start:stop], key[:, :, :end], value[:, :, :end]
-        out[index, start:stop] = scaled_dot_product_attention(*parts, visible, scale=inputs.scaling)[0]
+    queries, keys = inputs.query.shape[1], inputs.key.shape[1]
+    rows = queries
+    if queries < keys:
+        rows = 1024  # at a time: on a CPU PyTorch builds their mask
+    for kv_head, some in groupby(heads, key=lambda head: head // inputs.group):  # so that no keys are copied
+        own = list(some)
+        for start in range(0, queries, rows):
+            stop = min(queries, start + rows)
+            end = keys - queries + stop
+            parts = inputs.query[own, start:stop], inputs.key[kv_head, :end], inputs.value[kv_head, :end]
+            query, key, value = (part.to(out.dtype).expand(1, len(own), -1, -1) for part in parts)
+            visible = causal_lower_right(stop - start, end)
+            out[own, start:stop] = scaled_dot_product_attention(query, key, value, visible, scale=inputs.scaling)[0]
 
 
-@dataclass(frozen=True, eq=False)
 class _BlockedHead:
-    """One head, ready to be computed block by block.
+    """One head, ready to be computed block by block: the blocks, and which keys each of them meets."""
 
-    Attributes:
-        key: Keys of all positions.
-        value: Values of all positions.
-        queries: Number of queries.
-        columns: Vertical lines, ascending.
-        columns_before: Number of vertical lines before each key.
-        no_column: Whether a key lies on no vertical line.
-        band: Number of offsets from 0 on that are computed as a range of keys; 0 if all are lone.
-        lone: The other offsets, ascending, each of which is computed row by row.
-        loops: What computes lone lines.
-        size: Queries at a time.
-    """
-
-    key: Float[Tensor, "key d_head"]
-    value: Float[Tensor, "key d_value"]
-    queries: int
-    columns: Int[Tensor, " column"]
-    columns_before: Int[Tensor, " key_and_1"]
-    no_column: Bool[Tensor, " key"]
-    band: int
-    lone: Int[Tensor, " offset"]
-    loops: LoneLoops
-    size: int
-
-    @classmethod
-    def of(cls, inputs: _Inputs, lines: HeadLines, head: int, loops: LoneLoops) -> _BlockedHead:
-        vertical = lines.vertical[head]
-        band = int(lines.slash[head].int().cumprod(0).sum())  # offsets from 0 to the first that is not chosen
+    def __init__(self, inputs: _Inputs, lines: HeadLines, head: int, loops: Any) -> None:
+        self.key: Float[Tensor, "key d_head"] = inputs.key[head // inputs.group].float().contiguous()
+        self.value: Float[Tensor, "key d_value"] = inputs.value[head // inputs.group].float().contiguous()
+        self.loops = loops  # over lone lines
+        vertical, slash = lines.vertical[head], lines.slash[head]
+        self.columns: Int[Tensor, " column"] = vertical.nonzero().flatten()
+        self.columns_before: list[int] = pad(vertical.cumsum(0), (1, 0)).tolist()  # each key, and in all
+        self.no_column = ~vertical
+        band = int(slash.int().cumprod(0).sum())  # offsets from 0 to the first that is not chosen
         if LONE_COST * band <= band + BLOCK:
             band = 0
-        return cls(
-            key=inputs.key[head // inputs.group].float().contiguous(),
-            value=inputs.value[head // inputs.group].float().contiguous(),
-            queries=lines.queries,
-            columns=vertical.nonzero().flatten(),
-            columns_before=pad(vertical.cumsum(0), (1, 0)),
-            no_column=~vertical,
-            band=band,
-            lone=lines.slash[head, band:].nonzero().flatten() + band,
-            loops=loops,
-            size=BLOCK if band <= WIDE else BLOCK // 2,
-        )
+        self.band = band  # offsets from 0 on that are computed as a range of keys
+        self.lone: Int[Tensor, " offset"] = slash[band:].nonzero().flatten() + band
+        self.size = BLOCK if band <= WIDE else BLOCK // 2
+        self.blocks: list[tuple[int, int, int]] = []  # the first position, one past the last, the first key of the band
+        keys = len(vertical)
+        for start in range(lines.past, keys, self.size):
+            stop = min(keys, start + self.size)
+            self.blocks.append((start, stop, max(0, start - band + 1) if band else stop))
 
     def cost(self) -> float:
         """Number of cells that are computed, or take as long, without the fixed cost of each block."""
-        keys = len(self.key)
-        start = torch.arange(keys - self.queries, keys, self.size, device=self.lone.device)
-        stop = (start + self.size).clamp(max=keys)
-        begin = stop
-        if self.band:
-            begin = (start - self.band + 1).clamp(min=0)
-        width = self.columns_before[begin] + stop - begin
-        lone_rows = (keys - self.lone).clamp(max=self.queries).sum()
-        return float(((stop - start) * width).sum()) + LONE_COST * float(lone_rows)
+        cells = 0
+        for start, stop, begin in self.blocks:
+            cells += (stop - start) * (self.columns_before[begin] + stop - begin)
+        queries = len(self.key) - self.blocks[0][0]
+        return cells + LONE_COST * float((len(self.key) - self.lone).clamp(max=queries).sum())
 
     def attention(self, query: Float[Tensor, "query d_head"]) -> Float[Tensor, "query d_value"]:
         """Attention of scaled queries at the last positions."""
-        query = query.contiguous()
-        keys = len(self.key)
-        past = keys - self.queries
         out = torch.zeros(len(query), self.value.shape[-1], device=query.device)
         column_key = self.key.index_select(0, self.columns)
         column_value = self.value.index_select(0, self.columns)
-        columns_before = self.columns_before.tolist()
-        lones_before = torch.searchsorted(self.lone, torch.arange(keys + 1, device=self.lone.device)).tolist()
-        rows = torch.arange(self.size, device=query.device)[:, None]
-        for start in range(past, keys, self.size):
-            stop = min(keys, start + self.size)
-            begin = stop
-            if self.band:
-                begin = max(0, start - self.band + 1)
-            part = query[start - past : stop - past]
-            at = start + rows[: len(part)]
-            reaching = self.lone[: lones_before[stop]]  # lone offsets that reach a key
-            count = columns_before[begin]
+        parts = zip(self.blocks, query.contiguous().split(self.size), out.split(self.size), strict=True)
+        for (start, stop, begin), part, result in parts:
+            at = torch.arange(start, stop, device=query.device)[:, None]
+            reaching = self.lone[self.lone < stop]  # lone offsets that reach a key
             first = len(reaching)
+            count = self.columns_before[begin]
             scores = torch.empty(len(part), first + count + stop - begin, device=query.device)
             columns = scores[:, first : first + count]
             band = scores[:, first + count :]
             # In einops: "row d_head, column d_head -> row column", without a copy.
             torch.mm(part, column_key[:count].T, out=columns)
-            late = columns_before[start]
+            late = self.columns_before[start]
             columns[:, late:].masked_fill_(self.columns[late:count] > at, -torch.inf)
             if self.band:
                 torch.mm(part, self.key[begin:stop].T, out=band)
@@ -363,7 +325,6 @@ class _BlockedHead:
             if first:  # cells on vertical lines and in the band are there already
                 self.loops.scores(part, self.key, self.no_column, reaching, start, scores)
             torch.softmax(scores, -1, out=scores)
-            result = out[start - past : stop - past]
             result.addmm_(columns, column_value[:count])
             result.addmm_(band, self.value[begin:stop])
             if first:

@@ -20,9 +20,9 @@ from sinkscope.errors import UnsupportedError
 from sinkscope.models.target import Target
 from sinkscope.trace.attention import Attention, listening, refuse_opaque
 
-CHUNK_BYTES = 8 << 20
-"""Scores held at a time on a CPU, where work that stays in the last-level cache is several times faster; other devices,
-on which few large steps are faster, hold 32 times as much."""
+CHUNK_BYTES = 4 << 20
+"""Scores held at a time on a CPU, where work that stays in the cache is several times faster; other devices, on which
+few large steps are faster, hold 64 times as much."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,18 +103,24 @@ def _window(mask: Tensor | None, keys: int) -> int | None:
 
 @dataclass(frozen=True, eq=False)
 class _Chunk:
-    """Attention of some queries.
+    """Attention of some queries of the query heads that share a kv head.
 
     Attributes:
-        probs: `pad` columns of zeros, then keys `begin` to `stop`.
+        heads: These query heads.
+        probs: One column of zeros less than there are queries, then keys `begin` to `stop`.
         begin: First key in `probs`.
         stop: One past the last key that the last of these queries sees.
     """
 
+    heads: slice
     probs: Float[Tensor, "head query column"]
-    pad: int
     begin: int
     stop: int
+
+    @property
+    def zeros(self) -> int:
+        """Number of columns before the keys."""
+        return self.probs.shape[1] - 1
 
     def skewed(self, like: Float[Tensor, "head query column"]) -> Float[Tensor, "head query offset"]:
         """A view whose row r begins r columns later: a column holds one offset, from `stop - begin - 1` down to 0."""
@@ -122,39 +128,30 @@ class _Chunk:
         return like.as_strided((heads, rows, self.stop - self.begin), (like.stride(0), like.stride(1) + 1, 1))
 
 
-def line_sums(
-    scores: Scores, *, since: int = 0, chunk: int | None = None
-) -> tuple[Float[Tensor, "head key"], Float[Tensor, "head offset"]]:
+def line_sums(scores: Scores, *, since: int = 0) -> tuple[Float[Tensor, "head key"], Float[Tensor, "head offset"]]:
     """Sum the attention weight of every vertical and every slash line over the queries.
 
     Args:
         scores: The scores of one layer.
         since: Keys before this one are left out of the sums but take part in the softmax.
-        chunk: Number of queries at a time. None takes as many as fit into `CHUNK_BYTES`.
 
     Returns:
         `vertical[head, key]` and `slash[head, offset]`, float32. Each sums to the number of queries minus the weight of
         learned sinks and of keys before `since`.
     """
-    heads = scores.query.shape[0]
-    keys = scores.key.shape[1]
+    heads, keys = scores.query.shape[0], scores.key.shape[1]
     vertical = torch.zeros(heads, keys, device=scores.query.device)
     slash = torch.zeros(heads, keys, device=scores.query.device)  # slash[:, keys - 1 - offset] until the end
-    for some in _head_groups(scores):
-        for part in _chunks(scores, some, chunk):
-            if since > part.begin:
-                part.probs[:, :, : part.pad + since - part.begin] = 0.0
-            vertical[some, part.begin : part.stop] += part.probs[:, :, part.pad :].sum(1)
-            slash[some, keys - (part.stop - part.begin) :] += part.skewed(part.probs).sum(1)
+    for part in _chunks(scores):
+        if since > part.begin:
+            part.probs[:, :, : part.zeros + since - part.begin] = 0.0
+        vertical[part.heads, part.begin : part.stop] += part.probs[:, :, part.zeros :].sum(1)
+        slash[part.heads, keys - (part.stop - part.begin) :] += part.skewed(part.probs).sum(1)
     return vertical, slash.flip(1)
 
 
 def crossings(
-    scores: Scores,
-    vertical: Bool[Tensor, "choice head key"],
-    slash: Bool[Tensor, "choice head offset"],
-    *,
-    chunk: int | None = None,
+    scores: Scores, vertical: Bool[Tensor, "choice head key"], slash: Bool[Tensor, "choice head offset"]
 ) -> Float[Tensor, "choice head"]:
     """Attention weight of the cells where a chosen vertical and a chosen slash line cross, one number per choice.
 
@@ -163,68 +160,49 @@ def crossings(
     choices, heads, keys = vertical.shape
     weights = torch.zeros(choices, heads, device=scores.query.device)
     falling = slash.flip(2).float()
-    for some in _head_groups(scores):
-        both = scores.query.new_empty(0)
-        for part in _chunks(scores, some, chunk):
-            if both.shape != part.probs.shape:
-                both = torch.zeros_like(part.probs)  # cells outside the skewed view, all in the future, stay 0
-            span = part.stop - part.begin
-            cells = part.skewed(part.probs)
-            skewed = part.skewed(both)
-            column = vertical.new_zeros(choices, len(both), part.pad + span, dtype=torch.float32)
-            column[:, :, part.pad :] = vertical[:, some, part.begin : part.stop]
-            for i in range(choices):
-                torch.mul(cells, falling[i, some, None, keys - span :], out=skewed)
-                weights[i, some] += torch.bmm(both, column[i, :, :, None]).sum((1, 2))
+    both = scores.query.new_empty(0)
+    for part in _chunks(scores):
+        if both.shape != part.probs.shape:
+            both = torch.zeros_like(part.probs)  # cells outside the skewed view, all in the future, stay 0
+        cells = part.skewed(part.probs)
+        skewed = part.skewed(both)
+        column = pad(vertical[:, part.heads, part.begin : part.stop].float(), (part.zeros, 0))
+        for i in range(choices):
+            torch.mul(cells, falling[i, part.heads, None, keys - cells.shape[2] :], out=skewed)
+            weights[i, part.heads] += torch.bmm(both, column[i, :, :, None]).sum((1, 2))
     return weights
 
 
-def _chunk_bytes(device: torch.device) -> int:
-    if device.type == "cpu":
-        return CHUNK_BYTES
-    return 32 * CHUNK_BYTES
-
-
-def _head_groups(scores: Scores) -> list[slice]:
-    """Query heads to take together: those of one kv head or more, so that 64 rows fit into memory if possible."""
-    kv_heads, keys, _ = scores.key.shape
-    group = scores.query.shape[0] // kv_heads
-    size = max(1, _chunk_bytes(scores.query.device) // (4 * group * 64 * max(1, keys)))
-    return [slice(group * i, group * min(i + size, kv_heads)) for i in range(0, kv_heads, size)]
-
-
-def _chunks(scores: Scores, some: slice, chunk: int | None) -> Iterator[_Chunk]:
-    shared = scores.query.shape[0] // scores.key.shape[0]
-    query = scores.query[some]
-    key = scores.key[some.start // shared : some.stop // shared].float()
-    heads, queries, _ = query.shape
-    keys = key.shape[1]
-    past = keys - queries
-    if chunk is None:
-        chunk = max(16, min(queries, _chunk_bytes(query.device) // (4 * heads * max(1, keys))))
+def _chunks(scores: Scores) -> Iterator[_Chunk]:
+    group = scores.query.shape[0] // scores.key.shape[0]
+    queries, keys = scores.query.shape[1], scores.key.shape[1]
+    row_bytes = 4 * group * max(1, keys)
+    rows_at_once = min(64, CHUNK_BYTES // row_bytes)
+    if scores.query.device.type != "cpu":
+        rows_at_once = 64 * CHUNK_BYTES // row_bytes
     low = torch.finfo(torch.float32).min
-    for start in range(0, queries, chunk):
-        scaled = query[:, start : start + chunk].float() * scores.scaling
-        rows = scaled.shape[1]
-        first, stop = past + start, past + start + rows  # positions of these queries
-        begin = 0
-        if scores.window is not None:
-            begin = max(0, first - scores.window + 1)
-        grouped = rearrange(scaled, "(kv_head group) row d_head -> kv_head (group row) d_head", group=shared)
-        products = grouped @ rearrange(key[:, begin:stop], "kv_head key d_head -> kv_head d_head key")
-        values = rearrange(products, "kv_head (group row) key -> (kv_head group) row key", group=shared)
-        if scores.softcap is not None:
-            values.div_(scores.softcap).tanh_().mul_(scores.softcap)
-        # On the diagonal block the future is masked; with a window, so is what lies too far back.
-        future = torch.ones(rows, rows, dtype=torch.bool, device=query.device).triu(1)
-        values[:, :, first - begin :].masked_fill_(future, low)
-        if scores.window is not None:
-            back = torch.ones(rows, stop - begin, dtype=torch.bool, device=query.device)
-            values.masked_fill_(back.tril(first - begin - scores.window), low)
-        if scores.sinks is None:
-            probs = torch.softmax(values, -1)
-        else:
-            sinks = repeat(scores.sinks[some].float(), "head -> head row 1", row=rows)
-            total = torch.logaddexp(values.logsumexp(-1, keepdim=True), sinks)
-            probs = values.sub_(total).exp_()
-        yield _Chunk(pad(probs, (rows - 1, 0)), rows - 1, begin, stop)  # room for the skewed view
+    for kv_head, key in enumerate(scores.key.float()):
+        heads = slice(kv_head * group, (kv_head + 1) * group)
+        stop = keys - queries
+        for query in scores.query[heads].split(max(16, rows_at_once), 1):
+            rows = query.shape[1]
+            first, stop = stop, stop + rows  # positions of these queries
+            begin = 0
+            if scores.window is not None:
+                begin = max(0, first - scores.window + 1)
+            scaled = rearrange(query.float() * scores.scaling, "head row d_head -> (head row) d_head")
+            products = scaled @ rearrange(key[begin:stop], "key d_head -> d_head key")
+            values = rearrange(products, "(head row) key -> head row key", row=rows)
+            if scores.softcap is not None:
+                values.div_(scores.softcap).tanh_().mul_(scores.softcap)
+            # On the diagonal block the future is masked; with a window, so is what lies too far back.
+            future = torch.ones(rows, rows, dtype=torch.bool, device=query.device).triu(1)
+            values[:, :, first - begin :].masked_fill_(future, low)
+            if scores.window is not None:
+                back = torch.ones(rows, stop - begin, dtype=torch.bool, device=query.device)
+                values.masked_fill_(back.tril(first - begin - scores.window), low)
+            if scores.sinks is not None:  # a key that takes part in the softmax only
+                sinks = repeat(scores.sinks[heads].float(), "head -> head row 1", row=rows)
+                values = torch.cat([values, sinks], 2)
+            probs = torch.softmax(values, -1)[:, :, : stop - begin]
+            yield _Chunk(heads, pad(probs, (rows - 1, 0)), begin, stop)  # room for the skewed view

@@ -32,16 +32,6 @@ KEYS = 64
 LONE = 64
 """Columns that take as long as one lone line: an estimate from memory traffic, not measured on a GPU."""
 _LOG2_E = 1.4426950408889634  # the kernel computes powers of two
-INTERPRETED = bool(triton.knobs.runtime.interpret)
-
-
-def why_not(value: Float[Tensor, "kv_head key d_value"]) -> str | None:
-    """Why the kernel cannot be used for these values; None if it can, as far as is known before compiling it."""
-    if value.device.type != "cuda" and not (INTERPRETED and value.device.type == "cpu"):
-        return f"it is not used on {value.device.type}"
-    if value.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return f"it does not compute in {value.dtype}"
-    return None
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,13 +87,12 @@ def index_of(lines: HeadLines, size: int) -> LineIndex:
     touched = offsets > 0
     numbers = numbers_of(touched)
     all_chosen = offsets == size + KEYS - 1
-    last_number = len(every) - 1
     blocks_of_row = -(-(starts + size) // KEYS)
     return LineIndex(
         size=size,
         starts=starts,
         blocks=numbers * KEYS - size + KEYS,
-        whole=all_chosen.gather(1, numbers.clamp(max=last_number)),
+        whole=pad(all_chosen, (0, 1)).gather(1, numbers),
         block_count=_before(touched)[:, blocks_of_row.clamp(max=len(every))],
         column_index=numbers_of(vertical),
         column_count=_before(vertical)[:, ends],
@@ -159,28 +148,15 @@ def triton_heads(
 ) -> bool:
     """Write the attention of some heads into `out`; False if compiling failed, with a warning."""
     dtype = value.dtype
-    query = query.to(dtype).contiguous()
-    key = key.to(dtype).contiguous()
-    value = value.contiguous()
     width = query.shape[2]
     values = value.shape[2]
-    tables = [
-        heads,
-        index.banded[heads].byte(),
-        lines.vertical[heads].byte(),
-        index.block_count[heads],
-        index.blocks[heads],
-        index.whole[heads].byte(),
-        index.column_count[heads],
-        index.column_index[heads],
-        index.lone_count[heads],
-        index.lone_offset[heads],
-    ]
-    arguments: list[Any] = [query, key, value, out]
-    for table in tables:
-        if table.dtype != torch.uint8:
-            table = table.int()
-        arguments.append(table.contiguous())
+    arguments: list[Any] = [query.to(dtype), key.to(dtype), value, out, heads.int()]
+    for mask in (index.banded, lines.vertical, index.whole):
+        arguments.append(mask.byte())
+    for table in (index.block_count, index.blocks, index.column_count, index.column_index):
+        arguments.append(table.int())
+    arguments += [index.lone_count.int(), index.lone_offset.int()]
+    arguments = [tensor.contiguous() for tensor in arguments]
     arguments += [scaling * _LOG2_E, query.shape[1], key.shape[1], len(query) // len(key)]
     arguments += [index.blocks.shape[1], index.column_index.shape[1], index.lone_offset.shape[1]]
     arguments += [width, values, _power(width), _power(values), index.size, KEYS]
@@ -211,39 +187,16 @@ def _power(width: int) -> int:
     return max(16, triton.next_power_of_2(width))
 
 
-_WIDEN = tl.constexpr(INTERPRETED)  # the interpreter multiplies the bits of bfloat16, and cuts off instead of rounding
-
-
-@triton.jit
-@no_type_check
-def _product(left, right, so_far):
-    if _WIDEN:
-        left = left.to(tl.float32)
-        right = right.to(tl.float32)
-    # In float32, three products on tensor cores: plain ones took 19 KB of local memory in each thread, these 0.5 KB.
-    return tl.dot(left, right, so_far, input_precision="tf32x3")
-
-
-@triton.jit
-@no_type_check
-def _narrow(number, kind: tl.constexpr):
-    if _WIDEN and kind == tl.bfloat16:
-        bits = number.to(tl.int32, bitcast=True)
-        last_bit = (bits >> 16) & 1
-        rounded = bits + 0x7FFF + last_bit
-        number = rounded.to(tl.float32, bitcast=True)
-    return number.to(kind)
-
-
 @triton.jit
 @no_type_check
 def _add(scores, seen, value, top, total, sums):
     """Add keys to the softmax so far: largest score, sum of weights, and weighted values of every query."""
     scores = tl.where(seen, scores, float("-inf"))
     new = tl.maximum(top, tl.max(scores, 1))
-    weights = _narrow(tl.exp2(scores - new[:, None]), value.dtype)
+    weights = tl.exp2(scores - new[:, None]).to(value.dtype)
     fade = tl.exp2(top - new)
-    sums = _product(weights, value, sums * fade[:, None])
+    # In float32, three products on tensor cores: plain ones took 19 KB of local memory in each thread, these 0.5 KB.
+    sums = tl.dot(weights, value, sums * fade[:, None], input_precision="tf32x3")
     added = tl.sum(weights.to(tl.float32), 1)  # of the same weights as in the sums
     return new, total * fade + added, sums
 
@@ -270,9 +223,9 @@ def _attend(
     heads,
     banded,
     vertical,
+    whole,
     block_count,
     block_index,
-    whole,
     column_count,
     column_index,
     lone_count,
@@ -292,20 +245,19 @@ def _attend(
     KEYS: tl.constexpr,  # noqa: N803
 ):
     row = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first
-    some = tl.program_id(1).to(tl.int64)
-    head = tl.load(heads + some).to(tl.int64)
-    at_row = some * tl.num_programs(0) + row
+    head = tl.load(heads + tl.program_id(1)).to(tl.int64)
+    at_row = head * tl.num_programs(0) + row
     kv_head = head // group
     query += head * queries * width
     out += head * queries * values
     key += kv_head * keys * width
     value += kv_head * keys * values
-    banded += some * keys
-    vertical += some * keys
-    column_index += some * columns
-    lone_offset += some * lones
-    block_index += some * blocks
-    whole += some * blocks
+    banded += head * keys
+    vertical += head * keys
+    column_index += head * columns
+    lone_offset += head * lones
+    block_index += head * blocks
+    whole += head * blocks
     numbers = row * SIZE + tl.arange(0, SIZE)
     at = numbers + keys - queries
     wide = tl.arange(0, WIDTH)
@@ -351,7 +303,7 @@ def _attend(
         on_vertical = tl.load(vertical + own, mask=inside, other=1)
         on_no_column = inside & (on_vertical == 0)
         seen = ((on_band | all_seen) != 0) & on_no_column[None, :]
-        scores = _product(q, k, tl.zeros([SIZE, KEYS], tl.float32)) * scaling
+        scores = tl.dot(q, k, input_precision="tf32x3") * scaling
         top, total, sums = _add(scores, seen, v, top, total, sums)
 
     seen_columns = tl.load(column_count + at_row)
@@ -359,10 +311,10 @@ def _attend(
         inside = i + few < seen_columns
         own = tl.load(column_index + i + few, mask=inside, other=keys)
         k, v = _keys_at(own, inside, key, value, width, values, WIDTH, VALUES)
-        scores = _product(q, k, tl.zeros([SIZE, KEYS], tl.float32)) * scaling
+        scores = tl.dot(q, k, input_precision="tf32x3") * scaling
         top, total, sums = _add(scores, own[None, :] <= at[:, None], v, top, total, sums)
 
     places = out + rows_of_q * values + tall[None, :]
     divisor = tl.where(real, total, 1.0)
-    mean = _narrow(sums / divisor[:, None], out.dtype.element_ty)
-    tl.store(places, mean, mask=real[:, None] & in_values[None, :])
+    mean = sums / divisor[:, None]
+    tl.store(places, mean.to(out.dtype.element_ty), mask=real[:, None] & in_values[None, :])

@@ -4,9 +4,7 @@ from sinkscope.loops.check import CheckedOutput, LoopCheck, check
 from sinkscope.loops.monitor import VARIANTS, Monitor, MonitorSettings, Step
 from sinkscope.loops.signals import (
     Tail,
-    collapse_point,
     compression_ratio,
-    diversity,
     ends_in_loop,
     is_loop,
     novelty,
@@ -26,9 +24,7 @@ __all__ = [
     "Tail",
     "Watch",
     "check",
-    "collapse_point",
     "compression_ratio",
-    "diversity",
     "ends_in_loop",
     "is_loop",
     "novelty",

@@ -6,7 +6,7 @@ import hashlib
 import statistics
 import time
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,7 +17,7 @@ from sinkscope.files.records import Natural, check_values
 from sinkscope.files.result import Result
 from sinkscope.loops.monitor import Monitor, MonitorSettings
 from sinkscope.loops.outputs import TokenRecord, as_records
-from sinkscope.loops.repetition import NearRepetition, Stretch
+from sinkscope.loops.repetition import NearRepetition
 from sinkscope.loops.signals import (
     Ids,
     Tail,
@@ -88,8 +88,8 @@ class LoopCheck(Result):
         count = len(self.records)
         loop = agreeing(count, "loops", "loop")
         finding = f"{self.loops or 'None'} of {counted(count, 'output')} in {self.model.name} {loop}"
-        ratio = _median(record.ttr for record in self.records if record.loop)
-        other_ratio = _median(record.ttr for record in self.records if not record.loop)
+        ratio = self._median("ttr")
+        other_ratio = self._median("ttr", loop=False)
         if ratio is not None:
             finding += f"; their median type-token ratio is {ratio:.2g}"
             if other_ratio is not None:
@@ -98,18 +98,18 @@ class LoopCheck(Result):
 
     def details(self) -> list[str]:
         """Where the loops begin."""
-        period = _median(record.period for record in self.records if record.loop)
-        onset = _median(record.onset for record in self.records if record.loop)
-        if period is None or onset is None:
+        period = self._median("period")
+        if period is None:
             return []
+        onset = self._median("onset")
         return [f"The loops have a median period of {period:g} tokens and begin at token {onset:g} (median)."]
 
-
-def _median(values: Iterable[float | None]) -> float | None:
-    numbers = [value for value in values if value is not None]
-    if not numbers:
-        return None
-    return float(statistics.median(numbers))
+    def _median(self, field: str, loop: bool = True) -> float | None:
+        values = [getattr(record, field) for record in self.records if record.loop == loop]
+        numbers = [value for value in values if value is not None]
+        if not numbers:
+            return None
+        return statistics.median(numbers)
 
 
 def check(
@@ -167,42 +167,34 @@ def _checked(record: TokenRecord, settings: MonitorSettings, max_new: int | None
     monitor = Monitor(settings)
     exact = NearRepetition(LONGEST_PERIOD, COPIES, SHORTEST_STRETCH, 0.0)
     every = max(1, -(-len(ids) // CURVE_POINTS))
-    longest: Stretch | Tail | None = None
-    longest_tokens = 0
+    longest: Tail | tuple[None, None, None] = (None, None, None)
+    covered = 0
     detected: int | None = None
-    steps: list[int] = []
-    curve: list[float] = []
+    curve: dict[int, float] = {}
     for position, token in enumerate(ids):
         step = monitor.update(token)
         if step.trigger and detected is None:
             detected = step.step
-        for stretch in (exact.add(token, position), step.tail):
-            if stretch is not None and position + 1 - stretch.start > longest_tokens:
-                longest = stretch
-                longest_tokens = position + 1 - stretch.start
+        for tail in (exact.add(token, position), step.tail):
+            if tail is not None and step.step - tail.start > covered:
+                longest = tail
+                covered = step.step - tail.start
         if step.step % every == 0 or step.step == len(ids):
-            steps.append(step.step)
-            curve.append(round(step.ttr, 4))
-    ttr, cr = settings.theta_ttr, settings.theta_cr
+            curve[step.step] = round(step.ttr, 4)
+    thresholds = {"theta_ttr": settings.theta_ttr, "theta_cr": settings.theta_cr}
+    period, onset, repeats = longest
     return CheckedOutput(
         name=record.name,
         tokens=len(ids),
-        ttr=_none_for_nan(type_token_ratio(ids)),
-        cr=_none_for_nan(compression_ratio(ids)),
-        period=None if longest is None else longest.period,
-        onset=None if longest is None else longest.start,
-        repeats=None if longest is None else longest_tokens / longest.period,
+        ttr=type_token_ratio(ids) if ids else None,
+        cr=compression_ratio(ids) if ids else None,
+        period=period,
+        onset=onset,
+        repeats=repeats,
         detected=detected,
         loop=detected is not None,
-        ends_in_loop=ends_in_loop(ids, settings.window, theta_ttr=ttr, theta_cr=cr),
-        loop_rule=None if max_new is None else is_loop(ids, max_new, theta_ttr=ttr, theta_cr=cr),
-        steps=tuple(steps),
-        curve=tuple(curve),
+        ends_in_loop=ends_in_loop(ids, settings.window, **thresholds),
+        loop_rule=None if max_new is None else is_loop(ids, max_new, **thresholds),
+        steps=tuple(curve),
+        curve=tuple(curve.values()),
     )
-
-
-def _none_for_nan(value: float) -> float | None:
-    """None for NaN, which JSON cannot represent."""
-    if value != value:
-        return None
-    return value

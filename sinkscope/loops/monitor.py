@@ -19,8 +19,8 @@ from sinkscope.loops.signals import (
     THETA_CR,
     THETA_TTR,
     WINDOW,
+    LastItems,
     Tail,
-    WindowDiversity,
     WindowNovelty,
     compression_ratio,
 )
@@ -101,15 +101,14 @@ class MonitorSettings:
     every: Natural = 200
 
     def __post_init__(self) -> None:
-        for name, names in (("voters", self.voters), ("gates", self.gates)):
+        for names in (self.voters, self.gates):
             if len(set(names)) < len(names):
-                raise SinkscopeError(f"{name} is {names!r}: expected each name at most once")
+                raise SinkscopeError(f"{names!r}: expected each name at most once")
         conform(between(int, None, len(self.voters)), self.votes, "votes", then=", the number of voters")
         conform(between(int, self.novelty_n, None), self.window, "window", then=", the value of novelty_n")
-        if self.rule == "repeats" and self.tail_repeats < 3:
-            raise SinkscopeError(f'tail_repeats is {self.tail_repeats}: rule "repeats" needs at least 3')
-        if self.rule == "repeats" and self.tail_shortest < 12:
-            raise SinkscopeError(f'tail_shortest is {self.tail_shortest}: rule "repeats" needs at least 12')
+        if self.rule == "repeats" and (self.tail_repeats < 3 or self.tail_shortest < 12):
+            sizes = f"tail_repeats is {self.tail_repeats}, tail_shortest {self.tail_shortest}"
+            raise SinkscopeError(f'{sizes}: rule "repeats" needs at least 3 and 12')
 
     @classmethod
     def paper(cls, **changed: Any) -> MonitorSettings:
@@ -169,12 +168,10 @@ class Step(NamedTuple):
         novelty: Novelty, see `signals.novelty`; NaN under rule "repeats".
         tail: Repetition that reaches this token, if there is one; its positions count from the first token (0).
         votes: Number of signals that voted; rule "repeats" uses none.
-        warn: Whether enough signals voted.
         stall: Whether novelty has been low for long enough.
         tail_rep: Whether a tail repetition has lasted long enough.
         trigger: Whether to intervene now.
         level: At a trigger, how many earlier ones followed each other within `relapse` steps; the caller caps it.
-        since: Steps since the previous trigger; None if there was none.
     """
 
     step: int
@@ -184,43 +181,31 @@ class Step(NamedTuple):
     novelty: float
     tail: Tail | None
     votes: int
-    warn: bool
     stall: bool
     tail_rep: bool
     trigger: bool
     level: int
-    since: int | None
-
-
-_NOTHING = Step(0, math.nan, math.nan, None, math.nan, None, 0, False, False, False, False, 0, None)
 
 
 class Monitor:
     """The monitor of one row: call `update` with every generated token, and `end` when the row is finished.
 
-    `last` is the last `Step`. Tokens before a `reset` (a new turn of a conversation) are forgotten.
+    `last` is the last `Step`. A new turn of a conversation needs a new monitor.
     """
 
     def __init__(self, settings: MonitorSettings | None = None) -> None:
-        self.settings = settings or MonitorSettings()
-        self.reset()
-
-    def reset(self) -> None:
-        """Start over, as for a new row."""
-        s = self.settings
-        self.last = _NOTHING
+        s = self.settings = settings or MonitorSettings()
+        self.last = Step(0, math.nan, math.nan, None, math.nan, None, 0, False, False, False, 0)
         self.ended = False
-        self._diversity = WindowDiversity(s.window)
+        self._window = LastItems(s.window)
         self._novelty = WindowNovelty(s.window, s.novelty_n, s.novelty_span)
-        self._repeats = s.rule == "repeats"
-        noise, exact = (s.tail_noise, s.tail_exact) if self._repeats else (0.0, s.tail_repeats)
-        self._tail = NearRepetition(
-            s.tail_longest, s.tail_repeats, s.tail_shortest, noise, exact, s.tail_counting and self._repeats
-        )
+        noise, exact, counting = 0.0, s.tail_repeats, False
+        if s.rule == "repeats":
+            noise, exact, counting = s.tail_noise, s.tail_exact, s.tail_counting
+        self._tail = NearRepetition(s.tail_longest, s.tail_repeats, s.tail_shortest, noise, exact, counting)
         self._confident_steps = 0
         self._stalled_steps = 0
         self._tail_steps = 0
-        self._level = 0
         self._triggered_at: int | None = None
 
     def end(self) -> None:
@@ -244,52 +229,41 @@ class Monitor:
         """
         if self.ended:
             return self.last
+        s = self.settings
         token = index(token)
-        position = self.last.step
-        step = position + 1
-        ttr = self._diversity.add(token)
-        stretch = self._tail.add(token, position)
+        step = self.last.step + 1
+        self._window.add(token)
+        ttr = len(self._window.counts) / len(self._window.items)
+        tail = self._tail.add(token, step - 1)
+        self._tail_steps = 0 if tail is None else self._tail_steps + 1
+        tail_rep = self._tail_steps >= s.tail_hold
+        streak: int | None = None
+        if p_max is not None:
+            streak = self._confident_steps + 1 if p_max > s.theta_conf else 0
+        self._confident_steps = streak or 0
         cr, novelty = math.nan, math.nan
-        if not self._repeats:
-            cr = self._compression(step)
-            novelty = self._novelty.add(token, position)
-        self._count_steps(novelty, p_max)
-        votes, warn = 0, False
-        if not self._repeats:
+        votes, stall, due = 0, False, tail_rep
+        if s.rule != "repeats":
+            cr = self.last.cr
+            if step % s.stride == 0:
+                cr = compression_ratio(self._window.items)
+            novelty = self._novelty.add(token)
+            self._stalled_steps = self._stalled_steps + 1 if novelty < s.theta_nov else 0
+            stall = self._stalled_steps >= s.stall
             votes = self._votes(ttr, cr)
-            warn = votes >= self._needed_votes(p_max)
-        tail: Tail | None = None
-        self._tail_steps = 0 if stretch is None else self._tail_steps + 1
-        if stretch is not None:
-            tail = Tail(stretch.period, stretch.start, (step - stretch.start) / stretch.period)
-        stall = self._stalled_steps >= self.settings.stall
-        tail_rep = self._tail_steps >= self.settings.tail_hold
+            due = self._is_due(step, votes >= self._needed_votes(p_max), stall, tail_rep)
         since: int | None = None
         if self._triggered_at is not None:
             since = step - self._triggered_at
-        trigger = self._triggers(step, since, warn, stall, tail_rep)
+        rests = since is not None and since <= s.cooldown
+        trigger = due and step >= s.warmup and not rests
+        level = self.last.level
         if trigger:
-            follows = since is not None and since <= self.settings.relapse
-            self._level = self._level + 1 if follows else 0
+            follows = since is not None and since <= s.relapse
+            level = level + 1 if follows else 0
             self._triggered_at = step
-        streak = None if p_max is None else self._confident_steps
-        self.last = Step(
-            step, ttr, cr, streak, novelty, tail, votes, warn, stall, tail_rep, trigger, self._level, since
-        )
+        self.last = Step(step, ttr, cr, streak, novelty, tail, votes, stall, tail_rep, trigger, level)
         return self.last
-
-    def _compression(self, step: int) -> float:
-        """Compression ratio of the window, computed every `stride` steps and held in between."""
-        if step % self.settings.stride == 0:
-            return compression_ratio(self._diversity.tokens)
-        return self.last.cr
-
-    def _count_steps(self, novelty: float, p_max: float | None) -> None:
-        """Count consecutive confident steps and consecutive stalled steps."""
-        confident = p_max is not None and p_max > self.settings.theta_conf
-        self._confident_steps = self._confident_steps + 1 if confident else 0
-        stalled = novelty < self.settings.theta_nov
-        self._stalled_steps = self._stalled_steps + 1 if stalled else 0
 
     def _votes(self, ttr: float, cr: float) -> int:
         """Signals that vote on a warning (Eq. 8)."""
@@ -313,15 +287,9 @@ class Monitor:
             raise SinkscopeError("only the top-1 streak (p1) votes, and no probability came: pass p_max")
         return needed
 
-    def _triggers(self, step: int, since: int | None, warn: bool, stall: bool, tail_rep: bool) -> bool:
-        """Whether to intervene now (Eq. 9 for rule "signals")."""
+    def _is_due(self, step: int, warn: bool, stall: bool, tail_rep: bool) -> bool:
+        """Whether the rule asks for an intervention, whatever happened before (Eq. 9 for rule "signals")."""
         s = self.settings
-        if step < s.warmup:
-            return False
-        if since is not None and since <= s.cooldown:
-            return False
-        if s.rule == "repeats":
-            return tail_rep
         if s.rule == "signals":
             persists = not s.gates or (stall and "stall" in s.gates) or (tail_rep and "tail" in s.gates)
             return warn and persists

@@ -55,13 +55,11 @@ def as_records(outputs: str | Sequence[Any] | Ids) -> list[TokenRecord]:
     Raises:
         SinkscopeError: The input is of another type, or is empty.
     """
-    if isinstance(outputs, str):
-        return [_record("text", outputs, "the input")]
     items: Any = id_list(outputs)
-    if not isinstance(items, list | tuple) or not items:
+    if not isinstance(items, str | list | tuple) or not items:
         raise SinkscopeError(f"{outputs!r} cannot be checked: give a text, token ids, or several of either")
-    if isinstance(items[0], int):
-        return [_record("ids", items, "the input")]
+    if isinstance(items, str) or isinstance(items[0], int):
+        return [_record("text", items, "the input")]
     records: list[TokenRecord] = []
     for place, item in enumerate(items, 1):
         records.append(item if isinstance(item, TokenRecord) else _record(str(place), item, "the input"))

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from sinkscope.loops.signals import Tail
+
 _MODULUS = (1 << 61) - 1  # of the hashes; every match is verified anyway
 _BASE = 0x2545F4914F6CDD1D % _MODULUS
 _CREDIT = 2.0  # mismatches that may follow each other; those of a repetition earn it back at the rate of `noise`
-
-
-class Stretch(NamedTuple):
-    """A repetition that reaches the last token.
-
-    Attributes:
-        period: Number of tokens after which it repeats.
-        start: Position of the first token of the first copy.
-    """
-
-    period: int
-    start: int
 
 
 @dataclass(slots=True)
@@ -31,7 +20,6 @@ class _Run:
     Attributes:
         first: First position that is compared.
         clean: First position after the last mismatch.
-        due: Position from which the compared tokens cover enough if there are mismatches.
         mismatches: Their number.
         credit: How many may still follow each other.
         recent_mismatches: Position of each mismatch of the last period, and whether the token was replaced there.
@@ -39,7 +27,6 @@ class _Run:
 
     first: int
     clean: int
-    due: int
     mismatches: int = 0
     credit: float = _CREDIT
     recent_mismatches: deque[tuple[int, bool]] = field(default_factory=deque)
@@ -119,15 +106,15 @@ class NearRepetition:
         self._ends: dict[int, int] = {}  # hash of a stretch -> where it ended last
         self._older_ends: dict[int, int] = {}
         self._runs: dict[int, _Run] = {}  # by period
-        self._exact: Stretch | None = None  # the exact part of the last repetition
+        self._exact_period = 0  # of the repetition that reached the last token; 0: none did
+        self._exact_start = 0  # of its exact part
 
-    def add(self, token: int, position: int) -> Stretch | None:
+    def add(self, token: int, position: int) -> Tail | None:
         """Add the token at `position`; return the repetition that covers most, if any."""
         self._ids.append(token)
         self._hashes.append((self._hashes[-1] * _BASE + token + 1) % _MODULUS)
         self._look_up(position)
-        longest_stretch: Stretch | None = None
-        clean = 0
+        tail: Tail | None = None
         ended: list[int] = []
         for period, run in self._runs.items():
             if self._ids[~period] != token:
@@ -135,46 +122,40 @@ class NearRepetition:
                     ended.append(period)
                 continue
             start = self._start(run, period, position)
-            if start is None:
-                continue
-            if longest_stretch is None or (start, period) < (longest_stretch.start, longest_stretch.period):
-                longest_stretch = Stretch(period, start)
-                clean = run.clean
-        if longest_stretch is not None and len(self._runs) > 1:
-            ended += self._needless_multiples(longest_stretch.period, clean)
+            if start is not None and (tail is None or (start, period) < (tail.start, tail.period)):
+                tail = Tail(period, start, (position + 1 - start) / period)
+        self._exact_period = 0
+        if tail is not None:
+            clean = self._runs[tail.period].clean
+            self._exact_period = tail.period
+            self._exact_start = clean - tail.period
+            for period, run in self._runs.items():  # a multiple of the period says nothing beside it
+                if period > tail.period and period % tail.period == 0 and run.clean >= clean:
+                    ended.append(period)
         for period in ended:
             self._runs.pop(period, None)
         if len(self._ids) > 2 * self._history:
             del self._ids[: -self._history]
             del self._hashes[: -self._history]
-        self._exact = None
-        if longest_stretch is not None:
-            self._exact = Stretch(longest_stretch.period, clean - longest_stretch.period)
-        return longest_stretch
+        return tail
 
     def _start(self, run: _Run, period: int, position: int) -> int | None:
         """Where the repetition of a run begins; None while it does not cover enough."""
-        if position >= run.due and run.mismatches <= self._noise * (position - run.first + 1):
+        compared = position - run.first + 1
+        near = run.mismatches <= self._noise * compared
+        if near and compared + period >= max(self._repeats * period, self._shortest):
             return run.first - period
         start = run.clean - period
-        if position - start + 1 < max(self._exact_repeats * period, self._shortest):
-            return None
-        return start
-
-    def _needless_multiples(self, period: int, clean: int) -> list[int]:
-        """Periods that say nothing beside one that divides them."""
-        multiples: list[int] = []
-        for other, run in self._runs.items():
-            if other > period and other % period == 0 and run.clean >= clean:
-                multiples.append(other)
-        return multiples
+        if position - start + 1 >= max(self._exact_repeats * period, self._shortest):
+            return start
+        return None
 
     def _look_up(self, position: int) -> None:
         """Find the nearest stretches that equal the last tokens, follow their periods, and store these stretches."""
-        period, covered = 0, 0
-        if self._exact is not None:
-            period = self._exact.period
-            covered = position - self._exact.start
+        period = self._exact_period
+        covered = 0
+        if period:
+            covered = position - self._exact_start
         hashes = self._hashes
         looking = True
         for level in self._levels:
@@ -185,9 +166,7 @@ class NearRepetition:
             if looking and period <= level.length <= covered - period:  # it recurs: only longer ones say something new
                 looking = covered - period < self._levels[-1].length
             elif looking:
-                end = self._ends.get(stretch)
-                if end is None:
-                    end = self._older_ends.get(stretch)
+                end = self._ends.get(stretch, self._older_ends.get(stretch))
                 looking = end is not None
                 if end is not None:
                     distance = position - end
@@ -208,10 +187,7 @@ class NearRepetition:
             equal += 1
         if equal > 3:
             first = position - equal + 1
-            self._runs[period] = _Run(first, first, self._due(first - period, period))
-
-    def _due(self, start: int, period: int) -> int:
-        return start + max(math.ceil(self._repeats * period), self._shortest) - 1
+            self._runs[period] = _Run(first, first)
 
     def _tolerated(self, run: _Run, period: int, token: int, position: int) -> bool:
         """Note a mismatch; whether the run goes on."""

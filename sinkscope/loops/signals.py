@@ -1,4 +1,4 @@
-"""Signals of repetition on plain token ids: diversity of an output, repetition at its end, and time of collapse.
+"""Signals of repetition on plain token ids: diversity and redundancy of an output, and repetition at its end.
 
 Every function takes a sequence of token ids from any vocabulary and needs neither torch nor a tokenizer. Values that
 are undefined, for example for an empty sequence, are NaN, which passes no threshold. Positions count from 0, steps
@@ -52,57 +52,49 @@ class Tail(NamedTuple):
     repeats: float
 
 
-class WindowDiversity:
-    """Type-token ratio of the last `window` tokens."""
+class LastItems:
+    """The last `size` items that were added, and how often each occurs among them."""
 
-    def __init__(self, window: int) -> None:
-        self.window = window
-        self.tokens: deque[int] = deque()
-        self._counts: dict[int, int] = {}
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.items: deque[Any] = deque()
+        self.counts: dict[Any, int] = {}
 
-    def add(self, token: int) -> float:
-        """Add one token and return the ratio including it."""
-        self.tokens.append(token)
-        self._counts[token] = self._counts.get(token, 0) + 1
-        if len(self.tokens) > self.window:
-            oldest = self.tokens.popleft()
-            self._counts[oldest] -= 1
-            if not self._counts[oldest]:
-                del self._counts[oldest]
-        return len(self._counts) / len(self.tokens)
+    def add(self, item: Any) -> None:
+        """Add an item; the oldest one leaves if there are more than `size`."""
+        self.items.append(item)
+        self.counts[item] = self.counts.get(item, 0) + 1
+        if len(self.items) > self.size:
+            oldest = self.items.popleft()
+            self.counts[oldest] -= 1
+            if not self.counts[oldest]:
+                del self.counts[oldest]
 
 
 class WindowNovelty:
     """Share of the last `span` tokens whose n-gram was new to the window (see `novelty`)."""
 
     def __init__(self, window: int, n: int, span: int) -> None:
-        self._n = n
-        self._span = span
-        self._reach = window - n  # an n-gram fits window - n times before the last one
         self._gram: deque[int] = deque(maxlen=n)
-        self._last_end: dict[tuple[int, ...], int] = {}  # n-gram -> where it ended last, the oldest first
-        self._flags: deque[bool] = deque()
-        self._new = 0
+        self._reach = window - n  # an n-gram fits window - n times before the last one
+        self._ends: dict[tuple[int, ...], int] = {}  # n-gram -> step at which it ended last, the oldest first
+        self._step = 0
+        self._span = span
+        self._mask = (1 << span) - 1
+        self._new = 0  # a bit for each of the last `span` tokens: whether its n-gram was new
 
-    def add(self, token: int, position: int) -> float:
-        """Add the token at `position` and return the share including it."""
+    def add(self, token: int) -> float:
+        """Add a token and return the share including it."""
+        self._step += 1
         self._gram.append(token)
-        new = True
-        if len(self._gram) == self._n:
-            new = self._is_new(tuple(self._gram), position)
-        self._flags.append(new)
-        self._new += new
-        if len(self._flags) > self._span:
-            self._new -= self._flags.popleft()
-        return self._new / len(self._flags)
-
-    def _is_new(self, gram: tuple[int, ...], position: int) -> bool:
-        new = self._last_end.pop(gram, None) is None
-        self._last_end[gram] = position
-        oldest = next(iter(self._last_end))
-        if self._last_end[oldest] <= position - self._reach:
-            del self._last_end[oldest]
-        return new
+        gram = tuple(self._gram)  # the first n - 1 are shorter than n-grams and equal none
+        end = self._ends.pop(gram, None)
+        self._ends[gram] = self._step
+        if len(self._ends) > self._reach:
+            del self._ends[next(iter(self._ends))]
+        new = end is None or self._step - end > self._reach
+        self._new = (self._new << 1 | new) & self._mask
+        return self._new.bit_count() / min(self._step, self._span)
 
 
 def type_token_ratio(ids: Ids) -> float:
@@ -150,8 +142,8 @@ def novelty(ids: Ids, *, window: int = WINDOW, n: int = 4, span: int = 64) -> fl
     """
     state = WindowNovelty(window, n, span)
     share = math.nan
-    for position, token in enumerate(id_list(ids)):
-        share = state.add(token, position)
+    for token in id_list(ids):
+        share = state.add(token)
     return share
 
 
@@ -208,46 +200,22 @@ def is_loop(
     *,
     theta_ttr: float = THETA_TTR,
     theta_cr: float = THETA_CR,
-    theta_len: int | None = None,
 ) -> bool:
     """The loop rule: low diversity, high redundancy, and an output nearly as long as allowed (LoopGuard, Eq. 7).
 
     Args:
         ids: Generated tokens.
-        max_new: Maximum number of new tokens; None ignores the length.
+        max_new: Maximum number of new tokens, of which a loop has 2,480 in 2,500; None ignores the length.
         theta_ttr: Largest type-token ratio of a loop.
         theta_cr: Largest compression ratio of a loop.
-        theta_len: Minimum length of a loop; by default 2,480 of 2,500, and the same share of any other `max_new`.
     """
     ids = id_list(ids)
-    if theta_len is None:
-        theta_len = 0
-        if max_new is not None:
-            theta_len = max_new * THETA_LEN // MAX_NEW
-    return len(ids) >= theta_len and type_token_ratio(ids) <= theta_ttr and compression_ratio(ids) <= theta_cr
+    shortest = 0
+    if max_new is not None:
+        shortest = max_new * THETA_LEN // MAX_NEW
+    return len(ids) >= shortest and type_token_ratio(ids) <= theta_ttr and compression_ratio(ids) <= theta_cr
 
 
 def ends_in_loop(ids: Ids, last: int = WINDOW, *, theta_ttr: float = THETA_TTR, theta_cr: float = THETA_CR) -> bool:
     """The loop rule without the length, on the last tokens, so that early and late stops are judged alike."""
     return is_loop(id_list(ids)[-last:], None, theta_ttr=theta_ttr, theta_cr=theta_cr)
-
-
-def diversity(ids: Ids, window: int = WINDOW) -> list[float]:
-    """Type-token ratio of the last `window` tokens at every step (LoopGuard, Fig. 2 a); shorter windows at first."""
-    state = WindowDiversity(window)
-    return [state.add(token) for token in id_list(ids)]
-
-
-def collapse_point(ids: Ids, window: int = WINDOW, *, theta: float = THETA_TTR) -> int | None:
-    """First step from which the windowed type-token ratio stays below `theta` to the end; None if there is none.
-
-    Only full windows count, so it is at least `window`; the repetition itself began up to `window` tokens earlier.
-    """
-    values = diversity(ids, window)
-    step = len(values)
-    while step >= window and values[step - 1] < theta:
-        step -= 1
-    first_low = max(step + 1, window)
-    if first_low > len(values):
-        return None
-    return first_low

@@ -8,11 +8,12 @@ import sys
 import warnings
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import chain
 from typing import Any, NamedTuple
 
 from sinkscope.errors import SinkscopeError, SinkscopeWarning
-from sinkscope.files.output import read_json
+from sinkscope.files.output import read_json, reason_of
 from sinkscope.files.plain import parse_json
 from sinkscope.loops.forms import FILE_FIELDS, Piece, StreamForm, pieces_of, shown
 from sinkscope.loops.monitor import Monitor, MonitorSettings
@@ -63,51 +64,48 @@ class Stream:
         self._quiet_until = 0
 
     def take(self, piece: Piece) -> Iterator[Alarm]:
-        """Return the alarms that a piece raises."""
+        """Yield the alarms that a piece raises."""
         tokens = [piece]
         if piece.key is None:
-            tokens = self._words(piece)
+            tokens = [Piece(piece.stream, word, f"{word} ") for word in self._words(piece)]
         for token in tokens:
-            yield from self._feed(token)
+            key = token.key
+            if not isinstance(key, int):
+                key = self._ids.setdefault(key, len(self._ids))
+            step = self.monitor.update(key)
+            self._recent.append(token.text[:SHOWN_TOKENS])
+            if not step.trigger:
+                continue
+            if step.step > self._quiet_until:
+                yield Alarm(token.stream, step.step, step.tail, self._copy(step.tail, step.step))
+            self._quiet_until = step.step + self.monitor.settings.relapse  # a loop that goes on is reported once
 
-    def _words(self, piece: Piece) -> list[Piece]:
+    def _words(self, piece: Piece) -> list[str]:
         """The words that a piece of text completes."""
         text = self._last_word + self._new_text(piece)
         words = split(text)
         self._last_word = ""
         if words and not piece.last and text.endswith(words[-1]):
             self._last_word = words.pop()
-        return [Piece(piece.stream, word, f"{word} ") for word in words]
+        return words
 
     def _new_text(self, piece: Piece) -> str:
         """The part of a text that was not there before, if a server sends the whole text each time."""
-        if not piece.cumulative or self._whole_text is None:
-            return piece.text
         before = self._whole_text
+        if not piece.cumulative or before is None:
+            return piece.text
+        self._whole_text = piece.text
         if not piece.text.startswith(before):  # this server sends pieces after all
             self._whole_text = None
             return piece.text
-        self._whole_text = piece.text
         return piece.text[len(before) :]
-
-    def _feed(self, token: Piece) -> Iterator[Alarm]:
-        key = token.key
-        if not isinstance(key, int):
-            key = self._ids.setdefault(key, len(self._ids))
-        step = self.monitor.update(key)
-        self._recent.append(token.text[:SHOWN_TOKENS])
-        if not step.trigger:
-            return
-        if step.step > self._quiet_until:
-            yield Alarm(token.stream, step.step, step.tail, self._copy(step.tail, step.step))
-        self._quiet_until = step.step + self.monitor.settings.relapse  # a loop that goes on is reported once
 
     def _copy(self, tail: Tail | None, step: int) -> str:
         """Text of one copy of the loop, or of the last tokens."""
-        copy = deque(list(self._recent)[-SHOWN_TOKENS:])
-        if tail is not None:
-            copy = deque(list(self._recent)[-tail.period :])
-            copy.rotate(step - tail.start)  # it begins where the first copy began
+        if tail is None:
+            return shown("".join([*self._recent][-SHOWN_TOKENS:]).strip(" "))
+        copy = deque([*self._recent][-tail.period :])
+        copy.rotate(step - tail.start)  # it begins where the first copy began
         return shown("".join(copy).strip(" "))
 
 
@@ -246,11 +244,9 @@ def _form(start: bytes, *, ended: bool) -> StreamForm:
         unfinished_object = line[:1] == "{" and line[-1:] != "\n"
         if may_be_event or unfinished_object:
             return "auto"
-    try:
+    with suppress(ValueError):
         if isinstance(parse_json(line), dict):
             return "jsonl"
-    except ValueError:
-        pass
     return "text"
 
 
@@ -303,5 +299,4 @@ def open_bytes(file: str) -> Any:
     try:
         return open(file, "rb")
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise SinkscopeError(f"cannot read {file}: {reason}; give another path") from None
+        raise SinkscopeError(f"cannot read {file}: {reason_of(error)}; give another path") from None

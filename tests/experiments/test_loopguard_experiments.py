@@ -59,5 +59,6 @@ def test_survival_counts_runs_without_a_collapse():
     assert found["collapsed"] == 0.5 and found["points"][1] is None
     point = found["points"][0]
     assert 300 < point < 300 + 256
+    assert figure2.collapse_point([1, 2, 3, 4, *[5] * 9], 4, 0.5) == 8, "the ratio is 0.5 at step 7"
     for step, share in zip(found["steps"], found["survival"], strict=True):
         assert share == (1.0 if step < point else 0.5)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from guard_kit import padded, tiny
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.kv.loopguard import LoopReporter, LoopStopper
+from sinkscope.kv.loopguard import LoopReporter
 from sinkscope.loops.monitor import Monitor, MonitorSettings
 
 TAIL = MonitorSettings.variant("tail", warmup=0, window=16, tail_shortest=6)
@@ -30,13 +30,12 @@ class Write(LogitsProcessor):
         return out
 
 
-def run(model, ids: Tensor, mask: Tensor, *processors, criteria=(), **settings) -> Tensor:
+def run(model, ids: Tensor, mask: Tensor, *processors, **settings) -> Tensor:
     settings = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, **settings}
     return model.generate(
         input_ids=ids,
         attention_mask=mask,
         logits_processor=LogitsProcessorList(processors),
-        stopping_criteria=StoppingCriteriaList(criteria),
         **settings,
     )
 
@@ -67,7 +66,7 @@ def test_a_reporter_changes_nothing_and_reports_what_the_monitor_says(sample):
     expected = triggers(new[:-1], P1, probs)
     assert expected and [e.step for e in reporter.events] == expected
     assert [e.position for e in reporter.events] == [8 + step - 1 for step in expected]
-    assert {e.kind for e in reporter.events} == {"loop"} and reporter.events[0].data["streak"] >= 3
+    assert {e.kind for e in reporter.events} == {"loop"} and reporter.events[0].data == {"period": None, "votes": 1}
 
 
 def test_rows_are_reported_apart_and_not_after_their_end():
@@ -83,28 +82,23 @@ def test_rows_are_reported_apart_and_not_after_their_end():
         assert {e.row for e in reporter.events} == {0, 1} and reporter.events[0].data["period"] == 3
 
 
-def test_a_stopper_stops_the_looping_row_at_the_trigger_and_no_other():
+def test_the_looping_row_ends_after_the_trigger_and_no_other():
     model = tiny()
     ids, mask = padded(5, 9)
     rows = [LOOPS, [*range(20, 40), *LOOPS]]
-    stopper = LoopStopper(TAIL, eos_token_id=2)
-    out = run(model, ids, mask, Write(rows, 9), criteria=[stopper])[:, 9:].tolist()
+    out = run(model, ids, mask, Write(rows, 9), LoopReporter(TAIL, eos_token_id=[2, 3], stop=True))[:, 9:].tolist()
     first, second = (triggers(row, TAIL)[0] for row in rows)
-    assert first < second < 40 and len(out[0]) == second and stopper.stopped == {0, 1}
-    assert out[0] == rows[0][:first] + [0] * (second - first) and out[1] == rows[1][:second]
+    assert first < second < 40 and len(out[0]) == second + 1
+    assert out == [[*rows[0][:first], 2, *[0] * (second - first)], [*rows[1][:second], 2]]
 
 
-def test_with_a_reporter_the_top_1_streak_counts_too():
+def test_the_top_1_streak_counts_too():
     model = tiny()
     ids, mask = padded(6)
-    settings = MonitorSettings.variant("p1", warmup=0)
-    reporter = LoopReporter(settings, eos_token_id=2)
-    stopper = LoopStopper(reporter=reporter)
-    out = run(model, ids, mask, Write([LOOPS], 6), reporter, criteria=[stopper])[0, 6:].tolist()
+    reporter = LoopReporter(MonitorSettings.variant("p1", warmup=0), eos_token_id=2, stop=True)
+    out = run(model, ids, mask, Write([LOOPS], 6), reporter)[0, 6:].tolist()
     # Six confident steps make the streak; the probability after token 6 comes with token 7.
-    assert reporter.events[0].step == 6 and len(out) == 7 and stopper.stopped == {0}
-    with pytest.raises(SinkscopeError, match="p1"):
-        run(model, ids, mask, criteria=[LoopStopper(settings)])
+    assert reporter.events[0].step == 6 and len(out) == 7
 
 
 def test_bad_input():
@@ -112,6 +106,8 @@ def test_bad_input():
     ids, mask = padded(6, 6)
     with pytest.raises(SinkscopeError, match="batch of 2 rows and no eos_token_id"):
         run(model, ids, mask, LoopReporter(TAIL))
+    with pytest.raises(SinkscopeError, match="stop=True"):
+        LoopReporter(TAIL, stop=True)
     reporter = LoopReporter(TAIL, eos_token_id=2)
     model.generation_config.eos_token_id = None
     with pytest.raises(UnsupportedError, match="num_beams=1"):

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinkscope.kv.loopguard.retention import Retention, evenly_spaced, tokens_to_keep
+from sinkscope.kv.loopguard.retention import Retention, evenly_spaced, ranges_of, tokens_to_keep
 
 
 @st.composite
@@ -15,12 +15,7 @@ def cases(draw: st.DrawFn) -> tuple[list[int], int, list[tuple[int, int]], Reten
     budget = draw(st.integers(1, 80))
     anchors = draw(st.integers(0, budget - 1))
     recent = draw(st.none() | st.integers(1, 60))
-    retention = Retention(
-        budget=budget,
-        anchors=anchors,
-        recent=recent,
-        max_level=draw(st.integers(0, 4)),
-    )
+    retention = Retention(budget=budget, anchors=anchors, recent=recent)
     length = draw(st.integers(1, 200))
     gone = draw(st.sets(st.integers(0, length - 1)))
     a, b, c = sorted(draw(st.integers(0, length)) for _ in range(3))
@@ -32,8 +27,8 @@ def cases(draw: st.DrawFn) -> tuple[list[int], int, list[tuple[int, int]], Reten
 def test_every_plan_is_within_the_budget_and_follows_the_equations(case):
     held, length, bad, retention, level = case
     made = tokens_to_keep(held, length, bad, retention, level)
-    keep, every = set(made.positions), set(held)
-    assert list(made.positions) == sorted(keep) and keep <= every and len(keep) <= retention.budget
+    keep, every = set(made), set(held)
+    assert made == sorted(keep) and keep <= every and len(keep) <= retention.budget
     out = {p for start, stop in bad for p in range(start, stop)}
     first = every & set(range(retention.anchors))
     anchors = first
@@ -48,13 +43,13 @@ def test_every_plan_is_within_the_budget_and_follows_the_equations(case):
     history = every - window - anchors - (out if retention.recent is None else set())
     assert anchors <= keep
     assert keep & window - anchors <= clean, "a token of a bad block of the recent window is kept"
-    assert len(keep & clean) == min(len(clean), retention.recent_tokens(level)) == made.recent
-    assert len(keep & history) == min(len(history), retention.sparse_tokens) == made.sparse
-    assert made.anchors == len(anchors) and made.anchors + made.sparse + made.recent == len(keep)
+    recent = min(len(clean), retention.recent_tokens(level))
+    sparse = min(len(history), retention.sparse_tokens)
+    assert (len(keep & clean), len(keep & history), len(keep)) == (recent, sparse, len(anchors) + sparse + recent)
     if clean:
         assert keep & clean == set(sorted(clean)[-retention.recent_tokens(level) :])
-    ranges = made.ranges
-    assert [p for start, stop in ranges for p in range(start, stop)] == list(made.positions)
+    ranges = ranges_of(made)
+    assert [p for start, stop in ranges for p in range(start, stop)] == made
     assert all(a[1] < b[0] for a, b in pairwise(ranges))
 
 
@@ -73,5 +68,5 @@ def test_the_papers_sizes():
     assert (retention.budget, retention.anchors, retention.recent) == (1024, 32, 256)
     assert [retention.recent_tokens(level) for level in range(5)] == [128, 64, 32, 16, 16]
     made = tokens_to_keep(range(5000), 5000, [(4900, 5000)], retention)
-    assert (made.anchors, made.sparse, made.recent) == (32, 864, 128) and made.ranges[0] == (0, 32)
-    assert made.ranges[-1] == (4772, 4900), "the latest clean tokens, up to the bad tail"
+    assert len(made) == 32 + 864 + 128 and ranges_of(made)[0] == (0, 32)
+    assert ranges_of(made)[-1] == (4772, 4900), "the latest clean tokens, up to the bad tail"

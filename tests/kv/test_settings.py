@@ -23,7 +23,7 @@ from sinkscope.kv import (
     StreamingLLM,
     make_policy,
 )
-from sinkscope.kv.loopguard import LoopReporter, LoopStopper, Retention
+from sinkscope.kv.loopguard import Retention
 
 REFUSED = [
     # budgets
@@ -64,7 +64,6 @@ REFUSED = [
     (ss.LoopGuard, {"monitor": {"theta_ttr": 1.5}}, "theta_ttr"),
     (ss.LoopGuard, {"monitor": {"window": 9}}, "window=..."),
     (Retention, {"budget": 8, "anchors": 9}, "at least 10"),
-    (LoopStopper, {"eos_token_id": 1, "reporter": LoopReporter()}, "leave them out"),
 ]
 
 

@@ -49,14 +49,14 @@ def _summed(dense: Tensor, since: int = 0) -> tuple[Tensor, Tensor]:
 
 
 @st.composite
-def _cases(draw: st.DrawFn) -> tuple[Scores, int]:
+def _cases(draw: st.DrawFn) -> Scores:
     kv = draw(st.integers(1, 2))
     groups = draw(st.integers(1, 3))
     keys = draw(st.integers(1, 40))
     queries = draw(st.integers(1, keys))
     g = torch.Generator().manual_seed(draw(st.integers(0, 1 << 30)))
     sinks = torch.randn(kv * groups, generator=g) if draw(st.booleans()) else None
-    scores = Scores(
+    return Scores(
         3 * torch.randn(kv * groups, queries, 8, generator=g),
         torch.randn(kv, keys, 8, generator=g),
         0.4,
@@ -64,14 +64,20 @@ def _cases(draw: st.DrawFn) -> tuple[Scores, int]:
         draw(st.none() | st.just(2.0)),
         sinks,
     )
-    return scores, draw(st.integers(1, 45))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_chunks():
+    """Sixteen queries at a time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sums, "CHUNK_BYTES", 0)
+        yield
 
 
 @given(_cases(), st.integers(0, 42))
 @settings(max_examples=40)
-def test_sums_equal_the_matrix_whatever_the_chunk(case, since):
-    scores, chunk = case
-    vertical, slash = line_sums(scores, since=since, chunk=chunk)
+def test_sums_equal_the_matrix(scores, since):
+    vertical, slash = line_sums(scores, since=since)
     plain_vertical, plain_slash = _summed(_dense(scores), since)
     assert_close(vertical.double(), plain_vertical, atol=2e-5, rtol=1e-4)
     assert_close(slash.double(), plain_slash, atol=2e-5, rtol=1e-4)
@@ -82,8 +88,7 @@ def test_sums_equal_the_matrix_whatever_the_chunk(case, since):
 
 @given(_cases(), st.floats(0, 1), st.integers(0, 1 << 30))
 @settings(max_examples=40)
-def test_crossings_are_counted_cell_by_cell(case, share, seed):
-    scores, chunk = case
+def test_crossings_are_counted_cell_by_cell(scores, share, seed):
     heads = scores.query.shape[0]
     keys = scores.key.shape[1]
     g = torch.Generator().manual_seed(seed)
@@ -91,20 +96,7 @@ def test_crossings_are_counted_cell_by_cell(case, share, seed):
     back = _back(scores.query.shape[1], keys)
     cells = vertical[:, :, None] & slash[:, :, back.clamp(min=0)]
     expected = (_dense(scores) * cells).sum((2, 3))
-    assert_close(crossings(scores, vertical, slash, chunk=chunk).double(), expected, atol=2e-5, rtol=1e-4)
-
-
-def test_heads_taken_in_groups_are_the_same(monkeypatch):
-    g = torch.Generator().manual_seed(0)
-    scores = Scores(
-        torch.randn(6, 30, 8, generator=g), torch.randn(3, 30, 8, generator=g), 0.4, sinks=torch.randn(6, generator=g)
-    )
-    chosen = torch.rand(2, 2, 6, 30, generator=g) < 0.3
-    whole = (*line_sums(scores), crossings(scores, *chosen))
-    monkeypatch.setattr(sums, "CHUNK_BYTES", 4 * 2 * 64 * 30 * 2)  # two of three key/value heads, then the other
-    assert [(s.start, s.stop) for s in sums._head_groups(scores)] == [(0, 4), (4, 6)]
-    for a, b in zip(whole, (*line_sums(scores), crossings(scores, *chosen)), strict=True):
-        assert_close(a, b)
+    assert_close(crossings(scores, vertical, slash).double(), expected, atol=2e-5, rtol=1e-4)
 
 
 def test_nothing_of_query_times_key_is_kept():
@@ -123,8 +115,8 @@ def test_nothing_of_query_times_key_is_kept():
     scores = Scores(torch.randn(heads, n, 8), torch.randn(1, n, 8), 0.4)
     chosen = torch.rand(2, heads, n) < 0.1
     with Sizes():
-        line_sums(scores, chunk=chunk)
-        crossings(scores, chosen, chosen, chunk=chunk)
+        line_sums(scores)
+        crossings(scores, chosen, chosen)
     assert chunk * heads * n <= largest <= chunk * heads * (n + chunk) < n * n / 20
 
 
@@ -143,7 +135,7 @@ def test_sums_are_those_of_the_models_own_attention(model_type):
         model.set_attn_implementation("sdpa")
 
     def keep(layer, scores):
-        found[layer] = line_sums(scores, chunk=7)
+        found[layer] = line_sums(scores)
 
     before = model.config._attn_implementation
     with scores_of(target, keep, [0, 2]):

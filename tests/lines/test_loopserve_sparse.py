@@ -12,12 +12,11 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.lines import sparse
+from sinkscope.lines import lone, sparse
 from sinkscope.lines.choice import HeadLines, select_lines
-from sinkscope.lines.lone import lone_loops
 from sinkscope.lines.sparse import CPU_LIMIT, sparse_attention
 
-LONE = lone_loops(16, 12)
+LONE = lone.lone_loops(16, 12)
 
 
 def inputs(
@@ -116,7 +115,7 @@ def test_only_the_parts_that_are_needed_are_computed(monkeypatch):
         LONE.scores(query, key, opened, offsets, start, out)
         alone[0] += sum(min(len(query), start + len(query) - offset) for offset in offsets.tolist())
 
-    monkeypatch.setattr(sparse, "lone_loops", lambda *_: replace(LONE, scores=scores))
+    monkeypatch.setattr(lone, "lone_loops", lambda *_: replace(LONE, scores=scores))
     monkeypatch.setattr(sparse, "BLOCK", 64)
     monkeypatch.setattr(torch, "mm", mm)
     _, what = sparse_attention(query, key, value, lines, dense_above=1.0)

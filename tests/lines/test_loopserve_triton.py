@@ -38,7 +38,7 @@ CASES = {
         ("columns", 190, 0, 16, 2, 1e9),  # no slash lines but the main diagonal
         ("columns", 1, 70, 16, 2, 1e9),
     )
-    for dtype in ("bfloat16", "float32")
+    for dtype in ("float16", "float32")
 }
 
 
@@ -65,9 +65,9 @@ def test_interpreted_it_equals_attention_under_the_mask(name, found):
     assert case["kernel"] == "triton" and case["done"] and case["type"] == f"torch.{dtype}"
     if dtype == "float32":
         assert case["relative"] < 1e-6
-    else:  # weights are rounded to 8 bits for the product, as flash attention rounds them
-        assert case["root_mean_square"] < 1e-3 and case["relative"] < 2e-3
-        assert case["off"] < 1.25 * case["pytorch_off"]
+    else:  # weights are rounded for the product, as flash attention rounds them
+        assert case["root_mean_square"] < 1.5e-4 and case["relative"] < 3e-4
+        assert case["off"] < 1.4 * case["pytorch_off"]
     assert any(case["dense"]) == (limit < 1)
     if kind == "mixed" and limit < 1:
         assert case["dense"][3] and not case["dense"][2]
@@ -143,20 +143,19 @@ def test_the_index_names_each_cell_once():
 
 
 @pytest.mark.parametrize(
-    ("library", "module", "interpreted"), [("triton", "sinkscope.lines.triton", "1"), ("numba", "numba", "0")]
+    ("library", "module", "interpreted"),
+    [("triton", "sinkscope.lines.triton", "1"), ("numba", "sinkscope.lines.lone", "0")],
 )
 def test_without_its_library_lines_are_refused_and_it_is_said_once(monkeypatch, library, module, interpreted):
     monkeypatch.setitem(sys.modules, module, None)  # an import of it fails
     monkeypatch.setenv("TRITON_INTERPRET", interpreted)
-    sparse._triton.cache_clear()
-    sparse.lone_loops.cache_clear()
+    sparse._module.cache_clear()
     with pytest.warns(UserWarning, match=f"install {library}") as said:
         for _ in range(2):
             with pytest.raises(UnsupportedError, match=f"on cpu: {library} is not installed"):
                 sparse.sparse_attention(*inputs(2, 1, 200, 200), drawn(2, 200, 200, 0.05, 0.02))
     assert len(said) == 1
-    sparse._triton.cache_clear()
-    sparse.lone_loops.cache_clear()
+    sparse._module.cache_clear()
 
 
 def test_the_limit_goes_by_device_and_width():

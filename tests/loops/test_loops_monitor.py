@@ -62,7 +62,7 @@ def _anew(ids: list[int], p: list[float], s: MonitorSettings) -> Iterator[Step]:
         if trigger:
             level = level + 1 if since is not None and since <= s.relapse else 0
             last = t
-        yield Step(t, ttr, cr, streak, new, tail, votes, warn, stall, held, trigger, level, since)
+        yield Step(t, ttr, cr, streak, new, tail, votes, stall, held, trigger, level)
 
 
 def _signals(ids: list[int], p: list[float], s: MonitorSettings) -> tuple[Any, ...]:
@@ -114,7 +114,7 @@ def test_without_probabilities_the_other_two_vote():
     steps = [monitor.update(token) for token in loop]
     first = next(s for s in steps if s.trigger)
     assert first.ttr < 0.2 and first.cr < 0.12 and first.streak is None and first.votes == 2
-    assert not any(s.warn for s in steps if s.votes < 2)
+    assert not any(s.trigger for s in steps if s.votes < 2)
     with pytest.raises(SinkscopeError, match="pass p_max"):
         Monitor(MonitorSettings.variant("p1")).update(1)
 
@@ -161,7 +161,7 @@ def test_work_and_memory_per_token_do_not_grow(kind, settings_, early, late, hel
             monitor.update(token, 0.95)
             sys.settrace(before)
             counted[start] = counted.get(start, 0) + lines
-            parts = (monitor._diversity, monitor._novelty, monitor._tail)
+            parts = (monitor._window, monitor._novelty, monitor._tail)
             sizes[start] = sum(len(v) for part in parts for v in vars(part).values() if hasattr(v, "__len__"))
         else:
             monitor.update(token, 0.95)
@@ -218,7 +218,7 @@ def test_the_limit_of_the_windowed_votes():
         ({"stall": True}, "stall is True, expected a whole number"),
         ({"votes": 4}, "votes is 4, expected a whole number up to 3"),
         ({"voters": ("ttr", "p2")}, "voters[1] is 'p2', expected 'ttr', 'cr' or 'p1'"),
-        ({"gates": ("stall", "stall")}, "gates is"),
+        ({"gates": ("stall", "stall")}, "('stall', 'stall'): expected each name at most once"),
         ({"window": 3}, "window is 3, expected a whole number from 4, the value of novelty_n"),
         ({"speed": 3}, "speed is 3, expected no field of this name"),
     ],

@@ -15,9 +15,7 @@ from hypothesis import strategies as st
 from sinkscope.errors import SinkscopeError
 from sinkscope.loops import (
     Tail,
-    collapse_point,
     compression_ratio,
-    diversity,
     ends_in_loop,
     is_loop,
     novelty,
@@ -53,7 +51,7 @@ def test_arrays_and_tensors_are_read_as_numbers():
     assert tail_period(tensor.numpy()) == tail_period(ids) == Tail(2, 0, 50.0)
     assert compression_ratio(tensor) == compression_ratio(ids)
     assert novelty(tensor) == novelty(ids)
-    assert ends_in_loop(tensor) and collapse_point(tensor, 20) == 20
+    assert ends_in_loop(tensor)
 
 
 @pytest.mark.parametrize("wrong", [[1, -2], [1 << 32]])
@@ -123,7 +121,6 @@ def test_loop_rule_at_its_thresholds():
     loop = [3, 4, 5, 6] * 625
     assert is_loop(loop) and is_loop(loop[:2480]) and not is_loop(loop[:2479]) and is_loop(loop[:2479], None)
     assert is_loop(loop[:992], 1000) and not is_loop(loop[:991], 1000)
-    assert is_loop(loop[:100], theta_len=100)
     ids = [*range(20)] * 5
     ratio = compression_ratio(ids)
     assert is_loop(ids, None, theta_ttr=0.2, theta_cr=ratio) and not is_loop(ids, None, theta_ttr=0.19, theta_cr=ratio)
@@ -135,11 +132,3 @@ def test_the_end_is_judged_alone():
     ids = [*range(2000), *[1, 2] * 128]
     assert ends_in_loop(ids) and not is_loop(ids, None)
     assert not ends_in_loop([*[1, 2] * 128, *range(200)])
-
-
-@given(TAILED, st.integers(1, 20))
-def test_diversity_and_collapse(ids, window):
-    values = [len(set(ids[max(0, t - window) : t])) / min(t, window) for t in range(1, len(ids) + 1)]
-    assert diversity(ids, window) == pytest.approx(values)
-    low = [t for t in range(window, len(ids) + 1) if all(v < 0.5 for v in values[t - 1 :])]
-    assert collapse_point(ids, window, theta=0.5) == (low[0] if low else None)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from einops import rearrange, reduce
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Float, UInt8
 from pydantic import BaseModel, Field
 from torch import Tensor
 
@@ -21,7 +20,6 @@ from sinkscope.app.view.packed import Packed, codes_of
 from sinkscope.app.view.result import (
     SPIKE_RATIO,
     SPIKE_SHARE,
-    CircuitEdge,
     Generation,
     ModelView,
     Variant,
@@ -30,33 +28,28 @@ from sinkscope.app.view.result import (
 )
 from sinkscope.attention.barcode import Barcode, PictureSize, barcode
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.notation import agreeing, listed, neuron_name, read_head, read_neuron
-from sinkscope.files.provenance import ModelInfo, Provenance
+from sinkscope.files.notation import agreeing, head_name, listed, neuron_name, read_head, read_neuron
 from sinkscope.files.records import conform
-from sinkscope.files.tables import percent
 from sinkscope.interventions import Ablate, SinkPatch
 from sinkscope.interventions.base import Intervention
-from sinkscope.interventions.decode import decode
 from sinkscope.interventions.sites import site_of
 from sinkscope.kv.loopguard.guard import LoopGuard
 from sinkscope.measure import Setup
-from sinkscope.models.target import LayerInput, first_tensor, norm_of, on_input, on_output
+from sinkscope.models.target import norm_of, on_input
 from sinkscope.sinks.first_token.circuit import Circuit, circuit
 from sinkscope.sinks.first_token.circuit_result import MARK, REPETITION
 from sinkscope.sinks.first_token.find import find_sinks
-from sinkscope.sinks.first_token.layer_scan import NOT_READ, Entering, LayerScan, scan_layers
+from sinkscope.sinks.first_token.layer_scan import LayerScan, scan_layers
 from sinkscope.sinks.first_token.layer_view import flat_number, view_layer
 from sinkscope.sinks.first_token.result import FindSinks
 from sinkscope.sinks.tokens import prefixes
-from sinkscope.trace.attention import attention_rows
+from sinkscope.trace import attention_rows, trace
 
 MOST_TOKENS = 512
 TYPICAL_TOKENS = 64  # of the text that is shown by default
 AFTER_SINK = 16  # further repetitions that are shown behind the one that makes a sink
 ROOM = 3 << 20  # bytes of packed attention in a page
 PROMPT_TOKENS, NEW_TOKENS = 48, 144  # of the generation
-NOTICED = 0.05  # share of a token's norm that an edit changes at least, if a sentence says that it changes the token
-"""Below this, nothing is said to have changed."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +61,12 @@ class Reading:
         rows: Attention, in the codes of `Packed`.
         received: Attention that each position receives from later queries, on average.
         activation: Values of the sink neurons.
-        entering: What entered each layer, so that a pass under an edit can begin at the first layer that it changes.
     """
 
     norm: Float[np.ndarray, "layer pos"]
     rows: UInt8[np.ndarray, "layer head query key"]
     received: Float[Tensor, "layer head pos"]
     activation: Float[np.ndarray, "neuron pos"]
-    entering: Entering = NOT_READ
 
 
 @dataclass(frozen=True)
@@ -84,13 +75,11 @@ class Switch:
 
     Attributes:
         name: What is edited.
-        first: The first layer that is edited.
         edit: The edit.
         control: The same of random neurons or heads. None if there are too few.
     """
 
     name: str
-    first: int
     edit: Intervention
     control: Intervention | None = None
 
@@ -181,23 +170,20 @@ class Explorer:
     @property
     def marks(self) -> list[tuple[int, int]]:
         """The heads that mark the first token, and those that mark a repetition."""
-        heads: dict[tuple[int, int], None] = {}
+        names: list[str] = []
         for sink in self.circuit.sinks[:1] if self.circuit is not None else ():
             for step in (sink.step(MARK), sink.step(REPETITION)):
-                names = () if step is None else step.chosen
-                heads |= {read_head(name): None for name in names if ".H" in name}
-        return list(heads)
+                names += () if step is None else step.chosen
+        return [read_head(name) for name in dict.fromkeys(names) if ".H" in name]
 
     def switches(self) -> list[Switch]:
         """The edits that this model has."""
         switches: list[Switch] = []
         if self.sinks is not None and self.neurons:
             zeroed = self.switch("sink neurons zeroed", self.neurons, [])
-            patch = SinkPatch.from_result(self.sinks)
-            first = min(site.layer for site in patch.checked_sites)
-            switches += [zeroed, Switch("patched", first, patch, zeroed.control)]
+            switches += [zeroed, Switch("patched", SinkPatch.from_result(self.sinks), zeroed.control)]
             if zeroed.control is not None:
-                switches.append(Switch("random control", zeroed.first, zeroed.control))
+                switches.append(Switch("random control", zeroed.control))
         if self.marks:
             switches.insert(1, self.switch("marking heads replaced", [], self.marks))
         return switches
@@ -210,8 +196,7 @@ class Explorer:
         control = None
         if len(other_neurons) == len(neurons) and len(other_heads) == len(heads):
             control = _off(other_neurons, other_heads)
-        first = min(place[0] for place in (*neurons, *heads))
-        return Switch(name, first, _off(neurons, heads), control)
+        return Switch(name, _off(neurons, heads), control)
 
     def random_others(self, places: Sequence[tuple[int, ...]], widths: Sequence[int]) -> list[tuple[int, ...]]:
         """As many other neurons or heads of the same layers and experts, as far as there are any.
@@ -221,24 +206,19 @@ class Explorer:
             widths: How many there are where each of them is.
         """
         generator = torch.Generator().manual_seed(self.setup.seed)
-        taken = {*places, *self.neurons, *self.marks}
         drawn: list[tuple[int, ...]] = []
         for place, width in zip(places, widths, strict=True):
-            for number in torch.randperm(width, generator=generator).tolist():
-                other = (*place[:-1], number)
-                if other not in taken:
-                    taken.add(other)
-                    drawn.append(other)
-                    break
+            taken = {*places, *self.neurons, *self.marks, *drawn}
+            order = torch.randperm(width, generator=generator).tolist()
+            others = [(*place[:-1], number) for number in order if (*place[:-1], number) not in taken]
+            drawn += others[:1]
         return drawn
 
     def default_texts(self) -> dict[str, list[int]]:
         """Typical text and, if repeating a word makes a sink, the word that needs fewest repetitions."""
         texts = {"typical text": self.setup.ids[0, :TYPICAL_TOKENS].tolist()}
-        if self.sinks is None:
-            return texts
-        words = [(word.repeats or 0, word.id, word.token) for word in self.sinks.repeats.tokens]
-        sinks = [word for word in words if word[0] > 1]
+        words = [] if self.sinks is None else self.sinks.repeats.tokens
+        sinks = [(word.repeats, word.id, word.token) for word in words if (word.repeats or 0) > 1]
         if sinks:
             repeats, number, token = min(sinks)
             count = repeats + AFTER_SINK
@@ -287,31 +267,30 @@ class Explorer:
         return self.result([self.viewed(one, switches) for one in self.texts(text, len(switches))])
 
     @cached_property
-    def origin(self) -> tuple[ModelInfo, dict[str, Any], Provenance]:
-        """The model, the settings and the provenance of views, which need some milliseconds to gather."""
+    def origin(self) -> dict[str, Any]:
+        """What every view says of the model and its run, which takes some milliseconds to gather."""
         settings = {"seed": self.setup.seed, "bos": self.setup.bos is not None}
-        return self.setup.info(), settings, self.setup.provenance()
+        return {"model": self.setup.info(), "settings": settings, "provenance": self.setup.provenance()}
 
     def result(self, texts: Sequence[ViewedText] = ()) -> ModelView:
         """These texts, and what is known of the sink."""
-        edges: tuple[CircuitEdge, ...] | None = None
+        edges: tuple[dict[str, Any], ...] | None = None
         sentence = ""
         if self.circuit is not None:
-            edges = tuple(_edge(row) for sink in self.circuit.sinks[:1] for row in sink.rows())
+            edges = tuple(row for sink in self.circuit.sinks[:1] for row in sink.rows())
             sentence = self.circuit.conclusion()
-        result = ModelView(
+        return ModelView(
+            **self.origin,
             layer=self.layer,
             typical_norm=_rounded(np.array(self.scan.typical_norm)),
             first_norm=_rounded(np.array(self.scan.first_norm)),
             neurons=tuple(neuron_name(*site) for site in self.neurons),
-            marks=tuple(f"L{layer}.H{head}" for layer, head in self.marks),
+            marks=tuple(head_name(*head) for head in self.marks),
             switches=tuple(switch.name for switch in self.switches()),
             texts=tuple(texts),
             circuit=edges,
             circuit_sentence=sentence,
         )
-        model, settings, provenance = self.origin
-        return replace(result, model=model, settings=settings, provenance=provenance)
 
     def whole_view(self, text: str | None = None, *, generation: bool = True) -> ModelView:
         """The view with the circuit and, if wanted, a generation: everything that a page without a server shows."""
@@ -325,10 +304,9 @@ class Explorer:
         """A text under these switches; None is the intact model."""
         variants: list[Variant] = []
         for switch in switches:
-            if switch is None:
-                name, reading, sentence = "intact", text.intact, self.intact_sentence(text)
-            else:
-                name, reading = switch.name, self.read(text.ids, switch, text.intact)
+            name, reading, sentence = "intact", text.intact, self.intact_sentence(text)
+            if switch is not None:
+                name, reading = switch.name, self.read(text.ids, switch.edit)
                 sentence = self.change(switch, text, reading)
             variant = Variant(
                 name=name,
@@ -342,74 +320,41 @@ class Explorer:
         return replace(text.shown, variants=tuple(variants))
 
     @torch.no_grad()
-    def read(self, ids: list[int], switch: Switch | None = None, intact: Reading | None = None) -> Reading:
-        """Read a text in one pass (in a mixture, the values of sink neurons in another one).
-
-        Args:
-            ids: The text.
-            switch: The edit. None: the model is intact.
-            intact: How the intact model reads the text. The pass begins at the first layer that is edited.
-        """
+    def read(self, ids: list[int], edit: Intervention | None = None) -> Reading:
+        """Read a text under an edit, or intact (None), in one pass; sink neurons of a mixture take another one."""
         target, length, row = self.setup.target, len(ids), torch.tensor([ids])
         shape = (self.setup.n_layers, self.setup.n_heads, length)
         rows, received = np.zeros((*shape, length), np.uint8), torch.zeros(shape)
-        norm, activation = np.zeros((shape[0], length)), np.zeros((len(self.neurons), length))
-        start = None
-        if switch is not None and intact is not None:
-            start = _start(intact, switch.first)
-            norm, activation = intact.norm.copy(), intact.activation.copy()
-        first = 0 if start is None else start.layer
-        inputs: dict[Any, Tensor] = {}
-
-        def keep(module: Any, hidden: Tensor) -> None:
-            inputs[module] = hidden.detach().clone()  # some layers add to it in place
+        activation = np.zeros((len(self.neurons), length))
 
         def see(layer: int, first_query: int, probs: Float[Tensor, "1 head query key"]) -> None:
             rows[layer, :, first_query : first_query + probs.shape[2], : probs.shape[3]] = codes_of(probs[0])
-            later = probs[0].tril(first_query - 1)
-            received[layer, :, : probs.shape[3]] += reduce(later, "head query key -> head key", "sum").cpu()
+            received[layer, :, : probs.shape[3]] += reduce(probs, "1 head query key -> head key", "sum").cpu()
+            itself = probs[0].diagonal(first_query, 1, 2).cpu()
+            received[layer, :, first_query : first_query + probs.shape[2]] -= itself
 
-        watched = list(target.layers)
-        dense = [site[0] for site in self.neurons if not target.is_mixture(site[0])]
-        watched += [target.sub(layer, target.adapter.down) for layer in dense]
-        hooks = [(module, "pre", on_input(partial(keep, module))) for module in watched]
-        with nullcontext() if switch is None else switch.edit.on(target):
+        posts: dict[int, Tensor] = {}
+        hooks: list[tuple[Any, str, Any]] = []
+        for layer in {site[0] for site in self.neurons}:
+            if not target.is_mixture(layer):
+                keep = on_input(partial(posts.__setitem__, layer))
+                hooks.append((target.sub(layer, target.adapter.down), "pre", keep))
+        with nullcontext() if edit is None else edit.on(target):
             with attention_rows(target, see), target.hooks(*hooks):
-                norm[first:] = self.norms(row, start)
-            for number, (layer, *place) in enumerate(self.neurons):
-                if layer < first:
-                    continue
-                if layer in dense:
-                    post = inputs[target.sub(layer, target.adapter.down)].flatten(0, -2)
-                else:
-                    post = view_layer(target, layer, row, torch.ones_like(row, dtype=torch.bool)).post
-                expert = place[0] if len(place) == 2 else None
-                activation[number] = post[:, flat_number(target, layer, expert, place[-1])].float().cpu()
+                norm = self.norms(ids)
+            for number, (layer, *expert, neuron) in enumerate(self.neurons):
+                if layer not in posts:
+                    posts[layer] = view_layer(target, layer, row, torch.ones_like(row, dtype=torch.bool)).post
+                column = flat_number(target, layer, *(expert or [None]), neuron)
+                activation[number] = posts[layer].flatten(0, -2)[:, column].float().cpu()
         received /= torch.arange(length - 1, -1, -1).clamp(min=1)  # later queries
-        if intact is not None:
-            rows[:first], received[:first] = intact.rows[:first], intact.received[:first]
-        entering = NOT_READ
-        if target.skips_layers and first == 0:
-            streams = {layer: inputs[module] for layer, module in enumerate(target.layers)}
-            entering = Entering(streams, self.scan.wrapped)
-        return Reading(norm, rows, received, activation, entering)
+        return Reading(norm, rows, received, activation)
 
-    @torch.no_grad()
-    def norms(
-        self, row: Int[Tensor, "1 pos"], start: LayerInput | None = None, upto: int | None = None
-    ) -> Float[np.ndarray, "layer pos"]:
-        """Norms after each layer of a pass."""
-        target = self.setup.target
-        norms: list[Tensor] = []
-
-        def layer_done(output: Any) -> None:
-            resid = first_tensor(output).flatten(0, -2)  # some architectures run rows and positions together
-            norms.append(norm_of(resid, self.scan.shared_dims).cpu())
-
-        first = 0 if start is None else start.layer
-        with target.hooks(*((layer, "post", on_output(layer_done)) for layer in target.layers[first:])):
-            target.forward(row, start=start, upto=upto)
-        return rearrange(norms, "layer pos -> layer pos").numpy()
+    def norms(self, ids: list[int], layers: str | int = "*") -> Float[np.ndarray, "layer pos"]:
+        """Norms after these layers of a pass."""
+        norm = partial(norm_of, without=self.scan.shared_dims)
+        norms = trace(self.setup.target, [ids], f"blocks.{layers}.hook_resid_post", norm)
+        return rearrange([*norms.values()], "layer 1 pos -> layer pos").numpy()
 
     def spikes(self, reading: Reading) -> tuple[int, ...]:
         """Positions with at least half of the first token's norm and three times the typical one."""
@@ -420,48 +365,29 @@ class Explorer:
         return tuple(np.flatnonzero(reading.norm[self.layer] >= bar).tolist())
 
     def intact_sentence(self, text: OpenText) -> str:
-        """Which tokens have a norm spike, beside typical text."""
-        norm, typical = text.intact.norm[self.layer], self.scan.typical_norm[self.layer]
-        tokens, spikes = text.shown.tokens, text.shown.spikes
-        if not spikes:
-            return (
-                f"No token has a norm spike: the largest norm after layer {self.layer} is {norm.max():.4g}, and the "
-                f"typical one is {typical:.4g}."
-            )
-        highest = max(spikes, key=lambda position: norm[position])
+        """How many tokens have a norm spike, and the largest norm beside typical text."""
+        norm, count = text.intact.norm[self.layer], len(text.shown.spikes)
+        highest = int(norm.argmax())
         return (
-            f"{len(spikes)} of {len(tokens)} tokens {agreeing(len(spikes), 'has', 'have')} a norm spike after layer "
-            f"{self.layer}: {norm[highest]:.4g} at {tokens[highest]!r}, where typical text has {typical:.4g}."
+            f"{count} of {len(norm)} tokens {agreeing(count, 'has', 'have')} a norm spike after layer {self.layer}: "
+            f"the largest norm is {norm[highest]:.4g} at {text.shown.tokens[highest]!r}, where typical text has "
+            f"{self.scan.typical_norm[self.layer]:.4g}."
         )
 
     def change(self, switch: Switch, text: OpenText, reading: Reading) -> str:
         """What an edit changes most, beside its control."""
         before, after = text.intact.norm[self.layer], reading.norm[self.layer]
-        control = None
-        if switch.control is not None:
-            start = _start(text.intact, min(switch.first, self.layer))
-            with switch.control.on(self.setup.target):
-                control = self.norms(torch.tensor([text.ids]), start, self.layer)[-1]
-        divisor = np.maximum(before, 1e-9)
-        relative = np.abs(after - before) / divisor
         position = int(np.abs(after - before).argmax())
-        if relative[position] < NOTICED:
-            position = int(relative.argmax())  # a small norm can change by a larger share
         beside = ""
-        if relative[position] < NOTICED:
-            if control is not None:
-                other = float(np.abs(control - before)[position] / divisor[position])
-                beside = f" (random control: {percent(other)})"
-            change = f"the largest change of a norm after layer {self.layer} is {percent(float(relative[position]))}"
-        else:
-            if control is not None:
-                beside = f" (random control: {control[position]:.4g})"
-            verb = "falls" if after[position] < before[position] else "rises"
-            change = (
-                f"after layer {self.layer}, the norm of token {position}, {text.shown.tokens[position]!r}, {verb} from "
-                f"{before[position]:.4g} to {after[position]:.4g}"
-            )
-        return f"{switch.name[:1].upper()}{switch.name[1:]}: {change}{beside}."
+        if switch.control is not None:
+            with switch.control.on(self.setup.target):
+                control = self.norms(text.ids, self.layer)[0]
+            beside = f" (random control: {control[position]:.4g})"
+        token = f"{position}, {text.shown.tokens[position]!r}"
+        return (
+            f"{switch.name[:1].upper()}{switch.name[1:]}: after layer {self.layer}, the norm changes most at token "
+            f"{token}, from {before[position]:.4g} to {after[position]:.4g}{beside}."
+        )
 
     def named_switch(self, asked: Request) -> Switch | None:
         """The switch that a page asks for: one of the model's, or the neurons and heads to switch off.
@@ -469,11 +395,11 @@ class Explorer:
         Raises:
             SinkscopeError: There is no such switch, or a name is no neuron and no head that the model has.
         """
-        for switch in self.switches():
-            if switch.name == asked.switch:
-                return switch
         if asked.switch is not None:
-            raise SinkscopeError(f"{asked.switch!r} is no switch of this model: expected one that the page shows")
+            named = {switch.name: switch for switch in self.switches()}
+            if asked.switch not in named:
+                raise SinkscopeError(f"{asked.switch!r} is no switch of this model: expected one that the page shows")
+            return named[asked.switch]
         neurons: list[tuple[int, ...]] = []
         heads: list[tuple[int, int]] = []
         for name in asked.off:
@@ -486,13 +412,6 @@ class Explorer:
         if not asked.off:
             return None
         return self.switch(f"without {listed(asked.off)}", neurons, heads)
-
-    def answered(self, body: bytes) -> dict[str, Any]:
-        """The answer to a request in JSON."""
-        try:
-            return self.answer(json.loads(body))
-        except ValueError:
-            return {"error": "the request is not JSON"}
 
     def answer(self, request: Any) -> dict[str, Any]:
         """What a page does not have yet, as the dictionary of a view that holds nothing else; or an error in one line.
@@ -534,17 +453,13 @@ class Explorer:
             setup = replace(self.setup, edit=edit)
             result = barcode.on(setup, prompt=prompt, max_new_tokens=new, heads=heads, control=heads is None)
             heads = [read_head(result.shown[0])]
-            tokens, _ = decode(setup.target, prompt, new, edit)
-            sides.append(_writing(setup, name, tokens, result))
-            onset = result.onset
-            copied.append(0 if onset is None else len(prompt) + len(tokens) - max(onset, len(prompt)))
+            side = _writing(self.setup, name, result)
+            sides.append(side)
+            copied.append(0 if result.onset is None else len(result.ids) - max(result.onset, len(prompt)))
         sentence = (
             f"Without the guard, {copied[0]} of {len(sides[0].tokens)} new tokens belong to a repetition at the end; "
-            f"with it, {copied[1]} of {len(sides[1].tokens)}."
+            f"with it, {copied[1]} of {len(sides[1].tokens)} (its alarms: {len(sides[1].alarms)})."
         )
-        if not copied[0]:
-            alarms = len(sides[1].alarms)
-            sentence = f"Without the guard the model does not end in a repetition; alarms of the guard: {alarms}."
         return Generation(self.setup.tokenizer.decode(prompt), sentence, tuple(sides))
 
 
@@ -564,40 +479,25 @@ def heads_that_fit(reading: Reading, room: int) -> tuple[tuple[int, int], ...]:
     return tuple(sorted(heads))
 
 
-def _start(intact: Reading, layer: int) -> LayerInput | None:
-    """The last layer up to this one at which a pass over the text of a reading can begin."""
-    return intact.entering.at(intact.entering.latest(layer))
-
-
 def _off(neurons: Sequence[tuple[int, ...]], heads: Sequence[tuple[int, ...]]) -> Intervention:
     """Zero neurons and replace heads by their mean output."""
-    parts: list[Intervention] = []
-    if neurons:
-        parts.append(Ablate(sites=[*neurons]))
-    if heads:
-        parts.append(Ablate(heads=[*heads], value="mean"))
-    edit = parts[0]
-    for part in parts[1:]:
-        edit = edit | part
-    return edit
+    if not heads:
+        return Ablate(sites=[*neurons])
+    replaced = Ablate(heads=[*heads], value="mean")
+    if not neurons:
+        return replaced
+    return Ablate(sites=[*neurons]) | replaced
 
 
-def _writing(setup: Setup, name: str, tokens: list[int], result: Barcode) -> Writing:
-    size = PictureSize(result.prompt_tokens + result.steps, result.prompt_tokens)
+def _writing(setup: Setup, name: str, result: Barcode) -> Writing:
+    size = PictureSize(len(result.ids), result.prompt_tokens)
     return Writing(
         name=name,
-        tokens=tuple(setup.tokenizer.decode([token]) for token in tokens),
+        tokens=tuple(setup.tokenizer.decode([token]) for token in result.ids[result.prompt_tokens :]),
         alarms=result.events.get("guard", ()),
         head=result.shown[0],
         steps=size.steps_of_row,
-        positions=size.positions_of_column,
         picture=Packed.of(codes_of(torch.from_numpy(result.attention[0]))),
-    )
-
-
-def _edge(row: Mapping[str, Any]) -> CircuitEdge:
-    return CircuitEdge(
-        row["step"], row["source"], row["target"], row["necessity"], row["necessity_control"], row["sufficiency"]
     )
 
 

@@ -59,27 +59,6 @@ class ViewedText:
 
 
 @dataclass(frozen=True)
-class CircuitEdge:
-    """A step of the circuit, as `sinkscope circuit` measures it.
-
-    Attributes:
-        step: "mark", "repetition", "neurons", "keys" or "readers".
-        source: The component that writes.
-        target: The input, or the head, that reads it.
-        necessity: Share of the effect that is lost without the source.
-        control: Largest loss with random components instead.
-        sufficiency: Share of the effect that a typical position gains from the source.
-    """
-
-    step: str
-    source: str
-    target: str
-    necessity: float | None
-    control: float | None
-    sufficiency: float | None
-
-
-@dataclass(frozen=True)
 class Writing:
     """What a model writes after a prompt.
 
@@ -89,7 +68,6 @@ class Writing:
         alarms: Numbers of the tokens that set off the guard.
         head: The head in the picture.
         steps: Steps in one row of the picture.
-        positions: Positions in one column of the picture.
         picture: Attention of the head at each step to each position.
     """
 
@@ -98,7 +76,6 @@ class Writing:
     alarms: tuple[int, ...]
     head: str
     steps: int
-    positions: int
     picture: Packed
 
 
@@ -129,7 +106,7 @@ class ModelView(Result):
         marks: The heads that mark the first token or a repetition, as `circuit` finds them.
         switches: The edits that can be switched on.
         texts: The texts.
-        circuit: The circuit. None if it was not measured.
+        circuit: The rows of `Circuit` for its first sink. None if it was not measured.
         circuit_sentence: The conclusion about the circuit.
         generation: A continuation with and without the guard. None if it was not made.
     """
@@ -152,7 +129,7 @@ class ModelView(Result):
     marks: tuple[str, ...]
     switches: tuple[str, ...]
     texts: tuple[ViewedText, ...]
-    circuit: tuple[CircuitEdge, ...] | None = None
+    circuit: tuple[dict[str, Any], ...] | None = None
     circuit_sentence: str = ""
     generation: Generation | None = None
 

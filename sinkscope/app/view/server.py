@@ -11,6 +11,7 @@ from typing import Any
 from sinkscope.app.view.explorer import Explorer
 from sinkscope.app.view.page import view_page
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.plain import parse_json
 
 LARGEST_REQUEST = 1 << 20
 """Bytes."""
@@ -56,7 +57,7 @@ def application(explorer: Explorer, token: str) -> Any:
             body += chunk
             if len(body) > LARGEST_REQUEST:
                 return JSONResponse({"error": "the request is too large: give a shorter text"}, 413)
-        return JSONResponse(await run_in_threadpool(explorer.answered, body), headers=HEADERS)
+        return JSONResponse(await run_in_threadpool(explorer.answer, parse_json(body)), headers=HEADERS)
 
     routes = [Route(f"/{token}/", page), Route(f"/{token}/view", view, methods=["POST"])]
     # Another site cannot reach the page through a name of its own that leads to this machine.

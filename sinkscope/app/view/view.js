@@ -437,7 +437,7 @@ class View {
   circuitSteps() {
     const edges = this.data.circuit;
     const of = (step) => edges.filter((edge) => edge.step === step);
-    const lost = (edge) => (edge.necessity === null ? "" : `${percent(edge.necessity)} lost without it${edge.control === null ? "" : ` (random: ${percent(edge.control)})`}`);
+    const lost = (edge) => (edge.necessity === null ? "" : `${percent(edge.necessity)} lost without it${edge.necessity_control === null ? "" : ` (random: ${percent(edge.necessity_control)})`}`);
     const brings = (edge) => (edge.sufficiency === null ? "" : `brings ${percent(edge.sufficiency)} alone`);
     const part = (edge, what) => ({ name: edge.source, words: [what, lost(edge), brings(edge)] });
     const marks = [...of("mark"), ...of("keys")].slice(0, 4).map((edge) => part(edge, "the first token"));

@@ -1,35 +1,18 @@
-"""Detection without intervention, for a plain `model.generate`: report loops, or stop the rows that loop.
-
-Neither needs a session or a sinkscope cache, and neither changes sampling or streamers.
-"""
+"""Detection of loops: one monitor for each row, and a logits processor that reports or ends loops without a guard."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import LogitsProcessor, StoppingCriteria
+from transformers import LogitsProcessor
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions.base import Event
 from sinkscope.loops.monitor import Monitor, MonitorSettings, Step
-
-
-@dataclass(frozen=True)
-class LoopAlarm:
-    """A trigger of one row.
-
-    Attributes:
-        row: Number of the row in the batch.
-        step: What the monitor reported; `step.step` is the number of the generated token, from 1.
-    """
-
-    row: int
-    step: Step
 
 
 class RowMonitors:
@@ -42,23 +25,20 @@ class RowMonitors:
     def __init__(self, settings: MonitorSettings, rows: int, ends: Collection[int]) -> None:
         self._settings = settings
         self._monitors = [Monitor(settings) for _ in range(rows)]
-        self._ends = frozenset(ends)
+        self._ends = ends
         self.tokens: list[list[int]] = [[] for _ in range(rows)]
 
-    def __len__(self) -> int:
-        return len(self._monitors)
-
-    def push(self, tokens: Int[Tensor, " row"], p_max: Float[Tensor, " row"] | None = None) -> list[LoopAlarm]:
+    def push(self, tokens: Int[Tensor, " row"], p_max: Float[Tensor, " row"] | None) -> dict[int, Step]:
         """Add the next token of every row, and the largest probability of the token after it.
 
         Returns:
-            The triggers, at most one for each row.
+            What the monitors of the rows that trigger report.
         """
         numbers: list[int] = tokens.tolist()
         probabilities: list[float | None] = [None] * len(numbers)
         if p_max is not None:
             probabilities = p_max.tolist()
-        alarms: list[LoopAlarm] = []
+        alarms: dict[int, Step] = {}
         for row, (token, monitor) in enumerate(zip(numbers, self._monitors, strict=True)):
             if monitor.ended:
                 continue
@@ -68,12 +48,8 @@ class RowMonitors:
             self.tokens[row].append(token)
             step = monitor.update(token, probabilities[row])
             if step.trigger:
-                alarms.append(LoopAlarm(row, step))
+                alarms[row] = step
         return alarms
-
-    def end(self, row: int) -> None:
-        """Note that the row has ended."""
-        self._monitors[row].end()
 
     def take_back(self, row: int, count: int) -> None:
         """Forget all but the first `count` tokens of a row, as if the others had never arrived."""
@@ -94,25 +70,24 @@ def largest_probability(logits: Float[Tensor, "row vocab"]) -> Float[Tensor, " r
     return (logits.amax(-1) - logits.logsumexp(-1)).exp()
 
 
-def signals(step: Step) -> dict[str, float | int | bool | None]:
-    """The signals of a monitor's step, as events report them."""
-    names = ("ttr", "cr", "streak", "novelty", "votes", "stall", "tail_rep")
-    return {name: getattr(step, name) for name in names}
-
-
 class LoopReporter(LogitsProcessor):
-    """Report loops and change nothing: `model.generate(..., logits_processor=[reporter])`.
+    """Report loops, or end them: `model.generate(..., logits_processor=[LoopReporter(eos_token_id=2)])`.
 
-    Place it after processors that change the logits, so that it sees the distribution from which tokens are sampled.
-    Use one reporter per call of `generate`, or reuse one for successive calls: it starts again when a sequence does not
-    continue the last one by one token. It refuses beam search and cannot follow assisted generation.
+    It needs no session and no cache of sinkscope. Place it after processors that change the logits, so that it sees the
+    distribution from which tokens are sampled. Use one reporter per call of `generate`, or reuse one for successive
+    calls: it starts again when a sequence does not continue the last one by one token. It refuses beam search and
+    cannot follow assisted generation.
 
     Args:
         settings: Settings of the monitor. By default it finds three copies of anything.
         eos_token_id: Id or ids that end a row; needed for more than one row. A different padding id may be included.
+        stop: Whether a row that loops is ended: the first id of `eos_token_id` is then its next token. Otherwise
+            no logit changes.
 
     Attributes:
-        rows: Monitors of the last generation; None before the first.
+        events: One event of kind "loop" for each trigger of the last generation. `step` is the number of the generated
+            token (1 is the first), `position` its column in the batch (a padded row counts its padding), `data` the
+            period of the repetition at the end (None if there is none) and the number of signals that voted.
 
     Example:
         >>> reporter = LoopReporter(eos_token_id=2)
@@ -125,123 +100,47 @@ class LoopReporter(LogitsProcessor):
         settings: MonitorSettings | None = None,
         *,
         eos_token_id: int | Sequence[int] | None = None,
+        stop: bool = False,
     ) -> None:
-        if eos_token_id is None:
-            eos_token_id = ()
-        elif isinstance(eos_token_id, int):
-            eos_token_id = (eos_token_id,)
+        self._ends: list[int] = [] if eos_token_id is None else torch.tensor(eos_token_id).reshape(-1).tolist()
+        if stop and not self._ends:
+            raise SinkscopeError("stop=True ends a row with eos_token_id: give model.generation_config.eos_token_id")
         self._settings = settings or MonitorSettings()
-        self._ends = frozenset(eos_token_id)
-        self.rows: RowMonitors | None = None
+        self._stop = stop
+        self._rows = RowMonitors(self._settings, 0, ())
+        self._ids: Int[Tensor, "row pos"] | None = None  # those of the step before
         self._prompt = 0
-        self._length = 0
-        self._last: Int[Tensor, " row"] | None = None
-        self._events: list[Event] = []
-
-    @property
-    def events(self) -> list[Event]:
-        """One event of kind "loop" for each trigger of the last generation.
-
-        `step` is the number of the generated token (1 is the first), `position` its column in the batch (a padded row
-        counts its padding), `data` the signals and the period found.
-        """
-        return list(self._events)
+        self.events: list[Event] = []
 
     def __call__(self, input_ids: Int[Tensor, "row pos"], scores: Float[Tensor, "row vocab"]) -> Any:
-        """Record the last token and the next token's distribution; return `scores` unchanged."""
-        self.follow(input_ids, input_ids.shape[1], largest_probability(scores))
-        return scores
-
-    def rows_looping(self) -> frozenset[int]:
-        """Rows with a trigger among the tokens checked so far."""
-        return frozenset(event.row for event in self._events)
-
-    def follow(self, ids: Int[Tensor, "row pos"], prompt: int, p_max: Float[Tensor, " row"] | None) -> None:
-        """Record the last token of every row.
-
-        Args:
-            ids: Prompt and generated tokens, as generation passes them at every step.
-            prompt: Length of the prompt, used if this is the first step of a generation.
-            p_max: Largest probability of the next token.
-        """
-        batch, length = ids.shape
-        rows = self.rows
-        if rows is None or len(rows) != batch or length != self._length + 1:
-            rows = self._begin(ids, prompt)
-        elif self._last is not None and not torch.equal(ids[:, -2], self._last):
+        """Record the last token of every row and the next token's distribution."""
+        batch, length = input_ids.shape
+        earlier = self._ids
+        self._ids = input_ids
+        if earlier is None or earlier.shape != (batch, length - 1):
+            self._begin(batch, length)
+            return scores
+        if not torch.equal(earlier, input_ids[:, :-1]):
             raise UnsupportedError(
                 "the tokens before the newest are not those of the step before: rows changed places, as in beam search "
                 "(use num_beams=1), or another generation began (use a new object for each)"
             )
-        self._length = length
-        self._last = ids[:, -1].clone()
-        if length > self._prompt:
-            self._note(rows.push(ids[:, -1], p_max))
+        for row, step in self._rows.push(input_ids[:, -1], largest_probability(scores)).items():
+            data = {"period": None if step.tail is None else step.tail.period, "votes": step.votes}
+            self.events.append(Event(row, step.step, self._prompt + step.step - 1, None, None, "loop", data))
+            if self._stop:
+                scores = scores.clone()
+                scores[row] = -torch.inf
+                scores[row, self._ends[0]] = 0
+        return scores
 
-    def _begin(self, ids: Int[Tensor, "row pos"], prompt: int) -> RowMonitors:
+    def _begin(self, batch: int, prompt: int) -> None:
         """Start with new monitors."""
-        batch = len(ids)
         if batch > 1 and not self._ends:
             raise SinkscopeError(
                 f"a batch of {batch} rows and no eos_token_id: a row that has ended goes on as padding, which looks "
                 "like a loop; give eos_token_id=model.generation_config.eos_token_id"
             )
-        self.rows = RowMonitors(self._settings, batch, self._ends)
+        self._rows = RowMonitors(self._settings, batch, self._ends)
         self._prompt = prompt
-        self._events = []
-        return self.rows
-
-    def _note(self, alarms: list[LoopAlarm]) -> None:
-        for alarm in alarms:
-            step = alarm.step
-            period = None if step.tail is None else step.tail.period
-            position = self._prompt + step.step - 1
-            data = {**signals(step), "period": period}
-            self._events.append(Event(alarm.row, step.step, position, None, None, "loop", data))
-
-
-class LoopStopper(StoppingCriteria):
-    """Stop the rows that loop: `model.generate(..., stopping_criteria=[LoopStopper(eos_token_id=...)])`.
-
-    Stopping criteria see only tokens, not probabilities. Without a reporter there is therefore no top-1 streak, and the
-    type-token ratio and the compression ratio must both vote. With a `LoopReporter` in the same call (`reporter=`) it
-    stops the rows that the reporter flags, using all three votes, one token later.
-
-    Args:
-        settings: Settings of the monitor. By default it finds three copies of anything.
-        eos_token_id: Id or ids that end a row; needed for more than one row.
-        reporter: `LoopReporter` whose reports to act on, instead of a monitor of its own.
-
-    Example:
-        >>> reporter = LoopReporter(eos_token_id=2)
-        >>> stopper = LoopStopper(reporter=reporter)
-    """
-
-    def __init__(
-        self,
-        settings: MonitorSettings | None = None,
-        *,
-        eos_token_id: int | Sequence[int] | None = None,
-        reporter: LoopReporter | None = None,
-    ) -> None:
-        if reporter is not None and (settings is not None or eos_token_id is not None):
-            raise SinkscopeError("a reporter was given: settings and eos_token_id are its own, leave them out")
-        self._follows_alone = reporter is None
-        self._reporter = reporter or LoopReporter(settings, eos_token_id=eos_token_id)
-        self._stop: Bool[Tensor, " row"] | None = None
-        self.stopped: frozenset[int] = frozenset()
-        """Rows of the last generation that were stopped for looping."""
-
-    def __call__(self, input_ids: Int[Tensor, "row pos"], scores: Any, **kwargs: Any) -> Any:
-        """Say which rows have to stop: bool `[row]`."""
-        if self._follows_alone:
-            self._reporter.follow(input_ids, input_ids.shape[1] - 1, None)
-        looping = self._reporter.rows_looping()
-        for row in looping - self.stopped:
-            assert self._reporter.rows is not None
-            self._reporter.rows.end(row)
-        batch = len(input_ids)
-        if self._stop is None or len(self._stop) != batch or looping != self.stopped:  # no copy at every token
-            self._stop = torch.tensor([row in looping for row in range(batch)], device=input_ids.device)
-        self.stopped = looping
-        return self._stop
+        self.events = []

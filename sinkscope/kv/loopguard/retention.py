@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Natural, Whole, check_fields
 
+MAX_LEVEL = 3
+"""Cap on the aggressiveness level (section 6.1). Each level halves the recent tokens: at last an eighth is left."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
@@ -24,14 +27,11 @@ class Retention:
             context"), but at most half of what the anchors leave. None takes the latest clean tokens, wherever they
             are, and the clean tokens before them are the history. Level 0 then keeps seven eighths of what the anchors
             leave, because models copy badly from tokens whose neighbours are missing.
-        max_level: Cap on the aggressiveness level. Each level halves the recent budget, so the default goes down to an
-            eighth.
     """
 
     budget: Natural = 1024
     anchors: Whole = 32
     recent: Natural | None = None
-    max_level: Whole = 3
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot work.
@@ -47,17 +47,13 @@ class Retention:
                 page="kv-budget",
             )
 
-    @property
-    def after_anchors(self) -> int:
-        """Number of tokens that the anchors leave of the budget."""
-        return self.budget - self.anchors
-
     def recent_tokens(self, level: int) -> int:
         """Number of recent tokens kept, B_recent(level), at least 1."""
-        at_level_0 = self.after_anchors - self.after_anchors // 8
+        after_anchors = self.budget - self.anchors
+        recent = after_anchors - after_anchors // 8
         if self.recent is not None:
-            at_level_0 = min(max(1, self.recent // 2), max(1, self.after_anchors // 2))
-        return max(1, at_level_0 >> min(level, self.max_level))
+            recent = min(self.recent, after_anchors) // 2 >> min(level, MAX_LEVEL)
+        return max(1, recent)
 
     @property
     def sparse_tokens(self) -> int:
@@ -65,35 +61,13 @@ class Retention:
 
         Recent tokens that a higher level gives up are not replaced, so the cache shrinks with the level.
         """
-        return self.after_anchors - self.recent_tokens(0)
-
-
-@dataclass(frozen=True)
-class KeptTokens:
-    """The tokens kept in one row.
-
-    Attributes:
-        positions: Their positions, ascending.
-        anchors: How many of them are anchors.
-        sparse: How many of them are sampled from the history.
-        recent: How many of them are recent.
-    """
-
-    positions: tuple[int, ...]
-    anchors: int
-    sparse: int
-    recent: int
-
-    @property
-    def ranges(self) -> list[tuple[int, int]]:
-        """The positions as ranges [start, stop)."""
-        return ranges_of(self.positions)
+        return self.budget - self.anchors - self.recent_tokens(0)
 
 
 def tokens_to_keep(
     cached: Sequence[int], length: int, bad: Sequence[tuple[int, int]], retention: Retention, level: int = 0
-) -> KeptTokens:
-    """Choose the positions to keep.
+) -> list[int]:
+    """Choose the positions to keep, ascending.
 
     The history is sampled from the positions that the cache still holds. At a second intervention, a sample of all
     positions would contain few of those that the first one left.
@@ -103,7 +77,7 @@ def tokens_to_keep(
         length: Number of tokens in the row so far; the recent window ends there.
         bad: Ranges [start, stop) of positions to remove; with a recent window, only within the window.
         retention: Budgets.
-        level: Aggressiveness, from 0; a level above `max_level` counts as `max_level`.
+        level: Aggressiveness, from 0; a level above `MAX_LEVEL` counts as `MAX_LEVEL`.
 
     Returns:
         At most `retention.budget` positions. With a recent window, every anchor that the cache holds is among them,
@@ -112,21 +86,18 @@ def tokens_to_keep(
     bad_positions: set[int] = set()
     for start, stop in bad:
         bad_positions.update(range(start, stop))
-    others = [position for position in cached if position >= retention.anchors]
-    anchors = cached[: len(cached) - len(others)]
-    if retention.recent is None:
-        anchors = [position for position in anchors if position == 0 or position not in bad_positions]
+    anchors = [position for position in cached if position < retention.anchors]
+    others = cached[len(anchors) :]
     clean = [position for position in others if position not in bad_positions]
     count = retention.recent_tokens(level)
     if retention.recent is None:
+        anchors = [position for position in anchors if position == 0 or position not in bad_positions]
         history = clean[:-count]
     else:
         begin = length - retention.recent
         history = [position for position in others if position < begin]
         clean = [position for position in clean if position >= begin]
-    sparse = evenly_spaced(history, retention.sparse_tokens)
-    recent = clean[-count:]
-    return KeptTokens((*anchors, *sparse, *recent), len(anchors), len(sparse), len(recent))
+    return [*anchors, *evenly_spaced(history, retention.sparse_tokens), *clean[-count:]]
 
 
 def evenly_spaced(positions: Sequence[int], count: int) -> list[int]:

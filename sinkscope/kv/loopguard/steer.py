@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,54 +17,61 @@ from sinkscope.interventions.base import Run
 
 PENALTY = 5.0
 """What a banned token loses of its logit at the first rung; at each further one as much again."""
+BAN_LENGTH = 4
+"""Length of the n-grams banned at the first rung; at each further one they are a token shorter, down to pairs."""
+DRAWS = 64
+"""Number of tokens that are drawn after one loop."""
+MIN_P = 0.1
+"""Tokens with less than this share of the largest probability are not drawn."""
 DRAWN = 100.0
 """By how much the logit of a drawn token exceeds all others."""
 
 
 @dataclass(eq=False)
-class Ban:
-    """N-grams that a row writes less readily for some time.
+class Steering:
+    """How a row that looped is steered away from its loops. Tokens are counted from the prompt on.
 
     Attributes:
-        latest: The latest tokens of the row.
-        until: Number of the call up to which the ban holds.
+        banned_until: Last token before which n-grams are banned.
         penalty: What the logit of a token that would complete one of them loses.
         following: Tokens that complete a banned n-gram, keyed by the tokens before them.
+        draws_until: Last token that is followed by a drawn one.
+        rewound_at: Number of the generated token at which each loop was taken back.
     """
 
-    latest: deque[int]
-    until: int = 0
+    banned_until: int = 0
     penalty: float = 0.0
     following: dict[tuple[int, ...], set[int]] = field(default_factory=dict)
+    draws_until: int = 0
+    rewound_at: list[int] = field(default_factory=list)
 
-    def add(self, tokens: Sequence[int], length: int, until: int) -> None:
-        """Also ban every n-gram of `tokens` of this length, and extend the ban."""
-        self.until = until
-        for end in range(length - 1, len(tokens)):
-            before = tuple(tokens[end - length + 1 : end])
-            self.following.setdefault(before, set()).add(tokens[end])
+    def ban(self, loop: Sequence[int], rung: int, now: int, until: int) -> None:
+        """At token `now`, also ban every n-gram of a loop, and extend the ban."""
+        if now > self.banned_until:
+            self.following = {}
+        self.banned_until = until
+        self.penalty = rung * PENALTY
+        length = max(2, BAN_LENGTH + 1 - rung)
+        for end in range(length - 1, len(loop)):
+            before = tuple(loop[end - length + 1 : end])
+            self.following.setdefault(before, set()).add(loop[end])
 
-    def banned(self) -> list[int]:
-        """The tokens that would complete an n-gram after the latest ones."""
-        latest = tuple(self.latest)
-        tokens: set[int] = set()
+    def banned(self, tokens: Sequence[int]) -> list[int]:
+        """The ids that would complete an n-gram after these tokens."""
+        latest = tuple(tokens[1 - BAN_LENGTH :])
+        ids: set[int] = set()
         for begin in range(len(latest)):
-            tokens.update(self.following.get(latest[begin:], ()))
-        return sorted(tokens)
+            ids.update(self.following.get(latest[begin:], ()))
+        return sorted(ids)
 
 
-def draw(logits: Float[Tensor, " vocab"], min_p: float, random: torch.Generator) -> None:
-    """Draw a token, and raise its logit in place above all others.
+def draw(logits: Float[Tensor, " vocab"], random: torch.Generator) -> None:
+    """Draw a likely token, and raise its logit in place above all others.
 
     The others keep their logits, so that a later processor that forbids the drawn token leaves the likeliest one.
-
-    Args:
-        logits: Logits of the next token.
-        min_p: Tokens with less than this share of the largest probability are not drawn.
-        random: Source of the random number.
     """
     probabilities = logits.float().softmax(-1)
-    likely = torch.where(probabilities >= min_p * probabilities.max(), probabilities, 0)
+    likely = torch.where(probabilities >= MIN_P * probabilities.max(), probabilities, 0)
     token = torch.multinomial(likely, 1, generator=random)
     logits[token] = logits.max() + DRAWN
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from statistics import fmean
 from typing import Any, Literal
 
 import torch
@@ -24,7 +23,7 @@ from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.interventions.decode import ForcedAnswer, decoding
 from sinkscope.kv.cache import CacheLayer, refuse_states
 from sinkscope.kv.loopguard.steer import generate_in_pieces
-from sinkscope.kv.session import Moment, Session
+from sinkscope.kv.session import CacheState, Moment, Session
 from sinkscope.lines.choice import HeadLines
 from sinkscope.models.config import float32_by_default
 from sinkscope.models.inputs import read_row
@@ -119,7 +118,7 @@ class TurnRecorder(Intervention):
         before: The cache before the turn.
         cache: The cache on which the turn runs.
         lines: Chosen lines by layer.
-        reads: Tokens that each decoding step attended to.
+        state: What is known about the cache.
         after_prompt: State of the edits right after the prompt was read.
         after_answer: State of the edits at the end of the turn.
     """
@@ -127,7 +126,7 @@ class TurnRecorder(Intervention):
     before: Snapshot
     cache: Any
     lines: dict[int, HeadLines] = field(default_factory=dict)
-    reads: list[float] = field(default_factory=list)
+    state: CacheState | None = None
     after_prompt: positions.Sequence | None = None
     after_answer: positions.Sequence | None = None
 
@@ -135,6 +134,7 @@ class TurnRecorder(Intervention):
         """Follow the calls."""
         session = Session.of(run)
         session.own_cache()
+        session.counts_reads = True
         earlier = self.before.sequence
         if earlier is not None:
             no_tokens = earlier.columns[:, :0]
@@ -149,12 +149,10 @@ class TurnRecorder(Intervention):
     def _note_call(self, moment: Moment) -> None:
         if moment.cache is not self.cache:  # a logits processor runs the model on a cache of its own
             return
+        self.state = moment.state
         self.after_answer = moment.call.sequence
         if self.after_prompt is None:  # the first call reads the prompt
             self.after_prompt = moment.call.sequence.copy()
-        else:
-            readable = [_tokens_readable(kv) for kv in moment.layers]
-            self.reads.append(sum(readable) / len(readable))
 
     def snapshot(self, prompt_tokens: int, keep_answer: bool) -> Snapshot:
         """The cache after the turn: with the answer's keys and values, or cut back to `prompt_tokens`."""
@@ -166,13 +164,6 @@ class TurnRecorder(Intervention):
         # What `generate` returned may hold the cache itself, and others may go on with it.
         layers = tuple(layer.copy() for layer in self.cache.layers)
         return Snapshot(layers, self.after_answer if keep_answer else self.after_prompt)
-
-
-def _tokens_readable(kv: CacheLayer) -> float:
-    """Tokens to which the last query attends, averaged over kv heads."""
-    if kv.hidden is None and not kv.ragged:
-        return float(kv.slots)
-    return float(kv.readable.sum(-1).float().mean())
 
 
 class Conversation:
@@ -318,6 +309,8 @@ class Conversation:
         text = None
         if self.tokenizer is not None:
             text = str(self.tokenizer.decode(answer, skip_special_tokens=True))
+        assert recorder.state is not None
+        read = recorder.state.meter.usage().mean_read
         turn = Turn(
             prompt=tuple(new),
             ids=tuple(answer),
@@ -325,7 +318,7 @@ class Conversation:
             prompt_tokens=len(whole),
             queries=len(whole) - self._snapshot.seen,
             events=tuple(run.events),
-            read=fmean(recorder.reads) if recorder.reads else None,
+            read=read[0] if read else None,
             lines=tuple(recorder.lines.get(layer) for layer in range(target.n_layers)),
             output=output,
         )

@@ -5,52 +5,18 @@ LoopServe (Li et al. 2025), section 5.2 and algorithm 6.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, Literal
+from typing import Literal
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.errors import UnsupportedError
 from sinkscope.files.records import Natural, Whole
 from sinkscope.interventions.base import Run
 from sinkscope.kv.cache import CacheLayer, Rotary, own_layers
 from sinkscope.kv.policy import At, Policy, register_policy
 from sinkscope.kv.session import Moment, Session
-from sinkscope.kv.usage import DecodingReads
-
-
-@dataclass(eq=False)
-class Selection:
-    """The part of one cache that decoding steps read.
-
-    Attributes:
-        reads: What they have read so far.
-        reorders: `CacheLayer.reorders` when the prompt ended.
-        step: Number of the generated token before which the part was chosen.
-        tokens: Tokens of each row that were readable then, averaged over layers and kv heads.
-        copied: Whether the part is a copy.
-    """
-
-    reads: DecodingReads = field(default_factory=DecodingReads)
-    reorders: int = 0
-    step: int = 0
-    tokens: Float[Tensor, " batch"] | None = None
-    copied: bool = False
-
-    def count_from(self, step: int, layers: list[CacheLayer]) -> None:
-        """Count what is readable before token `step`; later tokens come on top."""
-        device = layers[0].pos.device
-        readable = [kv.readable.sum(-1).float().mean(1).to(device) for kv in layers]
-        self.step = step
-        self.tokens = torch.stack(readable).mean(0)
-
-    def note_step(self, step: int) -> None:
-        """Count the tokens that a step reads, its own included."""
-        assert self.tokens is not None
-        self.reads.add(self.tokens + (step - self.step + 1))
 
 
 @register_policy("progressive")
@@ -90,6 +56,8 @@ class Progressive(Policy):
         """Enter like any policy; in addition, a new prompt sees the whole cache."""
         super().enter(run, key)
         session = Session.of(run)
+        session.followers.append(self.shown_name)
+        session.counts_reads = True
         session.before_prompt(lambda moment: self._show_all(moment.layers))
         run.stack.callback(self._show_all_caches, session)
 
@@ -110,38 +78,20 @@ class Progressive(Policy):
         return self.group(votes, at.kv.pos.shape[1])
 
     def _act(self, moment: Moment, session: Session, key: int, rotary: Rotary | None) -> None:
-        state, layers = moment.state, moment.layers
-        memory = state.memory.setdefault(key, {})
+        memory = moment.state.memory.setdefault(key, {})
         if moment.prefill_ended:
             self.begin(moment, session, memory)
-            if "selection" not in memory:
-                memory["selection"] = Selection()
-                session.decoding_reads.append(memory["selection"].reads)
-        selection: Selection = memory["selection"]
-        if moment.prefill_ended:
-            selection.reorders = layers[0].reorders
-            selection.count_from(0, layers)
-        if layers[0].reorders != selection.reorders:
-            raise UnsupportedError(
-                f"beam search lets rows change places, and {self.shown_name} follows the latest queries of each row: "
-                "use num_beams=1",
-                page="kv-session",
-            )
-        steps = state.decoded - self.after
+            memory["copied"] = False
+        steps = moment.state.decoded - self.after
         due = steps >= 0 and steps % self.interval == 0
         # A guard may have cut the cache, for which it had to be whole.
-        copy_lost = selection.copied and all(kv.aside is None for kv in layers)
-        if due or copy_lost:
-            selection.copied = self._choose(moment, session, memory)
-            selection.count_from(state.decoded, layers)
-        selection.note_step(state.decoded)
-
-    def _choose(self, moment: Moment, session: Session, memory: dict[Any, Any]) -> bool:
-        """Choose the part of every layer that is read from here on; whether any part is a copy."""
+        copy_lost = memory["copied"] and all(kv.aside is None for kv in moment.layers)
+        if not due and not copy_lost:
+            return
         self._show_all(moment.layers)
         budget = memory["budget"]
         fewest = budget if isinstance(budget, int) else int(budget.min())
-        copied = False
+        memory["copied"] = False
         for kv in moment.layers:
             if kv.slots <= fewest:
                 continue
@@ -151,8 +101,7 @@ class Progressive(Policy):
                 kv.evict(keep)
             else:
                 kv.work_on(keep)
-                copied = True
-        return copied
+                memory["copied"] = True
 
     def _show_all_caches(self, session: Session) -> None:
         for cache in session.caches:
@@ -169,13 +118,7 @@ def tokens_read(run: Run) -> list[list[float]]:
 
     They are averaged over steps, layers and kv heads. The list is empty if the run has no `Progressive` or `LoopServe`.
     """
-    if run.session is None:
-        return []
-    by_cache: list[list[float]] = []
-    for reads in run.session.decoding_reads:
-        if reads.total is not None:
-            by_cache.append((reads.total / reads.steps).tolist())
-    return by_cache
+    return [usage.mean_read for usage in run.usage if usage.mean_read]
 
 
 def steps_summary(name: str, run: Run) -> str:
