@@ -11,7 +11,6 @@ import inspect
 from collections.abc import Callable
 from contextvars import ContextVar
 from copy import copy
-from dataclasses import dataclass
 from typing import Any, get_args
 
 import torch
@@ -74,21 +73,6 @@ class Rotary:
         # Keys stay in float32 from now on. They are rotated at every step, and in half precision errors would add up.
         kv.keys = torch.cat([first * cos - second * sin, second * cos + first * sin, unrotated], -1)
         kv.rebased = True
-
-
-@dataclass(frozen=True, eq=False)
-class KeptSlots:
-    """Which slots of a layer are kept.
-
-    Attributes:
-        index: Their indices among all slots of all rows and heads; None if all are kept.
-        ragged: Whether some of these are holes.
-        pos: True position of each.
-    """
-
-    index: Int[Tensor, "batch kv_head slot"] | None
-    ragged: bool
-    pos: Int[Tensor, "batch kv_head slot"]
 
 
 class CacheLayer(DynamicLayer):
@@ -220,12 +204,6 @@ class CacheLayer(DynamicLayer):
         """Replace the numbers that `extra(name)` gives."""
         self._extras[name] = values
 
-    def take_extra(self, name: str) -> Shaped[Tensor, "batch kv_head slot"]:
-        """What `extra(name)` gives, and forget it."""
-        values = self.extra(name)
-        del self._extras[name]
-        return values
-
     def add_extra(self, name: str, values: Shaped[Tensor, "batch kv_head slot"]) -> None:
         """Add what `extra(name)` gives to a new tensor, which replaces it."""
         earlier = self._extras.get(name)
@@ -242,7 +220,7 @@ class CacheLayer(DynamicLayer):
 
     # What policies do ------------------------------------------------------------------------------------------------
 
-    def evict(self, keep: Bool[Tensor, "batch kv_head slot"], exact: int | None = None) -> KeptSlots:
+    def evict(self, keep: Bool[Tensor, "batch kv_head slot"], exact: int | None = None) -> None:
         """Free every slot that is not kept. Rows and heads may keep different numbers; shorter ones get holes.
 
         Args:
@@ -265,13 +243,12 @@ class CacheLayer(DynamicLayer):
                 keep = keep.take(index)
         if ragged:
             pos = torch.where(keep, pos, -1)
-        kept = KeptSlots(index, ragged, pos)
-        self.keep_only(kept)
-        return kept
+        self._keep(index, pos)
+        self.ragged = ragged
+        self.whole = not ragged
 
-    def keep_only(self, kept: KeptSlots) -> None:
-        """Free every other slot. What `evict` returned for one layer is valid for all that hold the same positions."""
-        index = kept.index
+    def _keep(self, index: Int[Tensor, "batch kv_head kept"] | None, pos: Int[Tensor, "batch kv_head kept"]) -> None:
+        """Hold these among all slots of all rows and heads, at these positions; None: all of them."""
         if index is not None:
             for name in self._extras:
                 self._extras[name] = self.extra(name).take(index)
@@ -281,11 +258,9 @@ class CacheLayer(DynamicLayer):
             self.keys = torch.embedding(self.keys.flatten(0, 2), index)
             self.values = torch.embedding(self.values.flatten(0, 2), index)
             self._forget_growth()
-        self._pos = kept.pos
+        self._pos = pos
         self._holes = None
         self.edited = True
-        self.ragged = kept.ragged
-        self.whole = not kept.ragged
 
     def select(self, show: Bool[Tensor, "batch kv_head slot"]) -> None:
         """Attend only to the slots in `show` and to new ones, until the next call. Frees no slot."""
@@ -366,7 +341,9 @@ class CacheLayer(DynamicLayer):
         index = index % (keep.numel() // len(layers))
         for number, (kv, slots) in enumerate(zip(layers, index.chunk(len(layers)), strict=True)):
             kv._extras = {}
-            kv.keep_only(KeptSlots(slots, False, pos[number]))
+            kv._keep(slots, pos[number])
+            kv.ragged = False
+            kv.whole = True
             for name, values in extras.items():
                 kv._extras[name] = values[number]
 
@@ -414,14 +391,6 @@ class CacheLayer(DynamicLayer):
         earlier = self._columns[:, : self.seen].to(like.device)
         return torch.cat([earlier, earlier.amax(1, keepdim=True) + 1 + step], 1)
 
-    def fill(self, keys: Tensor, values: Tensor, columns: Int[Tensor, "batch seen"]) -> None:
-        """Take over the keys and values of a stock cache, with their true positions."""
-        token = COLUMNS.set(columns)
-        try:
-            self.update(keys, values)
-        finally:
-            COLUMNS.reset(token)
-
     def get_seq_length(self) -> int:
         """Number of tokens seen, including evicted ones; it determines the positions of new tokens."""
         return self.seen
@@ -438,36 +407,24 @@ class CacheLayer(DynamicLayer):
         self.settle()
         if removed == 0 or not self.is_initialized or self._columns is None:
             return
-        seen = max(0, self.seen - removed)
-        if self._pos is None:
-            slots = max(0, self.slots - (self.seen - seen))
-        else:
-            slots = self._crop_pos(seen)
+        pos = self.pos
+        self.seen = max(0, self.seen - removed)
+        self._columns = self._columns[:, : self.seen]
+        last = torch.nn.functional.pad(self._columns, (1, 0), value=-1).amax(1)  # -1 if nothing is left
+        stays = (pos >= 0) & (pos <= rearrange(last.to(pos.device), "batch -> batch 1 1"))
+        # Holes at the right end go, too.
+        used = reduce(stays, "batch kv_head slot -> slot", "any").nonzero()
+        slots = int(used.max()) + 1 if len(used) else 0
+        self._pos = torch.where(stays, pos, -1)[..., :slots]
+        self.ragged = bool((self._pos < 0).any())  # heads that keep different tokens lose different numbers
         self.keys = self.keys[..., :slots, :]
         self.values = self.values[..., :slots, :]
         for name, values in self._extras.items():
             self._extras[name] = values[..., :slots]
         if self._hidden is not None:
             self._hidden = self._hidden[..., :slots]
-        self.seen = seen
-        self._columns = self._columns[:, :seen]
         self._holes = None
         self.whole = False
-
-    def _crop_pos(self, seen: int) -> int:
-        """Remove every token after the first `seen` columns, and holes at the right end; the number of slots left."""
-        assert self._columns is not None
-        if seen:
-            last = self._columns[:, :seen].amax(1)
-        else:
-            last = self._columns.new_full((len(self._columns),), -1)
-        pos = self.pos
-        stays = (pos >= 0) & (pos <= rearrange(last.to(pos.device), "batch -> batch 1 1"))
-        used = reduce(stays, "batch kv_head slot -> slot", "any").nonzero()
-        slots = int(used.max()) + 1 if len(used) else 0
-        self._pos = torch.where(stays, pos, -1)[..., :slots]
-        self.ragged = bool((self._pos < 0).any())  # heads that keep different tokens lose different numbers
-        return slots
 
     def reset(self) -> None:
         """Make the layer empty, like a new one."""
@@ -619,8 +576,12 @@ def adopt(cache: Any, target: Target, columns: Int[Tensor, "batch seen"]) -> Non
                     page="kv-cache",
                 )
         _check_shape(layers, target)
-        for new, old in zip(ours, layers, strict=True):
-            new.fill(old.keys, old.values, columns)
+        token = COLUMNS.set(columns)
+        try:
+            for new, old in zip(ours, layers, strict=True):
+                new.update(old.keys, old.values)
+        finally:
+            COLUMNS.reset(token)
     cache.layers = ours
     cache.layer_class_to_replicate = None
     if hasattr(cache, "linear_cache"):  # MiniMax keeps states beside the layers, and takes this list for as long

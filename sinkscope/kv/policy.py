@@ -22,7 +22,7 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.records import Budget, Natural, Whole, check_fields, read_setting
 from sinkscope.interventions.base import Event, Intervention, Run
-from sinkscope.kv.cache import CacheLayer, KeptSlots, Rotary
+from sinkscope.kv.cache import CacheLayer, Rotary
 from sinkscope.kv.session import Moment, Session
 
 ENTRY_POINTS = "sinkscope.policies"
@@ -174,18 +174,18 @@ class Policy(Intervention):
             return grouped.mean(2)
         return grouped.amax(2)
 
-    def tokens(self, prompt: Int[Tensor, " batch"]) -> int | Int[Tensor, " batch"]:
-        """The budget in tokens; if it is a fraction, one number per row."""
+    def tokens(self, prompt: Int[Tensor, " batch"]) -> list[int]:
+        """The budget of each row in tokens."""
         if isinstance(self.budget, int):
-            return self.budget
-        budget = (prompt * self.budget).long()
-        fewest = int(budget.min())
+            return [self.budget] * len(prompt)
+        budgets: list[int] = (prompt * self.budget).long().tolist()
+        fewest = min(budgets)
         self._check_room(fewest, f" of a prompt of {int(prompt.min())} tokens, {fewest},")
-        return budget
+        return budgets
 
     def _check_room(self, budget: int, share: str) -> None:
         """Refuse a budget in tokens that is smaller than what is always kept."""
-        always_kept = max(1, self.first_kept(budget) + self.last)
+        always_kept = max(1, sum(self.always_kept(budget)))
         if budget < always_kept:
             raise SinkscopeError(
                 f"{self.shown_name}: budget={self.budget}{share} is below the {always_kept} tokens that are always "
@@ -193,17 +193,9 @@ class Policy(Intervention):
                 page="kv-budget",
             )
 
-    def first_kept(self, budget: int) -> int:
-        """Number of first tokens of a row that are always kept at a budget in tokens."""
-        return self.first
-
-    def latest_kept(self, budget: int) -> int:
-        """Number of latest tokens of a row that are always kept at a budget in tokens."""
-        return self.last
-
-    def smaller_window(self, budget: int) -> int | None:
-        """Number of latest tokens of a row whose budget has no room for the usual number; None if it has."""
-        return None
+    def always_kept(self, budget: int) -> tuple[int, int]:
+        """Numbers of first and of latest tokens of a row that are always kept at a budget in tokens."""
+        return self.first, self.last
 
     def protected(self, at: At) -> Bool[Tensor, "batch kv_head slot"]:
         """Slots that are always kept: the first and the last ones.
@@ -211,9 +203,9 @@ class Policy(Intervention):
         The anchors of a guard in the same run are kept too; they take up to half of what the last ones leave.
         """
         pos, latest = at.kv.pos, at.memory["latest"]
-        protected = pos < _on(at.memory["first"], pos)
+        protected = pos < _by_row(at.memory["first"], pos)
         if isinstance(latest, Tensor) or latest:
-            protected = protected | (pos >= at.length[:, None, None] - _on(latest, pos))
+            protected = protected | (pos >= at.length[:, None, None] - _by_row(latest, pos))
         return protected
 
     def select(
@@ -232,7 +224,7 @@ class Policy(Intervention):
         if not at.kv.whole:
             ranked = ranked.masked_fill(~occupied, -torch.inf)
         if not isinstance(budget, int):
-            return occupied & (rank_from_top(ranked) < budget.to(pos.device)[:, None, None])
+            return occupied & (rank_from_top(ranked) < _by_row(budget, pos))
         if slots <= budget:
             return occupied
         if slots == budget + 1:
@@ -243,80 +235,57 @@ class Policy(Intervention):
 
     def _act(self, moment: Moment, session: Session, key: int, rotary: Rotary | None) -> None:
         """Choose what is kept in every layer, if it is time to."""
-        state = moment.state
+        state, layers = moment.state, moment.layers
         memory = state.memory.setdefault(key, {})
         if moment.prefill_ended:
-            self._note_positions(moment, rotary)
+            if rotary is not None and not _same_positions(layers):
+                raise UnsupportedError(
+                    "this cache holds other positions in every layer, so new positions cannot be given: use "
+                    'positions="original", or start with a new cache',
+                    page="kv-session",
+                )
             self.begin(moment, session, memory)
         elif self.every == "prefill" or state.decoded % self.every:
             return
         budget = memory["budget"]
-        exact = self._exact(budget)
-        layers = moment.layers
-        if exact is not None:
-            layers = [kv for kv in layers if kv.slots > exact]
-            if self.JOINS_LAYERS and _alike(layers):
+        exact: int | None = None  # what every head keeps; None if heads may keep different numbers
+        # The choice of a subclass may be smaller than the budget.
+        if type(self).select is Policy.select and isinstance(budget, int) and self.mode == "evict":
+            exact = budget
+            layers = [kv for kv in layers if kv.slots > budget]
+            if self.JOINS_LAYERS and rotary is None and _alike(layers):
                 joined = CacheLayer.joined(layers)
                 at = At(layers[0].number, joined, moment, session, memory, len(layers))
-                joined.evict_joined(layers, self.select(self.checked_scores(at), at, exact), exact)
+                joined.evict_joined(layers, self.select(self.checked_scores(at), at, budget), budget)
                 return
-        keep: Tensor | None = None
-        kept: KeptSlots | None = None
         for kv in layers:
-            if keep is None or not state.uniform:
-                at = At(kv.number, kv, moment, session, memory)
-                keep = self.select(self.checked_scores(at), at, budget)
-            if kept is not None and state.uniform and rotary is None and kept.pos.device == kv.keys.device:
-                kv.keep_only(kept)
-                continue
-            keep = keep.to(kv.keys.device)  # the same for all layers, of which some may be on another device
+            at = At(kv.number, kv, moment, session, memory)
+            keep = self.select(self.checked_scores(at), at, budget)
             if self.mode == "select":
                 kv.select(keep)
                 continue
             if rotary is not None:
                 rotary.rebase(kv, keep)
-            may_keep_fewer = state.padded or kv.ragged
-            kept = kv.evict(keep, None if may_keep_fewer else exact)
-
-    def _exact(self, budget: int | Tensor) -> int | None:
-        """The number of slots that every head keeps; None if heads may keep different numbers."""
-        fills_budget = type(self).select is Policy.select  # the choice of a subclass may be smaller than the budget
-        if fills_budget and isinstance(budget, int) and self.mode == "evict":
-            return budget
-        return None
-
-    def _note_positions(self, moment: Moment, rotary: Rotary | None) -> None:
-        """Note whether all layers and heads hold the same positions after the prompt just read."""
-        state = moment.state
-        state.uniform = self.UNIFORM and _same_positions(moment.layers)
-        if rotary is not None and not state.uniform:
-            raise UnsupportedError(
-                "this cache holds other positions in every layer, so new positions cannot be given: use "
-                'positions="original", or start with a new cache',
-                page="kv-session",
-            )
+            kv.evict(keep, None if state.padded or kv.ragged else exact)
 
     def begin(self, moment: Moment, session: Session, memory: dict[Any, Any]) -> None:
         """Fix the budget of each row at the end of a prompt, and how much of it is for tokens that are always kept."""
         lengths = moment.call.before
-        budget = self.tokens(lengths)
-        budgets = [budget] * len(lengths) if isinstance(budget, int) else budget.tolist()
-        latest = [self.latest_kept(tokens) for tokens in budgets]
+        budgets = self.tokens(lengths)
         first: list[int] = []
-        for tokens, last in zip(budgets, latest, strict=True):
-            first.append(max(self.first_kept(tokens), min(session.anchors, (tokens - last) // 2)))
-        memory["budget"] = budget
-        memory["protects"] = any(first) or any(latest)
-        memory["first"], memory["latest"] = first[0], latest[0]
-        if not isinstance(budget, int):
-            memory["first"] = torch.tensor(first).view(-1, 1, 1)
-            memory["latest"] = torch.tensor(latest).view(-1, 1, 1)
+        latest: list[int] = []
         events: list[Event] = []
-        for row, tokens in enumerate(budgets):
-            window = self.smaller_window(tokens)
-            if window is not None:
-                position = int(lengths[row]) - 1
-                events.append(Event(row, moment.call.step, position, None, None, "window", {"window": window}))
+        for row, budget in enumerate(budgets):
+            first_kept, latest_kept = self.always_kept(budget)
+            first.append(max(first_kept, min(session.anchors, (budget - latest_kept) // 2)))
+            latest.append(latest_kept)
+            if (first_kept, latest_kept) != self.always_kept(sys.maxsize):
+                window = {"window": latest_kept or budget - first_kept}
+                events.append(Event(row, moment.call.step, int(lengths[row]) - 1, None, None, "window", window))
+        memory["protects"] = any(first) or any(latest)
+        memory["budget"] = _number_or_rows(budgets)
+        memory["first"] = _number_or_rows(first)
+        memory["latest"] = _number_or_rows(latest)
         session.run.log(lambda: events)
 
     def checked_scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
@@ -348,11 +317,18 @@ class Policy(Intervention):
         return scores
 
 
-def _on(count: int | Tensor, like: Tensor) -> int | Tensor:
-    """A number for all rows, or one for each row on the device of a tensor."""
-    if isinstance(count, int):
-        return count
-    return count.to(like.device)
+def _number_or_rows(numbers: list[int]) -> int | Int[Tensor, " batch"]:
+    """One number if it is the same for all rows."""
+    if len(set(numbers)) == 1:
+        return numbers[0]
+    return torch.tensor(numbers)
+
+
+def _by_row(number: int | Int[Tensor, " batch"], like: Tensor) -> int | Int[Tensor, "batch 1 1"]:
+    """A number for all rows, or one for each row, to compare with a tensor `[batch kv_head slot]`."""
+    if isinstance(number, int):
+        return number
+    return number.to(like.device).view(-1, 1, 1)  # "batch -> batch 1 1"
 
 
 def rank_from_top(scores: Float[Tensor, "*batch slot"]) -> Int[Tensor, "*batch slot"]:

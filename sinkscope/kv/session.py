@@ -108,7 +108,6 @@ class CacheState:
         dropped: Number of positions by which later tokens of each row are shifted towards the start
             (`positions="rebased"`).
         padded: Whether the last prompt is padded.
-        uniform: Whether every layer and head has held the same positions since.
         memory: What each intervention remembers, by its key.
         queries: The latest queries of each layer, if requested.
         flat: Layers in which no head had lines of attention when they were last looked for (`LoopServe`).
@@ -121,7 +120,6 @@ class CacheState:
     reorders: int = 0
     dropped: Int[Tensor, " batch"] | None = None
     padded: bool = False
-    uniform: bool = False
     memory: dict[int, dict[Any, Any]] = field(default_factory=dict)
     queries: dict[int, LatestQueries] = field(default_factory=dict)
     flat: set[int] = field(default_factory=set)

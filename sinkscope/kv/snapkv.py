@@ -42,7 +42,7 @@ class SnapKV(Policy):
         pooling: "avg", with zeros beyond the ends, or "max", as in the paper's LongBench runs.
 
     Example:
-        >>> SnapKV(budget=1024, window=32, kernel=7, pooling="max").last
+        >>> SnapKV(budget=1024, window=32, kernel=7, pooling="max").window
         32
     """
 
@@ -55,8 +55,6 @@ class SnapKV(Policy):
         check_fields(self)
         if self.kernel % 2 == 0:
             raise SinkscopeError(f"{type(self).__name__}: kernel={self.kernel}: expected an odd kernel")
-        if self.window is not None:
-            object.__setattr__(self, "last", max(self.last, self.window))
         super().__post_init__()
 
     def window_at(self, budget: int) -> int:
@@ -72,16 +70,9 @@ class SnapKV(Policy):
         """Ask for the latest queries."""
         session.window_queries(self.window or WINDOW, decoding=self.every != "prefill")
 
-    def latest_kept(self, budget: int) -> int:
-        """The window, or `last` if that is more."""
-        return max(self.last, self.window_at(budget))
-
-    def smaller_window(self, budget: int) -> int | None:
-        """The window where 64 tokens do not fit."""
-        window = self.window_at(budget)
-        if window in (self.window, WINDOW):
-            return None
-        return window
+    def always_kept(self, budget: int) -> tuple[int, int]:
+        """The first tokens, and the window or `last` if that is more."""
+        return self.first, max(self.last, self.window_at(budget))
 
     def scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
         """Score by pooled votes; tokens of the window get none."""

@@ -28,18 +28,11 @@ class StreamingLLM(Policy):
     first: int = 4
 
     UNIFORM: ClassVar[bool] = True
+    JOINS_LAYERS: ClassVar[bool] = True
 
-    def first_kept(self, budget: int) -> int:
-        """`first`, or half of a budget in which no latest token would be left."""
-        if budget > self.first:
-            return self.first
-        return budget // 2
-
-    def smaller_window(self, budget: int) -> int | None:
-        """The latest tokens of a budget in which none would be left."""
-        if budget > self.first:
-            return None
-        return budget - budget // 2
+    def always_kept(self, budget: int) -> tuple[int, int]:
+        """`first` and `last`; half of a budget and `last` if no latest token would be left."""
+        return self.first if budget > self.first else budget // 2, self.last
 
     def scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
         """Score later positions higher."""

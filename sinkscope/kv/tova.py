@@ -39,4 +39,4 @@ class TOVA(Policy):
 
     def scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
         """Score by the attention of the newest query."""
-        return at.kv.take_extra("tova")  # the next query writes it anew
+        return at.kv.extra("tova")

@@ -121,7 +121,7 @@ class Meter:
         self._held.add(held, rows)
         if counts_reads:
             self._read.add(read, rows)
-        of_all_rows = rows * held if isinstance(held, int) else held.double().sum()
+        of_all_rows = rows * held if isinstance(held, int) else held.double().sum(0, keepdim=True)
         self._bytes.add(of_all_rows * sum(self._slot_bytes), 1)
 
     def usage(self) -> Usage:

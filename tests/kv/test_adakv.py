@@ -22,7 +22,7 @@ class _Layer:
 
 class _At(At):
     def __init__(self, pos: Tensor, policy: AdaKV, budget: int):
-        vars(self).update(kv=_Layer(pos), memory={"first": policy.first, "latest": policy.latest_kept(budget)})
+        vars(self).update(kv=_Layer(pos), memory={"first": policy.first, "latest": policy.always_kept(budget)[1]})
 
     @property
     def length(self) -> Tensor:

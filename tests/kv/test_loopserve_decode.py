@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.testing import assert_close
 from transformers import DynamicCache
 
-from sinkscope.kv.cache import CacheLayer
+from sinkscope.kv.cache import COLUMNS, CacheLayer
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.loopserve import Progressive, tokens_read
 from sinkscope.models.wrapped import target_of
@@ -115,7 +115,9 @@ def test_what_else_is_done_to_a_layer_is_done_to_the_whole(change):
     for step in (10, 1, 1, 1):
         keys, values = (torch.randn(2, 2, step, 4, generator=generator) for _ in range(2))
         for layer in (worked, plain):
-            layer.fill(keys, values, torch.arange(layer.seen + step).expand(2, -1))
+            token = COLUMNS.set(torch.arange(layer.seen + step).expand(2, -1))
+            layer.update(keys, values)
+            COLUMNS.reset(token)
             layer.set_extra("seen", layer.extra("seen") + 1)
         if step == 10:
             worked.work_on(torch.rand(2, 2, 10, generator=generator) < 0.5)

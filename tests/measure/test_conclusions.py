@@ -177,7 +177,7 @@ def card(rng: Rng) -> Result:
     for _ in range(rng.integers(1, 9)):
         before, after = (f"{value:.3g}" for value in rng.random(2))
         changed = [True, False, None][rng.integers(3)]
-        changes.append(CardChange("part", LABELS[rng.integers(3)], before, after, 0.1, changed))
+        changes.append(CardChange(LABELS[rng.integers(3)], before, after, 0.1, changed))
     return SinkCard(model=MODEL, quick=False, parts=(), against="llama-2-7b (0a1b2c3d)", changes=tuple(changes))
 
 

@@ -506,18 +506,13 @@ class FindSinks(Result):
         if spike is not None:
             label = "first token's norm over the typical one"
             numbers.append(Number(label, spike.ratio, self.typical_ratio, spike.margin))
-        return numbers
-
-    def facts(self) -> dict[str, str]:
-        """The sink layer, the neurons that make the spike, and what carries the attention sink."""
-        facts = {}
         if self.sink_layer is not None:
-            facts["sink layer"] = str(self.sink_layer)
+            numbers.append(Number("sink layer", str(self.sink_layer)))
         if self.minimal is not None:
-            facts["neurons that make the spike"] = self.minimal.names
-        if self.attention_sink is not None and self.attention_sink.carried_by is not None:
-            facts["what carries the attention sink"] = self.attention_sink.carried_by
-        return facts
+            numbers.append(Number("neurons that make the spike", self.minimal.names))
+        if self.attention_sink is not None:
+            numbers.append(Number("what carries the attention sink", self.attention_sink.carried_by))
+        return numbers
 
     def conclusion(self) -> str:
         """Whether there is a norm spike and an attention sink, and what makes and carries them."""
