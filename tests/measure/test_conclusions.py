@@ -56,7 +56,7 @@ def heads(rng: Rng) -> Result:
 def sweep(rng: Rng, tokens: int) -> Sweep:
     words = tuple(f"word{number}" for number in range(tokens))
     ids = tuple((number,) for number in range(tokens))
-    return Sweep(words, ids, ("<s>",), int(rng.integers(1, 1025)), np.array([1, 2]), ())
+    return Sweep(words, ids, ("<s>",), int(rng.integers(1, 1025)), np.array([1, 2]))
 
 
 def repeated(rng: Rng) -> Result:
