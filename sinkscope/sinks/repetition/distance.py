@@ -22,7 +22,7 @@ from sinkscope.measure import Setup
 from sinkscope.measure.style import unfolded
 from sinkscope.models.target import Target
 from sinkscope.sinks.repetition.sweep import Reading, Sweep, rounded
-from sinkscope.sinks.tokens import TokenRows, replaced_line
+from sinkscope.sinks.tokens import TokenRows
 from sinkscope.trace.attention import attention_rows
 
 ROUNDING = 8.0  # distances below this many rounding errors of the largest output are ignored
@@ -80,7 +80,6 @@ class DistanceReading(Reading):
             f"{len(self.sweep.before)} tokens stand before the repetitions; the distances are medians over "
             f"{counted(len(self.sweep.tokens), 'token')} in {counted(len(self.distance), 'layer')}.",
             bound,
-            *replaced_line(self.sweep.replaced),
         ]
 
     def rows(self) -> Table:
