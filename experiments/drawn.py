@@ -98,9 +98,9 @@ def _flat(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _table(title: str, rows: list[dict[str, Any]]) -> Grid:
     head = list(dict.fromkeys(name for row in rows for name in row))
-    cells = [[_in_a_cell(row.get(name)) for name in head] for row in rows[:ROWS]]
+    columns = {name: [_in_a_cell(row.get(name)) for row in rows[:ROWS]] for name in head}
     cut = f" (the first {ROWS:,} of {len(rows):,} rows)" if len(rows) > ROWS else ""
-    return Grid(head, cells, title + cut)
+    return Grid(columns, title + cut)
 
 
 def _in_a_cell(value: Any) -> str:

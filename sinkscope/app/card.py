@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from html import escape
 from math import hypot
 from pathlib import Path
@@ -14,7 +13,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.notation import agreeing, listed
 from sinkscope.files.output import path_of
 from sinkscope.files.plain import visible
-from sinkscope.files.result import Result
+from sinkscope.files.result import Number, Result
 from sinkscope.files.tables import Grid, cell, strings
 
 CARD = "card.json"
@@ -51,64 +50,30 @@ class CardPart:
         problem: Why there is no result; None if there is one.
         seconds: Time it took, in seconds.
         peak_memory_bytes: Largest memory of the process until its end.
+        numbers: Its numbers and words, each with its control.
     """
 
     name: str
     command: str
     conclusion: str
     problem: str | None = None
-    seconds: float | None = None
+    seconds: float = 0.0
     peak_memory_bytes: int | None = None
-
-
-@dataclass(frozen=True)
-class CardNumber:
-    """One number of a part.
-
-    Attributes:
-        part: Name of the measurement.
-        label: Description of the number.
-        value: The number.
-        control: The same number under the control.
-        margin: Two standard errors; None: a difference of this number is not judged.
-    """
-
-    part: str
-    label: str
-    value: float
-    control: float | None
-    margin: float | None = None
-
-
-@dataclass(frozen=True)
-class CardFact:
-    """A property in words, in which two models may agree or differ.
-
-    Attributes:
-        part: Name of the measurement.
-        label: Description of the property.
-        word: What it is in this model.
-    """
-
-    part: str
-    label: str
-    word: str
+    numbers: tuple[Number, ...] = ()
 
 
 @dataclass(frozen=True)
 class CardChange:
-    """A number or a fact on two cards.
+    """A number or a word on two cards.
 
     Attributes:
-        part: Name of the measurement.
-        label: Description of the number or fact.
+        label: Description of the number or word.
         before: Value on the other card.
         after: Value on this card.
-        margin: Margin of the change, from both cards' margins; None if unknown, or for a fact.
+        margin: Margin of the change, from both cards' margins; None if unknown, or for a word.
         changed: Whether the change exceeds the margin; None if it is not judged.
     """
 
-    part: str
     label: str
     before: str
     after: str
@@ -123,8 +88,6 @@ class SinkCard(Result):
     Attributes:
         quick: Whether the parts ran with smaller numbers.
         parts: The parts in the order of the card.
-        values: The numbers, each with its control.
-        properties: The facts in words.
         against: Model of the other card; None if there is none.
         changes: Comparison with the other card, including what stayed the same.
     """
@@ -134,8 +97,6 @@ class SinkCard(Result):
 
     quick: bool
     parts: tuple[CardPart, ...]
-    values: tuple[CardNumber, ...] = ()
-    properties: tuple[CardFact, ...] = ()
     against: str | None = None
     changes: tuple[CardChange, ...] = ()
 
@@ -175,7 +136,7 @@ class SinkCard(Result):
             lines.append(f"Without a margin, a difference is not judged: {names}.")
         for part in self.parts:
             if part.problem is None:
-                lines.append(f"{part.command}: {part.conclusion} ({part.seconds or 0:.1f} s)")
+                lines.append(f"{part.command}: {part.conclusion} ({part.seconds:.1f} s)")
             else:
                 lines.append(f"{part.command} is missing: {part.problem}")
         lines.append(self.costs())
@@ -207,9 +168,8 @@ class SinkCard(Result):
         if self.against is not None:
             parts.append(f"<p><b>{escape(self.conclusion())}</b></p>")
             differing = [change for change in self.changes if change.changed]
-            if differing:
-                rows = [_row(change, ("label", "before", "after")) for change in differing]
-                parts.append(Grid(*strings(rows, ())).html())
+            rows = [{"label": one.label, "before": one.before, "after": one.after} for one in differing]
+            parts.append(Grid(strings(rows)).html())
         parts.append('<dl class="verdicts">')
         for label, sentence, _ in self.verdicts():
             parts.append(f"<dt>{label}</dt><dd>{escape(visible(sentence))}</dd>")
@@ -221,30 +181,23 @@ class SinkCard(Result):
 
     def costs(self) -> str:
         """Seconds and memory of all parts."""
-        seconds = sum(part.seconds or 0.0 for part in self.finished)
-        peak = max((part.peak_memory_bytes or 0 for part in self.finished), default=0)
+        seconds = sum(part.seconds for part in self.parts)
+        peak = max((part.peak_memory_bytes or 0 for part in self.parts), default=0)
         share = f"{len(self.finished)} of {len(self.parts)} parts"
         return f"{share} took {seconds:.0f} s and at most {peak / 1e9:.1f} GB."
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row per number; in a comparison, one per number and fact."""
+        """One row per number and word; in a comparison, beside those of the other card."""
         if self.against is not None:
-            return [_row(change, ("label", "before", "after", "margin", "changed")) for change in self.changes]
-        return [_row(value, ("label", "value", "control", "margin")) for value in self.values]
+            return [asdict(change) for change in self.changes]
+        return [asdict(number) for part in self.parts for number in part.numbers]
 
     def grids(self) -> list[Grid]:
-        """What changed, the numbers with their controls, and the facts."""
+        """What changed, and the numbers with their controls."""
         grids: list[Grid] = []
         if self.changes:
-            title = f"Compared with {self.against}"
-            grids.append(Grid(*strings(self.rows(), ()), title=title, note=RULE))
-        if self.values:
-            rows = replace(self, against=None).rows()
-            grids.append(Grid(*strings(rows, ()), title="Numbers, each with its control"))
-        if self.properties:
-            rows = [{"fact": fact.label, "word": fact.word} for fact in self.properties]
-            grids.append(Grid(*strings(rows, ()), title="Facts"))
-        return grids
+            grids.append(Grid(strings(self.rows()), title=f"Compared with {self.against}", note=RULE))
+        return [*grids, Grid(strings(replace(self, against=None).rows()), title="Numbers, each with its control")]
 
     def compared(self, other: SinkCard) -> SinkCard:
         """Compare this card with another one and return it with the changes, the changed ones first.
@@ -257,17 +210,12 @@ class SinkCard(Result):
                 "one of the two cards was made with --quick and the other without: their numbers are of different "
                 "settings; make both in the same way"
             )
-        numbers_before = {(number.part, number.label): number for number in other.values}
-        words_before = {(fact.part, fact.label): fact.word for fact in other.properties}
+        before = {(part.name, number.label): number for part in other.parts for number in part.numbers}
         changes: list[CardChange] = []
-        for number in self.values:
-            before = numbers_before.get((number.part, number.label))
-            if before is not None:
-                changes.append(_change(before, number))
-        for fact in self.properties:
-            word = words_before.get((fact.part, fact.label))
-            if word is not None:
-                changes.append(CardChange(fact.part, fact.label, word, fact.word, None, word != fact.word))
+        for part in self.parts:
+            for number in part.numbers:
+                if (part.name, number.label) in before:
+                    changes.append(_change(before[part.name, number.label], number))
         if not changes:
             raise SinkscopeError("the two cards have no number in common: give the card of a scan with the same parts")
         changes.sort(key=lambda change: (change.changed is not True, change.changed is None))
@@ -277,19 +225,17 @@ class SinkCard(Result):
         return replace(self, against=name, changes=tuple(changes))
 
 
-def _row(record: object, names: Sequence[str]) -> dict[str, Any]:
-    return {name: getattr(record, name) for name in names}
-
-
-def _change(before: CardNumber, after: CardNumber) -> CardChange:
-    """How a number moved, and whether by more than both margins."""
+def _change(before: Number, after: Number) -> CardChange:
+    """How a number moved, and whether by more than both margins; a word changes if it is another."""
     margin: float | None = None
     changed: bool | None = None
-    difference = abs(after.value - before.value)
-    if before.margin is not None and after.margin is not None:
+    if isinstance(before.value, str) or isinstance(after.value, str):
+        changed = before.value != after.value
+    elif before.margin is not None and after.margin is not None:
         margin = hypot(before.margin, after.margin)
-        changed = difference > max(margin, SMALLEST_CHANGE * abs(before.value))
-    return CardChange(after.part, after.label, cell(before.value), cell(after.value), margin, changed)
+        least = max(margin, SMALLEST_CHANGE * abs(before.value or 0.0))
+        changed = abs((after.value or 0.0) - (before.value or 0.0)) > least
+    return CardChange(after.label, cell(before.value), cell(after.value), margin, changed)
 
 
 def read_card(path: str | Path) -> SinkCard:

@@ -29,17 +29,14 @@ def print_models(
         return
     known = models()
     with_sink = sum(entry.published is not None for entry in known)
-    head = ("name", "hub id", "sink layer")
-    rows: list[tuple[str, ...]] = []
+    columns: dict[str, list[str]] = {"name": [], "hub id": [], "sink layer": []}
     for entry in sorted(known, key=lambda entry: entry.published is None):
-        layers = "-"
-        if entry.published is not None:
-            layers = ", ".join(map(str, entry.published.layers))
-        rows.append((entry.name, entry.hub_id, layers))
-    width = get_terminal_size((80, 24)).columns
-    blocks = [Grid(head, rows).text()]
+        columns["name"].append(entry.name)
+        columns["hub id"].append(entry.hub_id)
+        columns["sink layer"].append("-" if entry.published is None else ", ".join(map(str, entry.published.layers)))
+    blocks = [Grid(columns).text()]
     if not every:
-        blocks = shortened([Grid(head, rows)], SCREEN - 3, width)
+        blocks = shortened([Grid(columns)], SCREEN - 3, get_terminal_size((80, 24)).columns)
     print("\n\n".join(blocks))
     print(f"\nConclusion: papers report a sink or massive activation for {with_sink} of these {len(known)} models.")
 

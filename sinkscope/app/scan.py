@@ -7,22 +7,21 @@ import os
 import time
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
-from html import escape
 from pathlib import Path
 from pkgutil import resolve_name
 from textwrap import fill
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import torch
 
 from sinkscope import __version__
-from sinkscope.app.card import CARD, CardFact, CardNumber, CardPart, SinkCard, read_card
+from sinkscope.app.card import CARD, CardPart, SinkCard, read_card
 from sinkscope.app.pages import document, folded, plot, result_section, save_document
+from sinkscope.app.pages import text as text_as_html
 from sinkscope.bench.run import bench_model
 from sinkscope.bench.table import BenchTable
 from sinkscope.errors import SinkscopeError, is_out_of_memory
 from sinkscope.files.console import Progress, note, silent
-from sinkscope.files.notation import counted
 from sinkscope.files.plain import pathless, visible
 from sinkscope.files.result import Result
 from sinkscope.files.store import Folder, Keyed
@@ -31,11 +30,8 @@ from sinkscope.interventions import SinkPatch
 from sinkscope.interventions.base import Intervention
 from sinkscope.measure import Count, Hidden, Measurement, Option, Setup
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.circuit import Circuit
-from sinkscope.sinks.first_token.circuit_result import MARK, NEURONS
 
 PAGE = "card.html"
-VERSION = 2  # of what a folder holds; a change of it is another setting
 BEFORE_REPEATS = 16  # positions of the context that stay free for what stands before repetitions
 LEAST_BUDGET = 70  # tokens of the prompt that a policy keeps at least: SnapKV always keeps 64
 QUICK_BYTES = 2 << 30  # weights of a model that --quick loads whole
@@ -172,9 +168,7 @@ def scan(
     setup = _opened(model, quick, {**options, "text": text, "tokenizer": tokenizer})
     folder = Path(out or f"scan-{Path(setup.target.name).name}")
     settings = _settings(setup, quick, patch)
-    card = SinkCard(quick=quick, parts=(), model=setup.info(), settings=settings)
-    if patch is not None:
-        card = replace(card, model=replace(card.model, name=f"{card.model.name} patched"))
+    parts: list[CardPart] = []
     results: dict[str, Result] = {}
     chosen = [part for part in PARTS if not quick or part.quick is not None]
     with Folder(folder, settings, FinishedPart) as kept:
@@ -190,11 +184,15 @@ def scan(
                 if isinstance(outcome, Result):
                     outcome.save(folder / part.file)
                     kept.append([FinishedPart(part.name, outcome.provenance.seconds)])
-            card = with_part(card, part, outcome)
+            parts.append(card_part(part, outcome))
             if isinstance(outcome, Result):
                 results[part.name] = outcome
-        seconds = round(sum(part.seconds or 0.0 for part in card.parts), 3)
-        card = replace(card, provenance=replace(setup.provenance(), seconds=seconds))
+        info = setup.info()
+        if patch is not None:
+            info = replace(info, name=f"{info.name} patched")
+        seconds = round(sum(part.seconds for part in parts), 3)
+        made = replace(setup.provenance(), seconds=seconds)
+        card = SinkCard(quick=quick, parts=tuple(parts), model=info, settings=settings, provenance=made)
         if other is not None:
             card = card.compared(other)
         card.save(folder / CARD)
@@ -206,26 +204,11 @@ def _page(card: SinkCard, results: dict[str, Result], folder: Path) -> str:
     """The card's page: verdicts, the norm per layer and the circuit, what to do next; then each part, closed."""
     first = card.first_screen(folder.name)
     if "circuit" in results:
-        first += f"<p>{escape(visible(_chain(cast(Circuit, results['circuit']))))}</p>"
+        first += f"<p>{text_as_html(results['circuit'].conclusion())}</p>"
     if "find_sinks" in results:
         first += plot(results["find_sinks"].figure(), CARD)
     sections = [folded(result_section(one), one.conclusion()) for one in (*results.values(), card)]
     return document(f"Sink card of {card.model.name}", sections, card.costs(), kind=card.kind, first=first)
-
-
-def _chain(circuit: Circuit) -> str:
-    """The circuit in a line, from the first token to the heads that read it; only what is needed is named."""
-    steps = [f"The circuit: {circuit.first_token!r}"]
-    for sink in circuit.sinks[:1]:
-        for name in (MARK, NEURONS):
-            part = sink.step(name)
-            if part is not None and part.carried:
-                steps.append(", ".join(part.chosen))
-        if sink.sink_layer is not None:
-            steps.append("spike")
-        if sink.readers is not None:
-            steps.append(f"{counted(len(sink.readers.heads), 'head')} that read the first token")
-    return " → ".join(steps) + "."
 
 
 def _inside(progress: Progress, part: ScanPart, number: int, count: int) -> Progress:
@@ -239,7 +222,6 @@ def _settings(setup: Setup, quick: bool, patch: str | Path | None) -> dict[str, 
     if patch is not None:
         digest = hashlib.sha256(Path(patch).read_bytes()).hexdigest()[:16]
     return {
-        "version": VERSION,
         "command": "scan",
         "quick": quick,
         "patch": digest,
@@ -283,35 +265,18 @@ def fitted(arguments: dict[str, Any], context: int | None) -> dict[str, Any]:
     """
     if context is None:
         return arguments
-    most = {
-        "max_repeats": context - BEFORE_REPEATS,
-        "length": context // 2,
-        "prompt": context // 2,
-        "max_new_tokens": context // 2,
-    }
-    limited = dict(arguments)
-    for name in most.keys() & arguments.keys():
-        limited[name] = min(arguments[name], most[name])
-    return limited
+    most = dict.fromkeys(("length", "prompt", "max_new_tokens"), context // 2)
+    most["max_repeats"] = context - BEFORE_REPEATS
+    return {name: min(value, most.get(name, value)) for name, value in arguments.items()}
 
 
-def with_part(card: SinkCard, part: ScanPart, outcome: Result | str) -> SinkCard:
-    """The card with another part: its numbers and facts, or why it has no result."""
+def card_part(part: ScanPart, outcome: Result | str) -> CardPart:
+    """A part of the card: its conclusion and numbers, or why it has no result."""
     if isinstance(outcome, str):
-        return replace(card, parts=(*card.parts, CardPart(part.name, part.command, "", outcome.rstrip(".") + ".")))
-    made = outcome.provenance
-    finished = CardPart(part.name, part.command, outcome.conclusion(), None, made.seconds, made.peak_memory_bytes)
-    values: list[CardNumber] = []
-    for number in outcome.numbers():
-        if number.value is not None:
-            values.append(CardNumber(part.name, number.label, number.value, number.control, number.margin))
-    facts = [CardFact(part.name, label, word) for label, word in outcome.facts().items()]
-    return replace(
-        card,
-        parts=(*card.parts, finished),
-        values=(*card.values, *values),
-        properties=(*card.properties, *facts),
-    )
+        return CardPart(part.name, part.command, "", outcome.rstrip(".") + ".")
+    made, numbers = outcome.provenance, tuple(number for number in outcome.numbers() if number.value is not None)
+    conclusion, peak = outcome.conclusion(), made.peak_memory_bytes
+    return CardPart(part.name, part.command, conclusion, None, made.seconds, peak, numbers)
 
 
 def _opened(model: object, quick: bool, options: dict[str, Any]) -> Setup:

@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from importlib import import_module
-from itertools import product
 from pathlib import Path
 from pkgutil import resolve_name
 from textwrap import fill
@@ -25,7 +24,7 @@ from sinkscope.files.provenance import (
     documented_at,
 )
 from sinkscope.files.records import build
-from sinkscope.files.tables import WIDTH, Grid, glossary, height, shortened, strings
+from sinkscope.files.tables import WIDTH, Grid, glossary, height, shortened, strings, unfolded
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -44,17 +43,17 @@ R = TypeVar("R", bound="Result")  # the shape checks of the tests refuse typing.
 
 @dataclass(frozen=True)
 class Number:
-    """A number of a result by which two models are compared, as on a sink card.
+    """A number or a word of a result by which two models are compared, as on a sink card.
 
     Attributes:
         label: What it is, in a few words.
-        value: The number. None: it was not measured.
+        value: The number or word. None: it was not measured.
         control: The same number for the control, if there is one.
         margin: Two standard errors over texts. None: differences of this number are not judged.
     """
 
     label: str
-    value: float | None
+    value: float | str | None
     control: float | None = None
     margin: float | None = None
 
@@ -176,16 +175,12 @@ class Result:
         """The conclusion in one sentence that includes the control; every kind of sinkscope has one."""
         return ""
 
-    def facts(self) -> dict[str, str]:
-        """Properties in words in which two models may agree or differ, by label; a subclass overrides it."""
-        return {}
-
     def details(self) -> list[str]:
         """Lines of plain text below the conclusion; a subclass overrides it."""
         return []
 
     def numbers(self) -> list[Number]:
-        """The numbers by which two models are compared; a subclass overrides it."""
+        """The numbers and words by which two models are compared; a subclass overrides it."""
         return []
 
     def summary(self) -> str:
@@ -236,13 +231,11 @@ class Result:
     def grids(self) -> list[Grid]:
         """The tables that are shown, by default that of `shown_rows`; a subclass with several overrides it."""
         shown, every = self.shown_rows(), self.rows()
-        head, cells = strings(shown, self.percent)
-        if not head:
-            return []
+        columns = strings(shown, self.percent)
         note = ""
         if len(shown) < len(every) and shown[0].keys() == every[0].keys():
             note = f"The table shows {len(shown)} of {len(every)} rows (--csv FILE writes them all)."
-        return [Grid(head, cells, note=note, columns=self.columns)]
+        return [Grid(columns, note=note, important=self.columns)] if columns else []
 
     def to_frame(self) -> pd.DataFrame:
         """`rows` as a pandas data frame."""
@@ -281,7 +274,7 @@ class Result:
         grids = [grid.fitted(width) for grid in self.grids()]
         tables = [grid.text(width) for grid in grids]
         if lines is None or width is None:
-            return "\n\n".join([*tables, *self.below(grids, width), "\n".join([*details, conclusion])])
+            return "\n\n".join([*tables, *self.below(width), "\n".join([*details, conclusion])])
         hint = "--explain shows all rows and details, and the meaning of the columns."
         room = lines - height([hint, conclusion], width)
         least = min(LEAST_TABLE, height(tables, width) + len(grids))
@@ -290,20 +283,20 @@ class Result:
         blocks = shortened(grids, room - height(details, width), width)
         return "\n\n".join([*blocks, "\n".join([*details, hint, conclusion])])
 
-    def below(self, grids: Sequence[Grid], width: int | None) -> list[str]:
-        """The meaning of the columns shown, one line each, and the page of the documentation."""
-        meaning = self._meaning(grids)
+    def below(self, width: int | None) -> list[str]:
+        """The meaning of the columns, one line each, and the page of the documentation."""
+        meaning = self._meaning()
         size = max(map(len, meaning), default=0)
         lines: list[str] = []
         for name, sentence in meaning.items():
-            line = f"{name.replace('_', ' '):{size}}  {sentence}"
+            line = f"{name:{size}}  {sentence}"
             lines.append(line if width is None else fill(line, width, subsequent_indent=" " * (size + 2)))
         if type(self).__module__.startswith("sinkscope."):
             lines.append(f"More: {self.link()}")
         return ["\n".join(lines)] if lines else []
 
-    def _meaning(self, grids: Sequence[Grid]) -> dict[str, str]:
-        names = [name for grid in grids for name in (*grid.head, *grid.same)]
+    def _meaning(self) -> dict[str, str]:
+        names = [name for grid in self.grids() for name in grid.columns]
         return glossary(type(self), names, self.glossary)
 
     @classmethod
@@ -328,12 +321,10 @@ class Result:
         parts = ['<div class="sinkscope">', f"<p><b>{html.escape(first)}</b></p>"]
         parts += [f"<p>{html.escape(line)}</p>" for line in details]
         parts += [grid.html() for grid in grids]
-        meaning = self._meaning(grids)
-        if meaning:
-            parts.append("<details><summary>What the columns mean</summary><dl>")
-            for name, sentence in meaning.items():
-                parts.append(f"<dt>{html.escape(name.replace('_', ' '))}</dt><dd>{html.escape(sentence)}</dd>")
-            parts.append("</dl></details>")
+        parts.append("<details><summary>What the columns mean</summary><dl>")
+        for name, sentence in self._meaning().items():
+            parts.append(f"<dt>{html.escape(name)}</dt><dd>{html.escape(sentence)}</dd>")
+        parts.append("</dl></details>")
         return visible("\n".join([*parts, "</div>"]))
 
 
@@ -352,24 +343,15 @@ def _long_rows(own: dict[str, Any], axes: dict[str, tuple[str, ...]]) -> list[di
     """A row for each entry of the largest array, with the arrays of the same axes as columns."""
     largest = max(axes, key=lambda name: own[name].size)
     shape = own[largest].shape
-    columns: dict[str, list[Any]] = {}
-    for name in axes:
-        if axes[name] == axes[largest] and own[name].shape == shape:
-            columns[name] = plain(own[name].reshape(-1))
-    places = product(*(_axis_labels(own, axis, size) for axis, size in zip(axes[largest], shape, strict=True)))
-    rows: list[dict[str, Any]] = []
-    for place, *values in zip(places, *columns.values(), strict=True):
-        rows.append(dict(zip((*axes[largest], *columns), (*place, *values), strict=True)))
-    return rows
-
-
-def _axis_labels(own: dict[str, Any], axis: str, size: int) -> Sequence[Any]:
-    """The entries of the field that is named like an axis; by default the indices."""
-    for name in (axis, f"{axis}s"):
-        labels = plain(own.get(name))
-        if isinstance(labels, list) and len(labels) == size:
-            return labels
-    return range(size)
+    labels: dict[str, Sequence[Any]] = {}
+    for axis, size in zip(axes[largest], shape, strict=True):
+        labels[axis] = range(size)
+        for name in (axis, f"{axis}s"):
+            entries = plain(own.get(name))
+            if isinstance(entries, list) and len(entries) == size:
+                labels[axis] = entries
+    columns = {name: own[name] for name in axes if axes[name] == axes[largest] and own[name].shape == shape}
+    return unfolded(columns, **labels)
 
 
 def _class_of(kind: str, name: str) -> type[Result]:

@@ -5,21 +5,20 @@ from __future__ import annotations
 import html
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
+from itertools import product
 from textwrap import fill, wrap
 from typing import Any, get_args, get_type_hints
 
 from sinkscope.files.notation import head_name, neuron_name
 from sinkscope.files.options import described
-from sinkscope.files.plain import visible
+from sinkscope.files.plain import plain, visible
 
 WIDTH = 80
 """Characters of a line where there is no terminal."""
 SCREEN = 23
 """Lines of a terminal of 24 lines beside the next prompt."""
-NARROWEST = 40
-"""A narrower terminal wraps the lines."""
 ROUNDING = 1e-6
 """Below it a number in a table is what float32 leaves of zero."""
 BETWEEN = "  "
@@ -38,70 +37,47 @@ class Grid:
     """A table as plain text and as HTML.
 
     Attributes:
-        head: Names of the columns.
-        cells: Rows of strings.
+        columns: The cells of each column, by its name.
         title: Title above the table.
         note: Note below the table.
-        columns: Names of the most important columns, shown if not all fit. Empty: the first columns that fit.
-        same: Names of columns with one constant value, which the note gives.
+        important: Names of the columns that are shown if not all fit. Empty: the first columns that fit.
     """
 
-    head: Sequence[str]
-    cells: Sequence[Sequence[str]]
+    columns: Mapping[str, Sequence[str]]
     title: str = ""
     note: str = ""
-    columns: Sequence[str] = ()
-    same: Sequence[str] = ()
+    important: Sequence[str] = ()
 
     def fitted(self, width: int | None) -> Grid:
         """The table with the columns that fit into a width; None: every column.
 
         A column with the same value in all rows moves into the note, which also names the columns left out.
         """
-        if width is None or not self.cells:
+        if width is None:
             return self
-        constants: dict[str, str] = {}
-        for name, column in self._columns().items():
-            if len(column) > 1 and len(set(column)) == 1:
-                constants[name] = column[0]
-        important = [name for name in self.columns if name in self.head]
-        names = list(dict.fromkeys([*important, *self.head]))
-        varied = [name for name in names if name not in constants] or names[:1]
-        shown = varied
-        if not self._fits(varied, width):
-            shown = self._fitting([name for name in important if name in varied] or varied, width)
-        same = [name for name in constants if name not in shown]
-        left_out = [_words(name) for name in varied if name not in shown]
+        sizes: dict[str, int] = {}
+        constants: list[str] = []
+        for name in dict.fromkeys([*self.important, *self.columns]):
+            cells = self.columns.get(name, [])
+            if len(cells) > 1 and len(set(cells)) == 1:
+                constants.append(f"{_words(name)} {cells[0]}")
+            elif cells:
+                sizes[name] = _width(name, cells) + len(BETWEEN)
+        names = list(sizes) or list(self.columns)[:1]
+        room = width + len(BETWEEN)
+        if sum(sizes.values()) > room:
+            names = [name for name in self.important if name in sizes] or names
+        shown = names[:1]
+        for name in names[1:]:
+            if sizes[name] + sum(sizes[other] for other in shown) <= room:
+                shown.append(name)
+        left_out = [_words(name) for name in sizes if name not in shown]
         note = self.note
-        if same:
-            note += f"\nIn every row: {', '.join(f'{_words(name)} {constants[name]}' for name in same)}."
+        if constants:
+            note += f"\nIn every row: {', '.join(constants)}."
         if left_out:
             note += f"\nNot shown: {', '.join(left_out)} (--csv FILE writes all columns)."
-        places = [self.head.index(name) for name in shown]
-        cells = [[row[place] for place in places] for row in self.cells]
-        return replace(self, head=shown, cells=cells, note=note.strip(), same=same)
-
-    def _fitting(self, names: Sequence[str], width: int) -> list[str]:
-        """The first of these columns, and each further one that fits beside those before it."""
-        fitting = [names[0]]
-        for name in names[1:]:
-            if self._fits([*fitting, name], width):
-                fitting.append(name)
-        return fitting
-
-    def _columns(self) -> dict[str, list[str]]:
-        return {name: [row[number] for row in self.cells] for number, name in enumerate(self.head)}
-
-    def _fits(self, names: Sequence[str], width: int) -> bool:
-        """Whether these columns fit; heads are broken between words, cells never."""
-        widths = self._widths()
-        return sum(widths[name] + len(BETWEEN) for name in names) <= max(width, NARROWEST) + len(BETWEEN)
-
-    def _widths(self) -> dict[str, int]:
-        """The width of each column: that of its widest cell or word of the head."""
-        from rich.cells import cell_len  # some characters take two places
-
-        return {name: max(map(cell_len, [*name.split("_"), *cells])) for name, cells in self._columns().items()}
+        return replace(self, columns={name: self.columns[name] for name in shown}, note=note.strip())
 
     def text(self, width: int | None = None, rows: int | None = None) -> str:
         """Title, aligned columns and note. Heads may take several lines; numbers are right-aligned, words left.
@@ -110,23 +86,21 @@ class Grid:
             width: Characters of a line of the note. None: it is not broken.
             rows: Rows that are shown, which the note then says. None: all.
         """
-        from rich.cells import cell_len
+        from rich.cells import set_cell_size  # some characters take two places
 
-        cells, note = self.cells[:rows], self.note
-        if len(cells) < len(self.cells):
-            note = f"{len(cells)} of {len(self.cells)} rows are shown."
-        widths = self._widths()
-        numbers = {name: all(map(_NUMBER.fullmatch, column)) for name, column in self._columns().items()}
-        heads = [wrap(_words(name), widths[name]) or [""] for name in self.head]
-        height = max(map(len, heads), default=0)
-        above = [[""] * (height - len(head)) + head for head in heads]
-        lines = [self.title]
-        for row in [*zip(*above, strict=True), *cells]:
-            parts: list[str] = []
-            for name, part in zip(self.head, row, strict=True):
-                space = " " * (widths[name] - cell_len(part))
-                parts.append(space + part if numbers[name] else part + space)
-            lines.append(BETWEEN.join(parts).rstrip())
+        note = self.note
+        heads = {name: wrap(_words(name), _width(name, cells)) for name, cells in self.columns.items()}
+        height = max(map(len, heads.values()), default=0)
+        blocks: list[list[str]] = []
+        for name, cells in self.columns.items():
+            size = _width(name, cells)
+            if len(cells[:rows]) < len(cells):
+                note = f"{rows} of {len(cells)} rows are shown."
+            block = [*[""] * (height - len(heads[name])), *heads[name], *cells[:rows]]
+            if all(map(_NUMBER.fullmatch, cells)):
+                block = [part.rjust(size) for part in block]
+            blocks.append([set_cell_size(part, size) for part in block])
+        lines = [self.title, *(BETWEEN.join(row).rstrip() for row in zip(*blocks, strict=True))]
         for line in note.splitlines():
             lines.append(line if width is None else fill(line, width))
         return "\n".join(filter(None, lines))
@@ -134,10 +108,17 @@ class Grid:
     def html(self) -> str:
         """The same as HTML with every column, fully escaped."""
         title, note = html.escape(self.title), html.escape(self.note)
-        head = _html_row("th", [_words(name) for name in self.head])
-        body = "".join(_html_row("td", row) for row in self.cells)
+        head = _html_row("th", map(_words, self.columns))
+        body = "".join(_html_row("td", row) for row in zip(*self.columns.values(), strict=True))
         table = f"<table><thead>{head}</thead><tbody>{body}</tbody></table>"
         return f"{title and f'<h3>{title}</h3>'}{note and f'<p>{note}</p>'}{table}"
+
+
+def _width(name: str, cells: Sequence[str]) -> int:
+    """The width of a column: that of its widest cell or word of the head."""
+    from rich.cells import cell_len
+
+    return max(map(cell_len, [*name.split("_"), *cells]))
 
 
 def height(blocks: Sequence[str], width: int) -> int:
@@ -152,7 +133,7 @@ def shortened(grids: Sequence[Grid], room: int, width: int) -> list[str]:
     A table keeps a row at least; if that is not enough, the last tables are left out.
     """
     texts: list[str] = []
-    most = max((len(grid.cells) for grid in grids), default=0)
+    most = max((len(cells) for grid in grids for cells in grid.columns.values()), default=0)
     for count in range(len(grids), 0, -1):
         for rows in range(most, 0, -1):
             texts = [grid.text(width, rows) for grid in grids[:count]]
@@ -161,7 +142,7 @@ def shortened(grids: Sequence[Grid], room: int, width: int) -> list[str]:
     return texts
 
 
-def _html_row(tag: str, texts: Sequence[str]) -> str:
+def _html_row(tag: str, texts: Iterable[str]) -> str:
     return "<tr>" + "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts) + "</tr>"
 
 
@@ -195,27 +176,45 @@ def percent(value: float | None) -> str:
     return f"{value:.0%}".replace("-0%", "0%")
 
 
-def strings(rows: Sequence[Mapping[str, Any]], percent: Sequence[str] = ()) -> tuple[list[str], list[list[str]]]:
-    """Head and rows as strings. A neuron or head becomes one column; columns that are empty in every row are dropped.
+def strings(rows: Sequence[Mapping[str, Any]], percent: Sequence[str] = ()) -> dict[str, list[str]]:
+    """Columns of strings. A neuron or head becomes one column; columns that are empty in every row are dropped.
 
     Args:
         rows: One mapping per row, with the same keys in all.
         percent: Columns shown in per cent.
     """
     named = [_with_site_names(row) for row in rows]
-    head = [name for name in (*named[:1], {})[0] if any(row.get(name) is not None for row in named)]
-    return head, [[cell(row.get(name), percent=name in percent) for name in head] for row in named]
+    columns: dict[str, list[str]] = {}
+    for name in named[0] if named else ():
+        values = [row.get(name) for row in named]
+        if values.count(None) < len(values):
+            columns[name] = [cell(value, percent=name in percent) for value in values]
+    return columns
 
 
 def _with_site_names(row: Mapping[str, Any]) -> dict[str, Any]:
     """The row with its layer and neuron, or layer and head, merged into one name."""
     named = dict(row)
-    kind = "neuron" if "neuron" in row else "head"
-    if kind in row and "layer" in row:
-        layer, expert, number = named.pop("layer"), named.pop("expert", None), row[kind]
-        if isinstance(layer, int) and isinstance(number, int):
-            named[kind] = head_name(layer, number) if kind == "head" else neuron_name(layer, expert, number)
+    if "layer" in row and "neuron" in row:
+        named["neuron"] = neuron_name(named.pop("layer"), named.pop("expert", None), row["neuron"])
+    elif isinstance(row.get("layer"), int) and isinstance(row.get("head"), int):
+        named["head"] = head_name(named.pop("layer"), row["head"])
     return named
+
+
+def unfolded(arrays: Mapping[str, Any], **axes: Sequence[Any]) -> Table:
+    """A row for each entry of arrays that have the same axes, with the labels of its place; NaN becomes None."""
+    import numpy as np  # slow to load, and few results hold arrays
+
+    rows: Table = []
+    shape = [len(labels) for labels in axes.values()]
+    arrays = {name: np.reshape(values, shape) for name, values in arrays.items()}
+    for place, labels in zip(np.ndindex(*shape), product(*axes.values()), strict=True):
+        row = dict(zip(axes, labels, strict=True))
+        for name, values in arrays.items():
+            row[name] = plain(values[place])
+        rows.append(row)
+    return rows
 
 
 def glossary(cls: type[Any], names: Sequence[str], own: Mapping[str, str]) -> dict[str, str]:
@@ -238,5 +237,5 @@ def glossary(cls: type[Any], names: Sequence[str], own: Mapping[str, str]) -> di
     for name in names:
         if name in own or (name in descriptions and name not in PLAIN):
             sentence = re.split(r"; |\. (?=[A-Z])", own.get(name, descriptions.get(name, "")))[0].rstrip(".")
-            meaning[name] = f"{sentence[:1].upper()}{sentence[1:]}."
+            meaning[_words(name)] = f"{sentence[:1].upper()}{sentence[1:]}."
     return meaning

@@ -1,19 +1,17 @@
-"""Colours and layout that drawings share, and the rows that drawings and tables are made of."""
+"""Colours and layout that drawings share."""
 
 from __future__ import annotations
 
 import html
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
-from itertools import product
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from sinkscope.files.plain import plain
+from sinkscope.files.tables import unfolded as unfolded
 
 # Okabe and Ito's colours, which readers without colour vision can also distinguish
 BLUE, ORANGE, GREEN, GREY, RED = "#0072b2", "#e69f00", "#009e73", "#8c8c8c", "#d55e00"
@@ -83,16 +81,3 @@ def finished(
     )
     fig.for_each_annotation(lambda one: one.update(text=re.sub(r"^[a-z]+=", "", one.text)))  # of plotly's facets
     return fig.update_layout(**more)
-
-
-def unfolded(arrays: Mapping[str, Any], **axes: Sequence[Any]) -> list[dict[str, Any]]:
-    """A row for each entry of arrays that have the same axes, with the labels of its place; NaN becomes None."""
-    rows: list[dict[str, Any]] = []
-    shape = [len(labels) for labels in axes.values()]
-    arrays = {name: np.reshape(values, shape) for name, values in arrays.items()}
-    for place, labels in zip(np.ndindex(*shape), product(*axes.values()), strict=True):
-        row = dict(zip(axes, labels, strict=True))
-        for name, values in arrays.items():
-            row[name] = plain(values[place])
-        rows.append(row)
-    return rows

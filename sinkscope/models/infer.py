@@ -49,7 +49,7 @@ from sinkscope.models.target import (
 
 _LENGTH = 9
 _POSITION = 5  # of the edits
-_EDITED = [2, _POSITION]  # where an edit is followed to the residual stream: what multiplies it must be the same twice
+_EDITED = [1, 2, _POSITION, 7]  # where an edit is followed to the residual stream: what multiplies it must be the same
 _EXACT = 2e-3  # largest relative distance between what an edit changed and what it must change
 _IF_MIXED = {"learned_sinks": True, "adds": False, "qkv_layout": None}  # where layers differ
 _SAMPLE_TOKENS = 64  # in the vocabulary of a model that is made to infer an adapter from it

@@ -1,14 +1,14 @@
 """Check that a model's adapter names the right modules, and that recomputed attention equals the model's own.
 
-Neurons are checked on eight tokens, in a pass through the whole model for each kind of layer: a batch of four equal
-rows, three of them edited. Attention is checked in two passes that stop after the first layers, for the model's own
-weights and the recomputed ones. In these two passes every window, chunk and choice of keys is smaller than the text.
+Neurons are checked on eight tokens, in a pass through the whole model for each kind of layer: a batch of equal rows,
+each but the first with an edit. Attention is checked in passes that stop after the first layers, for the model's own
+weights and the recomputed ones. In these passes every window, chunk and choice of keys is smaller than the text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from sinkscope.errors import UnsupportedError
+from sinkscope.models.adapters import PATHS
 from sinkscope.models.config import first_line
 from sinkscope.models.experts import experts_of
 from sinkscope.models.target import (
@@ -37,7 +38,8 @@ from sinkscope.models.target import (
 _LENGTH = 8
 _SHORT = 3  # tokens of the passes that tell whether one may begin at a layer
 _SAME = 1e-3  # largest relative distance between their ends
-_ROWS = 4  # not edited; one neuron moved; `up` moved up, or the shared expert's neuron moved; `up` moved down
+_ROWS = 5  # of the batch; the first is not edited, and in the others
+_MOVED, _TURNED, _HIGHER, _LOWER = range(1, _ROWS)  # a neuron, what experts give, or `up` is
 _POSITION = 4  # of the edits
 _ATTENTION_LAYERS = 2  # neighbours may differ: windows alternate
 _NARROW = 6  # tokens of every window, chunk and choice of keys while attention is checked
@@ -53,8 +55,6 @@ _REACHES = {  # in configurations and modules: how far, or to how many keys, a l
     "topk_blocks": 2,
 }
 _BLOCK = 2  # tokens of a block of keys, where an indexer chooses blocks
-_PATHS = ("attn", "mlp", "q", "k", "v", "fused_qkv", "o", "mid", "post_attn_norm", "post_mlp_norm", "experts")
-_DENSE_PATHS = (*_PATHS, "down", "up", "gate")
 
 
 @dataclass
@@ -134,9 +134,10 @@ def token_ids(target: Target, length: int) -> Int[Tensor, "1 pos"]:
 def _measure_edits(report: ProbeReport, target: Target, whole: bool) -> None:
     """Edit the first layer of each kind of MLP that writes anything; a wrong path is wrong in every layer."""
     layers = range(target.n_layers)
-    for name in _DENSE_PATHS if target.adapter.experts is None else _PATHS:
+    for name in PATHS:
         path = getattr(target.adapter, name)
-        if path is not None and not any(target.has_part(layer, path) for layer in layers):
+        is_optional = path is None or (target.adapter.experts is not None and name in ("down", "up", "gate"))
+        if not is_optional and not any(target.has_part(layer, path) for layer in layers):
             raise _WrongError(f"the adapter names a module that is not there ({path!r} in no layer)")
     ids = repeat(token_ids(target, _LENGTH), "1 pos -> row pos", row=_ROWS)
     kinds = set[str]()
@@ -165,7 +166,7 @@ def _measure_edits(report: ProbeReport, target: Target, whole: bool) -> None:
         report.edit_error = max(report.edit_error, *edited.errors())
         if output is not None:
             logits = (output if isinstance(output, Tensor) else output.logits).float()
-            change = float((logits[1] - logits[0])[_POSITION:].abs().max())
+            change = float((logits[edited.first] - logits[0])[_POSITION:].abs().max())
             report.logits_change = min(report.logits_change, change)
     if not report.edit_error <= report.tolerance:  # "not <=", so that NaN is wrong as well
         raise _WrongError(
@@ -185,19 +186,19 @@ def _typical_neuron(target: Target, layer: int) -> int | None:
 
 
 class _EditedLayer:
-    """Edits in one layer, one per row of a batch, and what passed its modules.
+    """Edits in one layer at one position, in rows of a batch of their own, and what passed its modules in each row.
 
-    Row 0 is not edited. In row 1, a neuron at the input of the down projection is moved; in a mixture, the numbers
-    that the fused experts give change places instead. In row 2 of a mixture with a shared expert, a neuron of that
-    expert is moved. In rows 2 and 3 of a dense MLP, every second neuron is moved up and down at the output of `up`.
-    Only these may then change in post, and if `up` is the linear factor, by opposite amounts (those of the gate would
-    not be).
+    At the input of the down projection, of a dense MLP or of a shared expert, a neuron is moved. The numbers that fused
+    experts give change places. At the output of `up` of a dense MLP, every second neuron is moved up in one row, and
+    down in another: only these may then change in post, and if `up` is the linear factor, by opposite amounts (those of
+    the gate would not be).
     """
 
     def __init__(self, target: Target, layer: int, neuron: int) -> None:
         self.target, self.layer, self.neuron, self.adapter = target, layer, neuron, target.adapter
-        self.is_mixture, self.has_shared = target.is_mixture(layer), target.has_shared(layer)
-        self.passed: dict[str, Float[Tensor, "row pos width"]] = {}
+        self.is_mixture = target.is_mixture(layer)
+        self.first = _TURNED if self.is_mixture else _MOVED
+        self.rows: dict[str, Float[Tensor, "row pos width"]] = {}
         self._expert_error = 0.0
 
     def hooks(self) -> list[Hook]:
@@ -205,17 +206,18 @@ class _EditedLayer:
         target, layer = self.target, self.layer
         hooks = list[Hook]()
         recorded = ["post_mlp_norm", "shared_gate"]
+        if target.has_part(layer, self.adapter.down):
+            hooks.append((target.mlp_part(layer, "down"), "pre", on_input(partial(self._edited, "post", self._move))))
         if self.is_mixture:
             experts = target.sub(layer, self.adapter.experts or "")
             hooks.append((experts, "post", self._recompute))
-            hooks.append((experts, "post", on_hidden(self._turn)))
-            if self.has_shared:
-                hooks.append((target.mlp_part(layer, "down"), "pre", on_input(partial(self._move, "shared", 2))))
+            hooks.append((experts, "post", on_hidden(partial(self._edited, "experts", self._turn))))
         else:
-            recorded = ["post_mlp_norm", "gate", "up"]
-            hooks.append((target.mlp_part(layer, "down"), "pre", on_input(partial(self._move, "post", 1))))
+            recorded += ["gate", "up"]
             if target.has_part(layer, self.adapter.up):
-                hooks.append((target.mlp_part(layer, "up"), "post", on_output(self._move_up)))
+                hooks.append(
+                    (target.mlp_part(layer, "up"), "post", on_hidden(partial(self._edited, "up", self._move_up)))
+                )
         hooks += target.on_mlp(layer, partial(self._record, "mlp"))
         hooks.append((target.layers[layer], "post", on_output(partial(self._record, "layer"))))
         for name in recorded:
@@ -226,99 +228,71 @@ class _EditedLayer:
 
     def check_passed(self) -> None:
         """Refuse a layer of which a part did not run; of some models, layers run for images only."""
-        if "layer" not in self.passed:
+        if "layer" not in self.rows:
             raise _WrongError(f"layer {self.layer} does not run in a pass over text")
-        missing = {"mlp", "post"} - self.passed.keys()
+        missing = {"mlp", "experts" if self.is_mixture else "post"} - self.rows.keys()
         if missing:
             raise _WrongError(f"the adapter's {' and '.join(sorted(missing))} did not run in layer {self.layer}")
 
     def writes_nothing(self) -> bool:
         """A gain of zero before the experts or behind the MLP: the edit writes nothing, and the layer shows nothing."""
-        written = self.passed.get("post" if self.is_mixture else "post_mlp_norm")
-        return written is not None and not written.any() and not self._change("layer", 1).any()
+        written = self.rows.get("experts" if self.is_mixture else "post_mlp_norm")
+        return written is not None and not written.any() and not self._change("layer", self.first).any()
 
     def errors(self) -> list[float]:
         """Relative distances between the actual and the expected changes."""
-        moved = torch.zeros_like(self.passed["post"][0])
+        errors = [self._expert_error]
+        if "post" in self.rows:
+            column = self.target.w_out(self.layer, [self.neuron])[0].float()
+            written = self._change("post", _MOVED)[:, self.neuron, None] * column.to(self.rows["post"].device)
+            if "shared_gate" in self.rows:
+                written = written * self.rows["shared_gate"][_MOVED].sigmoid()
+            errors += self._errors_of_write(_MOVED, written)
         if self.is_mixture:
-            post = self.passed["post"][0, _POSITION]
-            moved[_POSITION] = post.roll(1) - post
-            written = moved * self.target.factor(self.layer, 0)
-        else:
-            moved[_POSITION, self.neuron] = self._change("post", 1)[_POSITION, self.neuron]
-            written = self._written(moved)
-        errors = [
-            _relative(self._change("post", 1), moved),
-            _relative(self._change("mlp", 1) * self.adapter.write_factor, written, self.passed["mlp"]),
-        ]
-        if not self.adapter.adds:
-            if not self._change("layer", 1).any():
-                raise _WrongError(f"what the MLP of layer {self.layer} gives does not change the residual stream")
-        else:
-            last = "mlp"
-            if "post_mlp_norm" in self.passed:
-                last = "post_mlp_norm"
-            added = self._change(last, 1) * self.adapter.write_factor
-            errors.append(_relative(self._change("layer", 1), added, self.passed["layer"]))
-        if self.has_shared:
-            written = self._written(self._change("shared", 2))
-            if "shared_gate" in self.passed:
-                written = written * self.passed["shared_gate"][2].sigmoid()
-            added = self._change("mlp", 2) * self.adapter.write_factor
-            errors.append(_relative(added, written, self.passed["mlp"]))
-        errors.append(self._expert_error)
-        if "up" in self.passed and not self._gate_is_closed():
+            written = self._change("experts", _TURNED) * self.target.factor(self.layer, 0)
+            errors += self._errors_of_write(_TURNED, written)
+        if "up" in self.rows and not self._gate_is_closed():
             errors += self._errors_of_up()
         return errors
 
+    def _errors_of_write(self, row: int, written: Float[Tensor, "pos d_model"]) -> list[float]:
+        """How far what arrives behind the MLP and the layer is from what is written."""
+        factor = self.adapter.write_factor
+        errors = [_relative(self._change("mlp", row) * factor, written, self.rows["mlp"])]
+        change = self._change("layer", row)
+        if self.adapter.adds:
+            last = "post_mlp_norm" if "post_mlp_norm" in self.rows else "mlp"
+            errors.append(_relative(change, self._change(last, row) * factor, self.rows["layer"]))
+        elif not change.any():
+            raise _WrongError(f"what the MLP of layer {self.layer} gives does not change the residual stream")
+        return errors
+
     def _errors_of_up(self) -> list[float]:
-        width, neurons = self.passed["up"].shape[-1], self.passed["post"].shape[-1]
+        width, neurons = self.rows["up"].shape[-1], self.rows["post"].shape[-1]
         expected = neurons
         if self.adapter.fused_gate_up:
             expected = 2 * neurons
         if width != expected:
             raise _WrongError(f"the output of {self.adapter.up!r} has width {width}, expected {expected}")
-        higher, lower = self._change("post", 2), self._change("post", 3)
-        both = torch.stack([higher, lower])
+        both = torch.stack([self._change("post", row) for row in (_HIGHER, _LOWER)])
         moved = torch.zeros_like(both)
         moved[:, _POSITION, ::2] = both[:, _POSITION, ::2]
         errors = [_relative(both, moved)]
         if self.adapter.gate or self.adapter.fused_gate_up:
-            errors.append(_relative(higher, -lower, self.passed["post"]))
+            errors.append(_relative(both[0], -both[1], self.rows["post"]))
         return errors
 
     def _gate_is_closed(self) -> bool:
         """The gate of every moved neuron is exactly zero (weights of zero), so that no move of `up` shows."""
-        gate = self.passed.get("gate", self.passed["up"] if self.adapter.fused_gate_up else None)
+        gate = self.rows.get("gate", self.rows["up"] if self.adapter.fused_gate_up else None)
         return gate is not None and not gate[0, _POSITION, : self.target.width(self.layer) : 2].any()
 
     def _change(self, name: str, row: int) -> Float[Tensor, "pos width"]:
         """What an edit of a row changed at a module."""
-        return self.passed[name][row] - self.passed[name][0]
-
-    def _written(self, moved: Float[Tensor, "pos neuron"]) -> Float[Tensor, "pos d_model"]:
-        """What the moved neuron writes according to its column."""
-        column = self.target.w_out(self.layer, [self.neuron])[0].float().to(moved.device)
-        return moved[:, self.neuron, None] * column
+        return self.rows[name][row] - self.rows[name][0]
 
     def _record(self, name: str, output: Any) -> None:
-        self.passed[name] = _by_row(first_tensor(output).detach().float())
-
-    def _move(self, name: str, row: int, post: Tensor) -> Tensor:
-        """Move the neuron in one row at the input of its down projection."""
-        edited = _by_row(post).clone()
-        edited[row, _POSITION, self.neuron] += _step(edited)
-        self.passed[name] = edited.float()
-        return edited.reshape(post.shape)
-
-    def _move_up(self, output: Tensor) -> Tensor:
-        edited = _by_row(output).clone()
-        first = 0
-        if self.adapter.fused_gate_up:
-            first = self.target.width(self.layer)
-        edited[2, _POSITION, first::2] += _step(edited)
-        edited[3, _POSITION, first::2] -= _step(edited)
-        return edited.reshape(output.shape)
+        self.rows[name] = _by_row(first_tensor(output).detach().float())
 
     def _recompute(self, module: nn.Module, args: Args, kwargs: Kwargs, output: Any) -> None:
         """Compare what experts give with what they must give according to their layout."""
@@ -328,12 +302,31 @@ class _EditedLayer:
             computed = experts.output(experts.routed(args, kwargs)).float()
             self._expert_error = _relative(given, computed, given)
 
-    def _turn(self, output: Tensor) -> Tensor:
-        """Move every number one dimension on; a change of size would be invisible behind a norm."""
-        edited = _by_row(output).clone()
-        edited[1, _POSITION] = edited[1, _POSITION].roll(1)
-        self.passed["post"] = edited.float()
-        return edited.reshape(output.shape)
+    def _edited(self, name: str, edit: Callable[[Tensor, Tensor], None], tensor: Tensor) -> Tensor:
+        """What passes a module, edited at one position.
+
+        Args:
+            name: Name by which it is kept.
+            edit: Called with the rows at that position, which it changes, and how far a neuron is to be moved: by the
+                norm of the whole vector, so that rounding does not hide the move.
+            tensor: What passes.
+        """
+        rows = _by_row(tensor).clone()
+        at = rows[:, _POSITION]
+        edit(at, at[0].float().norm().clamp(min=1).to(at.dtype))
+        self.rows[name] = rows.float()
+        return rows.reshape(tensor.shape)
+
+    def _move(self, post: Float[Tensor, "row neuron"], step: Tensor) -> None:
+        post[_MOVED, self.neuron] += step
+
+    def _move_up(self, up: Float[Tensor, "row output"], step: Tensor) -> None:
+        first = self.target.width(self.layer) if self.adapter.fused_gate_up else 0
+        up[_HIGHER, first::2] += step
+        up[_LOWER, first::2] -= step
+
+    def _turn(self, given: Float[Tensor, "row d_model"], _step: Tensor) -> None:
+        given[_TURNED] = given[_TURNED].roll(1)  # a change of size would be invisible behind a norm
 
 
 def _by_row(tensor: Tensor) -> Float[Tensor, "row pos width"]:
@@ -341,11 +334,6 @@ def _by_row(tensor: Tensor) -> Float[Tensor, "row pos width"]:
     if tensor.ndim == 2:
         return rearrange(tensor, "(row pos) width -> row pos width", row=_ROWS)
     return rearrange(tensor, "row pos ... -> row pos (...)")
-
-
-def _step(rows: Float[Tensor, "row pos width"]) -> Tensor:
-    """How far a neuron is moved: by the norm of the whole vector, so that rounding does not hide the move."""
-    return rows[0, _POSITION].float().norm().clamp(min=1).to(rows.dtype)
 
 
 def _relative(change: Tensor, expected: Tensor, numbers: Tensor | None = None) -> float:
@@ -386,51 +374,61 @@ def begins_at(target: Target, layer: int, last: int) -> bool:
 
 def _measure_attention(report: ProbeReport, target: Target) -> None:
     """Compare recomputed attention rows of the first layers with a sum of one, and with the model's own weights."""
-    adapter = target.adapter
+    # The one import of a package further down: what is recomputed there is what has to be proven here.
+    from sinkscope.trace.attention import Attention, attention_rows, eager, listening
+
+    adapter, is_bridge = target.adapter, target.kind == "bridge"
     layers = [layer for layer in range(target.n_layers) if target.has_attention(layer)][:_ATTENTION_LAYERS]
+    chunks: dict[int, list[Tensor]] = {}
+    values, weights, heads = dict[int, Tensor](), dict[int, Tensor](), dict[int, Tensor]()
+
+    def keep_rows(layer: int, _first: int, rows: Tensor) -> None:
+        chunks.setdefault(layer, []).append(rows)
+
+    def keep_values(call: Attention) -> None:
+        values[call.layer] = call.value.float()
+
+    def keep_weights(layer: int, output: Any) -> None:
+        weights[layer] = output[1].float()
+
+    def keep_heads(layer: int, entering: Tensor) -> None:
+        heads[layer] = entering.float().reshape(1, _LONG, -1)
+
+    hooks = [(target.sub(layer, adapter.attn), "post", on_output(partial(keep_weights, layer))) for layer in layers]
+    if adapter.learned_sinks or not adapter.attention_interface:
+        for layer in layers:
+            hooks.append((target.output_projection(layer), "pre", on_input(partial(keep_heads, layer))))
+    ids = token_ids(target, _LONG)
     with _narrowed(target):
-        recomputed = _recomputed_rows(target, layers)
-        own = recomputed
-        if target.kind != "bridge":
-            own = _own_rows(target, layers)
-            if adapter.learned_sinks or not adapter.attention_interface:
-                report.attention_error = _distance_of_weighted(target, recomputed)
+        with attention_rows(target, keep_rows, layers=layers, rows_per_chunk=3):
+            target.forward(ids, upto=layers[-1])
+        if not is_bridge:
+            with listening(target, keep_values):
+                target.forward(ids, upto=layers[-1])
+            with eager(target), target.hooks(*hooks):  # not under the tap, which may replace the model's attention
+                target.forward(ids, upto=layers[-1])
     for layer in layers:
-        if layer not in recomputed:
+        if layer not in chunks:
             raise _WrongError(f"no attention was recomputed in layer {layer}")
-        rows, weights = recomputed[layer], own[layer]
-        if target.kind != "bridge" and rows.shape[1] != target.n_heads:
+        rows = torch.cat(chunks[layer], 2)
+        own = weights.get(layer, rows)
+        if not is_bridge and rows.shape[1] != target.n_heads:
             raise _WrongError(f"layer {layer} has {rows.shape[1]} heads, and the configuration {target.n_heads}")
-        if rows.shape != weights.shape:
-            raise _WrongError(
-                f"recomputed attention has shape {tuple(rows.shape)}, the model's own {tuple(weights.shape)}"
-            )
+        if rows.shape != own.shape:
+            raise _WrongError(f"recomputed attention has shape {tuple(rows.shape)}, the model's own {tuple(own.shape)}")
+        if layer in heads:
+            value = values[layer].repeat_interleave(rows.shape[1] // values[layer].shape[1], 1)
+            weighted = rearrange(rows @ value, "row head query d_head -> row query (head d_head)")
+            report.attention_error = max(report.attention_error, _relative(weighted, heads[layer]))
         if adapter.learned_sinks:  # some models take the share of the sinks off the output, not the weights
             rows = rows / rows.sum(-1, keepdim=True)
-            weights = weights / weights.sum(-1, keepdim=True)
+            own = own / own.sum(-1, keepdim=True)
         report.row_sum_error = max(report.row_sum_error, float((rows.sum(-1) - 1).abs().max()))
-        report.attention_error = max(report.attention_error, float((rows - weights).abs().max()))
+        report.attention_error = max(report.attention_error, float((rows - own).abs().max()))
     if not report.row_sum_error <= report.tolerance:
         raise _WrongError(f"recomputed attention rows do not sum to one (off by {report.row_sum_error:.2g})")
     if not report.attention_error <= report.tolerance:
         raise _WrongError(f"recomputed attention differs from the model's own (by {report.attention_error:.2g})")
-
-
-_Rows = dict[int, Float[Tensor, "1 head query key"]]
-
-
-def _recomputed_rows(target: Target, layers: list[int]) -> _Rows:
-    # The one import of a package further down: what is recomputed there is what has to be proven here.
-    from sinkscope.trace.attention import attention_rows
-
-    chunks: dict[int, list[Tensor]] = {}
-
-    def keep(layer: int, _first: int, rows: Tensor) -> None:
-        chunks.setdefault(layer, []).append(rows)
-
-    with attention_rows(target, keep, layers=layers, rows_per_chunk=3):
-        target.forward(token_ids(target, _LONG), upto=layers[-1])
-    return {layer: torch.cat(parts, 2) for layer, parts in chunks.items()}
 
 
 @contextmanager
@@ -441,60 +439,14 @@ def _narrowed(target: Target) -> Iterator[None]:
     owners: list[Any] = configs_of(target)
     for layer in target.layers:
         owners += layer.modules()
-    wide: list[tuple[Any, str, int, int]] = []
-    for owner in owners:
-        most = dict(_REACHES)
-        if hasattr(owner, "topk_blocks"):
-            most["block_size"] = _BLOCK
-        for name, narrow in most.items():
-            reach = getattr(owner, name, None)
-            if isinstance(reach, int) and reach > narrow:
-                wide.append((owner, name, reach, narrow))
-    try:
-        for owner, name, _, narrow in wide:
-            setattr(owner, name, narrow)
+    with ExitStack() as stack:
+        for owner in owners:
+            most = dict(_REACHES)
+            if hasattr(owner, "topk_blocks"):
+                most["block_size"] = _BLOCK
+            for name, narrow in most.items():
+                reach = getattr(owner, name, None)
+                if isinstance(reach, int) and reach > narrow:
+                    stack.callback(setattr, owner, name, reach)
+                    setattr(owner, name, narrow)
         yield
-    finally:
-        for owner, name, reach, _ in wide:
-            setattr(owner, name, reach)
-
-
-def _own_rows(target: Target, layers: list[int]) -> _Rows:
-    """The weights that the model's own eager attention returns."""
-    from sinkscope.trace.attention import eager
-
-    weights: _Rows = {}
-
-    def keep(layer: int, output: Any) -> None:
-        weights[layer] = output[1].float()
-
-    hooks = [(target.sub(layer, target.adapter.attn), "post", on_output(partial(keep, layer))) for layer in layers]
-    with eager(target), target.hooks(*hooks):
-        target.forward(token_ids(target, _LONG), upto=layers[-1])
-    return weights
-
-
-def _distance_of_weighted(target: Target, rows: _Rows) -> float:
-    """How far the values, weighted by recomputed rows, are from what the output projections read, relatively."""
-    from sinkscope.trace.attention import Attention, eager, listening
-
-    values: dict[int, Tensor] = {}
-    heads: dict[int, Tensor] = {}
-
-    def keep_values(call: Attention) -> None:
-        values[call.layer] = call.value.float()
-
-    def keep_heads(layer: int, entering: Tensor) -> None:
-        heads[layer] = entering.float().reshape(1, _LONG, -1)
-
-    hooks = [(target.output_projection(layer), "pre", on_input(partial(keep_heads, layer))) for layer in rows]
-    with eager(target), target.hooks(*hooks):
-        target.forward(token_ids(target, _LONG), upto=max(rows))
-    with listening(target, keep_values):  # in a pass of its own: the tap may replace the model's attention
-        target.forward(token_ids(target, _LONG), upto=max(rows))
-    distances = list[float]()
-    for layer, of_layer in rows.items():
-        value = values[layer].repeat_interleave(of_layer.shape[1] // values[layer].shape[1], 1)
-        weighted = rearrange(of_layer @ value, "row head query d_head -> row query (head d_head)")
-        distances.append(_relative(weighted, heads[layer]))
-    return max(distances)

@@ -13,11 +13,11 @@ from organisms import Organism, organism
 from report_kit import files_shown, made_report
 
 from sinkscope.app import scan as scanning
-from sinkscope.app.card import CardNumber, SinkCard, read_card
+from sinkscope.app.card import CardPart, SinkCard, read_card
 from sinkscope.app.cli import main
 from sinkscope.app.scan import PARTS, fitted, scan
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.result import Result
+from sinkscope.files.result import Number, Result
 from sinkscope.interventions import SinkPatch
 from sinkscope.measure import Measurement, Setup
 
@@ -68,11 +68,11 @@ def test_every_part_and_the_card_are_in_the_folder(folder):
     assert [part.name for part in card.parts] == list(FEW)
     sinks = Result.load(folder / "find-sinks.json")
     assert card.conclusion() == sinks.conclusion()
-    lost = next(value for value in card.values if value.label == "norm lost without the neurons")
+    numbers = {number.label: number for part in card.parts for number in part.numbers}
+    lost = numbers["norm lost without the neurons"]
     minimal = sinks.to_dict()["result"]["causal_sets"][0]
     assert (lost.value, lost.control) == (minimal["drop_sink_layer"], minimal["control"])
-    assert len(card.values) >= 5
-    assert {fact.label: fact.word for fact in card.properties}["neurons that make the spike"] == neuron()
+    assert len(numbers) >= 7 and numbers["neurons that make the spike"].value == neuron()
     assert card.to_dict() == SinkCard.load(folder / "card.json").to_dict()
     page = (folder / "card.html").read_text()
     for part in card.parts:
@@ -156,7 +156,7 @@ def test_a_card_against_itself_has_no_change(folder):
     card = read_card(folder)
     same = card.compared(card)
     assert not any(change.changed for change in same.changes)
-    assert len(same.changes) == len(same.rows()) == len(card.values) + len(card.properties)
+    assert len(same.changes) == len(same.rows()) == sum(len(part.numbers) for part in card.parts)
     judged = [change for change in same.changes if change.changed is not None]
     assert f"0 of {len(judged)} judged values changed" in same.conclusion()
 
@@ -164,10 +164,10 @@ def test_a_card_against_itself_has_no_change(folder):
 @pytest.mark.parametrize(("by", "moved"), [(0.5, False), (1.3, False), (1.5, True)])
 def test_a_change_counts_beyond_both_margins(folder, by, moved):
     """And a number without a margin that differs is said to be not judged."""
-    before = (CardNumber("a", "x", 10.0, 0.0, 1.0), CardNumber("a", "y", 1.0, 0.0))
-    after = (CardNumber("a", "x", 10.0 + by, 0.0, 1.0), CardNumber("a", "y", 2.0, 0.0))
-    card = replace(read_card(folder), values=before, properties=())
-    compared = replace(card, values=after).compared(card)
+    before = CardPart("a", "a", "", numbers=(Number("x", 10.0, 0.0, 1.0), Number("y", 1.0, 0.0)))
+    after = replace(before, numbers=(Number("x", 10.0 + by, 0.0, 1.0), Number("y", 2.0, 0.0)))
+    card = replace(read_card(folder), parts=(before,))
+    compared = replace(card, parts=(after,)).compared(card)
     changes = {change.label: change for change in compared.changes}
     assert changes["x"].changed is moved and changes["x"].margin == pytest.approx(2**0.5)
     assert changes["y"].changed is None
@@ -197,8 +197,9 @@ def test_two_halves_of_one_text_differ_in_nothing(tmp_path, model):
 
 def test_a_fact_that_changed_is_named(folder):
     card = read_card(folder)
-    properties = [replace(fact, word="L9.N9") if "neurons" in fact.label else fact for fact in card.properties]
-    compared = card.compared(replace(card, properties=tuple(properties)))
+    first_part, *others = card.parts
+    numbers = [replace(one, value="L9.N9") if "neurons that" in one.label else one for one in first_part.numbers]
+    compared = card.compared(replace(card, parts=(replace(first_part, numbers=tuple(numbers)), *others)))
     first = compared.changes[0]
     assert first.changed and (first.before, first.after) == ("L9.N9", neuron())
     assert f"neurons that make the spike (L9.N9 before, {neuron()} now" in compared.conclusion()
@@ -209,7 +210,7 @@ def test_cards_of_different_settings_are_not_compared(folder):
     with pytest.raises(SinkscopeError, match="--quick"):
         card.compared(replace(card, quick=False))
     with pytest.raises(SinkscopeError, match="no number in common"):
-        card.compared(replace(card, values=(), properties=()))
+        card.compared(replace(card, parts=()))
 
 
 @pytest.mark.slow

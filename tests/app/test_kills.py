@@ -48,8 +48,7 @@ def scanned(folder: Path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scan, "PARTS", [part for part in scan.PARTS if part.name in ("find_sinks", "circuit", "repeat")])
         card = scan.scan(planted(), out=folder, quick=True)
-    parts = [(part.name, part.conclusion, part.problem) for part in card.parts]
-    return parts, card.values, card.properties
+    return [(part.name, part.conclusion, part.problem, part.numbers) for part in card.parts]
 
 
 @cache

@@ -68,31 +68,34 @@ class Tabled(Result):
         return "All is well."
 
 
+def _columns(rows: list[list[str]]) -> dict[str, list[str]]:
+    return {name: [row[place] for row in rows] for place, name in enumerate(WORDS[: len(rows[0])])}
+
+
 def test_the_narrow_table_keeps_what_matters_and_names_the_rest():
-    rows = [[f"{i}{j:07}" for j in range(12)] + ["same"] for i in range(3)]
-    grid = Grid(WORDS, rows, columns=["column_l", "column_b"])
+    columns = _columns([[f"{i}{j:07}" for j in range(12)] + ["same"] for i in range(3)])
+    grid = Grid(columns, important=["column_l", "column_b"])
     text = grid.fitted(80).text(80)
     assert text.splitlines()[0].split() == ["column", "l", "column", "b"] and max(map(len, text.splitlines())) <= 80
     assert "In every row: column m same." in text and "column a, column c" in text and "--csv FILE" in text
-    plain = Grid(WORDS, rows).fitted(80)
-    assert list(plain.head) == WORDS[:8] and "column i, column j, column k, column l" in plain.note.replace("\n", " ")
-    assert list(Grid(WORDS, rows).fitted(200).head) == WORDS[:12]  # the constant column stands in the note
+    plain = Grid(columns).fitted(80)
+    assert list(plain.columns) == WORDS[:8] and "column i, column j, column k, column l" in plain.note
+    assert list(Grid(columns).fitted(200).columns) == WORDS[:12]  # the constant column stands in the note
     wide = grid.fitted(None)
-    assert wide.head == WORDS and wide.cells == rows and len(wide.text(None).splitlines()) == 5
+    assert wide.columns == columns and len(wide.text(None).splitlines()) == 5
 
 
 @given(st.lists(st.lists(st.text("ab _\u65e5", max_size=30), min_size=4, max_size=4), min_size=1, max_size=5))
 def test_no_line_is_too_wide_and_no_cell_is_cut(rows):
     from rich.cells import cell_len
 
-    shown = Grid(WORDS[:4], rows).fitted(80)
+    shown = Grid(_columns(rows)).fitted(80)
     assert all(cell_len(line) <= 80 for line in replace(shown, note="").text(80).splitlines())
-    cells = {c for row in rows for c in row}
-    assert {c for row in shown.cells for c in row} <= cells
+    assert shown.columns.items() <= _columns(rows).items()
 
 
 def test_one_row_has_no_constant_columns():
-    assert Grid(["a", "b"], [["1", "2"]]).fitted(80).head == ["a", "b"]
+    assert list(Grid({"a": ["1"], "b": ["2"]}).fitted(80).columns) == ["a", "b"]
 
 
 def test_a_result_explains_its_columns_from_its_docstrings():
@@ -143,4 +146,4 @@ def test_what_is_no_neuron_is_refused(text):
 
 def test_names_are_counted_where_there_are_many():
     assert neuron_names([(1, i) for i in range(4)], most=2) == "L1.N0, L1.N1 and 2 more"
-    assert strings([{"layer": 0, "head": 4, "x": 1}])[1] == [["L0.H4", "1"]]
+    assert strings([{"layer": 0, "head": 4, "x": 1}]) == {"head": ["L0.H4"], "x": ["1"]}

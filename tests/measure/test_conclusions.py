@@ -56,7 +56,7 @@ def heads(rng: Rng) -> Result:
 def sweep(rng: Rng, tokens: int) -> Sweep:
     words = tuple(f"word{number}" for number in range(tokens))
     ids = tuple((number,) for number in range(tokens))
-    return Sweep(words, ids, ("<s>",), int(rng.integers(1, 1025)), np.array([1, 2]), ())
+    return Sweep(words, ids, ("<s>",), int(rng.integers(1, 1025)), np.array([1, 2]))
 
 
 def repeated(rng: Rng) -> Result:
@@ -163,10 +163,6 @@ def barcode(rng: Rng) -> Result:
         mass=score,
         width=score,
         control_score=rng.random((2, 3)) if rng.random() < 0.7 else None,
-        locking_onset=None,
-        last_new=None,
-        positions=(0,),
-        curves={},
         shown=(),
         attention=np.zeros((0, 1, 1)),
         events={},
@@ -181,7 +177,7 @@ def card(rng: Rng) -> Result:
     for _ in range(rng.integers(1, 9)):
         before, after = (f"{value:.3g}" for value in rng.random(2))
         changed = [True, False, None][rng.integers(3)]
-        changes.append(CardChange("part", LABELS[rng.integers(3)], before, after, 0.1, changed))
+        changes.append(CardChange(LABELS[rng.integers(3)], before, after, 0.1, changed))
     return SinkCard(model=MODEL, quick=False, parts=(), against="llama-2-7b (0a1b2c3d)", changes=tuple(changes))
 
 
