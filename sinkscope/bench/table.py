@@ -180,7 +180,7 @@ def tabulate_records(runs: Sequence[BenchRun], by: str = "part") -> BenchTable:
     started = time.perf_counter()
     grouped: dict[tuple[Any, ...], list[BenchRecord]] = {}
     for run in runs:
-        for record in run.records:
+        for record in run:
             about = record.settings
             key = (record.task, run.settings["model"]["name"], about["set"], about["temperature"], record.method)
             grouped.setdefault(key, []).append(record)
@@ -195,7 +195,7 @@ def tabulate_records(runs: Sequence[BenchRun], by: str = "part") -> BenchTable:
         dtype=first["dtype"],
         attention=first["attention"],
         bos=None,
-        seed=min((record.seed for run in runs for record in run.records), default=0),
+        seed=min((record.seed for run in runs for record in run), default=0),
     )
     return BenchTable(
         model=ModelInfo(**first["model"]),

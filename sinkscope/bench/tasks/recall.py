@@ -18,9 +18,9 @@ from typing import ClassVar, Literal, get_args
 from sinkscope.bench.answer import Answer, Batch, BenchModel
 from sinkscope.bench.prompt import Prompt, Turn, with_controls
 from sinkscope.bench.record import Metrics
-from sinkscope.bench.task import Task
+from sinkscope.bench.task import Size, Task
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.records import Natural, Whole
+from sinkscope.files.records import Whole
 from sinkscope.models.names import RECALL
 from sinkscope.models.target import Target
 
@@ -80,11 +80,11 @@ class Recall(Task):
     metric: ClassVar[str] = "sinkscope.bench.tasks.recall:exact_until_end"
     model: ClassVar[str] = RECALL
 
-    count: Natural = 10
-    turns: Natural = 3
-    total: Natural = 768
-    least: Natural = 48
-    hops: Natural = 2
+    count: Size = 10
+    turns: Size = 3
+    total: Size = 768
+    least: Size = 48
+    hops: Size = 2
     first: Whole = 0
     positions: tuple[Position, ...] = POSITIONS
 

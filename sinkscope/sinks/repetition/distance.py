@@ -206,8 +206,8 @@ def output_weights(target: Target) -> Float[Tensor, "head d_head d_model"]:
     """W_O of every head of the first layer, float32."""
     with target.loaded(0):
         width = target.n_heads * len(target.head_columns(0, 0))
-        weight = target.rows_of(target.output_projection(0), width)
-        return rearrange(weight.float(), "d_model (head d_head) -> head d_head d_model", head=target.n_heads)
+        columns = target.columns_of(target.output_projection(0), width).float()
+        return rearrange(columns, "(head d_head) d_model -> head d_head d_model", head=target.n_heads)
 
 
 def head_norms(
