@@ -212,19 +212,15 @@ def _real(mask: Any, batch: int, read: int, past: int, new: int, device: torch.d
         return torch.ones(batch, total - read, dtype=torch.bool, device=device)
     if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] >= total:
         return mask[:, read:total].bool()
-    seen: Tensor | None = None  # of the new tokens
-    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] == new:
-        seen = mask.bool()
     if isinstance(mask, Tensor) and mask.ndim == 4:
         # A real token is seen by itself; padding is seen by nobody. A window hides old tokens: those are history.
         start = min(past, mask.shape[-1] - new)
         part = shown(mask[..., start : start + new])
         seen = reduce(part, "batch head query key -> batch key", "any").expand(batch, -1)
-    if seen is None:
-        raise UnsupportedError(
-            f"attention mask of type {type(mask).__name__} and shape {tuple(getattr(mask, 'shape', ()))}: the true "
-            f"positions of {total} tokens cannot be read from it; pass a mask of shape (batch, tokens) with 1 at real "
-            "tokens, or none",
-            page="attention-mask",
-        )
-    return torch.cat([seen.new_ones(batch, past - read), seen], 1)
+        return torch.cat([seen.new_ones(batch, past - read), seen], 1)
+    raise UnsupportedError(
+        f"attention mask of type {type(mask).__name__} and shape {tuple(getattr(mask, 'shape', ()))}: the true "
+        f"positions of {total} tokens cannot be read from it; pass a mask of shape (batch, tokens) with 1 at real "
+        "tokens, or none",
+        page="attention-mask",
+    )
