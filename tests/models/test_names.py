@@ -25,9 +25,7 @@ def test_published_locations_are_consistent():
     published = {e.name: e.published for e in models() if e.published}
     for name, p in published.items():
         assert p.source, name
-        assert p.layers or p.massive_layers, name
         assert sorted({layer for layer, _ in p.neurons} | set(p.layers)) == sorted(p.layers), name
-        assert p.massive_layers is None or p.massive_layers[0] < p.massive_layers[1], name
 
 
 @pytest.mark.parametrize(
