@@ -32,8 +32,6 @@ def check_folder(folder: Path) -> None:
     """
     config, tensors = read_checkpoint_json(folder / "config.json"), list[str]()
     for shard in weight_files(folder):
-        if shard.suffix == ".bin":
-            _check_pickled(shard)
         if shard.suffix == ".safetensors":
             header = read_header(shard)
             tensors += header
@@ -75,26 +73,6 @@ def check_depth(name: str, config: Any, tensors: Iterable[str]) -> None:
         )
 
 
-def _check_pickled(file: Path) -> None:
-    """Check that a file begins like one that torch.save wrote: as a zip archive, or (before torch 1.6) as a pickle."""
-    with file.open("rb") as content:
-        start = content.read(len(_LFS))
-    if start == _LFS:
-        raise _pointer(file)
-    if not start.startswith((b"PK", b"\x80")):
-        raise SinkscopeError(
-            f"{file.name} is no checkpoint of torch: it begins with {start[:4]!r}; download it again",
-            page="pickled-weights",
-        )
-
-
-def _pointer(file: Path) -> SinkscopeError:
-    return SinkscopeError(
-        f"{file.name} is a Git LFS pointer, not weights; run `git lfs pull` in {file.parent}",
-        page="truncated-safetensors",
-    )
-
-
 def read_header(file: Path) -> dict[str, Any]:
     """Read the header of a safetensors file: tensor name -> {"dtype", "shape", "data_offsets"}.
 
@@ -107,7 +85,10 @@ def read_header(file: Path) -> dict[str, Any]:
         length = int.from_bytes(start, "little")
         raw = content.read(min(length, size))
     if start == _LFS:
-        raise _pointer(file)
+        raise SinkscopeError(
+            f"{file.name} is a Git LFS pointer, not weights; run `git lfs pull` in {file.parent}",
+            page="truncated-safetensors",
+        )
     # A real header begins with "{". Without it, the first bytes are not a length and do not tell what is missing.
     if size < 8 or (len(raw) < length and raw[:1] in (b"", b"{")):
         raise _damaged(file, size, max(8, 8 + length), "at least ")

@@ -287,11 +287,10 @@ class Attention:
             for rows_range in by_view:
                 _tell(self._listeners.pop(rows_range), 0, rows)
             return self._weighted(rows), rows
-        replaced = None
         if self.compute is not None:
             replaced = self.compute(self)
-        if replaced is not None:
-            return replaced
+            if replaced is not None:
+                return replaced
         if not self.by_mask:
             return self.stock(self.mask)
         if not self._needs_eager:
