@@ -69,9 +69,9 @@ class Task(ABC):
     def prompts(self, target: Target) -> list[Prompt]:
         """The prompts for a model."""
 
-    @abstractmethod
     def new_tokens(self, target: Target) -> int:
         """Maximum length of an answer, if the user gives none."""
+        return 64
 
     def conversations(self, prompt: Prompt) -> list[list[str]]:
         """What the model reads before each answer: all turns up to its own, each earlier one with its answer.

@@ -113,8 +113,6 @@ class Watch:
     """All streams of an input.
 
     Attributes:
-        tokens: Number of tokens seen so far.
-        alarms: Number of alarms raised so far.
         streams: Number of streams seen so far.
         skipped: Number of lines that could not be read, and of an end that broke off.
         open: Streams that have not ended, by name.
@@ -125,8 +123,6 @@ class Watch:
 
     def __init__(self, settings: MonitorSettings | None = None) -> None:
         self._settings = settings or MonitorSettings()
-        self.tokens = 0
-        self.alarms = 0
         self.streams = 0
         self.skipped = 0
         self._first_problem = ""
@@ -152,9 +148,9 @@ class Watch:
                 yield from self._take(piece)
         except UnicodeDecodeError as error:
             if error.reason != "unexpected end of data":  # a character that was cut off is left out silently
-                self._skip(f"{name} is not UTF-8 text after {self.tokens} tokens: convert it, or give another input")
+                self._skip(f"{name} is not UTF-8 text, or not to its end: convert it, or give another input")
         except OSError as error:
-            self._skip(f"{name} breaks off after {self.tokens} tokens: {error}")
+            self._skip(f"{name} breaks off: {error}")
         for open_stream in list(self.open):
             yield from self._take(Piece(open_stream, last=True))
         if not self.streams:
@@ -169,15 +165,11 @@ class Watch:
         if stream is None:
             stream = Stream(self._settings)
             self.streams += 1
-        tokens_before = stream.monitor.last.step
-        for alarm in stream.take(piece):
-            self.alarms += 1
-            yield alarm
-        self.tokens += stream.monitor.last.step - tokens_before
+        yield from stream.take(piece)
         if piece.last:
             return
         self.open[piece.stream] = stream  # the one that was silent for longest is the first
-        while len(self.open) > OPEN_STREAMS:
+        if len(self.open) > OPEN_STREAMS:
             del self.open[next(iter(self.open))]
 
     def _skip(self, problem: str) -> None:

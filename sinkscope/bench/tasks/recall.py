@@ -101,10 +101,6 @@ class Recall(Task):
             prompts += with_controls(dialogues)
         return prompts
 
-    def new_tokens(self, target: Target) -> int:
-        """64, more than the tokens of 21 hops."""
-        return 64
-
     def score(self, model: BenchModel, batch: Batch, turn: Turn, answer: Answer) -> Metrics:
         """Exact answers, and the share of an answer before its first mistake, which is the end of a chain of facts."""
         metrics = super().score(model, batch, turn, answer)
@@ -239,7 +235,8 @@ def _place(pieces: Sequence[list[str]], position: Position) -> int:
     if position != "middle":
         return {"begin": 0, "end": len(pieces)}[position]
     starts = [0, *accumulate(map(len, pieces))]
+    middle = starts[-1] // 2
     # A fact's link may be the key of the question, and heads that look a few places back would see both. So the
     # question never follows a fact directly.
-    places = [place for place in range(1, len(starts)) if len(pieces[place - 1]) == 1]
-    return min(places, key=lambda place: abs(starts[place] - starts[-1] // 2))
+    places = [place for place, piece in enumerate(pieces, 1) if len(piece) == 1]
+    return min(places, key=lambda place: abs(starts[place] - middle))
