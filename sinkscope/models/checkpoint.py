@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +249,7 @@ class SafetensorsSource:
         name: Hub id, or base name of the folder.
         folder: The folder with config.json; for a hub repo, its snapshot in the cache.
         commit: The hub's commit; None for a folder.
+        weight_map: The name of the file that holds each tensor.
         read: Names of the tensors that have been read so far.
 
     Raises:
@@ -263,37 +263,27 @@ class SafetensorsSource:
         if isinstance(where, Path):
             self.folder, self.name = where, where.resolve().name
             check_folder(self.folder)
-            if not self._local_lists():
-                raise self._not_safetensors()
         else:
             self.folder, self.name = hub_folder(where, revision), where
             check_kind(where, read_checkpoint_json(self.folder / "config.json"))  # before its weights are downloaded
             self.commit = self.folder.name
+        self.weight_map = self._files()
 
-    def _local_lists(self) -> list[str]:
-        """Those of the two files that list tensors which are in the folder."""
-        return [name for name in (_SINGLE, _INDEX) if (self.folder / name).is_file()]
-
-    def _not_safetensors(self) -> UnsupportedError:
-        return UnsupportedError(
+    def _files(self) -> dict[str, str]:
+        """The name of the file that holds each tensor."""
+        # A file that is here comes first, because offline nobody can tell whether the repo has the other one.
+        names = [name for name in (_SINGLE, _INDEX) if (self.folder / name).is_file()]
+        if self.commit is not None and not names:
+            names = [name for name in (_SINGLE, _INDEX) if optional_file(self.name, name, self.commit) is not None]
+        for name in names:
+            if name == _INDEX:
+                return _index_map(self.folder)
+            return dict.fromkeys(read_header(self.folder / name), name)
+        raise UnsupportedError(
             f"{self.name} has no safetensors weights, so its layers cannot be read one by one; load it whole with "
             "sinkscope.load(...), or convert it with save_pretrained",
             page="not-streamable",
         )
-
-    @cached_property
-    def weight_map(self) -> dict[str, str]:
-        """The name of the file that holds each tensor."""
-        # A file that is here comes first, because offline nobody can tell whether the repo has the other one.
-        for name in self._local_lists() or (_SINGLE, _INDEX):
-            file = self.folder / name
-            if self.commit is not None and not file.is_file():
-                file = optional_file(self.name, name, self.commit) or file
-            if file.is_file():
-                if name == _INDEX:
-                    return _index_map(self.folder)
-                return dict.fromkeys(read_header(file), name)
-        raise self._not_safetensors()
 
     def _shard(self, name: str) -> Path:
         """Path of a weight file. For a hub repo it is downloaded and checked; a folder was checked when opened."""
