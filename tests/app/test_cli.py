@@ -179,7 +179,7 @@ def test_sizes_are_those_of_the_model():
     models = {name: tiny_model(name)[0] for name in ("llama", "gpt2", "mixtral")}
     models["emu3"] = decoder("emu3")  # transformers lists only the model around it
     for model_type, model in models.items():
-        size = size_of(model_type, model.config, torch.float32)
+        size = size_of(model.config, torch.float32)
         assert size.parameters == sum(tensor.numel() for tensor in model.parameters())
         looked_up = 0 if model_type == "gpt2" else model.get_input_embeddings().weight.numel()
         assert size.computing == size.parameters - looked_up
