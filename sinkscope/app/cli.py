@@ -54,11 +54,7 @@ BACKEND_HELP = "Load the model as this kind of object. By default a model is rea
 NO_MEMORY = "out of memory: try --dtype bfloat16, --device cpu, a smaller --max-repeats, or leave out --all-layers"
 DEBUG = "SINKSCOPE_DEBUG"
 """Variable of the environment that makes unforeseen errors end in their traceback."""
-FULL_DISK = {
-    errno.ENOSPC: "the disk is full",
-    errno.EDQUOT: "your quota is used up",
-    errno.EFBIG: "its file is too large",
-}
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class CommandLine(click.Group):
@@ -343,7 +339,7 @@ def click_type(one: Parameter) -> Any:
     """The type to which click converts; what it does not know is read as text."""
     if isinstance(one.default, bool) or one.type is bool:
         return click.BOOL
-    if one.option.reads in ("head", "commas"):
+    if one.option.reads == "commas":
         return click.STRING
     if get_origin(one.type) is Literal:
         return click.Choice(get_args(one.type))
@@ -352,15 +348,11 @@ def click_type(one: Parameter) -> Any:
 
 
 def read_words(one: Parameter, words: Any) -> Any:
-    """What the words of an option mean: the text of a file, a head, or a list with commas."""
-    from sinkscope.files.notation import read_head
-
+    """What the words of an option mean: the text of a file, or a list with commas."""
     if one.option.reads == "text":
         return _prompt(words)
     if one.option.reads == "commas":
         return _comma_list(one, words)
-    if one.option.reads == "head":
-        return [read_head(word) for word in words]
     if one.many:
         return list(words)
     return words
@@ -442,8 +434,10 @@ def _unforeseen(error: BaseException) -> str:
     if is_out_of_memory(error):
         return NO_MEMORY
     if isinstance(error, OSError) and error.errno in FULL_DISK:
+        from sinkscope.files.output import reason_of
+
         drop(sys.stdout)
-        return f"cannot write to standard output: {FULL_DISK[error.errno]}; make room and run the command again"
+        return f"cannot write to standard output: {reason_of(error)}; make room and run the command again"
     first = (str(error).splitlines() or [""])[0]
     return f"{type(error).__name__}: {first} (nobody foresaw this error: {DEBUG}=1 shows where it occurs)"
 

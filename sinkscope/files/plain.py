@@ -16,8 +16,6 @@ from sinkscope.errors import SinkscopeError
 _ROOTED = re.compile(r"^(?:/|~|\\\\|[A-Za-z]:[\\/]|\.\.(?:[\\/]|$))")
 _UNUSUAL = re.compile(r"[^ -~\n\t]")
 _JOINERS = "\u200c\u200d"  # of letters and of parts of an emoji
-LONGEST_INTEGER = 20
-"""Digits of the largest integer that is read."""
 
 
 def pathless(text: str) -> str:
@@ -77,18 +75,12 @@ def parse_json(text: str | bytes) -> Any:
     """Parse JSON.
 
     Raises:
-        ValueError: It is not JSON, is nested too deeply, or has an integer too large for any field.
+        ValueError: It is not JSON, or is nested too deeply.
     """
     try:
-        return json.loads(text, parse_int=_integer)
+        return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-
-
-def _integer(digits: str) -> int:
-    if len(digits) > LONGEST_INTEGER:
-        raise ValueError(f"a number has {len(digits)} digits")
-    return int(digits)
 
 
 def plain(value: Any, *, scrub: bool = False) -> Any:

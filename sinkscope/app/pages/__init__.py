@@ -24,6 +24,7 @@ from sinkscope.files.output import write_output
 from sinkscope.files.plain import visible
 from sinkscope.files.result import ENVELOPE_FIELDS as ENVELOPE
 from sinkscope.files.result import Result
+from sinkscope.files.tables import cell
 
 # Plotly renders a few tags; any other tag comes from a file and is shown as text.
 _TAG = re.compile(r"<(?!/?(?:b|i|u|s|br|em|strong|sub|sup|extra)\s*/?>)", re.IGNORECASE)
@@ -103,21 +104,10 @@ def section(kind: str, file: str, lists: Mapping[str, Mapping[str, Any]], shown:
     parts = [shown, f'<p class="made">{_how_it_was_made(file, lists.get("provenance", {}))}</p>']
     for name, values in lists.items():
         parts.append(f"<details><summary>{name}</summary><dl>")
-        parts += [f"<dt>{escape(str(key))}</dt><dd>{escape(_value(value))}</dd>" for key, value in values.items()]
+        parts += [f"<dt>{escape(str(key))}</dt><dd>{escape(cell(value))}</dd>" for key, value in values.items()]
         parts.append("</dl></details>")
     html = visible("\n".join(parts))  # HTML does not allow control characters
     return Section(kind, str(lists.get("model", {}).get("name", "")), file, html)
-
-
-def _value(value: object) -> str:
-    """A setting as text."""
-    if value is None:
-        return "-"
-    if isinstance(value, list):
-        return " ".join(map(str, value))
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {one}" for key, one in value.items())
-    return str(value)
 
 
 def _how_it_was_made(file: str, provenance: Mapping[str, Any]) -> str:

@@ -448,13 +448,12 @@ class Explorer:
         prompt = self.setup.ids[0, :PROMPT_TOKENS].tolist()
         sides: list[Writing] = []
         copied: list[int] = []
-        heads: list[tuple[int, int]] | None = None
+        heads: tuple[str, ...] | None = None
         for name, edit in (("without the guard", None), ("with the guard", LoopGuard())):
             setup = replace(self.setup, edit=edit)
             result = barcode.on(setup, prompt=prompt, max_new_tokens=new, heads=heads, control=heads is None)
-            heads = [read_head(result.shown[0])]
-            side = _writing(self.setup, name, result)
-            sides.append(side)
+            heads = result.shown[:1]
+            sides.append(_writing(self.setup, name, result))
             copied.append(0 if result.onset is None else len(result.ids) - max(result.onset, len(prompt)))
         sentence = (
             f"Without the guard, {copied[0]} of {len(sides[0].tokens)} new tokens belong to a repetition at the end; "
