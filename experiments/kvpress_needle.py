@@ -84,7 +84,6 @@ def _answer(hf: Any, tokenizer: Any, press: Any, prompt: dict[str, Any], setting
         "length": len(tokens),
         "read": sum(held) / len(held) - len(tokens) / 2 + 1,
         "cells": None,
-        "cached_mean": None,
         "cached_peak": None,
         "seconds": round(time.perf_counter() - started, 3),
     }

@@ -77,12 +77,12 @@ def input_rows(target: Target, layer: int, expert: int | None) -> list[Tensor]:
     adapter = target.adapter
     if expert is not None:
         return [weight for weight, _ in target.experts(layer).inputs(expert)]
-    up = target.rows_of(target.mlp_part(layer, "up"), target.d_model)
+    up = target.columns_of(target.mlp_part(layer, "up"), target.d_model).T
     if adapter.fused_gate_up:
         return list(up.chunk(2))
     if adapter.gate is None:
         return [up]
-    return [target.rows_of(target.mlp_part(layer, "gate"), target.d_model), up]
+    return [target.columns_of(target.mlp_part(layer, "gate"), target.d_model).T, up]
 
 
 def effective(target: Target, layer: int, rows: Float[Tensor, "neuron d_model"]) -> Float[Tensor, "neuron d_model"]:

@@ -74,14 +74,14 @@ class OneCache(Task):
                     ended="eos" if ended else "cap",
                     events=row_events(asked.events, 0, len(tokens)),
                     read=[] if asked.read is None else [asked.read],
-                    cached=[float(asked.prompt_tokens + len(tokens) - 1)],
+                    cached_peak=asked.prompt_tokens + len(tokens) - 1.0,
                     cells=cells_of(asked.events, 0),
                     seconds=0.0,
                 )
                 metrics = self.score(model, batch, turn, answer)
                 records.append(batch.record(batch.methods[0], prompt, number, answer, metrics))
                 if number + 1 < len(prompt.turns):
-                    talk.say(text, self.gold(prompt, number))
+                    talk.say(text, turn.answers[0])
         return records
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import cycle, product
 from statistics import fmean
 from typing import Any
 
@@ -20,6 +21,7 @@ from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.record import BenchRecord, Ending, Metrics
 from sinkscope.files.plain import plain
 from sinkscope.files.provenance import ModelInfo
+from sinkscope.files.rate import mean_known
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.interventions.decode import ForcedAnswer, decoding, noted_decoding
 from sinkscope.kv.loopguard.detect import largest_probability
@@ -84,13 +86,12 @@ class BenchModel:
         Without a chat template, its parts are separated by empty lines.
         """
         tokenizer = self.target.need_tokenizer()
-        if not chat:
-            return [int(token) for token in tokenizer("\n\n".join(texts), verbose=False)["input_ids"]]
-        messages: list[dict[str, str]] = []
-        for number, text in enumerate(texts):
-            messages.append({"role": ("user", "assistant")[number % 2], "content": text})
-        text = chat_text(tokenizer, messages, self.target.name)
-        return [int(token) for token in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
+        text = "\n\n".join(texts)
+        if chat:
+            roles = cycle(["user", "assistant"])
+            messages = [{"role": role, "content": part} for role, part in zip(roles, texts, strict=False)]
+            text = chat_text(tokenizer, messages, self.target.name)
+        return list(tokenizer(text, add_special_tokens=not chat, verbose=False)["input_ids"])
 
     def cut(self, row: list[int]) -> tuple[list[int], bool]:
         """An answer up to and including the end of sequence, and whether that token occurred."""
@@ -99,9 +100,9 @@ class BenchModel:
                 return row[: number + 1], True
         return row, False
 
-    def decode(self, tokens: Sequence[int], special: bool = False) -> str:
-        """Tokens as text, with special tokens or without."""
-        return str(self.target.need_tokenizer().decode(list(tokens), skip_special_tokens=not special))
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Tokens as text, without special tokens."""
+        return str(self.target.need_tokenizer().decode(list(tokens), skip_special_tokens=True))
 
 
 @dataclass(frozen=True)
@@ -130,10 +131,9 @@ class Batch:
     def keys(self) -> tuple[tuple[Any, ...], ...]:
         """Keys of the records that the batch produces."""
         keys: list[tuple[Any, ...]] = []
-        for method in self.methods:
-            for prompt in self.prompts:
-                for turn in range(len(prompt.turns)):
-                    keys.append((self.model, self.task, method.spec, prompt.id, turn, self.seed))
+        for method, prompt in product(self.methods, self.prompts):
+            for turn in range(len(prompt.turns)):
+                keys.append((self.model, self.task, method.spec, prompt.id, turn, self.seed))
         return tuple(keys)
 
     def record(self, method: Method, prompt: Prompt, turn: int, answer: Answer, metrics: Metrics) -> BenchRecord:
@@ -167,7 +167,7 @@ class Answer:
         ended: Why it ended.
         events: Actions of the method.
         read: Cached tokens that each decoding step after the first attended to, mean over layers and kv heads.
-        cached: Tokens in the cache after each step, mean over layers and kv heads.
+        cached_peak: Most tokens in the cache after any step, mean over layers and kv heads.
         cells: Share of the prompt's causal cells that attention covered; None if the method does not change prompts.
         seconds: Wall-clock time of its batch, divided by the rows.
         steps: Numbers for each new token, by name.
@@ -179,7 +179,7 @@ class Answer:
     ended: Ending
     events: tuple[dict[str, Any], ...]
     read: list[float]
-    cached: list[float]
+    cached_peak: float
     cells: float | None
     seconds: float
     steps: dict[str, tuple[float, ...]] = field(default_factory=dict)
@@ -191,8 +191,8 @@ class Answer:
             "length": len(self.tokens),
             "read": round(fmean(self.read), 3) if self.read else None,
             "cells": self.cells,
-            "cached_mean": round(fmean(self.cached), 3),
-            "cached_peak": round(max(self.cached), 3),
+            "cached_peak": round(self.cached_peak, 3),
+            "window": mean_known(event["data"]["window"] for event in self.events if event["kind"] == "window"),
             "seconds": round(self.seconds, 4),
         }
 
@@ -201,13 +201,13 @@ class CacheCounts(Intervention):
     """Counts the tokens of each row after every call: those held, and those that a query can read.
 
     Attributes:
-        held: `[row]` for each call: mean over layers and kv heads.
-        readable: `[row]` for each call: the same of the tokens that are not hidden.
+        held: Of each row, for each call: mean over layers and kv heads.
+        readable: The same of the tokens that are not hidden.
     """
 
     def __init__(self) -> None:
-        self.held: list[Float[Tensor, " row"]] = []
-        self.readable: list[Float[Tensor, " row"]] = []
+        self.held: list[list[float]] = []
+        self.readable: list[list[float]] = []
 
     def enter(self, run: Run, key: int) -> None:
         """Read sinkscope's own cache after every call."""
@@ -216,14 +216,19 @@ class CacheCounts(Intervention):
         session.after_call(lambda moment: self._note(moment.layers))
 
     def _note(self, layers: Sequence[Any]) -> None:
-        held = [layer.slots - layer.holes() for layer in layers]
-        readable = [layer.readable.sum(-1).float().mean(1).cpu() for layer in layers]
-        self.held.append(torch.stack(held).float().mean(0).cpu())
-        self.readable.append(torch.stack(readable).mean(0))
+        held = torch.stack([layer.slots - layer.holes() for layer in layers])
+        readable = torch.stack([layer.readable.sum(-1).float().mean(1) for layer in layers])
+        self.held.append(held.float().mean(0).tolist())
+        self.readable.append(readable.mean(0).tolist())
 
 
 Measure = Callable[[Float[Tensor, "row vocab"]], dict[str, Float[Tensor, " row"]]]
 """Numbers of each row by name, from the model's logits at a step, before any sampler."""
+
+
+def top_probability(logits: Float[Tensor, "row vocab"]) -> dict[str, Float[Tensor, " row"]]:
+    """The probability of the top prediction."""
+    return {"top1": largest_probability(logits).double().round(decimals=4)}
 
 
 def answer_rows(
@@ -232,7 +237,7 @@ def answer_rows(
     new: int,
     edit: Intervention | None = None,
     *,
-    measure: Measure | None = None,
+    measure: Measure = top_probability,
     sampler: LogitsProcessor | None = None,
     along: Sequence[list[int]] = (),
 ) -> list[Answer]:
@@ -259,9 +264,8 @@ def answer_rows(
     values: dict[str, list[Tensor]] = {}
 
     def keep(_module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
-        if measure is not None:
-            for name, value in measure(output.logits[:, -1].float()).items():
-                values.setdefault(name, []).append(value.double().cpu())
+        for name, value in measure(output.logits[:, -1].float()).items():
+            values.setdefault(name, []).append(value.double().cpu())
 
     counts = CacheCounts()
     entered: Any = nullcontext()
@@ -282,30 +286,26 @@ def answer_rows(
         tokens, ended = model.cut(written)
         if along:
             tokens, ended = along[row], False
-        cached = [float(len(rows[row]) + step) for step in range(len(tokens))]
-        read = [count + 1 for count in cached[:-1]]  # the first token is the prompt's; the last goes through no call
+        prompt = len(rows[row])
+        read = [float(prompt + step) for step in range(1, len(tokens))]  # the first token is the prompt's
+        cached_peak = prompt + len(tokens) - 1.0  # the last token goes through no call
         if edit is not None:
-            cached = [float(count[row]) for count in counts.held[: len(tokens)]]
-            read = [float(count[row]) for count in counts.readable[1 : len(tokens)]]
+            read = [count[row] for count in counts.readable[1 : len(tokens)]]
+            cached_peak = max(count[row] for count in counts.held[: len(tokens)])
         answer = Answer(
-            prompt_tokens=len(rows[row]),
+            prompt_tokens=prompt,
             tokens=tokens,
             text=model.decode(tokens),
             ended="eos" if ended else "cap",
             events=row_events(events, row, len(tokens)),
             read=read,
-            cached=cached,
+            cached_peak=cached_peak,
             cells=cells_of(events, row),
             seconds=seconds,
             steps={name: tuple(round(float(step[row]), 6) for step in values[name][: len(tokens)]) for name in values},
         )
         answers.append(answer)
     return answers
-
-
-def top_probability(logits: Float[Tensor, "row vocab"]) -> dict[str, Float[Tensor, " row"]]:
-    """The probability of the top prediction."""
-    return {"top1": largest_probability(logits).double().round(decimals=4)}
 
 
 def cells_of(events: Sequence[Event], row: int) -> float | None:

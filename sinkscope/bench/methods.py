@@ -7,8 +7,8 @@ default; it calls the class method `paper` of the method's class.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pkgutil import resolve_name
 from typing import Any, get_type_hints
 
@@ -38,80 +38,52 @@ class RandomSlots(Policy):
         return hashed.mul(43758.5453).frac().abs()
 
 
-@dataclass(frozen=True)
-class MethodKind:
-    """Definition of a method name.
-
-    Attributes:
-        home: `module:Class` of what is applied to the model; empty for the full cache and sampling.
-        fixed: Fields that the name determines.
-        budget: Whether it reads only part of the cache, limited to `budget` tokens.
-    """
-
-    home: str = ""
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    budget: bool = True
-
-    def load(self) -> Any:
-        """The class of what is applied to the model."""
-        return resolve_name(self.home)
-
-    @property
-    def shape(self) -> bool:
-        """Whether it is a sparse pattern for prompts; with a budget it becomes `kv.shapes.ShapeShare`."""
-        return bool(self.home) and issubclass(self.load(), Shape)
-
-    def settings(self) -> dict[str, Any]:
-        """The type of each setting."""
-        types: dict[str, Any] = {}
-        if self.home:
-            hints = get_type_hints(self.load(), include_extras=True)
-            types = {each.name: hints[each.name] for each in fields(self.load())}
-        if self.shape:
-            types["budget"] = Budget
-        return types
-
-
-_SERVE = "sinkscope.kv.loopserve:LoopServe"
-_READ_ALL = {"shortest": 0}  # short prompts are made sparse too, because quality is compared and not speed
-METHODS: dict[str, MethodKind] = {
-    FULL: MethodKind(budget=False),
-    "random": MethodKind("sinkscope.bench.methods:RandomSlots"),
-    "streaming": MethodKind("sinkscope.kv:StreamingLLM"),
-    "h2o": MethodKind("sinkscope.kv:H2O"),
-    "snapkv": MethodKind("sinkscope.kv:SnapKV"),
-    "tova": MethodKind("sinkscope.kv:TOVA"),
-    "adakv": MethodKind("sinkscope.kv:AdaKV"),
-    "progressive": MethodKind("sinkscope.kv:Progressive"),
-    "progressive-0": MethodKind("sinkscope.kv:Progressive", {"after": 0}),
-    "a-shape": MethodKind("sinkscope.kv:AShape", budget=False),
-    "tri-shape": MethodKind("sinkscope.kv:TriShape", budget=False),
-    "minference": MethodKind("sinkscope.kv:MInference", budget=False),
-    "loopserve": MethodKind(_SERVE, _READ_ALL),
-    "loopserve-0": MethodKind(_SERVE, {**_READ_ALL, "first": 0}),
-    "loopserve-p": MethodKind(_SERVE, {**_READ_ALL, "decode": False}, budget=False),
-    "loopserve-d": MethodKind(_SERVE, {"prefill": False}),
-    GUARD: MethodKind("sinkscope.kv.loopguard:LoopGuard"),
-    SAMPLING: MethodKind(budget=False),
+METHODS: dict[str, str] = {
+    FULL: "",
+    "random": "sinkscope.bench.methods:RandomSlots",
+    "streaming": "sinkscope.kv:StreamingLLM",
+    "h2o": "sinkscope.kv:H2O",
+    "snapkv": "sinkscope.kv:SnapKV",
+    "tova": "sinkscope.kv:TOVA",
+    "adakv": "sinkscope.kv:AdaKV",
+    "progressive": "sinkscope.kv:Progressive",
+    "progressive-0": "sinkscope.kv:Progressive",
+    "a-shape": "sinkscope.kv:AShape",
+    "tri-shape": "sinkscope.kv:TriShape",
+    "minference": "sinkscope.kv:MInference",
+    "loopserve": "sinkscope.kv.loopserve:LoopServe",
+    "loopserve-0": "sinkscope.kv.loopserve:LoopServe",
+    "loopserve-p": "sinkscope.kv.loopserve:LoopServe",
+    "loopserve-d": "sinkscope.kv.loopserve:LoopServe",
+    GUARD: "sinkscope.kv.loopguard:LoopGuard",
+    SAMPLING: "",
 }
-"""By the name that commands use. "-0": without steps that read everything first; "-p", "-d": one half alone."""
+"""The class of what is applied to the model, by the name that commands use. "-0": without steps that read everything
+first; "-p", "-d": one half alone."""
+FIXED: dict[str, dict[str, Any]] = {
+    "progressive-0": {"after": 0},
+    "loopserve": {"shortest": 0},  # short prompts are made sparse too, because quality is compared and not speed
+    "loopserve-0": {"shortest": 0, "first": 0},
+    "loopserve-p": {"shortest": 0, "decode": False},
+    "loopserve-d": {"prefill": False},
+}
+"""Fields that a name determines."""
 
 
-def kind_of(name: str) -> MethodKind:
-    """Definition of a name: a method of the table, a registered policy, or `package.module:Class`.
+def class_of(name: str) -> Any:
+    """The class behind a name: of the table, of a registered policy, or `package.module:Class`; None if there is none.
 
     Raises:
         SinkscopeError: There is no such method.
     """
     if name in METHODS:
-        return METHODS[name]
+        home = METHODS[name]
+        return resolve_name(home) if home else None
     if ":" not in name and name not in policies():
         raise SinkscopeError(
             f"method {name!r} is unknown: expected some of {', '.join(METHODS)}, or package.module:Class"
         )
-    policy = type(policy_named(name))
-    names = {each.name for each in fields(policy)}  # pyright: ignore[reportArgumentType]
-    return MethodKind(f"{policy.__module__}:{policy.__qualname__}", budget="budget" in names)
+    return type(policy_named(name))
 
 
 def name_of(spec: str) -> str:
@@ -158,26 +130,20 @@ class Method:
             parts.append(f"{key}={str(value).lower() if isinstance(value, bool | None) else value}")
         return ":".join(parts)
 
-    @property
-    def kind(self) -> MethodKind:
-        """Definition of the method's name."""
-        return kind_of(self.name)
-
     def make(self) -> Any:
         """The intervention to apply to the model; None for the full cache and sampling.
 
         Raises:
             SinkscopeError: The settings are invalid together.
         """
-        kind = self.kind
-        if not kind.home:
+        cls = class_of(self.name)
+        if cls is None:
             return None
-        options = {**kind.fixed, **dict(self.options)}
-        if kind.shape and self.budget is not None:
-            return ShapeShare(kind.home.partition(":")[2], self.budget)
+        options = {**FIXED.get(self.name, {}), **dict(self.options)}
         if self.budget is not None:
+            if issubclass(cls, Shape):
+                return ShapeShare(cls.__name__, self.budget)
             options["budget"] = self.budget
-        cls = kind.load()
         if self.paper:
             return cls.paper(**options)
         return cls(**options)
@@ -188,21 +154,29 @@ def read_method(spec: str, budget: Budget | None = None) -> Method:
 
     Args:
         spec: The method as the user writes it.
-        budget: Budget of a method that has one and states none.
+        budget: Budget of a method that has one and states none; a fixed shape takes only a share.
 
     Raises:
         SinkscopeError: A name or setting is unknown, a setting occurs twice, or a value has the wrong type.
     """
     name = name_of(spec)
-    kind = kind_of(name)
+    cls = class_of(name)
     parts = spec.removeprefix(name).split(":")[1:]
-    paper = PAPER in parts and bool(kind.home) and hasattr(kind.load(), PAPER)
+    paper = PAPER in parts and hasattr(cls, PAPER)
     if paper:
         parts.remove(PAPER)
+    types: dict[str, Any] = {}
+    if cls is not None:
+        hints = get_type_hints(cls, include_extras=True)
+        types = {each.name: hints[each.name] for each in fields(cls)}
+    takes_budget = "budget" in types and FIXED.get(name, {}).get("decode", True)
+    shape = cls is not None and issubclass(cls, Shape)
+    if shape:
+        types["budget"] = Budget
     written = [part if "=" in part else f"budget={part}" for part in parts]
-    options = read_settings(written, kind.settings(), f"method {spec!r}")
+    options = read_settings(written, types, f"method {spec!r}")
     own = options.pop("budget", None)
-    if own is None and (kind.budget or (kind.shape and isinstance(budget, float) and not options)):
+    if own is None and (takes_budget or (shape and isinstance(budget, float) and not options)):
         own = budget
     return Method(name, paper, own, tuple(options.items()))
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any, NotRequired
+
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.records import conform, read_rows
+from sinkscope.files.records import conform, read_rows, said
 
 FILE = 'JSON lines with "prompt" (or "turns", each with a "prompt") and "answers"'
 
@@ -68,6 +71,14 @@ def with_controls(prompts: Sequence[Prompt]) -> list[Prompt]:
     return controlled
 
 
+class TurnRow(TypedDict):
+    """A turn as a file has it; other fields are ignored here."""
+
+    prompt: Annotated[str, Field(pattern=r"\S"), said("a text")]
+    answers: NotRequired[tuple[str, ...]]
+    metric: NotRequired[str]
+
+
 def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
     """Read prompts from JSON lines.
 
@@ -81,11 +92,13 @@ def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
     for where, row in read_rows(path, FILE):
         if not isinstance(row, dict):
             raise SinkscopeError(f"{where} is no object: give {FILE}")
-        metric = str(row.get("metric", ""))
-        turns = conform(list[dict[str, Any]], row.get("turns", [row]), f"{where}: turns=")
+        turns: list[Turn] = []
+        for turn in conform(list[TurnRow], row.get("turns", [row]), where, then=f": give {FILE}"):
+            metric = str(turn.get("metric", row.get("metric", "")))
+            turns.append(Turn(turn["prompt"], turn.get("answers", ()), metric))
         prompt = Prompt(
             id=str(row.get("id", len(prompts))),
-            turns=tuple(_turn(turn, metric, where) for turn in turns),
+            turns=tuple(turns),
             set=str(row.get("set", "file")),
             part=str(row.get("part", "")),
             about={key: value for key, value in row.items() if key not in _FIELDS},
@@ -95,11 +108,3 @@ def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
 
 
 _FIELDS = ("id", "turns", "prompt", "answers", "metric", "set", "part")
-
-
-def _turn(row: dict[str, Any], metric: str, where: str) -> Turn:
-    text = row.get("prompt")
-    if not isinstance(text, str) or not text.strip():
-        raise SinkscopeError(f"{where}: prompt is {text!r:.40}, expected a text: give {FILE}")
-    answers = conform(tuple[str, ...], row.get("answers", ()), f"{where}: answers=")
-    return Turn(text, answers, str(row.get("metric", metric)))

@@ -148,11 +148,13 @@ def _run(
         method.make()  # impossible settings are refused before the run
     opened = BenchModel.of(model, tokenizer)
     prompts = task.prompts(opened.target)
-    _check_ids([prompt.id for prompt in prompts])
+    repeated = [name for name, count in Counter(prompt.id for prompt in prompts).items() if count > 1]
+    if repeated or not prompts:
+        raise SinkscopeError(f"prompts with the same id: {repeated[:3]}, of {len(prompts)}: give some, each its own id")
     new = max_new_tokens or task.new_tokens(opened.target)
     for prompt in prompts:
-        for tokens in task.turn_lengths(opened, prompt, new):
-            check_prompt(opened, methods, prompt, tokens, new)
+        for texts in task.conversations(prompt):
+            check_prompt(opened, methods, prompt, len(opened.encode(texts, task.chat)), new)
     groups: list[tuple[Method, ...]] = [(method,) for method in methods]
     if task.together:
         groups = [methods]
@@ -169,7 +171,6 @@ def _run(
         "task": task.name,
         "max_new_tokens": new,
         "temperature": temperature,
-        "history": task.history,
         "chat": task.chat,
     }
     elsewhere: Workers | None = None
@@ -186,14 +187,6 @@ def _run(
         finish(partial(task.answers, opened), batches, folder, "answers", progress, elsewhere)
         records = [folder.records[key] for batch in batches for key in batch.keys]
     return BenchRun(records, settings)
-
-
-def _check_ids(ids: Sequence[str]) -> None:
-    if not ids:
-        raise SinkscopeError("there are no prompts: give at least one")
-    name, count = Counter(ids).most_common(1)[0]
-    if count > 1:
-        raise SinkscopeError(f"two prompts have the same id {name!r}: give each its own")
 
 
 def _open_worker(model: object, tokenizer: Any, task: Task) -> Callable[[Batch], list[BenchRecord]]:

@@ -121,17 +121,15 @@ class BenchTable(Result):
             return "Nothing was answered."
         first = self.groups[0]
         task = task_class(first.task)
-        control = f"{task.control} was not run"
-        compared: list[BenchGroup] = []
-        for group in self.groups:
-            name = name_of(group.method)
-            if group.place == first.place and name == task.control:
-                control = f"{group.method}, the control, {task.said.format(group.score)}"
-            elif group.place == first.place and name not in CONTROLS:
-                compared.append(group)
+        here = [group for group in self.groups if group.place == first.place]
         where = f"Task {first.title}:"
         if any(group.model != first.model for group in self.groups):
             where = f"Task {first.title}, model {first.model}:"
+        control = f"{task.control} was not run"
+        for group in here:
+            if name_of(group.method) == task.control:
+                control = f"{group.method}, the control, {task.said.format(group.score)}"
+        compared = [group for group in here if name_of(group.method) not in CONTROLS]
         if not compared:
             return f"{where} {control}; no other method was run."
         compared.sort(key=lambda group: group.score, reverse=not task.low_is_good)
@@ -210,29 +208,34 @@ def tabulate_records(runs: Sequence[BenchRun], by: str = "part") -> BenchTable:
 def _group(key: dict[str, Any], records: Sequence[BenchRecord], full: Sequence[BenchRecord], by: str) -> BenchGroup:
     """The row of a method, beside the records of the full cache."""
     task = task_class(key["task"])
-    records_by_part: dict[str, list[BenchRecord]] = {}
+    values: list[float] = []
+    values_by_part: dict[str, list[float]] = {}
     for record in records:
+        value = record.metrics.get(task.main)
+        if value is None:
+            continue
+        values.append(value)
         part = str({"turn": record.turn + 1, **record.settings}.get(by, ""))
-        if part and record.metrics.get(task.main) is not None:
-            records_by_part.setdefault(part, []).append(record)
-    parts = {part: fmean(_values(task.main, mine)) for part, mine in records_by_part.items()}
-    metrics: Metrics = dict.fromkeys(("read", "cells", "time", "cached_peak", "window", "same", *task.columns))
-    for name in metrics:
-        metrics[name] = mean_known(_values(name, records))
-    if metrics.get("alarm") is not None:
-        metrics["alarm"] = median(_values("alarm", records))  # not every run has one
-    if _seconds_per_token(full):
+        if part:
+            values_by_part.setdefault(part, []).append(value)
+    metrics: Metrics = {}
+    for name in ("read", "cells", "time", "cached_peak", "window", "same", *task.columns):
+        metrics[name] = mean_known(record.metrics.get(name) for record in records)
+    if full:
         metrics["time"] = _seconds_per_token(records) / _seconds_per_token(full)
-    windows = [event["data"]["window"] for record in records for event in record.events if event["kind"] == "window"]
-    metrics["window"] = mean_known(windows)
     answers = {(record.prompt, record.turn, record.seed): record.tokens for record in full}
     same: list[bool] = []
+    alarms: list[float] = []
     for record in records:
+        alarm = record.metrics.get("alarm")
+        if alarm is not None:
+            alarms.append(alarm)
         tokens = answers.get((record.prompt, record.turn, record.seed))
         if tokens is not None:
             same.append(tokens == record.tokens)
     metrics["same"] = mean_known(same)
-    values = _values(task.main, records)
+    if alarms:
+        metrics["alarm"] = median(alarms)  # not every run has one
     score, low, high = math.nan, math.nan, math.nan
     if values:
         score = fmean(values)
@@ -241,19 +244,10 @@ def _group(key: dict[str, Any], records: Sequence[BenchRecord], full: Sequence[B
     if values and min(values) >= 0 and max(values) <= 1 and not task.together:
         rate = wilson(sum(values), len(values))
         low, high = rate.low, rate.high
+    parts = {part: fmean(scores) for part, scores in values_by_part.items()}
     return BenchGroup(**key, answers=len(records), score=score, low=low, high=high, parts=parts, metrics=metrics)
 
 
-def _values(metric: str, records: Sequence[BenchRecord]) -> list[float]:
-    """A metric of those answers that have it."""
-    values: list[float] = []
-    for record in records:
-        value = record.metrics.get(metric)
-        if value is not None:
-            values.append(float(value))
-    return values
-
-
 def _seconds_per_token(records: Sequence[BenchRecord]) -> float:
-    tokens = sum(len(record.tokens) for record in records)
-    return sum(_values("seconds", records)) / max(tokens, 1)
+    seconds = sum(record.metrics["seconds"] or 0.0 for record in records)
+    return seconds / sum(len(record.tokens) for record in records)

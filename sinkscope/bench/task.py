@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pkgutil import resolve_name
-from typing import Any, ClassVar, Literal, get_type_hints
+from typing import Any, ClassVar, get_type_hints
 
-from sinkscope.bench.answer import Answer, Batch, BenchModel, answer_rows, top_probability
+from sinkscope.bench.answer import Answer, Batch, BenchModel, answer_rows
 from sinkscope.bench.methods import FULL, SAMPLING
 from sinkscope.bench.prompt import Prompt, Turn, read_prompts, with_controls
 from sinkscope.bench.record import BenchRecord, Metrics
@@ -30,7 +29,7 @@ TASKS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Task(ABC):
-    """Base of all tasks: a frozen dataclass of settings. Prompts may have several turns.
+    """Base of all tasks: a frozen dataclass of settings. Prompts may have several turns, which follow correct answers.
 
     Attributes:
         name: Name in records and tables.
@@ -43,7 +42,6 @@ class Task(ABC):
         model: Model that answers by default; None for the bundled model.
         together: Whether all methods answer a batch in one pass.
         metric: Score of turns that name none, see `sinkscope.bench.scores`.
-        history: "gold": turns follow the first correct answers. "model": turns follow the method's own answers.
         chat: Whether turns are wrapped in the tokenizer's chat template.
     """
 
@@ -58,7 +56,6 @@ class Task(ABC):
     together: ClassVar[bool] = False
     metric: ClassVar[str] = "contains"
 
-    history: Literal["gold", "model"] = "gold"
     chat: bool = False
 
     def __post_init__(self) -> None:
@@ -72,65 +69,38 @@ class Task(ABC):
     def new_tokens(self, target: Target) -> int:
         """Maximum length of an answer, if the user gives none."""
 
-    def encode(self, model: BenchModel, texts: Sequence[str]) -> list[int]:
-        """Ids of a conversation that ends with a prompt."""
-        return model.encode(texts, self.chat)
-
-    def spoken(self, model: BenchModel, answer: Answer) -> str:
-        """An answer as the next turn reads it."""
-        return answer.text
-
-    def turn_lengths(self, model: BenchModel, prompt: Prompt, new: int) -> list[int]:
-        """Length of each turn with all turns before it; the model's own answers may be as long as is allowed."""
-        texts: list[str] = []
-        lengths: list[int] = []
-        for number, turn in enumerate(prompt.turns):
-            length = len(self.encode(model, [*texts, turn.text]))
-            said = ""
-            if self.history == "model":
-                length += number * new
-            else:
-                said = self.gold(prompt, number)
-            lengths.append(length)
-            texts += [turn.text, said]
-        return lengths
-
-    def gold(self, prompt: Prompt, number: int) -> str:
-        """The first correct answer of a turn, as the history holds it.
+    def conversations(self, prompt: Prompt) -> list[list[str]]:
+        """What the model reads before each answer: all turns up to its own, each earlier one with its answer.
 
         Raises:
-            SinkscopeError: A turn before the last has none.
+            SinkscopeError: A turn before the last has no answer.
         """
-        answers = prompt.turns[number].answers
-        last = number == len(prompt.turns) - 1
-        if not answers and not last:
-            raise SinkscopeError(
-                f"prompt {prompt.id!r}: turn {number + 1} has no answer for the history: give answers, or history=model"
-            )
-        if not answers:
-            return ""
-        return answers[0]
+        texts: list[str] = []
+        conversations: list[list[str]] = []
+        for number, turn in enumerate(prompt.turns, 1):
+            conversations.append([*texts, turn.text])
+            if number < len(prompt.turns) and not turn.answers:
+                raise SinkscopeError(
+                    f"prompt {prompt.id!r}: turn {number} has no answer for the turns after it: give one"
+                )
+            texts += [turn.text, *turn.answers[:1]]
+        return conversations
 
     def answers(self, model: BenchModel, batch: Batch) -> list[BenchRecord]:
         """Answer all turns of the prompts, turn after turn."""
         method = batch.methods[0]
         temperature = 1.0 if method.name == SAMPLING else batch.temperature
-        texts: dict[str, list[str]] = {prompt.id: [] for prompt in batch.prompts}
         records: list[BenchRecord] = []
         for number in range(max(len(prompt.turns) for prompt in batch.prompts)):
             prompts = [prompt for prompt in batch.prompts if number < len(prompt.turns)]
-            rows = [self.encode(model, [*texts[prompt.id], prompt.turns[number].text]) for prompt in prompts]
+            rows = [model.encode(self.conversations(prompt)[number], self.chat) for prompt in prompts]
             sampler: RowSampler | None = None
             if temperature:
                 sampler = RowSampler(temperature, batch.seed, [prompt.id for prompt in prompts])
-            written = answer_rows(model, rows, batch.new, method.make(), measure=top_probability, sampler=sampler)
+            written = answer_rows(model, rows, batch.new, method.make(), sampler=sampler)
             for prompt, answer in zip(prompts, written, strict=True):
-                turn = prompt.turns[number]
-                records.append(batch.record(method, prompt, number, answer, self.score(model, batch, turn, answer)))
-                said = self.spoken(model, answer)
-                if self.history == "gold":
-                    said = self.gold(prompt, number)
-                texts[prompt.id] += [turn.text, said]
+                metrics = self.score(model, batch, prompt.turns[number], answer)
+                records.append(batch.record(method, prompt, number, answer, metrics))
         return records
 
     def score(self, model: BenchModel, batch: Batch, turn: Turn, answer: Answer) -> Metrics:
@@ -138,14 +108,10 @@ class Task(ABC):
 
         By default the score against the correct answers, and against those of another prompt, which is the control.
         """
-        return {
-            "score": self.compare(answer, turn.answers, turn.metric) if turn.answers else None,
-            "chance": self.compare(answer, turn.control, turn.metric) if turn.control else None,
-        }
-
-    def compare(self, answer: Answer, answers: Sequence[str], metric: str) -> float:
-        """The score against these correct answers."""
-        return score(metric or self.metric, answer.text, answers)
+        metrics: Metrics = {}
+        for name, answers in (("score", turn.answers), ("chance", turn.control)):
+            metrics[name] = score(turn.metric or self.metric, answer.text, answers) if answers else None
+        return metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +144,7 @@ MOST = 1 << 20
 
 
 def read_task(spec: str) -> Task:
-    """Parse a text such as `needle:lengths=640,1024` or `prompts.jsonl:history=model`.
+    """Parse a text such as `needle:lengths=640,1024` or `prompts.jsonl:chat=true`.
 
     Args:
         spec: Name in `TASKS`, or a file of prompts; then settings as `key=value`, separated by colons.

@@ -172,7 +172,6 @@ class Step(NamedTuple):
         tail_rep: Whether a tail repetition has lasted long enough.
         trigger: Whether to intervene now.
         level: At a trigger, how many earlier ones followed each other within `relapse` steps; the caller caps it.
-        since: Steps since the previous trigger; None if there was none.
     """
 
     step: int
@@ -186,7 +185,6 @@ class Step(NamedTuple):
     tail_rep: bool
     trigger: bool
     level: int
-    since: int | None
 
 
 class Monitor:
@@ -197,7 +195,7 @@ class Monitor:
 
     def __init__(self, settings: MonitorSettings | None = None) -> None:
         s = self.settings = settings or MonitorSettings()
-        self.last = Step(0, math.nan, math.nan, None, math.nan, None, 0, False, False, False, 0, None)
+        self.last = Step(0, math.nan, math.nan, None, math.nan, None, 0, False, False, False, 0)
         self.ended = False
         self._window = LastItems(s.window)
         self._novelty = WindowNovelty(s.window, s.novelty_n, s.novelty_span)
@@ -264,7 +262,7 @@ class Monitor:
             follows = since is not None and since <= s.relapse
             level = level + 1 if follows else 0
             self._triggered_at = step
-        self.last = Step(step, ttr, cr, streak, novelty, tail, votes, stall, tail_rep, trigger, level, since)
+        self.last = Step(step, ttr, cr, streak, novelty, tail, votes, stall, tail_rep, trigger, level)
         return self.last
 
     def _votes(self, ttr: float, cr: float) -> int:

@@ -21,23 +21,20 @@ class Evidence:
         change: The change of the effect. NaN or None: it was not measured.
         control: The largest change that random components make. None: there are too few others to draw from.
         total: The whole effect.
-        error: Two standard errors of the change beyond the control, where they are known.
     """
 
     change: float | None
     control: float | None = None
     total: float = 1.0
-    error: float = 0.0
 
     @property
     def holds(self) -> bool:
-        """Whether the component is needed (or sufficient): the change is at least half of the effect, and more than the
-        control by more than the error.
+        """Whether the component is needed (or sufficient): at least half of the effect changes, and more than in the
+        control.
         """
         if self.change is None or isnan(self.change) or not self.total > 0:
             return False
-        beyond = self.change - self.error
-        return self.change >= NEEDED * self.total and (self.control is None or beyond > self.control)
+        return self.change >= NEEDED * self.total and (self.control is None or self.change > self.control)
 
 
 def beside(share: float, control: float | None) -> tuple[str, str]:

@@ -6,7 +6,6 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, get_type_hints
 
@@ -160,13 +159,6 @@ class Measurement(Generic[P, R]):
         if decoding:
             settings["decoding"] = decoding
         return replace(result, model=setup.info(), settings=settings, provenance=setup.provenance())
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _named, (self.__module__, self.__name__)
-
-
-def _named(module: str, name: str) -> Any:
-    return getattr(import_module(module), name)
 
 
 def measurement(

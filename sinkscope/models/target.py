@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -427,37 +427,35 @@ class Target:
             if expert is not None:
                 written = self.experts(layer).columns(expert, neurons)
             else:
-                written = self._columns(layer, neurons)
+                written = self.columns_of(self.mlp_part(layer, "down"), self.width(layer), neurons)
             factor = self.factor(layer, expert)
             if factor == 1:
                 return written
             return written * factor
 
-    def _columns(self, layer: int, neurons: list[int]) -> Float[Tensor, "neuron d_model"]:
-        down = self.mlp_part(layer, "down")
-        weight = plain_weight(down)
-        if weight is not None:
-            if self.adapter.transposed_down:
-                return weight[neurons]
-            return weight[:, neurons].T
-        # Quantised or adapted weights: ask the module itself what a unit input writes; the last row gives its bias.
-        units = torch.zeros(len(neurons) + 1, self.width(layer), device=self.device, dtype=self.dtype)
-        units[range(len(neurons)), neurons] = 1
-        written = down(units)
-        return written[:-1] - written[-1:]
-
     @torch.no_grad()
-    def rows_of(self, module: Any, width: int) -> Float[Tensor, "out d"]:
-        """Weight rows of a linear module: what each output reads from its `width` inputs, without the bias."""
+    def columns_of(
+        self, module: nn.Module, width: int, inputs: Sequence[int] | None = None
+    ) -> Float[Tensor, "input output"]:
+        """What a linear module of so many inputs gives when one of them is 1, without the bias.
+
+        Args:
+            module: The module.
+            width: Number of its inputs.
+            inputs: Inputs; None is all.
+        """
+        chosen = list(range(width) if inputs is None else inputs)
         weight = plain_weight(module)
         if weight is not None:
             if self.adapter.transposed_down:  # such an architecture stores all of them so
-                return weight.T
-            return weight
+                return weight[chosen]
+            return weight[:, chosen].T
         # Quantised or adapted weights: ask the module itself, but without its hooks; the last row gives its bias.
-        device = next((p.device for p in module.parameters()), self.device)
-        out = module.forward(torch.eye(width + 1, width, device=device, dtype=self.dtype))
-        return (out[:-1] - out[-1:]).T
+        device = next((parameter.device for parameter in module.parameters()), self.device)
+        units = torch.zeros(len(chosen) + 1, width, device=device, dtype=self.dtype)
+        units[range(len(chosen)), chosen] = 1
+        given = module.forward(units)
+        return given[:-1] - given[-1:]
 
     @torch.no_grad()
     def w_out_norms(self, layer: int, expert: int | None = None) -> Float[Tensor, " d_mlp"]:
@@ -544,7 +542,14 @@ class Target:
                 return (hidden_states,)
             return hidden_states
 
-        with replaced_forwards(dict.fromkeys(self.layers[:count], passed_on)):
+        with ExitStack() as stack:
+            for layer in self.layers[:count]:
+                attributes = vars(layer)  # a bridge hands what is set on it to the module inside
+                if "forward" in attributes:  # some libraries replace it as well
+                    stack.callback(attributes.update, forward=attributes["forward"])
+                else:
+                    stack.callback(attributes.pop, "forward")
+                attributes["forward"] = passed_on
             yield
 
     @staticmethod
@@ -562,20 +567,6 @@ class Target:
                     add = module.register_forward_pre_hook
                 stack.callback(add(fn, with_kwargs=True).remove)
             yield
-
-
-@contextmanager
-def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Context manager in which modules have other forward functions."""
-    with ExitStack() as stack:
-        for module, forward in forwards.items():
-            attributes = vars(module)  # a bridge hands what is set on it to the module inside
-            if "forward" in attributes:  # some libraries replace it as well
-                stack.callback(attributes.update, forward=attributes["forward"])
-            else:
-                stack.callback(attributes.pop, "forward")
-            attributes["forward"] = forward
-        yield
 
 
 def hidden_of(args: Args, kwargs: Kwargs) -> Tensor:

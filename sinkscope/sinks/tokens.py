@@ -121,8 +121,8 @@ def vocabulary(target: Target, strings: Sequence[str] | None = None) -> list[int
 
 def words_to_repeat(
     setup: Setup, tokens: Sequence[str] | None, prefix: str | None, paper: Sequence[str] = ()
-) -> tuple[list[int], tuple[tuple[str, str], ...]]:
-    """What to repeat: the given strings, or else the paper's words, or else words of the text.
+) -> list[int]:
+    """Ids of what to repeat: the given strings, or else the paper's words, or else words of the text.
 
     If a word of the paper is not a single token here, a word of the text replaces it. Words of the text that occur in
     the prefix are not used.
@@ -133,25 +133,20 @@ def words_to_repeat(
         prefix: The text before the repetitions.
         paper: The strings that the paper uses.
 
-    Returns:
-        The ids, and pairs of (wanted, used) for the replaced words.
-
     Raises:
         SinkscopeError: A requested string is not a single token, or the text has too few words for replacements.
     """
     tokenizer = setup.tokenizer
     before = set(encode(setup, prefix))
     if tokens:
-        return pick_tokens(tokenizer, setup.ids, tokens, setup.seed), ()
-    known = {known_token(tokenizer, string) for string in paper}
+        return pick_tokens(tokenizer, setup.ids, tokens, setup.seed)
+    known = {string: known_token(tokenizer, string) for string in paper}
     drawn = pick_tokens(tokenizer, setup.ids, None, setup.seed, WORDS + len(before) + 2 * len(paper))
-    spare = [t for t in drawn if t not in known and t not in before]
+    spare = [t for t in drawn if t not in known.values() and t not in before]
     if not paper:
-        return (spare or drawn)[:WORDS], ()
+        return (spare or drawn)[:WORDS]
     ids = []
-    replaced = []
-    for string in paper:
-        token = known_token(tokenizer, string)
+    for string, token in known.items():
         if token is None or token in ids:
             if not spare:
                 raise SinkscopeError(
@@ -159,9 +154,8 @@ def words_to_repeat(
                     "instead; give --token, or a longer --text"
                 )
             token = spare.pop(0)
-            replaced.append((string, tokenizer.decode([token])))
         ids.append(token)
-    return ids, tuple(replaced)
+    return ids
 
 
 def encode(setup: Setup, prefix: str | None) -> list[int]:
@@ -217,11 +211,3 @@ def left_out_line(words: Sequence[str]) -> list[str]:
     names = listed(list(map(repr, words)), NAMES_IN_A_LINE)
     do = agreeing(len(words), "reaches", "reach")
     return [f"{names} {do} half of the first token's norm without repetition, and the median leaves this out."]
-
-
-def replaced_line(replaced: Sequence[tuple[str, str]]) -> list[str]:
-    """A line that says which words replace words of the paper; no line if none was replaced."""
-    if not replaced:
-        return []
-    pairs = ", ".join(f"{wanted!r} by {used!r}" for wanted, used in replaced)
-    return [f"Words of the paper that are not one token here were replaced: {pairs}."]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -274,14 +274,9 @@ class Attention:
     def finish(self) -> Output:
         """The output `[batch query head d_value]`, and weights if there are any; shows rows to handlers."""
         output, weights = self._attended()
-        exact = weights is not None and weights.dtype == torch.float32
         for rows_range, listeners in self._listeners.items():
             for part in rows_range.parts(self.queries):
-                if exact and weights is not None and not rows_range.by_mask:
-                    rows = weights[:, :, part]
-                else:
-                    rows = self._rows(part, rows_range.by_mask)
-                _tell(listeners, part.start, rows)
+                _tell(listeners, part.start, self._rows(part, rows_range.by_mask))
         return output, weights
 
     def _attended(self) -> Output:
@@ -301,11 +296,8 @@ class Attention:
             return self.stock(self.mask)
         if not self._needs_eager:
             return self._by(sdpa_attention(), self.query, self.mask)[0], None
-        whole = _RowRange(0, CHUNK, True)
-        for rows_range in self._listeners:
-            if rows_range.first == 0 and rows_range.by_mask:
-                whole = rows_range
-                break
+        from_first = [rows_range for rows_range in self._listeners if rows_range.first == 0 and rows_range.by_mask]
+        whole = next(iter(from_first), _RowRange(0, CHUNK, True))
         listeners = self._listeners.pop(whole, [])
         outputs = list[Tensor]()
         for part in whole.parts(self.queries):
@@ -593,15 +585,7 @@ class _Stock:
     """The attention that a tapped configuration selects by itself, and how often it is tapped."""
 
     name: str
-    attention: Callable[..., Any] | None  # None: the one in the model's own file
     times: int = 0
-
-    @classmethod
-    def of(cls, config: Any) -> _Stock:
-        """What a configuration selects now."""
-        from transformers import AttentionInterface
-
-        return cls(attention_name(config), AttentionInterface().get(stock_name(config)))
 
 
 def listen(handler: Handler) -> None:
@@ -645,7 +629,7 @@ def tapped(target: Target) -> Iterator[frozenset[int]]:
     with _LOCK:
         for config in configs:
             if id(config) not in _STOCK:
-                _STOCK[id(config)] = _Stock.of(config)
+                _STOCK[id(config)] = _Stock(attention_name(config))
             _STOCK[id(config)].times += 1
             set_attention(config, NAME)
     try:
@@ -660,47 +644,31 @@ def tapped(target: Target) -> Iterator[frozenset[int]]:
                     del _STOCK[id(config)]
 
 
-_OUTSIDE: dict[int, list[ExitStack]] = {}  # hooks on models outside the interface, one entry for each time tapped
-
-
 @contextmanager
 def _tapped_outside(target: Target) -> Iterator[frozenset[int]]:
     """Context manager: every attention module of the model is read; yields the ids of its configurations."""
     configs = frozenset(map(id, configs_of(target)))
-    model = id(target.hf)
-
-    def listeners() -> list[Handler]:
-        return [handler for handler in _HANDLERS.get() if not configs.isdisjoint(handler.configs)]
 
     def wanted() -> tuple[bool, bool]:
-        masks = any(handler.masks for handler in listeners())
-        return masks or not all(handler.idle for handler in listeners()), masks
+        listeners = _listeners(configs)
+        masks = any(handler.masks for handler in listeners)
+        return masks or not all(handler.idle for handler in listeners), masks
 
     def attend(parts: Parts) -> Tensor:
         call = OwnAttention(parts.module, parts.query, parts.key, parts.value, None, {}, parts=parts)
-        for handler in listeners():
+        for handler in _listeners(configs):
             handler.see(call)
         return call.finish()[0]
 
-    modules: dict[int, Any] = {}
-    for layer in range(target.n_layers):
-        if target.has_part(layer, target.adapter.attn):
-            modules[layer] = target.sub(layer, target.adapter.attn)
-    with _LOCK:
-        stack = ExitStack()
-        if model not in _OUTSIDE:
-            stack.enter_context(reading(modules, target.name, attend, wanted))
-        _OUTSIDE.setdefault(model, []).append(stack)
-    try:
+    layers = [layer for layer in range(target.n_layers) if target.has_part(layer, target.adapter.attn)]
+    modules = {layer: target.sub(layer, target.adapter.attn) for layer in layers}
+    with reading(modules, target.name, attend, wanted):
         yield configs
-    finally:
-        with _LOCK:
-            stacks = _OUTSIDE[model]
-            if len(stacks) > 1:  # the first holds the hooks
-                stacks.pop()
-            else:
-                del _OUTSIDE[model]
-                stacks[0].close()
+
+
+def _listeners(configs: Iterable[int]) -> list[Handler]:
+    """Who listens to a model with one of these configurations."""
+    return [handler for handler in _HANDLERS.get() if not handler.configs.isdisjoint(configs)]
 
 
 def stock_name(config: Any) -> str:
@@ -714,8 +682,9 @@ def stock_name(config: Any) -> str:
 
 def _stock_attention(module: Any) -> Callable[..., Any]:
     """The attention function that a module uses when it is not tapped."""
-    stock = _STOCK.get(id(module.config)) or _Stock.of(module.config)
-    return stock.attention or eager_attention(module)
+    from transformers import AttentionInterface
+
+    return AttentionInterface().get(stock_name(module.config)) or eager_attention(module)
 
 
 def configs_of(target: Target) -> list[Any]:
@@ -732,13 +701,7 @@ def _attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> Output:
     """The attention function that transformers calls in every layer."""
-    config = id(module.config)
-    by_mask = False
-    idle = True
-    for handler in _HANDLERS.get():
-        if config in handler.configs:
-            by_mask = by_mask or handler.by_mask
-            idle = idle and handler.idle
+    listeners = _listeners([id(module.config)])
     indices = kwargs.pop("indices", None)  # the keys that an indexer chose (DeepSeek 3.2)
     if indices is not None:
         attention_mask = _among_chosen(attention_mask, indices, query.shape[2], key.shape[2])
@@ -747,7 +710,7 @@ def _attend(
     if blocks is not None:
         attention_mask = _within_blocks(module, attention_mask, blocks, query, key.shape[2], kwargs.get("position_ids"))
         in_blocks = shown(attention_mask)
-    if idle:
+    if all(handler.idle for handler in listeners):
         return _stock_attention(module)(module, query, key, value, attention_mask, **kwargs)
     latest = _LATEST.get()
     is_again = latest is not None and latest() is query
@@ -759,14 +722,13 @@ def _attend(
         value,
         attention_mask,
         kwargs,
-        by_mask,
+        any(handler.by_mask for handler in listeners),
         indices=indices,
         in_blocks=in_blocks,
         is_again=is_again,
     )
-    for handler in _HANDLERS.get():
-        if config in handler.configs:
-            handler.see(call)
+    for handler in listeners:
+        handler.see(call)
     return call.finish()
 
 
@@ -799,9 +761,7 @@ def _mask(*, config: Any, **kwargs: Any) -> Any:
     from transformers import AttentionMaskInterface
 
     name = stock_name(config)
-    for handler in _HANDLERS.get():
-        if id(config) not in handler.configs:
-            continue
+    for handler in _listeners([id(config)]):
         if handler.masks:
             return None
         if handler.by_mask:

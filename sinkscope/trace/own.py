@@ -209,7 +209,7 @@ def reading(
 
     def enter(layer: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
         sees, unmasks = wanted()
-        if not sees:
+        if not sees or _READER.get() is not None:  # a model may be tapped several times
             return None
         reader = _Reader(module, layer, attend, args, kwargs)
         if unmasks:

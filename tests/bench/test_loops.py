@@ -23,7 +23,7 @@ def scored(tokens: list[int], method: str = "full", ended="cap", **changes) -> d
     model = BenchModel.of(*tiny())
     ids = tiny()[1](words(8))["input_ids"]
     answer = Answer(
-        len(ids), tokens, model.decode(tokens), ended, (), [], [9.0], None, 1.0, {"top1": (0.5,) * len(tokens)}
+        len(ids), tokens, model.decode(tokens), ended, (), [], 9.0, None, 1.0, {"top1": (0.5,) * len(tokens)}
     )
     answer = Answer(**{**vars(answer), **changes})
     batch = Batch("f", "loops", (read_method(method, 64),), (), len(LOOP))

@@ -18,7 +18,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.models.open import fingerprint_of, open_target
 from sinkscope.models.wrapped import target_of
 
-WRITTEN = [(name, kind) for name, wording in WORDINGS.items() for kind in wording.kinds]
+WRITTEN = [(name, kind) for name, kinds in WORDINGS.items() for kind in kinds]
 
 
 @cache

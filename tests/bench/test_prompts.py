@@ -32,7 +32,7 @@ def test_rows_with_a_prompt_and_rows_with_turns(tmp_path):
     first, second = read_prompts(file)
     assert first == Prompt("0", (Turn("hello", ("world",)),), "file", "", {"depth": 0.5})
     assert second == Prompt("talk", (Turn("a", ("1",), "f1"), Turn("b", (), "exact")), "mine", "end")
-    assert read_task(f"{file}:history=model:new=5") == PromptFile(file=str(file), history="model", new=5)
+    assert read_task(f"{file}:chat=true:new=5") == PromptFile(file=str(file), chat=True, new=5)
 
 
 @pytest.mark.parametrize(
@@ -40,10 +40,10 @@ def test_rows_with_a_prompt_and_rows_with_turns(tmp_path):
     [
         ("{", "x.jsonl line 2 is not JSON"),
         ([1], "line 2 is no object: give JSON lines with"),
-        ({"text": "a"}, "line 2: prompt is None, expected a text"),
-        ({"prompt": " "}, "line 2: prompt is ' ', expected a text"),
-        ({"prompt": "a", "answers": "b"}, "line 2: answers='b'"),
-        ({"turns": [3]}, "line 2: turns="),
+        ({"text": "a"}, "line 2: [0].prompt is missing: give JSON lines with"),
+        ({"prompt": " "}, "line 2: [0].prompt is ' ', expected a text: give JSON lines with"),
+        ({"prompt": "a", "answers": "b"}, "line 2: [0].answers is 'b', expected a tuple"),
+        ({"turns": [3]}, "line 2: [0] is 3, expected a dictionary"),
     ],
 )
 def test_a_damaged_line_is_named(tmp_path, row, message):
@@ -90,16 +90,14 @@ def test_tasks_as_they_are_written():
     assert read_task("needle:lengths=640,1024:depths=0.5:kinds=needle") == Needle(
         lengths=(640, 1024), depths=(0.5,), kinds=("needle",)
     )
-    assert read_task("recall:turns=9:history=model:positions=end") == Recall(
-        turns=9, history="model", positions=("end",)
-    )
+    assert read_task("recall:turns=9:chat=true:positions=end") == Recall(turns=9, chat=True, positions=("end",))
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("recal", "--task 'recal': expected loops, recall, needle, text, or a file of prompts"),
-        ("recall:turn=3", "'turn=3' is no setting, or is given twice: it has history, chat, count, turns"),
+        ("recall:turn=3", "'turn=3' is no setting, or is given twice: it has chat, count, turns"),
         ("recall:turns=0", "--task recall: turns=0: expected a whole number from 1"),
         ("recall:positions=front", "'front'"),
         ("needle:depths=1.5", "depths=(1.5,): expected numbers from 0.0 to 1.0"),

@@ -152,7 +152,7 @@ def test_the_full_cache_is_right_and_what_is_evicted_is_lost():
 
 
 def test_how_far_a_chain_was_followed():
-    answer = Answer(1, [], "bell glass lotte pipe", "cap", (), [], [1.0], None, 0.0)
+    answer = Answer(1, [], "bell glass lotte pipe", "cap", (), [], 1.0, None, 0.0)
     turn = Turn("?", ("bell glass lotte carpet rope .",))
     model, batch = BenchModel.of(*tiny()), Batch("f", "recall", (), (), 9)
     metrics = Recall().score(model, batch, turn, answer)

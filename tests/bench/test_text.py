@@ -177,6 +177,6 @@ def test_answers_that_cannot_be_followed(tmp_path: Path, rows: list[dict[str, An
     ],
 )
 def test_steps_that_read_everything_are_not_averaged(read: list[float], cells: float | None, expected: float):
-    answer = Answer(10, [1, 2, 3, 4], "", "cap", (), read, [10.0], cells, 1.0, {"kl": (1.0, 2.0, 3.0, 4.0)})
+    answer = Answer(10, [1, 2, 3, 4], "", "cap", (), read, 10.0, cells, 1.0, {"kl": (1.0, 2.0, 3.0, 4.0)})
     metrics = metrics_of(answer)
     assert metrics == {"kl": expected, "first": 1.0}

@@ -62,7 +62,7 @@ def _anew(ids: list[int], p: list[float], s: MonitorSettings) -> Iterator[Step]:
         if trigger:
             level = level + 1 if since is not None and since <= s.relapse else 0
             last = t
-        yield Step(t, ttr, cr, streak, new, tail, votes, stall, held, trigger, level, since)
+        yield Step(t, ttr, cr, streak, new, tail, votes, stall, held, trigger, level)
 
 
 def _signals(ids: list[int], p: list[float], s: MonitorSettings) -> tuple[Any, ...]:

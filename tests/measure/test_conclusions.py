@@ -56,7 +56,7 @@ def heads(rng: Rng) -> Result:
 def sweep(rng: Rng, tokens: int) -> Sweep:
     words = tuple(f"word{number}" for number in range(tokens))
     ids = tuple((number,) for number in range(tokens))
-    return Sweep(words, ids, ("<s>",), int(rng.integers(1, 1025)), np.array([1, 2]), ())
+    return Sweep(words, ids, ("<s>",), int(rng.integers(1, 1025)), np.array([1, 2]))
 
 
 def repeated(rng: Rng) -> Result:
@@ -163,10 +163,6 @@ def barcode(rng: Rng) -> Result:
         mass=score,
         width=score,
         control_score=rng.random((2, 3)) if rng.random() < 0.7 else None,
-        locking_onset=None,
-        last_new=None,
-        positions=(0,),
-        curves={},
         shown=(),
         attention=np.zeros((0, 1, 1)),
         events={},

@@ -46,7 +46,6 @@ SPIKES = st.builds(
     plateau=st.sampled_from([(2, 2), (2, 4)]),
     made_by=st.sampled_from(["MLP", None]),
     begun_by=st.sampled_from([None, "attention of layer 0"]),
-    begun_ratio=st.none() | st.floats(3, 40),
     share=st.sampled_from([1.0]) | st.floats(0.2, 0.9),
 )
 CARRIER = st.builds(Carrier, st.sampled_from(["MLP of layer 1", "token embedding"]), SHARES, SHARES)

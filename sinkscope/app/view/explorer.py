@@ -26,7 +26,7 @@ from sinkscope.app.view.result import (
     ViewedText,
     Writing,
 )
-from sinkscope.attention.barcode import Barcode, PictureSize, barcode
+from sinkscope.attention.barcode import Barcode, barcode, picture_bins
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.notation import agreeing, head_name, listed, neuron_name, read_head, read_neuron
 from sinkscope.files.records import conform
@@ -489,13 +489,12 @@ def _off(neurons: Sequence[tuple[int, ...]], heads: Sequence[tuple[int, ...]]) -
 
 
 def _writing(setup: Setup, name: str, result: Barcode) -> Writing:
-    size = PictureSize(len(result.ids), result.prompt_tokens)
     return Writing(
         name=name,
         tokens=tuple(setup.tokenizer.decode([token]) for token in result.ids[result.prompt_tokens :]),
         alarms=result.events.get("guard", ()),
         head=result.shown[0],
-        steps=size.steps_of_row,
+        steps=picture_bins(result.prompt_tokens, len(result.ids))[0],
         picture=Packed.of(codes_of(torch.from_numpy(result.attention[0]))),
     )
 

@@ -86,15 +86,12 @@ class Loops(Task):
             return list(self.given)
         if self.source == TEXT:
             return self._text(target)
-        if self.source not in SETS:
-            if not path_of(self.source).is_file():
-                raise SinkscopeError(
-                    f"source={self.source!r}: expected {', '.join(SETS)}, {TEXT}, or a file of prompts"
-                )
-            return read_prompts(self.source)
+        files = [DATA / f"{name}.jsonl" for name in SETS.get(self.source, ())] or [path_of(self.source)]
+        if not files[0].is_file():
+            raise SinkscopeError(f"source={self.source!r}: expected {', '.join(SETS)}, {TEXT}, or a file of prompts")
         prompts: list[Prompt] = []
-        for name in SETS[self.source]:
-            prompts += read_prompts(DATA / f"{name}.jsonl")
+        for file in files:
+            prompts += read_prompts(file)
         return prompts
 
     def new_tokens(self, target: Target) -> int:

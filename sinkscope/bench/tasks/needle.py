@@ -15,7 +15,7 @@ evenly from there to the end.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain, cycle, islice, product, repeat
@@ -31,6 +31,8 @@ from sinkscope.models.target import Target
 
 Kind = Literal["needle", "multi-key", "key-value", "tracking", "chain"]
 KINDS: tuple[Kind, ...] = ("needle", "multi-key", "key-value", "tracking", "chain")
+WORDINGS: dict[str, tuple[Kind, ...]] = {"recall": KINDS, "facts": KINDS[:3]}
+"""Kinds of each wording; `wording_of` says which model has which."""
 LINKED = ("tracking", "chain")
 """Kinds in which several statements lead to the answer."""
 CROWDED = ("key-value", "chain")
@@ -72,19 +74,6 @@ class Haystack:
     answers: Sequence[str]
 
 
-@dataclass(frozen=True)
-class Wording:
-    """A wording of the kinds.
-
-    Attributes:
-        kinds: Kinds that it supports.
-        build: Returns the pieces of a kind.
-    """
-
-    kinds: tuple[Kind, ...]
-    build: Callable[[str, random.Random], Haystack]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Needle(Task):
     """Retrieval by depth and length of the prompt.
@@ -115,7 +104,7 @@ class Needle(Task):
     def prompts(self, target: Target) -> list[Prompt]:
         """A prompt for every length, kind, depth and sample."""
         wording = wording_of(target.name)
-        supported = WORDINGS[wording].kinds
+        supported = WORDINGS[wording]
         for kind in self.kinds:
             if kind not in supported:
                 raise SinkscopeError(f"kinds={kind}: for {target.name} there are {', '.join(supported)}")
@@ -158,7 +147,7 @@ def needle_prompt(
     """
     name = f"{kind} {length} {depth:g} {number}"
     rng = random.Random(f"{wording} {name} {seed}")
-    parts = WORDINGS[wording].build(kind, rng)
+    parts = _recall(kind, rng) if wording == "recall" else _facts(rng)
 
     @cache
     def size(text: str) -> int:
@@ -210,14 +199,10 @@ def _recall(kind: str, rng: random.Random) -> Haystack:
     return Haystack(head, needles, others(), (words(1) for _ in repeat(None)), tail, [" ".join(right)])
 
 
-def _facts(kind: str, rng: random.Random) -> Haystack:
+def _facts(rng: random.Random) -> Haystack:
     things = [f"{rng.choice(_COLOURS)} {thing}" for thing in rng.sample(_THINGS, len(_THINGS))]
     places = rng.sample(_PLACES, len(_PLACES))
     facts = [f"The {thing} was in the {place}." for thing, place in zip(things, places, strict=False)]
     # The prompt does not end in "was in the", so that decoding finds the place.
     tail = f"\nWhere was the {things[0]}? The {things[0]}"
     return Haystack("", facts[:1], iter(facts[1:]), cycle([_NOISE]), tail, places[:1])
-
-
-WORDINGS: dict[str, Wording] = {"recall": Wording(KINDS, _recall), "facts": Wording(KINDS[:3], _facts)}
-"""By name; `wording_of` says which model has which."""

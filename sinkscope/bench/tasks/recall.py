@@ -11,7 +11,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise, zip_longest
+from itertools import accumulate, pairwise, takewhile, zip_longest
+from operator import eq
 from typing import ClassVar, Literal, get_args
 
 from sinkscope.bench.answer import Answer, Batch, BenchModel
@@ -76,6 +77,7 @@ class Recall(Task):
     said: ClassVar[str] = "is right in {:.0%} of the answers"
     columns: ClassVar[tuple[str, ...]] = ("prefix", "chance")
     budget: ClassVar[int] = 256
+    metric: ClassVar[str] = "sinkscope.bench.tasks.recall:exact_until_end"
     model: ClassVar[str] = RECALL
 
     count: Natural = 10
@@ -92,9 +94,9 @@ class Recall(Task):
         for position in self.positions:
             dialogues: list[Prompt] = []
             for seed in range(self.first, self.first + self.count):
-                lengths = uneven(self.total, self.turns, seed, self.least)
+                tokens = uneven(self.total, self.turns, seed, self.least)
                 dialogues.append(
-                    recall_dialogue(seed, turns=self.turns, tokens=lengths, hops=self.hops, position=position)
+                    recall_dialogue(seed, turns=self.turns, tokens=tokens, hops=self.hops, position=position)
                 )
             prompts += with_controls(dialogues)
         return prompts
@@ -103,33 +105,19 @@ class Recall(Task):
         """64, more than the tokens of 21 hops."""
         return 64
 
-    def spoken(self, model: BenchModel, answer: Answer) -> str:
-        """An answer with the word that ends it, which is also the end of sequence."""
-        return model.decode(answer.tokens, special=True)
-
     def score(self, model: BenchModel, batch: Batch, turn: Turn, answer: Answer) -> Metrics:
         """Exact answers, and the share of an answer before its first mistake, which is the end of a chain of facts."""
         metrics = super().score(model, batch, turn, answer)
         said = answer.text.replace(END, " ").split() + [END] * (answer.ended == "eos")
         wanted = turn.answers[0].split()
-        same = 0
-        for word, right in zip(said, wanted, strict=False):
-            if word != right:
-                break
-            same += 1
-        return {**metrics, "prefix": same / len(wanted)}
-
-    def compare(self, answer: Answer, answers: Sequence[str], metric: str) -> float:
-        """1 if the answer is exact up to its end."""
-        return float(any(until_end(answer.text) == until_end(each) for each in answers))
+        right = takewhile(bool, map(eq, said, wanted))
+        return {**metrics, "prefix": sum(right) / len(wanted)}
 
 
-def until_end(text: str) -> list[str]:
-    """The words of an answer before its end mark, which decoders may leave out."""
-    words = text.split()
-    if END in words:
-        words = words[: words.index(END)]
-    return words
+def exact_until_end(text: str, answers: Sequence[str]) -> float:
+    """1 if the output has the words of an answer before the end mark, which decoders may leave out."""
+    words = text.partition(END)[0].split()
+    return float(any(words == answer.partition(END)[0].split() for answer in answers))
 
 
 def recall_dialogue(
@@ -180,8 +168,27 @@ def recall_dialogue(
     if not stated:
         chains.append([keys.pop()])
     room = [(length - _FRAME - _GAP) // (_FACT + _GAP) for length in lengths]
-    facts_by_turn = _placed(rng, chains[:asked], facts, room)
-    _add_distractors(rng, keys[::-1][:distractors], facts, facts_by_turn, room)
+    facts_by_turn: list[list[list[str]]] = [[] for _ in lengths]
+
+    def free(count: int) -> list[int]:
+        return [turn for turn in range(count) if len(facts_by_turn[turn]) < room[turn]]
+
+    for number, chain in enumerate(chains[:asked], 1):
+        for key in chain:  # it stands in the turn that needs it or before
+            places = free(number)
+            if not places:
+                raise SinkscopeError(
+                    f"turn {number} and those before it have no place left for the facts of {hops} hops a question: "
+                    "give more tokens, or fewer hops"
+                )
+            facts_by_turn[rng.choice(places)].append(facts[key])
+    for key in keys[::-1][:distractors]:  # every turn is filled to about the same share
+        places = free(turns)
+        if not places:
+            break
+        turn = min(places, key=lambda each: len(facts_by_turn[each]) / room[each])
+        facts[key] = _fact(rng, key, rng.choice([*facts, END]))
+        facts_by_turn[turn].append(facts[key])
     questions: list[Turn] = []
     for number, chain in enumerate(chains):
         pieces = _pieces(rng, facts_by_turn[number], lengths[number] - _FRAME)
@@ -196,45 +203,6 @@ def recall_dialogue(
 
 def _fact(rng: random.Random, key: str, link: str) -> list[str]:
     return [FACT, key, rng.choice(VALUES), rng.choice(VALUES), link]
-
-
-def _placed(
-    rng: random.Random, chains: Sequence[list[str]], facts: dict[str, list[str]], room: Sequence[int]
-) -> list[list[list[str]]]:
-    """The facts of each turn: those of a chain stand in its turn or before it."""
-    facts_by_turn: list[list[list[str]]] = [[] for _ in room]
-    for number, chain in enumerate(chains):
-        for key in chain:
-            free = _free_turns(facts_by_turn, room[: number + 1])
-            if not free:
-                raise SinkscopeError(
-                    f"turn {number + 1} and those before it have no place left for the facts of {len(chain)} hops a "
-                    "question: give more tokens, or fewer hops"
-                )
-            facts_by_turn[rng.choice(free)].append(facts[key])
-    return facts_by_turn
-
-
-def _add_distractors(
-    rng: random.Random,
-    keys: Sequence[str],
-    facts: dict[str, list[str]],
-    facts_by_turn: list[list[list[str]]],
-    room: Sequence[int],
-) -> None:
-    """Fill every turn to about the same share with facts about other keys, which link to any stated key."""
-    for key in keys:
-        free = _free_turns(facts_by_turn, room)
-        if not free:
-            break
-        turn = min(free, key=lambda each: len(facts_by_turn[each]) / room[each])
-        facts[key] = _fact(rng, key, rng.choice([*facts, END]))
-        facts_by_turn[turn].append(facts[key])
-
-
-def _free_turns(facts_by_turn: Sequence[list[list[str]]], room: Sequence[int]) -> list[int]:
-    """Turns, among those whose room is given, that have room for another fact."""
-    return [turn for turn, most in enumerate(room) if len(facts_by_turn[turn]) < most]
 
 
 def uneven(total: int, turns: int, seed: int = 0, least: int = 48) -> tuple[int, ...]:

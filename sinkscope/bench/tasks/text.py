@@ -78,7 +78,7 @@ class TextFidelity(Task):
 
     def answers(self, model: BenchModel, batch: Batch) -> list[BenchRecord]:
         """Run full attention, and every method along its answers."""
-        rows = [self.encode(model, [prompt.turns[0].text]) for prompt in batch.prompts]
+        rows = [model.encode([prompt.turns[0].text], self.chat) for prompt in batch.prompts]
         full: list[Float[Tensor, "row vocab"]] = []
 
         def keep(logits: Float[Tensor, "row vocab"]) -> dict[str, Tensor]:
@@ -102,12 +102,10 @@ def metrics_of(answer: Answer) -> Metrics:
     The first token comes from the prompt, and some policies then read everything for a while. Those steps lose nothing,
     unless the prompt itself was read along lines.
     """
-    full_steps = 0
-    while full_steps < len(answer.read) and answer.read[full_steps] >= answer.prompt_tokens + full_steps + 1:
-        full_steps += 1
-    begin = full_steps + 1
-    if full_steps == len(answer.read) or answer.cells is not None:
-        begin = 0
+    lossy = [step for step, read in enumerate(answer.read, 1) if read < answer.prompt_tokens + step]
+    begin = 0
+    if lossy and answer.cells is None:
+        begin = lossy[0]
     metrics: Metrics = {"first": answer.steps["kl"][0]}
     for name, values in answer.steps.items():
         metrics[name] = fmean(values[begin:])

@@ -26,6 +26,7 @@ from sinkscope.sinks.first_token.attention_received import (
 from sinkscope.sinks.first_token.carriers import carried_by, carriers, spike_maker
 from sinkscope.sinks.first_token.context import SinkContext
 from sinkscope.sinks.first_token.effects import attending_heads
+from sinkscope.sinks.first_token.layer_scan import STEP_SHARE, first_median, typical_quantiles
 from sinkscope.sinks.first_token.neurons import RepeatedSinks, VerifiedNeurons, repeat_until_half, verify_neurons
 from sinkscope.sinks.first_token.result import (
     RATE_EPS,
@@ -129,8 +130,8 @@ def find_sinks(
         repetition = repetition_spike(context, words, first_tokens, repeated, sets.minimal, limit)
 
     unread = [None] * (scan.n_layers - depth)
-    low, typical, high = zip(*(layer.typical_norms for layer in scan.layers), strict=True)
-    stages = [Stage(stage, scan.layers[stage].mlp_first / max(scan.first_norm)) for stage in scan.stages]
+    low, typical, high = typical_quantiles(scan.whole_norms).tolist()
+    shares = (first_median(scan.mlp_norms).double() / max(scan.first_norm)).tolist()
     return FindSinks(
         norm_spike=spike,
         attention_sink=sink,
@@ -143,9 +144,9 @@ def find_sinks(
         neurons=sets.neurons,
         set_drop=verified.set_drop,
         set_control_drop=verified.set_control_drop,
-        stages=tuple(stages),
+        stages=tuple(Stage(stage, shares[stage]) for stage in scan.stages),
         residual_dims=verified.massive_dims,
-        first_token_norm=(*(layer.first_norm for layer in scan.layers), *unread),
+        first_token_norm=(*first_median(scan.whole_norms).tolist(), *unread),
         typical_norm=(*typical, *unread),
         typical_low=(*low, *unread),
         typical_high=(*high, *unread),
@@ -195,17 +196,16 @@ def norm_spike(context: SinkContext, later: Sequence[LaterSink]) -> NormSpike | 
     step_up = scan.stages
     made_by = "MLP"
     if not scan.stages:
-        step_up = scan.steps_up
+        step_up = (scan.growth >= STEP_SHARE).nonzero().flatten().tolist()
         made_by = spike_maker(context)
     return NormSpike(
         positions=tuple(sorted({0, *positions})),
         step_up=tuple(step_up),
-        step_down=tuple(scan.steps_down),
-        ratio=scan.spike_ratio,
+        step_down=tuple((scan.growth <= -STEP_SHARE).nonzero().flatten().tolist()),
+        ratio=float(scan.ratios.max()),
         plateau=(scan.spike_layers[0], scan.spike_layers[-1]),
         made_by=made_by,
         begun_by=spike_maker(context) if scan.norm_before else None,
-        begun_ratio=scan.begun_ratio,
         margin=margin_of(scan.ratios_by_text.numpy()),
         share=context.share,
     )

@@ -100,28 +100,6 @@ class LayerReading:
     sample: Float[Tensor, "place d_model"]
     entering: Float[Tensor, "row pos d_model"] | None = None
 
-    @cached_property
-    def first_norm(self) -> float:
-        """Norm of the first token, median over rows."""
-        return float(self.norms[:, 0].median())
-
-    @cached_property
-    def typical_norms(self) -> tuple[float, float, float]:
-        """The 5 % quantile, the median and the 95 % quantile of the norm at later positions."""
-        levels = torch.tensor([0.05, 0.5, 0.95])
-        low, median, high = self.norms[:, 1:].flatten().quantile(levels).tolist()
-        return low, median, high
-
-    @cached_property
-    def mlp_first(self) -> float:
-        """Norm of what the MLP adds at the first token, median over rows."""
-        return float(self.mlp_norms[:, 0].median())
-
-    @cached_property
-    def mlp_typical(self) -> float:
-        """Norm of what the MLP adds at later positions, median."""
-        return float(self.mlp_norms[:, 1:].median())
-
 
 @dataclass(frozen=True)
 class LayerScan:
@@ -129,7 +107,7 @@ class LayerScan:
 
     A dimension that is massive on all tokens alike (Owen et al. 2025) hides the spike of one token. If such dimensions
     make up more than half of a typical residual stream and no spike is visible with them included, `norms`,
-    `first_norm` and `typical_norm` leave them out; those of a single `LayerReading` never do.
+    `first_norm` and `typical_norm` leave them out; `whole_norms` never do.
 
     Attributes:
         n_layers: Number of layers of the model.
@@ -142,86 +120,89 @@ class LayerScan:
     wrapped: bool = False
 
     @cached_property
+    def whole_norms(self) -> Float[Tensor, "layer row pos"]:
+        """Norm of every position after each layer."""
+        return torch.stack([layer.norms for layer in self.layers])
+
+    @cached_property
+    def mlp_norms(self) -> Float[Tensor, "layer row pos"]:
+        """Norm of what each layer's MLP adds to the residual stream."""
+        return torch.stack([layer.mlp_norms for layer in self.layers])
+
+    @cached_property
     def shared_dims(self) -> list[int]:
-        """Dimensions massive on all tokens, in the order found; none if a spike is visible with them included."""
+        """Dimensions massive on all tokens, in their order; none if a spike is visible with them included."""
+        if bool((first_median(self.whole_norms) > SPIKE_RATIO * typical_quantiles(self.whole_norms)[1]).any()):
+            return []
         massive = []
         for layer in self.layers:
-            _, median, _ = layer.typical_norms
-            if layer.first_norm > SPIKE_RATIO * median:
-                return []
             massive += layer.massive_dims
         return list(dict.fromkeys(massive))
 
     @cached_property
-    def norms(self) -> list[Float[Tensor, "row pos"]]:
+    def norms(self) -> Float[Tensor, "layer row pos"]:
         """Norm of every position after each layer, without shared dimensions."""
         if self.shared_dims:
-            return [layer.other_norms for layer in self.layers]
-        return [layer.norms for layer in self.layers]
+            return torch.stack([layer.other_norms for layer in self.layers])
+        return self.whole_norms
 
     @cached_property
     def first_norm(self) -> list[float]:
         """Norm of the first token after each layer, without shared dimensions; median over rows."""
-        return torch.stack(self.norms)[:, :, 0].median(1).values.tolist()
+        return first_median(self.norms).tolist()
 
     @cached_property
     def typical_norm(self) -> list[float]:
         """Median norm of later positions after each layer, without shared dimensions."""
-        if self.shared_dims:
-            return torch.stack(self.norms)[:, :, 1:].flatten(1).median(1).values.tolist()
-        return [layer.typical_norms[1] for layer in self.layers]
+        return typical_quantiles(self.norms)[1].tolist()
+
+    @cached_property
+    def ratios(self) -> Float[Tensor, " layer"]:
+        """The ratio of the first token's norm to the typical one after each layer."""
+        first, typical = torch.tensor([self.first_norm, self.typical_norm], dtype=torch.double)
+        return first / typical.clamp(min=SMALLEST_NORM)
 
     @cached_property
     def spike_layers(self) -> list[int]:
         """Layers after which the first token's norm stands out; empty if there is no norm spike."""
-        first, typical = torch.tensor([self.first_norm, self.typical_norm], dtype=torch.double)
-        return (first > SPIKE_RATIO * typical).nonzero().flatten().tolist()
+        return (self.ratios > SPIKE_RATIO).nonzero().flatten().tolist()
 
-    @cached_property
+    @property
     def spiking(self) -> Bool[Tensor, " row"]:
         """Texts whose first token's norm stands out after some layer."""
         typical = rearrange(torch.tensor(self.typical_norm), "layer -> layer 1")
-        return (torch.stack(self.norms)[:, :, 0] > SPIKE_RATIO * typical).any(0)
-
-    @property
-    def spike_ratio(self) -> float:
-        """The largest ratio of the first token's norm to the typical one."""
-        return max(self.ratios)
+        return (self.norms[:, :, 0] > SPIKE_RATIO * typical).any(0)
 
     @property
     def ratios_by_text(self) -> Float[Tensor, " row"]:
         """The ratio of the first token's norm to the typical one of each text, after the layer where it is largest."""
-        norms = self.norms[self.ratios.index(self.spike_ratio)]
+        norms = self.norms[self.ratios.argmax()]
         return norms[:, 0] / norms[:, 1:].median(1).values.clamp(min=SMALLEST_NORM)
-
-    @property
-    def ratios(self) -> list[float]:
-        """The ratio of the first token's norm to the typical one after each layer."""
-        first, typical = torch.tensor([self.first_norm, self.typical_norm], dtype=torch.double)
-        return (first / typical.clamp(min=SMALLEST_NORM)).tolist()
-
-    @cached_property
-    def direction(self) -> Float[Tensor, " d_model"]:
-        """Direction of the spike: the first token's residual stream where it is largest, without shared dimensions."""
-        spike = self._spike_after(int(torch.tensor(self.first_norm).argmax()))
-        return spike / spike.norm()
 
     @cached_property
     def stages(self) -> list[int]:
         """Layers whose MLP builds the first token's norm (definition of a stage), in order; may be empty."""
         if not self.spike_layers:
             return []
+        spike = self._spike_after(int(torch.tensor(self.first_norm).argmax()))
+        direction = spike / spike.norm()
         least = STAGE_SHARE * max(self.first_norm)
+        along = torch.stack([layer.written for layer in self.layers]) @ direction
+        typically_along = (torch.stack([layer.sample for layer in self.layers]) @ direction).abs().median(1).values
+        builds = (along >= least) & (along > STAGE_OUTLIER * typically_along)
+        # A stage may also be orthogonal to the rest of the spike.
+        first = first_median(self.mlp_norms)
+        large = (first >= least) & (first > STAGE_OUTLIER * self.mlp_typical)
         stages = []
-        for number, layer in enumerate(self.layers):
-            along = float(layer.written @ self.direction)
-            typically_along = float((layer.sample @ self.direction).abs().median())
-            builds = along >= least and along > STAGE_OUTLIER * typically_along
-            # A stage may also be orthogonal to the rest of the spike.
-            large = layer.mlp_first >= least and layer.mlp_first > STAGE_OUTLIER * layer.mlp_typical
-            if (builds or large) and not self._points_against(number):
-                stages.append(number)
+        for layer in (builds | large).nonzero().flatten().tolist():
+            if not self._points_against(layer):
+                stages.append(layer)
         return stages
+
+    @property
+    def mlp_typical(self) -> Float[Tensor, " layer"]:
+        """Norm of what each MLP adds at later positions, median."""
+        return self.mlp_norms[:, :, 1:].flatten(1).median(1).values
 
     def _points_against(self, layer: int) -> bool:
         """Whether a layer's MLP points against the spike that enters it: it removes this spike, or turns it round."""
@@ -240,7 +221,8 @@ class LayerScan:
     @property
     def sink_layer(self) -> int | None:
         """The stage that adds most to the norm."""
-        return max(self.stages, key=lambda stage: self.layers[stage].mlp_first, default=None)
+        written = first_median(self.mlp_norms).tolist()
+        return max(self.stages, key=lambda stage: written[stage], default=None)
 
     @property
     def entering(self) -> Entering:
@@ -256,27 +238,10 @@ class LayerScan:
         return self.first_norm[self.stages[0] - 1]
 
     @property
-    def begun_ratio(self) -> float | None:
-        """The largest ratio of the first token's norm to the typical one before its first stage; None if it is low."""
-        if not self.norm_before:
-            return None
-        return max(self.ratios[: self.stages[0]])
-
-    @property
     def growth(self) -> Float[Tensor, " layer"]:
         """How much each layer raises the first token's norm, relative to its largest; 0 at the first layer."""
         norms = torch.tensor(self.first_norm)
         return norms.diff(prepend=norms[:1]) / norms.max()
-
-    @property
-    def steps_up(self) -> list[int]:
-        """Layers that raise the first token's norm by at least 5 % of the largest."""
-        return (self.growth >= STEP_SHARE).nonzero().flatten().tolist()
-
-    @property
-    def steps_down(self) -> list[int]:
-        """Layers that lower the first token's norm by at least 5 % of the largest."""
-        return (self.growth <= -STEP_SHARE).nonzero().flatten().tolist()
 
     @property
     def is_flat(self) -> bool:
@@ -293,13 +258,21 @@ class LayerScan:
         This rule comes from the notebook behind Yona et al. 2025, not from the paper. With n layers no z-score exceeds
         (n - 1) / sqrt(n), so the rule cannot fire for n < 6.
         """
-        if len(self.layers) < self.n_layers:
-            return None
         norms = torch.tensor([layer.mlp_raw for layer in self.layers])
-        above = norms > norms.mean() + 2 * norms.std(correction=0)
-        if not bool(above.any()):
+        above = (norms > norms.mean() + 2 * norms.std(correction=0)).nonzero().flatten().tolist()
+        if len(self.layers) < self.n_layers or not above:
             return None
-        return int(above.nonzero()[0])
+        return above[0]
+
+
+def first_median(norms: Float[Tensor, "layer row pos"]) -> Float[Tensor, " layer"]:
+    """Norm of the first token, median over rows."""
+    return norms[:, :, 0].median(1).values
+
+
+def typical_quantiles(norms: Float[Tensor, "layer row pos"]) -> Float[Tensor, "quantile layer"]:
+    """The 5 % quantile, the median and the 95 % quantile of the norm at later positions."""
+    return norms[:, :, 1:].flatten(1).quantile(torch.tensor([0.05, 0.5, 0.95]), 1)
 
 
 def massive_dims(resid: Float[Tensor, "row pos d_model"]) -> list[int]:

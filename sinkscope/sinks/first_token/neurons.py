@@ -6,7 +6,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinkscope.files.console import Progress, silent
@@ -28,6 +28,7 @@ from sinkscope.sinks.first_token.layer_view import (
     view_layer,
 )
 from sinkscope.sinks.first_token.result import CONTROL_DRAWS, Neuron
+from sinkscope.sinks.tokens import TokenRows
 
 CAUSAL_DROP = 0.1  # zeroing a causal neuron removes at least this share of the norm
 STAGE_CANDIDATES = 2  # candidates of each stage other than the sink layer
@@ -65,8 +66,10 @@ def repeat_until_half(
         progress: Called after each pass.
     """
     target = context.target
+    layer = context.layer
+    first_stage = min([layer, *context.scan.stages])
     repeats: list[int | None] = [None] * len(tokens)
-    views = {}
+    parts = {}
     entering = {}
     lengths = [min(FIRST_LENGTH, max_repeats)]
     while lengths[-1] < max_repeats:
@@ -75,66 +78,46 @@ def repeat_until_half(
     if not target.resident:
         passes = list(dict.fromkeys((lengths[0], lengths[-1])))
     for length in passes:
-        waiting = [place for place, count in enumerate(repeats) if count is None]
-        size = max(1, BATCH_ELEMENTS // ((length + 1) * target.d_mlp))
+        waiting = torch.tensor([place for place, count in enumerate(repeats) if count is None])
         ends = lengths[: lengths.index(length) + 1]
-        for start in range(0, len(waiting), size):
-            places = waiting[start : start + size]
-            rows = _RepeatedRows.read(context, [[prefixes[p], *[tokens[p]] * length] for p in places], ends)
-            for row, place in enumerate(places):
-                repeats[place] = rows.repeats[row]
-                if rows.repeats[row] is not None:
-                    views[place] = [part[row : row + 1] for part in rows.view]
-                    entering[place] = rows.entering.part(slice(row, row + 1), length + 1)
+        for places in waiting.split(max(1, BATCH_ELEMENTS // ((length + 1) * target.d_mlp))):
+            ids = torch.tensor([[prefixes[place], *[tokens[place]] * length] for place in places.tolist()])
+            where = torch.zeros_like(ids, dtype=torch.bool)
+            where[:, ends] = True
+            view, resid, entered = _view_and_stream(context, ids, where, first_stage)
+            norms = norm_of(resid, context.scan.shared_dims)
+            for row, place in enumerate(places.tolist()):
+                count = repeats[place] = repeats_until_half(norms[row, 1:], norms[row, 0])
+                if count is not None:
+                    at = row * len(ends) + bisect_left(ends, count)
+                    parts[place] = [part[at : at + 1] for part in (view.resid, view.mlp, view.post)]
+                    entering[place] = entered.part(slice(row, row + 1), length + 1)
         progress("repetitions", length, max_repeats)
         if None not in repeats:
             break
-    if not views:
+    if not parts:
         return RepeatedSinks(repeats, None, {})
-    resid, mlp, post = map(torch.cat, zip(*(views[place] for place in sorted(views)), strict=True))
-    return RepeatedSinks(repeats, LayerView(context.layer, resid, mlp, post), entering)
+    resid, mlp, post = map(torch.cat, zip(*(parts[place] for place in sorted(parts)), strict=True))
+    return RepeatedSinks(repeats, LayerView(layer, resid, mlp, post), entering)
 
 
-@dataclass(frozen=True)
-class _RepeatedRows:
-    """Rows of repetitions that ran together.
+def _view_and_stream(
+    context: SinkContext, ids: TokenRows, where: Bool[Tensor, "row pos"], first_stage: int
+) -> tuple[LayerView, Float[Tensor, "row pos d_model"], Entering]:
+    """The sink layer at some positions, the residual stream after it, and what entered the first stage."""
+    target = context.target
+    outputs = []
+    streams = {}
 
-    Attributes:
-        repeats: Repetitions until the norm reaches half of the first token's, for each row.
-        view: The residual stream, the MLP and its activations, of each row at the first end that suffices.
-        entering: What entered the first stage.
-    """
+    def begun(hidden: Tensor) -> None:
+        streams[first_stage] = hidden.detach().clone()
 
-    repeats: list[int | None]
-    view: list[Tensor]
-    entering: Entering
-
-    @classmethod
-    def read(cls, context: SinkContext, rows: list[list[int]], ends: list[int]) -> _RepeatedRows:
-        """Run the rows up to the sink layer, and view it after the numbers of repetitions in `ends`."""
-        target = context.target
-        layer = context.layer
-        first_stage = min([layer, *context.scan.stages])
-        ids = torch.tensor(rows)
-        where = torch.zeros_like(ids, dtype=torch.bool)
-        where[:, ends] = True
-        resid = []
-        streams = {}
-
-        def begun(hidden: Tensor) -> None:
-            streams[first_stage] = hidden.detach().clone()
-
-        hooks = [(target.layers[layer], "post", on_output(resid.append))]
-        if target.skips_layers:
-            hooks.append((target.layers[first_stage], "pre", on_input(begun)))
-        with target.hooks(*hooks):
-            view = view_layer(target, layer, ids, where)
-        wrapped = isinstance(resid[0], tuple)
-        norms = norm_of(first_tensor(resid[0]), context.scan.shared_dims)
-        repeats = [repeats_until_half(of_row[1:], of_row[0]) for of_row in norms]
-        places = [row * len(ends) + bisect_left(ends, count or 0) for row, count in enumerate(repeats)]
-        parts = [part[places] for part in (view.resid, view.mlp, view.post)]
-        return cls(repeats, parts, Entering(streams, wrapped))
+    hooks = [(target.layers[context.layer], "post", on_output(outputs.append))]
+    if target.skips_layers:
+        hooks.append((target.layers[first_stage], "pre", on_input(begun)))
+    with target.hooks(*hooks):
+        view = view_layer(target, context.layer, ids, where)
+    return view, first_tensor(outputs[0]), Entering(streams, isinstance(outputs[0], tuple))
 
 
 @dataclass(frozen=True)

@@ -197,7 +197,6 @@ class NormSpike:
         made_by: "MLP", or the component without which the first token's spike is gone. None if there is no single one.
         begun_by: What makes a norm that stands out before an MLP amplifies it. None if there is no such norm, or no
             single component makes it.
-        begun_ratio: The largest ratio before the MLP. None if no norm stands out there.
         share: Share of the texts whose first token has the spike.
         margin: Two standard errors of the ratio over texts; None for too few texts.
     """
@@ -209,7 +208,6 @@ class NormSpike:
     plateau: tuple[int, int] | None
     made_by: str | None
     begun_by: str | None = None
-    begun_ratio: float | None = None
     share: float = 1.0
     margin: float | None = None
 
@@ -574,47 +572,38 @@ class FindSinks(Result):
 
     def details(self) -> list[str]:
         """The layers, the sets, tokens behind the first, the attention, the repetitions, and what is published."""
-        lines = [
-            f"{self.layers_read} of {self.model.n_layers} layers were read. {self._spike_sentences()}",
-            " ".join(self._set_sentences()),
-            " ".join(self._later_sentences()),
-            " ".join(self._attention_sentences()),
-            " ".join(self._repeat_sentences()),
+        groups = [
+            [f"{self.layers_read} of {self.model.n_layers} layers were read.", *self._spike_sentences()],
+            self._set_sentences(),
+            self._later_sentences(),
+            self._attention_sentences(),
+            self._repeat_sentences(),
         ]
         if self.published is not None:
             verdict = "matches" if self.published.matches else "differs from"
-            lines.append(f"This {verdict} what is published ({self.published.source}).")
-        return [line.strip() for line in lines if line]
+            groups.append([f"This {verdict} what is published ({self.published.source})."])
+        return [" ".join(group) for group in groups if group]
 
-    def _spike_sentences(self) -> str:
+    def _spike_sentences(self) -> list[str]:
         spike = self.norm_spike
         layer = self.sink_layer
-        text = ""
+        sentences = []
         if self.shared_dims:
             dims = listed(self.shared_dims)
-            text += f"The verdicts leave out residual dimensions that are massive on all tokens ({dims}). "
+            sentences.append(f"The verdicts leave out residual dimensions that are massive on all tokens ({dims}).")
         if spike is not None and spike.share < 1:
-            text += f"The first token's norm stands out in {spike.share:.0%} of the texts; its norms are of these. "
+            texts = f"{spike.share:.0%} of the texts"
+            sentences.append(f"The first token's norm stands out in {texts}; its norms are of these.")
         if layer is not None:
-            norm = self.first_token_norm[layer]
-            typical = self.typical_norm[layer]
-            text += f"The sink layer is layer {layer}: after it the first token's norm is {norm:.4g}, "
-            text += f"and the typical one is {typical:.4g}. "
-        if len(self.stages) > 1:
-            added = [f"layer {stage.layer} adds {stage.share:.1%}" for stage in self.stages]
-            text += f"The spike is built in stages: {listed(added)}. "
-        if spike is not None and spike.begun_ratio is not None:
-            beginning = spike.begun_by or "model"
-            text += f"Before them the {beginning} makes a norm {spike.begun_ratio:.0f} times the typical one; "
-            text += f"they raise it to {spike.ratio:.0f} times. "
+            sentences.append(
+                f"The sink layer is layer {layer}: after it the first token's norm is "
+                f"{self.first_token_norm[layer]:.4g}, and the typical one is {self.typical_norm[layer]:.4g}."
+            )
         if spike is not None and spike.plateau is not None:
             first, last = spike.plateau
             where = f"layers {first} to {last}" if first < last else f"layer {first}"
-            text += f"The norm stands out after {where}. "
-            if spike.step_down:
-                falls = [f"layer {layer}" for layer in spike.step_down]
-                text += f"It falls in {listed(falls)}."
-        return text
+            sentences.append(f"The norm stands out after {where}.")
+        return sentences
 
     def _set_sentences(self) -> list[str]:
         sentences = []
@@ -630,8 +619,6 @@ class FindSinks(Result):
                     f"{causal_set.drop_attention:.1%} of that attention ({texts}); {causal_set.heads_lost:.0%} of "
                     "these heads lose at least half."
                 )
-            if causal_set.kind == "minimal" and not self.causal:
-                sentences.append("None of these neurons alone takes away a tenth of the norm.")
         return sentences
 
     def _later_sentences(self) -> list[str]:
@@ -652,11 +639,10 @@ class FindSinks(Result):
                 f"The sink rate is {rate.value:.1%}: this share of all heads gives position 0 more than {rate.eps} of "
                 f"its attention ({rate.samples} texts of {rate.length} tokens)."
             )
-        if sink is not None and sink.learned_rate:
-            sentences.append(f"{sink.learned_rate:.1%} of the heads attend to their learned sink logits.")
         if sink is None:
-            least = f"at the first, {SINK_HEADS} heads and 1% of all are enough, at another 5%"
-            return [*sentences, f"{few_heads(self.lengths).capitalize()} ({least})."]
+            return [*sentences, f"{few_heads(self.lengths).capitalize()}."]
+        if sink.learned_rate:
+            sentences.append(f"{sink.learned_rate:.1%} of the heads attend to their learned sink logits.")
         if sink.texts or sink.carriers:
             sentences.append(f"{sink.who}{sink.texts}.")
         later = [f"{place} ({place.rate:.1%})" for place in sink.positions if place.position != 0]
@@ -664,34 +650,30 @@ class FindSinks(Result):
             sentences.append(f"Behind the first token, heads attend to {listed(later)}.")
         needed = []
         for carrier in sink.carriers:
-            heads = f"{carrier.heads_lost:.0%} of these heads"
-            if carrier.needed and carrier.name == "position":
-                sentences.append(f"{heads} still attend there when everything that is written there is replaced.")
-            elif carrier.needed:
-                needed.append(f"the {carrier.name} ({heads})")
+            if carrier.needed and carrier.name != "position":
+                needed.append(f"the {carrier.name} ({carrier.heads_lost:.0%} of these heads)")
         if needed:
             sentences.append(f"At least half of that attention is lost without {listed(needed)}.")
-        elif sink.carriers:
-            sentences.append("No single component is needed for that attention.")
         return sentences
 
     def _repeat_sentences(self) -> list[str]:
         repeats = self.repeats
         repeated = len(repeats.tokens) - len(repeats.at_once)
-        sentences = left_out_line([token.token for token in repeats.at_once])
+        sentences = []
+        if repeated and repeats.median is None:
+            within = counted(repeats.max_repeats, "repetition")
+            reaches = "reaches half of the first token's norm at the sink layer"
+            sentences.append(f"None of {counted(repeated, 'token')} {reaches} within {within}.")
+        elif repeated:
+            never = ""
+            if repeats.unreached:
+                do = agreeing(repeats.unreached, "does", "do")
+                never = f"; {repeats.unreached} of {repeated} never {do} within {repeats.max_repeats}"
+            over = f"median over {counted(repeated - repeats.unreached, 'token')}{never}"
+            after = f"after {repeats.median:g} repetitions ({over})"
+            sentences.append(f"A repeated token reaches half of the first token's norm {after}.")
+        sentences += left_out_line([token.token for token in repeats.at_once])
         repetition = self.repetition
         if repetition is not None and self.minimal is not None and not repetition.same_neurons:
             sentences.append(repetition.sentence(self.minimal.names))
-        if not repeated:
-            return sentences
-        if repeats.median is None:
-            within = counted(repeats.max_repeats, "repetition")
-            reaches = "reaches half of the first token's norm at the sink layer"
-            return [f"None of {counted(repeated, 'token')} {reaches} within {within}.", *sentences]
-        never = ""
-        if repeats.unreached:
-            do = agreeing(repeats.unreached, "does", "do")
-            never = f"; {repeats.unreached} of {repeated} never {do} within {repeats.max_repeats}"
-        over = f"median over {counted(repeated - repeats.unreached, 'token')}{never}"
-        after = f"after {repeats.median:g} repetitions ({over})"
-        return [f"A repeated token reaches half of the first token's norm {after}.", *sentences]
+        return sentences

@@ -14,7 +14,7 @@ from math import comb
 from typing import Any
 
 import torch
-from einops import reduce
+from einops import rearrange, reduce
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -453,10 +453,8 @@ def later_sinks(context: SinkContext) -> tuple[LaterSink, ...]:
     """
     scan = context.scan
     ids = context.ids
-    stands_out = torch.zeros_like(ids, dtype=torch.bool)
-    for norms, typical in zip(scan.norms, scan.typical_norm, strict=True):
-        usual = norms[:, 1:].quantile(0.75).clamp(min=typical)
-        stands_out |= norms > SPIKE_RATIO * usual
+    usual = scan.norms[:, :, 1:].flatten(1).quantile(0.75, 1).maximum(torch.tensor(scan.typical_norm))
+    stands_out = (scan.norms > SPIKE_RATIO * rearrange(usual, "layer -> layer 1 1")).any(0)
     stands_out[:, 0] = False
     sinks = []
     for at in range(1, ids.shape[1]):
@@ -474,7 +472,7 @@ def later_sinks(context: SinkContext) -> tuple[LaterSink, ...]:
 def _later_sink(context: SinkContext, token: str, row: int, at: int) -> LaterSink:
     """A spike, and the smallest set that makes it."""
     scan = context.scan
-    norms = torch.stack(scan.norms)[:, row, at].double()
+    norms = scan.norms[:, row, at].double()
     ratio = float((norms / torch.tensor(scan.typical_norm).double().clamp(min=SMALLEST_NORM)).max())
     return LaterSink(token, at, ratio, set_at_position(context, scan, context.ids, row, at).minimal)
 
@@ -490,24 +488,19 @@ def set_at_position(context: SinkContext, scan: LayerScan, ids: TokenRows, row: 
         at: The position.
     """
     typical = context.scan
-    layer = None
-    last = 0
-    most_written = 0.0
-    for number, reading in enumerate(scan.layers):
-        written = float(reading.mlp_norms[row, at])
-        if written > max(most_written, STAGE_OUTLIER * typical.layers[number].mlp_typical):
-            layer = number
-            most_written = written
-        if float(scan.norms[number][row, at]) > SPIKE_RATIO * typical.typical_norm[number]:
-            last = number
-    if layer is None:
+    depth = len(scan.layers)
+    written = scan.mlp_norms[:, row, at]
+    written = written * (written > STAGE_OUTLIER * typical.mlp_typical[:depth])
+    if not bool(written.any()):
         return CausalSets()
+    layer = int(written.argmax())
+    spikes = scan.norms[:, row, at] > SPIKE_RATIO * torch.tensor(typical.typical_norm[:depth])
+    last = max(layer, *spikes.nonzero().flatten().tolist(), 0)
     text = ids[row : row + 1]
     longer = scan.entering.part(slice(row, row + 1), text.shape[1])
-    heads = attending_heads(context.target, text, at, range(layer + 1, len(scan.layers)), longer)
+    heads = attending_heads(context.target, text, at, range(layer + 1, depth), longer)
     until = replace(context, ids=text[:, : at + 1], entering=longer.part(slice(None), at + 1))
     first_row = torch.zeros(1, dtype=torch.long)
-    last = max(layer, last)
     search = _SpikeSearch(until, until.ids, first_row, text, layer, last, heads, until.entering, longer)
     neurons = stage_neurons(until, layer, CANDIDATES, at=at, typical=context)
     sites = sites_of(neurons)
@@ -566,7 +559,7 @@ def repetition_spike(
     # Perhaps the repeated token's norm stands out behind the sink layer.
     spike_layers = context.scan.spike_layers
     scan = scan_layers(target, ids, whole=True, upto=spike_layers[-1])
-    heights = torch.stack([scan.norms[layer][:, -1] / scan.norms[layer][:, 0] for layer in spike_layers])
+    heights = (scan.norms[:, :, -1] / scan.norms[:, :, 0])[spike_layers]
     if not reached and float(heights.max()) < NEEDED:
         return None
     row = int(heights.max(0).values.argmax())

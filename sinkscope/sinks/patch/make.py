@@ -295,15 +295,11 @@ def make_patch(
     )
 
 
-def typical_ceiling(spike: LayerScan, layers: list[int]) -> Float[np.ndarray, " layer"]:
-    """Norms up to this value count as typical, in each layer."""
-    ceilings = []
-    for layer in layers:
-        ceiling = HEADROOM * float(spike.norms[layer][:, 1:].flatten().quantile(0.95))
-        if layer > layers[0]:  # where the spike is made, the norm must be typical
-            ceiling = max(ceiling, SLACK * spike.first_norm[layer])
-        ceilings.append(ceiling)
-    return np.array(ceilings)
+def typical_ceiling(scan: LayerScan, layers: list[int]) -> Float[np.ndarray, " layer"]:
+    """Norms up to this value count as typical, in each layer; where the spike is made, there is no slack."""
+    ceilings = HEADROOM * scan.norms[layers, :, 1:].flatten(1).quantile(0.95, 1).double().numpy()
+    slack = SLACK * np.array(scan.first_norm)[layers]
+    return np.append(ceilings[0], np.maximum(ceilings, slack)[1:])
 
 
 @torch.no_grad()

@@ -19,9 +19,9 @@ from sinkscope.measure.style import unfolded
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
 from sinkscope.sinks.first_token.context import SinkContext
-from sinkscope.sinks.first_token.layer_scan import SPIKE_RATIO, norms_after
+from sinkscope.sinks.first_token.layer_scan import SPIKE_RATIO, norms_after, typical_quantiles
 from sinkscope.sinks.repetition.sweep import Reading, Sweep, rounded
-from sinkscope.sinks.tokens import TokenRows, replaced_line
+from sinkscope.sinks.tokens import TokenRows
 from sinkscope.trace.attention import attention_rows
 
 QUERIES_AT_ONCE = 128  # at most batch x head x these x key values are in memory
@@ -87,7 +87,7 @@ class AttentionReading(Reading):
                 f"(uniform attention would give {self.uniform[number]:.1%})"
             )
             lines.append(line + ".")
-        return [*lines, *replaced_line(self.sweep.replaced)]
+        return lines
 
     def rows(self) -> Table:
         """One row per layer and sequence."""
@@ -137,7 +137,7 @@ def read_attention(setup: Setup, sweep: Sweep, repeated: TokenRows) -> tuple[int
     tail = (torch.arange(length) >= length - TAIL).expand(len(ids), -1)
     if layer is not None:
         norms = norms_after(target, layer, ids, 1, setup.progress)
-        _, median, highest = context.scan.layers[layer].typical_norms
+        _, median, highest = typical_quantiles(context.scan.whole_norms)[:, layer].tolist()
         high = first | (norms > SPIKE_RATIO * median)
         tail = tail & (norms <= highest)
 

@@ -22,7 +22,7 @@ from sinkscope.measure import Setup
 from sinkscope.measure.style import unfolded
 from sinkscope.models.target import Target
 from sinkscope.sinks.repetition.sweep import Reading, Sweep, rounded
-from sinkscope.sinks.tokens import TokenRows, replaced_line
+from sinkscope.sinks.tokens import TokenRows
 from sinkscope.trace.attention import attention_rows
 
 ROUNDING = 8.0  # distances below this many rounding errors of the largest output are ignored
@@ -80,7 +80,6 @@ class DistanceReading(Reading):
             f"{len(self.sweep.before)} tokens stand before the repetitions; the distances are medians over "
             f"{counted(len(self.sweep.tokens), 'token')} in {counted(len(self.distance), 'layer')}.",
             bound,
-            *replaced_line(self.sweep.replaced),
         ]
 
     def rows(self) -> Table:
@@ -212,8 +211,8 @@ def output_weights(target: Target) -> Float[Tensor, "head d_head d_model"]:
     """W_O of every head of the first layer, float32."""
     with target.loaded(0):
         width = target.n_heads * len(target.head_columns(0, 0))
-        weight = target.rows_of(target.output_projection(0), width)
-        return rearrange(weight.float(), "d_model (head d_head) -> head d_head d_model", head=target.n_heads)
+        columns = target.columns_of(target.output_projection(0), width).float()
+        return rearrange(columns, "(head d_head) d_model -> head d_head d_model", head=target.n_heads)
 
 
 def head_norms(

@@ -20,11 +20,11 @@ from sinkscope.measure.margin import margin_of
 from sinkscope.measure.style import unfolded
 from sinkscope.sinks.first_token.absence import SpikeAbsence
 from sinkscope.sinks.first_token.context import SinkContext
-from sinkscope.sinks.first_token.layer_scan import norms_after, repeats_until_half
+from sinkscope.sinks.first_token.layer_scan import first_median, norms_after, repeats_until_half, typical_quantiles
 from sinkscope.sinks.first_token.result import Sites, sites_of
 from sinkscope.sinks.first_token.sets import sink_neurons
 from sinkscope.sinks.repetition.sweep import Reading, Sweep, rounded
-from sinkscope.sinks.tokens import TokenRows, left_out_line, replaced_line
+from sinkscope.sinks.tokens import TokenRows, left_out_line
 
 SEQUENCES = 4  # sequences per pass
 NAMED = 5  # neurons that the conclusion names
@@ -98,17 +98,14 @@ class NormReading(Reading):
         )
 
     def details(self) -> list[str]:
-        """Norms, tokens that need no repetition, and the effect of ablation on the first token."""
+        """Norms, and tokens that need no repetition."""
         low, middle, high = self.typical.tolist()
         lines = [
             f"The first token's norm is {self.first_norm:.4g}, and that of typical text {middle:.4g} (5-95 %: "
             f"{low:.4g} to {high:.4g})."
         ]
         lines += left_out_line([self.sweep.tokens[row] for row in self.sweep.single if self.repeats[row] == 1])
-        for neurons, norms, which in zip(self.zeroed[1:], self.first_norms[1:], ("", "random "), strict=False):
-            lost = cell(float(1 - norms[0] / self.first_norms[0, 0]), percent=True)
-            lines.append(f"With {which}{neuron_names(neurons)} zeroed, {lost} of the first token's norm is lost.")
-        return [*lines, *replaced_line(self.sweep.replaced)]
+        return lines
 
     def rows(self) -> Table:
         """One row per sequence; `lost_*` is the share of the norm at the last repetition that zeroing removes."""
@@ -156,8 +153,9 @@ def read_norms(
         with Ablate(sites=list(neurons)).on(setup.target) if neurons else nullcontext():
             norms.append(norms_after(setup.target, layer, ids, SEQUENCES, setup.progress, f"repetitions, {name}"))
     table = torch.stack(norms)  # condition token pos
-    scan = context.scan.layers[layer]
-    repeats = [repeats_until_half(intact[len(sweep.before) :], scan.first_norm) for intact in table[0]]
+    norms_of_text = context.scan.whole_norms[layer : layer + 1]
+    first_norm = float(first_median(norms_of_text))
+    repeats = [repeats_until_half(intact[len(sweep.before) :], first_norm) for intact in table[0]]
     return layer, NormReading(
         sweep,
         conditions=tuple(zeroed),
@@ -165,6 +163,6 @@ def read_norms(
         norms=rounded(table[:, :, sweep.places]),
         first_norms=rounded(table[:, :, 0]),
         repeats=np.array(repeats, dtype=float),
-        first_norm=scan.first_norm,
-        typical=np.array(scan.typical_norms),
+        first_norm=first_norm,
+        typical=typical_quantiles(norms_of_text)[:, 0].numpy(),
     )

@@ -78,7 +78,7 @@ class Repeat(Result):
         return "" if self.reading is None else self.reading.conclusion()
 
     def details(self) -> list[str]:
-        """Lines of the reading, and the words of the paper that were replaced."""
+        """Lines of the reading."""
         return [] if self.reading is None else self.reading.details()
 
     def rows(self) -> Table:

@@ -41,7 +41,6 @@ class Sweep:
         before: The tokens before the first repetition.
         max_repeats: Number of repetitions in every sequence.
         counts: The numbers of repetitions at which curves are given.
-        replaced: Pairs of (word of the paper that is not one token here, word that took its place).
     """
 
     tokens: tuple[str, ...]
@@ -49,7 +48,6 @@ class Sweep:
     before: tuple[str, ...]
     max_repeats: int
     counts: Int[np.ndarray, " n"]
-    replaced: tuple[tuple[str, str], ...]
 
     @property
     def times(self) -> str:
@@ -113,7 +111,7 @@ def sweep_rows(
     if prefix is None:
         prefix = PAPER_PREFIXES.get(read)
     paper = CYCLE if cycle else PAPER_WORDS.get(read, ())
-    words, replaced = words_to_repeat(setup, tokens, prefix, paper)
+    words = words_to_repeat(setup, tokens, prefix, paper)
     cycles: list[tuple[int, ...]] = [(word,) for word in words]
     if cycle and len(words) > 1:
         cycles.append(tuple(words))
@@ -126,7 +124,7 @@ def sweep_rows(
         rows.append([*before, *(repeated * count)[:count]])
         labels.append(" ".join(string.strip() or repr(string) for string in single_words(setup.tokenizer, repeated)))
     before_words = single_words(setup.tokenizer, before)
-    sweep = Sweep(tuple(labels), tuple(cycles), before_words, count, curve_counts(count), replaced)
+    sweep = Sweep(tuple(labels), tuple(cycles), before_words, count, curve_counts(count))
     return sweep, torch.tensor(rows)
 
 
