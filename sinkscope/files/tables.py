@@ -235,7 +235,8 @@ def glossary(cls: type[Any], names: Sequence[str], own: Mapping[str, str]) -> di
                 descriptions = described(inspect.cleandoc(base.__doc__ or ""), "Attributes") | descriptions
     meaning: dict[str, str] = {}
     for name in names:
-        if name in own or (name in descriptions and name not in PLAIN):
-            sentence = re.split(r"; |\. (?=[A-Z])", own.get(name, descriptions.get(name, "")))[0].rstrip(".")
+        description = own.get(name, "" if name in PLAIN else descriptions.get(name, ""))
+        if description:
+            sentence = re.split(r"; |\. (?=[A-Z])", description)[0].rstrip(".")
             meaning[_words(name)] = f"{sentence[:1].upper()}{sentence[1:]}."
     return meaning

@@ -375,7 +375,7 @@ def test_full_disk_after_the_work(calls, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        ("models >/dev/full", 2, "error: cannot write to standard output: the disk is full"),
+        ("models >/dev/full", 2, "error: cannot write to standard output: no space left on device"),
         ("models >&-", 2, "error: standard output is closed"),
         ("loops - <&-", 2, "error: "),
         ("demo --out $'\\xff.json'", 2, "error: the word '\\udcff.json' is not UTF-8"),
