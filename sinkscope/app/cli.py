@@ -241,24 +241,14 @@ class CommandRun:
         """The kind of the file that an option writes."""
         if name in self.outputs and self.outputs[name].kind is not None:
             return self.outputs[name].kind
-        classes = get_type_hints(getattr(self.function, "function", self.function)).get("return")
-        for one in get_args(classes) or [classes]:
-            kind = getattr(one, "kind", None)
-            if kind is not None:
-                return kind
-        return None
+        returned = get_type_hints(getattr(self.function, "function", self.function)).get("return")
+        kinds = [getattr(one, "kind", None) for one in get_args(returned) or [returned]]
+        return next(filter(None, kinds), None)
 
     def _result(self, arguments: dict[str, Any], backend: str | None) -> Any:
         """What the function returns."""
         if self.measures:
             self.function.refuse(arguments)  # before a model is opened
-        if self.measures and self.function.edits:
-            from sinkscope.kv.edit_of import edit_of  # a patch or policy is refused before a model is opened
-            from sinkscope.measure import EDIT_PARAMETERS
-
-            names = [name for name in EDIT_PARAMETERS if name in arguments]
-            if names:
-                arguments["interventions"] = edit_of(**{name: arguments.pop(name) for name in names})
         if backend is not None:
             from sinkscope.models.load import load
 
@@ -330,8 +320,6 @@ def metavar_of(one: Parameter, kind: Any) -> str | None:
     """The placeholder of an option's value in the help; None: that of click."""
     if one.option.metavar is not None:
         return one.option.metavar
-    if one.option.reads == "commas":
-        return "LIST"
     return {click.INT: "INT", click.FLOAT: "NUMBER"}.get(kind)
 
 
@@ -352,7 +340,7 @@ def read_words(one: Parameter, words: Any) -> Any:
     if one.option.reads == "text":
         return _prompt(words)
     if one.option.reads == "commas":
-        return _comma_list(one, words)
+        return [name.strip() for name in ",".join(words).split(",") if name.strip()]
     if one.many:
         return list(words)
     return words
@@ -366,14 +354,6 @@ def _prompt(name: str) -> str:
     if not text.strip():
         raise SinkscopeError("the prompt is empty: write at least one word into the file")
     return text
-
-
-def _comma_list(one: Parameter, words: Sequence[str]) -> list[str]:
-    """The values between commas; an option that is given several times is one list."""
-    names = [name.strip() for name in ",".join(words).split(",") if name.strip()]
-    if not names:
-        raise SinkscopeError(f"{one.flag} {' '.join(words)}: no name is given; give names with commas between")
-    return names
 
 
 def main(argv: Sequence[str] | None = None, program: click.Command | None = None) -> int:

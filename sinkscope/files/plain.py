@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import unicodedata
 from pathlib import Path
@@ -19,9 +18,9 @@ _JOINERS = "\u200c\u200d"  # of letters and of parts of an emoji
 
 
 def pathless(text: str) -> str:
-    """`text`, but a path that leads through folders of this machine becomes relative, or its last part."""
+    """`text`, but of a path that leads through folders of this machine only the last part is left."""
     if _ROOTED.match(text) and "\n" not in text:
-        text = _below_here(text) or re.split(r"[\\/]", text.rstrip("\\/"))[-1]
+        text = re.split(r"[\\/]", text.rstrip("\\/"))[-1]
     elif not _ROOTED.match(text):
         option, equals, value = text.partition("=")  # --text=/some/where
         if equals:
@@ -30,18 +29,6 @@ def pathless(text: str) -> str:
     if len(home) > 1:
         text = re.sub(rf"(?<![\w.~-]){re.escape(home)}(?![\w.-])", "~", text)
     return text
-
-
-def _below_here(path: str) -> str | None:
-    """`path` relative to the current folder, if it lies below and the way there does not lead through the home."""
-    try:
-        here = Path.cwd()
-        inside = Path(os.path.normpath(Path(path).expanduser())).relative_to(here)
-    except (OSError, RuntimeError, ValueError):
-        return None
-    if here in Path.home().parents:
-        return None
-    return inside.as_posix()
 
 
 def visible(text: str) -> str:

@@ -28,11 +28,11 @@ from sinkscope.app.view.result import (
 )
 from sinkscope.attention.barcode import Barcode, barcode, picture_bins
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.notation import agreeing, head_name, listed, neuron_name, read_head, read_neuron
+from sinkscope.files.notation import agreeing, head_name, listed, neuron_name
 from sinkscope.files.records import conform
 from sinkscope.interventions import Ablate, SinkPatch
 from sinkscope.interventions.base import Intervention
-from sinkscope.interventions.sites import site_of
+from sinkscope.interventions.sites import head_of, site_of
 from sinkscope.kv.loopguard.guard import LoopGuard
 from sinkscope.measure import Setup
 from sinkscope.models.target import norm_of, on_input
@@ -174,7 +174,7 @@ class Explorer:
         for sink in self.circuit.sinks[:1] if self.circuit is not None else ():
             for step in (sink.step(MARK), sink.step(REPETITION)):
                 names += () if step is None else step.chosen
-        return [read_head(name) for name in dict.fromkeys(names) if ".H" in name]
+        return [head_of(name) for name in dict.fromkeys(names) if ".H" in name]
 
     def switches(self) -> list[Switch]:
         """The edits that this model has."""
@@ -404,11 +404,12 @@ class Explorer:
         heads: list[tuple[int, int]] = []
         for name in asked.off:
             if "H" in name.upper():
-                heads.append(read_head(name, "head"))
+                heads.append(head_of(name))
                 self.setup.target.check_site(heads[-1][0], head=heads[-1][1])
             else:
-                neurons.append(read_neuron(name, "neuron"))
-                self.setup.target.check_site(*site_of(neurons[-1]))
+                site = site_of(name)
+                self.setup.target.check_site(*site)
+                neurons.append(site.numbers)
         if not asked.off:
             return None
         return self.switch(f"without {listed(asked.off)}", neurons, heads)
