@@ -78,16 +78,17 @@ def _name(file: str) -> str:
 def _follow(file: str, form: StreamForm, monitor: MonitorSettings, first: bool) -> None:
     """Print the loops of a stream as they occur, and exit with status 3 if there was one."""
     gc.enable()  # the command line turns it off while libraries are imported
-    watch = Watch(monitor)
+    loops = False
     try:
-        for alarm in watch.follow(open_bytes(file), form=form, name=_name(file)):
+        for alarm in Watch(monitor).follow(open_bytes(file), form=form, name=_name(file)):
+            loops = True
             print(visible(str(alarm)), flush=True)
             if first:
                 break
     except OSError:  # standard output cannot be written; that there was a loop is still said
-        if not watch.alarms:
+        if not loops:
             raise
-    if watch.alarms:
+    if loops:
         raise click.exceptions.Exit(LOOP_IN_STREAM)
 
 

@@ -65,8 +65,7 @@ def with_controls(prompts: Sequence[Prompt]) -> list[Prompt]:
         turns: list[Turn] = []
         for number, turn in enumerate(prompt.turns):
             control = other.turns[min(number, len(other.turns) - 1)].answers
-            usable = other is not prompt and control != turn.answers
-            turns.append(replace(turn, control=control if usable else ()))
+            turns.append(replace(turn, control=() if control == turn.answers else control))
         controlled.append(replace(prompt, turns=tuple(turns)))
     return controlled
 

@@ -176,7 +176,7 @@ class Run:
         call = self.call
         vars(self._local).clear()
         if call is not None and output is not None:
-            self.tracker.bind(call, getattr(output, "past_key_values", None))
+            self.tracker.bind(call.sequence, getattr(output, "past_key_values", None))
 
     def _drain(self) -> None:
         for events in self._pending:

@@ -187,10 +187,10 @@ class Tracker:
         begins = (torch.isin(ids, self._bos) & at_first).any(1)
         sequence.bos = torch.where(at_first.any(1), begins, sequence.bos.to(ids.device))
 
-    def bind(self, call: Call, cache: Any) -> None:
-        """Associate a call's resulting cache with its sequence, so that a later call finds it."""
+    def bind(self, sequence: Sequence, cache: Any) -> None:
+        """Associate a cache with its sequence, so that a later call finds it."""
         if cache is not None and cache not in self._sequences:
-            self._sequences[cache] = call.sequence
+            self._sequences[cache] = sequence
 
     def _sequence(self, cache: Any, batch: int, past: int, device: torch.device) -> Sequence:
         """The sequence that a call continues, or a new one."""

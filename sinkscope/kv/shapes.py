@@ -25,30 +25,13 @@ from jaxtyping import Bool, Float, Int
 from pydantic import Field
 from torch import Tensor
 
-from sinkscope.files.records import Natural, Part, Whole, check_fields, conform
-from sinkscope.interventions.base import Intervention, Run
-from sinkscope.kv.loopserve.sparse_prompts import PromptRead, PromptRow, SparsePrompts, prompts_summary
-from sinkscope.kv.session import Session
+from sinkscope.files.records import Natural, Part, Whole, conform
+from sinkscope.kv.loopserve.sparse_prompts import PromptRead, PromptRow, SparsePrompts
 from sinkscope.lines.choice import HeadLines, last_votes, minference_lines
 
 
-class Shape(Intervention):
+class Shape(SparsePrompts):
     """Base of the fixed attention shapes for prompts: a frozen dataclass of sizes."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-    def sparse(self) -> SparsePrompts:
-        """The sparse attention that reads prompts in this shape."""
-        raise NotImplementedError
-
-    def enter(self, run: Run, key: int) -> None:
-        """Replace the attention of prompts."""
-        self.sparse().enter(Session.of(run))
-
-    def summary(self, run: Run) -> str:
-        """The share of attention that was computed for prompts."""
-        return prompts_summary(self.sparse().name, run)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +54,8 @@ class AShape(Shape):
     first: Whole = 128
     local: Natural = 4096
 
-    def sparse(self) -> SparsePrompts:
-        """The sparse attention that reads prompts in this shape."""
-        return SparsePrompts("AShape", self._lines)
-
-    def _lines(self, query: Tensor, key: Tensor, scaling: float | None, layer: int) -> HeadLines:
+    def lines(self, query: Tensor, key: Tensor, scaling: float | None, layer: int) -> HeadLines:
+        """The first columns and the nearest offsets."""
         index = torch.arange(key.shape[1], device=key.device).expand(len(query), -1)
         return HeadLines(index < self.first, index < self.local, query.shape[1])
 
@@ -93,10 +73,6 @@ class TriShape(AShape):
     """
 
     dense_rows: Whole = 128
-
-    def sparse(self) -> SparsePrompts:
-        """The sparse attention that reads prompts in this shape."""
-        return SparsePrompts("TriShape", self._lines, dense_rows=self.dense_rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,11 +104,13 @@ class MInference(Shape):
     last: Natural = 64
     dense_above: Annotated[float, Field(ge=0)] | None = None
 
-    def sparse(self) -> SparsePrompts:
-        """The sparse attention that reads prompts in this shape."""
-        return SparsePrompts("MInference", self._lines, self.dense_above, choice_rows=self.last)
+    @property
+    def choice_rows(self) -> int:
+        """The queries that vote."""
+        return self.last
 
-    def _lines(self, query: Tensor, key: Tensor, scaling: float | None, layer: int) -> HeadLines:
+    def lines(self, query: Tensor, key: Tensor, scaling: float | None, layer: int) -> HeadLines:
+        """The heaviest lines of each head, as many of each kind as given."""
         return minference_lines(query, key, self.vertical, self.slash, last=self.last, scaling=scaling)
 
 
@@ -159,29 +137,28 @@ class ShapeShare(Shape):
     def __post_init__(self) -> None:
         conform(Part, self.budget, f"{self.name}: budget=", strict=True)
 
-    def sparse(self) -> SparsePrompts:
-        """The sparse attention that reads prompts in this shape."""
-        choice_rows = _USUAL_LINES.last if self.name == "MInference" else 0
-        return PromptsAtShare(name=self.name, choose=self._choose_lines, share=self.budget, choice_rows=choice_rows)
+    @property
+    def shown_name(self) -> str:
+        """Name in messages."""
+        return self.name
 
-    def _choose_lines(self, query: Tensor, key: Tensor, scaling: float | None, layer: int) -> HeadLines:
+    @property
+    def choice_rows(self) -> int:
+        """The queries that vote for lines."""
+        return _USUAL_LINES.last
+
+    def lines(self, query: Tensor, key: Tensor, scaling: float | None, layer: int) -> HeadLines:
+        """As many of MInference's lines as fit."""
         return share_lines(query, key, self.budget, scaling=scaling)
 
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class PromptsAtShare(SparsePrompts):
-    """Reads every row of a prompt in a shape of its own size."""
-
-    share: float
-
     def read(self, row: PromptRow) -> PromptRead:
-        """Read a row."""
+        """Read a row in a shape of its own size."""
         if self.name == "MInference":
             return super().read(row)
-        shape = shape_at(self.share, row.key.shape[1])
+        shape = shape_at(self.budget, row.key.shape[1])
         if self.name == "TriShape":
             shape = TriShape(first=shape.first, local=shape.local, dense_rows=shape.first)
-        return shape.sparse().read(row)
+        return shape.read(row)
 
 
 def shape_at(share: float, keys: int) -> AShape:

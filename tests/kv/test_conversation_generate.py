@@ -32,10 +32,10 @@ def test_what_the_model_says_of_caches_changes_nothing(name, value, edit):
     setattr(model.generation_config, name, value)
     chat = held_so(edit, "recompute", model)
     assert chat.ids == plain.ids and [turn.read for turn in chat.turns] == [turn.read for turn in plain.turns]
-    for one, other in zip(chat._snapshot.layers, plain._snapshot.layers, strict=True):  # pyright: ignore[reportPrivateUsage]
+    for one, other in zip(chat._layers, plain._layers, strict=True):  # pyright: ignore[reportPrivateUsage]
         assert torch.equal(one.keys, other.keys)
-    sequence = chat._snapshot.sequence  # pyright: ignore[reportPrivateUsage]
-    assert sequence.real.shape == (1, 5 + sum(map(len, PROMPTS)))
+    sequence = chat._sequence  # pyright: ignore[reportPrivateUsage]
+    assert sequence is not None and sequence.real.shape == (1, 5 + sum(map(len, PROMPTS)))
 
 
 @pytest.mark.parametrize("name", ["prompt_lookup_num_tokens", "num_beams"])
@@ -57,5 +57,5 @@ def test_drafts_and_beams_are_refused_where_asked_for_and_set_aside_where_a_chec
 def test_a_processor_that_runs_the_model_beside_it_is_not_taken_for_it(edit):
     """Guidance reads every token of the answer a second time, on a cache of its own."""
     chat = held_so(edit, "keep", guidance_scale=1.5)
-    held = chat._snapshot  # pyright: ignore[reportPrivateUsage]
-    assert held.sequence.real.shape == (1, held.seen) == (1, len(chat.ids) - 1)
+    sequence, layers = chat._sequence, chat._layers  # pyright: ignore[reportPrivateUsage]
+    assert sequence is not None and sequence.real.shape == (1, layers[0].seen) == (1, len(chat.ids) - 1)

@@ -229,7 +229,7 @@ def test_settings_that_cannot_work_are_refused_in_a_line(changed, said):
 
 
 def test_unknown_variant_and_documented_fields():
-    with pytest.raises(SinkscopeError, match="unknown variant 'p2': there are repeats, tolerant, full, p1"):
+    with pytest.raises(SinkscopeError, match="unknown variant 'p2': there are repeats, tolerant, full, ttr"):
         MonitorSettings.variant("p2")
     assert (
         MonitorSettings.variant("full")

@@ -171,8 +171,8 @@ class Explorer:
     def marks(self) -> list[tuple[int, int]]:
         """The heads that mark the first token, and those that mark a repetition."""
         names: list[str] = []
-        for sink in self.circuit.sinks[:1] if self.circuit is not None else ():
-            for step in (sink.step(MARK), sink.step(REPETITION)):
+        if self.circuit is not None and self.circuit.position == 0:
+            for step in (self.circuit.step(MARK), self.circuit.step(REPETITION)):
                 names += () if step is None else step.chosen
         return [head_of(name) for name in dict.fromkeys(names) if ".H" in name]
 
@@ -277,7 +277,7 @@ class Explorer:
         edges: tuple[dict[str, Any], ...] | None = None
         sentence = ""
         if self.circuit is not None:
-            edges = tuple(row for sink in self.circuit.sinks[:1] for row in sink.rows())
+            edges = tuple(self.circuit.rows())
             sentence = self.circuit.conclusion()
         return ModelView(
             **self.origin,

@@ -21,9 +21,8 @@ from torch import Tensor
 from sinkscope.bench.answer import Answer, Batch, BenchModel, Measure, answer_rows
 from sinkscope.bench.prompt import Prompt, read_prompts, single
 from sinkscope.bench.record import BenchRecord, Metrics
-from sinkscope.bench.task import Task
+from sinkscope.bench.task import Size, Task
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.records import Natural
 from sinkscope.kv import Full
 from sinkscope.models.target import Target
 from sinkscope.models.text import typical_text
@@ -49,9 +48,9 @@ class TextFidelity(Task):
     columns: ClassVar[tuple[str, ...]] = ("agree", "first")
     together: ClassVar[bool] = True
 
-    count: Natural = 4
-    prompt: Natural = 768
-    answer: Natural = 32
+    count: Size = 4
+    prompt: Size = 768
+    answer: Size = 32
     source: str = ""
 
     def prompts(self, target: Target) -> list[Prompt]:

@@ -27,7 +27,6 @@ from sinkscope.kv.session import CacheState, Moment, Session
 from sinkscope.lines.choice import HeadLines
 from sinkscope.models.config import float32_by_default
 from sinkscope.models.inputs import read_row
-from sinkscope.models.text.chat import chat_text
 from sinkscope.models.wrapped import target_of
 
 Answers = Literal["recompute", "keep"]
@@ -48,7 +47,6 @@ _SET_BY_US = (
     "assistant_early_exit",
     "prompt_lookup_num_tokens",
 )
-_ANSWER_MARK = "ANSWER-0f3b71"  # stands for an earlier answer in a chat template
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,50 +79,21 @@ class Turn:
     output: Any = field(default=None, repr=False)
 
 
-@dataclass(frozen=True, eq=False)
-class Snapshot:
-    """The cache between two turns, and what edits know about its tokens. It never changes, so a turn can be abandoned.
-
-    Attributes:
-        layers: Layers of the cache; empty before the first turn.
-        sequence: Its tokens; None before the first turn.
-    """
-
-    layers: tuple[CacheLayer, ...] = ()
-    sequence: positions.Sequence | None = None
-
-    @property
-    def seen(self) -> int:
-        """Tokens that went through the model, evicted or not."""
-        if not self.layers:
-            return 0
-        return self.layers[0].get_seq_length()
-
-    def cache(self) -> DynamicCache:
-        """A cache to continue with. Tensors are shared, because changes to a layer always create new ones."""
-        cache = DynamicCache()
-        if self.layers:
-            layers: list[Any] = [layer.copy() for layer in self.layers]
-            cache.layers = layers
-            cache.layer_class_to_replicate = None
-        return cache
-
-
 @dataclass(eq=False)
 class TurnRecorder(Intervention):
     """Owns the cache of a turn and records what happens; it is entered before the conversation's edit.
 
     Attributes:
-        before: The cache before the turn.
         cache: The cache on which the turn runs.
+        earlier: Its tokens before the turn; None in the first one.
         lines: Chosen lines by layer.
         state: What is known about the cache.
-        after_prompt: State of the edits right after the prompt was read.
-        after_answer: State of the edits at the end of the turn.
+        after_prompt: The tokens right after the prompt was read, and what edits know about them.
+        after_answer: The same at the end of the turn.
     """
 
-    before: Snapshot
-    cache: Any
+    cache: DynamicCache
+    earlier: positions.Sequence | None
     lines: dict[int, HeadLines] = field(default_factory=dict)
     state: CacheState | None = None
     after_prompt: positions.Sequence | None = None
@@ -135,11 +104,8 @@ class TurnRecorder(Intervention):
         session = Session.of(run)
         session.own_cache()
         session.counts_reads = True
-        earlier = self.before.sequence
-        if earlier is not None:
-            no_tokens = earlier.columns[:, :0]
-            call = positions.Call(0, self.before.seen, no_tokens, earlier.columns, earlier.length, earlier.copy())
-            run.tracker.bind(call, self.cache)
+        if self.earlier is not None:
+            run.tracker.bind(self.earlier.copy(), self.cache)
         session.line_follower = self._keep_lines
         session.after_call(self._note_call)
 
@@ -153,17 +119,6 @@ class TurnRecorder(Intervention):
         self.after_answer = moment.call.sequence
         if self.after_prompt is None:  # the first call reads the prompt
             self.after_prompt = moment.call.sequence.copy()
-
-    def snapshot(self, prompt_tokens: int, keep_answer: bool) -> Snapshot:
-        """The cache after the turn: with the answer's keys and values, or cut back to `prompt_tokens`."""
-        refuse_states(self.cache, "a conversation")
-        for layer in self.cache.layers:
-            layer.settle()
-            if not keep_answer:
-                layer.crop(prompt_tokens - layer.seen)
-        # What `generate` returned may hold the cache itself, and others may go on with it.
-        layers = tuple(layer.copy() for layer in self.cache.layers)
-        return Snapshot(layers, self.after_answer if keep_answer else self.after_prompt)
 
 
 class Conversation:
@@ -185,14 +140,12 @@ class Conversation:
         edit: `LoopServe`, any policy, patch or guard, or several joined by `|`. None leaves the model unedited.
         answers: "recompute" reads the previous answer again in the next turn; "keep" leaves it in the cache.
         tokenizer: For models that carry none; only needed for texts.
-        chat: Format texts with the tokenizer's chat template, turn by turn. Earlier turns stay as the model read them,
-            even if the template would now format them differently.
 
     Attributes:
         turns: The turns so far.
 
     Raises:
-        SinkscopeError: `answers` or `edit` is invalid, or there is no chat template.
+        SinkscopeError: `answers` or `edit` is invalid.
 
     Example:
         >>> import sinkscope as ss
@@ -208,20 +161,17 @@ class Conversation:
         *,
         answers: Answers | str = "recompute",
         tokenizer: Any = None,
-        chat: bool = False,
     ) -> None:
         check_values(Answers, answers=answers)
         if edit is not None and not isinstance(edit, Intervention):
             raise SinkscopeError(f"edit={edit!r}: expected LoopServe(...), a policy, patch or guard, or None")
         self.target = target_of(model, tokenizer)
         self.tokenizer = self.target.available_tokenizer if tokenizer is None else tokenizer
-        if chat and not getattr(self.tokenizer, "chat_template", None):
-            raise SinkscopeError(f"the tokenizer of {self.target.name} has no chat template: leave out chat")
-        self.chat = chat
         self.turns: list[Turn] = []
         self._edit = edit
         self._keeps_answers = answers == "keep"
-        self._snapshot = Snapshot()
+        self._layers: list[CacheLayer] = []  # of the cache between two turns; they never change
+        self._sequence: positions.Sequence | None = None  # its tokens, and what edits know about them
 
     @property
     def ids(self) -> list[int]:
@@ -236,8 +186,8 @@ class Conversation:
         """Take one turn, greedily by default; only special tokens of the checkpoint's generation settings are used.
 
         Args:
-            prompt: A text, or token ids, which are used unchanged. Without `chat`, texts of later turns get no special
-                tokens (BOS), and nothing is inserted between turns.
+            prompt: A text, or token ids, which are used unchanged. Texts of later turns get no special tokens (BOS),
+                and nothing is inserted between turns.
             max_new_tokens: Maximum length of the answer in tokens.
             generation: Further arguments of `model.generate`: `do_sample=True`, `streamer=...`, `eos_token_id=...`.
 
@@ -247,7 +197,7 @@ class Conversation:
                 also whatever the edit raises.
         """
         check_values(Natural, max_new_tokens=max_new_tokens)
-        return self._take_turn(self._prompt_ids(prompt), max_new_tokens, generation)
+        return self._take_turn(self._encode(prompt, "prompt", special=not self.turns), max_new_tokens, generation)
 
     def say(self, prompt: str | Sequence[int], answer: str | Sequence[int]) -> Turn:
         """Take a turn with a given answer, so that histories are the same for every model and edit.
@@ -257,7 +207,7 @@ class Conversation:
         Raises:
             SinkscopeError: As for `ask`, or the answer is empty.
         """
-        new = self._prompt_ids(prompt)
+        new = self._encode(prompt, "prompt", special=not self.turns)
         gold = self._encode(answer, "answer", special=False)
         force = LogitsProcessorList([ForcedAnswer([gold], len(self.ids) + len(new))])
         return self._take_turn(new, len(gold), {"logits_processor": force}, gold)
@@ -285,7 +235,12 @@ class Conversation:
                     f"{name}={value!r}: a conversation has a cache of its own, and writes one row of text token by "
                     f"token; leave it out, or give {name}=None"
                 )
-        recorder = TurnRecorder(self._snapshot, self._snapshot.cache())
+        cache: Any = DynamicCache()
+        if self._layers:
+            cache.layers = [layer.copy() for layer in self._layers]
+            cache.layer_class_to_replicate = None
+        seen = cache.get_seq_length()
+        recorder = TurnRecorder(cache, self._sequence)
         edit = recorder if self._edit is None else recorder | self._edit
         # The prompt is read in one pass, on this cache.
         ours: dict[str, Any] = {"use_cache": True, "cache_implementation": None, "prefill_chunk_size": None}
@@ -299,7 +254,7 @@ class Conversation:
                 target.hf,
                 ids,
                 attention_mask=torch.ones_like(ids),
-                past_key_values=recorder.cache,
+                past_key_values=cache,
                 max_new_tokens=max_new_tokens,
                 fixed=gold is not None,
                 **settings,
@@ -316,39 +271,26 @@ class Conversation:
             ids=tuple(answer),
             text=text,
             prompt_tokens=len(whole),
-            queries=len(whole) - self._snapshot.seen,
+            queries=len(whole) - seen,
             events=tuple(run.events),
             read=read[0] if read else None,
             lines=tuple(recorder.lines.get(layer) for layer in range(target.n_layers)),
             output=output,
         )
-        self._snapshot = recorder.snapshot(len(whole), self._keeps_answers)
+        self._keep(cache, len(whole), recorder)
         self.turns = [*self.turns, turn]
         return turn
 
-    def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
-        """Token ids of a prompt, in the chat template if there is one."""
-        if not self.chat or not isinstance(prompt, str):
-            return self._encode(prompt, "prompt", special=not self.turns)
-        if not prompt.strip():
-            raise SinkscopeError(f"turn {len(self.turns) + 1}, the prompt is empty: write at least one word")
-        messages = [{"role": "user", "content": prompt}]
-        if self.turns:
-            messages = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _ANSWER_MARK}, *messages]
-        text = chat_text(self.tokenizer, messages, self.target.name)
-        if not self.turns:
-            return self._encode(text, "prompt", special=False)
-        _, mark, rest = text.partition(_ANSWER_MARK)
-        if not mark:
-            raise SinkscopeError(
-                f"the chat template of {self.target.name} does not show earlier answers: leave out chat, and put what "
-                "stands between turns into the prompts"
-            )
-        new = self._encode(rest, "prompt", special=False)
-        # The token that ends an answer is in the template, and may have been generated too.
-        if self.turns[-1].ids[-1] == new[0] and new[0] in self.tokenizer.all_special_ids:
-            del new[0]
-        return new
+    def _keep(self, cache: Any, prompt_tokens: int, recorder: TurnRecorder) -> None:
+        """Keep the cache after a turn: with the answer's keys and values, or cut back to `prompt_tokens`."""
+        refuse_states(cache, "a conversation")
+        for layer in cache.layers:
+            layer.settle()
+            if not self._keeps_answers:
+                layer.crop(prompt_tokens - layer.seen)
+        # What `generate` returned may hold the cache itself, and others may go on with it.
+        self._layers = [layer.copy() for layer in cache.layers]
+        self._sequence = recorder.after_answer if self._keeps_answers else recorder.after_prompt
 
     def _encode(self, text: str | Sequence[int], what: str, *, special: bool) -> list[int]:
         target = replace(self.target, tokenizer=self.tokenizer)  # also a tokenizer that was set later

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Budget, Natural, Part, Whole, check_fields
-from sinkscope.interventions.base import Intervention, Run
+from sinkscope.interventions.base import Run
 from sinkscope.kv.loopserve.progressive import Progressive, steps_summary
-from sinkscope.kv.loopserve.sparse_prompts import SparsePrompts, line_limit, prompts_summary
-from sinkscope.kv.session import Session
+from sinkscope.kv.loopserve.sparse_prompts import SparsePrompts, line_limit
 from sinkscope.lines.choice import HeadLines, Variant, choice_cost, draw_of, held_out, select_lines
 
 FLAT_COST = 0.15
@@ -34,7 +33,7 @@ class LoopServeDecoding(Progressive):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoopServe(Intervention):
+class LoopServe(SparsePrompts):
     """Choose lines of attention for every prompt and head, compute only those, and decode from part of the cache.
 
     A prompt is any call with several tokens. In a dialogue on one cache it consists of the new turn's tokens, which
@@ -139,33 +138,27 @@ class LoopServe(Intervention):
         """The policy of the decoding half."""
         return LoopServeDecoding(budget=self.budget, every=self.interval, after=self.first)
 
+    @property
+    def choice_rows(self) -> int:
+        """The sample, and the queries that are checked for a sought key."""
+        return self.sample + (self.checked if self.variant == "exact" else 0)
+
     def enter(self, run: Run, key: int) -> None:
         """Replace attention of prompts, and own the cache."""
-        session = Session.of(run)
         if self.prefill and self.alpha < 1:
-            checked = self.checked if self.variant == "exact" else 0
-            prompts = SparsePrompts(
-                name="LoopServe",
-                choose=self._choose_lines,
-                dense_above=self.dense_above,
-                shortest=self.shortest,
-                dense_rows=self.dense_rows,
-                held_out=self._held_out,
-                pays=self._pays,
-                choice_rows=self.sample + checked,
-            )
-            prompts.enter(session)
+            super().enter(run, key)
             run.stack.callback(self._warn, run)
         if self.decode:
             self.decoding.enter(run, key)
 
-    def _choose_lines(
+    def lines(
         self,
         query: Float[Tensor, "head query d_head"],
         key: Float[Tensor, "kv_head key d_head"],
         scaling: float | None,
         layer: int,
     ) -> HeadLines:
+        """The lines that hold `alpha` of the sampled attention with the fewest cells."""
         queries, keys = query.shape[1], key.shape[1]
         return select_lines(
             query,
@@ -188,21 +181,20 @@ class LoopServe(Intervention):
             return 0.0
         return choice_cost(query.shape[1], keys, self.sample, self.checked)
 
-    def _pays(self, query: Float[Tensor, "head query d_head"], keys: int, flat: bool) -> bool:
+    def pays(self, query: Float[Tensor, "head query d_head"], keys: int, flat: bool = False) -> bool:
         """Whether lines can save more than the choice costs; where none were found, whether the search costs little."""
         cost = self._cost(query, keys)
         if flat and cost > FLAT_COST:
             return False
         return cost == 0 or cost < line_limit(self.dense_above, query)
 
-    def _held_out(self, queries: int, keys: int, layer: int) -> Int[Tensor, " row"]:
+    def held_out(self, queries: int, keys: int, layer: int) -> Int[Tensor, " row"]:
         """Queries that did not choose the lines."""
-        seed = draw_of(self.seed, layer, queries, keys)
-        return held_out(queries, sample=self.sample, seed=seed)
+        return held_out(queries, sample=self.sample, seed=draw_of(self.seed, layer, queries, keys))
 
     def summary(self, run: Run) -> str:
         """The share of attention that prompts computed, and the tokens that a decoding step read."""
-        return f"{prompts_summary('LoopServe', run)} {steps_summary('LoopServe', run)}".strip()
+        return f"{super().summary(run)} {steps_summary('LoopServe', run)}".strip()
 
     def _warn(self, run: Run) -> None:
         """Warn if the lines of a run's prompts hold less than they should for queries that did not choose them."""

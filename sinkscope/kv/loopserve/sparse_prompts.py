@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import abstractmethod
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
 import torch
 from einops import einsum, rearrange
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.interventions.base import Event, Run
+from sinkscope.files.records import check_fields
+from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.interventions.positions import Call
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.session import Session
@@ -32,7 +33,7 @@ class PromptRow:
         value: Values.
         scaling: Factor on the scores.
         layer: Decoder layer.
-        real: Which of the padded queries these are. None means all.
+        real: Which of the padded queries these are.
     """
 
     query: Float[Tensor, "head query d_head"]
@@ -40,23 +41,19 @@ class PromptRow:
     value: Float[Tensor, "kv_head key d_value"]
     scaling: float
     layer: int
-    real: Bool[Tensor, " padded"] | None = None
+    real: Bool[Tensor, " padded"]
 
     @classmethod
-    def of(cls, prompt: Attention, row: int) -> PromptRow | None:
-        """A row of a prompt; None if it is all padding."""
-        view = prompt.view
-        assert view is not None
+    def of(cls, prompt: Attention, view: View, row: int) -> PromptRow:
+        """A row of a prompt; it has no queries if it is all padding."""
         real = view.query_pos[row] >= 0
         occupied = view.pos[row, 0] >= 0
-        if not bool(real.any()):
-            return None
         query, key, value = prompt.query[row], prompt.key[row], prompt.value[row]
+        if not bool(real.all()):
+            query = query[:, real]
         if not bool(occupied.all()):
             key, value = key[:, occupied], value[:, occupied]
-        if bool(real.all()):
-            return cls(query, key, value, prompt.scaling, prompt.layer)
-        return cls(query[:, real], key, value, prompt.scaling, prompt.layer, real)
+        return cls(query, key, value, prompt.scaling, prompt.layer, real)
 
     def without_last(self, count: int) -> PromptRow:
         """All but the last positions."""
@@ -95,18 +92,18 @@ class PromptRead:
     Attributes:
         lines: Lines along which the queries attended, except last queries that attend to everything.
         sparsity: What was computed.
-        outputs: Outputs of successive queries, `[head query d_value]`; none if every head is dense.
+        output: What attention gives; None if every head is dense.
         recovered: Share of the attention of held-out queries that each head's lines hold; None if not measured.
-        last_error: Error of the output of the last query, as a share of its norm.
         choice: Cells computed to choose lines and to measure what they hold, as a share of the causal cells.
+        last_error: Error of the output of the last query, as a share of its norm.
     """
 
     lines: HeadLines
     sparsity: Sparsity
-    outputs: tuple[Float[Tensor, "head query d_value"], ...] = ()
-    recovered: Float[Tensor, " head"] | None = None
+    output: Float[Tensor, "head query d_value"] | None
+    recovered: Float[Tensor, " head"] | None
+    choice: float
     last_error: Tensor | float = 0.0
-    choice: float = 0.0
 
     def event_data(self) -> dict[str, Any]:
         """What the event of kind "prefill" says."""
@@ -128,47 +125,78 @@ class PromptRead:
         return data
 
 
-@dataclass(frozen=True, eq=False)
-class SparsePrompts:
-    """Reads prompts along lines, row by row, and logs an event of kind "prefill" for every row and layer.
+class SparsePrompts(Intervention):
+    """Base of interventions that read prompts along lines, row by row, and of no other call.
+
+    A subclass is a frozen dataclass with the method `lines`; every row and layer of a prompt logs an event of kind
+    "prefill".
 
     Attributes:
-        name: Name of the intervention, for errors.
-        choose: Function that returns lines for `query [head query d_head]`, `key [kv_head key d_head]`, the factor on
-            the scores and the layer.
         dense_above: Share of computed cells above which a head is dense. None uses the kernel's default, and leaves
             prompts on devices without a kernel of their own to the model's attention.
         shortest: Prompts with fewer keys are read by the model's own attention.
         dense_rows: Number of queries at the end that attend to everything.
-        held_out: Function of the numbers of queries and keys and the layer; it returns the indices of queries on which
-            to measure how much attention the lines hold. None skips the measurement.
-        pays: Function of the queries of a row, its number of keys, and whether every head was dense when lines of the
-            same cache were last chosen: whether to look for lines. None: always.
         choice_rows: Number of queries whose attention to all keys is computed in order to choose lines.
     """
 
-    name: str
-    choose: Callable[[Tensor, Tensor, float | None, int], HeadLines]
     dense_above: float | None = torch.inf
     shortest: int = 0
     dense_rows: int = 0
-    held_out: Callable[[int, int, int], Tensor] | None = None
-    pays: Callable[[Tensor, int, bool], bool] | None = None
     choice_rows: int = 0
 
-    def enter(self, session: Session) -> None:
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    # To be written by a subclass ----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def lines(
+        self,
+        query: Float[Tensor, "head query d_head"],
+        key: Float[Tensor, "kv_head key d_head"],
+        scaling: float | None,
+        layer: int,
+    ) -> HeadLines:
+        """Lines along which queries of a layer attend; `scaling` is the factor on the scores."""
+
+    def held_out(self, queries: int, keys: int, layer: int) -> Int[Tensor, " row"] | None:
+        """Queries on which to measure how much attention the lines hold; None: on none."""
+
+    def pays(self, query: Float[Tensor, "head query d_head"], keys: int, flat: bool = False) -> bool:
+        """Whether to look for lines; `flat` says whether every head was dense when that was last done in this cache."""
+        return True
+
+    @property
+    def shown_name(self) -> str:
+        """Name in messages."""
+        return type(self).__name__
+
+    # Done here ----------------------------------------------------------------------------------------------------
+
+    def enter(self, run: Run, key: int) -> None:
         """Replace the attention of prompts.
 
         Raises:
             UnsupportedError: The model is a TransformerBridge.
         """
+        session = Session.of(run)
         if session.target.kind == "bridge":
             raise UnsupportedError(
-                f"a TransformerBridge computes its own attention, so {self.name} cannot make prompts sparse on it: "
-                "load the model with backend='hf'; LoopServe can leave prompts as they are, too, with prefill=False",
+                f"a TransformerBridge computes its own attention, so {self.shown_name} cannot make prompts sparse on "
+                "it: load the model with backend='hf'; LoopServe can leave prompts as they are, too, with "
+                "prefill=False",
                 page="kv-session",
             )
         session.replace_prefill(lambda prompt, kv: self._attend(prompt, kv, session))
+
+    def summary(self, run: Run) -> str:
+        """How much of the prompts' attention was computed; "" if there was no prompt."""
+        shares = [event.data.get("cells", 1.0) for event in run.events if event.kind == "prefill"]
+        if not shares:
+            return ""
+        return (
+            f"{self.shown_name} computed {fmean(shares):.0%} of the attention of prompts, the choice of lines included."
+        )
 
     def _attend(
         self, prompt: Attention, kv: CacheLayer | None, session: Session
@@ -182,8 +210,8 @@ class SparsePrompts:
         reads: dict[int, PromptRead] = {}
         if why_dense is None:
             for number in range(len(prompt.query)):
-                row = PromptRow.of(prompt, number)
-                if row is None:
+                row = PromptRow.of(prompt, view, number)
+                if not row.query.shape[1]:
                     continue
                 rows[number] = row
                 reads[number] = self.read(row)
@@ -193,52 +221,48 @@ class SparsePrompts:
         if why_dense is not None:
             return None
         flat.discard(prompt.layer)
-        if not any(read.outputs for read in reads.values()):
+        if all(read.output is None for read in reads.values()):
             flat.add(prompt.layer)
-            if _stock_is_fast(prompt, view, session):
+            padded = bool((view.query_pos < 0).any())
+            if not padded and not session.now.own_masks and not prompt.is_eager:  # stock attention builds no matrix
                 return None
         batch, heads, queries = prompt.query.shape[:3]
         whole = prompt.query.new_zeros(batch, queries, heads, prompt.value.shape[-1])
         for number, row in rows.items():
-            outputs = reads[number].outputs or (row.dense(row.query.shape[1]),)
-            parts = [rearrange(output, "head query d_value -> query head d_value") for output in outputs]
-            if row.real is None:
-                torch.cat(parts, out=whole[number])
-            else:
-                whole[number, row.real] = torch.cat(parts).to(whole.dtype)
+            output = reads[number].output
+            if output is None:
+                output = row.dense(row.query.shape[1])
+            whole[number, row.real] = rearrange(output, "head query d_value -> query head d_value").to(whole.dtype)
         return whole
 
     def read(self, row: PromptRow) -> PromptRead:
         """Read a row as it would be read alone, also if it shares a batch with longer prompts."""
         heads, queries, keys = len(row.query), row.query.shape[1], row.key.shape[1]
-        shares = None if self.held_out is None else torch.ones(heads)
-        if keys < self.shortest or queries <= self.dense_rows or not self._may_pay(row.query, keys):
-            return PromptRead(row.all_lines(queries), all_dense(heads), recovered=shares)
-        body = row.without_last(self.dense_rows)
-        lines = self.choose(body.query, body.key, row.scaling, row.layer)
+        body = row.without_last(min(self.dense_rows, queries))
+        held_out = self.held_out(body.query.shape[1], body.key.shape[1], row.layer)
+        shares = None if held_out is None else torch.ones(heads)
+        if keys < self.shortest or queries <= self.dense_rows or not self.pays(body.query, keys):
+            return PromptRead(row.all_lines(queries), all_dense(heads), None, shares, 0.0)
+        lines = self.lines(body.query, body.key, row.scaling, row.layer)
         met = min(self.choice_rows, queries)  # queries that meet all keys besides attention
         if line_limit(self.dense_above, row.query) < 1 and bool(lines.vertical.all()):
-            return PromptRead(lines, all_dense(heads), recovered=shares, choice=met * keys / row.cells())
+            return PromptRead(lines, all_dense(heads), None, shares, met * keys / row.cells())
         output, sparsity = sparse_attention(
             body.query, body.key, body.value, lines, scaling=row.scaling, dense_above=self.dense_above
         )
-        if self.held_out is not None and not all(sparsity.dense):
-            held_out = self.held_out(body.query.shape[1], body.key.shape[1], row.layer)
+        if held_out is not None and not all(sparsity.dense):
             met += len(held_out)
             shares = recovered(body.query, body.key, lines, row.scaling, held_out)
             shares[torch.tensor(sparsity.dense, device=shares.device)] = 1.0
-        read = PromptRead(lines, sparsity, (output,), shares, choice=met * keys / row.cells())
+        last_error: Tensor | float = 0.0
         if self.dense_rows:
-            end = row.dense(self.dense_rows)
-            return replace(read, sparsity=_with_dense_end(sparsity, body.cells() / row.cells()), outputs=(output, end))
-        if shares is None:
-            return read
-        return replace(read, last_error=row.last_error(output[:, -1]))
+            output = torch.cat([output, row.dense(self.dense_rows)], 1)
+            sparsity = _with_dense_end(sparsity, body.cells() / row.cells())
+        elif shares is not None:
+            last_error = row.last_error(output[:, -1])
+        return PromptRead(lines, sparsity, output, shares, met * keys / row.cells(), last_error)
 
-    def _may_pay(self, query: Float[Tensor, "head query d_head"], keys: int, flat: bool = False) -> bool:
-        return self.pays is None or self.pays(query[:, self.dense_rows :], keys, flat)
-
-    def why_dense(self, prompt: Attention, view: View, kv: CacheLayer | None, flat: bool = False) -> str | None:
+    def why_dense(self, prompt: Attention, view: View, kv: CacheLayer | None, flat: bool) -> str | None:
         """Why the model's own attention must be used or is better; None if lines are used.
 
         `flat` says whether every head of the layer was dense when lines were last chosen.
@@ -247,7 +271,7 @@ class SparsePrompts:
         cached = (view.pos[:, 0] >= 0).sum(-1)
         if bool((cached < self.shortest).all()):
             return f"fewer than {self.shortest} keys"
-        if not self._may_pay(prompt.query[0], keys, flat):
+        if not self.pays(prompt.query[0, :, self.dense_rows :], keys, flat):
             return f"{prompt.queries} new tokens are too few to pay for a choice of lines"
         why_no_kernel = missing(prompt.query[0], prompt.value[0])
         if why_no_kernel is not None:
@@ -303,17 +327,3 @@ def _with_dense_end(sparsity: Sparsity, line_share: float) -> Sparsity:
         cells=tuple(line_share * cells + 1 - line_share for cells in sparsity.cells),
         computed=tuple(line_share * computed + 1 - line_share for computed in sparsity.computed),
     )
-
-
-def _stock_is_fast(prompt: Attention, view: View, session: Session) -> bool:
-    """Whether the model's own attention is as fast as any for a prompt: its mask is there, and it builds no matrix."""
-    padded = bool((view.query_pos < 0).any())
-    return not padded and not session.now.own_masks and not prompt.is_eager
-
-
-def prompts_summary(name: str, run: Run) -> str:
-    """One sentence on how much of the prompts' attention was computed; "" if there was no prompt."""
-    shares = [event.data.get("cells", 1.0) for event in run.events if event.kind == "prefill"]
-    if not shares:
-        return ""
-    return f"{name} computed {fmean(shares):.0%} of the attention of prompts, the choice of lines included."
