@@ -221,8 +221,8 @@ def draw(result: Barcode) -> go.Figure:
     for head in map(html.escape, result.shown):
         titles += [f"{head}: generated", f"{head}: ordinary text" if len(pictures) > 1 else ""]
     specs: list[list[Any]] = [[{"colspan": 2}, None], *([{}, {}] for _ in result.shown)]
-    space = {"horizontal_spacing": 0.05, "vertical_spacing": 0.24 / rows}
-    fig: Any = make_subplots(rows, 2, specs=specs, subplot_titles=titles, **space)
+    gap = 0.24 / rows
+    fig: Any = make_subplots(rows, 2, specs=specs, subplot_titles=titles, horizontal_spacing=0.05, vertical_spacing=gap)
     colors = {"zmin": -1, "zmax": 1, "zmid": 0, "colorscale": "RdBu", "showscale": False}
     fig.add_heatmap(z=result.gain, y=result.layers, **colors, row=1, col=1)
     fig.update_yaxes(title_text="layer (heads to the right)", autorange="reversed", row=1, col=1)
@@ -301,13 +301,14 @@ def barcode(
     score, mass, width = _means(own, late)
     gain = score
     compared: dict[str, Any] = {}
+    plain: dict[int, HeadTracks] = {}
     ordinary = _control(setup, control, length)
     if ordinary is not None:
         plain = _recorded(setup, ordinary, prompt_tokens, wanted, shift)
         compared["control_score"] = _means(plain, late)[0]
         gain = score - compared["control_score"]
     named = named or _most_changed(gain, wanted)
-    if ordinary is not None:
+    if plain:
         compared["control_attention"] = _shown(plain, named)
     setup.progress("texts", 2, 2)
     return Barcode(
