@@ -367,7 +367,7 @@ def open_target(
         "trust_remote_code": trust_remote_code,
     }
     is_bundled = model is None or model == BUNDLED
-    if not (is_bundled or isinstance(model, str | os.PathLike)):
+    if not (model is None or isinstance(model, str | os.PathLike)):
         return _with_tokenizer(target_of(model, tokenizer), needed)
     source = locate(model, revision)
     if not (is_bundled or source.kind == "gguf" or source.planted or trust_remote_code):

@@ -706,8 +706,8 @@ def _attend(
         chosen = _within_blocks(module, attention_mask, blocks, query, key.shape[2], kwargs.get("position_ids"))
     if chosen is not None:
         attention_mask = _among_chosen(attention_mask, chosen)
-    if blocks is not None:
-        in_blocks = shown(attention_mask)
+        if blocks is not None:
+            in_blocks = shown(attention_mask)
     if all(handler.idle for handler in listeners):
         return _stock_attention(module)(module, query, key, value, attention_mask, **kwargs)
     latest = _LATEST.get()
