@@ -31,7 +31,7 @@ VERSION = 4
 def bench(
     *,
     task: Annotated[str, Option(metavar="TASK|FILE")],
-    methods: Annotated[Sequence[str], Option("--methods", reads="commas")],
+    methods: Annotated[Sequence[str], Option("--methods", metavar="LIST", reads="commas")],
     out: Annotated[Path | None, Option(metavar="DIR", writes=True)] = None,
     model: str | None = None,
     revision: str | None = None,
