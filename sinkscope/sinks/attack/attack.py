@@ -75,6 +75,8 @@ class ClusterAttack(Result):
     glossary: ClassVar = {
         "context": "what stands before: BOS, no BOS, or a chat template",
         "length": "tokens of the sequence",
+        "most_low": "lower end of the 95 % interval of `most`",
+        "most_high": "upper end of that interval",
     }
     percent = ("positions", "most", "most_low", "most_high", "round_trip")
     columns = ("context", "length", "source", "positions", "most", "first")
