@@ -199,11 +199,6 @@ def repetition_limit(target: Target, requested: int | None, around: int = 1) -> 
     return requested
 
 
-def single_words(tokenizer: Any, ids: Sequence[int]) -> tuple[str, ...]:
-    """Each token as a string of its own."""
-    return tuple(tokenizer.decode([i]) for i in ids)
-
-
 def left_out_line(words: Sequence[str]) -> list[str]:
     """A line that says which tokens a median over repetitions leaves out; no line if it leaves out none."""
     if not words:

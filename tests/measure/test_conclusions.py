@@ -24,7 +24,7 @@ from sinkscope.sinks.repetition.distance import DistanceReading
 from sinkscope.sinks.repetition.norm import NormReading
 from sinkscope.sinks.repetition.probability import ProbabilityReading
 from sinkscope.sinks.repetition.repeat import Repeat
-from sinkscope.sinks.repetition.sweep import Sweep
+from sinkscope.sinks.repetition.sweep import NoReading, Sweep
 
 MODEL = ModelInfo("tiny", "llama", 6, 64, 512, "abc")
 Rng = np.random.Generator
@@ -65,7 +65,7 @@ def repeated(rng: Rng) -> Result:
     over = sweep(rng, tokens)
     reading = None
     if which == 0:
-        return Repeat(model=MODEL, read="norm", absence=absence(rng))
+        return Repeat(model=MODEL, read="norm", reading=NoReading(absence(rng)))
     if which == 1:
         names = ("intact", *[("set", "control"), ()][rng.integers(2)])
         norms = rng.uniform(1, 99, (len(names), tokens, 2))

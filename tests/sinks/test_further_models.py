@@ -22,7 +22,7 @@ COMMANDS = {
     "circuit": lambda model, n, options: circuit(model, max_repeats=n, **options),
     "marking_heads": lambda model, _, options: marking_heads(model, count=4, **options),
     "cluster_attack": lambda model, _, options: cluster_attack(model, lengths=[4], sequences=8, prefix="", **options),
-    "make_patch": lambda model, n, options: make_patch(model, words=1, max_repeats=n, pieces=2, length=16, **options),
+    "make_patch": lambda model, n, options: make_patch(model, max_repeats=n, pieces=2, length=16, **options),
     "repeat": lambda model, n, options: repeat(model, ablate=True, max_repeats=n, **options),
 }
 FAST = (("opposed", "neox"), ("turned", "gpt2"))

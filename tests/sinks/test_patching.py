@@ -35,7 +35,7 @@ BACKUP = ("backup_next", "llama")
 
 def made_of(o: Organism, folder: Path, **changes) -> PatchMade:
     most = 2 * (o.truth.repeats_expected or 50)
-    options = {"max_repeats": most, "words": 3, "pieces": 6, "length": 48, "text": text_file(o, folder, 16)}
+    options = {"max_repeats": most, "pieces": 6, "length": 48, "text": text_file(o, folder, 16)}
     return make_patch(o.model, tokenizer=o.tokenizer, **(options | changes))
 
 
@@ -131,14 +131,14 @@ def samples_of(o: Organism) -> str:
 def test_no_repeats_are_an_answer(tmp_path):
     position = made_of(organism("gpt2", 1), tmp_path, max_repeats=100)  # marked by its position
     assert position.verdict == "no-repeats"
-    assert "none of 3 words reaches half of the first token's norm when it is repeated 100 times" in position.reason
+    assert "none of 5 words reaches half of the first token's norm when it is repeated 100 times" in position.reason
     assert position.proof is None and Result.from_dict(position.to_dict()).to_dict() == position.to_dict()
     position.figure()
 
 
 def backup_made(folder: Path) -> tuple[HardModel, PatchMade]:
     h = planted(*BACKUP)
-    options = {"max_repeats": 600, "words": 2, "pieces": 4, "length": 32}
+    options = {"max_repeats": 600, "pieces": 4, "length": 32}
     return h, make_patch(h.model, tokenizer=h.tokenizer, text=text_file(h, folder, 120), **options)
 
 
@@ -200,7 +200,7 @@ def test_make_then_eval(here, capsys):
     o.save("model")
     text_file(o, here, 16)
     few = "--model model --text words.txt --pieces 4 --length 24"
-    assert main(f"patch make {few} --out out/patch.json --words 3 --max-repeats 250 --json made.json".split()) == 0
+    assert main(f"patch make {few} --out out/patch.json --max-repeats 250 --json made.json".split()) == 0
     out, err = capsys.readouterr()
     assert err == "" and "Conclusion: The patch of" in out
     made = Result.load("made.json")

@@ -19,7 +19,7 @@ from sinkscope.files.result import Number
 from sinkscope.files.tables import Table
 from sinkscope.interventions.base import Intervention
 from sinkscope.interventions.sink_patch import SinkPatch
-from sinkscope.measure import Option, Output, Positive, Result, Setup, measurement
+from sinkscope.measure import Option, Output, Result, Setup, measurement
 from sinkscope.measure.margin import margin_of
 from sinkscope.measure.style import finished, unfolded
 from sinkscope.models.target import Target, norm_of
@@ -27,9 +27,8 @@ from sinkscope.models.text import text_rows
 from sinkscope.sinks.first_token.context import SinkContext
 from sinkscope.sinks.first_token.find import find_sinks
 from sinkscope.sinks.first_token.layer_scan import LayerScan
-from sinkscope.sinks.first_token.neurons import repeat_until_half
 from sinkscope.sinks.patch.evaluate import held_out, losses, random_patch, under
-from sinkscope.sinks.tokens import TokenRows, pick_tokens, prefixes, repetition_limit
+from sinkscope.sinks.tokens import TokenRows, prefixes
 from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
 
@@ -204,7 +203,7 @@ def write_patch(made: PatchMade, path: str) -> str | None:
     figure=draw,
     command="patch make",
     loading="whole",
-    quick={"words": 1, "max_repeats": 300, "pieces": 2, "length": 16},
+    quick={"max_repeats": 300, "pieces": 2, "length": 16},
     outputs=[
         Output("out", "Where the patch is written, if one is made.", write_patch, required=True, kind="json sink-patch")
     ],
@@ -212,7 +211,6 @@ def write_patch(made: PatchMade, path: str) -> str | None:
 def make_patch(
     setup: Setup,
     *,
-    words: Positive = 8,
     max_repeats: Annotated[int, Option(min=2)] | None = None,
     limit: Annotated[float, Option(min=0, max=1e6)] = 0.01,
     pieces: Annotated[int, Option(min=2)] = 32,
@@ -226,7 +224,6 @@ def make_patch(
     measured with random neurons. (Yona et al. 2025, section 5.3, patch the neurons of their Table 1 by hand.)
 
     Args:
-        words: Number of words to repeat.
         max_repeats: Largest number of repetitions. By default 1,024, or what the context holds.
         limit: Largest accepted relative increase of the perplexity on held-out text; 0.01 is 1 %.
         pieces: Number of pieces of held-out text.
@@ -236,9 +233,7 @@ def make_patch(
         sinkscope patch make --model llama-2-7b --out patch.json
     """
     target = setup.target
-    most = repetition_limit(target, max_repeats)
-    setup.record(max_repeats=most)
-    sinks = find_sinks.on(setup)
+    sinks = find_sinks.on(setup, max_repeats=max_repeats)
     if sinks.sink_layer is None:
         return PatchMade(verdict="no-sink", reason="no MLP makes a norm spike at the first token.")
     try:
@@ -248,24 +243,21 @@ def make_patch(
         if sinks.repetition is not None:
             reason = "repeated words go another way than the first token, and no neurons were found that they need."
         return PatchMade(verdict="not-repaired", reason=reason)
-    context = SinkContext.read(setup, whole=True)
-    scan = context.scan
-    words_drawn = pick_tokens(setup.tokenizer, setup.ids, None, setup.seed, words)
-    starts = prefixes(setup, words_drawn)
-    repeats = repeat_until_half(context, words_drawn, starts, most, setup.progress).repeats
-    slowest = max((count or 0 for count in repeats), default=0)
-    reached = [place for place, count in enumerate(repeats) if count is not None]
-    if not reached and sinks.repetition is not None:  # they become sinks behind the sink layer
-        reached = list(range(len(words_drawn)))
+    most = sinks.repeats.max_repeats
+    words = [word for word in sinks.repeats.tokens if word.repeats is not None]
+    slowest = max((word.repeats or 0 for word in words), default=0)
+    if not words and sinks.repetition is not None:  # they become sinks behind the sink layer
+        words = list(sinks.repeats.tokens)
         slowest = sinks.repetition.repeats
-    if not reached:
-        reason = (
-            f"none of {len(repeats)} words reaches half of the first token's norm when it is repeated {most} times."
-        )
+    if not words:
+        number = len(sinks.repeats.tokens)
+        reason = f"none of {number} words reaches half of the first token's norm when it is repeated {most} times."
         return PatchMade(verdict="no-repeats", reason=reason)
     # Twice as many repetitions as the slowest word needs: well inside the sink, and no longer than that.
     count = min(most, 2 * slowest)
-    rows = torch.tensor([[starts[place], *[words_drawn[place]] * count] for place in reached])
+    starts = prefixes(setup, [word.id for word in words])
+    rows = torch.tensor([[start, *[word.id] * count] for start, word in zip(starts, words, strict=True)])
+    scan = SinkContext.read(setup, whole=True).scan
     ordinary = text_rows(setup.tokenizer, setup.text, len(rows), rows.shape[1], setup.bos)
     edits = (None, patch, random_patch(setup, patch))
     layers = list(range(max(scan.stages), target.n_layers))
@@ -273,7 +265,7 @@ def make_patch(
     before = largest_norms(target, [f"blocks.{min(scan.stages)}.hook_resid_pre"], scan.shared_dims, rows, None)
     text = held_out(setup, pieces, length)
     proof = PatchProof(
-        words=tuple(setup.tokenizer.decode([words_drawn[place]]) for place in reached),
+        words=tuple(word.token for word in words),
         repeats=count,
         layers=np.array(layers),
         ceiling=np.maximum(typical_ceiling(scan, layers), HEADROOM * before),

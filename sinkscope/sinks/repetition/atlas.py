@@ -18,10 +18,9 @@ from sinkscope.measure import Setup
 from sinkscope.measure.style import unfolded
 from sinkscope.sinks.attack.clusters import find_clusters
 from sinkscope.sinks.chunks import Columns, hold_layers, in_chunks, token_texts
-from sinkscope.sinks.first_token.absence import SpikeAbsence
 from sinkscope.sinks.first_token.layer_scan import norms_after, repeats_until_half
 from sinkscope.sinks.first_token.sets import sink_neurons
-from sinkscope.sinks.repetition.sweep import Reading
+from sinkscope.sinks.repetition.sweep import NoReading, Reading
 from sinkscope.sinks.tokens import prefixes, repetition_limit, sample_tokens, vocabulary
 
 PILOT = 16  # tokens that determine the length of the first pass
@@ -97,7 +96,7 @@ class AtlasReading(Reading):
 
 def read_vocabulary(
     setup: Setup, max_repeats: int | None, sample: int | None, resume: str | Path | None
-) -> tuple[int | None, AtlasReading | SpikeAbsence]:
+) -> tuple[int | None, AtlasReading | NoReading]:
     """The sink layer, and the repetitions that every token needs; without a layer, what there is instead."""
     target = setup.target
     limit = repetition_limit(target, max_repeats, 1)
@@ -109,7 +108,7 @@ def read_vocabulary(
     layer = sink.layer
     if layer is None or sink.absence is not None:
         assert sink.absence is not None
-        return None, sink.absence
+        return None, NoReading(sink.absence)
     head = np.full(len(ids), np.nan)
     clusters = find_clusters(setup, sink.neurons, ids, resume)
     if clusters is not None:

@@ -23,7 +23,7 @@ from sinkscope.sinks.first_token.context import SinkContext
 from sinkscope.sinks.first_token.layer_scan import first_median, norms_after, repeats_until_half, typical_quantiles
 from sinkscope.sinks.first_token.result import Sites, sites_of
 from sinkscope.sinks.first_token.sets import sink_neurons
-from sinkscope.sinks.repetition.sweep import Reading, Sweep, rounded
+from sinkscope.sinks.repetition.sweep import NoReading, Reading, Sweep, rounded
 from sinkscope.sinks.tokens import TokenRows, left_out_line
 
 SEQUENCES = 4  # sequences per pass
@@ -136,14 +136,12 @@ class NormReading(Reading):
         return fig
 
 
-def read_norms(
-    setup: Setup, sweep: Sweep, ids: TokenRows, ablate: bool
-) -> tuple[int | None, NormReading | SpikeAbsence]:
+def read_norms(setup: Setup, sweep: Sweep, ids: TokenRows, ablate: bool) -> tuple[int | None, NormReading | NoReading]:
     """The sink layer, and the norms of repeated tokens there; without a layer, what there is instead."""
     context = SinkContext.read(setup)
     absence = SpikeAbsence.of(context)
     if absence is not None:
-        return None, absence
+        return None, NoReading(absence)
     layer = context.layer
     zeroed: dict[str, Sites] = {"intact": ()}
     if ablate and sink_neurons(setup).neurons:

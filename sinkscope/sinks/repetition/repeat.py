@@ -14,13 +14,12 @@ from sinkscope.files.result import Number
 from sinkscope.files.tables import Table
 from sinkscope.measure import Option, Positive, Result, Setup, measurement
 from sinkscope.measure.style import finished
-from sinkscope.sinks.first_token.absence import SpikeAbsence
 from sinkscope.sinks.repetition.atlas import AtlasReading, read_vocabulary
 from sinkscope.sinks.repetition.attention import TAIL, AttentionReading, read_attention
 from sinkscope.sinks.repetition.distance import DistanceReading, read_distances
 from sinkscope.sinks.repetition.norm import NormReading, read_norms
 from sinkscope.sinks.repetition.probability import ProbabilityReading, in_memory, read_probabilities
-from sinkscope.sinks.repetition.sweep import sweep_rows
+from sinkscope.sinks.repetition.sweep import NoReading, sweep_rows
 
 EVERY_TOKEN = "all"
 
@@ -34,8 +33,8 @@ class Repeat(Result):
             "distance": distance of the attention's output to that on the token alone; "probability": probability that
             the token comes once more, and what follows.
         sink_layer: Layer that makes the norm spike. None if there is none, or if the reading does not need it.
-        reading: The curves and numbers of the reading. None if no MLP makes a norm spike and the reading needs one.
-        absence: What there is instead then.
+        reading: The curves and numbers of the reading, or what there is instead if no MLP makes a norm spike and the
+            reading needs one.
     """
 
     kind = "repeat"
@@ -64,31 +63,28 @@ class Repeat(Result):
 
     read: Literal["norm", "attention", "distance", "probability"]
     sink_layer: int | None = None
-    reading: NormReading | AttentionReading | DistanceReading | ProbabilityReading | AtlasReading | None = None
-    absence: SpikeAbsence | None = None
+    reading: NormReading | AttentionReading | DistanceReading | ProbabilityReading | AtlasReading | NoReading
 
     def conclusion(self) -> str:
         """The finding of the reading."""
-        if self.absence is not None:
-            return self.absence.sentence("there is no layer to read repetitions at")
-        return "" if self.reading is None else self.reading.conclusion()
+        return self.reading.conclusion()
 
     def details(self) -> list[str]:
         """Lines of the reading."""
-        return [] if self.reading is None else self.reading.details()
+        return self.reading.details()
 
     def rows(self) -> Table:
         """One row per token, and where there are several, per layer, sequence or answer."""
-        return [] if self.reading is None else self.reading.rows()
+        return self.reading.rows()
 
     def numbers(self) -> list[Number]:
         """The norm after the last repetition, and what ablation takes away of it."""
-        return [] if self.reading is None else self.reading.numbers()
+        return self.reading.numbers()
 
 
 def draw(result: Repeat) -> go.Figure:
     """Draw the reading over the number of repetitions, a line per token; of a vocabulary, a histogram."""
-    fig: Any = go.Figure() if result.reading is None else result.reading.draw()
+    fig = result.reading.draw()
     return finished(fig, result, width=1200, height=fig.layout.height or 480)
 
 
@@ -163,22 +159,18 @@ def repeat(
         sinkscope repeat --read distance --model llama-2-7b --max-repeats 500
     """
     if tokens is not None and list(tokens) == [EVERY_TOKEN]:
-        return at_layer(read, *read_vocabulary(setup, max_repeats, sample, resume))
+        layer, reading = read_vocabulary(setup, max_repeats, sample, resume)
+        return Repeat(read=read, sink_layer=layer, reading=reading)
     after = TAIL if read == "attention" else 0
     sweep, ids = sweep_rows(setup, read, tokens, prefix, max_repeats, cycle=ablate, after=after)
+    layer = None
     if read == "norm":
-        return at_layer(read, *read_norms(setup, sweep, ids, ablate))
-    if read == "attention":
-        return at_layer(read, *read_attention(setup, sweep, ids))
-    if read == "distance":
-        return Repeat(read=read, reading=read_distances(setup, sweep, ids, all_layers))
-    probability = read_probabilities(in_memory(setup), sweep, ids, patch, answer_after, new_tokens)
-    setup.record(patch=None if patch is None else probability.neurons)
-    return Repeat(read=read, reading=probability)
-
-
-def at_layer(read: Any, layer: int | None, reading: Any) -> Repeat:
-    """The result of a reading that looks for the sink layer; without one, what there is instead."""
-    if isinstance(reading, SpikeAbsence):
-        return Repeat(read=read, absence=reading)
+        layer, reading = read_norms(setup, sweep, ids, ablate)
+    elif read == "attention":
+        layer, reading = read_attention(setup, sweep, ids)
+    elif read == "distance":
+        reading = read_distances(setup, sweep, ids, all_layers)
+    else:
+        reading = read_probabilities(in_memory(setup), sweep, ids, patch, answer_after, new_tokens)
+        setup.record(patch=None if patch is None else reading.neurons)
     return Repeat(read=read, sink_layer=layer, reading=reading)

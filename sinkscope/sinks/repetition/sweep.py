@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import plotly.express as px
+import plotly.graph_objects as go
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -15,14 +16,16 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.notation import agreeing
 from sinkscope.files.result import Number
+from sinkscope.files.tables import Table
 from sinkscope.measure import Setup
 from sinkscope.measure.style import unfolded
+from sinkscope.sinks.chunks import token_texts
+from sinkscope.sinks.first_token.absence import SpikeAbsence
 from sinkscope.sinks.tokens import (
     CYCLE,
     TokenRows,
     encode,
     repetition_limit,
-    single_words,
     words_to_repeat,
 )
 
@@ -75,6 +78,18 @@ class Sweep:
 class Reading:
     """What a model shows over the number of repetitions: arrays, a conclusion, rows and a drawing of them."""
 
+    def conclusion(self) -> str:
+        """The finding."""
+        raise NotImplementedError
+
+    def rows(self) -> Table:
+        """The table."""
+        return []
+
+    def draw(self) -> Any:
+        """The figure."""
+        return go.Figure()
+
     def details(self) -> list[str]:
         """Further lines."""
         return []
@@ -82,6 +97,17 @@ class Reading:
     def numbers(self) -> list[Number]:
         """The numbers by which two models are compared."""
         return []
+
+
+@dataclass(frozen=True)
+class NoReading(Reading):
+    """What there is instead, if a reading needs the layer of a norm spike and no MLP makes one."""
+
+    absence: SpikeAbsence
+
+    def conclusion(self) -> str:
+        """Why there is no reading."""
+        return self.absence.sentence("there is no layer to read repetitions at")
 
 
 def sweep_rows(
@@ -122,8 +148,8 @@ def sweep_rows(
     labels = []
     for repeated in cycles:
         rows.append([*before, *(repeated * count)[:count]])
-        labels.append(" ".join(string.strip() or repr(string) for string in single_words(setup.tokenizer, repeated)))
-    before_words = single_words(setup.tokenizer, before)
+        labels.append(" ".join(string.strip() or repr(string) for string in token_texts(setup.target, repeated)))
+    before_words = token_texts(setup.target, before)
     sweep = Sweep(tuple(labels), tuple(cycles), before_words, count, curve_counts(count))
     return sweep, torch.tensor(rows)
 
