@@ -29,8 +29,7 @@ from sinkscope.kv import Full, StreamingLLM, policies
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.loopserve import LoopServe
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.circuit import circuit
-from sinkscope.sinks.first_token.circuit_result import NEURONS, Circuit
+from sinkscope.sinks.first_token.circuit import NEURONS, Circuit, circuit
 from sinkscope.sinks.first_token.find import find_sinks
 from sinkscope.trace.run import trace
 

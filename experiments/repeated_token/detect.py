@@ -123,8 +123,8 @@ def measure(setup: Setup, lengths: Sequence[int], sequences: int) -> list[dict[s
         return []
     contexts = attack_contexts(setup, None)
     left_out = {int(token) for token in setup.tokenizer.all_special_ids}
-    for context in contexts:
-        left_out |= set(context.lead)
+    for lead in contexts.values():
+        left_out |= set(lead)
     served = {head: clusters.tokens_of(head) for head in clusters.heads}
     pools = make_pools(served, int(setup.target.config.vocab_size), left_out)
     texts = {"text": setup.text, "code": source_code(), "repetition": honest_repetition(seed=setup.seed)}
@@ -134,16 +134,16 @@ def measure(setup: Setup, lengths: Sequence[int], sequences: int) -> list[dict[s
         drawn = drawn_sequences(pools, length, sequences, setup.seed)
         if not len(drawn):
             continue
-        for context in contexts:
-            quiet = {name: watch.scores(context.lead, piece)[0] for name, piece in pieces.items()}
+        for context, lead in contexts.items():
+            quiet = {name: watch.scores(lead, piece)[0] for name, piece in pieces.items()}
             quiet["all"] = torch.cat(list(quiet.values()))
             for attack, ids in (("cluster", drawn), ("repeated", repeated_first(drawn))):
-                scores, sinks = watch.scores(context.lead, ids)
+                scores, sinks = watch.scores(lead, ids)
                 for harmless, of_text in quiet.items():
                     for hits, window in RULES:
                         if hits <= scores.shape[1]:
                             loud, low = peak(scores, hits, window)[sinks], peak(of_text, hits, window)
-                            place = {"context": context.name, "length": length, "attack": attack, "harmless": harmless}
+                            place = {"context": context, "length": length, "attack": attack, "harmless": harmless}
                             rows.append(
                                 {**place, "rule": f"{hits} of {window}", **judged(loud, low), "tried": len(ids)}
                             )

@@ -35,9 +35,7 @@ def single_token(tokenizer: Any, string: str) -> int:
     if string == getattr(tokenizer, "unk_token", None):
         unknown = None
     pieces = []
-    for form in (string, " " + string):
-        if not string:
-            break
+    for form in (string, " " + string) if string else ():
         ids = tokenizer(form, add_special_tokens=False)["input_ids"]
         if len(ids) == 1 and ids[0] != unknown:
             return int(ids[0])

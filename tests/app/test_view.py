@@ -28,8 +28,7 @@ from sinkscope.app.view.server import LARGEST_REQUEST, application, serve
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.notation import neuron_name
 from sinkscope.files.result import Result
-from sinkscope.sinks.first_token.circuit import circuit
-from sinkscope.sinks.first_token.circuit_result import Circuit
+from sinkscope.sinks.first_token.circuit import Circuit, circuit
 
 CLICK = "document.querySelector('{}').click()"
 PICTURE = "document.querySelector('#rows').toDataURL()"

@@ -18,8 +18,7 @@ from organisms.hard import HardModel, hard
 
 from sinkscope.files.notation import neuron_name
 from sinkscope.models.wrapped import target_of
-from sinkscope.sinks.first_token.circuit import circuit
-from sinkscope.sinks.first_token.circuit_result import (
+from sinkscope.sinks.first_token.circuit import (
     KEYS,
     MARK,
     NEURONS,
@@ -27,6 +26,7 @@ from sinkscope.sinks.first_token.circuit_result import (
     Circuit,
     CircuitStep,
     Readers,
+    circuit,
 )
 from sinkscope.sinks.first_token.effects import Component, one_by_one
 from sinkscope.sinks.first_token.position_effect import PositionEffect

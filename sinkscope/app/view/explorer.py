@@ -36,8 +36,7 @@ from sinkscope.interventions.sites import head_of, site_of
 from sinkscope.kv.loopguard.guard import LoopGuard
 from sinkscope.measure import Setup
 from sinkscope.models.target import norm_of, on_input
-from sinkscope.sinks.first_token.circuit import Circuit, circuit
-from sinkscope.sinks.first_token.circuit_result import MARK, REPETITION
+from sinkscope.sinks.first_token.circuit import MARK, REPETITION, Circuit, circuit
 from sinkscope.sinks.first_token.find import find_sinks
 from sinkscope.sinks.first_token.layer_scan import LayerScan, scan_layers
 from sinkscope.sinks.first_token.layer_view import flat_number, view_layer

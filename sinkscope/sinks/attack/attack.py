@@ -27,7 +27,6 @@ from sinkscope.measure.margin import margin_of
 from sinkscope.measure.style import finished, unfolded
 from sinkscope.sinks.attack.clusters import TokenClusters, find_clusters
 from sinkscope.sinks.attack.sequences import (
-    AttackContext,
     Pools,
     attack_contexts,
     drawn_sequences,
@@ -242,7 +241,7 @@ def cluster_attack(
     lengths = sorted(set(lengths))
     setup.record(lengths=lengths, clusters="found" if clusters is None else "given")
     contexts = attack_contexts(setup, prefix)
-    before = max(len(context.lead) for context in contexts)
+    before = max(map(len, contexts.values()))
     remedy = "give a smaller --length"
     target.check_length(f"--length {lengths[-1]} behind {before} tokens", lengths[-1] + before, remedy=remedy)
     sink = sink_neurons(setup)
@@ -253,7 +252,7 @@ def cluster_attack(
     if token_clusters is not None:
         clusters = {head: token_clusters.tokens_of(head) for head in token_clusters.heads}
     left_out = {int(token) for token in setup.tokenizer.all_special_ids}
-    left_out.update(*[context.lead for context in contexts])
+    left_out.update(*contexts.values())
     size = int(target.config.vocab_size)
     pools = make_pools(clusters or {}, size, left_out)
     largest = max(map(len, pools.values()), default=0)
@@ -269,17 +268,17 @@ def cluster_attack(
         sink_layer=sink.layer,
         clusters=token_clusters,
         absence=sink.absence,
-        contexts=tuple(context.name for context in contexts),
+        contexts=tuple(contexts),
         lengths=np.array(lengths),
         sequences=sequences,
-        **attack_rates(setup, sink.layer or 0, contexts, lengths, (pools, everyone), sequences),
+        **attack_rates(setup, sink.layer or 0, tuple(contexts.values()), lengths, (pools, everyone), sequences),
     )
 
 
 def attack_rates(
     setup: Setup,
     layer: int,
-    contexts: Sequence[AttackContext],
+    leads: Sequence[tuple[int, ...]],
     lengths: Sequence[int],
     pools: tuple[Pools, Pools],
     sequences: int,
@@ -289,12 +288,12 @@ def attack_rates(
     Args:
         setup: The model and its text.
         layer: The layer where norms are read.
-        contexts: What stands before.
+        leads: What stands before.
         lengths: Tokens per sequence.
         pools: The clusters, and all tokens.
         sequences: Sequences of each kind; 0 if none can be made.
     """
-    shape = len(contexts), len(lengths), len(SOURCES)
+    shape = len(leads), len(lengths), len(SOURCES)
     rates: dict[str, Any] = {name: np.full(shape, np.nan) for name in NUMBERS}
     rates |= {"round_trip": np.full(shape[1:], np.nan), "reference": float("nan")}
     if not sequences:
@@ -308,17 +307,17 @@ def attack_rates(
         random = drawn_sequences(pools[1], length, sequences, setup.seed)
         for source, rows in enumerate((drawn, random, repeated_first(drawn))):
             rates["round_trip"][number, source] = round_trip(setup.tokenizer, rows)
-            for place, context in enumerate(contexts):
-                shares = attacked_norms(setup, layer, context, rows) / reference
+            for place, lead in enumerate(leads):
+                shares = attacked_norms(setup, layer, lead, rows) / reference
                 for name, value in success_of(shares, length - shares.shape[1]).items():
                     rates[name][place, number, source] = value
     return rates
 
 
-def attacked_norms(setup: Setup, layer: int, context: AttackContext, rows: TokenRows) -> Float[Tensor, "row attacked"]:
-    """Norms behind the context; the model's position 0 is left out."""
-    lead = torch.tensor(context.lead, dtype=torch.long)
-    ids = torch.cat([repeat(lead, "pos -> row pos", row=len(rows)), rows], dim=1)
+def attacked_norms(setup: Setup, layer: int, lead: tuple[int, ...], rows: TokenRows) -> Float[Tensor, "row attacked"]:
+    """Norms behind what stands before; the model's position 0 is left out."""
+    before = torch.tensor(lead, dtype=torch.long)
+    ids = torch.cat([repeat(before, "pos -> row pos", row=len(rows)), rows], dim=1)
     norms = norms_after(setup.target, layer, ids, SEQUENCES_AT_ONCE, setup.progress, "attacks")
     return norms[:, max(len(lead), 1) :]
 

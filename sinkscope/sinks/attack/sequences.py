@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from operator import eq
 from typing import Any
 
@@ -26,25 +25,16 @@ Pools = dict[int, Tensor]
 """Tokens to draw from, by the head that serves them."""
 
 
-@dataclass(frozen=True)
-class AttackContext:
-    """What stands before an attack: nothing, BOS, or BOS and the text of a chat."""
-
-    name: str
-    lead: tuple[int, ...]
-
-
-def attack_contexts(setup: Setup, prefix: str | None) -> tuple[AttackContext, ...]:
-    """BOS if sequences begin with it, no BOS, and a chat unless its prefix is empty."""
+def attack_contexts(setup: Setup, prefix: str | None) -> dict[str, tuple[int, ...]]:
+    """What stands before an attack, by name: BOS if there is one, no BOS, and a chat unless its prefix is empty."""
     start = () if setup.bos is None else (setup.bos,)
-    contexts = []
+    contexts: dict[str, tuple[int, ...]] = {"no BOS": ()}
     if start:
-        contexts.append(AttackContext("BOS", start))
-    contexts.append(AttackContext("no BOS", ()))
+        contexts = {"BOS": start, **contexts}
     chat = chat_ids(setup.tokenizer, prefix)
     if chat:
-        contexts.append(AttackContext("chat", start + chat))
-    return tuple(contexts)
+        contexts["chat"] = start + chat
+    return contexts
 
 
 def chat_ids(tokenizer: Any, prefix: str | None) -> tuple[int, ...]:

@@ -13,12 +13,10 @@ class SpikeAbsence:
     """No MLP makes a norm spike at the first token. That says nothing of attention, so both are looked at.
 
     Attributes:
-        spike: Whether the first token's norm stands out all the same.
         sink: Whether heads attend to some position, or to learned sink logits.
         length: Length of the texts in which attention was read.
     """
 
-    spike: bool
     sink: bool
     length: int
 
@@ -28,7 +26,7 @@ class SpikeAbsence:
         if context.sink_layer is not None:
             return None
         received = attention_received(context.target, context.ids, layers=len(context.scan.layers))
-        return cls(bool(context.scan.spike_layers), received.attended, context.ids.shape[1])
+        return cls(received.attended, context.ids.shape[1])
 
     def sentence(self, consequence: str) -> str:
         """Why something cannot be measured, and what there is.
@@ -36,9 +34,7 @@ class SpikeAbsence:
         Args:
             consequence: What cannot be measured, as a clause.
         """
-        missing = "No MLP makes a norm spike at the first token"
-        if self.spike:
-            missing = "The first token's norm stands out, but no MLP makes it"
+        attention = f"there is no attention sink in texts of {self.length} tokens"
         if self.sink:
-            return f"{missing}, so {consequence}; the model has an attention sink, see `circuit`."
-        return f"{missing}, so {consequence}; there is no attention sink in texts of {self.length} tokens."
+            attention = "the model has an attention sink, see `circuit`"
+        return f"No MLP makes a norm spike at the first token, so {consequence}; {attention}."

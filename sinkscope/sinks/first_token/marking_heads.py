@@ -37,7 +37,6 @@ from sinkscope.trace.run import trace
 
 PRESENT = 0.5  # share of the sink neurons' activation from which the sink counts as present
 BATCH_VALUES = 1 << 26  # largest number of values of one sink-layer activation in memory
-TABLE_HEADS = 16
 NAMED = 4  # heads that the conclusion names
 
 
@@ -164,6 +163,7 @@ class MarkingHeads(Result):
     """
 
     kind = "heads"
+    table_rows = 16
     percent = ("drop",)
     columns = ("head", "serves", "drop")
     glossary: ClassVar = {
@@ -200,10 +200,6 @@ class MarkingHeads(Result):
         names = [head_name(*place) for place in np.ndindex(drop.shape)]
         rows = unfolded({"serves": serves, "drop": drop}, head=names)
         return sorted(rows, key=lambda row: (-row["serves"], -row["drop"]))
-
-    def shown_rows(self) -> Table:
-        """The first rows."""
-        return self.rows()[:TABLE_HEADS]
 
     def conclusion(self) -> str:
         """Which heads mark the first token, and what other heads lose."""

@@ -518,12 +518,13 @@ class FindSinks(Result):
             return f"Neither a norm spike nor an attention sink: no norm stands out, and {few_heads(self.lengths)}."
         if sink is None:
             return self._made("Norm spike without an attention sink", ("",))
+        verdict = ""
         if spike is None:
             verdict = "Attention sink without a norm spike"
-            return brief(f"{verdict}: {sink.who}{where}; {sink.what}." for where in sink.conditions)
-        if 0 in spike.positions and sink.is_elsewhere:
-            read = "they read its own spike" if sink.carried_by == "spike" else sink.what
+        elif 0 in spike.positions and sink.is_elsewhere:
             verdict = "Norm spike at the first token, attention sink elsewhere"
+        if verdict:
+            read = "they read its own spike" if sink.carried_by == "spike" else sink.what
             return brief(f"{verdict}: {sink.who}{where}; {read}." for where in sink.conditions)
         if sink.carried_by != "spike":
             ignored = f"but most heads do not need the spike: {sink.what}"

@@ -70,8 +70,7 @@ class Sweep:
     def curves(self, values: Float[np.ndarray, "panel token n"], panels: Sequence[str], label: str) -> Any:
         """A line per token over the number of repetitions, one panel for each name; both axes logarithmic."""
         rows = unfolded({label: values}, panel=panels, token=self.tokens, repetitions=self.counts.tolist())
-        fig = px.line(rows, x="repetitions", y=label, color="token", facet_col="panel", log_x=True, log_y=True)
-        return fig.for_each_annotation(lambda note: note.update(text=note.text.removeprefix("panel=")))
+        return px.line(rows, x="repetitions", y=label, color="token", facet_col="panel", log_x=True, log_y=True)
 
 
 @dataclass(frozen=True)
