@@ -618,6 +618,8 @@ class FindSinks(Result):
                     f"{causal_set.drop_attention:.1%} of that attention ({texts}); {causal_set.heads_lost:.0%} of "
                     "these heads lose at least half."
                 )
+            if causal_set.kind == "minimal" and not self.causal:
+                sentences.append("None of these neurons alone takes away a tenth of the norm.")
         return sentences
 
     def _later_sentences(self) -> list[str]:
