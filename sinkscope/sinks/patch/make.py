@@ -28,7 +28,7 @@ from sinkscope.sinks.first_token.context import SinkContext
 from sinkscope.sinks.first_token.find import find_sinks
 from sinkscope.sinks.first_token.layer_scan import LayerScan
 from sinkscope.sinks.patch.evaluate import held_out, losses, random_patch, under
-from sinkscope.sinks.tokens import TokenRows, prefixes
+from sinkscope.sinks.tokens import TokenRows, prefixes, repetition_limit
 from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
 
@@ -233,7 +233,9 @@ def make_patch(
         sinkscope patch make --model llama-2-7b --out patch.json
     """
     target = setup.target
-    sinks = find_sinks.on(setup, max_repeats=max_repeats)
+    most = repetition_limit(target, max_repeats)
+    sinks = find_sinks.on(setup)
+    setup.record(max_repeats=most)
     if sinks.sink_layer is None:
         return PatchMade(verdict="no-sink", reason="no MLP makes a norm spike at the first token.")
     try:
@@ -243,8 +245,7 @@ def make_patch(
         if sinks.repetition is not None:
             reason = "repeated words go another way than the first token, and no neurons were found that they need."
         return PatchMade(verdict="not-repaired", reason=reason)
-    most = sinks.repeats.max_repeats
-    words = [word for word in sinks.repeats.tokens if word.repeats is not None]
+    words = [word for word in sinks.repeats.tokens if word.repeats is not None and word.repeats <= most]
     slowest = max((word.repeats or 0 for word in words), default=0)
     if not words and sinks.repetition is not None:  # they become sinks behind the sink layer
         words = list(sinks.repeats.tokens)
