@@ -100,13 +100,11 @@ def test_the_score_equals_its_definition_whatever_the_calls(family):
     for t in range(40):
         for offset in range(min(suffix, t)):  # the first position belongs to no suffix
             rows[:, t, offset] = dense[:, t, t - offset]
-    score, mass, width = whole.tracks()
+    score, mass = whole.tracks()
     assert_close(mass, rows.sum(-1), rtol=1e-3, atol=1e-5)
     shared = torch.minimum(rows[:, shift:], rows[:, :-shift]).sum(-1)
     assert_close(score[:, shift:], shared, rtol=1e-3, atol=1e-5)
     assert (score[:, :shift] == 0).all()
-    p = rows[:, 5:] / rows[:, 5:].sum(-1, keepdim=True)
-    assert_close(width[:, 5:], torch.special.entr(p).sum(-1).exp(), rtol=1e-3, atol=1e-4)
     assert_close(parts.tracks(), whole.tracks(), rtol=1e-3, atol=1e-5)
     assert_close(parts.mean_picture(), whole.mean_picture(), rtol=1e-3, atol=1e-5)
 
@@ -157,7 +155,7 @@ def test_token_by_token_equals_one_pass_and_a_policy_is_seen():
     assert full.locked == plain.locked
     policy = StreamingLLM(budget=10, first=2)
     short = measured(organism, prompt, 16, interventions=policy, control=False, layers=[1])
-    assert short.width.max() <= 11 < plain.width.max() and "StreamingLLM" in short.settings["interventions"]
+    assert "StreamingLLM" in short.settings["interventions"]
     length = prompt.shape[1] + 16
     assert short.attention.shape[1:] == (16, length)  # a row for each step, and a column for each position
     for step, row in enumerate(short.attention[0][1:], 1):  # evicted positions have no attention, and rows sum to one

@@ -159,7 +159,6 @@ def barcode(rng: Rng) -> Result:
         layers=(3, 4),
         score=score,
         mass=score,
-        width=score,
         control_score=rng.random((2, 3)) if rng.random() < 0.7 else None,
         shown=(),
         attention=np.zeros((0, 1, 1)),
