@@ -291,9 +291,8 @@ class Ablate(NeuronEdit):
         if self.value == "mean":
             is_later = (index > 0)[..., None]
             mean = torch.where(is_later, old.detach(), 0).sum(1, dtype=torch.float32) / is_later.sum(1)
-            if "mean" in memory:
-                mean = torch.where(memory["mean"].isnan(), mean, memory["mean"])
-            memory["mean"] = mean
+            earlier = memory.get("mean", mean)
+            mean = memory["mean"] = torch.where(earlier.isnan(), mean, earlier)
             value = torch.where(mean.isnan()[:, None], old, mean[:, None].to(old.dtype))
         else:
             value = torch.full_like(old, 0.0 if self.value == "zero" else float(self.value))

@@ -91,8 +91,7 @@ def test_it_compiles_for_compute_capability_90_and_fits_its_shared_memory(dtype,
 
     kind = getattr(torch, dtype)
     size = kernel.queries_at_once(kind)
-    wide = kernel._power(width)
-    fixed = {"width": width, "values": width, "WIDTH": wide, "VALUES": wide, "SIZE": size, "KEYS": kernel.KEYS}
+    fixed = {"width": width, "values": width, "SIZE": size, "KEYS": kernel.KEYS}
     names = kernel._attend.arg_names
     types = {name: "i32" for name in names} | {"scaling": "fp32"} | dict.fromkeys(fixed, "constexpr")
     types |= dict.fromkeys(("query", "key", "value", "out"), "*bf16" if dtype == "bfloat16" else "*fp32")
