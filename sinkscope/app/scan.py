@@ -116,7 +116,6 @@ class FinishedPart(Keyed):
     """A part whose result is already in the folder."""
 
     name: str
-    seconds: float
 
 
 def scan(
@@ -184,7 +183,7 @@ def scan(
                 outcome = _measured(part, replace(setup, progress=inside), edit, quick)
                 if isinstance(outcome, Result):
                     outcome.save(folder / part.file)
-                    kept.append([FinishedPart(part.name, outcome.provenance.seconds)])
+                    kept.append([FinishedPart(part.name)])
             parts.append(card_part(part, outcome))
             if isinstance(outcome, Result):
                 results[part.name] = outcome

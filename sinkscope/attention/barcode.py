@@ -21,6 +21,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.notation import agreeing, head_name, head_names, listed
 from sinkscope.interventions.base import Event
 from sinkscope.interventions.decode import decode, watched
+from sinkscope.interventions.sites import head_of
 from sinkscope.kv.session import AttentionRows, Observe
 from sinkscope.measure import Number, Option, Positive, Result, Setup, measurement
 from sinkscope.measure.style import ORANGE, finished, unfolded
@@ -257,7 +258,7 @@ def barcode(
     ids: Annotated[Sequence[int] | None, Option(hidden=True)] = None,
     max_new_tokens: Positive | None = None,
     layers: Annotated[Sequence[int] | None, Option(min=0)] = None,
-    heads: Annotated[Sequence[tuple[int, int]] | None, Option(metavar="L0.H4", reads="head")] = None,
+    heads: Annotated[Sequence[str | tuple[int, int]] | None, Option(metavar="L0.H4")] = None,
     control: bool | Sequence[int] = True,
 ) -> Barcode:
     """Draw attention step by step while a model falls into a loop, and find the heads that lock onto it.
@@ -281,7 +282,7 @@ def barcode(
     """
     if heads is not None and layers is not None:
         raise SinkscopeError("layers and heads are given: expected one of them")
-    named = list(dict.fromkeys(heads or ()))
+    named = list(dict.fromkeys(map(head_of, heads or ())))
     for layer, head in named:
         setup.target.check_site(layer, head=head)
     wanted = sorted({layer for layer, _ in named}) or setup.target.chosen_layers(layers)

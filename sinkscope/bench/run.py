@@ -31,7 +31,7 @@ VERSION = 4
 def bench(
     *,
     task: Annotated[str, Option(metavar="TASK|FILE")],
-    methods: Annotated[Sequence[str], Option("--methods", reads="commas")],
+    methods: Annotated[Sequence[str], Option("--methods", metavar="LIST", reads="commas")],
     out: Annotated[Path | None, Option(metavar="DIR", writes=True)] = None,
     model: str | None = None,
     revision: str | None = None,
@@ -73,7 +73,7 @@ def bench(
     """
     chosen = read_task(task)
     options: dict[str, Any] = {"backend": backend, "revision": revision, "device": device, "dtype": dtype}
-    opener = partial(load, chosen.model if model is None else model, **options)
+    opener = partial(load, model or chosen.model, **options)
     run = run_bench(
         opener,
         chosen,
