@@ -160,7 +160,8 @@ class SinkPatch(NeuronEdit):
             SinkscopeError: The path cannot be written, or holds another kind of file.
         """
         sites = [_FileSite(**site._asdict(), calibrated=self.calibrated.get(site)) for site in self.checked_sites]
-        file = _File(schema=1, kind="sink-patch", model=self.model, site=self.site, value=self.value, sites=sites)
+        content = {"schema": 1, "kind": "sink-patch", "model": self.model, "site": self.site, "value": self.value}
+        file = _File.model_validate({**content, "sites": sites})
         write_output(path, file.model_dump_json(indent=2, by_alias=True) + "\n")
 
     @classmethod
