@@ -97,7 +97,7 @@ class BenchTable(Result):
         """One row per group."""
         rows: list[dict[str, Any]] = []
         for group in self.groups:
-            row = {name: getattr(group, name) for name in ("task", "model", "set", "method")}
+            row: dict[str, Any] = {"task": group.task, "model": group.model, "set": group.set, "method": group.method}
             row |= {task_class(group.task).main: group.score, "low": group.low, "high": group.high, **group.parts}
             rows.append(row | group.metrics | {"answers": group.answers, "temperature": group.temperature})
         return rows
@@ -166,7 +166,7 @@ def bench_table(
     Example:
         sinkscope bench table runs --by turn
     """
-    return tabulate_records([read_run(folder) for folder in folders], by)
+    return tabulate_records(list(map(read_run, folders)), by)
 
 
 def tabulate_records(runs: Sequence[BenchRun], by: str = "part") -> BenchTable:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pkgutil import resolve_name
-from typing import Annotated, Any, ClassVar, get_type_hints
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, Strict
 
 from sinkscope.bench.answer import Answer, Batch, BenchModel, answer_rows
-from sinkscope.bench.methods import FULL, SAMPLING
+from sinkscope.bench.methods import FULL, SAMPLING, setting_types
 from sinkscope.bench.prompt import Prompt, Turn, read_prompts, with_controls
 from sinkscope.bench.record import BenchRecord, Metrics
 from sinkscope.bench.samplers import RowSampler
@@ -114,7 +114,9 @@ class Task(ABC):
         """
         metrics: Metrics = {}
         for name, answers in (("score", turn.answers), ("chance", turn.control)):
-            metrics[name] = score(turn.metric or self.metric, answer.text, answers) if answers else None
+            metrics[name] = None
+            if answers:
+                metrics[name] = score(turn.metric or self.metric, answer.text, answers)
         return metrics
 
 
@@ -154,8 +156,9 @@ def read_task(spec: str) -> Task:
     """
     name, *parts = spec.split(":")
     cls: Any = task_class(name)
-    hints = get_type_hints(cls, include_extras=True)
-    types = {each.name: hints[each.name] for each in fields(cls) if each.name not in ("file", "given")}
+    types = setting_types(cls)
+    for given in ("file", "given"):
+        types.pop(given, None)
     options = read_settings(parts, types, f"--task {name}")
     if cls is PromptFile:
         if not path_of(name).is_file():

@@ -162,7 +162,7 @@ class Step(NamedTuple):
         cr: Compression ratio of the window when it was last computed; NaN before the first time, and under rule
             "repeats", which does not need it.
         streak: Number of consecutive confident steps up to now; None without probabilities.
-        novelty: Novelty, see `signals.novelty`; NaN under rule "repeats".
+        novelty: Novelty, see `signals.WindowNovelty`; NaN under rule "repeats".
         tail: Repetition that reaches this token, if there is one; its positions count from the first token (0).
         votes: Number of signals that voted; rule "repeats" uses none.
         stall: Whether novelty has been low for long enough.

@@ -120,11 +120,12 @@ class _Stage:
         if target.dtype not in (torch.float32, torch.float64):  # in half precision, edits drown in rounding
             self.layer = _in_float32(target, number)
             self._args, self._kwargs = _as_float32(args), _as_float32(kwargs)
-        linear = [path for path, module in self.layer.named_modules() if _widths(module) is not None]
         self.paths = dict[nn.Module, str]()
+        linear = None
         for path, module in self.layer.named_modules():
-            if not any(path != outer and _contains(outer, path) for outer in linear):  # an adapter's parts are no parts
+            if linear is None or not _contains(linear, path):  # an adapter's parts are no parts
                 self.paths[module] = path
+                linear = None if _widths(module) is None else path
         self.clean = self.run()
         self.hidden = _flat(hidden_of(self._args, self._kwargs))
 

@@ -12,11 +12,11 @@ import pytest
 from covering import slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loop_texts import HONEST, LOOPED, prose
+from loop_texts import HONEST, LOOPED, novelty, prose
 from refusals import refused
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.loops import VARIANTS, Monitor, MonitorSettings, Step, compression_ratio, novelty, tail_period
+from sinkscope.loops import VARIANTS, Monitor, MonitorSettings, Step, compression_ratio, tail_period
 from sinkscope.loops.outputs import number, split
 
 SMALL = {

@@ -124,7 +124,9 @@ class Loops(Task):
         """
         tokens = answer.tokens
         steps = [event["step"] for event in answer.events if event["kind"] == INTERVENTION]
-        alarm = steps[0] if steps else first_alarm(tokens, answer.steps["top1"])
+        alarm = first_alarm(tokens, answer.steps["top1"])
+        if steps:
+            alarm = steps[0]
         interventions: float | None = None
         if batch.methods[0].name == GUARD:
             interventions = float(len(steps))

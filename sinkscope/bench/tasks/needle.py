@@ -18,7 +18,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain, cycle, islice, product, repeat
+from itertools import chain, cycle, islice, product
 from typing import Any, ClassVar, Literal
 
 from sinkscope.bench.prompt import Prompt, single, with_controls
@@ -192,7 +192,7 @@ def _recall(kind: str, rng: random.Random) -> Haystack:
         needles = [fact(other, right, END), fact(asked, rng.sample(VALUES, 2), other)]
     tail = " ".join([ASK, asked, *TAIL, ANSWER])
     head = f"{TURNS[0]} {words(_FACT_GAP)}"
-    return Haystack(head, needles, others(), (words(1) for _ in repeat(None)), tail, [" ".join(right)])
+    return Haystack(head, needles, others(), iter(lambda: words(1), ""), tail, [" ".join(right)])
 
 
 def _facts(rng: random.Random) -> Haystack:
