@@ -73,7 +73,7 @@ def bench(
     """
     chosen = read_task(task)
     options: dict[str, Any] = {"backend": backend, "revision": revision, "device": device, "dtype": dtype}
-    opener = partial(load, model or chosen.model, **options)
+    opener = partial(load, chosen.model if model is None else model, **options)
     run = run_bench(
         opener,
         chosen,
