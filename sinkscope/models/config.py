@@ -251,9 +251,9 @@ def read_config(
     if getattr(text, "attn_logit_softcapping", None) is not None:
         config._attn_implementation = "eager"  # some versions of transformers choose SDPA, which drops the soft cap
     if layers is not None:
-        if layers > n_layers:
+        if not 1 <= layers <= n_layers:
             raise SinkscopeError(
-                f"layers={layers} is more than {name} has; expected at most {n_layers}", page="zero-layers"
+                f"layers={layers}: {name} has {n_layers} layers; expected 1 to {n_layers}", page="zero-layers"
             )
         cut_depth(text, layers)
     return config
