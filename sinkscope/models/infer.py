@@ -120,11 +120,12 @@ class _Stage:
         if target.dtype not in (torch.float32, torch.float64):  # in half precision, edits drown in rounding
             self.layer = _in_float32(target, number)
             self._args, self._kwargs = _as_float32(args), _as_float32(kwargs)
-        linear = [path for path, module in self.layer.named_modules() if _widths(module) is not None]
         self.paths = dict[nn.Module, str]()
+        linear = None
         for path, module in self.layer.named_modules():
-            if not any(path != outer and _contains(outer, path) for outer in linear):  # an adapter's parts are no parts
+            if linear is None or not _contains(linear, path):  # an adapter's parts are no parts
                 self.paths[module] = path
+                linear = None if _widths(module) is None else path
         self.clean = self.run()
         self.hidden = _flat(hidden_of(self._args, self._kwargs))
 
@@ -434,11 +435,7 @@ def _experts(stage: _Stage) -> str | None:
         module = stage.layer.get_submodule(path)
         if experts_of(module) is None or not len(gave):
             continue
-        if gave.shape[1] != stage.hidden.shape[1]:
-            raise NotInferredError(
-                f"its experts give {gave.shape[1]} numbers a token, and its residual stream has {stage.hidden.shape[1]}"
-            )
-        if len(gave) == _LENGTH and _is_recomputed(stage, path):
+        if gave.shape == stage.hidden.shape and _is_recomputed(stage, path):
             return path
         other = other or type(module).__name__
     if other:
@@ -868,10 +865,10 @@ def _stages(target: Target, tap: _Tap) -> list[_Stage]:
     stages: list[_Stage] = []
     for number, (args, kwargs) in sorted(calls.items()):
         hidden = hidden_of(args, kwargs)
-        if hidden.ndim != 3 or len(hidden) != 1:
-            raise NotInferredError(f"it has several residual streams (their shape is {tuple(hidden.shape)})")
-        if hidden.shape[1] != _LENGTH:
-            raise NotInferredError(f"its layers get {hidden.shape[1]} tokens where the text has {_LENGTH}")
+        if hidden.ndim != 3 or hidden.shape[:2] != (1, _LENGTH):
+            raise NotInferredError(
+                f"its layers do not get one residual stream of {_LENGTH} tokens, but of shape {tuple(hidden.shape)}"
+            )
         stages.append(_Stage(target, number, args, kwargs, tap))
     return stages
 

@@ -60,9 +60,9 @@ def test_a_wrong_assignment_makes_no_attack(tmp_path):
 
 def test_behind_bos_it_takes_as_many_tokens_as_a_repetition(tmp_path):
     o = organism("qwen3", 50)  # its groups have more tokens than that
-    found = attack(o, tmp_path, lengths=[70], sequences=8, bos=True)
+    found = attack(o, tmp_path, lengths=[70], sequences=8)
     expected = o.truth.repeats_expected or 0
-    assert found.contexts == ("BOS",)
+    assert found.contexts == ("BOS", "no BOS")
     assert 0.6 * expected <= found.first[0, 0, CLUSTER] <= 1.3 * expected  # the range that holds for repetitions
     assert found.positions[0, 0, CLUSTER] > 0 and found.positions[0, 0, RANDOM] == 0
 
@@ -147,8 +147,6 @@ def test_bad_input(options, message, tmp_path):
         attack(organism("llama", 1, bos=False), tmp_path, **options)
 
 
-def test_no_bos_changes_what_stands_before_an_attack_and_not_what_counts_as_success(tmp_path):
-    both, without = attack_once("llama", 1), attack(organism("llama", 1), tmp_path, bos=False)
-    assert without.reference == both.reference and without.settings["bos"] is False
-    assert both.contexts == ("BOS", "no BOS") and without.contexts == ("no BOS",)
-    np.testing.assert_array_equal(without.positions[0], both.positions[1])
+def test_without_bos_nothing_is_attacked_behind_it(tmp_path):
+    without = attack(organism("llama", 1), tmp_path, bos=False)
+    assert attack_once("llama", 1).contexts == ("BOS", "no BOS") and without.contexts == ("no BOS",)

@@ -216,7 +216,6 @@ def cluster_attack(
     tokens: Annotated[Sequence[str] | None, Option("--tokens", metavar="A,B,...", reads="commas")] = None,
     lengths: Sequence[Annotated[int, Option(min=2)]] = (8, 32, 128),
     sequences: Count = 1000,
-    bos: Annotated[bool | None, Option(own=True)] = None,
     prefix: str | None = None,
     resume: Annotated[str | Path | None, Option(metavar="DIR", writes=True)] = None,
 ) -> ClusterAttack:
@@ -232,7 +231,6 @@ def cluster_attack(
         tokens: Tokens to cluster and to attack with. By default the whole vocabulary.
         lengths: Tokens per sequence.
         sequences: Sequences of each kind and length; 0 finds the clusters only.
-        bos: Try the attack only with BOS, or only without. By default both are tried.
         prefix: Text of the chat before the attack; "" leaves the chat out. By default that of the tokenizer's chat
             template, or of a plain chat.
         resume: Folder that keeps finished parts, so that an interrupted run can continue.
@@ -243,7 +241,7 @@ def cluster_attack(
     target = setup.target
     lengths = sorted(set(lengths))
     setup.record(lengths=lengths, clusters="found" if clusters is None else "given")
-    contexts = attack_contexts(setup, bos, prefix)
+    contexts = attack_contexts(setup, prefix)
     before = max(len(context.lead) for context in contexts)
     remedy = "give a smaller --length"
     target.check_length(f"--length {lengths[-1]} behind {before} tokens", lengths[-1] + before, remedy=remedy)
