@@ -159,8 +159,7 @@ class Policy(Intervention):
     def enter(self, run: Run, key: int) -> None:
         """Take over the cache and act at the right moments."""
         session = Session.of(run)
-        session.claim(self.shown_name)
-        session.own_cache()
+        session.own_cache(self.shown_name)
         session.anchors = max(session.anchors, self.first)
         rotary = Rotary(run.target) if self.positions == "rebased" else None
         self.watch(session, key)
@@ -370,8 +369,7 @@ class Full(Policy):
     def enter(self, run: Run, key: int) -> None:
         """Count the tokens, and leave the cache as it is."""
         session = Session.of(run)
-        session.claim(self.shown_name)
-        session.own_cache()
+        session.own_cache(self.shown_name)
 
     def scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
         """Score all slots the same."""

@@ -146,16 +146,15 @@ class LoopGuard(Intervention):
     def retention(self, prompt: int, first: int = 0) -> Retention:
         """What is kept of a row with `prompt` prompt tokens, if a policy in the same run keeps the `first` ones."""
         budget = self.budget if isinstance(self.budget, int) else int(self.budget * prompt)
-        try:
-            return Retention(
-                budget=budget,
-                anchors=max(self.first_tokens(budget), min(first, budget - 1)),
-                recent=self.window if self.recent_window else None,
-            )
-        except SinkscopeError as error:  # the user wrote LoopGuard, and perhaps a share
-            text = str(error).removeprefix("Retention: ")
+        anchors = max(self.first_tokens(budget), min(first, budget - 1))
+        if budget <= anchors:
             share = "" if budget == self.budget else f" ({self.budget} of a prompt of {counted(prompt, 'token')})"
-            raise SinkscopeError(f"LoopGuard: {text}{share}", page=error.page) from None
+            raise SinkscopeError(
+                f"LoopGuard: budget={budget} leaves nothing beside the {anchors} anchors: expected at least "
+                f"{anchors + 1}; raise the budget or keep fewer anchors{share}",
+                page="kv-budget",
+            )
+        return Retention(budget, anchors, self.window if self.recent_window else None)
 
     def first_tokens(self, budget: int) -> int:
         """Number of anchors: the given one, or 32, but at most a quarter of the budget."""
