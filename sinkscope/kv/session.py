@@ -100,6 +100,7 @@ class CacheState:
         dropped: Number of positions by which later tokens of each row are shifted towards the start
             (`positions="rebased"`).
         padded: Whether the last prompt is padded.
+        uniform: Whether every layer and head has held the same positions since.
         memory: What each intervention remembers, by its key.
         queries: The latest queries of each layer, if requested.
         flat: Layers in which no head had lines of attention when they were last looked for (`LoopServe`).
@@ -112,6 +113,7 @@ class CacheState:
     reorders: int = 0
     dropped: Int[Tensor, " batch"] | None = None
     padded: bool = False
+    uniform: bool = False
     memory: dict[int, dict[Any, Any]] = field(default_factory=dict)
     queries: dict[int, LatestQueries] = field(default_factory=dict)
     flat: set[int] = field(default_factory=set)
@@ -169,6 +171,7 @@ class CurrentCall(threading.local):
         bridge_queries: Queries of layers of a TransformerBridge whose scores have not come yet.
         prompting: Whether `generate` is reading a prompt, so that even a single-token call is a part of it.
         settings: Settings of the latest `generate`; None without one.
+        ended: The moment after the layers of the latest call, until the logits have come.
         handler: Our listener at the tap.
         chosen: Positions that the latest indexer chose for each query.
     """
@@ -182,6 +185,7 @@ class CurrentCall(threading.local):
     bridge_queries: dict[int, Tensor]
     prompting: bool = False
     settings: Any = None
+    ended: Moment | None = None
 
 
 _OWNERS: WeakValueDictionary[int, Session] = WeakValueDictionary()
@@ -680,10 +684,9 @@ class Session:
             if self.owns_cache:
                 state = self.state()
                 layers = own_layers(cache)
-                if self._after_call:
-                    moment = Moment(cache, layers, call, state, prefill_ended=False)
-                    for act in self._after_call:
-                        act(moment)
+                self.now.ended = Moment(cache, layers, call, state, prefill_ended=False)
+                for act in self._after_call:
+                    act(self.now.ended)
                 state.meter.note(layers, self.counts_reads and not state.prefilling)
         finally:
             self._leave_call()

@@ -110,8 +110,8 @@ class Meter:
             allocated += kv.allocated * slot_bytes
             if whole is not kv:
                 allocated += whole.allocated * slot_bytes
-            held = held + whole.slots + kv.seen - whole.seen
-            if not whole.complete:
+            held = held + whole.keys.shape[-2] + kv.seen - whole.seen
+            if not whole.whole:
                 held = held - whole.holes().to(device)
             if counts_reads and kv.complete:
                 read = read + kv.slots

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
-from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
-from sinkscope.files.notation import agreeing, counted, every, listed
+from sinkscope.files.notation import agreeing, counted, every
 from sinkscope.files.records import Budget, Natural, Whole, check_fields
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.kv.cache import CacheLayer, refuse_states
@@ -22,7 +20,7 @@ from sinkscope.kv.loopguard.detect import RowMonitors, largest_probability
 from sinkscope.kv.loopguard.retention import MAX_LEVEL, Retention, ranges_of, tokens_to_keep
 from sinkscope.kv.loopguard.steer import DRAWS, Rewinder, Steering, draw
 from sinkscope.kv.policy import GUARDS
-from sinkscope.kv.session import CacheState, Moment, Session
+from sinkscope.kv.session import Moment, Session
 from sinkscope.kv.streaming_llm import StreamingLLM
 from sinkscope.loops.monitor import MonitorSettings, Step
 from sinkscope.loops.signals import tail_period
@@ -180,9 +178,7 @@ class LoopGuard(Intervention):
         session.anchors = max(session.anchors, anchors)
         if self.rewind is not False:
             session.rewinder = Rewinder(self.rewind is True)
-        guarding = Guarding(self, settings, run, session)
-        session.after_call(guarding.note_call)
-        run.hook(run.target.hf, "post", guarding.decide)
+        run.hook(run.target.hf, "post", Guarding(self, settings, run, session, key).decide)
 
 
 GUARDS.update({"loopguard": LoopGuard, "loopguard:paper": LoopGuard.paper})
@@ -192,15 +188,10 @@ def in_words(event: Event) -> str:
     """What the guard found and did in one of its events."""
     data = event.data
     alarm = "an alarm" if data["period"] is None else f"a repetition {every(data['period'], 'token')}"
-    actions = [f"kept {data['kept_count']} of {counted(data['cached_before'], 'cached token')}"]
-    if data["taken_back"]:
-        actions.append(f"took {counted(data['taken_back'], 'token')} back")
-    if data["escalated"]:
-        actions.append("banned n-grams of the loop")
-    if data["escalated"] == "draw":
-        actions.append("drew the next tokens")
+    cached = counted(data["cached_before"], "cached token")
+    back = counted(data["taken_back"], "token")
     new = counted(data["generated"], "new token")
-    return f"After {new} the guard found {alarm}. It {listed(actions)}."
+    return f"After {new} the guard found {alarm}. It kept {data['kept_count']} of {cached} and took {back} back."
 
 
 @dataclass(eq=False)
@@ -231,24 +222,19 @@ class GuardedRows:
 class Guarding:
     """One guard at work in one run."""
 
-    def __init__(self, guard: LoopGuard, settings: MonitorSettings, run: Run, session: Session) -> None:
+    def __init__(self, guard: LoopGuard, settings: MonitorSettings, run: Run, session: Session, key: int) -> None:
         self._guard = guard
         self._settings = settings
         self._run = run
         self._session = session
-        self._rows: WeakKeyDictionary[CacheState, GuardedRows] = WeakKeyDictionary()
-        self._local = threading.local()
+        self._key = key
         self._warned = False
         self._random = torch.Generator(run.target.device).manual_seed(0)
 
-    def note_call(self, moment: Moment) -> None:
-        """Note the moment after the layers; the logits of the call come next."""
-        self._local.moment = moment
-
     def decide(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Pass the token of a finished call to the monitors, and cut the rows that loop."""
-        moment: Moment | None = getattr(self._local, "moment", None)
-        self._local.moment = None
+        moment = self._session.now.ended
+        self._session.now.ended = None
         ids = kwargs.get("input_ids", args[0] if args else None)
         if moment is None or ids is None:
             return
@@ -260,15 +246,16 @@ class Guarding:
                 'LoopGuard keeps the positions that tokens were read at: use positions="original" in the policy beside',
                 page="kv-session",
             )
-        rows = self._rows.get(moment.state)
+        memory = moment.state.memory.setdefault(self._key, {})
+        rows: GuardedRows | None = memory.get("rows")
         past, new = moment.call.past, moment.call.index.shape[1]
         if new > 1 or past == 0 or self._session.now.prompting:
-            self._rows[moment.state] = self._new_turn(moment, rows, ids)
+            memory["rows"] = self._new_turn(moment, rows, ids)
             return
         if rows is None or past != rows.seen or len(rows.prompt) != len(ids):
             # Tokens were read before the run, or the caller took some back: later tokens are watched from here on.
             rows = self._new_rows(moment, past, [[] for _ in ids])
-            self._rows[moment.state] = rows
+            memory["rows"] = rows
         rows.seen = past + 1
         rows.count += 1
         logits = (output.logits if hasattr(output, "logits") else output[0])[:, -1]
@@ -349,7 +336,7 @@ class Guarding:
         for row, step in alarms.items():
             length = int(moment.call.columns[row].max()) + 1
             taken_back[row] = self._count_to_take_back(row, rows.prompt[row], length, step)
-            cached = _cached_positions(moment.layers, row, length)
+            cached = _cached_positions(moment.layers, row)
             data, kept[row] = self._respond(rows, row, step, length, cached, taken_back[row])
             position = rows.prompt[row] + step.step - 1
             events.append(Event(row, moment.call.step, position, None, None, LoopGuard.KIND, data))
@@ -460,16 +447,11 @@ class Guarding:
         return count
 
 
-def _cached_positions(layers: list[CacheLayer], row: int, length: int) -> list[int]:
+def _cached_positions(layers: list[CacheLayer], row: int) -> list[int]:
     """Positions of a row that at least one layer and head holds."""
-    for kv in layers:
-        if not kv.edited:  # holds everything
-            layers = [kv]
-            break
-    cached = torch.zeros(length + 1, dtype=torch.bool, device=layers[0].pos.device)
-    for kv in layers:
-        cached[kv.pos[row].flatten().to(cached.device) + 1] = True  # holes, -1, fall into the first place
-    return cached[1:].nonzero()[:, 0].tolist()
+    layers = [kv for kv in layers if not kv.edited][:1] or layers  # one that holds everything, if there is one
+    by_layer = [kv.pos[row].unique().tolist() for kv in layers]
+    return sorted(set().union(*by_layer) - {-1})
 
 
 def _evict_rows(layers: list[CacheLayer], kept: dict[int, list[int]]) -> None:
