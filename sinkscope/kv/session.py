@@ -237,8 +237,7 @@ class Session:
         self.line_follower: Callable[[int, int, HeadLines], None] | None = None
         self.counts_reads = False
         self._policy_name: str | None = None
-        self._only_reads = False  # the model was called, but never to decode, nor by `generate`
-        self._acted = False
+        self._acted: bool | None = None  # False: the model was called, but never to decode, nor by `generate`
         self._queries_kept = 0
         self._keeps_decoding_queries = False
         self._row_functions: dict[int, Callable[[Tensor, Tensor, View], Tensor]] = {}
@@ -275,7 +274,7 @@ class Session:
 
     def _warn_of_idle_policy(self, error: type[BaseException] | None, *_: Any) -> None:
         """Warn that nothing was measured, if the model ran and the policy of a run never came to act."""
-        if error is None and self._only_reads and self._before_decode and self._prefill is None:
+        if error is None and self._acted is False and self._before_decode and self._prefill is None:
             warnings.warn(
                 f"{self._policy_name or 'the intervention'} never acted: it acts when a generated token follows a "
                 "prompt, and only prompts were read, so all results are those of the full cache; generate, or feed "
@@ -648,7 +647,7 @@ class Session:
         if call.index.shape[1] > 1 or call.past == 0 or self.now.prompting:
             state.prefilling = True
             state.reorders = layers[0].reorders
-            self._only_reads = not (self._acted or self.now.prompting)
+            self._acted = bool(self._acted) or self.now.prompting
             for kv in layers:  # a prompt sees everything
                 kv.settle()
             return
@@ -669,7 +668,6 @@ class Session:
                 kv.whole = kv.whole or not (state.padded or kv.edited)
         else:
             state.decoded += 1
-        self._only_reads = False
         self._acted = True
         if self._before_decode:
             moment = Moment(self.now.cache, layers, call, state, prefill_ended)

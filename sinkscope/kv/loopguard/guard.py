@@ -133,9 +133,7 @@ class LoopGuard(Intervention):
         cuts = [event for event in run.events if event.kind == self.KIND]
         if not cuts:
             return "LoopGuard found no loop and changed nothing."
-        if len(cuts) == 1:
-            return in_words(cuts[0])
-        return f"{in_words(cuts[0])} It stepped in {len(cuts)} times in all."
+        return f"{in_words(cuts[0])} It stepped in {counted(len(cuts), 'time')} in all."
 
     def check_prompt(self, tokens: int) -> None:
         """Refuse a budget, given as a fraction, that leaves nothing beside the anchors."""
@@ -178,7 +176,8 @@ class LoopGuard(Intervention):
         session.anchors = max(session.anchors, anchors)
         if self.rewind is not False:
             session.rewinder = Rewinder(self.rewind is True)
-        run.hook(run.target.hf, "post", Guarding(self, settings, run, session, key).decide)
+        random = torch.Generator(run.target.device).manual_seed(0)
+        run.hook(run.target.hf, "post", Guarding(self, settings, run, session, key, random).decide)
 
 
 GUARDS.update({"loopguard": LoopGuard, "loopguard:paper": LoopGuard.paper})
@@ -219,26 +218,36 @@ class GuardedRows:
         return self.prompt_ids[row] + self.monitors.tokens[row]
 
 
+@dataclass(eq=False)
 class Guarding:
-    """One guard at work in one run."""
+    """One guard at work in one run.
 
-    def __init__(self, guard: LoopGuard, settings: MonitorSettings, run: Run, session: Session, key: int) -> None:
-        self._guard = guard
-        self._settings = settings
-        self._run = run
-        self._session = session
-        self._key = key
-        self._warned = False
-        self._random = torch.Generator(run.target.device).manual_seed(0)
+    Attributes:
+        guard: The guard.
+        settings: Settings of the monitor of every row.
+        run: The run.
+        session: Its session.
+        key: Key of the guard in the run.
+        random: Source of the tokens that are drawn.
+        warned: Whether it was said that layers keep a state.
+    """
+
+    guard: LoopGuard
+    settings: MonitorSettings
+    run: Run
+    session: Session
+    key: int
+    random: torch.Generator
+    warned: bool = False
 
     def decide(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Pass the token of a finished call to the monitors, and cut the rows that loop."""
-        moment = self._session.now.ended
-        self._session.now.ended = None
+        moment = self.session.now.ended
+        self.session.now.ended = None
         ids = kwargs.get("input_ids", args[0] if args else None)
         if moment is None or ids is None:
             return
-        rewinder = self._session.rewinder
+        rewinder = self.session.rewinder
         if rewinder is not None and rewinder.read is not None:  # this piece of the generation has ended
             return
         if moment.state.dropped is not None:
@@ -246,10 +255,10 @@ class Guarding:
                 'LoopGuard keeps the positions that tokens were read at: use positions="original" in the policy beside',
                 page="kv-session",
             )
-        memory = moment.state.memory.setdefault(self._key, {})
+        memory = moment.state.memory.setdefault(self.key, {})
         rows: GuardedRows | None = memory.get("rows")
         past, new = moment.call.past, moment.call.index.shape[1]
-        if new > 1 or past == 0 or self._session.now.prompting:
+        if new > 1 or past == 0 or self.session.now.prompting:
             memory["rows"] = self._new_turn(moment, rows, ids)
             return
         if rows is None or past != rows.seen or len(rows.prompt) != len(ids):
@@ -260,7 +269,7 @@ class Guarding:
         rows.count += 1
         logits = (output.logits if hasattr(output, "logits") else output[0])[:, -1]
         draws = [row for row, steering in rows.steering.items() if rows.count <= steering.draws_until]
-        largest = None if self._settings.rule == "repeats" else largest_probability(logits)
+        largest = None if self.settings.rule == "repeats" else largest_probability(logits)
         alarms = rows.monitors.push(ids[:, -1], largest)
         if rewinder is not None and rewinder.full_at:  # a full row goes on as padding
             alarms = {row: step for row, step in alarms.items() if rows.seen < rewinder.full_at[row]}
@@ -273,13 +282,13 @@ class Guarding:
         for row, steering in rows.steering.items():
             if rows.count <= steering.banned_until:
                 logits[row, steering.banned(rows.row_ids(row))] -= steering.penalty
-        if not getattr(self._session.now.settings, "do_sample", False):
+        if not getattr(self.session.now.settings, "do_sample", False):
             for row in draws:
-                draw(logits[row], self._random)
+                draw(logits[row], self.random)
 
     def _new_turn(self, moment: Moment, earlier: GuardedRows | None, ids: Int[Tensor, "batch pos"]) -> GuardedRows:
         """Start following rows at a prompt, a further part of one, or a new turn."""
-        rewinder = self._session.rewinder
+        rewinder = self.session.rewinder
         if rewinder is not None and rewinder.required and rewinder.allowance is None:
             raise UnsupportedError(
                 "rewind=True takes tokens back from the output, which model.generate and streamers cannot do: use "
@@ -299,16 +308,16 @@ class Guarding:
 
     def _spare_states(self, moment: Moment) -> None:
         """Take nothing back where layers keep a state, such as those of linear attention."""
-        rewinder = self._session.rewinder
+        rewinder = self.session.rewinder
         if rewinder is not None:
             if rewinder.required:
                 refuse_states(moment.cache, "rewind=True")
             rewinder.allowance = None
-        if not self._warned:
-            self._warned = True
+        if not self.warned:
+            self.warned = True
             states = len(moment.cache.layers) - len(moment.layers)
             warnings.warn(
-                f"{counted(states, 'layer')} of {self._run.target.name} {agreeing(states, 'keeps', 'keep')} a state, "
+                f"{counted(states, 'layer')} of {self.run.target.name} {agreeing(states, 'keeps', 'keep')} a state, "
                 "of which LoopGuard can take nothing: it cuts the other layers and bans the loop's n-grams, and does "
                 "not rewind",
                 SinkscopeWarning,
@@ -317,14 +326,14 @@ class Guarding:
 
     def _new_rows(self, moment: Moment, seen: int, prompt_ids: list[list[int]]) -> GuardedRows:
         prompt: list[int] = (moment.call.columns[:, :seen].amax(1) + 1).tolist()
-        if isinstance(self._guard.budget, float):
-            self._guard.retention(min(prompt))  # an error comes now rather than at the first loop
-        settings = self._session.now.settings or getattr(self._run.target.hf, "generation_config", None)
+        if isinstance(self.guard.budget, float):
+            self.guard.retention(min(prompt))  # an error comes now rather than at the first loop
+        settings = self.session.now.settings or getattr(self.run.target.hf, "generation_config", None)
         ends: set[int] = set()
         for ids in (getattr(settings, "eos_token_id", None), getattr(settings, "pad_token_id", None)):
             if ids is not None:
                 ends.update(torch.as_tensor(ids).reshape(-1).tolist())
-        return GuardedRows(RowMonitors(self._settings, len(prompt), ends), prompt, prompt_ids, seen)
+        return GuardedRows(RowMonitors(self.settings, len(prompt), ends), prompt, prompt_ids, seen)
 
     def _cut(self, moment: Moment, rows: GuardedRows, alarms: dict[int, Step]) -> None:
         """Cut the cache of the rows that loop, and do what else is set."""
@@ -343,11 +352,11 @@ class Guarding:
         _evict_rows(moment.layers, kept)
         if any(taken_back.values()):
             self._rewind(moment, rows, taken_back)
-        self._run.log(lambda: events)
+        self.run.log(lambda: events)
 
     def _rewind(self, moment: Moment, rows: GuardedRows, taken_back: dict[int, int]) -> None:
         """Take tokens of some rows back, and the token before them, which is read again; the piece ends here."""
-        rewinder, sequence = self._session.rewinder, moment.call.sequence
+        rewinder, sequence = self.session.rewinder, moment.call.sequence
         columns = sequence.columns.clone()
         rewinder.again = {}
         for row, count in taken_back.items():
@@ -371,19 +380,20 @@ class Guarding:
         self, rows: GuardedRows, row: int, step: Step, length: int, cached: list[int], taken_back: int
     ) -> tuple[dict[str, Any], list[int]]:
         """Choose what is kept of a row of a length, and what else is done; the data of the event, and what is kept."""
-        retention = self._guard.retention(rows.prompt[row], self._session.anchors)
+        retention = self.guard.retention(rows.prompt[row], self.session.anchors)
         ids = rows.row_ids(row)
         steering = rows.steering.setdefault(row, Steering())
         rung = step.level
         if taken_back:  # the monitor forgets it, and without a ban it would be written again
             place = length - rows.prompt[row] - taken_back
-            rung = 1 + sum(abs(place - at) <= self._guard.window for at in steering.rewound_at)
+            rung = 1 + sum(abs(place - at) <= self.guard.window for at in steering.rewound_at)
             steering.rewound_at.append(place)
         begin, period = self._repetition(ids, rows.prompt[row], length, step, retention)
-        escalation = self._escalation(rung, taken_back > 0)
-        if escalation is not None:
+        escalation: str | None = None
+        if rung and (taken_back or self.guard.escalate != "none"):
+            escalation = "draw" if self.guard.escalate == "draw" and rung >= DRAW_FROM else "ban"
             loop = ids[len(ids) - (length - begin) :]
-            steering.ban(loop, rung, rows.count, rows.count + self._guard.window)
+            steering.ban(loop, rung, rows.count, rows.count + self.guard.window)
         if escalation == "draw":
             steering.draws_until = rows.count + DRAWS
         end = length
@@ -410,13 +420,6 @@ class Guarding:
             kept = [position for position in kept if position < length - taken_back - 1]
         return data, kept
 
-    def _escalation(self, rung: int, rewinds: bool) -> str | None:
-        """What is done beside the cut: nothing at rung 0, then a ban, and at last draws."""
-        escalate = self._guard.escalate
-        if rung == 0 or (escalate == "none" and not rewinds):
-            return None
-        return "draw" if escalate == "draw" and rung >= DRAW_FROM else "ban"
-
     def _repetition(
         self, ids: list[int], prompt: int, length: int, step: Step, retention: Retention
     ) -> tuple[int, int | None]:
@@ -437,7 +440,7 @@ class Guarding:
 
     def _count_to_take_back(self, row: int, prompt: int, length: int, step: Step) -> int:
         """Number of tokens to remove from the output: all copies of the loop but the first."""
-        rewinder, tail = self._session.rewinder, step.tail
+        rewinder, tail = self.session.rewinder, step.tail
         if rewinder is None or rewinder.allowance is None or tail is None:
             return 0
         count = length - prompt - tail.start - tail.period
