@@ -142,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = table.rows()
     if run.task.startswith("needle"):  # a colour for each kind of needle
         done = read_run(args.work / args.name)
-        records = [replace(one, settings=one.settings | {"set": one.settings["part"]}) for one in done.records]
+        records = [replace(one, settings=one.settings | {"set": one.settings["part"]}) for one in done]
         rows = tabulate_records([BenchRun(records, done.settings)]).rows()
     for row in rows:
         if run.measure == "loop_paper":

@@ -72,7 +72,7 @@ def main() -> None:
         "|---|---|---|---|---|---|",
     ]
     for name, config in MODELS.items():
-        size = size_of(name, config, torch.float16)
+        size = size_of(config, torch.float16)
         fits = "in 16 bits"
         if 2 * size.whole_bytes < CARD:
             fits = "in float32"
@@ -88,7 +88,7 @@ def main() -> None:
     bundled = ss.load(None, backend="hf")
     control = {
         "model": "bundled",
-        "parameters": size_of("bundled", bundled.config, torch.float32).parameters,
+        "parameters": size_of(bundled.config, torch.float32).parameters,
         "counted one by one": sum(tensor.numel() for tensor in bundled.parameters()),
     }
     write_atomic(

@@ -36,3 +36,13 @@ LOOPED = {  # what follows prose: name -> the piece that repeats, words of it be
     "code": "x = x + 1\n",
     "chinese": "我不知道，",
 }
+
+
+def novelty(ids: list[int], *, window: int = 256, n: int = 4, span: int = 64) -> float:
+    """Share of the last `span` tokens that completed an n-gram that their window does not contain earlier."""
+    new = []
+    for i in range(max(0, len(ids) - span), len(ids)):
+        seen = ids[max(0, i - window + 1) : i + 1]
+        grams = [tuple(seen[j : j + n]) for j in range(len(seen) - n + 1)]
+        new.append(not grams or grams[-1] not in grams[:-1])
+    return sum(new) / len(new) if new else float("nan")

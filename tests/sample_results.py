@@ -53,7 +53,7 @@ def sample_find_sinks(**changes) -> FindSinks:
             layers_read=4,
             carried_by="spike",
             by_layer=(0.0, 0.0, 0.8, 0.8),
-            carriers=(Carrier("attention of layer 0", 0.9, 0.8),),
+            carriers=(Carrier("attention of layer 0", 0.9),),
         ),
         causal_sets=(MADE,),
         later_sinks=(LaterSink(".", 9, 12.0, MADE),),

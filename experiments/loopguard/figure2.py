@@ -82,7 +82,7 @@ def collapse_point(ids: Sequence[int], window: int = WINDOW, theta: float = THET
 
 def full_runs(folder: Path) -> list[BenchRecord]:
     """Records of method "full"."""
-    found = [r for r in read_run(folder).records if r.method == "full"]
+    found = [r for r in read_run(folder) if r.method == "full"]
     if not found:
         raise SinkscopeError(f"{folder.name} has no runs of the method full")
     return found

@@ -67,7 +67,7 @@ def measure(folders: Sequence[Path], earlier: dict[str, dict[str, Any]]) -> dict
     rows: list[dict[str, Any]] = []
     runs = [read_run(folder) for folder in folders]
     for name in NAMES:
-        records = [record for run in runs for record in run.records if without_budget(record.method) == name]
+        records = [record for run in runs for record in run if without_budget(record.method) == name]
         if records:
             new = max(int(run.settings["max_new_tokens"]) for run in runs)
             model = runs[0].settings["model"]["name"]

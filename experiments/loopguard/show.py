@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--prompt", help="id of the prompt; by default the first")
     parser.add_argument("--characters", type=int, default=600, help="of the beginning and of the end")
     args = parser.parse_args()
-    records = [record for run in args.runs for record in read_run(run).records]
+    records = [record for run in args.runs for record in read_run(run)]
     prompt = args.prompt or records[0].prompt
     for record in sorted(records, key=lambda each: order_of(each.method)):
         if record.prompt == prompt:

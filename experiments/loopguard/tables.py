@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("runs", type=Path, nargs="+")
     args = parser.parse_args()
     groups = bench_table(args.runs).groups
-    records = [record for run in args.runs for record in read_run(run).records]
+    records = [record for run in args.runs for record in read_run(run)]
     parts = {"Table 1": table1(groups), "Table 2": table2(groups), "Table 3": table3(groups)}
     for title, lines in (parts | {"After the first alarm": after_alarm(records)}).items():
         print(title, *lines, sep="\n  ", end="\n\n")

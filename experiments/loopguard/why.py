@@ -280,8 +280,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     started = time.perf_counter()
     methods = {name: read_method(name, args.budget).spec for name in GUARDS}
     guarded = {
-        name: [r for f in args.guarded for r in read_run(f).records if r.method == method]
-        for name, method in methods.items()
+        name: [r for f in args.guarded for r in read_run(f) if r.method == method] for name, method in methods.items()
     }
     after = {name: aftermath(runs) for name, runs in guarded.items() if runs}
     if args.full is None:

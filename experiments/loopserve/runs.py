@@ -66,12 +66,12 @@ class OneCache(Task):
             for number, turn in enumerate(prompt.turns):
                 text = turn.text if number == 0 else f"\n\n{turn.text}"
                 asked = talk.branch().ask(text, max_new_tokens=batch.new)
-                tokens, ended = model.cut(list(asked.ids))
+                tokens = model.cut(list(asked.ids))
                 answer = Answer(
                     prompt_tokens=asked.prompt_tokens,
                     tokens=tokens,
                     text=model.decode(tokens),
-                    ended="eos" if ended else "cap",
+                    ended="eos" if tokens[-1] in model.ends else "cap",
                     events=row_events(asked.events, 0, len(tokens)),
                     read=[] if asked.read is None else [asked.read],
                     cached_peak=asked.prompt_tokens + len(tokens) - 1.0,

@@ -121,7 +121,7 @@ def measure(setup: Setup, lengths: Sequence[int], sequences: int) -> list[dict[s
     clusters = ss.cluster_attack.on(setup, sequences=0).clusters
     if watch is None or clusters is None:
         return []
-    contexts = attack_contexts(setup, None, None)
+    contexts = attack_contexts(setup, None)
     left_out = {int(token) for token in setup.tokenizer.all_special_ids}
     for context in contexts:
         left_out |= set(context.lead)

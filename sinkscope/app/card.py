@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.notation import agreeing, listed
+from sinkscope.files.notation import agreeing
 from sinkscope.files.output import path_of
 from sinkscope.files.plain import visible
 from sinkscope.files.result import Number, Result
@@ -117,23 +117,15 @@ class SinkCard(Result):
         if changed:
             first = changed[0]
             finding = f"{finding}, first {first.label} ({first.before} before, {first.after} now)"
-        count = len(self.unjudged)
-        if count:
-            differ = agreeing(count, "differs and was", "differ and were")
-            finding = f"{finding}; {count} more {differ} not judged"
+        unjudged = [change for change in self.changes if change.changed is None and change.before != change.after]
+        if unjudged:
+            differ = agreeing(len(unjudged), "differs and was", "differ and were")
+            finding = f"{finding}; {len(unjudged)} more {differ} not judged"
         return f"{finding}."
 
-    @property
-    def unjudged(self) -> list[CardChange]:
-        """Numbers without a margin that differ."""
-        return [change for change in self.changes if change.changed is None and change.before != change.after]
-
     def details(self) -> list[str]:
-        """What was not judged, every part's conclusion, any failures, and the cost."""
+        """Every part's conclusion, any failures, and the cost."""
         lines: list[str] = []
-        if self.unjudged:
-            names = listed([change.label for change in self.unjudged])
-            lines.append(f"Without a margin, a difference is not judged: {names}.")
         for part in self.parts:
             if part.problem is None:
                 lines.append(f"{part.command}: {part.conclusion} ({part.seconds:.1f} s)")

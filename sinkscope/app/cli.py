@@ -54,11 +54,7 @@ BACKEND_HELP = "Load the model as this kind of object. By default a model is rea
 NO_MEMORY = "out of memory: try --dtype bfloat16, --device cpu, a smaller --max-repeats, or leave out --all-layers"
 DEBUG = "SINKSCOPE_DEBUG"
 """Variable of the environment that makes unforeseen errors end in their traceback."""
-FULL_DISK = {
-    errno.ENOSPC: "the disk is full",
-    errno.EDQUOT: "your quota is used up",
-    errno.EFBIG: "its file is too large",
-}
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class CommandLine(click.Group):
@@ -245,24 +241,14 @@ class CommandRun:
         """The kind of the file that an option writes."""
         if name in self.outputs and self.outputs[name].kind is not None:
             return self.outputs[name].kind
-        classes = get_type_hints(getattr(self.function, "function", self.function)).get("return")
-        for one in get_args(classes) or [classes]:
-            kind = getattr(one, "kind", None)
-            if kind is not None:
-                return kind
-        return None
+        returned = get_type_hints(getattr(self.function, "function", self.function)).get("return")
+        kinds = [getattr(one, "kind", None) for one in get_args(returned) or [returned]]
+        return next(filter(None, kinds), None)
 
     def _result(self, arguments: dict[str, Any], backend: str | None) -> Any:
         """What the function returns."""
         if self.measures:
             self.function.refuse(arguments)  # before a model is opened
-        if self.measures and self.function.edits:
-            from sinkscope.kv.edit_of import edit_of  # a patch or policy is refused before a model is opened
-            from sinkscope.measure import EDIT_PARAMETERS
-
-            names = [name for name in EDIT_PARAMETERS if name in arguments]
-            if names:
-                arguments["interventions"] = edit_of(**{name: arguments.pop(name) for name in names})
         if backend is not None:
             from sinkscope.models.load import load
 
@@ -334,8 +320,6 @@ def metavar_of(one: Parameter, kind: Any) -> str | None:
     """The placeholder of an option's value in the help; None: that of click."""
     if one.option.metavar is not None:
         return one.option.metavar
-    if one.option.reads == "commas":
-        return "LIST"
     return {click.INT: "INT", click.FLOAT: "NUMBER"}.get(kind)
 
 
@@ -343,7 +327,7 @@ def click_type(one: Parameter) -> Any:
     """The type to which click converts; what it does not know is read as text."""
     if isinstance(one.default, bool) or one.type is bool:
         return click.BOOL
-    if one.option.reads in ("head", "commas"):
+    if one.option.reads == "commas":
         return click.STRING
     if get_origin(one.type) is Literal:
         return click.Choice(get_args(one.type))
@@ -352,15 +336,11 @@ def click_type(one: Parameter) -> Any:
 
 
 def read_words(one: Parameter, words: Any) -> Any:
-    """What the words of an option mean: the text of a file, a head, or a list with commas."""
-    from sinkscope.files.notation import read_head
-
+    """What the words of an option mean: the text of a file, or a list with commas."""
     if one.option.reads == "text":
         return _prompt(words)
     if one.option.reads == "commas":
-        return _comma_list(one, words)
-    if one.option.reads == "head":
-        return [read_head(word) for word in words]
+        return [name.strip() for name in ",".join(words).split(",") if name.strip()]
     if one.many:
         return list(words)
     return words
@@ -374,14 +354,6 @@ def _prompt(name: str) -> str:
     if not text.strip():
         raise SinkscopeError("the prompt is empty: write at least one word into the file")
     return text
-
-
-def _comma_list(one: Parameter, words: Sequence[str]) -> list[str]:
-    """The values between commas; an option that is given several times is one list."""
-    names = [name.strip() for name in ",".join(words).split(",") if name.strip()]
-    if not names:
-        raise SinkscopeError(f"{one.flag} {' '.join(words)}: no name is given; give names with commas between")
-    return names
 
 
 def main(argv: Sequence[str] | None = None, program: click.Command | None = None) -> int:
@@ -442,8 +414,10 @@ def _unforeseen(error: BaseException) -> str:
     if is_out_of_memory(error):
         return NO_MEMORY
     if isinstance(error, OSError) and error.errno in FULL_DISK:
+        from sinkscope.files.output import reason_of
+
         drop(sys.stdout)
-        return f"cannot write to standard output: {FULL_DISK[error.errno]}; make room and run the command again"
+        return f"cannot write to standard output: {reason_of(error)}; make room and run the command again"
     first = (str(error).splitlines() or [""])[0]
     return f"{type(error).__name__}: {first} (nobody foresaw this error: {DEBUG}=1 shows where it occurs)"
 

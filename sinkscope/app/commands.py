@@ -129,8 +129,8 @@ def measurement_targets() -> dict[str, str]:
 @cache
 def kind_modules() -> dict[str, str]:
     """Each kind of result, with the module that defines it."""
-    modules = dict(KIND_MODULES)
+    modules: dict[str, str] = {}
     for words, command in commands().items():
-        if command.public and command.module not in modules.values():
+        if command.public and command.module not in KIND_MODULES.values():
             modules[words] = command.module
-    return modules
+    return modules | KIND_MODULES

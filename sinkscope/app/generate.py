@@ -9,6 +9,7 @@ from sinkscope.files.console import note
 from sinkscope.files.notation import counted
 from sinkscope.files.options import Count, Option, Positive
 from sinkscope.files.plain import visible
+from sinkscope.files.tables import cell
 from sinkscope.interventions.base import Event
 from sinkscope.kv.edit_of import edit_of
 from sinkscope.kv.loopguard import LoopGuard
@@ -97,9 +98,7 @@ def print_generated(
 def _cache_use(policy: str, answer: Generated) -> str:
     """How many tokens the cache held and a step read, beside a full cache."""
     full = answer.prompt_tokens + (len(answer.tokens) - 1) / 2
-    read = answer.held
-    if answer.read is not None:
-        read = answer.read
+    read = answer.held if answer.read is None else answer.read
     return (
         f"Under {policy} the cache held {answer.held:.0f} tokens on average, and a step read {read:.0f}; "
         f"the full cache would have held {full:.0f}."
@@ -108,12 +107,6 @@ def _cache_use(policy: str, answer: Generated) -> str:
 
 def _line(event: Event) -> str:
     """An event in one line."""
-    parts = [f"{event.kind}: step {event.step}", f"position {event.position}"]
-    if event.layer is not None:
-        parts.append(f"layer {event.layer}")
-    for name, value in event.data.items():
-        if isinstance(value, float):
-            parts.append(f"{name} {value:.3g}")
-        else:
-            parts.append(f"{name} {value}")
-    return ", ".join(parts)
+    facts = {"step": event.step, "position": event.position, "layer": event.layer, **event.data}
+    words = [f"{name} {cell(value)}" for name, value in facts.items() if value is not None]
+    return f"{event.kind}: {', '.join(words)}"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import html
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import click
 
@@ -77,56 +78,39 @@ def _name(file: str) -> str:
 def _follow(file: str, form: StreamForm, monitor: MonitorSettings, first: bool) -> None:
     """Print the loops of a stream as they occur, and exit with status 3 if there was one."""
     gc.enable()  # the command line turns it off while libraries are imported
-    watch = Watch(monitor)
+    loops = False
     try:
-        for alarm in watch.follow(open_bytes(file), form=form, name=_name(file)):
+        for alarm in Watch(monitor).follow(open_bytes(file), form=form, name=_name(file)):
+            loops = True
             print(visible(str(alarm)), flush=True)
             if first:
                 break
     except OSError:  # standard output cannot be written; that there was a loop is still said
-        if not watch.alarms:
+        if not loops:
             raise
-    if watch.alarms:
+    if loops:
         raise click.exceptions.Exit(LOOP_IN_STREAM)
 
 
 def draw_check(result: LoopCheck) -> go.Figure:
-    """Diversity of the window over the tokens, a line per record, with the onset and the detection of each loop."""
-    import numpy as np
+    """Diversity of the window over the tokens, a line per record, with the detection of each loop."""
+    import pandas as pd
     import plotly.express as px
 
-    from sinkscope.measure.style import BLUE, GREY, ORANGE, RED, finished
+    from sinkscope.measure.style import GREY, ORANGE, RED, finished
 
     records = sorted(result.records, key=lambda record: record.loop)[
         -SHOWN_RECORDS:
     ]  # loops are drawn above the others
-    columns: dict[str, list[Any]] = {"record": [], "outcome": [], "tokens": [], "ratio": []}
-    for record in records:
-        count = len(record.steps)
-        columns["record"] += [html.escape(record.name)] * count
-        columns["outcome"] += ["loops" if record.loop else "does not"] * count
-        columns["tokens"] += record.steps
-        columns["ratio"] += record.curve
+    named = [replace(record, name=html.escape(record.name)) for record in records]
+    frame = pd.DataFrame(named).explode(["steps", "curve"])
+    frame["outcome"] = frame["loop"].map({False: "does not", True: "loops"})
     colors = {"does not": GREY, "loops": ORANGE}
-    figure = px.line(
-        columns,
-        x="tokens",
-        y="ratio",
-        color="outcome",
-        line_group="record",
-        hover_name="record",
-        color_discrete_map=colors,
-    )
-    for field, color, symbol, name in (
-        ("onset", BLUE, "circle-open", "onset of the longest repetition"),
-        ("detected", RED, "x", "detected"),
-    ):
-        marked = [record for record in records if record.loop and getattr(record, field) is not None]
-        places = [getattr(record, field) for record in marked]
-        heights = [np.interp(place, record.steps, record.curve) for record, place in zip(marked, places, strict=True)]
-        marker = {"color": color, "size": 9, "symbol": symbol}
-        names = [html.escape(record.name) for record in marked]
-        figure.add_scatter(x=places, y=heights, mode="markers", marker=marker, name=name, text=names)
+    lines = {"line_group": "name", "hover_name": "name", "color": "outcome", "color_discrete_map": colors}
+    figure = px.line(frame, x="steps", y="curve", **lines)
+    alarms = frame[frame["loop"] & (frame["steps"] >= frame["detected"])].groupby("name").first()
+    marker = {"color": RED, "size": 9, "symbol": "x"}
+    figure.add_scatter(x=alarms["detected"], y=alarms["curve"], mode="markers", marker=marker, name="detected")
     threshold = result.settings["theta_ttr"]
     window = html.escape(str(result.settings["window"]))
     figure.add_hline(threshold, line={"color": GREY, "dash": "dot"}, annotation_text=f"threshold {threshold:g}")

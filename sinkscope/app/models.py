@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from shutil import get_terminal_size
 from typing import Annotated
 
 from sinkscope.files.options import Option
-from sinkscope.files.tables import SCREEN, Grid, shortened
+from sinkscope.files.tables import SCREEN, Grid
 from sinkscope.models.names import models
+
+SHOWN_MODELS = SCREEN - 4
+"""Rows that leave room on a screen for the head, the note and the conclusion."""
 
 
 def print_models(
@@ -34,10 +36,7 @@ def print_models(
         columns["name"].append(entry.name)
         columns["hub id"].append(entry.hub_id)
         columns["sink layer"].append("-" if entry.published is None else ", ".join(map(str, entry.published.layers)))
-    blocks = [Grid(columns).text()]
-    if not every:
-        blocks = shortened([Grid(columns)], SCREEN - 3, get_terminal_size((80, 24)).columns)
-    print("\n\n".join(blocks))
+    print(Grid(columns).text(rows=None if every else SHOWN_MODELS))
     print(f"\nConclusion: papers report a sink or massive activation for {with_sink} of these {len(known)} models.")
 
 

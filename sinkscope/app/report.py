@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 from sinkscope.app.card import CARD
-from sinkscope.app.commands import kind_modules
 from sinkscope.app.pages import Section, document, result_section, save_document
 from sinkscope.errors import SinkscopeError, one_line
 from sinkscope.files.console import note, silent
@@ -17,9 +15,6 @@ from sinkscope.files.output import check_output, read_json
 from sinkscope.files.plain import visible
 from sinkscope.files.result import Result, known_kinds
 from sinkscope.files.store import RECORDS, SETTINGS
-
-FIRST_MODULES = ("sinkscope.sinks.first_token", "sinkscope.sinks")
-"""Results of modules with these beginnings come first, in this order."""
 
 
 def report(
@@ -50,25 +45,25 @@ def report(
     target = check_output(out or root / "report.html", "report")
     files = _listed(root)
     sections: list[Section] = []
-    left_out: list[tuple[str, str]] = []
+    left_out: dict[str, str] = {}
     for number, path in enumerate(files):
         (progress or silent)("reading", number, len(files))
         name = visible(path.relative_to(root).as_posix()).replace("\n", "\\n").replace("\t", "\\t")
         try:
-            sections.append(result_section(_result(path, name), name))
+            sections.append(result_section(_result(path), name))
         except SinkscopeError as error:
-            left_out.append((name, visible(str(error).removeprefix(one_line(path.name)).lstrip(": "))))
+            left_out[name] = visible(str(error).removeprefix(one_line(path.name)).lstrip(": "))
         except Exception as error:  # a damaged result can have the right types and fail anywhere
-            left_out.append((name, visible(f"cannot be shown ({type(error).__name__}: {one_line(str(error))})")))
-    reasons = [f"{name}: {reason}" for name, reason in left_out]
+            left_out[name] = visible(f"cannot be shown ({type(error).__name__}: {one_line(str(error))})")
+    reasons = [f"{name}: {reason}" for name, reason in left_out.items()]
     if not sections:
         raise SinkscopeError(
             f"no results in {folder}: it should hold what --json or .save() wrote; {'; '.join(reasons[:1])}"
         )
-    sections.sort(key=lambda section: (_place(section.kind), section.file))
+    kinds = known_kinds()
+    sections.sort(key=lambda section: (kinds.index(section.kind), section.file))
     count = counted(len(sections), "result")
-    page = document(visible(root.resolve().name), sections, count, left_out)
-    save_document(target, page)
+    save_document(target, document(visible(root.resolve().name), sections, count, left_out))
     print(visible(f"{out or root / 'report.html'}: {count}"))
     for reason in reasons:
         note(f"left out: {reason}")
@@ -87,19 +82,10 @@ def _listed(root: Path) -> list[Path]:
     return listed
 
 
-def _place(kind: str) -> tuple[int, ...]:
-    """First tokens come first, then the other measurements of sinks, then all other kinds in their order."""
-    module = kind_modules().get(kind, "")
-    return (*(not module.startswith(prefix) for prefix in FIRST_MODULES), known_kinds().index(kind))
-
-
-def _result(path: Path, name: str) -> Result:
+def _result(path: Path) -> Result:
     """The result in a file; of a folder of runs, its table, as `sinkscope bench table` makes it."""
     if path.is_file():
         return Result.from_dict(read_json(path), path.name)
     from sinkscope.bench.table import bench_table  # imports torch, which the help need not wait for
 
-    table = bench_table([path])
-    argv = ("sinkscope", "bench", "table", name)
-    provenance = replace(table.provenance, argv=argv, seconds=0.0, peak_memory_bytes=None)
-    return replace(table, provenance=provenance)
+    return bench_table([path])

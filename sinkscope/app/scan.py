@@ -18,8 +18,8 @@ from sinkscope import __version__
 from sinkscope.app.card import CARD, CardPart, SinkCard, read_card
 from sinkscope.app.pages import document, folded, plot, result_section, save_document
 from sinkscope.app.pages import text as text_as_html
-from sinkscope.bench.run import bench_model
-from sinkscope.bench.table import BenchTable
+from sinkscope.bench.run import run_bench
+from sinkscope.bench.table import BenchTable, tabulate_records
 from sinkscope.errors import SinkscopeError, is_out_of_memory
 from sinkscope.files.console import Progress, note, silent
 from sinkscope.files.plain import pathless, visible
@@ -73,14 +73,15 @@ class ScanPart:
 def loops(setup: Setup, *, count: int, max_new_tokens: int) -> BenchTable:
     """How often greedy text loops, without a guard and with it."""
     task = f"loops:source=text:openings={count}"
-    return bench_model(setup.target, task, ["full", "loopguard"], max_new_tokens=max_new_tokens, seed=setup.seed)
+    run = run_bench(setup.target, task, ["full", "loopguard"], max_new_tokens=max_new_tokens, seed=setup.seed)
+    return tabulate_records([run])
 
 
 def policies(setup: Setup, *, count: int, prompt: int) -> BenchTable:
     """How far each cache policy diverges from full attention at a quarter of the prompt; at more of a short one."""
     share = max(0.25, round(LEAST_BUDGET / prompt, 2))
     methods = ["full", *(f"{name}:{share}" for name in ("random", "streaming", "h2o", "snapkv", "tova"))]
-    return bench_model(setup.target, f"text:count={count}:prompt={prompt}", methods, seed=setup.seed)
+    return tabulate_records([run_bench(setup.target, f"text:count={count}:prompt={prompt}", methods, seed=setup.seed)])
 
 
 PARTS: tuple[ScanPart, ...] = (
@@ -115,7 +116,6 @@ class FinishedPart(Keyed):
     """A part whose result is already in the folder."""
 
     name: str
-    seconds: float
 
 
 def scan(
@@ -183,7 +183,7 @@ def scan(
                 outcome = _measured(part, replace(setup, progress=inside), edit, quick)
                 if isinstance(outcome, Result):
                     outcome.save(folder / part.file)
-                    kept.append([FinishedPart(part.name, outcome.provenance.seconds)])
+                    kept.append([FinishedPart(part.name)])
             parts.append(card_part(part, outcome))
             if isinstance(outcome, Result):
                 results[part.name] = outcome

@@ -21,6 +21,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.notation import agreeing, head_name, head_names, listed
 from sinkscope.interventions.base import Event
 from sinkscope.interventions.decode import decode, watched
+from sinkscope.interventions.sites import head_of
 from sinkscope.kv.session import AttentionRows, Observe
 from sinkscope.measure import Number, Option, Positive, Result, Setup, measurement
 from sinkscope.measure.style import ORANGE, finished, unfolded
@@ -220,8 +221,8 @@ def draw(result: Barcode) -> go.Figure:
     for head in map(html.escape, result.shown):
         titles += [f"{head}: generated", f"{head}: ordinary text" if len(pictures) > 1 else ""]
     specs: list[list[Any]] = [[{"colspan": 2}, None], *([{}, {}] for _ in result.shown)]
-    space = {"horizontal_spacing": 0.05, "vertical_spacing": 0.24 / rows}
-    fig: Any = make_subplots(rows, 2, specs=specs, subplot_titles=titles, **space)
+    gap = 0.24 / rows
+    fig: Any = make_subplots(rows, 2, specs=specs, subplot_titles=titles, horizontal_spacing=0.05, vertical_spacing=gap)
     colors = {"zmin": -1, "zmax": 1, "zmid": 0, "colorscale": "RdBu", "showscale": False}
     fig.add_heatmap(z=result.gain, y=result.layers, **colors, row=1, col=1)
     fig.update_yaxes(title_text="layer (heads to the right)", autorange="reversed", row=1, col=1)
@@ -259,7 +260,7 @@ def barcode(
     ids: Annotated[Sequence[int] | None, Option(hidden=True)] = None,
     max_new_tokens: Positive | None = None,
     layers: Annotated[Sequence[int] | None, Option(min=0)] = None,
-    heads: Annotated[Sequence[tuple[int, int]] | None, Option(metavar="L0.H4", reads="head")] = None,
+    heads: Annotated[Sequence[str | tuple[int, int]] | None, Option(metavar="L0.H4")] = None,
     control: bool | Sequence[int] = True,
 ) -> Barcode:
     """Draw attention step by step while a model falls into a loop, and find the heads that lock onto it.
@@ -283,7 +284,7 @@ def barcode(
     """
     if heads is not None and layers is not None:
         raise SinkscopeError("layers and heads are given: expected one of them")
-    named = list(dict.fromkeys(heads or ()))
+    named = list(dict.fromkeys(map(head_of, heads or ())))
     for layer, head in named:
         setup.target.check_site(layer, head=head)
     wanted = sorted({layer for layer, _ in named}) or setup.target.chosen_layers(layers)
@@ -300,13 +301,14 @@ def barcode(
     score, mass, width = _means(own, late)
     gain = score
     compared: dict[str, Any] = {}
+    plain: dict[int, HeadTracks] = {}
     ordinary = _control(setup, control, length)
     if ordinary is not None:
         plain = _recorded(setup, ordinary, prompt_tokens, wanted, shift)
         compared["control_score"] = _means(plain, late)[0]
         gain = score - compared["control_score"]
     named = named or _most_changed(gain, wanted)
-    if ordinary is not None:
+    if plain:
         compared["control_attention"] = _shown(plain, named)
     setup.progress("texts", 2, 2)
     return Barcode(

@@ -7,18 +7,18 @@ same in another text, and in the other half of a text.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import combinations
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import plotly.graph_objects as go
 import torch
-from einops import reduce
-from jaxtyping import Float, Int
+from einops import einsum, rearrange, reduce
+from jaxtyping import Float
 from plotly.subplots import make_subplots
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from sinkscope.attention.texts import texts_of
 from sinkscope.files.notation import counted
@@ -46,7 +46,6 @@ class LineWeights(Result):
         line_sums: Sum of the chosen lines' weights, in which cells at crossings count twice.
         random_mass: `mass` of random lines with the same total length of each kind as the chosen ones.
         cells: Share of all cells that the chosen lines cover.
-        vertical: Share of the chosen lines that are vertical.
         inputs: Number of lines chosen in both of two texts divided by the number chosen in either (observation 2); mean
             over pairs of different texts. None with a single text.
         inputs_random: `inputs` for the same number of random lines of each kind.
@@ -60,7 +59,7 @@ class LineWeights(Result):
     """
 
     page: ClassVar[str] = "measure/lines"
-    percent: ClassVar[tuple[str, ...]] = ("mass", "random_mass", "cells", "vertical", *_SHARES)
+    percent: ClassVar[tuple[str, ...]] = ("mass", "random_mass", "cells", *_SHARES)
     columns: ClassVar[tuple[str, ...]] = ("head", "mass", "random_mass", "cells", "inputs", "inputs_random", "segments")
     table_rows: ClassVar[int] = 16
 
@@ -71,14 +70,13 @@ class LineWeights(Result):
     line_sums: Float[np.ndarray, "eta layer head"]
     random_mass: Float[np.ndarray, "eta layer head"]
     cells: Float[np.ndarray, "eta layer head"]
-    vertical: Float[np.ndarray, "eta layer head"]
     inputs: Float[np.ndarray, "eta layer head"] | None
     inputs_random: Float[np.ndarray, "eta layer head"] | None
     segments: Float[np.ndarray, "eta layer head"]
     segments_relative: Float[np.ndarray, "eta layer head"]
     segments_random: Float[np.ndarray, "eta layer head"]
-    text_mass: Float[np.ndarray, "eta text"] | None = None
-    text_inputs: Float[np.ndarray, "eta text"] | None = None
+    text_mass: Float[np.ndarray, "eta text"]
+    text_inputs: Float[np.ndarray, "eta text"] | None
 
     @property
     def shown_eta(self) -> int:
@@ -91,9 +89,10 @@ class LineWeights(Result):
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per eta and head."""
-        columns = {
-            name: getattr(self, name) for name in (*self.percent, "line_sums") if getattr(self, name) is not None
-        }
+        columns: dict[str, Float[np.ndarray, "eta layer head"]] = {}
+        for name in (*self.percent, "line_sums"):
+            if getattr(self, name) is not None:
+                columns[name] = getattr(self, name)
         return unfolded(columns, eta=self.etas, layer=self.layers, head=range(self.mass.shape[2]))
 
     def shown_rows(self) -> list[dict[str, Any]]:
@@ -111,33 +110,33 @@ class LineWeights(Result):
 
     def details(self) -> list[str]:
         """The cells, the sum over lines, how many heads reach the paper's share, and how far lines agree."""
-        i = self.shown_eta
-        heads = self.mass[i]
+        heads = self.mass[self.shown_eta]
+
+        def share(name: str) -> str:
+            return f"{self.mean(name)[self.shown_eta]:.1%}"
+
         lines = [
             f"{counted(len(self.tokens), 'text')} of at most {max(self.tokens)} tokens; {heads.size} heads.",
-            f"The lines cover {self.mean('cells')[i]:.1%} of the cells.",
-            f"Added up line by line, with crossings counted twice, they carry {self.mean('line_sums')[i]:.1%}.",
+            f"The lines cover {share('cells')} of the cells.",
+            f"Added up line by line, with crossings counted twice, they carry {share('line_sums')}.",
             f"{(heads >= PAPER_MASS).sum()} of {heads.size} heads reach {PAPER_MASS:.0%}.",
         ]
         if self.inputs is not None:
-            lines.append(
-                f"Between two texts {self.mean('inputs')[i]:.1%} of the lines are the same (random "
-                f"{self.mean('inputs_random')[i]:.1%})."
-            )
-        lines.append(
-            f"Of a text's second half, {self.mean('segments')[i]:.1%} of the lines are those of its first (random "
-            f"{self.mean('segments_random')[i]:.1%})."
-        )
+            same, chance = share("inputs"), share("inputs_random")
+            lines.append(f"Between two texts {same} of the lines are the same (random {chance}).")
+        same, chance = share("segments"), share("segments_random")
+        lines.append(f"Of a text's second half, {same} of the lines are those of its first (random {chance}).")
         return lines
 
     def numbers(self) -> list[Number]:
         """The mass on the heaviest lines, and how many of them two texts share, beside random lines."""
         i = self.shown_eta
-        margin = None if self.text_mass is None else margin_of(self.text_mass[i])
+        numbers: list[Number] = []
+        label = f"attention on the heaviest {self.etas[i]:.0%} of lines"
         mass = float(self.mean("mass")[i]), float(self.mean("random_mass")[i])
-        numbers = [Number(f"attention on the heaviest {self.etas[i]:.0%} of lines", *mass, margin)]
-        if self.inputs is not None:
-            margin = None if self.text_inputs is None else margin_of(self.text_inputs[i])
+        numbers.append(Number(label, *mass, margin_of(self.text_mass[i])))
+        if self.text_inputs is not None:
+            margin = margin_of(self.text_inputs[i])
             if margin is not None:
                 margin *= 2  # a text is in all pairs with others, so it counts twice in their mean
             shared = float(self.mean("inputs")[i]), float(self.mean("inputs_random")[i])
@@ -220,72 +219,54 @@ def line_weights(
     target = setup.target
     wanted = setup.target.chosen_layers(layers)
     rows = texts_of(setup, texts, data, count, length)
-    by_layer = {layer: LayerLines(shares) for layer in wanted}
+    weights: dict[str, list[Float[Tensor, "eta head"]]] = {}  # of one text after the other, layer by layer
+    chosen: list[HeadLines] = []
+    random: list[HeadLines] = []
     # All layers share the draws of random lines, which are made as the pass reaches them.
     weight_draws, line_draws = (torch.Generator().manual_seed(setup.seed) for _ in range(2))
 
     def see(layer: int, scores: Scores) -> None:
-        by_layer[layer].add(scores, weight_draws, line_draws)
-        done = sum(len(own.own) for own in by_layer.values())
-        setup.progress("layers", done, len(wanted) * len(rows))
+        vertical, slash = line_sums(scores)
+        own = top_lines(vertical, slash, shares)
+        numbers = weighed(scores, vertical, slash, own, weight_draws) | segments(scores, shares, line_draws)
+        for name, values in numbers.items():
+            weights.setdefault(name, []).append(values.double().cpu())
+        chosen.append(HeadLines(own.vertical.cpu(), own.slash.cpu(), own.queries))
+        random.append(chosen[-1].random(line_draws, cells=False))
+        setup.progress("layers", len(chosen), len(wanted) * len(rows))
 
     with setup.edited(), scores_of(target, see, wanted):
         for ids in rows:
             target.forward(ids[None])
-    lines = list(by_layer.values())
-    arrays: dict[str, Any] = dict.fromkeys(("inputs", "inputs_random", "text_inputs"))
-    for name in lines[0].weights:
-        values = torch.stack([torch.stack(own.weights[name]) for own in lines])
-        arrays[name] = reduce(values, "layer text eta head -> eta layer head", "mean").numpy()
-        if name == "mass":
-            arrays["text_mass"] = reduce(values, "layer text eta head -> eta text", "mean").numpy()
+    by_text: dict[str, Float[Tensor, "layer text eta head"]] = {}
+    for name, values in weights.items():
+        by_text[name] = rearrange(torch.stack(values), "(text layer) eta head -> layer text eta head", text=len(rows))
     if len(rows) > 1:
-        inputs = torch.stack([agreement(own.own) for own in lines])
-        inputs_random = torch.stack([agreement(own.random) for own in lines])
-        pairs = list(combinations(range(len(rows)), 2))
-        by_text = [inputs[:, [text in pair for pair in pairs]].mean((0, 1, 3)) for text in range(len(rows))]
-        arrays["inputs"] = reduce(inputs, "layer pair eta head -> eta layer head", "mean").numpy()
-        arrays["inputs_random"] = reduce(inputs_random, "layer pair eta head -> eta layer head", "mean").numpy()
-        arrays["text_inputs"] = torch.stack(by_text, 1).numpy()
+        for name, lines in (("inputs", chosen), ("inputs_random", random)):
+            by_text[name] = torch.stack([agreement(lines[i :: len(wanted)]) for i in range(len(wanted))])
+    arrays: dict[str, Any] = dict.fromkeys(("inputs", "inputs_random", "text_inputs"))
+    for name, values in by_text.items():
+        arrays[name] = reduce(values, "layer text eta head -> eta layer head", "mean").numpy()
+    for name in by_text.keys() & {"mass", "inputs"}:
+        arrays[f"text_{name}"] = reduce(by_text[name], "layer text eta head -> eta text", "mean").numpy()
     return LineWeights(etas=shares, tokens=tuple(len(ids) for ids in rows), layers=tuple(wanted), **arrays)
 
 
-@dataclass(eq=False)
-class LayerLines:
-    """The chosen lines of one layer, text by text, and the numbers of each text."""
-
-    etas: tuple[float, ...]
-    weights: dict[str, list[Float[Tensor, "eta head"]]] = field(default_factory=dict)
-    own: list[HeadLines] = field(default_factory=list)
-    random: list[HeadLines] = field(default_factory=list)
-
-    def add(self, scores: Scores, weight_draws: torch.Generator, line_draws: torch.Generator) -> None:
-        """Take the scores of one text."""
-        vertical, slash = line_sums(scores)
-        own = top_lines(vertical, slash, self.etas)
-        weights = weighed(scores, vertical, slash, own, weight_draws) | self._segments(scores, line_draws)
-        for name, values in weights.items():
-            self.weights.setdefault(name, []).append(values.double().cpu())
-        random = own.random(line_draws, cells=False)
-        self.own.append(HeadLines(own.vertical.cpu(), own.slash.cpu(), own.queries))
-        self.random.append(HeadLines(random.vertical.cpu(), random.slash.cpu(), own.queries))
-
-    def _segments(self, scores: Scores, draws: torch.Generator) -> dict[str, Float[Tensor, "eta head"]]:
-        """How many lines the halves of a text share."""
-        keys = scores.key.shape[1]
-        half = keys // 2
-        second_scores = scores.part(half, keys)
-        first = top_lines(*line_sums(scores.part(0, half)), self.etas)
-        second = top_lines(*line_sums(second_scores), self.etas, keys - half)
-        vertical, slash = line_sums(second_scores, since=half)
-        inside = top_lines(vertical[:, half:], slash[:, : keys - half], self.etas)
-        first_random = first.random(draws, cells=False)
-        second_random = second.random(draws, cells=False)
-        return {
-            "segments": shared_by_second(first, second),
-            "segments_relative": shared_by_second(first, inside),
-            "segments_random": shared_by_second(first_random, second_random),
-        }
+def segments(scores: Scores, etas: Sequence[float], draws: torch.Generator) -> dict[str, Float[Tensor, "eta head"]]:
+    """How many lines the halves of a text share, under the names of `LineWeights`."""
+    keys = scores.key.shape[1]
+    half = keys // 2
+    second_scores = scores.part(half, keys)
+    first = top_lines(*line_sums(scores.part(0, half)), etas)
+    second = top_lines(*line_sums(second_scores), etas, keys - half)
+    vertical, slash = line_sums(second_scores, since=half)
+    inside = top_lines(vertical[:, half:], slash[:, : keys - half], etas)
+    first_random = first.random(draws, cells=False)
+    return {
+        "segments": shared_by_second(first, second),
+        "segments_relative": shared_by_second(first, inside),
+        "segments_random": shared_by_second(first_random, second.random(draws, cells=False)),
+    }
 
 
 def weighed(
@@ -307,28 +288,23 @@ def weighed(
         "line_sums": summed[:count] / total,
         "random_mass": mass[count:],
         "cells": own.density(),
-        "vertical": own.vertical.sum(2) / own.counts(),
     }
 
 
-def agreement(lines: Sequence[HeadLines]) -> Float[Tensor, "pair eta head"]:
-    """The overlap of the lines of every two texts."""
-    return torch.stack([jaccard(second, first) for first, second in combinations(lines, 2)]).double()
-
-
-def jaccard(a: HeadLines, b: HeadLines) -> Float[Tensor, "eta head"]:
-    """Number of lines in both over number of lines in either."""
-    both = _common(a, b)
-    return both / (a.counts() + b.counts() - both).clamp(min=1)
+def agreement(lines: Sequence[HeadLines]) -> Float[Tensor, "text eta head"]:
+    """Lines in both of two texts over lines in either, for each text the mean over the others."""
+    by_key = [rearrange([text.vertical, text.slash], "kind eta head key -> key kind eta head") for text in lines]
+    chosen = pad_sequence(by_key, batch_first=True).float()  # lines that only one text can have are not shared
+    both = einsum(chosen, chosen, "text key kind eta head, other key kind eta head -> text other eta head")
+    counts = reduce(chosen, "text key kind eta head -> text eta head", "sum")
+    overlap = both / (counts[:, None] + counts - both).clamp(min=1)
+    others = 1 - torch.eye(len(lines))[..., None, None]
+    return (overlap.double() * others).sum(1) / (len(lines) - 1)
 
 
 def shared_by_second(a: HeadLines, b: HeadLines) -> Float[Tensor, "eta head"]:
     """Number of lines in both over number of lines of `b`."""
-    return _common(a, b) / b.counts().clamp(min=1)
-
-
-def _common(a: HeadLines, b: HeadLines) -> Int[Tensor, "eta head"]:
-    keys = min(a.vertical.shape[2], b.vertical.shape[2])  # lines that only one text can have are not shared
+    keys = min(a.vertical.shape[2], b.vertical.shape[2])  # lines that only one can have are not shared
     vertical = a.vertical[..., :keys] & b.vertical[..., :keys]
     slash = a.slash[..., :keys] & b.slash[..., :keys]
-    return vertical.sum(2) + slash.sum(2)
+    return (vertical.sum(2) + slash.sum(2)) / b.counts().clamp(min=1)

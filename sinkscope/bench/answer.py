@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import cycle, product
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -57,8 +56,9 @@ class BenchModel:
         Raises:
             SinkscopeError: The model carries no tokenizer.
         """
-        opened = model() if isinstance(model, partial) else model
-        target = target_of(opened, tokenizer)
+        if isinstance(model, partial):
+            model = model()
+        target = target_of(model, tokenizer)
         target.need_tokenizer()
         ends, pad = ends_and_pad(target)
         return cls(target, fingerprint_of(target), ends, pad)
@@ -93,12 +93,12 @@ class BenchModel:
             text = chat_text(tokenizer, messages, self.target.name)
         return list(tokenizer(text, add_special_tokens=not chat, verbose=False)["input_ids"])
 
-    def cut(self, row: list[int]) -> tuple[list[int], bool]:
-        """An answer up to and including the end of sequence, and whether that token occurred."""
-        for number, token in enumerate(row):
+    def cut(self, row: list[int]) -> list[int]:
+        """An answer up to and including the end of sequence."""
+        for number, token in enumerate(row, 1):
             if token in self.ends:
-                return row[: number + 1], True
-        return row, False
+                return row[:number]
+        return row
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Tokens as text, without special tokens."""
@@ -178,7 +178,7 @@ class Answer:
     text: str
     ended: Ending
     events: tuple[dict[str, Any], ...]
-    read: list[float]
+    read: Sequence[float]
     cached_peak: float
     cells: float | None
     seconds: float
@@ -189,7 +189,7 @@ class Answer:
         return {
             "prompt_tokens": self.prompt_tokens,
             "length": len(self.tokens),
-            "read": round(fmean(self.read), 3) if self.read else None,
+            "read": _rounded(mean_known(self.read), 3),
             "cells": self.cells,
             "cached_peak": round(self.cached_peak, 3),
             "window": mean_known(event["data"]["window"] for event in self.events if event["kind"] == "window"),
@@ -201,13 +201,13 @@ class CacheCounts(Intervention):
     """Counts the tokens of each row after every call: those held, and those that a query can read.
 
     Attributes:
-        held: Of each row, for each call: mean over layers and kv heads.
+        held: `[row]` for each call: mean over layers and kv heads.
         readable: The same of the tokens that are not hidden.
     """
 
     def __init__(self) -> None:
-        self.held: list[list[float]] = []
-        self.readable: list[list[float]] = []
+        self.held: list[Float[Tensor, " row"]] = []
+        self.readable: list[Float[Tensor, " row"]] = []
 
     def enter(self, run: Run, key: int) -> None:
         """Read sinkscope's own cache after every call."""
@@ -218,15 +218,17 @@ class CacheCounts(Intervention):
     def _note(self, layers: Sequence[Any]) -> None:
         held = torch.stack([layer.slots - layer.holes() for layer in layers])
         readable = torch.stack([layer.readable.sum(-1).float().mean(1) for layer in layers])
-        self.held.append(held.float().mean(0).tolist())
-        self.readable.append(readable.mean(0).tolist())
+        self.held.append(held.float().mean(0).cpu())
+        self.readable.append(readable.mean(0).cpu())
 
 
-Measure = Callable[[Float[Tensor, "row vocab"]], dict[str, Float[Tensor, " row"]]]
+Logits = Float[Tensor, "row vocab"]
+RowNumbers = dict[str, Float[Tensor, " row"]]
+Measure = Callable[[Logits], RowNumbers]
 """Numbers of each row by name, from the model's logits at a step, before any sampler."""
 
 
-def top_probability(logits: Float[Tensor, "row vocab"]) -> dict[str, Float[Tensor, " row"]]:
+def top_probability(logits: Logits) -> RowNumbers:
     """The probability of the top prediction."""
     return {"top1": largest_probability(logits).double().round(decimals=4)}
 
@@ -283,26 +285,28 @@ def answer_rows(
     seconds = (time.perf_counter() - started) / len(rows)
     answers: list[Answer] = []
     for row, written in enumerate(output[:, ids.shape[1] :].tolist()):
-        tokens, ended = model.cut(written)
-        if along:
-            tokens, ended = along[row], False
+        tokens = along[row] if along else model.cut(written)
         prompt = len(rows[row])
-        read = [float(prompt + step) for step in range(1, len(tokens))]  # the first token is the prompt's
-        cached_peak = prompt + len(tokens) - 1.0  # the last token goes through no call
+        length = len(tokens)
+        read: Sequence[float] = range(prompt + 1, prompt + length)  # the first token is the prompt's
+        cached_peak = prompt + length - 1.0  # the last token goes through no call
         if edit is not None:
-            read = [count[row] for count in counts.readable[1 : len(tokens)]]
-            cached_peak = max(count[row] for count in counts.held[: len(tokens)])
+            read = torch.stack(counts.readable)[1:length, row].tolist()
+            cached_peak = float(torch.stack(counts.held)[:length, row].max())
+        steps: dict[str, tuple[float, ...]] = {}
+        for name, value in values.items():
+            steps[name] = tuple(round(number, 6) for number in torch.stack(value)[:length, row].tolist())
         answer = Answer(
             prompt_tokens=prompt,
             tokens=tokens,
             text=model.decode(tokens),
-            ended="eos" if ended else "cap",
-            events=row_events(events, row, len(tokens)),
+            ended="eos" if tokens[-1] in model.ends and not along else "cap",
+            events=row_events(events, row, length),
             read=read,
             cached_peak=cached_peak,
             cells=cells_of(events, row),
             seconds=seconds,
-            steps={name: tuple(round(float(step[row]), 6) for step in values[name][: len(tokens)]) for name in values},
+            steps=steps,
         )
         answers.append(answer)
     return answers
@@ -313,13 +317,16 @@ def cells_of(events: Sequence[Event], row: int) -> float | None:
 
     The rows from which lines are chosen count too.
     """
-    shares: list[float] = []
-    for event in events:
-        if event.kind == "prefill" and event.row == row:
-            shares.append(float(event.data.get("cells", 1.0)))
-    if not shares:
+    share = mean_known(
+        float(event.data.get("cells", 1.0)) for event in events if (event.kind, event.row) == ("prefill", row)
+    )
+    return _rounded(share, 4)
+
+
+def _rounded(value: float | None, digits: int) -> float | None:
+    if value is None:
         return None
-    return round(fmean(shares), 4)
+    return round(value, digits)
 
 
 def row_events(events: Sequence[Event], row: int, tokens: int) -> tuple[dict[str, Any], ...]:

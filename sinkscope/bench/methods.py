@@ -97,9 +97,8 @@ def name_of(spec: str) -> str:
 
 def order_of(spec: str) -> tuple[int, str]:
     """Sort key that follows the order of `METHODS`; other methods come last."""
-    names = list(METHODS)
     name = name_of(spec)
-    return (names.index(name) if name in METHODS else len(names), spec)
+    return [*METHODS, name].index(name), spec
 
 
 @dataclass(frozen=True)
@@ -167,8 +166,7 @@ def read_method(spec: str, budget: Budget | None = None) -> Method:
         parts.remove(PAPER)
     types: dict[str, Any] = {}
     if cls is not None:
-        hints = get_type_hints(cls, include_extras=True)
-        types = {each.name: hints[each.name] for each in fields(cls)}
+        types = setting_types(cls)
     takes_budget = "budget" in types and FIXED.get(name, {}).get("decode", True)
     shape = cls is not None and issubclass(cls, Shape)
     if shape:
@@ -179,6 +177,12 @@ def read_method(spec: str, budget: Budget | None = None) -> Method:
     if own is None and (takes_budget or (shape and isinstance(budget, float) and not options)):
         own = budget
     return Method(name, paper, own, tuple(options.items()))
+
+
+def setting_types(cls: Any) -> dict[str, Any]:
+    """The type of each field of a dataclass, by name."""
+    hints = get_type_hints(cls, include_extras=True)
+    return {each.name: hints[each.name] for each in fields(cls)}
 
 
 def read_methods(specs: Sequence[str], budget: Budget | None = None) -> tuple[Method, ...]:

@@ -65,8 +65,9 @@ def with_controls(prompts: Sequence[Prompt]) -> list[Prompt]:
         turns: list[Turn] = []
         for number, turn in enumerate(prompt.turns):
             control = other.turns[min(number, len(other.turns) - 1)].answers
-            usable = other is not prompt and control != turn.answers
-            turns.append(replace(turn, control=control if usable else ()))
+            if control == turn.answers:
+                control = ()
+            turns.append(replace(turn, control=control))
         controlled.append(replace(prompt, turns=tuple(turns)))
     return controlled
 
@@ -96,15 +97,10 @@ def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
         for turn in conform(list[TurnRow], row.get("turns", [row]), where, then=f": give {FILE}"):
             metric = str(turn.get("metric", row.get("metric", "")))
             turns.append(Turn(turn["prompt"], turn.get("answers", ()), metric))
-        prompt = Prompt(
-            id=str(row.get("id", len(prompts))),
-            turns=tuple(turns),
-            set=str(row.get("set", "file")),
-            part=str(row.get("part", "")),
-            about={key: value for key, value in row.items() if key not in _FIELDS},
-        )
-        prompts.append(prompt)
+        for name in ("turns", "prompt", "answers", "metric"):
+            row.pop(name, None)
+        id = str(row.pop("id", len(prompts)))
+        set = str(row.pop("set", "file"))
+        part = str(row.pop("part", ""))
+        prompts.append(Prompt(id, tuple(turns), set, part, about=row))
     return prompts
-
-
-_FIELDS = ("id", "turns", "prompt", "answers", "metric", "set", "part")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -59,17 +59,16 @@ class BenchRecord(Keyed):
     steps: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class BenchRun:
-    """Contents of a folder.
+class BenchRun(list[BenchRecord]):
+    """Records of a run, as they were finished or as they were asked for.
 
     Attributes:
-        records: The records, in the order in which they were finished.
         settings: Settings of the run.
     """
 
-    records: Sequence[BenchRecord]
-    settings: dict[str, Any]
+    def __init__(self, records: Iterable[BenchRecord], settings: dict[str, Any]) -> None:
+        super().__init__(records)
+        self.settings = settings
 
 
 def open_run(

@@ -31,7 +31,7 @@ VERSION = 4
 def bench(
     *,
     task: Annotated[str, Option(metavar="TASK|FILE")],
-    methods: Annotated[Sequence[str], Option("--methods", reads="commas")],
+    methods: Annotated[Sequence[str], Option("--methods", metavar="LIST", reads="commas")],
     out: Annotated[Path | None, Option(metavar="DIR", writes=True)] = None,
     model: str | None = None,
     revision: str | None = None,
@@ -73,8 +73,8 @@ def bench(
     """
     chosen = read_task(task)
     options: dict[str, Any] = {"backend": backend, "revision": revision, "device": device, "dtype": dtype}
-    opener = partial(load, chosen.model if model is None else model, **options)
-    run = _run(
+    opener = partial(load, model or chosen.model, **options)
+    run = run_bench(
         opener,
         chosen,
         methods,
@@ -90,42 +90,11 @@ def bench(
     return tabulate_records([run])
 
 
-def run_bench(model: object, task: Task | str, methods: Sequence[str], **options: Any) -> Sequence[BenchRecord]:
-    """Answer the prompts of a task with every method; records already in `out` are not computed again.
-
-    Prompts are grouped into batches in their order and padded on the left. An unfinished batch is rerun as a whole, so
-    the records do not depend on interruptions. Other batch sizes give the same records up to rounding: matrices of
-    another shape are summed in another order, which may break a tie between two tokens differently.
-
-    Args:
-        model: Hugging Face, TransformerBridge, nnsight (dispatched) or `Target`, whole in memory; or a
-            `functools.partial` that opens one, which each worker then calls for itself.
-        task: A task, or its text as on the command line.
-        methods: As on the command line.
-        options: Further arguments of the command (`out`, `max_new_tokens`, `batch_size`, `temperature`, `seed`,
-            `seeds`, `workers`, `progress`), and `tokenizer` for a model that carries none.
-
-    Returns:
-        The records of these methods and prompts, in the order of methods and prompts.
-
-    Raises:
-        SinkscopeError: A method or setting is unknown, a prompt does not fit, a number is invalid, or the folder was
-            begun with other settings or is being written.
-        UnsupportedError: A live model cannot be sent to other processes.
-    """
-    return _run(model, task, methods, **options).records
-
-
-def bench_model(model: object, task: Task | str, methods: Sequence[str], **options: Any) -> BenchTable:
-    """The table of `run_bench` for a model that is in memory; its arguments are the same."""
-    return tabulate_records([_run(model, task, methods, **options)])
-
-
 @float32_by_default()
-def _run(
+def run_bench(
     model: object,
     task: Task | str,
-    specs: Sequence[str],
+    methods: Sequence[str],
     *,
     out: str | os.PathLike[str] | None = None,
     tokenizer: Any = None,
@@ -137,14 +106,36 @@ def _run(
     workers: int = 1,
     progress: Progress | None = None,
 ) -> BenchRun:
+    """Answer the prompts of a task with every method; records already in `out` are not computed again.
+
+    Prompts are grouped into batches in their order and padded on the left. An unfinished batch is rerun as a whole, so
+    the records do not depend on interruptions. Other batch sizes give the same records up to rounding: matrices of
+    another shape are summed in another order, which may break a tie between two tokens differently.
+
+    Args:
+        model: Hugging Face, TransformerBridge, nnsight (dispatched) or `Target`, whole in memory; or a
+            `functools.partial` that opens one, which each worker then calls for itself.
+        task: A task, or its text as on the command line.
+        methods: As on the command line.
+        out: As for the command, and so are the arguments that follow.
+        tokenizer: For a model that carries none.
+
+    Returns:
+        The records of these methods and prompts, in the order of methods and prompts, and the settings.
+
+    Raises:
+        SinkscopeError: A method or setting is unknown, a prompt does not fit, a number is invalid, or the folder was
+            begun with other settings or is being written.
+        UnsupportedError: A live model cannot be sent to other processes.
+    """
     if isinstance(task, str):
         task = read_task(task)
     check_workers(workers)
     check_values(Natural | None, max_new_tokens=max_new_tokens, batch_size=batch_size, seeds=seeds)
     check_values(Temperature, temperature=temperature)
     check_values(Whole, seed=seed)
-    methods = read_methods(specs, task.budget)
-    for method in methods:
+    chosen = read_methods(methods, task.budget)
+    for method in chosen:
         method.make()  # impossible settings are refused before the run
     opened = BenchModel.of(model, tokenizer)
     prompts = task.prompts(opened.target)
@@ -154,17 +145,17 @@ def _run(
     new = max_new_tokens or task.new_tokens(opened.target)
     for prompt in prompts:
         for texts in task.conversations(prompt):
-            check_prompt(opened, methods, prompt, len(opened.encode(texts, task.chat)), new)
-    groups: list[tuple[Method, ...]] = [(method,) for method in methods]
+            check_prompt(opened, chosen, prompt, len(opened.encode(texts, task.chat)), new)
+    groups: list[tuple[Method, ...]] = [(method,) for method in chosen]
     if task.together:
-        groups = [methods]
+        groups = [chosen]
     if not temperature:
         seeds = 1
     batches: list[Batch] = []
-    for each_seed, chosen in product(range(seed, seed + seeds), groups):
+    for each_seed, group in product(range(seed, seed + seeds), groups):
         for start in range(0, len(prompts), batch_size):
             part = tuple(prompts[start : start + batch_size])
-            batches.append(Batch(opened.fingerprint, task.name, chosen, part, new, temperature, each_seed))
+            batches.append(Batch(opened.fingerprint, task.name, group, part, new, temperature, each_seed))
     settings = {
         "version": VERSION,
         **opened.settings(),
@@ -185,8 +176,7 @@ def _run(
         elsewhere = Workers(opener, workers, gpu=opened.target.device.type == "cuda")
     with open_run(out, settings, prompts) as folder:
         finish(partial(task.answers, opened), batches, folder, "answers", progress, elsewhere)
-        records = [folder.records[key] for batch in batches for key in batch.keys]
-    return BenchRun(records, settings)
+        return BenchRun((folder.records[key] for batch in batches for key in batch.keys), settings)
 
 
 def _open_worker(model: object, tokenizer: Any, task: Task) -> Callable[[Batch], list[BenchRecord]]:

@@ -24,7 +24,6 @@ CONTROLS = (FULL, "random", "sampling")
 NUMBERS = frozenset("read time cached_peak temperature answers ttr cr length interventions alarm kl window".split())
 """Columns that are no shares."""
 PERCENT = frozenset("loop tail_loop loop_paper eos early chance prefix score agree same cells".split())
-_KEY = ("task", "model", "set", "temperature", "method")
 
 
 @dataclass(frozen=True)
@@ -32,11 +31,11 @@ class BenchGroup:
     """All answers of one method to one set by one model.
 
     Attributes:
-        model: Name of the model.
         task: Name of the task.
+        model: Name of the model.
         set: Name of the set.
-        method: The method with its settings.
         temperature: Sampling temperature.
+        method: The method with its settings.
         answers: Number of answers.
         score: Mean of the task's main metric.
         low: Lower end of its 95 % interval: Wilson's for a share, otherwise from the standard error over prompts.
@@ -46,11 +45,11 @@ class BenchGroup:
             which `time` and `same` compare, was not run.
     """
 
-    model: str
     task: str
+    model: str
     set: str
-    method: str
     temperature: float
+    method: str
     answers: int
     score: float
     low: float
@@ -98,7 +97,7 @@ class BenchTable(Result):
         """One row per group."""
         rows: list[dict[str, Any]] = []
         for group in self.groups:
-            row = {name: getattr(group, name) for name in ("task", "model", "set", "method")}
+            row: dict[str, Any] = {"task": group.task, "model": group.model, "set": group.set, "method": group.method}
             row |= {task_class(group.task).main: group.score, "low": group.low, "high": group.high, **group.parts}
             rows.append(row | group.metrics | {"answers": group.answers, "temperature": group.temperature})
         return rows
@@ -167,7 +166,7 @@ def bench_table(
     Example:
         sinkscope bench table runs --by turn
     """
-    return tabulate_records([read_run(folder) for folder in folders], by)
+    return tabulate_records(list(map(read_run, folders)), by)
 
 
 def tabulate_records(runs: Sequence[BenchRun], by: str = "part") -> BenchTable:
@@ -180,14 +179,14 @@ def tabulate_records(runs: Sequence[BenchRun], by: str = "part") -> BenchTable:
     started = time.perf_counter()
     grouped: dict[tuple[Any, ...], list[BenchRecord]] = {}
     for run in runs:
-        for record in run.records:
+        for record in run:
             about = record.settings
             key = (record.task, run.settings["model"]["name"], about["set"], about["temperature"], record.method)
             grouped.setdefault(key, []).append(record)
     groups: list[BenchGroup] = []
     for key in sorted(grouped, key=lambda key: (*key[:4], order_of(key[4]))):
         full = grouped.get((*key[:4], FULL), [])
-        groups.append(_group(dict(zip(_KEY, key, strict=True)), grouped[key], full, by))
+        groups.append(_group(key, grouped[key], full, by))
     first = runs[0].settings
     origin = provenance(
         started=started,
@@ -195,7 +194,7 @@ def tabulate_records(runs: Sequence[BenchRun], by: str = "part") -> BenchTable:
         dtype=first["dtype"],
         attention=first["attention"],
         bos=None,
-        seed=min((record.seed for run in runs for record in run.records), default=0),
+        seed=min((record.seed for run in runs for record in run), default=0),
     )
     return BenchTable(
         model=ModelInfo(**first["model"]),
@@ -205,9 +204,9 @@ def tabulate_records(runs: Sequence[BenchRun], by: str = "part") -> BenchTable:
     )
 
 
-def _group(key: dict[str, Any], records: Sequence[BenchRecord], full: Sequence[BenchRecord], by: str) -> BenchGroup:
+def _group(key: tuple[Any, ...], records: Sequence[BenchRecord], full: Sequence[BenchRecord], by: str) -> BenchGroup:
     """The row of a method, beside the records of the full cache."""
-    task = task_class(key["task"])
+    task = task_class(key[0])
     values: list[float] = []
     values_by_part: dict[str, list[float]] = {}
     for record in records:
@@ -245,7 +244,7 @@ def _group(key: dict[str, Any], records: Sequence[BenchRecord], full: Sequence[B
         rate = wilson(sum(values), len(values))
         low, high = rate.low, rate.high
     parts = {part: fmean(scores) for part, scores in values_by_part.items()}
-    return BenchGroup(**key, answers=len(records), score=score, low=low, high=high, parts=parts, metrics=metrics)
+    return BenchGroup(*key, answers=len(records), score=score, low=low, high=high, parts=parts, metrics=metrics)
 
 
 def _seconds_per_token(records: Sequence[BenchRecord]) -> float:

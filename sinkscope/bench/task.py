@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pkgutil import resolve_name
-from typing import Any, ClassVar, get_type_hints
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, Strict
 
 from sinkscope.bench.answer import Answer, Batch, BenchModel, answer_rows
-from sinkscope.bench.methods import FULL, SAMPLING
+from sinkscope.bench.methods import FULL, SAMPLING, setting_types
 from sinkscope.bench.prompt import Prompt, Turn, read_prompts, with_controls
 from sinkscope.bench.record import BenchRecord, Metrics
 from sinkscope.bench.samplers import RowSampler
 from sinkscope.bench.scores import score
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import path_of
-from sinkscope.files.records import Budget, check_fields, read_settings
+from sinkscope.files.records import Budget, check_fields, read_settings, said
 from sinkscope.models.target import Target
 
 TASKS = {
@@ -25,6 +27,8 @@ TASKS = {
     "text": "sinkscope.bench.tasks.text:TextFidelity",
 }
 """Tasks by name; any other text is the name of a file of prompts."""
+Size = Annotated[int, Strict(), Field(ge=1, le=1 << 20), said(f"a whole number from 1 to {1 << 20}")]
+"""A setting of a task that is a number of things."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +69,9 @@ class Task(ABC):
     def prompts(self, target: Target) -> list[Prompt]:
         """The prompts for a model."""
 
-    @abstractmethod
     def new_tokens(self, target: Target) -> int:
         """Maximum length of an answer, if the user gives none."""
+        return 64
 
     def conversations(self, prompt: Prompt) -> list[list[str]]:
         """What the model reads before each answer: all turns up to its own, each earlier one with its answer.
@@ -110,7 +114,9 @@ class Task(ABC):
         """
         metrics: Metrics = {}
         for name, answers in (("score", turn.answers), ("chance", turn.control)):
-            metrics[name] = score(turn.metric or self.metric, answer.text, answers) if answers else None
+            metrics[name] = None
+            if answers:
+                metrics[name] = score(turn.metric or self.metric, answer.text, answers)
         return metrics
 
 
@@ -128,7 +134,7 @@ class PromptFile(Task):
 
     file: str = ""
     given: tuple[Prompt, ...] = ()
-    new: int = 64
+    new: Size = 64
 
     def prompts(self, target: Target) -> list[Prompt]:
         """The prompts of the file."""
@@ -137,10 +143,6 @@ class PromptFile(Task):
     def new_tokens(self, target: Target) -> int:
         """64, unless set."""
         return self.new
-
-
-MOST = 1 << 20
-"""Largest setting of a task that is a number of things."""
 
 
 def read_task(spec: str) -> Task:
@@ -154,12 +156,10 @@ def read_task(spec: str) -> Task:
     """
     name, *parts = spec.split(":")
     cls: Any = task_class(name)
-    hints = get_type_hints(cls, include_extras=True)
-    types = {each.name: hints[each.name] for each in fields(cls) if each.name not in ("file", "given")}
+    types = setting_types(cls)
+    for given in ("file", "given"):
+        types.pop(given, None)
     options = read_settings(parts, types, f"--task {name}")
-    for key, value in options.items():
-        if key != "seed" and isinstance(value, int) and value > MOST:
-            raise SinkscopeError(f"--task {name}: {key}={value}: expected at most {MOST}")
     if cls is PromptFile:
         if not path_of(name).is_file():
             raise SinkscopeError(f"--task {name!r}: expected {', '.join(TASKS)}, or a file of prompts")

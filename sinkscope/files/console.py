@@ -28,7 +28,6 @@ class ProgressBar:
 
     def __enter__(self) -> ProgressBar:
         self._bar: Any = None
-        self._tasks: dict[str, Any] = {}
         if sys.stderr.isatty():
             from rich import progress as rich
             from rich.console import Console
@@ -37,19 +36,15 @@ class ProgressBar:
             times = (rich.TimeElapsedColumn(), rich.TimeRemainingColumn())
             console = Console(stderr=True)
             self._bar = rich.Progress(*shown, *times, console=console, transient=True, redirect_stdout=False)
+            self._task = self._bar.add_task("")
             self._bar.start()
         return self
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """Show how much of a stage is done; what stands behind a colon in its name may change."""
+        """Show how much of a stage is done."""
         gc.enable()  # the command line turns it off while libraries are imported
-        if self._bar is None:
-            return
-        stage = visible(stage)
-        name = stage.partition(":")[0]
-        if name not in self._tasks:
-            self._tasks[name] = self._bar.add_task(stage, total=total)
-        self._bar.update(self._tasks[name], description=stage, completed=done, total=total)
+        if self._bar is not None:
+            self._bar.update(self._task, description=visible(stage), completed=done, total=total)
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:

@@ -9,7 +9,7 @@ import socket
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import Progress, silent
@@ -26,9 +26,6 @@ class Job(Protocol):
     def keys(self) -> Sequence[Hashable]:
         """Keys of its records."""
         ...
-
-
-J = TypeVar("J", bound=Job)
 
 
 def check_workers(workers: int) -> None:
@@ -52,27 +49,31 @@ class Workers:
             pickled.
         count: Number of workers.
         gpu: Each worker needs a GPU, or a share of one.
-        patience: Seconds within which all of them must have started.
     """
 
     open: Callable[[], Callable[[Any], Any]]
     count: int
     gpu: bool = False
-    patience: float = 600.0
 
     def run(self, jobs: Sequence[Any], store: Callable[[int, Any], None]) -> None:
         """Run the jobs, and call `store` with the index and result of each as it finishes.
 
         Raises:
-            SinkscopeError: The cluster does not answer, workers do not start, or one ends.
+            SinkscopeError: The cluster does not answer, or a worker ends.
         """
         ray = _ray()
         ours = not ray.is_initialized()
         if ours:
             self._join(ray)
         actors: list[Any] = []
+        count = min(self.count, len(jobs))
         try:
-            self._start(ray, actors, min(self.count, len(jobs)))
+            there = ray.cluster_resources()
+            share_of_gpu = 0.0
+            if self.gpu and there.get("GPU"):
+                share_of_gpu = 1 / math.ceil(count / there["GPU"])
+            worker = ray.remote(num_cpus=1, num_gpus=share_of_gpu)(Worker)
+            actors += [worker.remote(self.open, max(1, int(there["CPU"]) // count)) for _ in range(count)]
             pool = ray.util.ActorPool(actors)
             for index, result in pool.map_unordered(
                 lambda actor, index: actor.run.remote(index, jobs[index]), range(len(jobs))
@@ -92,25 +93,6 @@ class Workers:
                 ray.kill(actor)
             if ours:
                 ray.shutdown()
-
-    def _start(self, ray: Any, actors: list[Any], count: int) -> None:
-        """Add `count` workers that have opened what they work on and share the machines' CPUs and GPUs equally."""
-        there = ray.cluster_resources()
-        share_of_gpu = 0.0
-        if self.gpu and there.get("GPU"):
-            share_of_gpu = 1 / math.ceil(count / there["GPU"])
-        worker = ray.remote(num_cpus=1, num_gpus=share_of_gpu)(Worker)
-        actors += [worker.remote() for _ in range(count)]
-        opener = ray.put(self.open)
-        threads = max(1, int(there["CPU"]) // count)
-        try:
-            ray.get([actor.open.remote(opener, threads) for actor in actors], timeout=self.patience)
-        except ray.exceptions.GetTimeoutError:
-            free = ray.available_resources()
-            raise SinkscopeError(
-                f"{count} Ray workers did not start within {self.patience:.0f} s ({free.get('CPU', 0):.0f} CPUs and "
-                f"{free.get('GPU', 0):.2g} GPUs are free): give fewer workers, or wait until the machines are less busy"
-            ) from None
 
     def _join(self, ray: Any) -> None:
         """Join a cluster, or start one on this machine."""
@@ -132,22 +114,24 @@ class Workers:
 
 
 class Worker:
-    """One Ray worker, with what it works on."""
+    """One Ray worker; it opens what it works on for its first job, because errors in `__init__` reach nobody."""
 
-    def open(self, make: Callable[[], Callable[[Any], Any]], threads: int) -> None:
-        """Prepare what the jobs work on. Errors here reach the caller, unlike errors in `__init__`."""
-        self._run = make()
-        if torch := sys.modules.get("torch"):
-            torch.set_num_threads(threads)
+    def __init__(self, make: Callable[[], Callable[[Any], Any]], threads: int) -> None:
+        self._make, self._threads = make, threads
+        self._run: Callable[[Any], Any] | None = None
 
     def run(self, index: int, job: Any) -> tuple[int, Any]:
         """The index of a job, and its records."""
+        if self._run is None:
+            self._run = self._make()
+            if torch := sys.modules.get("torch"):
+                torch.set_num_threads(self._threads)
         return index, self._run(job)
 
 
 def finish(
-    work: Callable[[J], Sequence[Any]],
-    jobs: Sequence[J],
+    work: Callable[[Any], Sequence[Any]],
+    jobs: Sequence[Job],
     kept: Folder[Any],
     what: str,
     progress: Progress | None = None,

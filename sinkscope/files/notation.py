@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from sinkscope.errors import SinkscopeError
 
@@ -37,20 +36,14 @@ def head_name(layer: int, head: int) -> str:
     return f"L{layer}.H{head}"
 
 
-def neuron_names(sites: Sequence[Any], most: int = 8) -> str:
-    """Names in a list, and how many more there are; sites are tuples, or objects with layer, expert and neuron."""
-    return listed([neuron_name(*_place(site, "expert", "neuron")) for site in sites], most)
+def neuron_names(sites: Iterable[Sequence[int]], most: int = 8) -> str:
+    """Names in a list, and how many more there are; a site is (layer, neuron) or (layer, expert, neuron)."""
+    return listed([neuron_name(*site) for site in sites], most)
 
 
-def head_names(sites: Sequence[Any], most: int = 8) -> str:
-    """Names in a list, and how many more there are; sites are tuples, or objects with layer and head."""
-    return listed([head_name(*_place(site, "head")) for site in sites], most)
-
-
-def _place(site: Any, *names: str) -> tuple[int, ...]:
-    if isinstance(site, tuple | list):
-        return tuple(site)
-    return tuple(getattr(site, name) for name in ("layer", *names))
+def head_names(sites: Iterable[tuple[int, int]], most: int = 8) -> str:
+    """Names in a list, and how many more there are; a site is (layer, head)."""
+    return listed([head_name(*site) for site in sites], most)
 
 
 def listed(things: Sequence[object], most: int = 12) -> str:

@@ -21,8 +21,7 @@ class Option:
         metavar: Placeholder for its value in the help.
         min: Smallest value, also for callers from Python.
         max: Largest value, also for callers from Python.
-        reads: How the value is parsed: "text" reads a file or standard input, "head" reads L0.H4, "commas" splits at
-            commas.
+        reads: How the value is parsed: "text" reads a file or standard input, "commas" splits at commas.
         argument: Whether it is a positional argument.
         hidden: Whether only Python callers can give it.
         required: Whether the command line requires it although it has a default in Python.
@@ -34,7 +33,7 @@ class Option:
     metavar: str | None = None
     min: int | float | None = None
     max: int | float | None = None
-    reads: Literal["text", "head", "commas"] | None = None
+    reads: Literal["text", "commas"] | None = None
     argument: bool = False
     hidden: bool = False
     required: bool = False
@@ -49,6 +48,7 @@ Count = Annotated[int, Option(min=0)]
 Hidden = Annotated[Any, Option(hidden=True)]
 """Anything; only callers from Python can give it."""
 
+_TITLE = re.compile(r"\n\n(Args|Attributes|Example|Raises|Returns):\n")
 LARGEST = {float: 1e300, int: (1 << 31) - 1}
 
 
@@ -158,31 +158,23 @@ def parameter(name: str, hint: Any, default: Any, *, help: str = "") -> Paramete
             return Parameter(name, hint, option, default, help, many)
 
 
+def _section(doc: str, title: str) -> str:
+    """A section of a docstring, such as "Args" or "Example"; empty if there is none."""
+    parts = _TITLE.split(doc)
+    return dict(zip(parts[1::2], parts[2::2], strict=True)).get(title, "")
+
+
 def described(doc: str, title: str) -> dict[str, str]:
     """The description of each name in a section of a docstring, such as "Args" or "Attributes"."""
-    section = re.search(rf"^{title}:\n((?:    .*\n?|\n)*)", doc, re.MULTILINE)
-    if section is None:
-        return {}
-    descriptions: dict[str, str] = {}
-    name = ""
-    for line in section[1].splitlines():
-        entry = re.match(r"    (\w+): (.*)", line)
-        if entry is not None:
-            name = entry[1]
-            descriptions[name] = entry[2]
-        elif name and line.startswith("        "):
-            descriptions[name] += " " + line.strip()
-    return descriptions
+    entries = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", _section(doc, title), re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in entries}
 
 
 def introduction(doc: str) -> str:
     """A docstring without its sections, as the help of a command."""
-    return re.split(r"\n\n(?:Args|Example|Raises|Returns|Attributes):\n", doc)[0]
+    return _TITLE.split(doc)[0]
 
 
 def example_lines(doc: str) -> list[str]:
     """The lines of the section "Example" of a docstring: commands to type."""
-    section = re.search(r"^Example:\n((?:    .+\n?)*)", doc, re.MULTILINE)
-    if section is None:
-        return []
-    return [line.strip() for line in section[1].splitlines()]
+    return re.findall(r"^    (.+)", _section(doc, "Example"), re.MULTILINE)

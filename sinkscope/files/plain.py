@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import unicodedata
 from pathlib import Path
@@ -16,14 +15,12 @@ from sinkscope.errors import SinkscopeError
 _ROOTED = re.compile(r"^(?:/|~|\\\\|[A-Za-z]:[\\/]|\.\.(?:[\\/]|$))")
 _UNUSUAL = re.compile(r"[^ -~\n\t]")
 _JOINERS = "\u200c\u200d"  # of letters and of parts of an emoji
-LONGEST_INTEGER = 20
-"""Digits of the largest integer that is read."""
 
 
 def pathless(text: str) -> str:
-    """`text`, but a path that leads through folders of this machine becomes relative, or its last part."""
+    """`text`, but of a path that leads through folders of this machine only the last part is left."""
     if _ROOTED.match(text) and "\n" not in text:
-        text = _below_here(text) or re.split(r"[\\/]", text.rstrip("\\/"))[-1]
+        text = re.split(r"[\\/]", text.rstrip("\\/"))[-1]
     elif not _ROOTED.match(text):
         option, equals, value = text.partition("=")  # --text=/some/where
         if equals:
@@ -32,18 +29,6 @@ def pathless(text: str) -> str:
     if len(home) > 1:
         text = re.sub(rf"(?<![\w.~-]){re.escape(home)}(?![\w.-])", "~", text)
     return text
-
-
-def _below_here(path: str) -> str | None:
-    """`path` relative to the current folder, if it lies below and the way there does not lead through the home."""
-    try:
-        here = Path.cwd()
-        inside = Path(os.path.normpath(Path(path).expanduser())).relative_to(here)
-    except (OSError, RuntimeError, ValueError):
-        return None
-    if here in Path.home().parents:
-        return None
-    return inside.as_posix()
 
 
 def visible(text: str) -> str:
@@ -77,18 +62,12 @@ def parse_json(text: str | bytes) -> Any:
     """Parse JSON.
 
     Raises:
-        ValueError: It is not JSON, is nested too deeply, or has an integer too large for any field.
+        ValueError: It is not JSON, or is nested too deeply.
     """
     try:
-        return json.loads(text, parse_int=_integer)
+        return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-
-
-def _integer(digits: str) -> int:
-    if len(digits) > LONGEST_INTEGER:
-        raise ValueError(f"a number has {len(digits)} digits")
-    return int(digits)
 
 
 def plain(value: Any, *, scrub: bool = False) -> Any:

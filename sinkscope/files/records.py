@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass
 from pydantic_core import SchemaValidator, core_schema
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.output import path_of, read_text
+from sinkscope.files.output import read_text
 from sinkscope.files.plain import parse_json
 
 
@@ -85,15 +85,8 @@ def conform(
 
 @cache
 def between(kind: Any, low: int | float | None, high: int | float | None) -> Any:
-    """The type of a number within a range; a limit of 1e300 only excludes what overflows, and errors do not name it."""
-    expected = "a number"
-    if kind is int:
-        expected = "a whole number"
-    if low is not None:
-        expected += f" from {low}"
-    if high is not None and high != 1e300:
-        expected += f" up to {high}"
-    return Annotated[kind, Field(ge=low, le=high, allow_inf_nan=False), said(expected)]
+    """The type of a number within a range."""
+    return Annotated[kind, Field(ge=low, le=high, allow_inf_nan=False)]
 
 
 def check_values(kind: Any, page: str | None = None, **values: Any) -> None:
@@ -170,11 +163,8 @@ def _refusal(error: ValidationError, value: Any, name: str, then: str = "", *, p
         return SinkscopeError(f"{place} is missing{then}", page=page)
     if cause is not None:
         return SinkscopeError(f"{place}: {cause}{then}".removeprefix(": "), page=page)
-    alternatives: list[str] = []
-    for problem in problems:
-        if repr(problem["input"]) == repr(first["input"]) and problem["msg"] not in alternatives:
-            alternatives.append(problem["msg"])
-    expected = " or ".join(alternatives)
+    alternatives = [problem["msg"] for problem in problems if repr(problem["input"]) == repr(first["input"])]
+    expected = " or ".join(dict.fromkeys(alternatives))
     for theirs, ours in _WORDS.items():
         expected = expected.replace(theirs, ours)
     shown = f"{place} is {first['input']!r:.80},"
@@ -186,14 +176,11 @@ def _refusal(error: ValidationError, value: Any, name: str, then: str = "", *, p
 def _place(value: Any, problem: Any) -> str:
     """Where in a value a problem is, such as "parts[0].share"; pydantic's steps also name members of unions."""
     place = ""
-    missing = "missing" in problem["type"]
     for step in problem["loc"]:
         inside: Any = value
         if isinstance(value, list | tuple):
             inside = dict(enumerate(value))
-        if not isinstance(inside, Mapping):
-            continue
-        if step in inside or (missing and step == problem["loc"][-1]):
+        if isinstance(inside, Mapping) and (step in inside or "missing" in problem["type"]):
             place += f"[{step}]" if isinstance(step, int) else f".{step}"
             value = inside.get(step)
     return place.removeprefix(".")
@@ -317,11 +304,11 @@ def read_rows(path: str | os.PathLike[str], expected: str) -> Iterator[tuple[str
     Raises:
         SinkscopeError: The file does not exist, is empty or not UTF-8, or a line is not JSON (its number is given).
     """
-    file = path_of(path)
-    text = read_text(file, f"give {expected}")
+    text = read_text(path, f"give {expected}")
+    name = os.path.basename(path)
     if not text.strip():
-        raise SinkscopeError(f"{file.name} is empty: give {expected}")
-    return rows_of(text, file.name, expected)
+        raise SinkscopeError(f"{name} is empty: give {expected}")
+    return rows_of(text, name, expected)
 
 
 def rows_of(text: str, name: str, expected: str) -> Iterator[tuple[str, Any]]:

@@ -153,7 +153,7 @@ class Result:
         Raises:
             SinkscopeError: `data` is not such an envelope.
         """
-        if not isinstance(data, dict) or not {"schema", "kind", "result"} <= data.keys():
+        if not isinstance(data, dict) or not {"schema", "kind"} <= data.keys() or type(data.get("result")) is not dict:
             raise SinkscopeError(
                 f"{name} is not a result of sinkscope: expected an object with schema, kind and result"
             )
@@ -165,15 +165,13 @@ class Result:
         result_class = _class_of(str(data["kind"]), name)
         if not issubclass(result_class, cls):
             raise SinkscopeError(f"{name} holds {data['kind']!r}, expected {cls.kind!r}: use Result.load for any kind")
-        if not isinstance(data["result"], dict):
-            raise SinkscopeError(f"{name} has no result: expected an object of {data['kind']!r}")
         return build(result_class, data["result"] | {key: data.get(key) for key in ENVELOPE_FIELDS}, name)
 
     # What it says
 
     def conclusion(self) -> str:
-        """The conclusion in one sentence that includes the control; every kind of sinkscope has one."""
-        return ""
+        """The conclusion in one sentence that includes the control; a subclass overrides it."""
+        return f"{self.kind} on {self.model.name}."
 
     def details(self) -> list[str]:
         """Lines of plain text below the conclusion; a subclass overrides it."""
@@ -185,11 +183,9 @@ class Result:
 
     def summary(self) -> str:
         """The conclusion, the model, the details and warnings, as lines of plain text."""
-        conclusion, model = self.conclusion(), self.model
-        lines = [f"{self.kind} on {model.name}"]
-        if conclusion:
-            lines = [f"Conclusion: {conclusion}"]
-        if conclusion and model.n_layers:
+        model = self.model
+        lines = [f"Conclusion: {self.conclusion()}"]
+        if model.n_layers:
             size = f"{model.n_layers} layers, d_model {model.d_model}, d_mlp {model.d_mlp}"
             lines.append(f"The model is {model.name} ({model.family}, {size}).")
         unknown = self.settings.get("unknown_tokens") or 0.0

@@ -57,16 +57,16 @@ class Grid:
             return self
         sizes: dict[str, int] = {}
         constants: list[str] = []
-        for name in dict.fromkeys([*self.important, *self.columns]):
-            cells = self.columns.get(name, [])
+        for name, cells in self.columns.items():
             if len(cells) > 1 and len(set(cells)) == 1:
                 constants.append(f"{_words(name)} {cells[0]}")
-            elif cells:
+            else:
                 sizes[name] = _width(name, cells) + len(BETWEEN)
-        names = list(sizes) or list(self.columns)[:1]
+        important = [name for name in self.important if name in sizes]
+        names = list(dict.fromkeys([*important, *sizes])) or list(self.columns)[:1]
         room = width + len(BETWEEN)
         if sum(sizes.values()) > room:
-            names = [name for name in self.important if name in sizes] or names
+            names = important or names
         shown = names[:1]
         for name in names[1:]:
             if sizes[name] + sum(sizes[other] for other in shown) <= room:
@@ -235,7 +235,8 @@ def glossary(cls: type[Any], names: Sequence[str], own: Mapping[str, str]) -> di
                 descriptions = described(inspect.cleandoc(base.__doc__ or ""), "Attributes") | descriptions
     meaning: dict[str, str] = {}
     for name in names:
-        if name in own or (name in descriptions and name not in PLAIN):
-            sentence = re.split(r"; |\. (?=[A-Z])", own.get(name, descriptions.get(name, "")))[0].rstrip(".")
+        description = own.get(name, "" if name in PLAIN else descriptions.get(name, ""))
+        if description:
+            sentence = re.split(r"; |\. (?=[A-Z])", description)[0].rstrip(".")
             meaning[_words(name)] = f"{sentence[:1].upper()}{sentence[1:]}."
     return meaning

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import InitVar, dataclass, replace
+from dataclasses import InitVar, dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal, cast
 
@@ -96,7 +96,7 @@ class NeuronEdit(Intervention):
     Attributes:
         sites: The neurons, as (layer, neuron), as (layer, expert, neuron) in a mixture of experts, or by name:
             "L1.N338", "L3.E2.N7". A neuron of a shared expert is (layer, neuron). `layer` and `neurons` are a shorter
-            way to give one or several neurons of one layer, where layer -1 is the last.
+            way to give one or several neurons of one layer.
         site: "post" edits the input of the down projection, which is gate times up in a gated MLP (`hook_post`);
             "up" edits the linear factor (`hook_pre_linear`), as the paper's Listing 1 does.
     """
@@ -110,12 +110,10 @@ class NeuronEdit(Intervention):
 
     def __post_init__(self, layer: int | None, neurons: int | Sequence[int]) -> None:
         if isinstance(neurons, int):
-            numbers = [neurons]
-        else:
-            numbers = list(neurons)
-        if (layer is None) != (not numbers):
+            neurons = [neurons]
+        if (layer is None) != (not neurons):
             raise SinkscopeError(
-                f"layer={layer!r} with neurons={numbers!r}: give both, as in layer=1, neurons=[7890], or "
+                f"layer={layer!r} with neurons={[*neurons]!r}: give both, as in layer=1, neurons=[7890], or "
                 "sites=[(layer, neuron)]",
                 page=PAGE,
             )
@@ -123,11 +121,7 @@ class NeuronEdit(Intervention):
         if isinstance(sites, str):
             sites = [sites]
         every = [site_of(site) for site in sites]
-        for number in numbers:
-            if layer is not None and layer < 0:  # counted from the last one, which the model tells
-                every.append(site_of((0, number))._replace(layer=layer))
-            else:
-                every.append(site_of((layer, number)))
+        every += [site_of((layer, number)) for number in neurons]
         if not every and not self._heads:
             raise SinkscopeError(
                 "no neuron given: expected layer=1, neurons=[7890] or sites=[(layer, neuron)]", page=PAGE
@@ -162,13 +156,6 @@ class NeuronEdit(Intervention):
         for layer, head in self._heads:
             groups.append(NeuronGroup(layer, None, target.head_columns(layer, head), head))
         return groups
-
-    def prepared(self, target: Target) -> NeuronEdit:
-        """The edit with layer numbers counted from the first layer."""
-        if all(site.layer >= 0 for site in self.checked_sites):
-            return self
-        sites = [site._replace(layer=target.layer_number(site.layer)) for site in self.checked_sites]
-        return replace(self, sites=sites)
 
     def enter(self, run: Run, key: int) -> None:
         """Hooks on the down projection, the up projection, the experts, or the output projection of attention."""
@@ -301,11 +288,6 @@ class Ablate(NeuronEdit):
     @property
     def _heads(self) -> Sequence[tuple[int, int]]:
         return cast("tuple[tuple[int, int], ...]", self.heads)
-
-    def prepared(self, target: Target) -> NeuronEdit:
-        """The edit with layer numbers counted from the first layer."""
-        heads = [(target.layer_number(layer), head) for layer, head in self._heads]
-        return NeuronEdit.prepared(replace(self, heads=heads), target)
 
     def new_values(self, values: NeuronValues) -> Float[Tensor, "batch pos neuron"]:
         """Zero, the mean or the number at the chosen positions."""

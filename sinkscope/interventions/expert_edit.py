@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,29 +21,21 @@ from torch import Tensor
 from sinkscope.models.experts import Experts
 from sinkscope.models.target import on_hidden
 
-_Key = tuple[int, int, int]
-"""Id of the experts' module, expert, neuron."""
-
-
-@dataclass
-class _Edited:
-    """Values that earlier hooks left in one call of an experts' module."""
-
-    up: dict[_Key, Tensor] = field(default_factory=dict)
-    post: dict[_Key, Tensor] = field(default_factory=dict)
+_Key = tuple[str, int, int, int]
+"""Factor ("up" or "post"), id of the experts' module, expert, neuron."""
 
 
 class _LatestCall(threading.local):
-    """The call in which the thread is, identified by its input, and what was edited in it."""
+    """The call in which the thread is, identified by its input, and the values that earlier hooks left in it."""
 
     hidden: Callable[[], Tensor | None] | None = None
-    edited: _Edited
+    edited: dict[_Key, Tensor]
 
-    def edits(self, hidden: Tensor) -> _Edited:
+    def edits(self, hidden: Tensor) -> dict[_Key, Tensor]:
         """What hooks of this call have edited so far; a new call starts empty."""
         if self.hidden is None or self.hidden() is not hidden:
             self.hidden = weakref.ref(hidden)
-            self.edited = _Edited()
+            self.edited = {}
         return self.edited
 
 
@@ -59,31 +50,29 @@ def expert_hook(
     def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         routed = experts.routed(args, kwargs)
         edited = _latest.edits((*args, *kwargs.values())[0])
-        keys = [(id(experts.module), expert, neuron) for neuron in neurons]
+
+        def latest(factor: str, computed: Float[Tensor, "token neuron"]) -> Float[Tensor, "token neuron"]:
+            """The neurons' values as computed, or as an earlier hook on this same call left them."""
+            columns: list[Tensor] = []
+            for neuron, column in zip(neurons, computed.unbind(-1), strict=True):
+                columns.append(edited.get((factor, id(module), expert, neuron), column))
+            return torch.stack(columns, -1)
+
         *gate, up = experts.factors(expert, routed.entering(expert), neurons)
-        up = _latest_values(up, edited.up, keys)
-        post = _latest_values(experts.activate(*gate, up), edited.post, keys)
+        up = latest("up", up)
+        post = latest("post", experts.activate(*gate, up))
         new = edit(up if site == "up" else post)
         if new is None:
             return None
-        new_post = new.to(post.dtype)
+        left = {"post": new.to(post.dtype)}
         if site == "up":
-            edited.up.update(zip(keys, new.to(up.dtype).unbind(-1), strict=True))
-            new_post = experts.activate(*gate, new.to(up.dtype))
-        edited.post.update(zip(keys, new_post.unbind(-1), strict=True))
+            left = {"up": new.to(up.dtype), "post": experts.activate(*gate, new.to(up.dtype))}
+        for factor, values in left.items():
+            for neuron, column in zip(neurons, values.unbind(-1), strict=True):
+                edited[factor, id(module), expert, neuron] = column
         weight = routed.weight[:, expert, None]
-        written = ((new_post - post) * weight).to(post.dtype) @ experts.columns(expert, neurons).to(post.dtype)
+        written = ((left["post"] - post) * weight).to(post.dtype) @ experts.columns(expert, neurons).to(post.dtype)
         change = on_hidden(lambda hidden: hidden + written.view_as(hidden))
         return change(module, args, kwargs, output)
 
     return hook
-
-
-def _latest_values(
-    computed: Float[Tensor, "token neuron"], edited: dict[_Key, Tensor], keys: list[_Key]
-) -> Float[Tensor, "token neuron"]:
-    """The neurons' values as computed, or as an earlier hook on this same call left them."""
-    if not edited.keys() & keys:
-        return computed
-    values = [edited.get(key, column) for key, column in zip(keys, computed.unbind(-1), strict=True)]
-    return torch.stack(values, -1)

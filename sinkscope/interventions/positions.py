@@ -18,7 +18,6 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.interventions.growing_tensor import GrowingTensor
 from sinkscope.models.target import Target
 from sinkscope.trace.attention import shown
 
@@ -59,17 +58,11 @@ class Sequence:
     partial: bool = False
     settled: bool = False
     memory: dict[Hashable, Memory] = field(default_factory=dict)
-    _growing: GrowingTensor = field(default_factory=lambda: GrowingTensor(-1))
-
-    @property
-    def real(self) -> Bool[Tensor, "batch seen"]:
-        """False at padding, for every token read so far."""
-        return self.columns >= 0
 
     def copy(self) -> Sequence:
         """The sequence as it is now."""
         memory = {key: Memory(kept) for key, kept in self.memory.items()}
-        return replace(self, memory=memory, _growing=self._growing.copy())
+        return replace(self, memory=memory)
 
     def crop(self, past: int) -> None:
         """Forget what comes after the first `past` tokens."""
@@ -78,10 +71,10 @@ class Sequence:
             self.length = (self.columns >= 0).sum(1)
 
     def read(self, real: Bool[Tensor, "batch pos"]) -> None:
-        """Append tokens; the cost depends on the new tokens only, however long the history is."""
+        """Append tokens."""
         count = self.length[:, None] + real.cumsum(1)
         self.length = count[:, -1]
-        self.columns = self._growing.append(self.columns, torch.where(real, count - 1, -1))
+        self.columns = torch.cat([self.columns, torch.where(real, count - 1, -1)], 1)
 
     def expand(self, times: int) -> None:
         """Repeat each row `times` times, as generation does for beams and several return sequences."""
@@ -219,19 +212,15 @@ def _real(mask: Any, batch: int, read: int, past: int, new: int, device: torch.d
         return torch.ones(batch, total - read, dtype=torch.bool, device=device)
     if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] >= total:
         return mask[:, read:total].bool()
-    seen: Tensor | None = None  # of the new tokens
-    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] == new:
-        seen = mask.bool()
     if isinstance(mask, Tensor) and mask.ndim == 4:
         # A real token is seen by itself; padding is seen by nobody. A window hides old tokens: those are history.
         start = min(past, mask.shape[-1] - new)
         part = shown(mask[..., start : start + new])
         seen = reduce(part, "batch head query key -> batch key", "any").expand(batch, -1)
-    if seen is None:
-        raise UnsupportedError(
-            f"attention mask of type {type(mask).__name__} and shape {tuple(getattr(mask, 'shape', ()))}: the true "
-            f"positions of {total} tokens cannot be read from it; pass a mask of shape (batch, tokens) with 1 at real "
-            "tokens, or none",
-            page="attention-mask",
-        )
-    return torch.cat([seen.new_ones(batch, past - read), seen], 1)
+        return torch.cat([seen.new_ones(batch, past - read), seen], 1)
+    raise UnsupportedError(
+        f"attention mask of type {type(mask).__name__} and shape {tuple(getattr(mask, 'shape', ()))}: the true "
+        f"positions of {total} tokens cannot be read from it; pass a mask of shape (batch, tokens) with 1 at real "
+        "tokens, or none",
+        page="attention-mask",
+    )

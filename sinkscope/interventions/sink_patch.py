@@ -23,14 +23,6 @@ from sinkscope.interventions.sites import NeuronSite, Where, site_of
 from sinkscope.models.open import is_checkpoint
 from sinkscope.models.target import Target
 
-_NO_BOS, _ONE_TOKEN, _SINK_LIKE, _PARTIAL = 1, 2, 3, 4
-REASONS = {
-    _NO_BOS: "no BOS",
-    _ONE_TOKEN: "one-token prompt",
-    _SINK_LIKE: "sink-like second value",
-    _PARTIAL: "prompt read before the run",
-}
-"""Why the calibrated value is used instead of the second token's."""
 SCHEMA, KIND = 1, "sink-patch"
 _PAGE = "patch-file"
 Value = Literal["second", "calibrated"] | Number
@@ -100,11 +92,6 @@ class SinkPatch(NeuronEdit):
     KIND: ClassVar[str] = "patched"
 
     def __post_init__(self, layer: int | None, neurons: int | Sequence[int]) -> None:
-        if layer is not None and layer < 0:
-            raise SinkscopeError(
-                f"layer={layer}: a patch is also a file for other programs, so it counts layers from 0",
-                page=_PAGE,
-            )
         super().__post_init__(layer, neurons)
         conform(Value, self.value, "value", page=_PAGE)
         calibrated = {site_of(site): value for site, value in self.calibrated.items()}
@@ -136,7 +123,7 @@ class SinkPatch(NeuronEdit):
         """
         neurons = {_site(neuron): neuron for neuron in result.neurons}
         sites = list[NeuronSite]()
-        for causal_set in getattr(result, "causal_sets", ()):
+        for causal_set in result.causal_sets:
             if causal_set.kind == "minimal":
                 members = map(_site, causal_set.sites)
                 sites += [member for member in members if member in neurons]
@@ -148,7 +135,7 @@ class SinkPatch(NeuronEdit):
                 f"sink_layer={result.sink_layer} and no causal neuron",
                 page="no-sink",
             )
-        repetition = getattr(result, "repetition", None)
+        repetition = result.repetition
         if repetition is not None and not repetition.same_neurons:
             if repetition.set is None:
                 raise SinkscopeError(
@@ -256,47 +243,44 @@ class SinkPatch(NeuronEdit):
 
     def _second_value(self, values: NeuronValues) -> Float[Tensor, "batch neuron"]:
         """The value at the second token of each row, or the calibrated one where that is not informative."""
-        old, call, memory, run = values.old, values.call, values.memory, values.run
-        if call.sequence.settled and "value" in memory:  # nothing left to decide
+        old, call, memory, index = values.old, values.call, values.memory, values.index
+        sequence = call.sequence
+        if sequence.settled and "value" in memory:  # nothing left to decide
             return memory["value"]
         calibrated = self._calibrated_values(values)
-        index = values.index
-        is_late = call.sequence.partial and call.past > 1
-        if is_late and bool(calibrated.isnan().any()):
+        is_calibrated = ~calibrated.isnan()
+        is_late = sequence.partial and call.past > 1
+        when = index == 1
+        if is_late:  # said at the first token of each row
+            when = ((index >= 0).cumsum(1) == 1) & (index >= 0)
+        if is_late and not bool(is_calibrated.all()):
             raise SinkscopeError(
                 f"the first {call.past} tokens were read before this run was entered (or the cache was copied), so the "
                 "neuron's value at the second one is not known: enter the run first, or give a number as value or "
                 "calibrated values",
                 page="second-value-unknown",
             )
-        at_second = index == 1
-        second = memory.keep("second", old, at_second)
-        in_this_call = (index >= 0).sum(1).to(old.dtype)
-        tokens = memory.keep("tokens", in_this_call[:, None, None].expand(*index.shape, 1), at_second)
-        first = memory["first"]
-        is_calibrated = ~calibrated.isnan()
+        second = torch.where((index == 1)[..., None], old.detach(), 0).sum(1, keepdim=True)
+        first = memory["first"][:, None]
         center = calibrated.nan_to_num(0)
-        # Comparisons with NaN (no calibrated value, first or second token not seen) are False.
+        # Comparisons with NaN (no first token seen) are False.
         is_sink_like = (second - center).abs() >= 0.5 * (first - center).abs()
-        has_bos = call.sequence.bos.to(old.device)[:, None]
-        reason = torch.where(is_sink_like, _SINK_LIKE, 0)
-        reason = torch.where(tokens == 1, _ONE_TOKEN, reason)
-        reason = torch.where(has_bos, reason, _NO_BOS)
-        when = at_second
-        if is_late:
-            reason = torch.full_like(reason, _PARTIAL)
-            if "value" not in memory:  # said once for each row, at its first token
-                when = (index >= 0).cumsum(1).eq(1) & (index >= 0)
-        falls_back = (reason > 0) & is_calibrated
-        value = torch.where(falls_back, calibrated, second)
-        memory["value"] = value
-        for number, text in REASONS.items():
-            where = when[..., None] & (falls_back & (reason == number))[:, None]
-            values.log("fallback", where, {"value": value[:, None]}, reason=text)
-        spreads = when[..., None] & (is_sink_like & ~is_calibrated)[:, None]
-        values.log("sink-like", spreads, {"first": first[:, None], "second": second[:, None]})
-        if not run.warned and not bool(is_calibrated.all()) and bool(spreads.any()):
-            run.warned = True
+        reasons = {
+            "prompt read before the run": torch.full_like(is_sink_like, is_late),
+            "no BOS": ~sequence.bos.to(old.device)[:, None, None],
+            "one-token prompt": (index >= 0).sum(1)[:, None, None] == 1,
+            "sink-like second value": is_sink_like,
+        }
+        value = second
+        open_values = when[..., None] & is_calibrated
+        for reason, holds in reasons.items():  # the first that holds is said
+            values.log("fallback", open_values & holds, {"value": calibrated}, reason=reason)
+            open_values = open_values & ~holds
+            value = torch.where(holds & is_calibrated, calibrated, value)
+        spreads = when[..., None] & is_sink_like & ~is_calibrated
+        values.log("sink-like", spreads, {"first": first, "second": second})
+        if not values.run.warned and not bool(is_calibrated.all()) and bool(spreads.any()):
+            values.run.warned = True
             warnings.warn(
                 "the second token's value is itself like a sink's, and this SinkPatch has no calibrated value to write "
                 "instead, so it makes sinks of all later tokens: make the patch with SinkPatch.from_result, or give "
@@ -304,7 +288,7 @@ class SinkPatch(NeuronEdit):
                 SinkscopeWarning,
                 stacklevel=2,
             )
-        return value
+        return memory.keep("value", value.expand(old.shape), when)
 
 
 def _site(row: Any) -> NeuronSite:

@@ -94,8 +94,7 @@ def head_of(head: Any, layer: int | None = None) -> tuple[int, int]:
     numbers: Any = head
     if isinstance(head, int) and layer is not None:
         numbers = layer, head
-    is_pair = isinstance(numbers, tuple | list) and len(numbers) == 2
-    if not is_pair or type(numbers[0]) is not int or not _is_whole(numbers[1]):  # layer -1 is the last one
+    if not isinstance(numbers, tuple | list) or len(numbers) != 2 or not all(map(_is_whole, numbers)):
         raise SinkscopeError(
             f'head {head!r}: expected (layer, head), whole numbers from 0, or a name such as "L0.H4"', page=PAGE
         )

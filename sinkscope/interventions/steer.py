@@ -43,7 +43,7 @@ class Add(Intervention):
 
     Example:
         >>> Add([0.5, -0.5], "blocks.3.hook_resid_post", scale=2.0)
-        Add(vector of 2 numbers with norm 0.7071, 'blocks.3.hook_resid_post', scale=2.0)
+        Add(vector of 2 numbers with norm 0.7071, 'blocks.3.hook_resid_post', scale=2.0, positions=None)
     """
 
     KIND: ClassVar[str] = "added"
@@ -69,11 +69,9 @@ class Add(Intervention):
 
     def __repr__(self) -> str:
         vector: Tensor = self.vector
-        more = ""
-        if self.positions is not None:
-            more = f", positions={self.positions!r}"
         norm = float(torch.linalg.vector_norm(vector))
-        return f"Add(vector of {len(vector)} numbers with norm {norm:.4g}, {self.site!r}, scale={self.scale}{more})"
+        numbers = f"vector of {len(vector)} numbers with norm {norm:.4g}"
+        return f"Add({numbers}, {self.site!r}, scale={self.scale}, positions={self.positions!r})"
 
     def summary(self, run: Run) -> str:
         """The number of positions."""
@@ -133,9 +131,9 @@ class Add(Intervention):
 def _events(site: Site, step: int, chosen: Bool[Tensor, "batch pos"], index: Int[Tensor, "batch pos"]) -> list[Event]:
     """An event for each row of a call with an edited position, at the last one."""
     events = list[Event]()
-    counts, last = chosen.sum(1).tolist(), index.masked_fill(~chosen, -1).amax(1).tolist()
-    for row, count in enumerate(counts):
-        if count > 0:
+    last = index.masked_fill(~chosen, -1).amax(1)
+    for row, (count, position) in enumerate(torch.stack([chosen.sum(1), last], 1).tolist()):
+        if count:
             data = {"site": site.name, "positions": count}
-            events.append(Event(row, step, last[row], site.layer, None, "added", data))
+            events.append(Event(row, step, position, site.layer, None, "added", data))
     return events

@@ -155,14 +155,16 @@ def sparse_attention(
     limit = dense_above
     if limit is None:
         limit = dense_limit(query.shape[-1], query.device)
-    compute = _in_blocks
+    kernel, compute = "blocks", _in_blocks
     if _by_kernel(query.device):
-        compute = _by_triton
-    sparsity = compute(inputs, lines, limit, out)
-    dense_heads = [head for head, dense in enumerate(sparsity.dense) if dense]
-    if dense_heads:
-        _dense(inputs, dense_heads, out)
-    return out, sparsity
+        kernel, compute = "triton", _by_triton
+    costs = compute(inputs, lines, limit, out)
+    dense_heads = [head for head, cost in enumerate(costs) if cost > limit]
+    _dense(inputs, dense_heads, out)
+    for head in dense_heads:
+        costs[head] = 1.0
+    dense = tuple(head in dense_heads for head in range(len(costs)))
+    return out, Sparsity(tuple(lines.density().tolist()), tuple(costs), dense, kernel)
 
 
 def all_dense(heads: int) -> Sparsity:
@@ -189,8 +191,8 @@ def _check(query: Tensor, key: Tensor, value: Tensor, lines: HeadLines) -> None:
         raise SinkscopeError("lines of a head lack the main diagonal: expected it among them")
 
 
-def _by_triton(inputs: _Inputs, lines: HeadLines, limit: float, out: Tensor) -> Sparsity:
-    """Write the heads that are not dense into `out`; all heads are dense if the kernel cannot be compiled."""
+def _by_triton(inputs: _Inputs, lines: HeadLines, limit: float, out: Tensor) -> list[float]:
+    """Write the heads that cost at most the limit into `out`; infinite costs if the kernel cannot be compiled."""
     module = _module("triton")
     index = module.index_of(lines, module.queries_at_once(inputs.value.dtype))
     costs = (index.cells() / int(lines.lengths().sum())).tolist()
@@ -198,37 +200,29 @@ def _by_triton(inputs: _Inputs, lines: HeadLines, limit: float, out: Tensor) -> 
     if len(heads):
         compiled = module.triton_heads(inputs.query, inputs.key, inputs.value, lines, index, heads, inputs.scaling, out)
         if not compiled:
-            costs = [math.inf] * len(costs)
-    return _sparsity(lines, costs, limit, "triton")
+            return [math.inf] * len(costs)
+    return costs
 
 
-def _sparsity(lines: HeadLines, costs: list[float], limit: float, kernel: str) -> Sparsity:
-    """What was done if heads whose cost exceeds the limit are dense."""
-    dense = [cost > limit for cost in costs]
-    computed = [1.0 if cost > limit else cost for cost in costs]
-    return Sparsity(tuple(lines.density().tolist()), tuple(computed), tuple(dense), kernel)
-
-
-def _in_blocks(inputs: _Inputs, lines: HeadLines, limit: float, out: Tensor) -> Sparsity:
-    """Write the heads that are not dense into `out`, block by block of queries."""
+def _in_blocks(inputs: _Inputs, lines: HeadLines, limit: float, out: Tensor) -> list[float]:
+    """Write the heads that cost at most the limit into `out`, block by block of queries; the costs of all heads."""
     loops = _module("numba").lone_loops(inputs.query.shape[-1], inputs.value.shape[-1])
     cells = int(lines.lengths().sum())
     costs: list[float] = []
     heads: dict[int, _BlockedHead] = {}
     for head, density in enumerate(lines.density().tolist()):
-        cost = math.inf  # lines that fill more than the limit already need no plan
+        costs.append(math.inf)  # lines that fill more than the limit already need no plan
         if density <= limit:
             blocked = _BlockedHead(inputs, lines, head, loops)
-            cost = blocked.cost() / cells
-            if cost <= limit:
+            costs[head] = blocked.cost() / cells
+            if costs[head] <= limit:
                 heads[head] = blocked
-        costs.append(cost)
 
     def compute(head: int) -> None:
         out[head] = heads[head].attention(inputs.query[head].float() * inputs.scaling)
 
     _side_by_side(compute, list(heads))
-    return _sparsity(lines, costs, limit, "blocks")
+    return costs
 
 
 def _side_by_side(compute: Callable[[int], None], heads: list[int]) -> None:

@@ -7,7 +7,6 @@ from sinkscope.loops.signals import (
     compression_ratio,
     ends_in_loop,
     is_loop,
-    novelty,
     tail_period,
     type_token_ratio,
 )
@@ -27,7 +26,6 @@ __all__ = [
     "compression_ratio",
     "ends_in_loop",
     "is_loop",
-    "novelty",
     "tail_period",
     "type_token_ratio",
 ]

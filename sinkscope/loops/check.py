@@ -105,11 +105,14 @@ class LoopCheck(Result):
         return [f"The loops have a median period of {period:g} tokens and begin at token {onset:g} (median)."]
 
     def _median(self, field: str, loop: bool = True) -> float | None:
-        values = [getattr(record, field) for record in self.records if record.loop == loop]
-        numbers = [value for value in values if value is not None]
-        if not numbers:
+        values: list[float] = []
+        for record in self.records:
+            value = getattr(record, field)
+            if record.loop == loop and value is not None:
+                values.append(value)
+        if not values:
             return None
-        return statistics.median(numbers)
+        return statistics.median(values)
 
 
 def check(
@@ -183,11 +186,12 @@ def _checked(record: TokenRecord, settings: MonitorSettings, max_new: int | None
             curve[step.step] = round(step.ttr, 4)
     thresholds = {"theta_ttr": settings.theta_ttr, "theta_cr": settings.theta_cr}
     period, onset, repeats = longest
+    ttr, cr = (type_token_ratio(ids), compression_ratio(ids)) if ids else (None, None)
     return CheckedOutput(
         name=record.name,
         tokens=len(ids),
-        ttr=type_token_ratio(ids) if ids else None,
-        cr=compression_ratio(ids) if ids else None,
+        ttr=ttr,
+        cr=cr,
         period=period,
         onset=onset,
         repeats=repeats,

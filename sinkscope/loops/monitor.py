@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from operator import index
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import Field, Strict, StrictFloat, StrictInt
 
@@ -25,8 +25,8 @@ from sinkscope.loops.signals import (
     compression_ratio,
 )
 
-VOTERS: tuple[Literal["ttr", "cr", "p1"], ...] = ("ttr", "cr", "p1")
-GATES: tuple[Literal["stall", "tail"], ...] = ("stall", "tail")
+Voter = Literal["ttr", "cr", "p1"]
+Gate = Literal["stall", "tail"]
 
 
 @checked
@@ -84,8 +84,8 @@ class MonitorSettings:
     stall: Natural = 4
     warmup: Whole = 0
     cooldown: Whole = 32
-    voters: tuple[Literal["ttr", "cr", "p1"], ...] = VOTERS
-    gates: tuple[Literal["stall", "tail"], ...] = GATES
+    voters: tuple[Voter, ...] = get_args(Voter)
+    gates: tuple[Gate, ...] = get_args(Gate)
     stride: Natural = 16
     novelty_n: Natural = 4
     novelty_span: Natural = 64
@@ -146,11 +146,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "repeats": {},
     "tolerant": {"tail_noise": 0.1, "tail_counting": True},
     "full": _PAPER,
-    "p1": {**_PAPER, "voters": ("p1",), "votes": 1, "gates": ()},
-    "ttr": {**_PAPER, "voters": ("ttr",), "votes": 1, "gates": ()},
-    "cr": {**_PAPER, "voters": ("cr",), "votes": 1, "gates": ()},
-    "stall": {**_PAPER, "voters": (), "votes": 0, "gates": ("stall",)},
-    "tail": {**_PAPER, "voters": (), "votes": 0, "gates": ("tail",)},
+    **{voter: {**_PAPER, "voters": (voter,), "votes": 1, "gates": ()} for voter in get_args(Voter)},
+    **{gate: {**_PAPER, "voters": (), "votes": 0, "gates": (gate,)} for gate in get_args(Gate)},
     "always": {**_PAPER, "rule": "always"},
     "none": {**_PAPER, "rule": "never"},
 }
@@ -165,7 +162,7 @@ class Step(NamedTuple):
         cr: Compression ratio of the window when it was last computed; NaN before the first time, and under rule
             "repeats", which does not need it.
         streak: Number of consecutive confident steps up to now; None without probabilities.
-        novelty: Novelty, see `signals.novelty`; NaN under rule "repeats".
+        novelty: Novelty, see `signals.WindowNovelty`; NaN under rule "repeats".
         tail: Repetition that reaches this token, if there is one; its positions count from the first token (0).
         votes: Number of signals that voted; rule "repeats" uses none.
         stall: Whether novelty has been low for long enough.

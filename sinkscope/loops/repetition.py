@@ -48,15 +48,11 @@ class _Level(NamedTuple):
 
 def _levels(longest: int) -> list[_Level]:
     """Lengths 4, 6, 8, 12, 16, ...; each is stored at a multiple of the positions at which the one before is."""
-    lengths = [4]
-    while lengths[-1] < longest - 1:
-        length = lengths[-1]
-        lengths.append(length * 3 // 2 if length.bit_count() == 1 else length * 4 // 3)
-    levels: list[_Level] = []
-    for number, length in enumerate(lengths):
-        every = 1
-        if number:
-            every = 1 << length.bit_length() - 2
+    length, every = 4, 1
+    levels = [_Level(length, every - 1, pow(_BASE, length, _MODULUS))]
+    while length < longest - 1:
+        length += 1 << length.bit_length() - 2
+        every = 1 << length.bit_length() - 2
         levels.append(_Level(length, every - 1, pow(_BASE, length, _MODULUS)))
     return levels
 

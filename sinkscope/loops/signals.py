@@ -72,7 +72,11 @@ class LastItems:
 
 
 class WindowNovelty:
-    """Share of the last `span` tokens whose n-gram was new to the window (see `novelty`)."""
+    """Share of the last `span` tokens that completed an n-gram that was new to the window.
+
+    At position i the window is the last `window` tokens up to i; the n-gram ending at i is new unless the same window
+    contains it earlier. The first n - 1 tokens complete no n-gram and count as new.
+    """
 
     def __init__(self, window: int, n: int, span: int) -> None:
         self._gram: deque[int] = deque(maxlen=n)
@@ -132,19 +136,6 @@ def _packed(ids: Sequence[int]) -> bytes:
     except (OverflowError, TypeError):
         wrong = [token for token in ids if not is_token_id(token)]
         raise SinkscopeError(f"token ids {wrong[:3]}: expected whole numbers from 0 to 2**32 - 1") from None
-
-
-def novelty(ids: Ids, *, window: int = WINDOW, n: int = 4, span: int = 64) -> float:
-    """Share of the last `span` tokens that completed an n-gram that was new to the window.
-
-    At position i the window is the last `window` tokens up to i; the n-gram ending at i is new unless the same window
-    contains it earlier. The first n - 1 tokens complete no n-gram and count as new.
-    """
-    state = WindowNovelty(window, n, span)
-    share = math.nan
-    for token in id_list(ids):
-        share = state.add(token)
-    return share
 
 
 def tail_period(ids: Ids, *, repeats: int | float = 3, shortest: int = 0, longest: int | None = None) -> Tail | None:

@@ -7,7 +7,7 @@ import io
 import sys
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import chain
 from typing import Any, NamedTuple
@@ -113,10 +113,8 @@ class Watch:
     """All streams of an input.
 
     Attributes:
-        tokens: Number of tokens seen so far.
-        alarms: Number of alarms raised so far.
         streams: Number of streams seen so far.
-        skipped: Number of lines that could not be read.
+        skipped: Number of lines that could not be read, and of an end that broke off.
         open: Streams that have not ended, by name.
 
     Args:
@@ -125,8 +123,6 @@ class Watch:
 
     def __init__(self, settings: MonitorSettings | None = None) -> None:
         self._settings = settings or MonitorSettings()
-        self.tokens = 0
-        self.alarms = 0
         self.streams = 0
         self.skipped = 0
         self._first_problem = ""
@@ -148,57 +144,49 @@ class Watch:
             SinkscopeError: The source is empty, holds no output, or is not UTF-8 text.
         """
         try:
-            for piece in _pieces(source, form, name, self):
+            for piece in _pieces(source, form, name, self._skip):
                 yield from self._take(piece)
         except UnicodeDecodeError as error:
             if error.reason != "unexpected end of data":  # a character that was cut off is left out silently
-                if not self.streams:
-                    raise SinkscopeError(f"{name} is not UTF-8 text: convert it, or give another input") from None
-                _warn(f"{name} breaks off: it is no longer UTF-8 text after {self.tokens} tokens")
+                self._skip(f"{name} is not UTF-8 text, or not to its end: convert it, or give another input")
         except OSError as error:
-            _warn(f"{name} breaks off after {self.tokens} tokens: {error}")
+            self._skip(f"{name} breaks off: {error}")
         for open_stream in list(self.open):
             yield from self._take(Piece(open_stream, last=True))
-        if self._first_problem and not self.streams:
-            raise SinkscopeError(self._first_problem)
-        if self._first_problem:
-            _warn(f"{self._first_problem}; {self.skipped} lines that cannot be read were skipped")
         if not self.streams:
-            expected = "a text, JSON lines, or the events of a server"
-            raise SinkscopeError(f"{name} is empty, or nothing in it is an output: expected {expected} (see --format)")
+            expected = "a text, JSON lines, or the events of a server (see --format)"
+            empty = f"{name} is empty, or nothing in it is an output: expected {expected}"
+            raise SinkscopeError(self._first_problem or empty)
+        if self.skipped:
+            _warn(f"{self._first_problem}; what cannot be read was skipped {self.skipped} times")
 
     def _take(self, piece: Piece) -> Iterator[Alarm]:
         stream = self.open.pop(piece.stream, None)
         if stream is None:
             stream = Stream(self._settings)
             self.streams += 1
-        tokens_before = stream.monitor.last.step
-        for alarm in stream.take(piece):
-            self.alarms += 1
-            yield alarm
-        self.tokens += stream.monitor.last.step - tokens_before
+        yield from stream.take(piece)
         if piece.last:
             return
         self.open[piece.stream] = stream  # the one that was silent for longest is the first
-        while len(self.open) > OPEN_STREAMS:
+        if len(self.open) > OPEN_STREAMS:
             del self.open[next(iter(self.open))]
 
-    def skip(self, problem: str) -> None:
-        """Count a line that cannot be read, and warn of the first; before any output it is kept for the end."""
+    def _skip(self, problem: str) -> None:
+        """Count what cannot be read, and warn of the first; before any output it is kept for the end."""
         self.skipped += 1
-        if self.skipped > 1:
-            return
-        self._first_problem = problem
-        if self.streams:
-            _warn(f"{problem}; it is skipped, as all lines are that cannot be read")
+        if self.skipped == 1:
+            self._first_problem = problem
+            if self.streams:
+                _warn(f"{problem}; it is skipped, as all is that cannot be read")
 
 
 def _warn(problem: str) -> None:
     warnings.warn(problem, SinkscopeWarning, stacklevel=3)
 
 
-def _pieces(source: Any, form: StreamForm, name: str, watch: Watch) -> Iterator[Piece]:
-    """The pieces that a byte stream adds to each output, as soon as they arrive; `watch` counts what cannot be read."""
+def _pieces(source: Any, form: StreamForm, name: str, skip: Callable[[str], None]) -> Iterator[Piece]:
+    """The pieces that a byte stream adds to each output, as soon as they arrive; `skip` is told what cannot be read."""
     start = b""
     while form == "auto":
         byte = source.read1(1)
@@ -215,7 +203,7 @@ def _pieces(source: Any, form: StreamForm, name: str, watch: Watch) -> Iterator[
         try:
             yield from _line(text, form, place)
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-            watch.skip(f"{name} line {place} is no output of a model: {error}; it is {shown(text)}")
+            skip(f"{name} line {place} is no output of a model: {error}; it is {shown(text)}")
 
 
 def _texts(start: bytes, source: Any) -> Iterator[str]:

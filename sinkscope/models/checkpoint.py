@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +31,6 @@ def check_folder(folder: Path) -> None:
     """
     config, tensors = read_checkpoint_json(folder / "config.json"), list[str]()
     for shard in weight_files(folder):
-        if shard.suffix == ".bin":
-            _check_pickled(shard)
         if shard.suffix == ".safetensors":
             header = read_header(shard)
             tensors += header
@@ -75,26 +72,6 @@ def check_depth(name: str, config: Any, tensors: Iterable[str]) -> None:
         )
 
 
-def _check_pickled(file: Path) -> None:
-    """Check that a file begins like one that torch.save wrote: as a zip archive, or (before torch 1.6) as a pickle."""
-    with file.open("rb") as content:
-        start = content.read(len(_LFS))
-    if start == _LFS:
-        raise _pointer(file)
-    if not start.startswith((b"PK", b"\x80")):
-        raise SinkscopeError(
-            f"{file.name} is no checkpoint of torch: it begins with {start[:4]!r}; download it again",
-            page="pickled-weights",
-        )
-
-
-def _pointer(file: Path) -> SinkscopeError:
-    return SinkscopeError(
-        f"{file.name} is a Git LFS pointer, not weights; run `git lfs pull` in {file.parent}",
-        page="truncated-safetensors",
-    )
-
-
 def read_header(file: Path) -> dict[str, Any]:
     """Read the header of a safetensors file: tensor name -> {"dtype", "shape", "data_offsets"}.
 
@@ -107,7 +84,10 @@ def read_header(file: Path) -> dict[str, Any]:
         length = int.from_bytes(start, "little")
         raw = content.read(min(length, size))
     if start == _LFS:
-        raise _pointer(file)
+        raise SinkscopeError(
+            f"{file.name} is a Git LFS pointer, not weights; run `git lfs pull` in {file.parent}",
+            page="truncated-safetensors",
+        )
     # A real header begins with "{". Without it, the first bytes are not a length and do not tell what is missing.
     if size < 8 or (len(raw) < length and raw[:1] in (b"", b"{")):
         raise _damaged(file, size, max(8, 8 + length), "at least ")
@@ -269,6 +249,7 @@ class SafetensorsSource:
         name: Hub id, or base name of the folder.
         folder: The folder with config.json; for a hub repo, its snapshot in the cache.
         commit: The hub's commit; None for a folder.
+        weight_map: The name of the file that holds each tensor.
         read: Names of the tensors that have been read so far.
 
     Raises:
@@ -282,37 +263,27 @@ class SafetensorsSource:
         if isinstance(where, Path):
             self.folder, self.name = where, where.resolve().name
             check_folder(self.folder)
-            if not self._local_lists():
-                raise self._not_safetensors()
         else:
             self.folder, self.name = hub_folder(where, revision), where
             check_kind(where, read_checkpoint_json(self.folder / "config.json"))  # before its weights are downloaded
             self.commit = self.folder.name
+        self.weight_map = self._files()
 
-    def _local_lists(self) -> list[str]:
-        """Those of the two files that list tensors which are in the folder."""
-        return [name for name in (_SINGLE, _INDEX) if (self.folder / name).is_file()]
-
-    def _not_safetensors(self) -> UnsupportedError:
-        return UnsupportedError(
+    def _files(self) -> dict[str, str]:
+        """The name of the file that holds each tensor."""
+        # A file that is here comes first, because offline nobody can tell whether the repo has the other one.
+        names = [name for name in (_SINGLE, _INDEX) if (self.folder / name).is_file()]
+        if self.commit is not None and not names:
+            names = [name for name in (_SINGLE, _INDEX) if optional_file(self.name, name, self.commit) is not None]
+        for name in names:
+            if name == _INDEX:
+                return _index_map(self.folder)
+            return dict.fromkeys(read_header(self.folder / name), name)
+        raise UnsupportedError(
             f"{self.name} has no safetensors weights, so its layers cannot be read one by one; load it whole with "
             "sinkscope.load(...), or convert it with save_pretrained",
             page="not-streamable",
         )
-
-    @cached_property
-    def weight_map(self) -> dict[str, str]:
-        """The name of the file that holds each tensor."""
-        # A file that is here comes first, because offline nobody can tell whether the repo has the other one.
-        for name in self._local_lists() or (_SINGLE, _INDEX):
-            file = self.folder / name
-            if self.commit is not None and not file.is_file():
-                file = optional_file(self.name, name, self.commit) or file
-            if file.is_file():
-                if name == _INDEX:
-                    return _index_map(self.folder)
-                return dict.fromkeys(read_header(file), name)
-        raise self._not_safetensors()
 
     def _shard(self, name: str) -> Path:
         """Path of a weight file. For a hub repo it is downloaded and checked; a folder was checked when opened."""

@@ -155,9 +155,7 @@ def check_kind(name: str, raw: Any, *, trust_remote_code: bool = False) -> None:
         )
     _check_sizes(name, raw)
     classes: list[str] = raw.get("architectures") or []
-    is_causal = any(class_name.endswith(_CAUSAL) for class_name in classes)
-    kind = _other_kind(model_type, raw, is_causal or not classes)
-    if kind is None:
+    if _is_causal(model_type, raw, classes):
         has_code = trust_remote_code and bool(raw.get("auto_map"))
         if not has_code:
             _check_known(name, model_type)
@@ -166,7 +164,8 @@ def check_kind(name: str, raw: Any, *, trust_remote_code: bool = False) -> None:
     if classes:
         what = f"architectures {', '.join(classes)}"
     raise UnsupportedError(
-        f"{name} is {kind} ({what}); expected a decoder-only causal language model, such as llama-2-7b or gpt2",
+        f"{name} is another kind of model ({what}); expected a decoder-only causal language model, such as llama-2-7b "
+        "or gpt2",
         page="not-causal-lm",
     )
 
@@ -204,22 +203,16 @@ def reads_images(model_type: str) -> bool:
     return is_listed and model_type not in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
-def _other_kind(model_type: str, raw: dict[str, Any], is_causal: bool) -> str | None:
-    """What a model is that is no causal language model; None if it is one, as far as its configuration tells."""
+def _is_causal(model_type: str, raw: dict[str, Any], classes: list[str]) -> bool:
+    """Whether a model is a causal language model, or of a type that transformers does not know."""
     from transformers.models.auto import modeling_auto as auto
 
     if raw.get("is_encoder_decoder"):
-        return "an encoder-decoder model"
-    is_decoder = model_type in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or reads_images(model_type)
-    if is_decoder and is_causal:
-        return None
-    if model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not is_causal:
-        return "an encoder-only model"
-    if is_decoder:
-        return "not a causal language model"
-    if model_type in auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES or "vision_config" in raw:
-        return "a vision model"
-    return None
+        return False
+    texts = {*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES}
+    if model_type in texts or reads_images(model_type):
+        return not classes or any(class_name.endswith(_CAUSAL) for class_name in classes)
+    return model_type not in auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES and "vision_config" not in raw
 
 
 def read_config(
@@ -258,9 +251,9 @@ def read_config(
     if getattr(text, "attn_logit_softcapping", None) is not None:
         config._attn_implementation = "eager"  # some versions of transformers choose SDPA, which drops the soft cap
     if layers is not None:
-        if layers > n_layers:
+        if not 1 <= layers <= n_layers:
             raise SinkscopeError(
-                f"layers={layers} is more than {name} has; expected at most {n_layers}", page="zero-layers"
+                f"layers={layers}: {name} has {n_layers} layers; expected 1 to {n_layers}", page="zero-layers"
             )
         cut_depth(text, layers)
     return config

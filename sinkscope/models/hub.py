@@ -82,11 +82,6 @@ def _refusal(error: Exception, repo: str, name: str, revision: str | None) -> Si
             f"{name} of {repo} is not in the cache and {why}, or give a folder that holds the checkpoint",
         ),
         (
-            errors.HFValidationError,
-            "unknown-repo",
-            f"{repo!r} is no hub id; expected org/name, or the path of a folder",
-        ),
-        (
             Exception,
             "hub-unreachable",
             f"downloading {name} of {repo} failed: {first_line(error)}; run it again, whole files are kept",

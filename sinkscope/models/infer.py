@@ -48,6 +48,7 @@ from sinkscope.models.target import (
 )
 
 _LENGTH = 9
+_EQUAL = 4  # of them, at the end: they enter the first layer as different vectors if positions were added before it
 _POSITION = 5  # of the edits
 _EDITED = [1, 2, _POSITION, 7]  # where an edit is followed to the residual stream: what multiplies it must be the same
 _EXACT = 2e-3  # largest relative distance between what an edit changed and what it must change
@@ -119,11 +120,12 @@ class _Stage:
         if target.dtype not in (torch.float32, torch.float64):  # in half precision, edits drown in rounding
             self.layer = _in_float32(target, number)
             self._args, self._kwargs = _as_float32(args), _as_float32(kwargs)
-        linear = [path for path, module in self.layer.named_modules() if _widths(module) is not None]
         self.paths = dict[nn.Module, str]()
+        linear = None
         for path, module in self.layer.named_modules():
-            if not any(path != outer and _contains(outer, path) for outer in linear):  # an adapter's parts are no parts
+            if linear is None or not _contains(linear, path):  # an adapter's parts are no parts
                 self.paths[module] = path
+                linear = None if _widths(module) is None else path
         self.clean = self.run()
         self.hidden = _flat(hidden_of(self._args, self._kwargs))
 
@@ -433,11 +435,7 @@ def _experts(stage: _Stage) -> str | None:
         module = stage.layer.get_submodule(path)
         if experts_of(module) is None or not len(gave):
             continue
-        if gave.shape[1] != stage.hidden.shape[1]:
-            raise NotInferredError(
-                f"its experts give {gave.shape[1]} numbers a token, and its residual stream has {stage.hidden.shape[1]}"
-            )
-        if len(gave) == _LENGTH and _is_recomputed(stage, path):
+        if gave.shape == stage.hidden.shape and _is_recomputed(stage, path):
             return path
         other = other or type(module).__name__
     if other:
@@ -817,36 +815,26 @@ def _infer(model: Any) -> Adapter:
         return _merged(outside.adapter, stages, [_attention(stage) for stage in stages])
 
 
-def _stack(model: nn.Module, names: dict[nn.Module, str]) -> str:
+def _stack(model: Any, names: dict[nn.Module, str]) -> str:
     """Path of the list of decoder layers: the largest list of as many as the configuration says, of those that run.
 
     Raises:
         NotInferredError: There is none.
     """
-    config: Any = model.config
-    depth = getattr(config.get_text_config(), "num_hidden_layers", None)
-    sizes = dict[nn.Module, int]()
+    depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    sizes = dict[nn.ModuleList, int]()
     for module in names:
-        if isinstance(module, nn.ModuleList) and len(module) and (depth is None or len(module) == depth):
+        if isinstance(module, nn.ModuleList) and len(module) and depth in (None, len(module)):
             sizes[module] = sum(parameter.numel() for parameter in module.parameters())
     if len(sizes) > 1 and not any(parameter.is_meta for parameter in model.parameters()):
-        running = _running(model, list(sizes))
-        sizes = {module: size for module, size in sizes.items() if module in running}
+        running = list[nn.Module]()  # image towers do not
+        hooks: list[Hook] = [(stack[0], "pre", lambda module, *_: running.append(module)) for stack in sizes]
+        with Target(model, model, "hf", DRAFT).hooks(*hooks):
+            model(input_ids=torch.arange(16, 16 + _LENGTH, device=model.device)[None], use_cache=False)
+        sizes = {stack: size for stack, size in sizes.items() if stack[0] in running}
     if not sizes:
         raise NotInferredError(f"it has no list of {depth} layers, one for each that its configuration names")
-    return names[max(sizes, key=lambda module: sizes[module])]
-
-
-def _running(model: Any, stacks: list[Any]) -> set[nn.Module]:
-    """Lists whose first module runs in a pass over token ids; image towers do not."""
-    running = set[nn.Module]()
-    hooks = [stack[0].register_forward_pre_hook(lambda *_, stack=stack: running.add(stack)) for stack in stacks]
-    try:
-        model(input_ids=torch.arange(16, 16 + _LENGTH, device=model.device)[None], use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return running
+    return names[max(sizes, key=lambda stack: sizes[stack])]
 
 
 def first_of_kinds(target: Target) -> list[int]:
@@ -871,14 +859,16 @@ def _stages(target: Target, tap: _Tap) -> list[_Stage]:
             target.stop()
 
     with target.hooks(*[(target.layers[number], "pre", partial(keep, number)) for number in firsts]):
-        target.forward(token_ids(target, _LENGTH))
+        ids = token_ids(target, _LENGTH)
+        ids[:, -_EQUAL:] = ids[:, -1:]
+        target.forward(ids)
     stages: list[_Stage] = []
     for number, (args, kwargs) in sorted(calls.items()):
         hidden = hidden_of(args, kwargs)
-        if hidden.ndim != 3 or len(hidden) != 1:
-            raise NotInferredError(f"it has several residual streams (their shape is {tuple(hidden.shape)})")
-        if hidden.shape[1] != _LENGTH:
-            raise NotInferredError(f"its layers get {hidden.shape[1]} tokens where the text has {_LENGTH}")
+        if hidden.ndim != 3 or hidden.shape[:2] != (1, _LENGTH):
+            raise NotInferredError(
+                f"its layers do not get one residual stream of {_LENGTH} tokens, but of shape {tuple(hidden.shape)}"
+            )
         stages.append(_Stage(target, number, args, kwargs, tap))
     return stages
 
@@ -906,7 +896,8 @@ def _merged(draft: Adapter, stages: list[_Stage], heads: list[dict[str, Any]]) -
     target = stages[0].target
     layer = max(stages[-1].number, 1)  # one of another kind than the first may read what that has kept
     settings["from_any_layer"] = layer < len(target.layers) and begins_at(target, layer, layer)
-    return replace(draft, **settings, absolute_positions=_is_absolute(target))
+    last, other = stages[0].hidden[-2:]  # equal tokens behind equal tokens
+    return replace(draft, **settings, absolute_positions=_size(last - other) > 1e-6)
 
 
 def _spec(name: str, kinds: list[_Kind]) -> str | None:
@@ -923,17 +914,3 @@ def _spec(name: str, kinds: list[_Kind]) -> str | None:
             path = f"{kind.distinction(rivals)}?{path}"
         alternatives[path] = None
     return "|".join(alternatives) or None
-
-
-def _is_absolute(target: Target) -> bool:
-    """Whether equal tokens enter the first layer as different vectors, so that positions are added before it."""
-    steps = list[float]()
-
-    def see(hidden: Tensor) -> None:
-        steps.append(_size(hidden[0, -1] - hidden[0, -2]))
-        target.stop()
-
-    ids = token_ids(target, _LENGTH)
-    with target.hooks((target.layers[0], "pre", on_input(see))):
-        target.forward(torch.full_like(ids, int(ids[0, 0])))
-    return steps[0] > 1e-6

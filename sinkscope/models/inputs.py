@@ -13,8 +13,8 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import check_encodable
-from sinkscope.files.records import check_values
 from sinkscope.models.target import Target, plain_weight
+from sinkscope.models.text import resolve_bos
 
 _EXPECTED = (
     "expected a text, a list of texts, token ids as a list, lists or a tensor [batch pos], or what a tokenizer returned"
@@ -157,11 +157,9 @@ def _mask(given: Any, ids: Ids) -> Ids:
 
 def _encoded(target: Target, texts: Sequence[str], bos: bool | None, special: bool) -> list[list[int]]:
     """The ids of each text."""
-    check_values(bool | None, bos=bos)
     tokenizer = target.need_tokenizer()
+    resolve_bos(tokenizer, target.config, bos)
     bos_id = tokenizer.bos_token_id
-    if bos and bos_id is None:
-        raise SinkscopeError(f"--bos: the tokenizer of {target.name} has no BOS token; leave --bos out or use --no-bos")
     rows: list[list[int]] = []
     for number, text in enumerate(texts, 1):
         if not text.strip():

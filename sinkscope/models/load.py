@@ -89,16 +89,10 @@ def load(
     if not (x is None or isinstance(x, str | os.PathLike)):
         options = {"revision": revision, "layers": layers, "dtype": dtype, "device": device, "device_map": device_map}
         return _live(x, backend, tokenizer, options | {"quantization_config": quantization_config})
-    if layers is not None and layers < 1:
-        raise SinkscopeError(
-            f"layers={layers!r}: zero layers make no model; expected a number of at least 1, or None",
-            page="zero-layers",
-        )
     if device_map is not None and device is not None:
         raise SinkscopeError(f"device {str(device)!r} and device_map exclude each other; give one of them")
     if device_map is None:
         place = parse_device(device)
-        device_map = None
         if place.type != "cpu":
             device_map = {"": place}
     options = {

@@ -30,20 +30,14 @@ class ReportedSink:
         layers: Layers whose MLP builds the sink.
         neurons: (layer, neuron) pairs at the input of the down projection.
         residual_dims: Residual dimensions that carry the spike.
-        massive_layers: First and last layer after which the spike is in the residual stream.
         repeats: Number of repetitions of a token that create a sink (Yona et al. 2025, Table 1).
-        secondary: Whether this comes from another paper's account and was not checked in the original.
-        note: Where sources disagree.
     """
 
     source: str
     layers: tuple[int, ...] = ()
     neurons: tuple[tuple[int, int], ...] = ()
     residual_dims: tuple[int, ...] = ()
-    massive_layers: tuple[int, int] | None = None
     repeats: int | None = None
-    secondary: bool = False
-    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -70,9 +64,9 @@ def _entries() -> dict[str, ModelEntry]:
     for family, hub_ids in content["models"].items():
         for name, hub_id in hub_ids.items():
             sink = content["published"].get(name)
-            published = (
-                None if sink is None else ReportedSink(**{field: _frozen(value) for field, value in sink.items()})
-            )
+            published = None
+            if sink is not None:
+                published = ReportedSink(**{field: _frozen(value) for field, value in sink.items()})
             entries[name] = ModelEntry(name, hub_id, family, published)
     return entries
 

@@ -360,20 +360,17 @@ def open_target(
     Raises:
         SinkscopeError: `model` is not a model, cannot be read, or has no tokenizer although it is `needed`.
     """
-    if model == BUNDLED:  # None means the bundled model too
-        model = None
     options: dict[str, Any] = {
         "revision": revision,
         "dtype": dtype,
         "device": device,
         "trust_remote_code": trust_remote_code,
     }
+    is_bundled = model is None or model == BUNDLED
     if not (model is None or isinstance(model, str | os.PathLike)):
         return _with_tokenizer(target_of(model, tokenizer), needed)
-    source = None
-    if model is not None:
-        source = locate(model, revision)
-    if source is not None and source.kind != "gguf" and not source.planted and not trust_remote_code:
+    source = locate(model, revision)
+    if not (is_bundled or source.kind == "gguf" or source.planted or trust_remote_code):
         try:
             with quiet(), explained(source):
                 return _stream(source, tokenizer, dtype, device)
@@ -383,10 +380,10 @@ def open_target(
 
     def opened(layers: int | None) -> Target:
         # The bundled model needs no probe at every start, because the tests check its circuit.
-        hf = load(model, backend="hf", tokenizer=tokenizer, layers=layers, probe=model is not None, **options)
+        hf = load(model, backend="hf", tokenizer=tokenizer, layers=layers, probe=not is_bundled, **options)
         return _with_tokenizer(target_of(hf))
 
-    if source is None or source.kind != "gguf":
+    if source.kind != "gguf":
         return opened(None)
     return _first_layers(opened, _gguf_depth(Path(source.where)), _FIRST_LAYERS)
 

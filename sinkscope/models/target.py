@@ -199,12 +199,6 @@ class Target:
         """Width of one head at the input of the output projection."""
         return int(getattr(self.config, "head_dim", None) or self.d_model // self.n_heads)
 
-    def layer_number(self, layer: int) -> int:
-        """Convert a layer number, where -1 is the last, to one counted from 0; unchanged if out of range."""
-        if -self.n_layers <= layer < 0:
-            return layer + self.n_layers
-        return layer
-
     def check_site(
         self, layer: int, neuron: int | None = None, expert: int | None = None, *, head: int | None = None
     ) -> None:
@@ -258,9 +252,9 @@ class Target:
     def d_mlp(self) -> int:
         """Neurons of one MLP (of one expert in a mixture)."""
         layers = [layer for layer in range(len(self.layers)) if self.has_neurons(layer)]
-        for layer in layers:
-            if self.is_mixture(layer):
-                return self.width(layer, 0)
+        mixtures = [layer for layer in layers if self.is_mixture(layer)]
+        if mixtures:
+            return self.width(mixtures[0], 0)
         return self.width(layers[0])
 
     @property

@@ -17,7 +17,7 @@ from transformers import TextStreamer
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Natural, check_values, said
-from sinkscope.interventions.base import Event, Intervention, Run
+from sinkscope.interventions.base import Event, Run
 from sinkscope.interventions.decode import decoding, to_end
 from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.kv import Policy
@@ -113,7 +113,14 @@ def generate(
     """
     target = target_of(model, tokenizer)
     tok = target.need_tokenizer()
-    _check_numbers(max_new_tokens, temperature, seed, batch_size, on_text)
+    check_values(Natural, "generate", max_new_tokens=max_new_tokens, batch_size=batch_size)
+    check_values(Annotated[int, Field(ge=0, lt=1 << 63)], "generate", seed=seed)
+    check_values(Temperature, "generate", temperature=temperature)
+    if on_text is not None and batch_size != 1:
+        raise SinkscopeError(
+            f"on_text with batch_size={batch_size}: text can be passed on while it comes only with batch_size=1",
+            page="generate",
+        )
     target.check_loaded()
     inputs_read = read_inputs(target, prompts, inputs, bos=bos, page="generate")
     rows = inputs_read.rows()
@@ -121,7 +128,11 @@ def generate(
     if texts is None:
         texts = [tok.decode(ids) for ids in rows]
     edit = edit_of(patch=patch, policy=policy, guard=guard, interventions=interventions)
-    _check_prompts(rows, edit, max_new_tokens, target)
+    for number, length in enumerate(map(len, rows), 1):
+        target.check_length(f"prompt {number}", length, max_new_tokens, "shorten the prompt", "generate")
+        if edit is not None:
+            for part in edit.parts:
+                part.check_prompt(length)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     if temperature > 0:
         options["temperature"] = temperature
@@ -144,11 +155,10 @@ def generate(
                     on_text(start + row, text)
                 generated = Generated(texts[start + row], text, tokens, len(batch[row]), [])
                 if run is not None:
-                    last = None if len(batch) == 1 else len(batch[row]) + len(tokens) - 1
                     usage, read = run.usage[-1:], tokens_read(run)[-1:]
                     generated = replace(
                         generated,
-                        events=_row_events(run, row, last, start),
+                        events=_row_events(run, row, len(batch[row]) + len(tokens) - 1, start),
                         held=usage[0].mean_tokens[row] if usage else None,
                         read=read[0][row] if read else None,
                         summary=run.summary(),
@@ -166,14 +176,14 @@ def _continued(target: Target, rows: list[list[int]], options: dict[str, Any], r
     return [to_end(row, ends) for row in output[:, ids.shape[1] :].tolist()]
 
 
-def _row_events(run: Run, row: int, last: int | None, start: int) -> list[Event]:
-    """Events of one row of a batch whose first prompt is number `start`, up to the position `last`; None: all of them.
+def _row_events(run: Run, row: int, last: int, start: int) -> list[Event]:
+    """Events of one row of a batch whose first prompt is number `start`, up to the position `last`.
 
     A row that has ended continues as padding until the last row ends; events in that padding are dropped.
     """
     events: list[Event] = []
     for event in run.events:
-        if event.row == row and (last is None or event.kind == LoopGuard.KIND or event.position <= last):
+        if event.row == row and (event.kind == LoopGuard.KIND or event.position <= last):
             events.append(replace(event, row=start + row))
     return events
 
@@ -207,22 +217,3 @@ class _Streamer(TextStreamer):
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         if text:
             self._on_text(self._number, text)
-
-
-def _check_prompts(rows: list[list[int]], edit: Intervention | None, new: int, target: Target) -> None:
-    for number, length in enumerate(map(len, rows), 1):
-        target.check_length(f"prompt {number}", length, new, "shorten the prompt", "generate")
-        if edit is not None:
-            for part in edit.parts:
-                part.check_prompt(length)
-
-
-def _check_numbers(max_new_tokens: int, temperature: float, seed: int, batch_size: int, on_text: object) -> None:
-    check_values(Natural, "generate", max_new_tokens=max_new_tokens, batch_size=batch_size)
-    check_values(Annotated[int, Field(ge=0, lt=1 << 63)], "generate", seed=seed)
-    check_values(Temperature, "generate", temperature=temperature)
-    if on_text is not None and batch_size != 1:
-        raise SinkscopeError(
-            f"on_text with batch_size={batch_size}: text can be passed on while it comes only with batch_size=1",
-            page="generate",
-        )

@@ -287,11 +287,10 @@ class Attention:
             for rows_range in by_view:
                 _tell(self._listeners.pop(rows_range), 0, rows)
             return self._weighted(rows), rows
-        replaced = None
         if self.compute is not None:
             replaced = self.compute(self)
-        if replaced is not None:
-            return replaced
+            if replaced is not None:
+                return replaced
         if not self.by_mask:
             return self.stock(self.mask)
         if not self._needs_eager:
@@ -353,17 +352,12 @@ class OwnAttention(Attention):
         parts: What it attended with.
     """
 
-    parts: Parts | None = None
+    parts: Parts = field(kw_only=True)
 
     @property
     def layer(self) -> int:
         """Number of the decoder layer."""
-        return self._own.layer
-
-    @property
-    def _own(self) -> Parts:
-        assert self.parts is not None
-        return self.parts
+        return self.parts.layer
 
     @property
     def scaling(self) -> float:
@@ -373,16 +367,11 @@ class OwnAttention(Attention):
     @property
     def is_biased(self) -> bool:
         """Whether the scores are more than products of queries and keys."""
-        return self._own.bias is not None or not self._is_fitted
-
-    @property
-    def is_eager(self) -> bool:
-        """Whether the model's own attention builds the whole matrix of rows."""
-        return self._own.rows is not None
+        return self.parts.bias is not None or not self._is_fitted
 
     def shown_to_last(self) -> Bool[Tensor, "batch 1 1 key"]:
         """The keys that the module shows to the last query."""
-        last = self._own.scores(slice(self.queries - 1, self.queries))
+        last = self.parts.scores(slice(self.queries - 1, self.queries))
         return last[:, :1] > self._hidden_below
 
     @property
@@ -392,18 +381,18 @@ class OwnAttention(Attention):
 
     def _bias(self) -> Float[Tensor, "batch head 1 key"] | None:
         """The bias of each key."""
-        if self._own.bias is None:
+        if self.parts.bias is None:
             return None
         assert self.view is not None and self.view.columns is not None
-        return bias_at(self._own.bias, self.view.pos, self.view.columns)
+        return bias_at(self.parts.bias, self.view.pos, self.view.columns)
 
     @cached_property
     def _fit(self) -> tuple[float, float]:
         """The factor between products and scores of the last query, and how far these are from it, relatively."""
-        scores = self._own.scores(slice(self.queries - 1, self.queries)).float()
+        scores = self.parts.scores(slice(self.queries - 1, self.queries)).float()
         seen = scores > self._hidden_below
         bias = self._bias()
-        if bias is not None and not self._own.lacks_bias:
+        if bias is not None and not self.parts.lacks_bias:
             scores = scores - bias
         group = self.query.shape[1] // self.key.shape[1]
         key = self.key.float().repeat_interleave(group, 1)
@@ -418,10 +407,9 @@ class OwnAttention(Attention):
 
     def stock(self, mask: Tensor | None) -> Output:
         """The module's own attention."""
-        if self._own.lacks_bias:
-            rows = self._rows(slice(None), False)
-            return self._weighted(rows), rows
-        return self._own.output, self._own.rows
+        if self.parts.lacks_bias:
+            return self.under_view(), None
+        return self.parts.output, None
 
     def under_view(self) -> Float[Tensor, "batch query head d_value"]:
         """The module's own attention over what `view` shows."""
@@ -435,12 +423,12 @@ class OwnAttention(Attention):
                 "queries are not known: use a policy that scores by attention received (H2O), or by position",
                 page="kv-session",
             )
-        module, scaling, bias = self.module, self.scaling, self._own.bias
+        module, scaling, bias = self.module, self.scaling, self.parts.bias
         return lambda query, key, view: rows_by_view(module, query, key, view, scaling, bias)
 
     def _rows(self, part: slice, by_mask: bool) -> Rows:
-        scores = self._own.scores(part).float()
-        if self._own.lacks_bias:
+        scores = self.parts.scores(part).float()
+        if self.parts.lacks_bias:
             bias = self._bias()
             assert bias is not None
             scores = scores + bias
@@ -702,14 +690,18 @@ def _attend(
 ) -> Output:
     """The attention function that transformers calls in every layer."""
     listeners = _listeners([id(module.config)])
+    chosen = in_blocks = None
     indices = kwargs.pop("indices", None)  # the keys that an indexer chose (DeepSeek 3.2)
     if indices is not None:
-        attention_mask = _among_chosen(attention_mask, indices, query.shape[2], key.shape[2])
+        chosen = torch.zeros(len(indices), 1, query.shape[2], key.shape[2], dtype=torch.bool, device=indices.device)
+        chosen.scatter_(-1, indices[:, None].long(), True)
     blocks = kwargs.pop("block_indices", None)  # the blocks of keys that an indexer chose (MiniMax M3)
-    in_blocks = None
     if blocks is not None:
-        attention_mask = _within_blocks(module, attention_mask, blocks, query, key.shape[2], kwargs.get("position_ids"))
-        in_blocks = shown(attention_mask)
+        chosen = _within_blocks(module, attention_mask, blocks, query, key.shape[2], kwargs.get("position_ids"))
+    if chosen is not None:
+        attention_mask = _among_chosen(attention_mask, chosen)
+        if blocks is not None:
+            in_blocks = shown(attention_mask)
     if all(handler.idle for handler in listeners):
         return _stock_attention(module)(module, query, key, value, attention_mask, **kwargs)
     latest = _LATEST.get()
@@ -732,10 +724,9 @@ def _attend(
     return call.finish()
 
 
-def _among_chosen(mask: Tensor | None, indices: Tensor, queries: int, keys: int) -> Tensor:
+def _among_chosen(mask: Tensor | None, chosen: Bool[Tensor, "batch _ query key"]) -> Tensor:
     """A mask that shows only chosen keys, of those that it shows."""
-    chosen = torch.zeros(len(indices), 1, queries, keys, dtype=torch.bool, device=indices.device)
-    chosen.scatter_(-1, indices[:, None].long(), True)
+    queries, keys = chosen.shape[2:]
     if mask is None:
         return chosen & torch.ones_like(chosen).tril(keys - queries)
     if mask.dtype == torch.bool:
@@ -745,15 +736,12 @@ def _among_chosen(mask: Tensor | None, indices: Tensor, queries: int, keys: int)
 
 def _within_blocks(
     module: Any, mask: Tensor | None, blocks: Tensor, query: Tensor, keys: int, positions: Tensor | None
-) -> Tensor:
-    """A mask that shows only keys in chosen blocks, of those that it shows; modules make one for stock attention."""
+) -> Bool[Tensor, "batch _ query key"]:
+    """Which keys are in chosen blocks; modules make a mask of them for stock attention."""
     if positions is None:
         positions = torch.arange(keys - query.shape[2], keys, device=query.device)
     positions = positions.reshape(-1, query.shape[2]).expand(len(query), -1)
-    added = module.indexer.build_block_mask(blocks, mask, keys, query.dtype, query.device, positions)
-    if mask is not None and mask.is_floating_point():
-        return added
-    return added == 0
+    return module.indexer.build_block_mask(blocks, mask, keys, query.dtype, query.device, positions) == 0
 
 
 def _mask(*, config: Any, **kwargs: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -131,21 +130,14 @@ def resolve(target: Target, patterns: Pattern | Sequence[Pattern]) -> list[Site]
         else:
             matches = list(filter(pattern, names))
         if not matches:
-            raise _no_such_site(pattern, target, names)
+            raise _no_such_site(pattern, target)
         chosen.update(matches)
     return [_site(target, name) for name in names if name in chosen]
 
 
-def _no_such_site(pattern: Pattern, target: Target, names: Sequence[str]) -> SinkscopeError:
-    hint = ""
-    if isinstance(pattern, str):
-        similar = difflib.get_close_matches(pattern, names, 1)
-        if similar:
-            hint = f"did you mean {similar[0]!r}? "
+def _no_such_site(pattern: Pattern, target: Target) -> SinkscopeError:
     kinds = ", ".join(["hook_embed", *(f"blocks.L.{place}" for place in _PLACES), *_LAST])
-    return SinkscopeError(
-        f"site {pattern!r} matches nothing in a model of {target.n_layers} layers; {hint}there are {kinds}"
-    )
+    return SinkscopeError(f"site {pattern!r} matches nothing in a model of {target.n_layers} layers; there are {kinds}")
 
 
 def _site(target: Target, name: str) -> Site:
@@ -242,15 +234,15 @@ class Trace(dict[str, Tensor]):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per number: its site, the row of the batch, its index along each further axis, and its value."""
-        import numpy as np
         import pandas as pd
 
         frames: list[pd.DataFrame] = []
         for name, tensor in self.items():
-            columns: dict[str, Any] = {"site": name}
-            for axis, index in enumerate(np.indices(tensor.shape)):
-                columns["batch" if axis == 0 else f"axis_{axis}"] = index.ravel()
-            frames.append(pd.DataFrame({**columns, "value": tensor.float().numpy().ravel()}))
+            axes = ["batch", *[f"axis_{axis}" for axis in range(1, tensor.ndim)]]
+            index = pd.MultiIndex.from_product([range(size) for size in tensor.shape], names=axes)
+            frame = pd.DataFrame({"value": tensor.float().numpy().ravel()}, index).reset_index()
+            frame.insert(0, "site", name)
+            frames.append(frame)
         if not frames:
             return pd.DataFrame(columns=["site", "batch", "value"])
         return pd.concat(frames, ignore_index=True)

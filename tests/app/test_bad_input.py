@@ -85,17 +85,17 @@ SPOILED = [  # entries of config.json, or what is done to the folder; what is sa
     ({"vocab_size": -1}, ("vocab_size is -1 in the config.json of m; expected a whole number from 1",)),
     ({"intermediate_size": 48}, ("m", "download both from one revision")),
     ({"model_type": "made-up"}, ("'made-up', which transformers", "install a version that does")),
-    ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, ("m is an encoder-only", "llama-2-7b or")),
-    ({"model_type": "vit", "architectures": ["ViTForImageClassification"]}, ("m is a vision", "llama-2-7b")),
-    ({"model_type": "t5", "is_encoder_decoder": True}, ("m is an encoder-decoder model", "decoder-only")),
-    ({"architectures": ["LlamaForSequenceClassification"]}, ("m is not a causal language model", "llama-2-7b")),
+    ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, ("m is another kind", "llama-2-7b or")),
+    ({"model_type": "vit", "architectures": ["ViTForImageClassification"]}, ("m is another kind", "llama-2-7b")),
+    ({"model_type": "t5", "is_encoder_decoder": True}, ("m is another kind", "decoder-only")),
+    ({"architectures": ["LlamaForSequenceClassification"]}, ("m is another kind", "llama-2-7b")),
     ({"model_type": "\x1b[2Jgone"}, ("m",)),
     ({"num_hidden_layers": 10**9}, ("m",)),
     ({"vocab_size": 10**400}, ("m",)),
     (_written("config.json", "[" * 10**6), ("config.json is not a JSON file (it is nested too deeply)",)),
     (_cut, ("model.safetensors is damaged: 100 bytes are missing", "download it again")),
     (_written("model.safetensors", "<html>"), ("model.safetensors", "download it again")),
-    (_pickle(b"<html>"), ("pytorch_model.bin is no checkpoint of torch", "download it again")),
+    (_pickle(b"<html>"), ("hold more than tensors, or are damaged",)),
     (_pickle(b"\x80\x02cos\nsystem\n(S'touch ran'\ntR."), ("hold more than tensors", "convert them")),
     *(
         (_nan(name), (f"tensor {name}", "NaN", "download"))
@@ -195,7 +195,7 @@ def test_find_sinks_refuses(error, nobos, words, says):
     [
         ("poem " * 5000, [], ("has 5000 tokens and", "shorten the prompt")),
         ("poem", ["--max-new-tokens", "99999"], ("99999 more are to come", "at most")),
-        ("poem", ["--bos"], ("--bos: the tokenizer of nobos has no BOS token", "use --no-bos")),
+        ("poem", ["--bos"], ("--bos: the tokenizer of this llama model has no BOS token", "use --no-bos")),
     ],
 )
 def test_generate_refuses(error, nobos, tmp_path, prompt, words, says):

@@ -179,7 +179,7 @@ def test_sizes_are_those_of_the_model():
     models = {name: tiny_model(name)[0] for name in ("llama", "gpt2", "mixtral")}
     models["emu3"] = decoder("emu3")  # transformers lists only the model around it
     for model_type, model in models.items():
-        size = size_of(model_type, model.config, torch.float32)
+        size = size_of(model.config, torch.float32)
         assert size.parameters == sum(tensor.numel() for tensor in model.parameters())
         looked_up = 0 if model_type == "gpt2" else model.get_input_embeddings().weight.numel()
         assert size.computing == size.parameters - looked_up
@@ -266,7 +266,7 @@ def test_interrupted_generation_keeps_its_text(monkeypatch, tmp_path, capsys):
     ("words", "message"),
     [
         ("find-sink", "No such command 'find-sink'"),
-        ("find-sinks --top-k 0", "--top-k 0: expected a whole number from 1"),
+        ("find-sinks --top-k 0", "--top-k 0: expected a number from 1"),
         ("find-sinks --backend jax", "'jax' is not one of 'bridge', 'hf', 'nnsight'"),
         ("find-sinks --json", "'--json' requires an argument"),
         ("find-sinks --json folder", "folder is a folder"),
@@ -375,7 +375,7 @@ def test_full_disk_after_the_work(calls, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        ("models >/dev/full", 2, "error: cannot write to standard output: the disk is full"),
+        ("models >/dev/full", 2, "error: cannot write to standard output: no space left on device"),
         ("models >&-", 2, "error: standard output is closed"),
         ("loops - <&-", 2, "error: "),
         ("demo --out $'\\xff.json'", 2, "error: the word '\\udcff.json' is not UTF-8"),

@@ -30,7 +30,7 @@ def _by_hand() -> Iterator[Result]:
     """Kinds of which no file lies in figures/."""
     sample = sample_find_sinks()
     groups = tuple(
-        BenchGroup(sample.model.name, "recall", "recall", name, 0.0, 4, 0.5, 0.2, 0.8, metrics={"read": 9.0})
+        BenchGroup("recall", sample.model.name, "recall", 0.0, name, 4, 0.5, 0.2, 0.8, metrics={"read": 9.0})
         for name in ("full", "a:b")
     )
     yield BenchTable(model=sample.model, settings={}, provenance=sample.provenance, groups=groups)

@@ -188,4 +188,4 @@ def test_folders_of_runs_are_their_tables(tmp_path):
     text = read_report(page).text
     assert files_shown(page) == ["talks"]
     assert "below/near: is no folder of `sinkscope bench`: give what its --out was given" in text
-    assert bench_table([talks]).summary().splitlines()[0] in text and "sinkscope bench table talks" in text
+    assert bench_table([talks]).summary().splitlines()[0] in text

@@ -233,4 +233,4 @@ def test_bad_input_is_one_line(capsys):
     with pytest.raises(UnsupportedError, match="recomputed attention differs from the model's own"):
         barcode(falcon, PROMPT, tokenizer=words)
     assert main(["barcode", "--head", "five"]) == 2
-    assert "--head 'five': expected a head such as L5.H3" in capsys.readouterr().err
+    assert "head 'five': expected a head such as L5.H3" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import sinkscope as ss
 from sinkscope.app.cli import main
-from sinkscope.attention.lines import LineWeights, jaccard, line_weights, shared_by_second
+from sinkscope.attention.lines import LineWeights, agreement, line_weights, shared_by_second
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.kv import H2O
 from sinkscope.lines.choice import HeadLines, top_lines
@@ -91,7 +91,6 @@ def test_all_numbers_equal_those_of_the_whole_matrix(model_type):
                     add("mass", float(weights[on].sum()) / total / 3, e, row, head)
                     add("line_sums", twice / total / 3, e, row, head)
                     add("cells", float(on.sum()) / (n * (n + 1) / 2) / 3, e, row, head)
-                    add("vertical", len(columns) / (len(columns) + len(offsets)) / 3, e, row, head)
                     own.append((columns, offsets))
                     most = int(eta * 2 * (n - half) + 1e-9)
                     first = heaviest(weights[:half, :half], max(1, int(eta * 2 * half + 1e-9)))
@@ -135,9 +134,11 @@ def test_random_lines_are_drawn_evenly_and_share_what_chance_says():
         difference = (drawn * own.lengths()).sum(2) - (chosen * own.lengths()).sum(2)
         assert (difference.abs() <= 10).all()
     assert float(shared_by_second(a, b).mean()) == pytest.approx((10 * 10 / 20 + 4 * 4 / 20) / 14, abs=0.01)
-    assert float(jaccard(a, a).min()) == 1
+    assert float(agreement([a, a]).min()) == 1
     wider = HeadLines(*[torch.nn.functional.pad(kind, (5, 0)) for kind in (vertical, slash)], 25)
-    assert float(jaccard(own, wider)[0, 0]) == pytest.approx(5 / (28 - 5))  # columns 5 to 9 are in both, no offset is
+    assert float(agreement([own, wider])[1, 0, 0]) == pytest.approx(
+        5 / (28 - 5)
+    )  # columns 5 to 9 are in both, no offset is
 
 
 def test_shares_of_lines_lose_none_to_rounding_and_lines_without_weight_are_never_chosen():

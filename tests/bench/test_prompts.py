@@ -100,7 +100,7 @@ def test_tasks_as_they_are_written():
         ("recall:turn=3", "'turn=3' is no setting, or is given twice: it has chat, count, turns"),
         ("recall:turns=0", "--task recall: turns=0: expected a whole number from 1"),
         ("recall:positions=front", "'front'"),
-        ("needle:depths=1.5", "depths=(1.5,): expected numbers from 0.0 to 1.0"),
+        ("needle:depths=1.5", "--task needle: depths=1.5: expected a number from 0 to 1"),
     ],
 )
 def test_what_is_wrong_with_a_task(text, message):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,11 +45,6 @@ def square(job: Square) -> list[Squared]:
 
 
 def make() -> Callable[[Square], list[Squared]]:
-    return square
-
-
-def slow_to_make() -> Callable[[Square], list[Squared]]:
-    time.sleep(60)
     return square
 
 
@@ -101,10 +95,6 @@ def test_workers_make_the_same_records_and_what_goes_wrong_is_one_line(tmp_path:
 
 @pytest.mark.slow  # Ray takes its time
 def test_workers_that_cannot_begin_are_an_error(cluster: None):
-    began = time.monotonic()
-    with pytest.raises(SinkscopeError, match=r"1 Ray workers did not start within 1 s"):
-        _run(None, range(4), Workers(slow_to_make, 1, patience=0.9))
-    assert time.monotonic() - began < 50
     with pytest.raises(SinkscopeError, match="there is no such model: give another") as refused:
         _run(None, range(1), Workers(cannot_make, 2))
     assert "\n" not in str(refused.value)
@@ -117,9 +107,7 @@ def _pickled(workers: Workers, jobs: Sequence[Any], store: Callable[[int, Any], 
     def sent(thing: Any) -> Any:
         return pickle.loads(pickle.dumps(thing))
 
-    actors = [Worker() for _ in range(workers.count)]
-    for actor in actors:
-        actor.open(sent(workers.open), threads=1)
+    actors = [Worker(sent(workers.open), threads=1) for _ in range(workers.count)]
     for i in reversed(range(len(jobs))):
         store(*sent(actors[i % len(actors)].run(i, sent(jobs[i]))))
 

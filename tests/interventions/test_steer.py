@@ -1,4 +1,4 @@
-"""Heads switched off, vectors added, layers counted from the end: against edited weights and other libraries."""
+"""Heads switched off, vectors added: against edited weights and other libraries."""
 
 from __future__ import annotations
 
@@ -137,8 +137,8 @@ def test_in_generation_and_nothing_stays(kind):
 def test_other_ways_to_name_the_same():
     model, _ = tiny_model("llama")
     for one, same in (
-        (Ablate(layer=-3, neurons=3, value=9.0, positions=2), Ablate(sites=["L0.N3"], value=9.0, positions=2)),
-        (Ablate(layer=-1, heads=[1, 2]), Ablate(heads=["L2.H1", (2, 2)])),
+        (Ablate(layer=0, neurons=3, value=9.0, positions=2), Ablate(sites=["L0.N3"], value=9.0, positions=2)),
+        (Ablate(layer=2, heads=[1, 2]), Ablate(heads=["L2.H1", (2, 2)])),
         (Ablate(layer=0, neurons=3, heads=1), Ablate(sites=[(0, 3)], heads="L0.H1")),
     ):
         with one.on(model):
@@ -152,7 +152,7 @@ def test_other_ways_to_name_the_same():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: SinkPatch(layer=-1, neurons=[3]), ["layer=-1", "from 0"]),
+        (lambda: SinkPatch(layer=-1, neurons=[3]), ["(-1, 3)", "from 0"]),
         (lambda: Add([1.0, 2.0], "blocks.1.hook_resid_post"), ["2 numbers", "has 32"]),
         (lambda: Add([float("nan")] * 32, "hook_embed"), ["finite"]),
         (lambda: Add([1.0] * 32, "hook_embed", scale=float("inf")), ["scale", "inf"]),

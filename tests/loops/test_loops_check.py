@@ -157,13 +157,12 @@ def test_command_writes_what_the_function_finds(tmp_path, monkeypatch, capsys):
     assert piped["kind"] == "loops" and piped["result"]["loops"] == 1 and piped["model"]["name"] == "standard input"
 
 
-def test_the_figure_shows_onset_and_detection():
+def test_the_figure_shows_loops_and_their_detection():
     found = check([prose(400), [*range(300), *[1, 2] * 300]])
-    data = json.loads(found.figure().to_json())["data"]
-    curves = [trace for trace in data if trace["mode"] == "lines"]
-    assert {trace["name"] for trace in curves} == {"loops", "does not"}
-    points = {trace["name"]: trace["x"] for trace in data if trace["mode"] == "markers"}
-    assert points == {"onset of the longest repetition": [300], "detected": [found.records[1].detected]}
+    data = found.figure().data
+    assert {trace.name for trace in data if trace.mode == "lines"} == {"loops", "does not"}
+    points = {trace.name: list(trace.x) for trace in data if trace.mode == "markers"}
+    assert points == {"detected": [found.records[1].detected]}
 
 
 def test_no_torch_is_loaded(tmp_path):

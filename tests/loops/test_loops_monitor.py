@@ -12,11 +12,11 @@ import pytest
 from covering import slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loop_texts import HONEST, LOOPED, prose
+from loop_texts import HONEST, LOOPED, novelty, prose
 from refusals import refused
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.loops import VARIANTS, Monitor, MonitorSettings, Step, compression_ratio, novelty, tail_period
+from sinkscope.loops import VARIANTS, Monitor, MonitorSettings, Step, compression_ratio, tail_period
 from sinkscope.loops.outputs import number, split
 
 SMALL = {
@@ -216,10 +216,10 @@ def test_the_limit_of_the_windowed_votes():
         ({"theta_ttr": 1.5}, "theta_ttr is 1.5, expected a number from 0 to 1"),
         ({"window": 1}, "window is 1, expected a number from 2"),
         ({"stall": True}, "stall is True, expected a whole number"),
-        ({"votes": 4}, "votes is 4, expected a whole number up to 3"),
+        ({"votes": 4}, "votes is 4, expected a number up to 3"),
         ({"voters": ("ttr", "p2")}, "voters[1] is 'p2', expected 'ttr', 'cr' or 'p1'"),
         ({"gates": ("stall", "stall")}, "('stall', 'stall'): expected each name at most once"),
-        ({"window": 3}, "window is 3, expected a whole number from 4, the value of novelty_n"),
+        ({"window": 3}, "window is 3, expected a number from 4, the value of novelty_n"),
         ({"speed": 3}, "speed is 3, expected no field of this name"),
     ],
 )
@@ -229,7 +229,7 @@ def test_settings_that_cannot_work_are_refused_in_a_line(changed, said):
 
 
 def test_unknown_variant_and_documented_fields():
-    with pytest.raises(SinkscopeError, match="unknown variant 'p2': there are repeats, tolerant, full, p1"):
+    with pytest.raises(SinkscopeError, match="unknown variant 'p2': there are repeats, tolerant, full, ttr"):
         MonitorSettings.variant("p2")
     assert (
         MonitorSettings.variant("full")

@@ -77,10 +77,8 @@ def repeated(rng: Rng) -> Result:
         by_sequence = rng.random((2, 3, tokens + 1))
         by_n = rng.random((2, 3, tokens, 2))
         high = rng.integers(0, 3, tokens + 1) if rng.random() < 0.7 else np.zeros(tokens + 1, int)
-        shares = [rng.random(tokens + 1)] * 2
-        names = ("natural text", *over.tokens)
-        behind = int(high.any())
-        reading = AttentionReading(over, names, high, by_n, by_sequence, by_sequence, *shares, first_behind=behind)
+        names, share = ("natural text", *over.tokens), rng.random(tokens + 1)
+        reading = AttentionReading(over, names, high, by_n, by_sequence, share, first_behind=int(high.any()))
     elif which == 3:
         by_n = rng.uniform(0.1, 2, (2, tokens, 2))
         outside = None if rng.random() < 0.6 else "its positions are learned"
@@ -115,7 +113,7 @@ def attack(rng: Rng) -> Result:
     clusters = TokenClusters((1, 7), ("a",) * count, np.arange(count), head, *values)
     shape = (3, 2, 3)
     share = rng.random(shape) if rng.random() < 0.8 else np.full(shape, np.nan)
-    arrays = dict.fromkeys(("positions", "errors", "any", "most", "first", "norm"), share)
+    arrays = dict.fromkeys(("positions", "errors", "most", "first"), share)
     sink_layer = None if rng.random() < 0.2 else 2
     return ClusterAttack(
         model=MODEL,

@@ -117,7 +117,7 @@ def test_another_kind_of_model_is_refused_before_its_weights_are_fetched(tmp_pat
     with hub(tmp_path / "cache") as server:
         server.add("org/bert", folder)
         for opened in (find_sinks, load):
-            with pytest.raises(SinkscopeError, match="org/bert is an encoder-only model"):
+            with pytest.raises(SinkscopeError, match="org/bert is another kind of model"):
                 opened("org/bert")
         assert set(server.fetched()) == {"config.json"}
 

@@ -25,9 +25,7 @@ def test_published_locations_are_consistent():
     published = {e.name: e.published for e in models() if e.published}
     for name, p in published.items():
         assert p.source, name
-        assert p.layers or p.massive_layers, name
         assert sorted({layer for layer, _ in p.neurons} | set(p.layers)) == sorted(p.layers), name
-        assert p.massive_layers is None or p.massive_layers[0] < p.massive_layers[1], name
 
 
 @pytest.mark.parametrize(
@@ -42,15 +40,8 @@ def test_published_locations_are_consistent():
 def test_table_1_is_there(name, neurons, repeats):
     found = published_for(name)
     assert found is not None
-    assert (set(found.neurons), found.repeats, found.secondary) == (neurons, repeats, False)
+    assert (set(found.neurons), found.repeats) == (neurons, repeats)
     assert "Table 1" in found.source
-
-
-def test_secondary_sources_are_marked():
-    assert published_for("llama-2-13b").secondary
-    assert "disagree" in published_for("llama-2-13b").note
-    assert published_for("phi-3-mini-4k").secondary
-    assert not published_for("falcon-7b").secondary
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_two_tokens_of_a_group_suffice_without_bos(family, seed, bos):
     assert found.positions[place][REPEATED] == 1
     assert found.most[place][RANDOM] < 0.2 and found.positions[place][RANDOM] < 0.3
     if bos:  # BOS outweighs eight tokens
-        assert found.any[found.contexts.index("BOS"), 0, CLUSTER] == 0
+        assert found.positions[found.contexts.index("BOS"), 0, CLUSTER] == 0
 
 
 def test_a_wrong_assignment_makes_no_attack(tmp_path):
@@ -60,11 +60,11 @@ def test_a_wrong_assignment_makes_no_attack(tmp_path):
 
 def test_behind_bos_it_takes_as_many_tokens_as_a_repetition(tmp_path):
     o = organism("qwen3", 50)  # its groups have more tokens than that
-    found = attack(o, tmp_path, lengths=[70], sequences=8, bos=True)
+    found = attack(o, tmp_path, lengths=[70], sequences=8)
     expected = o.truth.repeats_expected or 0
-    assert found.contexts == ("BOS",)
+    assert found.contexts == ("BOS", "no BOS")
     assert 0.6 * expected <= found.first[0, 0, CLUSTER] <= 1.3 * expected  # the range that holds for repetitions
-    assert found.any[0, 0, CLUSTER] == 1 and found.any[0, 0, RANDOM] == 0
+    assert found.positions[0, 0, CLUSTER] > 0 and found.positions[0, 0, RANDOM] == 0
 
 
 def test_rates_are_counts_of_norms_of_plain_passes(tmp_path):
@@ -77,10 +77,10 @@ def test_rates_are_counts_of_norms_of_plain_passes(tmp_path):
     share = norms(o.model, rows)[layer, :, 1:] / first
     assert found.reference == pytest.approx(float(first), rel=1e-4)
     hits, place = (share >= 0.5).double(), (1, 0, RANDOM)
-    numbers = hits.amax(1).mean(), (hits.mean(1) >= 0.5).double().mean(), hits.mean(), share.mean(1).median()
-    measured = found.any[place], found.most[place], found.positions[place], found.norm[place]
+    numbers = (hits.mean(1) >= 0.5).double().mean(), hits.mean()
+    measured = found.most[place], found.positions[place]
     assert measured == pytest.approx([float(number) for number in numbers], rel=1e-4)
-    assert 0 < found.any[place] < 1  # else this test shows nothing
+    assert 0 < found.positions[place] < 1  # else this test shows nothing
     row = next(row for row in found.rows() if (row["context"], row["source"]) == ("no BOS", "random"))
     interval = binomtest(round(24 * row["most"]), 24).proportion_ci(method="wilson")
     assert (row["most_low"], row["most_high"]) == pytest.approx((interval.low, interval.high), abs=1e-6)
@@ -147,8 +147,6 @@ def test_bad_input(options, message, tmp_path):
         attack(organism("llama", 1, bos=False), tmp_path, **options)
 
 
-def test_no_bos_changes_what_stands_before_an_attack_and_not_what_counts_as_success(tmp_path):
-    both, without = attack_once("llama", 1), attack(organism("llama", 1), tmp_path, bos=False)
-    assert without.reference == both.reference and without.settings["bos"] is False
-    assert both.contexts == ("BOS", "no BOS") and without.contexts == ("no BOS",)
-    np.testing.assert_array_equal(without.positions[0], both.positions[1])
+def test_without_bos_nothing_is_attacked_behind_it(tmp_path):
+    without = attack(organism("llama", 1), tmp_path, bos=False)
+    assert attack_once("llama", 1).contexts == ("BOS", "no BOS") and without.contexts == ("no BOS",)

@@ -44,7 +44,7 @@ def loud(o: Organism) -> SinkPatch:
 
 
 def evaluated(o: Organism, folder: Path, patch, **changes) -> PatchEvaluation:
-    options = {"text": text_of(o, folder), "pieces": 5, "length": 24, "batch_size": 3}
+    options = {"text": text_of(o, folder), "pieces": 5, "length": 24}
     return evaluate_patch(o.model, patch, tokenizer=o.tokenizer, **(options | changes))
 
 

@@ -48,7 +48,7 @@ SPIKES = st.builds(
     begun_by=st.sampled_from([None, "attention of layer 0"]),
     share=st.sampled_from([1.0]) | st.floats(0.2, 0.9),
 )
-CARRIER = st.builds(Carrier, st.sampled_from(["MLP of layer 1", "token embedding"]), SHARES, SHARES)
+CARRIER = st.builds(Carrier, st.sampled_from(["MLP of layer 1", "token embedding"]), SHARES)
 PLACE = st.builds(SinkPosition, st.integers(0, 9), st.sampled_from(["", "x"]), SHARES)
 ATTENTION = st.builds(
     AttentionSink,

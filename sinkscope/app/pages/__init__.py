@@ -20,10 +20,12 @@ from typing import Any
 
 from sinkscope import __version__
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.notation import counted
 from sinkscope.files.output import write_output
 from sinkscope.files.plain import visible
 from sinkscope.files.result import ENVELOPE_FIELDS as ENVELOPE
 from sinkscope.files.result import Result
+from sinkscope.files.tables import cell
 
 # Plotly renders a few tags; any other tag comes from a file and is shown as text.
 _TAG = re.compile(r"<(?!/?(?:b|i|u|s|br|em|strong|sub|sup|extra)\s*/?>)", re.IGNORECASE)
@@ -103,31 +105,20 @@ def section(kind: str, file: str, lists: Mapping[str, Mapping[str, Any]], shown:
     parts = [shown, f'<p class="made">{_how_it_was_made(file, lists.get("provenance", {}))}</p>']
     for name, values in lists.items():
         parts.append(f"<details><summary>{name}</summary><dl>")
-        parts += [f"<dt>{escape(str(key))}</dt><dd>{escape(_value(value))}</dd>" for key, value in values.items()]
+        parts += [f"<dt>{escape(str(key))}</dt><dd>{escape(cell(value))}</dd>" for key, value in values.items()]
         parts.append("</dl></details>")
     html = visible("\n".join(parts))  # HTML does not allow control characters
     return Section(kind, str(lists.get("model", {}).get("name", "")), file, html)
 
 
-def _value(value: object) -> str:
-    """A setting as text."""
-    if value is None:
-        return "-"
-    if isinstance(value, list):
-        return " ".join(map(str, value))
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {one}" for key, one in value.items())
-    return str(value)
-
-
 def _how_it_was_made(file: str, provenance: Mapping[str, Any]) -> str:
-    """The file, the device, the time and the command, as far as the provenance knows them."""
-    facts = [file, provenance.get("device"), provenance.get("dtype")]
+    """The file, the time, the memory and the command, as far as the provenance knows them."""
+    facts = [file]
     if provenance.get("seconds"):
         facts.append(f"{provenance['seconds']:.3g} s")
     if provenance.get("peak_memory_bytes"):
         facts.append(f"{provenance['peak_memory_bytes'] / 1e9:.2g} GB")
-    line = text(" · ".join(str(fact) for fact in facts if fact))
+    line = text(" · ".join(filter(None, facts)))
     argv = [str(word) for word in provenance.get("argv") or ()]
     if len(argv) < 2:
         return line
@@ -140,7 +131,7 @@ def document(
     heading: str,
     sections: Sequence[Section],
     about: str = "",
-    skipped: Sequence[tuple[str, str]] = (),
+    skipped: Mapping[str, str] | None = None,
     *,
     kind: str = "report",
     first: str = "",
@@ -151,7 +142,7 @@ def document(
         heading: Subject of the page.
         sections: The sections, in order.
         about: A few words below the heading.
-        skipped: Names of files that were left out, each with the reason.
+        skipped: The reason for each file that was left out, by its name.
         kind: What an earlier page must say so that this one may replace it.
         first: HTML above the contents, fully escaped.
     """
@@ -166,9 +157,8 @@ def document(
         body.append(f'<section id="r{number}">\n{title}{one.html}\n</section>')
     words = [text(about), f"sinkscope {__version__}"]
     if skipped:
-        plural = "" if len(skipped) == 1 else "s"
-        words.append(f'<a href="#skipped">{len(skipped)} file{plural} left out</a>')
-        rows = "".join(f"<li><b>{text(file)}</b>: {text(reason)}</li>" for file, reason in skipped)
+        words.append(f'<a href="#skipped">{counted(len(skipped), "file")} left out</a>')
+        rows = "".join(f"<li><b>{text(file)}</b>: {text(reason)}</li>" for file, reason in skipped.items())
         body.append(f'<section id="skipped">\n<h2>Left out</h2>\n<ul>{rows}</ul>\n</section>')
     contents = ""
     if len(links) > 1:

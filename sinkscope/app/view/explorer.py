@@ -28,11 +28,11 @@ from sinkscope.app.view.result import (
 )
 from sinkscope.attention.barcode import Barcode, barcode, picture_bins
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.notation import agreeing, head_name, listed, neuron_name, read_head, read_neuron
+from sinkscope.files.notation import agreeing, head_name, listed, neuron_name
 from sinkscope.files.records import conform
 from sinkscope.interventions import Ablate, SinkPatch
 from sinkscope.interventions.base import Intervention
-from sinkscope.interventions.sites import site_of
+from sinkscope.interventions.sites import head_of, site_of
 from sinkscope.kv.loopguard.guard import LoopGuard
 from sinkscope.measure import Setup
 from sinkscope.models.target import norm_of, on_input
@@ -171,10 +171,10 @@ class Explorer:
     def marks(self) -> list[tuple[int, int]]:
         """The heads that mark the first token, and those that mark a repetition."""
         names: list[str] = []
-        for sink in self.circuit.sinks[:1] if self.circuit is not None else ():
-            for step in (sink.step(MARK), sink.step(REPETITION)):
+        if self.circuit is not None and self.circuit.position == 0:
+            for step in (self.circuit.step(MARK), self.circuit.step(REPETITION)):
                 names += () if step is None else step.chosen
-        return [read_head(name) for name in dict.fromkeys(names) if ".H" in name]
+        return [head_of(name) for name in dict.fromkeys(names) if ".H" in name]
 
     def switches(self) -> list[Switch]:
         """The edits that this model has."""
@@ -277,7 +277,7 @@ class Explorer:
         edges: tuple[dict[str, Any], ...] | None = None
         sentence = ""
         if self.circuit is not None:
-            edges = tuple(row for sink in self.circuit.sinks[:1] for row in sink.rows())
+            edges = tuple(self.circuit.rows())
             sentence = self.circuit.conclusion()
         return ModelView(
             **self.origin,
@@ -404,11 +404,12 @@ class Explorer:
         heads: list[tuple[int, int]] = []
         for name in asked.off:
             if "H" in name.upper():
-                heads.append(read_head(name, "head"))
+                heads.append(head_of(name))
                 self.setup.target.check_site(heads[-1][0], head=heads[-1][1])
             else:
-                neurons.append(read_neuron(name, "neuron"))
-                self.setup.target.check_site(*site_of(neurons[-1]))
+                site = site_of(name)
+                self.setup.target.check_site(*site)
+                neurons.append(site.numbers)
         if not asked.off:
             return None
         return self.switch(f"without {listed(asked.off)}", neurons, heads)
@@ -448,13 +449,12 @@ class Explorer:
         prompt = self.setup.ids[0, :PROMPT_TOKENS].tolist()
         sides: list[Writing] = []
         copied: list[int] = []
-        heads: list[tuple[int, int]] | None = None
+        heads: tuple[str, ...] | None = None
         for name, edit in (("without the guard", None), ("with the guard", LoopGuard())):
             setup = replace(self.setup, edit=edit)
             result = barcode.on(setup, prompt=prompt, max_new_tokens=new, heads=heads, control=heads is None)
-            heads = [read_head(result.shown[0])]
-            side = _writing(self.setup, name, result)
-            sides.append(side)
+            heads = result.shown[:1]
+            sides.append(_writing(self.setup, name, result))
             copied.append(0 if result.onset is None else len(result.ids) - max(result.onset, len(prompt)))
         sentence = (
             f"Without the guard, {copied[0]} of {len(sides[0].tokens)} new tokens belong to a repetition at the end; "

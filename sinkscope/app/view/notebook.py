@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
@@ -63,10 +62,7 @@ class View:
         return save_html(self.result, path)
 
     def _repr_mimebundle_(self, **options: Any) -> Any:
-        if find_spec("anywidget") is not None:
-            return self.widget._repr_mimebundle_(**options)
-        note = 'To explore it here: pip install "sinkscope[view]".'
-        return {"text/plain": repr(self), "text/html": f"{self.result.to_html()}<p>{html.escape(note)}</p>"}
+        return self.widget._repr_mimebundle_(**options)
 
     def __repr__(self) -> str:
         return f"View of {self.result.model.name}: {self.result.conclusion()}"

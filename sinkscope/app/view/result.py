@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Float
 
 from sinkscope.app.view.packed import Packed
+from sinkscope.files.tables import unfolded
 from sinkscope.measure import Result
 
 SPIKE_RATIO = 3.0  # a norm spikes from this multiple of the typical norm on
@@ -106,7 +107,7 @@ class ModelView(Result):
         marks: The heads that mark the first token or a repetition, as `circuit` finds them.
         switches: The edits that can be switched on.
         texts: The texts.
-        circuit: The rows of `Circuit` for its first sink. None if it was not measured.
+        circuit: The rows of `Circuit`. None if it was not measured.
         circuit_sentence: The conclusion about the circuit.
         generation: A continuation with and without the guard. None if it was not made.
     """
@@ -138,15 +139,12 @@ class ModelView(Result):
         rows: list[dict[str, Any]] = []
         for text in self.texts:
             intact = text.variants[0]
-            attention = intact.received.array().mean((0, 1))
-            for pos, token in enumerate(text.tokens):
-                row: dict[str, Any] = {"text": text.name, "position": pos, "token": repr(token)}
-                row["norm"] = float(intact.norm[self.layer, pos])
-                row["of_first"] = float(intact.norm[self.layer, pos] / self.first_norm[self.layer])
-                for neuron, values in zip(self.neurons, intact.activation, strict=True):
-                    row[neuron] = float(values[pos])
-                row["attention"] = float(attention[pos])
-                rows.append(row)
+            norm = intact.norm[self.layer]
+            ratio = norm / self.first_norm[self.layer]
+            columns: dict[str, Any] = {"token": [*map(repr, text.tokens)], "norm": norm, "of_first": ratio}
+            columns |= dict(zip(self.neurons, intact.activation, strict=True))
+            columns["attention"] = intact.received.array().mean((0, 1))
+            rows += unfolded(columns, text=[text.name], position=range(len(norm)))
         return rows
 
     def shown_rows(self) -> list[dict[str, Any]]:

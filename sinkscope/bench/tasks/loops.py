@@ -16,11 +16,10 @@ from sinkscope.bench.answer import Answer, Batch, BenchModel
 from sinkscope.bench.methods import GUARD
 from sinkscope.bench.prompt import Prompt, Turn, read_prompts, single
 from sinkscope.bench.record import Metrics
-from sinkscope.bench.task import Task
+from sinkscope.bench.task import Size, Task
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import path_of
 from sinkscope.files.rate import mean_known
-from sinkscope.files.records import Natural
 from sinkscope.loops.monitor import Monitor, MonitorSettings
 from sinkscope.loops.signals import (
     MAX_NEW,
@@ -76,8 +75,8 @@ class Loops(Task):
     budget: ClassVar[int] = 1024
 
     source: str = "small"
-    openings: Natural = _OPENINGS
-    opening: Natural = 16
+    openings: Size = _OPENINGS
+    opening: Size = 16
     given: tuple[Prompt, ...] = ()
 
     def prompts(self, target: Target) -> list[Prompt]:
@@ -125,7 +124,9 @@ class Loops(Task):
         """
         tokens = answer.tokens
         steps = [event["step"] for event in answer.events if event["kind"] == INTERVENTION]
-        alarm = steps[0] if steps else first_alarm(tokens, answer.steps["top1"])
+        alarm = first_alarm(tokens, answer.steps["top1"])
+        if steps:
+            alarm = steps[0]
         interventions: float | None = None
         if batch.methods[0].name == GUARD:
             interventions = float(len(steps))

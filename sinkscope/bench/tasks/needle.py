@@ -18,14 +18,14 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain, cycle, islice, product, repeat
+from itertools import chain, cycle, islice, product
 from typing import Any, ClassVar, Literal
 
 from sinkscope.bench.prompt import Prompt, single, with_controls
-from sinkscope.bench.task import Task
+from sinkscope.bench.task import Size, Task
 from sinkscope.bench.tasks.recall import ANSWER, ASK, END, FACT, FILLER, KEYS, TAIL, TURNS, VALUES
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.records import Natural, Whole
+from sinkscope.files.records import Share, Whole, conform
 from sinkscope.models.names import RECALL, TWO_HOPS
 from sinkscope.models.target import Target
 
@@ -91,18 +91,14 @@ class Needle(Task):
     metric: ClassVar[str] = "share"
 
     kinds: tuple[Kind, ...] = ()
-    lengths: tuple[Natural, ...] = (640, 1024, 1536, 2048)
-    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
-    samples: Natural = 1
+    lengths: tuple[Size, ...] = (640, 1024, 1536, 2048)
+    depths: tuple[Share, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    samples: Size = 1
     seed: Whole = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.lengths or not self.depths or not all(0 <= depth <= 1 for depth in self.depths):
-            raise SinkscopeError(f"depths={self.depths}: expected numbers from 0.0 to 1.0, and at least one length")
 
     def prompts(self, target: Target) -> list[Prompt]:
         """A prompt for every length, kind, depth and sample."""
+        conform(tuple[Share, ...], self.depths, "depths=")
         wording = wording_of(target.name)
         supported = WORDINGS[wording]
         for kind in self.kinds:
@@ -196,7 +192,7 @@ def _recall(kind: str, rng: random.Random) -> Haystack:
         needles = [fact(other, right, END), fact(asked, rng.sample(VALUES, 2), other)]
     tail = " ".join([ASK, asked, *TAIL, ANSWER])
     head = f"{TURNS[0]} {words(_FACT_GAP)}"
-    return Haystack(head, needles, others(), (words(1) for _ in repeat(None)), tail, [" ".join(right)])
+    return Haystack(head, needles, others(), iter(lambda: words(1), ""), tail, [" ".join(right)])
 
 
 def _facts(rng: random.Random) -> Haystack:

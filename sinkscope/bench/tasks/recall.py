@@ -18,9 +18,9 @@ from typing import ClassVar, Literal, get_args
 from sinkscope.bench.answer import Answer, Batch, BenchModel
 from sinkscope.bench.prompt import Prompt, Turn, with_controls
 from sinkscope.bench.record import Metrics
-from sinkscope.bench.task import Task
+from sinkscope.bench.task import Size, Task
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.records import Natural, Whole
+from sinkscope.files.records import Whole
 from sinkscope.models.names import RECALL
 from sinkscope.models.target import Target
 
@@ -80,11 +80,11 @@ class Recall(Task):
     metric: ClassVar[str] = "sinkscope.bench.tasks.recall:exact_until_end"
     model: ClassVar[str] = RECALL
 
-    count: Natural = 10
-    turns: Natural = 3
-    total: Natural = 768
-    least: Natural = 48
-    hops: Natural = 2
+    count: Size = 10
+    turns: Size = 3
+    total: Size = 768
+    least: Size = 48
+    hops: Size = 2
     first: Whole = 0
     positions: tuple[Position, ...] = POSITIONS
 
@@ -100,10 +100,6 @@ class Recall(Task):
                 )
             prompts += with_controls(dialogues)
         return prompts
-
-    def new_tokens(self, target: Target) -> int:
-        """64, more than the tokens of 21 hops."""
-        return 64
 
     def score(self, model: BenchModel, batch: Batch, turn: Turn, answer: Answer) -> Metrics:
         """Exact answers, and the share of an answer before its first mistake, which is the end of a chain of facts."""
@@ -239,7 +235,8 @@ def _place(pieces: Sequence[list[str]], position: Position) -> int:
     if position != "middle":
         return {"begin": 0, "end": len(pieces)}[position]
     starts = [0, *accumulate(map(len, pieces))]
+    middle = starts[-1] // 2
     # A fact's link may be the key of the question, and heads that look a few places back would see both. So the
     # question never follows a fact directly.
-    places = [place for place in range(1, len(starts)) if len(pieces[place - 1]) == 1]
-    return min(places, key=lambda place: abs(starts[place] - starts[-1] // 2))
+    places = [place for place, piece in enumerate(pieces, 1) if len(piece) == 1]
+    return min(places, key=lambda place: abs(starts[place] - middle))

@@ -18,12 +18,11 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.bench.answer import Answer, Batch, BenchModel, Measure, answer_rows
+from sinkscope.bench.answer import Answer, Batch, BenchModel, Logits, Measure, RowNumbers, answer_rows
 from sinkscope.bench.prompt import Prompt, read_prompts, single
 from sinkscope.bench.record import BenchRecord, Metrics
-from sinkscope.bench.task import Task
+from sinkscope.bench.task import Size, Task
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.records import Natural
 from sinkscope.kv import Full
 from sinkscope.models.target import Target
 from sinkscope.models.text import typical_text
@@ -49,9 +48,9 @@ class TextFidelity(Task):
     columns: ClassVar[tuple[str, ...]] = ("agree", "first")
     together: ClassVar[bool] = True
 
-    count: Natural = 4
-    prompt: Natural = 768
-    answer: Natural = 32
+    count: Size = 4
+    prompt: Size = 768
+    answer: Size = 32
     source: str = ""
 
     def prompts(self, target: Target) -> list[Prompt]:
@@ -79,9 +78,9 @@ class TextFidelity(Task):
     def answers(self, model: BenchModel, batch: Batch) -> list[BenchRecord]:
         """Run full attention, and every method along its answers."""
         rows = [model.encode([prompt.turns[0].text], self.chat) for prompt in batch.prompts]
-        full: list[Float[Tensor, "row vocab"]] = []
+        full: list[Logits] = []
 
-        def keep(logits: Float[Tensor, "row vocab"]) -> dict[str, Tensor]:
+        def keep(logits: Logits) -> RowNumbers:
             full.append(logits)
             return {}
 
@@ -118,7 +117,7 @@ def _given_answers(model: BenchModel, batch: Batch) -> list[list[int]]:
     for prompt in batch.prompts:
         for text in prompt.turns[0].answers[:1]:
             ids = model.target.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-            given.append(model.cut([int(token) for token in ids][: batch.new])[0])
+            given.append(model.cut(list(ids[: batch.new])))
     if given and (len(given) < len(batch.prompts) or not all(given)):
         raise SinkscopeError(
             "some prompts have no answer, or one without tokens: give a text to all prompts or to none"
@@ -126,18 +125,18 @@ def _given_answers(model: BenchModel, batch: Batch) -> list[list[int]]:
     return given
 
 
-def comparison(full: Sequence[Float[Tensor, "row vocab"]]) -> Measure:
+def comparison(full: Sequence[Logits]) -> Measure:
     """How far the logits of a method are from those of full attention, step after step."""
     steps = iter(full)
 
-    def compare(logits: Float[Tensor, "row vocab"]) -> dict[str, Tensor]:
+    def compare(logits: Logits) -> RowNumbers:
         reference = next(steps)
         return {"kl": divergence(reference, logits), "agree": reference.argmax(-1) == logits.argmax(-1)}
 
     return compare
 
 
-def divergence(full: Float[Tensor, "row vocab"], other: Float[Tensor, "row vocab"]) -> Float[Tensor, " row"]:
+def divergence(full: Logits, other: Logits) -> Float[Tensor, " row"]:
     """KL(full || other) between two rows of logits, in nats."""
     p, q = full.double().log_softmax(-1), other.double().log_softmax(-1)
     return (p.exp() * (p - q)).sum(-1).clamp(min=0)

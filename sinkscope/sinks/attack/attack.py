@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.notation import head_name, listed, neuron_name
+from sinkscope.files.notation import head_name, neuron_name
 from sinkscope.files.rate import wilson
 from sinkscope.files.result import Number
 from sinkscope.files.tables import Table
@@ -43,7 +43,7 @@ from sinkscope.sinks.tokens import TokenRows, vocabulary
 
 SUCCESS = 0.5  # share of the first token's norm from which a position counts as a sink
 SOURCES = ("cluster", "random", "repeated")
-NUMBERS = ("positions", "errors", "any", "most", "first", "norm")
+NUMBERS = ("positions", "errors", "most", "first")
 SEQUENCES_AT_ONCE = 64  # sequences per pass
 
 
@@ -66,10 +66,8 @@ class ClusterAttack(Result):
         sequences: Sequences of each kind.
         positions: Mean share of positions that succeed.
         errors: Standard error of this share over sequences.
-        any: Share of sequences that succeed at some position.
         most: Share of sequences that succeed at half of their positions or more.
         first: Median number of tokens until the first success. NaN if half of the sequences never succeed.
-        norm: Mean norm over the first token's, median over sequences.
         round_trip: Share of sequences that keep their ids when they are written as text and tokenized again.
     """
 
@@ -77,9 +75,11 @@ class ClusterAttack(Result):
     glossary: ClassVar = {
         "context": "what stands before: BOS, no BOS, or a chat template",
         "length": "tokens of the sequence",
+        "most_low": "lower end of the 95 % interval of `most`",
+        "most_high": "upper end of that interval",
     }
-    percent = ("positions", "any", "most", "most_low", "most_high", "round_trip")
-    columns = ("context", "length", "source", "positions", "any", "most", "first", "norm")
+    percent = ("positions", "most", "most_low", "most_high", "round_trip")
+    columns = ("context", "length", "source", "positions", "most", "first")
 
     sink_layer: int | None
     clusters: TokenClusters | None = None
@@ -91,10 +91,8 @@ class ClusterAttack(Result):
     sequences: int
     positions: Float[np.ndarray, "context length source"]
     errors: Float[np.ndarray, "context length source"]
-    any: Float[np.ndarray, "context length source"]
     most: Float[np.ndarray, "context length source"]
     first: Float[np.ndarray, "context length source"]
-    norm: Float[np.ndarray, "context length source"]
     round_trip: Float[np.ndarray, "length source"]
 
     @property
@@ -128,7 +126,7 @@ class ClusterAttack(Result):
         )
 
     def details(self) -> list[str]:
-        """The clusters, and the share of positions that succeed at the length of the conclusion."""
+        """The clusters."""
         lines = []
         if self.clusters is not None:
             clusters = self.clusters
@@ -138,12 +136,6 @@ class ClusterAttack(Result):
                 f"Each token stands alone; the sink neuron is {neuron_name(*clusters.neuron)}. {clusters.unserved:,} "
                 f"of the tokens need several heads together, and {clusters.silent:,} have no mark."
             )
-        if self.best is not None:
-            length = self.best[1]
-            for context, shares in zip(self.contexts, self.positions[:, length], strict=True):
-                named = [f"{name} {share:.0%}" for name, share in zip(self.sources, shares, strict=True)]
-                where = f"{context}, {self.lengths[length]} tokens"
-                lines.append(f"Share of positions with a spike ({where}): {listed(named)}.")
         return lines
 
     def rows(self) -> Table:
@@ -224,7 +216,6 @@ def cluster_attack(
     tokens: Annotated[Sequence[str] | None, Option("--tokens", metavar="A,B,...", reads="commas")] = None,
     lengths: Sequence[Annotated[int, Option(min=2)]] = (8, 32, 128),
     sequences: Count = 1000,
-    bos: Annotated[bool | None, Option(own=True)] = None,
     prefix: str | None = None,
     resume: Annotated[str | Path | None, Option(metavar="DIR", writes=True)] = None,
 ) -> ClusterAttack:
@@ -240,7 +231,6 @@ def cluster_attack(
         tokens: Tokens to cluster and to attack with. By default the whole vocabulary.
         lengths: Tokens per sequence.
         sequences: Sequences of each kind and length; 0 finds the clusters only.
-        bos: Try the attack only with BOS, or only without. By default both are tried.
         prefix: Text of the chat before the attack; "" leaves the chat out. By default that of the tokenizer's chat
             template, or of a plain chat.
         resume: Folder that keeps finished parts, so that an interrupted run can continue.
@@ -251,7 +241,7 @@ def cluster_attack(
     target = setup.target
     lengths = sorted(set(lengths))
     setup.record(lengths=lengths, clusters="found" if clusters is None else "given")
-    contexts = attack_contexts(setup, bos, prefix)
+    contexts = attack_contexts(setup, prefix)
     before = max(len(context.lead) for context in contexts)
     remedy = "give a smaller --length"
     target.check_length(f"--length {lengths[-1]} behind {before} tokens", lengths[-1] + before, remedy=remedy)
@@ -341,14 +331,11 @@ def success_of(shares: Float[Tensor, "row attacked"], skipped: int) -> dict[str,
         skipped: Tokens of a sequence before the first attacked one.
     """
     hits = shares >= SUCCESS
-    reached = hits.any(1)
     by_row = hits.float().mean(1)
-    first = torch.where(reached, hits.int().argmax(1) + 1.0 + skipped, torch.inf).median()
+    first = torch.where(hits.any(1), hits.int().argmax(1) + 1.0 + skipped, torch.inf).median()
     return {
         "positions": hits.float().mean(),
         "errors": by_row.std() / len(hits) ** 0.5,
-        "any": reached.float().mean(),
         "most": (by_row >= 0.5).float().mean(),
         "first": torch.where(first.isfinite(), first, torch.nan),
-        "norm": shares.mean(1).median(),
     }

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Setup
-from sinkscope.models.text import resolve_bos
 from sinkscope.models.text.chat import chat_text
 from sinkscope.sinks.tokens import TokenRows
 
@@ -35,19 +34,16 @@ class AttackContext:
     lead: tuple[int, ...]
 
 
-def attack_contexts(setup: Setup, bos: bool | None, prefix: str | None) -> tuple[AttackContext, ...]:
-    """BOS, no BOS, and a chat, as far as the model and the arguments allow."""
-    resolve_bos(setup.tokenizer, setup.target.config, bos)  # refuses --bos if there is no BOS
+def attack_contexts(setup: Setup, prefix: str | None) -> tuple[AttackContext, ...]:
+    """BOS if sequences begin with it, no BOS, and a chat unless its prefix is empty."""
     start = () if setup.bos is None else (setup.bos,)
     contexts = []
-    if start and bos is not False:
+    if start:
         contexts.append(AttackContext("BOS", start))
-    if not start or bos is not True:
-        contexts.append(AttackContext("no BOS", ()))
+    contexts.append(AttackContext("no BOS", ()))
     chat = chat_ids(setup.tokenizer, prefix)
     if chat:
-        lead = chat if bos is False else start + chat
-        contexts.append(AttackContext("chat", lead))
+        contexts.append(AttackContext("chat", start + chat))
     return tuple(contexts)
 
 

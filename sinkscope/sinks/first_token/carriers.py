@@ -28,11 +28,8 @@ def carriers(target: Target, ids: TokenRows, heads: Heads, at: int = 0) -> tuple
     edits = [*one_by_one(components), Edit(swap=tuple(written))]
     source = (at + ids.shape[1]) // 2
     edited = effects(target, ids, edits, at=at, source=source, upto=last, attention=True)
-    drops = edited.attention_drops(heads)
-    lost = heads_lost(drops)
-    mean_drops = drops.mean(1).tolist()
-    tried = [Carrier(str(component), lost[i], mean_drops[i]) for i, component in enumerate(components)]
-    return (*tried, Carrier("position", 1 - lost[-1], 1 - mean_drops[-1]))
+    *lost, lost_without_all = heads_lost(edited.attention_drops(heads))
+    return (*map(Carrier, map(str, components), lost), Carrier("position", 1 - lost_without_all))
 
 
 def carried_by(tried: Sequence[Carrier]) -> str | None:

@@ -1,7 +1,7 @@
-"""Tracing the circuit of each attention sink, from the mark of its position to the heads that attend to it.
+"""Tracing the circuit of the attention sink, from the mark of its position to the heads that attend to it.
 
-`find_sinks` says which positions are sinks and which neurons make their spikes. For each of them, components are
-replaced, and the spike and the attention that are left are read (`position_effect`).
+`find_sinks` says which positions are sinks and which neurons make their spikes. Components are replaced there, and the
+spike and the attention that are left are read (`position_effect`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from sinkscope.sinks.first_token.circuit_result import (
     Circuit,
     CircuitStep,
     Readers,
-    SinkCircuit,
     draw,
 )
 from sinkscope.sinks.first_token.effects import Component, Edit, effects, key_bias, key_projection, one_by_one
@@ -44,7 +43,6 @@ from sinkscope.sinks.tokens import TokenRows, prefixes
 from sinkscope.trace.run import trace
 
 TEXTS = 2  # pieces of typical text
-LATER_SINKS = 3  # sinks behind the first token that are traced
 
 
 @dataclass(frozen=True)
@@ -191,8 +189,8 @@ def _readers(effect: PositionEffect, carried_by: tuple[str, ...], edits: Sequenc
     )
 
 
-def _trace_sink(position: _Position, made_by_mlp: bool) -> SinkCircuit:
-    """The circuit of one sink; `made_by_mlp` says whether MLPs make its spike."""
+def _traced(circuit: Circuit, position: _Position, made_by_mlp: bool) -> Circuit:
+    """The circuit of a sink; `made_by_mlp` says whether MLPs make its spike."""
     steps = []
     reading, spike = position.reading_effect(), position.spike
     layer, sites = position.layer, position.sites
@@ -224,7 +222,14 @@ def _trace_sink(position: _Position, made_by_mlp: bool) -> SinkCircuit:
         readers = _readers(reading, (), [])
         if step.carried:
             readers = _readers(reading, step.chosen, position.swapped(depth - 1, marks.chosen))
-    return SinkCircuit(position.name, position.at, layer if made_by_mlp else None, tuple(steps), readers)
+    return replace(
+        circuit,
+        place=position.name,
+        position=position.at,
+        sink_layer=layer if made_by_mlp else None,
+        steps=tuple(steps),
+        readers=readers,
+    )
 
 
 def _with_its_texts(setup: Setup, sinks: FindSinks) -> Setup:
@@ -254,40 +259,28 @@ def _first_sink(setup: Setup, sinks: FindSinks) -> _Position:
     return _Position.of(setup, sinks, name, ids, 0, layer, tuple(sites))
 
 
-def _later_sinks(setup: Setup, sinks: FindSinks) -> list[_Position]:
-    """Sinks behind the first token, each on texts of its own: spikes, then positions that heads attend to."""
-    attended = () if sinks.attention_sink is None else sinks.attention_sink.positions
-    places = {}
-    for place in (*sinks.later_sinks, *attended):
-        if place.position:
-            places.setdefault(_place_name(place), place)
-    positions = []
-    for name, place in list(places.items())[:LATER_SINKS]:
-        sites = ()
-        if isinstance(place, LaterSink) and place.set is not None:
-            sites = place.set.edit_sites
-        layer = max(sites)[0] if sites else None
-        ids = setup.ids[:TEXTS]
-        at = place.position
-        if place.token:  # one text, if possible one in which it stands where it was examined
-            here = [token for token in setup.ids.unique().tolist() if setup.tokenizer.decode([token]) == place.token]
-            where = torch.isin(setup.ids[:, 1:-4], torch.tensor(here)).nonzero() + torch.tensor([0, 1])
-            if not len(where):
-                continue
-            row, at = min(where.tolist(), key=lambda pair: (pair[1] != place.position, pair[1]))
-            ids = setup.ids[row : row + 1]
-        positions.append(_Position.of(setup, sinks, name, ids, at, layer, sites))
-    return positions
-
-
-def _place_name(place: LaterSink | SinkPosition) -> str:
-    """A later sink in a sentence."""
-    return repr(place.token) if place.token else f"position {place.position}"
+def _later_sink(setup: Setup, sinks: FindSinks, place: LaterSink | SinkPosition) -> _Position | None:
+    """A sink behind the first token, on texts of its own; None if these have no room for it."""
+    name = f"position {place.position}"
+    sites = ()
+    if isinstance(place, LaterSink) and place.set is not None:
+        sites = place.set.edit_sites
+    ids = setup.ids[:TEXTS]
+    at = place.position
+    if place.token:  # one text, if possible one in which it stands where it was examined
+        name = repr(place.token)
+        here = [token for token in setup.ids.unique().tolist() if setup.tokenizer.decode([token]) == place.token]
+        where = torch.isin(setup.ids[:, 1:-4], torch.tensor(here)).nonzero() + torch.tensor([0, 1])
+        if not len(where):
+            return None
+        row, at = min(where.tolist(), key=lambda pair: (pair[1] != place.position, pair[1]))
+        ids = setup.ids[row : row + 1]
+    return _Position.of(setup, sinks, name, ids, at, max(sites)[0] if sites else None, sites)
 
 
 @measurement(group="Sinks", figure=draw, quick={"max_repeats": 64})
 def circuit(setup: Setup, *, token: str | None = None, max_repeats: Positive | None = None) -> Circuit:
-    """Trace the circuit of each attention sink from its mark to the heads that read it, and verify each step.
+    """Trace the circuit of the attention sink from its mark to the heads that read it, and verify each step.
 
     Components are replaced at the sink by what they write at a typical token (necessity), and the reverse
     (sufficiency), with random components as the control. For a model without a spike or without a sink, the result says
@@ -303,22 +296,19 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Positive | N
     sinks = find_sinks.on(setup, tokens=None if token is None else [token], max_repeats=max_repeats)
     setup = _with_its_texts(setup, sinks)
     first = _first_sink(setup, sinks)
-    traced = []
-    attended = sinks.attention_sink is not None and sinks.attention_sink.positions[:1]
+    first_token = setup.tokenizer.decode(first.ids[0, :1].tolist())
+    result = Circuit(first_token=first_token, lengths=sinks.lengths, untested=_untested(setup.target))
+    attended = () if sinks.attention_sink is None else sinks.attention_sink.positions
     if first.layer is not None or (attended and attended[0].position == 0):
-        traced.append(_trace_sink(first, sinks.sink_layer is not None))
-    spiking = [_place_name(sink) for sink in sinks.later_sinks]
-    for position in _later_sinks(setup, sinks):
-        later = _trace_sink(position, bool(position.sites))
-        if later.steps:
-            traced.append(replace(later, stands_out=position.name in spiking))
-    result = Circuit(
-        first_token=setup.tokenizer.decode(first.ids[0, :1].tolist()),
-        lengths=sinks.lengths,
-        sinks=tuple(traced),
-        untested=_untested(setup.target),
-    )
-    return _with_repetition(result, first, sinks)
+        result = _traced(result, first, sinks.sink_layer is not None)
+        return _with_repetition(result, first, sinks)
+    for place in (*sinks.later_sinks, *attended):
+        position = _later_sink(setup, sinks, place)
+        if position is not None:
+            later = _traced(result, position, bool(position.sites))
+            if later.steps:
+                return replace(later, stands_out=isinstance(place, LaterSink))
+    return result
 
 
 def _untested(target: Target) -> tuple[str, ...]:
@@ -341,8 +331,6 @@ def _with_repetition(result: Circuit, first: _Position, sinks: FindSinks) -> Cir
         repeats = min(repeats, setup.target.max_positions - 1)
     ids = torch.tensor([[prefixes(setup, [word.id])[0], *[word.id] * repeats]])
     repeated = replace(first, ids=ids, at=repeats, other=1)
-    of_first = result.sinks[0]
     spike = repeated.spike
     step = _mark_step(repeated, REPETITION, spike, spike.marks(first.layer), first.layer, spike)
-    of_first = replace(of_first, steps=(*of_first.steps, step))
-    return replace(result, sinks=(of_first, *result.sinks[1:]), repeated=word.token, repeats=repeats)
+    return replace(result, steps=(*result.steps, step), repeated=word.token, repeats=repeats)

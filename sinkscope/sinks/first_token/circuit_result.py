@@ -6,7 +6,7 @@ What is said of a step follows the rule of `sinkscope.measure.evidence`.
 from __future__ import annotations
 
 import html
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -151,25 +151,46 @@ class Readers:
         return f"without {carried} the mean of that attention falls from {before:.2f} to {after:.2f}{control}"
 
 
-@dataclass(frozen=True)
-class SinkCircuit:
-    """The circuit of one sink.
+@dataclass(frozen=True, kw_only=True)
+class Circuit(Result):
+    """How the sink comes about, step by step: that of the first token or, if it is none, the next one behind it.
 
     Attributes:
-        place: The position in words: "the first token" and this token, or a later token or position.
+        first_token: The token that stands first in the texts.
+        lengths: Lengths of the texts in which attention sinks were looked for.
+        place: The position in words: "the first token" and this token, or a later token or position. None if there is
+            neither spike nor sink.
         position: The position.
         sink_layer: The last layer whose neurons make the spike. None if no MLP does.
         steps: What the spike and the attention need.
         readers: The heads that attend to the position. None if there are none.
         stands_out: Whether the norm of a later position stands out.
+        repeated: The token that is repeated.
+        repeats: How often it is repeated.
+        untested: What may carry a sink and cannot be replaced in this model.
     """
 
-    place: str
-    position: int
-    sink_layer: int | None
-    steps: tuple[CircuitStep, ...]
-    readers: Readers | None
+    percent = ("necessity", "necessity_control", "sufficiency")
+    columns = ("step", "source", "target", "necessity", "necessity_control")
+    glossary: ClassVar = {
+        "step": "what the edge belongs to",
+        "target": "the input, or the head, that reads the source",
+        "necessity": "share of the effect that is lost without the source",
+        "necessity_control": "largest loss with random heads or neurons instead",
+        "sufficiency": "share of the effect that a typical position gains from the source",
+    }
+
+    first_token: str
+    lengths: tuple[int, ...] = (SHORT,)
+    place: str | None = None
+    position: int = 0
+    sink_layer: int | None = None
+    steps: tuple[CircuitStep, ...] = ()
+    readers: Readers | None = None
     stands_out: bool = False
+    repeated: str | None = None
+    repeats: int | None = None
+    untested: tuple[str, ...] = ()
 
     def step(self, name: str) -> CircuitStep | None:
         """A step by its name; None if the circuit does not have it."""
@@ -181,98 +202,53 @@ class SinkCircuit:
     def rows(self) -> Table:
         """The edges, from the mark to the heads."""
         rows = []
-        for part in (*self.steps, *([self.readers] if self.readers else [])):
-            rows += part.rows()
-        return [{"sink": self.place, **row} for row in rows]
-
-    def in_words(self) -> str:
-        """What the spike needs or, without a spike, what the heads read."""
-        mark, keys = self.step(MARK), self.step(KEYS)
-        if mark is not None:
-            return f"For the spike of {self.place}, {mark.in_words()}"
-        if keys is not None:
-            spike = ", whose spike has no known neurons" if self.stands_out else " without a spike"
-            return f"Heads attend to {self.place}{spike}; {keys.in_words()}"
-        return f"No neurons were found that make a spike of {self.place}, and no head attends to it"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Circuit(Result):
-    """How each sink comes about, step by step.
-
-    Attributes:
-        first_token: The token that stands first in the texts.
-        lengths: Lengths of the texts in which attention sinks were looked for.
-        sinks: The circuit of each sink, that of the first token first. Empty if there is neither spike nor sink.
-        repeated: The token that is repeated.
-        repeats: How often it is repeated.
-        untested: What may carry a sink and cannot be replaced in this model.
-    """
-
-    percent = ("necessity", "necessity_control", "sufficiency")
-    columns = ("step", "source", "target", "necessity", "necessity_control")
-    glossary: ClassVar = {
-        "sink": "the position that the edge belongs to",
-        "step": "what the edge belongs to",
-        "target": "the input, or the head, that reads the source",
-        "necessity": "share of the effect that is lost without the source",
-        "necessity_control": "largest loss with random heads or neurons instead",
-        "sufficiency": "share of the effect that a typical position gains from the source",
-    }
-
-    first_token: str
-    lengths: tuple[int, ...] = (SHORT,)
-    sinks: tuple[SinkCircuit, ...] = ()
-    repeated: str | None = None
-    repeats: int | None = None
-    untested: tuple[str, ...] = ()
-
-    def rows(self) -> Table:
-        """The edges of every sink."""
-        return [row for sink in self.sinks for row in sink.rows()]
+        for step in self.steps:
+            rows += step.rows()
+        if self.readers is not None:
+            rows += self.readers.rows()
+        return rows
 
     def conclusion(self) -> str:
-        """What marks the first sink, or what its readers need, with the control."""
-        if self.sinks:
-            first = self.sinks[0]
-            places = [first.place]
-            if first.position == 0:
-                places.append("the first token")
-            return brief(f"{replace(first, place=place).in_words()}." for place in places)
-        return f"No circuit: no norm stands out, and {few_heads(self.lengths)}."
+        """What marks the sink or, without a spike, what its readers need, with the control."""
+        if self.place is None:
+            return f"No circuit: no norm stands out, and {few_heads(self.lengths)}."
+        places = [self.place]
+        if self.position == 0:
+            places.append("the first token")
+        mark, keys = self.step(MARK), self.step(KEYS)
+        if mark is not None:
+            return brief(f"For the spike of {place}, {mark.in_words()}." for place in places)
+        if keys is not None:
+            spike = ", whose spike has no known neurons" if self.stands_out else " without a spike"
+            return brief(f"Heads attend to {place}{spike}; {keys.in_words()}." for place in places)
+        return f"No neurons were found that make a spike of {self.place}, and no head attends to it."
 
     def numbers(self) -> list[Number]:
         """The spike without its marks, and the attention without what carries it."""
         numbers = []
-        for sink in self.sinks[:1]:
-            mark = sink.step(MARK)
-            if mark is not None:
-                numbers.append(Number("spike lost without its marks", mark.together, mark.together_control))
-            if sink.readers is not None:
-                without = float(sink.readers.attention_without.mean())
-                numbers.append(Number("attention without what carries it", without, sink.readers.control))
+        mark = self.step(MARK)
+        if mark is not None:
+            numbers.append(Number("spike lost without its marks", mark.together, mark.together_control))
+        if self.readers is not None:
+            without = float(self.readers.attention_without.mean())
+            numbers.append(Number("attention without what carries it", without, self.readers.control))
         return numbers
 
     def details(self) -> list[str]:
-        """The neurons, repetition, the readers, later sinks, and what was not tested."""
+        """The neurons, repetition, the readers, and what was not tested."""
         lines = []
-        for sink in self.sinks[:1]:
-            neurons, repetition, readers = sink.step(NEURONS), sink.step(REPETITION), sink.readers
-            if neurons is not None:
-                lines.append(f"Of the neurons that write the spike, {neurons.in_words()}.")
-            if repetition is not None:
-                times = counted(self.repeats or 0, "repetition")
-                lines.append(f"After {times} of {self.repeated!r}, {repetition.in_words()}.")
-            if readers is not None:
-                give = agreeing(len(readers.heads), "gives", "give")
-                heads = counted(len(readers.heads), "head")
-                lines.append(
-                    f"In texts of {readers.length} tokens, {heads} {give} {sink.place} more than {RATE_EPS} of their "
-                    f"attention; {readers.in_words()}."
-                )
-        later = [f"{sink.in_words()}." for sink in self.sinks[1:]]
-        if later:
-            lines.append(" ".join(later))
+        neurons, repetition, readers = self.step(NEURONS), self.step(REPETITION), self.readers
+        if neurons is not None:
+            lines.append(f"Of the neurons that write the spike, {neurons.in_words()}.")
+        if repetition is not None:
+            times = counted(self.repeats or 0, "repetition")
+            lines.append(f"After {times} of {self.repeated!r}, {repetition.in_words()}.")
+        if readers is not None:
+            heads = f"{counted(len(readers.heads), 'head')} {agreeing(len(readers.heads), 'gives', 'give')}"
+            lines.append(
+                f"In texts of {readers.length} tokens, {heads} {self.place} more than {RATE_EPS} of their attention; "
+                f"{readers.in_words()}."
+            )
         if self.untested:
             lines.append(f"Not tested: {listed(self.untested)}.")
         return lines
@@ -292,8 +268,7 @@ def draw(result: Circuit) -> go.Figure:
     """Necessity, control and sufficiency of the edges, step by step."""
     panels = {}
     for row in result.rows():
-        title = row["step"] if len(result.sinks) == 1 else f"{row['step']}, {row['sink']}"
-        panels.setdefault(html.escape(title), []).append(row)
+        panels.setdefault(row["step"], []).append(row)
     fig = make_subplots(cols=max(1, len(panels)), subplot_titles=list(panels) or ["no circuit"])
     for col, rows in enumerate(panels.values(), start=1):
         shown = rows[:FIGURE_COMPONENTS]

@@ -150,13 +150,10 @@ class Trial:
         return [_EditedRows(target, self, self.edits[start : start + size]) for start in starts]
 
     def effects(self, batches: Sequence[_EditedRows]) -> Effects:
-        """What was read in the batches. In layers before the first, nothing differed (NaN where it is not known)."""
+        """What was read in the batches; NaN in layers before the first, where nothing differed."""
         norms = [batch.norms_by_edit() for batch in batches]
         received = [batch.attention_by_edit() for batch in batches]
         before = torch.full((len(self.ids), self.begin), torch.nan)
-        for layer, stream in self.entering.streams.items():
-            if 0 < layer <= self.begin:
-                before[:, layer - 1] = norm_of(stream[:, self.at], self.without)
         by_edit = torch.cat([of_batch[1:] for of_batch in norms])
         return Effects(
             norms=torch.cat([repeat(before, "text layer -> edit text layer", edit=len(by_edit)), by_edit], 2),

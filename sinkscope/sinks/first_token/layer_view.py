@@ -159,14 +159,6 @@ def expert_and_neuron(target: Target, layer: int, number: int) -> tuple[int | No
     return divmod(number, target.d_mlp)
 
 
-def neuron_site(target: Target, layer: int, number: int) -> tuple[int, ...]:
-    """(layer, neuron) or (layer, expert, neuron) of a neuron of a `LayerView`, as interventions take it."""
-    expert, neuron = expert_and_neuron(target, layer, number)
-    if expert is None:
-        return (layer, neuron)
-    return (layer, expert, neuron)
-
-
 def _experts(target: Target, layer: int) -> list[int | None]:
     """The experts of a layer in the order of their numbers; None: its dense MLP or shared expert."""
     experts: list[int | None] = [*range(target.n_experts(layer))]

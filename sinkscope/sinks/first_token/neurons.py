@@ -21,13 +21,12 @@ from sinkscope.sinks.first_token.layer_view import (
     expert_and_neuron,
     lost_without,
     massive_activations,
-    neuron_site,
     neutral_post,
     neutral_up,
     neutral_view,
     view_layer,
 )
-from sinkscope.sinks.first_token.result import CONTROL_DRAWS, Neuron
+from sinkscope.sinks.first_token.result import CONTROL_DRAWS, Member, Neuron
 from sinkscope.sinks.tokens import TokenRows
 
 CAUSAL_DROP = 0.1  # zeroing a causal neuron removes at least this share of the norm
@@ -197,7 +196,7 @@ def stage_neurons(
     spare = candidates.others(writing=True)
     drawn = spare[torch.randperm(len(spare), generator=context.generator)[:CONTROL_DRAWS]]
     numbers = [*candidates.top.tolist(), *drawn.tolist()]
-    edits = [Edit(zero=(neuron_site(target, stage, number),)) for number in numbers]
+    edits = [Edit(zero=(Member(stage, *expert_and_neuron(target, stage, number)).site,)) for number in numbers]
     read_after = stage if upto is None else max(stage, upto)
     entering = context.entering.part(slice(1), at + 1)
     edited = effects(target, context.ids[:1, : at + 1], edits, at=at, upto=read_after, entering=entering)

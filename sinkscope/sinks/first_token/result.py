@@ -253,12 +253,10 @@ class Carrier:
     Attributes:
         name: The component, such as "attention of layer 0" or "position embedding".
         heads_lost: Share of the sink's heads that lose at least half of their attention to the first token without it.
-        drop: Share of the attention to the first token that is lost without it, averaged over these heads.
     """
 
     name: str
     heads_lost: float
-    drop: float
 
     @property
     def needed(self) -> bool:

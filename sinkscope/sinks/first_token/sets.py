@@ -177,27 +177,27 @@ class _SpikeSearch:
 
     Attributes:
         context: The model and its layer scan.
-        texts: Texts that end with the token.
-        rows: For each text of the context, its place in `texts`.
-        longer: Texts that go on behind it, where attention to the token is compared.
+        ids: Texts with the token, in the first of which attention to it is compared.
+        at: Its position.
+        picked: The texts in which its norm is read.
+        rows: For each text of the context, its place in `picked`.
         layer: The layer that makes the spike.
         last: The last layer after which the norm stands out.
         heads: The heads behind `layer` that attend to the token.
-        entering: What entered each layer when `texts` were read.
-        entering_longer: The same of the longer texts.
+        entering: What entered each layer when the texts were read.
         before: The token's norm before the neurons amplify it, if it stands out already; else 0.
         asked: The norms `[text layer]` with each set silenced that was asked about before.
     """
 
     context: SinkContext
-    texts: TokenRows
+    ids: TokenRows
+    at: int
+    picked: list[int]
     rows: Int[Tensor, " context_text"]
-    longer: Int[Tensor, "other longer"]
     layer: int
     last: int
     heads: Heads
     entering: Entering
-    entering_longer: Entering
     before: float = 0.0
     asked: dict[Sites, Tensor] = field(default_factory=dict)
 
@@ -209,38 +209,38 @@ class _SpikeSearch:
         spiking = [int((rows == first).nonzero()[0]) for first in range(min(len(firsts), SPIKE_TEXTS))]
         return cls(
             context,
-            ids[spiking, :1],
+            ids[:, :ATTENTION_LENGTH],
+            0,
+            spiking,
             rows[rows < SPIKE_TEXTS],
-            ids[:ATTENTION_TEXTS, :ATTENTION_LENGTH],
             context.layer,
             max(context.layer, context.scan.spike_layers[-1]),
             [place for place in heads if place[0] > context.layer],
-            context.entering.part(spiking, 1),
-            context.entering.part(slice(ATTENTION_TEXTS), ATTENTION_LENGTH),
+            context.entering.part(slice(None), ATTENTION_LENGTH),
             before=context.scan.norm_before,
         )
 
     def norm_trial(self, sets: Sequence[Sites]) -> Trial:
         """Silences each set that was not asked about before; the spike is read."""
         return Trial(
-            self.texts,
+            self.ids[self.picked, : self.at + 1],
             [Edit(zero=sites) for sites in dict.fromkeys(sets) if sites not in self.asked],
-            at=self.texts.shape[1] - 1,
+            at=self.at,
             upto=self.last,
             without=self.context.scan.shared_dims,
-            entering=self.entering,
+            entering=self.entering.part(self.picked, self.at + 1),
         )
 
     def attention_trial(self, sets: Sequence[Sites], texts: int) -> Trial:
-        """Silences each set; the attention to the token is read, in some of the longer texts."""
+        """Silences each set; the attention to the token is read, in the first texts."""
         return Trial(
-            self.longer[:texts],
+            self.ids[:texts],
             [Edit(zero=sites) for sites in sets],
-            at=self.texts.shape[1] - 1,
+            at=self.at,
             upto=max(self.heads)[0],
             attention=True,
             behind=min(self.heads)[0],
-            entering=self.entering_longer.part(slice(texts), self.longer.shape[1]),
+            entering=self.entering.part(slice(texts), self.ids.shape[1]),
         )
 
     def answer(self, *trials: Trial) -> list[Effects]:
@@ -308,7 +308,7 @@ class _SpikeSearch:
         trials = [self.norm_trial([(), *sets])]
         if self.heads:
             trials.append(self.attention_trial([*sets, chosen + others], 1))
-            trials.append(self.attention_trial([chosen], len(self.longer)))
+            trials.append(self.attention_trial([chosen], ATTENTION_TEXTS))
         read = self.answer(*trials)
         at_sink_layer, *controls = self.drops(sets, self.layer)
         at_last_layer, *later_controls = self.drops(sets, self.last)
@@ -501,7 +501,7 @@ def set_at_position(context: SinkContext, scan: LayerScan, ids: TokenRows, row: 
     heads = attending_heads(context.target, text, at, range(layer + 1, depth), longer)
     until = replace(context, ids=text[:, : at + 1], entering=longer.part(slice(None), at + 1))
     first_row = torch.zeros(1, dtype=torch.long)
-    search = _SpikeSearch(until, until.ids, first_row, text, layer, last, heads, until.entering, longer)
+    search = _SpikeSearch(until, text, at, [0], first_row, layer, last, heads, longer)
     neurons = stage_neurons(until, layer, CANDIDATES, at=at, typical=context)
     sites = sites_of(neurons)
     chosen = search.smallest(sites, layer, last)

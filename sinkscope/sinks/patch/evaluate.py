@@ -25,7 +25,7 @@ from sinkscope.files.tables import Table
 from sinkscope.interventions import NeuronSite
 from sinkscope.interventions.base import Intervention
 from sinkscope.interventions.sink_patch import SinkPatch
-from sinkscope.measure import PIECE, Option, Positive, Result, Setup, measurement
+from sinkscope.measure import PIECE, Option, Result, Setup, measurement
 from sinkscope.measure.style import finished, unfolded
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
@@ -186,7 +186,6 @@ def evaluate_patch(
     *,
     pieces: Annotated[int, Option(min=2)] = 32,
     length: Annotated[int, Option(min=8)] = 256,
-    batch_size: Positive = 8,
 ) -> PatchEvaluation:
     """Measure the perplexity without a patch, with it, and with a patch of as many random neurons of the same layers.
 
@@ -197,7 +196,6 @@ def evaluate_patch(
         patch: The patch.json to evaluate; from Python also a `SinkPatch`.
         pieces: Number of pieces of held-out text.
         length: Tokens per piece.
-        batch_size: Rows per pass.
 
     Example:
         sinkscope patch eval --model llama-2-7b --patch patch.json
@@ -214,7 +212,7 @@ def evaluate_patch(
         pieces=len(ids),
         length=ids.shape[1],
     )
-    samples = torch.stack([losses(setup.target, ids, each, batch_size, setup.progress) for each in edits]).double()
+    samples = torch.stack([losses(setup.target, ids, each, progress=setup.progress) for each in edits]).double()
     perplexity = samples.mean(1).exp()
     errors = torch.cat([torch.tensor([torch.nan]), errors_of(samples) * perplexity[1:]])
     return PatchEvaluation(

@@ -9,7 +9,7 @@ import numpy as np
 import plotly.express as px
 import torch
 from einops import einsum, reduce
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.files.notation import counted, listed
@@ -25,7 +25,7 @@ from sinkscope.sinks.tokens import TokenRows
 from sinkscope.trace.attention import attention_rows
 
 QUERIES_AT_ONCE = 128  # at most batch x head x these x key values are in memory
-TAIL = 64  # tokens of natural text behind the repetitions, the same at the same positions in every sequence
+TAIL = 64  # tokens of natural text behind the repetitions
 NATURAL = "natural text"
 
 
@@ -35,20 +35,17 @@ class AttentionReading(Reading):
 
     A position has a high norm if it is the first one, or if its norm at the sink layer exceeds three times the typical
     one. Repetition distributes the sink over several positions, so attention to position 0 alone falls although the
-    heads still attend to sinks as before. The tail is the last 64 tokens of every sequence, the same natural text, but
-    only those whose norm is no higher than that of 95 % of typical text. `uniform` is what the positions of high norm
-    would get if every query attended to all visible positions alike. If no MLP makes a norm spike, no position has a
-    high norm, and what refers to such positions is NaN.
+    heads still attend to sinks as before. `uniform` is what the positions of high norm would get if every query
+    attended to all visible positions alike. If no MLP makes a norm spike, no position has a high norm, and what refers
+    to such positions is NaN.
 
     Attributes:
         sweep: What was repeated.
-        sequences: "natural text", then the repeated tokens.
+        sequences: "natural text", then the repeated tokens; the same text follows all of these.
         high: Number of positions of high norm.
         received: From the n-th repetition to position 0, and to all positions of high norm.
         mean: The same, averaged over all queries.
-        tail: The same, averaged over the tail. NaN if the tail is empty.
         uniform: `mean` to the positions of high norm under uniform attention.
-        tail_uniform: `tail` to the positions of high norm under uniform attention.
         first_behind: First layer behind the sink layer; 0 without a sink.
     """
 
@@ -57,9 +54,7 @@ class AttentionReading(Reading):
     high: Int[np.ndarray, " sequence"]
     received: Float[np.ndarray, "to layer token n"]
     mean: Float[np.ndarray, "to layer sequence"]
-    tail: Float[np.ndarray, "to layer sequence"]
     uniform: Float[np.ndarray, " sequence"]
-    tail_uniform: Float[np.ndarray, " sequence"]
     first_behind: int
 
     def conclusion(self) -> str:
@@ -91,12 +86,7 @@ class AttentionReading(Reading):
 
     def rows(self) -> Table:
         """One row per layer and sequence."""
-        columns = {
-            "to_first": self.mean[0],
-            "to_high_norm": self.mean[1],
-            "tail_to_first": self.tail[0],
-            "tail_to_high_norm": self.tail[1],
-        }
+        columns = {"to_first": self.mean[0], "to_high_norm": self.mean[1]}
         return unfolded(columns, layer=range(len(self.mean[0])), sequence=self.sequences)
 
     def draw(self) -> Any:
@@ -134,57 +124,42 @@ def read_attention(setup: Setup, sweep: Sweep, repeated: TokenRows) -> tuple[int
     first = torch.zeros(ids.shape, dtype=torch.bool)
     first[:, 0] = True
     high = torch.zeros_like(first)
-    tail = (torch.arange(length) >= length - TAIL).expand(len(ids), -1)
     if layer is not None:
         norms = norms_after(target, layer, ids, 1, setup.progress)
-        _, median, highest = typical_quantiles(context.scan.whole_norms)[:, layer].tolist()
-        high = first | (norms > SPIKE_RATIO * median)
-        tail = tail & (norms <= highest)
+        high = first | (norms > SPIKE_RATIO * typical_quantiles(context.scan.whole_norms)[1, layer])
 
-    keys = torch.stack([first, high]).float()  # to row pos
-    parts = []
-    for row in range(len(ids)):
-        parts.append(received_attention(target, ids[row : row + 1], keys[:, row : row + 1]))
+    received = []
+    for row, text in enumerate(ids):
+        received.append(received_attention(target, text, torch.stack([first[row], high[row]]).float()))
         setup.progress("attention", row + 1, len(ids))
-    received = torch.cat(parts, dim=2)  # to layer row query
+    received = torch.stack(received, dim=2)  # to layer row query
     fair = high.float().cumsum(1) / torch.arange(1, length + 1)  # what uniform attention gives positions of high norm
     if layer is None:
         received[1] = torch.nan
-        fair = torch.full_like(fair, torch.nan)
+        fair[:] = torch.nan
     return layer, AttentionReading(
         sweep,
         sequences=(NATURAL, *sweep.tokens),
         high=high.sum(1).numpy(),
         received=rounded(received[:, :, 1:][..., sweep.places]),
         mean=rounded(received.mean(-1)),
-        tail=rounded(mean_where(received, tail)),
         uniform=rounded(fair.mean(1)),
-        tail_uniform=rounded(mean_where(fair, tail)),
         first_behind=0 if layer is None else min(layer + 1, target.n_layers - 1),
     )
 
 
-def mean_where(
-    values: Float[Tensor, "*axes row query"], chosen: Bool[Tensor, "row query"]
-) -> Float[Tensor, "*axes row"]:
-    """Mean over the chosen queries of each row; NaN where none is chosen."""
-    count = reduce(chosen.float(), "row query -> row", "sum")
-    return reduce(values * chosen, "... row query -> ... row", "sum") / count
-
-
 @torch.no_grad()
 def received_attention(
-    target: Target, ids: TokenRows, keys: Float[Tensor, "to row pos"]
-) -> Float[Tensor, "to layer row query"]:
+    target: Target, ids: Int[Tensor, " pos"], keys: Float[Tensor, "to pos"]
+) -> Float[Tensor, "to layer query"]:
     """Attention of every query to each set of keys, averaged over heads; nothing of size query x key is kept."""
-    sets, rows, length = keys.shape
-    received = torch.zeros(sets, target.n_layers, rows, length)
+    received = torch.zeros(len(keys), target.n_layers, len(ids))
 
-    def add(layer: int, start: int, probs: Tensor) -> None:
-        to_sets = einsum(probs, keys.to(probs.device), "row head query key, to row key -> to row head query")
+    def add(layer: int, start: int, probs: Float[Tensor, "row head query key"]) -> None:
+        to_sets = einsum(probs, keys.to(probs.device), "row head query key, to key -> to row head query")
         queries = slice(start, start + probs.shape[2])
-        received[:, layer, :, queries] = reduce(to_sets, "to row head query -> to row query", "mean").cpu()
+        received[:, layer, queries] = reduce(to_sets, "to row head query -> to query", "mean").cpu()
 
     with attention_rows(target, add, rows_per_chunk=QUERIES_AT_ONCE):
-        target.forward(ids)
+        target.forward(ids[None])
     return received

@@ -16,7 +16,6 @@ from einops import einsum, rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.files.notation import counted
 from sinkscope.files.tables import Table
 from sinkscope.measure import Setup
 from sinkscope.measure.style import unfolded
@@ -72,15 +71,11 @@ class DistanceReading(Reading):
         )
 
     def details(self) -> list[str]:
-        """What was read, and how close the bound is."""
+        """How close the bound is."""
         bound = f"The head that comes closest to its bound reaches {self.closest.max():.1%} of it."
         if self.outside is not None:
             bound = f"Theorem 4.1 does not apply to this model: {self.outside}."
-        return [
-            f"{len(self.sweep.before)} tokens stand before the repetitions; the distances are medians over "
-            f"{counted(len(self.sweep.tokens), 'token')} in {counted(len(self.distance), 'layer')}.",
-            bound,
-        ]
+        return [bound]
 
     def rows(self) -> Table:
         """One row per layer and token."""

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinkscope.files.notation import counted, listed, neuron_names
+from sinkscope.files.notation import counted, neuron_names
 from sinkscope.files.tables import Table
 from sinkscope.interventions import SinkPatch
 from sinkscope.interventions.decode import greedy, repeat_probabilities
@@ -85,8 +85,7 @@ class ProbabilityReading(Reading):
 
     def details(self) -> list[str]:
         """The patch, and where the repetition ends with and without it."""
-        counts = listed(list(dict.fromkeys(answer.repeats for answer in self.answers)))
-        lines = [f"The table shows what the model writes after {counts} repetitions."]
+        lines = []
         if self.neurons:
             lines.append(f"The patch holds {neuron_names(self.neurons)}.")
         for condition, caught, left in zip(self.conditions, self.caught, self.left, strict=True):

@@ -45,8 +45,6 @@ class Repeat(Result):
         "lost_control",
         "to_first",
         "to_high_norm",
-        "tail_to_first",
-        "tail_to_high_norm",
     )
     glossary: ClassVar = {
         "repeated": "the token, or the cycle of tokens, that is repeated",
@@ -58,8 +56,6 @@ class Repeat(Result):
         "lost_control": "share that zeroing as many random neurons takes away",
         "to_first": "attention that position 0 receives, mean over queries and heads",
         "to_high_norm": "attention that all positions of high norm receive together",
-        "tail_to_first": "attention to position 0 from ordinary tokens at the end of the sequence",
-        "tail_to_high_norm": "attention of those tokens to all positions of high norm",
         "alone": "norm of the attention's output on the token alone",
         "first": "its distance to the output after one repetition",
         "kept": "tokens of the answer that continue the repetition",
