@@ -72,8 +72,8 @@ def bench(
         sinkscope bench --task recall --methods full,h2o:0.25 --out runs
     """
     chosen = read_task(task)
-    options: dict[str, Any] = {"backend": backend, "revision": revision, "device": device, "dtype": dtype}
-    opener = partial(load, chosen.model if model is None else model, **options)
+    name = chosen.model if model is None else model
+    opener = partial(load, name, backend=backend, revision=revision, device=device, dtype=dtype)
     run = run_bench(
         opener,
         chosen,

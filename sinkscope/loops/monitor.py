@@ -27,6 +27,7 @@ from sinkscope.loops.signals import (
 
 Voter = Literal["ttr", "cr", "p1"]
 Gate = Literal["stall", "tail"]
+Copies = Annotated[StrictInt | StrictFloat, Field(ge=2)]
 
 
 @checked
@@ -89,8 +90,8 @@ class MonitorSettings:
     stride: Natural = 16
     novelty_n: Natural = 4
     novelty_span: Natural = 64
-    tail_repeats: Annotated[StrictInt | StrictFloat, Field(ge=2)] = 3
-    tail_exact: Annotated[StrictInt | StrictFloat, Field(ge=2)] = 2.5
+    tail_repeats: Copies = 3
+    tail_exact: Copies = 2.5
     tail_shortest: Annotated[int, Strict(), Field(ge=6)] = 48
     tail_longest: Natural = 2048
     tail_noise: Share = 1 / 16

@@ -271,7 +271,7 @@ def monitor_settings(file: str | None, variant: str) -> MonitorSettings:
     data: Any = {}
     if file is not None:
         data = read_json(file)
-    if not isinstance(data, dict) or "schema" in data:
+    if not isinstance(data, dict):
         raise SinkscopeError(f'{file} holds no settings: expected an object such as {{"window": 128}}')
     return MonitorSettings.variant(variant, **data)
 

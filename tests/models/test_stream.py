@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from experiments.make_shape import make_plan, write
-from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.errors import UnsupportedError
 from sinkscope.models.checkpoint import SafetensorsSource
 from sinkscope.models.open import StreamTarget, open_stream
 from sinkscope.models.target import Target, first_tensor
@@ -223,8 +223,6 @@ def test_broken_checkpoints(llama, change, message, tmp_path):
 
 
 def test_refuses_what_it_cannot_stream(llama, tmp_path):
-    with pytest.raises(SinkscopeError, match="resident=0: at least 1"):
-        open_stream(llama[1], resident=0)
     config = json.loads((llama[1] / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config))
     torch.save({}, tmp_path / "pytorch_model.bin")

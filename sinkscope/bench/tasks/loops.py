@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from sinkscope.bench.answer import Answer, Batch, BenchModel
 from sinkscope.bench.methods import GUARD
-from sinkscope.bench.prompt import Prompt, Turn, read_prompts, single
+from sinkscope.bench.prompt import Prompt, Turn, read_prompts
 from sinkscope.bench.record import Metrics
 from sinkscope.bench.task import Size, Task
 from sinkscope.errors import SinkscopeError
@@ -42,11 +42,8 @@ SETS = {
 }
 """Prompts in the package: name -> files in `DATA`."""
 TEXT = "text"
-INTERVENTION = "guard"
-"""Kind of the event that a guard's intervention is."""
 EARLY = 400 / 2500
 """Share of the new tokens before which Fig. 4 b calls an intervention early."""
-_OPENINGS = 16
 _ORGANISM_NEW = 1400
 _TEXT_NEW = 384
 _COPIES = 3
@@ -75,7 +72,7 @@ class Loops(Task):
     budget: ClassVar[int] = 1024
 
     source: str = "small"
-    openings: Size = _OPENINGS
+    openings: Size = 16
     opening: Size = 16
     given: tuple[Prompt, ...] = ()
 
@@ -110,7 +107,8 @@ class Loops(Task):
         prompts: list[Prompt] = []
         for number, row in enumerate(text_rows(tokenizer, typical_text(), self.openings, length, bos).tolist()):
             opening = tokenizer.decode(row[int(bos is not None) : self.opening])
-            prompts.append(single(f"text-{number}", opening, [tokenizer.decode(row[self.opening :])], TEXT))
+            turn = Turn(opening, (tokenizer.decode(row[self.opening :]),))
+            prompts.append(Prompt(f"text-{number}", (turn,), TEXT))
         return prompts
 
     def score(self, model: BenchModel, batch: Batch, turn: Turn, answer: Answer) -> Metrics:
@@ -123,7 +121,7 @@ class Loops(Task):
         - alarm: step of the first intervention; without one, the step at which LoopGuard's monitor would first fire.
         """
         tokens = answer.tokens
-        steps = [event["step"] for event in answer.events if event["kind"] == INTERVENTION]
+        steps = [event["step"] for event in answer.events if event["kind"] == "guard"]
         alarm = first_alarm(tokens, answer.steps["top1"])
         if steps:
             alarm = steps[0]
