@@ -6,7 +6,7 @@ import gc
 import html
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 
@@ -106,7 +106,12 @@ def draw_check(result: LoopCheck) -> go.Figure:
     frame = pd.DataFrame(named).explode(["steps", "curve"])
     frame["outcome"] = frame["loop"].map({False: "does not", True: "loops"})
     colors = {"does not": GREY, "loops": ORANGE}
-    lines = {"line_group": "name", "hover_name": "name", "color": "outcome", "color_discrete_map": colors}
+    lines: dict[str, Any] = {
+        "line_group": "name",
+        "hover_name": "name",
+        "color": "outcome",
+        "color_discrete_map": colors,
+    }
     figure = px.line(frame, x="steps", y="curve", **lines)
     alarms = frame[frame["loop"] & (frame["steps"] >= frame["detected"])].groupby("name").first()
     marker = {"color": RED, "size": 9, "symbol": "x"}
