@@ -265,7 +265,7 @@ def fitted(arguments: dict[str, Any], context: int | None) -> dict[str, Any]:
     """
     if context is None:
         return arguments
-    most = dict.fromkeys(("length", "prompt", "max_new_tokens"), context // 2)
+    most: dict[str, int] = dict.fromkeys(("length", "prompt", "max_new_tokens"), context // 2)
     most["max_repeats"] = context - BEFORE_REPEATS
     return {name: min(value, most.get(name, value)) for name, value in arguments.items()}
 

@@ -349,7 +349,7 @@ class Explorer:
             for number, (layer, *expert, neuron) in enumerate(self.neurons):
                 if layer not in posts:
                     posts[layer] = view_layer(target, layer, row, torch.ones_like(row, dtype=torch.bool)).post
-                column = flat_number(target, layer, *(expert or [None]), neuron)
+                column = flat_number(target, layer, expert[0] if expert else None, neuron)
                 activation[number] = posts[layer].flatten(0, -2)[:, column].float().cpu()
         received /= torch.arange(length - 1, -1, -1).clamp(min=1)  # later queries
         return Reading(norm, rows, received, activation)
