@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
@@ -247,6 +246,8 @@ def _side_by_side(compute: Callable[[int], None], heads: list[int]) -> None:
 
 def _dense(inputs: _Inputs, heads: list[int], out: Tensor) -> None:
     """Plain causal attention of some heads, on 4-D tensors: for other shapes PyTorch builds the whole matrix."""
+    from torch.nn.attention.bias import causal_lower_right  # loads sympy, for which no help need wait
+
     queries, keys = inputs.query.shape[1], inputs.key.shape[1]
     rows = queries
     if queries < keys:

@@ -180,19 +180,13 @@ class _Stage:
         with torch.enable_grad():
             return self.run(*hooks), zeros
 
-    def linear(self, outputs: Sequence[int] | None = None, inside: str = "") -> list[str]:
-        """Linear modules that saw every token, in the order in which they ran.
-
-        Args:
-            outputs: How many outputs they may have; None is any number.
-            inside: The module in which they are.
-        """
+    def linear(self, outputs: Sequence[int] | None = None) -> list[str]:
+        """Linear modules with so many outputs, or any number, that saw every token, in the order in which they ran."""
         paths = list[str]()
         for path, gave in self.clean.gave.items():
             widths = _widths(self.layer.get_submodule(path))
-            if widths is not None and len(gave) == _LENGTH and _contains(inside, path):
-                if outputs is None or widths[0] in outputs:
-                    paths.append(path)
+            if widths is not None and len(gave) == _LENGTH and (outputs is None or widths[0] in outputs):
+                paths.append(path)
         return paths
 
 
@@ -493,7 +487,7 @@ def _inputs(call: Any) -> dict[str, Float[Tensor, "1 head token width"]]:
 
 def _roles(stage: _Stage, attn: str) -> dict[str, str]:
     """Which of q, k and v depend on the output of each linear module."""
-    linear = stage.linear(inside=attn)
+    linear = [path for path in stage.linear() if _contains(attn, path)]
     run, zeros = stage.run_to_derive(linear, cuts=False)
     roles = dict.fromkeys(linear, "")
     for name, tensor in _inputs(run.attention[0]).items():

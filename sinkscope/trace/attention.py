@@ -803,12 +803,11 @@ def attention_rows(
 
 def refuse_opaque(target: Target) -> None:
     """Refuse a model whose attention does not go through transformers, because its queries and keys are not visible."""
-    if target.kind == "bridge":
+    if target.kind == "bridge" or not target.adapter.attention_interface:
         raise UnsupportedError(
-            "queries and keys of a TransformerBridge are not offered: use a plain model (backend='hf')"
+            f"queries and keys of this {target.adapter.model_type} model ({target.kind}) are not offered: give another "
+            "model, or a plain one (backend='hf')"
         )
-    if not target.adapter.attention_interface:
-        raise UnsupportedError(f"queries and keys of {target.adapter.model_type} are not offered: give another model")
 
 
 @contextmanager
