@@ -24,7 +24,7 @@ from sinkscope.models.config import float32_by_default
 from sinkscope.models.load import load
 from sinkscope.serving.generate import Temperature
 
-VERSION = 4
+VERSION = 5
 """Version of the records; a change of what they hold is another setting."""
 
 

@@ -172,17 +172,17 @@ class Step(NamedTuple):
         level: At a trigger, how many earlier ones followed each other within `relapse` steps; the caller caps it.
     """
 
-    step: int
-    ttr: float
-    cr: float
-    streak: int | None
-    novelty: float
-    tail: Tail | None
-    votes: int
-    stall: bool
-    tail_rep: bool
-    trigger: bool
-    level: int
+    step: int = 0
+    ttr: float = math.nan
+    cr: float = math.nan
+    streak: int | None = None
+    novelty: float = math.nan
+    tail: Tail | None = None
+    votes: int = 0
+    stall: bool = False
+    tail_rep: bool = False
+    trigger: bool = False
+    level: int = 0
 
 
 class Monitor:
@@ -193,7 +193,7 @@ class Monitor:
 
     def __init__(self, settings: MonitorSettings | None = None) -> None:
         s = self.settings = settings or MonitorSettings()
-        self.last = Step(0, math.nan, math.nan, None, math.nan, None, 0, False, False, False, 0)
+        self.last = Step()
         self.ended = False
         self._window = LastItems(s.window)
         self._novelty = WindowNovelty(s.window, s.novelty_n, s.novelty_span)

@@ -75,7 +75,7 @@ class NearRepetition:
         repeats: Required number of copies, at least 3, or 2 without noise.
         shortest: Required number of tokens, at least 12, or 8 without noise.
         noise: Largest share of mismatches; 0 requires exact repetition.
-        exact: Required number of copies if they are exact, at least 2; by default `repeats`. With fewer than 3, a cycle
+        exact: Required number of copies if they are exact, at least 2. With fewer than 3, a cycle
             that resembles a shifted copy of itself may be found later, but at the third copy at the latest.
         counting: Whether a position may change in every copy.
     """
@@ -86,13 +86,13 @@ class NearRepetition:
         repeats: int | float,
         shortest: int,
         noise: float,
-        exact: int | float | None = None,
+        exact: int | float = 3,
         counting: bool = False,
     ) -> None:
         self._counting = counting
         self._longest = longest
         self._repeats = repeats
-        self._exact_repeats = repeats if exact is None else exact
+        self._exact_repeats = exact
         self._shortest = shortest
         self._noise = noise
         self._levels = _levels(longest)

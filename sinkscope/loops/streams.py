@@ -55,7 +55,7 @@ class Stream:
         settings: Settings of the monitor.
     """
 
-    def __init__(self, settings: MonitorSettings) -> None:
+    def __init__(self, settings: MonitorSettings | None) -> None:
         self.monitor = Monitor(settings)
         self._last_word = ""  # of a text; it may still grow
         self._whole_text: str | None = ""  # of a server that sends all of it each time; None: it does not
@@ -122,7 +122,7 @@ class Watch:
     """
 
     def __init__(self, settings: MonitorSettings | None = None) -> None:
-        self._settings = settings or MonitorSettings()
+        self._settings = settings
         self.streams = 0
         self.skipped = 0
         self._first_problem = ""
@@ -158,7 +158,8 @@ class Watch:
             empty = f"{name} is empty, or nothing in it is an output: expected {expected}"
             raise SinkscopeError(self._first_problem or empty)
         if self.skipped:
-            _warn(f"{self._first_problem}; what cannot be read was skipped {self.skipped} times")
+            problem = f"{self._first_problem}; what cannot be read was skipped {self.skipped} times"
+            warnings.warn(problem, SinkscopeWarning, stacklevel=2)
 
     def _take(self, piece: Piece) -> Iterator[Alarm]:
         stream = self.open.pop(piece.stream, None)
@@ -178,11 +179,8 @@ class Watch:
         if self.skipped == 1:
             self._first_problem = problem
             if self.streams:
-                _warn(f"{problem}; it is skipped, as all is that cannot be read")
-
-
-def _warn(problem: str) -> None:
-    warnings.warn(problem, SinkscopeWarning, stacklevel=3)
+                end = "; it is skipped, as all is that cannot be read"
+                warnings.warn(problem + end, SinkscopeWarning, stacklevel=2)
 
 
 def _pieces(source: Any, form: StreamForm, name: str, skip: Callable[[str], None]) -> Iterator[Piece]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from covering import every_nth
 from organisms import MODEL_TYPES, tiny_model
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
 
 from experiments.queries_and_keys import queries_and_keys
@@ -58,8 +57,7 @@ def test_before_rotary_is_the_projection_and_after_it_gives_the_attention_rows()
     with attention_rows(target, lambda _l, _f, probs: rows.append(probs), layers=[2]):
         target.forward(ids)
     query, key = seen[2, True]
-    scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
-    scores = scores.masked_fill(~torch.ones(9, 9).tril().bool(), -math.inf)
-    assert_close(rows[0], scores.softmax(-1), rtol=1e-4, atol=1e-5)
+    expected = scaled_dot_product_attention(query, key, torch.eye(9).expand(*query.shape[:2], 9, 9), is_causal=True)
+    assert_close(rows[0], expected, rtol=1e-4, atol=1e-5)
     projected = trace(target, ids, ["blocks.2.attn.hook_q"])["blocks.2.attn.hook_q"]
     assert_close(seen[2, False][0], projected.transpose(1, 2), rtol=1e-4, atol=1e-5)

@@ -44,9 +44,7 @@ SETS = {
 TEXT = "text"
 EARLY = 400 / 2500
 """Share of the new tokens before which Fig. 4 b calls an intervention early."""
-_ORGANISM_NEW = 1400
 _TEXT_NEW = 384
-_COPIES = 3
 _SHORTEST_TAIL = 24
 
 
@@ -93,7 +91,7 @@ class Loops(Task):
     def new_tokens(self, target: Target) -> int:
         """2,500 as in the paper; 1,400 for the organism and 384 for openings of text."""
         if self.source == "organism":
-            return _ORGANISM_NEW
+            return 1400
         if self.source != TEXT:
             return MAX_NEW
         room = (target.max_positions or _TEXT_NEW + self.opening + 2) - self.opening - 2
@@ -147,7 +145,7 @@ class Loops(Task):
 
 def loops(tokens: Sequence[int]) -> bool:
     """Whether tokens end in three copies of a period with 24 tokens in all, or their last 256 tokens are a loop."""
-    return ends_in_loop(tokens) or tail_period(tokens, repeats=_COPIES, shortest=_SHORTEST_TAIL) is not None
+    return ends_in_loop(tokens) or tail_period(tokens, shortest=_SHORTEST_TAIL) is not None
 
 
 def first_alarm(tokens: Sequence[int], top1: Sequence[float], variant: str = "repeats") -> int | None:
