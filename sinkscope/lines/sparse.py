@@ -178,8 +178,8 @@ def _check(query: Tensor, key: Tensor, value: Tensor, lines: HeadLines) -> None:
             "attention along lines has no gradients: call it, or the model, under torch.no_grad()", page="kv-session"
         )
     heads, queries, width = query.shape
-    keys = key.shape[1]
-    fits = keys and heads % len(key) == 0 and key.shape[:2] == value.shape[:2] and key.shape[2] == width
+    kv_heads, keys = value.shape[:2]
+    fits = keys and heads % kv_heads == 0 and key.shape == (kv_heads, keys, width)
     if not fits or lines.vertical.shape != (heads, keys) or lines.queries != queries:
         raise SinkscopeError(
             f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}, lines "
