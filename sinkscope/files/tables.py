@@ -130,7 +130,7 @@ def _width(name: str, cells: Sequence[str]) -> int:
 def height(blocks: Sequence[str], width: int) -> int:
     """Number of lines that texts take on a terminal, which breaks the long ones."""
     lines = 0
-    for line in "\n".join(blocks).split("\n"):
+    for line in "\n".join(blocks).splitlines():
         lines += max(1, -(-len(line) // width))
     return lines
 

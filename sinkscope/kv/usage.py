@@ -143,7 +143,4 @@ class Meter:
 
 def _slot_bytes(layer: CacheLayer) -> int:
     """Bytes of the keys and values of one slot, all kv heads together."""
-    kv_heads = layer.keys.shape[1]
-    key_bytes = layer.keys.shape[-1] * layer.keys.element_size()
-    value_bytes = layer.values.shape[-1] * layer.values.element_size()
-    return kv_heads * (key_bytes + value_bytes)
+    return layer.keys[0, :, :1].nbytes + layer.values[0, :, :1].nbytes

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
-from sinkscope.files.notation import agreeing, counted, every
+from sinkscope.files.notation import counted, every
 from sinkscope.files.records import Budget, Natural, Whole, check_fields
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.kv.cache import CacheLayer, refuse_states
@@ -317,9 +317,8 @@ class Guarding:
             self.warned = True
             states = len(moment.cache.layers) - len(moment.layers)
             warnings.warn(
-                f"{counted(states, 'layer')} of {self.run.target.name} {agreeing(states, 'keeps', 'keep')} a state, "
-                "of which LoopGuard can take nothing: it cuts the other layers and bans the loop's n-grams, and does "
-                "not rewind",
+                f"{counted(states, 'layer')} of {self.run.target.name} with a state, of which LoopGuard can take "
+                "nothing: it cuts the other layers and bans the loop's n-grams, and does not rewind",
                 SinkscopeWarning,
                 stacklevel=2,
             )
