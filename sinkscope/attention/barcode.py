@@ -409,7 +409,7 @@ def _curve(
 ) -> Float[np.ndarray, " pos"]:
     """The mean score of some heads along the text, at every position the mean of the last period (at least 8)."""
     scores = np.stack([track.tracks()[0].numpy() for track in tracks.values()])
-    return pd.Series(scores[heads].mean(0)).rolling(max(8, shift), min_periods=1).mean().to_numpy()
+    return np.asarray(pd.Series(scores[heads].mean(0)).rolling(max(8, shift), min_periods=1).mean())
 
 
 def onset_of(curve: Float[np.ndarray, " pos"], low: float) -> int | None:
