@@ -49,11 +49,11 @@ class _Level(NamedTuple):
 def _levels(longest: int) -> list[_Level]:
     """Lengths 4, 6, 8, 12, 16, ...; each is stored at a multiple of the positions at which the one before is."""
     length, every = 4, 1
-    levels = [_Level(length, every - 1, pow(_BASE, length, _MODULUS))]
-    while length < longest - 1:
+    levels: list[_Level] = []
+    while not levels or levels[-1].length < longest - 1:
+        levels.append(_Level(length, every - 1, pow(_BASE, length, _MODULUS)))
         length += 1 << length.bit_length() - 2
         every = 1 << length.bit_length() - 2
-        levels.append(_Level(length, every - 1, pow(_BASE, length, _MODULUS)))
     return levels
 
 

@@ -102,10 +102,12 @@ class Stream:
 
     def _copy(self, tail: Tail | None, step: int) -> str:
         """Text of one copy of the loop, or of the last tokens."""
-        if tail is None:
-            return shown("".join([*self._recent][-SHOWN_TOKENS:]).strip(" "))
-        copy = deque([*self._recent][-tail.period :])
-        copy.rotate(step - tail.start)  # it begins where the first copy began
+        length, turned = SHOWN_TOKENS, 0
+        if tail is not None:
+            length = tail.period
+            turned = step - tail.start  # it begins where the first copy began
+        copy = deque([*self._recent][-length:])
+        copy.rotate(turned)
         return shown("".join(copy).strip(" "))
 
 

@@ -106,12 +106,8 @@ def read_header(file: Path) -> dict[str, Any]:
 
 
 def _damaged(file: Path, size: int, expected: int, at_least: str = "") -> SinkscopeError:
-    difference = f"{expected - size:,} bytes are missing"
-    if size > expected:
-        difference = f"{size - expected:,} bytes are too many"
     return SinkscopeError(
-        f"{file.name} is damaged: {at_least}{difference} ({size:,} on disk, expected {at_least}{expected:,}); "
-        "download it again",
+        f"{file.name} is damaged: it has {size:,} bytes, expected {at_least}{expected:,}; download it again",
         page="truncated-safetensors",
     )
 

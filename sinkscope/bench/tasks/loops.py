@@ -94,8 +94,10 @@ class Loops(Task):
             return 1400
         if self.source != TEXT:
             return MAX_NEW
-        room = (target.max_positions or _TEXT_NEW + self.opening + 2) - self.opening - 2
-        return max(_SHORTEST_TAIL, min(_TEXT_NEW, room))
+        new = _TEXT_NEW
+        if target.max_positions:
+            new = min(new, target.max_positions - self.opening - 2)
+        return max(_SHORTEST_TAIL, new)
 
     def _text(self, target: Target) -> list[Prompt]:
         """Openings of ordinary text, whose own continuation is the control."""
