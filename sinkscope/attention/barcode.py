@@ -179,10 +179,7 @@ class Barcode(Result):
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per head, largest gain first."""
-        arrays: dict[str, Float[np.ndarray, "layer head"]] = {}
-        for name in self.percent:
-            if getattr(self, name) is not None:
-                arrays[name] = getattr(self, name)
+        arrays = {name: getattr(self, name) for name in self.percent}
         rows = unfolded(arrays, layer=self.layers, head=range(self.score.shape[1]))
         return sorted(rows, key=lambda row: -(row["gain"] or 0.0))
 

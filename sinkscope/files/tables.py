@@ -213,12 +213,15 @@ def _with_site_names(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unfolded(arrays: Mapping[str, Any], **axes: Sequence[Any]) -> Table:
-    """A row for each entry of arrays that have the same axes, with the labels of its place; NaN becomes None."""
+    """A row for each entry of arrays that have the same axes, with the labels of its place; NaN becomes None.
+
+    Arrays that are None are left out.
+    """
     import numpy as np  # slow to load, and few results hold arrays
 
     rows: Table = []
     shape = [len(labels) for labels in axes.values()]
-    arrays = {name: np.reshape(values, shape) for name, values in arrays.items()}
+    arrays = {name: np.reshape(values, shape) for name, values in arrays.items() if values is not None}
     for place, labels in zip(np.ndindex(*shape), product(*axes.values()), strict=True):
         row = dict(zip(axes, labels, strict=True))
         for name, values in arrays.items():

@@ -128,6 +128,7 @@ class _Stage:
                 linear = None if _widths(module) is None else path
         self.clean = self.run()
         self.hidden = _flat(hidden_of(self._args, self._kwargs))
+        self.heads = _attention(self)
 
     def run(self, *hooks: Hook, compute: Callable[[Any], Any] | None = None) -> _Run:
         """Call the layer under hooks; `compute` gives the output of its attention."""
@@ -507,14 +508,13 @@ def _weighing(stage: _Stage) -> str | None:
 
     def see(module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
         if isinstance(output, tuple | list) and len(output) > 1 and isinstance(output[1], Tensor):
-            if output[1].shape[-2:] == (_LENGTH, _LENGTH):
+            if output[1].shape[-2:] == (_LENGTH, _LENGTH) and module is not stage.layer:
                 weights[stage.paths[module]] = output[1].clone()
 
     stage.run(*[(module, "post", see) for module in stage.paths])
-    inside = [path for path in weights if path]
-    if not inside:
+    if not weights:
         return None
-    path = max(inside, key=len)
+    path = max(weights, key=len)
     if weights[path].triu(1).any():
         raise NotInferredError("its attention sees later tokens")
     return path
@@ -595,8 +595,9 @@ class _Kind:
     fields: dict[str, Any]
 
     @classmethod
-    def of(cls, stage: _Stage, heads: dict[str, Any]) -> _Kind:
+    def of(cls, stage: _Stage) -> _Kind:
         """Find the MLP of a layer, beside its attention."""
+        heads = stage.heads
         fields: dict[str, Any] = {"mid": None}
         experts = _experts(stage)
         mlp = _mlp(stage, experts is None)
@@ -790,11 +791,10 @@ def _infer(model: Any) -> Adapter:
     with listening(target, tap.see):
         try:
             stages = _stages(target, tap)
-            heads = [_attention(stage) for stage in stages]
         except (AttributeError, TypeError):  # some models outside the interface cannot run under its name
-            stages, heads = list[_Stage](), list[dict[str, Any]]()
-        if any(heads):
-            return _merged(draft, stages, heads)
+            stages = list[_Stage]()
+        if any(stage.heads for stage in stages):
+            return _merged(draft, stages)
     with eager(target):
         found = dict.fromkeys(_weighing(stage) for stage in _stages(target, tap))
     path = "|".join(path for path in found if path is not None)
@@ -805,8 +805,7 @@ def _infer(model: Any) -> Adapter:
         )
     outside = replace(target, adapter=replace(draft, attn=path, attention_interface=False))
     with eager(outside), listening(outside, tap.see):
-        stages = _stages(outside, tap)
-        return _merged(outside.adapter, stages, [_attention(stage) for stage in stages])
+        return _merged(outside.adapter, _stages(outside, tap))
 
 
 def _stack(model: Any, names: dict[nn.Module, str]) -> str:
@@ -867,13 +866,13 @@ def _stages(target: Target, tap: _Tap) -> list[_Stage]:
     return stages
 
 
-def _merged(draft: Adapter, stages: list[_Stage], heads: list[dict[str, Any]]) -> Adapter:
+def _merged(draft: Adapter, stages: list[_Stage]) -> Adapter:
     """One adapter for all kinds of layers.
 
     Raises:
         NotInferredError: No layer has an MLP, or layers differ where a row has one value.
     """
-    kinds = [_Kind.of(stage, of_layer) for stage, of_layer in zip(stages, heads, strict=True)]
+    kinds = [_Kind.of(stage) for stage in stages]
     settings: dict[str, Any] = {}
     for name in dict.fromkeys(name for kind in kinds for name in kind.fields):
         values = list(dict.fromkeys(kind.fields[name] for kind in kinds if name in kind.fields))

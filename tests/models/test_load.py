@@ -267,7 +267,7 @@ def test_overflow_to_infinity_is_found(tmp_path):
         model.model.layers[1].mlp.down_proj.weight[0] = torch.nan
         model.model.norm.weight[0] = 1e6
     model.save_pretrained(tmp_path)
-    with refused(r"tensor model\.norm\.weight holds 1 .*float16.*dtype=float32"):
+    with refused(r"tensor model\.norm\.weight holds values that are NaN or infinite; .*dtype=float32"):
         load(tmp_path, backend="hf", layers=1, dtype="fp16")
     load(tmp_path, backend="hf", layers=1)
 
