@@ -145,6 +145,8 @@ def check_kind(name: str, raw: Any, *, trust_remote_code: bool = False) -> None:
         SinkscopeError: It is not the configuration of a model.
         UnsupportedError: It is another kind of model, or transformers does not know its type.
     """
+    from transformers import CONFIG_MAPPING, __version__
+
     model_type = None
     if isinstance(raw, dict):
         model_type = raw.get("model_type")
@@ -157,8 +159,12 @@ def check_kind(name: str, raw: Any, *, trust_remote_code: bool = False) -> None:
     classes: list[str] = raw.get("architectures") or []
     if _is_causal(model_type, raw, classes):
         has_code = trust_remote_code and bool(raw.get("auto_map"))
-        if not has_code:
-            _check_known(name, model_type)
+        if not has_code and model_type not in CONFIG_MAPPING:
+            raise UnsupportedError(
+                f"{name} has the model type {model_type!r}, which transformers {__version__} does not know: install a "
+                "version that does",
+                page="unsupported-model",
+            )
         return
     what = f"model type {model_type}"
     if classes:
@@ -168,17 +174,6 @@ def check_kind(name: str, raw: Any, *, trust_remote_code: bool = False) -> None:
         "or gpt2",
         page="not-causal-lm",
     )
-
-
-def _check_known(name: str, model_type: str) -> None:
-    from transformers import CONFIG_MAPPING, __version__
-
-    if model_type not in CONFIG_MAPPING:
-        raise UnsupportedError(
-            f"{name} has the model type {model_type!r}, which transformers {__version__} does not know: install a "
-            "version that does",
-            page="unsupported-model",
-        )
 
 
 def _check_sizes(name: str, raw: dict[str, Any]) -> None:

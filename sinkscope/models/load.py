@@ -170,7 +170,8 @@ def _weights(source: ModelSource, files: LocalFiles, config: Any, options: dict[
         auto = AutoModelForImageTextToText
     if files.gguf is not None:
         options = {**options, "gguf_file": files.gguf}
-    if files.is_pickled:
+    is_pickled = files.gguf is None and not any(files.folder.glob("*.safetensors*"))
+    if is_pickled:
         options = {**options, "weights_only": True}
     hides_bar = files.gguf is not None and not sys.stderr.isatty()  # the bar of GGUF files knows no switch
     with contextlib.redirect_stderr(io.StringIO()) if hides_bar else contextlib.nullcontext():
@@ -196,7 +197,7 @@ def _weights(source: ModelSource, files: LocalFiles, config: Any, options: dict[
             f"{problem}; the weights belong to another config.json: download both from one revision",
             page="missing-tensors",
         )
-    if files.is_pickled:  # only now: a checkpoint that is refused says one line, and that is why
+    if is_pickled:  # only now: a checkpoint that is refused says one line, and that is why
         note(
             f"note: {source.name} has pickled weights (.bin), read with weights_only so that no code in them runs; "
             "safetensors load faster"

@@ -82,6 +82,7 @@ class _Store:
 
     Attributes:
         source: The checkpoint.
+        resident: The number of layers that it holds in memory.
         skipped: The number of first layers that are called without being computed.
         reads: How often each layer was read.
     """
@@ -90,7 +91,7 @@ class _Store:
         self.source = source
         self._loader = loader
         self._layers = layers
-        self._resident = resident
+        self.resident = resident
         self.skipped = 0
         self.reads: Counter[int] = Counter()
         self._empty = [layer.state_dict() for layer in layers]  # on meta: costs nothing
@@ -111,16 +112,12 @@ class _Store:
         if index in self._in_memory:
             return
         for other in sorted(self._in_memory, key=lambda held: (held >= index, -held)):
-            if len(self._in_memory) >= self._resident and not self._pins[other]:
+            if len(self._in_memory) >= self.resident and not self._pins[other]:
                 self._layers[other].load_state_dict(self._empty[other], assign=True)
                 self._in_memory.remove(other)
         self._layers[index].load_state_dict(self._loader.layer(index), assign=True)
         self._in_memory.add(index)
         self.reads[index] += 1
-
-    def hold(self, resident: int) -> None:
-        """Hold up to `resident` layers in memory from now on."""
-        self._resident = resident
 
     @contextlib.contextmanager
     def pinned(self, index: int) -> Iterator[None]:
@@ -285,7 +282,7 @@ def open_stream(
         target = StreamTarget(causal, causal, "hf", DRAFT, tokenizer, name or source.name, resident=False, store=store)
         target = replace(target, adapter=adapter_of(target))
         target.forward(torch.zeros(1, 4, dtype=torch.long), upto=max(first_of_kinds(target)))  # or it is loaded whole
-        store.hold(resident)
+        store.resident = resident
         return target
     except (MemoryError, OSError, torch.OutOfMemoryError):
         raise
@@ -406,7 +403,7 @@ def _stream(
     tensors = SafetensorsSource(source.where, revision=source.revision)
     target = open_stream(tensors, dtype=kind, device=place, resident=1, tokenizer=tokenizer, name=source.name)
     per_layer = sum(p.numel() for p in target.layers[-1].parameters()) * kind.itemsize
-    target.store.hold(max(1, _LAYER_BYTES // max(per_layer, 1)))
+    target.store.resident = max(1, _LAYER_BYTES // max(per_layer, 1))
     target = _with_tokenizer(target)
     check_vocabulary(target.tokenizer, target.hf)
     return target

@@ -81,7 +81,7 @@ def bin_without_shard(folder: Path):
         (rewrite(b"{oops", "config.json"), "config.json is not a JSON file", "no-config"),
         (only_weights(), "has no weights .* download the weights, not only", "no-weights"),
         (only_weights("q4.gguf"), r"has no weights .* give the file itself: .*q4\.gguf", "no-weights"),
-        (lambda f: (f / INDEX).unlink(), "has no weights .* download the index too", "no-weights"),
+        (lambda f: (f / INDEX).unlink(), "has no weights .*model.safetensors.index.json", "no-weights"),
         (drop_one_shard, r"lacks model-00003-of-\d+.safetensors, named in .*1 of \d+ shards", "missing-shard"),
         (bin_without_shard, "lacks pytorch_model-00001-of-00001.bin, .*1 of 1 shards", "missing-shard"),
         (shards_of_other_index, f"model-00001-of-.* lacks tensor '.*', which {INDEX} places there", "missing-shard"),

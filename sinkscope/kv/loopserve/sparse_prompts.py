@@ -132,13 +132,11 @@ class SparsePrompts(Intervention):
             prompts on devices without a kernel of their own to the model's attention.
         shortest: Prompts with fewer keys are read by the model's own attention.
         dense_rows: Number of queries at the end that attend to everything.
-        choice_rows: Number of queries whose attention to all keys is computed in order to choose lines.
     """
 
     dense_above: float | None = torch.inf
     shortest: int = 0
     dense_rows: int = 0
-    choice_rows: int = 0
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -161,6 +159,11 @@ class SparsePrompts(Intervention):
     def pays(self, query: Float[Tensor, "head query d_head"], keys: int, flat: bool = False) -> bool:
         """Whether to look for lines; `flat` says whether every head was dense when that was last done in this cache."""
         return True
+
+    @property
+    def choice_rows(self) -> int:
+        """Number of queries whose attention to all keys is computed in order to choose lines."""
+        return 0
 
     @property
     def shown_name(self) -> str:
