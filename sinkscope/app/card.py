@@ -111,16 +111,19 @@ class SinkCard(Result):
             if not self.finished:
                 return "No part could be measured."
             return self.finished[0].conclusion
-        judged = [change for change in self.changes if change.changed is not None]
-        changed = [change for change in judged if change.changed]
-        finding = f"Compared with {self.against}, {len(changed)} of {len(judged)} judged values changed"
+        judged, changed, unjudged = 0, list[CardChange](), 0
+        for change in self.changes:
+            judged += change.changed is not None
+            unjudged += change.changed is None and change.before != change.after
+            if change.changed:
+                changed.append(change)
+        finding = f"Compared with {self.against}, {len(changed)} of {judged} judged values changed"
         if changed:
             first = changed[0]
             finding = f"{finding}, first {first.label} ({first.before} before, {first.after} now)"
-        unjudged = [change for change in self.changes if change.changed is None and change.before != change.after]
         if unjudged:
-            differ = agreeing(len(unjudged), "differs and was", "differ and were")
-            finding = f"{finding}; {len(unjudged)} more {differ} not judged"
+            differ = agreeing(unjudged, "differs and was", "differ and were")
+            finding = f"{finding}; {unjudged} more {differ} not judged"
         return f"{finding}."
 
     def details(self) -> list[str]:
@@ -159,8 +162,7 @@ class SinkCard(Result):
         parts: list[str] = []
         if self.against is not None:
             parts.append(f"<p><b>{escape(self.conclusion())}</b></p>")
-            differing = [change for change in self.changes if change.changed]
-            rows = [{"label": one.label, "before": one.before, "after": one.after} for one in differing]
+            rows = [asdict(change) for change in self.changes if change.changed]
             parts.append(Grid(strings(rows)).html())
         parts.append('<dl class="verdicts">')
         for label, sentence, _ in self.verdicts():

@@ -418,7 +418,7 @@ def _unforeseen(error: BaseException) -> str:
 
         drop(sys.stdout)
         return f"cannot write to standard output: {reason_of(error)}; make room and run the command again"
-    first = (str(error).splitlines() or [""])[0]
+    first = str(error).partition("\n")[0]
     return f"{type(error).__name__}: {first} (nobody foresaw this error: {DEBUG}=1 shows where it occurs)"
 
 

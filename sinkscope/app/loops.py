@@ -6,7 +6,7 @@ import gc
 import html
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 
@@ -99,14 +99,13 @@ def draw_check(result: LoopCheck) -> go.Figure:
 
     from sinkscope.measure.style import GREY, ORANGE, RED, finished
 
-    records = sorted(result.records, key=lambda record: record.loop)[
-        -SHOWN_RECORDS:
-    ]  # loops are drawn above the others
+    # Loops are drawn above the others.
+    records = sorted(result.records, key=lambda record: record.loop)[-SHOWN_RECORDS:]
     named = [replace(record, name=html.escape(record.name)) for record in records]
     frame = pd.DataFrame(named).explode(["steps", "curve"])
-    frame["outcome"] = frame["loop"].map({False: "does not", True: "loops"})
-    colors = {"does not": GREY, "loops": ORANGE}
-    lines = {"line_group": "name", "hover_name": "name", "color": "outcome", "color_discrete_map": colors}
+    frame["outcome"] = frame["loop"].replace({False: "does not", True: "loops"})
+    lines: dict[str, Any] = {"line_group": "name", "hover_name": "name", "color": "outcome"}
+    lines["color_discrete_map"] = {"does not": GREY, "loops": ORANGE}
     figure = px.line(frame, x="steps", y="curve", **lines)
     alarms = frame[frame["loop"] & (frame["steps"] >= frame["detected"])].groupby("name").first()
     marker = {"color": RED, "size": 9, "symbol": "x"}

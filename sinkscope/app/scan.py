@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from contextlib import nullcontext, suppress
@@ -30,6 +29,7 @@ from sinkscope.interventions import SinkPatch
 from sinkscope.interventions.base import Intervention
 from sinkscope.measure import Count, Hidden, Measurement, Option, Setup
 from sinkscope.models.target import Target
+from sinkscope.sinks.chunks import digest_of
 
 PAGE = "card.html"
 BEFORE_REPEATS = 16  # positions of the context that stay free for what stands before repetitions
@@ -220,7 +220,7 @@ def _settings(setup: Setup, quick: bool, patch: str | Path | None) -> dict[str, 
     """Everything that determines the results of a folder."""
     digest: str | None = None
     if patch is not None:
-        digest = hashlib.sha256(Path(patch).read_bytes()).hexdigest()[:16]
+        digest = digest_of(Path(patch).read_text(encoding="utf-8"))
     return {
         "command": "scan",
         "quick": quick,
@@ -229,7 +229,7 @@ def _settings(setup: Setup, quick: bool, patch: str | Path | None) -> dict[str, 
         "device": setup.target.device.type,
         "dtype": str(setup.target.dtype).removeprefix("torch."),
         "bos": setup.bos is not None,
-        "text": hashlib.sha256(setup.text.encode()).hexdigest()[:16],
+        "text": digest_of(setup.text),
         "seed": setup.seed,
         "sinkscope": __version__,
     }
@@ -251,7 +251,7 @@ def _measured(part: ScanPart, setup: Setup, edit: Intervention | None, quick: bo
     except Exception as error:
         if is_out_of_memory(error):
             return "there is not enough memory for it"
-        message = visible(pathless((str(error).splitlines() or [""])[0]))
+        message = visible(pathless(str(error).partition("\n")[0]))
         if isinstance(error, SinkscopeError):
             return message
         return f"it failed ({type(error).__name__}: {message:.200})"
@@ -265,7 +265,7 @@ def fitted(arguments: dict[str, Any], context: int | None) -> dict[str, Any]:
     """
     if context is None:
         return arguments
-    most = dict.fromkeys(("length", "prompt", "max_new_tokens"), context // 2)
+    most: dict[str, int] = dict.fromkeys(("length", "prompt", "max_new_tokens"), context // 2)
     most["max_repeats"] = context - BEFORE_REPEATS
     return {name: min(value, most.get(name, value)) for name, value in arguments.items()}
 

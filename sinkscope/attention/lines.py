@@ -89,10 +89,7 @@ class LineWeights(Result):
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per eta and head."""
-        columns: dict[str, Float[np.ndarray, "eta layer head"]] = {}
-        for name in (*self.percent, "line_sums"):
-            if getattr(self, name) is not None:
-                columns[name] = getattr(self, name)
+        columns = {name: getattr(self, name) for name in (*self.percent, "line_sums")}
         return unfolded(columns, eta=self.etas, layer=self.layers, head=range(self.mass.shape[2]))
 
     def shown_rows(self) -> list[dict[str, Any]]:

@@ -7,8 +7,9 @@ default; it calls the class method `paper` of the method's class.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
 from pkgutil import resolve_name
 from typing import Any, get_type_hints
 
@@ -39,7 +40,7 @@ class RandomSlots(Policy):
 
 
 METHODS: dict[str, str] = {
-    FULL: "",
+    FULL: "types:NoneType",
     "random": "sinkscope.bench.methods:RandomSlots",
     "streaming": "sinkscope.kv:StreamingLLM",
     "h2o": "sinkscope.kv:H2O",
@@ -56,10 +57,10 @@ METHODS: dict[str, str] = {
     "loopserve-p": "sinkscope.kv.loopserve:LoopServe",
     "loopserve-d": "sinkscope.kv.loopserve:LoopServe",
     GUARD: "sinkscope.kv.loopguard:LoopGuard",
-    SAMPLING: "",
+    SAMPLING: "types:NoneType",
 }
-"""The class of what is applied to the model, by the name that commands use. "-0": without steps that read everything
-first; "-p", "-d": one half alone."""
+"""The class of what is applied to the model, by the name that commands use; that of None applies nothing. "-0": without
+steps that read everything first; "-p", "-d": one half alone."""
 FIXED: dict[str, dict[str, Any]] = {
     "progressive-0": {"after": 0},
     "loopserve": {"shortest": 0},  # short prompts are made sparse too, because quality is compared and not speed
@@ -71,14 +72,13 @@ FIXED: dict[str, dict[str, Any]] = {
 
 
 def class_of(name: str) -> Any:
-    """The class behind a name: of the table, of a registered policy, or `package.module:Class`; None if there is none.
+    """The class behind a name: of the table, of a registered policy, or `package.module:Class`.
 
     Raises:
         SinkscopeError: There is no such method.
     """
     if name in METHODS:
-        home = METHODS[name]
-        return resolve_name(home) if home else None
+        return resolve_name(METHODS[name])
     if ":" not in name and name not in policies():
         raise SinkscopeError(
             f"method {name!r} is unknown: expected some of {', '.join(METHODS)}, or package.module:Class"
@@ -107,45 +107,14 @@ class Method:
 
     Attributes:
         name: Name in `METHODS`, or of another policy.
-        paper: Whether fields that were not given take the paper's values.
-        budget: Cached tokens, or a share of the prompt. None for a method without a budget.
-        options: Other fields that were given.
+        spec: The method as it is written; records are stored under this text.
+        make: Returns the intervention to apply to the model; None for the full cache and sampling. It raises a
+            `SinkscopeError` if settings are invalid together.
     """
 
     name: str
-    paper: bool = False
-    budget: Budget | None = None
-    options: tuple[tuple[str, Any], ...] = ()
-
-    @property
-    def spec(self) -> str:
-        """The method as it is written; records are stored under this text."""
-        parts = [self.name]
-        if self.paper:
-            parts.append(PAPER)
-        if self.budget is not None:
-            parts.append(str(self.budget))
-        for key, value in self.options:
-            parts.append(f"{key}={str(value).lower() if isinstance(value, bool | None) else value}")
-        return ":".join(parts)
-
-    def make(self) -> Any:
-        """The intervention to apply to the model; None for the full cache and sampling.
-
-        Raises:
-            SinkscopeError: The settings are invalid together.
-        """
-        cls = class_of(self.name)
-        if cls is None:
-            return None
-        options = {**FIXED.get(self.name, {}), **dict(self.options)}
-        if self.budget is not None:
-            if issubclass(cls, Shape):
-                return ShapeShare(cls.__name__, self.budget)
-            options["budget"] = self.budget
-        if self.paper:
-            return cls.paper(**options)
-        return cls(**options)
+    spec: str
+    make: Callable[[], Any] = field(compare=False)
 
 
 def read_method(spec: str, budget: Budget | None = None) -> Method:
@@ -161,26 +130,37 @@ def read_method(spec: str, budget: Budget | None = None) -> Method:
     name = name_of(spec)
     cls = class_of(name)
     parts = spec.removeprefix(name).split(":")[1:]
-    paper = PAPER in parts and hasattr(cls, PAPER)
-    if paper:
+    written = [name]
+    build = cls
+    if PAPER in parts and hasattr(cls, PAPER):
         parts.remove(PAPER)
-    types: dict[str, Any] = {}
-    if cls is not None:
-        types = setting_types(cls)
-    takes_budget = "budget" in types and FIXED.get(name, {}).get("decode", True)
-    shape = cls is not None and issubclass(cls, Shape)
+        written.append(PAPER)
+        build = cls.paper
+    types = setting_types(cls)
+    fixed = FIXED.get(name, {})
+    takes_budget = "budget" in types and fixed.get("decode", True)
+    shape = issubclass(cls, Shape)
     if shape:
         types["budget"] = Budget
-    written = [part if "=" in part else f"budget={part}" for part in parts]
-    options = read_settings(written, types, f"method {spec!r}")
+    settings = [part if "=" in part else f"budget={part}" for part in parts]
+    options = read_settings(settings, types, f"method {spec!r}")
     own = options.pop("budget", None)
     if own is None and (takes_budget or (shape and isinstance(budget, float) and not options)):
         own = budget
-    return Method(name, paper, own, tuple(options.items()))
+    if own is not None:
+        written.append(str(own))
+    for key, value in options.items():
+        written.append(f"{key}={str(value).lower() if isinstance(value, bool | None) else value}")
+    make = partial(build, **{**fixed, **options})
+    if own is not None:
+        make = partial(ShapeShare, cls.__name__, own) if shape else partial(make, budget=own)
+    return Method(name, ":".join(written), make)
 
 
 def setting_types(cls: Any) -> dict[str, Any]:
-    """The type of each field of a dataclass, by name."""
+    """The type of each field of a dataclass, by name; another class has none."""
+    if not is_dataclass(cls):
+        return {}
     hints = get_type_hints(cls, include_extras=True)
     return {each.name: hints[each.name] for each in fields(cls)}
 

@@ -52,11 +52,6 @@ class Prompt:
     about: dict[str, Any] = field(default_factory=dict)
 
 
-def single(id: str, text: str, answers: Sequence[str], set: str, part: str = "", **about: Any) -> Prompt:
-    """A prompt of one turn."""
-    return Prompt(id, (Turn(text, tuple(answers)),), set, part, about)
-
-
 def with_controls(prompts: Sequence[Prompt]) -> list[Prompt]:
     """The prompts; each turn also gets the correct answers of the previous prompt, for the score expected by chance."""
     controlled: list[Prompt] = []

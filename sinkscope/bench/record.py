@@ -16,7 +16,6 @@ from sinkscope.files.plain import pathless
 from sinkscope.files.store import RECORDS, SETTINGS, Folder, Keyed, lines, read_lines
 
 COMMAND = "bench"
-PROMPTS = "prompts.jsonl"
 Ending = Literal["eos", "cap"]
 Metrics = dict[str, float | int | None]
 """Numbers by name; None where a number does not exist."""
@@ -84,7 +83,9 @@ def open_run(
     """
     stored = lines(prompts)
     digest = hashlib.sha256(stored.encode()).hexdigest()[:16]
-    return Folder(folder, {"command": COMMAND, **settings, "prompts": digest}, BenchRecord, also={PROMPTS: stored})
+    return Folder(
+        folder, {"command": COMMAND, **settings, "prompts": digest}, BenchRecord, also={"prompts.jsonl": stored}
+    )
 
 
 def read_run(folder: str | os.PathLike[str]) -> BenchRun:

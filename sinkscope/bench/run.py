@@ -24,7 +24,7 @@ from sinkscope.models.config import float32_by_default
 from sinkscope.models.load import load
 from sinkscope.serving.generate import Temperature
 
-VERSION = 4
+VERSION = 5
 """Version of the records; a change of what they hold is another setting."""
 
 
@@ -72,8 +72,8 @@ def bench(
         sinkscope bench --task recall --methods full,h2o:0.25 --out runs
     """
     chosen = read_task(task)
-    options: dict[str, Any] = {"backend": backend, "revision": revision, "device": device, "dtype": dtype}
-    opener = partial(load, model or chosen.model, **options)
+    name = chosen.model if model is None else model
+    opener = partial(load, name, backend=backend, revision=revision, device=device, dtype=dtype)
     run = run_bench(
         opener,
         chosen,

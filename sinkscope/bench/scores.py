@@ -57,11 +57,6 @@ def f1(text: str, answers: Sequence[str]) -> float:
     return best
 
 
-def exact(text: str, answers: Sequence[str]) -> float:
-    """1 if the output has the same words as an answer, after normalisation."""
-    return float(any(normalised(text) == normalised(answer) for answer in answers))
-
-
 def contains(text: str, answers: Sequence[str]) -> float:
     """1 if an answer occurs in the output, ignoring case."""
     return float(any(answer.lower() in text.lower() for answer in answers))
@@ -74,7 +69,6 @@ def share(text: str, answers: Sequence[str]) -> float:
 
 METRICS: dict[str, Callable[[str, Sequence[str]], float]] = {
     "f1": f1,
-    "exact": exact,
     "contains": contains,
     "share": share,
 }

@@ -97,9 +97,20 @@ class BenchTable(Result):
         """One row per group."""
         rows: list[dict[str, Any]] = []
         for group in self.groups:
-            row: dict[str, Any] = {"task": group.task, "model": group.model, "set": group.set, "method": group.method}
-            row |= {task_class(group.task).main: group.score, "low": group.low, "high": group.high, **group.parts}
-            rows.append(row | group.metrics | {"answers": group.answers, "temperature": group.temperature})
+            row = {
+                "task": group.task,
+                "model": group.model,
+                "set": group.set,
+                "method": group.method,
+                task_class(group.task).main: group.score,
+                "low": group.low,
+                "high": group.high,
+                **group.parts,
+                **group.metrics,
+                "answers": group.answers,
+                "temperature": group.temperature,
+            }
+            rows.append(row)
         return rows
 
     def grids(self) -> list[Grid]:

@@ -61,9 +61,6 @@ class Provenance:
     seconds: float
     peak_memory_bytes: int | None
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "argv", tuple(pathless(word) for word in self.argv))
-
 
 UNKNOWN_MODEL = ModelInfo("unknown", "unknown", 0, 0, 0, "")
 UNKNOWN_PROVENANCE = Provenance((), {}, "unknown", "unknown", "unknown", None, 0, 0.0, None)
@@ -89,7 +86,7 @@ def provenance(
         seed: Seed of every random choice.
     """
     return Provenance(
-        argv=tuple(sys.argv),
+        argv=tuple(map(pathless, sys.argv)),
         versions=versions(),
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),

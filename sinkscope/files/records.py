@@ -109,8 +109,6 @@ def read_setting(text: str, kind: Any, name: str) -> Any:
         value = literal_eval(text.capitalize())  # "true", "false" and "none" as well
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         value = text
-        if text in ("inf", "-inf"):
-            value = float(text)
     return conform(kind, value, name, strict=True)
 
 

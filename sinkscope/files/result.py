@@ -206,10 +206,9 @@ class Result:
         as its rows, or else one row of its plain fields.
         """
         own = self.own_fields()
-        axes = _named_axes(type(self))
-        arrays = [name for name in axes if getattr(own[name], "size", 0)]
-        if arrays and not self.table_of:
-            return _long_rows(own, {name: axes[name] for name in arrays})
+        axes = _named_axes(type(self), own)
+        if axes and not self.table_of:
+            return _long_rows(own, axes)
         for name, value in own.items():
             if self.table_of in ("", name) and isinstance(value, tuple | list) and value and is_dataclass(value[0]):
                 return [self._record_row(record) for record in value]
@@ -267,7 +266,7 @@ class Result:
                 says so. None: everything, with the meaning of the columns.
         """
         conclusion, *details = self.summary().split("\n")
-        grids = [grid.fitted(width) for grid in self.grids()]
+        grids = self.grids()
         tables = [grid.text(width) for grid in grids]
         if lines is None or width is None:
             return "\n\n".join([*tables, *self.below(width), "\n".join([*details, conclusion])])
@@ -292,7 +291,9 @@ class Result:
         return ["\n".join(lines)] if lines else []
 
     def _meaning(self) -> dict[str, str]:
-        names = [name for grid in self.grids() for name in grid.columns]
+        names: list[str] = []
+        for grid in self.grids():
+            names += grid.columns
         return glossary(type(self), names, self.glossary)
 
     @classmethod
@@ -313,10 +314,9 @@ class Result:
     def to_html(self) -> str:
         """`summary` and the tables with every column as an HTML fragment, fully escaped; notebooks show this."""
         first, *details = self.summary().split("\n")
-        grids = self.grids()
         parts = ['<div class="sinkscope">', f"<p><b>{html.escape(first)}</b></p>"]
         parts += [f"<p>{html.escape(line)}</p>" for line in details]
-        parts += [grid.html() for grid in grids]
+        parts += map(Grid.html, self.grids())
         parts.append("<details><summary>What the columns mean</summary><dl>")
         for name, sentence in self._meaning().items():
             parts.append(f"<dt>{html.escape(name)}</dt><dd>{html.escape(sentence)}</dd>")
@@ -324,13 +324,13 @@ class Result:
         return visible("\n".join([*parts, "</div>"]))
 
 
-def _named_axes(cls: type[Result]) -> dict[str, tuple[str, ...]]:
-    """The names of the axes of each field that is an array with such names."""
+def _named_axes(cls: type[Result], own: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    """The names of the axes of each field that is an array with such names, and not empty."""
     axes: dict[str, tuple[str, ...]] = {}
     for name, hint in get_type_hints(cls).items():
         for one in (hint, *get_args(hint)):
             words = getattr(one, "dim_str", "")  # of jaxtyping
-            if words and name not in ENVELOPE_FIELDS:
+            if words and getattr(own.get(name), "size", 0):
                 axes[name] = tuple(words.split())
     return axes
 

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
@@ -28,10 +29,7 @@ class Keyed:
     @property
     def key(self) -> Hashable:
         """Identifies the record: the values of its key fields, or the value of the only one."""
-        values = tuple(getattr(self, name) for name in self.identity)
-        if len(values) == 1:
-            return values[0]
-        return values
+        return attrgetter(*self.identity)(self)
 
 
 R = TypeVar("R", bound=Keyed)

@@ -67,10 +67,11 @@ class Grid:
         room = width + len(BETWEEN)
         if sum(sizes.values()) > room:
             names = important or names
-        shown = names[:1]
-        for name in names[1:]:
-            if sizes[name] + sum(sizes[other] for other in shown) <= room:
+        shown: list[str] = []
+        for name in names:
+            if not shown or sizes[name] <= room:
                 shown.append(name)
+                room -= sizes.get(name, 0)
         left_out = [_words(name) for name in sizes if name not in shown]
         note = self.note
         if constants:
@@ -80,27 +81,32 @@ class Grid:
         return replace(self, columns={name: self.columns[name] for name in shown}, note=note.strip())
 
     def text(self, width: int | None = None, rows: int | None = None) -> str:
-        """Title, aligned columns and note. Heads may take several lines; numbers are right-aligned, words left.
+        """Title, the columns that fit, aligned, and note. Heads may take several lines; numbers are right-aligned.
 
         Args:
-            width: Characters of a line of the note. None: it is not broken.
+            width: Characters of a line. None: every column is shown, and the note is not broken.
             rows: Rows that are shown, which the note then says. None: all.
         """
         from rich.cells import set_cell_size  # some characters take two places
 
-        note = self.note
-        heads = {name: wrap(_words(name), _width(name, cells)) for name, cells in self.columns.items()}
-        height = max(map(len, heads.values()), default=0)
+        shown = self.fitted(width)
+        note = shown.note
+        heads: list[list[str]] = []
+        for name, cells in shown.columns.items():
+            heads.append(wrap(_words(name), _width(name, cells)))
+        height = max(map(len, heads), default=0)
         blocks: list[list[str]] = []
-        for name, cells in self.columns.items():
+        for head, (name, cells) in zip(heads, shown.columns.items(), strict=True):
             size = _width(name, cells)
             if len(cells[:rows]) < len(cells):
                 note = f"{rows} of {len(cells)} rows are shown."
-            block = [*[""] * (height - len(heads[name])), *heads[name], *cells[:rows]]
+            block = [*[""] * (height - len(head)), *head, *cells[:rows]]
             if all(map(_NUMBER.fullmatch, cells)):
                 block = [part.rjust(size) for part in block]
             blocks.append([set_cell_size(part, size) for part in block])
-        lines = [self.title, *(BETWEEN.join(row).rstrip() for row in zip(*blocks, strict=True))]
+        lines = [self.title]
+        for row in zip(*blocks, strict=True):
+            lines.append(BETWEEN.join(row).rstrip())
         for line in note.splitlines():
             lines.append(line if width is None else fill(line, width))
         return "\n".join(filter(None, lines))
@@ -123,8 +129,10 @@ def _width(name: str, cells: Sequence[str]) -> int:
 
 def height(blocks: Sequence[str], width: int) -> int:
     """Number of lines that texts take on a terminal, which breaks the long ones."""
-    lines = "\n".join(blocks).split("\n") if blocks else ()
-    return sum(max(1, -(-len(line) // width)) for line in lines)
+    lines = 0
+    for line in "\n".join(blocks).splitlines():
+        lines += max(1, -(-len(line) // width))
+    return lines
 
 
 def shortened(grids: Sequence[Grid], room: int, width: int) -> list[str]:
@@ -133,7 +141,9 @@ def shortened(grids: Sequence[Grid], room: int, width: int) -> list[str]:
     A table keeps a row at least; if that is not enough, the last tables are left out.
     """
     texts: list[str] = []
-    most = max((len(cells) for grid in grids for cells in grid.columns.values()), default=0)
+    most = 0
+    for grid in grids:
+        most = max(most, *map(len, grid.columns.values()))
     for count in range(len(grids), 0, -1):
         for rows in range(most, 0, -1):
             texts = [grid.text(width, rows) for grid in grids[:count]]
@@ -203,12 +213,15 @@ def _with_site_names(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unfolded(arrays: Mapping[str, Any], **axes: Sequence[Any]) -> Table:
-    """A row for each entry of arrays that have the same axes, with the labels of its place; NaN becomes None."""
+    """A row for each entry of arrays that have the same axes, with the labels of its place; NaN becomes None.
+
+    Arrays that are None are left out.
+    """
     import numpy as np  # slow to load, and few results hold arrays
 
     rows: Table = []
     shape = [len(labels) for labels in axes.values()]
-    arrays = {name: np.reshape(values, shape) for name, values in arrays.items()}
+    arrays = {name: np.reshape(values, shape) for name, values in arrays.items() if values is not None}
     for place, labels in zip(np.ndindex(*shape), product(*axes.values()), strict=True):
         row = dict(zip(axes, labels, strict=True))
         for name, values in arrays.items():

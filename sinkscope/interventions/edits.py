@@ -252,8 +252,7 @@ class Ablate(NeuronEdit):
     """Switch neurons or attention heads off.
 
     Args:
-        heads: Query heads whose output (`hook_z`) is switched off: (layer, head), names such as "L0.H4", or head
-            numbers together with `layer`.
+        heads: Query heads whose output (`hook_z`) is switched off: (layer, head), or names such as "L0.H4".
         value: "zero", a number, or "mean": the row's mean over its real positions after the first, in the first call
             that has any. The first token is excluded because a sink there would distort the mean. Before such a call,
             "mean" leaves the values unchanged.
@@ -269,18 +268,15 @@ class Ablate(NeuronEdit):
 
     value: Literal["zero", "mean"] | float = "zero"
     positions: Positions = None
-    heads: int | str | Sequence[int | str | Sequence[int]] = ()
+    heads: str | Sequence[str | Sequence[int]] = ()
 
     KIND: ClassVar[str] = "ablated"
 
     def __post_init__(self, layer: int | None, neurons: int | Sequence[int]) -> None:
         heads = self.heads
-        if isinstance(heads, int | str):
+        if isinstance(heads, str):
             heads = [heads]
-        pairs = [head_of(head, layer) for head in heads]
-        object.__setattr__(self, "heads", tuple(dict.fromkeys(pairs)))
-        if self.heads and neurons == ():
-            layer = None
+        object.__setattr__(self, "heads", tuple(dict.fromkeys(map(head_of, heads))))
         super().__post_init__(layer, neurons)
         conform(Literal["zero", "mean"] | Number, self.value, "value", page=PAGE)
         object.__setattr__(self, "positions", checked_positions(self.positions))
@@ -295,9 +291,8 @@ class Ablate(NeuronEdit):
         if self.value == "mean":
             is_later = (index > 0)[..., None]
             mean = torch.where(is_later, old.detach(), 0).sum(1, dtype=torch.float32) / is_later.sum(1)
-            if "mean" in memory:
-                mean = torch.where(memory["mean"].isnan(), mean, memory["mean"])
-            memory["mean"] = mean
+            earlier = memory.get("mean", mean)
+            mean = memory["mean"] = torch.where(earlier.isnan(), mean, earlier)
             value = torch.where(mean.isnan()[:, None], old, mean[:, None].to(old.dtype))
         else:
             value = torch.full_like(old, 0.0 if self.value == "zero" else float(self.value))

@@ -31,11 +31,7 @@ class Memory(dict[str, Tensor]):
         """Store the value where `at` holds (at most once per row); other rows keep their former value."""
         # No synchronisation with the device: rows without a hit are chosen by `where`, not by indexing.
         here = torch.where(at[..., None], values.detach(), 0).sum(1)
-        if name in self:
-            before = self[name]
-        else:
-            before = torch.full_like(here, torch.nan)
-        self[name] = torch.where(at.any(1, keepdim=True), here, before)
+        self[name] = torch.where(at.any(1, keepdim=True), here, self.get(name, torch.nan))
         return self[name]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -23,7 +22,6 @@ from sinkscope.interventions.sites import NeuronSite, Where, site_of
 from sinkscope.models.open import is_checkpoint
 from sinkscope.models.target import Target
 
-SCHEMA, KIND = 1, "sink-patch"
 _PAGE = "patch-file"
 Value = Literal["second", "calibrated"] | Number
 
@@ -161,16 +159,10 @@ class SinkPatch(NeuronEdit):
         Raises:
             SinkscopeError: The path cannot be written, or holds another kind of file.
         """
-        sites = [{**site._asdict(), "calibrated": self.calibrated.get(site)} for site in self.checked_sites]
-        content = {
-            "schema": SCHEMA,
-            "kind": KIND,
-            "model": self.model,
-            "site": self.site,
-            "value": self.value,
-            "sites": sites,
-        }
-        write_output(path, json.dumps(content, indent=2) + "\n")
+        sites = [_FileSite(**site._asdict(), calibrated=self.calibrated.get(site)) for site in self.checked_sites]
+        content = {"schema": 1, "kind": "sink-patch", "model": self.model, "site": self.site, "value": self.value}
+        file = _File.model_validate({**content, "sites": sites})
+        write_output(path, file.model_dump_json(indent=2, by_alias=True) + "\n")
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> SinkPatch:

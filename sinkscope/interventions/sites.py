@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -67,38 +67,32 @@ def site_of(site: Any) -> NeuronSite:
         return site
     if isinstance(site, str):
         site = read_neuron(site, "site")
-    if isinstance(site, Iterable):
-        numbers: tuple[Any, ...] = tuple(site)
-    else:
-        numbers = (site,)
-    if len(numbers) not in (2, 3) or not all(map(_is_whole, numbers)):
-        raise SinkscopeError(
-            f"site {site!r}: expected (layer, neuron) or (layer, expert, neuron), whole numbers from 0, or a name "
-            'such as "L1.N338"',
-            page=PAGE,
-        )
-    expert = None
-    if len(numbers) == 3:
-        expert = numbers[1]
-    return NeuronSite(numbers[0], numbers[-1], expert)
+    numbers = _numbers(
+        "site", site, '(layer, neuron) or (layer, expert, neuron), whole numbers from 0, or "L1.N338"', 2, 3
+    )
+    return NeuronSite(numbers[0], numbers[-1], *numbers[1:-1])
 
 
-def head_of(head: Any, layer: int | None = None) -> tuple[int, int]:
-    """Layer and query head from (layer, head), from its name "L0.H4", or from its number if the layer is known.
+def head_of(head: Any) -> tuple[int, int]:
+    """Layer and query head from (layer, head), or from its name "L0.H4".
 
     Raises:
         SinkscopeError: The head is given in any other form.
     """
     if isinstance(head, str):
         return read_head(head, "head")
-    numbers: Any = head
-    if isinstance(head, int) and layer is not None:
-        numbers = layer, head
-    if not isinstance(numbers, tuple | list) or len(numbers) != 2 or not all(map(_is_whole, numbers)):
-        raise SinkscopeError(
-            f'head {head!r}: expected (layer, head), whole numbers from 0, or a name such as "L0.H4"', page=PAGE
-        )
-    return numbers[0], numbers[1]
+    layer, number = _numbers("head", head, '(layer, head), whole numbers from 0, or "L0.H4"', 2)
+    return layer, number
+
+
+def _numbers(kind: str, given: Any, expected: str, *lengths: int) -> tuple[int, ...]:
+    """Whole numbers from 0, as many as one of the lengths."""
+    numbers = given
+    if not isinstance(given, tuple | list):
+        numbers = (given,)
+    if len(numbers) not in lengths or not all(map(_is_whole, numbers)):
+        raise SinkscopeError(f"{kind} {given!r}: expected {expected}", page=PAGE)
+    return tuple(numbers)
 
 
 def _is_whole(number: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
@@ -22,7 +22,7 @@ from sinkscope.trace.run import Site, resolve
 _WHERE = ("hook_embed", "hook_resid_pre", "hook_attn_out", "hook_resid_mid", "hook_mlp_out", "hook_resid_post")
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False)
 class Add(Intervention):
     """Add a vector to the residual stream at a site, in the prompt and in everything that is generated.
 
@@ -43,12 +43,12 @@ class Add(Intervention):
 
     Example:
         >>> Add([0.5, -0.5], "blocks.3.hook_resid_post", scale=2.0)
-        Add(vector of 2 numbers with norm 0.7071, 'blocks.3.hook_resid_post', scale=2.0, positions=None)
+        Add(site='blocks.3.hook_resid_post', scale=2.0, positions=None)
     """
 
     KIND: ClassVar[str] = "added"
 
-    vector: Any
+    vector: Any = field(repr=False)
     site: str
     scale: int | float = 1.0
     positions: Positions = None
@@ -66,12 +66,6 @@ class Add(Intervention):
         conform(Number, self.scale, "scale", page=PAGE)
         object.__setattr__(self, "vector", vector.float())
         object.__setattr__(self, "positions", checked_positions(self.positions))
-
-    def __repr__(self) -> str:
-        vector: Tensor = self.vector
-        norm = float(torch.linalg.vector_norm(vector))
-        numbers = f"vector of {len(vector)} numbers with norm {norm:.4g}"
-        return f"Add({numbers}, {self.site!r}, scale={self.scale}, positions={self.positions!r})"
 
     def summary(self, run: Run) -> str:
         """The number of positions."""

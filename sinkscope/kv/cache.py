@@ -165,9 +165,7 @@ class CacheLayer(DynamicLayer):
     def holes(self) -> Float[Tensor, " batch"]:
         """Number of empty slots of each row, averaged over kv heads; returns the same tensor until the next edit."""
         # New slots of single-token calls are never holes, so this is valid until the next edit.
-        if self._holes is None and self.whole:
-            self._holes = torch.zeros(len(self.pos), device=self.pos.device)
-        elif self._holes is None:
+        if self._holes is None:
             self._holes = (self.pos < 0).sum(-1).float().mean(1)
         return self._holes
 
@@ -334,18 +332,22 @@ class CacheLayer(DynamicLayer):
         return joined
 
     def evict_joined(self, layers: list[CacheLayer], keep: Bool[Tensor, "row kv_head slot"], count: int) -> None:
-        """Free every slot that is not kept in the layers that were joined here; each head keeps `count`."""
+        """Free every slot that is not kept in these layers; each head keeps `count`.
+
+        They are those that were joined here, or all hold the same and the first one stands for them.
+        """
+        joined = len(keep) // len(layers[0].keys)
         index = _flat_slots(keep, count, ragged=False)
-        pos = self.pos.take(index).chunk(len(layers))
-        extras = {name: values.take(index).chunk(len(layers)) for name, values in self._extras.items()}
-        index = index % (keep.numel() // len(layers))
-        for number, (kv, slots) in enumerate(zip(layers, index.chunk(len(layers)), strict=True)):
+        pos = self.pos.take(index).chunk(joined)
+        extras = {name: values.take(index).chunk(joined) for name, values in self._extras.items()}
+        slots = (index % (keep.numel() // joined)).chunk(joined)
+        for number, kv in enumerate(layers):
             kv._extras = {}
-            kv._keep(slots, pos[number])
+            kv._keep(slots[number % joined], pos[number % joined])
             kv.ragged = False
             kv.whole = True
             for name, values in extras.items():
-                kv._extras[name] = values[number]
+                kv._extras[name] = values[number % joined]
 
     def copy(self) -> CacheLayer:
         """Copy the layer as it is now. Both share their tensors, because every change creates new ones."""
@@ -636,14 +638,12 @@ def _check_shape(layers: list[Any], target: Target) -> None:
     """Check that a filled cache has the model's shape."""
     if target.adapter.k is None and target.adapter.fused_qkv is None:  # latent attention caches one head for all
         return
-    kv_heads = target.n_kv_heads
-    for layer in layers:
-        if type(layer) in (CacheLayer, DynamicLayer) and layer.get_seq_length() > 0:
-            kv_heads = int(layer.keys.shape[1])
-            break
-    if len(layers) != target.n_layers or kv_heads != target.n_kv_heads:
+    shapes = {
+        layer.keys.shape[1] for layer in layers if type(layer) in (CacheLayer, DynamicLayer) and layer.is_initialized
+    }
+    if len(layers) != target.n_layers or not shapes <= {target.n_kv_heads}:
         raise SinkscopeError(
-            f"past_key_values has {len(layers)} layers of {kv_heads} kv heads and {target.name} has {target.n_layers} "
-            f"of {target.n_kv_heads}: it is the cache of another model; pass a new one",
+            f"past_key_values has {len(layers)} layers of {max(shapes, default=0)} kv heads and {target.name} has "
+            f"{target.n_layers} of {target.n_kv_heads}: it is the cache of another model; pass a new one",
             page="kv-cache",
         )

@@ -159,8 +159,7 @@ class Policy(Intervention):
     def enter(self, run: Run, key: int) -> None:
         """Take over the cache and act at the right moments."""
         session = Session.of(run)
-        session.claim(self.shown_name)
-        session.own_cache()
+        session.own_cache(self.shown_name)
         session.anchors = max(session.anchors, self.first)
         rotary = Rotary(run.target) if self.positions == "rebased" else None
         self.watch(session, key)
@@ -238,7 +237,8 @@ class Policy(Intervention):
         state, layers = moment.state, moment.layers
         memory = state.memory.setdefault(key, {})
         if moment.prefill_ended:
-            if rotary is not None and not _same_positions(layers):
+            state.uniform = self.UNIFORM and _same_positions(layers)
+            if rotary is not None and not state.uniform:
                 raise UnsupportedError(
                     "this cache holds other positions in every layer, so new positions cannot be given: use "
                     'positions="original", or start with a new cache',
@@ -254,13 +254,17 @@ class Policy(Intervention):
             exact = budget
             layers = [kv for kv in layers if kv.slots > budget]
             if self.JOINS_LAYERS and rotary is None and _alike(layers):
-                joined = CacheLayer.joined(layers)
-                at = At(layers[0].number, joined, moment, session, memory, len(layers))
+                different = layers[:1] if state.uniform else layers
+                joined = CacheLayer.joined(different)
+                at = At(layers[0].number, joined, moment, session, memory, len(different))
                 joined.evict_joined(layers, self.select(self.checked_scores(at), at, budget), budget)
                 return
+        keep: Tensor | None = None
         for kv in layers:
-            at = At(kv.number, kv, moment, session, memory)
-            keep = self.select(self.checked_scores(at), at, budget)
+            if keep is None or not state.uniform:
+                at = At(kv.number, kv, moment, session, memory)
+                keep = self.select(self.checked_scores(at), at, budget)
+            keep = keep.to(kv.keys.device)  # some layers may be on another device
             if self.mode == "select":
                 kv.select(keep)
                 continue
@@ -370,8 +374,7 @@ class Full(Policy):
     def enter(self, run: Run, key: int) -> None:
         """Count the tokens, and leave the cache as it is."""
         session = Session.of(run)
-        session.claim(self.shown_name)
-        session.own_cache()
+        session.own_cache(self.shown_name)
 
     def scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
         """Score all slots the same."""

@@ -87,14 +87,6 @@ class LatestQueries:
     query: Float[Tensor, "batch head query d_head"]
     pos: Int[Tensor, "batch query"]
 
-    def then(self, query: Tensor, pos: Tensor) -> LatestQueries:
-        """These queries, followed by later ones."""
-        return LatestQueries(torch.cat([self.query, query], 2), torch.cat([self.pos.to(pos), pos], 1))
-
-    def last(self, count: int) -> LatestQueries:
-        """The last of these queries."""
-        return LatestQueries(self.query[:, :, -count:], self.pos[:, -count:])
-
 
 @dataclass(eq=False)
 class CacheState:
@@ -108,6 +100,7 @@ class CacheState:
         dropped: Number of positions by which later tokens of each row are shifted towards the start
             (`positions="rebased"`).
         padded: Whether the last prompt is padded.
+        uniform: Whether every layer and head has held the same positions since.
         memory: What each intervention remembers, by its key.
         queries: The latest queries of each layer, if requested.
         flat: Layers in which no head had lines of attention when they were last looked for (`LoopServe`).
@@ -120,6 +113,7 @@ class CacheState:
     reorders: int = 0
     dropped: Int[Tensor, " batch"] | None = None
     padded: bool = False
+    uniform: bool = False
     memory: dict[int, dict[Any, Any]] = field(default_factory=dict)
     queries: dict[int, LatestQueries] = field(default_factory=dict)
     flat: set[int] = field(default_factory=set)
@@ -177,6 +171,7 @@ class CurrentCall(threading.local):
         bridge_queries: Queries of layers of a TransformerBridge whose scores have not come yet.
         prompting: Whether `generate` is reading a prompt, so that even a single-token call is a part of it.
         settings: Settings of the latest `generate`; None without one.
+        ended: The moment after the layers of the latest call, until the logits have come.
         handler: Our listener at the tap.
         chosen: Positions that the latest indexer chose for each query.
     """
@@ -190,6 +185,7 @@ class CurrentCall(threading.local):
     bridge_queries: dict[int, Tensor]
     prompting: bool = False
     settings: Any = None
+    ended: Moment | None = None
 
 
 _OWNERS: WeakValueDictionary[int, Session] = WeakValueDictionary()
@@ -241,14 +237,12 @@ class Session:
         self.line_follower: Callable[[int, int, HeadLines], None] | None = None
         self.counts_reads = False
         self._policy_name: str | None = None
-        self._only_reads = False  # the model was called, but never to decode, nor by `generate`
-        self._acted = False
+        self._acted: bool | None = None  # False: the model was called, but never to decode, nor by `generate`
         self._queries_kept = 0
         self._keeps_decoding_queries = False
         self._row_functions: dict[int, Callable[[Tensor, Tensor, View], Tensor]] = {}
         self._watchers: list[Watcher] = []
         self._before_decode: list[Callable[[Moment], None]] = []
-        self._before_prompt: list[Callable[[Moment], None]] = []
         self._after_call: list[Callable[[Moment], None]] = []
         self._prefill: Callable[[Attention, CacheLayer | None], Tensor | None] | None = None
         self._states: WeakKeyDictionary[Any, CacheState] = WeakKeyDictionary()
@@ -278,22 +272,9 @@ class Session:
 
     # What policies and observers ask for ------------------------------------------------------------------------
 
-    def claim(self, name: str) -> None:
-        """Let the policy of this name decide what the cache keeps.
-
-        Raises:
-            UnsupportedError: Another policy was entered before.
-        """
-        if self._policy_name is not None:
-            raise UnsupportedError(
-                f"{self._policy_name} and {name} would both choose what the cache keeps: enter one of them",
-                page="kv-session",
-            )
-        self._policy_name = name
-
     def _warn_of_idle_policy(self, error: type[BaseException] | None, *_: Any) -> None:
         """Warn that nothing was measured, if the model ran and the policy of a run never came to act."""
-        if error is None and self._only_reads and self._before_decode and self._prefill is None:
+        if error is None and self._acted is False and self._before_decode and self._prefill is None:
             warnings.warn(
                 f"{self._policy_name or 'the intervention'} never acted: it acts when a generated token follows a "
                 "prompt, and only prompts were read, so all results are those of the full cache; generate, or feed "
@@ -302,16 +283,32 @@ class Session:
                 stacklevel=2,
             )
 
-    def own_cache(self) -> None:
+    def own_cache(self, policy: str | None = None) -> None:
         """Replace the layers of the caches in use by ours, which can evict, hide and count slots.
 
+        Args:
+            policy: Name of the policy that decides what the cache keeps, if one asks.
+
         Raises:
-            UnsupportedError: Another run on this model already does this.
+            UnsupportedError: Another run on this model already does this, or another policy was entered before.
         """
+        if policy is not None and self._policy_name is not None:
+            raise UnsupportedError(
+                f"{self._policy_name} and {policy} would both choose what the cache keeps: enter one of them",
+                page="kv-session",
+            )
+        self._policy_name = policy or self._policy_name
         if not self.owns_cache:
             self._own_model()
             self.owns_cache = True
+            self.run.stack.callback(self._settle)
             self.run.stack.enter_context(following_generate(self.target.hf, self._set_prompting, self._check_generate))
+
+    def _settle(self) -> None:
+        """Leave whole caches behind."""
+        for cache in self._states:
+            for kv in own_layers(cache):
+                kv.settle()
 
     def _own_model(self) -> None:
         """Only one run may act on the cache and the attention of a model; others may watch."""
@@ -339,10 +336,6 @@ class Session:
         """Call `fn` before every call that reads a single generated token."""
         self._before_decode.append(fn)
 
-    def before_prompt(self, fn: Callable[[Moment], None]) -> None:
-        """Call `fn` before every call that reads a prompt or part of one."""
-        self._before_prompt.append(fn)
-
     def replace_prefill(self, fn: Callable[[Attention, CacheLayer | None], Tensor | None]) -> None:
         """Let `fn` compute attention `[batch query head d_value]` in calls with several tokens.
 
@@ -365,7 +358,7 @@ class Session:
                 f"(load {self.target.adapter.model_type} with backend='hf')",
                 page="kv-session",
             )
-        latest = moment.state.queries[layer].last(last)
+        latest = moment.state.queries[layer]
         kv = moment.cache.layers[layer]
         module: Any = self.target.sub(layer, self.target.adapter.attn)
         keys = kv.keys
@@ -375,21 +368,17 @@ class Session:
         if isinstance(below_bridge, nn.Module):
             module = below_bridge
         columns = moment.call.columns[:, : moment.call.past].to(keys.device)
-        view = View(kv.pos, latest.pos, self._windows[layer], kv.hidden, columns=columns)
+        view = View(kv.pos, latest.pos[:, -last:], self._windows[layer], kv.hidden, columns=columns)
+        query = latest.query[:, :, -last:]
         rows = self._row_functions.get(layer)
         if rows is None:
-            return rows_by_view(module, latest.query, keys, view, None)
-        return rows(latest.query, keys, view)
+            return rows_by_view(module, query, keys, view, None)
+        return rows(query, keys, view)
 
     @property
     def usage(self) -> list[Usage]:
         """Tokens and bytes of every cache of the run."""
         return [meter.usage() for meter in self._meters if meter.calls]
-
-    @property
-    def caches(self) -> list[Any]:
-        """The caches of the run that are still in use."""
-        return list(self._states)
 
     # At the tap -------------------------------------------------------------------------------------------------
 
@@ -535,12 +524,13 @@ class Session:
         if query.shape[2] == 1 and not self._keeps_decoding_queries and not self.now.prompting:
             return
         pos = call.on(query.device)
+        count = self._queries_kept
         queries = self.state().queries
-        latest = LatestQueries(query, pos)
-        if layer in queries and query.shape[2] < self._queries_kept:
-            latest = queries[layer].then(query, pos)
-        latest = latest.last(self._queries_kept)
-        queries[layer] = LatestQueries(latest.query.detach(), latest.pos)
+        earlier = queries.get(layer)
+        if earlier is not None and query.shape[2] < count:
+            query = torch.cat([earlier.query, query], 2)
+            pos = torch.cat([earlier.pos.to(pos), pos], 1)
+        queries[layer] = LatestQueries(query[:, :, -count:].detach(), pos[:, -count:])
 
     # On a TransformerBridge -------------------------------------------------------------------------------------
 
@@ -657,9 +647,9 @@ class Session:
         if call.index.shape[1] > 1 or call.past == 0 or self.now.prompting:
             state.prefilling = True
             state.reorders = layers[0].reorders
-            self._only_reads = not (self._acted or self.now.prompting)
-            for act in self._before_prompt:
-                act(Moment(self.now.cache, layers, call, state, prefill_ended=False))
+            self._acted = bool(self._acted) or self.now.prompting
+            for kv in layers:  # a prompt sees everything
+                kv.settle()
             return
         if self.followers and layers[0].reorders != state.reorders:
             raise UnsupportedError(
@@ -678,7 +668,6 @@ class Session:
                 kv.whole = kv.whole or not (state.padded or kv.edited)
         else:
             state.decoded += 1
-        self._only_reads = False
         self._acted = True
         if self._before_decode:
             moment = Moment(self.now.cache, layers, call, state, prefill_ended)
@@ -693,10 +682,9 @@ class Session:
             if self.owns_cache:
                 state = self.state()
                 layers = own_layers(cache)
-                if self._after_call:
-                    moment = Moment(cache, layers, call, state, prefill_ended=False)
-                    for act in self._after_call:
-                        act(moment)
+                self.now.ended = Moment(cache, layers, call, state, prefill_ended=False)
+                for act in self._after_call:
+                    act(self.now.ended)
                 state.meter.note(layers, self.counts_reads and not state.prefilling)
         finally:
             self._leave_call()

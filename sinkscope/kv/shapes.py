@@ -174,7 +174,6 @@ def share_lines(
     key: Float[Tensor, "kv_head key d_head"],
     share: float,
     *,
-    last: int = _USUAL_LINES.last,
     scaling: float | None = None,
 ) -> HeadLines:
     """Like `minference_lines`, with both numbers of lines scaled so that their cells take up the given share.
@@ -185,10 +184,9 @@ def share_lines(
         query: As for `select_lines`.
         key: As for `select_lines`.
         share: Share of the causal cells; each head gets the largest number of lines that does not exceed it.
-        last: Number of last queries that vote.
         scaling: Factor on the scores. None means 1 / sqrt(d_head).
     """
-    column_votes, offset_votes = last_votes(query, key, last, scaling)
+    column_votes, offset_votes = last_votes(query, key, _USUAL_LINES.last, scaling)
 
     def lines(slash: Int[Tensor, " head"]) -> HeadLines:
         vertical = slash * _USUAL_LINES.vertical // _USUAL_LINES.slash

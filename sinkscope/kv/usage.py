@@ -103,6 +103,7 @@ class Meter:
             self._slot_bytes = [_slot_bytes(kv) for kv in layers]
         held: Tensor | int = 0
         read: Tensor | int = 0
+        holes: list[Tensor] = []
         allocated = 0
         device = first.keys.device
         for kv, slot_bytes in zip(layers, self._slot_bytes, strict=True):
@@ -110,13 +111,15 @@ class Meter:
             allocated += kv.allocated * slot_bytes
             if whole is not kv:
                 allocated += whole.allocated * slot_bytes
-            held = held + whole.slots + kv.seen - whole.seen
-            if not whole.complete:
-                held = held - whole.holes().to(device)
+            held = held + whole.keys.shape[-2] + kv.seen - whole.seen
+            if not whole.whole:
+                holes.append(whole.holes().to(device))
             if counts_reads and kv.complete:
                 read = read + kv.slots
             elif counts_reads:
                 read = read + kv.readable.sum(-1).float().mean(1).to(device)
+        if holes:
+            held = held - torch.stack(holes).sum(0)
         self.physical_bytes = max(self.physical_bytes, rows * allocated)
         self._held.add(held, rows)
         if counts_reads:
@@ -140,7 +143,4 @@ class Meter:
 
 def _slot_bytes(layer: CacheLayer) -> int:
     """Bytes of the keys and values of one slot, all kv heads together."""
-    kv_heads = layer.keys.shape[1]
-    key_bytes = layer.keys.shape[-1] * layer.keys.element_size()
-    value_bytes = layer.values.shape[-1] * layer.values.element_size()
-    return kv_heads * (key_bytes + value_bytes)
+    return layer.keys[0, :, :1].nbytes + layer.values[0, :, :1].nbytes

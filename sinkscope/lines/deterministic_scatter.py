@@ -32,9 +32,7 @@ def add_at(
     Returns:
         `into`.
     """
-    if in_order is None:
-        in_order = into.device.type == "cpu"
-    if in_order:
+    if in_order or (in_order is None and into.device.type == "cpu"):
         return into.scatter_add_(1, index, values)
     unit = 2.0 ** (math.ceil(math.log2(most)) - 61)
     whole = torch.zeros(into.shape, dtype=torch.int64, device=into.device)

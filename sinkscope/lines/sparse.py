@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
@@ -179,8 +178,8 @@ def _check(query: Tensor, key: Tensor, value: Tensor, lines: HeadLines) -> None:
             "attention along lines has no gradients: call it, or the model, under torch.no_grad()", page="kv-session"
         )
     heads, queries, width = query.shape
-    keys = key.shape[1]
-    fits = keys and heads % len(key) == 0 and key.shape[:2] == value.shape[:2] and key.shape[2] == width
+    kv_heads, keys = value.shape[:2]
+    fits = keys and heads % kv_heads == 0 and key.shape == (kv_heads, keys, width)
     if not fits or lines.vertical.shape != (heads, keys) or lines.queries != queries:
         raise SinkscopeError(
             f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}, lines "
@@ -247,6 +246,8 @@ def _side_by_side(compute: Callable[[int], None], heads: list[int]) -> None:
 
 def _dense(inputs: _Inputs, heads: list[int], out: Tensor) -> None:
     """Plain causal attention of some heads, on 4-D tensors: for other shapes PyTorch builds the whole matrix."""
+    from torch.nn.attention.bias import causal_lower_right  # loads sympy, for which no help need wait
+
     queries, keys = inputs.query.shape[1], inputs.key.shape[1]
     rows = queries
     if queries < keys:

@@ -147,24 +147,27 @@ def triton_heads(
     out: Float[Tensor, "head query d_value"],
 ) -> bool:
     """Write the attention of some heads into `out`; False if compiling failed, with a warning."""
-    dtype = value.dtype
-    width = query.shape[2]
-    values = value.shape[2]
-    arguments: list[Any] = [query.to(dtype), key.to(dtype), value, out, heads.int()]
+    # Matrix products take widths that are powers of two, from 16 on.
+    parts: list[Tensor] = []
+    for part in (query, key, value):
+        width = part.shape[2]
+        parts.append(pad(part.to(value.dtype), (0, max(16, triton.next_power_of_2(width)) - width)))
+    whole = torch.empty(*query.shape[:2], parts[2].shape[2], device=out.device, dtype=out.dtype)
     for mask in (index.banded, lines.vertical, index.whole):
-        arguments.append(mask.byte())
+        parts.append(mask.byte())
     for table in (index.block_count, index.blocks, index.column_count, index.column_index):
-        arguments.append(table.int())
-    arguments += [index.lone_count.int(), index.lone_offset.int()]
-    arguments = [tensor.contiguous() for tensor in arguments]
+        parts.append(table.int())
+    parts += [index.lone_count.int(), index.lone_offset.int(), heads.int()]
+    arguments: list[Any] = [whole, *(part.contiguous() for part in parts)]
     arguments += [scaling * _LOG2_E, query.shape[1], key.shape[1], len(query) // len(key)]
     arguments += [index.blocks.shape[1], index.column_index.shape[1], index.lone_offset.shape[1]]
-    arguments += [width, values, _power(width), _power(values), index.size, KEYS]
+    arguments += [parts[0].shape[2], parts[2].shape[2], index.size, KEYS]
     launch = cast(Any, _attend)[(len(index.starts), len(heads))]
     error: Exception | None = None
     for stages in (3, 2, 1):  # steps of the loop over keys that are in flight: fewer where shared memory is short
         try:
-            launch(*arguments, num_warps=_warps(values, index.size), num_stages=stages)
+            launch(*arguments, num_warps=_warps(value.shape[2], index.size), num_stages=stages)
+            out[heads] = whole[heads, :, : out.shape[2]]
             return True
         except torch.OutOfMemoryError:  # which may not be so for the next prompt
             raise
@@ -182,45 +185,30 @@ def _warps(values: int, size: int) -> int:
     return 4
 
 
-def _power(width: int) -> int:
-    """Matrix products take widths that are powers of two, from 16 on."""
-    return max(16, triton.next_power_of_2(width))
-
-
 @triton.jit
 @no_type_check
-def _add(scores, seen, value, top, total, sums):
+def _add(q, own, inside, seen, key, value, scaling, top, total, sums, width: tl.constexpr, values: tl.constexpr):
     """Add keys to the softmax so far: largest score, sum of weights, and weighted values of every query."""
-    scores = tl.where(seen, scores, float("-inf"))
-    new = tl.maximum(top, tl.max(scores, 1))
-    weights = tl.exp2(scores - new[:, None]).to(value.dtype)
-    fade = tl.exp2(top - new)
+    places = own.to(tl.int64)
+    k = tl.load(key + places[None, :] * width + tl.arange(0, width)[:, None], mask=inside[None, :], other=0.0)
+    v = tl.load(value + places[:, None] * values + tl.arange(0, values), mask=inside[:, None], other=0.0)
     # In float32, three products on tensor cores: plain ones took 19 KB of local memory in each thread, these 0.5 KB.
-    sums = tl.dot(weights, value, sums * fade[:, None], input_precision="tf32x3")
+    scores = tl.where(seen, tl.dot(q, k, input_precision="tf32x3") * scaling, float("-inf"))
+    new = tl.maximum(top, tl.max(scores, 1))
+    weights = tl.exp2(scores - new[:, None]).to(v.dtype)
+    fade = tl.exp2(top - new)
+    sums = tl.dot(weights, v, sums * fade[:, None], input_precision="tf32x3")
     added = tl.sum(weights.to(tl.float32), 1)  # of the same weights as in the sums
     return new, total * fade + added, sums
 
 
 @triton.jit
 @no_type_check
-def _keys_at(own, inside, key, value, width, values, WIDTH: tl.constexpr, VALUES: tl.constexpr):  # noqa: N803
-    """Keys `[width key]` and values `[key width]` at some positions; zero where there are none."""
-    wide = tl.arange(0, WIDTH)
-    tall = tl.arange(0, VALUES)
-    places = own.to(tl.int64)
-    k = tl.load(key + places[None, :] * width + wide[:, None], mask=inside & (wide < width)[:, None], other=0.0)
-    v = tl.load(value + places[:, None] * values + tall, mask=inside[:, None] & (tall < values), other=0.0)
-    return k, v
-
-
-@triton.jit
-@no_type_check
 def _attend(
+    out,
     query,
     key,
     value,
-    out,
-    heads,
     banded,
     vertical,
     whole,
@@ -230,6 +218,7 @@ def _attend(
     column_index,
     lone_count,
     lone_offset,
+    heads,
     scaling,
     queries,
     keys,
@@ -239,19 +228,16 @@ def _attend(
     lones,
     width: tl.constexpr,
     values: tl.constexpr,
-    WIDTH: tl.constexpr,  # noqa: N803
-    VALUES: tl.constexpr,  # noqa: N803
     SIZE: tl.constexpr,  # noqa: N803
     KEYS: tl.constexpr,  # noqa: N803
 ):
     row = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first
     head = tl.load(heads + tl.program_id(1)).to(tl.int64)
     at_row = head * tl.num_programs(0) + row
-    kv_head = head // group
     query += head * queries * width
     out += head * queries * values
-    key += kv_head * keys * width
-    value += kv_head * keys * values
+    key += head // group * keys * width
+    value += head // group * keys * values
     banded += head * keys
     vertical += head * keys
     column_index += head * columns
@@ -260,18 +246,15 @@ def _attend(
     whole += head * blocks
     numbers = row * SIZE + tl.arange(0, SIZE)
     at = numbers + keys - queries
-    wide = tl.arange(0, WIDTH)
-    tall = tl.arange(0, VALUES)
+    wide = tl.arange(0, width)
+    tall = tl.arange(0, values)
     few = tl.arange(0, KEYS)
     real = numbers < queries
-    in_width = wide < width
-    in_values = tall < values
-    rows_of_q = numbers.to(tl.int64)[:, None]
-    there = real[:, None] & in_width[None, :]
-    q = tl.load(query + rows_of_q * width + wide[None, :], mask=there, other=0.0)
+    rows = numbers.to(tl.int64)[:, None]
+    q = tl.load(query + rows * width + wide, mask=real[:, None], other=0.0)
     top = tl.full([SIZE], -1e30, tl.float32)  # finite, so that what is not seen weighs exp(-inf) and not nan
     total = tl.zeros([SIZE], tl.float32)
-    sums = tl.zeros([SIZE, VALUES], tl.float32)
+    sums = tl.zeros([SIZE, values], tl.float32)
 
     full = q.to(tl.float32)
     for i in range(tl.load(lone_count + at_row)):
@@ -280,8 +263,8 @@ def _attend(
         on_vertical = tl.load(vertical + own, mask=seen, other=1)
         seen = seen & (on_vertical == 0)
         places = own.to(tl.int64)[:, None]
-        k = tl.load(key + places * width + wide[None, :], mask=seen[:, None] & in_width[None, :], other=0.0)
-        v = tl.load(value + places * values + tall[None, :], mask=seen[:, None] & in_values, other=0.0)
+        k = tl.load(key + places * width + wide, mask=seen[:, None], other=0.0)
+        v = tl.load(value + places * values + tall, mask=seen[:, None], other=0.0)
         product = tl.sum(full * k.to(tl.float32), 1) * scaling
         score = tl.where(seen, product, float("-inf"))
         new = tl.maximum(top, score)
@@ -294,7 +277,6 @@ def _attend(
     for i in range(tl.load(block_count + at_row)):
         own = row * SIZE + keys - queries - tl.load(block_index + i) + few
         inside = (own >= 0) & (own < keys)
-        k, v = _keys_at(own, inside, key, value, width, values, WIDTH, VALUES)
         offset = at[:, None] - own[None, :]
         all_seen = tl.load(whole + i)
         limit = tl.where(all_seen == 0, keys, 0)
@@ -303,18 +285,14 @@ def _attend(
         on_vertical = tl.load(vertical + own, mask=inside, other=1)
         on_no_column = inside & (on_vertical == 0)
         seen = ((on_band | all_seen) != 0) & on_no_column[None, :]
-        scores = tl.dot(q, k, input_precision="tf32x3") * scaling
-        top, total, sums = _add(scores, seen, v, top, total, sums)
+        top, total, sums = _add(q, own, inside, seen, key, value, scaling, top, total, sums, width, values)
 
     seen_columns = tl.load(column_count + at_row)
     for i in range(0, seen_columns, KEYS):
         inside = i + few < seen_columns
         own = tl.load(column_index + i + few, mask=inside, other=keys)
-        k, v = _keys_at(own, inside, key, value, width, values, WIDTH, VALUES)
-        scores = tl.dot(q, k, input_precision="tf32x3") * scaling
-        top, total, sums = _add(scores, own[None, :] <= at[:, None], v, top, total, sums)
+        seen = own[None, :] <= at[:, None]
+        top, total, sums = _add(q, own, inside, seen, key, value, scaling, top, total, sums, width, values)
 
-    places = out + rows_of_q * values + tall[None, :]
-    divisor = tl.where(real, total, 1.0)
-    mean = sums / divisor[:, None]
-    tl.store(places, mean.to(out.dtype.element_ty), mask=real[:, None] & in_values[None, :])
+    mean = sums / tl.where(real, total, 1.0)[:, None]
+    tl.store(out + rows * values + tall, mean.to(out.dtype.element_ty), mask=real[:, None])

@@ -27,6 +27,7 @@ from sinkscope.loops.signals import (
 
 Voter = Literal["ttr", "cr", "p1"]
 Gate = Literal["stall", "tail"]
+Copies = Annotated[StrictInt | StrictFloat, Field(ge=2)]
 
 
 @checked
@@ -89,8 +90,8 @@ class MonitorSettings:
     stride: Natural = 16
     novelty_n: Natural = 4
     novelty_span: Natural = 64
-    tail_repeats: Annotated[StrictInt | StrictFloat, Field(ge=2)] = 3
-    tail_exact: Annotated[StrictInt | StrictFloat, Field(ge=2)] = 2.5
+    tail_repeats: Copies = 3
+    tail_exact: Copies = 2.5
     tail_shortest: Annotated[int, Strict(), Field(ge=6)] = 48
     tail_longest: Natural = 2048
     tail_noise: Share = 1 / 16
@@ -171,17 +172,17 @@ class Step(NamedTuple):
         level: At a trigger, how many earlier ones followed each other within `relapse` steps; the caller caps it.
     """
 
-    step: int
-    ttr: float
-    cr: float
-    streak: int | None
-    novelty: float
-    tail: Tail | None
-    votes: int
-    stall: bool
-    tail_rep: bool
-    trigger: bool
-    level: int
+    step: int = 0
+    ttr: float = math.nan
+    cr: float = math.nan
+    streak: int | None = None
+    novelty: float = math.nan
+    tail: Tail | None = None
+    votes: int = 0
+    stall: bool = False
+    tail_rep: bool = False
+    trigger: bool = False
+    level: int = 0
 
 
 class Monitor:
@@ -192,7 +193,7 @@ class Monitor:
 
     def __init__(self, settings: MonitorSettings | None = None) -> None:
         s = self.settings = settings or MonitorSettings()
-        self.last = Step(0, math.nan, math.nan, None, math.nan, None, 0, False, False, False, 0)
+        self.last = Step()
         self.ended = False
         self._window = LastItems(s.window)
         self._novelty = WindowNovelty(s.window, s.novelty_n, s.novelty_span)

@@ -49,11 +49,11 @@ class _Level(NamedTuple):
 def _levels(longest: int) -> list[_Level]:
     """Lengths 4, 6, 8, 12, 16, ...; each is stored at a multiple of the positions at which the one before is."""
     length, every = 4, 1
-    levels = [_Level(length, every - 1, pow(_BASE, length, _MODULUS))]
-    while length < longest - 1:
+    levels: list[_Level] = []
+    while not levels or levels[-1].length < longest - 1:
+        levels.append(_Level(length, every - 1, pow(_BASE, length, _MODULUS)))
         length += 1 << length.bit_length() - 2
         every = 1 << length.bit_length() - 2
-        levels.append(_Level(length, every - 1, pow(_BASE, length, _MODULUS)))
     return levels
 
 
@@ -75,7 +75,7 @@ class NearRepetition:
         repeats: Required number of copies, at least 3, or 2 without noise.
         shortest: Required number of tokens, at least 12, or 8 without noise.
         noise: Largest share of mismatches; 0 requires exact repetition.
-        exact: Required number of copies if they are exact, at least 2; by default `repeats`. With fewer than 3, a cycle
+        exact: Required number of copies if they are exact, at least 2. With fewer than 3, a cycle
             that resembles a shifted copy of itself may be found later, but at the third copy at the latest.
         counting: Whether a position may change in every copy.
     """
@@ -86,13 +86,13 @@ class NearRepetition:
         repeats: int | float,
         shortest: int,
         noise: float,
-        exact: int | float | None = None,
+        exact: int | float = 3,
         counting: bool = False,
     ) -> None:
         self._counting = counting
         self._longest = longest
         self._repeats = repeats
-        self._exact_repeats = repeats if exact is None else exact
+        self._exact_repeats = exact
         self._shortest = shortest
         self._noise = noise
         self._levels = _levels(longest)

@@ -127,7 +127,7 @@ def compression_ratio(ids: Ids | str) -> float:
 
 def is_token_id(value: object) -> bool:
     """Whether a value is a whole number from 0 to 2**32 - 1."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 32
+    return type(value) is int and 0 <= value < 1 << 32  # a bool is no token
 
 
 def _packed(ids: Sequence[int]) -> bytes:

@@ -55,7 +55,7 @@ class Stream:
         settings: Settings of the monitor.
     """
 
-    def __init__(self, settings: MonitorSettings) -> None:
+    def __init__(self, settings: MonitorSettings | None) -> None:
         self.monitor = Monitor(settings)
         self._last_word = ""  # of a text; it may still grow
         self._whole_text: str | None = ""  # of a server that sends all of it each time; None: it does not
@@ -102,10 +102,12 @@ class Stream:
 
     def _copy(self, tail: Tail | None, step: int) -> str:
         """Text of one copy of the loop, or of the last tokens."""
-        if tail is None:
-            return shown("".join([*self._recent][-SHOWN_TOKENS:]).strip(" "))
-        copy = deque([*self._recent][-tail.period :])
-        copy.rotate(step - tail.start)  # it begins where the first copy began
+        length, turned = SHOWN_TOKENS, 0
+        if tail is not None:
+            length = tail.period
+            turned = step - tail.start  # it begins where the first copy began
+        copy = deque([*self._recent][-length:])
+        copy.rotate(turned)
         return shown("".join(copy).strip(" "))
 
 
@@ -122,7 +124,7 @@ class Watch:
     """
 
     def __init__(self, settings: MonitorSettings | None = None) -> None:
-        self._settings = settings or MonitorSettings()
+        self._settings = settings
         self.streams = 0
         self.skipped = 0
         self._first_problem = ""
@@ -158,7 +160,8 @@ class Watch:
             empty = f"{name} is empty, or nothing in it is an output: expected {expected}"
             raise SinkscopeError(self._first_problem or empty)
         if self.skipped:
-            _warn(f"{self._first_problem}; what cannot be read was skipped {self.skipped} times")
+            problem = f"{self._first_problem}; what cannot be read was skipped {self.skipped} times"
+            warnings.warn(problem, SinkscopeWarning, stacklevel=2)
 
     def _take(self, piece: Piece) -> Iterator[Alarm]:
         stream = self.open.pop(piece.stream, None)
@@ -178,11 +181,8 @@ class Watch:
         if self.skipped == 1:
             self._first_problem = problem
             if self.streams:
-                _warn(f"{problem}; it is skipped, as all is that cannot be read")
-
-
-def _warn(problem: str) -> None:
-    warnings.warn(problem, SinkscopeWarning, stacklevel=3)
+                end = "; it is skipped, as all is that cannot be read"
+                warnings.warn(problem + end, SinkscopeWarning, stacklevel=2)
 
 
 def _pieces(source: Any, form: StreamForm, name: str, skip: Callable[[str], None]) -> Iterator[Piece]:
@@ -271,7 +271,7 @@ def monitor_settings(file: str | None, variant: str) -> MonitorSettings:
     data: Any = {}
     if file is not None:
         data = read_json(file)
-    if not isinstance(data, dict) or "schema" in data:
+    if not isinstance(data, dict):
         raise SinkscopeError(f'{file} holds no settings: expected an object such as {{"window": 128}}')
     return MonitorSettings.variant(variant, **data)
 

@@ -65,7 +65,10 @@ class Adapter:
         return "|".join(filter(None, (self.post_attn_norm, self.attn)))
 
 
-PATHS = tuple("attn mlp down up gate q k v o fused_qkv mid post_attn_norm post_mlp_norm experts shared_gate".split())
+PATHS = (
+    *("attn", "q", "k", "v", "fused_qkv", "o", "mid", "post_attn_norm"),
+    *("mlp", "down", "up", "gate", "post_mlp_norm", "experts", "shared_gate"),
+)
 """Fields of an adapter that name a part of a layer."""
 ADAPTERS: dict[str, Adapter] = {}
 """Registered rows, by `model_type`. The package itself needs none: all that it serves can be inferred."""

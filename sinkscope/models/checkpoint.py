@@ -106,12 +106,8 @@ def read_header(file: Path) -> dict[str, Any]:
 
 
 def _damaged(file: Path, size: int, expected: int, at_least: str = "") -> SinkscopeError:
-    difference = f"{expected - size:,} bytes are missing"
-    if size > expected:
-        difference = f"{size - expected:,} bytes are too many"
     return SinkscopeError(
-        f"{file.name} is damaged: {at_least}{difference} ({size:,} on disk, expected {at_least}{expected:,}); "
-        "download it again",
+        f"{file.name} is damaged: it has {size:,} bytes, expected {at_least}{expected:,}; download it again",
         page="truncated-safetensors",
     )
 
@@ -162,11 +158,9 @@ def weight_files(folder: Path) -> list[Path]:
             )
         return [folder / shard for shard in shards]
     remedy = "download the weights, not only the configuration"
-    gguf, loose = sorted(folder.glob("*.gguf")), sorted(folder.glob("*.safetensors"))
+    gguf = sorted(folder.glob("*.gguf"))
     if gguf:
         remedy = f"give the file itself: {gguf[0]}"
-    elif loose:
-        remedy = f"there is {loose[0].name} but no {_INDEX}; download the index too"
     raise SinkscopeError(
         f"{folder} has no weights (expected {_SINGLE}, {_INDEX} or pytorch_model.bin); {remedy}", page="no-weights"
     )
@@ -179,11 +173,6 @@ class LocalFiles:
     folder: Path
     gguf: str | None = None
     commit: str | None = None
-
-    @property
-    def is_pickled(self) -> bool:
-        """The weights are pickles (`pytorch_model.bin`), not safetensors."""
-        return self.gguf is None and not any(self.folder.glob("*.safetensors*"))
 
 
 def local_files(source: ModelSource, *, code: bool = False) -> LocalFiles:

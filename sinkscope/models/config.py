@@ -145,6 +145,8 @@ def check_kind(name: str, raw: Any, *, trust_remote_code: bool = False) -> None:
         SinkscopeError: It is not the configuration of a model.
         UnsupportedError: It is another kind of model, or transformers does not know its type.
     """
+    from transformers import CONFIG_MAPPING, __version__
+
     model_type = None
     if isinstance(raw, dict):
         model_type = raw.get("model_type")
@@ -157,8 +159,12 @@ def check_kind(name: str, raw: Any, *, trust_remote_code: bool = False) -> None:
     classes: list[str] = raw.get("architectures") or []
     if _is_causal(model_type, raw, classes):
         has_code = trust_remote_code and bool(raw.get("auto_map"))
-        if not has_code:
-            _check_known(name, model_type)
+        if not has_code and model_type not in CONFIG_MAPPING:
+            raise UnsupportedError(
+                f"{name} has the model type {model_type!r}, which transformers {__version__} does not know: install a "
+                "version that does",
+                page="unsupported-model",
+            )
         return
     what = f"model type {model_type}"
     if classes:
@@ -168,17 +174,6 @@ def check_kind(name: str, raw: Any, *, trust_remote_code: bool = False) -> None:
         "or gpt2",
         page="not-causal-lm",
     )
-
-
-def _check_known(name: str, model_type: str) -> None:
-    from transformers import CONFIG_MAPPING, __version__
-
-    if model_type not in CONFIG_MAPPING:
-        raise UnsupportedError(
-            f"{name} has the model type {model_type!r}, which transformers {__version__} does not know: install a "
-            "version that does",
-            page="unsupported-model",
-        )
 
 
 def _check_sizes(name: str, raw: dict[str, Any]) -> None:
@@ -251,9 +246,9 @@ def read_config(
     if getattr(text, "attn_logit_softcapping", None) is not None:
         config._attn_implementation = "eager"  # some versions of transformers choose SDPA, which drops the soft cap
     if layers is not None:
-        if layers > n_layers:
+        if not 1 <= layers <= n_layers:
             raise SinkscopeError(
-                f"layers={layers} is more than {name} has; expected at most {n_layers}", page="zero-layers"
+                f"layers={layers}: {name} has {n_layers} layers; expected 1 to {n_layers}", page="zero-layers"
             )
         cut_depth(text, layers)
     return config
@@ -351,12 +346,10 @@ def check_finite(hf: torch.nn.Module, source: str = "", path: str = "") -> None:
         # One number per tensor: NaN and infinity survive a sum. Cheaper than a boolean tensor of the same shape.
         if torch.isfinite(tensor.sum(dtype=torch.float32)):
             continue
-        count = int((~torch.isfinite(tensor)).sum())
-        if count > 0:  # else only the sum was too large
+        if not bool(torch.isfinite(tensor).all()):  # else only the sum was too large
             where = f"{path}{name} of {source}".removesuffix(" of ")
-            dtype = str(tensor.dtype).removeprefix("torch.")
             raise SinkscopeError(
-                f"tensor {where} holds {count:,} values that are NaN or infinite (of {tensor.numel():,}, {dtype}); "
-                "download the checkpoint again, or try dtype=float32",
+                f"tensor {where} holds values that are NaN or infinite; download the checkpoint again, or try "
+                "dtype=float32",
                 page="nan-weights",
             )

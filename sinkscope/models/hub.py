@@ -35,10 +35,7 @@ def hub_file(repo: str, name: str, revision: str | None = None, absent: Exceptio
         SinkscopeError: The repo or revision does not exist, access or connection is missing, or the transfer failed.
     """
     from huggingface_hub import errors, hf_hub_download
-    from huggingface_hub.utils import logging
 
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # the hub's client reports every retry; the outcome is reported below
     try:
         return Path(hf_hub_download(repo, name, revision=revision))
     except errors.LocalEntryNotFoundError as error:
@@ -47,8 +44,6 @@ def hub_file(repo: str, name: str, revision: str | None = None, absent: Exceptio
         raise absent or FileNotFoundError(f"{repo} has no {name}") from None
     except Exception as error:
         raise _refusal(error, repo, name, revision) from None
-    finally:
-        logging.set_verbosity(verbosity)
 
 
 def _refusal(error: Exception, repo: str, name: str, revision: str | None) -> SinkscopeError:

@@ -128,6 +128,7 @@ class _Stage:
                 linear = None if _widths(module) is None else path
         self.clean = self.run()
         self.hidden = _flat(hidden_of(self._args, self._kwargs))
+        self.heads = _attention(self)
 
     def run(self, *hooks: Hook, compute: Callable[[Any], Any] | None = None) -> _Run:
         """Call the layer under hooks; `compute` gives the output of its attention."""
@@ -180,19 +181,13 @@ class _Stage:
         with torch.enable_grad():
             return self.run(*hooks), zeros
 
-    def linear(self, outputs: Sequence[int] | None = None, inside: str = "") -> list[str]:
-        """Linear modules that saw every token, in the order in which they ran.
-
-        Args:
-            outputs: How many outputs they may have; None is any number.
-            inside: The module in which they are.
-        """
+    def linear(self, outputs: Sequence[int] | None = None) -> list[str]:
+        """Linear modules with so many outputs, or any number, that saw every token, in the order in which they ran."""
         paths = list[str]()
         for path, gave in self.clean.gave.items():
             widths = _widths(self.layer.get_submodule(path))
-            if widths is not None and len(gave) == _LENGTH and _contains(inside, path):
-                if outputs is None or widths[0] in outputs:
-                    paths.append(path)
+            if widths is not None and len(gave) == _LENGTH and (outputs is None or widths[0] in outputs):
+                paths.append(path)
         return paths
 
 
@@ -435,11 +430,7 @@ def _experts(stage: _Stage) -> str | None:
         module = stage.layer.get_submodule(path)
         if experts_of(module) is None or not len(gave):
             continue
-        if gave.shape[1] != stage.hidden.shape[1]:
-            raise NotInferredError(
-                f"its experts give {gave.shape[1]} numbers a token, and its residual stream has {stage.hidden.shape[1]}"
-            )
-        if len(gave) == _LENGTH and _is_recomputed(stage, path):
+        if gave.shape == stage.hidden.shape and _is_recomputed(stage, path):
             return path
         other = other or type(module).__name__
     if other:
@@ -497,7 +488,7 @@ def _inputs(call: Any) -> dict[str, Float[Tensor, "1 head token width"]]:
 
 def _roles(stage: _Stage, attn: str) -> dict[str, str]:
     """Which of q, k and v depend on the output of each linear module."""
-    linear = stage.linear(inside=attn)
+    linear = [path for path in stage.linear() if _contains(attn, path)]
     run, zeros = stage.run_to_derive(linear, cuts=False)
     roles = dict.fromkeys(linear, "")
     for name, tensor in _inputs(run.attention[0]).items():
@@ -517,14 +508,13 @@ def _weighing(stage: _Stage) -> str | None:
 
     def see(module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
         if isinstance(output, tuple | list) and len(output) > 1 and isinstance(output[1], Tensor):
-            if output[1].shape[-2:] == (_LENGTH, _LENGTH):
+            if output[1].shape[-2:] == (_LENGTH, _LENGTH) and module is not stage.layer:
                 weights[stage.paths[module]] = output[1].clone()
 
     stage.run(*[(module, "post", see) for module in stage.paths])
-    inside = [path for path in weights if path]
-    if not inside:
+    if not weights:
         return None
-    path = max(inside, key=len)
+    path = max(weights, key=len)
     if weights[path].triu(1).any():
         raise NotInferredError("its attention sees later tokens")
     return path
@@ -605,8 +595,9 @@ class _Kind:
     fields: dict[str, Any]
 
     @classmethod
-    def of(cls, stage: _Stage, heads: dict[str, Any]) -> _Kind:
+    def of(cls, stage: _Stage) -> _Kind:
         """Find the MLP of a layer, beside its attention."""
+        heads = stage.heads
         fields: dict[str, Any] = {"mid": None}
         experts = _experts(stage)
         mlp = _mlp(stage, experts is None)
@@ -800,11 +791,10 @@ def _infer(model: Any) -> Adapter:
     with listening(target, tap.see):
         try:
             stages = _stages(target, tap)
-            heads = [_attention(stage) for stage in stages]
         except (AttributeError, TypeError):  # some models outside the interface cannot run under its name
-            stages, heads = list[_Stage](), list[dict[str, Any]]()
-        if any(heads):
-            return _merged(draft, stages, heads)
+            stages = list[_Stage]()
+        if any(stage.heads for stage in stages):
+            return _merged(draft, stages)
     with eager(target):
         found = dict.fromkeys(_weighing(stage) for stage in _stages(target, tap))
     path = "|".join(path for path in found if path is not None)
@@ -815,8 +805,7 @@ def _infer(model: Any) -> Adapter:
         )
     outside = replace(target, adapter=replace(draft, attn=path, attention_interface=False))
     with eager(outside), listening(outside, tap.see):
-        stages = _stages(outside, tap)
-        return _merged(outside.adapter, stages, [_attention(stage) for stage in stages])
+        return _merged(outside.adapter, _stages(outside, tap))
 
 
 def _stack(model: Any, names: dict[nn.Module, str]) -> str:
@@ -869,21 +858,21 @@ def _stages(target: Target, tap: _Tap) -> list[_Stage]:
     stages: list[_Stage] = []
     for number, (args, kwargs) in sorted(calls.items()):
         hidden = hidden_of(args, kwargs)
-        if hidden.ndim != 3 or len(hidden) != 1:
-            raise NotInferredError(f"it has several residual streams (their shape is {tuple(hidden.shape)})")
-        if hidden.shape[1] != _LENGTH:
-            raise NotInferredError(f"its layers get {hidden.shape[1]} tokens where the text has {_LENGTH}")
+        if hidden.ndim != 3 or hidden.shape[:2] != (1, _LENGTH):
+            raise NotInferredError(
+                f"its layers do not get one residual stream of {_LENGTH} tokens, but of shape {tuple(hidden.shape)}"
+            )
         stages.append(_Stage(target, number, args, kwargs, tap))
     return stages
 
 
-def _merged(draft: Adapter, stages: list[_Stage], heads: list[dict[str, Any]]) -> Adapter:
+def _merged(draft: Adapter, stages: list[_Stage]) -> Adapter:
     """One adapter for all kinds of layers.
 
     Raises:
         NotInferredError: No layer has an MLP, or layers differ where a row has one value.
     """
-    kinds = [_Kind.of(stage, of_layer) for stage, of_layer in zip(stages, heads, strict=True)]
+    kinds = [_Kind.of(stage) for stage in stages]
     settings: dict[str, Any] = {}
     for name in dict.fromkeys(name for kind in kinds for name in kind.fields):
         values = list(dict.fromkeys(kind.fields[name] for kind in kinds if name in kind.fields))

@@ -166,9 +166,9 @@ def _encoded(target: Target, texts: Sequence[str], bos: bool | None, special: bo
             raise SinkscopeError(f"prompt {number} is empty: write at least one word")
         check_encodable(text, f"prompt {number}")
         row = [int(token) for token in tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]]
-        if bos is not None and bos_id is not None and row[:1] == [bos_id]:
+        if bos is not None and row[:1] == [bos_id]:
             row = row[1:]
-        if bos and bos_id is not None:
+        if bos:
             row = [bos_id, *row]
         if not row:
             raise SinkscopeError(f"prompt {number}: the tokenizer of {target.name} produces no token for it")

@@ -89,16 +89,10 @@ def load(
     if not (x is None or isinstance(x, str | os.PathLike)):
         options = {"revision": revision, "layers": layers, "dtype": dtype, "device": device, "device_map": device_map}
         return _live(x, backend, tokenizer, options | {"quantization_config": quantization_config})
-    if layers is not None and layers < 1:
-        raise SinkscopeError(
-            f"layers={layers!r}: zero layers make no model; expected a number of at least 1, or None",
-            page="zero-layers",
-        )
     if device_map is not None and device is not None:
         raise SinkscopeError(f"device {str(device)!r} and device_map exclude each other; give one of them")
     if device_map is None:
         place = parse_device(device)
-        device_map = None
         if place.type != "cpu":
             device_map = {"": place}
     options = {
@@ -176,7 +170,8 @@ def _weights(source: ModelSource, files: LocalFiles, config: Any, options: dict[
         auto = AutoModelForImageTextToText
     if files.gguf is not None:
         options = {**options, "gguf_file": files.gguf}
-    if files.is_pickled:
+    is_pickled = files.gguf is None and not any(files.folder.glob("*.safetensors*"))
+    if is_pickled:
         options = {**options, "weights_only": True}
     hides_bar = files.gguf is not None and not sys.stderr.isatty()  # the bar of GGUF files knows no switch
     with contextlib.redirect_stderr(io.StringIO()) if hides_bar else contextlib.nullcontext():
@@ -202,7 +197,7 @@ def _weights(source: ModelSource, files: LocalFiles, config: Any, options: dict[
             f"{problem}; the weights belong to another config.json: download both from one revision",
             page="missing-tensors",
         )
-    if files.is_pickled:  # only now: a checkpoint that is refused says one line, and that is why
+    if is_pickled:  # only now: a checkpoint that is refused says one line, and that is why
         note(
             f"note: {source.name} has pickled weights (.bin), read with weights_only so that no code in them runs; "
             "safetensors load faster"

@@ -61,13 +61,12 @@ def no_permission(path: object) -> SinkscopeError:
 
 
 def _in_package(model: str | os.PathLike[str] | None) -> ModelSource | None:
-    if model is None or model == BUNDLED:
-        return ModelSource("folder", Path(__file__).with_name("bundled"), BUNDLED)
-    if model == TWO_HOPS:
-        return ModelSource("folder", Path(__file__).with_name(RECALL), TWO_HOPS, planted="two_hops.npz")
-    if model in (RECALL, ORGANISM):
-        return ModelSource("folder", Path(__file__).with_name(str(model)), str(model))
-    return None
+    name = BUNDLED if model is None else model
+    if not isinstance(name, str) or name not in (BUNDLED, RECALL, TWO_HOPS, ORGANISM):
+        return None
+    if name == TWO_HOPS:
+        return ModelSource("folder", Path(__file__).with_name(RECALL), name, planted="two_hops.npz")
+    return ModelSource("folder", Path(__file__).with_name(name), name)
 
 
 def _outside(model: str | os.PathLike[str], revision: str | None) -> ModelSource:

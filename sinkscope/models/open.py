@@ -82,6 +82,7 @@ class _Store:
 
     Attributes:
         source: The checkpoint.
+        resident: The number of layers that it holds in memory.
         skipped: The number of first layers that are called without being computed.
         reads: How often each layer was read.
     """
@@ -90,7 +91,7 @@ class _Store:
         self.source = source
         self._loader = loader
         self._layers = layers
-        self._resident = resident
+        self.resident = resident
         self.skipped = 0
         self.reads: Counter[int] = Counter()
         self._empty = [layer.state_dict() for layer in layers]  # on meta: costs nothing
@@ -111,16 +112,12 @@ class _Store:
         if index in self._in_memory:
             return
         for other in sorted(self._in_memory, key=lambda held: (held >= index, -held)):
-            if len(self._in_memory) >= self._resident and not self._pins[other]:
+            if len(self._in_memory) >= self.resident and not self._pins[other]:
                 self._layers[other].load_state_dict(self._empty[other], assign=True)
                 self._in_memory.remove(other)
         self._layers[index].load_state_dict(self._loader.layer(index), assign=True)
         self._in_memory.add(index)
         self.reads[index] += 1
-
-    def hold(self, resident: int) -> None:
-        """Hold up to `resident` layers in memory from now on."""
-        self._resident = resident
 
     @contextlib.contextmanager
     def pinned(self, index: int) -> Iterator[None]:
@@ -135,9 +132,10 @@ class _Store:
 class _Loader:
     """Makes modules from parts of a checkpoint. transformers loads them, so its renames, fusions and dtypes apply."""
 
-    def __init__(self, source: SafetensorsSource, config: Any, **options: Any) -> None:
-        self._source, self._config = source, config
-        self._device, self._dtype = options["device"], options["dtype"]
+    def __init__(
+        self, source: SafetensorsSource, config: Any, *, device: str | torch.device, dtype: torch.dtype
+    ) -> None:
+        self._source, self._config, self._device, self._dtype = source, config, device, dtype
         with torch.device("meta"):
             self.causal = new_model(config, self._dtype).eval().requires_grad_(False)
         prefix = self.causal.base_model_prefix
@@ -181,13 +179,7 @@ class _Loader:
 
     def layer(self, index: int) -> dict[str, Tensor]:
         """The weights of one decoder layer, by the names of its module."""
-        names = self._inside.get(index)
-        if not names:
-            raise SinkscopeError(
-                f"{self._source.name} has no tensors of layer {index}, but its config.json says "
-                f"{self._config.num_hidden_layers} layers; get the whole checkpoint",
-                page="missing-tensors",
-            )
+        names = self._inside.get(index, {})
         single = copy.deepcopy(self._config)
         single.num_hidden_layers, single.vocab_size, single.pad_token_id = 1, 1, 0
         if getattr(single, "layer_types", None):
@@ -272,21 +264,26 @@ def open_stream(
         UnsupportedError: The checkpoint is quantised or has no safetensors, or its architecture has no adapter; such
             models must be loaded whole.
     """
-    if resident < 1:
-        raise SinkscopeError(f"resident={resident}: at least 1 layer has to be in memory")
     if not isinstance(source, SafetensorsSource):
         source = SafetensorsSource(source)
     check_depth(source.name, read_checkpoint_json(source.folder / "config.json"), source.weight_map)
-    whole = read_config(name or source.name, source.folder)
-    config = whole.get_text_config()
-    if getattr(whole, "quantization_config", None):
-        raise UnsupportedError(
-            f"{source.name} is quantised, so its layers cannot be read one by one; load it whole with "
-            "sinkscope.load(...)",
-            page="not-streamable",
-        )
+    config = read_config(name or source.name, source.folder)
     try:
-        return _opened(source, config, tokenizer, name, resident=resident, device=device, dtype=dtype)
+        if getattr(config, "quantization_config", None):
+            raise UnsupportedError("it is quantised", page="unsupported-model")
+        loader = _Loader(source, config.get_text_config(), device=device, dtype=dtype)
+        causal = loader.causal
+        setattr(causal, causal.base_model_prefix, loader.base())
+        unembedding = causal.get_output_embeddings()
+        if unembedding is not None:
+            unembedding.register_forward_pre_hook(_no_logits)
+        layers = list(causal.get_submodule(loader.stack).children())
+        store = _Store(source, loader, layers, max(resident, 2))  # two, while the adapter is inferred and proved
+        target = StreamTarget(causal, causal, "hf", DRAFT, tokenizer, name or source.name, resident=False, store=store)
+        target = replace(target, adapter=adapter_of(target))
+        target.forward(torch.zeros(1, 4, dtype=torch.long), upto=max(first_of_kinds(target)))  # or it is loaded whole
+        store.resident = resident
+        return target
     except (MemoryError, OSError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -296,24 +293,6 @@ def open_stream(
             f"{source.name} cannot be read layer by layer ({error}); load it whole with sinkscope.load(...)",
             page="not-streamable",
         ) from error
-
-
-def _opened(
-    source: SafetensorsSource, config: Any, tokenizer: Any, name: str | None, *, resident: int, **options: Any
-) -> StreamTarget:
-    loader = _Loader(source, config, **options)
-    causal = loader.causal
-    setattr(causal, causal.base_model_prefix, loader.base())
-    unembedding = causal.get_output_embeddings()
-    if unembedding is not None:
-        unembedding.register_forward_pre_hook(_no_logits)
-    layers = list(causal.get_submodule(loader.stack).children())
-    store = _Store(source, loader, layers, max(resident, 2))  # two, while the adapter is inferred and proved
-    target = StreamTarget(causal, causal, "hf", DRAFT, tokenizer, name or source.name, resident=False, store=store)
-    target = replace(target, adapter=adapter_of(target))
-    target.forward(torch.zeros(1, 4, dtype=torch.long), upto=max(first_of_kinds(target)))  # or it is loaded whole
-    store.hold(resident)
-    return target
 
 
 def _no_logits(_module: nn.Module, _args: Any) -> None:
@@ -421,14 +400,10 @@ def _stream(
     place = parse_device(device)
     # The default on a CPU is float32: half precision is slow there, and only a few layers are in memory at a time.
     kind = parse_dtype(dtype) or (torch.float32 if place.type == "cpu" else torch.bfloat16)
-    if source.kind == "folder":
-        where = Path(source.where)
-    else:
-        where = str(source.where)
-    tensors = SafetensorsSource(where, revision=source.revision)
+    tensors = SafetensorsSource(source.where, revision=source.revision)
     target = open_stream(tensors, dtype=kind, device=place, resident=1, tokenizer=tokenizer, name=source.name)
     per_layer = sum(p.numel() for p in target.layers[-1].parameters()) * kind.itemsize
-    target.store.hold(max(1, _LAYER_BYTES // max(per_layer, 1)))
+    target.store.resident = max(1, _LAYER_BYTES // max(per_layer, 1))
     target = _with_tokenizer(target)
     check_vocabulary(target.tokenizer, target.hf)
     return target

@@ -154,10 +154,8 @@ def _measure_edits(report: ProbeReport, target: Target, whole: bool) -> None:
         with target.hooks(*edited.hooks()):
             if target.kind == "bridge":
                 output = target.model(ids)
-            elif whole:
-                output = target.hf(input_ids=ids, use_cache=False)
             else:
-                output = target.forward(ids, upto=layer)
+                output = target.forward(ids, unembed=whole, upto=None if whole else layer)
         edited.check_passed()
         if edited.writes_nothing():
             continue

@@ -239,13 +239,8 @@ class Target:
 
     def _check_number(self, what: str, value: int, count: int) -> None:
         if not 0 <= value < count:
-            where = " in a layer"
-            if what == "layer":
-                where = ""
             raise SinkscopeError(
-                f"{what} {value} is not in {self.name}, which has {count} {what}s{where}: give one from 0 to "
-                f"{count - 1}",
-                page="neuron-sites",
+                f"{what} {value} is not in {self.name}: give one from 0 to {count - 1}", page="neuron-sites"
             )
 
     @cached_property

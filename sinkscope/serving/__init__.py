@@ -10,6 +10,8 @@ from importlib import import_module
 from types import new_class
 from typing import Any
 
+from sinkscope.serving.loop_row import ServingSettings as ServingSettings
+
 # Our class and the interfaces of the server, as module:class; a version of the server may lack some interfaces.
 _PROCESSORS = {
     "VllmLoopProcessor": (
@@ -25,8 +27,6 @@ _PROCESSORS = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "ServingSettings":
-        return import_module("sinkscope.serving.loop_row").ServingSettings
     if name not in _PROCESSORS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     classes: list[Any] = []

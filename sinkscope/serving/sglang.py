@@ -36,8 +36,7 @@ class SglangLoops:
                 row.follow(output)
                 # With overlapped scheduling the list lacks the latest token now and then; each call makes one more.
                 row.mark = max(len(output), row.mark + 1)
-            if row.busy(row.mark + draft):
-                row.edit(logits[place], row.mark + draft)
+            row.edit(logits[place], row.mark + draft)
         return logits
 
     @staticmethod

@@ -55,8 +55,7 @@ class BatchRequests:
         """Read the new tokens of every row and apply the actions that are due."""
         for place, (row, output) in self._rows.items():
             row.follow(output)
-            if row.busy(len(output)):
-                row.edit(logits[place], len(output))
+            row.edit(logits[place], len(output))
         return logits
 
 
@@ -103,17 +102,14 @@ class SlotRequests:
         """Read what the step before has sent, and apply the actions that are due."""
         self._receive()
         slots: list[int] = ctx.idx_mapping_np.tolist()
-        rows: dict[int, LoopRow] = {}
-        for slot in slots:
-            if slot in self._rows:
-                rows[slot] = self._rows[slot]
-        for slot, row in rows.items():
-            if row.mark < 0:
+        rows = [self._rows.get(slot) for slot in slots]
+        for slot, row in zip(slots, rows, strict=True):
+            if row is not None and row.mark < 0:
                 self._begin(slot, row)
-        if rows:
-            self._send(ctx.idx_mapping.long(), [rows.get(slot) for slot in slots])
-        busy = {slot: row for slot, row in rows.items() if row.busy(row.mark)}
-        if not busy:
+        watched = [row for row in rows if row is not None]
+        if watched:
+            self._send(ctx.idx_mapping.long(), rows)
+        if not any(row.busy(row.mark) for row in watched):
             return logits
         # Lengths on the host are exact without drafts. With them the device must be asked, while an action lasts.
         positions = ctx.seq_lens_upper_bound_np.tolist()
@@ -121,8 +117,8 @@ class SlotRequests:
             slots = ctx.expanded_idx_mapping.tolist()
             positions = (ctx.pos + 1).tolist()
         for place, (slot, position) in enumerate(zip(slots, positions, strict=True)):
-            if slot in busy:
-                busy[slot].edit(logits[place], position)
+            if slot in self._rows:
+                self._rows[slot].edit(logits[place], position)
         return logits
 
     def _begin(self, slot: int, row: LoopRow) -> None:

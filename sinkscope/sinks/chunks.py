@@ -81,7 +81,7 @@ def digest_of(text: str) -> str:
 def hold_layers(target: Target, layer: int) -> None:
     """Keep every layer up to `layer` of a streamed model in memory, because each chunk passes through all of them."""
     if isinstance(target, StreamTarget):
-        target.store.hold(layer + 1)
+        target.store.resident = layer + 1
 
 
 def token_texts(target: Target, ids: Sequence[int]) -> tuple[str, ...]:

@@ -369,11 +369,6 @@ class OwnAttention(Attention):
         """Whether the scores are more than products of queries and keys."""
         return self.parts.bias is not None or not self._is_fitted
 
-    @property
-    def is_eager(self) -> bool:
-        """Whether the model's own attention builds the whole matrix of rows."""
-        return self.parts.rows is not None
-
     def shown_to_last(self) -> Bool[Tensor, "batch 1 1 key"]:
         """The keys that the module shows to the last query."""
         last = self.parts.scores(slice(self.queries - 1, self.queries))
@@ -413,9 +408,8 @@ class OwnAttention(Attention):
     def stock(self, mask: Tensor | None) -> Output:
         """The module's own attention."""
         if self.parts.lacks_bias:
-            rows = self._rows(slice(None), False)
-            return self._weighted(rows), rows
-        return self.parts.output, self.parts.rows
+            return self.under_view(), None
+        return self.parts.output, None
 
     def under_view(self) -> Float[Tensor, "batch query head d_value"]:
         """The module's own attention over what `view` shows."""
@@ -809,12 +803,11 @@ def attention_rows(
 
 def refuse_opaque(target: Target) -> None:
     """Refuse a model whose attention does not go through transformers, because its queries and keys are not visible."""
-    if target.kind == "bridge":
+    if target.kind == "bridge" or not target.adapter.attention_interface:
         raise UnsupportedError(
-            "queries and keys of a TransformerBridge are not offered: use a plain model (backend='hf')"
+            f"queries and keys of this {target.adapter.model_type} model ({target.kind}) are not offered: give another "
+            "model, or a plain one (backend='hf')"
         )
-    if not target.adapter.attention_interface:
-        raise UnsupportedError(f"queries and keys of {target.adapter.model_type} are not offered: give another model")
 
 
 @contextmanager

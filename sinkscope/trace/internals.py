@@ -61,12 +61,11 @@ def following_generate(
             settings; may raise.
     """
 
-    def prefill(*args: Any, **kwargs: Any) -> Any:
-        settings = kwargs["generation_config"] if "generation_config" in kwargs else args[1]
-        check("_prefill", kwargs["model_kwargs"] if "model_kwargs" in kwargs else args[2], settings)
+    def prefill(input_ids: Any, generation_config: Any, model_kwargs: dict[str, Any], **more: Any) -> Any:
+        check("_prefill", model_kwargs, generation_config)
         prompting(True)
         try:
-            return type(model)._prefill(model, *args, **kwargs)
+            return type(model)._prefill(model, input_ids, generation_config, model_kwargs, **more)
         finally:
             prompting(False)
 

@@ -37,8 +37,7 @@ class Parts:
         query: Queries as they meet the keys.
         key: Keys of everything in the layer's cache.
         value: Values of everything in the layer's cache.
-        rows: The rows that it computed; None if one fused call computed them.
-        output: What it computed from them.
+        output: What it computed.
         scores: Function that gives the scores of some queries, before the softmax.
         bias: Number for each head and each column so far that is added to the scores; None if there is none.
         lacks_bias: Whether the scores lack it, because the module was called with zeros in its place.
@@ -49,7 +48,6 @@ class Parts:
     query: Float[Tensor, "batch head query d_head"]
     key: Float[Tensor, "batch kv_head key d_head"]
     value: Float[Tensor, "batch kv_head key d_value"]
-    rows: Float[Tensor, "batch head query key"] | None
     output: Float[Tensor, "batch query head d_value"]
     scores: Callable[[slice], Float[Tensor, "batch head query key"]]
     bias: Float[Tensor, "_ head _"] | None = None
@@ -124,7 +122,7 @@ class _Reader(TorchFunctionMode):
         query, key = self._factors
         scores = self._by_head(scores)
         self._factors = self._rows = self._scores = None
-        return self._replaced(result, query, key.mT, right, lambda part: scores[:, :, part], self._by_head(rows))
+        return self._replaced(result, query, key.mT, right, lambda part: scores[:, :, part])
 
     def _fused(
         self, result: Tensor, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any
@@ -142,11 +140,9 @@ class _Reader(TorchFunctionMode):
                 return made.masked_fill(~mask[:, :, part], torch.finfo(torch.float32).min)
             return made + mask[:, :, part]
 
-        return self._replaced(result, query, key, value, scores, None)
+        return self._replaced(result, query, key, value, scores)
 
-    def _replaced(
-        self, result: Tensor, query: Tensor, key: Tensor, value: Tensor, scores: Any, rows: Tensor | None
-    ) -> Tensor:
+    def _replaced(self, result: Tensor, query: Tensor, key: Tensor, value: Tensor, scores: Any) -> Tensor:
         self.attended += 1
         query = self._by_head(query)
         output = self._by_head(result).transpose(1, 2)
@@ -154,9 +150,7 @@ class _Reader(TorchFunctionMode):
         if bias is not None:
             bias = bias.reshape(-1, query.shape[1], bias.shape[-1])
         key, value = self._by_head(key), self._by_head(value)
-        other = self.attend(
-            Parts(self.module, self.layer, query, key, value, rows, output, scores, bias, self._lacks_bias)
-        )
+        other = self.attend(Parts(self.module, self.layer, query, key, value, output, scores, bias, self._lacks_bias))
         if other is output:
             return result
         return other.transpose(1, 2).reshape(result.shape).to(result.dtype)

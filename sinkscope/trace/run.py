@@ -39,10 +39,6 @@ class Site:
     cut: Callable[[Any], Tensor] = first_tensor
 
 
-def _uncut(_target: Target, tensor: Tensor) -> Tensor:
-    return tensor
-
-
 def _as_added(target: Target, tensor: Tensor) -> Tensor:
     """What the MLP adds to the residual stream."""
     return tensor * target.adapter.write_factor
@@ -80,7 +76,7 @@ class _Place:
 
     path: Callable[[Adapter], str | None]
     when: str = "post"
-    cut: Callable[[Target, Tensor], Tensor] = _uncut
+    cut: Callable[[Target, Tensor], Tensor] = lambda _target, tensor: tensor
 
 
 _PLACES = {
@@ -230,7 +226,7 @@ class Trace(dict[str, Tensor]):
         lines: list[str] = []
         for name, tensor in self.items():
             lines.append(f"  {name}: {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}")
-        return "\n".join([f"Trace of {len(self)} site" + "s" * (len(self) != 1), *lines])
+        return "\n".join([f"Trace of {len(self)} sites", *lines])
 
     def to_frame(self) -> pd.DataFrame:
         """One row per number: its site, the row of the batch, its index along each further axis, and its value."""

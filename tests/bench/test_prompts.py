@@ -23,7 +23,7 @@ def written(path: Path, *rows) -> Path:
 
 
 def test_rows_with_a_prompt_and_rows_with_turns(tmp_path):
-    turns = [{"prompt": "a", "answers": ["1"]}, {"prompt": "b", "answers": [], "metric": "exact"}]
+    turns = [{"prompt": "a", "answers": ["1"]}, {"prompt": "b", "answers": [], "metric": "share"}]
     file = written(
         tmp_path / "x.jsonl",
         {"prompt": "hello", "answers": ["world"], "depth": 0.5},
@@ -31,7 +31,7 @@ def test_rows_with_a_prompt_and_rows_with_turns(tmp_path):
     )
     first, second = read_prompts(file)
     assert first == Prompt("0", (Turn("hello", ("world",)),), "file", "", {"depth": 0.5})
-    assert second == Prompt("talk", (Turn("a", ("1",), "f1"), Turn("b", (), "exact")), "mine", "end")
+    assert second == Prompt("talk", (Turn("a", ("1",), "f1"), Turn("b", (), "share")), "mine", "end")
     assert read_task(f"{file}:chat=true:new=5") == PromptFile(file=str(file), chat=True, new=5)
 
 
@@ -65,8 +65,6 @@ def test_the_control_of_a_prompt_is_the_answer_of_another():
         ("f1", "red fox ran", ["a red cat"], 0.4),  # one word of three, and of two
         ("f1", "red red", ["red"], 2 / 3),
         ("f1", "", ["red"], 0.0),
-        ("exact", "The answer.", ["answer"], 1.0),
-        ("exact", "answer two", ["answer"], 0.0),
         ("contains", "It is 42 or 43", ["7", "43"], 1.0),
         ("share", "red, blue", ["RED", "green"], 0.5),
         ("experiments.loopserve.scores:accuracy", "a cat", ["cat", "dog"], 1.0),
@@ -81,7 +79,7 @@ def test_scores(metric, text, answers, wanted):
 
 def test_unknown_metrics_are_refused():
     for metric in ("bleu", "no.such:thing", "math:thing"):
-        with pytest.raises(SinkscopeError, match="expected f1, exact, contains, share or"):
+        with pytest.raises(SinkscopeError, match="expected f1, contains, share or"):
             score(metric, "a", ["a"])
 
 

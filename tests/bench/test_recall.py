@@ -7,14 +7,13 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from bench_kit import MODEL, tiny
+from bench_kit import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sinkscope as ss
 from sinkscope.bench.answer import Answer, Batch, BenchModel
 from sinkscope.bench.prompt import Turn
-from sinkscope.bench.record import BenchRun
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.table import tabulate_records
 from sinkscope.bench.tasks import recall as words
@@ -141,8 +140,7 @@ def test_the_full_cache_is_right_and_what_is_evicted_is_lost():
     task = Recall(count=1, turns=2, total=200, positions=("begin", "end"))
     model = ss.load("recall", backend="hf", probe=False)
     records = run_bench(model, task, ["full", "streaming:40", "loopserve-d:40"])
-    settings_ = {"model": MODEL | {"fingerprint": records[0].model}, "device": "cpu", "dtype": "f", "attention": "a"}
-    groups = {group.method: group for group in tabulate_records([BenchRun(records, settings_)]).groups}
+    groups = {group.method: group for group in tabulate_records([records]).groups}
     full, window, late = (groups[name] for name in ("full", "streaming:40", "loopserve-d:40"))
     assert (full.score, full.metrics["prefix"], full.metrics["chance"], full.answers) == (1.0, 1.0, None, 4)
     assert full.parts == {"begin": 1.0, "end": 1.0} and window.metrics["read"] == 41

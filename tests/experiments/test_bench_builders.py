@@ -8,7 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from bench_kit import made_record
+from bench_kit import MODEL, SETTINGS, made_record
 
 from experiments.longbench import LongBenchRecord, read_longbench
 from experiments.loopbench import build as loop_build
@@ -126,8 +126,7 @@ def test_places_of_questions_beside_the_paper_s():
 def test_our_rows_come_before_those_that_were_not_run():
     metrics = {"loop": 1.0, "loop_paper": 0.25, "ttr": 0.5, "cr": 0.25, "length": 100, "interventions": 2.0}
     record = made_record("loopguard:paper:256", task="loops", settings={"set": "dc"}, metrics=metrics)
-    model = {"name": "Qwen3-1.7B", "family": "q", "n_layers": 1, "d_model": 1, "d_mlp": 1, "fingerprint": "f00"}
-    settings = {"model": model, "device": "cpu", "dtype": "f", "attention": "a"}
+    settings = {**SETTINGS, "model": {**MODEL, "name": "Qwen3-1.7B"}}
     groups = tabulate_records([BenchRun([record], settings)]).groups
     lines = tables.table1(groups)
     assert "loop 25.0%" in lines[0] and lines[0].endswith("paper: loop 1.3%")

@@ -35,13 +35,8 @@ def test_idle_attention_is_that_of_positions_without_a_trigger():
     config._attn_implementation = "eager"
     model = LlamaForCausalLM(config).eval()
     ids = sequences(transitions(typical_text()), 5, True, torch.Generator().manual_seed(0))
-    best = 0.0
-    for layer in model(ids, output_attentions=True).attentions:
-        got = [
-            float(layer[row, 0, at, 0])
-            for row in range(5)
-            for at in range(1, ids.shape[1])
-            if int(ids[row, at]) not in (1, 2, 3)
-        ]
-        best = max(best, sum(got) / len(got))
+    idle = ~torch.isin(ids[:, 1:], torch.tensor([1, 2, 3]))
+    best = max(
+        float(layer[:, 0, 1:, 0][idle].detach().mean()) for layer in model(ids, output_attentions=True).attentions
+    )
     assert emergence.measure(model, ids, 0.0)["idle_attention"] == pytest.approx(best, rel=1e-4)

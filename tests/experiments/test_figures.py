@@ -28,11 +28,11 @@ def test_figure_shows_the_numbers_of_the_result():
 def test_bars_are_per_neuron_with_the_set_last():
     data = json.loads(sample_find_sinks().figure().to_json())["data"]
     bars = {bar.get("name"): bar for bar in data if bar["type"] == "bar"}
-    assert bars[None]["y"] == [905.0, 130.0, 4.0]
-    assert bars[None]["x"] == ["L2<br>N412", "L2<br>N77", "L2<br>N3"]
-    assert bars[None]["text"] == ["97%", "14%", "0%"]
-    assert len(set(bars[None]["marker"]["color"][:2])) == 1  # the causal ones
-    assert bars[None]["marker"]["color"][2] != bars[None]["marker"]["color"][0]
+    written = bars[None]
+    assert written["y"] == [905.0, 130.0, 4.0] and written["text"] == ["97%", "14%", "0%"]
+    assert written["x"] == ["L2<br>N412", "L2<br>N77", "L2<br>N3"]
+    first, second, third = written["marker"]["color"]
+    assert first == second != third, "the first two are causal"
     drops = [bar for name, bar in bars.items() if name]
     assert [bar["y"] for bar in drops] == [[0.93, 0.12, -0.01, 0.99], [0.92, 0.11, 0.0, None], [0.004] * 3 + [0.01]]
     assert all(bar["x"][-1] == "all<br>causal" for bar in drops)

@@ -27,8 +27,9 @@ def test_the_page_says_what_was_measured_of_the_same_cycle():
 def test_a_cut_equals_the_same_attention_under_a_mask():
     model = tiny_model("llama")[0]
     ids, keep = [(5 * i) % 60 + 4 for i in range(30)], [0, 3, 4, 5, 17, 28]
-    mask = torch.zeros(1, 1, 30, 30).masked_fill(torch.ones(30, 30).triu(1).bool(), -torch.inf)
-    mask[0, 0, -1, [p for p in range(29) if p not in keep]] = -torch.inf
+    mask = torch.full((1, 1, 30, 30), -torch.inf).triu(1)
+    mask[..., -1, :29] = -torch.inf
+    mask[..., -1, keep] = 0.0
     with torch.no_grad():
         masked = model(input_ids=torch.tensor([ids]), attention_mask=mask).logits[0, -1]
     assert why.go_on(model, ids, why.read(model, ids), keep, 1) == [int(masked.argmax())]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
 
 import pytest
 import torch
-from bench_kit import dialogues, made_record, tiny
+from bench_kit import MODEL, SETTINGS, dialogues, made_record, tiny
 
 from experiments.drawn import put_table
 from experiments.loopserve import ablation, fidelity, longeval, runs, sweeps, table1, turns
@@ -20,7 +20,6 @@ from sinkscope.bench.methods import read_method
 from sinkscope.bench.record import BenchRecord, open_run
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.task import PromptFile
-from sinkscope.files.provenance import ModelInfo
 from sinkscope.interventions.base import Event
 
 ROOT = Path(__file__).parents[2]
@@ -51,50 +50,32 @@ def test_ours_comes_from_finished_folders_and_the_rest_is_not_run(tmp_path):
 
 
 def _qasper_run(folder: Path, name: str) -> Path:
-    model = asdict(ModelInfo(name, "llama", 1, 1, 1, "f00"))
-    settings = {"model": model, "device": "cpu", "dtype": "float32", "attention": "sdpa"}
+    settings = {**SETTINGS, "model": {**MODEL, "name": name}}
     with open_run(folder, settings, []) as store:
-        scores = [1.0, 2 / 3]
-        store.append(
-            said(dialogue="q", method="snapkv:1024", turn=turn, metrics={"score": score}, settings={"set": "qasper"})
-            for turn, score in enumerate(scores)
-        )
+        for turn, score in enumerate([1.0, 2 / 3]):
+            about = {"metrics": {"score": score}, "settings": {"set": "qasper"}}
+            store.append([said(dialogue="q", method="snapkv:1024", turn=turn, **about)])
     return folder
 
 
 def test_every_method_of_the_experiments_can_be_made():
-    methods = [
-        *runs.specs(table1.OWN),
-        *runs.specs(table1.LONGER),
-        *runs.specs(list(ablation.NAMES.values())),
-        *runs.specs(list(turns.NAMES.values())),
-        *sweeps.methods_of(runs.SWEPT_KEPT).values(),
-        *sweeps.methods_of(runs.SWEPT_CHAIN).values(),
-        *runs.specs([text.format(value) for _, _, text, values in fidelity.CURVES for value in values]),
-    ]
-    for spec in methods:
+    names = [*table1.OWN, *table1.LONGER, *ablation.NAMES.values(), *turns.NAMES.values()]
+    names += [text.format(value) for _, _, text, values in fidelity.CURVES for value in values]
+    swept = [spec for suite in (runs.SWEPT_KEPT, runs.SWEPT_CHAIN) for spec in sweeps.methods_of(suite).values()]
+    for spec in [*runs.specs(names), *swept]:
         method = read_method(spec)
         assert method.spec == spec and (method.make() is not None or spec == "full")
-    assert len(sweeps.methods_of(runs.SWEPT_KEPT)) + len(sweeps.methods_of(runs.SWEPT_CHAIN)) == sum(
-        len(values) for *_, values in sweeps.CURVES
-    ), "two curves of a panel have the same name"
+    assert len(swept) == sum(len(values) for *_, values in sweeps.CURVES), "two curves of a panel have the same name"
     assert {panel for panel, *_ in sweeps.CURVES} == set(sweeps.TITLES)
     assert {panel for panel, *_ in fidelity.CURVES} == set(fidelity.TITLES)
 
 
 def test_the_page_has_every_part_of_the_paper():
     text = (ROOT / "docs/papers/loopserve.md").read_text(encoding="utf-8")
-    first = [line.split("|")[1] for line in text.splitlines() if line.startswith("|")]
-    parts = " ".join(first)
-    for name, numbers in (
-        ("Obs.", range(1, 5)),
-        ("Algorithm", range(1, 7)),
-        ("Table", range(1, 9)),
-        ("Fig.", range(1, 14)),
-    ):
-        for number in numbers:
+    parts = " ".join(re.findall(r"^\|([^|]*)", text, re.M))
+    for name, count in {"Obs.": 4, "Algorithm": 6, "Table": 8, "Fig.": 13, "Theorem": 1}.items():
+        for number in range(1, count + 1):
             assert re.search(rf"{re.escape(name)} {number}\b", parts), (name, number)
-    assert "Theorem 1" in parts
 
 
 def test_the_page_shows_the_committed_numbers(tmp_path):
@@ -123,10 +104,8 @@ def test_on_one_cache_what_was_evicted_stays_away():
         run_bench(model, kind(given=dialogues(), new=6), ["full", "snapkv:24:window=4"], tokenizer=tokenizer)
         for kind in (PromptFile, OnOneCache)
     )
-    by_key = {(r.method, r.prompt, r.turn): r for r in fresh}
     changed = 0
-    for record in grown:
-        other = by_key[record.method, record.prompt, record.turn]
+    for record, other in zip(grown, fresh, strict=True):
         assert record.metrics["prompt_tokens"] == other.metrics["prompt_tokens"]
         if record.method == "full" or record.turn == 0:
             assert record.tokens == other.tokens

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from covering import every_nth
 from organisms import MODEL_TYPES, tiny_model
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
 
 from experiments.queries_and_keys import queries_and_keys
@@ -17,6 +16,11 @@ from sinkscope.models.wrapped import target_of
 from sinkscope.trace import attention_rows, trace
 
 LAYERS = [0, 2]
+IDS = torch.randint(4, 90, (2, 9), generator=torch.Generator().manual_seed(1))
+
+
+def _target(model_type: str) -> Target:
+    return target_of(*tiny_model(model_type))
 
 
 def _collect(target: Target, ids: Tensor) -> dict[tuple[int, bool], tuple[Tensor, Tensor]]:
@@ -32,9 +36,7 @@ def _collect(target: Target, ids: Tensor) -> dict[tuple[int, bool], tuple[Tensor
 
 @pytest.mark.parametrize("model_type", every_nth([m for m in MODEL_TYPES if m != "falcon"], 4))
 def test_rotary_keeps_lengths_and_what_stands_at_one_position(model_type):
-    model, tokenizer = tiny_model(model_type)
-    target = target_of(model, tokenizer)
-    ids = torch.randint(4, 90, (2, 9), generator=torch.Generator().manual_seed(1))
+    target, ids = _target(model_type), IDS
     whole = target.forward(ids).last_hidden_state
     seen = _collect(target, ids)
     assert set(seen) == {(layer, rotated) for layer in LAYERS for rotated in (False, True)}
@@ -50,16 +52,13 @@ def test_rotary_keeps_lengths_and_what_stands_at_one_position(model_type):
 
 
 def test_before_rotary_is_the_projection_and_after_it_gives_the_attention_rows():
-    model, tokenizer = tiny_model("llama")
-    target = target_of(model, tokenizer)
-    ids = torch.randint(4, 90, (2, 9), generator=torch.Generator().manual_seed(1))
+    target, ids = _target("llama"), IDS
     seen = _collect(target, ids)
     rows = []
     with attention_rows(target, lambda _l, _f, probs: rows.append(probs), layers=[2]):
         target.forward(ids)
     query, key = seen[2, True]
-    scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
-    scores = scores.masked_fill(~torch.ones(9, 9).tril().bool(), -math.inf)
-    assert_close(rows[0], scores.softmax(-1), rtol=1e-4, atol=1e-5)
+    expected = scaled_dot_product_attention(query, key, torch.eye(9).expand(*query.shape[:2], 9, 9), is_causal=True)
+    assert_close(rows[0], expected, rtol=1e-4, atol=1e-5)
     projected = trace(target, ids, ["blocks.2.attn.hook_q"])["blocks.2.attn.hook_q"]
     assert_close(seen[2, False][0], projected.transpose(1, 2), rtol=1e-4, atol=1e-5)

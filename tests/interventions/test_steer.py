@@ -138,8 +138,7 @@ def test_other_ways_to_name_the_same():
     model, _ = tiny_model("llama")
     for one, same in (
         (Ablate(layer=0, neurons=3, value=9.0, positions=2), Ablate(sites=["L0.N3"], value=9.0, positions=2)),
-        (Ablate(layer=2, heads=[1, 2]), Ablate(heads=["L2.H1", (2, 2)])),
-        (Ablate(layer=0, neurons=3, heads=1), Ablate(sites=[(0, 3)], heads="L0.H1")),
+        (Ablate(layer=0, neurons=3, heads=[(0, 1)]), Ablate(sites=[(0, 3)], heads="L0.H1")),
     ):
         with one.on(model):
             got = logits(model, IDS)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import cast
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_kit import close, decode, model_of, prompts
+from kv_kit import close, decode, prompts
 from torch import Tensor
 
 from sinkscope.kv import SnapKV
@@ -15,23 +17,12 @@ from sinkscope.kv.policy import At
 from sinkscope.kv.snapkv import AdaKV
 
 
-class _Layer:
-    def __init__(self, pos: Tensor):
-        self.pos = pos
-
-
-class _At(At):
-    def __init__(self, pos: Tensor, policy: AdaKV, budget: int):
-        vars(self).update(kv=_Layer(pos), memory={"first": policy.first, "latest": policy.always_kept(budget)[1]})
-
-    @property
-    def length(self) -> Tensor:
-        return self.kv.pos[:, 0].amax(-1) + 1
-
-
 def _keep(policy: AdaKV, scores: Tensor, budget: int, pos: Tensor | None = None) -> Tensor:
     pos = torch.arange(scores.shape[-1]).expand(scores.shape) if pos is None else pos
-    return policy.select(scores, _At(pos, policy, budget), budget)
+    first, latest = policy.always_kept(budget)
+    memory = {"first": first, "latest": latest}
+    at = SimpleNamespace(kv=SimpleNamespace(pos=pos), length=pos[:, 0].amax(-1) + 1, memory=memory)
+    return policy.select(scores, cast(At, at), budget)
 
 
 @settings(max_examples=25, deadline=None)
@@ -79,8 +70,7 @@ def test_nothing_goes_where_all_fit():
     assert torch.equal(keep, pos >= 0)
 
 
-def test_even_shares_are_snapkv():
-    model = model_of("llama")
+def test_even_shares_are_snapkv(model):
     ids, mask = prompts([30, 22], 6)
     with SnapKV(budget=12, window=4).on(model):
         expected = decode(model, ids, mask, 30)

@@ -8,19 +8,10 @@ import pytest
 import torch
 from kv_kit import Drawn, Ragged, close, decode, dense, masks_of, prompts
 from kv_kit import shallow_of as model_of
-from organisms.tiny import tiny_model
-from torch import Tensor
-from transformers import DynamicCache, TextIteratorStreamer
+from transformers import DynamicCache
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.kv import Full, Observe, StreamingLLM
-
-
-@torch.no_grad()
-def logprob(model, policy: Drawn, ids: Tensor, mask: Tensor, prompt: int) -> Tensor:
-    """Of what follows the prompt, `[row]`."""
-    logits = dense(model, ids, mask, masks_of(model, policy, mask, prompt))[:, prompt - 1 : -1]
-    return logits.log_softmax(-1).gather(2, ids[:, prompt:, None]).sum((1, 2))
 
 
 def test_beams_carry_their_caches():
@@ -46,19 +37,19 @@ def test_beams_carry_their_caches():
     with policy.on(model):
         out = model.generate(ids, **ask)
     longer = torch.cat([ones, torch.ones(6, 6, dtype=torch.long)], 1)
-    close(out.sequences_scores, logprob(model, policy, out.sequences, longer, 14))
+    logits = dense(model, out.sequences, longer, masks_of(model, policy, longer, 14))[:, 13:-1]
+    close(out.sequences_scores, logits.log_softmax(-1).gather(2, out.sequences[:, 14:, None]).sum((1, 2)))
     moved = (out.beam_indices[:, 1:] % 3 != out.beam_indices[:, :-1] % 3).any()
     assert moved and not torch.equal(out.sequences, stock.sequences)
 
 
-def test_assisted_generation():
+def test_assisted_generation(model):
     """With the whole cache as ever, although tokens are taken back; with fewer it is refused before it begins."""
-    model = model_of("llama")
     assistant = model_of("llama", seed=1, num_hidden_layers=1)
     ids, _ = prompts([19])
     ask = {"assistant_model": assistant, "max_new_tokens": 12, "do_sample": False}
     stock = model.generate(ids, **ask)
-    assert torch.equal(stock, model.generate(ids, max_new_tokens=12, do_sample=False))
+    assert torch.equal(stock, model.generate(ids, max_new_tokens=12))
     for way in (Full(), Full() | Observe(lambda _: None), Observe(lambda _: None)):
         with way.on(model):
             assert torch.equal(model.generate(ids, **ask), stock)
@@ -71,27 +62,8 @@ def test_assisted_generation():
         assert torch.equal(model.generate(ids, **ask), stock)
 
 
-def test_a_streamer_in_a_worker_thread_sees_the_policy():
-    model = model_of("llama")
-    tokenizer = tiny_model("llama")[1]
-    ids, _ = prompts([14])
-    policy = Drawn(budget=6)
-    with policy.on(model) as run:
-        want = model.generate(ids, max_new_tokens=8, do_sample=False)
-        streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
-        worker = threading.Thread(
-            target=model.generate, args=(ids,), kwargs={"streamer": streamer, "max_new_tokens": 8, "do_sample": False}
-        )
-        worker.start()
-        text = "".join(streamer)
-        worker.join()
-    assert text == tokenizer.decode(want[0, 14:]) and len(run.usage) == 2
-    assert run.usage[0] == run.usage[1]
-    assert text != tokenizer.decode(model.generate(ids, max_new_tokens=8, do_sample=False)[0, 14:])
-
-
 def test_two_threads_and_two_models_at_once():
-    """Calls of both models are made to overlap: each waits inside its own for the other."""
+    """Worker threads see the policy. Calls are made to overlap: each waits inside its own for the other."""
     models = [model_of("llama"), model_of("llama", seed=1)]
     policies = [Drawn(budget=6), Ragged(budget=6)]
     ids, mask = prompts([14, 9], 5)
@@ -104,24 +76,25 @@ def test_two_threads_and_two_models_at_once():
     def wait(_module, _args):
         meet.wait()
 
-    for pair in ((models[0], models[1]), (models[0], models[0])):
-        got = {}
+    for model in models:
+        model.model.layers[1].register_forward_pre_hook(wait)
+    got = {}
 
-        def work(at, model, got=got):
-            got[at] = decode(model, ids, mask, 14)
+    def work(name: str, model):
+        got[name] = decode(model, ids, mask, 14)
 
-        same = pair[0] is pair[1]  # two threads on one model share its run
-        handles = [m.model.layers[1].register_forward_pre_hook(wait) for m in dict.fromkeys(pair)]
-        with policies[0].on(pair[0]):
-            with Full().on(models[1]) if same else policies[1].on(pair[1]):
-                threads = [threading.Thread(target=work, args=(i, m)) for i, m in enumerate(pair)]
-                for thread in threads:
-                    thread.start()
-                for thread in threads:
-                    thread.join()
-        for handle in handles:
-            handle.remove()
-        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[0 if same else 1])
+    def at_once(**each):
+        threads = [threading.Thread(target=work, args=item) for item in each.items()]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    with policies[0].on(models[0]), policies[1].on(models[1]):
+        at_once(first=models[0], second=models[1])
+        at_once(third=models[0], fourth=models[0])  # two threads on one model share its run
+    for name, number in {"first": 0, "second": 1, "third": 0, "fourth": 0}.items():
+        assert torch.equal(got[name], want[number])
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])

@@ -8,12 +8,14 @@ from importlib.metadata import EntryPoint
 
 import pytest
 import torch
-from kv_kit import model_of, prompts
+from kv_kit import prompts
 from refusals import refused
 
+import sinkscope as ss
 import sinkscope.kv.policy as registry
 from sinkscope.errors import SinkscopeError
 from sinkscope.kv import H2O, At, Policy, StreamingLLM, make_policy, policies, policy_named, register_policy
+from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.loopserve.serve import LoopServe
 
 MODULE = """
@@ -50,35 +52,33 @@ def entries(module, monkeypatch):
     return found
 
 
-def test_names_modules_and_budgets(module):
+NAMES = {
+    "h2o": H2O(),
+    "h2o:0.25": H2O(budget=0.25),
+    "sinkscope.kv.streaming_llm:StreamingLLM:12": StreamingLLM(budget=12),
+    "sinkscope.kv.loopserve:LoopServe:64": LoopServe(budget=64),
+    "loopguard": LoopGuard(),
+    "loopguard:256": LoopGuard(budget=256),
+    "loopguard:paper": LoopGuard.paper(),
+    "loopguard:paper:0.5": LoopGuard.paper(budget=0.5),
+}
+
+
+def test_names_modules_and_budgets(module, model):
     assert list(policies()) == ["adakv", "full", "h2o", "progressive", "snapkv", "streaming", "tova"]
-    assert policy_named("h2o") == H2O() and policy_named("h2o:0.25") == H2O(budget=0.25)
-    assert policy_named("sinkscope.kv.streaming_llm:StreamingLLM:12") == StreamingLLM(budget=12)
-    assert policy_named("sinkscope.kv.loopserve:LoopServe:64") == LoopServe(budget=64)
+    for name, policy in NAMES.items():
+        assert policy_named(name) == policy
+    assert LoopGuard.paper() != LoopGuard()
     made = policy_named(f"{module}:KeyNorm:6")
     assert (made.budget, made.first) == (6, 1)
-    model = model_of("llama")
     ids, mask = prompts([12])
     with made.on(model) as run:
-        model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False)
+        model.generate(ids, attention_mask=mask, max_new_tokens=4)
     assert run.usage[0].peak_tokens == [12.0]
-
-
-def test_guards_have_names_too():
-    from sinkscope.kv.loopguard import LoopGuard
-
-    assert policy_named("loopguard") == LoopGuard() and policy_named("loopguard:256") == LoopGuard(budget=256)
-    assert policy_named("loopguard:paper") == LoopGuard.paper() != LoopGuard()
-    assert policy_named("loopguard:paper:0.5") == LoopGuard.paper(budget=0.5)
-    with pytest.raises(SinkscopeError, match="'loopguard:papers': budget='papers': expected a number of tokens"):
-        policy_named("loopguard:papers")
 
 
 def test_the_budget_comes_first(module):
     """Of every policy, also one of somebody else, and of both guards; all are found at the top level."""
-    import sinkscope as ss
-    from sinkscope.kv.loopguard import LoopGuard
-
     makers = [*policies().values(), ss.LoopGuard, ss.LoopServe, ss.LoopGuard.paper, ss.LoopServe.paper]
     makers.append(type(policy_named(f"{module}:KeyNorm")))
     for make in makers:
@@ -95,6 +95,7 @@ def test_the_budget_comes_first(module):
     [
         ("lru", "policy 'lru': expected one of adakv, full, h2o, progressive, snapkv, streaming, tova, or package"),
         ("h2o:many", "policy 'h2o:many': budget='many': expected a number of tokens"),
+        ("loopguard:papers", "'loopguard:papers': budget='papers': expected a number of tokens"),
         ("policies_of_others:Missing", "cannot be imported: AttributeError: module 'policies_of_others' has no"),
         ("policies_of_others:Other", "is no cache policy: expected a subclass of sinkscope.kv.Policy"),
         ("policies_of_others:Unfinished", "cannot be made: Can't instantiate abstract class Unfinished"),
@@ -156,14 +157,13 @@ class Wrong(Policy):
         ("infinite", None),
     ],
 )
-def test_scores_that_are_wrong(what, says, since):
-    model = model_of("llama")
+def test_scores_that_are_wrong(what, says, since, model):
     ids, mask = prompts([12, 9])
     policy = Wrong(budget=8, what=what, since=since, first=3)
 
     def run():
         with policy.on(model):
-            model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False)
+            model.generate(ids, attention_mask=mask, max_new_tokens=5)
 
     if says is None:
         run()

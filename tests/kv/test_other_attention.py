@@ -6,21 +6,18 @@ kept.
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
 from covering import every_nth, slow
-from kv_kit import Drawn, Ragged, close, positions, prompts, window_of
+from kv_kit import Drawn, Ragged, beside_ids, close, eager_attention, masks_of_run, prompts, run_policy
 from organisms.decoders import decoder
 from torch import Tensor
 from transformers.cache_utils import DynamicIndexedLayer
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.kv import H2O, AShape, StreamingLLM
-from sinkscope.kv.cache import own_layers
 from sinkscope.kv.loopserve.progressive import Progressive
 from sinkscope.kv.policy import At
 from sinkscope.models.target import Target
@@ -28,45 +25,6 @@ from sinkscope.models.wrapped import target_of
 
 PROMPT, LENGTHS, STEPS = 70, [70, 57], 5  # more than every window and top-k
 TOTAL = PROMPT + STEPS
-
-
-def options(target: Target, mask: Tensor, part: slice) -> dict[str, Any]:
-    """What a model is called with beside its ids; some take no positions."""
-    given = {"attention_mask": mask[:, : part.stop]}
-    if "position_ids" in inspect.signature(target.base.forward).parameters:
-        given["position_ids"] = positions(mask)[:, part]
-    return given
-
-
-@torch.no_grad()
-def decoded(target: Target, policy, ids: Tensor, mask: Tensor) -> tuple[Tensor, list[dict[int, Tensor]]]:
-    """Logits of a prompt and of single tokens after it, and the positions `[call][layer]` held in each call."""
-    cache, logits, held = None, [], []
-    with policy.on(target):
-        for part in [slice(0, PROMPT), *(slice(at, at + 1) for at in range(PROMPT, TOTAL))]:
-            given = options(target, mask, part)
-            output = target.hf(input_ids=ids[:, part], past_key_values=cache, use_cache=True, **given)
-            cache = output.past_key_values
-            logits.append(output.logits[:, -1])
-            held.append({layer.number: layer.pos.clone() for layer in own_layers(cache)})
-    return torch.stack(logits, 1), held
-
-
-def sees(held: list[dict[int, Tensor]], mask: Tensor, layer: int, window: int | None) -> Tensor:
-    """Bool `[batch kv_head query column]`: what each query may see, by the positions that were held in its call."""
-    heads = held[0][layer].shape[1]
-    shown = torch.ones(TOTAL, TOTAL, dtype=torch.bool).tril().expand(len(mask), heads, TOTAL, TOTAL).clone()
-    for row in range(len(mask)):
-        pad = int((mask[row] == 0).sum())
-        shown[row, :, pad:, :pad] = False
-        for step in range(STEPS):
-            for head in range(heads):
-                pos = held[step + 1][layer][row, head]
-                shown[row, head, PROMPT + step] = False
-                shown[row, head, PROMPT + step, pos[pos >= 0] + pad] = True
-    if window is not None:
-        shown &= ~torch.ones(TOTAL, TOTAL, dtype=torch.bool).tril(-window)
-    return shown
 
 
 def masked(model_type: str, shown: Tensor, heads: int):
@@ -116,38 +74,37 @@ CASES = [*QUICK, *(slow(*case) for case in SLOW)]
 
 @pytest.mark.parametrize(("model_type", "policy"), CASES, ids=str)
 def test_what_is_kept_is_what_is_seen(model_type, policy):
-    target = target_of(decoder(model_type))
+    model = decoder(model_type)
+    target = target_of(model)
     ids, mask = prompts(LENGTHS, STEPS)
     if indexes_all_heads(target):
         with pytest.raises(UnsupportedError, match="the keys of all 4 heads beside one indexer"):
-            decoded(target, policy, ids, mask)
+            run_policy(policy, model, ids, mask, (PROMPT,))
         return
-    logits, held = decoded(target, policy, ids, mask)
-    assert all(int((pos >= 0).sum(-1).max()) < PROMPT for pos in held[-1].values())
+    logits, kept = run_policy(policy, model, ids, mask, (PROMPT,))
+    assert all(int(layer.sum(-1).max()) < PROMPT for layer in kept[-1])
     hooks = []
-    for layer in held[0]:
-        shown = sees(held, mask, layer, window_of(target.hf, layer))
+    for layer, shown in masks_of_run(model, kept, mask, PROMPT).items():
         hooks.append((target.sub(layer, target.adapter.attn), "pre", masked(model_type, shown, target.n_heads)))
     with target.hooks(*hooks), torch.no_grad():
-        given = options(target, mask, slice(0, TOTAL))
-        whole = target.hf(input_ids=ids, use_cache=False, **given).logits
+        whole = model(input_ids=ids, use_cache=False, **beside_ids(model, mask, slice(0, TOTAL))).logits
     close(logits, whole[:, PROMPT - 1 :], 1e-4)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Voting(Drawn):
-    """Compares the attention of the last queries with weights that are known."""
+    """Compares the attention of the last queries with weights that are known, and notes how far they are off."""
+
+    known: dict[int, Tensor]
+    off: dict[int, float]
 
     def watch(self, session, key: int):
         session.window_queries(4)
 
     def scores(self, at: At):
-        OFF[at.layer] = float((at.session.window_rows(at.moment, at.layer, 4) - OWN[at.layer][:, :, -4:]).abs().max())
+        rows = at.session.window_rows(at.moment, at.layer, 4)
+        self.off[at.layer] = float((rows[0] - self.known[at.layer][:, -4:]).abs().max())
         return super().scores(at)
-
-
-OWN = {}
-OFF = {}
 
 
 @pytest.mark.parametrize(
@@ -157,22 +114,14 @@ OFF = {}
 def test_the_last_queries_vote_by_the_attention_of_the_model(model_type):
     model = decoder(model_type)
     target, ids = target_of(model), prompts([30])[0]  # at most top-k: the votes are over everything
-    OWN.clear(), OFF.clear()
     if indexes_all_heads(target):
         pytest.skip("policies refuse this")
-    hooks = []
-    for layer in range(target.n_layers):
-        attn = target.sub(layer, target.adapter.attn)
-        hooks.append((attn, "post", lambda _m, _a, _k, output, layer=layer: OWN.__setitem__(layer, output[1])))
-    before = model.config._attn_implementation
-    model.config._attn_implementation = "eager"
-    with target.hooks(*hooks):
-        model(input_ids=ids, use_cache=False)
-    model.config._attn_implementation = before
-    with Voting(budget=10).on(model):
+    known = dict(enumerate(eager_attention(model, ids[0].tolist())))
+    policy = Voting(budget=10, known=known, off={})
+    with policy.on(model):
         cache = model(input_ids=ids, use_cache=True).past_key_values
         model(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True)
-    assert OFF.keys() == OWN.keys() and max(OFF.values()) < 1e-5
+    assert policy.off.keys() == known.keys() and max(policy.off.values()) < 1e-5
 
 
 @pytest.mark.parametrize("model_type", every_nth(["gptj", "xglm", "bloom", "falcon"], 2))

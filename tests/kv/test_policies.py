@@ -11,7 +11,7 @@ from covering import each_other
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from intervention_kit import bridge_of
-from kv_kit import run_policy
+from kv_kit import prompts, run_policy
 from kv_kit import shallow_of as model_of
 from organisms.tiny import tiny_model
 from torch import Tensor
@@ -32,18 +32,16 @@ CASES = {
 }
 
 
-def batch(rows: int = 2, pad: int = 7, prompt: int = PROMPT, steps: int = STEPS) -> tuple[Tensor, Tensor]:
+def batch(steps: int = STEPS) -> tuple[Tensor, Tensor]:
     """Ids `[row token]`, and which prompt tokens are real: the last row begins with padding."""
-    ids = torch.randint(5, 90, (rows, prompt + steps), generator=torch.Generator().manual_seed(rows))
-    real = torch.ones(rows, prompt, dtype=torch.long)
-    real[-1, :pad] = 0
-    return ids, real
+    ids, mask = prompts([PROMPT, PROMPT - 7], steps, seed=2)
+    return ids, mask[:, :PROMPT]
 
 
 def run(policy, model, ids: Tensor, real: Tensor) -> tuple[list[list[Tensor]], Tensor]:
     """Kept columns `[step][layer]` bool `[batch kv_head column]` before each token after the prompt, and logits."""
     prompt = real.shape[1]
-    mask = torch.cat([real, torch.ones(len(ids), ids.shape[1] - prompt, dtype=torch.long)], 1)
+    mask = torch.nn.functional.pad(real, (0, ids.shape[1] - prompt), value=1)
     logits, kept = run_policy(policy, model, ids, mask, (prompt,))
     return [[layer[..., : prompt + step] for layer in layers] for step, layers in enumerate(kept)], logits
 
@@ -56,11 +54,12 @@ def assert_same(got: tuple[list[list[Tensor]], Tensor], reference: dense.Referen
     assert_close(got[1], reference.logits, atol=5e-5, rtol=0)
 
 
-def reference_of(
-    policy: Policy, choose: dense.Choose, model, ids: Tensor, real: Tensor, budgets: list[int] | None = None
-) -> dense.Reference:
+def reference_of(policy: Policy, choose: dense.Choose, model, ids: Tensor, real: Tensor) -> dense.Reference:
     every = None if policy.every == "prefill" else int(policy.every)
-    return dense.dense_run(model, ids, real.shape[1], budgets or [int(policy.budget)] * len(ids), choose, real, every)
+    budgets = [int(policy.budget)] * len(ids)
+    if isinstance(policy.budget, float):
+        budgets = [int(policy.budget * int(tokens)) for tokens in real.sum(1)]
+    return dense.dense_run(model, ids, real.shape[1], budgets, choose, real, every)
 
 
 @pytest.mark.parametrize(("name", "family"), each_other(CASES, FAMILIES, 4, always=["llama"]))
@@ -78,11 +77,29 @@ def test_keeps_what_the_dense_reference_keeps(name, family):
     assert_same(run(edits | policy, model, ids, real), expected)
 
 
-def test_snapkv_goes_on_choosing_while_tokens_are_generated():
-    model = model_of("llama")
-    ids, real = batch(pad=3)
-    policy = SnapKV(budget=14, window=8, kernel=3, every=4)
-    assert_same(run(policy, model, ids, real), reference_of(policy, dense.snapkv(8, 3), model, ids, real))
+WIDE = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4}
+OPTIONS = [
+    (SnapKV(budget=14, window=8, kernel=3, every=4), dense.snapkv(8, 3), {}),
+    *((replace(policy, budget=0.55), choose, {}) for policy, choose in CASES.values()),
+    (StreamingLLM(budget=12, mode="select"), dense.streaming_llm(), {}),  # hidden, and still held
+    # What is protected stays; a row of 19 tokens keeps them all where the budget is 24.
+    *((TOVA(budget=budget, first=2, last=3), dense.tova(2, 3), {}) for budget in (6, 12, 24)),
+    (H2O(budget=12, first=3), dense.h2o(first=3), {}),
+    # H2O joins the heads of a kv head per query, before the sum; SnapKV after pooling, here by the maximum.
+    *((H2O(budget=12, reduce=how, recent=0.25), dense.h2o(how, 0.25), WIDE) for how in ("mean", "max")),
+    *(
+        (SnapKV(budget=14, window=6, kernel=5, pooling="max", reduce=how), dense.snapkv(6, 5, "max", how), WIDE)
+        for how in ("mean", "max")
+    ),
+]
+
+
+@pytest.mark.parametrize(("policy", "choose", "sizes"), OPTIONS)
+def test_options_keep_what_the_dense_reference_keeps(policy, choose, sizes):
+    """A fraction is of the real tokens of each prompt, rounded down; it does not grow while tokens are generated."""
+    model = model_of("llama", **sizes)
+    ids, real = batch(steps=10)
+    assert_same(run(policy, model, ids, real), reference_of(policy, choose, model, ids, real))
 
 
 @pytest.mark.parametrize("policy", [H2O(budget=8, mode="select"), StreamingLLM(budget=8, mode="select")], ids=str)
@@ -99,34 +116,6 @@ def test_what_is_hidden_is_still_held(policy):
         read = {int(tokens) for layer in cache.layers for tokens in layer.readable.sum(-1).flatten()}
         assert read == ({9} if each is policy else {PROMPT + 4, PROMPT - 3})
     assert usages[0] == usages[1] and usages[0][0].peak_tokens == [PROMPT + 4, PROMPT - 7 + 4]
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_fraction_of_each_prompt(name):
-    """Rounded down, of the real tokens of a row, and not growing while tokens are generated."""
-    policy, choose = CASES[name]
-    policy = replace(policy, budget=0.55)
-    model = model_of("llama")
-    ids, real = batch(steps=10)
-    budgets = [int(0.55 * int(n)) for n in real.sum(1)]
-    assert budgets == [14, 10]
-    assert_same(run(policy, model, ids, real), reference_of(policy, choose, model, ids, real, budgets))
-
-
-@pytest.mark.parametrize("reduce", ["mean", "max"])
-def test_heads_of_a_kv_head_are_joined_as_asked(reduce):
-    """H2O: per query before the sum. SnapKV: after pooling, here by the maximum."""
-    model = model_of("llama", num_attention_heads=8, num_key_value_heads=2, head_dim=4)
-    ids, real = batch(steps=8)
-    policies = [
-        (H2O(budget=12, reduce=reduce, recent=0.25), dense.h2o(reduce, 0.25)),
-        (
-            SnapKV(budget=14, window=6, kernel=5, pooling="max", reduce=reduce),
-            dense.snapkv(6, 5, "max", reduce),
-        ),
-    ]
-    for policy, choose in policies:
-        assert_same(run(policy, model, ids, real), reference_of(policy, choose, model, ids, real))
 
 
 def test_snapkv_says_where_a_bridge_hides_its_queries():
@@ -154,7 +143,8 @@ def test_snapkv_says_where_a_bridge_hides_its_queries():
 def test_budget_and_protected_positions(name, budget, first, last, pad):
     """After every step: never more than the budget, never less than there is, and the protected ones always."""
     model, _ = tiny_model("llama", num_hidden_layers=1)
-    ids, real = batch(pad=pad, steps=5)
+    ids, mask = prompts([PROMPT, PROMPT - pad], 5, seed=2)
+    real = mask[:, :PROMPT]
     kept, _ = run(make_policy(name, budget=budget, first=first, last=last), model, ids, real)
     for step, layers in enumerate(kept):
         for row, real_tokens in enumerate((real.sum(1) + step).tolist()):
@@ -164,13 +154,10 @@ def test_budget_and_protected_positions(name, budget, first, last, pad):
             assert sure[:, :first].all() and sure[:, max(0, real_tokens - last) :].all()
 
 
-def test_two_policies_and_too_small_a_fraction():
-    model, _ = tiny_model("llama")
-    with pytest.raises(UnsupportedError, match="StreamingLLM and H2O"), (StreamingLLM() | H2O()).on(model):
-        pass
+def test_too_small_a_fraction():
     ids, real = batch(steps=1)
     with pytest.raises(SinkscopeError, match=r"budget=0\.2 of a prompt of 19 tokens, 3, is below the 4"):
-        run(H2O(budget=0.2, first=4), model, ids, real)
+        run(H2O(budget=0.2, first=4), model_of("llama"), ids, real)
 
 
 @pytest.mark.parametrize(
@@ -181,11 +168,9 @@ def test_two_policies_and_too_small_a_fraction():
     ],
     ids=["snapkv", "streaming"],
 )
-def test_a_window_takes_half_of_a_budget_without_room_for_it(policy, same, windows):
+def test_a_window_takes_half_of_a_budget_without_room_for_it(policy, same, windows, model):
     """Padded rows with windows of their own equal single prompts with these windows given."""
-    model = model_of("llama")
     ids, real = batch(steps=3)
-    mask = torch.cat([real, torch.ones(2, 3, dtype=torch.long)], 1)
     with policy.on(model) as run_:
         model.generate(ids[:, :PROMPT], attention_mask=real, max_new_tokens=3)
     assert [event.data["window"] for event in run_.events if event.kind == "window"] == windows
@@ -193,10 +178,8 @@ def test_a_window_takes_half_of_a_budget_without_room_for_it(policy, same, windo
     for row, alone in enumerate(same):
         pad = int((real[row] == 0).sum())
         part = slice(row, row + 1)
-        expected, steps = run_policy(alone, model, ids[part, pad:], mask[part, pad:], (PROMPT - pad,))
-        assert_close(logits[part], expected, atol=5e-5, rtol=0)
-        for step, layers in enumerate(steps):
-            for layer, columns in enumerate(layers):
-                assert torch.equal(kept[step][layer][part, :, pad:], columns[..., : PROMPT - pad + step])
+        alone_kept, expected = run(alone, model, ids[part, pad:], real[part, pad:])
+        own = [[layer[part, :, pad:] for layer in step] for step in kept]
+        assert_same((own, logits[part]), dense.Reference(alone_kept, expected))
     assert SnapKV(budget=64).window_at(64) == 64 and SnapKV(budget=32, first=4).window_at(32) == 14
     assert [StreamingLLM().always_kept(budget) for budget in (1, 4, 5)] == [(0, 0), (2, 0), (4, 0)]

@@ -23,7 +23,6 @@ from sinkscope.kv import (
     StreamingLLM,
     make_policy,
 )
-from sinkscope.kv.loopguard import Retention
 
 REFUSED = [
     # budgets
@@ -60,10 +59,10 @@ REFUSED = [
         {"budget": 32, "anchors": 32},
         "budget=32 leaves nothing beside the 32 anchors: expected at least 33",
     ),
+    (ss.LoopGuard, {"budget": 8, "anchors": 9}, "at least 10"),
     (ss.LoopGuard, {"variant": "p2"}, "'p2'"),
     (ss.LoopGuard, {"monitor": {"theta_ttr": 1.5}}, "theta_ttr"),
     (ss.LoopGuard, {"monitor": {"window": 9}}, "window=..."),
-    (Retention, {"budget": 8, "anchors": 9}, "at least 10"),
 ]
 
 

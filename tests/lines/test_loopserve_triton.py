@@ -15,7 +15,7 @@ import torch
 from test_loopserve_sparse import drawn, inputs, masked
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.kv.loopserve.sparse_prompts import SparsePrompts
+from sinkscope.kv.shapes import AShape
 from sinkscope.lines import sparse
 from sinkscope.trace.attention import Attention, View
 
@@ -91,8 +91,7 @@ def test_it_compiles_for_compute_capability_90_and_fits_its_shared_memory(dtype,
 
     kind = getattr(torch, dtype)
     size = kernel.queries_at_once(kind)
-    wide = kernel._power(width)
-    fixed = {"width": width, "values": width, "WIDTH": wide, "VALUES": wide, "SIZE": size, "KEYS": kernel.KEYS}
+    fixed = {"width": width, "values": width, "SIZE": size, "KEYS": kernel.KEYS}
     names = kernel._attend.arg_names
     types = {name: "i32" for name in names} | {"scaling": "fp32"} | dict.fromkeys(fixed, "constexpr")
     types |= dict.fromkeys(("query", "key", "value", "out"), "*bf16" if dtype == "bfloat16" else "*fp32")
@@ -171,8 +170,7 @@ def test_prompts_on_a_device_without_it_are_left_to_the_model():
     module = SimpleNamespace(layer_idx=0, config=SimpleNamespace(_attn_implementation="sdpa"))
     view = View(pos[None], pos)
     prompt = Attention(module, query, key, key, None, {}, view=view)
-    prompts = SparsePrompts("LoopServe", lambda *_: drawn(2, 200, 200, 0, 0))
-    assert prompts.why_dense(prompt, view, None) == "on meta: only CPUs and CUDA do that"
+    assert AShape().why_dense(prompt, view, None, flat=False) == "on meta: only CPUs and CUDA do that"
 
 
 @pytest.mark.slow

@@ -103,6 +103,7 @@ def test_a_repetition_has_two_copies():
 
 
 @given(st.lists(st.integers(0, 3), max_size=60), st.integers(2, 30), st.integers(1, 4), st.integers(1, 20))
+@example([0, 1, 0], 2, 1, 5)
 def test_novelty_is_that_of_its_definition(ids, window, n, span):
     window = max(window, n)
     state = WindowNovelty(window, n, span)

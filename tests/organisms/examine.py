@@ -22,7 +22,7 @@ from sinkscope.models.wrapped import target_of
 from sinkscope.sinks.first_token.layer_view import (
     column_norms_behind_the_norm,
     contribution_norms,
-    neuron_site,
+    expert_and_neuron,
     view_layer,
 )
 
@@ -312,7 +312,8 @@ def _check_largest(report: TypeReport, target: Target, planted: Planted):
     if target.has_part(planted.layer, target.adapter.post_mlp_norm):
         rank = view.post[0].abs() * column_norms_behind_the_norm(target, planted.layer)
     largest = int(rank.argmax())
-    site = neuron_site(target, planted.layer, largest)
+    expert, neuron = expert_and_neuron(target, planted.layer, largest)
+    site = (planted.layer, *[number for number in (expert, neuron) if number is not None])
     report.must(site == planted.site, f"the largest neuron is {site}, planted is {planted.site}")
     _check_contribution(report, float(contribution[largest]), _removed(target, planted))
 

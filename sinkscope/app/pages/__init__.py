@@ -239,7 +239,7 @@ def png(figure: Any, scale: float = 2, *, kind: str = "figure") -> bytes:
     try:
         picture: bytes = figure.to_image(format="png", scale=scale)
     except Exception as error:  # a browser can fail in any way
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = str(error).partition("\n")[0]
         raise SinkscopeError(f"the browser made no PNG ({reason}); --html always works", page="png") from error
     chunk = f"tEXtSoftware\0sinkscope {kind}.".encode()
     mark = struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))

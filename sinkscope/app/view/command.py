@@ -55,7 +55,9 @@ def view_model(
     """
     if not to_files:
         check_server()
-    given = None if text is None else read_text(str(text))
+    given: str | None = None
+    if text is not None:
+        given = read_text(str(text))
     explorer = Explorer.open(
         model, revision=revision, device=device, dtype=dtype, bos=bos, seed=seed, progress=progress
     )

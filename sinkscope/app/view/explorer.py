@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import starmap
 from typing import Any
 
 import numpy as np
@@ -171,8 +172,8 @@ class Explorer:
         """The heads that mark the first token, and those that mark a repetition."""
         names: list[str] = []
         if self.circuit is not None and self.circuit.position == 0:
-            for step in (self.circuit.step(MARK), self.circuit.step(REPETITION)):
-                names += () if step is None else step.chosen
+            for step in filter(None, map(self.circuit.step, (MARK, REPETITION))):
+                names += step.chosen
         return [head_of(name) for name in dict.fromkeys(names) if ".H" in name]
 
     def switches(self) -> list[Switch]:
@@ -216,8 +217,11 @@ class Explorer:
     def default_texts(self) -> dict[str, list[int]]:
         """Typical text and, if repeating a word makes a sink, the word that needs fewest repetitions."""
         texts = {"typical text": self.setup.ids[0, :TYPICAL_TOKENS].tolist()}
-        words = [] if self.sinks is None else self.sinks.repeats.tokens
-        sinks = [(word.repeats, word.id, word.token) for word in words if (word.repeats or 0) > 1]
+        sinks: list[tuple[int, int, str]] = []
+        if self.sinks is not None:
+            for word in self.sinks.repeats.tokens:
+                if word.repeats is not None and word.repeats > 1:
+                    sinks.append((word.repeats, word.id, word.token))
         if sinks:
             repeats, number, token = min(sinks)
             count = repeats + AFTER_SINK
@@ -283,8 +287,8 @@ class Explorer:
             layer=self.layer,
             typical_norm=_rounded(np.array(self.scan.typical_norm)),
             first_norm=_rounded(np.array(self.scan.first_norm)),
-            neurons=tuple(neuron_name(*site) for site in self.neurons),
-            marks=tuple(head_name(*head) for head in self.marks),
+            neurons=tuple(starmap(neuron_name, self.neurons)),
+            marks=tuple(starmap(head_name, self.marks)),
             switches=tuple(switch.name for switch in self.switches()),
             texts=tuple(texts),
             circuit=edges,
@@ -344,7 +348,7 @@ class Explorer:
             for number, (layer, *expert, neuron) in enumerate(self.neurons):
                 if layer not in posts:
                     posts[layer] = view_layer(target, layer, row, torch.ones_like(row, dtype=torch.bool)).post
-                column = flat_number(target, layer, *(expert or [None]), neuron)
+                column = flat_number(target, layer, expert[0] if expert else None, neuron)
                 activation[number] = posts[layer].flatten(0, -2)[:, column].float().cpu()
         received /= torch.arange(length - 1, -1, -1).clamp(min=1)  # later queries
         return Reading(norm, rows, received, activation)

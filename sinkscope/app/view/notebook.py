@@ -43,7 +43,6 @@ class View:
             _esm = source("view.js")
             _css = source("view.css")
             view = traitlets.Dict().tag(sync=True)
-            live = traitlets.Bool(True).tag(sync=True)
 
         widget = ViewWidget(view=self.result.to_dict())
 

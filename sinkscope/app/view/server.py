@@ -52,11 +52,9 @@ def application(explorer: Explorer, token: str) -> Any:
         return HTMLResponse(view_page(None, title), headers=HEADERS)
 
     async def view(request: Request) -> JSONResponse:
-        body = b""
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > LARGEST_REQUEST:
-                return JSONResponse({"error": "the request is too large: give a shorter text"}, 413)
+        body = await request.body()
+        if len(body) > LARGEST_REQUEST:
+            return JSONResponse({"error": "the request is too large: give a shorter text"}, 413)
         return JSONResponse(await run_in_threadpool(explorer.answer, parse_json(body)), headers=HEADERS)
 
     routes = [Route(f"/{token}/", page), Route(f"/{token}/view", view, methods=["POST"])]

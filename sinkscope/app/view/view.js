@@ -665,6 +665,6 @@ export default {
     });
     const root = document.createElement("div");
     el.append(root);
-    mount(root, model.get("view"), model.get("live") ? ask : null);
+    mount(root, model.get("view"), ask);
   },
 };

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from sinkscope.bench.answer import Answer, Batch, BenchModel
 from sinkscope.bench.methods import GUARD
-from sinkscope.bench.prompt import Prompt, Turn, read_prompts, single
+from sinkscope.bench.prompt import Prompt, Turn, read_prompts
 from sinkscope.bench.record import Metrics
 from sinkscope.bench.task import Size, Task
 from sinkscope.errors import SinkscopeError
@@ -42,14 +42,9 @@ SETS = {
 }
 """Prompts in the package: name -> files in `DATA`."""
 TEXT = "text"
-INTERVENTION = "guard"
-"""Kind of the event that a guard's intervention is."""
 EARLY = 400 / 2500
 """Share of the new tokens before which Fig. 4 b calls an intervention early."""
-_OPENINGS = 16
-_ORGANISM_NEW = 1400
 _TEXT_NEW = 384
-_COPIES = 3
 _SHORTEST_TAIL = 24
 
 
@@ -75,7 +70,7 @@ class Loops(Task):
     budget: ClassVar[int] = 1024
 
     source: str = "small"
-    openings: Size = _OPENINGS
+    openings: Size = 16
     opening: Size = 16
     given: tuple[Prompt, ...] = ()
 
@@ -96,11 +91,13 @@ class Loops(Task):
     def new_tokens(self, target: Target) -> int:
         """2,500 as in the paper; 1,400 for the organism and 384 for openings of text."""
         if self.source == "organism":
-            return _ORGANISM_NEW
+            return 1400
         if self.source != TEXT:
             return MAX_NEW
-        room = (target.max_positions or _TEXT_NEW + self.opening + 2) - self.opening - 2
-        return max(_SHORTEST_TAIL, min(_TEXT_NEW, room))
+        new = _TEXT_NEW
+        if target.max_positions:
+            new = min(new, target.max_positions - self.opening - 2)
+        return max(_SHORTEST_TAIL, new)
 
     def _text(self, target: Target) -> list[Prompt]:
         """Openings of ordinary text, whose own continuation is the control."""
@@ -110,7 +107,8 @@ class Loops(Task):
         prompts: list[Prompt] = []
         for number, row in enumerate(text_rows(tokenizer, typical_text(), self.openings, length, bos).tolist()):
             opening = tokenizer.decode(row[int(bos is not None) : self.opening])
-            prompts.append(single(f"text-{number}", opening, [tokenizer.decode(row[self.opening :])], TEXT))
+            turn = Turn(opening, (tokenizer.decode(row[self.opening :]),))
+            prompts.append(Prompt(f"text-{number}", (turn,), TEXT))
         return prompts
 
     def score(self, model: BenchModel, batch: Batch, turn: Turn, answer: Answer) -> Metrics:
@@ -123,7 +121,7 @@ class Loops(Task):
         - alarm: step of the first intervention; without one, the step at which LoopGuard's monitor would first fire.
         """
         tokens = answer.tokens
-        steps = [event["step"] for event in answer.events if event["kind"] == INTERVENTION]
+        steps = [event["step"] for event in answer.events if event["kind"] == "guard"]
         alarm = first_alarm(tokens, answer.steps["top1"])
         if steps:
             alarm = steps[0]
@@ -149,7 +147,7 @@ class Loops(Task):
 
 def loops(tokens: Sequence[int]) -> bool:
     """Whether tokens end in three copies of a period with 24 tokens in all, or their last 256 tokens are a loop."""
-    return ends_in_loop(tokens) or tail_period(tokens, repeats=_COPIES, shortest=_SHORTEST_TAIL) is not None
+    return ends_in_loop(tokens) or tail_period(tokens, shortest=_SHORTEST_TAIL) is not None
 
 
 def first_alarm(tokens: Sequence[int], top1: Sequence[float], variant: str = "repeats") -> int | None:

@@ -21,7 +21,7 @@ from functools import cache
 from itertools import chain, cycle, islice, product
 from typing import Any, ClassVar, Literal
 
-from sinkscope.bench.prompt import Prompt, single, with_controls
+from sinkscope.bench.prompt import Prompt, Turn, with_controls
 from sinkscope.bench.task import Size, Task
 from sinkscope.bench.tasks.recall import ANSWER, ASK, END, FACT, FILLER, KEYS, TAIL, TURNS, VALUES
 from sinkscope.errors import SinkscopeError
@@ -63,7 +63,7 @@ class Haystack:
         others: Statements that nobody asks about.
         filler: Pieces of the haystack.
         tail: The question.
-        answers: Strings that must appear in the answer.
+        answer: String that must appear in the answer.
     """
 
     head: str
@@ -71,7 +71,7 @@ class Haystack:
     others: Iterator[str]
     filler: Iterator[str]
     tail: str
-    answers: Sequence[str]
+    answer: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +169,7 @@ def needle_prompt(
     for step in reversed(range(steps)):
         hay.insert(round(count * (depth + (1 - depth) * step / steps)), parts.needles[step])
     text = " ".join([parts.head, *hay, parts.tail]).lstrip()
-    return single(name, text, parts.answers, "needle", kind, length=length, depth=depth)
+    return Prompt(name, (Turn(text, (parts.answer,)),), "needle", kind, {"length": length, "depth": depth})
 
 
 def _recall(kind: str, rng: random.Random) -> Haystack:
@@ -192,7 +192,7 @@ def _recall(kind: str, rng: random.Random) -> Haystack:
         needles = [fact(other, right, END), fact(asked, rng.sample(VALUES, 2), other)]
     tail = " ".join([ASK, asked, *TAIL, ANSWER])
     head = f"{TURNS[0]} {words(_FACT_GAP)}"
-    return Haystack(head, needles, others(), iter(lambda: words(1), ""), tail, [" ".join(right)])
+    return Haystack(head, needles, others(), iter(lambda: words(1), ""), tail, " ".join(right))
 
 
 def _facts(rng: random.Random) -> Haystack:
@@ -201,4 +201,4 @@ def _facts(rng: random.Random) -> Haystack:
     facts = [f"The {thing} was in the {place}." for thing, place in zip(things, places, strict=False)]
     # The prompt does not end in "was in the", so that decoding finds the place.
     tail = f"\nWhere was the {things[0]}? The {things[0]}"
-    return Haystack("", facts[:1], iter(facts[1:]), cycle([_NOISE]), tail, places[:1])
+    return Haystack("", facts[:1], iter(facts[1:]), cycle([_NOISE]), tail, places[0])

@@ -26,10 +26,9 @@ from sinkscope.models.target import Target
 
 Position = Literal["begin", "middle", "end"]
 POSITIONS: tuple[Position, ...] = get_args(Position)
-BOS, UNK, PAD, END, FACT, ASK, ANSWER, UNKNOWN = "<s> <unk> <pad> . fact ask answer unknown".split()
+SPECIAL = tuple("<s> <unk> <pad> . fact ask answer unknown".split())
+BOS, UNK, PAD, END, FACT, ASK, ANSWER, UNKNOWN = SPECIAL
 """`END` closes a chain of facts and ends an answer; `UNKNOWN` is the answer if nothing was stated."""
-
-SPECIAL = (BOS, UNK, PAD, END, FACT, ASK, ANSWER, UNKNOWN)
 TURNS: tuple[str, ...] = tuple(f"turn{i}" for i in range(1, 17))
 KEYS: tuple[str, ...] = tuple(
     """adam alba anna axel bela bruno carla cesar clara dana david diego edith elena emil erik eva felix fiona frida

@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.bench.answer import Answer, Batch, BenchModel, Logits, Measure, RowNumbers, answer_rows
-from sinkscope.bench.prompt import Prompt, read_prompts, single
+from sinkscope.bench.prompt import Prompt, Turn, read_prompts
 from sinkscope.bench.record import BenchRecord, Metrics
 from sinkscope.bench.task import Size, Task
 from sinkscope.errors import SinkscopeError
@@ -68,7 +68,8 @@ class TextFidelity(Task):
             start = number * (length + self.answer)
             middle = start + length
             answer = tokenizer.decode(ids[middle : middle + self.answer])
-            prompts.append(single(f"text-{number}", tokenizer.decode(ids[start:middle]), [answer], "text"))
+            turn = Turn(tokenizer.decode(ids[start:middle]), (answer,))
+            prompts.append(Prompt(f"text-{number}", (turn,), "text"))
         return prompts
 
     def new_tokens(self, target: Target) -> int:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
-from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
-from sinkscope.files.notation import agreeing, counted, every, listed
+from sinkscope.files.notation import counted, every
 from sinkscope.files.records import Budget, Natural, Whole, check_fields
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.kv.cache import CacheLayer, refuse_states
@@ -22,7 +20,7 @@ from sinkscope.kv.loopguard.detect import RowMonitors, largest_probability
 from sinkscope.kv.loopguard.retention import MAX_LEVEL, Retention, ranges_of, tokens_to_keep
 from sinkscope.kv.loopguard.steer import DRAWS, Rewinder, Steering, draw
 from sinkscope.kv.policy import GUARDS
-from sinkscope.kv.session import CacheState, Moment, Session
+from sinkscope.kv.session import Moment, Session
 from sinkscope.kv.streaming_llm import StreamingLLM
 from sinkscope.loops.monitor import MonitorSettings, Step
 from sinkscope.loops.signals import tail_period
@@ -135,9 +133,7 @@ class LoopGuard(Intervention):
         cuts = [event for event in run.events if event.kind == self.KIND]
         if not cuts:
             return "LoopGuard found no loop and changed nothing."
-        if len(cuts) == 1:
-            return in_words(cuts[0])
-        return f"{in_words(cuts[0])} It stepped in {len(cuts)} times in all."
+        return f"{in_words(cuts[0])} It stepped in {counted(len(cuts), 'time')} in all."
 
     def check_prompt(self, tokens: int) -> None:
         """Refuse a budget, given as a fraction, that leaves nothing beside the anchors."""
@@ -146,16 +142,15 @@ class LoopGuard(Intervention):
     def retention(self, prompt: int, first: int = 0) -> Retention:
         """What is kept of a row with `prompt` prompt tokens, if a policy in the same run keeps the `first` ones."""
         budget = self.budget if isinstance(self.budget, int) else int(self.budget * prompt)
-        try:
-            return Retention(
-                budget=budget,
-                anchors=max(self.first_tokens(budget), min(first, budget - 1)),
-                recent=self.window if self.recent_window else None,
-            )
-        except SinkscopeError as error:  # the user wrote LoopGuard, and perhaps a share
-            text = str(error).removeprefix("Retention: ")
+        anchors = max(self.first_tokens(budget), min(first, budget - 1))
+        if budget <= anchors:
             share = "" if budget == self.budget else f" ({self.budget} of a prompt of {counted(prompt, 'token')})"
-            raise SinkscopeError(f"LoopGuard: {text}{share}", page=error.page) from None
+            raise SinkscopeError(
+                f"LoopGuard: budget={budget} leaves nothing beside the {anchors} anchors: expected at least "
+                f"{anchors + 1}; raise the budget or keep fewer anchors{share}",
+                page="kv-budget",
+            )
+        return Retention(budget, anchors, self.window if self.recent_window else None)
 
     def first_tokens(self, budget: int) -> int:
         """Number of anchors: the given one, or 32, but at most a quarter of the budget."""
@@ -181,9 +176,8 @@ class LoopGuard(Intervention):
         session.anchors = max(session.anchors, anchors)
         if self.rewind is not False:
             session.rewinder = Rewinder(self.rewind is True)
-        guarding = Guarding(self, settings, run, session)
-        session.after_call(guarding.note_call)
-        run.hook(run.target.hf, "post", guarding.decide)
+        random = torch.Generator(run.target.device).manual_seed(0)
+        run.hook(run.target.hf, "post", Guarding(self, settings, run, session, key, random).decide)
 
 
 GUARDS.update({"loopguard": LoopGuard, "loopguard:paper": LoopGuard.paper})
@@ -193,15 +187,10 @@ def in_words(event: Event) -> str:
     """What the guard found and did in one of its events."""
     data = event.data
     alarm = "an alarm" if data["period"] is None else f"a repetition {every(data['period'], 'token')}"
-    actions = [f"kept {data['kept_count']} of {counted(data['cached_before'], 'cached token')}"]
-    if data["taken_back"]:
-        actions.append(f"took {counted(data['taken_back'], 'token')} back")
-    if data["escalated"]:
-        actions.append("banned n-grams of the loop")
-    if data["escalated"] == "draw":
-        actions.append("drew the next tokens")
+    cached = counted(data["cached_before"], "cached token")
+    back = counted(data["taken_back"], "token")
     new = counted(data["generated"], "new token")
-    return f"After {new} the guard found {alarm}. It {listed(actions)}."
+    return f"After {new} the guard found {alarm}. It kept {data['kept_count']} of {cached} and took {back} back."
 
 
 @dataclass(eq=False)
@@ -229,31 +218,36 @@ class GuardedRows:
         return self.prompt_ids[row] + self.monitors.tokens[row]
 
 
+@dataclass(eq=False)
 class Guarding:
-    """One guard at work in one run."""
+    """One guard at work in one run.
 
-    def __init__(self, guard: LoopGuard, settings: MonitorSettings, run: Run, session: Session) -> None:
-        self._guard = guard
-        self._settings = settings
-        self._run = run
-        self._session = session
-        self._rows: WeakKeyDictionary[CacheState, GuardedRows] = WeakKeyDictionary()
-        self._local = threading.local()
-        self._warned = False
-        self._random = torch.Generator(run.target.device).manual_seed(0)
+    Attributes:
+        guard: The guard.
+        settings: Settings of the monitor of every row.
+        run: The run.
+        session: Its session.
+        key: Key of the guard in the run.
+        random: Source of the tokens that are drawn.
+        warned: Whether it was said that layers keep a state.
+    """
 
-    def note_call(self, moment: Moment) -> None:
-        """Note the moment after the layers; the logits of the call come next."""
-        self._local.moment = moment
+    guard: LoopGuard
+    settings: MonitorSettings
+    run: Run
+    session: Session
+    key: int
+    random: torch.Generator
+    warned: bool = False
 
     def decide(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Pass the token of a finished call to the monitors, and cut the rows that loop."""
-        moment: Moment | None = getattr(self._local, "moment", None)
-        self._local.moment = None
+        moment = self.session.now.ended
+        self.session.now.ended = None
         ids = kwargs.get("input_ids", args[0] if args else None)
         if moment is None or ids is None:
             return
-        rewinder = self._session.rewinder
+        rewinder = self.session.rewinder
         if rewinder is not None and rewinder.read is not None:  # this piece of the generation has ended
             return
         if moment.state.dropped is not None:
@@ -261,20 +255,21 @@ class Guarding:
                 'LoopGuard keeps the positions that tokens were read at: use positions="original" in the policy beside',
                 page="kv-session",
             )
-        rows = self._rows.get(moment.state)
+        memory = moment.state.memory.setdefault(self.key, {})
+        rows: GuardedRows | None = memory.get("rows")
         past, new = moment.call.past, moment.call.index.shape[1]
-        if new > 1 or past == 0 or self._session.now.prompting:
-            self._rows[moment.state] = self._new_turn(moment, rows, ids)
+        if new > 1 or past == 0 or self.session.now.prompting:
+            memory["rows"] = self._new_turn(moment, rows, ids)
             return
         if rows is None or past != rows.seen or len(rows.prompt) != len(ids):
             # Tokens were read before the run, or the caller took some back: later tokens are watched from here on.
             rows = self._new_rows(moment, past, [[] for _ in ids])
-            self._rows[moment.state] = rows
+            memory["rows"] = rows
         rows.seen = past + 1
         rows.count += 1
         logits = (output.logits if hasattr(output, "logits") else output[0])[:, -1]
         draws = [row for row, steering in rows.steering.items() if rows.count <= steering.draws_until]
-        largest = None if self._settings.rule == "repeats" else largest_probability(logits)
+        largest = None if self.settings.rule == "repeats" else largest_probability(logits)
         alarms = rows.monitors.push(ids[:, -1], largest)
         if rewinder is not None and rewinder.full_at:  # a full row goes on as padding
             alarms = {row: step for row, step in alarms.items() if rows.seen < rewinder.full_at[row]}
@@ -287,13 +282,13 @@ class Guarding:
         for row, steering in rows.steering.items():
             if rows.count <= steering.banned_until:
                 logits[row, steering.banned(rows.row_ids(row))] -= steering.penalty
-        if not getattr(self._session.now.settings, "do_sample", False):
+        if not getattr(self.session.now.settings, "do_sample", False):
             for row in draws:
-                draw(logits[row], self._random)
+                draw(logits[row], self.random)
 
     def _new_turn(self, moment: Moment, earlier: GuardedRows | None, ids: Int[Tensor, "batch pos"]) -> GuardedRows:
         """Start following rows at a prompt, a further part of one, or a new turn."""
-        rewinder = self._session.rewinder
+        rewinder = self.session.rewinder
         if rewinder is not None and rewinder.required and rewinder.allowance is None:
             raise UnsupportedError(
                 "rewind=True takes tokens back from the output, which model.generate and streamers cannot do: use "
@@ -313,32 +308,31 @@ class Guarding:
 
     def _spare_states(self, moment: Moment) -> None:
         """Take nothing back where layers keep a state, such as those of linear attention."""
-        rewinder = self._session.rewinder
+        rewinder = self.session.rewinder
         if rewinder is not None:
             if rewinder.required:
                 refuse_states(moment.cache, "rewind=True")
             rewinder.allowance = None
-        if not self._warned:
-            self._warned = True
+        if not self.warned:
+            self.warned = True
             states = len(moment.cache.layers) - len(moment.layers)
             warnings.warn(
-                f"{counted(states, 'layer')} of {self._run.target.name} {agreeing(states, 'keeps', 'keep')} a state, "
-                "of which LoopGuard can take nothing: it cuts the other layers and bans the loop's n-grams, and does "
-                "not rewind",
+                f"{counted(states, 'layer')} of {self.run.target.name} with a state, of which LoopGuard can take "
+                "nothing: it cuts the other layers and bans the loop's n-grams, and does not rewind",
                 SinkscopeWarning,
                 stacklevel=2,
             )
 
     def _new_rows(self, moment: Moment, seen: int, prompt_ids: list[list[int]]) -> GuardedRows:
         prompt: list[int] = (moment.call.columns[:, :seen].amax(1) + 1).tolist()
-        if isinstance(self._guard.budget, float):
-            self._guard.retention(min(prompt))  # an error comes now rather than at the first loop
-        settings = self._session.now.settings or getattr(self._run.target.hf, "generation_config", None)
+        if isinstance(self.guard.budget, float):
+            self.guard.retention(min(prompt))  # an error comes now rather than at the first loop
+        settings = self.session.now.settings or getattr(self.run.target.hf, "generation_config", None)
         ends: set[int] = set()
         for ids in (getattr(settings, "eos_token_id", None), getattr(settings, "pad_token_id", None)):
             if ids is not None:
                 ends.update(torch.as_tensor(ids).reshape(-1).tolist())
-        return GuardedRows(RowMonitors(self._settings, len(prompt), ends), prompt, prompt_ids, seen)
+        return GuardedRows(RowMonitors(self.settings, len(prompt), ends), prompt, prompt_ids, seen)
 
     def _cut(self, moment: Moment, rows: GuardedRows, alarms: dict[int, Step]) -> None:
         """Cut the cache of the rows that loop, and do what else is set."""
@@ -350,18 +344,18 @@ class Guarding:
         for row, step in alarms.items():
             length = int(moment.call.columns[row].max()) + 1
             taken_back[row] = self._count_to_take_back(row, rows.prompt[row], length, step)
-            cached = _cached_positions(moment.layers, row, length)
+            cached = _cached_positions(moment.layers, row)
             data, kept[row] = self._respond(rows, row, step, length, cached, taken_back[row])
             position = rows.prompt[row] + step.step - 1
             events.append(Event(row, moment.call.step, position, None, None, LoopGuard.KIND, data))
         _evict_rows(moment.layers, kept)
         if any(taken_back.values()):
             self._rewind(moment, rows, taken_back)
-        self._run.log(lambda: events)
+        self.run.log(lambda: events)
 
     def _rewind(self, moment: Moment, rows: GuardedRows, taken_back: dict[int, int]) -> None:
         """Take tokens of some rows back, and the token before them, which is read again; the piece ends here."""
-        rewinder, sequence = self._session.rewinder, moment.call.sequence
+        rewinder, sequence = self.session.rewinder, moment.call.sequence
         columns = sequence.columns.clone()
         rewinder.again = {}
         for row, count in taken_back.items():
@@ -385,19 +379,20 @@ class Guarding:
         self, rows: GuardedRows, row: int, step: Step, length: int, cached: list[int], taken_back: int
     ) -> tuple[dict[str, Any], list[int]]:
         """Choose what is kept of a row of a length, and what else is done; the data of the event, and what is kept."""
-        retention = self._guard.retention(rows.prompt[row], self._session.anchors)
+        retention = self.guard.retention(rows.prompt[row], self.session.anchors)
         ids = rows.row_ids(row)
         steering = rows.steering.setdefault(row, Steering())
         rung = step.level
         if taken_back:  # the monitor forgets it, and without a ban it would be written again
             place = length - rows.prompt[row] - taken_back
-            rung = 1 + sum(abs(place - at) <= self._guard.window for at in steering.rewound_at)
+            rung = 1 + sum(abs(place - at) <= self.guard.window for at in steering.rewound_at)
             steering.rewound_at.append(place)
         begin, period = self._repetition(ids, rows.prompt[row], length, step, retention)
-        escalation = self._escalation(rung, taken_back > 0)
-        if escalation is not None:
+        escalation: str | None = None
+        if rung and (taken_back or self.guard.escalate != "none"):
+            escalation = "draw" if self.guard.escalate == "draw" and rung >= DRAW_FROM else "ban"
             loop = ids[len(ids) - (length - begin) :]
-            steering.ban(loop, rung, rows.count, rows.count + self._guard.window)
+            steering.ban(loop, rung, rows.count, rows.count + self.guard.window)
         if escalation == "draw":
             steering.draws_until = rows.count + DRAWS
         end = length
@@ -424,13 +419,6 @@ class Guarding:
             kept = [position for position in kept if position < length - taken_back - 1]
         return data, kept
 
-    def _escalation(self, rung: int, rewinds: bool) -> str | None:
-        """What is done beside the cut: nothing at rung 0, then a ban, and at last draws."""
-        escalate = self._guard.escalate
-        if rung == 0 or (escalate == "none" and not rewinds):
-            return None
-        return "draw" if escalate == "draw" and rung >= DRAW_FROM else "ban"
-
     def _repetition(
         self, ids: list[int], prompt: int, length: int, step: Step, retention: Retention
     ) -> tuple[int, int | None]:
@@ -451,7 +439,7 @@ class Guarding:
 
     def _count_to_take_back(self, row: int, prompt: int, length: int, step: Step) -> int:
         """Number of tokens to remove from the output: all copies of the loop but the first."""
-        rewinder, tail = self._session.rewinder, step.tail
+        rewinder, tail = self.session.rewinder, step.tail
         if rewinder is None or rewinder.allowance is None or tail is None:
             return 0
         count = length - prompt - tail.start - tail.period
@@ -461,16 +449,11 @@ class Guarding:
         return count
 
 
-def _cached_positions(layers: list[CacheLayer], row: int, length: int) -> list[int]:
+def _cached_positions(layers: list[CacheLayer], row: int) -> list[int]:
     """Positions of a row that at least one layer and head holds."""
-    for kv in layers:
-        if not kv.edited:  # holds everything
-            layers = [kv]
-            break
-    cached = torch.zeros(length + 1, dtype=torch.bool, device=layers[0].pos.device)
-    for kv in layers:
-        cached[kv.pos[row].flatten().to(cached.device) + 1] = True  # holes, -1, fall into the first place
-    return cached[1:].nonzero()[:, 0].tolist()
+    layers = [kv for kv in layers if not kv.edited][:1] or layers  # one that holds everything, if there is one
+    by_layer = [kv.pos[row].unique().tolist() for kv in layers]
+    return sorted(set().union(*by_layer) - {-1})
 
 
 def _evict_rows(layers: list[CacheLayer], kept: dict[int, list[int]]) -> None:

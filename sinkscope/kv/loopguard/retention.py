@@ -8,19 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sinkscope.errors import SinkscopeError
-from sinkscope.files.records import Natural, Whole, check_fields
-
 MAX_LEVEL = 3
 """Cap on the aggressiveness level (section 6.1). Each level halves the recent tokens: at last an eighth is left."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Retention:
     """How many tokens of each kind are kept. The paper specifies `budget` and `anchors` and leaves the rest open.
 
     Attributes:
-        budget: Largest number of tokens right after an intervention (B).
+        budget: Largest number of tokens right after an intervention (B), more than the anchors.
         anchors: Number of first positions that are kept (N_anchor), with a recent window even if they are bad.
         recent: Length of the recent window (R), as in the paper: recent tokens come from the last R tokens, so a loop
             that fills the window leaves no clean ones. At level 0, half the window is kept ("a small amount of local
@@ -29,23 +26,9 @@ class Retention:
             leave, because models copy badly from tokens whose neighbours are missing.
     """
 
-    budget: Natural = 1024
-    anchors: Whole = 32
-    recent: Natural | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot work.
-
-        Raises:
-            SinkscopeError: A field is invalid; the message names the first one and what was expected.
-        """
-        check_fields(self)
-        if self.budget <= self.anchors:
-            raise SinkscopeError(
-                f"budget={self.budget} leaves nothing beside the {self.anchors} anchors: expected at least "
-                f"{self.anchors + 1}; raise the budget or keep fewer anchors",
-                page="kv-budget",
-            )
+    budget: int = 1024
+    anchors: int = 32
+    recent: int | None = None
 
     def recent_tokens(self, level: int) -> int:
         """Number of recent tokens kept, B_recent(level), at least 1."""

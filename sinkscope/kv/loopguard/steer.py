@@ -98,17 +98,6 @@ class Rewinder(StoppingCriteria):
     ended: list[bool] = field(default_factory=list)
     full_at: list[int] = field(default_factory=list)
 
-    def begin_piece(self, limit: int, written: list[int]) -> None:
-        """Note at which length each row has all its tokens, in a piece where an unended row may have `limit` in all.
-
-        Args:
-            limit: Length at which a row that lost and wrote nothing would be full.
-            written: Number of tokens that each row keeps so far; they count towards the limit.
-        """
-        self.full_at = []
-        for count, has_ended in zip(written, self.ended, strict=True):
-            self.full_at.append(0 if has_ended else limit - count)
-
     def __call__(self, input_ids: Int[Tensor, "row pos"], scores: Any, **kwargs: Any) -> Any:
         """Say which rows of this piece end: bool `[row]`."""
         if self.read is not None:
@@ -166,7 +155,9 @@ def generate_in_pieces(
     try:
         while True:
             written: list[int] = mask[:, width:].sum(1).tolist()
-            rewinder.begin_piece(ids.shape[1] + max_new_tokens, written)
+            rewinder.full_at = []
+            for count, has_ended in zip(written, rewinder.ended, strict=True):
+                rewinder.full_at.append(0 if has_ended else ids.shape[1] + max_new_tokens - count)
             left = max(rewinder.full_at) - ids.shape[1]
             if left <= 0:
                 break

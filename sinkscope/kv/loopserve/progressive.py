@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sinkscope.files.records import Natural, Whole
 from sinkscope.interventions.base import Run
-from sinkscope.kv.cache import CacheLayer, Rotary, own_layers
+from sinkscope.kv.cache import Rotary
 from sinkscope.kv.policy import At, Policy, register_policy
 from sinkscope.kv.session import Moment, Session
 
@@ -53,13 +53,11 @@ class Progressive(Policy):
         return int(self.every)
 
     def enter(self, run: Run, key: int) -> None:
-        """Enter like any policy; in addition, a new prompt sees the whole cache."""
+        """Enter like any policy; in addition, rows must not change places."""
         super().enter(run, key)
         session = Session.of(run)
         session.followers.append(self.shown_name)
         session.counts_reads = True
-        session.before_prompt(lambda moment: self._show_all(moment.layers))
-        run.stack.callback(self._show_all_caches, session)
 
     def summary(self, run: Run) -> str:
         """The tokens that a decoding step read, and those held in the cache."""
@@ -72,7 +70,7 @@ class Progressive(Policy):
     def scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
         """Attention of the latest queries; padding does not vote."""
         rows = at.session.window_rows(at.moment, at.layer, self.interval)
-        real = at.moment.state.queries[at.layer].last(self.interval).pos >= 0
+        real = at.moment.state.queries[at.layer].pos[:, -self.interval :] >= 0
         # As einsum, which would copy the rows: "batch query, batch head query slot -> batch head slot".
         votes = (real.to(rows)[:, None, None] @ rows)[:, :, 0]
         return self.group(votes, at.kv.pos.shape[1])
@@ -88,11 +86,11 @@ class Progressive(Policy):
         copy_lost = memory["copied"] and all(kv.aside is None for kv in moment.layers)
         if not due and not copy_lost:
             return
-        self._show_all(moment.layers)
         budget = memory["budget"]
         fewest = budget if isinstance(budget, int) else int(budget.min())
         memory["copied"] = False
         for kv in moment.layers:
+            kv.settle()
             if kv.slots <= fewest:
                 continue
             at = At(kv.number, kv, moment, session, memory)
@@ -102,15 +100,6 @@ class Progressive(Policy):
             else:
                 kv.work_on(keep)
                 memory["copied"] = True
-
-    def _show_all_caches(self, session: Session) -> None:
-        for cache in session.caches:
-            self._show_all(own_layers(cache))
-
-    def _show_all(self, layers: list[CacheLayer]) -> None:
-        """Make everything in the cache readable."""
-        for kv in layers:
-            kv.settle()
 
 
 def tokens_read(run: Run) -> list[list[float]]:

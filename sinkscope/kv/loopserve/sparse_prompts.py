@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from einops import einsum, rearrange
+from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -18,7 +18,7 @@ from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.interventions.positions import Call
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.session import Session
-from sinkscope.lines.choice import HeadLines, attention_of, recovered
+from sinkscope.lines.choice import HeadLines, recovered
 from sinkscope.lines.sparse import Sparsity, all_dense, dense_limit, missing, sparse_attention
 from sinkscope.trace.attention import Attention, View
 
@@ -77,11 +77,7 @@ class PromptRow:
 
     def last_error(self, output: Float[Tensor, "head d_value"]) -> Tensor:
         """Error of an output of the last query beside that of attending to everything, as a share of its norm."""
-        last_key = torch.tensor([self.key.shape[1] - 1], device=self.key.device)
-        probs = attention_of(self.query[:, -1:], self.key, last_key, self.scaling)
-        grouped = rearrange(probs, "(kv_head group) 1 key -> kv_head group key", kv_head=len(self.value))
-        heads = einsum(grouped, self.value.float(), "kv_head group key, kv_head key d_value -> kv_head group d_value")
-        expected = rearrange(heads, "kv_head group d_value -> (kv_head group) d_value")
+        expected = self.dense(1)[:, 0]
         return torch.linalg.vector_norm(output - expected) / torch.linalg.vector_norm(expected)
 
 
@@ -136,13 +132,11 @@ class SparsePrompts(Intervention):
             prompts on devices without a kernel of their own to the model's attention.
         shortest: Prompts with fewer keys are read by the model's own attention.
         dense_rows: Number of queries at the end that attend to everything.
-        choice_rows: Number of queries whose attention to all keys is computed in order to choose lines.
     """
 
     dense_above: float | None = torch.inf
     shortest: int = 0
     dense_rows: int = 0
-    choice_rows: int = 0
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -165,6 +159,11 @@ class SparsePrompts(Intervention):
     def pays(self, query: Float[Tensor, "head query d_head"], keys: int, flat: bool = False) -> bool:
         """Whether to look for lines; `flat` says whether every head was dense when that was last done in this cache."""
         return True
+
+    @property
+    def choice_rows(self) -> int:
+        """Number of queries whose attention to all keys is computed in order to choose lines."""
+        return 0
 
     @property
     def shown_name(self) -> str:

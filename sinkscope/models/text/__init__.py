@@ -86,6 +86,4 @@ def _refuse_one_token(tokenizer: Any, pieces: Int[Tensor, "row pos"]) -> None:
     share = float((pieces == token).float().mean())
     if share > ONE_TOKEN:
         what = f"the one token {tokenizer.decode([token])!r}"
-        if token == getattr(tokenizer, "unk_token_id", None):
-            what = "unknown to this tokenizer"
         raise SinkscopeError(f"{share:.0%} of the text is {what}: give a file of prose that it knows with --text")
