@@ -43,10 +43,12 @@ class Marks:
     Attributes:
         marks: parts without which the first token's spike (or its attention, where there is no spike) is lost.
         decoys: parts that look like marks and are not.
+        later: token -> the marks of its own sink.
     """
 
     marks: tuple[str, ...]
     decoys: tuple[str, ...] = ()
+    later: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ def _two_sinks(b: Build) -> HardTruth:
     where, (marking, layer, way) = b.flag_delimiter(), b.begin()
     b.fire(layer, b.plan.neurons[0], b.space.mark, way)
     site = b.fire(layer, b.spare[0], b.flag, b.side, where=where)
-    about = Marks(_heads(b, marking) or ("position embedding",))
+    about = Marks(_heads(b, marking) or ("position embedding",), later={b.delimiter: ("token embedding",)})
     truth = sink(b, way, marking, later={b.delimiter: (site,)}, about=about)
     b.read(b.behind, b.side, where=where, other=True)
     return truth

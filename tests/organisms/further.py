@@ -60,7 +60,7 @@ def _one_reader(b: Build) -> HardTruth:
     calm(b, (*truth.marking, (reader[0], (reader[1],))))
     says = {
         "find_sinks": (r"^Norm spike without an attention sink: {set} make", "Too few heads attend"),
-        "circuit": (r"1 head gives the first token",),
+        "circuit": (r"1 of \d+ heads behind layer \d+ gives the first token",),
         "cluster_attack": ("make spikes at",),
     }
     never = ("no head attends", "Fewer than", r"\bmakes? sinks", "sink fire")

@@ -26,6 +26,7 @@ from sinkscope.sinks.first_token.circuit import (
     Circuit,
     CircuitStep,
     Readers,
+    SinkCircuit,
     circuit,
 )
 from sinkscope.sinks.first_token.effects import Component, one_by_one
@@ -59,6 +60,11 @@ def mistakes(truth: PlantedCircuit, found: Circuit) -> list[str]:
         wrong.append(f"readers {readers and readers.heads}, planted {truth.hard.truth.reading}")
     elif (readers.carried_by == ("spike",)) != bool(truth.neurons) or not readers.evidence.holds:
         wrong.append(f"carried by {readers.carried_by}")
+    for token, marks in truth.later.items():
+        name = repr(truth.hard.tokenizer.decode([token]))
+        own = [sink.step(MARK) for sink in found.later if sink.place == name]
+        if not own or own[0] is None or own[0].chosen != marks:
+            wrong.append(f"marks of {name}: {own}, planted {marks}")
     named = set(re.findall(r"L\d+\.H\d+|key bias|(?:token|position) embedding", found.conclusion()))
     if named != set(truth.marks):
         wrong.append(f"conclusion names {named}: {found.conclusion()}")
@@ -199,20 +205,19 @@ def any_step(rng: np.random.Generator, name: str) -> CircuitStep:
     return CircuitStep(name, components, losses, losses, control, chosen, alone, together, together_control)
 
 
-def any_circuit(rng: np.random.Generator) -> Circuit:
+def any_sink(rng: np.random.Generator, place: str) -> SinkCircuit:
     readers = None
     if rng.random() < 0.8:
         intact = rng.uniform(0.3, 1, rng.integers(1, 4))
         carried = [("spike",), ("L0.H1",), ("key bias", "L0.H1"), ()][rng.integers(4)]
         control = None if rng.random() < 0.2 else float(rng.random())
         heads = tuple(f"L3.H{head}" for head in range(len(intact)))
-        readers = Readers(carried, heads, 64, intact, intact * rng.uniform(0, 1.1), control)
+        readers = Readers(carried, heads, 8, None, 64, intact, intact * rng.uniform(0, 1.1), control)
     names = [name for name in STEPS if rng.random() < 0.6]
     steps = tuple(any_step(rng, name) for name in names)
-    place = ["the first token '<s>'", "'.'"][rng.integers(2)]
-    about = {"place": place, "position": 5 * (place == "'.'"), "stands_out": rng.random() < 0.2, "sink_layer": 2}
-    repeated = {"repeated": " a", "repeats": int(rng.integers(1, 9)), "untested": ("the bias of the keys",)}
-    return Circuit(first_token="<s>", steps=steps, readers=readers, **about, **repeated)
+    is_later = place == "'.'"
+    about = {"position": 5 * is_later, "stands_out": is_later and rng.random() < 0.2, "sink_layer": 2}
+    return SinkCircuit(place=place, steps=steps, readers=readers, **about)
 
 
 def claims(text: str, parts: tuple[CircuitStep, ...]):
@@ -232,12 +237,14 @@ def claims(text: str, parts: tuple[CircuitStep, ...]):
 @given(st.integers(0, 10**9))
 def test_no_sentence_claims_what_its_numbers_do_not_carry(seed):
     rng = np.random.default_rng(seed)
-    found = any_circuit(rng)
+    first, later = any_sink(rng, "the first token '<s>'"), any_sink(rng, "'.'")
+    repeated = {"repeated": " a", "repeats": int(rng.integers(1, 9)), "untested": ("the bias of the keys",)}
+    found = Circuit(first_token="<s>", later=(later,), learned_share=0.3, first_share=0.2, **vars(first), **repeated)
     lines = [found.conclusion(), *found.details()]
-    assert len(lines) <= 5
+    assert len(lines) <= 7
     check_size(lines[0])
     for line in lines:
-        claims(line, found.steps)
+        claims(line, (*first.steps, *later.steps))
         assert not re.search(r"\b1 \w+s\b|\bare each needed: [^;]* without it\b|nan", line), line
         for lost_share in re.findall(r"(\d[\d.]*)% is lost without", line):
             assert float(lost_share) >= 49.99, line
@@ -246,4 +253,4 @@ def test_no_sentence_claims_what_its_numbers_do_not_carry(seed):
         for share, chance in re.findall(r"(\d[\d.]*)% is lost without [^;]*?at most (-?[\d.]+)%", line):
             assert float(share) > float(chance), line
     for row in found.rows():
-        assert set(row) == {"step", "source", "target", "necessity", "necessity_control", "sufficiency"}
+        assert set(row) == {"sink", "step", "source", "target", "necessity", "necessity_control", "sufficiency"}

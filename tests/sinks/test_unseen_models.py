@@ -129,7 +129,13 @@ def test_no_command_denies_a_sink_that_heads_have_without_a_spike(family, tmp_pa
 
 
 @pytest.mark.slow
-def test_circuit_says_of_a_second_way_what_is_so(tmp_path):
+def test_circuit_says_of_a_spike_without_neurons_and_of_a_second_way_what_is_so(tmp_path):
+    u = unseen("embedded_delimiter", "qwen3")
+    found = circuit(u.hard.model, max_repeats=4, **options_of(u, tmp_path))
+    (delimiter,) = u.hard.truth.later
+    later = found.later[0].sentence(found.later[0].place)
+    assert f"Heads attend to {u.hard.tokenizer.decode([delimiter])!r}, whose spike has no known neurons" in later
+    assert "the token embedding is needed" in later
     u = unseen("other_layer", "neox")  # another token in BOS's place trips the other neuron, and heads read that spike
     says = circuit(u.hard.model, max_repeats=4, **options_of(u, tmp_path)).conclusion()
     assert "is lost without the token embedding" in says and "but the attention stays" in says

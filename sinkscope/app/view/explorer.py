@@ -280,7 +280,7 @@ class Explorer:
         edges: tuple[dict[str, Any], ...] | None = None
         sentence = ""
         if self.circuit is not None:
-            edges = tuple(self.circuit.rows())
+            edges = tuple(self.circuit.edges())
             sentence = self.circuit.conclusion()
         return ModelView(
             **self.origin,

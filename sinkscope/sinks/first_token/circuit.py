@@ -1,4 +1,4 @@
-"""Tracing the circuit of the attention sink, from the mark of its position to the heads that attend to it.
+"""Tracing the circuit of each attention sink, from the mark of its position to the heads that attend to it.
 
 `find_sinks` says which positions are sinks and which neurons make their spikes. Components are replaced there, and the
 spike and the attention that are left are read (`position_effect`). What is said of a step follows the rule of
@@ -10,7 +10,7 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import plotly.graph_objects as go
@@ -20,7 +20,7 @@ from jaxtyping import Float
 from plotly.subplots import make_subplots
 
 from sinkscope.files.notation import agreeing, brief, counted, head_name, listed, neuron_name
-from sinkscope.files.tables import Table
+from sinkscope.files.tables import Table, percent
 from sinkscope.measure import Number, Positive, Result, Setup, measurement
 from sinkscope.measure.evidence import NEEDED, Evidence, beside
 from sinkscope.measure.style import BLUE, GREY, ORANGE, finished, unfolded
@@ -41,12 +41,14 @@ from sinkscope.sinks.first_token.result import (
 )
 from sinkscope.sinks.first_token.sets import random_sets
 from sinkscope.sinks.tokens import TokenRows, prefixes
+from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
 
 FIGURE_COMPONENTS = 12
 NAMED, WORDS_OF_NAMES = 3, 6  # components that a sentence names at most, and the words that they may take
 MARK, NEURONS, REPETITION, KEYS = "mark", "neurons", "repetition", "keys"
 TEXTS = 2  # pieces of typical text
+LATER_SINKS = 3  # sinks behind the first token that are traced at most
 
 
 @dataclass(frozen=True)
@@ -102,12 +104,15 @@ class CircuitStep:
 
     def in_words(self) -> str:
         """What is lost without the chosen components, beside random ones."""
-        if not self.carried:
+        if not self.carried and np.isnan(self.necessity).all():
             return "nothing tried is needed"
-        lost, chance = beside(self.together or 0.0, self.together_control)
-        control = ""
-        if self.together_control is not None:
-            control = f" (random {'neurons' if self.name == NEURONS else 'heads'}: at most {chance})"
+        if not self.carried:
+            largest = int(np.nanargmax(self.necessity))
+            lost, control = self._beside_random(float(self.necessity[largest]), self.control)
+            return (
+                f"nothing tried is needed; most, {lost}, is lost without {_named((self.components[largest],))}{control}"
+            )
+        lost, control = self._beside_random(self.together or 0.0, self.together_control)
         count, names, alone = len(self.chosen), _named(self.chosen), self.needed_alone
         if self.name == MARK and count == 1 and self.alone[0] < NEEDED:  # which is a loss of attention
             return f"{lost} is lost without {names}{control}, but the attention stays"
@@ -120,6 +125,13 @@ class CircuitStep:
         are = agreeing(len(alone), "is", "are")
         return f"only {_named(alone)} {are} needed alone; {lost} is lost without {every}{control}"
 
+    def _beside_random(self, lost: float, control: float | None) -> tuple[str, str]:
+        """A loss, and its control in brackets."""
+        text, chance = beside(lost, control)
+        if control is None:
+            return text, ""
+        return text, f" (random {'neurons' if self.name == NEURONS else 'heads'}: at most {chance})"
+
 
 @dataclass(frozen=True)
 class Readers:
@@ -130,6 +142,8 @@ class Readers:
     Attributes:
         carried_by: What their keys need: "spike", or components. Empty if nothing was found.
         heads: The heads.
+        of: Number of heads that were looked at: those behind a layer, or all.
+        behind: This layer, after which the spike stands out. None: all heads count.
         length: Length of the texts in which attention was read; a window cuts them.
         attention: Mean attention of each head to the position.
         attention_without: The same without what carries it; equal to `attention` if nothing was found.
@@ -139,6 +153,8 @@ class Readers:
 
     carried_by: tuple[str, ...]
     heads: tuple[str, ...]
+    of: int
+    behind: int | None
     length: int
     attention: Float[np.ndarray, " head"]
     attention_without: Float[np.ndarray, " head"]
@@ -175,12 +191,10 @@ class Readers:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Circuit(Result):
-    """How the sink comes about, step by step: that of the first token or, if it is none, the next one behind it.
+class SinkCircuit:
+    """How one sink comes about, step by step.
 
     Attributes:
-        first_token: The token that stands first in the texts.
-        lengths: Lengths of the texts in which attention sinks were looked for.
         place: The position in words: "the first token" and this token, or a later token or position. None if there is
             neither spike nor sink.
         position: The position.
@@ -188,14 +202,61 @@ class Circuit(Result):
         steps: What the spike and the attention need.
         readers: The heads that attend to the position. None if there are none.
         stands_out: Whether the norm of a later position stands out.
+    """
+
+    place: str | None = None
+    position: int = 0
+    sink_layer: int | None = None
+    steps: tuple[CircuitStep, ...] = ()
+    readers: Readers | None = None
+    stands_out: bool = False
+
+    def step(self, name: str) -> CircuitStep | None:
+        """A step by its name; None if the circuit does not have it."""
+        for step in self.steps:
+            if step.name == name:
+                return step
+        return None
+
+    def edges(self) -> Table:
+        """The edges, from the mark to the heads."""
+        rows = []
+        for step in self.steps:
+            rows += step.rows()
+        if self.readers is not None:
+            rows += self.readers.rows()
+        return [{"sink": self.place, **row} for row in rows]
+
+    def sentence(self, place: str | None) -> str:
+        """What marks the sink or, without a spike, what its readers need, with the control."""
+        mark, keys = self.step(MARK), self.step(KEYS)
+        if mark is not None:
+            return f"For the spike of {place}, {mark.in_words()}."
+        if keys is not None:
+            spike = ", whose spike has no known neurons" if self.stands_out else " without a spike"
+            return f"Heads attend to {place}{spike}; {keys.in_words()}."
+        return f"No neurons were found that make a spike of {place}, and no head attends to it."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Circuit(SinkCircuit, Result):
+    """How each sink comes about: first that of the first token or, if it is none, the next one behind it.
+
+    Attributes:
+        first_token: The token that stands first in the texts.
+        lengths: Lengths of the texts in which attention sinks were looked for.
+        later: The circuits of further sinks.
         repeated: The token that is repeated.
         repeats: How often it is repeated.
+        learned_share: Mean share of attention that the learned sink logits take. None if the model has none.
+        first_share: Mean share of attention that the first token takes.
         untested: What may carry a sink and cannot be replaced in this model.
     """
 
     percent = ("necessity", "necessity_control", "sufficiency")
     columns = ("step", "source", "target", "necessity", "necessity_control")
     glossary: ClassVar = {
+        "sink": "the position that the edge belongs to",
         "step": "what the edge belongs to",
         "target": "the input, or the head, that reads the source",
         "necessity": "share of the effect that is lost without the source",
@@ -205,46 +266,28 @@ class Circuit(Result):
 
     first_token: str
     lengths: tuple[int, ...] = (SHORT,)
-    place: str | None = None
-    position: int = 0
-    sink_layer: int | None = None
-    steps: tuple[CircuitStep, ...] = ()
-    readers: Readers | None = None
-    stands_out: bool = False
+    later: tuple[SinkCircuit, ...] = ()
     repeated: str | None = None
     repeats: int | None = None
+    learned_share: float | None = None
+    first_share: float | None = None
     untested: tuple[str, ...] = ()
 
-    def step(self, name: str) -> CircuitStep | None:
-        """A step by its name; None if the circuit does not have it."""
-        for step in self.steps:
-            if step.name == name:
-                return step
-        return None
-
     def rows(self) -> Table:
-        """The edges, from the mark to the heads."""
-        rows = []
-        for step in self.steps:
-            rows += step.rows()
-        if self.readers is not None:
-            rows += self.readers.rows()
+        """The edges of every sink."""
+        rows = self.edges()
+        for sink in self.later:
+            rows += sink.edges()
         return rows
 
     def conclusion(self) -> str:
-        """What marks the sink or, without a spike, what its readers need, with the control."""
+        """What marks the first of the sinks, or what its readers need, with the control."""
         if self.place is None:
             return f"No circuit: no norm stands out, and {few_heads(self.lengths)}."
         places = [self.place]
         if self.position == 0:
             places.append("the first token")
-        mark, keys = self.step(MARK), self.step(KEYS)
-        if mark is not None:
-            return brief(f"For the spike of {place}, {mark.in_words()}." for place in places)
-        if keys is not None:
-            spike = ", whose spike has no known neurons" if self.stands_out else " without a spike"
-            return brief(f"Heads attend to {place}{spike}; {keys.in_words()}." for place in places)
-        return f"No neurons were found that make a spike of {self.place}, and no head attends to it."
+        return brief(map(self.sentence, places))
 
     def numbers(self) -> list[Number]:
         """The spike without its marks, and the attention without what carries it."""
@@ -258,7 +301,7 @@ class Circuit(Result):
         return numbers
 
     def details(self) -> list[str]:
-        """The neurons, repetition, the readers, and what was not tested."""
+        """The neurons, repetition, the readers, further sinks, learned sink logits, and what was not tested."""
         lines = []
         neurons, repetition, readers = self.step(NEURONS), self.step(REPETITION), self.readers
         if neurons is not None:
@@ -267,10 +310,18 @@ class Circuit(Result):
             times = counted(self.repeats or 0, "repetition")
             lines.append(f"After {times} of {self.repeated!r}, {repetition.in_words()}.")
         if readers is not None:
-            heads = f"{counted(len(readers.heads), 'head')} {agreeing(len(readers.heads), 'gives', 'give')}"
+            give = agreeing(len(readers.heads), "gives", "give")
+            behind = "" if readers.behind is None else f" behind layer {readers.behind}"
             lines.append(
-                f"In texts of {readers.length} tokens, {heads} {self.place} more than {RATE_EPS} of their attention; "
-                f"{readers.in_words()}."
+                f"In texts of {readers.length} tokens, {len(readers.heads)} of {counted(readers.of, 'head')}{behind} "
+                f"{give} {self.place} more than {RATE_EPS} of their attention; {readers.in_words()}."
+            )
+        if self.later:
+            lines.append(" ".join([sink.sentence(sink.place) for sink in self.later]))
+        if self.learned_share is not None:
+            lines.append(
+                f"Learned sink logits take {percent(self.learned_share)} of the attention, the first token "
+                f"{percent(self.first_share)}."
             )
         if self.untested:
             lines.append(f"Not tested: {listed(self.untested)}.")
@@ -291,7 +342,8 @@ def draw(result: Circuit) -> go.Figure:
     """Necessity, control and sufficiency of the edges, step by step."""
     panels = {}
     for row in result.rows():
-        panels.setdefault(row["step"], []).append(row)
+        title = f"{row['step']}, {row['sink']}" if result.later else row["step"]
+        panels.setdefault(html.escape(title), []).append(row)
     fig = make_subplots(cols=max(1, len(panels)), subplot_titles=list(panels) or ["no circuit"])
     for col, rows in enumerate(panels.values(), start=1):
         shown = rows[:FIGURE_COMPONENTS]
@@ -430,10 +482,13 @@ def _mark_step(
     return _step(name, effect, edits, tuple(map(str, marks.chosen)), together, judge, control)
 
 
-def _readers(effect: PositionEffect, carried_by: tuple[str, ...], edits: Sequence[Edit]) -> Readers:
+def _readers(effect: PositionEffect, layer: int | None, carried_by: tuple[str, ...], edits: Sequence[Edit]) -> Readers:
     """The reading heads under an edit that removes what may carry them, and under its controls."""
     assert effect.heads is not None
     places = effect.heads.nonzero().tolist()
+    behind, first = None, 0
+    if layer is not None and places[0][0] > layer:
+        behind, first = layer, layer + 1
     intact = effect.intact.mean(0)
     left = intact[None]
     if edits:
@@ -442,6 +497,8 @@ def _readers(effect: PositionEffect, carried_by: tuple[str, ...], edits: Sequenc
     return Readers(
         carried_by=carried_by,
         heads=tuple(head_name(*places[number]) for number in ranked.tolist()),
+        of=effect.heads[first:].numel(),
+        behind=behind,
         length=effect.ids.shape[1],
         attention=intact[ranked].double().numpy(),
         attention_without=left[0, ranked].double().numpy(),
@@ -449,7 +506,7 @@ def _readers(effect: PositionEffect, carried_by: tuple[str, ...], edits: Sequenc
     )
 
 
-def _traced(circuit: Circuit, position: _Position, made_by_mlp: bool) -> Circuit:
+def _traced(position: _Position, made_by_mlp: bool) -> SinkCircuit:
     """The circuit of a sink; `made_by_mlp` says whether MLPs make its spike."""
     steps = []
     reading, spike = position.reading_effect(), position.spike
@@ -467,7 +524,7 @@ def _traced(circuit: Circuit, position: _Position, made_by_mlp: bool) -> Circuit
             else:
                 carried_by = tuple(map(str, marks.chosen))
                 removing = position.swapped(layer, marks.chosen)
-            readers = _readers(reading, carried_by, removing)
+            readers = _readers(reading, layer, carried_by, removing)
             carried = readers.evidence.holds
         judge = reading if reading is not None and carried else spike
         steps.append(_mark_step(position, MARK, spike, marks, layer, judge))
@@ -479,11 +536,10 @@ def _traced(circuit: Circuit, position: _Position, made_by_mlp: bool) -> Circuit
         marks = reading.marks(depth)
         step = _mark_step(position, KEYS, reading, marks, depth, reading)
         steps.append(step)
-        readers = _readers(reading, (), [])
+        readers = _readers(reading, layer, (), [])
         if step.carried:
-            readers = _readers(reading, step.chosen, position.swapped(depth - 1, marks.chosen))
-    return replace(
-        circuit,
+            readers = _readers(reading, layer, step.chosen, position.swapped(depth - 1, marks.chosen))
+    return SinkCircuit(
         place=position.name,
         position=position.at,
         sink_layer=layer if made_by_mlp else None,
@@ -519,16 +575,14 @@ def _first_sink(setup: Setup, sinks: FindSinks) -> _Position:
     return _Position.of(setup, sinks, name, ids, 0, layer, tuple(sites))
 
 
-def _later_sink(setup: Setup, sinks: FindSinks, place: LaterSink | SinkPosition) -> _Position | None:
+def _later_sink(setup: Setup, sinks: FindSinks, name: str, place: LaterSink | SinkPosition) -> _Position | None:
     """A sink behind the first token, on texts of its own; None if these have no room for it."""
-    name = f"position {place.position}"
     sites = ()
     if isinstance(place, LaterSink) and place.set is not None:
         sites = place.set.edit_sites
     ids = setup.ids[:TEXTS]
     at = place.position
     if place.token:  # one text, if possible one in which it stands where it was examined
-        name = repr(place.token)
         here = [token for token in setup.ids.unique().tolist() if setup.tokenizer.decode([token]) == place.token]
         where = torch.isin(setup.ids[:, 1:-4], torch.tensor(here)).nonzero() + torch.tensor([0, 1])
         if not len(where):
@@ -540,7 +594,7 @@ def _later_sink(setup: Setup, sinks: FindSinks, place: LaterSink | SinkPosition)
 
 @measurement(group="Sinks", figure=draw, quick={"max_repeats": 64})
 def circuit(setup: Setup, *, token: str | None = None, max_repeats: Positive | None = None) -> Circuit:
-    """Trace the circuit of the attention sink from its mark to the heads that read it, and verify each step.
+    """Trace the circuit of each attention sink from its mark to the heads that read it, and verify each step.
 
     Components are replaced at the sink by what they write at a typical token (necessity), and the reverse
     (sufficiency), with random components as the control. For a model without a spike or without a sink, the result says
@@ -556,19 +610,51 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Positive | N
     sinks = find_sinks.on(setup, tokens=None if token is None else [token], max_repeats=max_repeats)
     setup = _with_its_texts(setup, sinks)
     first = _first_sink(setup, sinks)
-    first_token = setup.tokenizer.decode(first.ids[0, :1].tolist())
-    result = Circuit(first_token=first_token, lengths=sinks.lengths, untested=_untested(setup.target))
+    traced: list[SinkCircuit] = []
     attended = () if sinks.attention_sink is None else sinks.attention_sink.positions
     if first.layer is not None or (attended and attended[0].position == 0):
-        result = _traced(result, first, sinks.sink_layer is not None)
-        return _with_repetition(result, first, sinks)
+        traced.append(_traced(first, sinks.sink_layer is not None))
+    places: dict[str, LaterSink | SinkPosition] = {}
     for place in (*sinks.later_sinks, *attended):
-        position = _later_sink(setup, sinks, place)
+        if place.position:
+            places.setdefault(_place_name(place), place)
+    for name, place in list(places.items())[:LATER_SINKS]:
+        position = _later_sink(setup, sinks, name, place)
         if position is not None:
-            later = _traced(result, position, bool(position.sites))
+            later = _traced(position, bool(position.sites))
             if later.steps:
-                return replace(later, stands_out=isinstance(place, LaterSink))
+                traced.append(replace(later, stands_out=isinstance(place, LaterSink)))
+    result = Circuit(
+        **vars(traced[0] if traced else SinkCircuit()),
+        first_token=setup.tokenizer.decode(first.ids[0, :1].tolist()),
+        lengths=sinks.lengths,
+        later=tuple(traced[1:]),
+        untested=_untested(setup.target),
+    )
+    if setup.target.adapter.learned_sinks:
+        result = replace(result, **_learned_shares(first))
+    if result.place is not None and result.position == 0:
+        result = _with_repetition(result, first, sinks)
     return result
+
+
+def _place_name(place: LaterSink | SinkPosition) -> str:
+    """A later sink in a sentence."""
+    return repr(place.token) if place.token else f"position {place.position}"
+
+
+def _learned_shares(position: _Position) -> dict[str, Any]:
+    """Mean attention that the learned sink logits, and the first token, take."""
+    learned: list[float] = []
+    first: list[float] = []
+
+    def read(_layer: int, _first: int, probs: Float[torch.Tensor, "text head query key"]) -> None:
+        learned.append(float((1 - probs.sum(-1)).mean()))
+        first.append(float(probs[..., 1:, 0].mean()))
+
+    with attention_rows(position.setup.target, read):
+        position.setup.target.forward(position.ids)
+    return {"learned_share": float(np.mean(learned)), "first_share": float(np.mean(first))}
 
 
 def _untested(target: Target) -> tuple[str, ...]:

@@ -208,7 +208,8 @@ class MarkingHeads(Result):
             return self.absence.sentence("a mark cannot be read at sink neurons")
         if self.layer_drop is None:
             return "None of the tokens given fires the sink neurons when it stands first; give other tokens."
-        if self.serves is None:
+        layer = self.marking_layer
+        if self.serves is None or layer is None:
             most, every = percent(max(_layer_medians(self.layer_drop))), percent(max(0.0, self.all_drop or 0.0))
             if Evidence(self.all_drop).holds:
                 return (
@@ -216,7 +217,7 @@ class MarkingHeads(Result):
                     f"{every} of the mark, those of one layer at most {most}."
                 )
             return f"No head marks the first token: replacing all heads takes away {every} of the mark."
-        heads = [(self.marking_layer, head) for head in np.flatnonzero(self.serves.any(0)).tolist()]
+        heads = [(layer, head) for head in np.flatnonzero(self.serves.any(0)).tolist()]
         lost, chance = beside(_median(self.set_drop) or 0.0, self.evidence.control)
         control = "" if self.evidence.control is None else f", as many other heads at most {chance}"
         it, heads_do = agreeing(len(heads), "it", "them"), agreeing(len(heads), "Head", "Heads")
