@@ -22,6 +22,7 @@ from sinkscope.files.options import Count, Hidden, Option, Positive
 from sinkscope.files.records import Natural, Whole, check_values
 from sinkscope.models.config import float32_by_default
 from sinkscope.models.load import load
+from sinkscope.models.target import Target
 from sinkscope.serving.generate import Temperature
 
 VERSION = 5
@@ -164,19 +165,22 @@ def run_bench(
         "temperature": temperature,
         "chat": task.chat,
     }
-    elsewhere: Workers | None = None
-    if workers > 1:
-        sent = model if isinstance(model, partial) else opened.target.hf
-        if sent is not model and opened.target.kind != "hf":
-            raise UnsupportedError(
-                "workers need the model by its name, or a plain Hugging Face model; this is a live "
-                f"{type(model).__name__}: give its name, or workers=1"
-            )
-        opener = partial(_open_worker, sent, opened.target.tokenizer, task)
-        elsewhere = Workers(opener, workers, gpu=opened.target.device.type == "cuda")
+    elsewhere = _workers(model, opened.target, task, workers) if workers > 1 else None
     with open_run(out, settings, prompts) as folder:
         finish(partial(task.answers, opened), batches, folder, "answers", progress, elsewhere)
         return BenchRun((folder.records[key] for batch in batches for key in batch.keys), settings)
+
+
+def _workers(model: object, target: Target, task: Task, count: int) -> Workers:
+    """Workers that open the model for themselves."""
+    sent = model if isinstance(model, partial) else target.hf
+    if sent is not model and target.kind != "hf":
+        raise UnsupportedError(
+            "workers need the model by its name, or a plain Hugging Face model; this is a live "
+            f"{type(model).__name__}: give its name, or workers=1"
+        )
+    opener = partial(_open_worker, sent, target.tokenizer, task)
+    return Workers(opener, count, gpu=target.device.type == "cuda")
 
 
 def _open_worker(model: object, tokenizer: Any, task: Task) -> Callable[[Batch], list[BenchRecord]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -259,6 +259,21 @@ class Policy(Intervention):
                 at = At(layers[0].number, joined, moment, session, memory, len(different))
                 joined.evict_joined(layers, self.select(self.checked_scores(at), at, budget), budget)
                 return
+        if state.padded:
+            exact = None
+        self._act_by_layer(layers, moment, session, memory, rotary, exact)
+
+    def _act_by_layer(
+        self,
+        layers: Sequence[CacheLayer],
+        moment: Moment,
+        session: Session,
+        memory: dict[Any, Any],
+        rotary: Rotary | None,
+        exact: int | None,
+    ) -> None:
+        """Choose layer by layer, or once for all where scores are uniform; `exact` is what every head keeps."""
+        state, budget = moment.state, memory["budget"]
         keep: Tensor | None = None
         for kv in layers:
             if keep is None or not state.uniform:
@@ -270,7 +285,7 @@ class Policy(Intervention):
                 continue
             if rotary is not None:
                 rotary.rebase(kv, keep)
-            kv.evict(keep, None if state.padded or kv.ragged else exact)
+            kv.evict(keep, None if kv.ragged else exact)
 
     def begin(self, moment: Moment, session: Session, memory: dict[Any, Any]) -> None:
         """Fix the budget of each row at the end of a prompt, and how much of it is for tokens that are always kept."""

@@ -55,13 +55,8 @@ def pieces_of(data: dict[str, Any], place: int) -> list[Piece] | None:
             for choice in choices or ():
                 outputs += _choice(choice, data.get("id"))
             return outputs
-        case {"type": str(kind)} if kind.startswith("response."):  # OpenAI's Responses
-            name = f"output {int(data.get('output_index') or 0)}"
-            if kind == "response.output_item.done":
-                return [Piece(name, last=True)]
-            if kind.endswith(".delta") and isinstance(data.get("delta"), str):
-                return [Piece(name, text=data["delta"])]
-            return []
+        case {"type": str(kind)} if kind.startswith("response."):
+            return _response(data, kind)
         case {"type": "content_block_delta"}:  # Anthropic's messages; each block is a stream
             delta = data["delta"]
             text = delta.get("text") or delta.get("thinking") or delta.get("partial_json") or ""
@@ -80,6 +75,16 @@ def pieces_of(data: dict[str, Any], place: int) -> list[Piece] | None:
             return [Piece("stream 0", text=text, last=bool(done))]
         case _:
             return _fields(data, place)
+
+
+def _response(data: dict[str, Any], kind: str) -> list[Piece]:
+    """An event of OpenAI's Responses."""
+    name = f"output {int(data.get('output_index') or 0)}"
+    if kind == "response.output_item.done":
+        return [Piece(name, last=True)]
+    if kind.endswith(".delta") and isinstance(data.get("delta"), str):
+        return [Piece(name, text=data["delta"])]
+    return []
 
 
 def _choice(choice: dict[str, Any], origin: object) -> list[Piece]:

@@ -381,18 +381,27 @@ def _write(stage: _Stage, path: str, is_alone: bool = False) -> _Write:
         return _Write(mlp, factor, write_factor=_rounded(constant))
     if not layer[_EDITED].any():
         raise NotInferredError(f"what {mlp!r} writes does not reach the residual stream")
+    norm, is_same = _norm_of_write(stage, mlp, changes, layer)
+    if is_same:
+        return _Write(mlp, factor, post_norm=norm, adds=not may_differ)
+    if norm is None and _spreads(layer) and not _is_same(_changes(stage, path, 2 * shift)[""], 2 * layer):
+        raise NotInferredError(f"what {mlp!r} gives is not added to the residual stream, but read by another part")
+    return _Write(mlp, factor, post_norm=norm, adds=False)
+
+
+def _norm_of_write(stage: _Stage, mlp: str, changes: dict[str, Tensor], layer: Tensor) -> tuple[str | None, bool]:
+    """The norm behind an MLP, if there is one, and whether what it gives is added to the residual stream as it is."""
+    clean = stage.clean.gave
     reader = None
     for norm, change in changes.items():
         is_around = _contains(norm, mlp) or _is_equal(clean[norm], clean[""])
         if is_around or _spreads(change) or _widths(stage.layer.get_submodule(norm)) is not None:
             continue
         if _is_same(layer, change):
-            return _Write(mlp, factor, post_norm=norm, adds=not may_differ)
+            return norm, True
         if reader is None and _is_equal(stage.clean.read[norm], clean[mlp]) and not _is_equal(clean[norm], clean[mlp]):
             reader = norm  # dropout gives what it reads
-    if reader is None and _spreads(layer) and not _is_same(_changes(stage, path, 2 * shift)[""], 2 * layer):
-        raise NotInferredError(f"what {mlp!r} gives is not added to the residual stream, but read by another part")
-    return _Write(mlp, factor, post_norm=reader, adds=False)
+    return reader, False
 
 
 def _changes(stage: _Stage, path: str, shift: Tensor) -> dict[str, Float[Tensor, "token d_model"]]:

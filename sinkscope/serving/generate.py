@@ -155,16 +155,21 @@ def generate(
                     on_text(start + row, text)
                 generated = Generated(texts[start + row], text, tokens, len(batch[row]), [])
                 if run is not None:
-                    usage, read = run.usage[-1:], tokens_read(run)[-1:]
-                    generated = replace(
-                        generated,
-                        events=_row_events(run, row, len(batch[row]) + len(tokens) - 1, start),
-                        held=usage[0].mean_tokens[row] if usage else None,
-                        read=read[0][row] if read else None,
-                        summary=run.summary(),
-                    )
+                    generated = _with_run(generated, run, row, start)
                 results.append(generated)
     return results
+
+
+def _with_run(generated: Generated, run: Run, row: int, start: int) -> Generated:
+    """A row of a batch whose first prompt is number `start`, with what the interventions did."""
+    usage, read = run.usage[-1:], tokens_read(run)[-1:]
+    return replace(
+        generated,
+        events=_row_events(run, row, generated.prompt_tokens + len(generated.tokens) - 1, start),
+        held=usage[0].mean_tokens[row] if usage else None,
+        read=read[0][row] if read else None,
+        summary=run.summary(),
+    )
 
 
 @torch.no_grad()

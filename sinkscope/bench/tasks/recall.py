@@ -162,28 +162,7 @@ def recall_dialogue(
             facts[key] = _fact(rng, key, link)
     if not stated:
         chains.append([keys.pop()])
-    room = [(length - _FRAME - _GAP) // (_FACT + _GAP) for length in lengths]
-    facts_by_turn: list[list[list[str]]] = [[] for _ in lengths]
-
-    def free(count: int) -> list[int]:
-        return [turn for turn in range(count) if len(facts_by_turn[turn]) < room[turn]]
-
-    for number, chain in enumerate(chains[:asked], 1):
-        for key in chain:  # it stands in the turn that needs it or before
-            places = free(number)
-            if not places:
-                raise SinkscopeError(
-                    f"turn {number} and those before it have no place left for the facts of {hops} hops a question: "
-                    "give more tokens, or fewer hops"
-                )
-            facts_by_turn[rng.choice(places)].append(facts[key])
-    for key in keys[::-1][:distractors]:  # every turn is filled to about the same share
-        places = free(turns)
-        if not places:
-            break
-        turn = min(places, key=lambda each: len(facts_by_turn[each]) / room[each])
-        facts[key] = _fact(rng, key, rng.choice([*facts, END]))
-        facts_by_turn[turn].append(facts[key])
+    facts_by_turn = _placed(rng, lengths, chains[:asked], facts, keys[::-1][:distractors])
     questions: list[Turn] = []
     for number, chain in enumerate(chains):
         pieces = _pieces(rng, facts_by_turn[number], lengths[number] - _FRAME)
@@ -194,6 +173,39 @@ def recall_dialogue(
         words = " ".join(" ".join(piece) for piece in pieces)
         questions.append(Turn(f"{TURNS[number]} {words} {ANSWER}", (" ".join(answer),)))
     return Prompt(f"recall-{seed} {position}", tuple(questions), "recall", position)
+
+
+def _placed(
+    rng: random.Random,
+    lengths: Sequence[int],
+    chains: Sequence[Sequence[str]],
+    facts: dict[str, list[str]],
+    others: Sequence[str],
+) -> list[list[list[str]]]:
+    """The facts of each turn: those of the chains, then facts about other keys, which are added to `facts`."""
+    room = [(length - _FRAME - _GAP) // (_FACT + _GAP) for length in lengths]
+    facts_by_turn: list[list[list[str]]] = [[] for _ in lengths]
+
+    def free(count: int) -> list[int]:
+        return [turn for turn in range(count) if len(facts_by_turn[turn]) < room[turn]]
+
+    for number, chain in enumerate(chains, 1):
+        for key in chain:  # it stands in the turn that needs it or before
+            places = free(number)
+            if not places:
+                raise SinkscopeError(
+                    f"turn {number} and those before it have no place left for the facts of {len(chain)} hops a "
+                    "question: give more tokens, or fewer hops"
+                )
+            facts_by_turn[rng.choice(places)].append(facts[key])
+    for key in others:  # every turn is filled to about the same share
+        places = free(len(lengths))
+        if not places:
+            break
+        turn = min(places, key=lambda each: len(facts_by_turn[each]) / room[each])
+        facts[key] = _fact(rng, key, rng.choice([*facts, END]))
+        facts_by_turn[turn].append(facts[key])
+    return facts_by_turn
 
 
 def _fact(rng: random.Random, key: str, link: str) -> list[str]:

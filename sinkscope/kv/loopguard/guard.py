@@ -255,17 +255,10 @@ class Guarding:
                 'LoopGuard keeps the positions that tokens were read at: use positions="original" in the policy beside',
                 page="kv-session",
             )
-        memory = moment.state.memory.setdefault(self.key, {})
-        rows: GuardedRows | None = memory.get("rows")
-        past, new = moment.call.past, moment.call.index.shape[1]
-        if new > 1 or past == 0 or self.session.now.prompting:
-            memory["rows"] = self._new_turn(moment, rows, ids)
+        rows = self._rows_of(moment, ids)
+        if rows is None:
             return
-        if rows is None or past != rows.seen or len(rows.prompt) != len(ids):
-            # Tokens were read before the run, or the caller took some back: later tokens are watched from here on.
-            rows = self._new_rows(moment, past, [[] for _ in ids])
-            memory["rows"] = rows
-        rows.seen = past + 1
+        rows.seen = moment.call.past + 1
         rows.count += 1
         logits = (output.logits if hasattr(output, "logits") else output[0])[:, -1]
         draws = [row for row, steering in rows.steering.items() if rows.count <= steering.draws_until]
@@ -276,6 +269,20 @@ class Guarding:
         if alarms:
             self._cut(moment, rows, alarms)
         self._steer(rows, logits, draws)
+
+    def _rows_of(self, moment: Moment, ids: Int[Tensor, "batch pos"]) -> GuardedRows | None:
+        """The rows that go on by one token; None after a prompt, which begins new ones."""
+        memory = moment.state.memory.setdefault(self.key, {})
+        rows: GuardedRows | None = memory.get("rows")
+        past, new = moment.call.past, moment.call.index.shape[1]
+        if new > 1 or past == 0 or self.session.now.prompting:
+            memory["rows"] = self._new_turn(moment, rows, ids)
+            return None
+        if rows is None or past != rows.seen or len(rows.prompt) != len(ids):
+            # Tokens were read before the run, or the caller took some back: later tokens are watched from here on.
+            rows = self._new_rows(moment, past, [[] for _ in ids])
+            memory["rows"] = rows
+        return rows
 
     def _steer(self, rows: GuardedRows, logits: Float[Tensor, "row vocab"], draws: list[int]) -> None:
         """Lower the logits of banned tokens in place, and raise that of a drawn one where decoding is greedy."""

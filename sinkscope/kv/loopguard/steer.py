@@ -104,6 +104,12 @@ class Rewinder(StoppingCriteria):
             return torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
         return torch.tensor(self.full_at, device=input_ids.device) <= input_ids.shape[1]
 
+    def limit(self, written: Sequence[int], most: int) -> None:
+        """Set where rows are full, which have `written` so many new tokens of a length of at most `most`."""
+        self.full_at = []
+        for count, has_ended in zip(written, self.ended, strict=True):
+            self.full_at.append(0 if has_ended else most - count)
+
 
 def generate_in_pieces(
     run: Run | None,
@@ -155,9 +161,7 @@ def generate_in_pieces(
     try:
         while True:
             written: list[int] = mask[:, width:].sum(1).tolist()
-            rewinder.full_at = []
-            for count, has_ended in zip(written, rewinder.ended, strict=True):
-                rewinder.full_at.append(0 if has_ended else ids.shape[1] + max_new_tokens - count)
+            rewinder.limit(written, ids.shape[1] + max_new_tokens)
             left = max(rewinder.full_at) - ids.shape[1]
             if left <= 0:
                 break
