@@ -254,9 +254,10 @@ class Policy(Intervention):
             exact = budget
             layers = [kv for kv in layers if kv.slots > budget]
             if self.JOINS_LAYERS and rotary is None and _alike(layers):
-                different = layers[:1] if state.uniform else layers
-                joined = CacheLayer.joined(different)
-                at = At(layers[0].number, joined, moment, session, memory, len(different))
+                joined, count = layers[0], 1  # where scores are uniform it stands for all
+                if not state.uniform:
+                    joined, count = CacheLayer.joined(layers), len(layers)
+                at = At(layers[0].number, joined, moment, session, memory, count)
                 joined.evict_joined(layers, self.select(self.checked_scores(at), at, budget), budget)
                 return
         if state.padded:

@@ -573,7 +573,17 @@ class _Stock:
     """The attention that a tapped configuration selects by itself, and how often it is tapped."""
 
     name: str
+    attention: (
+        Callable[..., Any] | None
+    )  # None: the one in the model's own file; stored because every layer asks for it
     times: int = 0
+
+    @classmethod
+    def of(cls, config: Any) -> _Stock:
+        """What a configuration selects now."""
+        from transformers import AttentionInterface
+
+        return cls(attention_name(config), AttentionInterface().get(stock_name(config)))
 
 
 def listen(handler: Handler) -> None:
@@ -617,7 +627,7 @@ def tapped(target: Target) -> Iterator[frozenset[int]]:
     with _LOCK:
         for config in configs:
             if id(config) not in _STOCK:
-                _STOCK[id(config)] = _Stock(attention_name(config))
+                _STOCK[id(config)] = _Stock.of(config)
             _STOCK[id(config)].times += 1
             set_attention(config, NAME)
     try:
@@ -670,9 +680,8 @@ def stock_name(config: Any) -> str:
 
 def _stock_attention(module: Any) -> Callable[..., Any]:
     """The attention function that a module uses when it is not tapped."""
-    from transformers import AttentionInterface
-
-    return AttentionInterface().get(stock_name(module.config)) or eager_attention(module)
+    stock = _STOCK.get(id(module.config)) or _Stock.of(module.config)
+    return stock.attention or eager_attention(module)
 
 
 def configs_of(target: Target) -> list[Any]:
@@ -689,7 +698,13 @@ def _attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> Output:
     """The attention function that transformers calls in every layer."""
-    listeners = _listeners([id(module.config)])
+    config = id(module.config)
+    listeners: list[Handler] = []
+    idle = True
+    for handler in _HANDLERS.get():  # a plain loop: every layer comes here
+        if config in handler.configs:
+            listeners.append(handler)
+            idle = idle and handler.idle
     chosen = in_blocks = None
     indices = kwargs.pop("indices", None)  # the keys that an indexer chose (DeepSeek 3.2)
     if indices is not None:
@@ -702,7 +717,7 @@ def _attend(
         attention_mask = _among_chosen(attention_mask, chosen)
         if blocks is not None:
             in_blocks = shown(attention_mask)
-    if all(handler.idle for handler in listeners):
+    if idle:
         return _stock_attention(module)(module, query, key, value, attention_mask, **kwargs)
     latest = _LATEST.get()
     is_again = latest is not None and latest() is query
