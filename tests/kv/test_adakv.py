@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
-from typing import cast
 
 import torch
 from hypothesis import given, settings
@@ -17,12 +16,20 @@ from sinkscope.kv.policy import At
 from sinkscope.kv.snapkv import AdaKV
 
 
+class _At(At):
+    """A layer that holds tokens at these positions, without a run."""
+
+    def __init__(self, pos: Tensor):
+        vars(self).update(kv=SimpleNamespace(pos=pos), session=SimpleNamespace(anchors=0))
+
+    @property
+    def length(self) -> Tensor:
+        return self.kv.pos[:, 0].amax(-1) + 1
+
+
 def _keep(policy: AdaKV, scores: Tensor, budget: int, pos: Tensor | None = None) -> Tensor:
     pos = torch.arange(scores.shape[-1]).expand(scores.shape) if pos is None else pos
-    first, latest = policy.always_kept(budget)
-    memory = {"first": first, "latest": latest}
-    at = SimpleNamespace(kv=SimpleNamespace(pos=pos), length=pos[:, 0].amax(-1) + 1, memory=memory)
-    return policy.select(scores, cast(At, at), budget)
+    return policy.select(scores, _At(pos), budget)
 
 
 @settings(max_examples=25, deadline=None)

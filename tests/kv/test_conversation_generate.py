@@ -35,7 +35,7 @@ def test_what_the_model_says_of_caches_changes_nothing(name, value, edit):
     for one, other in zip(chat._layers, plain._layers, strict=True):  # pyright: ignore[reportPrivateUsage]
         assert torch.equal(one.keys, other.keys)
     sequence = chat._sequence  # pyright: ignore[reportPrivateUsage]
-    assert sequence is not None and sequence.real.shape == (1, 5 + sum(map(len, PROMPTS)))
+    assert sequence is not None and sequence.columns.shape == (1, 5 + sum(map(len, PROMPTS)))
 
 
 @pytest.mark.parametrize("name", ["prompt_lookup_num_tokens", "num_beams"])
@@ -58,4 +58,4 @@ def test_a_processor_that_runs_the_model_beside_it_is_not_taken_for_it(edit):
     """Guidance reads every token of the answer a second time, on a cache of its own."""
     chat = held_so(edit, "keep", guidance_scale=1.5)
     sequence, layers = chat._sequence, chat._layers  # pyright: ignore[reportPrivateUsage]
-    assert sequence is not None and sequence.real.shape == (1, layers[0].seen) == (1, len(chat.ids) - 1)
+    assert sequence is not None and sequence.columns.shape == (1, layers[0].seen) == (1, len(chat.ids) - 1)
