@@ -19,8 +19,8 @@ from sinkscope.kv.snapkv import AdaKV
 class _At(At):
     """A layer that holds tokens at these positions, without a run."""
 
-    def __init__(self, pos: Tensor):
-        vars(self).update(kv=SimpleNamespace(pos=pos), session=SimpleNamespace(anchors=0))
+    def __init__(self, pos: Tensor, first: int, latest: int):
+        vars(self).update(kv=SimpleNamespace(pos=pos), memory={"first": first, "latest": latest})
 
     @property
     def length(self) -> Tensor:
@@ -29,7 +29,7 @@ class _At(At):
 
 def _keep(policy: AdaKV, scores: Tensor, budget: int, pos: Tensor | None = None) -> Tensor:
     pos = torch.arange(scores.shape[-1]).expand(scores.shape) if pos is None else pos
-    return policy.select(scores, _At(pos), budget)
+    return policy.select(scores, _At(pos, *policy.always_kept(budget)), budget)
 
 
 @settings(max_examples=25, deadline=None)
