@@ -19,7 +19,8 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Budget, read_settings
-from sinkscope.kv.policy import At, Policy, policies, policy_named
+from sinkscope.kv.policy import LayerMoment, Policy
+from sinkscope.kv.registry import policies, policy_named
 from sinkscope.kv.shapes import Shape, ShapeShare
 
 FULL = "full"
@@ -32,7 +33,7 @@ SAMPLING = "sampling"
 class RandomSlots(Policy):
     """Keeps random slots, chosen separately in every layer and head: the baseline that a policy has to beat."""
 
-    def scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
+    def scores(self, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:
         """Score a position by its hash, so that a slot that was kept stays."""
         heads = torch.arange(at.kv.pos.shape[1], device=at.kv.pos.device)[:, None]
         hashed = torch.sin(at.kv.pos.double() * 12.9898 + heads * 78.233 + at.layer * 37.719)

@@ -31,48 +31,9 @@ from sinkscope.models.scope import cache_layers
 from sinkscope.models.target import Target
 
 _SPARE = 16  # as many times what was generated between two selections fits into a cache that is put back
-_FIXED_ROPE = ("default", "linear", "llama3", "yarn")  # frequencies that do not depend on the length
 
 COLUMNS: ContextVar[Tensor | None] = ContextVar("sinkscope_columns", default=None)
 """True position of every token of the current forward call, `[batch seen]`; None outside of a session."""
-
-
-class Rotary:
-    """Rotates a model's keys to other positions.
-
-    Raises:
-        UnsupportedError: The model has no rotary positions, its rotary frequencies change with the length, it has
-            layers with a sliding window, or it is a TransformerBridge.
-    """
-
-    def __init__(self, target: Target) -> None:
-        rotary: Any = getattr(target.base, "rotary_emb", None)
-        frequencies: Any = getattr(rotary, "inv_freq", None)
-        fixed = isinstance(frequencies, Tensor) and getattr(rotary, "rope_type", "default") in _FIXED_ROPE
-        layer_types = getattr(target.config, "layer_types", None) or ["sliding_attention"]
-        windowed = bool(getattr(target.config, "sliding_window", None)) and "sliding_attention" in layer_types
-        if not fixed or windowed or target.kind == "bridge":
-            raise UnsupportedError(
-                f'positions="rebased" does not work on {target.name}: it needs rotary positions with one fixed set of '
-                'frequencies and no window, on a model that backend="hf" loads; use positions="original"',
-                page="kv-session",
-            )
-        self._frequencies: Float[Tensor, " half"] = frequencies.float()
-
-    def rebase(self, kv: CacheLayer, keep: Bool[Tensor, "batch kv_head slot"]) -> None:
-        """Rotate the keys of kept tokens to contiguous positions. Call it before `evict`."""
-        occupied = kv.pos >= 0
-        kept = keep & occupied
-        # The earlier positions were contiguous too, because this rule made them.
-        shift = (kept.cumsum(-1) - occupied.cumsum(-1)).masked_fill(~kept, 0)
-        angle = shift[..., None].float() * self._frequencies.to(shift.device)  # batch kv_head slot half
-        cos, sin = angle.cos(), angle.sin()
-        half = angle.shape[-1]
-        keys = kv.keys.float()
-        first, second, unrotated = keys[..., :half], keys[..., half : 2 * half], keys[..., 2 * half :]
-        # Keys stay in float32 from now on. They are rotated at every step, and in half precision errors would add up.
-        kv.keys = torch.cat([first * cos - second * sin, second * cos + first * sin, unrotated], -1)
-        kv.rebased = True
 
 
 class CacheLayer(DynamicLayer):

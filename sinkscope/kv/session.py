@@ -24,6 +24,7 @@ from sinkscope.files.records import Natural, check_values
 from sinkscope.interventions.base import Intervention, Run
 from sinkscope.interventions.positions import Call
 from sinkscope.kv.cache import COLUMNS, CacheLayer, adopt, new_cache, own_layers
+from sinkscope.kv.row_budgets import RowBudgets
 from sinkscope.kv.usage import Meter, Usage
 from sinkscope.lines.choice import HeadLines
 from sinkscope.models.scope import cache_layers
@@ -101,7 +102,9 @@ class CacheState:
             (`positions="rebased"`).
         padded: Whether the last prompt is padded.
         uniform: Whether every layer and head has held the same positions since.
-        memory: What each intervention remembers, by its key.
+        budgets: What the policy keeps of each row of the last prompt.
+        copied: Whether layers work on copies of chosen slots (`Progressive`).
+        memory: The record of each other intervention, by its key.
         queries: The latest queries of each layer, if requested.
         flat: Layers in which no head had lines of attention when they were last looked for (`LoopServe`).
         meter: Counter of tokens and bytes.
@@ -114,7 +117,9 @@ class CacheState:
     dropped: Int[Tensor, " batch"] | None = None
     padded: bool = False
     uniform: bool = False
-    memory: dict[int, dict[Any, Any]] = field(default_factory=dict)
+    budgets: RowBudgets | None = None
+    copied: bool = False
+    memory: dict[int, Any] = field(default_factory=dict)
     queries: dict[int, LatestQueries] = field(default_factory=dict)
     flat: set[int] = field(default_factory=set)
     meter: Meter = field(default_factory=Meter)

@@ -8,7 +8,8 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.kv.policy import At, Policy, register_policy
+from sinkscope.kv.policy import LayerMoment, Policy
+from sinkscope.kv.registry import register_policy
 from sinkscope.kv.session import AttentionRows, Session
 
 
@@ -37,6 +38,6 @@ class TOVA(Policy):
             newest = self.group(rows.probs[:, :, -1:], 1)
             rows.kv.set_extra("tova", newest.expand(-1, rows.kv.keys.shape[1], -1))
 
-    def scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
+    def scores(self, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:
         """Score by the attention of the newest query."""
         return at.kv.extra("tova")
