@@ -255,6 +255,8 @@ class Session:
         self._windows = [layer_window(target, layer) for layer in range(target.n_layers)]
         self._config = target.config
         self._configs = run.stack.enter_context(tapped(target))
+        self._ended = threading.Event()
+        run.stack.callback(self._ended.set)
         run.stack.callback(self._leave_call)  # after Ctrl-C no hook has run
         run.stack.push(self._warn_of_idle_policy)
         run.hook(target.base, "pre", self._begin)
@@ -597,6 +599,10 @@ class Session:
     # What the model calls ---------------------------------------------------------------------------------------
 
     def _begin(self, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        if self.now.handler is not None:  # the latest call was interrupted, after which torch runs no hook
+            leave(self.now.handler)
+            self.now.handler = None
+        self.now.call = None
         call = self.run.call
         if call is None:
             return None
@@ -702,7 +708,7 @@ class Session:
         self.now.bridge_queries = {}
         COLUMNS.set(call.columns)
         idle = not self._needs_attention(call, own_masks)
-        self.now.handler = Handler(self._see, self._configs, masks=own_masks, idle=idle)
+        self.now.handler = Handler(self._see, self._configs, masks=own_masks, idle=idle, ended=self._ended)
         listen(self.now.handler)
 
     def _needs_attention(self, call: Call, own_masks: bool) -> bool:

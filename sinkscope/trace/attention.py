@@ -117,6 +117,7 @@ class Handler:
         by_mask: Whether it needs rows under the model's mask, so that the mask must be complete (SDPA's).
         masks: Whether it determines what is seen, so that no mask is needed.
         idle: Whether it has nothing to do unless others listen too. The model then computes attention alone.
+        ended: Set when it listens no more, for threads whose call was interrupted, in which nothing could remove it.
     """
 
     see: Callable[[Attention], None]
@@ -124,6 +125,7 @@ class Handler:
     by_mask: bool = False
     masks: bool = False
     idle: bool = False
+    ended: threading.Event = field(default_factory=threading.Event)
 
 
 class _RowRange(NamedTuple):
@@ -588,12 +590,13 @@ class _Stock:
 
 def listen(handler: Handler) -> None:
     """Let a handler see attention in this context, before those that are already listening."""
-    _HANDLERS.set((handler, *(other for other in _HANDLERS.get() if other is not handler)))
+    leave(handler)
+    _HANDLERS.set((handler, *_HANDLERS.get()))
 
 
 def leave(handler: Handler) -> None:
     """Stop a handler from listening in this context."""
-    _HANDLERS.set(tuple(other for other in _HANDLERS.get() if other is not handler))
+    _HANDLERS.set(tuple(other for other in _HANDLERS.get() if other is not handler and not other.ended.is_set()))
 
 
 @contextmanager
@@ -666,7 +669,11 @@ def _tapped_outside(target: Target) -> Iterator[frozenset[int]]:
 
 def _listeners(configs: Iterable[int]) -> list[Handler]:
     """Who listens to a model with one of these configurations."""
-    return [handler for handler in _HANDLERS.get() if not handler.configs.isdisjoint(configs)]
+    listeners: list[Handler] = []
+    for handler in _HANDLERS.get():
+        if not handler.ended.is_set() and not handler.configs.isdisjoint(configs):
+            listeners.append(handler)
+    return listeners
 
 
 def stock_name(config: Any) -> str:
@@ -702,7 +709,7 @@ def _attend(
     listeners: list[Handler] = []
     idle = True
     for handler in _HANDLERS.get():  # a plain loop: every layer comes here
-        if config in handler.configs:
+        if config in handler.configs and not handler.ended.is_set():
             listeners.append(handler)
             idle = idle and handler.idle
     chosen = in_blocks = None
