@@ -155,9 +155,14 @@ class CacheLayer(DynamicLayer):
         """Numbers for each slot, such as the attention it received. They start at zero and move with the slots."""
         values = self._extras.get(name)
         if values is None:
-            values = torch.zeros(*self.keys.shape[:2], 0, device=self.keys.device)
+            rows, kv_heads, _ = self.pos.shape  # more rows than the keys have, if layers are joined
+            values = torch.zeros(rows, kv_heads, 0, device=self.keys.device)
         self._extras[name] = self._with_new_slots(values)
         return self._extras[name]
+
+    def has_extra(self, name: str) -> bool:
+        """Whether there are such numbers, which were set or added to."""
+        return name in self._extras
 
     def set_extra(self, name: str, values: Shaped[Tensor, "batch kv_head slot"]) -> None:
         """Replace the numbers that `extra(name)` gives."""

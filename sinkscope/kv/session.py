@@ -359,12 +359,7 @@ class Session:
     def window_rows(self, moment: Moment, layer: int, last: int) -> Float[Tensor, "batch head query slot"]:
         """Recompute, in float32, the attention of the last queries to everything in the cache."""
         if layer not in moment.state.queries:
-            raise UnsupportedError(
-                "the latest queries were not seen: this cache was filled outside of the `with`, or is a copy (read the "
-                "prompt inside, into the cache to go on with), or the model is a TransformerBridge that hides them "
-                f"(load {self.target.adapter.model_type} with backend='hf')",
-                page="kv-session",
-            )
+            raise self.unseen_queries()
         latest = moment.state.queries[layer]
         kv = moment.cache.layers[layer]
         module: Any = self.target.sub(layer, self.target.adapter.attn)
@@ -381,6 +376,15 @@ class Session:
         if rows is None:
             return rows_by_view(module, query, keys, view, None)
         return rows(query, keys, view)
+
+    def unseen_queries(self) -> UnsupportedError:
+        """The error of a policy that needs queries which were read before it could see them."""
+        return UnsupportedError(
+            "the latest queries were not seen: this cache was filled outside of the `with`, or is a copy (read the "
+            "prompt inside, into the cache to go on with), or the model is a TransformerBridge that hides them "
+            f"(load {self.target.adapter.model_type} with backend='hf')",
+            page="kv-session",
+        )
 
     @property
     def usage(self) -> list[Usage]:

@@ -39,5 +39,11 @@ class TOVA(Policy):
             rows.kv.set_extra("tova", newest.expand(-1, rows.kv.keys.shape[1], -1))
 
     def scores(self, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:
-        """Score by the attention of the newest query."""
+        """Score by the attention of the newest query.
+
+        Raises:
+            UnsupportedError: It was read outside of the `with`.
+        """
+        if not at.kv.has_extra("tova"):
+            raise at.session.unseen_queries()
         return at.kv.extra("tova")

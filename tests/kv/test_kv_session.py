@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -22,8 +23,8 @@ from transformers import DynamicCache, StaticCache
 
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
 from sinkscope.interventions.base import Run
-from sinkscope.kv import AShape, Full, Observe, Progressive, Session, SnapKV, StreamingLLM
-from sinkscope.kv.cache import COLUMNS, CacheLayer
+from sinkscope.kv import H2O, TOVA, AShape, Full, Observe, Progressive, Session, SnapKV, StreamingLLM
+from sinkscope.kv.cache import COLUMNS, CacheLayer, own_layers
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.loopserve import LoopServe
 from sinkscope.models.wrapped import target_of
@@ -247,7 +248,7 @@ def test_what_cannot_be_generated(edit, settings, said, model):
     assert state_of(model) == before
 
 
-@pytest.mark.parametrize("policy", [SnapKV(budget=8, window=4), LoopServe(budget=8, first=0)])
+@pytest.mark.parametrize("policy", [SnapKV(budget=8, window=4), LoopServe(budget=8, first=0), TOVA(budget=8)])
 def test_a_cache_whose_queries_were_not_seen(policy, model):
     filled = DynamicCache()
     with torch.no_grad():
@@ -255,9 +256,39 @@ def test_a_cache_whose_queries_were_not_seen(policy, model):
         with policy.on(model):
             inside = DynamicCache()
             model(IDS, attention_mask=MASK, past_key_values=inside)
-            for cache in (filled, copy.deepcopy(inside)):
+            copied = copy.deepcopy(inside)
+            caches = [filled] if isinstance(policy, TOVA) else [filled, copied]  # what TOVA has seen is in the copy
+            for cache in caches:
                 with pytest.raises(UnsupportedError, match="this cache was filled outside of the `with`, or is a copy"):
                     model(IDS[:, -1:], attention_mask=pad(MASK, (0, 1), value=1), past_key_values=cache)
+
+
+def test_h2o_takes_over_a_filled_cache_and_its_sums_begin_at_zero(model):
+    """Alone, and in two threads at once. All sums are 0 at first, so that the latest tokens stay."""
+    caches = [DynamicCache() for _ in range(3)]
+    kept: dict[int, list[list[int]]] = {}
+
+    def read_on(number: int):
+        with torch.no_grad():
+            for token in range(3):
+                more = pad(MASK[:, :14], (0, token + 1), value=1)
+                model(IDS[:, 14 + token, None], attention_mask=more, past_key_values=caches[number])
+                layers = own_layers(caches[number])
+                kept.setdefault(number, []).append([kv.pos.tolist() for kv in layers])
+
+    with torch.no_grad():
+        for cache in caches:
+            model(IDS[:, :14], attention_mask=MASK[:, :14], past_key_values=cache)
+    with H2O(budget=6).on(model):
+        read_on(0)
+        threads = [threading.Thread(target=read_on, args=(number,)) for number in (1, 2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    first = [[[*range(8, 15)]] * 2, [[*range(3, 10)]] * 2]  # rows of 14 and 9 tokens, and the one just read
+    assert kept[0][0] == [first, first]
+    assert kept[1] == kept[2] == kept[0]
 
 
 def test_a_policy_that_never_acts_warns_at_the_end(model):
