@@ -164,16 +164,18 @@ class NeuronEdit(Intervention):
         for group in self._all_groups(target):
             edit = self._editor(run, key, group)
             if group.head is not None:
-                run.hook(target.output_projection(group.layer), "pre", on_input(_columns(group.neurons, edit)))
+                run.hook_edit(target.output_projection(group.layer), "pre", on_input(_columns(group.neurons, edit)))
             elif group.expert is not None:
                 experts = target.experts(group.layer)
-                run.hook(experts.module, "post", expert_hook(experts, group.expert, group.neurons, self.site, edit))
+                run.hook_edit(
+                    experts.module, "post", expert_hook(experts, group.expert, group.neurons, self.site, edit)
+                )
             elif self.site == "post":
-                run.hook(target.mlp_part(group.layer, "down"), "pre", on_input(_columns(group.neurons, edit)))
+                run.hook_edit(target.mlp_part(group.layer, "down"), "pre", on_input(_columns(group.neurons, edit)))
             else:
                 module, first = _up_place(target, group.layer)
                 up_columns = [first + neuron for neuron in group.neurons]
-                run.hook(module, "post", on_output(_columns(up_columns, edit)))
+                run.hook_edit(module, "post", on_output(_columns(up_columns, edit)))
 
     def bridge_hooks(self, run: Run, key: int) -> list[BridgeHook]:
         """The same at `hook_post` or `hook_pre_linear`."""

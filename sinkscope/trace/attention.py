@@ -28,6 +28,7 @@ from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.target import Target, on_output
+from sinkscope.models.uncompiled import uncompiled
 from sinkscope.trace.internals import attention_name, eager_attention, sdpa_attention, set_attention
 from sinkscope.trace.own import Parts, bias_at, reading
 
@@ -618,7 +619,7 @@ def tapped(target: Target) -> Iterator[frozenset[int]]:
     Attention outside transformers' interface is seen by hooks instead.
     """
     if not target.adapter.attention_interface:
-        with _tapped_outside(target) as ids:
+        with uncompiled(), _tapped_outside(target) as ids:
             yield ids
         return
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -634,7 +635,8 @@ def tapped(target: Target) -> Iterator[frozenset[int]]:
             _STOCK[id(config)].times += 1
             set_attention(config, NAME)
     try:
-        yield frozenset(map(id, configs))
+        with uncompiled():
+            yield frozenset(map(id, configs))
     finally:
         with _LOCK:
             for config in configs:
