@@ -17,7 +17,7 @@ from organisms.tiny import tiny_model
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
-from sinkscope.kv.cache import own_layers
+from sinkscope.kv.adopt import own_layers
 from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.models.wrapped import target_of
 

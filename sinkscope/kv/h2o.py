@@ -11,9 +11,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.files.records import Share
+from sinkscope.kv.attention_rows import AttentionRows
 from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.kv.registry import register_policy
-from sinkscope.kv.session import AttentionRows, Session
+from sinkscope.kv.session import Session
 
 
 @register_policy("h2o")

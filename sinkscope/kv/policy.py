@@ -20,9 +20,10 @@ from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.records import Budget, Natural, Whole, check_fields
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.kv.cache import CacheLayer
+from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.rotary import Rotary
 from sinkscope.kv.row_budgets import LayerBudget, RowBudgets
-from sinkscope.kv.session import Moment, Session
+from sinkscope.kv.session import Session
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,9 +8,10 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
+from sinkscope.kv.attention_rows import AttentionRows
 from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.kv.registry import register_policy
-from sinkscope.kv.session import AttentionRows, Session
+from sinkscope.kv.session import Session
 
 
 @register_policy("tova")

@@ -24,7 +24,8 @@ from transformers import DynamicCache, StaticCache
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
 from sinkscope.interventions.base import Run
 from sinkscope.kv import H2O, TOVA, AShape, Full, Observe, Progressive, Session, SnapKV, StreamingLLM
-from sinkscope.kv.cache import COLUMNS, CacheLayer, own_layers
+from sinkscope.kv.adopt import own_layers
+from sinkscope.kv.cache import COLUMNS, CacheLayer
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.loopserve import LoopServe
 from sinkscope.models.wrapped import target_of

@@ -14,7 +14,7 @@ from refusals import refused
 from transformers import DynamicCache
 
 from sinkscope.kv import H2O, LayerMoment, Policy, Pyramid, RowBudgets, SnapKV, StreamingLLM
-from sinkscope.kv.cache import own_layers
+from sinkscope.kv.adopt import own_layers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ from kv_kit import shallow_of as model_of
 from torch import Tensor
 
 from sinkscope.kv import H2O, Full, Policy, Pyramid, SnapKV, make_policy, policies
-from sinkscope.kv.session import layer_window
+from sinkscope.kv.windows import layer_window
 from sinkscope.models.wrapped import target_of
 
 PROMPT, LENGTHS, STEPS = 26, (26, 19), 4  # longer than the windows of 16

@@ -15,12 +15,14 @@ from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
 from sinkscope.files.notation import counted, every
 from sinkscope.files.records import Budget, Natural, Whole, check_fields
 from sinkscope.interventions.base import Event, Intervention, Run
-from sinkscope.kv.cache import CacheLayer, refuse_states
+from sinkscope.kv.adopt import refuse_states
+from sinkscope.kv.cache import CacheLayer
+from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.loopguard.detect import RowMonitors, largest_probability
 from sinkscope.kv.loopguard.retention import MAX_LEVEL, Retention, ranges_of, tokens_to_keep
 from sinkscope.kv.loopguard.steer import DRAWS, Rewinder, Steering, draw
 from sinkscope.kv.registry import GUARDS
-from sinkscope.kv.session import Moment, Session
+from sinkscope.kv.session import Session
 from sinkscope.kv.streaming_llm import StreamingLLM
 from sinkscope.loops.monitor import MonitorSettings, Step
 from sinkscope.loops.signals import tail_period

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from sinkscope.files.records import Natural, Whole
 from sinkscope.interventions.base import Run
+from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.kv.registry import register_policy
 from sinkscope.kv.rotary import Rotary
-from sinkscope.kv.session import Moment, Session
+from sinkscope.kv.session import Session
 
 
 @register_policy("progressive")
