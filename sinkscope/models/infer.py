@@ -52,7 +52,7 @@ _EQUAL = 4  # of them, at the end: they enter the first layer as different vecto
 _POSITION = 5  # of the edits
 _EDITED = [1, 2, _POSITION, 7]  # where an edit is followed to the residual stream: what multiplies it must be the same
 _EXACT = 2e-3  # largest relative distance between what an edit changed and what it must change
-_IF_MIXED = {"learned_sinks": True, "adds": False, "qkv_layout": None}  # where layers differ
+_IF_MIXED = {"learned_sinks": True, "adds": False, "qkv_layout": None, "attn_factor": 1.0}  # where layers differ
 _SAMPLE_TOKENS = 64  # in the vocabulary of a model that is made to infer an adapter from it
 
 
@@ -230,13 +230,13 @@ def _is_equal(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and torch.equal(one, other)
 
 
-def _multiple(change: Tensor, of: Tensor) -> float | None:
-    """The constant c for which `change` is c times `of`; None if there is none."""
+def _multiple(change: Tensor, of: Tensor, rounding: float = 0.0) -> float | None:
+    """The constant c for which `change` is c times `of`, but for rounding; None if there is none."""
     square = float((of * of).sum())
     if square == 0:
         return None
     constant = float((change * of).sum()) / square
-    if constant == 0 or _size(change - constant * of) > _EXACT * _size(change):
+    if constant == 0 or _size(change - constant * of) > _EXACT * _size(change) + rounding:
         return None
     return constant
 
@@ -562,28 +562,115 @@ def _output_projection(stage: _Stage) -> str | None:
     return None
 
 
-def _middle(stage: _Stage, mlp: str | None) -> tuple[str, str] | None:
-    """Where the residual stream is read between attention, or what stands in its place, and the MLP, if it has one.
+@dataclass(frozen=True)
+class _AttentionWrite:
+    """Where attention, or what stands in its place, adds to the residual stream.
 
-    Returns:
-        Path of the module that reads it, and of the one that has written to it before.
+    Attributes:
+        writer: Path of the module whose output, times `factor`, is added.
+        factor: That constant.
+        mid: Path of the module that reads the sum; None if no module does before the layer gives it.
     """
-    read, gave = stage.clean.read, stage.clean.gave
-    for path in gave:
+
+    writer: str
+    factor: float
+    mid: str | None
+
+
+def _attention_write(stage: _Stage, write: _Write | None) -> _AttentionWrite | None:
+    """Find where attention adds to the residual stream: before the MLP, or beside it.
+
+    Likeness in numbers does not suffice, because beside a small residual stream a norm of it looks like something that
+    was added to it. So the stream and what the writer gives are both replaced, and the sum has to follow.
+
+    Args:
+        stage: The layer.
+        write: What its MLP writes; None if it has none.
+    """
+    mlp = None
+    if write is not None:
+        mlp = write.post_norm or write.mlp
+    for reader in _readers(stage, mlp):
+        found = _writer(stage, reader, stage.clean.read[reader])
+        if found is not None:
+            return _AttentionWrite(*found, _outermost(stage, reader))
+    if write is None:
+        found = _writer(stage, None, stage.clean.gave[""])
+    elif write.adds and write.weight is None:
+        beside = stage.clean.gave[""] - write.write_factor * stage.clean.gave[write.post_norm or write.mlp]
+        found = _writer(stage, None, beside, mlp)
+    else:
+        found = None
+    return None if found is None else _AttentionWrite(*found, None)
+
+
+def _readers(stage: _Stage, mlp: str | None) -> list[str]:
+    """Modules that may read the residual stream between the parts, each tensor once, in the order in which they ran."""
+    read = stage.clean.read
+    readers = list[str]()
+    for path in read:
         if path == mlp:
-            return None
-        if read[path].shape != stage.hidden.shape:
+            break
+        is_new = read[path].shape == stage.hidden.shape and not _is_equal(read[path], stage.hidden)
+        if is_new and not any(_is_equal(read[path], read[other]) for other in readers):
+            readers.append(path)
+    return readers
+
+
+def _outermost(stage: _Stage, reader: str) -> str:
+    """The outermost module that reads the same as one inside."""
+    read = stage.clean.read
+    outer = [path for path in read if path and _contains(path, reader) and _is_equal(read[path], read[reader])]
+    return min(outer, key=len)
+
+
+def _writer(stage: _Stage, reader: str | None, end: Tensor, mlp: str | None = None) -> tuple[str, float] | None:
+    """The outermost module whose output is a constant part of a sum with what enters the layer, and that constant.
+
+    Args:
+        stage: The layer.
+        reader: The module that reads the sum; None if it is the output of the layer.
+        end: The sum.
+        mlp: A module whose output is left as it was meanwhile.
+    """
+    gave, start = stage.clean.gave, stage.hidden
+    added = end - start
+    rounding = 8 * torch.finfo(start.dtype).eps * _size(start)
+    if _size(added) <= rounding:
+        return None
+    for writer in sorted(gave, key=len):
+        if not writer or gave[writer].shape != added.shape or _is_equal(stage.clean.read[writer], gave[writer]):
+            continue  # dropout gives what it reads
+        if reader is not None and _contains(writer, reader):
             continue
-        added = read[path] - stage.hidden
-        if _size(added) <= 1e-6 * _size(stage.hidden):
+        if mlp is not None and (_contains(mlp, writer) or _contains(writer, mlp)):
             continue
-        writers = [writer for writer in gave if gave[writer].shape == added.shape and _multiple(added, gave[writer])]
-        if writers:
-            readers = [
-                outer for outer in read if outer and _contains(outer, path) and _is_equal(read[outer], read[path])
-            ]
-            return min(readers, key=len), min(writers, key=len)
+        constant = _multiple(added, gave[writer], rounding)
+        if constant is not None and _is_sum(stage, reader, end, writer, constant, mlp):
+            return writer, _rounded(constant)
     return None
+
+
+def _is_sum(stage: _Stage, reader: str | None, end: Tensor, writer: str, constant: float, mlp: str | None) -> bool:
+    """Whether the sum follows when what enters the layer and what the writer gives are both replaced."""
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(tensor: Tensor) -> Tensor:
+        return torch.randn(tensor.shape, generator=generator).to(tensor) * max(_size(end), _size(tensor))
+
+    gave = stage.clean.gave
+    start, given = noise(stage.hidden), noise(gave[writer]) / max(1.0, abs(constant))
+    hooks = [
+        (stage.layer, "pre", on_input(lambda hidden: start.view_as(hidden))),
+        stage.edit(writer, lambda _: given),
+    ]
+    expected = start + constant * given + (end - stage.hidden - constant * gave[writer])
+    if mlp is not None:
+        hooks.append(stage.edit(mlp, lambda _: gave[mlp]))
+        expected = expected + stage.clean.gave[""] - end
+    run = stage.run(*hooks)
+    actual = run.gave[""] if reader is None else run.read[reader]
+    return _size(actual - expected) <= _EXACT * min(_size(start), abs(constant) * _size(given))
 
 
 # -- the model -----------------------------------------------------------------------------------------------------
@@ -626,12 +713,12 @@ class _Kind:
         if write is not None:
             fields |= {"mlp": write.mlp, "post_mlp_norm": write.post_norm}
             fields |= {"write_factor": write.write_factor, "adds": write.adds}
-        middle = _middle(stage, experts or fields.get("down"))
-        if middle is not None:
-            fields["mid"], writer = middle
-            fields["attn"] = heads.get("attn", writer)
-            if heads and not _contains(fields["attn"], writer) and writer != heads["o"]:
-                fields["post_attn_norm"] = writer
+        of_attention = _attention_write(stage, write)
+        if of_attention is not None:
+            fields |= {"mid": of_attention.mid, "attn_factor": of_attention.factor}
+            fields["attn"] = heads.get("attn", of_attention.writer)
+            if fields["attn"] != of_attention.writer:
+                fields["attn_out"] = of_attention.writer
         return cls(stage.number, frozenset(stage.paths.values()) - {""}, fields | heads)
 
     def distinction(self, rivals: list[_Kind]) -> str:
@@ -910,8 +997,6 @@ def _spec(name: str, kinds: list[_Kind]) -> str | None:
         if path is None:
             continue
         rivals = [other for other in kinds if other.fields.get(name) != path and path in other.parts]
-        if name == "mid":  # where it was not found, it may be there all the same
-            rivals = [other for other in rivals if other.fields[name] is not None]
         if rivals:
             path = f"{kind.distinction(rivals)}?{path}"
         alternatives[path] = None

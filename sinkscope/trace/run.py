@@ -39,8 +39,11 @@ class Site:
     cut: Callable[[Any], Tensor] = first_tensor
 
 
-def _as_added(target: Target, tensor: Tensor) -> Tensor:
-    """What the MLP adds to the residual stream."""
+def _added_by_attention(target: Target, tensor: Tensor) -> Tensor:
+    return tensor * target.adapter.attn_factor
+
+
+def _added_by_mlp(target: Target, tensor: Tensor) -> Tensor:
     return tensor * target.adapter.write_factor
 
 
@@ -81,9 +84,9 @@ class _Place:
 
 _PLACES = {
     "hook_resid_pre": _Place(lambda a: "", "pre"),
-    "hook_attn_out": _Place(lambda a: a.behind_attn),
+    "hook_attn_out": _Place(lambda a: a.behind_attn, cut=_added_by_attention),
     "hook_resid_mid": _Place(lambda a: a.mid, "pre"),
-    "hook_mlp_out": _Place(lambda a: a.behind_mlp, cut=_as_added),
+    "hook_mlp_out": _Place(lambda a: a.behind_mlp, cut=_added_by_mlp),
     "hook_resid_post": _Place(lambda a: ""),
     "mlp.hook_pre": _Place(lambda a: a.up if a.fused_gate_up else a.gate or a.up, cut=partial(_half, 0)),
     "mlp.hook_pre_linear": _Place(lambda a: a.up if a.fused_gate_up or a.gate else None, cut=partial(_half, 1)),
@@ -162,7 +165,6 @@ def _path(target: Target, layer: int, part: str) -> str:
     adapter = target.adapter
     path = _PLACES[part].path(adapter)
     is_projection = part in ("attn.hook_q", "attn.hook_k", "attn.hook_v")
-    is_parallel = getattr(target.config, "use_parallel_residual", False)
     problem = ""
     if part.startswith("mlp.") and target.is_mixture(layer):
         problem = f"layer {layer} is a mixture, so it is per expert: use find_sinks for its neurons, or hook_mlp_out"
@@ -172,7 +174,7 @@ def _path(target: Target, layer: int, part: str) -> str:
         problem = "layers do more than add their parts"
     elif part == "hook_mlp_out" and target.has_neurons(layer) and len(target.mlp_writers(layer)) > 1:
         problem = "a shared expert is beside the mixture, and no module gives their sum"
-    elif path is None or (part == "hook_resid_mid" and is_parallel):
+    elif path is None:
         problem = "there is no separate place for it"
     if path is None or problem:
         raise UnsupportedError(
