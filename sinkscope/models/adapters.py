@@ -39,7 +39,9 @@ class Adapter:
     fused_qkv: str | None = None  # (layer)
     qkv_layout: Literal["beside", "by head"] | None = "beside"  # what `fused_qkv` gives: q, k, v, or these of each head
     mid: str | None = "post_attention_layernorm"  # (layer) the module whose *input* is `hook_resid_mid`
-    attn_out: str | None = None  # (layer) what writes for the attention: a norm behind it, or a part of it; None: `attn`
+    attn_out: str | None = (
+        None  # (layer) what writes for the attention: a norm behind it, or a part of it; None: `attn`
+    )
     post_mlp_norm: str | None = None  # (layer) norm between the MLP and the residual stream
     experts: str | None = None  # (layer) fused experts, where the layer is a mixture
     shared_gate: str | None = None  # (layer) the sigmoid of its output multiplies what the shared expert gives
@@ -53,6 +55,7 @@ class Adapter:
     shared_factor: float = 1.0  # between the down projection of the shared expert and what `mlp` gives
     write_factor: float = 1.0  # between what `mlp`, or the norm behind it, gives and what the layer adds
     from_any_layer: bool = True  # a pass may begin at a layer: none reads what an earlier one kept
+    unproved: tuple[tuple[str, str], ...] = ()  # sites that the proof at load refused, and why; not to be written
     adds: bool = True  # False: what `mlp` gives is not simply added, so the layer is called again to see its effect
 
     @property

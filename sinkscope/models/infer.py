@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -35,6 +35,7 @@ from sinkscope.models.config import cut_depth, first_line, new_model
 from sinkscope.models.experts import experts_of
 from sinkscope.models.probe import begins_at, probe, token_ids
 from sinkscope.models.scope import shown_row
+from sinkscope.models.sums import unproved
 from sinkscope.models.target import (
     Args,
     Hook,
@@ -736,14 +737,25 @@ class _Kind:
 
 DRAFT = Adapter("")
 """What a `Target` has until its adapter is known."""
-_INFERRED: dict[str, Adapter] = {}  # by the configuration of the model that they were inferred from
+
+
+@dataclass(frozen=True)
+class _Known:
+    """The adapter of a configuration, with what was refused, and the row that it is made of; None if it was inferred."""
+
+    row: Adapter | None
+    adapter: Adapter
+
+
+_KNOWN: dict[str, _Known] = {}  # by the configuration of the model
 
 
 def adapter_of(target: Target, *, proves: bool = True) -> Adapter:
     """The adapter of a model: its row if there is one, or else what is inferred from the model, once per configuration.
 
-    A model whose modules are wrapped or quantised, or that holds no weights, is not called itself: a small one of its
-    configuration is, with the first layers only.
+    Sites that cannot be proved in the first layer of each kind are noted in it. A model whose modules are wrapped or
+    quantised, or that holds no weights, is not called itself: a small one of its configuration is, with the first
+    layers only.
 
     Args:
         target: The model; its own adapter is not read.
@@ -753,18 +765,55 @@ def adapter_of(target: Target, *, proves: bool = True) -> Adapter:
         UnsupportedError: Nothing could be inferred, or the probe refuses it.
     """
     hf = target.hf
-    key = _key(hf)
-    adapter = row_of(hf.config.model_type) or _INFERRED.get(key)
-    if adapter is not None:
-        return adapter
-    if target.is_elsewhere or target.kind == "bridge" or getattr(hf, "is_quantized", False):
+    key, row = _key(hf), row_of(hf.config.model_type)
+    known = _KNOWN.get(key)
+    if known is not None and known.row is row:
+        return known.adapter
+    is_callable = not (target.is_elsewhere or target.kind == "bridge" or getattr(hf, "is_quantized", False))
+    if not is_callable and row is not None:
+        return row
+    if not is_callable:
         sample = _sample(hf)
         target = Target(sample, sample, "hf", DRAFT)
-    adapter = _inferred(target.hf)
-    _INFERRED[key] = adapter
-    if proves:
-        prove(replace(target, adapter=adapter), whole=False)
+    with _evaluating(target.hf):
+        adapter = row or _inferred(target.hf)
+        adapter = _with_sites(replace(target, adapter=adapter), first_of_kinds(replace(target, adapter=adapter)))
+        _KNOWN[key] = _Known(row, adapter)
+        if proves and row is None:
+            prove(replace(target, adapter=adapter), whole=False)
     return adapter
+
+
+@contextmanager
+def _evaluating(hf: nn.Module) -> Iterator[None]:
+    """Context manager in which no dropout acts."""
+    training = [module for module in hf.modules() if module.training]
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _with_sites(target: Target, layers: list[int]) -> Adapter:
+    """The adapter with the sites that cannot be proved; layers of a kind share what was found in the first of it."""
+    adapter = target.adapter
+    firsts = {kind_of(target.layers[layer]): layer for layer in reversed(layers)}
+    try:
+        problems = unproved(target, token_ids(target, _LENGTH), layers)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # the model does not run so; the probe says more
+        return replace(adapter, unproved=(("*", f"a pass raised {type(error).__name__}: {first_line(error)}"),))
+    noted = dict(adapter.unproved)
+    for number, layer in enumerate(target.layers):
+        checked = number if number in layers else firsts[kind_of(layer)]
+        for name, problem in problems.items():
+            if name.startswith(f"blocks.{checked}."):
+                noted[name.replace(f"blocks.{checked}.", f"blocks.{number}.", 1)] = problem
+    return replace(adapter, unproved=tuple(sorted(noted.items())))
 
 
 def _inferred(hf: Any) -> Adapter:
@@ -786,10 +835,14 @@ def prove(target: Target, *, whole: bool = True) -> None:
     if target.is_elsewhere:
         return
     problem = probe(target, whole=whole).problem
+    adapter, key = target.adapter, _key(target.hf)
     if problem is None:
+        if whole and target.resident:
+            adapter = _with_sites(target, list(range(len(target.layers))))
+            _KNOWN[key] = _Known(row_of(target.hf.config.model_type), adapter)
         return
-    adapter = target.adapter
-    if _INFERRED.pop(_key(target.hf), None) is not None and target.kind == "hf":
+    known = _KNOWN.pop(key, None)
+    if known is not None and known.row is None and target.kind == "hf":
         raise UnsupportedError(
             f"model type {adapter.model_type!r} has no adapter, and the inferred one is refused: {problem}; change "
             f"what is wrong and register it: sinkscope.models.adapters.register({shown_row(adapter)})",
