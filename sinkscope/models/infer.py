@@ -531,13 +531,15 @@ def _weighing(stage: _Stage) -> str | None:
 
 
 def _layout_of_fused(gave: Float[Tensor, "token outputs"], call: Any) -> str | None:
-    """How a module gives queries, keys and values: as at the first position, where rotary embeddings leave them."""
-    parts = [tensor[0, :, 0] for tensor in _inputs(call).values()]
-    layouts = {"beside": torch.cat([part.flatten() for part in parts])}
-    if len(parts[0]) == len(parts[1]):
-        layouts["by head"] = torch.cat(parts, 1).flatten()
+    """How a module gives queries, keys and values, by the values, which nothing rotates on their way to attention."""
+    heads, kv_heads = call.query.shape[1], call.value.shape[1]
+    values = rearrange(call.value[0], "head token d_head -> token (head d_head)")
+    layouts = {"beside": gave[:, -values.shape[1] :]}
+    if heads == kv_heads and gave.shape[1] == 3 * values.shape[1]:
+        by_head = rearrange(gave, "token (head qkv d_head) -> qkv token (head d_head)", head=heads, qkv=3)
+        layouts["by head"] = by_head[2]
     for layout, given in layouts.items():
-        if given.shape == gave[0].shape and _size(given - gave[0]) <= 1e-4 * _size(given):
+        if given.shape == values.shape and _size(given - values) <= 1e-4 * _size(values):
             return layout
     return None
 
@@ -813,6 +815,8 @@ def _with_sites(target: Target, layers: list[int]) -> Adapter:
         for name, problem in problems.items():
             if name.startswith(f"blocks.{checked}."):
                 noted[name.replace(f"blocks.{checked}.", f"blocks.{number}.", 1)] = problem
+    if noted == dict(adapter.unproved):
+        return adapter
     return replace(adapter, unproved=tuple(sorted(noted.items())))
 
 

@@ -230,7 +230,9 @@ class _Heads:
         if not any(target.has_part(layer, path) for path in projections if path):
             return hooks
         for which in "qkv":
-            path = getattr(target.adapter, which) or target.adapter.fused_qkv
+            path = getattr(target.adapter, which)
+            if target.adapter.qkv_layout is not None:
+                path = path or target.adapter.fused_qkv
             if path and target.has_part(layer, path):
                 hooks.append((target.sub(layer, path), "post", partial(self._keep_site, which)))
         for module in target.layers[layer].modules():
@@ -263,9 +265,10 @@ class _Heads:
             site, behind = self._between_norms(self._at_site[which], self._behind[which])
             self._at_site[which], self._behind[which] = site, behind
             repeats = behind.shape[2] // max(site.shape[2], 1)
-            if repeats > 1 and behind.shape[2] % site.shape[2] == 0:  # each kv head once for every query head
-                self._behind[which] = behind = behind[:, :, ::repeats]
-            if site.shape != behind.shape:
+            once = behind[:, :, :: max(repeats, 1)]  # some repeat each kv head for every query head
+            if site.shape == once.shape:
+                self._behind[which] = once
+            else:
                 self.problems[f"attn.hook_{which}"] = (
                     f"attention gets {behind.shape[2]} heads of {behind.shape[3]} numbers, and the module gives "
                     f"{site.shape[2]} of {site.shape[3]}"

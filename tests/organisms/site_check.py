@@ -12,9 +12,11 @@ import sinkscope as ss
 from sinkscope.errors import SinkscopeError
 
 from .additions import Additions, additions_of, is_close
+from .products import head_verdicts, products_of
 
 LENGTH = 12
 RESIDUAL = ("hook_resid_pre", "hook_attn_out", "hook_resid_mid", "hook_mlp_out", "hook_resid_post")
+HEADS = ("attn.hook_q", "attn.hook_k", "attn.hook_v", "attn.hook_z")
 
 
 @dataclass
@@ -41,15 +43,17 @@ def decoder_layers(model: Any) -> list[torch.nn.Module]:
     return list(max(whole, key=lambda m: sum(p.numel() for p in m.parameters())))
 
 
-def check_sites(model: Any, parts: tuple[str, ...] = RESIDUAL) -> SiteReport:
-    """Compare every site of every layer."""
+def check_sites(model: Any) -> SiteReport:
+    """Compare every site of every layer that holds a part of the residual stream, or queries, keys, values or heads."""
     report = SiteReport()
     layers = decoder_layers(model)
     generator = torch.Generator().manual_seed(1)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     ids = torch.randint(20, min(vocabulary, 300), (1, LENGTH), generator=generator)
     truth = additions_of(model, layers, ids)
+    products = products_of(model, layers, ids)
     assert len(truth) == len(layers)
+    parts = (*RESIDUAL, *HEADS)
     given: dict[str, Tensor] = {}
     for layer in range(len(layers)):
         for part in parts:
@@ -60,13 +64,45 @@ def check_sites(model: Any, parts: tuple[str, ...] = RESIDUAL) -> SiteReport:
                 report.refused[site] = str(error)
     for layer, (additions, entered, left) in enumerate(truth):
         of_layer = {part: given.get(f"blocks.{layer}.{part}") for part in parts}
-        for part, verdict in _verdicts(of_layer, additions, entered, left).items():
+        verdicts = _verdicts(of_layer, additions, entered, left)
+        verdicts |= head_verdicts(of_layer, products[layer], layers[layer])
+        for part, verdict in verdicts.items():
             site = f"blocks.{layer}.{part}"
             if verdict:
                 report.wrong.append(f"{site}: {verdict}")
             else:
                 report.right.append(site)
+    report.wrong += _wrong_additions(model, layers, ids, set(report.right), truth)
     return report
+
+
+def _wrong_additions(model: Any, layers: list[Any], ids: Tensor, right: set[str], truth: list[Any]) -> list[str]:
+    """Sites at which `Add` does something else than adding the vector to the residual stream of the last layer."""
+    wrong: list[str] = []
+    layer = len(layers) - 1
+    vector = torch.randn(truth[layer][1].shape[-1], generator=torch.Generator().manual_seed(2)) * truth[layer][1].std()
+    for part in RESIDUAL:
+        site = f"blocks.{layer}.{part}"
+        if site not in right:
+            continue
+        try:
+            edit = ss.Add(vector, site)
+            with edit.on(model):
+                additions, entered, left = additions_of(model, layers, ids)[layer]
+        except SinkscopeError as error:
+            wrong.append(f"{site}: Add raises {error}")
+            continue
+        before, entered_before, left_before = truth[layer]
+        changes = {"hook_resid_pre": entered - entered_before, "hook_resid_post": left - left_before}
+        if part in changes:
+            change = changes[part]
+        else:  # the first sum in which it shows
+            pairs = zip(additions.points, before.points, strict=True)
+            changes_of_sums = [new.value - old.value for new, old in pairs]
+            change = next((one for one in changes_of_sums if bool(one.any())), left - left_before)
+        if not bool((change - vector).abs().max() <= 1e-4 * vector.abs().max() + 1e-5 * left.abs().max()):
+            wrong.append(f"{site}: Add changes the residual stream by something else")
+    return wrong
 
 
 def _verdicts(given: dict[str, Tensor | None], additions: Additions, entered: Tensor, left: Tensor) -> dict[str, str]:
