@@ -31,9 +31,11 @@ from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.adapters import PATHS, Adapter, row_of
-from sinkscope.models.config import cut_depth, first_line, new_model
+from sinkscope.models.config import first_line
 from sinkscope.models.experts import experts_of
+from sinkscope.models.kept import keep, kept
 from sinkscope.models.probe import begins_at, probe, token_ids
+from sinkscope.models.sample import has_same_parts, is_wide, sample_of
 from sinkscope.models.scope import shown_row
 from sinkscope.models.sums import unproved
 from sinkscope.models.target import (
@@ -54,7 +56,6 @@ _POSITION = 5  # of the edits
 _EDITED = [1, 2, _POSITION, 7]  # where an edit is followed to the residual stream: what multiplies it must be the same
 _EXACT = 2e-3  # largest relative distance between what an edit changed and what it must change
 _IF_MIXED = {"learned_sinks": True, "adds": False, "qkv_layout": None, "attn_factor": 1.0}  # where layers differ
-_SAMPLE_TOKENS = 64  # in the vocabulary of a model that is made to infer an adapter from it
 
 
 class NotInferredError(Exception):
@@ -775,14 +776,25 @@ def adapter_of(target: Target, *, proves: bool = True) -> Adapter:
     if not is_callable and row is not None:
         return row
     if not is_callable:
-        sample = _sample(hf)
+        sample = sample_of(hf, max(_kinds_of(hf)) + 1)
         target = Target(sample, sample, "hf", DRAFT)
     with _evaluating(target.hf):
-        adapter = row or _inferred(target.hf)
+        adapter = row or _kept_or_inferred(target, key)
         adapter = _with_sites(replace(target, adapter=adapter), first_of_kinds(replace(target, adapter=adapter)))
         _KNOWN[key] = _Known(row, adapter)
         if proves and row is None:
             prove(replace(target, adapter=adapter), whole=False)
+    return adapter
+
+
+def _kept_or_inferred(target: Target, key: str) -> Adapter:
+    """The adapter that an earlier process inferred for a model of these modules, or else what is inferred now."""
+    parts = [f"{kind_of(layer)} {[name for name, _ in layer.named_modules()]}" for layer in _layers_of(target.hf)]
+    key = "\n".join([type(target.hf).__module__, key, *dict.fromkeys(parts)])
+    adapter = kept(key)
+    if adapter is None:
+        adapter = inferred(target.hf)
+        keep(key, adapter)
     return adapter
 
 
@@ -820,14 +832,30 @@ def _with_sites(target: Target, layers: list[int]) -> Adapter:
     return replace(adapter, unproved=tuple(sorted(noted.items())))
 
 
-def _inferred(hf: Any) -> Adapter:
-    """What is inferred from a model, or, where that fails, from one with other weights: zeros may show nothing."""
+def inferred(hf: Any) -> Adapter:
+    """What is inferred from a model, or, where that fails, from one with other weights: zeros may show nothing.
+
+    Wide models are not called: a narrow one of the same modules is, if there is one.
+    """
+    if is_wide(hf, _layers_of(hf)):
+        with suppress(Exception):  # sizes may depend on each other
+            narrow = sample_of(hf, max(_kinds_of(hf)) + 1, is_narrow=True)
+            if has_same_parts(_layers_of(narrow), _layers_of(hf)):
+                return infer(narrow)
     try:
         return infer(hf)
     except UnsupportedError:
         with suppress(Exception):
-            return infer(_sample(hf))
+            return infer(sample_of(hf, max(_kinds_of(hf)) + 1))
         raise
+
+
+def _layers_of(hf: Any) -> list[nn.Module]:
+    return list(hf.get_submodule(stack_of(hf)).children())
+
+
+def _kinds_of(hf: Any) -> list[int]:
+    return first_of_kinds(Target(hf, hf, "hf", replace(DRAFT, layers=stack_of(hf))))
 
 
 def prove(target: Target, *, whole: bool = True) -> None:
@@ -892,18 +920,6 @@ def _key(hf: Any) -> str:
     for name in ("_name_or_path", "transformers_version", "dtype", "architectures"):
         config.pop(name, None)
     return f"{type(hf).__name__} {sorted(config.items(), key=str)}"
-
-
-def _sample(hf: Any) -> Any:
-    """A random model of a configuration, with its first layer of each kind and those before it."""
-    config = copy.deepcopy(hf.config)
-    text = config.get_text_config()
-    draft = Target(hf, hf, "hf", replace(DRAFT, layers=stack_of(hf)))
-    depth = max(first_of_kinds(draft)) + 1
-    cut_depth(text, max(depth, 2))
-    text.vocab_size, text.pad_token_id = _SAMPLE_TOKENS, 0
-    with torch.random.fork_rng(devices=[]):
-        return new_model(config).float().eval().requires_grad_(False)
 
 
 def infer(hf: nn.Module) -> Adapter:

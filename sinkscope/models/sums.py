@@ -1,8 +1,9 @@
 """Prove the sites of a model by sums, in one pass over a few tokens, by plain hooks.
 
-The batch has three rows. In two of them, what enters a layer, what its attention gives and what its MLP gives are
-replaced by random numbers of one size, each of its own. Then the residual stream can only be what the adapter says if
-the layer really adds these parts to each other: nothing is alike by chance, and nothing is too small to be seen.
+What enters a layer, what its attention gives and what its MLP gives are replaced by random numbers of one size, each of
+its own. Then the residual stream can only be what the adapter says if the layer really adds these parts to each other:
+nothing is alike by chance, and nothing is too small to be seen. The batch has two rows, which differ in what the MLP
+gives.
 
 Queries and keys are rotated on their way to the scores, but products of heads at one position are the same before and
 behind any rotation. By them, queries and keys are compared with those that attention gets.
@@ -21,9 +22,8 @@ from torch import Tensor, nn
 from sinkscope.models.target import Args, Hook, Kwargs, Target, first_tensor, on_hidden, on_input
 
 Rows = Float[Tensor, "row pos width"]
-_ROWS = 3
-_REPLACED = 1  # the first of the rows in which parts are replaced
-_TOKENS = 4
+_ROWS = 2
+_TOKENS = 3
 _EXACT = 1e-3  # largest relative distance of a sum from what it must be, in float32
 _IN_HALF = 4  # times the relative rounding of a number, in half precision
 
@@ -115,11 +115,10 @@ class _LayerSums:
         self._keep(name, first_tensor(output))
 
     def _replace(self, name: str, tensor: Tensor, same: bool) -> Tensor:
-        """Put random numbers in the place of what passes, in all rows but the first; the same ones in all, or not."""
+        """Put random numbers in the place of what passes; the same ones in both rows, or not."""
         rows = self._by_row(tensor).clone()
-        count = 1 if same else _ROWS - _REPLACED
-        noise = torch.randn(count, *rows.shape[1:], generator=self._generator)
-        rows[_REPLACED:] = noise.to(rows)
+        count = 1 if same else _ROWS
+        rows[:] = torch.randn(count, *rows.shape[1:], generator=self._generator).to(rows)
         self._rows[name] = rows.float().clone()  # Falcon adds to what its MLP gives in place
         return rows.reshape(tensor.shape)
 
@@ -163,8 +162,8 @@ class _LayerSums:
         if "hook_attn_out" in names:
             self._must(off, said, "hook_attn_out")
         if "hook_mlp_out" in names:  # where other parts are added too, what it gives may still be added as it is
-            change = (parts[-1][_REPLACED] - parts[-1][_REPLACED + 1])[None]
-            self._must(self._off((post[_REPLACED] - post[_REPLACED + 1])[None], change), said, "hook_mlp_out")
+            change, written = post[:1] - post[1:], parts[-1][:1] - parts[-1][1:]
+            self._must(self._off(change, written), said, "hook_mlp_out")
 
     def _prove_heads(self) -> None:
         """What the output projection gives is what attention adds, or what a norm behind it reads."""

@@ -152,7 +152,10 @@ def _behind_norms(site: Tensor, real: Tensor, which: str, layer: torch.nn.Module
         if name in [*names, "qk_norm"] and which != "v":
             size = site.pow(2).mean(-1, keepdim=True).sqrt()
             gain = getattr(module, "weight", None)
-            pairs.append((site / size, real if gain is None or gain.ndim != 1 else real / gain))
+            if gain is None:
+                pairs.append((site / size, real))
+            elif gain.shape == real.shape[-1:]:
+                pairs.append((site / size, real / gain))
     return pairs
 
 

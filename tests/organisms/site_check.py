@@ -10,6 +10,8 @@ from torch import Tensor
 
 import sinkscope as ss
 from sinkscope.errors import SinkscopeError
+from sinkscope.models.wrapped import target_of
+from sinkscope.trace.run import resolve
 
 from .additions import Additions, additions_of, is_close
 from .products import head_verdicts, products_of
@@ -54,14 +56,16 @@ def check_sites(model: Any) -> SiteReport:
     products = products_of(model, layers, ids)
     assert len(truth) == len(layers)
     parts = (*RESIDUAL, *HEADS)
-    given: dict[str, Tensor] = {}
+    offered: list[str] = []
     for layer in range(len(layers)):
         for part in parts:
             site = f"blocks.{layer}.{part}"
             try:
-                given |= ss.trace(model, ids, [site])
+                resolve(target_of(model), site)
+                offered.append(site)
             except SinkscopeError as error:
                 report.refused[site] = str(error)
+    given = ss.trace(model, ids, offered)
     for layer, (additions, entered, left) in enumerate(truth):
         of_layer = {part: given.get(f"blocks.{layer}.{part}") for part in parts}
         verdicts = _verdicts(of_layer, additions, entered, left)

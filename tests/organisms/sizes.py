@@ -75,7 +75,7 @@ SIZES = {
     ),
     "embedding 1, all widths equal, one head per kv head, tied": Size(64, 64, 4, 4, 16, 1.0, tied=True),
     "embedding 0.1, gains 0.1 to 3, odd widths, one kv head for 6": Size(
-        90, 101, 6, 1, 16, 0.1, (0.1, 3.0), d_expert=37
+        84, 101, 6, 1, 16, 0.1, (0.1, 3.0), d_expert=37
     ),
 }
 """By what is special about each."""
