@@ -744,7 +744,7 @@ DRAFT = Adapter("")
 
 @dataclass(frozen=True)
 class _Known:
-    """The adapter of a configuration, with what was refused, and the row that it is made of; None if it was inferred."""
+    """The adapter of a configuration, with what was refused, and the row that it was; None if it was inferred."""
 
     row: Adapter | None
     adapter: Adapter

@@ -3,7 +3,8 @@
 What enters a layer, what its attention gives and what its MLP gives are replaced by random numbers of one size, each of
 its own. Then the residual stream can only be what the adapter says if the layer really adds these parts to each other:
 nothing is alike by chance, and nothing is too small to be seen. The batch has two rows, which differ in what the MLP
-gives.
+gives. At the last token, what enters a layer is a thousand times as large; it shows where only the MLP's part is known
+whether the stream itself passes the layer as it is.
 
 Queries and keys are rotated on their way to the scores, but products of heads at one position are the same before and
 behind any rotation. By them, queries and keys are compared with those that attention gets.
@@ -23,7 +24,9 @@ from sinkscope.models.target import Args, Hook, Kwargs, Target, first_tensor, on
 
 Rows = Float[Tensor, "row pos width"]
 _ROWS = 2
-_TOKENS = 3
+_TOKENS = 4
+_LARGE = 1000.0
+_PASSES = 0.05  # largest relative distance of the stream from what entered, where that is large
 _EXACT = 1e-3  # largest relative distance of a sum from what it must be, in float32
 _IN_HALF = 4  # times the relative rounding of a number, in half precision
 
@@ -118,7 +121,10 @@ class _LayerSums:
         """Put random numbers in the place of what passes; the same ones in both rows, or not."""
         rows = self._by_row(tensor).clone()
         count = 1 if same else _ROWS
-        rows[:] = torch.randn(count, *rows.shape[1:], generator=self._generator).to(rows)
+        noise = torch.randn(count, *rows.shape[1:], generator=self._generator)
+        if name == "pre":
+            noise[:, -1] *= _LARGE
+        rows[:] = noise.to(rows)
         self._rows[name] = rows.float().clone()  # Falcon adds to what its MLP gives in place
         return rows.reshape(tensor.shape)
 
@@ -162,8 +168,12 @@ class _LayerSums:
         if "hook_attn_out" in names:
             self._must(off, said, "hook_attn_out")
         if "hook_mlp_out" in names:  # where other parts are added too, what it gives may still be added as it is
-            change, written = post[:1] - post[1:], parts[-1][:1] - parts[-1][1:]
-            self._must(self._off(change, written), said, "hook_mlp_out")
+            written = parts[-1]
+            passed = self._rows["pre"][:, -1:]
+            beside = (post - written)[:, -1:] - passed
+            if bool(beside.abs().max() <= _PASSES * passed.abs().max()):
+                off = self._off(post[:1] - post[1:], written[:1] - written[1:])
+            self._must(off, said, "hook_mlp_out")
 
     def _prove_heads(self) -> None:
         """What the output projection gives is what attention adds, or what a norm behind it reads."""
@@ -193,7 +203,8 @@ class _LayerSums:
             self.problems.setdefault(part, f"{said} (off by {off:.2g})")
 
     def _off(self, total: Rows, *parts: Rows) -> float:
-        """Largest distance from a sum, relative to the largest number in it, of any row."""
+        """Largest distance from a sum, relative to the largest number in it, of any row, without the last token."""
+        total, *parts = [rows[:, :-1] for rows in (total, *parts)]
         worst = 0.0
         for row in range(len(total)):
             size = total[row].abs().max()

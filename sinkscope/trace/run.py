@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class Site:
     """One place in the model: `cut` maps the module's input or output to `[batch pos ...]`.
 
-    After the last layer, `layer` is the number of layers. What the module gives is multiplied by `factor` where the layer
-    adds it, and so it is in `cut`.
+    After the last layer, `layer` is the number of layers. Where a layer adds what the module gives, it multiplies it by
+    `factor`, and `cut` does so, too.
     """
 
     name: str

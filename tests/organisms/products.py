@@ -1,4 +1,4 @@
-"""What a layer really multiplies in its attention, seen as torch is called, beside the sites of queries, keys and values.
+"""What a layer really multiplies in its attention, seen as torch is called, beside the sites of its heads.
 
 The model runs with its own eager attention. A product of `[... query d_head]` and `[... d_head key]`, whose softmax is
 taken, has the queries and keys; the product of that softmax has the values, and gives the heads.
@@ -50,7 +50,10 @@ class Products(TorchFunctionMode):
                 self.value, self.heads = _flat(right), _flat(result)
             elif tuple(result.shape[-2:]) == square and result.ndim > 2:
                 self._factors = (left.detach().clone(), right.detach().clone())
-        if name == "softmax" and self._factors is not None and tuple(result.shape[-2:]) == square:
+        widths = (self.tokens, self.tokens + 1)  # with a learned sink, whose column is dropped
+        if name == "softmax" and self._factors is not None and result.shape[-2] == self.tokens:
+            if result.shape[-1] not in widths:
+                return result
             self._has_rows = True
         return result
 
