@@ -105,7 +105,7 @@ class Add(Intervention):
 
     def _editor(self, run: Run, site: Site) -> Callable[[Tensor], Tensor | None]:
         """Function from hidden states to new ones; it returns None if the run does not act on this call."""
-        added = self.scale * self.vector
+        added = self.scale / site.factor * self.vector  # what the module gives is multiplied before it is added
 
         def edit(hidden: Tensor) -> Tensor | None:
             nonlocal added

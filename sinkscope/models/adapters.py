@@ -39,7 +39,9 @@ class Adapter:
     fused_qkv: str | None = None  # (layer)
     qkv_layout: Literal["beside", "by head"] | None = "beside"  # what `fused_qkv` gives: q, k, v, or these of each head
     mid: str | None = "post_attention_layernorm"  # (layer) the module whose *input* is `hook_resid_mid`
-    post_attn_norm: str | None = None  # (layer) norm between the attention and the residual stream
+    attn_out: str | None = (
+        None  # (layer) what writes for the attention: a norm behind it, or a part of it; None: `attn`
+    )
     post_mlp_norm: str | None = None  # (layer) norm between the MLP and the residual stream
     experts: str | None = None  # (layer) fused experts, where the layer is a mixture
     shared_gate: str | None = None  # (layer) the sigmoid of its output multiplies what the shared expert gives
@@ -47,11 +49,13 @@ class Adapter:
     attention_interface: bool = True  # attention goes through transformers' AttentionInterface
     absolute_positions: bool = False
     learned_sinks: bool = False  # a learned logit per head joins the softmax and its column is dropped
+    attn_factor: float = 1.0  # between what `attn_out` gives and what the layer adds
     down_factor: float = 1.0  # between the down projection of a dense MLP and what `mlp` gives
     expert_factor: float = 1.0  # between a fused expert and what `mlp` gives
     shared_factor: float = 1.0  # between the down projection of the shared expert and what `mlp` gives
     write_factor: float = 1.0  # between what `mlp`, or the norm behind it, gives and what the layer adds
     from_any_layer: bool = True  # a pass may begin at a layer: none reads what an earlier one kept
+    unproved: tuple[tuple[str, str], ...] = ()  # sites that the proof at load refused, and why; not to be written
     adds: bool = True  # False: what `mlp` gives is not simply added, so the layer is called again to see its effect
 
     @property
@@ -61,12 +65,12 @@ class Adapter:
 
     @property
     def behind_attn(self) -> str:
-        """(layer) The norm behind the attention where there is one, or else the attention."""
-        return "|".join(filter(None, (self.post_attn_norm, self.attn)))
+        """(layer) The module that writes for the attention."""
+        return "|".join(filter(None, (self.attn_out, self.attn)))
 
 
 PATHS = (
-    *("attn", "q", "k", "v", "fused_qkv", "o", "mid", "post_attn_norm"),
+    *("attn", "q", "k", "v", "fused_qkv", "o", "mid", "attn_out"),
     *("mlp", "down", "up", "gate", "post_mlp_norm", "experts", "shared_gate"),
 )
 """Fields of an adapter that name a part of a layer."""

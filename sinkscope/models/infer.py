@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -31,10 +31,13 @@ from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.adapters import PATHS, Adapter, row_of
-from sinkscope.models.config import cut_depth, first_line, new_model
+from sinkscope.models.config import first_line
 from sinkscope.models.experts import experts_of
+from sinkscope.models.kept import keep, kept
 from sinkscope.models.probe import begins_at, probe, token_ids
+from sinkscope.models.sample import has_same_parts, is_wide, sample_of
 from sinkscope.models.scope import shown_row
+from sinkscope.models.sums import unproved
 from sinkscope.models.target import (
     Args,
     Hook,
@@ -52,8 +55,7 @@ _EQUAL = 4  # of them, at the end: they enter the first layer as different vecto
 _POSITION = 5  # of the edits
 _EDITED = [1, 2, _POSITION, 7]  # where an edit is followed to the residual stream: what multiplies it must be the same
 _EXACT = 2e-3  # largest relative distance between what an edit changed and what it must change
-_IF_MIXED = {"learned_sinks": True, "adds": False, "qkv_layout": None}  # where layers differ
-_SAMPLE_TOKENS = 64  # in the vocabulary of a model that is made to infer an adapter from it
+_IF_MIXED = {"learned_sinks": True, "adds": False, "qkv_layout": None, "attn_factor": 1.0}  # where layers differ
 
 
 class NotInferredError(Exception):
@@ -230,13 +232,13 @@ def _is_equal(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and torch.equal(one, other)
 
 
-def _multiple(change: Tensor, of: Tensor) -> float | None:
-    """The constant c for which `change` is c times `of`; None if there is none."""
+def _multiple(change: Tensor, of: Tensor, rounding: float = 0.0) -> float | None:
+    """The constant c for which `change` is c times `of`, but for rounding; None if there is none."""
     square = float((of * of).sum())
     if square == 0:
         return None
     constant = float((change * of).sum()) / square
-    if constant == 0 or _size(change - constant * of) > _EXACT * _size(change):
+    if constant == 0 or _size(change - constant * of) > _EXACT * _size(change) + rounding:
         return None
     return constant
 
@@ -530,13 +532,15 @@ def _weighing(stage: _Stage) -> str | None:
 
 
 def _layout_of_fused(gave: Float[Tensor, "token outputs"], call: Any) -> str | None:
-    """How a module gives queries, keys and values: as at the first position, where rotary embeddings leave them."""
-    parts = [tensor[0, :, 0] for tensor in _inputs(call).values()]
-    layouts = {"beside": torch.cat([part.flatten() for part in parts])}
-    if len(parts[0]) == len(parts[1]):
-        layouts["by head"] = torch.cat(parts, 1).flatten()
+    """How a module gives queries, keys and values, by the values, which nothing rotates on their way to attention."""
+    heads, kv_heads = call.query.shape[1], call.value.shape[1]
+    values = rearrange(call.value[0], "head token d_head -> token (head d_head)")
+    layouts = {"beside": gave[:, -values.shape[1] :]}
+    if heads == kv_heads and gave.shape[1] == 3 * values.shape[1]:
+        by_head = rearrange(gave, "token (head qkv d_head) -> qkv token (head d_head)", head=heads, qkv=3)
+        layouts["by head"] = by_head[2]
     for layout, given in layouts.items():
-        if given.shape == gave[0].shape and _size(given - gave[0]) <= 1e-4 * _size(given):
+        if given.shape == values.shape and _size(given - values) <= 1e-4 * _size(values):
             return layout
     return None
 
@@ -562,28 +566,115 @@ def _output_projection(stage: _Stage) -> str | None:
     return None
 
 
-def _middle(stage: _Stage, mlp: str | None) -> tuple[str, str] | None:
-    """Where the residual stream is read between attention, or what stands in its place, and the MLP, if it has one.
+@dataclass(frozen=True)
+class _AttentionWrite:
+    """Where attention, or what stands in its place, adds to the residual stream.
 
-    Returns:
-        Path of the module that reads it, and of the one that has written to it before.
+    Attributes:
+        writer: Path of the module whose output, times `factor`, is added.
+        factor: That constant.
+        mid: Path of the module that reads the sum; None if no module does before the layer gives it.
     """
-    read, gave = stage.clean.read, stage.clean.gave
-    for path in gave:
+
+    writer: str
+    factor: float
+    mid: str | None
+
+
+def _attention_write(stage: _Stage, write: _Write | None) -> _AttentionWrite | None:
+    """Find where attention adds to the residual stream: before the MLP, or beside it.
+
+    Likeness in numbers does not suffice, because beside a small residual stream a norm of it looks like something that
+    was added to it. So the stream and what the writer gives are both replaced, and the sum has to follow.
+
+    Args:
+        stage: The layer.
+        write: What its MLP writes; None if it has none.
+    """
+    mlp = None
+    if write is not None:
+        mlp = write.post_norm or write.mlp
+    for reader in _readers(stage, mlp):
+        found = _writer(stage, reader, stage.clean.read[reader])
+        if found is not None:
+            return _AttentionWrite(*found, _outermost(stage, reader))
+    if write is None:
+        found = _writer(stage, None, stage.clean.gave[""])
+    elif write.adds and write.weight is None:
+        beside = stage.clean.gave[""] - write.write_factor * stage.clean.gave[write.post_norm or write.mlp]
+        found = _writer(stage, None, beside, mlp)
+    else:
+        found = None
+    return None if found is None else _AttentionWrite(*found, None)
+
+
+def _readers(stage: _Stage, mlp: str | None) -> list[str]:
+    """Modules that may read the residual stream between the parts, each tensor once, in the order in which they ran."""
+    read = stage.clean.read
+    readers = list[str]()
+    for path in read:
         if path == mlp:
-            return None
-        if read[path].shape != stage.hidden.shape:
+            break
+        is_new = read[path].shape == stage.hidden.shape and not _is_equal(read[path], stage.hidden)
+        if is_new and not any(_is_equal(read[path], read[other]) for other in readers):
+            readers.append(path)
+    return readers
+
+
+def _outermost(stage: _Stage, reader: str) -> str:
+    """The outermost module that reads the same as one inside."""
+    read = stage.clean.read
+    outer = [path for path in read if path and _contains(path, reader) and _is_equal(read[path], read[reader])]
+    return min(outer, key=len)
+
+
+def _writer(stage: _Stage, reader: str | None, end: Tensor, mlp: str | None = None) -> tuple[str, float] | None:
+    """The outermost module whose output is a constant part of a sum with what enters the layer, and that constant.
+
+    Args:
+        stage: The layer.
+        reader: The module that reads the sum; None if it is the output of the layer.
+        end: The sum.
+        mlp: A module whose output is left as it was meanwhile.
+    """
+    gave, start = stage.clean.gave, stage.hidden
+    added = end - start
+    rounding = 8 * torch.finfo(start.dtype).eps * _size(start)
+    if _size(added) <= rounding:
+        return None
+    for writer in sorted(gave, key=len):
+        if not writer or gave[writer].shape != added.shape or _is_equal(stage.clean.read[writer], gave[writer]):
+            continue  # dropout gives what it reads
+        if reader is not None and _contains(writer, reader):
             continue
-        added = read[path] - stage.hidden
-        if _size(added) <= 1e-6 * _size(stage.hidden):
+        if mlp is not None and (_contains(mlp, writer) or _contains(writer, mlp)):
             continue
-        writers = [writer for writer in gave if gave[writer].shape == added.shape and _multiple(added, gave[writer])]
-        if writers:
-            readers = [
-                outer for outer in read if outer and _contains(outer, path) and _is_equal(read[outer], read[path])
-            ]
-            return min(readers, key=len), min(writers, key=len)
+        constant = _multiple(added, gave[writer], rounding)
+        if constant is not None and _is_sum(stage, reader, end, writer, constant, mlp):
+            return writer, _rounded(constant)
     return None
+
+
+def _is_sum(stage: _Stage, reader: str | None, end: Tensor, writer: str, constant: float, mlp: str | None) -> bool:
+    """Whether the sum follows when what enters the layer and what the writer gives are both replaced."""
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(tensor: Tensor) -> Tensor:
+        return torch.randn(tensor.shape, generator=generator).to(tensor) * max(_size(end), _size(tensor))
+
+    gave = stage.clean.gave
+    start, given = noise(stage.hidden), noise(gave[writer]) / max(1.0, abs(constant))
+    hooks = [
+        (stage.layer, "pre", on_input(lambda hidden: start.view_as(hidden))),
+        stage.edit(writer, lambda _: given),
+    ]
+    expected = start + constant * given + (end - stage.hidden - constant * gave[writer])
+    if mlp is not None:
+        hooks.append(stage.edit(mlp, lambda _: gave[mlp]))
+        expected = expected + stage.clean.gave[""] - end
+    run = stage.run(*hooks)
+    actual = run.gave[""] if reader is None else run.read[reader]
+    return _size(actual - expected) <= _EXACT * min(_size(start), abs(constant) * _size(given))
 
 
 # -- the model -----------------------------------------------------------------------------------------------------
@@ -626,12 +717,12 @@ class _Kind:
         if write is not None:
             fields |= {"mlp": write.mlp, "post_mlp_norm": write.post_norm}
             fields |= {"write_factor": write.write_factor, "adds": write.adds}
-        middle = _middle(stage, experts or fields.get("down"))
-        if middle is not None:
-            fields["mid"], writer = middle
-            fields["attn"] = heads.get("attn", writer)
-            if heads and not _contains(fields["attn"], writer) and writer != heads["o"]:
-                fields["post_attn_norm"] = writer
+        of_attention = _attention_write(stage, write)
+        if of_attention is not None:
+            fields |= {"mid": of_attention.mid, "attn_factor": of_attention.factor}
+            fields["attn"] = heads.get("attn", of_attention.writer)
+            if fields["attn"] != of_attention.writer:
+                fields["attn_out"] = of_attention.writer
         return cls(stage.number, frozenset(stage.paths.values()) - {""}, fields | heads)
 
     def distinction(self, rivals: list[_Kind]) -> str:
@@ -649,14 +740,25 @@ class _Kind:
 
 DRAFT = Adapter("")
 """What a `Target` has until its adapter is known."""
-_INFERRED: dict[str, Adapter] = {}  # by the configuration of the model that they were inferred from
+
+
+@dataclass(frozen=True)
+class _Known:
+    """The adapter of a configuration, with what was refused, and the row that it was; None if it was inferred."""
+
+    row: Adapter | None
+    adapter: Adapter
+
+
+_KNOWN: dict[str, _Known] = {}  # by the configuration of the model
 
 
 def adapter_of(target: Target, *, proves: bool = True) -> Adapter:
     """The adapter of a model: its row if there is one, or else what is inferred from the model, once per configuration.
 
-    A model whose modules are wrapped or quantised, or that holds no weights, is not called itself: a small one of its
-    configuration is, with the first layers only.
+    Sites that cannot be proved in the first layer of each kind are noted in it. A model whose modules are wrapped or
+    quantised, or that holds no weights, is not called itself: a small one of its configuration is, with the first
+    layers only.
 
     Args:
         target: The model; its own adapter is not read.
@@ -666,28 +768,94 @@ def adapter_of(target: Target, *, proves: bool = True) -> Adapter:
         UnsupportedError: Nothing could be inferred, or the probe refuses it.
     """
     hf = target.hf
-    key = _key(hf)
-    adapter = row_of(hf.config.model_type) or _INFERRED.get(key)
-    if adapter is not None:
-        return adapter
-    if target.is_elsewhere or target.kind == "bridge" or getattr(hf, "is_quantized", False):
-        sample = _sample(hf)
+    key, row = _key(hf), row_of(hf.config.model_type)
+    known = _KNOWN.get(key)
+    if known is not None and known.row is row:
+        return known.adapter
+    is_callable = not (target.is_elsewhere or target.kind == "bridge" or getattr(hf, "is_quantized", False))
+    if not is_callable and row is not None:
+        return row
+    if not is_callable:
+        sample = sample_of(hf, max(_kinds_of(hf)) + 1)
         target = Target(sample, sample, "hf", DRAFT)
-    adapter = _inferred(target.hf)
-    _INFERRED[key] = adapter
-    if proves:
-        prove(replace(target, adapter=adapter), whole=False)
+    with _evaluating(target.hf):
+        adapter = row or _kept_or_inferred(target, key)
+        adapter = _with_sites(replace(target, adapter=adapter), first_of_kinds(replace(target, adapter=adapter)))
+        _KNOWN[key] = _Known(row, adapter)
+        if proves and row is None:
+            prove(replace(target, adapter=adapter), whole=False)
     return adapter
 
 
-def _inferred(hf: Any) -> Adapter:
-    """What is inferred from a model, or, where that fails, from one with other weights: zeros may show nothing."""
+def _kept_or_inferred(target: Target, key: str) -> Adapter:
+    """The adapter that an earlier process inferred for a model of these modules, or else what is inferred now."""
+    parts = [f"{kind_of(layer)} {[name for name, _ in layer.named_modules()]}" for layer in _layers_of(target.hf)]
+    key = "\n".join([type(target.hf).__module__, key, *dict.fromkeys(parts)])
+    adapter = kept(key)
+    if adapter is None:
+        adapter = inferred(target.hf)
+        keep(key, adapter)
+    return adapter
+
+
+@contextmanager
+def _evaluating(hf: nn.Module) -> Iterator[None]:
+    """Context manager in which no dropout acts."""
+    training = [module for module in hf.modules() if module.training]
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _with_sites(target: Target, layers: list[int]) -> Adapter:
+    """The adapter with the sites that cannot be proved; layers of a kind share what was found in the first of it."""
+    adapter = target.adapter
+    firsts = {kind_of(target.layers[layer]): layer for layer in reversed(layers)}
+    try:
+        problems = unproved(target, token_ids(target, _LENGTH), layers)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # the model does not run so; the probe says more
+        return replace(adapter, unproved=(("*", f"a pass raised {type(error).__name__}: {first_line(error)}"),))
+    noted = dict(adapter.unproved)
+    for number, layer in enumerate(target.layers):
+        checked = number if number in layers else firsts[kind_of(layer)]
+        for name, problem in problems.items():
+            if name.startswith(f"blocks.{checked}."):
+                noted[name.replace(f"blocks.{checked}.", f"blocks.{number}.", 1)] = problem
+    if noted == dict(adapter.unproved):
+        return adapter
+    return replace(adapter, unproved=tuple(sorted(noted.items())))
+
+
+def inferred(hf: Any) -> Adapter:
+    """What is inferred from a model, or, where that fails, from one with other weights: zeros may show nothing.
+
+    Wide models are not called: a narrow one of the same modules is, if there is one.
+    """
+    if is_wide(hf, _layers_of(hf)):
+        with suppress(Exception):  # sizes may depend on each other
+            narrow = sample_of(hf, max(_kinds_of(hf)) + 1, is_narrow=True)
+            if has_same_parts(_layers_of(narrow), _layers_of(hf)):
+                return infer(narrow)
     try:
         return infer(hf)
     except UnsupportedError:
         with suppress(Exception):
-            return infer(_sample(hf))
+            return infer(sample_of(hf, max(_kinds_of(hf)) + 1))
         raise
+
+
+def _layers_of(hf: Any) -> list[nn.Module]:
+    return list(hf.get_submodule(stack_of(hf)).children())
+
+
+def _kinds_of(hf: Any) -> list[int]:
+    return first_of_kinds(Target(hf, hf, "hf", replace(DRAFT, layers=stack_of(hf))))
 
 
 def prove(target: Target, *, whole: bool = True) -> None:
@@ -699,10 +867,14 @@ def prove(target: Target, *, whole: bool = True) -> None:
     if target.is_elsewhere:
         return
     problem = probe(target, whole=whole).problem
+    adapter, key = target.adapter, _key(target.hf)
     if problem is None:
+        if whole and target.resident:
+            adapter = _with_sites(target, list(range(len(target.layers))))
+            _KNOWN[key] = _Known(row_of(target.hf.config.model_type), adapter)
         return
-    adapter = target.adapter
-    if _INFERRED.pop(_key(target.hf), None) is not None and target.kind == "hf":
+    known = _KNOWN.pop(key, None)
+    if known is not None and known.row is None and target.kind == "hf":
         raise UnsupportedError(
             f"model type {adapter.model_type!r} has no adapter, and the inferred one is refused: {problem}; change "
             f"what is wrong and register it: sinkscope.models.adapters.register({shown_row(adapter)})",
@@ -748,18 +920,6 @@ def _key(hf: Any) -> str:
     for name in ("_name_or_path", "transformers_version", "dtype", "architectures"):
         config.pop(name, None)
     return f"{type(hf).__name__} {sorted(config.items(), key=str)}"
-
-
-def _sample(hf: Any) -> Any:
-    """A random model of a configuration, with its first layer of each kind and those before it."""
-    config = copy.deepcopy(hf.config)
-    text = config.get_text_config()
-    draft = Target(hf, hf, "hf", replace(DRAFT, layers=stack_of(hf)))
-    depth = max(first_of_kinds(draft)) + 1
-    cut_depth(text, max(depth, 2))
-    text.vocab_size, text.pad_token_id = _SAMPLE_TOKENS, 0
-    with torch.random.fork_rng(devices=[]):
-        return new_model(config).float().eval().requires_grad_(False)
 
 
 def infer(hf: nn.Module) -> Adapter:
@@ -910,8 +1070,6 @@ def _spec(name: str, kinds: list[_Kind]) -> str | None:
         if path is None:
             continue
         rivals = [other for other in kinds if other.fields.get(name) != path and path in other.parts]
-        if name == "mid":  # where it was not found, it may be there all the same
-            rivals = [other for other in rivals if other.fields[name] is not None]
         if rivals:
             path = f"{kind.distinction(rivals)}?{path}"
         alternatives[path] = None

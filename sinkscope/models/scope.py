@@ -55,6 +55,6 @@ def shown_row(adapter: Adapter) -> str:
     settings = [repr(adapter.model_type)]
     for field in fields(adapter):
         value = getattr(adapter, field.name)
-        if field.name != "model_type" and value != field.default:
+        if field.name not in ("model_type", "unproved") and value != field.default:
             settings.append(f"{field.name}={value!r}")
     return f"Adapter({', '.join(settings)})"

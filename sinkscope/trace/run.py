@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 class Site:
     """One place in the model: `cut` maps the module's input or output to `[batch pos ...]`.
 
-    After the last layer, `layer` is the number of layers.
+    After the last layer, `layer` is the number of layers. Where a layer adds what the module gives, it multiplies it by
+    `factor`, and `cut` does so, too.
     """
 
     name: str
@@ -37,11 +38,7 @@ class Site:
     module: nn.Module | None  # None: attention rows, which no module returns
     when: str = "post"
     cut: Callable[[Any], Tensor] = first_tensor
-
-
-def _as_added(target: Target, tensor: Tensor) -> Tensor:
-    """What the MLP adds to the residual stream."""
-    return tensor * target.adapter.write_factor
+    factor: float = 1.0
 
 
 def _half(number: int, target: Target, tensor: Tensor) -> Tensor:
@@ -55,7 +52,7 @@ def _heads(target: Target, tensor: Float[Tensor, "*n width"]) -> Float[Tensor, "
     return rearrange(tensor, "... (head d_head) -> ... head d_head", head=target.n_heads)
 
 
-def _projected(which: str, target: Target, tensor: Float[Tensor, "*n width"]) -> Float[Tensor, "*n head d_head"]:
+def projected(which: str, target: Target, tensor: Float[Tensor, "*n width"]) -> Float[Tensor, "*n head d_head"]:
     """q, k or v before rotary, from the output of its own or a shared projection."""
     adapter, index = target.adapter, "qkv".index(which)
     if getattr(adapter, which) is None:
@@ -77,20 +74,21 @@ class _Place:
     path: Callable[[Adapter], str | None]
     when: str = "post"
     cut: Callable[[Target, Tensor], Tensor] = lambda _target, tensor: tensor
+    factor: Callable[[Adapter], float] = lambda _adapter: 1.0
 
 
 _PLACES = {
     "hook_resid_pre": _Place(lambda a: "", "pre"),
-    "hook_attn_out": _Place(lambda a: a.behind_attn),
+    "hook_attn_out": _Place(lambda a: a.behind_attn, factor=lambda a: a.attn_factor),
     "hook_resid_mid": _Place(lambda a: a.mid, "pre"),
-    "hook_mlp_out": _Place(lambda a: a.behind_mlp, cut=_as_added),
+    "hook_mlp_out": _Place(lambda a: a.behind_mlp, factor=lambda a: a.write_factor),
     "hook_resid_post": _Place(lambda a: ""),
     "mlp.hook_pre": _Place(lambda a: a.up if a.fused_gate_up else a.gate or a.up, cut=partial(_half, 0)),
     "mlp.hook_pre_linear": _Place(lambda a: a.up if a.fused_gate_up or a.gate else None, cut=partial(_half, 1)),
     "mlp.hook_post": _Place(lambda a: a.down, "pre"),
-    "attn.hook_q": _Place(lambda a: a.q or a.fused_qkv, cut=partial(_projected, "q")),
-    "attn.hook_k": _Place(lambda a: a.k or a.fused_qkv, cut=partial(_projected, "k")),
-    "attn.hook_v": _Place(lambda a: a.v or a.fused_qkv, cut=partial(_projected, "v")),
+    "attn.hook_q": _Place(lambda a: a.q or a.fused_qkv, cut=partial(projected, "q")),
+    "attn.hook_k": _Place(lambda a: a.k or a.fused_qkv, cut=partial(projected, "k")),
+    "attn.hook_v": _Place(lambda a: a.v or a.fused_qkv, cut=partial(projected, "v")),
     "attn.hook_z": _Place(lambda a: a.o, "pre", _heads),
     "attn.hook_pattern": _Place(lambda a: ""),
 }
@@ -154,7 +152,15 @@ def _site(target: Target, name: str) -> Site:
         return Site(name, layer, None)
     place = _PLACES[part]
     module = target.sub(layer, _path(target, layer, part))
-    return Site(name, layer, module, place.when, lambda value: place.cut(target, first_tensor(value)))
+    factor = place.factor(target.adapter)
+
+    def cut(value: Any) -> Tensor:
+        part = place.cut(target, first_tensor(value))
+        if factor == 1:
+            return part
+        return part * factor
+
+    return Site(name, layer, module, place.when, cut, factor)
 
 
 def _path(target: Target, layer: int, part: str) -> str:
@@ -162,9 +168,10 @@ def _path(target: Target, layer: int, part: str) -> str:
     adapter = target.adapter
     path = _PLACES[part].path(adapter)
     is_projection = part in ("attn.hook_q", "attn.hook_k", "attn.hook_v")
-    is_parallel = getattr(target.config, "use_parallel_residual", False)
-    problem = ""
-    if part.startswith("mlp.") and target.is_mixture(layer):
+    problem = dict(adapter.unproved).get(f"blocks.{layer}.{part}", "")
+    if problem:
+        problem = f"it cannot be proved, because {problem}"
+    elif part.startswith("mlp.") and target.is_mixture(layer):
         problem = f"layer {layer} is a mixture, so it is per expert: use find_sinks for its neurons, or hook_mlp_out"
     elif is_projection and adapter.fused_qkv is not None and adapter.qkv_layout is None:
         problem = "the layout of q, k and v in one module varies"
@@ -172,7 +179,7 @@ def _path(target: Target, layer: int, part: str) -> str:
         problem = "layers do more than add their parts"
     elif part == "hook_mlp_out" and target.has_neurons(layer) and len(target.mlp_writers(layer)) > 1:
         problem = "a shared expert is beside the mixture, and no module gives their sum"
-    elif path is None or (part == "hook_resid_mid" and is_parallel):
+    elif path is None:
         problem = "there is no separate place for it"
     if path is None or problem:
         raise UnsupportedError(

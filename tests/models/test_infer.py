@@ -90,7 +90,7 @@ def test_a_row_is_inferred_for_an_architecture_that_has_none_and_proved():
 
 @pytest.mark.parametrize(("model_type", "kind"), [("llama", "bridge"), ("gpt2", "bridge"), ("phi3", "nnsight")])
 def test_a_model_that_its_user_wrapped(model_type, kind, monkeypatch):
-    monkeypatch.setattr("sinkscope.models.infer._INFERRED", {})
+    monkeypatch.setattr("sinkscope.models.infer._KNOWN", {})
     wrapped = wrap(*tiny_model(model_type), kind)
     target = target_of(wrapped)
     assert target.kind == kind and target.adapter == ROWS[model_type]

@@ -10,7 +10,7 @@ _LLAMA = Adapter("llama")
 _SANDWICH = replace(
     _LLAMA,
     mid="pre_feedforward_layernorm",
-    post_attn_norm="post_attention_layernorm",
+    attn_out="post_attention_layernorm",
     post_mlp_norm="post_feedforward_layernorm",
 )
 

@@ -1,0 +1,141 @@
+"""What it costs to infer an adapter at full width: time and memory beside the layers themselves.
+
+    python -m experiments.bench_inference [SHAPE ...]
+
+Each shape is a random model of two layers in bfloat16, in a process of its own. "infer" is inference alone; "live" is
+the first use of a live model: inference and the proof of what was found, in the first layers. "again" is what a second
+process pays, when the adapter has been kept. Writes figures/bench_inference.json; shapes that are named replace their
+entries.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from experiments.record import record
+
+DATA = Path(__file__).parents[1] / "figures/bench_inference.json"
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-7b": (
+        "llama",
+        {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 32},
+    ),
+    "gpt-oss-20b": ("gpt_oss", {"num_local_experts": 32}),
+    "qwen3-30b-a3b": (
+        "qwen3_moe",
+        {
+            **{"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128},
+            **{"num_experts_per_tok": 8, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128},
+        },
+    ),
+}
+REPEATS = 3
+
+
+def model_of(shape: str) -> Any:
+    """A random model of two layers; its weights are drawn coarsely, because only their sizes count here."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model_type, sizes = SHAPES[shape]
+    config = AutoConfig.for_model(model_type, **sizes)
+    config.num_hidden_layers, config.vocab_size, config.pad_token_id = 2, 512, 0
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:2]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = model.to_empty(device="cpu").eval().requires_grad_(False)
+    noise = 0.02 * torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1 and "norm" in name:
+            parameter.fill_(1)
+        else:
+            flat = parameter.view(-1)
+            for start in range(0, len(flat), len(noise)):
+                part = flat[start : start + len(noise)]
+                part.copy_(noise[: len(part)])
+    for module in model.modules():  # what is not saved with the weights is empty as well
+        if hasattr(module, "inv_freq"):
+            fresh = type(module)(config=model.config)
+            module.inv_freq = fresh.inv_freq
+            module.original_inv_freq = fresh.inv_freq
+    return model
+
+
+def _peak() -> int:
+    """Largest memory of this process so far, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM"):
+            return 1024 * int(line.split()[1])
+    return 0
+
+
+def measure(shape: str, what: str) -> dict[str, float]:
+    """CPU seconds of one step in this process, and how far its memory rose above what the model takes."""
+    import torch
+
+    torch.set_num_threads(1)
+    from sinkscope.models import infer
+
+    model = model_of(shape)
+    small = model_of_two_layers()
+    infer.infer(small)  # so that imports are not counted
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before, started = _peak(), time.process_time()
+    if what == "infer":
+        infer.inferred(model)
+    else:
+        from sinkscope.models.wrapped import target_of
+
+        target_of(model)
+    seconds = time.process_time() - started
+    layer = sum(parameter.numel() * parameter.element_size() for parameter in model.model.layers[0].parameters())
+    return {"seconds": seconds, "gigabytes": (_peak() - before) / 1e9, "layer_gigabytes": layer / 1e9}
+
+
+def model_of_two_layers() -> Any:
+    """A tiny model."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 2}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=64, pad_token_id=0, **sizes))
+
+
+def main(chosen: list[str]) -> None:
+    """Measure each shape in processes of their own, and write the record."""
+    if chosen and chosen[0] == "--measure":
+        print(json.dumps(measure(chosen[1], chosen[2])))
+        return
+    rows: dict[str, Any] = {}
+    if DATA.is_file():
+        rows = json.loads(DATA.read_text())["result"]["shapes"]
+    for shape in chosen or SHAPES:
+        row: dict[str, Any] = {}
+        for what in ("infer", "live", "again"):
+            runs: list[dict[str, float]] = []
+            with tempfile.TemporaryDirectory() as cache:
+                environment = {**os.environ, "XDG_CACHE_HOME": cache, "OMP_NUM_THREADS": "1"}
+                command = [sys.executable, "-m", "experiments.bench_inference", "--measure", shape, what]
+                for repeat in range(REPEATS + (what == "again")):
+                    if what != "again":
+                        environment["XDG_CACHE_HOME"] = f"{cache}/{repeat}"
+                    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+                    runs.append(json.loads(done.stdout.splitlines()[-1]))
+            if what == "again":
+                runs = runs[1:]
+            best = min(runs, key=lambda run: run["seconds"])
+            row[what] = {name: round(number, 3) for name, number in best.items()}
+            print(shape, what, row[what], flush=True)
+        rows[shape] = row
+        DATA.write_text(record("bench-inference", {"shapes": rows}, {"repeats": REPEATS, "threads": 1}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
