@@ -18,7 +18,7 @@ import torch
 
 from sinkscope.errors import SinkscopeError, UnsupportedError, is_out_of_memory
 from sinkscope.files.console import note
-from sinkscope.models.checkpoint import LocalFiles, local_files
+from sinkscope.models.checkpoint import LocalFiles, local_files, weight_files
 from sinkscope.models.config import (
     causal_class,
     check_finite,
@@ -34,6 +34,7 @@ from sinkscope.models.config import (
 from sinkscope.models.fingerprint import fingerprint
 from sinkscope.models.infer import DRAFT, adapter_of, prove
 from sinkscope.models.locate import ModelSource, locate, no_permission
+from sinkscope.models.stored import check_pickled, check_unexpected, is_quantised
 from sinkscope.models.target import Target
 from sinkscope.models.wrapped import target_of, unwrap
 
@@ -173,6 +174,7 @@ def _weights(source: ModelSource, files: LocalFiles, config: Any, options: dict[
     is_pickled = files.gguf is None and not any(files.folder.glob("*.safetensors*"))
     if is_pickled:
         options = {**options, "weights_only": True}
+        check_pickled(source.name, config, weight_files(files.folder))
     hides_bar = files.gguf is not None and not sys.stderr.isatty()  # the bar of GGUF files knows no switch
     with contextlib.redirect_stderr(io.StringIO()) if hides_bar else contextlib.nullcontext():
         loaded: Any = auto.from_pretrained(
@@ -197,6 +199,8 @@ def _weights(source: ModelSource, files: LocalFiles, config: Any, options: dict[
             f"{problem}; the weights belong to another config.json: download both from one revision",
             page="missing-tensors",
         )
+    if not is_quantised(config):  # else factors belong there
+        check_unexpected(model, info["unexpected_keys"], source.name)
     if is_pickled:  # only now: a checkpoint that is refused says one line, and that is why
         note(
             f"note: {source.name} has pickled weights (.bin), read with weights_only so that no code in them runs; "

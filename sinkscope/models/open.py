@@ -37,6 +37,7 @@ from sinkscope.models.infer import DRAFT, adapter_of, first_of_kinds, stack_of
 from sinkscope.models.load import explained, load, quiet
 from sinkscope.models.locate import ModelSource, locate
 from sinkscope.models.names import BUNDLED
+from sinkscope.models.stored import check_unexpected, is_quantised
 from sinkscope.models.target import Target, kind_of
 from sinkscope.models.wrapped import target_of
 
@@ -234,6 +235,7 @@ class _Loader:
                 f"{self._source.name} lacks tensors of {what}, the first is {first}; get the whole checkpoint",
                 page="missing-tensors",
             )
+        check_unexpected(module, info["unexpected_keys"], self._source.name)
         path = f"{self.causal.base_model_prefix}.{truly}".rstrip(".")
         check_finite(module.get_submodule(part), self._source.name, f"{path}.")  # what is outside holds random numbers
         return module.eval().requires_grad_(False).to(self._device)
@@ -269,7 +271,7 @@ def open_stream(
     check_depth(source.name, read_checkpoint_json(source.folder / "config.json"), source.weight_map)
     config = read_config(name or source.name, source.folder)
     try:
-        if getattr(config, "quantization_config", None):
+        if is_quantised(config):
             raise UnsupportedError("it is quantised", page="unsupported-model")
         loader = _Loader(source, config.get_text_config(), device=device, dtype=dtype)
         causal = loader.causal

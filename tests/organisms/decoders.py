@@ -136,7 +136,7 @@ _OWN["deepseek_v2"] = _LATENT | {"topk_method": "greedy", "n_group": 1, "topk_gr
 _OWN["dots1"] = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2}
 
 
-def _settings(config, own: dict[str, Any]) -> dict[str, Any]:
+def small_settings(config, own: dict[str, Any]) -> dict[str, Any]:
     """Keyword arguments of a small configuration, from a default one."""
     fields = config.to_dict()
     parts = set(getattr(config, "sub_configs", None) or {})
@@ -148,7 +148,7 @@ def _settings(config, own: dict[str, Any]) -> dict[str, Any]:
         if name in parts:
             part = getattr(config, name, None)
             if hasattr(part, "to_dict"):
-                settings[name] = _settings(part, own if name in ("text_config", "decoder", "decoder_config") else {})
+                settings[name] = small_settings(part, own if name in ("text_config", "decoder", "decoder_config") else {})
         elif name in _SMALL:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             is_unset = value is None and name in ("intermediate_size", "head_dim", "sliding_window")
@@ -166,7 +166,7 @@ def decoder_config(model_type: str):
         config = config_class()
     except Exception:  # some have no defaults that agree with each other
         config = config_class(**own)
-    return config_class(**_settings(config, own))
+    return config_class(**small_settings(config, own))
 
 
 @torch.no_grad()
