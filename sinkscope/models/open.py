@@ -235,7 +235,8 @@ class _Loader:
                 f"{self._source.name} lacks tensors of {what}, the first is {first}; get the whole checkpoint",
                 page="missing-tensors",
             )
-        check_unexpected(module, info["unexpected_keys"], self._source.name)
+        origins = {new: stored for stored, new in names.items()}
+        check_unexpected(module, info["unexpected_keys"], self._source.name, origins)
         path = f"{self.causal.base_model_prefix}.{truly}".rstrip(".")
         check_finite(module.get_submodule(part), self._source.name, f"{path}.")  # what is outside holds random numbers
         return module.eval().requires_grad_(False).to(self._device)

@@ -56,9 +56,9 @@ def check_quantised(name: str, config: Any, dtypes: Mapping[str, tuple[str, int]
     if stored:
         first = min(stored)
         raise UnsupportedError(
-            f"{name} stores {len(stored)} weights quantised, such as {first} ({stored[first]}), and its config.json has "
-            "no quantization_config that says how to read them: download config.json from the revision of the weights, "
-            "or give weights of 16 bits",
+            f"{name} stores {len(stored)} weights quantised, such as {first} ({stored[first]}), but its config.json "
+            "has no quantization_config, which says how to read them: download config.json from the revision of the "
+            "weights, or give weights of 16 bits",
             page="quantised-weights",
         )
 
@@ -73,7 +73,9 @@ def check_pickled(name: str, config: Any, files: Iterable[Path]) -> None:
     check_quantised(name, config, dtypes)
 
 
-def check_unexpected(model: nn.Module, unexpected: Iterable[str], name: str) -> None:
+def check_unexpected(
+    model: nn.Module, unexpected: Iterable[str], name: str, origins: Mapping[str, str] | None = None
+) -> None:
     """Check that no tensor that was left out belongs to a part that the model has.
 
     Whole parts that a model does not have are harmless: towers for images, heads of training, layers that predict
@@ -84,6 +86,7 @@ def check_unexpected(model: nn.Module, unexpected: Iterable[str], name: str) -> 
         model: The model, or a part of it, that was loaded.
         unexpected: Tensors that transformers reports as unexpected.
         name: Name of the model, for errors.
+        origins: Names in the checkpoint of tensors that were loaded by others.
 
     Raises:
         SinkscopeError: One does.
@@ -95,8 +98,9 @@ def check_unexpected(model: nn.Module, unexpected: Iterable[str], name: str) -> 
             path = tensor.removeprefix(prefix)
         part = _owner(model, path)
         if next(part.parameters(recurse=False), None) is not None:
+            origin = (origins or {}).get(tensor, tensor)
             raise SinkscopeError(
-                f"{name} has the tensor {tensor}, for which its configuration has no place, so the model would run "
+                f"{name} has the tensor {origin}, for which its configuration has no place, so the model would run "
                 "without it: config and weights are of different models, or the weights hold an adapter or a "
                 "quantisation; download both from one revision, or merge the adapter",
                 page="missing-tensors",

@@ -148,7 +148,9 @@ def small_settings(config, own: dict[str, Any]) -> dict[str, Any]:
         if name in parts:
             part = getattr(config, name, None)
             if hasattr(part, "to_dict"):
-                settings[name] = small_settings(part, own if name in ("text_config", "decoder", "decoder_config") else {})
+                settings[name] = small_settings(
+                    part, own if name in ("text_config", "decoder", "decoder_config") else {}
+                )
         elif name in _SMALL:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             is_unset = value is None and name in ("intermediate_size", "head_dim", "sliding_window")
