@@ -102,7 +102,9 @@ def test_fp8_weights_with_a_configuration_are_read(tmp_path):
     assert {(one.layer, one.neuron) for one in found.neurons if one.causal} == set(planted().truth.neurons)
     plain = dict(planted().model.named_parameters())
     for name, weight in load(folder, backend="hf").named_parameters():
-        assert_close(weight.float(), plain[name].float(), atol=0.07 * float(plain[name].detach().abs().max()), rtol=0.07)
+        assert_close(
+            weight.float(), plain[name].float(), atol=0.07 * float(plain[name].detach().abs().max()), rtol=0.07
+        )
 
 
 def test_pickled_weights_of_one_byte_are_refused(tmp_path):
