@@ -161,8 +161,7 @@ def size_of(config: Any, dtype: torch.dtype) -> ModelSize:
         computing=computing,
         width=text.hidden_size,
         whole_bytes=parameters * dtype.itemsize,
-        streamed_bytes=outside * dtype.itemsize
-        + min(deep * dtype.itemsize, max(2 * largest * dtype.itemsize, LAYER_BYTES)),
+        streamed_bytes=outside * dtype.itemsize + min(deep * dtype.itemsize, held),
     )
 
 

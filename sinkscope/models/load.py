@@ -138,7 +138,7 @@ def _in_first(layers: int | None, name: str) -> Generator[None]:
     try:
         yield
     except UnsupportedError as error:
-        if layers is None:
+        if layers is None or error.page != "unsupported-model":
             raise
         raise UnsupportedError(
             f"the first {layers} layers of {name} cannot be measured alone: {error}", page=error.page
