@@ -514,9 +514,11 @@ class IndexedCacheLayer(CacheLayer):
 class StateCacheLayer(LinearAttentionAndFullAttentionLayer, CacheLayer):
     """Keys and values of a layer that also keeps a state, which is left as it is."""
 
-    def __init__(self, number: int, states: int) -> None:
+    def __init__(self, number: int, stock: LinearAttentionAndFullAttentionLayer) -> None:
         CacheLayer.__init__(self, number)
-        LinearAttentionLayer.__init__(self, number_of_states=states)
+        own = vars(self)
+        for name, value in vars(stock).items():  # its empty states; how many there are depends on the model
+            own.setdefault(name, value)
 
     def reset(self) -> None:
         """Make the layer empty, like a new one."""
@@ -626,7 +628,7 @@ def _empty_layers(target: Target) -> list[Any]:
     for number in cache_layers(target):
         stock = layers[number]
         if isinstance(stock, LinearAttentionAndFullAttentionLayer):
-            layers[number] = StateCacheLayer(number, stock.number_of_states)
+            layers[number] = StateCacheLayer(number, stock)
         elif isinstance(stock, DynamicIndexedLayer):
             layers[number] = IndexedCacheLayer(number)
         else:
