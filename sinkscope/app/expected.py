@@ -5,22 +5,28 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 from torch.utils.benchmark import Timer
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.config import float32_by_default, new_model, parse_device, parse_dtype, read_config
+from sinkscope.models.experts import ScaledInputExperts, experts_of
 from sinkscope.models.hub import hub_folder
 from sinkscope.models.infer import stack_of
 from sinkscope.models.locate import locate
+from sinkscope.models.open import LAYER_BYTES, streamed_dtype
 
 ROWS = 64
 """Positions that pass through a layer together in the measured product of matrices."""
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k")
+"""Fields of configurations: how many experts a token is sent to."""
 SECONDS = 0.3
 """Time for which the speed of the device is measured."""
 
@@ -32,11 +38,12 @@ class ModelSize:
     Attributes:
         layers: Number of decoder layers.
         parameters: Number of parameters.
-        computing: Those by which every token is multiplied: all but the rows of the input embedding.
+        computing: Those by which a token is multiplied: without the rows of embeddings, and of a mixture of experts
+            only as many as a token is sent to.
         width: Size of its residual stream.
         whole_bytes: Memory of all weights.
-        streamed_bytes: Memory of the weights when layers are read one after the other: the input embedding and twice
-            the largest layer.
+        streamed_bytes: Memory of the weights when layers are read one after the other: what is outside the layers and
+            before the unembedding, twice the largest layer, and layers that stay in memory because they are small.
     """
 
     layers: int
@@ -86,17 +93,17 @@ def expected_cost(
     if source.kind == "hub":
         folder = hub_folder(str(source.where), revision)
     config = read_config(source.name, folder)
-    loaded_as = parse_dtype(dtype) or getattr(config, "dtype", None) or torch.float32
-    size = size_of(config, loaded_as)
     place = parse_device(device)
+    is_streamed = not whole and not source.planted
+    loaded_as = parse_dtype(dtype) or getattr(config, "dtype", None) or torch.float32
+    if is_streamed and dtype is None:
+        loaded_as = streamed_dtype(place)
+    size = size_of(config, loaded_as)
     needed, way = size.whole_bytes, "with the whole model in memory"
-    if not whole and not source.planted:
+    if is_streamed:
         needed, way = size.streamed_bytes, "layer by layer"
     memory = f"Memory: sinkscope {command} works {way}, so it takes {gigabytes(needed)} and what it computes."
-    if place.type == "cuda":
-        free = torch.cuda.mem_get_info(place)[0]
-        fits = "fits" if needed < free else "does not fit"
-        memory += f" This {fits} into the {gigabytes(free)} that are free on {place}."
+    memory += f" {_fits(needed, place)}"
     duration = "Time: not known for this command."
     record = json.loads(files("sinkscope.app").joinpath("passes.json").read_text())
     tokens: int | None = record["result"]["tokens"].get(command)
@@ -114,6 +121,23 @@ def expected_cost(
     )
 
 
+def _fits(needed: int, place: torch.device) -> str:
+    """Whether so many bytes fit on a device, with a warning if they do not."""
+    if place.type == "cuda":
+        free, total = torch.cuda.mem_get_info(place)
+    else:
+        memory = psutil.virtual_memory()
+        free, total = memory.available, memory.total
+    if needed > total:
+        return (
+            f"Warning: {place} has {gigabytes(total)}, so this does not fit. Give --dtype bfloat16, if that is not yet "
+            "given, or use a larger machine."
+        )
+    if needed > free:
+        return f"Warning: only {gigabytes(free)} of the {gigabytes(total)} of {place} are free now."
+    return f"This fits into the {gigabytes(free)} that are free on {place}."
+
+
 @float32_by_default()
 def size_of(config: Any, dtype: torch.dtype) -> ModelSize:
     """Sizes of the model that a configuration describes, with weights of a type. Nothing is allocated."""
@@ -121,19 +145,40 @@ def size_of(config: Any, dtype: torch.dtype) -> ModelSize:
     with torch.device("meta"):
         hf = new_model(text)
     layers: nn.ModuleList = hf.get_submodule(stack_of(hf))
-    embedding, unembedding = hf.get_input_embeddings(), hf.get_output_embeddings()
-    parameters, looked_up = _parameters(hf), _parameters(embedding)
+    unembedding, outside = hf.get_output_embeddings(), _parameters(hf) - _parameters(layers)
+    if unembedding is not None and unembedding.weight is not hf.get_input_embeddings().weight:
+        outside -= _parameters(unembedding)
+    parameters, largest, deep = _parameters(hf), max(map(_parameters, layers)), _parameters(layers)
     computing = parameters
-    if unembedding is None or unembedding.weight is not embedding.weight:
-        computing -= looked_up  # a row is looked up, not multiplied
+    for module in hf.modules():  # rows of embeddings are looked up, not multiplied
+        if isinstance(module, nn.Embedding) and (unembedding is None or unembedding.weight is not module.weight):
+            computing -= _parameters(module)
+    computing -= sum(map(partial(_idle, text), layers))
+    held = max(2 * largest * dtype.itemsize, LAYER_BYTES)
     return ModelSize(
         layers=len(layers),
         parameters=parameters,
         computing=computing,
         width=text.hidden_size,
         whole_bytes=parameters * dtype.itemsize,
-        streamed_bytes=(looked_up + 2 * max(map(_parameters, layers))) * dtype.itemsize,
+        streamed_bytes=outside * dtype.itemsize + min(deep * dtype.itemsize, held),
     )
+
+
+def _idle(text: Any, layer: nn.Module) -> int:
+    """Parameters of the experts of a layer to which a token is not sent."""
+    chosen = None
+    for fields in (text, getattr(text, "ffn_config", None)):
+        for name in _CHOSEN:
+            chosen = chosen or getattr(fields, name, None)
+    idle = 0
+    for module in layer.modules():
+        experts = experts_of(module)
+        if isinstance(experts, ScaledInputExperts):
+            return 0  # it computes all of them for every token, and multiplies by zero
+        if experts is not None and chosen is not None:
+            idle += _parameters(module) * max(0, experts.count - chosen) // experts.count
+    return idle
 
 
 def _parameters(module: nn.Module) -> int:

@@ -116,7 +116,7 @@ class Tracker:
         self._sequences: WeakKeyDictionary[Any, Sequence] = WeakKeyDictionary()
         self._steps = 0
         bos_ids = list[int]()
-        for stated in (target.config.bos_token_id, getattr(target.tokenizer, "bos_token_id", None)):
+        for stated in (getattr(target.config, "bos_token_id", None), getattr(target.tokenizer, "bos_token_id", None)):
             if stated is not None:
                 bos_ids += torch.tensor(stated).flatten().tolist()
         self._bos = torch.tensor(bos_ids, dtype=torch.int64)

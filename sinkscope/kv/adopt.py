@@ -97,7 +97,7 @@ def _empty_layers(target: Target) -> list[Any]:
     for number in cache_layers(target):
         stock = layers[number]
         if isinstance(stock, LinearAttentionAndFullAttentionLayer):
-            layers[number] = StateCacheLayer(number, stock.number_of_states)
+            layers[number] = StateCacheLayer(number, stock)
         elif isinstance(stock, DynamicIndexedLayer):
             layers[number] = IndexedCacheLayer(number)
         else:

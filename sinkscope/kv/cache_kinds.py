@@ -61,9 +61,11 @@ class IndexedCacheLayer(CacheLayer):
 class StateCacheLayer(LinearAttentionAndFullAttentionLayer, CacheLayer):
     """Keys and values of a layer that also keeps a state, which is left as it is."""
 
-    def __init__(self, number: int, states: int) -> None:
+    def __init__(self, number: int, stock: LinearAttentionAndFullAttentionLayer) -> None:
         CacheLayer.__init__(self, number)
-        LinearAttentionLayer.__init__(self, number_of_states=states)
+        own = vars(self)
+        for name, value in vars(stock).items():  # its empty states; how many there are depends on the model
+            own.setdefault(name, value)
 
     def reset(self) -> None:
         """Make the layer empty, like a new one."""

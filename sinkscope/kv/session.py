@@ -207,7 +207,7 @@ class Session:
         cache = kwargs.get("past_key_values")
         use_cache = kwargs.get("use_cache")
         if use_cache is None:
-            use_cache = self.target.config.use_cache
+            use_cache = getattr(self.target.config, "use_cache", True)
         if cache is None and use_cache:
             cache = new_cache(self.target)
         self.now.cache = cache

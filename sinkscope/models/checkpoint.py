@@ -15,6 +15,7 @@ from sinkscope.files.plain import parse_json
 from sinkscope.models.config import check_kind, read_checkpoint_json
 from sinkscope.models.hub import TOKENIZER_FILES, hub_folder, hub_shard, optional_file
 from sinkscope.models.locate import ModelSource
+from sinkscope.models.stored import check_quantised
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -33,6 +34,7 @@ def check_folder(folder: Path) -> None:
     for shard in weight_files(folder):
         if shard.suffix == ".safetensors":
             header = read_header(shard)
+            check_quantised(folder.resolve().name, config, _dtypes(header))
             tensors += header
             index: dict[str, str] = {}
             if shard.name != _SINGLE:
@@ -103,6 +105,11 @@ def read_header(file: Path) -> dict[str, Any]:
     if size != 8 + length + end:
         raise _damaged(file, size, 8 + length + end)
     return header
+
+
+def _dtypes(header: dict[str, Any]) -> dict[str, tuple[str, int]]:
+    """Type and number of dimensions of each tensor in a header."""
+    return {tensor: (entry["dtype"], len(entry["shape"])) for tensor, entry in header.items()}
 
 
 def _damaged(file: Path, size: int, expected: int, at_least: str = "") -> SinkscopeError:
@@ -279,7 +286,7 @@ class SafetensorsSource:
         if self.commit is None:
             return self.folder / name
         file = hub_shard(self.name, name, self.commit, _INDEX)
-        read_header(file)
+        check_quantised(self.name, read_checkpoint_json(self.folder / "config.json"), _dtypes(read_header(file)))
         return file
 
     def tensors(self, names: Iterable[str]) -> dict[str, Tensor]:

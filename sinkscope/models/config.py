@@ -260,7 +260,8 @@ def cut_depth(text: Any, layers: int) -> None:
     for field in _PER_LAYER:
         per_layer = getattr(text, field, None)
         if isinstance(per_layer, list):
-            setattr(text, field, per_layer[:layers])
+            with suppress(AttributeError):  # some compute theirs, from a period
+                setattr(text, field, per_layer[:layers])
 
 
 def read_tokenizer(name: str, folder: Path, *, gguf: str | None = None, trust_remote_code: bool = False) -> Any:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.config import first_line
+from sinkscope.models.lora import ADAPTER_CONFIG, refuse_adapter
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -96,11 +98,21 @@ def hub_folder(repo: str, revision: str | None, optional: Iterable[str] = ()) ->
 
     Returns:
         Their folder in the cache. It is named after the commit, so all its files belong to one revision.
+
+    Raises:
+        SinkscopeError: There is no config.json, or an adapter.
     """
-    absent = SinkscopeError(
-        f"{repo} has no config.json, so it is no transformers model; give one that has", page="no-config"
-    )
-    folder = hub_file(repo, "config.json", revision, absent=absent).parent
+    try:
+        folder = hub_file(repo, "config.json", revision).parent
+    except FileNotFoundError:
+        with suppress(FileNotFoundError):
+            raise refuse_adapter(hub_file(repo, ADAPTER_CONFIG, revision), repo, beside=False) from None
+        raise SinkscopeError(
+            f"{repo} has no config.json, so it is no transformers model; give one that has", page="no-config"
+        ) from None
+    adapter = optional_file(repo, ADAPTER_CONFIG, folder.name)
+    if adapter is not None:
+        raise refuse_adapter(adapter, repo, beside=True)
     for name in optional:
         optional_file(repo, name, folder.name)
     return folder

@@ -18,7 +18,7 @@ import torch
 
 from sinkscope.errors import SinkscopeError, UnsupportedError, is_out_of_memory
 from sinkscope.files.console import note
-from sinkscope.models.checkpoint import LocalFiles, local_files
+from sinkscope.models.checkpoint import LocalFiles, local_files, weight_files
 from sinkscope.models.config import (
     causal_class,
     check_finite,
@@ -34,6 +34,7 @@ from sinkscope.models.config import (
 from sinkscope.models.fingerprint import fingerprint
 from sinkscope.models.infer import DRAFT, adapter_of, prove
 from sinkscope.models.locate import ModelSource, locate, no_permission
+from sinkscope.models.stored import check_pickled, check_unexpected, is_quantised
 from sinkscope.models.target import Target
 from sinkscope.models.wrapped import target_of, unwrap
 
@@ -108,7 +109,7 @@ def load(
         config = read_config(source.name, files.folder, layers=layers, **content)
         if tokenizer is None:
             tokenizer = read_tokenizer(source.name, files.folder, **content)
-        hf = _weights(source, files, config, options)
+        hf = _weights(source, files, config, options, is_cut=layers is not None)
         origin = files.commit or fingerprint(files.folder / (files.gguf or ""))
         if source.kind == "hub":
             hf.config._name_or_path = str(source.where)
@@ -121,13 +122,27 @@ def load(
         hf.tokenizer = tokenizer
         check_vocabulary(tokenizer, hf)
         check_finite(hf)
-        adapter_of(Target(hf, hf, "hf", DRAFT), proves=False)  # before it is wrapped: it is inferred from plain modules
-        model = wrap(hf, tokenizer, backend or "bridge")
-        if probe:
-            prove(target_of(model))
+        with _in_first(layers, source.name):
+            adapter_of(Target(hf, hf, "hf", DRAFT), proves=False)  # before it is wrapped: inferred from plain modules
+            model = wrap(hf, tokenizer, backend or "bridge")
+            if probe:
+                prove(target_of(model))
         if quantization_config is None:
             hf.sinkscope_origin = origin, fingerprint(hf)
     return model
+
+
+@contextlib.contextmanager
+def _in_first(layers: int | None, name: str) -> Generator[None]:
+    """Context manager in which refusals say that only the first layers were looked at."""
+    try:
+        yield
+    except UnsupportedError as error:
+        if layers is None or error.page != "unsupported-model":
+            raise
+        raise UnsupportedError(
+            f"the first {layers} layers of {name} cannot be measured alone: {error}", page=error.page
+        ) from error
 
 
 @torch.no_grad()
@@ -162,7 +177,7 @@ def _live(model: Any, backend: Backend | None, tokenizer: Any, settings: dict[st
     return wrap(copy.deepcopy(hf).eval(), tokenizer, backend)
 
 
-def _weights(source: ModelSource, files: LocalFiles, config: Any, options: dict[str, Any]) -> Any:
+def _weights(source: ModelSource, files: LocalFiles, config: Any, options: dict[str, Any], *, is_cut: bool) -> Any:
     from transformers import AutoModelForImageTextToText
 
     auto = causal_class(config)
@@ -173,6 +188,7 @@ def _weights(source: ModelSource, files: LocalFiles, config: Any, options: dict[
     is_pickled = files.gguf is None and not any(files.folder.glob("*.safetensors*"))
     if is_pickled:
         options = {**options, "weights_only": True}
+        check_pickled(source.name, config, weight_files(files.folder))
     hides_bar = files.gguf is not None and not sys.stderr.isatty()  # the bar of GGUF files knows no switch
     with contextlib.redirect_stderr(io.StringIO()) if hides_bar else contextlib.nullcontext():
         loaded: Any = auto.from_pretrained(
@@ -193,10 +209,17 @@ def _weights(source: ModelSource, files: LocalFiles, config: Any, options: dict[
     elif missing:
         problem = f"{source.name} lacks {len(missing)} tensors that its configuration asks for, such as {missing[0]}"
     if problem is not None:
+        remedy = "the weights belong to another config.json: download both from one revision"
+        if is_cut:
+            remedy = (
+                f"unless a file is damaged, {config.model_type} cannot be cut to its first layers: leave out layers="
+            )
         raise SinkscopeError(
-            f"{problem}; the weights belong to another config.json: download both from one revision",
+            f"{problem}; {remedy}",
             page="missing-tensors",
         )
+    if not is_quantised(config):  # else factors belong there
+        check_unexpected(model, info["unexpected_keys"], source.name)
     if is_pickled:  # only now: a checkpoint that is refused says one line, and that is why
         note(
             f"note: {source.name} has pickled weights (.bin), read with weights_only so that no code in them runs; "

@@ -10,6 +10,7 @@ from typing import Literal
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import path_of, reason_of
+from sinkscope.models.lora import ADAPTER_CONFIG, refuse_adapter
 from sinkscope.models.names import BUNDLED, ORGANISM, RECALL, TWO_HOPS, find, resolve
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -81,8 +82,11 @@ def _outside(model: str | os.PathLike[str], revision: str | None) -> ModelSource
     is_short_name = "/" not in text and find(text) is not None
     is_path = not isinstance(model, str) or text.startswith((".", "~", os.sep)) or path.suffix == ".gguf"
     # A folder that only shares its name with a model (`gpt2/` with notes in it) does not hide the model.
-    is_meant = is_path or not (is_hub_id or is_short_name) or (path / "config.json").is_file()
+    holds_model = any((path / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
+    is_meant = is_path or not (is_hub_id or is_short_name) or holds_model
     if path.is_dir() and is_meant:
+        if (path / ADAPTER_CONFIG).is_file():
+            raise refuse_adapter(path / ADAPTER_CONFIG, text, beside=(path / "config.json").is_file())
         return ModelSource("folder", path, path.resolve().name)
     if is_path:
         raise SinkscopeError(

@@ -37,13 +37,15 @@ from sinkscope.models.infer import DRAFT, adapter_of, first_of_kinds, stack_of
 from sinkscope.models.load import explained, load, quiet
 from sinkscope.models.locate import ModelSource, locate
 from sinkscope.models.names import BUNDLED
+from sinkscope.models.stored import check_unexpected, is_quantised
 from sinkscope.models.target import Target, kind_of
 from sinkscope.models.wrapped import target_of
 
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.")  # unembeddings are not read; `Target.forward` ends before them
 _LANGUAGE = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?")  # the text part of a vision-language checkpoint
 _FIRST_LAYERS = 8  # layers of a GGUF file to begin with; they cannot be read one by one, and are doubled as needed
-_LAYER_BYTES = 1 << 30  # layers of a streamed model stay in memory up to this size, so small models are read once
+LAYER_BYTES = 1 << 30
+"""Layers of a streamed model stay in memory up to this size, so small models are read once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,6 +236,8 @@ class _Loader:
                 f"{self._source.name} lacks tensors of {what}, the first is {first}; get the whole checkpoint",
                 page="missing-tensors",
             )
+        origins = {new: stored for stored, new in names.items()}
+        check_unexpected(module, info["unexpected_keys"], self._source.name, origins)
         path = f"{self.causal.base_model_prefix}.{truly}".rstrip(".")
         check_finite(module.get_submodule(part), self._source.name, f"{path}.")  # what is outside holds random numbers
         return module.eval().requires_grad_(False).to(self._device)
@@ -269,7 +273,7 @@ def open_stream(
     check_depth(source.name, read_checkpoint_json(source.folder / "config.json"), source.weight_map)
     config = read_config(name or source.name, source.folder)
     try:
-        if getattr(config, "quantization_config", None):
+        if is_quantised(config):
             raise UnsupportedError("it is quantised", page="unsupported-model")
         loader = _Loader(source, config.get_text_config(), device=device, dtype=dtype)
         causal = loader.causal
@@ -394,16 +398,23 @@ def _gguf_depth(file: Path) -> int:
         return 0
 
 
+def streamed_dtype(place: torch.device) -> torch.dtype:
+    """The type in which layers are read one by one on a device, if none is asked for.
+
+    On a CPU half precision is slow, and only a few layers are in memory at a time.
+    """
+    return torch.float32 if place.type == "cpu" else torch.bfloat16
+
+
 def _stream(
     source: ModelSource, tokenizer: Any, dtype: torch.dtype | str | None, device: torch.device | str | None
 ) -> Target:
     place = parse_device(device)
-    # The default on a CPU is float32: half precision is slow there, and only a few layers are in memory at a time.
-    kind = parse_dtype(dtype) or (torch.float32 if place.type == "cpu" else torch.bfloat16)
+    kind = parse_dtype(dtype) or streamed_dtype(place)
     tensors = SafetensorsSource(source.where, revision=source.revision)
     target = open_stream(tensors, dtype=kind, device=place, resident=1, tokenizer=tokenizer, name=source.name)
     per_layer = sum(p.numel() for p in target.layers[-1].parameters()) * kind.itemsize
-    target.store.resident = max(1, _LAYER_BYTES // max(per_layer, 1))
+    target.store.resident = max(1, LAYER_BYTES // max(per_layer, 1))
     target = _with_tokenizer(target)
     check_vocabulary(target.tokenizer, target.hf)
     return target

@@ -38,6 +38,9 @@ def unwrap(model: object) -> tuple[nn.Module, Kind]:
         return unwrap(wrapper.get_base_model())
     packages = {cls.__module__.split(".")[0] for cls in type(model).__mro__}
     if "nnsight" in packages:
+        load_weights: Any = getattr(model, "dispatch", None)
+        if callable(load_weights):
+            load_weights()  # one made by name has none before its first trace; this does nothing afterwards
         inner = getattr(model, "_module", None) or getattr(model, "_model", None)
         if isinstance(inner, nn.Module):
             return inner, "nnsight"

@@ -346,17 +346,14 @@ def test_fwd_hooks_says_where_it_cannot():
         Ablate(sites=[(1, 0, 3)]).fwd_hooks(bridge_of(model, tokenizer))
 
 
-def test_nnsight_model_without_weights_is_refused():
-    """It gets another module when it is dispatched, where the hooks would be missing."""
+def test_nnsight_model_without_weights_loads_them():
+    """It gets another module when it is dispatched, where hooks on the first would be missing."""
     import nnsight
 
     model, tokenizer = tiny_model("llama")
     lazy = nnsight.TransformersModel(str(checkpoint("llama")), tokenizer=tokenizer, task="text-generation")
-    assert target_of(lazy).kind == "nnsight"
+    assert not lazy.dispatched
     edit = Ablate(layer=1, neurons=[3])
-    with pytest.raises(UnsupportedError, match="dispatch=True"), edit.on(lazy):
-        pass
-    lazy.dispatch()
     with edit.on(model), edit.on(lazy):
         assert_close(logits(lazy, IDS), logits(model, IDS), atol=1e-5, rtol=1e-4)
 

@@ -136,8 +136,9 @@ _OWN["deepseek_v2"] = _LATENT | {"topk_method": "greedy", "n_group": 1, "topk_gr
 _OWN["dots1"] = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2}
 
 
-def _settings(config, own: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
+def small_settings(config, own: dict[str, Any], sizes: dict[str, Any] | None = None) -> dict[str, Any]:
     """Keyword arguments of a small configuration, from a default one."""
+    sizes = _SMALL if sizes is None else sizes
     fields = config.to_dict()
     parts = set(getattr(config, "sub_configs", None) or {})
     parts |= {name for name, value in fields.items() if isinstance(value, dict) and name.endswith("_config")}
@@ -149,7 +150,7 @@ def _settings(config, own: dict[str, Any], sizes: dict[str, Any]) -> dict[str, A
             part = getattr(config, name, None)
             if hasattr(part, "to_dict"):
                 is_text = name in ("text_config", "decoder", "decoder_config")
-                settings[name] = _settings(part, own if is_text else {}, sizes if is_text else _SMALL)
+                settings[name] = small_settings(part, own if is_text else {}, sizes if is_text else _SMALL)
         elif name in sizes:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             is_unset = value is None and name in ("intermediate_size", "head_dim", "sliding_window")
@@ -178,7 +179,7 @@ def decoder_config(model_type: str, sizes: dict[str, Any] | None = None):
         if name in sizes and name in ("num_key_value_heads", "num_kv_heads"):
             heads = sizes.get("num_attention_heads", 4)
             own[name] = heads if value == _SMALL["num_attention_heads"] else sizes[name]
-    return config_class(**_settings(config, own, _SMALL | sizes))
+    return config_class(**small_settings(config, own, _SMALL | sizes))
 
 
 @torch.no_grad()

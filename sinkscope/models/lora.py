@@ -1,0 +1,46 @@
+"""Folders and repos of adapters (LoRA and others of peft), which are no whole models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.output import read_json
+
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+def refuse_adapter(file: Path, name: str, *, beside: bool) -> SinkscopeError:
+    """The error for a checkpoint that holds an adapter.
+
+    Args:
+        file: Its adapter_config.json.
+        name: Folder or hub id.
+        beside: Whether there is a config.json, so that a whole model may be beside the adapter.
+    """
+    content: Any = read_json(file, "download it again", page="lora-folder")
+    kind, base = "adapter", None
+    if isinstance(content, dict):
+        base = content.get("base_model_name_or_path")
+        if isinstance(content.get("peft_type"), str):
+            kind = f"{content['peft_type']} adapter"
+    if not isinstance(base, str) or not base:
+        base = "its base model"
+    what = f"{name} is {_a(kind)} of {base}, not a whole model"
+    alone = ""
+    if beside:
+        what = f"{name} holds {_a(kind)} of {base} beside a model, so it is unclear which of them to measure"
+        alone = f"; or give a folder without {ADAPTER_CONFIG} to measure the model alone"
+    return SinkscopeError(
+        f"{what}: load the base with sinkscope.load({base!r}, backend='hf'), put the adapter on it with "
+        f"peft.PeftModel.from_pretrained(base, {name!r}), and measure that; or merge them{alone}",
+        page="lora-folder",
+    )
+
+
+def _a(kind: str) -> str:
+    """A noun with its article."""
+    if kind[0] in "AEIOaeio":
+        return f"an {kind}"
+    return f"a {kind}"

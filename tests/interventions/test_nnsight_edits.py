@@ -1,0 +1,147 @@
+"""Edits that users write inside their own nnsight trace, together with interventions, on models made by name."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import nnsight
+import pytest
+import torch
+from hub_server import hub
+from organisms import Organism, organism
+from torch.testing import assert_close
+
+import sinkscope as ss
+
+IDS, OTHER = torch.arange(5, 25)[None], torch.arange(30, 50)[None]
+SITES = [(2, 28), (2, 179)]
+GENERATE = {"max_new_tokens": 4, "do_sample": False}
+
+
+@cache
+def planted() -> Organism:
+    return organism("llama", 3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("planted")
+    planted().save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def traced(folder):
+    return nnsight.LanguageModel(str(folder), dispatch=True)
+
+
+def edits():
+    """One intervention of each kind."""
+    width = planted().model.config.hidden_size
+    return {
+        "ablate": ss.Ablate(layer=2, neurons=[28, 179]),
+        "patch": ss.SinkPatch(sites=SITES, calibrated={(2, 28): 0.1, (2, 179): 0.1}),
+        "add": ss.Add(torch.linspace(-1, 1, width), "blocks.1.hook_resid_post"),
+        "h2o": ss.H2O(12),
+        "streaming": ss.StreamingLLM(12),
+    }
+
+
+@torch.no_grad()
+def by_hand(edit, ids, generates: bool = False):
+    """The plain model under an edit, with the user's edit as a plain hook: 1 is added to the output of an MLP."""
+    model = planted().model
+    handle = model.model.layers[1].mlp.register_forward_hook(lambda _module, _args, output: output + 1)
+    with edit.on(model):
+        result = model.generate(ids, **GENERATE) if generates else model(ids).logits
+    handle.remove()
+    return result
+
+
+@pytest.mark.parametrize("name", ["ablate", "patch", "add"])
+@torch.no_grad()
+def test_an_edit_inside_the_trace_and_an_intervention_both_act(traced, name):
+    edit = edits()[name]
+    wanted = by_hand(edit, IDS)
+    with edit.on(traced):
+        with traced.trace(IDS):
+            traced.model.layers[1].mlp.output = traced.model.layers[1].mlp.output + 1
+            logits = traced.output.logits.save()
+    assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
+    with traced.trace(IDS):
+        plain = traced.output.logits.save()
+    assert_close(plain, planted().model(IDS).logits, atol=1e-4, rtol=1e-4)  # nothing stays
+    assert not torch.allclose(plain, wanted, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", edits())
+@torch.no_grad()
+def test_an_edit_at_every_generated_token_and_an_intervention_both_act(traced, name):
+    edit = edits()[name]
+    with edit.on(traced):
+        with traced.generate(IDS, **GENERATE) as tracer:
+            for _step in tracer.iter[0:4]:
+                traced.model.layers[1].mlp.output = traced.model.layers[1].mlp.output + 1
+            tokens = tracer.result.save()
+    assert tokens.tolist() == by_hand(edit, IDS, generates=True).tolist()
+
+
+@torch.no_grad()
+def test_each_prompt_of_a_trace_is_edited(traced):
+    edit = edits()["ablate"]
+    with edit.on(traced):
+        with traced.trace() as tracer:
+            with tracer.invoke(IDS):
+                first = traced.output.logits.save()
+            with tracer.invoke(OTHER):
+                traced.model.layers[1].mlp.output = traced.model.layers[1].mlp.output + 1
+                second = traced.output.logits.save()
+    with edit.on(planted().model):
+        assert_close(first, planted().model(IDS).logits, atol=1e-4, rtol=1e-4)
+    assert_close(second, by_hand(edit, OTHER), atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_the_trace_sees_what_the_intervention_wrote_and_has_the_last_word(traced):
+    with edits()["ablate"].on(traced):
+        with traced.trace(IDS):
+            seen = traced.model.layers[2].mlp.down_proj.input.clone().save()
+            traced.model.layers[2].mlp.down_proj.input[:, :, 28] = 5.0
+            traced.model.layers[2].mlp.down_proj.input[:, :, 179] = 5.0
+            logits = traced.output.logits.save()
+    assert not seen[:, :, [28, 179]].any() and seen.any()
+    with traced.trace(IDS):
+        traced.model.layers[2].mlp.down_proj.input[:, :, 28] = 5.0
+        traced.model.layers[2].mlp.down_proj.input[:, :, 179] = 5.0
+        alone = traced.output.logits.save()
+    assert_close(logits, alone, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_a_model_with_edits_of_its_own_is_edited(traced):
+    with traced.edit() as (_, edited):
+        traced.model.layers[1].mlp.output = traced.model.layers[1].mlp.output + 1
+    edit = edits()["ablate"]
+    with edit.on(edited):
+        with edited.trace(IDS):
+            logits = edited.output.logits.save()
+    assert_close(logits, by_hand(edit, IDS), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["LanguageModel", pytest.param("TransformersModel", marks=pytest.mark.slow)])
+@torch.no_grad()
+def test_a_model_made_by_name_is_loaded_when_it_is_first_used(tmp_path, folder, kind):
+    options = {"tokenizer": planted().tokenizer}
+    if kind == "TransformersModel":
+        options["task"] = "text-generation"
+    with hub(tmp_path) as server:
+        server.add("org/name", folder)
+        model = getattr(nnsight, kind)("org/name", **options)
+        edit = edits()["ablate"]
+        with edit.on(model):
+            with model.trace(IDS):
+                logits = model.output.logits.save()
+    with edit.on(planted().model):
+        assert_close(logits, planted().model(IDS).logits, atol=1e-4, rtol=1e-4)
+    logits = ss.trace(model, IDS, "logits")["logits"]
+    assert_close(logits, planted().model(IDS).logits, atol=1e-4, rtol=1e-4)

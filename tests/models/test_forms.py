@@ -1,0 +1,264 @@
+"""Forms of checkpoints that would be read wrongly in silence: quantised weights, tensors without a place, adapters."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from hub_server import hub
+from organisms import Organism, organism, tiny_model
+from organisms.decoders import byte_tokenizer, decoder
+from organisms.images import LACK_BOS, image_decoder
+from refusals import refused
+from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
+
+import sinkscope as ss
+from sinkscope.app.cli import main
+from sinkscope.models.load import load
+from sinkscope.models.open import open_stream
+from sinkscope.models.wrapped import target_of
+
+SHORT = {"max_repeats": 64}
+
+
+@cache
+def planted() -> Organism:
+    return organism("llama", 3)
+
+
+def changed(folder: Path, change) -> Path:
+    """The organism in a folder; `change` gets name and tensor of each weight, and gives the tensors in its place."""
+    planted().save(folder)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        tensors |= change(name, weight)
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def in_fp8(name: str, weight, block: int = 16):
+    """As FP8 checkpoints are stored: the numbers of each square of weights are divided by a scale of its own."""
+    if not name.endswith("proj.weight"):
+        return {name: weight}
+    rows, columns = (-(-size // block) for size in weight.shape)
+    scale, stored = torch.empty(rows, columns), torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
+    for row in range(rows):
+        for column in range(columns):
+            where = slice(row * block, (row + 1) * block), slice(column * block, (column + 1) * block)
+            scale[row, column] = weight[where].detach().abs().max().clamp(min=1e-8) / 448
+            stored[where] = (weight[where] / scale[row, column]).to(torch.float8_e4m3fn)
+    return {name: stored, f"{name}_scale_inv": scale}
+
+
+def in_int8(name: str, weight):
+    if not name.endswith("proj.weight"):
+        return {name: weight}
+    scale = weight.abs().amax(1, keepdim=True).clamp(min=1e-8) / 127
+    return {name: (weight / scale).round().to(torch.int8), name.replace("weight", "SCB"): scale[:, 0]}
+
+
+def without_scale(stored):
+    return lambda name, weight: {name: stored(name, weight)[name]}
+
+
+def in_four_bits(name: str, weight):
+    if not name.endswith("proj.weight"):
+        return {name: weight}
+    return {name.replace("weight", "qweight"): torch.zeros(4, 4, dtype=torch.int32)}
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (in_fp8, "F8_E4M3"),
+        (without_scale(in_fp8), "F8_E4M3"),
+        (in_int8, "I8"),
+        (without_scale(in_int8), "I8"),
+        (in_four_bits, "qweight"),
+    ],
+)
+def test_quantised_weights_need_a_configuration(tmp_path, change, kind):
+    folder = changed(tmp_path / "m", change)
+    for measured in (str(folder), lambda: load(folder, backend="hf")):
+        with refused(words=["m stores 35 weights quantised", kind, "no quantization_config", "16 bits"]):
+            ss.find_sinks(measured() if callable(measured) else measured, **SHORT)
+
+
+def test_fp8_weights_with_a_configuration_are_read(tmp_path):
+    folder = changed(tmp_path / "m", in_fp8)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "weight_block_size": [16, 16],
+        "activation_scheme": "dynamic",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    found = ss.find_sinks(str(folder), **SHORT)
+    assert {(one.layer, one.neuron) for one in found.neurons if one.causal} == set(planted().truth.neurons)
+    plain = dict(planted().model.named_parameters())
+    for name, weight in load(folder, backend="hf").named_parameters():
+        assert_close(
+            weight.float(), plain[name].float(), atol=0.07 * float(plain[name].detach().abs().max()), rtol=0.07
+        )
+
+
+def test_pickled_weights_of_one_byte_are_refused(tmp_path):
+    folder = changed(tmp_path / "m", in_int8)
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with refused(words=["m stores 35 weights quantised", "I8"]):
+        load(folder, backend="hf")
+
+
+def test_shards_of_a_hub_are_looked_at_when_they_come(tmp_path):
+    folder = changed(tmp_path / "m", in_fp8)
+    with hub(tmp_path / "cache") as server:
+        server.add("org/name", folder)
+        with refused(words=["org/name stores", "F8_E4M3"]):
+            ss.find_sinks("org/name", **SHORT)
+
+
+BESIDE = {  # tensors that would change what the model computes
+    "bias": "model.layers.3.mlp.down_proj.bias",
+    "adapter": "model.layers.0.self_attn.q_proj.lora_A.weight",
+    "norm": "model.norm.bias",
+    "scale": "model.layers.1.mlp.up_proj.weight_scale",
+}
+
+
+@pytest.mark.parametrize("tensor", BESIDE.values(), ids=BESIDE)
+def test_tensors_of_parts_that_the_model_has_are_not_left_out(tmp_path, tensor):
+    folder = changed(tmp_path / "m", lambda name, weight: {name: weight, tensor: torch.ones(4)})
+    with refused(words=[f"m has the tensor {tensor}", "no place"]):
+        load(folder, backend="hf")
+    with refused(words=[tensor, "no place"]):
+        ss.find_sinks(str(folder), **SHORT)
+
+
+HARMLESS = {  # what released checkpoints hold beside the weights of a text model
+    "rotary frequencies of old Llamas": ("model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(4)),
+    "a layer that predicts further tokens": ("model.layers.5.eh_proj.weight", torch.ones(4, 4)),
+    "the same of Qwen": ("mtp.layers.0.mlp.down_proj.weight", torch.ones(4, 4)),
+    "a tower for images": ("vision_tower.blocks.0.attn.proj.weight", torch.ones(4, 4)),
+    "a head of training": ("v_head.summary.weight", torch.ones(1, 4)),
+    "a mask": ("model.layers.0.self_attn.bias", torch.ones(1, 1, 8, 8, dtype=torch.uint8)),
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_harmless_tensors_are_left_out(tmp_path, name):
+    tensor, value = HARMLESS[name]
+    folder = changed(tmp_path / "m", lambda name, weight: {name: weight, tensor: value})
+    ids = torch.arange(5, 17)[None]
+    expected = planted().model(ids)
+    assert_close(load(folder, backend="hf")(ids).logits, expected.logits)
+    streamed = open_stream(folder).forward(ids).last_hidden_state
+    assert_close(streamed, planted().model.model(ids).last_hidden_state)
+
+
+def adapter_in(folder: Path, base: str | None = "meta-llama/Llama-2-7b-hf") -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "base_model_name_or_path": base, "r": 4, "target_modules": ["q_proj"]})
+    )
+    weight = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    save_file({weight: torch.ones(4, 8)}, folder / "adapter_model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_an_adapter_says_what_it_is_and_how_to_load_it(tmp_path, capsys, beside):
+    folder = tmp_path / "m"
+    if beside:
+        planted().save(folder)
+    adapter_in(folder)
+    words = ["LORA adapter of meta-llama/Llama-2-7b-hf", "sinkscope.load('meta-llama/Llama-2-7b-hf', backend='hf')"]
+    words += ["peft.PeftModel.from_pretrained(base", "to measure the model alone" if beside else "not a whole model"]
+    with refused(words=words):
+        load(folder)
+    with refused(words=words):
+        ss.find_sinks(str(folder))
+    assert main(["circuit", "--model", str(folder), "--dry-run"]) == 2
+    assert words[0] in capsys.readouterr().err
+    with hub(tmp_path / "cache") as server:
+        server.add("org/name", folder)
+        with refused(words=["org/name", *words]):
+            load("org/name")
+        with refused(words=["org/name", *words]):
+            ss.find_sinks("org/name")
+
+
+@pytest.mark.parametrize("base", [None, "", 5, "a\nb"])
+def test_adapters_with_odd_bases(tmp_path, base):
+    with refused(words=["LORA adapter of"]):
+        load(adapter_in(tmp_path / "m", base))
+
+
+@pytest.mark.parametrize("model_type", ["jamba", "bamba", "falcon_h1", "recurrent_gemma", "qwen3_next"])
+def test_hybrids_are_cut_to_their_first_layers(tmp_path, model_type):
+    model = decoder(model_type)
+    model.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    cut = load(tmp_path, backend="hf", layers=2)
+    seen = []
+    ids = torch.arange(20, 32)[None]
+    for whole in (model, cut):
+        layers = whole.model.layers
+        handle = layers[1].register_forward_hook(
+            lambda _m, _a, out: seen.append(out[0] if isinstance(out, tuple) else out)
+        )
+        whole(ids)
+        handle.remove()
+    assert len(cut.model.layers) == 2
+    assert_close(seen[0], seen[1])
+
+
+def test_a_cut_that_cannot_be_made_is_not_blamed_on_the_files(tmp_path):
+    decoder("gemma4_text").save_pretrained(tmp_path / "m")
+    with refused(words=["m has shape", "gemma4_text cannot be cut to its first layers", "leave out layers="]):
+        load(tmp_path / "m", backend="hf", layers=2)
+    decoder("qwen3_next").save_pretrained(tmp_path / "n")
+    with refused(words=["the first 1 layers of n cannot be measured alone", "no softmax attention"]):
+        load(tmp_path / "n", backend="hf", layers=1)
+
+
+@pytest.mark.parametrize("model_type", LACK_BOS)
+@torch.no_grad()
+def test_configurations_without_bos_are_edited_and_cached(model_type):
+    """Each edit against the same edit of a configuration that has the field, ablation against an edit by hand."""
+    model = image_decoder(model_type)
+    assert not hasattr(model.config.get_text_config(), "bos_token_id")
+    ids = torch.arange(20, 60)[None]
+    options = {"max_new_tokens": 4, "do_sample": False}
+    plain = model.generate(ids, **options)
+    with ss.Ablate(layer=1, neurons=3).on(model):
+        ablated = model(ids).logits
+    patch = ss.SinkPatch(layer=1, neurons=[3], calibrated={(1, 3): 0.5})
+    with patch.on(model):
+        patched = model(ids).logits
+    with ss.H2O(500).on(model):
+        assert torch.equal(model.generate(ids, **options), plain)
+    with ss.H2O(16).on(model) as run:
+        model.generate(ids, **options)
+    assert run.usage[0].mean_tokens[0] < 30
+    model.config.get_text_config().bos_token_id = None
+    with patch.on(model):
+        assert_close(model(ids).logits, patched)
+    writer = target_of(model).mlp_part(1, "down")
+    writer.weight[:, 3] = 0
+    assert_close(model(ids).logits, ablated)
+    assert not torch.allclose(ablated, patched)
+
+
+def test_tiny_models_are_not_adapters(tmp_path):
+    """A note: what says that a folder is an adapter is one file alone."""
+    model, tokenizer = tiny_model("llama")
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    assert load(tmp_path, backend="hf").config.model_type == "llama"
