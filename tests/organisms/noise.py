@@ -100,7 +100,7 @@ def make_body(plan: Plan, **more) -> PreTrainedModel:
         torch.manual_seed(0)  # nothing is planted in gpt-oss's router biases: they keep their first values
         config = AutoConfig.for_model(family.model_type, **settings)
         with (
-            nullcontext() if family.model_type in ("gpt_oss", "jamba", "lfm2", "olmo2") else no_init_weights()
+            nullcontext() if family.model_type in ("gpt_oss", "jamba", "lfm2", "olmo2", "phi") else no_init_weights()
         ):  # `fill` writes every other weight
             model = AutoModelForCausalLM.from_config(config, **as_trained(family.model_type))
     model.tie_weights()
