@@ -184,10 +184,15 @@ def _is_varied(ids: TokenRows) -> Bool[Tensor, " at"]:
 
 
 def stands_out(norms: Float[Tensor, "layer text pos"]) -> Bool[Tensor, "layer text pos"]:
-    """Where norms are three times the typical norm of their layer; a quarter of the positions can stand out at most."""
+    """Where norms are three times the typical norm of their layer, the median.
+
+    If more than a quarter of the positions are, the typical norm is the 75 % quantile.
+    """
     by_layer = norms.flatten(1)
-    least = (SPIKE_RATIO * by_layer.median(1).values).maximum(by_layer.quantile(0.75, 1))
-    return norms > rearrange(least, "layer -> layer 1 1")
+    typical = by_layer.median(1).values
+    upper = by_layer.quantile(0.75, 1)
+    typical = torch.where(upper > SPIKE_RATIO * typical, upper, typical)
+    return norms > SPIKE_RATIO * rearrange(typical, "layer -> layer 1 1")
 
 
 def spike_places(norms: Float[Tensor, "layer text pos"], ids: TokenRows) -> Places:
