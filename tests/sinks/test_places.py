@@ -104,7 +104,9 @@ def test_coverage_and_precision_are_counted_over_the_positions_that_the_words_me
     description = describe(Places(ids, there), decode)
     if description is None:
         return
-    meant = [(row, at) for row, line in enumerate(description.means(ids).tolist()) for at, fits in enumerate(line) if fits]
+    meant = [
+        (row, at) for row, line in enumerate(description.means(ids).tolist()) for at, fits in enumerate(line) if fits
+    ]
     sinks = {(row, at) for row, at in there.nonzero().tolist()}
     both = len(sinks & set(meant))
     assert description.coverage == pytest.approx(both / len(sinks))
