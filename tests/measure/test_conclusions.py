@@ -35,7 +35,7 @@ def sites(rng: Rng) -> tuple[tuple[int, ...], ...]:
 
 
 def absence(rng: Rng) -> SpikeAbsence | None:
-    return SpikeAbsence(bool(rng.integers(2)), 64)
+    return SpikeAbsence(str(rng.choice(["", "the first token"])), (64,))
 
 
 def heads(rng: Rng) -> Result:

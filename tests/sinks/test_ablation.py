@@ -12,10 +12,11 @@ from organisms import SharedSink, organism
 from organisms import shared_sink as make_shared_sink
 from torch import Tensor
 
+from sinkscope.models.target import Target
 from sinkscope.models.wrapped import target_of
 from sinkscope.sinks.first_token.context import SinkContext
 from sinkscope.sinks.first_token.find import find_sinks
-from sinkscope.sinks.first_token.layer_scan import scan_layers
+from sinkscope.sinks.first_token.layer_scan import LayerScan, scan_layers
 from sinkscope.sinks.first_token.layer_view import LayerView, columns, view_layer
 from sinkscope.sinks.first_token.neurons import verify_neurons
 
@@ -28,12 +29,21 @@ def _few_texts(monkeypatch):
 shared_sink = cache(make_shared_sink)  # no test changes it
 
 
+def at_layer(target: Target, ids: Tensor, layer: int, seed: int = 0) -> SinkContext:
+    """The first token, with this layer as the sink layer, whatever a scan of these texts says."""
+
+    class Scan(LayerScan):
+        sink_layer = layer
+
+    scan = scan_layers(target, ids, whole=True)
+    return SinkContext.at_first(target, ids, Scan(scan.n_layers, scan.layers, scan.wrapped), seed)
+
+
 def context_of(shared: SharedSink, ids: Tensor | None = None, seed: int = 0) -> SinkContext:
     """The organism's own layer is the sink layer, whatever a scan of these texts says."""
     target = target_of(shared.organism.model)
     ids = shared.organism.natural() if ids is None else ids
-    generator = torch.Generator().manual_seed(seed)
-    return SinkContext(target, ids, scan_layers(target, ids, whole=True), shared.sink[0], generator)
+    return at_layer(target, ids, shared.sink[0], seed)
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
@@ -71,7 +81,7 @@ def test_neutral_values_are_those_of_later_positions(family):
     """Half of the positions of these texts are first tokens, where sink neurons are on: they would move the median."""
     o = organism(family, 3)
     target, ids, layer = target_of(o.model), o.natural(5, 2), o.truth.sink_layer
-    context = SinkContext(target, ids, scan_layers(target, ids, whole=True), layer, torch.Generator())
+    context = at_layer(target, ids, layer)
     everywhere = view_layer(target, layer, ids, torch.ones_like(ids, dtype=torch.bool))
     moved = 0.0
     for neuron in verify_neurons(context, 6).neurons:

@@ -18,7 +18,7 @@ from sinkscope.models.target import Target
 from sinkscope.sinks.chunks import Columns, hold_layers, in_chunks, token_texts
 from sinkscope.sinks.first_token.layer_view import flat_number, view_layer
 from sinkscope.sinks.first_token.marking_heads import replacing
-from sinkscope.sinks.first_token.result import Neuron
+from sinkscope.sinks.first_token.members import Neuron
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.trace.run import trace
 

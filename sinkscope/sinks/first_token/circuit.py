@@ -28,18 +28,13 @@ from sinkscope.models.target import Target, norm_of
 from sinkscope.sinks.first_token.attention_received import with_long_texts
 from sinkscope.sinks.first_token.effects import Component, Edit, effects, key_bias, key_projection, one_by_one
 from sinkscope.sinks.first_token.find import find_sinks
+from sinkscope.sinks.first_token.members import RATE_EPS, Sites, sites_of
+from sinkscope.sinks.first_token.places import Rule
 from sinkscope.sinks.first_token.position_effect import Marks, PositionEffect, random_swaps
-from sinkscope.sinks.first_token.result import (
-    RATE_EPS,
-    SHORT,
-    FindSinks,
-    LaterSink,
-    SinkPosition,
-    Sites,
-    few_heads,
-    sites_of,
-)
-from sinkscope.sinks.first_token.sets import random_sets
+from sinkscope.sinks.first_token.records import SHORT
+from sinkscope.sinks.first_token.result import FindSinks
+from sinkscope.sinks.first_token.search import random_sets
+from sinkscope.sinks.first_token.sentences import few_heads
 from sinkscope.sinks.tokens import TokenRows, prefixes
 from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
@@ -550,19 +545,56 @@ def _traced(position: _Position, made_by_mlp: bool) -> SinkCircuit:
 
 def _with_its_texts(setup: Setup, sinks: FindSinks) -> Setup:
     """The setup with texts that have the sinks: longer ones, if shorter ones do not show them."""
-    lengths = [later.position + 1 for later in sinks.later_sinks]
+    longest = 0
     if sinks.attention_sink is not None:
-        lengths.append(sinks.attention_sink.length)
-    if max(lengths, default=0) > setup.ids.shape[1]:
+        longest = sinks.attention_sink.length
+    if sinks.norm_spike is not None:
+        longest = max(longest, 1 + max(sinks.norm_spike.positions))
+    if longest > setup.ids.shape[1]:
         return with_long_texts(setup) or setup
     return setup
 
 
-def _first_sink(setup: Setup, sinks: FindSinks) -> _Position:
-    """The first token as `find_sinks` found it."""
-    ids = setup.ids[:TEXTS].clone()
-    ids[:, 0] = ids[0, 0]
-    spike, name = sinks.norm_spike, f"the first token {setup.tokenizer.decode(ids[0, :1])!r}"
+@dataclass(frozen=True)
+class _Kind:
+    """A kind of place that is a sink, as `find_sinks` found it.
+
+    Attributes:
+        rule: The places.
+        stands_out: Whether their norm stands out.
+        layer: The layer after which the spike is read. None if there is none, or its maker is not known.
+        sites: The neurons that make the spike.
+        by_mlp: Whether MLPs make it.
+    """
+
+    rule: Rule
+    stands_out: bool = False
+    layer: int | None = None
+    sites: Sites = ()
+    by_mlp: bool = False
+
+
+def _kinds(sinks: FindSinks) -> list[_Kind]:
+    """Every kind of place that has a spike or that heads attend to; the first one of the spike comes first."""
+    kinds: dict[str, _Kind] = {}
+    spike = sinks.norm_spike
+    if spike is not None:
+        kinds[spike.place.rules[0].words] = _first_kind(sinks)
+        rules = {rule.words: rule for rule in spike.place.rules}
+        for further in sinks.further_spikes:
+            sites = () if further.set is None else further.set.edit_sites
+            layer = max(sites)[0] if sites else None
+            kinds[further.words] = _Kind(rules[further.words], True, layer, sites, bool(sites))
+    if sinks.attention_sink is not None and sinks.attention_sink.place is not None:
+        for rule in sinks.attention_sink.place.rules:
+            kinds.setdefault(rule.words, _Kind(rule))
+    return list(kinds.values())
+
+
+def _first_kind(sinks: FindSinks) -> _Kind:
+    """The first kind of place that has a spike."""
+    spike = sinks.norm_spike
+    assert spike is not None
     layer = sinks.sink_layer
     sites = []
     if layer is not None:
@@ -570,26 +602,31 @@ def _first_sink(setup: Setup, sinks: FindSinks) -> _Position:
             sites += sinks.minimal.edit_sites
         sites += [site for site in sites_of(sinks.causal) if site not in sites]
         layer = max(layer, max(sites, default=(0,))[0])
-    elif spike is not None and spike.plateau is not None:
-        layer = spike.plateau[0]
-    return _Position.of(setup, sinks, name, ids, 0, layer, tuple(sites))
+    elif spike.runs:
+        layer = spike.runs[0][0]
+    return _Kind(spike.place.rules[0], True, layer, tuple(sites), sinks.sink_layer is not None)
 
 
-def _later_sink(setup: Setup, sinks: FindSinks, name: str, place: LaterSink | SinkPosition) -> _Position | None:
-    """A sink behind the first token, on texts of its own; None if these have no room for it."""
-    sites = ()
-    if isinstance(place, LaterSink) and place.set is not None:
-        sites = place.set.edit_sites
-    ids = setup.ids[:TEXTS]
-    at = place.position
-    if place.token:  # one text, if possible one in which it stands where it was examined
-        here = [token for token in setup.ids.unique().tolist() if setup.tokenizer.decode([token]) == place.token]
-        where = torch.isin(setup.ids[:, 1:-4], torch.tensor(here)).nonzero() + torch.tensor([0, 1])
+def _position(setup: Setup, sinks: FindSinks, kind: _Kind) -> _Position | None:
+    """A kind of place, on texts that have it; None if these have no room for it."""
+    rule = kind.rule
+    name = rule.words
+    meant = rule.means(setup.ids)
+    if rule.position is not None:
+        at = rule.position
+        ids = setup.ids[meant[:, at]][:TEXTS].clone()
+        if not len(ids):
+            return None
+        if at == 0:
+            ids[:, 0] = ids[0, 0]
+            name = f"the first token {setup.tokenizer.decode(ids[0, :1])!r}"
+    else:  # one text, the one in which it comes first
+        where = meant[:, 1:-4].nonzero() + torch.tensor([0, 1])
         if not len(where):
             return None
-        row, at = min(where.tolist(), key=lambda pair: (pair[1] != place.position, pair[1]))
+        row, at = min(where.tolist(), key=lambda pair: pair[1])
         ids = setup.ids[row : row + 1]
-    return _Position.of(setup, sinks, name, ids, at, max(sites)[0] if sites else None, sites)
+    return _Position.of(setup, sinks, name, ids, at, kind.layer, kind.sites)
 
 
 @measurement(group="Sinks", figure=draw, quick={"max_repeats": 64})
@@ -609,38 +646,29 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Positive | N
     """
     sinks = find_sinks.on(setup, tokens=None if token is None else [token], max_repeats=max_repeats)
     setup = _with_its_texts(setup, sinks)
-    first = _first_sink(setup, sinks)
     traced: list[SinkCircuit] = []
-    attended = () if sinks.attention_sink is None else sinks.attention_sink.positions
-    if first.layer is not None or (attended and attended[0].position == 0):
-        traced.append(_traced(first, sinks.sink_layer is not None))
-    places: dict[str, LaterSink | SinkPosition] = {}
-    for place in (*sinks.later_sinks, *attended):
-        if place.position:
-            places.setdefault(_place_name(place), place)
-    for name, place in list(places.items())[:LATER_SINKS]:
-        position = _later_sink(setup, sinks, name, place)
+    positions: list[_Position] = []
+    for kind in _kinds(sinks)[: LATER_SINKS + 1]:
+        position = _position(setup, sinks, kind)
         if position is not None:
-            later = _traced(position, bool(position.sites))
-            if later.steps:
-                traced.append(replace(later, stands_out=isinstance(place, LaterSink)))
+            found = _traced(position, kind.by_mlp)
+            if found.steps:
+                traced.append(replace(found, stands_out=kind.stands_out and bool(position.at)))
+                positions.append(position)
     result = Circuit(
         **vars(traced[0] if traced else SinkCircuit()),
-        first_token=setup.tokenizer.decode(first.ids[0, :1].tolist()),
+        first_token=setup.tokenizer.decode(setup.ids[0, :1].tolist()),
         lengths=sinks.lengths,
         later=tuple(traced[1:]),
         untested=_untested(setup.target),
     )
     if setup.target.adapter.learned_sinks:
+        first = _position(setup, sinks, _Kind(Rule("the first token", position=0)))
+        assert first is not None
         result = replace(result, **_learned_shares(first))
-    if result.place is not None and result.position == 0:
-        result = _with_repetition(result, first, sinks)
+    if positions and result.position == 0:
+        result = _with_repetition(result, positions[0], sinks)
     return result
-
-
-def _place_name(place: LaterSink | SinkPosition) -> str:
-    """A later sink in a sentence."""
-    return repr(place.token) if place.token else f"position {place.position}"
 
 
 def _learned_shares(position: _Position) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from sinkscope.measure.style import BLUE, ORANGE, finished, unfolded
 from sinkscope.models.target import Target, on_input
 from sinkscope.sinks.first_token.absence import SpikeAbsence
 from sinkscope.sinks.first_token.layer_view import columns, flat_number, view_layer
-from sinkscope.sinks.first_token.result import CONTROL_DRAWS, Neuron
+from sinkscope.sinks.first_token.members import CONTROL_DRAWS, Neuron
 from sinkscope.sinks.first_token.sets import sink_neurons
 from sinkscope.sinks.tokens import TokenRows, first_tokens
 from sinkscope.trace.run import trace

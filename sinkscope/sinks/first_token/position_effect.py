@@ -16,8 +16,8 @@ from torch import Tensor
 from sinkscope.measure.evidence import NEEDED
 from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.effects import Component, Edit, effects, key_bias, one_by_one, writers
-from sinkscope.sinks.first_token.result import CONTROL_DRAWS
-from sinkscope.sinks.first_token.sets import Removal, smallest_set
+from sinkscope.sinks.first_token.members import CONTROL_DRAWS
+from sinkscope.sinks.first_token.search import Removal, smallest_set
 from sinkscope.sinks.tokens import TokenRows
 
 NEARLY = 0.75  # of several components, those are needed that lose at least this share of the largest loss

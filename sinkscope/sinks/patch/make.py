@@ -24,7 +24,7 @@ from sinkscope.measure.margin import margin_of
 from sinkscope.measure.style import finished, unfolded
 from sinkscope.models.target import Target, norm_of
 from sinkscope.models.text import text_rows
-from sinkscope.sinks.first_token.context import SinkContext
+from sinkscope.sinks.first_token.context import Survey
 from sinkscope.sinks.first_token.find import find_sinks
 from sinkscope.sinks.first_token.layer_scan import LayerScan
 from sinkscope.sinks.patch.evaluate import held_out, losses, random_patch, under
@@ -281,7 +281,7 @@ def make_patch(
     most = repetition_limit(target, max_repeats)
     sinks = find_sinks.on(setup)
     setup.record(max_repeats=most)
-    if sinks.sink_layer is None:
+    if not sinks.spike_is_first:
         return PatchMade(verdict="no-sink", reason="no MLP makes a norm spike at the first token.")
     try:
         patch = SinkPatch.from_result(sinks)
@@ -303,7 +303,7 @@ def make_patch(
     count = min(most, 2 * slowest)
     starts = prefixes(setup, [word.id for word in words])
     rows = torch.tensor([[start, *[word.id] * count] for start, word in zip(starts, words, strict=True)])
-    scan = SinkContext.read(setup, whole=True).scan
+    scan = Survey.of(setup, whole=True).first_spike.scan
     ordinary = text_rows(setup.tokenizer, setup.text, len(rows), rows.shape[1], setup.bos)
     edits = (None, patch, random_patch(setup, patch))
     layers = list(range(max(scan.stages), target.n_layers))
@@ -337,7 +337,7 @@ def make_patch(
 def typical_ceiling(scan: LayerScan, layers: list[int]) -> Float[np.ndarray, " layer"]:
     """Norms up to this value count as typical, in each layer; where the spike is made, there is no slack."""
     ceilings = HEADROOM * scan.norms[layers, :, 1:].flatten(1).quantile(0.95, 1).double().numpy()
-    slack = SLACK * np.array(scan.first_norm)[layers]
+    slack = SLACK * np.array(scan.spike_norm)[layers]
     return np.append(ceilings[0], np.maximum(ceilings, slack)[1:])
 
 

@@ -18,8 +18,9 @@ from sinkscope.measure import Setup
 from sinkscope.measure.style import unfolded
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
-from sinkscope.sinks.first_token.context import SinkContext
-from sinkscope.sinks.first_token.layer_scan import SPIKE_RATIO, norms_after, typical_quantiles
+from sinkscope.sinks.first_token.context import Survey
+from sinkscope.sinks.first_token.layer_scan import norms_after, typical_quantiles
+from sinkscope.sinks.first_token.places import SPIKE_RATIO
 from sinkscope.sinks.repetition.sweep import Reading, Sweep, rounded
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.trace.attention import attention_rows
@@ -125,7 +126,7 @@ def read_attention(setup: Setup, sweep: Sweep, repeated: TokenRows) -> tuple[int
     tail_ids = natural[:, -TAIL:].expand(len(repeated), -1)
     ids = torch.cat([natural, torch.cat([repeated, tail_ids], dim=1)])
 
-    context = SinkContext.read(setup)
+    context = Survey.of(setup).first_spike
     layer = context.sink_layer
     first = torch.zeros(ids.shape, dtype=torch.bool)
     first[:, 0] = True
