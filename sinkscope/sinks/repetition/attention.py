@@ -71,9 +71,8 @@ class AttentionReading(Reading):
         if not self.high.any():
             where = "No MLP makes a norm spike at the first token;"
         return (
-            f"{where} the mean head gives {np.median(repeated):.1%} of its attention to position 0 at the last of "
-            f"{self.sweep.times} of {listed(list(map(repr, self.sweep.tokens)), 1)}, and {natural:.1%} there in "
-            "natural text."
+            f"{where} the mean attention to position 0 is {np.median(repeated):.1%} at the last of {self.sweep.times} "
+            f"of {listed(list(map(repr, self.sweep.tokens)), 1)}, and {natural:.1%} there in natural text."
         )
 
     def details(self) -> list[str]:
