@@ -29,7 +29,7 @@ from sinkscope.sinks.tokens import TokenRows
 from sinkscope.trace.attention import visible_rows
 from sinkscope.trace.run import resolve
 
-ComponentKind = Literal["token embedding", "position embedding", "attention", "head", "mlp", "key bias"]
+ComponentKind = Literal["token embedding", "position embedding", "attention", "mixer", "head", "mlp", "key bias"]
 BATCH_ELEMENTS = 1 << 25  # largest number of elements of the widest activation in a batch
 At = int | Int[Tensor, " text"]
 """A position, the same in every text or one of each."""
@@ -37,7 +37,10 @@ Hook = tuple[Any, str, Any]  # module, "pre" or "post", and the function, as `Ta
 
 
 class Component(NamedTuple):
-    """A part of the model that writes into the residual stream, or the bias of a layer's keys."""
+    """A part of the model that writes into the residual stream, or the bias of a layer's keys.
+
+    A mixer is what a layer without softmax attention has in its place, such as a convolution.
+    """
 
     kind: ComponentKind
     layer: int | None = None
@@ -224,8 +227,29 @@ def writers(target: Target, count: int) -> list[Component]:
     if target.adapter.absolute_positions:
         components.append(Component("position embedding"))
     for layer in range(count):
-        components += [Component("attention", layer), Component("mlp", layer)]
+        components += [*mixing(target, layer), Component("mlp", layer)]
     return components
+
+
+def mixing(target: Target, layer: int) -> list[Component]:
+    """The attention of a layer, or its mixer; none if the layer has neither."""
+    if target.has_attention(layer):
+        return [Component("attention", layer)]
+    if _mixer(target, layer) is not None:
+        return [Component("mixer", layer)]
+    return []
+
+
+def _mixer(target: Target, layer: int) -> Any:
+    """The module of a layer that is neither a norm nor a part of its MLP; None if there is none."""
+    adapter = target.adapter
+    of_mlp: set[str] = set()
+    for paths in filter(None, (adapter.mlp, adapter.down, adapter.experts)):
+        of_mlp |= {path.split(".")[0] for path in paths.split("|")}
+    for name, module in target.layers[layer].named_children():
+        if name not in of_mlp and any(parameter.dim() > 1 for parameter in module.parameters()):
+            return module
+    return None
 
 
 def attention_writer(target: Target, layer: int) -> Any:
@@ -415,6 +439,8 @@ class _EditedRows:
                 return hooks
             case "attention":
                 return [(attention_writer(target, layer), "post", on_hidden(replaced))]
+            case "mixer":
+                return [(_mixer(target, layer), "post", on_hidden(replaced))]
             case "mlp":
                 return [(writer, "post", on_hidden(replaced)) for writer in target.mlp_writers(layer)]
             case _:
