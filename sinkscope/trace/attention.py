@@ -861,11 +861,11 @@ def visible_rows(
 
 def refuse_opaque(target: Target) -> None:
     """Refuse a model whose attention does not go through transformers, because its queries and keys are not visible."""
-    if target.kind == "bridge" or not target.adapter.attention_interface:
-        raise UnsupportedError(
-            f"queries and keys of this {target.adapter.model_type} model ({target.kind}) are not offered: give another "
-            "model, or a plain one (backend='hf')"
-        )
+    offered = f"queries and keys of this {target.adapter.model_type} model ({target.kind}) are not offered"
+    if not target.adapter.attention_interface:
+        raise UnsupportedError(f"{offered}, because its attention has a form of its own: give another model")
+    if target.kind == "bridge":
+        raise UnsupportedError(f"{offered}: give a plain one (backend='hf')")
 
 
 @contextmanager

@@ -139,6 +139,7 @@ def find_clusters(
     if not neurons:
         return None
     target = setup.target
+    target.chosen_layers([0])  # a layer without attention has no heads, which an error says
     largest = max(neurons, key=lambda neuron: neuron.contribution_norm)
     layer = largest.layer
     hold_layers(target, layer)
