@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -125,7 +124,7 @@ def test_causes_of_another_stage_are_held_against_random_neurons_of_that_stage()
     shared = shared_sink("llama")
     context = context_of(shared)
     assert context.scan.stages == [shared.sink[0]]
-    verified = verify_neurons(replace(context, sink_layer=shared.sink[0] + 1), 2)
+    verified = verify_neurons(at_layer(context.target, context.ids, shared.sink[0] + 1), 2)
     earlier = [neuron for neuron in verified.neurons if neuron.layer == shared.sink[0]]
     assert {neuron.site for neuron in earlier} == {shared.sink, shared.bystander}
     assert [neuron.control_drop for neuron in earlier] == pytest.approx([shared.helper_drop] * 2, abs=0.02)

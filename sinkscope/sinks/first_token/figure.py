@@ -28,7 +28,7 @@ def draw(result: FindSinks) -> go.Figure:
     _draw_norms(fig, result)
     rates = []
     if result.attention_sink is not None:
-        rates += result.attention_sink.by_layer
+        rates += [layer.rate for layer in result.attention_sink.layers]
     hover = "layer %{x}: %{y:.0%} of the heads<extra></extra>"
     layers = list(range(len(rates)))
     fig.add_bar(x=layers, y=rates, marker_color=BLUE, hovertemplate=hover, showlegend=False, row=1, col=2)

@@ -24,6 +24,8 @@ SHARE_OF_HEADS = "share of heads that attend to the sink"
 """The number of a card by which it is seen that heads lost the sink."""
 READERS_ATTENTION = "mean attention of these heads to the sink"
 """The number of a card by which it is seen that the heads read it less."""
+SINK_PLACE = "where the attention sink is"
+"""The words of a card for the attention sink."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,9 +132,9 @@ class FindSinks(Result):
             numbers.append(Number("sink layer", str(self.sink_layer)))
         if minimal is not None:
             numbers.append(Number("neurons that make the spike", minimal.names))
-        if self.attention_sink is not None:
-            numbers += _attention_numbers(self.attention_sink)
-        return numbers
+        if self.attention_sink is None:
+            return [*numbers, Number(SINK_PLACE, "no position")]
+        return numbers + _attention_numbers(self.attention_sink)
 
     def conclusion(self) -> str:
         """Whether there is a norm spike and an attention sink, where, and what makes and carries them."""
@@ -175,10 +177,11 @@ class FindSinks(Result):
 def _attention_numbers(sink: AttentionSink) -> list[Number]:
     """Who attends to the sink, and how much, in all layers and in each."""
     numbers = [Number("what carries the attention sink", sink.carried_by)]
-    if sink.place is not None:
-        numbers.append(Number("where the attention sink is", sink.place.words))
-        numbers.append(Number(SHARE_OF_HEADS, sink.rate, margin=sink.rate_margin))
-        numbers.append(Number(READERS_ATTENTION, sink.attention, margin=sink.attention_margin))
+    if sink.place is None:
+        return [*numbers, Number(SINK_PLACE, "learned sink logits")]
+    numbers.append(Number(SINK_PLACE, sink.place.words))
+    numbers.append(Number(SHARE_OF_HEADS, sink.rate, margin=sink.rate_margin))
+    numbers.append(Number(READERS_ATTENTION, sink.attention, margin=sink.attention_margin))
     for number, layer in enumerate(sink.layers):
         if layer.readers:
             numbers.append(Number(f"layer {number}: {SHARE_OF_HEADS}", layer.rate, margin=layer.rate_margin))

@@ -102,8 +102,9 @@ def _read(sink: AttentionSink, verdicts: Sequence[str]) -> str:
     read = what_is_read(sink)
     if sink.carried_by == "spike":
         read = "they read its own spike"
-    versions = product(verdicts, conditions(sink))
-    return brief(f"{verdict}: {who(sink)}{where}; {read}." for verdict, where in versions)
+    versions = list(product(verdicts, [who(sink)], conditions(sink)))
+    versions += [(verdicts[-1], who(sink, 1), ""), (verdicts[-1], who(sink, 0), "")]
+    return brief(f"{verdict}: {heads}{where}; {read}." for verdict, heads, where in versions)
 
 
 def _made(found: Found, verdicts: Sequence[str], wheres: Sequence[str]) -> str:
@@ -159,11 +160,13 @@ def few_heads(lengths: Sequence[int]) -> str:
     return f"too few heads attend to any one position in texts of {listed(lengths)} tokens"
 
 
-def who(sink: AttentionSink) -> str:
-    """Which share of the heads attends where, as part of a sentence."""
+def who(sink: AttentionSink, most: int = 4) -> str:
+    """Which share of the heads attends where, as part of a sentence that names so many kinds of places at most."""
     place = "their learned sink logits"
     if sink.place is not None:
-        place = sink.place.words
+        place = listed([rule.words for rule in sink.place.rules], max(most, 1))
+    if sink.place is not None and most == 0:
+        place = sink.place.rules[0].words
     return f"{sink.rate:.0%} of heads attend to {place}"
 
 
