@@ -6,14 +6,14 @@ from dataclasses import replace
 
 from sinkscope.files.provenance import ModelInfo, Provenance
 from sinkscope.sinks.first_token.find import FindSinks
-from sinkscope.sinks.first_token.result import (
+from sinkscope.sinks.first_token.members import CausalSet, Member, Neuron
+from sinkscope.sinks.first_token.places import Description, Rule
+from sinkscope.sinks.first_token.records import (
     AttentionSink,
     Carrier,
-    CausalSet,
-    LaterSink,
-    Member,
-    Neuron,
+    LayerAttention,
     NormSpike,
+    PlacedSpike,
     PublishedSink,
     RepeatedToken,
     RepeatsNeeded,
@@ -21,6 +21,10 @@ from sinkscope.sinks.first_token.result import (
     SinkRate,
     Stage,
 )
+
+FIRST = Rule("the first token", position=0, token="<s>")
+STOP = Rule("'.' wherever it stands", tokens=(13,), token=".")
+BOTH = Description((FIRST, STOP), 0.97, 1.0, 1.0)
 
 NEURONS = (
     Neuron(2, None, 412, 905.0, 0.97, 0.93, 0.92, 0.004, True, 0.01, -0.2),
@@ -39,24 +43,29 @@ def sample_find_sinks(**changes) -> FindSinks:
         settings={"top_k": 3, "seed": 0, "text": None},
         provenance=Provenance(("sinkscope",), {"python": "3"}, "cpu", "float32", "sdpa", True, 0, 1.5, 1 << 30),
         norm_spike=NormSpike(
+            place=BOTH,
             positions=(0, 9),
             step_up=(1, 2),
             step_down=(3,),
             ratio=232.0,
-            plateau=(2, 3),
+            runs=((2, 3),),
             made_by="MLP",
         ),
         attention_sink=AttentionSink(
             rate=0.4,
             eps=0.3,
-            positions=(SinkPosition(0, "<s>", 0.4), SinkPosition(9, ".", 0.1)),
+            place=BOTH,
+            positions=(SinkPosition(0, "<s>", 0.4, FIRST.words), SinkPosition(9, ".", 0.1, STOP.words)),
             layers_read=4,
             carried_by="spike",
-            by_layer=(0.0, 0.0, 0.8, 0.8),
+            layers=(LayerAttention(0.0), LayerAttention(0.0), *[LayerAttention(0.8, 4, 0.7, 0.02, 0.03)] * 2),
             carriers=(Carrier("attention of layer 0", 0.9),),
+            attention=0.7,
+            rate_margin=0.02,
+            attention_margin=0.03,
         ),
         causal_sets=(MADE,),
-        later_sinks=(LaterSink(".", 9, 12.0, MADE),),
+        further_spikes=(PlacedSpike(STOP.words, 9, ".", 12.0, "MLP", MADE),),
         shared_dims=(7,),
         sink_layer=2,
         neurons=NEURONS,
@@ -83,7 +92,7 @@ def sample_without_sink() -> FindSinks:
         norm_spike=None,
         attention_sink=None,
         causal_sets=(),
-        later_sinks=(),
+        further_spikes=(),
         shared_dims=(),
         sink_layer=None,
         neurons=(),

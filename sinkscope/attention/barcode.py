@@ -206,10 +206,10 @@ class Barcode(Result):
             lines.append(f"The loop begins at position {self.onset} of {len(self.ids)}.")
         if self.locked:
             lines.append(f"Locked heads, at least {LOCK_GAIN:.0%} above ordinary text: {head_names(self.locked)}.")
-            lines.append(
-                f"Their mean score stays high from position {self.locking_onset} on; the last 4-gram that is new ends "
-                f"at {self.last_new}."
-            )
+            since = "does not stay high to the end"
+            if self.locking_onset is not None:
+                since = f"stays high from position {self.locking_onset} on"
+            lines.append(f"Their mean score {since}; the last 4-gram that is new ends at {self.last_new}.")
         for kind, steps in self.events.items():
             lines.append(f"Steps at which the {kind} acted: {listed(steps, 8)}.")
         return lines

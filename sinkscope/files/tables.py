@@ -234,18 +234,24 @@ def glossary(cls: type[Any], names: Sequence[str], own: Mapping[str, str]) -> di
     """The meaning of columns whose names are not plain words.
 
     Args:
-        cls: Class of the result. Its docstring and those of the classes of its fields describe the columns.
+        cls: Class of the result. Its docstring and those of the classes of its fields describe the columns; of several
+            that describe one, the class counts that describes most of the columns.
         names: Names of the columns.
         own: Explanations that take precedence over the docstrings.
     """
     parts: list[Any] = list(get_type_hints(cls).values())
     for part in parts:  # the list grows by what is inside
         parts += get_args(part)
-    descriptions: dict[str, str] = {}
+    by_class: list[dict[str, str]] = []
     for one in (*parts, cls):
         for base in getattr(one, "__mro__", ()):
             if is_dataclass(base):
-                descriptions = described(inspect.cleandoc(base.__doc__ or ""), "Attributes") | descriptions
+                by_class.append(described(inspect.cleandoc(base.__doc__ or ""), "Attributes"))
+    by_class.reverse()  # of several that describe as many columns, the first counts
+    by_class.sort(key=lambda own_words: len(own_words.keys() & set(names)))
+    descriptions: dict[str, str] = {}
+    for words in by_class:
+        descriptions |= words
     meaning: dict[str, str] = {}
     for name in names:
         description = own.get(name, "" if name in PLAIN else descriptions.get(name, ""))

@@ -223,19 +223,22 @@ class Target:
         self._check_number("neuron", neuron, self.width(layer, expert))
 
     def chosen_layers(self, layers: Sequence[int] | None) -> list[int]:
-        """The layers in order; None selects all.
+        """Layers that attend with a softmax, in order; None selects all of them.
 
         Raises:
-            SinkscopeError: The list is empty, or names a layer that the model does not have.
+            SinkscopeError: The list is empty, or names a layer that the model does not have or that does not attend.
         """
+        attending = list(filter(self.has_attention, range(self.n_layers)))
         if layers is None:
-            wanted = list(range(self.n_layers))
+            wanted = attending
         else:
             wanted = sorted(set(layers))
         if not wanted:
             raise SinkscopeError("no layer was given: expected at least one", page="neuron-sites")
         for layer in wanted:
             self.check_site(layer)
+            if layer not in attending:
+                raise SinkscopeError(f"layer {layer} of {self.name} has no softmax attention; these have: {attending}")
         return wanted
 
     def _check_number(self, what: str, value: int, count: int) -> None:

@@ -232,6 +232,16 @@ class Attention:
             return None
         return shown(self.mask[:, :, self.queries - 1 : self.queries, : self.key.shape[2]]).all(1, keepdim=True)
 
+    def visible(self, part: slice) -> Bool[Tensor, "batch 1 query key"]:
+        """The keys that the model's mask shows to some of the queries in any head."""
+        keys = self.key.shape[2]
+        if self.mask is not None:
+            return shown(self.mask[:, :, part, :keys]).any(1, keepdim=True)
+        first = keys - self.queries
+        query = torch.arange(first, keys, device=self.key.device)[part]
+        sees = torch.arange(keys, device=self.key.device) <= rearrange(query, "query -> query 1")
+        return sees.expand(len(self.key), 1, -1, -1)
+
     def row_function(self) -> Callable[[Tensor, Tensor, View], Tensor]:
         """A function that gives rows of any queries and keys of this layer by a view, and does not hold these."""
         module, scaling = self.module, self.scaling
@@ -376,6 +386,10 @@ class OwnAttention(Attention):
         """The keys that the module shows to the last query."""
         last = self.parts.scores(slice(self.queries - 1, self.queries))
         return last[:, :1] > self._hidden_below
+
+    def visible(self, part: slice) -> Bool[Tensor, "batch 1 query key"]:
+        """The keys that the module shows to some of the queries."""
+        return self.parts.scores(part)[:, :1] > self._hidden_below
 
     @property
     def _hidden_below(self) -> float:
@@ -784,7 +798,7 @@ def _mask(*, config: Any, **kwargs: Any) -> Any:
 # Measurements that listen --------------------------------------------------------------------------------------------
 
 RowObserver = Callable[[int, int, Tensor], None]
-"""Called as `observer(layer, first_query, rows)` with rows `[batch head query key]`, float32."""
+VisibleRowObserver = Callable[[int, int, Tensor, Callable[[], Tensor]], None]
 
 
 @contextmanager
@@ -803,6 +817,27 @@ def attention_rows(
 
     A TransformerBridge itself builds whole query x key matrices, which are passed on in one piece.
     """
+
+    def rows_only(layer: int, first: int, rows: Tensor, _visible: Callable[[], Tensor]) -> None:
+        observer(layer, first, rows)
+
+    with visible_rows(target, rows_only, layers=layers, rows_per_chunk=rows_per_chunk):
+        yield
+
+
+@contextmanager
+def visible_rows(
+    target: Target, observer: VisibleRowObserver, *, layers: list[int] | None = None, rows_per_chunk: int = 256
+) -> Iterator[None]:
+    """As `attention_rows`, and the observer is also told which keys the queries see.
+
+    Args:
+        target: The model.
+        observer: Called as `observer(layer, first_query, rows, visible)`; `visible()` gives `[batch 1 query key]`, what
+            the mask shows. Of a TransformerBridge it is where some head has attention.
+        layers: Layers to show. None shows all.
+        rows_per_chunk: Number of queries shown at a time.
+    """
     wanted = layers
     if wanted is None:
         wanted = list(range(target.n_layers))
@@ -810,8 +845,12 @@ def attention_rows(
 
     def see(call: Attention) -> None:
         layer = call.layer
+
+        def tell(first: int, rows: Tensor) -> None:
+            observer(layer, first, rows, lambda: call.visible(slice(first, first + rows.shape[2])))
+
         if layer in wanted:
-            call.show(lambda first, rows: observer(layer, first, rows), by_mask=True, chunk=rows_per_chunk)
+            call.show(tell, by_mask=True, chunk=rows_per_chunk)
 
     if target.kind != "bridge":
         with listening(target, see):
@@ -819,19 +858,23 @@ def attention_rows(
         return
     hooks: list[tuple[Any, str, Any]] = []
     for layer in wanted:
+
+        def read(rows: Tensor, layer: int = layer) -> None:
+            observer(layer, 0, rows.float(), lambda: (rows > 0).any(1, keepdim=True))
+
         module = target.model.hook_dict[f"blocks.{layer}.attn.hook_pattern"]
-        hooks.append((module, "post", on_output(lambda rows, layer=layer: observer(layer, 0, rows.float()))))
+        hooks.append((module, "post", on_output(read)))
     with target.hooks(*hooks):
         yield
 
 
 def refuse_opaque(target: Target) -> None:
     """Refuse a model whose attention does not go through transformers, because its queries and keys are not visible."""
-    if target.kind == "bridge" or not target.adapter.attention_interface:
-        raise UnsupportedError(
-            f"queries and keys of this {target.adapter.model_type} model ({target.kind}) are not offered: give another "
-            "model, or a plain one (backend='hf')"
-        )
+    offered = f"queries and keys of this {target.adapter.model_type} model ({target.kind}) are not offered"
+    if not target.adapter.attention_interface:
+        raise UnsupportedError(f"{offered}, because its attention has a form of its own: give another model")
+    if target.kind == "bridge":
+        raise UnsupportedError(f"{offered}: give a plain one (backend='hf')")
 
 
 @contextmanager

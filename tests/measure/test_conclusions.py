@@ -35,7 +35,7 @@ def sites(rng: Rng) -> tuple[tuple[int, ...], ...]:
 
 
 def absence(rng: Rng) -> SpikeAbsence | None:
-    return SpikeAbsence(bool(rng.integers(2)), 64)
+    return SpikeAbsence(str(rng.choice(["", "the first token"])), (64,))
 
 
 def heads(rng: Rng) -> Result:
@@ -75,7 +75,7 @@ def repeated(rng: Rng) -> Result:
         reading = NormReading(over, names, zeroed, norms, norms[:, :, 0], repeats, 99.0, typical)
     elif which == 2:
         by_sequence = rng.random((2, 3, tokens + 1))
-        by_n = rng.random((2, 3, tokens, 2))
+        by_n = rng.random((2, 3, tokens + 1, 2))
         high = rng.integers(0, 3, tokens + 1) if rng.random() < 0.7 else np.zeros(tokens + 1, int)
         names, share = ("natural text", *over.tokens), rng.random(tokens + 1)
         reading = AttentionReading(over, names, high, by_n, by_sequence, share, first_behind=int(high.any()))
@@ -84,6 +84,7 @@ def repeated(rng: Rng) -> Result:
         outside = None if rng.random() < 0.6 else "its positions are learned"
         reading = DistanceReading(
             over,
+            layers=(0, 2),
             distance=by_n,
             alone=rng.uniform(1, 2, (2, tokens)),
             bound=rng.uniform(0, 3, (tokens, 2)),
@@ -134,7 +135,8 @@ def patch(rng: Rng) -> Result:
         words=("word",) * words,
         repeats=300,
         layers=np.array([2, 3]),
-        ceiling=np.full((words, 2), 20.0),
+        typical=np.full(2, 20.0),
+        before=np.full((words, 1), 1.0),
         norms=rng.uniform(1, 40, (3, words, 2)),
         attention=rng.random((3, 1)),
         ordinary_attention=rng.random(1),

@@ -124,7 +124,7 @@ def _turns(b: Build) -> HardTruth:
     in_half = b.tokens[:, 0] < cut
     b.tokens[0, 0] = next(token for token in range(N_SPECIAL, cut))
     b.tokens[1, 0] = b.plan.vocab_size - 1
-    b.probe = type(b.probe)(b.model, b.tokens)
+    b.measure_on(b.tokens)
     in_half = (b.tokens[:, 0] < cut)[:, None] & b.first
     marking, layer, way = b.begin()
     size, sites = b.size(layer), []

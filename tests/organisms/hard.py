@@ -224,6 +224,10 @@ class Build:
         self.first = torch.zeros_like(self.tokens, dtype=torch.bool)
         self.first[:, 0] = True
 
+    def measure_on(self, tokens: Tensor):
+        """Other rows to measure on."""
+        self.tokens, self.probe = tokens, Probe(self.model, tokens)
+
     @property
     def behind(self) -> range:
         """Layers that can read what the sink layer writes."""
@@ -354,6 +358,8 @@ class Build:
         ratio = plan.n_heads // plan.n_kv
         for index in layers:
             layer = self.views.layers[index]
+            if not len(layer.k):  # no attention
+                continue
             inputs = self.probe(layer.attn_norm)
             full = float((inputs[self.first if where is None else where] @ way).mean())
             const = float((inputs[:, 1:] @ self.space.const).median())

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from .hard import (
     Build,
@@ -191,15 +190,10 @@ def _bos_apart(b: Build, repeated_layer: int) -> HardTruth:
     b.views.embed[BOS] += MARK * b.flag / b.plan.embed_scale
     b.surgeon().mark_first()
     repeated = b.fire(repeated_layer, b.spare[0], b.space.mark, way, size)
-    _measure_on(b, flagged)
+    b.measure_on(flagged)
     site = b.fire(layer, b.plan.neurons[0], b.flag, way, size)
     readers = range(repeated_layer + 1, b.plan.n_layers)
     return sink(b, way, (), readers, sets=(frozenset({site}),), repeated=(repeated,))
-
-
-def _measure_on(b: Build, tokens: Tensor):
-    b.tokens = tokens
-    b.probe = type(b.probe)(b.model, tokens)
 
 
 @_unseen("llama", "neox", "qwen3", "mixtral", marked=0.85, count=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ class Layer:
     """Views of one layer: heads are [head, dim, d_model], neurons [expert, neuron, d_model], one expert if dense."""
 
     block: nn.Module
-    attn_norm: nn.Module
-    mlp_norm: nn.Module
+    attn_norm: nn.Module | Before
+    mlp_norm: nn.Module | Before
     mlp: nn.Module
     q: Tensor
     k: Tensor
@@ -48,21 +49,23 @@ class Views:
     layers: list[Layer]
     final_norm: nn.Module
     head: Tensor | None  # None: tied to the embedding
+    embed_norm: nn.Module | None = None  # BLOOM
 
 
 def views(model: PreTrainedModel) -> Views:
     config = model.config
-    if config.model_type == "gpt2":
-        base = model.transformer
-        layers, embed, positions, norm = map(_gpt2_layer, base.h), base.wte, base.wpe.weight, base.ln_f
-    elif config.model_type == "gpt_neox":
-        base = model.gpt_neox
-        layers, embed, positions, norm = map(_neox_layer, base.layers), base.embed_in, None, base.final_layer_norm
-    else:
-        base = model.model
-        layers, embed, positions, norm = map(_llama_layer, base.layers), base.embed_tokens, None, base.norm
+    kind = config.model_type
+    base = model.get_submodule(_BASES.get(kind, "model"))
+    embed, positions, norm, blocks = _OUTSIDE.get(kind, ("embed_tokens", None, "norm", "layers"))
+    make = {"gpt2": _gpt2_layer}.get(kind, partial(_named_layer, _NAMES[kind]) if kind in _NAMES else _llama_layer)
+    layers = map(make, base.get_submodule(blocks))
+    embed, norm = base.get_submodule(embed), base.get_submodule(norm)
+    if positions is not None:
+        positions = base.get_submodule(positions).weight
+        positions = positions[len(positions) - config.max_position_embeddings :]  # OPT's begin with two unused rows
     head = None if config.tie_word_embeddings else model.get_output_embeddings().weight
-    return Views(embed.weight, positions, list(layers), norm, head)
+    embed_norm = getattr(base, "word_embeddings_layernorm", None)
+    return Views(embed.weight, positions, list(layers), norm, head, embed_norm)
 
 
 def _heads(weight: Tensor, head_dim: int) -> Tensor:
@@ -71,19 +74,27 @@ def _heads(weight: Tensor, head_dim: int) -> Tensor:
 
 def _llama_layer(block) -> Layer:
     attn, hd = block.self_attn, block.self_attn.head_dim
+    post_norms = hasattr(block, "post_feedforward_layernorm")
+    sandwich = hasattr(block, "pre_feedforward_layernorm")
+    mlp_norm = (
+        block.pre_feedforward_layernorm
+        if sandwich
+        else Before(block.mlp)
+        if post_norms
+        else block.post_attention_layernorm
+    )
     biases = {
         f"{name}_bias": _heads(proj.bias, hd)
         for name, proj in (("q", attn.q_proj), ("k", attn.k_proj), ("v", attn.v_proj))
         if proj.bias is not None
     }
-    post_norms = hasattr(block, "pre_feedforward_layernorm")
-    qk_norm = hasattr(attn, "q_norm")
+    qk_norm = hasattr(attn, "q_norm") and len(attn.q_norm.weight) == hd
     mlp = _experts(block.mlp) if hasattr(block.mlp, "experts") else _dense(block.mlp)
     out_biases = (() if attn.o_proj.bias is None else (attn.o_proj.bias,)) + mlp.pop("out_biases", ())
     layer = Layer(
         block=block,
-        attn_norm=block.input_layernorm,
-        mlp_norm=block.pre_feedforward_layernorm if post_norms else block.post_attention_layernorm,
+        attn_norm=getattr(block, "input_layernorm", None) or Before(attn.q_proj),
+        mlp_norm=mlp_norm,
         mlp=block.mlp,
         q=_heads(attn.q_proj.weight, hd),
         k=_heads(attn.k_proj.weight, hd),
@@ -126,27 +137,112 @@ def _experts(mlp) -> dict[str, Any]:
     return {"gate": both[:, :half], "up": both[:, half:], "down": down.transpose(1, 2), "router": mlp.gate.weight}
 
 
-def _neox_layer(block) -> Layer:
-    attn, hd = block.attention, block.attention.head_size
-    qkv = attn.query_key_value.weight.view(-1, 3, hd, attn.query_key_value.weight.shape[1])
-    bias = attn.query_key_value.bias.view(-1, 3, hd)
-    return Layer(
-        block=block,
-        attn_norm=block.input_layernorm,
-        mlp_norm=block.post_attention_layernorm,
-        mlp=block.mlp,
-        q=qkv[:, 0],
-        k=qkv[:, 1],
-        v=qkv[:, 2],
-        o=attn.dense.weight.view(attn.dense.weight.shape[0], -1, hd).permute(1, 2, 0),
-        gate=block.mlp.dense_h_to_4h.weight[None],
-        down=block.mlp.dense_4h_to_h.weight.T[None],
-        q_bias=bias[:, 0],
-        k_bias=bias[:, 1],
-        v_bias=bias[:, 2],
-        gate_bias=block.mlp.dense_h_to_4h.bias[None],
-        out_biases=(attn.dense.bias, block.mlp.dense_4h_to_h.bias),
-    )
+@dataclass(frozen=True)
+class Names:
+    """Where the parts of a block are. `fused` holds queries, keys and values."""
+
+    attn: str
+    o: str
+    attn_norm: str | None
+    mlp_norm: str | None
+    mlp: str
+    gate: str
+    down: str
+    up: str | None = None
+    fused: str | None = None
+    by_head: bool = True  # the fused rows of a head stand together
+    norms: str | None = None  # of queries and keys
+
+
+_PLAIN = {"attn": "self_attn", "o": "self_attn.o_proj", "mlp": "mlp"}
+_GATED = {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
+_FEED = {"mlp": "feed_forward", "gate": "feed_forward.gate_proj", "up": "feed_forward.up_proj"}
+_FUSED = {"o": "self_attention.dense", "fused": "self_attention.query_key_value", "attn": "self_attention"}
+_FOUR = {"gate": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h", "mlp": "mlp"}
+_NORMS = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+_NEOX = {"attn": "attention", "fused": "attention.query_key_value", "o": "attention.dense"}
+_BEFORE = {"attn_norm": "self_attn_layer_norm", "mlp_norm": "final_layer_norm"}
+_NAMES = {
+    "gpt_neox": Names(**_NORMS, **_FOUR, **_NEOX),
+    "bloom": Names(**_NORMS, **_FOUR, **_FUSED),
+    "falcon": Names(**_NORMS, **_FOUR, **_FUSED),
+    "mpt": Names(
+        "attn", "attn.out_proj", "norm_1", "norm_2", "ffn", "ffn.up_proj", "ffn.down_proj", None, "attn.Wqkv", False
+    ),
+    "phi": Names("self_attn", "self_attn.dense", "input_layernorm", "input_layernorm", "mlp", "mlp.fc1", "mlp.fc2"),
+    "opt": Names(**_BEFORE, attn="self_attn", o="self_attn.out_proj", mlp="fc2", gate="fc1", down="fc2"),
+    "cohere": Names(**_PLAIN, **_GATED, attn_norm="input_layernorm", mlp_norm="input_layernorm"),
+    "jamba": Names(
+        "self_attn", "self_attn.o_proj", "input_layernorm", "pre_ff_layernorm", **_FEED, down="feed_forward.down_proj"
+    ),
+    "lfm2": Names(
+        "self_attn",
+        "self_attn.out_proj",
+        "operator_norm",
+        "ffn_norm",
+        "feed_forward",
+        "feed_forward.w1",
+        "feed_forward.w2",
+        "feed_forward.w3",
+        norms="layernorm",
+    ),
+}
+_BASES = dict.fromkeys(("gpt2", "falcon", "bloom", "mpt"), "transformer") | {
+    "gpt_neox": "gpt_neox",
+    "opt": "model.decoder",
+}
+_OUTSIDE = {  # the embeddings of tokens and positions, the last norm, and the layers
+    "gpt2": ("wte", "wpe", "ln_f", "h"),
+    "gpt_neox": ("embed_in", None, "final_layer_norm", "layers"),
+    "bloom": ("word_embeddings", None, "ln_f", "h"),
+    "falcon": ("word_embeddings", None, "ln_f", "h"),
+    "mpt": ("wte", None, "norm_f", "blocks"),
+    "opt": ("embed_tokens", "embed_positions", "final_layer_norm", "layers"),
+    "phi": ("embed_tokens", None, "final_layernorm", "layers"),
+    "jamba": ("embed_tokens", None, "final_layernorm", "layers"),
+    "lfm2": ("embed_tokens", None, "embedding_norm", "layers"),
+}
+
+
+def _named_layer(names: Names, block) -> Layer:
+    """A block by its names; one without attention has no heads, and `o` is the way out of its mixer."""
+    part = block.get_submodule
+    gate, down = part(names.gate), part(names.down)
+    seen: dict[str, Any] = {"gate": gate.weight[None], "down": down.weight.T[None]}
+    seen |= {} if names.up is None else {"up": part(names.up).weight[None]}
+    seen |= {} if getattr(gate, "bias", None) is None else {"gate_bias": gate.bias[None]}
+    outs = [] if getattr(down, "bias", None) is None else [down.bias]
+    seen |= {
+        "block": block,
+        "mlp": part(names.mlp),
+        "attn_norm": part(names.attn_norm),
+        "mlp_norm": part(names.mlp_norm),
+    }
+    attn = getattr(block, names.attn, None)
+    if attn is None:
+        empty = gate.weight.new_zeros(0, 1, gate.weight.shape[1])
+        mixer = getattr(block, "conv", None) or block.mamba
+        return Layer(**seen, q=empty, k=empty, v=empty, o=mixer.out_proj.weight.T[None], out_biases=tuple(outs))
+    out, hd = part(names.o), getattr(attn, "head_dim", None) or attn.head_size
+    if names.fused is None:
+        for name in ("q", "k", "v"):
+            projection = getattr(attn, f"{name}_proj")
+            seen[name] = _heads(projection.weight, hd)
+            if projection.bias is not None:
+                seen[f"{name}_bias"] = _heads(projection.bias, hd)
+        if names.norms is not None:
+            seen |= {f"{name}_norm": getattr(attn, f"{name}_{names.norms}").weight for name in ("q", "k")}
+    else:
+        fused = part(names.fused)
+        shape, at = ((-1, 3, hd), 1) if names.by_head else ((3, -1, hd), 0)
+        rows = fused.weight.view(*shape, fused.weight.shape[1])
+        for number, name in enumerate(("q", "k", "v")):
+            seen[name] = rows.select(at, number)
+            if fused.bias is not None:
+                seen[f"{name}_bias"] = fused.bias.view(shape).select(at, number)
+    outs += [] if out.bias is None else [out.bias]
+    o = out.weight.view(out.weight.shape[0], -1, hd).permute(1, 2, 0)
+    return Layer(**seen, o=o, out_biases=tuple(reversed(outs)))
 
 
 def _gpt2_layer(block) -> Layer:
@@ -173,8 +269,10 @@ def _gpt2_layer(block) -> Layer:
     )
 
 
-def set_norm(norm: nn.Module, factor: Tensor, bias: Tensor | None = None):
+def set_norm(norm: nn.Module | Before, factor: Tensor, bias: Tensor | None = None):
     """Make `factor` what the norm multiplies by: Gemma's norms keep one less than that."""
+    if isinstance(norm, Before):
+        return
     gemma = "Gemma" in type(norm).__name__
     norm.weight.copy_(factor - 1.0 if gemma else factor)
     if bias is not None and getattr(norm, "bias", None) is not None:
@@ -192,21 +290,34 @@ class Probe:
     def __init__(self, model: PreTrainedModel, tokens: Tensor):
         self.model, self.tokens = model, tokens
 
-    def __call__(self, module: nn.Module) -> Tensor:
+    def __call__(self, module: nn.Module | Before) -> Tensor:
         """The output of `module` (the first one, of several)."""
 
         def stop(_module: nn.Module, _args, output):
             raise _Seen(output[0] if isinstance(output, tuple) else output)
 
-        handle = module.register_forward_hook(stop)
+        def stop_before(_module: nn.Module, args):
+            raise _Seen(args[0])
+
+        if isinstance(module, Before):
+            handle = module.module.register_forward_pre_hook(stop_before)
+        else:
+            handle = module.register_forward_hook(stop)
         try:
             with torch.no_grad():
                 self.model(self.tokens, use_cache=False)
         except _Seen as seen:
-            return seen.output
+            return seen.output.view(*self.tokens.shape, -1)  # OPT runs rows and positions together
         finally:
             handle.remove()
         raise AssertionError("the model does not run this module")
+
+
+@dataclass(frozen=True)
+class Before:
+    """What enters a module, where no norm stands before it."""
+
+    module: nn.Module
 
 
 class _Seen(Exception):  # noqa: N818  (it says that all is well)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -12,10 +11,11 @@ from organisms import SharedSink, organism
 from organisms import shared_sink as make_shared_sink
 from torch import Tensor
 
+from sinkscope.models.target import Target
 from sinkscope.models.wrapped import target_of
 from sinkscope.sinks.first_token.context import SinkContext
 from sinkscope.sinks.first_token.find import find_sinks
-from sinkscope.sinks.first_token.layer_scan import scan_layers
+from sinkscope.sinks.first_token.layer_scan import LayerScan, scan_layers
 from sinkscope.sinks.first_token.layer_view import LayerView, columns, view_layer
 from sinkscope.sinks.first_token.neurons import verify_neurons
 
@@ -28,12 +28,21 @@ def _few_texts(monkeypatch):
 shared_sink = cache(make_shared_sink)  # no test changes it
 
 
+def at_layer(target: Target, ids: Tensor, layer: int, seed: int = 0) -> SinkContext:
+    """The first token, with this layer as the sink layer, whatever a scan of these texts says."""
+
+    class Scan(LayerScan):
+        sink_layer = layer
+
+    scan = scan_layers(target, ids, whole=True)
+    return SinkContext.at_first(target, ids, Scan(scan.n_layers, scan.layers, scan.wrapped), seed)
+
+
 def context_of(shared: SharedSink, ids: Tensor | None = None, seed: int = 0) -> SinkContext:
     """The organism's own layer is the sink layer, whatever a scan of these texts says."""
     target = target_of(shared.organism.model)
     ids = shared.organism.natural() if ids is None else ids
-    generator = torch.Generator().manual_seed(seed)
-    return SinkContext(target, ids, scan_layers(target, ids, whole=True), shared.sink[0], generator)
+    return at_layer(target, ids, shared.sink[0], seed)
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
@@ -71,7 +80,7 @@ def test_neutral_values_are_those_of_later_positions(family):
     """Half of the positions of these texts are first tokens, where sink neurons are on: they would move the median."""
     o = organism(family, 3)
     target, ids, layer = target_of(o.model), o.natural(5, 2), o.truth.sink_layer
-    context = SinkContext(target, ids, scan_layers(target, ids, whole=True), layer, torch.Generator())
+    context = at_layer(target, ids, layer)
     everywhere = view_layer(target, layer, ids, torch.ones_like(ids, dtype=torch.bool))
     moved = 0.0
     for neuron in verify_neurons(context, 6).neurons:
@@ -115,7 +124,7 @@ def test_causes_of_another_stage_are_held_against_random_neurons_of_that_stage()
     shared = shared_sink("llama")
     context = context_of(shared)
     assert context.scan.stages == [shared.sink[0]]
-    verified = verify_neurons(replace(context, sink_layer=shared.sink[0] + 1), 2)
+    verified = verify_neurons(at_layer(context.target, context.ids, shared.sink[0] + 1), 2)
     earlier = [neuron for neuron in verified.neurons if neuron.layer == shared.sink[0]]
     assert {neuron.site for neuron in earlier} == {shared.sink, shared.bystander}
     assert [neuron.control_drop for neuron in earlier] == pytest.approx([shared.helper_drop] * 2, abs=0.02)

@@ -62,7 +62,7 @@ def mistakes(truth: PlantedCircuit, found: Circuit) -> list[str]:
         wrong.append(f"carried by {readers.carried_by}")
     for token, marks in truth.later.items():
         name = repr(truth.hard.tokenizer.decode([token]))
-        own = [sink.step(MARK) for sink in found.later if sink.place == name]
+        own = [sink.step(MARK) for sink in found.later if sink.place == f"{name} wherever it stands"]
         if not own or own[0] is None or own[0].chosen != marks:
             wrong.append(f"marks of {name}: {own}, planted {marks}")
     named = set(re.findall(r"L\d+\.H\d+|key bias|(?:token|position) embedding", found.conclusion()))

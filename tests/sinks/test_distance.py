@@ -63,7 +63,7 @@ def test_bound_and_distance_by_hand(family):
     target = target_of(o.model, o.tokenizer)
     layer_0 = attention(o.model, ids)[0, 0]
     value = trace(o.model, ids, ["blocks.0.attn.hook_v"])["blocks.0.attn.hook_v"][0]
-    weights = output_weights(target)
+    weights = output_weights(target, 0)
     bounds, closest = torch.zeros(len(sweep.counts)), torch.zeros(target.n_heads)
     distance = torch.zeros(len(sweep.counts), target.d_model)
     for head in range(target.n_heads):
@@ -178,6 +178,6 @@ class Adapted(nn.Module):
 
 def test_projections_without_a_weight_are_asked():
     model, tokenizer = tiny_model("phi")  # with a bias, which is no part of any head
-    expected = output_weights(target_of(model, tokenizer))
+    expected = output_weights(target_of(model, tokenizer), 0)
     model.model.layers[0].self_attn.dense = Adapted(model.model.layers[0].self_attn.dense)
-    torch.testing.assert_close(output_weights(target_of(model, tokenizer)), expected)
+    torch.testing.assert_close(output_weights(target_of(model, tokenizer), 0), expected)

@@ -23,7 +23,7 @@ from sinkscope.sinks.first_token.find import FindSinks, find_sinks
 from sinkscope.sinks.first_token.layer_scan import LayerReading, LayerScan, scan_layers
 from sinkscope.sinks.first_token.layer_view import columns, contribution_norms, view_layer
 from sinkscope.sinks.first_token.neurons import repeat_until_half
-from sinkscope.sinks.first_token.sets import Removal, smallest_set
+from sinkscope.sinks.first_token.search import Removal, smallest_set
 from sinkscope.trace.run import trace
 
 WITH_SINK = tuple(kind for kind in KINDS if kind not in ("none", "massive_dim"))
@@ -118,7 +118,7 @@ def test_repeats_are_those_of_one_long_pass():
     grouped, free, bos = o.tokens_of(0)[0], o.tokens_of(-1)[0], o.tokenizer.bos_token_id
     limit = min(4 * expected + 64, o.model.config.max_position_embeddings - 1)
     scan = scan_layers(target, o.natural(), whole=True)
-    context = SinkContext(target, o.natural(), scan, layer, torch.Generator())
+    context = SinkContext.at_first(target, o.natural(), scan)
     repeated = repeat_until_half(context, [grouped, free], [bos, bos], limit)
     site = f"blocks.{layer}.hook_resid_post"
     norm = trace(o.model, o.repeated(limit, grouped), [site], "norm")[site][0]
@@ -132,7 +132,7 @@ def test_the_scan_stops_where_the_norm_stays_flat():
     target, ids, layer = target_of(o.model, o.tokenizer), o.natural(), o.truth.sink_layer
     scan, whole = scan_layers(target, ids, whole=False), scan_layers(target, ids, whole=True)
     assert len(scan.layers) == min(8, layer + 1 + 3)
-    assert whole.first_norm[: len(scan.layers)] == scan.first_norm and whole.stages == scan.stages == [layer]
+    assert whole.spike_norm[: len(scan.layers)] == scan.spike_norm and whole.stages == scan.stages == [layer]
 
 
 def reading(first: float, written: float = 0.0, typically_written: float = 0.0, mlp_raw: float = 1.0) -> LayerReading:

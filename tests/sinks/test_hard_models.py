@@ -59,7 +59,7 @@ def mistakes(h: HardModel, result: FindSinks) -> list[str]:
     spike_at_first = spike is not None and 0 in spike.positions
     step_up, step_down = (spike.step_up, spike.step_down) if spike_at_first else ((), ())
     positions = () if sink is None else sink.positions
-    later = {one.token: frozenset(one.set.edit_sites) if one.set else frozenset() for one in result.later_sinks}
+    later = {one.token: frozenset(one.set.edit_sites) if one.set else frozenset() for one in result.further_spikes}
     planted_later = {h.tokenizer.decode([token]): frozenset(sites) for token, sites in truth.later.items()}
     pairs = {
         "spike": (spike_at_first, truth.spike),
@@ -74,6 +74,11 @@ def mistakes(h: HardModel, result: FindSinks) -> list[str]:
     }
     wrong = [f"{name}: found {got}, planted {planted}" for name, (got, planted) in pairs.items() if got != planted]
     carrier, minimal = None if sink is None else sink.carried_by, sets_of(result, "minimal")
+    # A spike that falls and rises again has a set for each part; the others make a smaller stage.
+    for part in [each for each in result.causal_sets[1:] if each.kind == "minimal"]:
+        minimal.remove(frozenset(part.edit_sites))
+        if part.layers is None or {site[0] for site in part.edit_sites} - set(truth.step_up):
+            wrong.append(f"part of the spike: found {part}, planted {truth.step_up}")
     if carrier not in {truth.carried_by} | ALSO.get(h.name, set()):
         wrong.append(f"carried by: found {carrier}, planted {truth.carried_by}")
     if bool(minimal) != bool(truth.sets) or any(sites not in truth.sets for sites in minimal):

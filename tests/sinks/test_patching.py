@@ -186,6 +186,24 @@ def test_attention_that_does_not_come_back_is_not_repaired():
     assert verdict == "not-repaired" and "still take the attention" in reason
 
 
+def test_only_words_that_need_repair_prove_it():
+    """A word whose norm does not stand out intact is no proof, and an infinite perplexity is no harmless one."""
+    _, made = made_once("llama", 5)
+    proof = made.proof
+    norms = proof.norms.copy()
+    norms[:, 0] = proof.typical / 2
+    some = replace(proof, norms=norms)
+    assert some.repaired == [0, len(proof.words) - 1, 0] and some.judged(0.01)[0] == "made"
+    told = "\n".join([replace(made, proof=some).conclusion(), *replace(made, proof=some).details()])
+    assert f"of {len(proof.words) - 1} words" in told and "1 more word does not stand out intact" in told
+    none = replace(proof, norms=np.broadcast_to(norms[:, :1], norms.shape))
+    assert none.judged(0.01)[0] == "no-repeats"
+    assert "is not finite" in replace(proof, perplexity=np.array([np.inf] * 3)).judged(0.01)[1]
+    before = replace(proof, before=3 * proof.norms[1].max(1, keepdims=True), typical=proof.typical * 0)
+    assert before.as_before == len(proof.words)
+    assert f"for {len(proof.words)}, as before the spike" in replace(made, proof=before).conclusion()
+
+
 # --- the commands ----------------------------------------------------------------------------------------------------
 
 

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 from attack_kit import text_file
-from covering import every_nth
+from covering import every_nth, slow
 from hypothesis import given
 from hypothesis import strategies as st
 from organisms import Organism, organism
+from organisms.decoders import byte_tokenizer, decoder
+from organisms.hard import hard
 from raw_kit import attention
 from refusals import refused
 
@@ -182,10 +184,10 @@ def test_attention_is_that_of_whole_matrices(llama, tmp_path):
         received = torch.stack([every[..., 0], every @ high])  # to the first token and to high ones, layer, query
         assert found.high[number] == int(high.sum())
         assert found.mean[:, :, number] == pytest.approx(received.mean(-1).numpy(), abs=1e-4)
+        assert found.received[:, :, number] == pytest.approx(received[..., found.sweep.counts].numpy(), abs=1e-4)
         even = torch.ones(len(ids), len(ids)).tril()
         fair = (even / even.sum(1, keepdim=True)) @ high
         assert found.uniform[number] == pytest.approx(float(fair.mean()), abs=1e-5)
-    assert np.stack(found.received)[:, :, 0] == pytest.approx(received[..., found.sweep.counts].numpy(), abs=1e-4)
 
 
 def test_repetition_shares_the_sink_out(llama, tmp_path):
@@ -202,8 +204,33 @@ def test_repetition_shares_the_sink_out(llama, tmp_path):
         assert to_first[natural] > 2 * to_first[repeated]
         assert to_high[repeated] > found.uniform[repeated] and to_high[natural] > 10 * found.uniform[natural]
         assert to_first[unmarked] == pytest.approx(to_first[natural], rel=0.5)
-        assert found.received[0][layer, 0, 0] > 10 * found.received[0][layer, 0, -1]
+        assert found.received[0, layer, repeated, 0] > 10 * found.received[0, layer, repeated, -1]
     assert found.mean[0, : llama.truth.sink_layer, natural].max() < 0.1
+
+
+def test_a_word_of_the_paper_that_had_to_be_replaced_is_named():
+    model, tokenizer = decoder("llama"), byte_tokenizer()
+    result = repeat(model, tokenizer=tokenizer, read="distance", max_repeats=4)
+    assert result.reading.sweep.replaced == ("cat", "dog", "the", "bla") and "'bla' are not one token each" in str(
+        result
+    )
+    asked = repeat(model, tokenizer=tokenizer, read="distance", max_repeats=4, tokens=["q"])
+    assert asked.reading.sweep.replaced == () and "not one token" not in str(asked)
+
+
+@pytest.mark.parametrize("first", [True, slow(False)])
+def test_readings_of_attention_leave_layers_without_it_out(first):
+    """Hybrids whose attention layers are 0, 2, ... or 1, 3, ...: the theorem holds for layer 0 only."""
+    model, tokenizer = decoder("lfm2"), byte_tokenizer()
+    if first:
+        model, tokenizer = (hybrid := hard("plain", "lfm2")).model, hybrid.tokenizer
+    kinds = model.config.layer_types
+    layers = tuple(number for number, kind in enumerate(kinds) if kind == "full_attention")
+    distance = repeat(model, tokenizer=tokenizer, read="distance", max_repeats=4).reading
+    assert distance.layers == layers and np.isfinite(distance.distance).all()
+    assert (distance.outside is None) == first
+    attention_ = repeat(model, tokenizer=tokenizer, read="attention", max_repeats=4).reading
+    assert tuple(np.flatnonzero(np.isfinite(attention_.mean[0, :, 0]))) == layers
 
 
 # --- answers, errors, files ----------------------------------------------------------------------------------------

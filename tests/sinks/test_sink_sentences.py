@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from sample_results import sample_find_sinks
 
 from sinkscope.sinks.first_token.find import FindSinks
-from sinkscope.sinks.first_token.result import (
+from sinkscope.sinks.first_token.members import CausalSet, Member
+from sinkscope.sinks.first_token.places import Description, Rule
+from sinkscope.sinks.first_token.records import (
     AttentionSink,
     Carrier,
-    CausalSet,
-    LaterSink,
-    Member,
     NormSpike,
+    PlacedSpike,
     RepeatedToken,
     RepeatsNeeded,
     RepetitionSpike,
@@ -37,33 +37,58 @@ SETS = st.builds(
     control=SHARES,
     kind=st.just("minimal"),
 )
+FIRST = Rule("the first token", position=0)
+SOME = Rule("the first token of some texts", position=0, tokens=(4, 5))
+RULES = [
+    FIRST,
+    SOME,
+    Rule("position 1, whatever stands there", position=1),
+    Rule("'x' wherever it stands", tokens=(9,), token="x"),
+]
+PLACES = st.builds(
+    Description,
+    rules=st.lists(st.sampled_from(RULES), min_size=1, max_size=3, unique=True).map(tuple),
+    coverage=st.sampled_from([1.0]) | st.floats(0.1, 1),
+    precision=st.floats(0.9, 1),
+    share=st.sampled_from([1.0]) | st.floats(0.2, 0.9),
+)
 SPIKES = st.builds(
     NormSpike,
+    place=PLACES,
     positions=st.sampled_from([(0,), (0, 9), (1,)]),
     step_up=st.just((2,)),
     step_down=st.lists(st.integers(3, 5), max_size=2).map(tuple),
     ratio=st.floats(3, 900),
-    plateau=st.sampled_from([(2, 2), (2, 4)]),
+    runs=st.sampled_from([((2, 2),), ((2, 4),), ((1, 2), (4, 5))]),
     made_by=st.sampled_from(["MLP", None]),
     begun_by=st.sampled_from([None, "attention of layer 0"]),
-    share=st.sampled_from([1.0]) | st.floats(0.2, 0.9),
 )
 CARRIER = st.builds(Carrier, st.sampled_from(["MLP of layer 1", "token embedding"]), SHARES)
-PLACE = st.builds(SinkPosition, st.integers(0, 9), st.sampled_from(["", "x"]), SHARES)
+PLACE = st.builds(
+    SinkPosition, st.integers(0, 9), st.sampled_from(["", "x"]), SHARES, st.sampled_from([r.words for r in RULES])
+)
 ATTENTION = st.builds(
     AttentionSink,
     rate=SHARES,
     eps=st.just(0.3),
+    place=PLACES,
     positions=st.lists(PLACE, min_size=1, max_size=3).map(tuple),
     layers_read=st.just(4),
     carried_by=st.sampled_from(["spike", "token embedding", "position", "key bias", None]),
     carriers=st.lists(CARRIER, max_size=3).map(tuple),
-    share=st.sampled_from([1.0]) | st.floats(0.2, 0.9),
     length=st.sampled_from([64, 512]),
     window=st.none() | st.integers(8, 60),
     learned_rate=st.sampled_from([0.0]) | SHARES,
 )
-LATER = st.builds(LaterSink, st.sampled_from(["", "x"]), st.integers(1, 9), st.floats(3, 90), st.none() | SETS)
+FURTHER = st.builds(
+    PlacedSpike,
+    st.sampled_from([r.words for r in RULES]),
+    st.integers(1, 9),
+    st.sampled_from(["", "x"]),
+    st.floats(3, 90),
+    st.sampled_from(["MLP", "token embedding", None]),
+    st.none() | SETS,
+)
 REPETITION = st.builds(RepetitionSpike, st.just("x"), st.integers(2, 900), SHARES, st.none() | SETS, st.just(()))
 
 
@@ -76,20 +101,19 @@ def repeats_of(counts: list[int | None], middle: float | None) -> RepeatsNeeded:
 def results(draw: st.DrawFn) -> FindSinks:
     spike = draw(st.none() | SPIKES)
     sets = []
-    if spike is not None and 0 in spike.positions:
+    if spike is not None:
         sets = draw(st.lists(SETS, max_size=1))
         if sets and draw(st.booleans()):
             sets.append(replace(sets[0], sites=sets[0].sites[:2], kind="backup"))
-    later = draw(st.lists(LATER, max_size=2))
-    if spike is not None and 0 not in spike.positions and not later:
-        later = [draw(LATER)]
     counts = draw(st.lists(st.none() | st.integers(1, 900), max_size=5))
     above_one = [count for count in counts if count is not None and count > 1]
     changes = {
         "norm_spike": spike,
         "attention_sink": draw(st.none() | ATTENTION),
         "causal_sets": tuple(sets),
-        "later_sinks": tuple(later),
+        "further_spikes": tuple(draw(st.lists(FURTHER, max_size=2))),
+        "scattered": draw(st.integers(0, 3)),
+        "stray_norms": draw(st.integers(0, 3)),
         "repetition": draw(st.none() | REPETITION),
         "lengths": draw(st.sampled_from([(64,), (64, 512)])),
         "stages": tuple(draw(st.lists(st.builds(Stage, st.integers(0, 3), SHARES), max_size=3))),
@@ -120,7 +144,10 @@ def allowed(result: FindSinks) -> set[str]:
     single = len(repeats.tokens) - len(repeats.at_once)
     members = [len(each.sites) - most for each in result.causal_sets for most in (12, 5, 3, 1)]
     members += [
-        len(later.set.sites) - most for later in result.later_sinks if later.set is not None for most in (12, 5, 3, 1)
+        len(later.set.sites) - most
+        for later in result.further_spikes
+        if later.set is not None
+        for most in (12, 5, 3, 1)
     ]
     if result.repetition is not None and result.repetition.set is not None:
         members.append(len(result.repetition.set.sites) - 12)
@@ -148,11 +175,14 @@ def test_every_number_and_every_name_stands_in_the_evidence_and_grammar_agrees(r
     check_size(conclusion)
     if "make" in conclusion or "amplif" in conclusion:
         named = set(re.findall(r"L\d+\.(?:E\d+\.)?N\d+", conclusion))
-        sets = [*result.causal_sets, *(later.set for later in result.later_sinks if later.set is not None)]
+        sets = [*result.causal_sets, *(later.set for later in result.further_spikes if later.set is not None)]
         holding = [each for each in sets if each.kind == "minimal" and each.drop_sink_layer >= max(0.5, each.control)]
         assert not named or any(named <= set(map(str, each.sites)) for each in holding), conclusion
     sink, spike = result.attention_sink, result.norm_spike
-    if sink is not None and spike is not None and 0 in spike.positions and sink.positions[0].position > 0:
-        place = sink.positions[0]
-        assert "that the heads attend to" not in conclusion and "sink elsewhere" in conclusion, conclusion
-        assert (repr(place.token) if place.token else f"position {place.position}") in conclusion
+    if sink is not None and spike is not None:
+        mine, its = spike.place.rules[0], sink.place.rules[0]
+        assert ("sink elsewhere" in conclusion) == (mine != its), conclusion
+        if mine != its:
+            assert "that the heads attend to" not in conclusion and its.words in conclusion, conclusion
+        elif mine != FIRST and "make" in conclusion:
+            assert mine.words in conclusion, conclusion

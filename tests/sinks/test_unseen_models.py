@@ -51,21 +51,18 @@ def mistakes(u: UnseenModel, result: FindSinks) -> list[str]:
     """Everything in which the result differs from what was planted."""
     truth, beyond, spike, sink = u.hard.truth, u.beyond, result.norm_spike, result.attention_sink
     assert sink is not None, result.conclusion()
-    tokens = {u.hard.tokenizer.decode([token]) for token in truth.later} if 0 not in truth.later else set()
-    positions = {place.position for place in sink.positions if not place.token or place.position == 0}
-    attended = {place.token for place in sink.positions if place.position and place.token}
-    sites = {frozenset(later.set.edit_sites) for later in result.later_sinks if later.set is not None}
+    tokens = {u.hard.tokenizer.decode([token]) for token in truth.later}
+    positions = {rule.position for rule in sink.place.rules if rule.position is not None}
+    attended = {rule.token for rule in sink.place.rules if rule.position is None}
+    sites = {frozenset(each.set.edit_sites) for each in result.further_spikes if each.set is not None}
     planted_later = {frozenset(own) for own in truth.later.values() if own}
-    made_at_first = 0 in beyond.positions
-    if not made_at_first:
-        planted_later |= set(truth.sets)
     minimal = {frozenset(each.edit_sites) for each in result.causal_sets if each.kind == "minimal"}
     pairs = {
         "positions": (positions, set(beyond.positions)),
         "tokens": (attended <= tokens, True),
-        "spike": (spike is not None and 0 in spike.positions, truth.spike and made_at_first),
-        "sets": (minimal, set(truth.sets) if made_at_first else set()),
-        "later sets": (sites - minimal, planted_later),
+        "spike": (spike is not None and beyond.positions[0] in spike.positions, truth.spike),
+        "sets": (minimal, set(truth.sets)),
+        "further sets": (sites - minimal, planted_later),
         "carried by": (sink.carried_by, truth.carried_by),
         "window": (sink.window, beyond.window),
         "length": (sink.length > 64, beyond.length > 0),

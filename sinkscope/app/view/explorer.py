@@ -155,7 +155,7 @@ class Explorer:
         """The sink layer, or the layer after which the first token stands out most."""
         if self.scan.sink_layer is not None:
             return self.scan.sink_layer
-        return int((np.array(self.scan.first_norm) / np.array(self.scan.typical_norm)).argmax())
+        return int((np.array(self.scan.spike_norm) / np.array(self.scan.typical_norm)).argmax())
 
     @property
     def neurons(self) -> list[tuple[int, ...]]:
@@ -286,7 +286,7 @@ class Explorer:
             **self.origin,
             layer=self.layer,
             typical_norm=_rounded(np.array(self.scan.typical_norm)),
-            first_norm=_rounded(np.array(self.scan.first_norm)),
+            first_norm=_rounded(np.array(self.scan.spike_norm)),
             neurons=tuple(starmap(neuron_name, self.neurons)),
             marks=tuple(starmap(head_name, self.marks)),
             switches=tuple(switch.name for switch in self.switches()),
@@ -362,7 +362,7 @@ class Explorer:
     def spikes(self, reading: Reading) -> tuple[int, ...]:
         """Positions with at least half of the first token's norm and three times the typical one."""
         bar = SPIKE_RATIO * self.scan.typical_norm[self.layer]
-        first = self.scan.first_norm[self.layer]
+        first = self.scan.spike_norm[self.layer]
         if first > bar:
             bar = max(bar, SPIKE_SHARE * first)
         return tuple(np.flatnonzero(reading.norm[self.layer] >= bar).tolist())

@@ -18,7 +18,7 @@ from sinkscope.models.target import Target
 from sinkscope.sinks.chunks import Columns, hold_layers, in_chunks, token_texts
 from sinkscope.sinks.first_token.layer_view import flat_number, view_layer
 from sinkscope.sinks.first_token.marking_heads import replacing
-from sinkscope.sinks.first_token.result import Neuron
+from sinkscope.sinks.first_token.members import Neuron
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.trace.run import trace
 
@@ -139,6 +139,7 @@ def find_clusters(
     if not neurons:
         return None
     target = setup.target
+    target.chosen_layers([0])  # a layer without attention has no heads, which an error says
     largest = max(neurons, key=lambda neuron: neuron.contribution_norm)
     layer = largest.layer
     hold_layers(target, layer)

@@ -1,11 +1,11 @@
-"""What a command says that needs neurons of a norm spike, of a model whose MLPs make none."""
+"""What a command says that needs neurons of a spike at the first token, of a model whose MLPs make none."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sinkscope.sinks.first_token.attention_received import attention_received
-from sinkscope.sinks.first_token.context import SinkContext
+from sinkscope.files.notation import listed
+from sinkscope.sinks.first_token.context import SinkContext, Survey
 
 
 @dataclass(frozen=True)
@@ -13,20 +13,34 @@ class SpikeAbsence:
     """No MLP makes a norm spike at the first token. That says nothing of attention, so both are looked at.
 
     Attributes:
-        sink: Whether heads attend to some position, or to learned sink logits.
-        length: Length of the texts in which attention was read.
+        sink: Words for the attention sink, or "learned sink logits"; empty if there is none.
+        lengths: Lengths of the texts in which attention was read.
+        spike: Words for a norm spike elsewhere; empty if there is none.
     """
 
-    sink: bool
-    length: int
+    sink: str
+    lengths: tuple[int, ...]
+    spike: str = ""
 
     @classmethod
-    def of(cls, context: SinkContext) -> SpikeAbsence | None:
-        """What there is instead; None if an MLP makes a spike."""
+    def of(cls, survey: Survey, context: SinkContext) -> SpikeAbsence | None:
+        """What there is instead; None if an MLP makes a spike at the first token.
+
+        Args:
+            survey: Where the sinks and the spikes are.
+            context: The model at the first token.
+        """
         if context.sink_layer is not None:
             return None
-        received = attention_received(context.target, context.ids, layers=len(context.scan.layers))
-        return cls(received.attended, context.ids.shape[1])
+        sink = ""
+        if survey.sink is not None:
+            sink = survey.sink.words
+        elif survey.received.learned_heads:
+            sink = "learned sink logits"
+        spike = ""
+        if survey.spike is not None and not survey.spike.is_first:
+            spike = survey.spike.words
+        return cls(sink, survey.lengths, spike)
 
     def sentence(self, consequence: str) -> str:
         """Why something cannot be measured, and what there is.
@@ -34,7 +48,9 @@ class SpikeAbsence:
         Args:
             consequence: What cannot be measured, as a clause.
         """
-        attention = f"there is no attention sink in texts of {self.length} tokens"
+        attention = f"there is no attention sink in texts of {listed(self.lengths)} tokens"
         if self.sink:
             attention = "the model has an attention sink, see `circuit`"
+        if self.spike:
+            attention = f"its norm spike is at {self.spike}"
         return f"No MLP makes a norm spike at the first token, so {consequence}; {attention}."

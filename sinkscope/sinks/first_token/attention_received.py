@@ -1,10 +1,12 @@
-"""Which heads attend to which positions of typical text."""
+"""How much attention the positions of typical text receive, and from which heads."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from einops import reduce
@@ -14,182 +16,121 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import Progress, silent
 from sinkscope.measure import Setup
-from sinkscope.models.target import Target
+from sinkscope.models.target import Target, first_tensor, norm_of, on_output
 from sinkscope.models.text import text_rows
-from sinkscope.sinks.first_token.result import RATE_EPS, SINK_HEADS, Heads, SinkRate
+from sinkscope.sinks.first_token.members import RATE_EPS, Heads
+from sinkscope.sinks.first_token.places import (
+    MOST_TEXTS,
+    PLACE_SHARE,
+    POSITION_SHARE,
+    SINK_HEADS,
+    Description,
+    Places,
+    Rule,
+    describe,
+    sink_places,
+)
+from sinkscope.sinks.first_token.records import SinkRate
 from sinkscope.sinks.tokens import TokenRows
-from sinkscope.trace.attention import attention_rows
+from sinkscope.trace.attention import visible_rows
 
 RATE_LENGTH, RATE_TEXTS = 64, 100  # texts over which the sink rate is defined (Gu et al. 2024)
 LONG_LENGTH, LONG_TEXTS = 512, 4  # texts in which attention is read before it is said that there is no sink
-SOME_TEXTS = 0.2  # least share of the texts in which heads attend to a sink of some texts
 LATER_QUERIES = 16  # later queries a position needs: heads that attend to themselves favour the last positions
 NARROWEST = 8  # smallest window of which heads can be judged: in a smaller one every position gets much attention
-MOST_TEXTS = 0.5  # a head attends to a position if it does so in at least this share of the texts
-ALL_TEXTS = 0.9  # a sink that at least this share of the texts has is one of all texts
-FIRST_SHARE = 0.01  # a sink at the first position needs this share of all heads, and at least SINK_HEADS of them
-LATER_SHARE = 0.05  # share for a position other than the first: a head that prefers one word is not a sink
-LATER_CASES = 3  # a later token must occur this often before it is judged, and a position with so many tokens
 BATCH_ELEMENTS = 1 << 25  # a batch takes 128 MB at its widest activation
 
 
-@dataclass(frozen=True)
-class AttendedToken:
-    """A position behind the first that heads attend to.
-
-    Attributes:
-        token: Id of the token. None if the position receives attention regardless of the token there.
-        position: First position where it was seen.
-        rate: Share of (layer, head) pairs that attend to it.
-    """
-
-    token: int | None
-    position: int
-    rate: float
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AttentionReceived:
-    """Which heads attend to which positions of the texts `ids`.
+    """The attention that positions of the texts `ids` receive.
 
     Attributes:
         ids: The texts.
-        above: Whether the mean attention to the position `at` exceeds the threshold: from all queries at or after it,
-            or, if a window hides it from some, from the farther half of those that see it. The last positions of each
-            text are left out because too few queries see them, and layers with a window of less than 8.
-        learned: The same for the learned sink logit of each head.
+        received: Mean attention to the position `at` from all queries at or after it that see it or, if a window hides
+            it from some, from the farther half of those that see it. The last positions of each text are left out
+            because too few queries see them. 0 in layers with a window of less than 8.
+        learned: Mean attention to the learned sink logit of each head.
         windows: Positions that a query of each layer sees; None: all.
-        attending: Which layers attend; the others of a hybrid model keep a state and count in no rate.
+        attending: Which layers attend; the others of a hybrid model keep a state and have no heads.
+        norms: Norm of every position after each layer.
+        eps: Mean attention above which a head attends to a position.
     """
 
     ids: TokenRows
-    above: Bool[Tensor, "layer head text at"]
-    learned: Bool[Tensor, "layer head text"]
+    received: Float[Tensor, "layer head text at"]
+    learned: Float[Tensor, "layer head text"]
     windows: tuple[int | None, ...]
     attending: Bool[Tensor, " layer"]
+    norms: Float[Tensor, "layer text pos"]
+    eps: float = RATE_EPS
 
     @property
     def rate(self) -> float:
         """The sink rate of position 0: the share of (layer, head) above the threshold, averaged over texts."""
         return float(self.above[self.attending][..., 0].float().mean())
 
-    @property
-    def rate_by_layer(self) -> tuple[float, ...]:
-        """The sink rate of position 0 in each layer."""
-        return tuple(reduce(self.above[..., 0].float(), "layer head text -> layer", "mean").tolist())
+    @cached_property
+    def above(self) -> Bool[Tensor, "layer head text at"]:
+        """Whether heads attend to positions."""
+        return self.received > self.eps
 
     @cached_property
-    def texts(self) -> Bool[Tensor, " text"]:
-        """Texts whose first token is a sink. If heads attend to it in nearly all texts, all of them.
-
-        If no head attends in most texts, the heads that do in some are taken, and the texts in which most of these
-        attend; they must be some texts, of different first tokens, and the heads more than for a sink of all texts.
-        """
-        to_first = self.above[..., 0]
-        share = reduce(to_first.float(), "layer head text -> layer head", "mean")
-        always = share >= MOST_TEXTS
-        least = max(SINK_HEADS, FIRST_SHARE * share[self.attending].numel())
-        if int(always.sum()) >= least:
-            return _texts_of(to_first, always)
-        sometimes = share >= SOME_TEXTS
-        texts = _texts_of(to_first, sometimes)
-        heads_suffice = int(sometimes.sum()) >= max(least, LATER_SHARE * share[self.attending].numel())
-        texts_suffice = int(texts.sum()) >= SOME_TEXTS * len(texts)
-        if heads_suffice and texts_suffice and len(self.ids[texts, 0].unique()) >= LATER_CASES:
-            return texts
-        return torch.zeros_like(texts)
+    def places(self) -> Places:
+        """The positions that enough heads attend to."""
+        return sink_places(self.above[self.attending], self.ids)
 
     @property
-    def share(self) -> float:
-        """Share of the texts whose first token is a sink."""
-        return float(self.texts.float().mean())
+    def n_heads(self) -> int:
+        """Number of heads of layers that attend."""
+        return self.above[self.attending].shape[:2].numel()
 
-    @cached_property
-    def heads(self) -> Heads:
-        """The (layer, head) pairs that attend to the first token in most of `texts`; empty if too few for a sink."""
-        return self._heads_of_a_sink(self.above[..., self.texts, 0])
+    def readers(self, rule: Rule) -> Heads:
+        """The (layer, head) pairs that attend to most of the sinks that words mean; empty if too few for a sink."""
+        share = POSITION_SHARE
+        if rule.position is None or rule.tokens:
+            share = PLACE_SHARE
+        steady = _in_most(self.above[:, :, self.places.of(rule).there])
+        if int(steady.sum()) < max(SINK_HEADS, share * self.n_heads):
+            return []
+        return [(layer, head) for layer, head in steady.nonzero().tolist()]
+
+    def described(self, decode: Callable[[list[int]], str]) -> Description | None:
+        """Words for the attention sink; None if no words hold for places that enough heads attend to."""
+        return describe(self.places, decode, lambda rule: bool(self.readers(rule)))
+
+    def rate_of(self, rule: Rule) -> float:
+        """Share of all heads that attend to the sinks that words mean."""
+        return float(self.above[self.attending][:, :, self.places.of(rule).there].float().mean())
 
     @cached_property
     def learned_heads(self) -> Heads:
         """The (layer, head) pairs whose learned sink logit exceeds the threshold in most texts; empty if too few."""
-        return self._heads_of_a_sink(self.learned)
-
-    def _heads_of_a_sink(self, above: Bool[Tensor, "layer head text"]) -> Heads:
-        steady = _in_most_texts(above)
-        heads = [(layer, head) for layer, head in steady.nonzero().tolist()]
-        if len(heads) < max(SINK_HEADS, FIRST_SHARE * steady[self.attending].numel()):
+        steady = _in_most(self.learned > self.eps)
+        if int(steady.sum()) < max(SINK_HEADS, POSITION_SHARE * self.n_heads):
             return []
-        return heads
-
-    @property
-    def attended(self) -> bool:
-        """Whether there is an attention sink at any position, or at learned logits."""
-        return bool(self.heads or self.learned_heads or self.later)
+        return [(layer, head) for layer, head in steady.nonzero().tolist()]
 
     @property
     def learned_rate(self) -> float:
         """Share of (layer, head) pairs whose learned sink logit exceeds the threshold, averaged over texts."""
-        return float(self.learned[self.attending].float().mean())
+        return float((self.learned[self.attending] > self.eps).float().mean())
 
     @property
-    def window(self) -> int | None:
-        """The smallest window of the layers of the heads that attend; None if they see everything."""
-        windows = [self.windows[layer] for layer, _ in self.heads]
+    def learned_rates(self) -> tuple[float | None, ...]:
+        """The same for each layer; None in layers without attention."""
+        rates = reduce((self.learned > self.eps).float(), "layer head text -> layer", "mean").tolist()
+        return tuple(rate if attends else None for rate, attends in zip(rates, self.attending.tolist(), strict=True))
+
+    def window(self, heads: Heads) -> int | None:
+        """The smallest window of the layers of some heads; None if they see everything."""
+        windows = [self.windows[layer] for layer, _ in heads]
         return min(filter(None, windows), default=None)
 
-    @cached_property
-    def later(self) -> list[AttendedToken]:
-        """Positions behind the first that receive attention, most heads first.
 
-        A position counts whatever stands there if different tokens receive attention at it. Elsewhere each token is
-        judged, over at least two positions.
-        """
-        ids = self.ids[:, : self.above.shape[-1]]
-        elsewhere = torch.ones_like(ids, dtype=torch.bool)
-        attended = self._at_positions(ids, elsewhere)
-        elsewhere[:, [0, *(place.position for place in attended)]] = False
-        tokens = []
-        for token in ids[:, 1:].unique().tolist():
-            where = elsewhere & (ids == token)
-            rate = _later_rate(self.above[self.attending][:, :, where])
-            positions = where.any(0).nonzero().flatten()
-            if rate is not None and len(positions) > 1:
-                tokens.append(AttendedToken(token, int(positions[0]), rate))
-        if tokens:  # a position may have seemed attended because these tokens stand there
-            ordinary = ~torch.isin(ids, torch.tensor([place.token for place in tokens]))
-            attended = self._at_positions(ids, ordinary)
-        return sorted([*tokens, *attended], key=lambda place: -place.rate)
-
-    def _at_positions(self, ids: TokenRows, counted: Bool[Tensor, "text at"]) -> list[AttendedToken]:
-        """Positions at which different tokens receive attention."""
-        attended = []
-        for position in range(1, ids.shape[1]):
-            texts = counted[:, position]
-            rate = _later_rate(self.above[self.attending][:, :, texts, position])
-            if rate is not None and len(ids[texts, position].unique()) >= LATER_CASES:
-                attended.append(AttendedToken(None, position, rate))
-        return attended
-
-
-def _texts_of(to_first: Bool[Tensor, "layer head text"], heads: Bool[Tensor, "layer head"]) -> Bool[Tensor, " text"]:
-    """Texts in which most of the heads attend to the first token; all of them if nearly all are."""
-    texts = reduce(to_first[heads].float(), "head text -> text", "mean") >= MOST_TEXTS
-    return texts | (texts.float().mean() >= ALL_TEXTS)
-
-
-def _in_most_texts(above: Bool[Tensor, "layer head case"]) -> Bool[Tensor, "layer head"]:
-    return reduce(above.float(), "layer head case -> layer head", "mean") >= MOST_TEXTS
-
-
-def _later_rate(above: Bool[Tensor, "layer head case"]) -> float | None:
-    """Share of heads that attend in most of the cases; None where the cases or the heads are too few for a sink."""
-    if above.shape[-1] < LATER_CASES:
-        return None
-    steady = _in_most_texts(above)
-    rate = float(steady.float().mean())
-    if int(steady.sum()) < SINK_HEADS or rate < LATER_SHARE:
-        return None
-    return rate
+def _in_most(above: Bool[Tensor, "layer head case"]) -> Bool[Tensor, "layer head"]:
+    """The heads that attend in most cases; none of no case."""
+    return reduce(above.float(), "layer head case -> layer head", "mean").nan_to_num() >= MOST_TEXTS
 
 
 @torch.no_grad()
@@ -199,10 +140,11 @@ def attention_received(
     eps: float = RATE_EPS,
     *,
     layers: int | None = None,
+    without: tuple[int, ...] = (),
     progress: Progress = silent,
     batch: int = 8,
 ) -> AttentionReceived:
-    """Run texts and record which heads attend to which position.
+    """Run texts and record how much attention every position receives, and its norm after every layer.
 
     The attention that position k receives is the mean of A[i, k] over all queries i >= k (Gu et al. 2024). Where a
     window hides k from some of them, it is the mean over the farther half of the window: in the nearer half, early
@@ -213,11 +155,12 @@ def attention_received(
         ids: Texts of equal length.
         eps: Threshold; 0.3 in the paper.
         layers: Number of layers to run. None: all.
+        without: Residual dimensions that norms leave out.
         progress: Called after each batch.
         batch: Number of texts that run together.
     """
     depth = layers or target.n_layers
-    reading = AttentionReading(target, ids, eps)
+    reading = AttentionReading(target, ids, eps, without)
     for start in range(0, len(ids), batch):
         texts = slice(start, min(start + batch, len(ids)))
         with reading.listening(texts, depth):
@@ -227,68 +170,87 @@ def attention_received(
 
 
 class AttentionReading:
-    """Takes down which heads attend to which position while texts run through a model."""
+    """Takes down the attention that positions receive, and their norms, while texts run through a model."""
 
-    def __init__(self, target: Target, ids: TokenRows, eps: float = RATE_EPS) -> None:
+    def __init__(self, target: Target, ids: TokenRows, eps: float = RATE_EPS, without: tuple[int, ...] = ()) -> None:
         self.target = target
         self.ids = ids
         self.eps = eps
+        self.without = without
         places = max(1, ids.shape[1] - LATER_QUERIES)
-        self._above = torch.zeros(target.n_layers, target.n_heads, len(ids), places, dtype=torch.bool)
-        self._learned = torch.zeros(target.n_layers, target.n_heads, len(ids), dtype=torch.bool)
+        self._received = torch.zeros(target.n_layers, target.n_heads, len(ids), places)
+        self._learned = torch.zeros(target.n_layers, target.n_heads, len(ids))
+        self._norms = torch.zeros(target.n_layers, *ids.shape)
         self._windows: list[int | None] = [None] * target.n_layers
 
-    def listening(self, texts: slice, depth: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def listening(self, texts: slice, depth: int) -> Iterator[None]:
         """A context in which a pass over some of the texts is taken down, in the first layers."""
         read = partial(self._read, texts)
-        return attention_rows(self.target, read, layers=list(range(depth)), rows_per_chunk=self.ids.shape[1])
+        hooks = []
+        for layer in range(depth):
+            hooks.append((self.target.layers[layer], "post", on_output(partial(self._layer_done, texts, layer))))
+        rows = visible_rows(self.target, read, layers=list(range(depth)), rows_per_chunk=self.ids.shape[1])
+        with self.target.hooks(*hooks), rows:
+            yield
 
-    def _read(self, texts: slice, layer: int, _first: int, probs: Float[Tensor, "text head query key"]) -> None:
+    def _layer_done(self, texts: slice, layer: int, output: Any) -> None:
+        norms = norm_of(first_tensor(output), self.without)
+        self._norms[layer, texts] = norms.reshape(len(self.ids[texts]), -1).cpu()
+
+    def _read(
+        self,
+        texts: slice,
+        layer: int,
+        _first: int,
+        probs: Float[Tensor, "text head query key"],
+        visible: Callable[[], Bool[Tensor, "text _ query key"]],
+    ) -> None:
         length = probs.shape[-1]
-        window = self._windows[layer] = seen_positions(probs)
-        counted = probs
-        places = torch.arange(length, device=probs.device)
-        queries = length - places
-        if window is not None:
-            distance = places[:, None] - places
-            farther = (distance >= window // 2) & (distance < window)
-            counted = probs * farther
-            queries = farther.sum(0).clamp(min=1)
+        sees = visible()[0, 0].to(probs.device)
+        window = None
+        if not bool(sees[-1, 0]):
+            window = int(sees[-1].sum())
+            places = torch.arange(length, device=probs.device)
+            sees = sees & (places[:, None] - places >= window // 2)
+        self._windows[layer] = window
         if window is None or window >= NARROWEST:
-            received = reduce(counted, "text head query key -> head text key", "sum") / queries
-            self._above[layer, :, texts] = (received[..., : self._above.shape[-1]] > self.eps).cpu()
+            shares = reduce(probs * sees, "text head query key -> head text key", "sum") / sees.sum(0).clamp(min=1)
+            self._received[layer, :, texts] = shares[..., : self._received.shape[-1]].cpu()
         if self.target.adapter.learned_sinks:
             to_tokens = reduce(probs.sum(-1), "text head query -> head text", "mean")
-            self._learned[layer, :, texts] = (1 - to_tokens > self.eps).cpu()
+            self._learned[layer, :, texts] = (1 - to_tokens).cpu()
 
     def received(self, depth: int) -> AttentionReceived:
         """What was read in the first layers."""
-        attending = torch.tensor(list(map(self.target.has_attention, range(depth))))
-        windows = tuple(self._windows[:depth])
-        return AttentionReceived(self.ids, self._above[:depth], self._learned[:depth], windows, attending)
+        return AttentionReceived(
+            ids=self.ids,
+            received=self._received[:depth],
+            learned=self._learned[:depth],
+            windows=tuple(self._windows[:depth]),
+            attending=torch.tensor(list(map(self.target.has_attention, range(depth)))),
+            norms=self._norms[:depth],
+            eps=self.eps,
+        )
 
 
-def seen_positions(probs: Float[Tensor, "text head query key"]) -> int | None:
-    """Positions that the last query sees; None if it sees all of them."""
-    seen = (probs[:, :, -1] > 0).any(1).any(0)
-    if bool(seen[0]):
-        return None
-    return int(seen.sum())
-
-
-def attention_of_all(setup: Setup) -> tuple[AttentionReceived, SinkRate | None]:
-    """Attention in all layers over many short texts, as the sink rate is defined.
+def attention_of_all(setup: Setup, without: tuple[int, ...] = ()) -> tuple[AttentionReceived, SinkRate | None]:
+    """Attention and norms in all layers over many short texts, as the sink rate is defined.
 
     If the context is too short for these texts, the typical text is used, and there is no rate.
+
+    Args:
+        setup: The model and its text.
+        without: Residual dimensions that norms leave out.
     """
     target = setup.target
     if target.max_positions is not None and target.max_positions < RATE_LENGTH:
-        return attention_received(target, setup.ids), None
+        return attention_received(target, setup.ids, without=without), None
     texts, batch = RATE_TEXTS, max(1, BATCH_ELEMENTS // (RATE_LENGTH * target.d_mlp))
     if not target.resident:  # every batch reads all layers from disk again: there is one smaller batch
         texts, batch = RATE_TEXTS // 4, RATE_TEXTS
     ids = text_rows(setup.tokenizer, setup.text, texts, RATE_LENGTH, setup.bos)
-    received = attention_received(target, ids, progress=setup.progress, batch=batch)
+    received = attention_received(target, ids, without=without, progress=setup.progress, batch=batch)
     return received, SinkRate(RATE_EPS, RATE_LENGTH, len(ids), received.rate)
 
 

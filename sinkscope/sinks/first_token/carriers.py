@@ -7,15 +7,25 @@ from collections.abc import Sequence
 from sinkscope.measure.evidence import NEEDED
 from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.context import SinkContext
-from sinkscope.sinks.first_token.effects import Component, Edit, effects, has_key_bias, heads_lost, one_by_one, writers
-from sinkscope.sinks.first_token.result import Carrier, Heads
+from sinkscope.sinks.first_token.effects import (
+    At,
+    Component,
+    Edit,
+    effects,
+    has_key_bias,
+    heads_lost,
+    one_by_one,
+    writers,
+)
+from sinkscope.sinks.first_token.members import Heads
+from sinkscope.sinks.first_token.records import Carrier
 from sinkscope.sinks.tokens import TokenRows
 
 MAKER_TEXTS = 2
 MAKER_LENGTH = 32  # typical text in which the maker of a spike is searched
 
 
-def carriers(target: Target, ids: TokenRows, heads: Heads, at: int = 0) -> tuple[Carrier, ...]:
+def carriers(target: Target, ids: TokenRows, heads: Heads, at: At = 0) -> tuple[Carrier, ...]:
     """Replace each component at the position by what it writes at a later one, to see whose absence ends the sink.
 
     "position" is what remains when everything written at the position is replaced.
@@ -48,15 +58,15 @@ def carried_by(tried: Sequence[Carrier]) -> str | None:
 
 
 def spike_maker(context: SinkContext) -> str | None:
-    """The component without which the first token's spike is gone; None if there is no single one."""
+    """The component without which the spike is gone; None if there is no single one."""
     target = context.target
     scan = context.scan
     layer = scan.spike_layers[0]
-    ids = context.ids[:MAKER_TEXTS, :MAKER_LENGTH]
+    at = context.at[:MAKER_TEXTS]
+    ids = context.ids[:MAKER_TEXTS, : max(MAKER_LENGTH, context.up_to_place + 4)]
     candidates = writers(target, layer + 1)
-    edited = effects(
-        target, ids, one_by_one(candidates), source=ids.shape[1] // 2, upto=layer, without=scan.shared_dims
-    )
+    source = (at + ids.shape[1]) // 2
+    edited = effects(target, ids, one_by_one(candidates), at=at, source=source, upto=layer, without=scan.shared_dims)
     drops = edited.drops(layer)
     best = int(drops.argmax())
     if float(drops[best]) < NEEDED:

@@ -8,186 +8,37 @@ spike and the attention that are left are read (`position_effect`). What is said
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
 import plotly.graph_objects as go
 import torch
-from einops import reduce
 from jaxtyping import Float
 from plotly.subplots import make_subplots
 
-from sinkscope.files.notation import agreeing, brief, counted, head_name, listed, neuron_name
+from sinkscope.files.notation import agreeing, brief, counted, listed
 from sinkscope.files.tables import Table, percent
 from sinkscope.measure import Number, Positive, Result, Setup, measurement
-from sinkscope.measure.evidence import NEEDED, Evidence, beside
-from sinkscope.measure.style import BLUE, GREY, ORANGE, finished, unfolded
-from sinkscope.models.target import Target, norm_of
+from sinkscope.measure.style import BLUE, GREY, ORANGE, finished
+from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.attention_received import with_long_texts
-from sinkscope.sinks.first_token.effects import Component, Edit, effects, key_bias, key_projection, one_by_one
+from sinkscope.sinks.first_token.effects import key_bias, key_projection
 from sinkscope.sinks.first_token.find import find_sinks
-from sinkscope.sinks.first_token.position_effect import Marks, PositionEffect, random_swaps
-from sinkscope.sinks.first_token.result import (
-    RATE_EPS,
-    SHORT,
-    FindSinks,
-    LaterSink,
-    SinkPosition,
-    Sites,
-    few_heads,
-    sites_of,
-)
-from sinkscope.sinks.first_token.sets import random_sets
-from sinkscope.sinks.tokens import TokenRows, prefixes
+from sinkscope.sinks.first_token.members import RATE_EPS, Sites, sites_of
+from sinkscope.sinks.first_token.places import Rule
+from sinkscope.sinks.first_token.records import SHORT
+from sinkscope.sinks.first_token.result import FindSinks
+from sinkscope.sinks.first_token.sentences import few_heads
+from sinkscope.sinks.first_token.steps import MARK, NEURONS, REPETITION, CircuitStep, Readers
+from sinkscope.sinks.first_token.traced import TracedPlace, mark_step, traced_place
+from sinkscope.sinks.tokens import prefixes
 from sinkscope.trace.attention import attention_rows
-from sinkscope.trace.run import trace
 
 FIGURE_COMPONENTS = 12
-NAMED, WORDS_OF_NAMES = 3, 6  # components that a sentence names at most, and the words that they may take
-MARK, NEURONS, REPETITION, KEYS = "mark", "neurons", "repetition", "keys"
 TEXTS = 2  # pieces of typical text
 LATER_SINKS = 3  # sinks behind the first token that are traced at most
-
-
-@dataclass(frozen=True)
-class CircuitStep:
-    """What one step of a circuit needs.
-
-    Attributes:
-        name: "mark": what marks the position for the spike; "neurons": the neurons that make the spike; "repetition":
-            what marks the last of many repetitions; "keys": what heads read that do not need the spike.
-        components: The components that were replaced, the chosen ones first; or the neurons.
-        necessity: Share of the effect that is lost if the component writes at the position what it writes at a typical
-            one, or if the neuron is zero.
-        sufficiency: Share of the effect that a typical position gains from the component. NaN where that cannot be
-            tested: neurons, and biases of keys.
-        control: Largest loss of 20 single random heads; for neurons, `together_control`. None: there are too few.
-        chosen: What is needed alone or, if nothing is, the smallest set found.
-        alone: What is lost without each of the chosen. If the attention needs the spike, this is a loss of attention,
-            because heads may read a spike of half the size as well.
-        together: What is lost without all of them. None if nothing was chosen.
-        together_control: Largest loss without as many random heads, or neurons of the same layers.
-    """
-
-    name: str
-    components: tuple[str, ...]
-    necessity: Float[np.ndarray, " component"]
-    sufficiency: Float[np.ndarray, " component"]
-    control: float | None
-    chosen: tuple[str, ...]
-    alone: Float[np.ndarray, " chosen"]
-    together: float | None
-    together_control: float | None
-
-    @property
-    def carried(self) -> bool:
-        """Whether the chosen components are needed together."""
-        return Evidence(self.together, self.together_control).holds
-
-    @property
-    def needed_alone(self) -> tuple[str, ...]:
-        """Those of the chosen that are needed alone, if all are needed together."""
-        pairs = zip(self.chosen, self.alone.tolist(), strict=True)
-        return tuple(name for name, lost in pairs if self.carried and Evidence(lost, self.control).holds)
-
-    def rows(self) -> Table:
-        """A row for each component."""
-        columns = {
-            "necessity": self.necessity,
-            "necessity_control": [self.control] * len(self.components),
-            "sufficiency": self.sufficiency,
-        }
-        target = "keys" if self.name == KEYS else "spike"
-        return unfolded(columns, step=[self.name], source=self.components, target=[target])
-
-    def in_words(self) -> str:
-        """What is lost without the chosen components, beside random ones."""
-        if not self.carried and np.isnan(self.necessity).all():
-            return "nothing tried is needed"
-        if not self.carried:
-            largest = int(np.nanargmax(self.necessity))
-            lost, control = self._beside_random(float(self.necessity[largest]), self.control)
-            return (
-                f"nothing tried is needed; most, {lost}, is lost without {_named((self.components[largest],))}{control}"
-            )
-        lost, control = self._beside_random(self.together or 0.0, self.together_control)
-        count, names, alone = len(self.chosen), _named(self.chosen), self.needed_alone
-        if self.name == MARK and count == 1 and self.alone[0] < NEEDED:  # which is a loss of attention
-            return f"{lost} is lost without {names}{control}, but the attention stays"
-        if len(alone) == count:
-            are, them = agreeing(count, "is", "are each"), agreeing(count, "it", "them")
-            return f"{names} {are} needed: {lost} is lost without {them}{control}"
-        if not alone:
-            return f"none is needed alone; {lost} is lost without {names}{control}"
-        every = "both" if count == 2 else f"all {count}"
-        are = agreeing(len(alone), "is", "are")
-        return f"only {_named(alone)} {are} needed alone; {lost} is lost without {every}{control}"
-
-    def _beside_random(self, lost: float, control: float | None) -> tuple[str, str]:
-        """A loss, and its control in brackets."""
-        text, chance = beside(lost, control)
-        if control is None:
-            return text, ""
-        return text, f" (random {'neurons' if self.name == NEURONS else 'heads'}: at most {chance})"
-
-
-@dataclass(frozen=True)
-class Readers:
-    """The heads that give a position at least 0.3 of their attention, those with most attention first.
-
-    If there are any behind the layer of the spike, only these count.
-
-    Attributes:
-        carried_by: What their keys need: "spike", or components. Empty if nothing was found.
-        heads: The heads.
-        of: Number of heads that were looked at: those behind a layer, or all.
-        behind: This layer, after which the spike stands out. None: all heads count.
-        length: Length of the texts in which attention was read; a window cuts them.
-        attention: Mean attention of each head to the position.
-        attention_without: The same without what carries it; equal to `attention` if nothing was found.
-        control: The lowest attention of all heads together without as many random neurons or heads. None if there are
-            too few.
-    """
-
-    carried_by: tuple[str, ...]
-    heads: tuple[str, ...]
-    of: int
-    behind: int | None
-    length: int
-    attention: Float[np.ndarray, " head"]
-    attention_without: Float[np.ndarray, " head"]
-    control: float | None
-
-    @property
-    def evidence(self) -> Evidence:
-        """The attention that is lost without what carries it."""
-        intact = float(self.attention.mean())
-        control = None if self.control is None else intact - self.control
-        return Evidence(intact - float(self.attention_without.mean()), control, intact)
-
-    def rows(self) -> Table:
-        """A row per head."""
-        if not self.carried_by:
-            return []
-        source = "spike" if self.carried_by == ("spike",) else "marks"
-        control = None if self.control is None else 1 - self.control / float(self.attention.mean())
-        columns = {
-            "necessity": 1 - self.attention_without / self.attention,
-            "necessity_control": [control] * len(self.heads),
-            "sufficiency": [None] * len(self.heads),
-        }
-        return unfolded(columns, step=["readers"], source=[source], target=self.heads)
-
-    def in_words(self) -> str:
-        """The attention with and without what carries it."""
-        if not self.evidence.holds:
-            return "nothing that was replaced takes it away"
-        carried = _named(self.carried_by)
-        control = "" if self.control is None else f" ({self.control:.2f} in the random control)"
-        before, after = self.attention.mean(), self.attention_without.mean()
-        return f"without {carried} the mean of that attention falls from {before:.2f} to {after:.2f}{control}"
+GROUPS = 3  # groups of heads that are described at most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,15 +51,17 @@ class SinkCircuit:
         position: The position.
         sink_layer: The last layer whose neurons make the spike. None if no MLP does.
         steps: What the spike and the attention need.
-        readers: The heads that attend to the position. None if there are none.
-        stands_out: Whether the norm of a later position stands out.
+        readers: The heads that attend to the position, by what they need, the largest group first.
+        n_heads: Number of heads of all layers with softmax attention.
+        stands_out: Whether the norm of the position stands out.
     """
 
     place: str | None = None
     position: int = 0
     sink_layer: int | None = None
     steps: tuple[CircuitStep, ...] = ()
-    readers: Readers | None = None
+    readers: tuple[Readers, ...] = ()
+    n_heads: int = 0
     stands_out: bool = False
 
     def step(self, name: str) -> CircuitStep | None:
@@ -218,24 +71,55 @@ class SinkCircuit:
                 return step
         return None
 
+    @property
+    def n_readers(self) -> int:
+        """Number of heads that attend to the position."""
+        return sum(len(group.heads) for group in self.readers)
+
     def edges(self) -> Table:
         """The edges, from the mark to the heads."""
         rows = []
-        for step in self.steps:
-            rows += step.rows()
-        if self.readers is not None:
-            rows += self.readers.rows()
+        for part in (*self.steps, *self.readers):
+            rows += part.rows()
         return [{"sink": self.place, **row} for row in rows]
 
     def sentence(self, place: str | None) -> str:
-        """What marks the sink or, without a spike, what its readers need, with the control."""
-        mark, keys = self.step(MARK), self.step(KEYS)
+        """What marks the spike that most heads need or, if they need none, what they need, with the control."""
+        mark = self.step(MARK)
+        of_spike = sum(len(group.heads) for group in self.readers if group.need_the_spike)
+        keys = [group for group in self.readers if group.keys is not None and group.evidence.holds]
+        if keys and 2 * of_spike < self.n_readers:
+            return self._what_heads_need(place, keys[0])
         if mark is not None:
             return f"For the spike of {place}, {mark.in_words()}."
-        if keys is not None:
-            spike = ", whose spike has no known neurons" if self.stands_out else " without a spike"
-            return f"Heads attend to {place}{spike}; {keys.in_words()}."
+        if self.readers:
+            return f"{counted(self.n_readers, 'head')} attend to {place}, and nothing that was replaced is needed."
         return f"No neurons were found that make a spike of {place}, and no head attends to it."
+
+    def _what_heads_need(self, place: str | None, group: Readers) -> str:
+        assert group.keys is not None
+        if len(group.heads) < self.n_readers:
+            heads = f"{len(group.heads)} of {counted(self.n_readers, 'head')}"
+            return f"For {heads} that attend to {place}, {group.keys.in_words()}."
+        about = " without a spike"
+        if self.stands_out:
+            about = " and do not need its spike"
+        return f"Heads attend to {place}{about}; {group.keys.in_words()}."
+
+    def about_readers(self) -> str:
+        """How many heads attend to the position, and what each group of them needs."""
+        give = agreeing(self.n_readers, "gives", "give")
+        who = (
+            f"In texts of {self.readers[0].length} tokens, {self.n_readers} of {counted(self.n_heads, 'head')} {give} "
+            f"{self.place} more than {RATE_EPS} of their attention"
+        )
+        if len(self.readers) == 1:
+            return f"{who}; {self.readers[0].in_words()}."
+        parts = [f"for {len(group.heads)}, {group.in_words()}" for group in self.readers[:GROUPS]]
+        others = sum(len(group.heads) for group in self.readers[GROUPS:])
+        if others:
+            parts.append(f"{others} more need other parts")
+        return f"{who}: {'; '.join(parts)}."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,27 +179,22 @@ class Circuit(SinkCircuit, Result):
         mark = self.step(MARK)
         if mark is not None:
             numbers.append(Number("spike lost without its marks", mark.together, mark.together_control))
-        if self.readers is not None:
-            without = float(self.readers.attention_without.mean())
-            numbers.append(Number("attention without what carries it", without, self.readers.control))
+        for group in self.readers[:1]:
+            without = float(group.attention_without.mean())
+            numbers.append(Number("attention without what carries it", without, group.control))
         return numbers
 
     def details(self) -> list[str]:
         """The neurons, repetition, the readers, further sinks, learned sink logits, and what was not tested."""
         lines = []
-        neurons, repetition, readers = self.step(NEURONS), self.step(REPETITION), self.readers
+        neurons, repetition = self.step(NEURONS), self.step(REPETITION)
         if neurons is not None:
             lines.append(f"Of the neurons that write the spike, {neurons.in_words()}.")
         if repetition is not None:
             times = counted(self.repeats or 0, "repetition")
             lines.append(f"After {times} of {self.repeated!r}, {repetition.in_words()}.")
-        if readers is not None:
-            give = agreeing(len(readers.heads), "gives", "give")
-            behind = "" if readers.behind is None else f" behind layer {readers.behind}"
-            lines.append(
-                f"In texts of {readers.length} tokens, {len(readers.heads)} of {counted(readers.of, 'head')}{behind} "
-                f"{give} {self.place} more than {RATE_EPS} of their attention; {readers.in_words()}."
-            )
+        if self.readers:
+            lines.append(self.about_readers())
         if self.later:
             lines.append(" ".join([sink.sentence(sink.place) for sink in self.later]))
         if self.learned_share is not None:
@@ -326,16 +205,6 @@ class Circuit(SinkCircuit, Result):
         if self.untested:
             lines.append(f"Not tested: {listed(self.untested)}.")
         return lines
-
-
-def _named(components: tuple[str, ...], most: int = NAMED) -> str:
-    """Components in a sentence: heads and neurons by their names, others with an article."""
-    names = []
-    for name in components:
-        names.append(name if name.startswith("L") else f"the {name}")
-    while most > 1 and len(listed(names, most).split()) > WORDS_OF_NAMES:
-        most -= 1
-    return listed(names, most)
 
 
 def draw(result: Circuit) -> go.Figure:
@@ -357,212 +226,58 @@ def draw(result: Circuit) -> go.Figure:
     return finished(fig, result, width=max(700, 350 * len(panels)), height=460)
 
 
-@dataclass(frozen=True)
-class _Position:
-    """A sink, and the texts on which its circuit is measured.
-
-    Attributes:
-        setup: The model and its text.
-        name: The position in words.
-        ids: Texts that have the same sink at the same position.
-        at: The position.
-        other: The typical position that it trades places with.
-        layer: The layer after which the spike is read. None if there is no spike.
-        sites: The neurons that make the spike. If there are none, components that are needed stand for them.
-        shared_dims: Residual dimensions that are massive on all tokens and left out of norms.
-    """
-
-    setup: Setup
-    name: str
-    ids: TokenRows
-    at: int
-    other: int
-    layer: int | None
-    sites: Sites
-    shared_dims: tuple[int, ...]
-
-    @classmethod
-    def of(
-        cls, setup: Setup, sinks: FindSinks, name: str, ids: TokenRows, at: int, layer: int | None, sites: Sites
-    ) -> _Position:
-        """Chooses the typical position: its norms after the layer are nearest to the median of their text."""
-        shared_dims = sinks.shared_dims
-        window = getattr(setup.target.config, "sliding_window", None)
-        if window and getattr(setup.target.config, "use_sliding_window", True):
-            ids = ids[:, : max(at + 4, int(window))]  # every query sees the first position
-        site = f"blocks.{setup.n_layers - 1 if layer is None else layer}.hook_resid_post"
-        norms = trace(setup.target, ids, [site], lambda resid: norm_of(resid, shared_dims))[site]
-        distance = (norms / norms[:, 1:].median(1, keepdim=True).values).log().abs()
-        distance[:, at] = torch.inf
-        length = ids.shape[1]
-        begin, end = length // 8, max(length // 2, length // 8 + 1)
-        other = begin + int(distance[:, begin:end].amax(0).argmin())
-        return cls(setup, name, ids, at, other, layer, sites, shared_dims)
-
-    @property
-    def spike(self) -> PositionEffect:
-        """The norm of the position after the layer."""
-        return PositionEffect(self.setup.target, self.ids, self.at, self.other, self.layer, without=self.shared_dims)
-
-    def random_heads(self, depth: int, excluded: Sequence[Component], size: int) -> list[Edit]:
-        """Edits that replace random heads of the layers up to one, except these."""
-        heads = [Component("head", layer, head) for layer in range(depth + 1) for head in range(self.setup.n_heads)]
-        return random_swaps([head for head in heads if head not in excluded], size, self.setup.seed)
-
-    def swapped(self, depth: int, chosen: tuple[Component, ...]) -> list[Edit]:
-        """Edits that replace the chosen components, and as many random heads; none if nothing was chosen."""
-        if not chosen:
-            return []
-        return [Edit(swap=chosen), *self.random_heads(depth, chosen, len(chosen))]
-
-    def silenced(self) -> list[Edit]:
-        """Edits that silence the neurons, and random sets of as many neurons of the same layers (and experts)."""
-        generator = torch.Generator().manual_seed(self.setup.seed)
-        return [Edit(zero=sites) for sites in (self.sites, *random_sets(self.setup.target, self.sites, (), generator))]
-
-    def reading_effect(self) -> PositionEffect | None:
-        """The attention to the position of the heads that read it; None if there are none.
-
-        Only heads behind the spike's layer count. If there are none, all heads count, and these cannot read the spike.
-        """
-        target = self.setup.target
-        received = effects(target, self.ids, [], at=self.at, attention=True).intact_attention
-        reading = reduce(received, "text layer head -> layer head", "mean") > RATE_EPS
-        behind = 0 if self.layer is None else self.layer + 1
-        if bool(reading[behind:].any()):
-            reading[:behind] = False
-        if not bool(reading.any()):
-            return None
-        return PositionEffect(target, self.ids, self.at, self.other, heads=reading)
-
-
-def _step(
-    name: str,
-    effect: PositionEffect,
-    edits: dict[str, Edit],
-    chosen: Sequence[str],
-    together: Sequence[Edit],
-    judge: PositionEffect,
-    control: float | None = None,
-) -> CircuitStep:
-    """What is lost of an effect under each of some edits, and without all that were chosen.
-
-    Args:
-        name: Name of the step.
-        effect: The effect.
-        edits: What removes each component or neuron, by its name.
-        chosen: Those that are called needed.
-        together: The edit that removes all of these, and its controls.
-        judge: The effect by which they are called needed alone.
-        control: The control of a single edit. None: that of all together.
-    """
-    single = list(edits.values())
-    lost = effect.necessity([*single, *together])
-    together_control = max(lost[len(single) + 1 :], default=None)
-    return CircuitStep(
-        name=name,
-        components=tuple(edits),
-        necessity=np.array(lost[: len(single)]),
-        sufficiency=np.array(effect.sufficiency(single)),
-        control=together_control if control is None else control,
-        chosen=tuple(chosen),
-        alone=np.array(judge.necessity([edits[one] for one in chosen])),
-        together=lost[len(single)] if together else None,
-        together_control=together_control,
-    )
-
-
-def _mark_step(
-    position: _Position, name: str, effect: PositionEffect, marks: Marks, depth: int, judge: PositionEffect
-) -> CircuitStep:
-    """What an effect needs of the components before a layer, which reads it by its MLP or by its keys."""
-    control = max(effect.necessity(position.random_heads(depth, marks.chosen, 1)), default=None)
-    edits = {str(one): Edit(swap=(one,)) for one in (*marks.chosen, *marks.effective)}
-    together = position.swapped(depth, marks.chosen)
-    return _step(name, effect, edits, tuple(map(str, marks.chosen)), together, judge, control)
-
-
-def _readers(effect: PositionEffect, layer: int | None, carried_by: tuple[str, ...], edits: Sequence[Edit]) -> Readers:
-    """The reading heads under an edit that removes what may carry them, and under its controls."""
-    assert effect.heads is not None
-    places = effect.heads.nonzero().tolist()
-    behind, first = None, 0
-    if layer is not None and places[0][0] > layer:
-        behind, first = layer, layer + 1
-    intact = effect.intact.mean(0)
-    left = intact[None]
-    if edits:
-        left = intact - reduce(effect.removed(edits), "edit text head -> edit head", "mean")
-    ranked = intact.argsort(descending=True, stable=True)
-    return Readers(
-        carried_by=carried_by,
-        heads=tuple(head_name(*places[number]) for number in ranked.tolist()),
-        of=effect.heads[first:].numel(),
-        behind=behind,
-        length=effect.ids.shape[1],
-        attention=intact[ranked].double().numpy(),
-        attention_without=left[0, ranked].double().numpy(),
-        control=float(left[1:].mean(1).min()) if len(left) > 1 else None,
-    )
-
-
-def _traced(position: _Position, made_by_mlp: bool) -> SinkCircuit:
-    """The circuit of a sink; `made_by_mlp` says whether MLPs make its spike."""
-    steps = []
-    reading, spike = position.reading_effect(), position.spike
-    layer, sites = position.layer, position.sites
-    readers: Readers | None = None
-    carried = False
-    if layer is not None:
-        marks = spike.marks(layer)
-        if reading is not None:
-            carried_by: tuple[str, ...] = ("spike",)
-            if sites:
-                removing = position.silenced()
-            elif made_by_mlp:
-                removing = one_by_one([Component("mlp", layer)])
-            else:
-                carried_by = tuple(map(str, marks.chosen))
-                removing = position.swapped(layer, marks.chosen)
-            readers = _readers(reading, layer, carried_by, removing)
-            carried = readers.evidence.holds
-        judge = reading if reading is not None and carried else spike
-        steps.append(_mark_step(position, MARK, spike, marks, layer, judge))
-        if sites:
-            neurons = {neuron_name(*site): Edit(zero=(site,)) for site in sites}
-            steps.append(_step(NEURONS, spike, neurons, tuple(neurons), position.silenced(), judge))
-    if reading is not None and reading.heads is not None and not carried:
-        depth = int(reading.heads.nonzero()[:, 0].max())
-        marks = reading.marks(depth)
-        step = _mark_step(position, KEYS, reading, marks, depth, reading)
-        steps.append(step)
-        readers = _readers(reading, layer, (), [])
-        if step.carried:
-            readers = _readers(reading, layer, step.chosen, position.swapped(depth - 1, marks.chosen))
-    return SinkCircuit(
-        place=position.name,
-        position=position.at,
-        sink_layer=layer if made_by_mlp else None,
-        steps=tuple(steps),
-        readers=readers,
-    )
-
-
 def _with_its_texts(setup: Setup, sinks: FindSinks) -> Setup:
     """The setup with texts that have the sinks: longer ones, if shorter ones do not show them."""
-    lengths = [later.position + 1 for later in sinks.later_sinks]
+    longest = 0
     if sinks.attention_sink is not None:
-        lengths.append(sinks.attention_sink.length)
-    if max(lengths, default=0) > setup.ids.shape[1]:
+        longest = sinks.attention_sink.length
+    if sinks.norm_spike is not None:
+        longest = max(longest, 1 + max(sinks.norm_spike.positions))
+    if longest > setup.ids.shape[1]:
         return with_long_texts(setup) or setup
     return setup
 
 
-def _first_sink(setup: Setup, sinks: FindSinks) -> _Position:
-    """The first token as `find_sinks` found it."""
-    ids = setup.ids[:TEXTS].clone()
-    ids[:, 0] = ids[0, 0]
-    spike, name = sinks.norm_spike, f"the first token {setup.tokenizer.decode(ids[0, :1])!r}"
+@dataclass(frozen=True)
+class _Kind:
+    """A kind of place that is a sink, as `find_sinks` found it.
+
+    Attributes:
+        rule: The places.
+        stands_out: Whether their norm stands out.
+        layer: The layer after which the spike is read. None if there is none, or its maker is not known.
+        sites: The neurons that make the spike.
+        by_mlp: Whether MLPs make it.
+    """
+
+    rule: Rule
+    stands_out: bool = False
+    layer: int | None = None
+    sites: Sites = ()
+    by_mlp: bool = False
+
+
+def _kinds(sinks: FindSinks) -> list[_Kind]:
+    """Every kind of place that has a spike or that heads attend to; the first one of the spike comes first."""
+    kinds: dict[str, _Kind] = {}
+    spike = sinks.norm_spike
+    if spike is not None:
+        kinds[spike.place.rules[0].words] = _first_kind(sinks)
+        rules = {rule.words: rule for rule in spike.place.rules}
+        for further in sinks.further_spikes:
+            sites = () if further.set is None else further.set.edit_sites
+            layer = max(sites)[0] if sites else None
+            kinds[further.words] = _Kind(rules[further.words], True, layer, sites, bool(sites))
+    if sinks.attention_sink is not None and sinks.attention_sink.place is not None:
+        for rule in sinks.attention_sink.place.rules:
+            kinds.setdefault(rule.words, _Kind(rule))
+    return list(kinds.values())
+
+
+def _first_kind(sinks: FindSinks) -> _Kind:
+    """The first kind of place that has a spike."""
+    spike = sinks.norm_spike
+    assert spike is not None
     layer = sinks.sink_layer
     sites = []
     if layer is not None:
@@ -570,26 +285,46 @@ def _first_sink(setup: Setup, sinks: FindSinks) -> _Position:
             sites += sinks.minimal.edit_sites
         sites += [site for site in sites_of(sinks.causal) if site not in sites]
         layer = max(layer, max(sites, default=(0,))[0])
-    elif spike is not None and spike.plateau is not None:
-        layer = spike.plateau[0]
-    return _Position.of(setup, sinks, name, ids, 0, layer, tuple(sites))
+    elif spike.runs:
+        layer = spike.runs[0][0]
+    return _Kind(spike.place.rules[0], True, layer, tuple(sites), sinks.sink_layer is not None)
 
 
-def _later_sink(setup: Setup, sinks: FindSinks, name: str, place: LaterSink | SinkPosition) -> _Position | None:
-    """A sink behind the first token, on texts of its own; None if these have no room for it."""
-    sites = ()
-    if isinstance(place, LaterSink) and place.set is not None:
-        sites = place.set.edit_sites
-    ids = setup.ids[:TEXTS]
-    at = place.position
-    if place.token:  # one text, if possible one in which it stands where it was examined
-        here = [token for token in setup.ids.unique().tolist() if setup.tokenizer.decode([token]) == place.token]
-        where = torch.isin(setup.ids[:, 1:-4], torch.tensor(here)).nonzero() + torch.tensor([0, 1])
+def _position(setup: Setup, sinks: FindSinks, kind: _Kind) -> TracedPlace | None:
+    """A kind of place, on texts that have it; None if these have no room for it."""
+    rule = kind.rule
+    name = rule.words
+    meant = rule.means(setup.ids)
+    if rule.position is not None:
+        at = rule.position
+        ids = setup.ids[meant[:, at]][:TEXTS].clone()
+        if not len(ids):
+            return None
+        if at == 0:
+            ids[:, 0] = ids[0, 0]
+            name = f"the first token {setup.tokenizer.decode(ids[0, :1])!r}"
+    else:  # one text, the one in which it comes first
+        where = meant[:, 1:-4].nonzero() + torch.tensor([0, 1])
         if not len(where):
             return None
-        row, at = min(where.tolist(), key=lambda pair: (pair[1] != place.position, pair[1]))
+        row, at = min(where.tolist(), key=lambda pair: pair[1])
         ids = setup.ids[row : row + 1]
-    return _Position.of(setup, sinks, name, ids, at, max(sites)[0] if sites else None, sites)
+    return TracedPlace.of(setup, sinks, name, ids, at, kind.layer, kind.sites)
+
+
+def _traced(position: TracedPlace, kind: _Kind) -> SinkCircuit:
+    """The circuit of one kind of place."""
+    target = position.setup.target
+    steps, readers = traced_place(position, kind.by_mlp)
+    return SinkCircuit(
+        place=position.name,
+        position=position.at,
+        sink_layer=position.layer if kind.by_mlp else None,
+        steps=steps,
+        readers=readers,
+        n_heads=target.n_heads * sum(map(target.has_attention, range(target.n_layers))),
+        stands_out=kind.stands_out,
+    )
 
 
 @measurement(group="Sinks", figure=draw, quick={"max_repeats": 64})
@@ -609,41 +344,32 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Positive | N
     """
     sinks = find_sinks.on(setup, tokens=None if token is None else [token], max_repeats=max_repeats)
     setup = _with_its_texts(setup, sinks)
-    first = _first_sink(setup, sinks)
     traced: list[SinkCircuit] = []
-    attended = () if sinks.attention_sink is None else sinks.attention_sink.positions
-    if first.layer is not None or (attended and attended[0].position == 0):
-        traced.append(_traced(first, sinks.sink_layer is not None))
-    places: dict[str, LaterSink | SinkPosition] = {}
-    for place in (*sinks.later_sinks, *attended):
-        if place.position:
-            places.setdefault(_place_name(place), place)
-    for name, place in list(places.items())[:LATER_SINKS]:
-        position = _later_sink(setup, sinks, name, place)
+    positions: list[TracedPlace] = []
+    for kind in _kinds(sinks)[: LATER_SINKS + 1]:
+        position = _position(setup, sinks, kind)
         if position is not None:
-            later = _traced(position, bool(position.sites))
-            if later.steps:
-                traced.append(replace(later, stands_out=isinstance(place, LaterSink)))
+            found = _traced(position, kind)
+            if found.steps or found.readers:
+                traced.append(found)
+                positions.append(position)
     result = Circuit(
         **vars(traced[0] if traced else SinkCircuit()),
-        first_token=setup.tokenizer.decode(first.ids[0, :1].tolist()),
+        first_token=setup.tokenizer.decode(setup.ids[0, :1].tolist()),
         lengths=sinks.lengths,
         later=tuple(traced[1:]),
         untested=_untested(setup.target),
     )
     if setup.target.adapter.learned_sinks:
+        first = _position(setup, sinks, _Kind(Rule("the first token", position=0)))
+        assert first is not None
         result = replace(result, **_learned_shares(first))
-    if result.place is not None and result.position == 0:
-        result = _with_repetition(result, first, sinks)
+    if positions and result.position == 0:
+        result = _with_repetition(result, positions[0], sinks)
     return result
 
 
-def _place_name(place: LaterSink | SinkPosition) -> str:
-    """A later sink in a sentence."""
-    return repr(place.token) if place.token else f"position {place.position}"
-
-
-def _learned_shares(position: _Position) -> dict[str, Any]:
+def _learned_shares(position: TracedPlace) -> dict[str, Any]:
     """Mean attention that the learned sink logits, and the first token, take."""
     learned: list[float] = []
     first: list[float] = []
@@ -665,7 +391,7 @@ def _untested(target: Target) -> tuple[str, ...]:
     return ()
 
 
-def _with_repetition(result: Circuit, first: _Position, sinks: FindSinks) -> Circuit:
+def _with_repetition(result: Circuit, first: TracedPlace, sinks: FindSinks) -> Circuit:
     """The mark at the last of 1.5 times as many repetitions as a sink needs, for the word that needs fewest."""
     words = [word for word in sinks.repeats.tokens if word.repeats is not None and word.repeats > 1]
     if not words or first.layer is None:
@@ -678,5 +404,5 @@ def _with_repetition(result: Circuit, first: _Position, sinks: FindSinks) -> Cir
     ids = torch.tensor([[prefixes(setup, [word.id])[0], *[word.id] * repeats]])
     repeated = replace(first, ids=ids, at=repeats, other=1)
     spike = repeated.spike
-    step = _mark_step(repeated, REPETITION, spike, spike.marks(first.layer), first.layer, spike)
+    step = mark_step(repeated, REPETITION, spike, spike.marks(first.layer), first.layer, [spike])
     return replace(result, steps=(*result.steps, step), repeated=word.token, repeats=repeats)

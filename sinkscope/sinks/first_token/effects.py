@@ -1,4 +1,4 @@
-"""What edits of single components do to one position: its norm in each layer and the attention it receives.
+"""What edits of single components do to one position of a text: its norm in each layer and the attention it receives.
 
 All edits run side by side in one forward pass: one row per edit, after a row that stays intact. A streamed model is
 therefore read once for any number of edits, and every value that is written comes from the same pass.
@@ -6,15 +6,16 @@ therefore read once for any number of edits, and every value that is written com
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import Any, Literal, NamedTuple
 
 import torch
 from einops import rearrange, reduce, repeat
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
@@ -23,18 +24,23 @@ from sinkscope.interventions.edits import expert_hook
 from sinkscope.measure.evidence import NEEDED
 from sinkscope.models.target import LayerInput, Target, first_tensor, norm_of, on_hidden, on_input, on_output
 from sinkscope.sinks.first_token.layer_scan import NOT_READ, Entering
-from sinkscope.sinks.first_token.result import RATE_EPS, Heads, Sites
+from sinkscope.sinks.first_token.members import RATE_EPS, Heads, Sites
 from sinkscope.sinks.tokens import TokenRows
-from sinkscope.trace.attention import attention_rows
+from sinkscope.trace.attention import visible_rows
 from sinkscope.trace.run import resolve
 
-ComponentKind = Literal["token embedding", "position embedding", "attention", "head", "mlp", "key bias"]
+ComponentKind = Literal["token embedding", "position embedding", "attention", "mixer", "head", "mlp", "key bias"]
 BATCH_ELEMENTS = 1 << 25  # largest number of elements of the widest activation in a batch
+At = int | Int[Tensor, " text"]
+"""A position, the same in every text or one of each."""
 Hook = tuple[Any, str, Any]  # module, "pre" or "post", and the function, as `Target.hooks` takes them
 
 
 class Component(NamedTuple):
-    """A part of the model that writes into the residual stream, or the bias of a layer's keys."""
+    """A part of the model that writes into the residual stream, or the bias of a layer's keys.
+
+    A mixer is what a layer without softmax attention has in its place, such as a convolution.
+    """
 
     kind: ComponentKind
     layer: int | None = None
@@ -110,8 +116,8 @@ class Trial:
     Attributes:
         ids: The texts.
         edits: The edits; each takes as many rows of a batch as there are texts.
-        at: The position that swaps edit, and where effects are read.
-        source: The position whose values replace those of swapped components.
+        at: The position that swaps edit, and where effects are read; one, or one of each text.
+        source: The position whose values replace those of swapped components; one, or one of each text.
         upto: The last layer to run. None: all.
         attention: Whether to read attention.
         behind: The first layer whose attention is read; that of earlier layers is 0.
@@ -121,8 +127,8 @@ class Trial:
 
     ids: TokenRows
     edits: Sequence[Edit]
-    at: int = 0
-    source: int = -1
+    at: At = 0
+    source: At = -1
     upto: int | None = None
     attention: bool = False
     behind: int = 0
@@ -198,20 +204,21 @@ def effects(target: Target, ids: TokenRows, edits: Sequence[Edit], **reading: An
     return side_by_side(target, [Trial(ids, edits, **reading)])[0]
 
 
-def attending_heads(target: Target, ids: TokenRows, at: int, layers: range, entering: Entering = NOT_READ) -> Heads:
-    """The heads of some layers that attend to one position of one text.
+def attending_heads(target: Target, ids: TokenRows, at: At, layers: range, entering: Entering = NOT_READ) -> Heads:
+    """The heads of some layers that attend to one position of each text, on average.
 
     Args:
         target: The model.
-        ids: The text.
+        ids: The texts.
         at: The position.
         layers: The layers.
-        entering: What entered each layer when the text was read.
+        entering: What entered each layer when the texts were read.
     """
     if not layers:
         return []
     read = effects(target, ids, [], at=at, upto=layers[-1], attention=True, behind=layers.start, entering=entering)
-    return [(layer, head) for layer, head in (read.intact_attention[0] > RATE_EPS).nonzero().tolist()]
+    received = read.intact_attention.mean(0)
+    return [(layer, head) for layer, head in (received > RATE_EPS).nonzero().tolist()]
 
 
 def writers(target: Target, count: int) -> list[Component]:
@@ -220,8 +227,38 @@ def writers(target: Target, count: int) -> list[Component]:
     if target.adapter.absolute_positions:
         components.append(Component("position embedding"))
     for layer in range(count):
-        components += [Component("attention", layer), Component("mlp", layer)]
+        components += [*mixing(target, layer), Component("mlp", layer)]
     return components
+
+
+def mixing(target: Target, layer: int) -> list[Component]:
+    """The attention of a layer, or its mixer; none if the layer has neither."""
+    if target.has_attention(layer):
+        return [Component("attention", layer)]
+    if _mixer(target, layer) is not None:
+        return [Component("mixer", layer)]
+    return []
+
+
+def _mixer(target: Target, layer: int) -> Any:
+    """The module of a layer that is neither a norm nor a part of its MLP; None if there is none."""
+    adapter = target.adapter
+    of_mlp: set[str] = set()
+    for paths in filter(None, (adapter.mlp, adapter.down, adapter.experts)):
+        of_mlp |= {path.split(".")[0] for path in paths.split("|")}
+    for name, module in target.layers[layer].named_children():
+        if name not in of_mlp and any(parameter.dim() > 1 for parameter in module.parameters()):
+            return module
+    return None
+
+
+def attention_writer(target: Target, layer: int) -> Any:
+    """The module whose output is what a layer's attention adds to the residual stream."""
+    module = target.sub(layer, target.adapter.attn)
+    original = getattr(module, "original_component", module)  # also below a bridge's wrapper
+    if "residual" in signature(original.forward).parameters:  # BLOOM adds the residual stream inside
+        return target.output_projection(layer)
+    return module
 
 
 def key_projection(target: Target, layer: int) -> Any:
@@ -263,7 +300,14 @@ class _EditedRows:
         self._next = trial.entering.at(trial.begin, len(edits) + 1) if trial.begin else None
         self._norms: list[Tensor] = []
         self._received = torch.zeros(self.count, target.n_layers, target.n_heads)
-        self._seeing = torch.zeros(target.n_layers)  # later queries whose window reaches the position
+        self._seeing = torch.zeros(self.count, target.n_layers)  # later queries that see the position
+        self._rows = torch.arange(self.count)
+        self._at = self._in_each_text(trial.at).repeat(len(edits) + 1)
+        self._source = self._in_each_text(trial.source)
+
+    def _in_each_text(self, at: At) -> Int[Tensor, " text"]:
+        """A position of each text, counted from its beginning."""
+        return torch.as_tensor(at).expand(len(self.texts)) % self.texts.shape[1]
 
     @property
     def count(self) -> int:
@@ -283,7 +327,7 @@ class _EditedRows:
         depth = 0
         if self.trial.attention:
             depth = self.trial.begin + len(self._norms)
-        mean = self._received[:, :depth] / self._seeing[:depth].clamp(min=1)[:, None]
+        mean = self._received[:, :depth] / self._seeing[:, :depth].clamp(min=1)[..., None]
         return rearrange(mean, "(edit text) layer head -> edit text layer head", text=len(self.texts))
 
     def run(self, upto: int) -> None:
@@ -299,19 +343,28 @@ class _EditedRows:
 
         def layer_done(output: Any) -> None:
             hidden = first_tensor(output)
-            self._norms.append(norm_of(hidden[:, trial.at], trial.without))
+            self._norms.append(norm_of(hidden[self._rows, self._at], trial.without))
             self._next = LayerInput(trial.begin + len(self._norms), hidden, isinstance(output, tuple))
 
-        def attention_read(layer: int, first: int, probs: Float[Tensor, "row head query key"]) -> None:
-            to_position = probs[:, :, max(0, trial.at + 1 - first) :, trial.at]
-            self._received[:, layer] += reduce(to_position, "row head query -> row head", "sum").cpu()
-            self._seeing[layer] += int((to_position > 0).any(1).any(0).sum())
+        def attention_read(
+            layer: int,
+            first: int,
+            probs: Float[Tensor, "row head query key"],
+            visible: Callable[[], Bool[Tensor, "row _ query key"]],
+        ) -> None:
+            queries = torch.arange(first, first + probs.shape[2])
+            later = queries > rearrange(self._at, "row -> row 1")
+            sees = visible().expand(self.count, -1, -1, -1)
+            later &= sees[self._rows, 0, :, self._at].cpu()
+            to_position = probs[self._rows, :, :, self._at].cpu() * rearrange(later, "row query -> row 1 query")
+            self._received[:, layer] += reduce(to_position, "row head query -> row head", "sum")
+            self._seeing[:, layer] += later.sum(1)
 
         hooks = self.hooks()
         hooks += [(layer, "post", on_output(layer_done)) for layer in target.layers[begin : upto + 1]]
         listening = nullcontext()
         if trial.attention and upto >= trial.behind:
-            listening = attention_rows(target, attention_read, layers=list(range(trial.behind, upto + 1)))
+            listening = visible_rows(target, attention_read, layers=list(range(trial.behind, upto + 1)))
         with listening, target.hooks(*hooks):
             target.forward(ids, upto=upto, start=self._next)
 
@@ -351,13 +404,13 @@ class _EditedRows:
     def _swap(self, component: Component, swapped_rows: list[slice]) -> list[Hook]:
         target = self.target
         layer = component.layer or 0
-        at, source = self.trial.at, self.trial.source
+        texts = self._rows[: len(self.texts)]
 
         def replaced(output: Tensor) -> Tensor:
             """What a component writes, with the source's value at the position."""
             whole = self.by_row(output).clone()
             for rows in swapped_rows:
-                whole[rows, at] = whole[: len(self.texts), source]
+                whole[self._rows[rows], self._at[rows]] = whole[texts, self._source]
             return whole.reshape(output.shape)
 
         def head_replaced(z: Tensor) -> Tensor:
@@ -385,7 +438,9 @@ class _EditedRows:
                         hooks.append((key_projection(target, number), "post", on_output(partial(unbiased, number))))
                 return hooks
             case "attention":
-                return [(target.sub(layer, target.adapter.attn), "post", on_hidden(replaced))]
+                return [(attention_writer(target, layer), "post", on_hidden(replaced))]
+            case "mixer":
+                return [(_mixer(target, layer), "post", on_hidden(replaced))]
             case "mlp":
                 return [(writer, "post", on_hidden(replaced)) for writer in target.mlp_writers(layer)]
             case _:
@@ -393,17 +448,18 @@ class _EditedRows:
 
     def _swap_positions(self, swapped_rows: list[slice]) -> list[Hook]:
         """The learned position embedding is what the first layer gets beyond the token embedding."""
-        at, texts = self.trial.at, len(self.texts)
+        texts = self._rows[: len(self.texts)]
         token_embeddings = []
 
         def embedded(output: Any) -> None:
-            token_embeddings[:] = [first_tensor(output).detach()[:texts].clone()]
+            token_embeddings[:] = [first_tensor(output).detach()[: len(texts)].clone()]
 
         def before(entering: Tensor) -> Tensor:
             hidden = entering.clone()
-            positions = hidden[:texts] - token_embeddings[0]
+            positions = hidden[: len(texts)] - token_embeddings[0]
+            change = positions[texts, self._source] - positions[texts, self._at[: len(texts)]]
             for rows in swapped_rows:
-                hidden[rows, at] += positions[:, self.trial.source] - positions[:, at]
+                hidden[self._rows[rows], self._at[rows]] += change
             return hidden
 
         target = self.target

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from sinkscope.sinks.first_token.result import FindSinks
 
 TITLES = (
     "Norm of the residual stream",
-    "Heads that attend to the first token",
+    "Heads that attend to the sink",
     "What each neuron writes",
     "Norm lost by ablation",
 )
@@ -27,7 +28,7 @@ def draw(result: FindSinks) -> go.Figure:
     _draw_norms(fig, result)
     rates = []
     if result.attention_sink is not None:
-        rates += result.attention_sink.by_layer
+        rates += [layer.rate for layer in result.attention_sink.layers]
     hover = "layer %{x}: %{y:.0%} of the heads<extra></extra>"
     layers = list(range(len(rates)))
     fig.add_bar(x=layers, y=rates, marker_color=BLUE, hovertemplate=hover, showlegend=False, row=1, col=2)
@@ -41,6 +42,13 @@ def draw(result: FindSinks) -> go.Figure:
     return finished(fig, result, width=width, height=460, barmode="group", bargap=0.25)
 
 
+def _place(result: FindSinks) -> str:
+    """Where the blue line is measured."""
+    if result.norm_spike is None:
+        return "the first token"
+    return html.escape(result.norm_spike.place.rules[0].words)
+
+
 def _draw_norms(fig: Any, result: FindSinks) -> None:
     layers = list(range(len(result.first_token_norm)))
     read = layers[: result.layers_read]
@@ -49,7 +57,7 @@ def _draw_norms(fig: Any, result: FindSinks) -> None:
     fig.add_scatter(x=[*read, *read[::-1]], y=outline, name="typical text, 5-95 %", **area, row=1, col=1)
     grey, blue = {"color": GREY}, {"color": BLUE, "width": 3}
     fig.add_scatter(x=layers, y=result.typical_norm, name="typical text, median", line=grey, row=1, col=1)
-    fig.add_scatter(x=layers, y=result.first_token_norm, name="first token", line=blue, row=1, col=1)
+    fig.add_scatter(x=layers, y=result.first_token_norm, name=_place(result), line=blue, row=1, col=1)
     if result.norm_spike is not None:
         for layer in result.norm_spike.step_down:
             fig.add_vline(layer, line={"color": GREEN, "dash": "dot"}, annotation_text="falls", row=1, col=1)
@@ -77,7 +85,7 @@ def _draw_neurons(fig: Any, result: FindSinks) -> None:
         drops.append(result.set_drop)
         repeat_drops.append(None)
         controls.append(result.set_control_drop)
-    fig.add_bar(x=names, y=drops, name="lost at the first token", marker_color=BLUE, row=1, col=4)
+    fig.add_bar(x=names, y=drops, name="lost at the spike", marker_color=BLUE, row=1, col=4)
     fig.add_bar(x=names, y=repeat_drops, name="lost at the last repeated token", marker_color=GREEN, row=1, col=4)
     label |= {"text": [f"{drop:.0%}" for drop in controls], "textangle": 0}  # most of these bars are too low to be seen
     name = "lost in the control: largest of 20 random draws"

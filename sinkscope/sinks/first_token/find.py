@@ -1,49 +1,50 @@
 """Which neurons make the attention sink, verified by ablation (Yona et al. 2025, sections 4.2 and 4.4).
 
-`find_sinks` goes one way. Typical text shows in which layers the first token's norm rises (`layer_scan`) and which
-heads attend to it (`attention_received`). The neurons of these layers are zeroed one by one (`neurons`) and in sets
-(`sets`). Then components are replaced to see what the heads need (`carriers`). All edits are rows of one pass
-(`effects`).
+`find_sinks` goes one way. A survey of typical text says where the attention sink and the norm spike are (`context`).
+The layers that build the spike are read at its places (`layer_scan`), and their neurons are zeroed one by one
+(`neurons`) and in sets (`sets`). Then components are replaced to see what the heads need (`carriers`). All edits are
+rows of one pass (`effects`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import median
+from typing import Any
+
+import torch
+from einops import reduce
+from jaxtyping import Bool, Float
+from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Positive, Setup, measurement
 from sinkscope.measure.evidence import NEEDED
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.names import published_for
-from sinkscope.sinks.first_token.attention_received import (
-    AttentionReading,
-    AttentionReceived,
-    attention_of_all,
-    attention_received,
-    with_long_texts,
-)
+from sinkscope.sinks.first_token.attention_received import AttentionReceived
 from sinkscope.sinks.first_token.carriers import carried_by, carriers, spike_maker
-from sinkscope.sinks.first_token.context import SinkContext
-from sinkscope.sinks.first_token.effects import attending_heads
-from sinkscope.sinks.first_token.layer_scan import STEP_SHARE, first_median, typical_quantiles
+from sinkscope.sinks.first_token.context import SinkContext, Survey, texts_with
+from sinkscope.sinks.first_token.layer_scan import STEP_SHARE, typical_quantiles
+from sinkscope.sinks.first_token.members import RATE_EPS, CausalSet, Heads
 from sinkscope.sinks.first_token.neurons import RepeatedSinks, VerifiedNeurons, repeat_until_half, verify_neurons
-from sinkscope.sinks.first_token.result import (
-    RATE_EPS,
+from sinkscope.sinks.first_token.places import ENOUGH, Places, Rule
+from sinkscope.sinks.first_token.records import (
     SHORT,
     AttentionSink,
     Carrier,
-    CausalSet,
-    FindSinks,
-    LaterSink,
+    LayerAttention,
     NormSpike,
+    PlacedSpike,
     PublishedSink,
     RepeatedToken,
     RepeatsNeeded,
     SinkPosition,
     Stage,
 )
-from sinkscope.sinks.first_token.sets import CANDIDATES, CausalSets, causal_sets, later_sinks, repetition_spike
+from sinkscope.sinks.first_token.result import FindSinks
+from sinkscope.sinks.first_token.sets import CANDIDATES, CausalSets, causal_sets, repetition_spike, sets_at
 from sinkscope.sinks.tokens import pick_tokens, prefixes, repetition_limit
 
 CARRIER_TEXTS = 2
@@ -91,217 +92,284 @@ def find_sinks(
     repeated = None
     verified = VerifiedNeurons()
     while True:
-        # In which layers is the spike built, and which heads attend to the first token?
-        reading = None
-        if not whole and len(setup.target.layers) == setup.target.n_layers:  # no more layers are loaded meanwhile
-            reading = AttentionReading(setup.target, setup.ids)
-        context = SinkContext.read(setup, whole=whole, reading=reading)
+        # Where are the sink and the spike, and in which layers is the spike built?
+        survey = Survey.of(setup, whole=whole)
+        context = survey.first_spike
+        heads = []
+        if survey.spike is not None:
+            context = survey.context(survey.spike.rules[0])
+            heads = survey.received.readers(survey.spike.rules[0])
         scan = context.scan
         depth = len(scan.layers)
-        sink_rate = None
-        if whole:
-            received, sink_rate = attention_of_all(setup)
-        elif reading is not None:
-            received = reading.received(depth)
-        else:
-            received = attention_received(setup.target, setup.ids, layers=depth)
 
         # Which neurons of these layers build it, alone and in sets?
         sets = CausalSets()
-        if scan.stages:
+        if scan.stages and survey.spike is not None:
             if scan.stages != verified_stages:  # after reading further layers they are often the same
                 repeated = repeat_until_half(context, words, first_tokens, limit, setup.progress)
                 verified = verify_neurons(context, top_k, repeated.view)
                 verified_stages = scan.stages
-            sets = causal_sets(context, verified.neurons, received.heads)
+            sets = causal_sets(context, verified.neurons, heads)
 
-        # If they do not carry the attention to the first token, the layers read were too few.
+        # If they do not carry the attention to these places, the layers read were too few.
         carries_attention = sets.minimal is not None and sets.minimal.carries_attention
         if whole or depth == scan.n_layers or carries_attention:
             break
         whole = True
 
     # What makes the spikes, what do the heads need, and does repetition go through the same neurons?
-    received, later, lengths = _in_longer_texts(setup, context, received)
-    spike = norm_spike(context, later)
-    sink = attention_sink(context, received, spike, sets.minimal, later)
+    spike = norm_spike(context, survey)
+    further = further_spikes(survey)
+    made = []
+    if spike is not None:
+        made.append(MadeSpike(spike.place.rules[0], spike.makers, sets.minimal))
+        made += [MadeSpike(rule, (each.made_by or "",), each.set) for rule, each in further]
+    sink = attention_sink(survey, made)
     repetition = None
     if repeated is not None and sets.minimal is not None:
         repetition = repetition_spike(context, words, first_tokens, repeated, sets.minimal, limit)
 
     unread = [None] * (scan.n_layers - depth)
-    low, typical, high = typical_quantiles(scan.whole_norms).tolist()
-    shares = (first_median(scan.mlp_norms).double() / max(scan.first_norm)).tolist()
+    low, typical, high = typical_quantiles(survey.first.scan.whole_norms).tolist()
+    shares = (scan.middle(scan.mlp_norms).double() / max(scan.spike_norm)).tolist()
     return FindSinks(
         norm_spike=spike,
         attention_sink=sink,
         causal_sets=sets.sets,
-        later_sinks=later,
+        further_spikes=tuple(each for _, each in further),
+        scattered=_scattered(survey),
+        stray_norms=_stray_norms(survey),
         repetition=repetition,
-        lengths=lengths,
+        lengths=survey.lengths,
         shared_dims=tuple(scan.shared_dims),
-        sink_layer=scan.sink_layer,
+        sink_layer=scan.sink_layer if spike is not None else None,
         neurons=sets.neurons,
         set_drop=verified.set_drop,
         set_control_drop=verified.set_control_drop,
-        stages=tuple(Stage(stage, shares[stage]) for stage in scan.stages),
+        stages=tuple(Stage(stage, shares[stage]) for stage in scan.stages if spike is not None),
         residual_dims=verified.massive_dims,
-        first_token_norm=(*first_median(scan.whole_norms).tolist(), *unread),
+        first_token_norm=(*scan.middle(scan.whole_norms).tolist(), *unread),
         typical_norm=(*typical, *unread),
         typical_low=(*low, *unread),
         typical_high=(*high, *unread),
         layers_read=depth,
-        notebook_rule_layer=scan.notebook_layer,
+        notebook_rule_layer=survey.first.scan.notebook_layer,
         repeats=_repeats_needed(setup, words, repeated, limit),
-        sink_rate=sink_rate,
+        sink_rate=survey.rate,
         published=_published(setup.target.name, scan.sink_layer, verified),
     )
 
 
-def _in_longer_texts(
-    setup: Setup, context: SinkContext, received: AttentionReceived
-) -> tuple[AttentionReceived, tuple[LaterSink, ...], tuple[int, ...]]:
-    """Attention and later sinks, those of longer texts where no position of the texts is attended, and the lengths."""
-    depth = len(context.scan.layers)
-    later = later_sinks(context)
-    lengths = (received.ids.shape[1],)
-    if depth < context.scan.n_layers or received.attended:
-        return received, later, lengths
-    longer = with_long_texts(setup)
-    if longer is None:
-        return received, later, lengths
-    reading = AttentionReading(longer.target, longer.ids)
-    in_longer = SinkContext.read(longer, whole=True, reading=reading)
-    later = later or later_sinks(in_longer)
-    in_longer_texts = reading.received(depth)
-    if in_longer_texts.attended:
-        received = in_longer_texts
-    return received, later, (*lengths, longer.ids.shape[1])
-
-
-def norm_spike(context: SinkContext, later: Sequence[LaterSink]) -> NormSpike | None:
-    """The positions whose norm stands out, and what makes the spike of the first token; None if no norm stands out.
+def norm_spike(context: SinkContext, survey: Survey) -> NormSpike | None:
+    """The places whose norm stands out, and what makes the spike of the first kind; None if no norm stands out.
 
     Args:
-        context: The model and its layer scan.
-        later: Tokens behind the first position whose norm stands out.
+        context: The model at the first kind of place.
+        survey: Where the spikes are.
     """
     scan = context.scan
-    positions = {sink.position for sink in later}
-    if not scan.spike_layers:
-        if not later:
-            return None
-        largest = max(sink.ratio for sink in later)
-        return NormSpike(tuple(sorted(positions)), (), (), largest, plateau=None, made_by=None)
+    if survey.spike is None or not scan.spike_layers:
+        return None
     step_up = scan.stages
     made_by = "MLP"
     if not scan.stages:
         step_up = (scan.growth >= STEP_SHARE).nonzero().flatten().tolist()
         made_by = spike_maker(context)
+    positions = [int(survey.spikes.of(rule).there.any(0).int().argmax()) for rule in survey.spike.rules]
     return NormSpike(
-        positions=tuple(sorted({0, *positions})),
+        place=survey.spike,
+        positions=tuple(positions),
         step_up=tuple(step_up),
         step_down=tuple((scan.growth <= -STEP_SHARE).nonzero().flatten().tolist()),
         ratio=float(scan.ratios.max()),
-        plateau=(scan.spike_layers[0], scan.spike_layers[-1]),
+        runs=tuple(scan.spike_runs),
         made_by=made_by,
         begun_by=spike_maker(context) if scan.norm_before else None,
         margin=margin_of(scan.ratios_by_text.numpy()),
-        share=context.share,
     )
 
 
-def attention_sink(
-    context: SinkContext,
-    received: AttentionReceived,
-    spike: NormSpike | None,
-    minimal: CausalSet | None,
-    later: Sequence[LaterSink],
-) -> AttentionSink | None:
+def further_spikes(survey: Survey) -> list[tuple[Rule, PlacedSpike]]:
+    """The spikes of the other kinds of places, and what makes each."""
+    spikes = []
+    if survey.spike is None:
+        return spikes
+    for rule in survey.spike.rules[1:]:
+        context = survey.context(rule)
+        if not context.scan.spike_layers:
+            continue
+        heads = survey.received.readers(rule)
+        made_by = "MLP"
+        if not context.scan.stages:
+            made_by = spike_maker(context)
+        spike = PlacedSpike(
+            words=rule.words,
+            position=int(survey.spikes.of(rule).there.any(0).int().argmax()),
+            token=rule.token,
+            ratio=float(context.scan.ratios.max()),
+            made_by=made_by,
+            set=sets_at(context, heads).minimal,
+        )
+        spikes.append((rule, spike))
+    return spikes
+
+
+@dataclass(frozen=True)
+class MadeSpike:
+    """What makes the spike of one kind of place.
+
+    Attributes:
+        rule: The places.
+        makers: Components, named as carriers are.
+        set: Neurons that make it. None if no set that was tried does.
+    """
+
+    rule: Rule
+    makers: tuple[str, ...]
+    set: CausalSet | None
+
+
+def attention_sink(survey: Survey, made: Sequence[MadeSpike]) -> AttentionSink | None:
     """The positions that receive attention, and what carries it; None if no position does.
 
     Args:
-        context: The model.
-        received: The attention that positions receive.
-        spike: The norm spike.
-        minimal: The smallest set of neurons that makes the spike of the first token.
-        later: Tokens behind the first position whose norm stands out.
+        survey: Where the sinks are.
+        made: What makes the spikes.
     """
-    decode = context.target.tokenizer.decode
-    positions = []
-    if received.heads:
-        token = int(received.ids[received.texts][0, 0])
-        rate = float(received.above[:, :, received.texts, 0].float().mean())
-        positions.append(SinkPosition(0, decode([token]), rate))
-    for place in received.later:
-        token = ""
-        if place.token is not None:
-            token = decode([place.token])
-        positions.append(SinkPosition(place.position, token, place.rate))
-    carrier = None
+    received = survey.received
+    length = received.ids.shape[1]
+    if survey.sink is None:
+        if not received.learned_heads:
+            return None
+        layers = tuple(LayerAttention(rate) for rate in received.learned_rates)
+        rate = received.learned_rate
+        return AttentionSink(rate, RATE_EPS, None, (), len(layers), "learned logits", layers, length=length)
+    rule = survey.sink.rules[0]
+    heads = received.readers(rule)
+    spikes = [one for one in made if _is_at(received.places, rule, one.rule)]
     tried = ()
-    share = 1.0
-    learned_rate = 0.0
-    if received.heads:
-        share = received.share
-        if received.learned_heads:
-            learned_rate = received.learned_rate
-        if _spike_carries(received, minimal):
-            carrier = "spike"
-        else:
-            texts = received.ids[received.texts][:CARRIER_TEXTS]
-            if texts.shape[1] <= SHORT:
-                texts = texts[:, :CARRIER_LENGTH]
-            else:
-                texts = texts[:1]  # a sink of long texts shows in the whole text only
-            tried = carriers(context.target, texts, received.heads)
-            needed = {candidate.name for candidate in tried if candidate.needed}
-            carrier = "spike" if spike is not None and needed & {*spike.makers} else carried_by(tried)
-    elif received.learned_heads:
-        carrier = "learned logits"
-    elif received.later:
-        if any(sink.carries_attention_to(positions[0]) for sink in later):
-            carrier = "spike"
-        else:
-            tried = _carriers_of_later(context, received)
-            carrier = carried_by(tried)
+    if any(_spike_carries(heads, one.set) for one in spikes):
+        carrier = "spike"
     else:
-        return None
-    by_layer = received.rate_by_layer
+        tried = _tried(survey, rule)
+        needed = {candidate.name for candidate in tried if candidate.needed}
+        carrier = carried_by(tried)
+        if any(needed & {*one.makers} for one in spikes):
+            carrier = "spike"
+    positions = []
+    for each in survey.sink.rules:
+        position = int(received.places.of(each).there.any(0).int().argmax())
+        positions.append(SinkPosition(position, each.token, received.rate_of(each), each.words))
+    attention = AttentionOfReaders(received, rule)
     return AttentionSink(
-        rate=received.learned_rate if carrier == "learned logits" else positions[0].rate,
+        rate=received.rate_of(rule),
         eps=RATE_EPS,
+        place=survey.sink,
         positions=tuple(positions),
-        layers_read=len(by_layer),
+        layers_read=len(received.above),
         carried_by=carrier,
-        by_layer=by_layer,
+        layers=tuple(attention.layer(layer) for layer in range(len(received.above))),
         carriers=tried,
-        share=share,
-        length=received.ids.shape[1],
-        window=received.window,
-        learned_rate=learned_rate,
+        length=length,
+        window=received.window(heads),
+        learned_rate=received.learned_rate if received.learned_heads else 0.0,
+        attention=attention.mean(attention.readers),
+        rate_margin=attention.rate_margin(received.attending),
+        attention_margin=attention.margin(attention.readers),
     )
 
 
-def _spike_carries(received: AttentionReceived, minimal: CausalSet | None) -> bool:
-    """Whether at least half of the heads that attend to the first token lose it without the spike."""
+@dataclass(frozen=True, eq=False)
+class AttentionOfReaders:
+    """How much attention one kind of place receives, and from how many heads."""
+
+    received: AttentionReceived
+    rule: Rule
+
+    @property
+    def readers(self) -> Bool[Tensor, "layer head"]:
+        """The heads that attend in most cases."""
+        readers = torch.zeros(self.received.above.shape[:2], dtype=torch.bool)
+        for layer, head in self.received.readers(self.rule):
+            readers[layer, head] = True
+        return readers
+
+    def by_text(self, values: Float[Tensor, "layer head text at"]) -> Float[Tensor, "layer head case"]:
+        """Mean over the places of each text that has one."""
+        where = self.received.places.of(self.rule).there
+        texts = where.any(1)
+        total = reduce(values[:, :, texts] * where[texts], "layer head text at -> layer head text", "sum")
+        return total / where[texts].sum(1)
+
+    def mean(self, heads: Bool[Tensor, "layer head"]) -> float | None:
+        """Mean attention of some heads; None if there are none."""
+        if not bool(heads.any()):
+            return None
+        return float(self.by_text(self.received.received)[heads].mean())
+
+    def margin(self, heads: Bool[Tensor, "layer head"]) -> float | None:
+        """Two standard errors of this mean over texts."""
+        if not bool(heads.any()):
+            return None
+        return margin_of(self.by_text(self.received.received)[heads].mean(0).numpy())
+
+    def rate_margin(self, layers: Any) -> float | None:
+        """Two standard errors of the share of heads that attend, over texts."""
+        return margin_of(self.by_text(self.received.above.float())[layers].flatten(0, -2).mean(0).numpy())
+
+    def layer(self, layer: int) -> LayerAttention:
+        """The attention of one layer."""
+        if not bool(self.received.attending[layer]):
+            return LayerAttention(None)
+        here = torch.zeros_like(self.readers)
+        here[layer] = self.readers[layer]
+        return LayerAttention(
+            rate=float(self.by_text(self.received.above.float())[layer].mean()),
+            readers=int(here.sum()),
+            attention=self.mean(here),
+            rate_margin=self.rate_margin(layer),
+            attention_margin=self.margin(here),
+        )
+
+
+def _is_at(places: Places, rule: Rule, other: Rule) -> bool:
+    """Whether other words mean nearly all of the places that words mean."""
+    mine = places.of(rule).there
+    return bool(float(other.means(places.ids)[mine].float().mean()) >= ENOUGH)
+
+
+def _spike_carries(heads: Heads, minimal: CausalSet | None) -> bool:
+    """Whether at least half of the heads that attend to the sink lose it without the spike."""
     if minimal is None or minimal.heads_lost is None:
         return False
-    behind = [layer for layer, _ in received.heads if layer > minimal.sites[0].layer]
-    return minimal.heads_lost * len(behind) / len(received.heads) >= NEEDED
+    behind = [layer for layer, _ in heads if layer > minimal.sites[0].layer]
+    return minimal.heads_lost * len(behind) / len(heads) >= NEEDED
 
 
-def _carriers_of_later(context: SinkContext, received: AttentionReceived) -> tuple[Carrier, ...]:
-    """What was tried for the first of the tokens behind the first position."""
-    place = received.later[0]
-    row = 0
-    if place.token is not None:
-        row = int((received.ids[:, place.position] == place.token).nonzero()[0])
-    text = received.ids[row : row + 1]
-    heads = attending_heads(context.target, text, place.position, range(len(received.above)))
-    if not heads:
-        return ()
-    return carriers(context.target, text, heads, place.position)
+def _tried(survey: Survey, rule: Rule) -> tuple[Carrier, ...]:
+    """The components that were replaced at the sink."""
+    received = survey.received
+    ids, at = texts_with(rule, received.places.there, received.ids)
+    number = CARRIER_TEXTS
+    length = max(CARRIER_LENGTH, int(at[:CARRIER_TEXTS].max()) + CARRIER_LENGTH // 3)
+    if ids.shape[1] > SHORT:  # a sink of long texts shows in the whole text only
+        number, length = 1, ids.shape[1]
+    return carriers(survey.first.target, ids[:number, :length], received.readers(rule), at[:number])
+
+
+def _scattered(survey: Survey) -> int:
+    """Positions that heads attend to and that the words for the sink leave out."""
+    places = survey.received.places
+    if survey.sink is None:
+        return len(places)
+    return len(places) - round(survey.sink.coverage * len(places))
+
+
+def _stray_norms(survey: Survey) -> int:
+    """Positions whose norm stands out and that the words for the spike leave out."""
+    if survey.spike is None:
+        return len(survey.spikes)
+    return len(survey.spikes) - round(survey.spike.coverage * len(survey.spikes))
 
 
 def _unknown_share(setup: Setup) -> float:

@@ -1,15 +1,15 @@
-"""What typical text shows layer by layer: norms of the residual stream, and the layers that build the first token's."""
+"""What text shows layer by layer at one place of each row: norms, and the layers whose MLPs build a spike there."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from einops import rearrange
-from jaxtyping import Bool, Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
@@ -26,17 +26,18 @@ from sinkscope.models.target import (
     on_input,
     on_output,
 )
+from sinkscope.sinks.first_token.places import SPIKE_RATIO
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.trace.run import trace
 
-SPIKE_RATIO = 3.0  # a spike: the first token's norm is this many times the typical one
 # Medians are used instead of high quantiles: some later positions are sinks, too (delimiters; without BOS the first
-# tokens, as long as they belong to one cluster), and must not hide the first one.
-STAGE_SHARE = 0.01  # a stage adds at least this share of the first token's largest norm (definition of a stage)
+# tokens, as long as they belong to one cluster), and must not hide the one that is looked at.
+STAGE_SHARE = 0.01  # a stage adds at least this share of the spike's largest norm (definition of a stage)
 STAGE_OUTLIER = 5.0  # ... and its MLP writes this many times its median on typical text, either in total or along the
 # spike (an early stage can be small compared with everything that an MLP writes, but not along that direction)
 AGAINST = 0.5  # what an MLP writes points against the spike if the cosine is below minus this
-STEP_SHARE = 0.05  # a step up or down changes the first token's norm by at least this share of the largest
+AS_BEFORE = 1.25  # a norm of at most this many times the norm before is as before
+STEP_SHARE = 0.05  # a step up or down changes the spike's norm by at least this share of the largest
 SMALLEST_NORM = 1e-9  # lower limit of a typical norm: in a hand-made model it can be 0, and it is a divisor
 KEPT_POSITIONS = 1024  # most positions of which it is kept what enters each layer
 SAMPLE_POSITIONS = 64  # positions of typical text whose activations are kept
@@ -76,16 +77,16 @@ NOT_READ = Entering()
 
 @dataclass(frozen=True)
 class LayerReading:
-    """What typical text shows at one layer. Norms are L2; the first token is position 0.
+    """What text shows at one layer. Norms are L2; the place is one position of each row, such as the first token's.
 
     Attributes:
         norms: Norm of the residual stream after the layer.
         other_norms: The same norms without `massive_dims`.
         massive_dims: Residual dimensions that are massive on all tokens alike.
-        residual: Residual stream of the first token, mean over rows.
+        residual: Residual stream of the place, mean over rows.
         mlp_norms: Norm of what the MLP adds to the residual stream.
-        mlp_raw: Norm of the MLP's own output at the first token, before any norm behind it; median over rows.
-        written: What the MLP adds at the first token, mean over rows.
+        mlp_raw: Norm of the MLP's own output at the place, before any norm behind it; median over rows.
+        written: What the MLP adds at the place, mean over rows.
         sample: What the MLP adds at some later positions.
         entering: What entered the layer.
     """
@@ -102,22 +103,52 @@ class LayerReading:
 
 
 @dataclass(frozen=True)
+class Rise:
+    """A part of a spike: the layers after which the norm stands out until it falls, and what builds it there.
+
+    Attributes:
+        first: The first layer after which the norm stands out.
+        last: The last one.
+        layer: The layer of its stage that adds most.
+        readable: The last layer whose heads can read it.
+        is_first: Whether it is the first part.
+    """
+
+    first: int
+    last: int
+    layer: int
+    readable: int
+    is_first: bool
+
+
+@dataclass(frozen=True)
 class LayerScan:
     """The result of one pass over the layers, from the first upward.
 
     A dimension that is massive on all tokens alike (Owen et al. 2025) hides the spike of one token. If such dimensions
     make up more than half of a typical residual stream and no spike is visible with them included, `norms`,
-    `first_norm` and `typical_norm` leave them out; `whole_norms` never do.
+    `spike_norm` and `typical_norm` leave them out; `whole_norms` never do.
 
     Attributes:
         n_layers: Number of layers of the model.
         layers: The layers that were read.
         wrapped: Whether the layers of the model return a tuple.
+        at: The place in each row. None: the first token.
+        beside: Typical text that gives the typical norms. None: these texts.
     """
 
     n_layers: int
     layers: list[LayerReading]
     wrapped: bool = False
+    at: Int[Tensor, " row"] | None = None
+    beside: LayerScan | None = None
+
+    @property
+    def typical(self) -> LayerScan:
+        """Typical text, as far up as this was read."""
+        if self.beside is None:
+            return self
+        return replace(self.beside, layers=self.beside.layers[: len(self.layers)])
 
     @cached_property
     def whole_norms(self) -> Float[Tensor, "layer row pos"]:
@@ -132,7 +163,9 @@ class LayerScan:
     @cached_property
     def shared_dims(self) -> list[int]:
         """Dimensions massive on all tokens, in their order; none if a spike is visible with them included."""
-        if bool((first_median(self.whole_norms) > SPIKE_RATIO * typical_quantiles(self.whole_norms)[1]).any()):
+        if self.beside is not None:
+            return self.beside.shared_dims
+        if bool((self.middle(self.whole_norms) > SPIKE_RATIO * typical_quantiles(self.whole_norms)[1]).any()):
             return []
         massive = []
         for layer in self.layers:
@@ -146,63 +179,71 @@ class LayerScan:
             return torch.stack([layer.other_norms for layer in self.layers])
         return self.whole_norms
 
+    def at_place(self, norms: Float[Tensor, "layer row pos"]) -> Float[Tensor, "layer row"]:
+        """Norms at the place of each row."""
+        if self.at is None:
+            return norms[:, :, 0]
+        return norms[:, torch.arange(norms.shape[1]), self.at]
+
+    def middle(self, norms: Float[Tensor, "layer row pos"]) -> Float[Tensor, " layer"]:
+        """Norm at the place, median over rows."""
+        return self.at_place(norms).median(1).values
+
     @cached_property
-    def first_norm(self) -> list[float]:
-        """Norm of the first token after each layer, without shared dimensions; median over rows."""
-        return first_median(self.norms).tolist()
+    def spike_norm(self) -> list[float]:
+        """Norm of the place after each layer, without shared dimensions; median over rows."""
+        return self.middle(self.norms).tolist()
 
     @cached_property
     def typical_norm(self) -> list[float]:
         """Median norm of later positions after each layer, without shared dimensions."""
-        return typical_quantiles(self.norms)[1].tolist()
+        return typical_quantiles(self.typical.norms)[1].tolist()
 
     @cached_property
     def ratios(self) -> Float[Tensor, " layer"]:
-        """The ratio of the first token's norm to the typical one after each layer."""
-        first, typical = torch.tensor([self.first_norm, self.typical_norm], dtype=torch.double)
-        return first / typical.clamp(min=SMALLEST_NORM)
+        """The ratio of the place's norm to the typical one after each layer."""
+        spike, typical = torch.tensor([self.spike_norm, self.typical_norm], dtype=torch.double)
+        return spike / typical.clamp(min=SMALLEST_NORM)
 
     @cached_property
     def spike_layers(self) -> list[int]:
-        """Layers after which the first token's norm stands out; empty if there is no norm spike."""
+        """Layers after which the place's norm stands out; empty if there is no norm spike."""
         return (self.ratios > SPIKE_RATIO).nonzero().flatten().tolist()
 
     @property
-    def spiking(self) -> Bool[Tensor, " row"]:
-        """Texts whose first token's norm stands out after some layer."""
-        typical = rearrange(torch.tensor(self.typical_norm), "layer -> layer 1")
-        return (self.norms[:, :, 0] > SPIKE_RATIO * typical).any(0)
-
-    @property
     def ratios_by_text(self) -> Float[Tensor, " row"]:
-        """The ratio of the first token's norm to the typical one of each text, after the layer where it is largest."""
+        """The ratio of the place's norm to the typical one of each text, after the layer where it is largest."""
         norms = self.norms[self.ratios.argmax()]
-        return norms[:, 0] / norms[:, 1:].median(1).values.clamp(min=SMALLEST_NORM)
+        return self.at_place(norms[None])[0] / norms[:, 1:].median(1).values.clamp(min=SMALLEST_NORM)
 
     @cached_property
     def stages(self) -> list[int]:
-        """Layers whose MLP builds the first token's norm (definition of a stage), in order; may be empty."""
+        """Layers whose MLP builds the place's norm (definition of a stage), in order; may be empty."""
         if not self.spike_layers:
             return []
-        spike = self._spike_after(int(torch.tensor(self.first_norm).argmax()))
+        spike = self._spike_after(int(torch.tensor(self.spike_norm).argmax()))
         direction = spike / spike.norm()
-        least = STAGE_SHARE * max(self.first_norm)
+        least = STAGE_SHARE * max(self.spike_norm)
         along = torch.stack([layer.written for layer in self.layers]) @ direction
-        typically_along = (torch.stack([layer.sample for layer in self.layers]) @ direction).abs().median(1).values
+        samples = torch.stack([layer.sample for layer in self.typical.layers])
+        typically_along = (samples @ direction).abs().median(1).values
         builds = (along >= least) & (along > STAGE_OUTLIER * typically_along)
         # A stage may also be orthogonal to the rest of the spike.
-        first = first_median(self.mlp_norms)
-        large = (first >= least) & (first > STAGE_OUTLIER * self.mlp_typical)
+        written = self.middle(self.mlp_norms)
+        large = (written >= least) & (written > STAGE_OUTLIER * self.mlp_typical)
         stages = []
         for layer in (builds | large).nonzero().flatten().tolist():
             if not self._points_against(layer):
                 stages.append(layer)
+        if stages and stages[0] - 1 in self.spike_layers:
+            if max(self.spike_norm[stages[0] :]) <= AS_BEFORE * self.spike_norm[stages[0] - 1]:
+                return []  # the norm stood out before, and they add next to nothing
         return stages
 
     @property
     def mlp_typical(self) -> Float[Tensor, " layer"]:
         """Norm of what each MLP adds at later positions, median."""
-        return self.mlp_norms[:, :, 1:].flatten(1).median(1).values
+        return self.typical.mlp_norms[:, :, 1:].flatten(1).median(1).values
 
     def _points_against(self, layer: int) -> bool:
         """Whether a layer's MLP points against the spike that enters it: it removes this spike, or turns it round."""
@@ -213,7 +254,7 @@ class LayerScan:
         return float(written @ before / before.norm()) < -AGAINST * float(written.norm())
 
     def _spike_after(self, layer: int) -> Float[Tensor, " d_model"]:
-        """The first token's residual stream without shared dimensions."""
+        """The residual stream of the place without shared dimensions."""
         spike = self.layers[layer].residual.clone()
         spike[self.shared_dims] = 0
         return spike
@@ -221,8 +262,44 @@ class LayerScan:
     @property
     def sink_layer(self) -> int | None:
         """The stage that adds most to the norm."""
-        written = first_median(self.mlp_norms).tolist()
+        written = self.middle(self.mlp_norms).tolist()
         return max(self.stages, key=lambda stage: written[stage], default=None)
+
+    @property
+    def spike_runs(self) -> list[tuple[int, int]]:
+        """The first and last layer of each run of layers after which the norm stands out."""
+        runs = []
+        for layer in self.spike_layers:
+            if runs and layer == runs[-1][1] + 1:
+                runs[-1] = (runs[-1][0], layer)
+            else:
+                runs.append((layer, layer))
+        return runs
+
+    @property
+    def rises(self) -> list[Rise]:
+        """The parts of a spike that MLPs build: runs with a stage of their own; the one of the sink layer first."""
+        written = self.middle(self.mlp_norms).tolist()
+        parts = []
+        for first, last in self.spike_runs:
+            begin = parts[-1][1] + 1 if parts else 0
+            stages = [stage for stage in self.stages if begin <= stage <= last]
+            if stages:
+                parts.append([first, last, stages])
+            elif parts:
+                parts[-1][1] = last
+        if not parts:
+            return []
+        parts[-1][2] += [stage for stage in self.stages if stage > parts[-1][1]]
+        parts[-1][1] = max(parts[-1][1], *parts[-1][2])
+        rises = []
+        for number, (first, last, stages) in enumerate(parts):
+            readable = self.n_layers
+            if number + 1 < len(parts):
+                readable = last + 1
+            layer = max(stages, key=lambda stage: written[stage])
+            rises.append(Rise(first, last, layer, readable, number == 0))
+        return sorted(rises, key=lambda rise: rise.layer != self.sink_layer)
 
     @property
     def entering(self) -> Entering:
@@ -232,15 +309,15 @@ class LayerScan:
 
     @property
     def norm_before(self) -> float:
-        """The first token's norm before its first stage, if it stands out there already; else 0."""
+        """The place's norm before its first stage, if it stands out there already; else 0."""
         if not self.stages or self.stages[0] - 1 not in self.spike_layers:
             return 0.0
-        return self.first_norm[self.stages[0] - 1]
+        return self.spike_norm[self.stages[0] - 1]
 
     @property
     def growth(self) -> Float[Tensor, " layer"]:
-        """How much each layer raises the first token's norm, relative to its largest; 0 at the first layer."""
-        norms = torch.tensor(self.first_norm)
+        """How much each layer raises the place's norm, relative to its largest; 0 at the first layer."""
+        norms = torch.tensor(self.spike_norm)
         return norms.diff(prepend=norms[:1]) / norms.max()
 
     @property
@@ -253,7 +330,7 @@ class LayerScan:
 
     @property
     def notebook_layer(self) -> int | None:
-        """First layer whose MLP output at the first token exceeds mean + 2 sd over all layers.
+        """First layer whose MLP output at the place exceeds mean + 2 sd over all layers.
 
         This rule comes from the notebook behind Yona et al. 2025, not from the paper. With n layers no z-score exceeds
         (n - 1) / sqrt(n), so the rule cannot fire for n < 6.
@@ -275,15 +352,19 @@ def typical_quantiles(norms: Float[Tensor, "layer row pos"]) -> Float[Tensor, "q
     return norms[:, :, 1:].flatten(1).quantile(torch.tensor([0.05, 0.5, 0.95]), 1)
 
 
-def massive_dims(resid: Float[Tensor, "row pos d_model"]) -> list[int]:
+def massive_dims(resid: Float[Tensor, "row pos d_model"], place: Float[Tensor, "row d_model"]) -> list[int]:
     """Dimensions massive on all tokens alike, if they make up more than half of a typical residual stream.
 
-    A dimension in which the first token itself stands out does not count, because leaving it out would hide a spike.
+    A dimension in which the place itself stands out does not count, because leaving it out would hide a spike.
+
+    Args:
+        resid: Residual stream.
+        place: That of the place of each row.
     """
     later = rearrange(resid[:, 1:], "row pos d_model -> (row pos) d_model")[:SAMPLE_POSITIONS]
     size = later.abs().median(0).values
-    first = resid[:, 0].abs().median(0).values
-    massive = (size > MASSIVE_RATIO * size.median()) & (first < SPIKE_RATIO * size)
+    there = place.abs().median(0).values
+    massive = (size > MASSIVE_RATIO * size.median()) & (there < SPIKE_RATIO * size)
     if size[massive].square().sum() > size[~massive].square().sum():
         return massive.nonzero().flatten().tolist()
     return []
@@ -291,21 +372,30 @@ def massive_dims(resid: Float[Tensor, "row pos d_model"]) -> list[int]:
 
 @torch.no_grad()
 def scan_layers(
-    target: Target, ids: TokenRows, *, whole: bool, upto: int | None = None, progress: Progress = silent
+    target: Target,
+    ids: TokenRows,
+    *,
+    whole: bool,
+    upto: int | None = None,
+    progress: Progress = silent,
+    at: Int[Tensor, " row"] | None = None,
 ) -> LayerScan:
-    """Run `ids` upward, layer by layer, and stop once the first token's norm has stayed flat (unless `whole`).
+    """Run `ids` upward, layer by layer, and stop once the norm at the place has stayed flat (unless `whole`).
 
     Args:
         target: The model. Layers of a streamed model are read when they are reached.
-        ids: Typical text; position 0 is the first token.
+        ids: The texts.
         whole: Read every layer.
         upto: The last layer to read. None: no limit.
         progress: Called after each layer.
+        at: The place in each row. None: the first token.
 
     Raises:
         SinkscopeError: A layer gives infinite or NaN norms.
     """
     layers = []
+    rows = torch.arange(len(ids))
+    places = torch.zeros_like(rows) if at is None else at
     parts = {}  # of the layer that runs
     wrapped = False
     calls = []
@@ -315,7 +405,7 @@ def scan_layers(
         return rearrange(flat, "(row pos) d_model -> row pos d_model", row=len(ids))
 
     def mlp_done(given: Tensor) -> None:
-        parts["raw"] = float(norms_of(by_row(given))[:, 0].median())
+        parts["raw"] = float(norms_of(by_row(given)[rows, places]).median())
 
     def mlp_normalised(given: Tensor) -> None:
         parts["added"] = by_row(given).float() * target.adapter.write_factor
@@ -336,7 +426,8 @@ def scan_layers(
                 f"layer {len(layers)} of {target.name} gives infinite or NaN norms in {target.dtype}; "
                 "try --dtype float32, and check the checkpoint"
             )
-        massive = massive_dims(resid.float())
+        here = resid[rows, places].float()
+        massive = massive_dims(resid.float(), here)
         other_norms = norms
         if massive:
             other_norms = norm_of(resid, massive)
@@ -345,17 +436,17 @@ def scan_layers(
             norms=norms.cpu(),
             other_norms=other_norms.cpu(),
             massive_dims=massive,
-            residual=resid[:, 0].float().mean(0).cpu(),
+            residual=here.mean(0).cpu(),
             mlp_norms=added.norm(dim=-1).cpu(),
             mlp_raw=parts.get("raw", 0.0),
-            written=added[:, 0].mean(0).cpu(),
+            written=added[rows, places].mean(0).cpu(),
             sample=later[:SAMPLE_POSITIONS].cpu().clone(),
             entering=parts.get("entering"),
         )
         parts.clear()
         layers.append(reading)
         progress("layers", len(layers), target.n_layers)
-        if not whole and LayerScan(target.n_layers, layers).is_flat:
+        if not whole and LayerScan(target.n_layers, layers, at=at).is_flat:
             target.stop()
 
     adapter = target.adapter
@@ -374,7 +465,7 @@ def scan_layers(
         hooks.append((layer, "post", on_output(layer_done)))
     with target.hooks(*hooks):
         target.forward(ids, upto=upto)
-    return LayerScan(target.n_layers, layers, wrapped)
+    return LayerScan(target.n_layers, layers, wrapped, at)
 
 
 def scan_far_enough(setup: Setup, ids: TokenRows, *, whole: bool) -> LayerScan:

@@ -30,7 +30,7 @@ from sinkscope.measure.style import BLUE, ORANGE, finished, unfolded
 from sinkscope.models.target import Target, on_input
 from sinkscope.sinks.first_token.absence import SpikeAbsence
 from sinkscope.sinks.first_token.layer_view import columns, flat_number, view_layer
-from sinkscope.sinks.first_token.result import CONTROL_DRAWS, Neuron
+from sinkscope.sinks.first_token.members import CONTROL_DRAWS, Neuron
 from sinkscope.sinks.first_token.sets import sink_neurons
 from sinkscope.sinks.tokens import TokenRows, first_tokens
 from sinkscope.trace.run import trace
@@ -47,7 +47,7 @@ class Replacement:
     Attributes:
         target: The model.
         sink_layer: Layer of the sink neurons. Heads in this layer and below can be replaced.
-        means: Mean `hook_z` of every head of layers 0 to the sink layer.
+        means: Mean `hook_z` of every head of layers 0 to the sink layer; 0 in layers without softmax attention.
         flat: The sink neurons, numbered as in a `LayerView`. If there are none, the whole MLP stands for them.
         cols: What each of them writes when its `hook_post` is 1.
         progress: Called with the number of rows done.
@@ -70,9 +70,14 @@ class Replacement:
         progress: Progress = silent,
     ) -> Replacement:
         """Built with means over the later positions of `ids`; position 0 holds the first token."""
-        sites = [f"blocks.{layer}.attn.hook_z" for layer in range(sink_layer + 1)]
+        layers = list(filter(target.has_attention, range(sink_layer + 1)))
+        sites = [f"blocks.{layer}.attn.hook_z" for layer in layers]
         outputs = trace(target, ids, sites, lambda z: z[:, 1:].float().mean(1))  # row head d_head
-        means = reduce(list(outputs.values()), "layer row head d_head -> layer head d_head", "mean")
+        means = torch.zeros(sink_layer + 1, target.n_heads, 0)
+        if layers:
+            of_layers = reduce(list(outputs.values()), "layer row head d_head -> layer head d_head", "mean")
+            means = torch.zeros(sink_layer + 1, *of_layers.shape[1:])
+            means[layers] = of_layers
         numbers = []
         for neuron in neurons:
             if neuron.layer == sink_layer:
@@ -133,7 +138,7 @@ def replacing(
         return on_input(replace)
 
     layers = reduce(edits, "row layer head -> layer", torch.any).nonzero().flatten().tolist()
-    return [(target.output_projection(layer), "pre", hook(layer)) for layer in layers]
+    return [(target.output_projection(layer), "pre", hook(layer)) for layer in layers if target.has_attention(layer)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,11 +158,11 @@ class MarkingHeads(Result):
         activation: Activation of the sink neurons, relative to that at the first token of typical text. A token fires
             the neurons if it is at least half.
         all_drop: Share lost with all heads of layers 0 to the sink layer replaced, median over tokens.
-        layer_drop: Share lost with all heads of a layer replaced.
-        drop: Share lost with one head replaced by its mean over later positions.
+        layer_drop: Share lost with all heads of a layer replaced. NaN in layers without softmax attention.
+        drop: Share lost with one head replaced by its mean over later positions. NaN in the same layers.
         serves: Whether a head of the marking layer is in the smallest set of heads that keeps half of a token's
-            activation when all others of the layer are replaced.
-        set_drop: Share lost when only these heads are replaced.
+            activation when all others of the layer are replaced. A token that needs no head has none.
+        set_drop: Share lost when only these heads are replaced. NaN if there are none.
         control_drop: Largest loss when the same number of other heads is replaced, over 20 draws; NaN if there are too
             few.
     """
@@ -193,12 +198,13 @@ class MarkingHeads(Result):
         """One row per head, marking heads first."""
         if self.drop is None:
             return []
-        drop = np.asarray(np.nanmean(self.drop, 0, dtype=np.float64))
+        firing = self.drop[np.isfinite(self.drop).any((1, 2))]
+        drop = firing.mean(0, dtype=np.float64)
         serves = np.zeros(drop.shape, int)
         if self.serves is not None:
             serves[self.marking_layer] = self.serves.sum(0)
         names = [head_name(*place) for place in np.ndindex(drop.shape)]
-        rows = unfolded({"serves": serves, "drop": drop}, head=names)
+        rows = [row for row in unfolded({"serves": serves, "drop": drop}, head=names) if row["drop"] is not None]
         return sorted(rows, key=lambda row: (-row["serves"], -row["drop"]))
 
     def conclusion(self) -> str:
@@ -210,7 +216,8 @@ class MarkingHeads(Result):
             return "None of the tokens given fires the sink neurons when it stands first; give other tokens."
         layer = self.marking_layer
         if self.serves is None or layer is None:
-            most, every = percent(max(_layer_medians(self.layer_drop))), percent(max(0.0, self.all_drop or 0.0))
+            most = percent(max(_layer_medians(self.layer_drop).values(), default=0.0))
+            every = percent(max(0.0, self.all_drop or 0.0))
             if Evidence(self.all_drop).holds:
                 return (
                     f"The heads of no single layer mark the first token: replacing those of all layers takes away "
@@ -250,13 +257,17 @@ class MarkingHeads(Result):
         first = agreeing(int(fires.sum()), "has it when it stands", "have it when they stand")
         lines.append(f"{fires.sum()} of {counted(len(fires), 'token')} {first} first.")
         if self.layer_drop is not None:
-            drops = enumerate(_layer_medians(self.layer_drop))
-            changes = listed([f"{-drop:+.0%} in layer {layer}" for layer, drop in drops])
+            drops = _layer_medians(self.layer_drop)
+            changes = listed([f"{-drop:+.0%} in layer {layer}" for layer, drop in drops.items()])
             every = f"{-(self.all_drop or 0):+.0%}"
             lines.append(f"Replacing all heads of a layer changes the mark by {changes}, and in all layers by {every}.")
         if self.serves is not None:
-            single = float((self.serves[fires].sum(1) == 1).mean())
-            lines.append(f"For {percent(single)} of these tokens, one head alone is enough for half of the mark.")
+            sizes = self.serves[fires].sum(1)
+            single, none = percent(float((sizes == 1).mean())), percent(float((sizes == 0).mean()))
+            line = f"For {single} of these tokens, one head alone is enough for half of the mark"
+            if (sizes == 0).any():
+                line += f", and {none} have that much without a head"
+            lines.append(f"{line}.")
         return lines
 
 
@@ -267,9 +278,12 @@ def _median(values: Float[np.ndarray, " token"] | None) -> float | None:
     return float(np.nanquantile(values, 0.5, method="higher"))
 
 
-def _layer_medians(layer_drop: Float[np.ndarray, "token layer"]) -> list[float]:
-    """The lower median over the tokens that fire."""
-    return np.nanquantile(layer_drop, 0.5, axis=0, method="lower").tolist()
+def _layer_medians(layer_drop: Float[np.ndarray, "token layer"]) -> dict[int, float]:
+    """The lower median over the tokens that fire, of each layer with softmax attention."""
+    medians: dict[int, float] = {}
+    for layer in np.flatnonzero(np.isfinite(layer_drop).any(0)).tolist():
+        medians[layer] = float(np.nanquantile(layer_drop[:, layer], 0.5, method="lower"))
+    return medians
 
 
 def draw(result: MarkingHeads) -> go.Figure:
@@ -277,7 +291,9 @@ def draw(result: MarkingHeads) -> go.Figure:
     titles = ["All heads of a layer replaced", "One head replaced, by first token"]
     fig = make_subplots(cols=2, subplot_titles=titles, column_widths=[0.3, 0.7])
     if result.layer_drop is not None:
-        fig.add_bar(y=np.nanmedian(result.layer_drop, 0), marker_color=ORANGE, showlegend=False, row=1, col=1)
+        medians = _layer_medians(result.layer_drop)
+        bars = {"x": list(medians), "y": list(medians.values())}
+        fig.add_bar(**bars, marker_color=ORANGE, showlegend=False, row=1, col=1)
         fig.update_xaxes(title_text="layer", dtick=1, row=1, col=1)
         fig.update_yaxes(title_text="share of the activation lost", tickformat=".0%", row=1, col=1)
     if result.drop is not None and result.serves is not None:
@@ -333,10 +349,15 @@ def marking_heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: P
     every_head = torch.eye(layers * heads).bool().view(-1, layers, heads)
     edits = torch.cat([torch.ones_like(every_head[:1]), every_layer, every_head])
     all_drop, layer_drop, drop = (1 - marks.kept(edits)).split([1, layers, layers * heads], 1)
-    drop = rearrange(drop, "token (layer head) -> token layer head", layer=layers)
+    drop = rearrange(drop, "token (layer head) -> token layer head", layer=layers).clone()
+    layer_drop = layer_drop.clone()
+    for number in range(layers):
+        if not setup.target.has_attention(number):
+            layer_drop[:, number] = torch.nan
+            drop[:, number] = torch.nan
     drops = {"layer_drop": marks.of_all(layer_drop), "drop": marks.of_all(drop)}
     result = replace(result, all_drop=float(all_drop.median()), **drops)
-    medians = layer_drop.median(0).values
+    medians = layer_drop.median(0).values.nan_to_num()
     if float(medians.max()) < NEEDED:
         return result
     layer = int(medians.argmax())
@@ -379,12 +400,13 @@ class _Marks:
         n_heads = drop.shape[1]
         alone = self.kept_in(layer, ~torch.eye(n_heads).bool())
         rank = (drop + alone).argsort(1, descending=True).argsort(1)  # rank of each head; 0 is the best
-        sizes = torch.arange(1, n_heads + 1)
+        sizes = torch.arange(n_heads + 1)
         without_best = rearrange(rank, "token head -> token 1 head") >= rearrange(sizes, "size -> size 1")
         enough = self.kept_in(layer, without_best) >= PRESENT
         enough[:, -1] = True  # nothing is replaced there
-        size = enough.int().argmax(1) + 1
-        heads = rank < rearrange(size, "token -> token 1")
+        size = enough.int().argmax(1)
+        heads = self._without_unneeded(layer, rank < rearrange(size, "token -> token 1"))
+        size = heads.sum(1)
         generator = torch.Generator().manual_seed(seed)
         edits = repeat(torch.zeros_like(heads), "token head -> token draw head", draw=CONTROL_DRAWS + 1).clone()
         edits[:, 0] = heads
@@ -393,9 +415,22 @@ class _Marks:
                 order = torch.randperm(int(others.sum()), generator=generator)
                 chosen[others.nonzero().flatten()[order[: size[token]]]] = True
         lost = 1 - self.kept_in(layer, edits)
-        control = torch.where(n_heads - size >= size, lost[:, 1:].amax(1), torch.nan)
+        control = torch.where((n_heads - size >= size) & (size > 0), lost[:, 1:].amax(1), torch.nan)
         return {
             "serves": self.of_all(heads.float()) == 1,
-            "set_drop": self.of_all(lost[:, 0]),
+            "set_drop": self.of_all(torch.where(size > 0, lost[:, 0], torch.nan)),
             "control_drop": self.of_all(control),
         }
+
+    def _without_unneeded(self, layer: int, heads: Bool[Tensor, "firing head"]) -> Bool[Tensor, "firing head"]:
+        """The sets without heads that the others keep half of the activation without, one after another."""
+        heads = heads.clone()
+        others = ~torch.eye(heads.shape[1]).bool()
+        while True:
+            fewer = rearrange(heads, "token head -> token 1 head") & others
+            kept = torch.where(heads, self.kept_in(layer, ~fewer), -torch.inf)
+            best = kept.max(1)
+            drop = (best.values >= PRESENT).nonzero().flatten()
+            if not len(drop):
+                return heads
+            heads[drop, best.indices[drop]] = False

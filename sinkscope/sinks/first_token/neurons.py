@@ -26,7 +26,7 @@ from sinkscope.sinks.first_token.layer_view import (
     neutral_view,
     view_layer,
 )
-from sinkscope.sinks.first_token.result import CONTROL_DRAWS, Member, Neuron
+from sinkscope.sinks.first_token.members import CONTROL_DRAWS, Member, Neuron
 from sinkscope.sinks.tokens import TokenRows
 
 CAUSAL_DROP = 0.1  # zeroing a causal neuron removes at least this share of the norm
@@ -39,7 +39,7 @@ class RepeatedSinks:
     """Repeated tokens at the sink layer.
 
     Attributes:
-        repeats: For each token, the first n whose norm reaches half of the first token's. None if never.
+        repeats: For each token, the first n whose norm reaches half of the spike's. None if never.
         view: The layer at the last repetition of each token that got there. None if no token did.
         entering: For each token that got there, what entered the first stage in the pass that showed it.
     """
@@ -66,6 +66,9 @@ def repeat_until_half(
     """
     target = context.target
     layer = context.layer
+    reference = None
+    if bool(context.at.any()):  # the spike is not at the first token, which stands before the repetitions
+        reference = context.scan.spike_norm[layer]
     first_stage = min([layer, *context.scan.stages])
     repeats: list[int | None] = [None] * len(tokens)
     parts = {}
@@ -86,7 +89,7 @@ def repeat_until_half(
             view, resid, entered = _view_and_stream(context, ids, where, first_stage)
             norms = norm_of(resid, context.scan.shared_dims)
             for row, place in enumerate(places.tolist()):
-                count = repeats[place] = repeats_until_half(norms[row, 1:], norms[row, 0])
+                count = repeats[place] = repeats_until_half(norms[row, 1:], reference or norms[row, 0])
                 if count is not None:
                     at = row * len(ends) + bisect_left(ends, count)
                     parts[place] = [part[at : at + 1] for part in (view.resid, view.mlp, view.post)]
@@ -127,7 +130,7 @@ class VerifiedNeurons:
         neurons: Neurons of the sink layer, largest contribution first, followed by those of other stages.
         set_drop: Share of the norm that is lost when all causal neurons are zeroed. None if the sink layer has none.
         set_control_drop: Largest drop among random sets of the same number of neurons of the sink layer.
-        massive_dims: Massive activations of the first token at the sink layer, largest first.
+        massive_dims: Massive activations of the place at the sink layer, largest first.
     """
 
     neurons: tuple[Neuron, ...] = ()
@@ -148,7 +151,7 @@ def verify_neurons(context: SinkContext, top_k: int, repeated: LayerView | None 
     Args:
         context: The model and its spike.
         top_k: Number of candidates in the sink layer.
-        repeated: The layer's view at the last repetition of each token that reached half of the first token's norm.
+        repeated: The layer's view at the last repetition of each token that reached half of the spike's norm.
     """
     target = context.target
     layer = context.layer
@@ -161,9 +164,10 @@ def verify_neurons(context: SinkContext, top_k: int, repeated: LayerView | None 
     verified = replace(verified, neurons=(*verified.neurons, *others))
     if any(neuron.causal and neuron.layer < layer for neuron in others):
         together = Edit(zero=tuple(neuron.site for neuron in verified.causal))
-        entering = context.entering.part(slice(None), 1)
+        ids = context.ids[:, : context.up_to_place]
+        entering = context.entering.part(slice(None), context.up_to_place)
         edited = effects(
-            target, context.ids[:, :1], [together], upto=layer, without=scan.shared_dims, entering=entering
+            target, ids, [together], at=context.at, upto=layer, without=scan.shared_dims, entering=entering
         )
         verified = replace(verified, set_drop=float(edited.drops(layer)))
     return verified
@@ -175,11 +179,9 @@ def stage_neurons(
     stage: int,
     top_k: int,
     *,
-    at: int = 0,
     upto: int | None = None,
-    typical: SinkContext | None = None,
 ) -> tuple[Neuron, ...]:
-    """The neurons of a layer that write most at a position, and the effect of zeroing each.
+    """The neurons of a layer that write most at the place, and the effect of zeroing each.
 
     If an ablation is active, these are the neurons that write most under it.
 
@@ -187,17 +189,16 @@ def stage_neurons(
         context: The model and its text.
         stage: The layer.
         top_k: How many neurons to return.
-        at: The position.
         upto: The layer after which the norm is read, if it is later than `stage`.
-        typical: The context whose text gives the neutral values. None: this one.
     """
     target = context.target
-    candidates = _candidates(context, stage, min(top_k, target.d_mlp // 2), at, typical or context)
+    candidates = _candidates(context, stage, min(top_k, target.d_mlp // 2))
     spare = candidates.others(writing=True)
     drawn = spare[torch.randperm(len(spare), generator=context.generator)[:CONTROL_DRAWS]]
     numbers = [*candidates.top.tolist(), *drawn.tolist()]
     edits = [Edit(zero=(Member(stage, *expert_and_neuron(target, stage, number)).site,)) for number in numbers]
     read_after = stage if upto is None else max(stage, upto)
+    at = int(context.at[0])
     entering = context.entering.part(slice(1), at + 1)
     edited = effects(target, context.ids[:1, : at + 1], edits, at=at, upto=read_after, entering=entering)
     drops = edited.drops(read_after).tolist()
@@ -255,14 +256,14 @@ class _Candidates:
         return tuple(neurons)
 
 
-def _candidates(context: SinkContext, layer: int, top_k: int, at: int, typical: SinkContext) -> _Candidates:
+def _candidates(context: SinkContext, layer: int, top_k: int) -> _Candidates:
     target = context.target
-    ids = context.ids
-    where = torch.zeros(len(ids), at + 1, dtype=torch.bool)
-    where[:, at] = True
+    ids = context.ids[:, : context.up_to_place]
+    where = torch.zeros_like(ids, dtype=torch.bool)
+    where[torch.arange(len(ids)), context.at] = True
     entering = context.entering
     with target.loaded(layer):
-        first = view_layer(target, layer, ids[:, : at + 1], where, entering.part(slice(None), at + 1).at(layer))
+        first = view_layer(target, layer, ids, where, entering.part(slice(None), ids.shape[1]).at(layer))
         contribution = contribution_norms(target, first).mean(0)  # a neuron may fire in some of the texts only
         rank = contribution
         if target.has_part(layer, target.adapter.post_mlp_norm):
@@ -271,7 +272,7 @@ def _candidates(context: SinkContext, layer: int, top_k: int, at: int, typical: 
             rank = first.post.abs().mean(0) * column_norms_behind_the_norm(target, layer)
         writing = int((contribution > 0).sum())
         top = rank.topk(min(top_k, max(writing, 1))).indices
-        neutral = neutral_view(target, layer, typical.ids, typical.entering)
+        neutral = neutral_view(target, layer, context.typical_ids, context.typical_entering)
         return _Candidates(first, neutral, contribution, top)
 
 
@@ -280,7 +281,7 @@ def verify_sink_layer(context: SinkContext, top_k: int, repeated: LayerView | No
     target = context.target
     layer = context.layer
     shared_dims = context.scan.shared_dims
-    candidates = _candidates(context, layer, top_k, 0, context)
+    candidates = _candidates(context, layer, top_k)
     first = candidates.first
     top = candidates.top
     everywhere = torch.cat([first.resid, candidates.text.resid])

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from sinkscope.measure.evidence import NEEDED
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.effects import Component, Edit, effects, key_bias, one_by_one, writers
-from sinkscope.sinks.first_token.result import CONTROL_DRAWS
-from sinkscope.sinks.first_token.sets import Removal, smallest_set
+from sinkscope.sinks.first_token.effects import Component, Edit, effects, key_bias, mixing, one_by_one, writers
+from sinkscope.sinks.first_token.members import CONTROL_DRAWS
+from sinkscope.sinks.first_token.search import Removal, smallest_set
 from sinkscope.sinks.tokens import TokenRows
 
 NEARLY = 0.75  # of several components, those are needed that lose at least this share of the largest loss
@@ -122,13 +122,16 @@ class PositionEffect:
         """
         candidates = writers(self.target, depth)
         if self.heads is None:
-            candidates.append(Component("attention", depth))
+            candidates += mixing(self.target, depth)
         elif key_bias(self.target, depth) is not None:
             candidates.append(Component("key bias"))
         alone = self.necessity(one_by_one(candidates))
         bar = min(EFFECTIVE, max(alone))
         effective = tuple(compress(candidates, np.array(alone) >= bar))
-        whole = self.smallest(candidates, alone)
+        return Marks(self.with_heads(self.smallest(candidates, alone)), effective)
+
+    def with_heads(self, whole: Components) -> Components:
+        """The same components with heads in place of attention layers, where some heads of one are enough."""
         needed_alone = min(self.necessity(one_by_one(whole)), default=0.0) >= NEEDED
         chosen = []
         for member in whole:
@@ -139,7 +142,7 @@ class PositionEffect:
                 of_heads = self.necessity([Edit(swap=(*others, head)) for head in heads])
                 own = self.smallest(heads, of_heads, others) or own
             chosen += own
-        return Marks(tuple(chosen), effective)
+        return tuple(chosen)
 
     def smallest(
         self, candidates: Sequence[Component], alone: Sequence[float], removed_too: Components = ()

@@ -1,20 +1,15 @@
-"""Sets of components: the smallest whose removal ends an effect, and the neurons that make a spike, with backups.
+"""The neurons that together make a spike, with backups that take over, and those of repeated tokens.
 
-`smallest_set` is the search itself and knows nothing of neurons. `causal_sets` uses it for the first token's spike, and
-`later_sinks` for spikes of later tokens.
+`causal_sets` finds the smallest set whose removal ends the spike of one kind of place, on texts that have it.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations
-from math import comb
-from typing import Any
 
 import torch
-from einops import rearrange, reduce
+from einops import reduce
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -22,133 +17,24 @@ from sinkscope.interventions import Ablate
 from sinkscope.measure import Setup
 from sinkscope.measure.evidence import NEEDED
 from sinkscope.measure.margin import margin_of
-from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.absence import SpikeAbsence
-from sinkscope.sinks.first_token.attention_received import ALL_TEXTS, attention_received
-from sinkscope.sinks.first_token.context import SinkContext
-from sinkscope.sinks.first_token.effects import Edit, Effects, Trial, attending_heads, effects, heads_lost, side_by_side
-from sinkscope.sinks.first_token.layer_scan import (
-    SMALLEST_NORM,
-    SPIKE_RATIO,
-    STAGE_OUTLIER,
-    Entering,
-    LayerScan,
-    scan_layers,
-)
-from sinkscope.sinks.first_token.neurons import RepeatedSinks, stage_neurons, verify_neurons
-from sinkscope.sinks.first_token.result import (
-    ATTENTION_LENGTH,
-    CONTROL_DRAWS,
-    CausalSet,
-    Heads,
-    LaterSink,
-    Neuron,
-    RepetitionSpike,
-    Sites,
-    members_of,
-    sites_of,
-)
+from sinkscope.sinks.first_token.context import SinkContext, Survey
+from sinkscope.sinks.first_token.effects import Edit, Effects, Trial, effects, heads_lost, side_by_side
+from sinkscope.sinks.first_token.layer_scan import AS_BEFORE, Entering, Rise, scan_layers
+from sinkscope.sinks.first_token.members import ATTENTION_LENGTH, CausalSet, Heads, Neuron, Sites, members_of, sites_of
+from sinkscope.sinks.first_token.neurons import STAGE_CANDIDATES, RepeatedSinks, stage_neurons, verify_neurons
+from sinkscope.sinks.first_token.places import SPIKE_RATIO
+from sinkscope.sinks.first_token.records import RepetitionSpike
+from sinkscope.sinks.first_token.search import Removal, random_sets, random_sites, smallest_set, without_unneeded
 from sinkscope.sinks.tokens import TokenRows
 
-SETS_AT_ONCE = 128  # largest number of sets of one size that are all tried, and that are asked about together
 CANDIDATES = 8  # default number of candidates of the sink layer
 MORE_CANDIDATES = 64  # candidates of the sink layer if the first few do not suffice
 BACKUP_ROUNDS = 4  # rounds of searching for backups before the search ends
 BACKUP_CANDIDATES = 4  # candidates of each layer that brings the spike back
-LATER_TOKENS = 3  # tokens behind the first position whose spikes are examined
-POSITION_TOKENS = 3  # different tokens that stand out at a position that is a sink whatever stands there
-SPIKE_TEXTS = 16  # most different first tokens whose spike is compared
+SPIKE_TEXTS = 16  # most different tokens whose spike is compared
 ATTENTION_TEXTS = 4  # texts in which attention is compared
-AS_BEFORE = 1.25  # largest norm without the neurons that amplify a spike, over the norm before them
-
-
-@dataclass(frozen=True)
-class Removal:
-    """What removing one set of components does: whether the effect is gone, and the share of it that is lost."""
-
-    gone: bool
-    drop: float
-
-
-Members = tuple[Any, ...]
-"""A set of components, neurons or parts of a model."""
-Remove = Callable[[list[Members]], list[Removal]]
-"""Removes each of several sets and says what that does."""
-
-
-def smallest_set(candidates: Sequence[Any], remove: Remove) -> Members | None:
-    """Search for the smallest set of candidates whose removal ends an effect; None if no set that was tried does.
-
-    Sets are tried in order of their size while there are at most 128 of a size. Otherwise growing prefixes of the
-    candidates are tried, and unneeded members are left out of the first that ends the effect. Up to 128 sets are asked
-    about at once, because each question is a walk through the model.
-
-    Args:
-        candidates: Components that may be removed, the most promising first.
-        remove: Removes sets.
-    """
-    together = []
-    for size in range(1, len(candidates) + 1):
-        if comb(len(candidates), size) > SETS_AT_ONCE:
-            break
-        sets = list(combinations(candidates, size))
-        if len(together) + len(sets) > SETS_AT_ONCE:
-            best = _most_effective(together, remove)
-            if best is not None:
-                return best
-            together = []
-        together += sets
-    else:
-        return _most_effective(together, remove)
-    best = _most_effective(together, remove)
-    if best is not None:
-        return best
-    prefix = _most_effective([tuple(candidates[:size]) for size in range(2, len(candidates) + 1)], remove)
-    if prefix is None:
-        return None
-    return without_unneeded(prefix, remove, least=1)
-
-
-def without_unneeded(members: Members, remove: Remove, least: int = 0) -> Members:
-    """Leave out members of a set, one after another, while the removal of the others ends the effect."""
-    while len(members) > least:
-        fewer = _most_effective([members[:i] + members[i + 1 :] for i in range(len(members))], remove)
-        if fewer is None:
-            break
-        members = fewer
-    return members
-
-
-def _most_effective(sets: list[Members], remove: Remove) -> Members | None:
-    """Of the smallest sets that end the effect, the one that takes most of it; None if none does."""
-    if not sets:
-        return None
-    best = None
-    best_rank = (0, 0.0)
-    for members, removal in zip(sets, remove(sets), strict=True):
-        rank = (-len(members), removal.drop)
-        if removal.gone and (best is None or rank > best_rank):
-            best = members
-            best_rank = rank
-    return best
-
-
-def random_sites(target: Target, sites: Sites, excluded: Sites, generator: torch.Generator) -> Sites:
-    """As many other neurons of the same layers (and experts), none of `excluded` while there are enough others."""
-    drawn = ()
-    for site in sites:
-        neighbours = [(*site[:-1], neuron) for neuron in range(target.width(site[0], *site[1:-1]))]
-        barred = {*excluded, *sites, *drawn}
-        others = [other for other in neighbours if other not in barred]
-        if not others:
-            others = [other for other in neighbours if other not in sites]
-        drawn += (others[int(torch.randint(len(others), (1,), generator=generator))],)
-    return drawn
-
-
-def random_sets(target: Target, sites: Sites, excluded: Sites, generator: torch.Generator) -> list[Sites]:
-    """The random sets that a set is compared with."""
-    return [random_sites(target, sites, excluded, generator) for _ in range(CONTROL_DRAWS)]
+NEARLY_ALL = 0.9  # share of the texts in which the spike has to be gone
 
 
 @dataclass(frozen=True)
@@ -160,83 +46,74 @@ class CausalSets:
 
     @property
     def minimal(self) -> CausalSet | None:
-        """The smallest set that removes the spike."""
+        """The smallest set that removes the spike or, if it has several parts, the largest part."""
         return next(iter(self.sets), None)
 
     @property
     def members(self) -> tuple[Neuron, ...]:
-        """The neurons of the minimal set; empty if no set removes the spike."""
-        if self.minimal is None:
-            return ()
-        return tuple(n for n in self.neurons if n.site in self.minimal.edit_sites)
+        """The neurons of all sets."""
+        sites = [site for each in self.sets for site in each.edit_sites]
+        return tuple(n for n in self.neurons if n.site in sites)
 
 
 @dataclass(frozen=True)
 class _SpikeSearch:
-    """The search for the neurons that make the spike of one token.
+    """The search for the neurons that make a spike, or one part of a spike that falls and rises again.
 
     Attributes:
-        context: The model and its layer scan.
-        ids: Texts with the token, in the first of which attention to it is compared.
-        at: Its position.
-        picked: The texts in which its norm is read.
+        context: The model, texts with the place, and their layer scan.
+        ids: These texts, as far as attention is compared in them.
+        picked: The texts in which the norm is read.
         rows: For each text of the context, its place in `picked`.
-        layer: The layer that makes the spike.
-        last: The last layer after which the norm stands out.
-        heads: The heads behind `layer` that attend to the token.
+        rise: The part of the spike.
+        heads: The heads behind its layer that attend to the place.
         entering: What entered each layer when the texts were read.
-        before: The token's norm before the neurons amplify it, if it stands out already; else 0.
+        before: The place's norm before the neurons amplify it, if it stands out already; else 0.
         asked: The norms `[text layer]` with each set silenced that was asked about before.
     """
 
     context: SinkContext
     ids: TokenRows
-    at: int
     picked: list[int]
     rows: Int[Tensor, " context_text"]
-    layer: int
-    last: int
+    rise: Rise
     heads: Heads
     entering: Entering
     before: float = 0.0
     asked: dict[Sites, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of_first_token(cls, context: SinkContext, heads: Heads) -> _SpikeSearch:
-        """The search for the first token of typical text; a text for each different first token."""
-        ids = context.ids
-        firsts, rows = ids[:, 0].unique(return_inverse=True)
-        spiking = [int((rows == first).nonzero()[0]) for first in range(min(len(firsts), SPIKE_TEXTS))]
-        return cls(
-            context,
-            ids[:, :ATTENTION_LENGTH],
-            0,
-            spiking,
-            rows[rows < SPIKE_TEXTS],
-            context.layer,
-            max(context.layer, context.scan.spike_layers[-1]),
-            [place for place in heads if place[0] > context.layer],
-            context.entering.part(slice(None), ATTENTION_LENGTH),
-            before=context.scan.norm_before,
-        )
+    def of(cls, context: SinkContext, rise: Rise, heads: Heads) -> _SpikeSearch:
+        """The search at the places of a context; one text is read for each different token there."""
+        length = max(ATTENTION_LENGTH, context.up_to_place + ATTENTION_LENGTH // 2)
+        ids = context.ids[:, :length]
+        tokens, rows = context.ids[torch.arange(len(ids)), context.at].unique(return_inverse=True)
+        picked = [int((rows == token).nonzero()[0]) for token in range(min(len(tokens), SPIKE_TEXTS))]
+        behind = [place for place in heads if rise.layer < place[0] <= rise.readable]
+        entering = context.entering.part(slice(None), length)
+        before = 0.0
+        if rise.is_first:
+            before = context.scan.norm_before
+        return cls(context, ids, picked, rows[rows < SPIKE_TEXTS], rise, behind, entering, before)
 
     def norm_trial(self, sets: Sequence[Sites]) -> Trial:
         """Silences each set that was not asked about before; the spike is read."""
+        length = self.context.up_to_place
         return Trial(
-            self.ids[self.picked, : self.at + 1],
+            self.ids[self.picked, :length],
             [Edit(zero=sites) for sites in dict.fromkeys(sets) if sites not in self.asked],
-            at=self.at,
-            upto=self.last,
+            at=self.context.at[self.picked],
+            upto=self.rise.last,
             without=self.context.scan.shared_dims,
-            entering=self.entering.part(self.picked, self.at + 1),
+            entering=self.entering.part(self.picked, length),
         )
 
     def attention_trial(self, sets: Sequence[Sites], texts: int) -> Trial:
-        """Silences each set; the attention to the token is read, in the first texts."""
+        """Silences each set; the attention to the place is read, in the first texts."""
         return Trial(
             self.ids[:texts],
             [Edit(zero=sites) for sites in sets],
-            at=self.at,
+            at=self.context.at[:texts],
             upto=max(self.heads)[0],
             attention=True,
             behind=min(self.heads)[0],
@@ -266,26 +143,35 @@ class _SpikeSearch:
         """This share at a layer, mean over texts."""
         return self.lost(sets)[..., layer].mean(1).tolist()
 
-    def smallest(self, sites: Sites, *layers: int) -> Sites | None:
-        """The smallest set that takes the spike away at these layers; None if no set that was tried does."""
+    def removals(self, sets: Sequence[Sites], *layers: int) -> list[Removal]:
+        """Whether each set takes the spike away at these layers.
+
+        The spike is gone if, in nearly all texts that have it, the norm is as before it or stands out no more, and most
+        of the rise is gone.
+        """
         index = torch.tensor(layers)
         typical = torch.tensor(self.context.scan.typical_norm)[index]
         most_left = (SPIKE_RATIO * typical).clamp(min=AS_BEFORE * self.before)
         rest = typical.clamp(min=self.before)
+        norms = self.remove(sets)[..., index]
+        intact = self.asked[()][:, index]
+        low = norms <= most_left
+        most = intact - norms >= NEEDED * (intact - rest)
+        gone = (low & (most | (intact <= most_left))).all(2)
+        of_most = (gone.float().mean(1) >= NEARLY_ALL).tolist()
+        return list(map(Removal, of_most, self.drops(sets, layers[-1])))
 
-        def remove(sets: list[Sites]) -> list[Removal]:
-            """The spike is gone if, in nearly all texts that have it, the norm is as before it or stands out no more,
-            and most of the rise is gone.
-            """
-            norms = self.remove(sets)[..., index]
-            intact = self.asked[()][:, index]
-            low = norms <= most_left
-            most = intact - norms >= NEEDED * (intact - rest)
-            gone = (low & (most | (intact <= most_left))).all(2)
-            of_most = (gone.float().mean(1) >= ALL_TEXTS).tolist()
-            return list(map(Removal, of_most, self.drops(sets, layers[-1])))
+    def smallest(self, sites: Sites, *layers: int) -> Sites | None:
+        """The smallest set that takes the spike away at these layers; None if no set that was tried does."""
+        return smallest_set(sites, lambda sets: self.removals(sets, *layers))
 
-        return smallest_set(sites, remove)
+    def equals(self, chosen: Sites, sites: Sites) -> Sites:
+        """Single neurons that take the spike away as the chosen one does."""
+        others = tuple(site for site in sites if site not in chosen)
+        if len(chosen) != 1 or not others:
+            return ()
+        removals = self.removals([(site,) for site in others], self.rise.layer, self.rise.last)
+        return tuple(site for site, removal in zip(others, removals, strict=True) if removal.gone)
 
     def grown(self, chosen: Sites, others: Sites) -> Sites:
         """The set and those of the other candidates that attention needs as well."""
@@ -310,8 +196,8 @@ class _SpikeSearch:
             trials.append(self.attention_trial([*sets, chosen + others], 1))
             trials.append(self.attention_trial([chosen], ATTENTION_TEXTS))
         read = self.answer(*trials)
-        at_sink_layer, *controls = self.drops(sets, self.layer)
-        at_last_layer, *later_controls = self.drops(sets, self.last)
+        at_sink_layer, *controls = self.drops(sets, self.rise.layer)
+        at_last_layer, *later_controls = self.drops(sets, self.rise.last)
         control = max(*controls, *later_controls)
         drop_attention = None
         margin_attention = None
@@ -329,7 +215,7 @@ class _SpikeSearch:
             margin_attention = margin_of(in_texts)
         if min(at_sink_layer, at_last_layer) <= control:
             return None
-        margin = margin_of(self.lost([chosen])[0, self.rows, self.layer].numpy())
+        margin = margin_of(self.lost([chosen])[0, self.rows, self.rise.layer].numpy())
         drops_of_set = (at_sink_layer, at_last_layer, drop_attention)
         return CausalSet(members_of(chosen), *drops_of_set, lost, control, "minimal", margin, margin_attention)
 
@@ -340,16 +226,17 @@ class _SpikeSearch:
         without_rest, without_all = self.remove([rest, every])
         drops = (1 - without_all / without_rest).mean(0).tolist()
         members = members_of(backups)
-        return CausalSet(members, drops[self.layer], drops[self.last], None, None, minimal.control, "backup")
+        return CausalSet(members, drops[self.rise.layer], drops[self.rise.last], None, None, minimal.control, "backup")
 
     def returning(self, silent: Sites) -> list[Neuron]:
         """Neurons of later layers that make a spike while these neurons are silent."""
         neurons = []
-        with Ablate(sites=silent).on(self.context.target):
-            scan = scan_layers(self.context.target, self.context.ids, whole=True, upto=self.last)
-            without = replace(self.context, entering=scan.entering)
+        context = self.context
+        with Ablate(sites=silent).on(context.target):
+            scan = scan_layers(context.target, context.ids, whole=True, upto=self.rise.last, at=context.at)
+            without = replace(context, entering=scan.entering)
             for stage in scan.stages:
-                if stage > self.layer:
+                if stage > self.rise.layer:
                     neurons += stage_neurons(without, stage, BACKUP_CANDIDATES)
         return [neuron for neuron in neurons if neuron.site not in silent]
 
@@ -361,52 +248,84 @@ class _SpikeSearch:
             if not returning:
                 break
             backups += returning
-            whole = self.smallest(here + sites_of(backups), self.layer, self.last)
+            whole = self.smallest(here + sites_of(backups), self.rise.layer, self.rise.last)
             if whole is not None:
                 return backups, whole
         return backups, None
 
+    def sets(self, neurons: Sequence[Neuron]) -> CausalSets:
+        """The smallest set of these neurons and, if necessary, of further ones, with its backups."""
+        layer, last = self.rise.layer, self.rise.last
+        candidates = list(neurons)
+        here, minimal, sites = None, None, ()
+        for more in (0, MORE_CANDIDATES):  # than the first candidates of the sink layer
+            if more:
+                candidates += stage_neurons(self.context, layer, more)
+            sites = tuple(dict.fromkeys(neuron.site for neuron in candidates if neuron.layer <= last))
+            minimal = self.smallest(sites, layer, last)
+            here = minimal or self.smallest(sites, layer)
+            if here is not None:
+                break
+        if here is not None and minimal is None:
+            returning, minimal = self.with_backups(here)
+            candidates += returning
+        best = None
+        backups = ()
+        if here is not None and minimal is not None:
+            backups = tuple(site for site in minimal if site not in here)
+            others = tuple(site for site in sites if site not in minimal)
+            best = self.compared(minimal, sites + backups, others)
+        if best is None:
+            return CausalSets((), tuple(neurons))
+        sets = [replace(best, equals=members_of(self.equals(best.edit_sites, sites)))]
+        if backups:
+            sets.append(self.backup(backups, best))
+        added = {}
+        for neuron in candidates:
+            if neuron.site in best.edit_sites and neuron.site not in sites_of(neurons):
+                added[neuron.site] = neuron
+        return CausalSets(tuple(sets), (*neurons, *added.values()))
+
 
 def causal_sets(context: SinkContext, neurons: Sequence[Neuron], heads: Heads = ()) -> CausalSets:
-    """Search for the smallest set of neurons that makes the first token's spike, and for backups that take over.
+    """Search for the smallest set of neurons that makes a spike, and for backups that take over.
 
-    If the spike returns in a later layer while a set is silent, the neurons that bring it back join the candidates.
+    If the spike returns in a later layer while a set is silent, the neurons that bring it back join the candidates. If
+    it falls and rises again, each part is searched on its own, the one with the sink layer first.
 
     Args:
-        context: The model and its spike.
+        context: The model at the places of the spike.
         neurons: Candidates of all stages.
-        heads: The heads that attend to the first token.
+        heads: The heads that attend to these places.
     """
-    search = _SpikeSearch.of_first_token(context, heads)
-    candidates = list(neurons)
-    here, minimal, sites = None, None, ()
-    for more in (0, MORE_CANDIDATES):  # than the first candidates of the sink layer
-        if more:
-            candidates += stage_neurons(context, search.layer, more)
-        sites = tuple(dict.fromkeys(neuron.site for neuron in candidates if neuron.layer <= search.last))
-        minimal = search.smallest(sites, search.layer, search.last)
-        here = minimal or search.smallest(sites, search.layer)
-        if here is not None:
-            break
-    if here is not None and minimal is None:
-        returning, minimal = search.with_backups(here)
-        candidates += returning
-    best = None
-    backups = ()
-    if here is not None and minimal is not None:
-        backups = tuple(site for site in minimal if site not in here)
-        others = tuple(site for site in sites if site not in minimal)
-        best = search.compared(minimal, sites + backups, others)
-    if best is None:
-        return CausalSets((), tuple(neurons))
-    sets = [best]
-    if backups:
-        sets.append(search.backup(backups, best))
-    added = {}
-    for neuron in candidates:
-        if neuron.site in best.edit_sites and neuron.site not in sites_of(neurons):
-            added[neuron.site] = neuron
-    return CausalSets(tuple(sets), (*neurons, *added.values()))
+    main, *others = context.scan.rises
+    found = _SpikeSearch.of(context, main, heads).sets(neurons)
+    sets = list(found.sets)
+    members = list(found.neurons)
+    for rise in others:
+        own = _SpikeSearch.of(context, rise, heads).sets(stage_neurons(context, rise.layer, CANDIDATES))
+        for each in own.sets:
+            sets.append(replace(each, layers=(rise.first, rise.last)))
+        members += [neuron for neuron in own.members if neuron.site not in sites_of(members)]
+    if others and found.sets:
+        sets[0] = replace(sets[0], layers=(main.first, main.last))
+    return CausalSets(tuple(sets), tuple(members))
+
+
+def sets_at(context: SinkContext, heads: Heads) -> CausalSets:
+    """The smallest sets of neurons that make the spike of some places; empty if no MLP makes one.
+
+    Args:
+        context: The model at these places.
+        heads: The heads that attend to them.
+    """
+    if context.sink_layer is None:
+        return CausalSets()
+    candidates = list(stage_neurons(context, context.layer, CANDIDATES))
+    for stage in context.scan.stages:
+        if stage != context.layer:
+            candidates += stage_neurons(context, stage, STAGE_CANDIDATES, upto=context.layer)
+    return causal_sets(context, candidates, heads)
 
 
 @dataclass(frozen=True)
@@ -427,13 +346,17 @@ class SinkNeurons:
     absence: SpikeAbsence | None = None
 
     @classmethod
-    def of(cls, context: SinkContext) -> SinkNeurons:
+    def of(cls, survey: Survey) -> SinkNeurons:
         """Search for them."""
-        if context.sink_layer is None:
-            return cls(None, absence=SpikeAbsence.of(context))
-        received = attention_received(context.target, context.ids, layers=len(context.scan.layers))
+        context = survey.first_spike
+        absence = SpikeAbsence.of(survey, context)
+        if absence is not None:
+            return cls(None, absence=absence)
+        heads = []
+        if survey.spike is not None:
+            heads = survey.received.readers(survey.spike.rules[0])
         verified = verify_neurons(context, CANDIDATES)
-        neurons = causal_sets(context, verified.neurons, received.heads).members or verified.causal
+        neurons = causal_sets(context, verified.neurons, heads).members or verified.causal
         sites = sites_of(neurons)
         return cls(context.sink_layer, neurons, random_sites(context.target, sites, sites, context.generator))
 
@@ -442,75 +365,8 @@ def sink_neurons(setup: Setup) -> SinkNeurons:
     """The neurons that make the first token's spike; they are searched once for a setup."""
     key = (sink_neurons, setup.seed, len(setup.ids))
     if key not in setup.memory:
-        setup.memory[key] = SinkNeurons.of(SinkContext.read(setup))
+        setup.memory[key] = SinkNeurons.of(Survey.of(setup))
     return setup.memory[key]
-
-
-def later_sinks(context: SinkContext) -> tuple[LaterSink, ...]:
-    """Positions behind the first, and tokens, whose norm stands out most often, and what makes the spike of each.
-
-    A position counts whatever stands there if several tokens stand out at it; elsewhere tokens are counted.
-    """
-    scan = context.scan
-    ids = context.ids
-    usual = scan.norms[:, :, 1:].flatten(1).quantile(0.75, 1).maximum(torch.tensor(scan.typical_norm))
-    stands_out = (scan.norms > SPIKE_RATIO * rearrange(usual, "layer -> layer 1 1")).any(0)
-    stands_out[:, 0] = False
-    sinks = []
-    for at in range(1, ids.shape[1]):
-        there = stands_out[:, at]
-        if len(ids[there, at].unique()) >= POSITION_TOKENS and float(there.float().mean()) > NEEDED:
-            sinks.append(_later_sink(context, "", int(there.nonzero()[0]), at))
-            stands_out[:, at] = False
-    for token, _ in Counter(ids[stands_out].tolist()).most_common(LATER_TOKENS):
-        places = (stands_out & (ids == token)).nonzero().tolist()
-        row, at = min(places, key=lambda place: place[1])
-        sinks.append(_later_sink(context, context.target.tokenizer.decode([token]), row, at))
-    return tuple(sinks[:LATER_TOKENS])
-
-
-def _later_sink(context: SinkContext, token: str, row: int, at: int) -> LaterSink:
-    """A spike, and the smallest set that makes it."""
-    scan = context.scan
-    norms = scan.norms[:, row, at].double()
-    ratio = float((norms / torch.tensor(scan.typical_norm).double().clamp(min=SMALLEST_NORM)).max())
-    return LaterSink(token, at, ratio, set_at_position(context, scan, context.ids, row, at).minimal)
-
-
-def set_at_position(context: SinkContext, scan: LayerScan, ids: TokenRows, row: int, at: int) -> CausalSets:
-    """The smallest set that makes the spike of a position of one text, and its neurons; empty if no MLP makes it.
-
-    Args:
-        context: The model and its typical text.
-        scan: The layers, as these texts show them.
-        ids: The texts.
-        row: The text.
-        at: The position.
-    """
-    typical = context.scan
-    depth = len(scan.layers)
-    written = scan.mlp_norms[:, row, at]
-    written = written * (written > STAGE_OUTLIER * typical.mlp_typical[:depth])
-    if not bool(written.any()):
-        return CausalSets()
-    layer = int(written.argmax())
-    spikes = scan.norms[:, row, at] > SPIKE_RATIO * torch.tensor(typical.typical_norm[:depth])
-    last = max(layer, *spikes.nonzero().flatten().tolist(), 0)
-    text = ids[row : row + 1]
-    longer = scan.entering.part(slice(row, row + 1), text.shape[1])
-    heads = attending_heads(context.target, text, at, range(layer + 1, depth), longer)
-    until = replace(context, ids=text[:, : at + 1], entering=longer.part(slice(None), at + 1))
-    first_row = torch.zeros(1, dtype=torch.long)
-    search = _SpikeSearch(until, text, at, [0], first_row, layer, last, heads, longer)
-    neurons = stage_neurons(until, layer, CANDIDATES, at=at, typical=context)
-    sites = sites_of(neurons)
-    chosen = search.smallest(sites, layer, last)
-    if chosen is None:
-        return CausalSets()
-    best = search.compared(chosen, sites, tuple(site for site in sites if site not in chosen))
-    if best is None:
-        return CausalSets()
-    return CausalSets((best,), tuple(neuron for neuron in neurons if neuron.site in best.edit_sites))
 
 
 @torch.no_grad()
@@ -522,14 +378,14 @@ def repetition_spike(
     minimal: CausalSet,
     limit: int,
 ) -> RepetitionSpike | None:
-    """Whether the neurons that make the first token's spike make that of a repeated token, too, or which others do.
+    """Whether the neurons that make a spike make that of a repeated token, too, or which others do.
 
     Args:
-        context: The model and its spike.
+        context: The model at the places of the spike.
         words: The repeated tokens.
         firsts: The token before each.
-        repeated: When the norm of each reaches half of the first token's at the sink layer.
-        minimal: The neurons that make the first token's spike.
+        repeated: When the norm of each reaches half of the spike's at the sink layer.
+        minimal: The neurons that make the spike.
         limit: Repetitions of a token that never gets there.
 
     Returns:
@@ -559,7 +415,8 @@ def repetition_spike(
     # Perhaps the repeated token's norm stands out behind the sink layer.
     spike_layers = context.scan.spike_layers
     scan = scan_layers(target, ids, whole=True, upto=spike_layers[-1])
-    heights = (scan.norms[:, :, -1] / scan.norms[:, :, 0])[spike_layers]
+    intact = torch.tensor(context.scan.spike_norm)[: len(scan.layers), None]
+    heights = (scan.norms[:, :, -1] / intact)[spike_layers]
     if not reached and float(heights.max()) < NEEDED:
         return None
     row = int(heights.max(0).values.argmax())
@@ -568,5 +425,7 @@ def repetition_spike(
     token = target.tokenizer.decode([int(ids[row, -1])])
     own = CausalSets()
     if drop < NEEDED:
-        own = set_at_position(context, scan, ids, row, last)
+        at = torch.tensor([last])
+        there = context.elsewhere(ids[row : row + 1], at, len(scan.layers))
+        own = sets_at(there, [])
     return RepetitionSpike(token, last, drop, own.minimal, own.members)

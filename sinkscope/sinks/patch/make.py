@@ -10,7 +10,7 @@ import numpy as np
 import plotly.express as px
 import plotly.graph_objects as go
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinkscope.errors import RefusedError, SinkscopeError
@@ -24,7 +24,7 @@ from sinkscope.measure.margin import margin_of
 from sinkscope.measure.style import finished, unfolded
 from sinkscope.models.target import Target, norm_of
 from sinkscope.models.text import text_rows
-from sinkscope.sinks.first_token.context import SinkContext
+from sinkscope.sinks.first_token.context import Survey
 from sinkscope.sinks.first_token.find import find_sinks
 from sinkscope.sinks.first_token.layer_scan import LayerScan
 from sinkscope.sinks.patch.evaluate import held_out, losses, random_patch, under
@@ -52,8 +52,9 @@ class PatchProof:
         words: The words that were repeated.
         repeats: How often each is repeated.
         layers: Layers from the one that completes the spike to the last.
-        ceiling: Norms up to this value count as repaired: typical ones, and up to 1.5 times the word's own norm before
-            the layers that make the spike.
+        typical: Norms up to this value count as typical.
+        before: Up to this value, 1.5 times the word's own norm before the layers that make the spike, norms count as
+            those before the spike.
         norms: Largest norm after the first position.
         attention: Mean attention to the first token, over heads and the second half of the queries, in `layers[1:]`.
         ordinary_attention: The same on ordinary text of the same length, without a patch.
@@ -63,27 +64,56 @@ class PatchProof:
     words: tuple[str, ...]
     repeats: int
     layers: Int[np.ndarray, " layer"]
-    ceiling: Float[np.ndarray, "word layer"]
+    typical: Float[np.ndarray, " layer"]
+    before: Float[np.ndarray, "word 1"]
     norms: Float[np.ndarray, "condition word layer"]
     attention: Float[np.ndarray, "condition later_layer"]
     ordinary_attention: Float[np.ndarray, " later_layer"]
     perplexity: Float[np.ndarray, " condition"]
 
     @property
-    def repaired(self) -> list[int]:
-        """Number of words whose norm stays typical in every layer, by condition."""
-        return (self.norms <= self.ceiling).all(2).sum(1).tolist()
+    def ceiling(self) -> Float[np.ndarray, "word layer"]:
+        """Norms up to this value count as repaired: typical ones, and those as before the spike."""
+        return np.maximum(self.typical, self.before)
 
-    def judged(self, limit: float) -> tuple[Verdict, str]:
-        """The verdict and its reason."""
-        above = (self.norms[1] > self.ceiling).any(0)
-        if above.any():
-            return "not-repaired", f"under the patch, norms are not typical after layer {self.layers[above.argmax()]}."
+    @property
+    def failing(self) -> Bool[np.ndarray, " word"]:
+        """The words that need repair: those whose norm stands out in the intact model. Only these prove anything."""
+        return (self.norms[0] > self.ceiling).any(1)
+
+    @property
+    def repaired(self) -> list[int]:
+        """Number of failing words whose norm no longer stands out, by condition."""
+        return ((self.norms <= self.ceiling).all(2) & self.failing).sum(1).tolist()
+
+    @property
+    def as_before(self) -> int:
+        """Number of repaired words whose norm is above the typical one, as it was before the spike."""
+        return int(((self.norms[1] > self.typical).any(1) & self.failing).sum())
+
+    @property
+    def taken(self) -> tuple[float, float]:
+        """Attention that repetition takes from the first token in the intact model, and that the patch returns.
+
+        Sums over the layers in which it takes some; 0 and 0 if it takes none.
+        """
         taken = self.ordinary_attention - self.attention[0]
         restored = self.attention[1] - self.attention[0]
         compared = taken > TAKEN
-        if restored[compared].sum() < taken[compared].sum() / 2:
+        return float(taken[compared].sum()), float(restored[compared].sum())
+
+    def judged(self, limit: float) -> tuple[Verdict, str]:
+        """The verdict and its reason."""
+        if not self.failing.any():
+            return "no-repeats", f"no norm of {counted(len(self.words), 'repeated word')} stands out where it is read."
+        above = (self.norms[1] > self.ceiling).any(0)
+        if above.any():
+            return "not-repaired", f"under the patch, norms are not typical after layer {self.layers[above.argmax()]}."
+        taken, restored = self.taken
+        if restored < taken / 2:
             return "not-repaired", "under the patch, repeated words still take the attention of the first token."
+        if not np.isfinite(self.perplexity[:2]).all():
+            return "refused", "the perplexity of held-out text is not finite, so harm cannot be ruled out."
         rise = self.perplexity[1] / self.perplexity[0] - 1
         if not rise <= limit:
             return "refused", f"the perplexity of held-out text rises by {rise:.2%}, and the limit is {limit:.2%}."
@@ -133,11 +163,14 @@ class PatchMade(Result):
         """Whether there is a patch, and its effect on repeated words beside a random patch."""
         if self.verdict != "made" or self.proof is None:
             return f"No patch was made: {self.reason}"
-        intact, patched, random = self.proof.repaired
+        _, patched, random = self.proof.repaired
+        norm = "stays typical"
+        if self.proof.as_before:
+            norm = f"stays typical or, for {self.proof.as_before}, as before the spike"
+        words = counted(int(self.proof.failing.sum()), "word")
         return (
-            f"The patch of {neuron_names(self.sites, NAMED)} repairs repetition: the norm of {patched} of "
-            f"{counted(len(self.proof.words), 'repeated word')} stays typical (without it {intact}, with random "
-            f"neurons {random})."
+            f"The patch of {neuron_names(self.sites, NAMED)} repairs repetition: of {words} whose norm stands out when "
+            f"repeated, the norm of {patched} {norm} (with random neurons {random})."
         )
 
     def details(self) -> list[str]:
@@ -149,7 +182,19 @@ class PatchMade(Result):
             f"From layer {self.proof.layers[0]} on, the largest norm is {patched:.2g} times what counts as typical "
             f"({intact:.2g} intact, {random:.2g} with random neurons)."
         ]
+        fine = len(self.proof.words) - int(self.proof.failing.sum())
+        if fine:
+            lines.append(f"The norm of {counted(fine, 'more word')} does not stand out intact, so it proves nothing.")
+        taken, restored = self.proof.taken
+        if taken:
+            lines.append(
+                f"Of the attention that repetition takes from the first token, {restored / taken:.0%} returns."
+            )
+        else:
+            lines.append("Repetition takes no attention from the first token in these layers, so none had to return.")
         before, *after = self.proof.perplexity
+        if not np.isfinite(self.proof.perplexity).all():
+            return lines
         for name, value in zip(("patch", "random patch"), after, strict=True):
             lines.append(
                 f"The {name} changes the perplexity of held-out text from {before:.4g} to {value:.4g} "
@@ -236,7 +281,7 @@ def make_patch(
     most = repetition_limit(target, max_repeats)
     sinks = find_sinks.on(setup)
     setup.record(max_repeats=most)
-    if sinks.sink_layer is None:
+    if not sinks.spike_is_first:
         return PatchMade(verdict="no-sink", reason="no MLP makes a norm spike at the first token.")
     try:
         patch = SinkPatch.from_result(sinks)
@@ -258,7 +303,7 @@ def make_patch(
     count = min(most, 2 * slowest)
     starts = prefixes(setup, [word.id for word in words])
     rows = torch.tensor([[start, *[word.id] * count] for start, word in zip(starts, words, strict=True)])
-    scan = SinkContext.read(setup, whole=True).scan
+    scan = Survey.of(setup, whole=True).first_spike.scan
     ordinary = text_rows(setup.tokenizer, setup.text, len(rows), rows.shape[1], setup.bos)
     edits = (None, patch, random_patch(setup, patch))
     layers = list(range(max(scan.stages), target.n_layers))
@@ -269,7 +314,8 @@ def make_patch(
         words=tuple(word.token for word in words),
         repeats=count,
         layers=np.array(layers),
-        ceiling=np.maximum(typical_ceiling(scan, layers), HEADROOM * before),
+        typical=typical_ceiling(scan, layers),
+        before=HEADROOM * before,
         norms=np.array([largest_norms(target, after, scan.shared_dims, rows, edit) for edit in edits]),
         attention=np.array([attention_to_first(target, layers[1:], rows, edit) for edit in edits]),
         ordinary_attention=attention_to_first(target, layers[1:], ordinary, None),
@@ -291,7 +337,7 @@ def make_patch(
 def typical_ceiling(scan: LayerScan, layers: list[int]) -> Float[np.ndarray, " layer"]:
     """Norms up to this value count as typical, in each layer; where the spike is made, there is no slack."""
     ceilings = HEADROOM * scan.norms[layers, :, 1:].flatten(1).quantile(0.95, 1).double().numpy()
-    slack = SLACK * np.array(scan.first_norm)[layers]
+    slack = SLACK * np.array(scan.spike_norm)[layers]
     return np.append(ceilings[0], np.maximum(ceilings, slack)[1:])
 
 

@@ -18,8 +18,9 @@ from sinkscope.measure import Setup
 from sinkscope.measure.style import unfolded
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
-from sinkscope.sinks.first_token.context import SinkContext
-from sinkscope.sinks.first_token.layer_scan import SPIKE_RATIO, norms_after, typical_quantiles
+from sinkscope.sinks.first_token.context import Survey
+from sinkscope.sinks.first_token.layer_scan import norms_after, typical_quantiles
+from sinkscope.sinks.first_token.places import SPIKE_RATIO
 from sinkscope.sinks.repetition.sweep import Reading, Sweep, rounded
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.trace.attention import attention_rows
@@ -43,7 +44,8 @@ class AttentionReading(Reading):
         sweep: What was repeated.
         sequences: "natural text", then the repeated tokens; the same text follows all of these.
         high: Number of positions of high norm.
-        received: From the n-th repetition to position 0, and to all positions of high norm.
+        received: From the n-th repetition to position 0, and to all positions of high norm; in natural text, from the
+            token at the same position. NaN in layers without softmax attention.
         mean: The same, averaged over all queries.
         uniform: `mean` to the positions of high norm under uniform attention.
         first_behind: First layer behind the sink layer; 0 without a sink.
@@ -52,30 +54,34 @@ class AttentionReading(Reading):
     sweep: Sweep
     sequences: tuple[str, ...]
     high: Int[np.ndarray, " sequence"]
-    received: Float[np.ndarray, "to layer token n"]
+    received: Float[np.ndarray, "to layer sequence n"]
     mean: Float[np.ndarray, "to layer sequence"]
     uniform: Float[np.ndarray, " sequence"]
     first_behind: int
 
+    @property
+    def behind(self) -> list[int]:
+        """The layers behind the sink layer that have softmax attention."""
+        return [layer for layer, mean in enumerate(self.mean[0, :, 0]) if layer >= self.first_behind and mean == mean]
+
     def conclusion(self) -> str:
-        """How much attention repetition takes from position 0 in layers behind the sink, beside natural text."""
-        means = self.mean[0, self.first_behind :].mean(0)
+        """How much attention the last repetition gives position 0 in layers behind the sink, beside natural text."""
+        natural, *repeated = self.received[0, self.behind, :, -1].mean(0)
         where = f"Behind layer {self.first_behind - 1},"
         if not self.high.any():
-            where = "No MLP makes a norm spike;"
-        tokens = listed(list(map(repr, self.sweep.tokens)), 1)
+            where = "No MLP makes a norm spike at the first token;"
         return (
-            f"{where} the mean head gives {np.median(means[1:]):.1%} of its attention to position 0 after "
-            f"{self.sweep.times} of {tokens}, and {means[0]:.1%} in natural text."
+            f"{where} the mean attention to position 0 is {np.median(repeated):.1%} at the last of {self.sweep.times} "
+            f"of {listed(list(map(repr, self.sweep.tokens)), 1)}, and {natural:.1%} there in natural text."
         )
 
     def details(self) -> list[str]:
         """Attention of all queries, sequence by sequence, if there are positions of high norm."""
         lines = []
-        behind = reduce(self.mean[:, self.first_behind :], "to layer sequence -> to sequence", "mean")
+        behind = self.mean[:, self.behind].mean(1)
         for number in np.flatnonzero(self.high)[:5]:
             to_first, to_high = behind[:, number]
-            line = "In natural text" if number == 0 else f"With {self.sequences[number]!r}"
+            line = "Over all queries of natural text" if number == 0 else f"Over those with {self.sequences[number]!r}"
             places = counted(int(self.high[number]), "position")
             line += (
                 f", position 0 receives {to_first:.1%} of the attention, and {places} of high norm {to_high:.1%} "
@@ -90,19 +96,19 @@ class AttentionReading(Reading):
         return unfolded(columns, layer=range(len(self.mean[0])), sequence=self.sequences)
 
     def draw(self) -> Any:
-        """Attention to position 0 from the n-th repetition, a line per layer and a panel per token."""
+        """Attention to position 0 from the n-th repetition, a line per layer and a panel per sequence."""
         layers = len(self.mean[0])
         rows = unfolded(
             {"attention": self.received},
             to=("position 0", "positions of high norm"),
             layer=[str(layer) for layer in range(layers)],
-            token=self.sweep.tokens,
+            sequence=self.sequences,
             repetitions=self.sweep.counts.tolist(),
         )
-        axes: dict[str, Any] = {"x": "repetitions", "y": "attention", "facet_col": "to", "facet_row": "token"}
+        axes: dict[str, Any] = {"x": "repetitions", "y": "attention", "facet_col": "to", "facet_row": "sequence"}
         colors = px.colors.sample_colorscale("viridis", max(2, layers))
         fig = px.line(rows, **axes, color="layer", log_x=True, color_discrete_sequence=colors)
-        return fig.update_layout(height=200 + 300 * len(self.sweep.tokens))
+        return fig.update_layout(height=200 + 300 * len(self.sequences))
 
 
 def read_attention(setup: Setup, sweep: Sweep, repeated: TokenRows) -> tuple[int | None, AttentionReading]:
@@ -119,7 +125,7 @@ def read_attention(setup: Setup, sweep: Sweep, repeated: TokenRows) -> tuple[int
     tail_ids = natural[:, -TAIL:].expand(len(repeated), -1)
     ids = torch.cat([natural, torch.cat([repeated, tail_ids], dim=1)])
 
-    context = SinkContext.read(setup)
+    context = Survey.of(setup).first_spike
     layer = context.sink_layer
     first = torch.zeros(ids.shape, dtype=torch.bool)
     first[:, 0] = True
@@ -133,6 +139,8 @@ def read_attention(setup: Setup, sweep: Sweep, repeated: TokenRows) -> tuple[int
         received.append(received_attention(target, text, torch.stack([first[row], high[row]]).float()))
         setup.progress("attention", row + 1, len(ids))
     received = torch.stack(received, dim=2)  # to layer row query
+    attending = list(map(target.has_attention, range(target.n_layers)))
+    received[:, ~torch.tensor(attending)] = torch.nan
     fair = high.float().cumsum(1) / torch.arange(1, length + 1)  # what uniform attention gives positions of high norm
     if layer is None:
         received[1] = torch.nan
@@ -141,7 +149,7 @@ def read_attention(setup: Setup, sweep: Sweep, repeated: TokenRows) -> tuple[int
         sweep,
         sequences=(NATURAL, *sweep.tokens),
         high=high.sum(1).numpy(),
-        received=rounded(received[:, :, 1:][..., sweep.places]),
+        received=rounded(received[..., sweep.places]),
         mean=rounded(received.mean(-1)),
         uniform=rounded(fair.mean(1)),
         first_behind=0 if layer is None else min(layer + 1, target.n_layers - 1),

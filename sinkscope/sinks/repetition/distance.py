@@ -6,7 +6,7 @@ causal pass over the prefix and N repetitions contains every n up to N: position
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from einops import einsum, rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sinkscope.errors import UnsupportedError
 from sinkscope.files.tables import Table
 from sinkscope.measure import Setup
 from sinkscope.measure.style import unfolded
@@ -33,12 +34,15 @@ KeepOutput = Callable[[int, Tensor, Tensor], None]
 class DistanceReading(Reading):
     """L2 distance of the attention's output after n repetitions to its output on the token alone.
 
+    Layers without softmax attention are left out; "the first layer" is the first of the others.
+
     The theorem bounds it in the first attention layer only, head by head, by `2 r k exp(delta) / n`: k is the number of
     tokens before the repetitions, r the largest norm of `v W_O` over the positions, delta the spread of the scores in
     the row. NaN stands for no bound.
 
     Attributes:
         sweep: What was repeated.
+        layers: The layers that were read.
         outside: Why the theorem does not apply to the first layer of this model. None if it applies.
         distance: The distance, for each layer read.
         alone: Norm of the output on the token alone.
@@ -47,6 +51,7 @@ class DistanceReading(Reading):
     """
 
     sweep: Sweep
+    layers: tuple[int, ...]
     outside: str | None
     distance: Float[np.ndarray, "layer token n"]
     alone: Float[np.ndarray, "layer token"]
@@ -60,11 +65,18 @@ class DistanceReading(Reading):
 
     def conclusion(self) -> str:
         """Whether repetition makes the token look like the token alone, beside one repetition and the bound."""
-        start, *_, end = np.median(self.distance[0].T / self.alone[0], axis=1)
-        verdict = "converges" if end < start / 2 else "does not converge"
         bound = "; no bound applies"
         if self.outside is None:
             bound = f", {'within' if self.holds else 'outside'} theorem 4.1's bound"
+        start, *_, end = np.median(self.distance[0], axis=0)
+        size = np.median(self.alone[0])
+        if size == 0:
+            return (
+                f"The attention of layer {self.layers[0]} writes nothing for a token alone; after {self.sweep.times} "
+                f"its output differs from that by {end:.4g}, after one by {start:.4g}{bound}."
+            )
+        start, *_, end = np.median(self.distance[0].T / self.alone[0], axis=1)
+        verdict = "converges" if end < start / 2 else "does not converge"
         return (
             f"Repetition {verdict} to the token alone: after {self.sweep.times} the first layer's output "
             f"differs from the token's own by {end:.2%}, after one by {start:.2%}{bound}."
@@ -80,15 +92,16 @@ class DistanceReading(Reading):
     def rows(self) -> Table:
         """One row per layer and token."""
         columns = {"alone": self.alone, "first": self.distance[:, :, 0], "last": self.distance[:, :, -1]}
-        return unfolded(columns, layer=range(len(self.alone)), token=self.sweep.tokens)
+        return unfolded(columns, layer=self.layers, token=self.sweep.tokens)
 
     def draw(self) -> Any:
         """Distance over n in the first, a middle and the last layer read, and the bound in the first."""
-        panels: dict[str, np.ndarray] = {"layer 0": self.distance[0]}
+        first = f"layer {self.layers[0]}"
+        panels: dict[str, np.ndarray] = {first: self.distance[0]}
         if self.outside is None:
-            panels["bound in layer 0"] = self.bound
-        for layer in sorted({len(self.distance) // 2, len(self.distance) - 1} - {0}):
-            panels[f"layer {layer}"] = self.distance[layer]
+            panels[f"bound in {first}"] = self.bound
+        for number in sorted({len(self.layers) // 2, len(self.layers) - 1} - {0}):
+            panels[f"layer {self.layers[number]}"] = self.distance[number]
         return self.sweep.curves(np.array(list(panels.values())), list(panels), "distance")
 
 
@@ -103,9 +116,13 @@ def read_distances(setup: Setup, sweep: Sweep, rows: TokenRows, all_layers: bool
         all_layers: Read every layer, even if the model is not in memory; only the first has a bound.
     """
     target = setup.target
-    layers = target.n_layers if all_layers or target.resident else 1
+    layers = list(filter(target.has_attention, range(target.n_layers)))
+    if not layers:
+        raise UnsupportedError(f"no layer of {target.name} has softmax attention, so there is no distance to read")
+    if not all_layers and not target.resident:
+        layers = layers[:1]
     before = len(sweep.before)
-    weights = output_weights(target)
+    weights = output_weights(target, layers[0])
     values = []
     outputs = []
 
@@ -122,7 +139,7 @@ def read_distances(setup: Setup, sweep: Sweep, rows: TokenRows, all_layers: bool
     closest = []
     for number, ids in enumerate(rows):
         value = values[0][before + number]
-        distance, heads, spread = token_distances(target, ids, before, value, alone[:, number], weights)
+        distance, heads, spread = token_distances(target, ids, before, value, alone[:, number], layers, weights)
         largest = torch.maximum(sizes[:, :before].amax(1), sizes[:, before + number])
         bound = (
             2 * before * rearrange(largest, "head -> head 1") * spread.exp() / torch.arange(1, len(ids) - before + 1)
@@ -132,10 +149,11 @@ def read_distances(setup: Setup, sweep: Sweep, rows: TokenRows, all_layers: bool
         bounds.append(bound.sum(0))
         closest.append(torch.where(heads > rounding, heads / bound, 0.0).amax(-1))
         setup.progress("repetitions", number + 1, len(rows))
-    outside = outside_theorem(target, rows.shape[1])
+    outside = outside_theorem(target, layers[0], rows.shape[1])
     applies = torch.nan if outside is not None else 1.0
     return DistanceReading(
         sweep,
+        layers=tuple(layers),
         outside=outside,
         distance=rounded(torch.stack(distances, dim=1)[:, :, sweep.counts - 1]),
         alone=rounded(alone.norm(dim=-1)),
@@ -150,6 +168,7 @@ def token_distances(
     before: int,
     value: Float[Tensor, "head d_head"],
     alone: Float[Tensor, "layer d_model"],
+    layers: Sequence[int],
     weights: Float[Tensor, "head d_head d_model"],
 ) -> tuple[Float[Tensor, "layer n"], Float[Tensor, "head n"], Float[Tensor, "head n"]]:
     """Run a prefix and repetitions, and compare with the token alone.
@@ -160,7 +179,8 @@ def token_distances(
         before: Length of the prefix.
         value: Values of the first layer's heads on the token alone.
         alone: Output of each layer's attention on the token alone.
-        weights: W_O of the first layer.
+        layers: The layers.
+        weights: W_O of the first of them.
 
     Returns:
         The distance of each layer, that of each head of the first layer, and the spread of the scores there.
@@ -171,8 +191,9 @@ def token_distances(
     spread = torch.zeros(len(weights), repeats)
 
     def compare(layer: int, z: Tensor, output: Tensor) -> None:
-        distance[layer] = (output[before:] - alone[layer]).norm(dim=-1)
-        if layer == 0:
+        number = layers.index(layer)
+        distance[number] = (output[before:] - alone[number]).norm(dim=-1)
+        if number == 0:
             heads[:] = head_norms(z[before:] - value, weights)
 
     def look(_layer: int, begin: int, probs: Tensor) -> None:
@@ -183,13 +204,13 @@ def token_distances(
         lowest = torch.where(visible, probs, torch.inf).amin(-1)
         spread[:, queries.cpu() - before] = (probs.amax(-1).log() - lowest.log()).cpu()
 
-    with attention_rows(target, look, layers=[0]):
-        attention_outputs(target, ids[None], len(alone), compare)
+    with attention_rows(target, look, layers=[layers[0]]):
+        attention_outputs(target, ids[None], layers, compare)
     return distance, heads, spread
 
 
-def attention_outputs(target: Target, rows: TokenRows, layers: int, keep: KeepOutput) -> None:
-    """Run sequences and call `keep` in float32 for each of the first layers, with the positions of all of them."""
+def attention_outputs(target: Target, rows: TokenRows, layers: Sequence[int], keep: KeepOutput) -> None:
+    """Run sequences and call `keep` in float32 for each of some layers, with the positions of all sequences."""
 
     def watch(layer: int) -> tuple[Any, str, Any]:
         def see(_module: object, inputs: tuple[Any, ...], _kwargs: object, output: Tensor) -> None:
@@ -198,15 +219,15 @@ def attention_outputs(target: Target, rows: TokenRows, layers: int, keep: KeepOu
 
         return target.output_projection(layer), "post", see
 
-    with target.hooks(*[watch(layer) for layer in range(layers)]):
-        target.forward(rows, upto=layers - 1)
+    with target.hooks(*map(watch, layers)):
+        target.forward(rows, upto=layers[-1])
 
 
-def output_weights(target: Target) -> Float[Tensor, "head d_head d_model"]:
-    """W_O of every head of the first layer, float32."""
-    with target.loaded(0):
-        width = target.n_heads * len(target.head_columns(0, 0))
-        columns = target.columns_of(target.output_projection(0), width).float()
+def output_weights(target: Target, layer: int) -> Float[Tensor, "head d_head d_model"]:
+    """W_O of every head of a layer, float32."""
+    with target.loaded(layer):
+        width = target.n_heads * len(target.head_columns(layer, 0))
+        columns = target.columns_of(target.output_projection(layer), width).float()
         return rearrange(columns, "(head d_head) d_model -> head d_head d_model", head=target.n_heads)
 
 
@@ -220,14 +241,16 @@ def head_norms(
     return torch.stack(norms).cpu()
 
 
-def outside_theorem(target: Target, length: int) -> str | None:
-    """Why theorem 4.1 does not apply to sequences of that length; None if it applies."""
+def outside_theorem(target: Target, layer: int, length: int) -> str | None:
+    """Why theorem 4.1 does not apply to a layer and sequences of that length; None if it applies."""
+    if layer > 0:
+        return f"other layers come before layer {layer}, the first with attention, and they tell the copies apart"
     if target.adapter.absolute_positions:
         return "absolute positions make a token's value depend on where it stands"
     if target.adapter.learned_sinks:
         return "learned sink logits take weight from the token alone, which repetition gives back"
     window = getattr(target.config, "sliding_window", None)
     kinds = getattr(target.config, "layer_types", None)
-    if not window or (kinds and kinds[0] != "sliding_attention") or window >= length:
+    if not window or (kinds and kinds[layer] != "sliding_attention") or window >= length:
         return None
     return f"the first layer has a sliding window of {window} tokens, which the prefix leaves"

@@ -19,9 +19,9 @@ from sinkscope.measure.evidence import Evidence
 from sinkscope.measure.margin import margin_of
 from sinkscope.measure.style import unfolded
 from sinkscope.sinks.first_token.absence import SpikeAbsence
-from sinkscope.sinks.first_token.context import SinkContext
+from sinkscope.sinks.first_token.context import Survey
 from sinkscope.sinks.first_token.layer_scan import first_median, norms_after, repeats_until_half, typical_quantiles
-from sinkscope.sinks.first_token.result import Sites, sites_of
+from sinkscope.sinks.first_token.members import Sites, sites_of
 from sinkscope.sinks.first_token.sets import sink_neurons
 from sinkscope.sinks.repetition.sweep import NoReading, Reading, Sweep, rounded
 from sinkscope.sinks.tokens import TokenRows, left_out_line
@@ -138,8 +138,9 @@ class NormReading(Reading):
 
 def read_norms(setup: Setup, sweep: Sweep, ids: TokenRows, ablate: bool) -> tuple[int | None, NormReading | NoReading]:
     """The sink layer, and the norms of repeated tokens there; without a layer, what there is instead."""
-    context = SinkContext.read(setup)
-    absence = SpikeAbsence.of(context)
+    survey = Survey.of(setup)
+    context = survey.first_spike
+    absence = SpikeAbsence.of(survey, context)
     if absence is not None:
         return None, NoReading(absence)
     layer = context.layer

@@ -47,14 +47,13 @@ class Repeat(Result):
     )
     glossary: ClassVar = {
         "repeated": "the token, or the cycle of tokens, that is repeated",
-        "repeats": "repetitions until its norm is half of the first token's",
         "last_norm": "norm at the last repetition",
         "last": "value at the last repetition",
         "of_first": "norm at the last repetition over the first token's",
         "lost_set": "share of that norm that zeroing the set of sink neurons takes away",
         "lost_control": "share that zeroing as many random neurons takes away",
-        "to_first": "attention that position 0 receives, mean over queries and heads",
-        "to_high_norm": "attention that all positions of high norm receive together",
+        "to_first": "attention that position 0 receives, mean over all queries and heads",
+        "to_high_norm": "attention that all positions of high norm receive together, mean over the same",
         "alone": "norm of the attention's output on the token alone",
         "first": "its distance to the output after one repetition",
         "kept": "tokens of the answer that continue the repetition",
@@ -71,7 +70,10 @@ class Repeat(Result):
 
     def details(self) -> list[str]:
         """Lines of the reading."""
-        return self.reading.details()
+        lines = self.reading.details()
+        if not isinstance(self.reading, AtlasReading | NoReading):
+            lines += self.reading.sweep.replacement()
+        return lines
 
     def rows(self) -> Table:
         """One row per token, and where there are several, per layer, sequence or answer."""

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.notation import agreeing
+from sinkscope.files.notation import agreeing, listed
 from sinkscope.files.result import Number
 from sinkscope.files.tables import Table
 from sinkscope.measure import Setup
@@ -25,6 +25,7 @@ from sinkscope.sinks.tokens import (
     CYCLE,
     TokenRows,
     encode,
+    known_token,
     repetition_limit,
     words_to_repeat,
 )
@@ -44,6 +45,7 @@ class Sweep:
         before: The tokens before the first repetition.
         max_repeats: Number of repetitions in every sequence.
         counts: The numbers of repetitions at which curves are given.
+        replaced: Words of the paper's figure that are not one token of their own here.
     """
 
     tokens: tuple[str, ...]
@@ -51,6 +53,7 @@ class Sweep:
     before: tuple[str, ...]
     max_repeats: int
     counts: Int[np.ndarray, " n"]
+    replaced: tuple[str, ...] = ()
 
     @property
     def times(self) -> str:
@@ -66,6 +69,15 @@ class Sweep:
     def places(self) -> Int[np.ndarray, " n"]:
         """Positions of the last repetition after each number of repetitions in `counts`."""
         return self.counts + len(self.before) - 1
+
+    def replacement(self) -> list[str]:
+        """A line about words that were replaced; no line if none were."""
+        if not self.replaced:
+            return []
+        words = listed(list(map(repr, self.replaced)))
+        if len(self.replaced) == 1:
+            return [f"{words} is not one token of this tokenizer, so a word of the text was repeated instead."]
+        return [f"{words} are not one token each of this tokenizer, so words of the text were repeated instead."]
 
     def curves(self, values: Float[np.ndarray, "panel token n"], panels: Sequence[str], label: str) -> Any:
         """A line per token over the number of repetitions, one panel for each name; both axes logarithmic."""
@@ -137,6 +149,10 @@ def sweep_rows(
         prefix = PAPER_PREFIXES.get(read)
     paper = CYCLE if cycle else PAPER_WORDS.get(read, ())
     words = words_to_repeat(setup, tokens, prefix, paper)
+    replaced: list[str] = []
+    for wanted, word in zip(() if tokens else paper, words, strict=False):
+        if known_token(setup.tokenizer, wanted) != word:
+            replaced.append(wanted)
     cycles: list[tuple[int, ...]] = [(word,) for word in words]
     if cycle and len(words) > 1:
         cycles.append(tuple(words))
@@ -149,7 +165,7 @@ def sweep_rows(
         rows.append([*before, *(repeated * count)[:count]])
         labels.append(" ".join(string.strip() or repr(string) for string in token_texts(setup.target, repeated)))
     before_words = token_texts(setup.target, before)
-    sweep = Sweep(tuple(labels), tuple(cycles), before_words, count, curve_counts(count))
+    sweep = Sweep(tuple(labels), tuple(cycles), before_words, count, curve_counts(count), tuple(replaced))
     return sweep, torch.tensor(rows)
 
 

@@ -1,0 +1,340 @@
+"""A sink is a set of places: positions of texts are found first, and words for them are looked for afterwards.
+
+`sink_places` finds the positions that heads attend to, `spike_places` those whose norm stands out, and `describe` the
+simplest words that cover at least nine of ten of them and mean hardly anything else. Nothing assumes a position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from einops import rearrange, reduce
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from sinkscope.files.notation import listed
+from sinkscope.sinks.tokens import TokenRows
+
+ENOUGH = 0.9  # least coverage and precision of words
+SPIKE_RATIO = 3.0  # a spike: a norm this many times the typical one
+SINK_HEADS = 2  # an attention sink needs at least this many heads
+POSITION_SHARE = 0.01  # ... and this share of the heads, if they attend to a position in most texts
+PLACE_SHARE = 0.05  # ... or this share at any other place: a few heads that prefer one word are no sink
+MOST_TEXTS = 0.5  # a head attends to a position, or to a token, if it does so in at least this share of the cases
+LEAST_CASES = 3  # words need so many places that bear them out, and a position so many different tokens
+SOME_TEXTS = 0.2  # least share of the texts in which the first token is a sink of some texts
+MOST_PARTS = 4  # rules in one description, if one or two do not suffice
+COMMON = 3  # tokens named where no words fit
+Decode = Callable[[list[int]], str]
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """A set of positions in texts.
+
+    Attributes:
+        ids: The texts, up to the last position that was judged.
+        there: Which positions belong to the set.
+    """
+
+    ids: Int[Tensor, "text pos"]
+    there: Bool[Tensor, "text pos"]
+
+    def __len__(self) -> int:
+        return int(self.there.sum())
+
+    @property
+    def texts(self) -> Bool[Tensor, " text"]:
+        """Texts that have such a place."""
+        return self.there.any(1)
+
+    @property
+    def share(self) -> float:
+        """Share of the texts that have such a place."""
+        return float(self.texts.float().mean())
+
+    @property
+    def first(self) -> Int[Tensor, " text"]:
+        """The first place of each text; 0 in texts that have none."""
+        return self.there.int().argmax(1)
+
+    def of(self, rule: Rule | Description) -> Places:
+        """Those of the places that words mean."""
+        return Places(self.ids, self.there & rule.means(self.ids))
+
+    def common(self, decode: Decode) -> list[tuple[str, float]]:
+        """The most common tokens at the places, with their share of the places."""
+        tokens, counts = self.ids[self.there].unique(return_counts=True)
+        order = counts.argsort(descending=True, stable=True)[:COMMON].tolist()
+        return [(decode([int(tokens[index])]), float(counts[index]) / len(self)) for index in order]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Words that mean some positions of any texts. A position has to meet all conditions that are set.
+
+    Attributes:
+        words: The words, as part of a sentence.
+        position: The only position. None: any.
+        tokens: Ids of the tokens that may stand there. Empty: any.
+        first: Whether only the first of these tokens in a text counts; of all tokens, the first of each.
+        repeated: Whether the token before has to be the same.
+        token: The token as text, if there is only one; else empty.
+    """
+
+    words: str
+    position: int | None = None
+    tokens: tuple[int, ...] = ()
+    first: bool = False
+    repeated: bool = False
+    token: str = ""
+
+    def means(self, ids: TokenRows) -> Bool[Tensor, "text pos"]:
+        """The positions of some texts that the words mean."""
+        fits = torch.ones_like(ids, dtype=torch.bool)
+        if self.tokens:
+            fits = torch.isin(ids, torch.tensor(self.tokens, device=ids.device))
+        if self.position is not None:
+            at_position = torch.zeros_like(fits)
+            at_position[:, self.position : self.position + 1] = True
+            fits &= at_position
+        elif self.first and self.tokens:
+            fits &= fits.cumsum(1) == 1
+        elif self.first:
+            fits &= _first_occurrences(ids)
+        if self.repeated:
+            fits[:, 0] = False
+            fits[:, 1:] &= ids[:, 1:] == ids[:, :-1]
+        return fits
+
+
+@dataclass(frozen=True)
+class Description:
+    """The words for a set of places.
+
+    Attributes:
+        rules: What the words mean, the simplest first; a place has to meet one of them.
+        coverage: Share of the places that the words mean.
+        precision: Share of the positions that the words mean which are such places.
+        share: Share of the texts that have such a place.
+    """
+
+    rules: tuple[Rule, ...]
+    coverage: float
+    precision: float
+    share: float
+
+    @property
+    def words(self) -> str:
+        """The words, as part of a sentence."""
+        return listed([rule.words for rule in self.rules])
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the words begin with the first token, of all texts or of some."""
+        return self.rules[0].position == 0
+
+    def means(self, ids: TokenRows) -> Bool[Tensor, "text pos"]:
+        """The positions of some texts that the words mean."""
+        fits = torch.zeros_like(ids, dtype=torch.bool)
+        for rule in self.rules:
+            fits |= rule.means(ids)
+        return fits
+
+    def __str__(self) -> str:
+        return self.words
+
+
+def _first_occurrences(ids: TokenRows) -> Bool[Tensor, "text pos"]:
+    """Tokens that have not stood in the text before."""
+    same = rearrange(ids, "text pos -> text pos 1") == rearrange(ids, "text pos -> text 1 pos")
+    return ~same.tril(-1).any(2)
+
+
+# --- finding ---------------------------------------------------------------------------------------------------------
+
+
+def sink_places(above: Bool[Tensor, "layer head text at"], ids: TokenRows) -> Places:
+    """The positions that enough heads attend to.
+
+    A twentieth of the heads, and at least two, have to attend to a place. A hundredth suffices at a position to which
+    these heads attend in most texts, because then they do not prefer one word.
+
+    Args:
+        above: Whether each head attends to each position; of layers with softmax attention only.
+        ids: The texts.
+    """
+    heads = above.shape[0] * above.shape[1]
+    ids = ids[:, : above.shape[-1]]
+    anywhere = reduce(above.int(), "layer head text at -> text at", "sum")
+    there = anywhere >= max(SINK_HEADS, PLACE_SHARE * heads)
+    steady = reduce(above.float(), "layer head text at -> layer head at", "mean") >= MOST_TEXTS
+    steadily = (above & rearrange(steady, "layer head at -> layer head 1 at")).int().sum((0, 1))
+    number = reduce(steady.int(), "layer head at -> at", "sum")
+    suffice = (number >= max(SINK_HEADS, POSITION_SHARE * heads)) & _is_varied(ids)
+    return Places(ids, there | (suffice & (steadily >= MOST_TEXTS * number)))
+
+
+def _is_varied(ids: TokenRows) -> Bool[Tensor, " at"]:
+    """Positions at which it is no matter of the word: the first one, and those with several different tokens."""
+    varied = [at == 0 or len(ids[:, at].unique()) >= LEAST_CASES for at in range(ids.shape[1])]
+    return torch.tensor(varied)
+
+
+def stands_out(norms: Float[Tensor, "layer text pos"]) -> Bool[Tensor, "layer text pos"]:
+    """Where norms are three times the typical norm of their layer, the median.
+
+    If more than a quarter of the positions are, the typical norm is the 75 % quantile.
+    """
+    by_layer = norms.flatten(1)
+    typical = by_layer.median(1).values
+    upper = by_layer.quantile(0.75, 1)
+    typical = torch.where(upper > SPIKE_RATIO * typical, upper, typical)
+    return norms > SPIKE_RATIO * rearrange(typical, "layer -> layer 1 1")
+
+
+def spike_places(norms: Float[Tensor, "layer text pos"], ids: TokenRows) -> Places:
+    """The positions whose norm stands out after some layer.
+
+    Args:
+        norms: Norm of every position after each layer.
+        ids: The texts.
+    """
+    return Places(ids, stands_out(norms).any(0))
+
+
+# --- describing ------------------------------------------------------------------------------------------------------
+
+
+def describe(places: Places, decode: Decode, holds: Callable[[Rule], bool] | None = None) -> Description | None:
+    """The simplest words that hold for the places; None if no words do.
+
+    Of single rules, then of pairs, the first one is taken whose coverage is at least 0.9. If there is none, the rules
+    that add most are joined, and the coverage says how much is left. Every rule has a precision of at least 0.9.
+
+    Args:
+        places: The places.
+        decode: Writes token ids as text.
+        holds: What else a rule has to meet. None: nothing.
+    """
+    if not len(places):
+        return None
+    precise = []
+    for rule in _candidates(places, decode):
+        if _precision(places, rule.means(places.ids)) >= ENOUGH and (holds is None or holds(rule)):
+            precise.append(rule)
+    chosen = _one_or_two(places, precise) or _most_together(places, precise)
+    if chosen:
+        return _described(places, chosen)
+    return None
+
+
+def _meant(places: Places, rules: Sequence[Rule]) -> Float[Tensor, "rule place"]:
+    """Which of the places each rule means."""
+    return torch.stack([rule.means(places.ids)[places.there] for rule in rules]).float()
+
+
+def _one_or_two(places: Places, precise: Sequence[Rule]) -> list[Rule]:
+    """The first rule or pair of rules that means nearly all of the places; empty if there is none."""
+    if not precise:
+        return []
+    meant = _meant(places, precise)
+    count = meant.sum(1)
+    enough = ENOUGH * len(places)
+    alone = (count >= enough).nonzero().flatten().tolist()
+    if alone:
+        return [precise[alone[0]]]
+    together = rearrange(count, "rule -> rule 1") + count - meant @ meant.T
+    for one, other in (together >= enough).triu(1).nonzero().tolist():
+        return [precise[one], precise[other]]
+    return []
+
+
+def _most_together(places: Places, precise: Sequence[Rule]) -> list[Rule]:
+    """The rules that add most, as long as they add some."""
+    if not precise:
+        return []
+    meant = _meant(places, precise)
+    chosen = []
+    for _ in range(MOST_PARTS):
+        gains = meant.sum(1)
+        best = int(gains.argmax())
+        if float(gains[best]) < min(LEAST_CASES, len(places.ids)):
+            break
+        chosen.append(best)
+        meant = meant * (1 - meant[best])
+    return [precise[index] for index in sorted(chosen)]
+
+
+def _precision(places: Places, fits: Bool[Tensor, "text pos"]) -> float:
+    """Share of the positions which are such places; 0 if these are too few to say so."""
+    both = int((places.there & fits).sum())
+    if both < min(LEAST_CASES, len(places.ids)):
+        return 0.0
+    return both / int(fits.sum())
+
+
+def _described(places: Places, rules: Sequence[Rule]) -> Description:
+    fits = torch.zeros_like(places.there)
+    for rule in rules:
+        fits |= rule.means(places.ids)
+    both = int((places.there & fits).sum())
+    in_texts = float((places.there & fits).any(1).float().mean())
+    return Description(tuple(rules), both / len(places), both / int(fits.sum()), in_texts)
+
+
+def _candidates(places: Places, decode: Decode) -> list[Rule]:
+    """Everything that may be said of the places, the simplest first."""
+    ids = places.ids
+    there = places.there
+    rules = []
+    for position in there.any(0).nonzero().flatten().tolist():
+        rules.append(_at_position(ids, position, decode))
+    behind = there.clone()
+    behind[:, 0] = False
+    seen, counts = ids[behind].unique(return_counts=True)
+    order = counts.argsort(descending=True, stable=True)
+    precise = []
+    for token in seen[order].tolist():
+        where = ids == token
+        where[:, 0] = False
+        if int(where.any(0).sum()) > 1 and float(there[where].float().mean()) >= ENOUGH:
+            precise.append(token)
+        name = decode([token])
+        rules.append(Rule(f"{name!r} wherever it stands", tokens=(token,), token=name))
+        rules.append(Rule(f"the first {name!r} of a text", tokens=(token,), first=True, token=name))
+    rules.append(Rule("every token that repeats the one before it", repeated=True))
+    if len(precise) > 1:
+        names = listed([repr(decode([token])) for token in precise], COMMON)
+        rules.append(Rule(f"{names} wherever they stand", tokens=tuple(precise)))
+    if len(seen) > 1:
+        names = listed([repr(decode([token])) for token in seen[order].tolist()], COMMON)
+        rules.append(Rule(f"the first of {names} in a text", tokens=tuple(seen[order].tolist()), first=True))
+    rules.append(Rule("the first occurrence of every token", first=True))
+    rules += _first_of_a_kind(ids, there)
+    return rules
+
+
+def _at_position(ids: TokenRows, position: int, decode: Decode) -> Rule:
+    """A position, with the token that always stands there."""
+    tokens = ids[:, position].unique()
+    token = ""
+    if len(tokens) == 1:
+        token = decode([int(tokens[0])])
+    if position == 0:
+        return Rule("the first token", position=0, token=token)
+    if token:
+        return Rule(f"{token!r} at position {position}", position=position, token=token)
+    return Rule(f"position {position}, whatever stands there", position=position)
+
+
+def _first_of_a_kind(ids: TokenRows, there: Bool[Tensor, "text pos"]) -> list[Rule]:
+    """The first token of some texts: of different tokens, those that are never a first token elsewhere."""
+    texts = there[:, 0]
+    others = ids[~texts, 0]
+    tokens = [token for token in ids[texts, 0].unique().tolist() if token not in others]
+    if len(tokens) < LEAST_CASES or float(texts.float().mean()) < SOME_TEXTS:
+        return []
+    return [Rule("the first token of some texts", position=0, tokens=tuple(tokens))]

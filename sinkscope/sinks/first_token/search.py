@@ -1,0 +1,105 @@
+"""The search for the smallest set of components whose removal ends an effect, and random sets to compare one with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from math import comb
+from typing import Any
+
+import torch
+
+from sinkscope.models.target import Target
+from sinkscope.sinks.first_token.members import CONTROL_DRAWS, Sites
+
+SETS_AT_ONCE = 128  # largest number of sets of one size that are all tried, and that are asked about together
+
+
+@dataclass(frozen=True)
+class Removal:
+    """What removing one set of components does: whether the effect is gone, and the share of it that is lost."""
+
+    gone: bool
+    drop: float
+
+
+Members = tuple[Any, ...]
+"""A set of components, neurons or parts of a model."""
+Remove = Callable[[list[Members]], list[Removal]]
+"""Removes each of several sets and says what that does."""
+
+
+def smallest_set(candidates: Sequence[Any], remove: Remove) -> Members | None:
+    """Search for the smallest set of candidates whose removal ends an effect; None if no set that was tried does.
+
+    Sets are tried in order of their size while there are at most 128 of a size. Otherwise growing prefixes of the
+    candidates are tried, and unneeded members are left out of the first that ends the effect. Up to 128 sets are asked
+    about at once, because each question is a walk through the model.
+
+    Args:
+        candidates: Components that may be removed, the most promising first.
+        remove: Removes sets.
+    """
+    together = []
+    for size in range(1, len(candidates) + 1):
+        if comb(len(candidates), size) > SETS_AT_ONCE:
+            break
+        sets = list(combinations(candidates, size))
+        if len(together) + len(sets) > SETS_AT_ONCE:
+            best = _most_effective(together, remove)
+            if best is not None:
+                return best
+            together = []
+        together += sets
+    else:
+        return _most_effective(together, remove)
+    best = _most_effective(together, remove)
+    if best is not None:
+        return best
+    prefix = _most_effective([tuple(candidates[:size]) for size in range(2, len(candidates) + 1)], remove)
+    if prefix is None:
+        return None
+    return without_unneeded(prefix, remove, least=1)
+
+
+def without_unneeded(members: Members, remove: Remove, least: int = 0) -> Members:
+    """Leave out members of a set, one after another, while the removal of the others ends the effect."""
+    while len(members) > least:
+        fewer = _most_effective([members[:i] + members[i + 1 :] for i in range(len(members))], remove)
+        if fewer is None:
+            break
+        members = fewer
+    return members
+
+
+def _most_effective(sets: list[Members], remove: Remove) -> Members | None:
+    """Of the smallest sets that end the effect, the one that takes most of it; None if none does."""
+    if not sets:
+        return None
+    best = None
+    best_rank = (0, 0.0)
+    for members, removal in zip(sets, remove(sets), strict=True):
+        rank = (-len(members), removal.drop)
+        if removal.gone and (best is None or rank > best_rank):
+            best = members
+            best_rank = rank
+    return best
+
+
+def random_sites(target: Target, sites: Sites, excluded: Sites, generator: torch.Generator) -> Sites:
+    """As many other neurons of the same layers (and experts), none of `excluded` while there are enough others."""
+    drawn = ()
+    for site in sites:
+        neighbours = [(*site[:-1], neuron) for neuron in range(target.width(site[0], *site[1:-1]))]
+        barred = {*excluded, *sites, *drawn}
+        others = [other for other in neighbours if other not in barred]
+        if not others:
+            others = [other for other in neighbours if other not in sites]
+        drawn += (others[int(torch.randint(len(others), (1,), generator=generator))],)
+    return drawn
+
+
+def random_sets(target: Target, sites: Sites, excluded: Sites, generator: torch.Generator) -> list[Sites]:
+    """The random sets that a set is compared with."""
+    return [random_sites(target, sites, excluded, generator) for _ in range(CONTROL_DRAWS)]

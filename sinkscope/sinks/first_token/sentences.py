@@ -1,0 +1,362 @@
+"""What `find_sinks` says: each function makes sentences of the records that it is given, and of nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from sinkscope.files.notation import agreeing, brief, counted, listed
+from sinkscope.sinks.first_token.members import ATTENTION_LENGTH, CausalSet
+from sinkscope.sinks.first_token.records import (
+    SHORT,
+    AttentionSink,
+    NormSpike,
+    PlacedSpike,
+    RepeatsNeeded,
+    RepetitionSpike,
+    SinkRate,
+)
+from sinkscope.sinks.tokens import left_out_line
+
+MOST_HEADS = 0.9  # of the attending heads lose half of their attention without a spike that "the heads" attend to
+NAMED = (5, 3, 1)  # neurons that a conclusion names; as many of these numbers as fit into it
+FIRST = "the first token"
+
+
+# --- the conclusion --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a conclusion is made of.
+
+    Attributes:
+        spike: The norm spike.
+        sink: The attention sink.
+        minimal: The neurons that make the spike.
+        layer: The layer whose MLP builds most of it.
+        lengths: Lengths of the texts that were read.
+        stray_norms: Positions whose norm stands out and that no words describe.
+    """
+
+    spike: NormSpike | None
+    sink: AttentionSink | None
+    minimal: CausalSet | None
+    layer: int | None
+    lengths: tuple[int, ...]
+    stray_norms: int = 0
+
+    @property
+    def together(self) -> bool:
+        """Whether heads attend to the first kind of place that has the spike."""
+        if self.spike is None or self.sink is None or self.sink.place is None:
+            return False
+        return self.spike.place.rules[0].words == self.sink.place.rules[0].words
+
+
+def conclusion(found: Found) -> str:
+    """Whether there is a norm spike and an attention sink, where, and what makes and carries them."""
+    spike = found.spike
+    sink = found.sink
+    if spike is None and sink is None:
+        return f"Neither a norm spike nor an attention sink: {_no_norm(found)}, and {few_heads(found.lengths)}."
+    if spike is None:
+        assert sink is not None
+        return _read(sink, ["Attention sink without a norm spike"])
+    if sink is None:
+        return _made(found, ["Norm spike without an attention sink"], ("",))
+    if sink.place is not None and not found.together:
+        verdicts = [f"Norm spike at {spike.place}, attention sink elsewhere"]
+        if len(spike.place.rules) > 1:
+            verdicts.append(f"Norm spike at {spike.place.rules[0].words}, attention sink elsewhere")
+        return _read(sink, verdicts)
+    if sink.carried_by != "spike":
+        ignored = f"but most heads do not need the spike: {what_is_read(sink)}"
+        verdicts = [f"{verdict}{where}" for verdict, where in product(_together(found), conditions(sink))]
+        return brief(f"{verdict}, {ignored}." for verdict in verdicts)
+    return _made(found, _together(found), conditions(sink))
+
+
+def _no_norm(found: Found) -> str:
+    """That no norm stands out, as part of a sentence."""
+    if found.stray_norms:
+        return "norms stand out at scattered positions"
+    return "no norm stands out"
+
+
+def _together(found: Found) -> list[str]:
+    """The verdict on a spike and a sink at the same places, with these places where the rest does not name them."""
+    spike, sink = found.spike, found.sink
+    assert spike is not None and sink is not None
+    short = "Norm spike and attention sink"
+    if sink.place is None or (len(spike.place.rules) == 1 and len(sink.place.rules) == 1):
+        return [short]
+    if sink.place.words == spike.place.words:
+        return [f"{short} at {spike.place}", short]
+    return [f"Norm spike at {spike.place}, attention sink at {sink.place}", short]
+
+
+def _read(sink: AttentionSink, verdicts: Sequence[str]) -> str:
+    """A verdict, who attends where, and what they read."""
+    read = what_is_read(sink)
+    if sink.carried_by == "spike":
+        read = "they read its own spike"
+    versions = list(product(verdicts, [who(sink)], conditions(sink)))
+    versions += [(verdicts[-1], who(sink, 1), ""), (verdicts[-1], who(sink, 0), "")]
+    return brief(f"{verdict}: {heads}{where}; {read}." for verdict, heads, where in versions)
+
+
+def _made(found: Found, verdicts: Sequence[str], wheres: Sequence[str]) -> str:
+    """A verdict and who makes the spike, with as many conditions and names as there is room for."""
+    choices = product(verdicts, wheres, (" of its norm", ""), NAMED)
+    return brief(f"{verdict}{where}: {_makers(found, norm, most)}." for verdict, where, norm, most in choices)
+
+
+def _makers(found: Found, of_norm: str, most: int) -> str:
+    """What makes the spike, as the middle of a sentence that names at most so many neurons."""
+    spike, minimal = found.spike, found.minimal
+    assert spike is not None
+    if minimal is not None and minimal.makes_the_spike:
+        count = len(minimal.sites)
+        makes = f"{agreeing(count, 'makes', 'make')} {_spike(found)}"
+        if spike.begun_by is not None:
+            makes = f"{agreeing(count, 'amplifies', 'amplify')} the spike that the {spike.begun_by} begins"
+        return (
+            f"{listed(minimal.sites, most)} {makes}; zeroing {agreeing(count, 'it', 'them')} removes "
+            f"{minimal.drop_sink_layer:.1%}{of_norm}, random neurons at most {minimal.control:.1%}"
+        )
+    place = spike.place.rules[0].words
+    size = f"{spike.ratio:.0f} times the typical one"
+    if found.layer is not None:
+        at = "" if place == FIRST else f" at {place}"
+        return f"layer {found.layer} builds a norm {size}{at}, which no set of neurons tried removes"
+    if spike.made_by is None:
+        return f"no single component makes the norm of {place}, {size}"
+    return f"the {spike.made_by} makes the norm of {place}, {size}"
+
+
+def _spike(found: Found) -> str:
+    """The spike in a sentence about its neurons."""
+    spike, sink, minimal = found.spike, found.sink, found.minimal
+    assert spike is not None and minimal is not None
+    place = spike.place.rules[0].words
+    if minimal.layers is not None:
+        return f"the spike after layers {minimal.layers[0]} to {minimal.layers[1]}"
+    if len(spike.place.rules) > 1 or place != FIRST:
+        return f"the spike of {place}"
+    if sink is None or conditions(sink)[0]:
+        return "the spike"
+    if minimal.heads_lost is not None and minimal.heads_lost < MOST_HEADS:
+        return "the spike that at least half of the heads need"
+    return "the spike that the heads attend to"
+
+
+# --- attention -------------------------------------------------------------------------------------------------------
+
+
+def few_heads(lengths: Sequence[int]) -> str:
+    """That no position is an attention sink, in texts of which lengths, as part of a sentence."""
+    return f"too few heads attend to any one position in texts of {listed(lengths)} tokens"
+
+
+def who(sink: AttentionSink, most: int = 4) -> str:
+    """Which share of the heads attends where, as part of a sentence that names so many kinds of places at most."""
+    place = "their learned sink logits"
+    if sink.place is not None:
+        place = listed([rule.words for rule in sink.place.rules], max(most, 1))
+    if sink.place is not None and most == 0:
+        place = sink.place.rules[0].words
+    return f"{sink.rate:.0%} of heads attend to {place}"
+
+
+def in_texts(sink: AttentionSink) -> str:
+    """In which texts heads attend, as part of a sentence; empty if they do in all short ones."""
+    words = ""
+    if sink.share < 1 and sink.place is not None and sink.place.is_first:
+        words = f" in {sink.share:.0%} of texts"
+    if sink.length > SHORT:
+        words = f"{words or ' in texts'} of {sink.length} tokens"
+    return words
+
+
+def conditions(sink: AttentionSink) -> tuple[str, ...]:
+    """What a sentence says of texts and windows, the shorter forms for where there is less room."""
+    window = ""
+    if sink.window is not None:
+        window = f" (window {sink.window})"
+    return window + in_texts(sink), in_texts(sink), ""
+
+
+def what_is_read(sink: AttentionSink) -> str:
+    """What the heads read, as part of a sentence."""
+    if sink.carried_by == "mark":
+        writers = [c.name for c in sink.carriers if c.needed and "layer" in c.name]
+        return f"they read a mark by the {writers[-1]}"
+    words = {
+        None: "no single component carries it",
+        "position": "they read the position alone, through the rotary embedding",
+        "key bias": "they read the bias of their keys",
+        "learned logits": "these stand in for a token",
+    }
+    return words.get(sink.carried_by, f"they read the {sink.carried_by}")
+
+
+def attention(sink: AttentionSink | None, lengths: Sequence[int], scattered: int) -> list[str]:
+    """Who attends to the sink, and what they need."""
+    sentences = []
+    if scattered:
+        places = agreeing(scattered, "position receives", "positions receive")
+        sentences.append(f"{scattered:,} scattered {places} as much attention; no words describe them.")
+    if sink is None:
+        return [f"{few_heads(lengths).capitalize()}.", *sentences]
+    if sink.learned_rate:
+        sentences.append(f"{sink.learned_rate:.1%} of the heads attend to their learned sink logits.")
+    if sink.place is not None:
+        each = [f"{place.words} ({place.rate:.1%})" for place in sink.positions]
+        sentences.append(f"Heads attend to {listed(each)}{in_texts(sink)}.")
+        if sink.place.coverage < 1:
+            sentences.append(f"These are {sink.place.coverage:.0%} of the positions that receive as much attention.")
+    needed = []
+    for carrier in sink.carriers:
+        if carrier.needed and carrier.name != "position":
+            needed.append(f"the {carrier.name} ({carrier.heads_lost:.0%} of these heads)")
+    if needed:
+        sentences.append(f"At least half of that attention is lost without {listed(needed)}.")
+    return sentences
+
+
+def sink_rate(rate: SinkRate | None) -> list[str]:
+    """The sink rate as it is defined in the literature."""
+    if rate is None:
+        return []
+    return [
+        f"The sink rate is {rate.value:.1%}: this share of all heads gives position 0 more than {rate.eps} of "
+        f"its attention ({rate.samples} texts of {rate.length} tokens)."
+    ]
+
+
+# --- the spike -------------------------------------------------------------------------------------------------------
+
+
+def shared_dimensions(dims: Sequence[int]) -> list[str]:
+    """Which residual dimensions are left out."""
+    if not dims:
+        return []
+    return [f"The verdicts leave out residual dimensions that are massive on all tokens ({listed(dims)})."]
+
+
+def where_the_spike_is(spike: NormSpike | None) -> list[str]:
+    """The places whose norm stands out."""
+    if spike is None:
+        return []
+    place = spike.place
+    sentences = [f"The norm stands out at {place}."]
+    if place.is_first and place.rules[0].tokens:
+        sentences.append(f"That is so in {place.share:.0%} of texts; norms are of these.")
+    elif place.coverage < 1:
+        sentences.append(f"These are {place.coverage:.0%} of the positions whose norm stands out.")
+    return sentences
+
+
+def sink_layer(
+    layer: int | None, spike_norm: Sequence[float | None], typical_norm: Sequence[float | None]
+) -> list[str]:
+    """The layer that builds most of the spike, and the norms after it."""
+    if layer is None:
+        return []
+    return [
+        f"The sink layer is layer {layer}: after it the norm of the spike is {spike_norm[layer]:.4g}, and the typical "
+        f"one is {typical_norm[layer]:.4g}."
+    ]
+
+
+def where_it_stands_out(spike: NormSpike | None) -> list[str]:
+    """The layers after which the norm stands out."""
+    if spike is None or not spike.runs:
+        return []
+    runs = []
+    for first, last in spike.runs:
+        where = f"layers {first} to {last}"
+        if first == last:
+            where = f"layer {first}"
+        runs.append(where)
+    return [f"It stands out after {listed(runs)}."]
+
+
+def causal_set(each: CausalSet, spike: NormSpike | None) -> list[str]:
+    """What zeroing a set of neurons takes away."""
+    count = len(each.sites)
+    if each.kind == "backup":
+        role = agreeing(count, "is a backup: it brings", "are backups: they bring")
+        return [f"{each.names} {role} the spike back when the others are silent."]
+    sentences = []
+    if each.layers is not None:
+        first, last = each.layers
+        makes = agreeing(count, "makes", "make")
+        sentences.append(
+            f"{each.names} {makes} the part of the spike after layers {first} to {last}: zeroing "
+            f"{agreeing(count, 'it', 'them')} removes {each.drop_sink_layer:.1%} of it (random neurons at most "
+            f"{each.control:.1%})."
+        )
+    if each.equals:
+        alone = agreeing(len(each.equals), "alone removes", "alone each remove")
+        sentences.append(f"Zeroing {listed(each.equals)} {alone} the spike as well.")
+    if each.drop_attention is not None and each.heads_lost is not None and spike is not None:
+        place = spike.place.rules[0].words
+        texts = f"texts of at least {ATTENTION_LENGTH} tokens"
+        sentences.append(
+            f"Without {each.names}, the heads of later layers that attend to {place} lose {each.drop_attention:.1%} of "
+            f"that attention ({texts}); {each.heads_lost:.0%} of these heads lose at least half."
+        )
+    return sentences
+
+
+def further_spike(each: PlacedSpike) -> str:
+    """The spike of a further kind of place, and what makes it."""
+    maker = "no set of neurons that was tried removes it"
+    if each.set is not None:
+        maker = f"zeroing {each.set.names} removes {each.set.drop_last_layer:.1%}"
+    elif each.made_by is not None and each.made_by != "MLP":
+        maker = f"the {each.made_by} makes it"
+    return f"The norm of {each.words} reaches {each.ratio:.0f} times the typical one; {maker}."
+
+
+# --- repetition ------------------------------------------------------------------------------------------------------
+
+
+def repeats(needed: RepeatsNeeded, spike: NormSpike | None) -> list[str]:
+    """After how many repetitions a token becomes a sink."""
+    norm = "half of the first token's norm"
+    if spike is not None and not spike.place.is_first:
+        norm = "half of the spike's norm"
+    repeated = len(needed.tokens) - len(needed.at_once)
+    sentences = []
+    if repeated and needed.median is None:
+        within = counted(needed.max_repeats, "repetition")
+        sentences.append(f"None of {counted(repeated, 'token')} reaches {norm} at the sink layer within {within}.")
+    elif repeated:
+        never = ""
+        if needed.unreached:
+            do = agreeing(needed.unreached, "does", "do")
+            never = f"; {needed.unreached} of {repeated} never {do} within {needed.max_repeats}"
+        over = f"median over {counted(repeated - needed.unreached, 'token')}{never}"
+        sentences.append(f"A repeated token reaches {norm} after {needed.median:g} repetitions ({over}).")
+    return sentences + left_out_line([token.token for token in needed.at_once])
+
+
+def repetition(each: RepetitionSpike, names: str) -> str:
+    """Which other neurons repetition goes through.
+
+    Args:
+        each: The spike of a repeated token.
+        names: The neurons that make the model's spike.
+    """
+    share = f"{each.drop:.1%}".replace("-0.0%", "0.0%")
+    lost = f"without {names}, {share} of the norm of the repeated token {each.token!r} is lost"
+    if each.set is None:
+        return f"Repetition goes another way: {lost}."
+    return (
+        f"Repetition trips other neurons: {lost}, and without {each.set.names}, {each.set.drop_sink_layer:.1%} "
+        f"(random neurons at most {each.set.control:.1%})."
+    )

@@ -1,0 +1,255 @@
+"""What is so of a model whose sinks are sets of places, compared with the plain model.
+
+A **place** is a position of a text. `Places` says which places are sinks and which have a spike, which neurons make it
+and what each group of heads needs; `untrue` compares that with the model by plain hooks. `planted_places.py` has kinds.
+"""
+
+from __future__ import annotations
+
+import random
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from .hard import Site
+from .tokens import BOS, N_SPECIAL
+from .views import views
+
+Head = tuple[int, int]
+FIRST, SECOND, NOWHERE = "first", "second", "nowhere"
+USER, SYSTEM = 4, 5  # ids of further special tokens, where the tokenizer puts several
+
+
+@dataclass(frozen=True)
+class Group:
+    """Heads that attend to the sink, and what they need: each part of `needs` alone, or only all of them together."""
+
+    heads: tuple[Head, ...]
+    needs: tuple[str | Site, ...]
+    alone: bool = True
+    at: str | int | tuple[str | int, ...] | None = None  # the places that they attend to, if not all of the sink's
+
+
+@dataclass(frozen=True)
+class Places:
+    """What is so.
+
+    Attributes:
+        sink: Where heads attend: FIRST, SECOND, a token id, ("first of", id), or several of these.
+        spike: Where the norm stands out after some layer, in the same way.
+        makers: Smallest sets of neurons whose zeroing takes the spike away.
+        groups: The reading heads by what they need.
+        before: Ids that stand before every text.
+        puts_bos: Whether the tokenizer puts them.
+        has_bos: Whether the tokenizer has a BOS token.
+        window: Positions that reading heads see.
+        often: How often each delimiter stands in a text of 64 tokens.
+    """
+
+    sink: tuple = (FIRST,)
+    spike: tuple = (FIRST,)
+    makers: tuple[frozenset[Site], ...] = ()
+    groups: tuple[Group, ...] = ()
+    before: tuple[int, ...] = (BOS,)
+    puts_bos: bool = True
+    has_bos: bool = True
+    window: int | None = None
+    often: int = 2
+
+
+@dataclass(frozen=True)
+class PlacesModel:
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerFast
+    truth: Places
+    name: str
+    family: str
+    delimiters: tuple[int, ...]
+
+    def ids(self, texts: int = 40, length: int = 64, seed: int = 0) -> Tensor:
+        """Rows as the tokenizer puts them; each delimiter stands a few times in the first half of each."""
+        rng = random.Random(f"places {seed}")
+        rows = []
+        for _ in range(texts):
+            words = [rng.randrange(N_SPECIAL + 2, len(self.tokenizer)) for _ in range(length)]
+            for delimiter in self.delimiters:
+                words = [word + 1 if word == delimiter else word for word in words]
+            free = rng.sample(range(2, length // 2), len(self.delimiters) * self.truth.often)
+            for number, at in enumerate(free):
+                words[at] = self.delimiters[number % len(self.delimiters)]
+            rows.append([*self.truth.before, *words][:length])
+        return torch.tensor(rows)
+
+    def text(self, texts: int = 100, length: int = 64, seed: int = 1) -> str:
+        """The words of as many rows."""
+        skipped = len(self.truth.before)
+        return " ".join(self.tokenizer.decode(row[skipped:]) for row in self.ids(texts, length, seed))
+
+
+def tokenizer_of(plain: PreTrainedTokenizerFast, truth: Places) -> PreTrainedTokenizerFast:
+    """The same words, with further special tokens, and with what is put before a text."""
+    names = {number: word for word, number in plain.get_vocab().items()} | {USER: "<|user|>", SYSTEM: "<|system|>"}
+    backend = Tokenizer(WordLevel({word: number for number, word in names.items()}, unk_token="<unk>"))
+    backend.pre_tokenizer, backend.decoder = WhitespaceSplit(), plain.backend_tokenizer.decoder
+    if truth.before and truth.puts_bos:
+        put = [(names[number], number) for number in truth.before]
+        single = " ".join([*(word for word, _ in put), "$A"])
+        backend.post_processor = TemplateProcessing(single=single, special_tokens=put)
+    bos = {"bos_token": "<s>"} if truth.has_bos else {}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        unk_token="<unk>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        additional_special_tokens=["<|user|>", "<|system|>"],
+        clean_up_tokenization_spaces=False,
+        **bos,
+    )
+
+
+# --- the truth, from the plain model ------------------------------------------------------------------------
+
+
+def mask_of(where: tuple, ids: Tensor) -> Tensor:
+    """The places that are described, [text, position]."""
+    mask = torch.zeros_like(ids, dtype=torch.bool)
+    for one in where:
+        if one in (FIRST, SECOND):
+            mask[:, (FIRST, SECOND).index(one)] = True
+        elif isinstance(one, tuple):
+            is_token = ids == one[1]
+            mask |= is_token & (is_token.cumsum(1) == 1)
+        else:
+            mask |= ids == one
+    return mask
+
+
+@torch.no_grad()
+def read(model: PreTrainedModel, ids: Tensor, window: int | None = None) -> tuple[dict[int, Tensor], Tensor]:
+    """Attention of later queries by layer [text head position], and norms after layers [layer text position]."""
+    usual = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    norms, weights = [], {}
+    with ExitStack() as stack:
+        for number, layer in enumerate(views(model).layers):
+
+            def block(_module, _args, output):
+                norms.append((output[0] if isinstance(output, tuple) else output).float().norm(dim=-1))
+
+            def attention(_module, _args, output, number=number):
+                found = [one for one in output if isinstance(one, Tensor) and one.dim() == 4]
+                weights[number] = found[0][..., : ids.shape[1]].float()
+
+            stack.callback(layer.block.register_forward_hook(block).remove)
+            if len(layer.q):
+                stack.callback(attention_module(layer.block).register_forward_hook(attention).remove)
+        model(ids, output_attentions=True, use_cache=False)
+    model.set_attn_implementation(usual)
+    later = torch.ones(ids.shape[1], ids.shape[1]).tril(-1)
+    received = {}
+    for number, rows in weights.items():
+        seen = later if window is None else later.triu(1 - window)
+        received[number] = (rows * seen).sum(2) / seen.sum(0).clamp(min=1)
+    return received, torch.stack(norms)
+
+
+def attention_module(block) -> torch.nn.Module:
+    """The module of a block that gives the weights of attention."""
+    return next(
+        part for name, part in block.named_children() if name in ("attn", "self_attn", "self_attention", "attention")
+    )
+
+
+@contextmanager
+def without(m: PlacesModel, parts: tuple[str | Site, ...]):
+    """The plain model without some parts; yields what makes ids of ids."""
+    seen, tensors, swap = views(m.model), [], lambda ids: ids
+    for part in parts:
+        if part == "position embedding":
+            tensors.append(seen.positions[0])
+        elif part == "key bias":
+            tensors += [layer.k_bias for layer in seen.layers if layer.k_bias is not None]
+        elif part == "learned logits":
+            tensors += [layer.attn_sinks for layer in seen.layers]
+        elif part == "token embedding" or isinstance(part, int):
+
+            def swap(ids: Tensor, part=part) -> Tensor:  # an ordinary token in its place
+                mask = ids == part if isinstance(part, int) else mask_of(m.truth.sink, ids)
+                return torch.where(mask, next(token for token in range(30, 40) if token not in m.delimiters), ids)
+
+        elif isinstance(part, str) and part != "spike":
+            layer, head = part[1:].split(".H")
+            tensors.append(seen.layers[int(layer)].o[int(head)])
+        for site in (
+            frozenset().union(*m.truth.makers) if part == "spike" else [part] if isinstance(part, tuple) else ()
+        ):
+            view = seen.layers[site[0]]
+            shared = len(site) == 2 and view.shared is not None
+            tensors.append((view.shared if shared else view).down[site[1] if len(site) == 3 else 0, site[-1]])
+    saved = [tensor.detach().clone() for tensor in tensors]
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor.fill_(-20.0) if "learned logits" in parts else tensor.zero_()
+    yield swap
+    with torch.no_grad():
+        for tensor, values in zip(tensors, saved, strict=True):
+            tensor.copy_(values)
+
+
+def untrue(m: PlacesModel) -> list[str]:
+    """Where the plain model differs from what is said to be so of it."""
+    ids, truth, wrong = m.ids(), m.truth, []
+    received, norms = read(m.model, ids, truth.window)
+    usable = torch.arange(ids.shape[1]) < ids.shape[1] - 8
+    over = torch.stack([(rows > 0.3).sum(1) for rows in received.values()]).sum(0)
+    heads = sum(rows.shape[1] for rows in received.values())
+    typical = norms.flatten(1).median(1).values[:, None, None]
+    seen = {"sink": (over >= max(2, 0.05 * heads)) & usable, "spike": (norms / typical > 3)[:-1].any(0) & usable}
+    for name, where in seen.items():
+        said = mask_of(getattr(truth, name), ids) & usable
+        both = int((where & said).sum())
+        if both < 0.9 * int(where.sum()) or both < 0.9 * int(said.sum()):
+            wrong.append(f"{name}: {int(where.sum())} places, {int(said.sum())} said, {both} of them")
+    top = float((norms / typical)[:-1].amax(0)[mask_of(truth.spike, ids)].mean()) if truth.spike else 0.0
+    for makers in truth.makers:
+        for parts in [makers, *([{one} for one in makers] if len(makers) > 1 else [])]:
+            with without(m, tuple(parts)):
+                left = read(m.model, ids, truth.window)[1] / typical
+            share = float(left[:-1].amax(0)[mask_of(truth.spike, ids)].mean()) / top
+            if (share > 0.5) != (len(parts) < len(makers)) and len(truth.makers) == 1:
+                wrong.append(f"spike without {sorted(parts)}: {share:.2f} of it is left")
+    parts = {part for group in truth.groups for part in group.needs}
+    if truth.makers and not any(isinstance(part, tuple) for part in parts):
+        parts.add("spike")
+    for number, group in enumerate(truth.groups):
+        places_ = (
+            mask_of(truth.sink if group.at is None else (group.at if isinstance(group.at, tuple) else (group.at,)), ids)
+            & usable
+        )
+        before = attention_of(received, group.heads, places_)
+        if min(before, default=1.0) < 0.3:
+            wrong.append(f"group {number}: heads give {before}")
+        each = [((part,), group.alone and part in group.needs) for part in parts] + [(group.needs, True)] * bool(
+            group.needs
+        )
+        for lacking, loses in each:
+            with without(m, lacking) as swap:
+                after = attention_of(read(m.model, swap(ids), truth.window)[0], group.heads, places_)
+            lost = [1 - a / b for a, b in zip(after, before, strict=True)]
+            if any((share >= 0.5) != loses for share in lost):
+                wrong.append(
+                    f"group {number} without {lacking}: {[round(share, 2) for share in lost]} lost, said: {loses}"
+                )
+    return wrong
+
+
+def attention_of(received: dict[int, Tensor], heads: tuple[Head, ...], mask: Tensor) -> list[float]:
+    """Mean attention of each head to the places."""
+    return [float(received[layer][:, head][mask].mean()) for layer, head in heads]

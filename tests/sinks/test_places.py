@@ -1,0 +1,169 @@
+"""Places of a sink are found without words, and words are given only if they mean these places and hardly any other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sinkscope.sinks.first_token.places import Places, Rule, describe, sink_places, spike_places, stands_out
+
+TEXTS, LENGTH, VOCAB = 48, 40, 60
+BOS, COMMA = 1, 7
+
+
+def texts(seed: int = 0, bos: bool = True) -> Tensor:
+    ids = torch.randint(10, VOCAB, (TEXTS, LENGTH), generator=torch.Generator().manual_seed(seed))
+    if bos:
+        ids[:, 0] = BOS
+    return ids
+
+
+def decode(ids: list[int]) -> str:
+    return " ".join(f"t{token}" for token in ids)
+
+
+def put(ids: Tensor, token: int, often: int, seed: int = 0) -> Tensor:
+    """A token at random positions behind the first of every text."""
+    generator = torch.Generator().manual_seed(seed)
+    for row in ids:
+        row[1 + torch.randperm(LENGTH - 1, generator=generator)[:often]] = token
+    return ids
+
+
+def said(ids: Tensor, there: Tensor) -> str | None:
+    description = describe(Places(ids, there), decode)
+    return None if description is None else description.words
+
+
+def test_the_simplest_words_are_taken():
+    ids = put(texts(), COMMA, 2)
+    at = torch.arange(LENGTH).expand_as(ids)
+    comma = ids == COMMA
+    first_comma = comma & (comma.cumsum(1) == 1)
+    ids[::3, 9] = ids[::3, 8]
+    again = torch.zeros_like(comma)
+    again[:, 1:] = ids[:, 1:] == ids[:, :-1]
+    comma = ids == COMMA
+    first_comma = comma & (comma.cumsum(1) == 1)
+    assert said(ids, at == 0) == "the first token"
+    assert said(ids, at == 3) == "position 3, whatever stands there"
+    assert said(ids, comma) == "'t7' wherever it stands"
+    assert said(ids, first_comma) == "the first 't7' of a text"
+    assert said(ids, again) == "every token that repeats the one before it"
+    assert said(ids, (at == 0) | comma) == "the first token and 't7' wherever it stands"
+    assert said(ids, torch.isin(ids, torch.tensor([11, 12, 13]))).endswith("wherever they stand")
+    assert said(ids, torch.zeros_like(comma)) is None
+
+
+def test_of_several_special_tokens_the_one_that_is_a_sink_is_named():
+    ids = texts()
+    ids[:, 1] = 2
+    there = torch.zeros_like(ids, dtype=torch.bool)
+    there[:, 1] = True
+    assert said(ids, there) == "'t2' at position 1"
+
+
+def test_the_first_token_of_some_texts_is_told_by_its_kind():
+    ids = texts(bos=False)
+    ids[:, 0] = torch.arange(TEXTS) % 12 + 10
+    there = torch.zeros_like(ids, dtype=torch.bool)
+    there[:, 0] = ids[:, 0] < 15
+    description = describe(Places(ids, there), decode)
+    assert description.words == "the first token of some texts" and description.share == pytest.approx(5 / 12, abs=0.05)
+    other = torch.tensor([[14, 10, 10], [20, 14, 14]])
+    assert description.means(other).tolist() == [[True, False, False], [False, False, False]]
+
+
+def test_scattered_places_have_no_words():
+    ids = texts()
+    there = torch.rand(TEXTS, LENGTH, generator=torch.Generator().manual_seed(3)) < 0.02
+    assert said(ids, there) is None
+    common = Places(ids, there).common(decode)
+    assert len(common) == 3 and common[0][1] >= common[-1][1] > 0
+
+
+def test_what_the_words_leave_out_is_in_the_coverage():
+    ids = texts()
+    there = torch.zeros_like(ids, dtype=torch.bool)
+    there[:, 0] = True
+    there[:24, 1:3] = torch.rand(24, 2, generator=torch.Generator().manual_seed(0)) < 0.5
+    description = describe(Places(ids, there), decode)
+    assert description.rules[0].position == 0 and description.coverage < 0.9 <= description.precision
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.floats(0.0, 0.3), st.booleans())
+def test_coverage_and_precision_are_counted_over_the_positions_that_the_words_mean(seed, noise, bos):
+    ids = put(texts(seed, bos), COMMA, seed % 3)
+    generator = torch.Generator().manual_seed(seed)
+    there = (ids == COMMA) | (torch.rand(ids.shape, generator=generator) < noise)
+    there[:, 0] |= bool(seed % 2)
+    description = describe(Places(ids, there), decode)
+    if description is None:
+        return
+    meant = [
+        (row, at) for row, line in enumerate(description.means(ids).tolist()) for at, fits in enumerate(line) if fits
+    ]
+    sinks = {(row, at) for row, at in there.nonzero().tolist()}
+    both = len(sinks & set(meant))
+    assert description.coverage == pytest.approx(both / len(sinks))
+    assert description.precision == pytest.approx(both / len(meant)) and description.precision >= 0.8
+    assert all(any(rule.means(ids)[place] for rule in description.rules) for place in meant)
+
+
+def test_rules_mean_the_same_positions_in_texts_of_any_length():
+    comma = Rule("x", tokens=(COMMA,), first=True)
+    assert comma.means(torch.tensor([[COMMA, 3, COMMA, 3], [3, 3, 3, COMMA]])).nonzero().tolist() == [[0, 0], [1, 3]]
+    assert Rule("x", position=9).means(torch.zeros(2, 4, dtype=torch.long)).any().item() is False
+    again = Rule("x", repeated=True).means(torch.tensor([[5, 5, 6, 6, 6]]))
+    assert again.tolist() == [[False, True, False, True, True]]
+    firsts = Rule("x", first=True).means(torch.tensor([[5, 5, 6, 5, 6]]))
+    assert firsts.tolist() == [[True, False, True, False, False]]
+
+
+# --- finding ---------------------------------------------------------------------------------------------------------
+
+
+def attended(heads: int = 40, layers: int = 5) -> Tensor:
+    return torch.zeros(layers, heads // layers, TEXTS, LENGTH, dtype=torch.bool)
+
+
+def test_two_heads_of_a_hundred_make_a_sink_at_a_position_and_not_at_a_word():
+    ids = put(texts(), COMMA, 1)
+    above = attended(100)
+    above[1, :2, :, 0] = True
+    assert sink_places(above, ids).there.nonzero()[:, 1].unique().tolist() == [0]
+    above = attended(100)
+    above[1, :2] = ids == COMMA
+    assert len(sink_places(above, ids)) == 0
+    above[1, :5] = ids == COMMA
+    assert sink_places(above, ids).there.equal(ids == COMMA)
+
+
+def test_different_heads_in_each_text_make_no_sink_at_a_position():
+    ids, above = texts(), attended(200)
+    for text in range(TEXTS):
+        above[text % 5, torch.tensor([text % 40, (text + 7) % 40]), text, 0] = True
+    assert len(sink_places(above, ids)) == 0
+
+
+def test_a_head_that_fails_in_some_texts_does_not_hide_the_sink():
+    ids, above = texts(), attended(40)
+    above[0, :2, :, 0] = True
+    above[0, 0, ::4, 0] = False
+    assert sink_places(above, ids).share == 1
+
+
+def test_a_norm_stands_out_beside_the_typical_one_of_its_layer():
+    ids = texts()
+    norms = 1 + 0.2 * torch.rand(3, TEXTS, LENGTH, generator=torch.Generator().manual_seed(0))
+    norms[1] *= 100
+    norms[1, :, 4] *= 2.5
+    norms[2, :, 5] *= 4
+    assert spike_places(norms, ids).there.nonzero()[:, 1].unique().tolist() == [5]
+    assert not stands_out(norms)[:2].any()
+    norms[0, :, ::2] *= 9  # half of the positions: nothing stands out
+    assert not stands_out(norms)[0].any()
