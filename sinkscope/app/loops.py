@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import gc
-import html
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import click
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.options import Hidden, Option
 from sinkscope.files.output import read_text
+from sinkscope.files.records import rows_of
 from sinkscope.files.plain import visible
 from sinkscope.loops import LoopCheck, MonitorSettings, Watch, check
+from sinkscope.loops.compare import KnownText, LoopComparison, compare, named_detector
 from sinkscope.loops.forms import StreamForm
 from sinkscope.loops.outputs import parse
+from sinkscope.loops.rivals import Detector
 from sinkscope.loops.streams import monitor_settings, open_bytes
 
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
-
 LOOP_IN_STREAM = 3  # exit status of --follow if there was a loop
-SHOWN_RECORDS = 60  # lines in the figure
 
 
 def check_loops(
@@ -56,6 +53,11 @@ def check_loops(
         tail -f server.log | sinkscope loops --follow
     """
     monitor = monitor_settings(settings, variant)
+    if monitor.needs_probabilities:
+        raise SinkscopeError(
+            "--variant p1 judges by a model's probabilities, and no file holds them: take another variant, or "
+            "MonitorSettings.variant('p1') in Python and give `Monitor.update` the probabilities"
+        )
     if follow:
         if max_new is not None:
             raise SinkscopeError("--max-new has no effect with --follow: leave it out")
@@ -67,6 +69,39 @@ def check_loops(
     name = _name(file)
     records = parse(read_text(file), name, form)
     return check(records, settings=monitor, max_new=max_new, name=name, progress=progress)
+
+
+def compare_loops(
+    file: Annotated[str, Option(argument=True, metavar="FILE", required=True)],
+    *,
+    detector: tuple[str, ...] = (),
+    half: str | None = None,
+) -> LoopComparison:
+    """Compare detectors of loops on texts whose truth is known: recall, delay and false alarms. Loads no model.
+
+    Args:
+        file: JSON lines with text, class, and start, the character at which the loop of the text begins, or null;
+            `python -m experiments.loopset.make` makes a set.
+        detector: Another detector, as module:function. It takes a text and returns the number of characters after which
+            it would stop, or None.
+        half: Only the lines whose field half is this.
+
+    Example:
+        sinkscope loops compare texts.jsonl --half report
+        sinkscope loops compare texts.jsonl --detector mine:detect
+    """
+    expected = "JSON lines with text, class and start"
+    name = _name(file)
+    texts: list[KnownText] = []
+    for where, row in rows_of(read_text(file), name, expected):
+        if not isinstance(row, dict) or not isinstance(row.get("text"), str):
+            raise SinkscopeError(f"{where} has no text: expected {expected}")
+        if half is None or row.get("half") == half:
+            texts.append(KnownText(row["text"], str(row.get("class", "texts")), row.get("start")))
+    functions: dict[str, Detector] = {}
+    for place in detector:
+        functions[place] = named_detector(place)
+    return compare(texts, functions, name)
 
 
 def _name(file: str) -> str:
@@ -90,29 +125,3 @@ def _follow(file: str, form: StreamForm, monitor: MonitorSettings, first: bool) 
             raise
     if loops:
         raise click.exceptions.Exit(LOOP_IN_STREAM)
-
-
-def draw_check(result: LoopCheck) -> go.Figure:
-    """Diversity of the window over the tokens, a line per record, with the detection of each loop."""
-    import pandas as pd
-    import plotly.express as px
-
-    from sinkscope.measure.style import GREY, ORANGE, RED, finished
-
-    # Loops are drawn above the others.
-    records = sorted(result.records, key=lambda record: record.loop)[-SHOWN_RECORDS:]
-    named = [replace(record, name=html.escape(record.name)) for record in records]
-    frame = pd.DataFrame(named).explode(["steps", "curve"])
-    frame["outcome"] = frame["loop"].replace({False: "does not", True: "loops"})
-    lines: dict[str, Any] = {"line_group": "name", "hover_name": "name", "color": "outcome"}
-    lines["color_discrete_map"] = {"does not": GREY, "loops": ORANGE}
-    figure = px.line(frame, x="steps", y="curve", **lines)
-    alarms = frame[frame["loop"] & (frame["steps"] >= frame["detected"])].groupby("name").first()
-    marker = {"color": RED, "size": 9, "symbol": "x"}
-    figure.add_scatter(x=alarms["detected"], y=alarms["curve"], mode="markers", marker=marker, name="detected")
-    threshold = result.settings["theta_ttr"]
-    window = html.escape(str(result.settings["window"]))
-    figure.add_hline(threshold, line={"color": GREY, "dash": "dot"}, annotation_text=f"threshold {threshold:g}")
-    figure.update_xaxes(title_text=f"tokens ({len(records)} of {len(result.records)} records)", rangemode="tozero")
-    figure.update_yaxes(title_text=f"type-token ratio of the last {window} tokens", range=[0, 1.03])
-    return finished(figure, result, width=1000, height=520)
