@@ -36,7 +36,7 @@ def refrains(rng: random.Random) -> str:
 def logs(rng: random.Random) -> str:
     """Lines of a server, a build or a program, with times, numbers, names and a few kinds of messages."""
     now = datetime(2024, rng.randint(1, 12), rng.randint(1, 28), rng.randint(0, 23), rng.randint(0, 59))
-    form = rng.choice(("server", "build", "program"))
+    form = rng.choice(("server", "build", "program", "beats"))
     paths = [f"/{rng.choice(NOUNS)}/{rng.choice(NOUNS)}" for _ in range(12)]
     lines: list[str] = []
     for _ in range(2 * MANY):
@@ -48,6 +48,10 @@ def logs(rng: random.Random) -> str:
             lines.append(f'{address} - - [{now:%d/%b/%Y:%H:%M:%S}] "{call} HTTP/1.1" {state} {rng.randint(90, 9999)}')
         elif form == "build":
             lines.append(f"[{rng.randint(1, 99):2}%] Building C object src/{rng.choice(NOUNS)}_{rng.choice(NOUNS)}.c.o")
+        elif form == "beats":
+            beat = f"node {rng.randint(1, 5)} is alive, load {rng.random() * 3:.2f}"
+            other = f"{rng.choice(NOUNS)} synchronised with {rng.choice(PLACES)}"
+            lines.append(f"{now:%H:%M:%S} {beat if rng.random() < 0.85 else other}")
         else:
             level = rng.choice(("INFO", "INFO", "INFO", "DEBUG", "WARNING"))
             messages = [
@@ -123,7 +127,7 @@ def legal(rng: random.Random) -> str:
 
 def lists(rng: random.Random) -> str:
     """A numbered list, bullets with a colon, questions and answers, or a schedule."""
-    form = rng.choice(("numbered", "bullets", "questions", "schedule"))
+    form = rng.choice(("numbered", "bullets", "questions", "schedule", "template"))
     lines: list[str] = []
     for i in range(1, MANY):
         noun, other = rng.sample(NOUNS, 2)
@@ -131,6 +135,8 @@ def lists(rng: random.Random) -> str:
             lines.append(f"{i}. {sentence(rng)}")
         elif form == "bullets":
             lines.append(f"- **{noun.capitalize()} {other}**: {rng.choice(ADJECTIVES)}, from {rng.choice(PLACES)}")
+        elif form == "template":
+            lines.append(f"Item {i}: The {noun} belongs to {rng.choice(NAMES)} and stands in the {other}.")
         elif form == "questions":
             lines.append(f"Q: Which {noun} {rng.choice(VERBS)} the {other}?\nA: The {rng.choice(ADJECTIVES)} one.")
         else:

@@ -154,7 +154,7 @@ def edited(rng: random.Random) -> str:
 
     def copy(_: int) -> str:
         changed = list(words)
-        for _ in range(rng.randint(1, 2)):
+        for _ in range(rng.randint(1, 3)):
             changed.insert(rng.randrange(len(changed)), rng.choice(NOUNS))
             del changed[rng.randrange(len(changed) - 1)]
         return " ".join(changed)
@@ -252,15 +252,24 @@ def script(rng: random.Random) -> str:
 def reconsiders(rng: random.Random) -> str:
     """Reasoning that takes the same doubt up again, in words that change a little."""
     thing, other = rng.sample(NOUNS, 2)
-    number = rng.randint(3, 90)
-    starts = ["Wait, let me reconsider.", "Hmm, let me check this again.", "But wait, maybe I missed something."]
-    middles = [
-        f"The {thing} {rng.choice(VERBS)} the {other}, so the answer should be {number}.",
-        f"If the {thing} {rng.choice(VERBS)} the {other}, then the answer is {number}.",
-        f"So the {thing} and the {other} give {number}.",
-    ]
-    ends = ["Let me verify that once more.", "Actually, I am not sure about that.", "That seems right, but let me think."]
-    return copies(lambda _: " ".join(rng.choice(part) for part in (starts, middles, ends)), rng.choice((" ", "\n\n")))
+    verb, number = rng.choice(VERBS), rng.randint(3, 90)
+    doubts = ("Wait,", "Hmm,", "But wait,", "Hold on,", "Actually,", "No,")
+    starts = (
+        "let me reconsider.", "let me check this again.", "maybe I missed something.", "that cannot be right.",
+        "let me think about the question once more.", "I should read the problem again.",
+    )  # fmt: skip
+    fillers = ("", "", "then ", "therefore ", "I think ", "clearly ", "in that case ")
+
+    def copy(_: int) -> str:
+        middles = (
+            f"The {thing} {verb} the {other}, so {rng.choice(fillers)}the answer should be {number}.",
+            f"If the {thing} {verb} the {other}, {rng.choice(fillers)}the answer is {number}.",
+            f"So {rng.choice(fillers)}the {thing} and the {other} give {number}.",
+            f"We know that the {thing} {verb} the {other}, and {rng.choice(fillers)}this gives {number}.",
+        )
+        return f"{rng.choice(doubts)} {rng.choice(starts)} {rng.choice(middles)}"
+
+    return copies(copy, rng.choice((" ", "\n\n")))
 
 
 def left_again(rng: random.Random) -> str:

@@ -13,6 +13,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.provenance import ModelInfo, provenance
 from sinkscope.files.result import Result
 from sinkscope.files.tables import Grid, percent, strings
+from sinkscope.loops.figure import draw_comparison
 from sinkscope.loops.rivals import DETECTORS, Detector
 
 OURS = "sinkscope, loops or suspicious"
@@ -42,9 +43,10 @@ class DetectorScore:
         recall: Share of the loops in which it raises an alarm behind the beginning of the loop.
         lowest: Share of the loops that it finds in the class in which it finds fewest.
         false_alarms: Share of the texts without a loop in which it raises an alarm.
-        delay: Median number of characters from the beginning of a loop to the alarm.
-        delay_both: The same, of the loops that the default of sinkscope finds as well.
-        our_delay: The delay of sinkscope's default on the same loops.
+        delay: Mean number of characters from the beginning of a loop to the alarm.
+        our_delay: The same of sinkscope's default, on the loops that both find.
+        their_delay: The same of this detector, on the loops that both find.
+        we_first: Share of these loops in which sinkscope's default is not later.
         by_class: Share of the texts of each class in which it raises an alarm.
     """
 
@@ -53,8 +55,9 @@ class DetectorScore:
     lowest: float | None
     false_alarms: float | None
     delay: float | None
-    delay_both: float | None
     our_delay: float | None
+    their_delay: float | None
+    we_first: float | None
     by_class: dict[str, float]
 
 
@@ -65,16 +68,21 @@ class LoopComparison(Result):
     Attributes:
         loops: Number of texts with a loop.
         honest: Number of texts without one.
+        looping: Classes of the texts with a loop.
         detectors: The score of each detector.
     """
 
     kind: ClassVar[str] = "loops-compare"
+    drawing: ClassVar[Any] = draw_comparison
     page: ClassVar[str] = "measure/loops"
-    percent: ClassVar[tuple[str, ...]] = ("recall", "lowest", "false_alarms")
+    percent: ClassVar[tuple[str, ...]] = ("recall", "lowest", "false_alarms", "we_first")
+    table_of: ClassVar[str] = "detectors"
     table_without: ClassVar[tuple[str, ...]] = ("by_class",)
+    columns: ClassVar[tuple[str, ...]] = ("detector", "recall", "lowest", "false_alarms", "our_delay", "their_delay")
 
     loops: int
     honest: int
+    looping: tuple[str, ...]
     detectors: tuple[DetectorScore, ...]
 
     def conclusion(self) -> str:
@@ -136,6 +144,7 @@ def compare(
     return LoopComparison(
         loops=sum(text.start is not None for text in texts),
         honest=sum(text.start is None for text in texts),
+        looping=tuple(dict.fromkeys(text.kind for text in texts if text.start is not None)),
         detectors=tuple(_score(detector, texts, alarms[detector], alarms[OURS]) for detector in alarms),
         model=ModelInfo(name=name, family="text", n_layers=0, d_model=0, d_mlp=0, fingerprint=""),
         provenance=provenance(started=started, device="cpu", dtype="int", attention="none", bos=None, seed=0),
@@ -181,13 +190,19 @@ def _score(
         recall=_mean(found),
         lowest=min(shares.values(), default=None),
         false_alarms=_mean(wrong),
-        delay=statistics.median(delays) if delays else None,
-        delay_both=statistics.median(theirs for theirs, _ in both) if both else None,
-        our_delay=statistics.median(own for _, own in both) if both else None,
+        delay=_average(delays),
+        our_delay=_average([own for _, own in both]),
+        their_delay=_average([theirs for theirs, _ in both]),
+        we_first=_average([own <= theirs for theirs, own in both]),
         by_class=shares | {kind: statistics.fmean(hits) for kind, hits in wrong.items()},
     )
 
 
 def _mean(flags: Mapping[str, Sequence[bool]]) -> float | None:
-    every = [flag for several in flags.values() for flag in several]
-    return statistics.fmean(every) if every else None
+    return _average([flag for several in flags.values() for flag in several])
+
+
+def _average(values: Sequence[float]) -> float | None:
+    if not values:
+        return None
+    return round(statistics.fmean(values), 4)

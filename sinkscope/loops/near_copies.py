@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 
 from sinkscope.loops.outputs import number, split
 from sinkscope.loops.repetition import NearRepetition
 
-SIMILAR = 0.8  # shared words of two sentences, as a share of the words of both
+SIMILAR, REWORDED = 0.8, 0.55  # shared words of two sentences, as a share of the words of both
 LAST, ECHOES = 12, 11  # of so many sentences, so many resemble earlier ones
 BACK, TIMES = 48, 2  # an echo resembles that many of so many sentences before it
 LEAST_WORDS = 3  # of a sentence that is compared
 CHANGING = 0.2  # numbers, dates and ids of an echo, as a share of its words; one is always allowed
+GRAM, WINDOW, RECYCLED = 5, 250, 0.7  # of so many words, that share lies in n-grams that were there twice before
 ROWS, ROW_TOKENS = 6, 96  # copies and tokens of rows that differ in a number only
 SAME = 0.9  # share of their tokens that are the same in the row before
 
@@ -25,28 +26,61 @@ def echoes(text: str) -> tuple[int, int] | None:
     """Where nearly all sentences begin to resemble earlier ones, whatever the order of their words.
 
     A sentence or line with at least 3 words is an echo if it shares 80 % of its words with two of the 48 before it and
-    has few numbers, dates and ids. Records that people and programs write differ in words or in several values.
+    has few numbers, dates and ids. 55 % are enough where 70 % of the last 250 words lie in n-grams of 5 words that were
+    there twice before. Records that people and programs write differ in words or in several values.
 
     Returns:
         The first character of the echoes and the character at which 11 of the last 12 sentences were echoes; None if
         this never happens.
     """
     earlier: deque[frozenset[str]] = deque(maxlen=BACK)
-    begins: deque[tuple[int, bool]] = deque(maxlen=LAST)
+    begins: deque[tuple[int, float]] = deque(maxlen=LAST)  # of each sentence: its place, and how similar it is
+    recycled = _Recycled()
     for match in _SENTENCE.finditer(text):
-        sentence = match[0]
-        words = frozenset(word.lower() for word in split(_VALUE.sub(" ", sentence)) if _is_word(word))
+        sentence, values = _VALUE.subn(" 0 ", match[0])
+        tokens = [word.lower() for word in split(sentence) if word[0].isalnum()]
+        recycled.add(tokens)
+        words = frozenset(word for word in tokens if _is_word(word))
         if len(words) < LEAST_WORDS:
             continue
-        values = sum(1 for _ in _VALUE.finditer(sentence))
-        similar = 0
+        similar = 0.0
         if values <= max(1, CHANGING * len(words)):
-            similar = _similar(words, earlier)
+            similar = _similarity(words, earlier)
         earlier.append(words)
-        begins.append((match.start(), similar >= TIMES))
-        if sum(echo for _, echo in begins) >= ECHOES:
+        begins.append((match.start(), similar))
+        alike = sum(similar >= SIMILAR for _, similar in begins)
+        if recycled.share >= RECYCLED:
+            alike = sum(similar >= REWORDED for _, similar in begins)
+        if alike >= ECHOES:
             return begins[0][0], match.end()
     return None
+
+
+class _Recycled:
+    """The share of the last words that lie in n-grams which were there twice before."""
+
+    def __init__(self) -> None:
+        self._gram: deque[str] = deque(maxlen=GRAM)
+        self._seen: Counter[tuple[str, ...]] = Counter()
+        self._covered: deque[bool] = deque(maxlen=WINDOW)
+
+    def add(self, words: Sequence[str]) -> None:
+        """Add the words of a sentence."""
+        for word in words:
+            self._gram.append(word)
+            self._covered.append(False)
+            gram = tuple(self._gram)
+            if self._seen[gram] >= TIMES:
+                for place in range(1, min(len(gram), len(self._covered)) + 1):
+                    self._covered[-place] = True
+            self._seen[gram] += 1
+
+    @property
+    def share(self) -> float:
+        """The share; 0 before there are enough words."""
+        if len(self._covered) < WINDOW:
+            return 0.0
+        return sum(self._covered) / WINDOW
 
 
 def _is_word(word: str) -> bool:
@@ -54,18 +88,17 @@ def _is_word(word: str) -> bool:
     return (len(word) > 1 and word[0].isalpha()) or word[0] >= "\u3000"
 
 
-def _similar(words: frozenset[str], earlier: Sequence[frozenset[str]]) -> int:
-    """How many of the sets, up to `TIMES`, resemble this one."""
-    count = 0
+def _similarity(words: frozenset[str], earlier: Sequence[frozenset[str]]) -> float:
+    """The shared words, as a share of the words of both, of the second of those that are most similar."""
+    most: list[float] = [0.0] * TIMES
     for other in earlier:
-        if min(len(words), len(other)) < SIMILAR * max(len(words), len(other)):
+        if min(len(words), len(other)) < REWORDED * max(len(words), len(other)):
             continue
         shared = len(words & other)
-        if shared >= SIMILAR * (len(words) + len(other) - shared):
-            count += 1
-            if count == TIMES:
-                break
-    return count
+        similarity = shared / (len(words) + len(other) - shared)
+        if similarity > most[0]:
+            most = sorted([*most[1:], similarity])
+    return most[0]
 
 
 def counting_rows(words: Sequence[str]) -> tuple[int, int] | None:
