@@ -109,12 +109,18 @@ def dna(rng: random.Random) -> str:
 def legal(rng: random.Random) -> str:
     """Clauses that share their phrases."""
     parties = rng.sample(("the Seller", "the Buyer", "the Agent", "the Lender", "the Tenant", "the Licensee"), 2)
-    duties = [f"{verb} the {noun}" for verb in ("deliver", "inspect", "insure", "return", "maintain", "pay for")
-              for noun in NOUNS]
+    duties = [
+        f"{verb} the {noun}"
+        for verb in ("deliver", "inspect", "insure", "return", "maintain", "pay for")
+        for noun in NOUNS
+    ]
     conditions = (
-        "subject to the terms of this Agreement", "without the prior written consent of the other party",
-        "within the period stated in Schedule A", "at its own cost and expense",
-        "unless otherwise required by applicable law", "upon written notice to the other party",
+        "subject to the terms of this Agreement",
+        "without the prior written consent of the other party",
+        "within the period stated in Schedule A",
+        "at its own cost and expense",
+        "unless otherwise required by applicable law",
+        "upon written notice to the other party",
     )
     clauses: list[str] = []
     for i in range(1, 34):
@@ -152,7 +158,9 @@ def recipes(rng: random.Random) -> str:
     for _ in range(6):
         chosen = rng.sample(foods, 7)
         lines = [f"## {rng.choice(ADJECTIVES).capitalize()} {chosen[0]} with {chosen[1]}"]
-        lines += [f"- {rng.choice((1, 2, 3, 50, 100, 250))} {rng.choice(('g', 'cups', 'spoons'))} {food}" for food in chosen]
+        lines += [
+            f"- {rng.choice((1, 2, 3, 50, 100, 250))} {rng.choice(('g', 'cups', 'spoons'))} {food}" for food in chosen
+        ]
         for i in range(1, 8):
             a, b = rng.sample(chosen, 2)
             lines.append(f"{i}. {rng.choice(verbs)} the {a} with the {b} for {rng.randint(2, 40)} minutes.")
@@ -168,7 +176,9 @@ def tests(rng: random.Random) -> str:
         a, b, c = rng.sample(NOUNS, 3)
         if form == "code":
             value = rng.randint(-50, 50)
-            lines.append(f"def test_{a}_{b}():\n    {c} = {a.capitalize()}({value})\n    assert {c}.{b}() == {value * 2}\n")
+            lines.append(
+                f"def test_{a}_{b}():\n    {c} = {a.capitalize()}({value})\n    assert {c}.{b}() == {value * 2}\n"
+            )
         elif form == "report":
             state = rng.choice(("PASSED", "PASSED", "PASSED", "FAILED", "SKIPPED"))
             lines.append(f"tests/test_{a}.py::test_{b}_{c} {state} [{rng.randint(1, 100):3d}%]")
@@ -219,8 +229,10 @@ def reasoning(rng: random.Random) -> str:
         elif form == "cases":
             lines.append(f"Case {i}: {a} divides {a * x}, but {b} leaves {b % a}, so {noun} holds and {other} fails.")
         else:
-            lines.append(f"Let me look at the {noun}. {sentence(rng)} So the {other} is {rng.choice(ADJECTIVES)}. Wait, "
-                         f"the {rng.choice(NOUNS)} also {rng.choice(VERBS)} it.")
+            lines.append(
+                f"Let me look at the {noun}. {sentence(rng)} So the {other} is {rng.choice(ADJECTIVES)}. Wait, "
+                f"the {rng.choice(NOUNS)} also {rng.choice(VERBS)} it."
+            )
     return "\n".join(lines)
 
 

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import gc
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import click
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.console import note
 from sinkscope.files.options import Hidden, Option
-from sinkscope.files.output import read_text
-from sinkscope.files.records import rows_of
+from sinkscope.files.output import read_text, write_output
 from sinkscope.files.plain import visible
+from sinkscope.files.records import rows_of
 from sinkscope.loops import LoopCheck, MonitorSettings, Watch, check
 from sinkscope.loops.compare import KnownText, LoopComparison, compare, named_detector
 from sinkscope.loops.forms import StreamForm
 from sinkscope.loops.outputs import parse
 from sinkscope.loops.rivals import Detector
-from sinkscope.loops.streams import monitor_settings, open_bytes
+from sinkscope.loops.sessions import check_history, cleaned, is_session_file, read_history
+from sinkscope.loops.streams import Tee, monitor_settings, open_bytes
 
 LOOP_IN_STREAM = 3  # exit status of --follow if there was a loop
 
@@ -32,24 +35,29 @@ def check_loops(
     variant: str = "repeats",
     max_new: int | None = None,
     first: bool = False,
+    tee: bool = False,
+    clean: Annotated[str | None, Option(metavar="OUT", writes=True)] = None,
     progress: Hidden = None,
 ) -> LoopCheck | None:
     """Check whether outputs repeat themselves: diversity, redundancy, period and onset of each record. Loads no model.
 
     Args:
-        file: Text, or JSON lines with text, output or tokens; - is standard input.
+        file: Text, JSON lines with text, output or tokens, or the messages of a chat or an agent; - is standard input.
         follow: Watch a stream instead, print each loop as it occurs, and exit with status 3 if there was one.
-        form: What the file is. By default .jsonl and .ndjson are JSON lines, anything else is one text; with --follow
-            the first line decides, and it may also be server-sent events (sse).
+        form: What the file is. By default .json, .jsonl and .ndjson are outputs or messages (session), anything else is
+            one text; with --follow the first line decides, and it may also be server-sent events (sse).
         settings: Settings of the monitor, a JSON object such as {"window": 128}.
         variant: Which monitor decides. "repeats" finds repetitions of anything, "tolerant" also lists that count up and
             copies that differ more, "full" is the paper's.
         max_new: Tokens that were allowed: adds the loop rule with length.
         first: With --follow: stop at the first loop.
+        tee: With --follow: pass the input on to standard output, and print loops on standard error.
+        clean: Write the session without the copies of repeated turns.
         progress: Called as `progress(what, done, total)`.
 
     Example:
         sinkscope loops answers.jsonl --max-new 2500
+        sinkscope loops session.json --clean shorter.json
         tail -f server.log | sinkscope loops --follow
     """
     monitor = monitor_settings(settings, variant)
@@ -59,16 +67,30 @@ def check_loops(
             "MonitorSettings.variant('p1') in Python and give `Monitor.update` the probabilities"
         )
     if follow:
-        if max_new is not None:
-            raise SinkscopeError("--max-new has no effect with --follow: leave it out")
-        return _follow(file or "-", form, monitor, first)
-    if first:
-        raise SinkscopeError("--first has no effect without --follow: leave it out")
+        _refuse({"--max-new": max_new, "--clean": clean}, "with --follow")
+        return _follow(file or "-", form, monitor, first, tee)
+    _refuse({"--first": first, "--tee": tee}, "without --follow")
     if file is None or form == "sse":
         raise SinkscopeError("give the file to check, or - for standard input; --format sse is for --follow")
     name = _name(file)
-    records = parse(read_text(file), name, form)
-    return check(records, settings=monitor, max_new=max_new, name=name, progress=progress)
+    text = read_text(file)
+    if not is_session_file(text, name, form):
+        _refuse({"--clean": clean}, f"on {name}, which holds no session")
+        records = parse(text, name, "auto" if form == "session" else form)
+        return check(records, settings=monitor, max_new=max_new, name=name, progress=progress)
+    _refuse({"--max-new": max_new}, f"on {name}, which holds sessions")
+    history = read_history(text, name)
+    result = check_history(history, monitor, name, progress)
+    if clean is not None:
+        write_output(clean, cleaned(history))
+    return result
+
+
+def _refuse(options: dict[str, object], where: str) -> None:
+    """Refuse options that have no effect."""
+    for option, value in options.items():
+        if value not in (None, False):
+            raise SinkscopeError(f"{option} has no effect {where}: leave it out")
 
 
 def compare_loops(
@@ -110,14 +132,20 @@ def _name(file: str) -> str:
     return Path(file).name
 
 
-def _follow(file: str, form: StreamForm, monitor: MonitorSettings, first: bool) -> None:
+def _follow(file: str, form: StreamForm, monitor: MonitorSettings, first: bool, tee: bool) -> None:
     """Print the loops of a stream as they occur, and exit with status 3 if there was one."""
     gc.enable()  # the command line turns it off while libraries are imported
+    source = open_bytes(file)
+    if tee:
+        source = Tee(source, sys.stdout.buffer)
     loops = False
     try:
-        for alarm in Watch(monitor).follow(open_bytes(file), form=form, name=_name(file)):
+        for alarm in Watch(monitor).follow(source, form=form, name=_name(file)):
             loops = True
-            print(visible(str(alarm)), flush=True)
+            if tee:
+                note(str(alarm))
+            else:
+                print(visible(str(alarm)), flush=True)
             if first:
                 break
     except OSError:  # standard output cannot be written; that there was a loop is still said

@@ -96,6 +96,17 @@ def number(tokens: Iterable[object]) -> list[int]:
     return [numbers.setdefault(token, len(numbers)) for token in tokens]
 
 
+def is_output(row: Any) -> bool:
+    """Whether a JSON value is an output: it has a text, or tokens, in one of the fields `FIELDS`."""
+    if not isinstance(row, dict):
+        return False
+    for field in FIELDS:
+        value = row.get(field)
+        if isinstance(value, str) or (isinstance(value, list) and value and not isinstance(value[0], dict)):
+            return True
+    return False
+
+
 def as_records(outputs: str | Sequence[Any] | Ids) -> list[TokenRecord]:
     """Records of a text, of token ids, or of several of either; records are returned unchanged.
 
@@ -119,7 +130,7 @@ def parse(text: str, name: str, form: FileForm = "auto") -> list[TokenRecord]:
     Args:
         text: The file's content.
         name: Name of the file; `.jsonl` and `.ndjson` are JSON lines, anything else is one text.
-        form: "text" or "jsonl", overriding the name.
+        form: "text" or "jsonl", overriding the name; `.json` counts as JSON lines, because it may be a list.
 
     Raises:
         SinkscopeError: The text is empty, or a line is not an object with one of the fields `FIELDS`.
@@ -127,7 +138,7 @@ def parse(text: str, name: str, form: FileForm = "auto") -> list[TokenRecord]:
     if not text.strip():
         raise SinkscopeError(f"{name} is empty: expected a text, or JSON lines with {_EXPECTED}")
     if form == "auto":
-        form = "jsonl" if name.lower().endswith((".jsonl", ".ndjson")) else "text"
+        form = "jsonl" if name.lower().endswith((".json", ".jsonl", ".ndjson")) else "text"
     if form == "text":
         return [_record(name, text, name)]
     records: list[TokenRecord] = []

@@ -7,21 +7,25 @@ import json
 import re
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from itertools import islice
+from typing import Any, NamedTuple
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import silent
 from sinkscope.files.plain import parse_json
 from sinkscope.files.records import rows_of
 from sinkscope.loops.check import CheckedOutput, LoopCheck, Verdict, checked_output, loop_check
+from sinkscope.loops.forms import StreamForm
 from sinkscope.loops.messages import LISTS, Call, Message, message_of
 from sinkscope.loops.monitor import MonitorSettings
-from sinkscope.loops.outputs import TokenRecord, number, split
+from sinkscope.loops.outputs import TokenRecord, is_output, number, split
 
 LONGEST_CYCLE = 8  # steps
 CALL_COPIES, CYCLE_COPIES = 4, 3  # of a single step with calls, and of anything else
 SPOKEN_TOKENS = 48  # of copies without calls
+FIRST_LINES = 50  # by which a file of JSON lines is known
 UNCHECKED = 24  # tokens of a message that is too short to loop
 _MASKED_FIELDS = frozenset(
     "attempt call_id counter created_at date duration elapsed iteration nonce request_id requestid retry seq sequence "
@@ -108,13 +112,42 @@ class Cycle(NamedTuple):
         return (self.end - self.first) // self.period
 
 
+def is_session_file(text: str, name: str, form: StreamForm = "auto") -> bool:
+    """Whether a file is read as sessions: by its form, or if it is JSON that holds messages and no outputs.
+
+    A `.json` file that holds no outputs is one as well, so that it is never taken for a text by mistake.
+    """
+    if form != "auto":
+        return form == "session"
+    suffix = name.lower().rpartition(".")[2]
+    if text.lstrip()[:1] not in ("{", "["):
+        return suffix == "json"
+    rows = _first_rows(text)
+    if any(is_output(row) for row in rows):
+        return False
+    return suffix == "json" or is_history(rows)
+
+
+def _first_rows(text: str) -> list[Any]:
+    """The entries of a JSON list, or those of the first lines; none if it is no JSON."""
+    with suppress(ValueError):
+        rows = parse_json(text)
+        return rows if isinstance(rows, list) else [rows]
+    rows: list[Any] = []
+    with suppress(ValueError):
+        for line in islice(text.splitlines(), FIRST_LINES):
+            if line.strip():
+                rows.append(parse_json(line))
+    return rows
+
+
 def is_history(rows: Any) -> bool:
     """Whether JSON may be a chat history: messages, or objects that hold a list of them."""
     if isinstance(rows, dict):
         rows = [rows]
-    if not isinstance(rows, list) or not rows or not isinstance(rows[0], dict):
+    if not isinstance(rows, list):
         return False
-    return any(_holder(row) or _message(row) is not None for row in rows if isinstance(row, dict))
+    return any(isinstance(row, dict) and (_holder(row) or _message(row) is not None) for row in rows)
 
 
 def read_history(text: str, name: str) -> History:
@@ -251,6 +284,7 @@ def _without_copies(session: Session) -> Session:
 
 def steps_of(session: Session) -> list[Step]:
     """The steps of a session: what one role says at a time, with the results of its calls."""
+    has_results = any(message is not None and message.results for message in session.messages)
     groups: list[list[int]] = []
     role = ""
     answered = False
@@ -260,14 +294,14 @@ def steps_of(session: Session) -> list[Step]:
                 groups[-1].append(place)  # an entry of the log belongs to the step before
             continue
         speaker = "assistant" if message.results else message.role
-        joins = bool(groups) and speaker == role == "assistant" and (bool(message.results) or not answered)
+        same = bool(groups) and speaker == role == "assistant"
+        joins = same and (bool(message.results) or (has_results and not answered))
         if not joins:
             groups.append([])
             answered = False
         groups[-1].append(place)
         role = speaker
         answered = answered or bool(message.results)
-    has_results = any(message is not None and message.results for message in session.messages)
     return [_step(session, group, has_results) for group in groups]
 
 
@@ -394,6 +428,3 @@ def _checked(session: Session, settings: MonitorSettings) -> CheckedOutput:
 def _is_end(steps: Sequence[Step], end: int) -> bool:
     """Whether the assistant does nothing more from a step on."""
     return not any(step.role == "assistant" for step in steps[end:])
-
-
-SessionForm = Literal["session"]

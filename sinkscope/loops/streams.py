@@ -266,6 +266,32 @@ def _line(line: str, form: StreamForm, place: int) -> list[Piece]:
     return []
 
 
+class Tee:
+    """A byte stream that passes on what is read from it.
+
+    Args:
+        source: The stream, with `read1` and `readline`.
+        sink: Where the bytes go, at once.
+    """
+
+    def __init__(self, source: Any, sink: Any) -> None:
+        self._source = source
+        self._sink = sink
+
+    def read1(self, size: int = -1) -> bytes:
+        """Read what is there."""
+        return self._passed(self._source.read1(size))
+
+    def readline(self, size: int = -1) -> bytes:
+        """Read a line."""
+        return self._passed(self._source.readline(size))
+
+    def _passed(self, data: bytes) -> bytes:
+        self._sink.write(data)
+        self._sink.flush()
+        return data
+
+
 def monitor_settings(file: str | None, variant: str) -> MonitorSettings:
     """The settings of a variant, overridden by those of a file.
 
