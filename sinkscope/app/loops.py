@@ -22,7 +22,9 @@ from sinkscope.loops.outputs import parse
 from sinkscope.loops.rivals import Detector
 from sinkscope.loops.sessions import check_history, cleaned, is_session_file, read_history
 from sinkscope.loops.streams import Tee, monitor_settings, open_bytes
+from sinkscope.serving.proxy import LOOPBACK, ProxySettings, check_proxy, serve
 
+PROXY_HOST, PROXY_PORT = "127.0.0.1", 8790
 LOOP_IN_STREAM = 3  # exit status of --follow if there was a loop
 
 
@@ -37,6 +39,10 @@ def check_loops(
     first: bool = False,
     tee: bool = False,
     clean: Annotated[str | None, Option(metavar="OUT", writes=True)] = None,
+    proxy: Annotated[str | None, Option(metavar="URL")] = None,
+    port: Annotated[int | None, Option(min=0, max=65535)] = None,
+    host: Annotated[str | None, Option(metavar="ADDRESS")] = None,
+    retry: bool = False,
     progress: Hidden = None,
 ) -> LoopCheck | None:
     """Check whether outputs repeat themselves: diversity, redundancy, period and onset of each record. Loads no model.
@@ -53,12 +59,18 @@ def check_loops(
         first: With --follow: stop at the first loop.
         tee: With --follow: pass the input on to standard output, and print loops on standard error.
         clean: Write the session without the copies of repeated turns.
+        proxy: Stand between clients and the server at this address, and end answers that loop.
+        port: With --proxy: port to listen at. By default 8790.
+        host: With --proxy: address to listen at. By default 127.0.0.1, which other machines cannot reach.
+        retry: With --proxy: ask once more for an answer that loops, with the server's own penalty. Answers are then
+            passed on when they are complete.
         progress: Called as `progress(what, done, total)`.
 
     Example:
         sinkscope loops answers.jsonl --max-new 2500
         sinkscope loops session.json --clean shorter.json
         tail -f server.log | sinkscope loops --follow
+        sinkscope loops --proxy http://127.0.0.1:11434
     """
     monitor = monitor_settings(settings, variant)
     if monitor.needs_probabilities:
@@ -66,6 +78,11 @@ def check_loops(
             "--variant p1 judges by a model's probabilities, and no file holds them: take another variant, or "
             "MonitorSettings.variant('p1') in Python and give `Monitor.update` the probabilities"
         )
+    if proxy is not None:
+        ignored = {"FILE": file, "--follow": follow, "--first": first, "--tee": tee, "--clean": clean}
+        _refuse({**ignored, "--max-new": max_new}, "with --proxy")
+        return _proxy(proxy, monitor, retry, host or PROXY_HOST, PROXY_PORT if port is None else port)
+    _refuse({"--port": port, "--host": host, "--retry": retry}, "without --proxy")
     if follow:
         _refuse({"--max-new": max_new, "--clean": clean}, "with --follow")
         return _follow(file or "-", form, monitor, first, tee)
@@ -130,6 +147,20 @@ def _name(file: str) -> str:
     if file == "-":
         return "standard input"
     return Path(file).name
+
+
+def _proxy(upstream: str, monitor: MonitorSettings, retry: bool, host: str, port: int) -> None:
+    """Stand between clients and a server until Ctrl-C."""
+    check_proxy()
+    settings = ProxySettings(upstream, monitor, retry, note)
+
+    def ready(address: str) -> None:
+        print(f"{address} passes on to {upstream} until Ctrl-C.", flush=True)
+        if host not in LOOPBACK:
+            note(f"note: everyone who can reach {host} can use that server now")
+
+    gc.enable()  # the command line turns it off while libraries are imported
+    serve(settings, host, port, ready)
 
 
 def _follow(file: str, form: StreamForm, monitor: MonitorSettings, first: bool, tee: bool) -> None:

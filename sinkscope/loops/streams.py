@@ -140,14 +140,14 @@ class Watch:
         """
         try:
             for piece in _pieces(source, form, name, self._skip):
-                yield from self._take(piece)
+                yield from self.take(piece)
         except UnicodeDecodeError as error:
             if error.reason != "unexpected end of data":  # a character that was cut off is left out silently
                 self._skip(f"{name} is not UTF-8 text, or not to its end: convert it, or give another input")
         except OSError as error:
             self._skip(f"{name} breaks off: {error}")
         for open_stream in list(self.open):
-            yield from self._take(Piece(open_stream, last=True))
+            yield from self.take(Piece(open_stream, last=True))
         if not self.streams:
             expected = "a text, JSON lines, or the events of a server (see --format)"
             empty = f"{name} is empty, or nothing in it is an output: expected {expected}"
@@ -156,7 +156,8 @@ class Watch:
             problem = f"{self._first_problem}; what cannot be read was skipped {self.skipped} times"
             warnings.warn(problem, SinkscopeWarning, stacklevel=2)
 
-    def _take(self, piece: Piece) -> Iterator[Alarm]:
+    def take(self, piece: Piece) -> Iterator[Alarm]:
+        """Yield the alarms that a piece raises in its stream."""
         stream = self.open.pop(piece.stream, None)
         if stream is None:
             stream = Stream(self._settings)
@@ -254,7 +255,20 @@ def _line(line: str, form: StreamForm, place: int) -> list[Piece]:
         line = line.removeprefix("data:").strip()
     if line in ("", "[DONE]"):
         return []
-    data = parse_json(line)
+    return pieces_of_line(parse_json(line), form, place)
+
+
+def pieces_of_line(data: Any, form: StreamForm, place: int) -> list[Piece]:
+    """What the JSON of a line or event adds.
+
+    Args:
+        data: The JSON.
+        form: "jsonl" if every line has to add something.
+        place: Number of the line.
+
+    Raises:
+        ValueError, TypeError, LookupError, AttributeError: It reports an error, or cannot be read.
+    """
     problem = data.get("error")
     if problem:
         raise ValueError(f"the server reports an error, {shown(str(problem), 200)}")
