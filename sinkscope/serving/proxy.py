@@ -56,7 +56,7 @@ class ProxySettings:
     log: Callable[[str], object] = print
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"https?://[^/?#@\s]+[^?#\s]*", self.upstream):
+        if not re.fullmatch(r"https?://[^/?#@\s]+[^?#@\s]*", self.upstream):
             raise SinkscopeError(
                 f"--proxy {self.upstream}: expected the address of a server, such as http://127.0.0.1:11434"
             )
