@@ -163,7 +163,9 @@ def test_a_looping_answer_is_cut_behind_an_event_and_says_why(server, plain):
     assert data.startswith(whole[: whole.index(json.dumps(sent[same - 1]).encode()) + 10])
     ends = objects[same:]
     (about,) = [_about(end) for end in ends if _about(end)]
-    assert about["verdict"] == "loops" and about["retried"] is False and about["period"] == (5 if server == "tgi" else 6)
+    assert (
+        about["verdict"] == "loops" and about["retried"] is False and about["period"] == (5 if server == "tgi" else 6)
+    )
     assert _finish(server, ends) in ("length", "max_tokens", "incomplete", True)
     if server.startswith("openai"):
         assert data.endswith(b"data: [DONE]\n\n") and ends[-1]["choices"][0]["stop_reason"] == "repetition_detected"
