@@ -209,7 +209,13 @@ class CommandRun:
             arguments["to_files"] = bool(files)
         result = self._result(arguments, backend)
         if result is not None and self.returns_result:
-            self._deliver(result, files, force, explain)
+            try:
+                self._deliver(result, files, force, explain)
+            except BrokenPipeError:  # the reader has gone; the status is still said
+                if not result.exit_code:
+                    raise
+            if result.exit_code:
+                raise click.exceptions.Exit(result.exit_code)
 
     def _check_files(self, files: Mapping[str, str], arguments: Mapping[str, Any], force: bool) -> None:
         """Refuse, before any work begins, outputs that cannot be written or would replace other files."""
@@ -365,7 +371,7 @@ def main(argv: Sequence[str] | None = None, program: click.Command | None = None
 
     Returns:
         0 done, 1 a patch that was not made because it does not repair or would harm, 2 bad input (each with one line on
-        stderr), 3 a stream with a loop, 130 interrupted.
+        stderr), 3 a text, session or stream with a loop, 130 interrupted.
     """
     if program is None:
         program = command_line()

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import gc
-import html
-from dataclasses import replace
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import click
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.console import note
 from sinkscope.files.options import Hidden, Option
-from sinkscope.files.output import read_text
+from sinkscope.files.output import read_text, write_output
 from sinkscope.files.plain import visible
+from sinkscope.files.records import rows_of
 from sinkscope.loops import LoopCheck, MonitorSettings, Watch, check
+from sinkscope.loops.compare import KnownText, LoopComparison, compare, named_detector
 from sinkscope.loops.forms import StreamForm
 from sinkscope.loops.outputs import parse
-from sinkscope.loops.streams import monitor_settings, open_bytes
+from sinkscope.loops.rivals import Detector
+from sinkscope.loops.sessions import check_history, cleaned, is_session_file, read_history
+from sinkscope.loops.streams import Tee, monitor_settings, open_bytes
+from sinkscope.serving.proxy import LOOPBACK, ProxySettings, check_proxy, serve
 
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
-
+PROXY_HOST, PROXY_PORT = "127.0.0.1", 8790
 LOOP_IN_STREAM = 3  # exit status of --follow if there was a loop
-SHOWN_RECORDS = 60  # lines in the figure
 
 
 def check_loops(
@@ -35,38 +37,110 @@ def check_loops(
     variant: str = "repeats",
     max_new: int | None = None,
     first: bool = False,
+    tee: bool = False,
+    clean: Annotated[str | None, Option(metavar="OUT", writes=True)] = None,
+    proxy: Annotated[str | None, Option(metavar="URL")] = None,
+    port: Annotated[int | None, Option(min=0, max=65535)] = None,
+    host: Annotated[str | None, Option(metavar="ADDRESS")] = None,
+    retry: bool = False,
     progress: Hidden = None,
 ) -> LoopCheck | None:
     """Check whether outputs repeat themselves: diversity, redundancy, period and onset of each record. Loads no model.
 
     Args:
-        file: Text, or JSON lines with text, output or tokens; - is standard input.
+        file: Text, JSON lines with text, output or tokens, or the messages of a chat or an agent; - is standard input.
         follow: Watch a stream instead, print each loop as it occurs, and exit with status 3 if there was one.
-        form: What the file is. By default .jsonl and .ndjson are JSON lines, anything else is one text; with --follow
-            the first line decides, and it may also be server-sent events (sse).
+        form: What the file is. By default .json, .jsonl and .ndjson are outputs or messages (session), anything else is
+            one text; with --follow the first line decides, and it may also be server-sent events (sse).
         settings: Settings of the monitor, a JSON object such as {"window": 128}.
         variant: Which monitor decides. "repeats" finds repetitions of anything, "tolerant" also lists that count up and
             copies that differ more, "full" is the paper's.
         max_new: Tokens that were allowed: adds the loop rule with length.
         first: With --follow: stop at the first loop.
+        tee: With --follow: pass the input on to standard output, and print loops on standard error.
+        clean: Write the session without the copies of repeated turns.
+        proxy: Stand between clients and the server at this address, and end answers that loop.
+        port: With --proxy: port to listen at. By default 8790.
+        host: With --proxy: address to listen at. By default 127.0.0.1, which other machines cannot reach.
+        retry: With --proxy: ask once more for an answer that loops, with the server's own penalty. Answers are then
+            passed on when they are complete.
         progress: Called as `progress(what, done, total)`.
 
     Example:
         sinkscope loops answers.jsonl --max-new 2500
+        sinkscope loops session.json --clean shorter.json
         tail -f server.log | sinkscope loops --follow
+        sinkscope loops --proxy http://127.0.0.1:11434
     """
     monitor = monitor_settings(settings, variant)
+    if monitor.needs_probabilities:
+        raise SinkscopeError(
+            "--variant p1 judges by a model's probabilities, and no file holds them: take another variant, or "
+            "MonitorSettings.variant('p1') in Python and give `Monitor.update` the probabilities"
+        )
+    if proxy is not None:
+        ignored = {"FILE": file, "--follow": follow, "--first": first, "--tee": tee, "--clean": clean}
+        _refuse({**ignored, "--max-new": max_new}, "with --proxy")
+        return _proxy(proxy, monitor, retry, host or PROXY_HOST, PROXY_PORT if port is None else port)
+    _refuse({"--port": port, "--host": host, "--retry": retry}, "without --proxy")
     if follow:
-        if max_new is not None:
-            raise SinkscopeError("--max-new has no effect with --follow: leave it out")
-        return _follow(file or "-", form, monitor, first)
-    if first:
-        raise SinkscopeError("--first has no effect without --follow: leave it out")
+        _refuse({"--max-new": max_new, "--clean": clean}, "with --follow")
+        return _follow(file or "-", form, monitor, first, tee)
+    _refuse({"--first": first, "--tee": tee}, "without --follow")
     if file is None or form == "sse":
         raise SinkscopeError("give the file to check, or - for standard input; --format sse is for --follow")
     name = _name(file)
-    records = parse(read_text(file), name, form)
-    return check(records, settings=monitor, max_new=max_new, name=name, progress=progress)
+    text = read_text(file)
+    if not is_session_file(text, name, form):
+        _refuse({"--clean": clean}, f"on {name}, which holds no session")
+        records = parse(text, name, "auto" if form == "session" else form)
+        return check(records, settings=monitor, max_new=max_new, name=name, progress=progress)
+    _refuse({"--max-new": max_new}, f"on {name}, which holds sessions")
+    history = read_history(text, name)
+    result = check_history(history, monitor, name, progress)
+    if clean is not None:
+        write_output(clean, cleaned(history))
+    return result
+
+
+def _refuse(options: dict[str, object], where: str) -> None:
+    """Refuse options that have no effect."""
+    for option, value in options.items():
+        if value not in (None, False):
+            raise SinkscopeError(f"{option} has no effect {where}: leave it out")
+
+
+def compare_loops(
+    file: Annotated[str, Option(argument=True, metavar="FILE", required=True)],
+    *,
+    detector: tuple[str, ...] = (),
+    half: str | None = None,
+) -> LoopComparison:
+    """Compare detectors of loops on texts whose truth is known: recall, delay and false alarms. Loads no model.
+
+    Args:
+        file: JSON lines with text, class, and start, the character at which the loop of the text begins, or null;
+            `python -m experiments.loopset.make` makes a set.
+        detector: Another detector, as module:function. It takes a text and returns the number of characters after which
+            it would stop, or None.
+        half: Only the lines whose field half is this.
+
+    Example:
+        sinkscope loops compare texts.jsonl --half report
+        sinkscope loops compare texts.jsonl --detector mine:detect
+    """
+    expected = "JSON lines with text, class and start"
+    name = _name(file)
+    texts: list[KnownText] = []
+    for where, row in rows_of(read_text(file), name, expected):
+        if not isinstance(row, dict) or not isinstance(row.get("text"), str):
+            raise SinkscopeError(f"{where} has no text: expected {expected}")
+        if half is None or row.get("half") == half:
+            texts.append(KnownText(row["text"], str(row.get("class", "texts")), row.get("start")))
+    functions: dict[str, Detector] = {}
+    for place in detector:
+        functions[place] = named_detector(place)
+    return compare(texts, functions, name)
 
 
 def _name(file: str) -> str:
@@ -75,14 +149,34 @@ def _name(file: str) -> str:
     return Path(file).name
 
 
-def _follow(file: str, form: StreamForm, monitor: MonitorSettings, first: bool) -> None:
+def _proxy(upstream: str, monitor: MonitorSettings, retry: bool, host: str, port: int) -> None:
+    """Stand between clients and a server until Ctrl-C."""
+    check_proxy()
+    settings = ProxySettings(upstream, monitor, retry, note)
+
+    def ready(address: str) -> None:
+        print(f"{address} passes on to {upstream} until Ctrl-C.", flush=True)
+        if host not in LOOPBACK:
+            note(f"note: everyone who can reach {host} can use that server now")
+
+    gc.enable()  # the command line turns it off while libraries are imported
+    serve(settings, host, port, ready)
+
+
+def _follow(file: str, form: StreamForm, monitor: MonitorSettings, first: bool, tee: bool) -> None:
     """Print the loops of a stream as they occur, and exit with status 3 if there was one."""
     gc.enable()  # the command line turns it off while libraries are imported
+    source = open_bytes(file)
+    if tee:
+        source = Tee(source, sys.stdout.buffer)
     loops = False
     try:
-        for alarm in Watch(monitor).follow(open_bytes(file), form=form, name=_name(file)):
+        for alarm in Watch(monitor).follow(source, form=form, name=_name(file)):
             loops = True
-            print(visible(str(alarm)), flush=True)
+            if tee:
+                note(str(alarm))
+            else:
+                print(visible(str(alarm)), flush=True)
             if first:
                 break
     except OSError:  # standard output cannot be written; that there was a loop is still said
@@ -90,29 +184,3 @@ def _follow(file: str, form: StreamForm, monitor: MonitorSettings, first: bool) 
             raise
     if loops:
         raise click.exceptions.Exit(LOOP_IN_STREAM)
-
-
-def draw_check(result: LoopCheck) -> go.Figure:
-    """Diversity of the window over the tokens, a line per record, with the detection of each loop."""
-    import pandas as pd
-    import plotly.express as px
-
-    from sinkscope.measure.style import GREY, ORANGE, RED, finished
-
-    # Loops are drawn above the others.
-    records = sorted(result.records, key=lambda record: record.loop)[-SHOWN_RECORDS:]
-    named = [replace(record, name=html.escape(record.name)) for record in records]
-    frame = pd.DataFrame(named).explode(["steps", "curve"])
-    frame["outcome"] = frame["loop"].replace({False: "does not", True: "loops"})
-    lines: dict[str, Any] = {"line_group": "name", "hover_name": "name", "color": "outcome"}
-    lines["color_discrete_map"] = {"does not": GREY, "loops": ORANGE}
-    figure = px.line(frame, x="steps", y="curve", **lines)
-    alarms = frame[frame["loop"] & (frame["steps"] >= frame["detected"])].groupby("name").first()
-    marker = {"color": RED, "size": 9, "symbol": "x"}
-    figure.add_scatter(x=alarms["detected"], y=alarms["curve"], mode="markers", marker=marker, name="detected")
-    threshold = result.settings["theta_ttr"]
-    window = html.escape(str(result.settings["window"]))
-    figure.add_hline(threshold, line={"color": GREY, "dash": "dot"}, annotation_text=f"threshold {threshold:g}")
-    figure.update_xaxes(title_text=f"tokens ({len(records)} of {len(result.records)} records)", rangemode="tozero")
-    figure.update_yaxes(title_text=f"type-token ratio of the last {window} tokens", range=[0, 1.03])
-    return finished(figure, result, width=1000, height=520)

@@ -169,6 +169,11 @@ class Result:
 
     # What it says
 
+    @property
+    def exit_code(self) -> int:
+        """The status with which the command ends that prints it; a subclass overrides it."""
+        return 0
+
     def conclusion(self) -> str:
         """The conclusion in one sentence that includes the control; a subclass overrides it."""
         return f"{self.kind} on {self.model.name}."

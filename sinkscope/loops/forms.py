@@ -8,7 +8,7 @@ from sinkscope.files.plain import visible
 from sinkscope.loops.outputs import FIELDS
 from sinkscope.loops.signals import is_token_id
 
-StreamForm = Literal["auto", "text", "jsonl", "sse"]
+StreamForm = Literal["auto", "text", "jsonl", "sse", "session"]
 SHOWN_CHARACTERS = 60
 _PIECE_FIELDS = ("token", "content", "response")  # of a JSON line that adds to an output; FIELDS are whole ones
 FILE_FIELDS = (*FIELDS, *_PIECE_FIELDS)

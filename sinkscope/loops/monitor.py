@@ -111,6 +111,11 @@ class MonitorSettings:
             sizes = f"tail_repeats is {self.tail_repeats}, tail_shortest {self.tail_shortest}"
             raise SinkscopeError(f'{sizes}: rule "repeats" needs at least 3 and 12')
 
+    @property
+    def needs_probabilities(self) -> bool:
+        """Whether no warning is possible without the probabilities of a model."""
+        return self.rule == "signals" and self.voters == ("p1",) and self.votes > 0
+
     @classmethod
     def paper(cls, **changed: Any) -> MonitorSettings:
         """The monitor printed in the paper (Eq. 8 and 9, Table 3's full), with some fields changed."""

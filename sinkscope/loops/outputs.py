@@ -18,7 +18,9 @@ _WORDS = re.compile(
     rf"[{_CJK}]"  # a character each
     rf"|(?:(?![{_CJK}])\w){{1,12}}"
     r"|([^\w\s])\1{0,11}"
+    r"|\s{16,}"
 )
+_GAP, _BLANK = 16, 4  # white space that is a token, and characters of each further one
 
 
 class TokenRecord(NamedTuple):
@@ -27,26 +29,82 @@ class TokenRecord(NamedTuple):
     Attributes:
         name: Name of the record in the result.
         ids: Token ids.
+        text: The text of which they are the words; None if only the ids are known.
     """
 
     name: str
     ids: list[int]
+    text: str | None = None
+
+
+class Splitter:
+    """Splits a text that arrives in pieces, as `split` splits the whole text."""
+
+    def __init__(self) -> None:
+        self._rest = ""  # it may belong to a word that goes on
+
+    def feed(self, piece: str, last: bool = False) -> list[str]:
+        """The words that a piece completes; with `last`, also the one that is not complete."""
+        text = self._rest + piece
+        words: list[str] = []
+        end = 0
+        for match in _WORDS.finditer(text):
+            end = match.end()
+            word = match[0]
+            if word.isspace():
+                words += [" "] * (1 + (len(word) - _GAP) // _BLANK)
+            else:
+                words.append(word)
+        self._rest = ""
+        if last or not text:
+            return words
+        if end < len(text):
+            self._rest = text[len(text.rstrip()) :]
+        elif words[-1] == " ":
+            self._rest = " " * (_GAP - _BLANK + (len(word) - _GAP) % _BLANK)
+        else:
+            self._rest = words.pop()
+        return words
 
 
 def split(text: str) -> list[str]:
-    """Split into words of at most 12 letters or digits (longer ones in pieces) and other characters, without white
-    space.
+    """Split into words of at most 12 letters or digits (longer ones in pieces), other characters, and long gaps.
 
     No tokenizer is needed, and the tokens are about as long as those of a large vocabulary. Up to 12 equal characters
-    in a row form one token, so a ruler is only a few tokens. Chinese, Japanese and Korean characters stand alone.
+    in a row form one token, so a ruler is only a few tokens. Chinese, Japanese and Korean characters stand alone. White
+    space counts from 16 characters in a row on: they are a token " ", and each further 4 another one.
     """
-    return [match[0] for match in _WORDS.finditer(text)]
+    return Splitter().feed(text, last=True)
+
+
+def spans(text: str) -> list[tuple[str, int]]:
+    """The words of `split`, each with the number of characters up to its end; a gap ends with its last character."""
+    words: list[tuple[str, int]] = []
+    for match in _WORDS.finditer(text):
+        word = match[0]
+        if not word.isspace():
+            words.append((word, match.end()))
+            continue
+        for place in range(match.start() + _GAP, match.end() + 1, _BLANK):
+            words.append((" ", place))
+    return words
 
 
 def number(tokens: Iterable[object]) -> list[int]:
     """Number the tokens in the order of their first occurrence."""
     numbers: dict[object, int] = {}
     return [numbers.setdefault(token, len(numbers)) for token in tokens]
+
+
+def is_output(row: Any) -> bool:
+    """Whether a JSON value is an output: it has a text, or tokens, in one of the fields `FIELDS`."""
+    if not isinstance(row, dict):
+        return False
+    for field in FIELDS:
+        value = row.get(field)
+        if isinstance(value, str) or (isinstance(value, list) and value and not isinstance(value[0], dict)):
+            return True
+    return False
 
 
 def as_records(outputs: str | Sequence[Any] | Ids) -> list[TokenRecord]:
@@ -72,7 +130,7 @@ def parse(text: str, name: str, form: FileForm = "auto") -> list[TokenRecord]:
     Args:
         text: The file's content.
         name: Name of the file; `.jsonl` and `.ndjson` are JSON lines, anything else is one text.
-        form: "text" or "jsonl", overriding the name.
+        form: "text" or "jsonl", overriding the name; `.json` counts as JSON lines, because it may be a list.
 
     Raises:
         SinkscopeError: The text is empty, or a line is not an object with one of the fields `FIELDS`.
@@ -80,7 +138,7 @@ def parse(text: str, name: str, form: FileForm = "auto") -> list[TokenRecord]:
     if not text.strip():
         raise SinkscopeError(f"{name} is empty: expected a text, or JSON lines with {_EXPECTED}")
     if form == "auto":
-        form = "jsonl" if name.lower().endswith((".jsonl", ".ndjson")) else "text"
+        form = "jsonl" if name.lower().endswith((".json", ".jsonl", ".ndjson")) else "text"
     if form == "text":
         return [_record(name, text, name)]
     records: list[TokenRecord] = []
@@ -97,7 +155,7 @@ def parse(text: str, name: str, form: FileForm = "auto") -> list[TokenRecord]:
 def _record(name: str, value: Any, where: str) -> TokenRecord:
     """A record of a string, a list of ids, or a list of strings."""
     if isinstance(value, str):
-        return TokenRecord(name, number(split(value)))
+        return TokenRecord(name, number(split(value)), value)
     tokens: Any = id_list(value)
     if isinstance(tokens, list | tuple):
         if all(isinstance(token, str) for token in tokens):

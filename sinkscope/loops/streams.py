@@ -9,7 +9,6 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from itertools import chain
 from typing import Any, NamedTuple
 
 from sinkscope.errors import SinkscopeError, SinkscopeWarning
@@ -17,12 +16,14 @@ from sinkscope.files.output import read_json, reason_of
 from sinkscope.files.plain import parse_json
 from sinkscope.loops.forms import FILE_FIELDS, Piece, StreamForm, pieces_of, shown
 from sinkscope.loops.monitor import Monitor, MonitorSettings
-from sinkscope.loops.outputs import split
+from sinkscope.loops.outputs import Splitter
 from sinkscope.loops.signals import Tail
 
 OPEN_STREAMS = 4096  # at most; of more, the one that was silent for longest is forgotten
 KEPT_TOKENS = 2048  # whose text is kept
 SHOWN_TOKENS = 60  # of a loop without an exact period
+LONGEST_LINE = 1 << 24  # bytes of a line of JSON
+MOST_BLANKS = 64  # bytes before the first word of an input whose form is to be learnt
 _EVENTS = ("data:", "event:", "id:", "retry:", ":")  # how server-sent events may begin
 
 
@@ -57,7 +58,7 @@ class Stream:
 
     def __init__(self, settings: MonitorSettings | None) -> None:
         self.monitor = Monitor(settings)
-        self._last_word = ""  # of a text; it may still grow
+        self._splitter = Splitter()
         self._whole_text: str | None = ""  # of a server that sends all of it each time; None: it does not
         self._ids: dict[object, int] = {}
         self._recent = deque[str](maxlen=KEPT_TOKENS)
@@ -67,7 +68,8 @@ class Stream:
         """Yield the alarms that a piece raises."""
         tokens = [piece]
         if piece.key is None:
-            tokens = [Piece(piece.stream, word, f"{word} ") for word in self._words(piece)]
+            words = self._splitter.feed(self._new_text(piece), piece.last)
+            tokens = [Piece(piece.stream, word, f"{word} ") for word in words]
         for token in tokens:
             key = token.key
             if not isinstance(key, int):
@@ -79,15 +81,6 @@ class Stream:
             if step.step > self._quiet_until:
                 yield Alarm(token.stream, step.step, step.tail, self._copy(step.tail, step.step))
             self._quiet_until = step.step + self.monitor.settings.relapse  # a loop that goes on is reported once
-
-    def _words(self, piece: Piece) -> list[str]:
-        """The words that a piece of text completes."""
-        text = self._last_word + self._new_text(piece)
-        words = split(text)
-        self._last_word = ""
-        if words and not piece.last and text.endswith(words[-1]):
-            self._last_word = words.pop()
-        return words
 
     def _new_text(self, piece: Piece) -> str:
         """The part of a text that was not there before, if a server sends the whole text each time."""
@@ -147,14 +140,14 @@ class Watch:
         """
         try:
             for piece in _pieces(source, form, name, self._skip):
-                yield from self._take(piece)
+                yield from self.take(piece)
         except UnicodeDecodeError as error:
             if error.reason != "unexpected end of data":  # a character that was cut off is left out silently
                 self._skip(f"{name} is not UTF-8 text, or not to its end: convert it, or give another input")
         except OSError as error:
             self._skip(f"{name} breaks off: {error}")
         for open_stream in list(self.open):
-            yield from self._take(Piece(open_stream, last=True))
+            yield from self.take(Piece(open_stream, last=True))
         if not self.streams:
             expected = "a text, JSON lines, or the events of a server (see --format)"
             empty = f"{name} is empty, or nothing in it is an output: expected {expected}"
@@ -163,7 +156,8 @@ class Watch:
             problem = f"{self._first_problem}; what cannot be read was skipped {self.skipped} times"
             warnings.warn(problem, SinkscopeWarning, stacklevel=2)
 
-    def _take(self, piece: Piece) -> Iterator[Alarm]:
+    def take(self, piece: Piece) -> Iterator[Alarm]:
+        """Yield the alarms that a piece raises in its stream."""
         stream = self.open.pop(piece.stream, None)
         if stream is None:
             stream = Stream(self._settings)
@@ -188,22 +182,33 @@ class Watch:
 def _pieces(source: Any, form: StreamForm, name: str, skip: Callable[[str], None]) -> Iterator[Piece]:
     """The pieces that a byte stream adds to each output, as soon as they arrive; `skip` is told what cannot be read."""
     start = b""
-    while form == "auto":
-        byte = source.read1(1)
-        start += byte
-        form = _form(start.removeprefix(codecs.BOM_UTF8), ended=not byte)
+    if form == "auto":
+        start, form = _beginning(source)
     if form == "text":
         for text in _texts(start, source):
             yield Piece(name, text=text)
         return
-    if not start.endswith(b"\n"):
-        start += source.readline()
-    for place, line in enumerate(chain([start], source), 1):
+    for place, line in enumerate(_lines(start, source), 1):
+        if len(line) > LONGEST_LINE:
+            skip(f"{name} line {place} has more than {LONGEST_LINE >> 20} MB: give shorter lines")
+            continue
         text = line.decode("utf-8-sig").strip()
         try:
             yield from _line(text, form, place)
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             skip(f"{name} line {place} is no output of a model: {error}; it is {shown(text)}")
+
+
+def _lines(start: bytes, source: Any) -> Iterator[bytes]:
+    """The lines of a byte stream that began with `start`; of one that is too long, only the beginning."""
+    line = start
+    if not start.endswith(b"\n"):
+        line += source.readline(LONGEST_LINE + 1)
+    while line:
+        yield line
+        while len(line) > LONGEST_LINE and not line.endswith(b"\n"):
+            line = source.readline(LONGEST_LINE + 1) or b"\n"
+        line = source.readline(LONGEST_LINE + 1)
 
 
 def _texts(start: bytes, source: Any) -> Iterator[str]:
@@ -222,20 +227,24 @@ def _texts(start: bytes, source: Any) -> Iterator[str]:
     decoder.decode(b"", final=True)  # a character that was cut off is an error
 
 
-def _form(start: bytes, *, ended: bool) -> StreamForm:
-    """What an input is by its first line; "auto" while that cannot be told."""
-    line = start.lstrip().decode(errors="replace")
-    if line.startswith(_EVENTS):
-        return "sse"
-    if not ended:
-        may_be_event = any(event.startswith(line) for event in _EVENTS)
-        unfinished_object = line[:1] == "{" and line[-1:] != "\n"
-        if may_be_event or unfinished_object:
-            return "auto"
+def _beginning(source: Any) -> tuple[bytes, StreamForm]:
+    """What was read to learn the form of an input, and the form; every byte is looked at a few times only."""
+    start = b""
+    while len(start) < MOST_BLANKS:
+        byte = source.read1(1)
+        start += byte
+        line = start.removeprefix(codecs.BOM_UTF8).lstrip().decode(errors="replace")
+        if line.startswith(_EVENTS):
+            return start, "sse"
+        if line.startswith("{"):
+            start += source.readline(LONGEST_LINE)
+            break
+        if not byte or not any(event.startswith(line) for event in _EVENTS):
+            break
     with suppress(ValueError):
-        if isinstance(parse_json(line), dict):
-            return "jsonl"
-    return "text"
+        if isinstance(parse_json(start.removeprefix(codecs.BOM_UTF8)), dict):
+            return start, "jsonl"
+    return start, "text"
 
 
 def _line(line: str, form: StreamForm, place: int) -> list[Piece]:
@@ -246,7 +255,20 @@ def _line(line: str, form: StreamForm, place: int) -> list[Piece]:
         line = line.removeprefix("data:").strip()
     if line in ("", "[DONE]"):
         return []
-    data = parse_json(line)
+    return pieces_of_line(parse_json(line), form, place)
+
+
+def pieces_of_line(data: Any, form: StreamForm, place: int) -> list[Piece]:
+    """What the JSON of a line or event adds.
+
+    Args:
+        data: The JSON.
+        form: "jsonl" if every line has to add something.
+        place: Number of the line.
+
+    Raises:
+        ValueError, TypeError, LookupError, AttributeError: It reports an error, or cannot be read.
+    """
     problem = data.get("error")
     if problem:
         raise ValueError(f"the server reports an error, {shown(str(problem), 200)}")
@@ -256,6 +278,32 @@ def _line(line: str, form: StreamForm, place: int) -> list[Piece]:
     if form == "jsonl":
         raise ValueError(f"expected one of the fields choices, {', '.join(FILE_FIELDS)}")
     return []
+
+
+class Tee:
+    """A byte stream that passes on what is read from it.
+
+    Args:
+        source: The stream, with `read1` and `readline`.
+        sink: Where the bytes go, at once.
+    """
+
+    def __init__(self, source: Any, sink: Any) -> None:
+        self._source = source
+        self._sink = sink
+
+    def read1(self, size: int = -1) -> bytes:
+        """Read what is there."""
+        return self._passed(self._source.read1(size))
+
+    def readline(self, size: int = -1) -> bytes:
+        """Read a line."""
+        return self._passed(self._source.readline(size))
+
+    def _passed(self, data: bytes) -> bytes:
+        self._sink.write(data)
+        self._sink.flush()
+        return data
 
 
 def monitor_settings(file: str | None, variant: str) -> MonitorSettings:

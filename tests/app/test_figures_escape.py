@@ -21,6 +21,7 @@ CHOICES = {  # one of a few words, or packed numbers
     "read",
     "causal_sets.kind",
     "verdict",
+    "records.verdict",
 }
 BAD = "<img src=x onerror=alert(1)>"
 COMMITTED = Path(__file__).parents[2] / "figures"

@@ -59,8 +59,8 @@ def test_tables_figures_and_pages(tmp_path, monkeypatch, capfd):
     name = "a\u202eb\x1b.txt"
     Path(name).write_text(f"loop {STEERING} " * 40)
     files = ["--json", "x.json", "--html", "x.html", "--csv", "x.csv"]
-    assert main(["loops", name, *files]) == 0
-    assert main(["loops", name, "--csv", "-"]) == 0
+    assert main(["loops", name, *files]) == 3
+    assert main(["loops", name, "--csv", "-"]) == 3
     out, err = capfd.readouterr()
     assert visible(out) == out and visible(err) == err
     result = Result.load("x.json")

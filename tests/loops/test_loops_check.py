@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import random
 import re
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from loop_texts import HONEST, LOOPED, prose
 
 from sinkscope.app.cli import main
@@ -19,7 +22,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.result import Result
 from sinkscope.files.tables import SCREEN
 from sinkscope.loops import LoopCheck, MonitorSettings, check, type_token_ratio
-from sinkscope.loops.outputs import TokenRecord, parse, split
+from sinkscope.loops.outputs import Splitter, TokenRecord, parse, spans, split
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,11 +36,12 @@ def test_planted_loops_are_found_and_honest_repetition_is_not():
     pieces = [(prose(400), piece) for piece in LOOPED.values()]
     found = check(texts + [f"{before} {piece * (600 // len(split(piece)))}" for before, piece in pieces])
     honest, looped = found.records[: len(texts)], found.records[len(texts) :]
-    assert [r.loop for r in honest] == [False] * len(texts) and [r.loop for r in looped] == [True] * len(LOOPED)
-    assert found.loops == len(LOOPED)
+    assert not [r.name for r in honest if r.verdict in ("loops", "looped")]
+    assert [r.verdict for r in looped] == ["loops"] * len(LOOPED)
+    assert (found.loops, found.looped) == (len(LOOPED), 0)
     for record, (before, piece) in zip(looped, pieces, strict=True):
         planted = len(split(before))
-        assert record.period == len(split(piece)) and record.ends_in_loop
+        assert record.period == len(split(piece))
         assert planted - 11 < record.onset <= planted
         assert 0 < record.detected - planted <= 256
         assert record.repeats == pytest.approx((record.tokens - record.onset) / record.period)
@@ -58,8 +62,63 @@ def test_a_loop_that_was_left_is_still_told():
     """The end is healthy; the monitor saw the middle."""
     ids = [*range(300), *[1, 2] * 200, *range(1000, 1400)]
     (record,) = check(ids).records
-    assert record.loop and not record.ends_in_loop
+    assert record.verdict == "looped"
     assert (record.period, record.onset, record.repeats) == (2, 300, 200)
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict"),
+    [
+        (f"{prose(200)} {'one more cup of tea, ' * 40}", "loops"),
+        (f"{prose(200)} {'one more cup of tea, ' * 40} and that is all.", "loops"),
+        (f"{prose(200)} {'one more cup of tea, ' * 40} {prose(60, 1)}", "looped"),
+        ('{"name": "Ada",' + "\n    " * 200, "loops"),
+        ('{"name": "Ada",' + "".join(" \n"[i * i % 7 % 2] * (i % 5 + 1) for i in range(300)), "loops"),
+        ("".join(f"{i}. I will open the file and read it again.\n" for i in range(30)), "suspicious"),
+        ("".join(f"| {i} | stone | river | 7 | lamp |\n" for i in range(30)), "suspicious"),
+        (" ".join(" ".join(random.Random(i).sample("we open the old red box".split(), 6)) + "." for i in range(30)),
+         "suspicious"),
+        (prose(400), "clean"),
+        ("def f():\n" + " " * 60 + "return 1\n", "clean"),
+    ],
+)  # fmt: skip
+def test_row_conclusion_code_and_json_say_the_same(text, verdict, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("x.txt").write_text(text)
+    code = main(["loops", "x.txt", "--json", "x.json"])
+    out = capsys.readouterr().out
+    words = {"loops": "loops", "looped": "looped", "suspicious": "is suspicious", "clean": "is clean"}
+    assert code == (3 if verdict in ("loops", "looped") else 0)
+    assert f"The output in x.txt {words[verdict]};" in out and re.search(rf"x\.txt +{verdict} ", out)
+    result = json.loads(Path("x.json").read_text())["result"]
+    assert result["records"][0]["verdict"] == verdict
+    assert {name: result[name] for name in ("loops", "looped", "suspicious")} == {
+        name: int(name == verdict) for name in ("loops", "looped", "suspicious")
+    }
+
+
+@given(st.lists(st.text(alphabet=" \n\tab我ก-.", max_size=40), max_size=12))
+def test_a_text_in_any_pieces_has_the_same_words(pieces):
+    text = "".join(pieces)
+    splitter = Splitter()
+    words = [word for piece in pieces for word in splitter.feed(piece)] + splitter.feed("", last=True)
+    assert words == split(text) == [word for word, _ in spans(text)]
+
+
+def test_the_verdict_is_shown_beside_a_long_name(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    (tmp_path / f"{'long-name-' * 12}.txt").write_text("one more cup of tea, " * 40)
+    assert main(["loops", str(tmp_path / f"{'long-name-' * 12}.txt")]) == 3
+    out = capsys.readouterr().out
+    assert re.search(r"^long-name-.*\.\.\..*\.txt +loops +\d+", out, re.M)
+    assert max(map(len, out.partition("\n\n")[0].splitlines())) <= 80
+
+
+def test_a_variant_that_needs_probabilities_is_refused_in_words_of_the_command(tmp_path, capsys):
+    (tmp_path / "x.txt").write_text("a b c")
+    for more in ([], ["--follow"]):
+        assert main(["loops", str(tmp_path / "x.txt"), "--variant", "p1", *more]) == 2
+        assert capsys.readouterr().err.startswith("error: --variant p1 judges by a model's probabilities")
 
 
 def test_settings_change_the_answer():
@@ -76,9 +135,13 @@ def test_results_come_back_from_json(tmp_path):
     assert Result.load(found.save(tmp_path / "x.json")) == found
     assert isinstance(found, LoopCheck) and found.records[0].tokens == 0 and found.records[0].ttr is None
     assert found.conclusion() == (
-        "1 of 3 outputs in some texts loop; their median type-token ratio is 0.0033, that of the others 1."
+        "Of 3 outputs in some texts, 1 loops and 2 are clean; the median type-token ratio is 0.0033, and 1 of the clean "
+        "ones."
     )
-    assert found.details() == ["The loops have a median period of 1 tokens and begin at token 0 (median)."]
+    assert found.details() == [
+        "The loops have a median period of 1 tokens and begin at token 0 (median).",
+        "299 tokens behind the first copies are wasted.",
+    ]
 
 
 def test_words_are_split_as_documented():
@@ -91,11 +154,11 @@ def test_fields_of_json_lines():
     text = _lines({"text": "a b a", "tokens": [5, 6]}) + "\n" + _lines({"output": "x y x"}, {"tokens": ["q", "q"]})
     assert parse(text, "a.jsonl") == [
         TokenRecord("line 1", [5, 6]),
-        TokenRecord("line 3", [0, 1, 0]),
+        TokenRecord("line 3", [0, 1, 0], "x y x"),
         TokenRecord("line 4", [0, 0]),
     ]
     assert parse('{"a": 1}', "a.txt")[0].ids == [0, 1, 2, 1, 3, 4, 5]
-    assert parse('{"text": "a"}', "a.txt", "jsonl") == [TokenRecord("line 1", [0])]
+    assert parse('{"text": "a"}', "a.txt", "jsonl") == [TokenRecord("line 1", [0], "a")]
 
 
 @pytest.mark.parametrize(
@@ -144,15 +207,15 @@ def test_what_cannot_be_checked(wrong):
 def test_command_writes_what_the_function_finds(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("runs.jsonl").write_text(_lines({"text": prose(300)}, {"tokens": [*range(300), *[1, 2] * 300]}))
-    assert main(["loops", "runs.jsonl", "--json", "x.json", "--html", "x.html", "--max-new", "900"]) == 0
+    assert main(["loops", "runs.jsonl", "--json", "x.json", "--html", "x.html", "--max-new", "900"]) == 3
     out, err = capsys.readouterr()
     found = Result.load("x.json")
     assert isinstance(found, LoopCheck) and out == found.text(lines=SCREEN) + "\n" and err == ""
-    assert found.model.name == "runs.jsonl" and [r.loop for r in found.records] == [False, True]
+    assert found.model.name == "runs.jsonl" and [r.verdict for r in found.records] == ["clean", "loops"]
     assert [r.loop_rule for r in found.records] == [False, False]
     assert 'class="plot"' in Path("x.html").read_text(encoding="utf-8")
     monkeypatch.setattr(sys, "stdin", io.StringIO("the " * 500))
-    assert main(["loops", "-", "--json", "-"]) == 0
+    assert main(["loops", "-", "--json", "-"]) == 3
     piped = json.loads(capsys.readouterr().out)
     assert piped["kind"] == "loops" and piped["result"]["loops"] == 1 and piped["model"]["name"] == "standard input"
 
@@ -160,7 +223,7 @@ def test_command_writes_what_the_function_finds(tmp_path, monkeypatch, capsys):
 def test_the_figure_shows_loops_and_their_detection():
     found = check([prose(400), [*range(300), *[1, 2] * 300]])
     data = found.figure().data
-    assert {trace.name for trace in data if trace.mode == "lines"} == {"loops", "does not"}
+    assert {trace.name for trace in data if trace.mode == "lines"} == {"loops", "clean"}
     points = {trace.name: list(trace.x) for trace in data if trace.mode == "markers"}
     assert points == {"detected": [found.records[1].detected]}
 
@@ -179,9 +242,9 @@ def test_no_torch_is_loaded(tmp_path):
         [sys.executable, "-c", code, str(tmp_path / "x.txt")], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert "\nConclusion: 1 of 1 output in x.txt loops; their median" in done.stdout
+    assert "\nConclusion: The output in x.txt loops; the median" in done.stdout
     assert done.stdout.splitlines()[-2].startswith("loop in ")
-    assert done.stdout.splitlines()[-1] == "[] 0 3"
+    assert done.stdout.splitlines()[-1] == "[] 3 3"
 
 
 def test_the_example_of_the_documentation():

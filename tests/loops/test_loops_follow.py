@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from covering import each_other
 from loop_texts import prose
+from server_streams import SERVERS, chunks, events
 
 from sinkscope.app.cli import main
 from sinkscope.errors import SinkscopeWarning
@@ -69,12 +70,12 @@ def test_a_loop_that_goes_on_is_told_once_and_a_new_one_again():
 def _chat(tokens: list[str], index: int = 0) -> list[dict[str, Any]]:
     """Chunks as a server streams them: each token with the log probabilities of the distribution it came from."""
     rest = {"id": "chatcmpl-1", "object": "chat.completion.chunk"}
-    chunks = [{**rest, "choices": [{"index": index, "delta": {"role": "assistant"}}]}]
+    sent = [{**rest, "choices": [{"index": index, "delta": {"role": "assistant"}}]}]
     for token in tokens:
         own = {"token": token, "logprob": -0.5, "bytes": list(token.encode()), "top_logprobs": []}
         delta = {"index": index, "delta": {"content": token}, "logprobs": {"content": [own]}, "finish_reason": None}
-        chunks.append({**rest, "choices": [delta]})
-    return [*chunks, {**rest, "choices": [{"index": index, "delta": {}, "finish_reason": "length"}]}]
+        sent.append({**rest, "choices": [delta]})
+    return [*sent, {**rest, "choices": [{"index": index, "delta": {}, "finish_reason": "length"}]}]
 
 
 def _completion(tokens: list[str]) -> list[dict[str, Any]]:
@@ -85,12 +86,6 @@ def _completion(tokens: list[str]) -> list[dict[str, Any]]:
     ]
 
 
-def _events(chunks: list[dict[str, Any]], end: str = "\n") -> str:
-    return (
-        f": hello{end}{end}" + "".join(f"data: {json.dumps(c)}{end}{end}" for c in chunks) + f"data: [DONE]{end}{end}"
-    )
-
-
 def _stream(rng: random.Random, before: int, period: int, copies: int) -> list[str]:
     return [f"w{rng.randrange(500)}" for _ in range(before)] + [f"x{i}" for i in range(period)] * copies
 
@@ -99,7 +94,7 @@ def _stream(rng: random.Random, before: int, period: int, copies: int) -> list[s
 def test_events_with_log_probabilities_give_the_tokens_of_the_model(form, settings):
     """They have no spaces between them, so words of the same text would be others."""
     tokens = _stream(random.Random(4), 300, 20, 30)
-    alarms = _follow(_events(form(tokens), "\r\n" if form is _chat else "\n"), 40, settings)
+    alarms = _follow(events(form(tokens), "\r\n" if form is _chat else "\n"), 40, settings)
     assert [a.token for a in alarms] == _by_hand(tokens, settings) != []
 
 
@@ -108,7 +103,7 @@ def test_choices_are_watched_apart():
     other = [f" w{random.Random(6 + i).randrange(10**6)}" for i in range(len(looping))]
     pairs = zip(_chat(looping, 1), _chat(other, 0), strict=True)
     watch = Watch()
-    (alarm,) = watch.follow(io.BytesIO(_events([c for pair in pairs for c in pair]).encode()))
+    (alarm,) = watch.follow(io.BytesIO(events([c for pair in pairs for c in pair]).encode()))
     assert alarm.stream == "choice 1 of chatcmpl-1" and alarm.tail.start == 200
     assert (watch.streams, len(watch.open)) == (2, 0)
 
@@ -125,62 +120,15 @@ def test_json_lines_are_records_or_pieces():
     assert len(_follow("".join(json.dumps(piece) + "\n" for piece in pieces))) == 1
 
 
-def _chunks(text: str) -> list[str]:
-    return [f"{word} " for word in text.split()]
-
-
-def _cumulative(text: str) -> list[str]:
-    words = _chunks(text)
-    return ["".join(words[: place + 1]) for place in range(len(words))]
-
-
-SERVERS = {  # what each server sends for a text, one object per chunk
-    "responses": lambda text: [
-        {"type": "response.created", "response": {"id": "r"}},
-        *[{"type": "response.output_text.delta", "output_index": 0, "delta": piece} for piece in _chunks(text)],
-        {"type": "response.output_text.done", "output_index": 0, "text": text},
-        {"type": "response.output_item.done", "output_index": 0, "item": {}},
-        {"type": "response.completed", "response": {"id": "r"}},
-    ],
-    "anthropic": lambda text: [
-        {"type": "message_start", "message": {"id": "m"}},
-        {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
-        {"type": "ping"},
-        *[
-            {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": piece}}
-            for piece in _chunks(text)
-        ],
-        {"type": "content_block_stop", "index": 0},
-        {"type": "message_stop"},
-    ],
-    "sglang": lambda text: [
-        {"text": whole, "meta_info": {"id": "a", "finish_reason": None, "completion_tokens": place}}
-        for place, whole in enumerate(_cumulative(text))
-    ],
-    "sglang-increments": lambda text: [
-        {"text": piece, "meta_info": {"id": "a", "finish_reason": None}} for piece in _chunks(text)
-    ],
-    "tgi": lambda text: [
-        {"index": place, "token": {"id": sum(piece.encode()), "text": piece, "logprob": -1.0}, "generated_text": None}
-        for place, piece in enumerate(_chunks(text))
-    ],
-    "ollama-chat": lambda text: [
-        {"model": "m", "message": {"role": "assistant", "content": piece}, "done": False} for piece in _chunks(text)
-    ],
-    "ollama-generate": lambda text: [{"model": "m", "response": piece, "done": False} for piece in _chunks(text)],
-    "llama.cpp": lambda text: [{"content": piece, "stop": False} for piece in _chunks(text)],
-}
-
-
 @pytest.mark.parametrize("server", SERVERS)
 def test_what_a_server_sends_raises_one_alarm_for_one_loop(server):
     """And none for the same objects with an honest text."""
     objects = SERVERS[server]
     watch = Watch()
-    (alarm,) = watch.follow(io.BytesIO(_events(objects(TEXT)).encode()))
+    (alarm,) = watch.follow(io.BytesIO(events(objects(TEXT)).encode()))
     assert alarm.tail is not None and (watch.streams, watch.skipped) == (1, 0)
     assert 0 <= alarm.token - alarm.tail.start - 3 * alarm.tail.period < 48
-    assert _follow(_events(objects(prose(600))), most=1 << 16) == []
+    assert _follow(events(objects(prose(600))), most=1 << 16) == []
 
 
 @pytest.mark.parametrize(
@@ -195,13 +143,12 @@ def test_what_a_server_sends_raises_one_alarm_for_one_loop(server):
     ],
 )
 def test_a_line_that_cannot_be_read_does_not_end_the_watch(bad):
-    chunks = [{"choices": [{"index": 0, "delta": {"content": piece}}]} for piece in _chunks(TEXT)]
-    events = _events(chunks).split("data: ")
-    events.insert(5, f"{bad}\n\n")
+    lines = events([{"choices": [{"index": 0, "delta": {"content": piece}}]} for piece in chunks(TEXT)]).split("data: ")
+    lines.insert(5, f"{bad}\n\n")
     watch = Watch()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SinkscopeWarning)
-        (alarm,) = watch.follow(io.BytesIO("data: ".join(events).encode()))
+        (alarm,) = watch.follow(io.BytesIO("data: ".join(lines).encode()))
     assert alarm.tail is not None and watch.skipped <= 1
 
 
@@ -225,7 +172,7 @@ def test_a_loop_in_reasoning_and_in_calls_of_tools_is_seen():
     parts = [{"reasoning_content": p} for p in TEXT.split(",")]
     calls = [{"tool_calls": [{"index": 0, "function": {"arguments": p}}]} for p in TEXT.split(",")]
     for deltas in (parts, calls):
-        assert len(_follow(_events([{"choices": [{"index": 0, "delta": delta}]} for delta in deltas]))) == 1
+        assert len(_follow(events([{"choices": [{"index": 0, "delta": delta}]} for delta in deltas]))) == 1
 
 
 def test_control_characters_do_not_reach_the_terminal():

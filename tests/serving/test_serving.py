@@ -277,6 +277,57 @@ def test_the_class_is_one_that_vllms_loaders_take(monkeypatch, homes):
         assert made(None, None).add_request(0, kit.SamplingParams()) is False
 
 
+@pytest.mark.parametrize("name", ["VllmLoopProcessor", "SglangLoopProcessor"])
+def test_a_server_without_the_interface_by_that_name_is_told_in_a_line(monkeypatch, name):
+    kit.install(monkeypatch, {home: {"Renamed": object} for home in kit.HOMES})
+    for home in kit.HOMES:
+        vars(sys.modules[home]).pop("LogitsProcessor", None)
+    with pytest.raises(ImportError, match=r"Processor needs (vllm|sglang)\..*, which this version of .* does not have"):
+        getattr(serving, name)
+
+
+def test_vllm_says_which_token_cut_a_request():
+    """Its scheduler gives the id of a stop token as `stop_reason`, and no reason for the end token."""
+
+    def params(sent):
+        return SimpleNamespace(extra_args=sent, stop_token_ids=[7], all_stop_token_ids={2, 7})
+
+    given = params({"sinkscope": '{"end": 99}'})
+    serving.VllmLoopProcessor.validate_params(given)
+    serving.VllmLoopProcessor.validate_params(given)
+    assert given.stop_token_ids == [7, 99] and given.all_stop_token_ids == {2, 7, 99}
+    for sent in (None, {"sinkscope": "{}"}, {"sinkscope": "false"}):
+        plain = params(sent)
+        serving.VllmLoopProcessor.validate_params(plain)
+        assert plain.stop_token_ids == [7] and plain.all_stop_token_ids == {2, 7}
+
+
+def test_sglang_says_that_a_request_was_cut(monkeypatch):
+    """At the first token of the action, and never for a request that does not loop."""
+
+    class Matched:
+        def __init__(self, matched):
+            self.matched = matched
+
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.schedule_batch", SimpleNamespace(FINISH_MATCHED_STR=Matched))
+    processor = serving.SglangLoopProcessor()
+
+    def finish(tokens, **missing):
+        request = SimpleNamespace(output_ids=[], eos_token_ids={2}, tokenizer=None, **({"to_finish": None} | missing))
+        if "to_finish" in missing:
+            del request.to_finish
+        params = {"__req__": request, "sinkscope": {}}
+        for token in tokens:
+            request.output_ids.append(token)
+            processor(torch.zeros(1, 200), [params])
+        return request
+
+    looping = finish([5, 6, 7] * 30)
+    assert looping.to_finish.matched == "repetition_detected"
+    assert finish(range(90)).to_finish is None
+    assert not hasattr(finish([5, 6, 7] * 30, to_finish=0), "to_finish")  # an older version: only its end token
+
+
 @pytest.mark.parametrize("drafts", [0, 2])
 def test_without_drafts_no_step_asks_the_device(drafts):
     """The rows' positions on the device are read only if drafts make them uncertain and an action is in progress."""

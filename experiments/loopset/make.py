@@ -1,0 +1,61 @@
+"""The set: 22 classes of loops and 13 of honest repetition, half for choosing and half for the report.
+
+    python -m experiments.loopset.make [--half choose|report] [--out texts.jsonl]
+
+Each line has `text`, `class`, `half`, and, of a loop, `start`: the character at which its first copy begins. The same
+texts are made every time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from experiments.loopset.honest import HONEST
+from experiments.loopset.looped import LOOPED
+from sinkscope.files.output import write_atomic
+from sinkscope.models.text import typical_text
+
+HALVES = ("choose", "report")
+LOOPS, OTHERS = 8, 12  # texts of each class in each half
+
+
+def _healthy(rng: random.Random) -> str:
+    """A beginning of 40 to 200 words of documentation."""
+    text = typical_text()
+    words = text[rng.randrange(len(text) - 4000) :].split()
+    return " ".join(words[1 : rng.randint(41, 201)])
+
+
+def made_set(halves: tuple[str, ...] = HALVES) -> Iterator[dict[str, Any]]:
+    """The texts of the halves."""
+    for half in halves:
+        for name, make in LOOPED.items():
+            for i in range(LOOPS):
+                rng = random.Random(f"loops {half} {name} {i}")
+                before = _healthy(rng) + rng.choice((" ", "\n\n"))
+                yield {"text": before + make(rng), "class": name, "half": half, "start": len(before)}
+        for name, make in HONEST.items():
+            for i in range(OTHERS):
+                text = make(random.Random(f"honest {half} {name} {i}"))
+                yield {"text": text, "class": name, "half": half, "start": None}
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--half", choices=HALVES)
+    parser.add_argument("--out", type=Path, default=Path("texts.jsonl"))
+    args = parser.parse_args()
+    halves = HALVES if args.half is None else (args.half,)
+    lines = [json.dumps(text, ensure_ascii=False) + "\n" for text in made_set(halves)]
+    write_atomic(args.out, "".join(lines))
+    print(f"{len(lines)} texts are in {args.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""The figure of `check`; plotly is loaded when it is drawn."""
+
+from __future__ import annotations
+
+import html
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+SHOWN_RECORDS = 60  # lines
+
+
+def draw_check(result: Any) -> go.Figure:
+    """Diversity of the window over the tokens, a line per record, with the detection of each repetition.
+
+    Args:
+        result: A `LoopCheck`.
+    """
+    import pandas as pd
+    import plotly.express as px
+
+    from sinkscope.files.style import BLUE, GREY, ORANGE, RED, finished
+
+    colours = {"clean": GREY, "suspicious": BLUE, "looped": ORANGE, "loops": RED}
+    # Loops are drawn above the others.
+    records = sorted(result.records, key=lambda record: [*colours].index(record.verdict))[-SHOWN_RECORDS:]
+    named = [replace(record, name=html.escape(record.name)) for record in records]
+    frame = pd.DataFrame(named).explode(["steps", "curve"])
+    lines: dict[str, Any] = {"line_group": "name", "hover_name": "name", "color": "verdict"}
+    figure = px.line(frame, x="steps", y="curve", color_discrete_map=colours, **lines)
+    alarms = frame[frame["detected"].notna() & (frame["steps"] >= frame["detected"])].groupby("name").first()
+    marker = {"color": "black", "size": 9, "symbol": "x"}
+    figure.add_scatter(x=alarms["detected"], y=alarms["curve"], mode="markers", marker=marker, name="detected")
+    threshold = result.settings["theta_ttr"]
+    window = html.escape(str(result.settings["window"]))
+    figure.add_hline(threshold, line={"color": GREY, "dash": "dot"}, annotation_text=f"threshold {threshold:g}")
+    figure.update_xaxes(title_text=f"tokens ({len(records)} of {len(result.records)} records)", rangemode="tozero")
+    figure.update_yaxes(title_text=f"type-token ratio of the last {window} tokens", range=[0, 1.03])
+    return finished(figure, result, width=1000, height=520)
+
+
+def draw_comparison(result: Any) -> go.Figure:
+    """The share of the texts of each class in which each detector raises an alarm.
+
+    Args:
+        result: A `LoopComparison`.
+    """
+    import plotly.express as px
+
+    from sinkscope.files.style import BLUE, finished
+
+    names = [html.escape(score.detector) for score in result.detectors]
+    kinds = list(result.detectors[0].by_class)
+    shares = [[score.by_class.get(kind, 0.0) for kind in kinds] for score in result.detectors]
+    labels = {"x": "class", "y": "", "color": "alarms"}
+    x = [html.escape(kind) for kind in kinds]
+    figure = px.imshow(shares, x=x, y=names, labels=labels, color_continuous_scale=["white", BLUE], zmin=0, zmax=1)
+    figure.add_vline(len([kind for kind in kinds if kind in result.looping]) - 0.5, line={"dash": "dot"})
+    figure.update_xaxes(title_text="classes with a loop, then honest ones", tickangle=-50)
+    return finished(figure, result, width=1200, height=620, bottom=170)

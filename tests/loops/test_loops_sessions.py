@@ -1,0 +1,184 @@
+"""`sinkscope loops` on sessions: planted cycles of calls and turns, what is honest, and histories without copies."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loop_texts import prose
+from session_forms import FORMS, Turn, called
+
+from sinkscope.app.cli import main
+from sinkscope.errors import SinkscopeError
+from sinkscope.loops import MonitorSettings
+from sinkscope.loops.messages import Message, message_of
+from sinkscope.loops.sessions import check_history, cleaned, cycles_of, masked, read_history, steps_of
+
+START = [Turn("user", "Find the bug in the parser."), Turn("assistant", "I will read the file first.")]
+END = [Turn("assistant", "The bug is in line seven, and I have mended it."), Turn("user", "Thank you.")]
+READ = called("read_file", "def parse(text):\n    return text.split()", path="parser.py", request_id="77")
+SEARCH = called("search", "no matches", query="bug")
+
+
+def _verdict(turns: list[Turn], form: str = "openai"):
+    name, write = FORMS[form]
+    return check_history(read_history(write(turns), name), MonitorSettings(), name).records[0]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_twelve_identical_calls_are_a_cycle_in_every_form(form, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    name, write = FORMS[form]
+    Path(name).write_text(write([*START, *[READ] * 12]))
+    assert main(["loops", name]) == 3
+    out = capsys.readouterr().out
+    assert "The session in" in out and f"{name} loops" in out
+    record = _verdict([*START, *[READ] * 12], form)
+    assert (record.verdict, record.role, record.repeats) == ("loops", "assistant", 12)
+    one = _verdict([*START, READ], form).tokens - _verdict(START, form).tokens
+    assert record.wasted == 11 * one
+    assert _verdict([*START, *[READ] * 12, *END], form).verdict == "looped"
+    assert _verdict([*START, *[READ] * 2, SEARCH, *END], form).verdict == "clean"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_cleaned_history_keeps_its_form_and_has_no_copies(form, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name, write = FORMS[form]
+    out = f"clean.{name.rpartition('.')[2]}"
+    Path(name).write_text(write([*START, *[READ] * 12, *END]))
+    assert main(["loops", name, "--clean", out]) == 3
+    before = read_history(Path(name).read_text(), name).sessions[0].entries
+    after = read_history(Path(out).read_text(), out).sessions[0].entries
+    expected = read_history(write([*START, READ, *END]), name).sessions[0]
+    assert len(after) == len(expected.entries) and all(entry in before for entry in after)
+    assert main(["loops", out, "--clean", f"again-{out}"]) == 0
+    assert Path(f"again-{out}").read_text() == Path(out).read_text()
+
+
+def test_what_is_a_cycle_and_what_is_not():
+    counted = [called("run_tests", f"attempt {i} failed after 1.{i} s at 12:0{i}:00", target="all") for i in range(8)]
+    pages = [called("list", f"page {i}: {prose(5, i)}", page=i, limit=10) for i in range(12)]
+    polls = [called("status", f"progress {10 * i} %", job="7") for i in range(10)]
+    waits = [called("status", "pending", job="7")] * 3 + [called("status", "done", job="7")]
+    edits = [turn for i in range(6) for turn in (called("edit", f"line {i} changed", line=i), READ)]
+    assert _verdict([*START, *counted]).verdict == "loops"
+    assert _verdict([*START, *[READ, SEARCH] * 4]).verdict == "loops"  # A-B-A-B
+    assert _verdict([*START, *[READ, SEARCH, READ] * 4]).verdict == "loops"
+    for honest in (pages, polls, waits, edits, [READ] * 3, [READ, SEARCH] * 2):
+        assert _verdict([*START, *honest, *END]).verdict == "clean", honest
+
+
+def test_turns_that_are_said_again_and_texts_that_loop():
+    sorry = Turn("assistant", "I am sorry, I cannot find the file. Could you please tell me the name of it again?")
+    name = Turn("user", "It is parser.py.")
+    assert _verdict([*START, *[name, sorry] * 5]).verdict == "loops"
+    said = _verdict([*START, *[name, sorry] * 5, END[1], END[0]])
+    assert (said.verdict, said.turns) == ("looped", "4-13")
+    looping = Turn("assistant", "one more cup of tea, " * 60)
+    assert _verdict([START[0], looping]).verdict == "loops"
+    assert _verdict([START[0], looping, *END]).verdict == "looped"
+    assert _verdict([Turn("user", "one more cup of tea, " * 60), *END]).verdict == "clean"  # the user may repeat
+    short = [turn for i in range(9) for turn in (Turn("user", f"{prose(9, i)}?"), Turn("assistant", "Yes."))]
+    assert _verdict(short).verdict == "clean"
+
+
+def test_ids_times_and_counters_are_masked_and_nothing_else():
+    assert masked("job 3f2b8c1e-0000-4000-8000-1234567890ab at 2026-01-02T03:04:05Z took 12 ms") == "job ~ at ~ took ~"
+    assert masked("call_8f3a9b2c1d: attempt 3 of 5, item #17, deadbeef1") == "~: ~, item #~, ~"
+    assert masked("page 3, 40 % of 120 rows, version 2.1") == "page 3, 40 % of 120 rows, version 2.1"
+
+
+_turns = st.lists(
+    st.sampled_from([READ, SEARCH, *START, *END, Turn("user", "Go on."), Turn("assistant", "I go on and on and on.")]),
+    max_size=14,
+)
+
+
+def _kinds(messages: list[Message | None]) -> list[str]:
+    return ["result" if message and message.results else message.role for message in messages if message]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    parts=st.lists(st.tuples(_turns, st.integers(1, 6)), min_size=1, max_size=4), form=st.sampled_from(sorted(FORMS))
+)
+def test_cleaning_keeps_calls_with_results_neighbours_and_what_it_left(parts, form):
+    turns = [START[0], *[turn for some, times in parts for turn in some * times]]
+    name, write = FORMS[form]
+    history = read_history(write(turns), name)
+    before = history.sessions[0]
+    text = cleaned(history)
+    again = read_history(text, name)
+    after = again.sessions[0]
+    assert cleaned(again) == text
+    assert not cycles_of(steps_of(after))
+    places = iter(before.entries)
+    assert all(entry in places for entry in after.entries)  # in order, and unchanged
+    calls = [call.key for message in after.messages if message for call in message.calls]
+    results = [result.key for message in after.messages if message for result in message.results]
+    assert len(calls) == len(results) and (calls == results or not all(calls) or not all(results))
+    kinds = _kinds(before.messages)
+    pairs = set(zip(kinds, kinds[1:], strict=False))
+    left = _kinds(after.messages)
+    assert set(zip(left, left[1:], strict=False)) <= pairs
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("x.json", '{"a": 1}', "x.json is no chat history: expected messages with role and content"),
+        ("x.json", "[1, 2]", "x.json is no chat history"),
+        ("x.json", '{"messages": [', "x.json line 1 is not JSON: give messages with role and content"),
+        ("x.json", '[{"role": "user", "content": "a"}, {"b": 1}]', "x.json session entry 2 is no message"),
+        ("x.jsonl", '{"role": "user", "content": "a"}\n{"text": "b"}\n', "x.jsonl line 1 has none of the fields"),
+        ("x.json", '[{"messages": [{"role": "user"}]}, {"messages": 5}]', "x.json session 2 has no list 'messages'"),
+        ("x.txt", "words", "--clean has no effect on x.txt, which holds no session"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_in_a_line(name, content, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text(content)
+    more = ["--clean", "out.json"] if name.endswith("txt") else []
+    assert main(["loops", name, *more]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and said in err and err.count("\n") == 1 and not Path("out.json").exists()
+
+
+def test_several_sessions_and_outputs_in_json(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    looping = json.loads(FORMS["openai"][1]([*START, *[READ] * 6]))
+    honest = json.loads(FORMS["openai"][1]([*START, *END]))
+    Path("several.jsonl").write_text(json.dumps(looping) + "\n" + json.dumps(honest) + "\n")
+    assert main(["loops", "several.jsonl"]) == 3
+    assert "Of 2 sessions in several.jsonl, 1 loops and 1 is clean" in capsys.readouterr().out
+    Path("several.json").write_text(json.dumps([looping, honest]))
+    assert main(["loops", "several.json", "--clean", "shorter.json"]) == 3
+    first, second = json.loads(Path("shorter.json").read_text())
+    assert len(first["messages"]) == len(looping["messages"]) - 10 and second == honest
+    Path("outputs.json").write_text(json.dumps([{"text": "the " * 200}, {"text": prose(60)}]))
+    capsys.readouterr()
+    assert main(["loops", "outputs.json"]) == 3
+    assert "Of 2 outputs in outputs.json, 1 loops" in capsys.readouterr().out
+    Path("a.json").write_text('{"a": ' + "1," * 300)
+    assert main(["loops", "a.json", "--format", "text"]) == 3
+
+
+def test_a_message_of_no_form_is_none():
+    assert message_of({"type": "event_msg", "payload": {}}) is None
+    with pytest.raises(SinkscopeError, match="is no chat history"):
+        read_history('[{"type": "event_msg"}]', "x.json")
+
+
+def test_calls_without_any_results_are_compared_by_their_arguments():
+    def calls(paths: list[str]) -> Any:
+        messages = [
+            {"role": "assistant", "tool_calls": [{"function": {"name": "read", "arguments": p}}]} for p in paths
+        ]
+        return check_history(read_history(json.dumps(messages), "x.json"), MonitorSettings(), "x.json").records[0]
+
+    assert calls(["a.py"] * 6).verdict == "loops" and calls([f"{c}.py" for c in "abcdef"]).verdict == "clean"
