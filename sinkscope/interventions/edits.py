@@ -292,9 +292,11 @@ class Ablate(NeuronEdit):
         old, index, memory = values.old, values.index, values.memory
         if self.value == "mean":
             is_later = (index > 0)[..., None]
-            mean = torch.where(is_later, old.detach(), 0).sum(1, dtype=torch.float32) / is_later.sum(1)
+            exact = torch.promote_types(old.dtype, torch.float32)
+            mean = torch.where(is_later, old, 0).sum(1, dtype=exact) / is_later.sum(1)
             earlier = memory.get("mean", mean)
-            mean = memory["mean"] = torch.where(earlier.isnan(), mean, earlier)
+            mean = torch.where(earlier.isnan(), mean, earlier)
+            memory["mean"] = mean.detach()  # for later calls
             value = torch.where(mean.isnan()[:, None], old, mean[:, None].to(old.dtype))
         else:
             value = torch.full_like(old, 0.0 if self.value == "zero" else float(self.value))

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import fields
 from importlib import import_module
 from importlib.metadata import entry_points
+from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any, TypeVar
 
 from sinkscope.errors import SinkscopeError
@@ -44,6 +46,8 @@ def policies() -> dict[str, type[Intervention]]:
     Raises:
         SinkscopeError: An installed package lists a policy that cannot be imported, or whose name is taken.
     """
+    for file in iter_modules([str(Path(__file__).parent)]):
+        import_module(f"{__package__}.{file.name}")
     by_name = dict(_REGISTERED)
     for entry in entry_points(group=ENTRY_POINTS):
         policy = _import_policy(entry.value.replace(" ", ""))

@@ -28,7 +28,7 @@ from sinkscope.kv.bridge_attention import BridgeAttention
 from sinkscope.kv.cache import COLUMNS, CacheLayer
 from sinkscope.kv.cache_state import CacheState, CacheStates, CurrentCall, Moment
 from sinkscope.kv.usage import Usage
-from sinkscope.kv.windows import check_servable
+from sinkscope.kv.windows import check_mask, check_servable
 from sinkscope.lines.choice import HeadLines
 from sinkscope.trace.attention import NAME, Attention, Handler, leave, listen, tapped
 from sinkscope.trace.internals import attention_name, following_generate
@@ -229,6 +229,8 @@ class Session:
         if not layers:
             adopt(cache, self.target, call.columns[:, : call.past])
             layers = own_layers(cache)
+        if call.past and call.index.shape[1] > 1:
+            check_mask(kwargs.get("attention_mask"), call, self.target)
         if not self.target.adapter.attention_interface and kwargs.get("attention_mask") is None:
             kwargs["attention_mask"] = (call.columns >= 0).long()  # position biases are as long as this
         state = self.states.of(self.now.cache)

@@ -1,8 +1,14 @@
-"""Which keys a layer's own rules hide from later queries, and models whose rules cannot be followed."""
+"""Which keys a layer's own rules or a mask hide from later queries, and what of these cannot be followed."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from torch import Tensor
+
 from sinkscope.errors import UnsupportedError
+from sinkscope.files.notation import counted
+from sinkscope.interventions.positions import Call
 from sinkscope.models.scope import cache_layers
 from sinkscope.models.target import Target
 from sinkscope.trace.attention import ChunkWindow
@@ -48,4 +54,24 @@ def check_servable(target: Target) -> None:
             f"the cache of {target.name} has no layer that holds keys and values alone: use another model for "
             "cache policies and attention observers",
             page="kv-session",
+        )
+
+
+def check_mask(mask: Any, call: Call, target: Target) -> None:
+    """Refuse a further turn whose mask hides tokens that earlier calls read.
+
+    Raises:
+        UnsupportedError: It does.
+    """
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[1] < call.past:
+        return
+    hidden = (mask[:, : call.past] == 0).to(call.columns.device) & (call.columns[:, : call.past] >= 0)
+    if bool(hidden.any()):
+        pad = target.config.get_text_config().pad_token_id
+        tokens = counted(int(hidden.sum()), "token")
+        raise UnsupportedError(
+            f"the attention mask of this turn hides {tokens} that earlier calls have read; without a mask, "
+            f"`generate` takes every token equal to pad_token_id={pad} for padding: pass attention_mask with 1 at every "
+            "real token",
+            page="attention-mask",
         )

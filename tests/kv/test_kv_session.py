@@ -256,6 +256,20 @@ def test_a_cache_whose_queries_were_not_seen(policy, model):
                     model(IDS[:, -1:], attention_mask=pad(MASK, (0, 1), value=1), past_key_values=cache)
 
 
+@pytest.mark.parametrize("policy", [Full(), StreamingLLM(budget=6), LoopGuard(budget=64)])
+def test_a_later_mask_that_hides_tokens_read_before_is_named(policy, model):
+    """As `generate` makes it, without a mask, of tokens that equal the padding token."""
+    pad_id = model.config.pad_token_id
+    first = torch.tensor([[1, 5, 6, pad_id, 8, 9]])
+    cache = DynamicCache()
+    both = torch.cat([first, torch.tensor([[12, 13, 14]])], 1)
+    with policy.on(model), torch.no_grad():
+        model(first, attention_mask=torch.ones_like(first), past_key_values=cache)
+        with refused(f"hides 1 token that earlier calls have read; .*pad_token_id={pad_id} .*: pass attention_mask"):
+            model.generate(both, past_key_values=cache, max_new_tokens=2)
+        model.generate(both, attention_mask=torch.ones_like(both), past_key_values=cache, max_new_tokens=2)
+
+
 def test_h2o_takes_over_a_filled_cache_and_its_sums_begin_at_zero(model):
     """Alone, and in two threads at once. All sums are 0 at first, so that the latest tokens stay."""
     caches = [DynamicCache() for _ in range(3)]
