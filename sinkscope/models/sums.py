@@ -160,7 +160,7 @@ class _LayerSums:
         self._prove_heads()
         self._rows.clear()
 
-    def _prove_post(self, post: Rows, parts: list[Rows], names: list[str]) -> None:
+    def _prove_post(self, post: Rows, parts: list[Tensor], names: list[str]) -> None:
         off = self._off(post, *parts)
         if off <= self.tolerance:
             return
@@ -202,9 +202,11 @@ class _LayerSums:
         for part in parts:
             self.problems.setdefault(part, f"{said} (off by {off:.2g})")
 
-    def _off(self, total: Rows, *parts: Rows) -> float:
+    def _off(self, total: Tensor, *parts: Tensor) -> float:
         """Largest distance from a sum, relative to the largest number in it, of any row, without the last token."""
         total, *parts = [rows[:, :-1] for rows in (total, *parts)]
+        if any(part.shape != total.shape for part in parts):
+            return float("inf")
         worst = 0.0
         for row in range(len(total)):
             size = total[row].abs().max()
@@ -326,7 +328,7 @@ class _Heads:
         self._norms.clear()
 
     def _between_norms(
-        self, site: Float[Tensor, "row pos head d_head"], behind: Float[Tensor, "row pos head d_head"]
+        self, site: Float[Tensor, "row pos head d_head"], behind: Float[Tensor, "row pos other_head other_d_head"]
     ) -> tuple[Tensor, Tensor]:
         """What norms behind the site make of what it holds, and what norms before attention read."""
         unused = list[tuple[Tensor, Tensor]]()

@@ -92,6 +92,16 @@ _PLACES = {
     "attn.hook_z": _Place(lambda a: a.o, "pre", _heads),
     "attn.hook_pattern": _Place(lambda a: ""),
 }
+_PROVED = {
+    "hook_attn_out",
+    "hook_resid_mid",
+    "hook_mlp_out",
+    "attn.hook_q",
+    "attn.hook_k",
+    "attn.hook_v",
+    "attn.hook_z",
+}
+"""Places that are proved by sums and products when a model is loaded, or first used."""
 _LAST = ("ln_final", "logits")  # what the unembedding reads, and what it gives
 
 
@@ -168,10 +178,15 @@ def _path(target: Target, layer: int, part: str) -> str:
     adapter = target.adapter
     path = _PLACES[part].path(adapter)
     is_projection = part in ("attn.hook_q", "attn.hook_k", "attn.hook_v")
-    problem = dict(adapter.unproved).get(f"blocks.{layer}.{part}", "")
-    if problem:
-        problem = f"it cannot be proved, because {problem}"
-    elif part.startswith("mlp.") and target.is_mixture(layer):
+    unproved = dict(adapter.unproved)
+    reason = unproved.get(f"blocks.{layer}.{part}", unproved.get("*") if part in _PROVED else None)
+    if reason is not None:
+        raise UnsupportedError(
+            f"site 'blocks.{layer}.{part}' is not offered on {adapter.model_type}, because its place could not be "
+            f"proved: {reason}; leave it out of sites"
+        )
+    problem = ""
+    if part.startswith("mlp.") and target.is_mixture(layer):
         problem = f"layer {layer} is a mixture, so it is per expert: use find_sinks for its neurons, or hook_mlp_out"
     elif is_projection and adapter.fused_qkv is not None and adapter.qkv_layout is None:
         problem = "the layout of q, k and v in one module varies"

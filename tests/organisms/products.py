@@ -39,7 +39,9 @@ class Products(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         square = (self.tokens, self.tokens)
-        if name in _PRODUCTS:
+        if name == "scaled_dot_product_attention":  # some models have no eager attention
+            self.query, self.key, self.value, self.heads = map(_flat, (*args[:3], result))
+        elif name in _PRODUCTS:
             tensors = [value for value in (*args, *(kwargs or {}).values()) if isinstance(value, Tensor)]
             left, right = tensors[-2:]
             if self._has_rows and tuple(left.shape[-2:]) == square:

@@ -45,8 +45,13 @@ def decoder_layers(model: Any) -> list[torch.nn.Module]:
     return list(max(whole, key=lambda m: sum(p.numel() for p in m.parameters())))
 
 
-def check_sites(model: Any) -> SiteReport:
-    """Compare every site of every layer that holds a part of the residual stream, or queries, keys, values or heads."""
+def check_sites(model: Any, *, edits: bool = True) -> SiteReport:
+    """Compare every site of every layer that holds a part of the residual stream, or queries, keys, values or heads.
+
+    Args:
+        model: The model.
+        edits: Whether vectors are added at the sites of the last layer as well.
+    """
     report = SiteReport()
     layers = decoder_layers(model)
     generator = torch.Generator().manual_seed(1)
@@ -76,7 +81,8 @@ def check_sites(model: Any) -> SiteReport:
                 report.wrong.append(f"{site}: {verdict}")
             else:
                 report.right.append(site)
-    report.wrong += _wrong_additions(model, layers, ids, set(report.right), truth)
+    if edits:
+        report.wrong += _wrong_additions(model, layers, ids, set(report.right), truth)
     return report
 
 

@@ -122,7 +122,7 @@ def sized_decoder(model_type: str, size: Size, seed: int = 0) -> Built:
 
 def _set_numbers(model: Any, size: Size, generator: torch.Generator) -> None:
     """Give the embedding and the norms their sizes."""
-    for name, tensor in model.named_parameters():
+    for tensor in model.parameters():
         if not tensor.isfinite().all():
             tensor.copy_(0.02 * torch.randn(tensor.shape, generator=generator))
     if size.embedding is not None:
