@@ -1,8 +1,9 @@
 """Which decoder types of transformers are served: builds each one small, examines it, and writes the table of the docs.
 
-    python -m experiments.model_types [TYPE ...]
+    python -m experiments.model_types [--sites] [TYPE ...]
 
-Writes figures/model_types.json (types that are named replace their entries) and docs/models.md.
+Writes figures/model_types.json (types that are named replace their entries) and docs/models.md. With --sites, types are
+not examined again, and only their sites are compared with what their layers really add and multiply, at five sizes.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ COVERING = (  # each has something that those before it do not have
     "deepseek_v32 minimax_m3_vl_text falcon_h1 phi bitnet minicpm3 aria_text smollm3 recurrent_gemma"
 ).split()
 """Types that the default tests examine in full."""
+SMALL = "as in released checkpoints, d_model 64"
 INTRODUCTION = """# Is my model served?
 
 `sinkscope models --check MODEL` answers for one model: it prints the adapter, the figures of the proof, and what is
@@ -71,6 +73,34 @@ def types() -> list[str]:
     return [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in NO_DECODERS]
 
 
+def sites(model_type: str) -> dict[str, Any]:
+    """How many sites of a type are right at each size, which are wrong, and which are not offered."""
+    from sinkscope.errors import SinkscopeError
+    from tests.organisms.decoders import decoder
+    from tests.organisms.site_check import check_sites
+    from tests.organisms.sizes import SIZES, Built, sized_decoder
+
+    found: dict[str, Any] = {}
+    for name in (SMALL, *SIZES):
+        try:
+            if name == SMALL:
+                built = Built(decoder(model_type))
+            else:
+                built = sized_decoder(model_type, SIZES[name])
+        except Exception as error:
+            found[name] = {"not built": f"{type(error).__name__}: {error}"[:160]}
+            continue
+        try:
+            report = check_sites(built.model)
+        except SinkscopeError as error:
+            found[name] = {"refused": str(error)[:160]}
+            continue
+        parts = sorted({site.split(".", 2)[2] for site in report.refused})
+        found[name] = {"right": len(report.right), "wrong": report.wrong, "not offered": parts}
+        found[name]["has these widths"] = built.has_size
+    return found
+
+
 def entry(model_type: str) -> dict[str, Any] | None:
     """What was found of a type; None if it cannot be built small."""
     from tests.organisms.decoders import decoder
@@ -84,7 +114,8 @@ def entry(model_type: str) -> dict[str, Any] | None:
     if sum(parameter.numel() for parameter in model.parameters()) > 30_000_000:
         return None
     report = examine(model_type)
-    return {"status": report.status, "parts": report.parts, "wrong": report.wrong, "scope": report.scope}
+    found = {"status": report.status, "parts": report.parts, "wrong": report.wrong, "scope": report.scope}
+    return {**found, "sites": sites(model_type)}
 
 
 def remark(found: dict[str, Any]) -> str:
@@ -118,16 +149,23 @@ def main(chosen: list[str]) -> None:
     """Examine the types and write both files."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    only_sites = "--sites" in chosen
+    chosen = [name for name in chosen if name != "--sites"]
+    if only_sites and not chosen:
+        chosen = list(json.loads(DATA.read_text())["result"]["types"])
     for model_type in chosen or types():
-        found = entry(model_type)
+        found = sites(model_type) if only_sites else entry(model_type)
         if found is None:
             continue
         data: dict[str, Any] = {"types": {}}
         if DATA.is_file():  # read again, because several processes may share the types
             data = json.loads(DATA.read_text())["result"]
+        if only_sites:
+            found = {**data["types"][model_type], "sites": found}
         data["transformers"] = transformers.__version__
         data["types"][model_type] = found
-        print(f"{model_type}: {found['status']} {'; '.join(found['wrong'])}", flush=True)
+        wrong = [*found["wrong"], *(site for size in found["sites"].values() for site in size.get("wrong", []))]
+        print(f"{model_type}: {found['status']} {'; '.join(wrong)}", flush=True)
         data["types"] = dict(sorted(data["types"].items()))
         DATA.write_text(record("model-types", data, {}))
     PAGE.write_text(page(json.loads(DATA.read_text())["result"]))

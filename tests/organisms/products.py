@@ -170,4 +170,4 @@ def _multiple(one: Tensor, other: Tensor) -> str:
         return "" if not bool(other.any()) else "zero"
     constant = float((one * other).sum()) / square
     off = float((other - constant * one).abs().max() / other.abs().max().clamp(min=1e-30))
-    return "" if off <= 1e-3 and constant > 0 else f"off by {off:.2g}"
+    return "" if off <= 5e-3 and constant > 0 else f"off by {off:.2g}"
