@@ -134,6 +134,7 @@ def _edges(name: str) -> set[str]:
 UPWARD = {
     ("sinkscope.models.probe", "trace"),  # the check of a loaded model recomputes its attention rows
     ("sinkscope.models.infer", "trace"),  # attention is seen at the tap
+    ("sinkscope.models.sums", "trace"),  # what attention gets is seen at the tap
 }
 LAZY = {"sinkscope", "sinkscope.app.commands"}  # they name every module, and import those that are asked for
 

@@ -20,6 +20,7 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from sinkscope.models.heads import projected
 from sinkscope.models.target import Args, Hook, Kwargs, Target, first_tensor, on_hidden, on_input
 
 Rows = Float[Tensor, "row pos width"]
@@ -253,8 +254,6 @@ class _Heads:
         return hooks
 
     def _keep_site(self, which: str, _module: nn.Module, _args: Args, _kwargs: Kwargs, output: Any) -> None:
-        from sinkscope.trace.run import projected
-
         tensor = first_tensor(output).detach().reshape(_ROWS, -1, first_tensor(output).shape[-1])
         try:
             self._at_site[which] = projected(which, self.target, tensor).float().clone()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.adapters import Adapter
+from sinkscope.models.heads import projected
 from sinkscope.models.inputs import read_inputs
 from sinkscope.models.target import Target, first_tensor, norms_of, on_input, on_output
 from sinkscope.models.wrapped import target_of
@@ -50,21 +51,6 @@ def _half(number: int, target: Target, tensor: Tensor) -> Tensor:
 
 def _heads(target: Target, tensor: Float[Tensor, "*n width"]) -> Float[Tensor, "*n head d_head"]:
     return rearrange(tensor, "... (head d_head) -> ... head d_head", head=target.n_heads)
-
-
-def projected(which: str, target: Target, tensor: Float[Tensor, "*n width"]) -> Float[Tensor, "*n head d_head"]:
-    """q, k or v before rotary, from the output of its own or a shared projection."""
-    adapter, index = target.adapter, "qkv".index(which)
-    if getattr(adapter, which) is None:
-        if adapter.qkv_layout == "by head":
-            split = rearrange(tensor, "... (head qkv d_head) -> qkv ... head d_head", head=target.n_heads, qkv=3)
-            return split[index]
-        heads = [target.n_heads, target.n_kv_heads, target.n_kv_heads]
-        tensor = tensor.split([count * target.head_width for count in heads], -1)[index]
-    count = target.n_kv_heads
-    if which == "q":
-        count = target.n_heads
-    return rearrange(tensor, "... (head d_head) -> ... head d_head", head=count)
 
 
 @dataclass(frozen=True)
