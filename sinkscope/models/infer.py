@@ -779,7 +779,7 @@ def adapter_of(target: Target, *, proves: bool = True) -> Adapter:
         sample = sample_of(hf, max(_kinds_of(hf)) + 1)
         target = Target(sample, sample, "hf", DRAFT)
     with _evaluating(target.hf):
-        adapter = row or _kept_or_inferred(target, key)
+        adapter = row or kept_or_inferred(target)
         adapter = _with_sites(replace(target, adapter=adapter), first_of_kinds(replace(target, adapter=adapter)))
         _KNOWN[key] = _Known(row, adapter)
         if proves and row is None:
@@ -787,10 +787,10 @@ def adapter_of(target: Target, *, proves: bool = True) -> Adapter:
     return adapter
 
 
-def _kept_or_inferred(target: Target, key: str) -> Adapter:
+def kept_or_inferred(target: Target) -> Adapter:
     """The adapter that an earlier process inferred for a model of these modules, or else what is inferred now."""
     parts = [f"{kind_of(layer)} {[name for name, _ in layer.named_modules()]}" for layer in _layers_of(target.hf)]
-    key = "\n".join([type(target.hf).__module__, key, *dict.fromkeys(parts)])
+    key = "\n".join([type(target.hf).__module__, _key(target.hf), *dict.fromkeys(parts)])
     adapter = kept(key)
     if adapter is None:
         adapter = inferred(target.hf)

@@ -205,16 +205,15 @@ class _LayerSums:
 
     def _off(self, total: Tensor, *parts: Tensor) -> float:
         """Largest distance from a sum, relative to the largest number in it, of any row, without the last token."""
-        total, *parts = [rows[:, :-1] for rows in (total, *parts)]
         if any(part.shape != total.shape for part in parts):
             return float("inf")
         worst = 0.0
         for row in range(len(total)):
-            size = total[row].abs().max()
-            error = total[row].clone()
+            error = total[row, :-1]
+            size = error.abs().max()
             for part in parts:
-                size = torch.maximum(size, part[row].abs().max())
-                error = error - part[row]
+                size = torch.maximum(size, part[row, :-1].abs().max())
+                error = error - part[row, :-1]
             if not size > 0:
                 continue
             worst = max(worst, float((error.abs().max() / size).nan_to_num(torch.inf)))
