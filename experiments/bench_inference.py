@@ -82,19 +82,21 @@ def measure(shape: str, what: str) -> dict[str, float]:
     import torch
 
     torch.set_num_threads(1)
-    from sinkscope.models import infer
+    from sinkscope.inference import find
+    from sinkscope.inference.infer import infer
+    from sinkscope.models.stack import DRAFT
     from sinkscope.models.target import Target
     from sinkscope.models.wrapped import target_of
 
     model = model_of(shape)
     small = model_of_two_layers()
-    infer.infer(small)  # so that imports are not counted
+    infer(small)  # so that imports are not counted
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before, started = _peak(), time.process_time()
     if what == "live":
         target_of(model)
     else:
-        infer.kept_or_inferred(Target(model, model, "hf", infer.DRAFT))
+        find.kept_or_inferred(Target(model, model, "hf", DRAFT))
     seconds = time.process_time() - started
     layer = sum(parameter.numel() * parameter.element_size() for parameter in model.model.layers[0].parameters())
     return {"seconds": seconds, "gigabytes": (_peak() - before) / 1e9, "layer_gigabytes": layer / 1e9}

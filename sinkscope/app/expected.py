@@ -16,8 +16,8 @@ from torch.utils.benchmark import Timer
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.config import float32_by_default, new_model, parse_device, parse_dtype, read_config
 from sinkscope.models.hub import hub_folder
-from sinkscope.models.infer import stack_of
 from sinkscope.models.locate import locate
+from sinkscope.models.stack import stack_of
 
 ROWS = 64
 """Positions that pass through a layer together in the measured product of matrices."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import sinkscope as ss
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.probe import begins_at
+from sinkscope.inference.probe import begins_at
 from sinkscope.models.scope import scope_line
 from sinkscope.models.target import Target, first_tensor
 from sinkscope.models.wrapped import target_of

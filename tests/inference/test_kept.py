@@ -13,7 +13,7 @@ from organisms.decoders import decoder
 from organisms.sizes import SIZES, sized_decoder
 from organisms.tiny import MODEL_TYPES, tiny_model
 
-from sinkscope.models import infer, kept, sample
+from sinkscope.inference import find, kept, sample
 from sinkscope.models.wrapped import target_of
 
 WIDE = (
@@ -23,7 +23,6 @@ WIDE = (
     "gemma2",
     "phi3",
     "granite",
-    "falcon",
     "mixtral",
     "olmo2",
     "qwen3_next",
@@ -35,21 +34,21 @@ WIDE = (
 def folder(tmp_path, monkeypatch) -> Path:
     """An empty cache of the user, and a process that knows no adapter."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(infer, "_KNOWN", {})
+    monkeypatch.setattr(find, "_KNOWN", {})
     return tmp_path / "sinkscope" / "adapters"
 
 
 def _next_process(monkeypatch) -> list[int]:
     """Forget what this process knows, and count how often an adapter is inferred from now on."""
-    monkeypatch.setattr(infer, "_KNOWN", {})
+    monkeypatch.setattr(find, "_KNOWN", {})
     calls: list[int] = []
-    real = infer.inferred
+    real = find.inferred
 
     def counted(hf):
         calls.append(1)
         return real(hf)
 
-    monkeypatch.setattr(infer, "inferred", counted)
+    monkeypatch.setattr(find, "inferred", counted)
     return calls
 
 
@@ -99,7 +98,7 @@ def test_a_kept_adapter_of_wrong_places_is_not_believed(folder, monkeypatch):
     content = json.loads(file.read_text())
     content["result"] |= {"mid": "self_attn", "attn_out": "input_layernorm"}
     file.write_text(json.dumps(content))
-    monkeypatch.setattr(infer, "_KNOWN", {})
+    monkeypatch.setattr(find, "_KNOWN", {})
     names = {name.partition(".")[2] for name, _ in target_of(tiny_model("llama")[0]).adapter.unproved}
     assert {"0.hook_attn_out", "0.hook_resid_mid"} <= names
 
@@ -119,24 +118,24 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
     blocked = tmp_path / "file"
     blocked.write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", os.fspath(blocked))
-    monkeypatch.setattr(infer, "_KNOWN", {})
+    monkeypatch.setattr(find, "_KNOWN", {})
     assert target_of(tiny_model("llama")[0]).adapter.down == "mlp.down_proj"
 
 
 @pytest.mark.parametrize("model_type", WIDE)
 def test_a_narrow_model_of_the_same_modules_has_the_same_adapter(model_type, monkeypatch):
     model = sized_decoder(model_type, next(iter(SIZES.values()))).model
-    direct = infer.inferred(model)
+    direct = find.inferred(model)
     monkeypatch.setattr(sample, "_WIDE", 0)
     calls: list[torch.nn.Module] = []
-    real = infer.infer
+    real = find.infer
 
     def seen(hf):
         calls.append(hf)
         return real(hf)
 
-    monkeypatch.setattr(infer, "infer", seen)
-    assert infer.inferred(model) == direct
+    monkeypatch.setattr(find, "infer", seen)
+    assert find.inferred(model) == direct
     assert calls[0] is not model  # the model itself is not called
     widths = [sum(parameter.numel() for parameter in hf.parameters()) for hf in (calls[0], model)]
     assert len(calls) == 1 and widths[0] < 0.5 * widths[1]
@@ -146,9 +145,9 @@ def test_a_narrow_model_of_the_same_modules_has_the_same_adapter(model_type, mon
 @pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 4))
 def test_tiny_models_taken_for_wide_ones_have_the_same_adapter(model_type, monkeypatch):
     model = tiny_model(model_type)[0]
-    direct = infer.inferred(model)
+    direct = find.inferred(model)
     monkeypatch.setattr(sample, "_WIDE", 0)
-    assert infer.inferred(model) == direct
+    assert find.inferred(model) == direct
 
 
 def test_a_model_that_its_user_changed_is_called_itself(monkeypatch):
@@ -157,4 +156,4 @@ def test_a_model_that_its_user_changed_is_called_itself(monkeypatch):
     for layer in model.model.layers:
         layer.mlp.down_proj = torch.nn.Sequential(layer.mlp.down_proj)
     monkeypatch.setattr(sample, "_WIDE", 0)
-    assert infer.inferred(model).down == "mlp.down_proj.0"
+    assert find.inferred(model).down == "mlp.down_proj.0"

@@ -19,9 +19,9 @@ from organisms.tiny import tiny_model
 import sinkscope as ss
 from experiments.model_types import COVERING, DATA
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.infer import infer
-from sinkscope.models.probe import token_ids
-from sinkscope.models.sums import unproved
+from sinkscope.inference.infer import infer
+from sinkscope.inference.probe import token_ids
+from sinkscope.inference.sums import unproved
 from sinkscope.models.target import Target
 from sinkscope.models.wrapped import target_of
 

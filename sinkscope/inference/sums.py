@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from sinkscope.models.heads import projected
 from sinkscope.models.target import Args, Hook, Kwargs, Target, first_tensor, on_hidden, on_input
+from sinkscope.trace.attention import Attention, listening
 
 Rows = Float[Tensor, "row pos width"]
 _ROWS = 2
@@ -40,8 +41,6 @@ def unproved(target: Target, ids: Int[Tensor, "1 pos"], layers: list[int]) -> di
         ids: A few tokens.
         layers: The layers.
     """
-    from sinkscope.trace.attention import Attention, listening
-
     tolerance = max(_EXACT, _IN_HALF * torch.finfo(target.dtype).eps)
     checks = {layer: _LayerSums(target, layer, tolerance) for layer in layers}
     hooks = list[Hook]()
