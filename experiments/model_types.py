@@ -1,8 +1,9 @@
 """Which decoder types of transformers are served: builds each one small, examines it, and writes the table of the docs.
 
-    python -m experiments.model_types [TYPE ...]
+    python -m experiments.model_types [--sites] [TYPE ...]
 
-Writes figures/model_types.json (types that are named replace their entries) and docs/models.md.
+Writes figures/model_types.json (types that are named replace their entries) and docs/models.md. With --sites, types are
+not examined again, and only their sites are compared with what their layers really add and multiply, at five sizes.
 """
 
 from __future__ import annotations
@@ -29,6 +30,19 @@ NO_DECODERS = set(  # encoders and decoders of encoder-decoder models, which the
     roberta-prelayernorm roc_bert roformer trocr whisper xlm xlm-prophetnet xlm-roberta xlm-roberta-xl xlnet
     xmod""".split()
 )
+COVERING = (  # each has something that those before it do not have
+    # windows, shared experts, latent attention, norms behind, factors, convolutions, linear attention, per-layer inputs
+    "cohere2 afmoe deepseek_v2 exaone4 granite_swa lfm2_moe qwen3_next gemma4_text "
+    # experts in other layouts or beside a shared one; chunks; layers of one part each; parts in some layers
+    "gpt_oss dbrx jetmoe llama4_text granitemoeshared axk1 nemotron_h olmo_hybrid beam "
+    # positions by ALiBi, by addition, or none; attention outside the interface; one module for q, k and v; norms at the
+    # end of layers; attention in two halves; learned sinks in some layers
+    "bloom biogpt gptj mpt gpt_bigcode gpt_neo gpt_neox_japanese git diffllama mimo_v2_flash "
+    # indexers; state and keys in one layer; parallel parts; a norm inside the MLP; multipliers; a text model inside
+    "deepseek_v32 minimax_m3_vl_text falcon_h1 phi bitnet minicpm3 aria_text smollm3 recurrent_gemma"
+).split()
+"""Types that the default tests examine in full."""
+SMALL = "as in released checkpoints, d_model 64"
 INTRODUCTION = """# Is my model served?
 
 `sinkscope models --check MODEL` answers for one model: it prints the adapter, the figures of the proof, and what is
@@ -59,6 +73,34 @@ def types() -> list[str]:
     return [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in NO_DECODERS]
 
 
+def sites(model_type: str) -> dict[str, Any]:
+    """How many sites of a type are right at each size, which are wrong, and which are not offered."""
+    from sinkscope.errors import SinkscopeError
+    from tests.organisms.decoders import decoder
+    from tests.organisms.site_check import check_sites
+    from tests.organisms.sizes import SIZES, Built, sized_decoder
+
+    found: dict[str, Any] = {}
+    for name in (SMALL, *SIZES):
+        try:
+            if name == SMALL:
+                built = Built(decoder(model_type))
+            else:
+                built = sized_decoder(model_type, SIZES[name])
+        except Exception as error:
+            found[name] = {"not built": f"{type(error).__name__}: {error}"[:160]}
+            continue
+        try:
+            report = check_sites(built.model)
+        except SinkscopeError as error:
+            found[name] = {"refused": str(error)[:160]}
+            continue
+        parts = sorted({site.split(".", 2)[2] for site in report.refused})
+        found[name] = {"right": len(report.right), "wrong": report.wrong, "not offered": parts}
+        found[name]["has these widths"] = built.has_size
+    return found
+
+
 def entry(model_type: str) -> dict[str, Any] | None:
     """What was found of a type; None if it cannot be built small."""
     from tests.organisms.decoders import decoder
@@ -72,7 +114,8 @@ def entry(model_type: str) -> dict[str, Any] | None:
     if sum(parameter.numel() for parameter in model.parameters()) > 30_000_000:
         return None
     report = examine(model_type)
-    return {"status": report.status, "parts": report.parts, "wrong": report.wrong, "scope": report.scope}
+    found = {"status": report.status, "parts": report.parts, "wrong": report.wrong, "scope": report.scope}
+    return {**found, "sites": sites(model_type)}
 
 
 def remark(found: dict[str, Any]) -> str:
@@ -106,16 +149,23 @@ def main(chosen: list[str]) -> None:
     """Examine the types and write both files."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    only_sites = "--sites" in chosen
+    chosen = [name for name in chosen if name != "--sites"]
+    if only_sites and not chosen:
+        chosen = list(json.loads(DATA.read_text())["result"]["types"])
     for model_type in chosen or types():
-        found = entry(model_type)
+        found = sites(model_type) if only_sites else entry(model_type)
         if found is None:
             continue
         data: dict[str, Any] = {"types": {}}
         if DATA.is_file():  # read again, because several processes may share the types
             data = json.loads(DATA.read_text())["result"]
+        if only_sites:
+            found = {**data["types"][model_type], "sites": found}
         data["transformers"] = transformers.__version__
         data["types"][model_type] = found
-        print(f"{model_type}: {found['status']} {'; '.join(found['wrong'])}", flush=True)
+        wrong = [*found["wrong"], *(site for size in found["sites"].values() for site in size.get("wrong", []))]
+        print(f"{model_type}: {found['status']} {'; '.join(wrong)}", flush=True)
         data["types"] = dict(sorted(data["types"].items()))
         DATA.write_text(record("model-types", data, {}))
     PAGE.write_text(page(json.loads(DATA.read_text())["result"]))

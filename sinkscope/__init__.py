@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 __version__ = "0.2.0"
+FINDER = "sinkscope.inference.find"  # finds the adapters of models, which know of nothing above them
 
 _HOME = {  # public name -> where it lives; measurements come from the table of commands
     "load": "sinkscope.models.load",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
+import shutil
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Generator
 from importlib.util import find_spec
@@ -13,7 +16,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+CACHE = tempfile.mkdtemp(prefix="sinkscope-cache-")  # what tests keep is not what users keep
+atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
 os.environ.update(  # before anything that reads them is imported
+    XDG_CACHE_HOME=CACHE,
     HF_HUB_OFFLINE="1",  # a test that means to download says so, against a server of its own
     HF_HUB_DISABLE_TELEMETRY="1",
     HF_HUB_DISABLE_PROGRESS_BARS="1",

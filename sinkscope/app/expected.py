@@ -19,9 +19,9 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.models.config import float32_by_default, new_model, parse_device, parse_dtype, read_config
 from sinkscope.models.experts import ScaledInputExperts, experts_of
 from sinkscope.models.hub import hub_folder
-from sinkscope.models.infer import stack_of
 from sinkscope.models.locate import locate
 from sinkscope.models.open import LAYER_BYTES, streamed_dtype
+from sinkscope.models.stack import stack_of
 
 ROWS = 64
 """Positions that pass through a layer together in the measured product of matrices."""

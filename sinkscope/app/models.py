@@ -42,9 +42,9 @@ def print_models(
 
 def _check(name: str) -> None:
     """Print what is known of a model, and prove it."""
+    from sinkscope.inference.probe import probe
     from sinkscope.models.adapters import row_of
     from sinkscope.models.load import load
-    from sinkscope.models.probe import probe
     from sinkscope.models.scope import scope_line, shown_row
     from sinkscope.models.wrapped import target_of
 

@@ -81,7 +81,7 @@ ADAPTERS: dict[str, Adapter] = {}
 def register(adapter: Adapter) -> Adapter:
     """Register the adapter of another architecture; everything that accepts a model then accepts this one.
 
-    `sinkscope.load` checks a row on a few tokens before it returns the model; `models.probe.probe` runs the same check.
+    `sinkscope.load` checks a row on a few tokens before it returns the model, as `inference.probe.probe` does.
 
     Raises:
         SinkscopeError: This `model_type` already has an adapter, or the row names no projections.

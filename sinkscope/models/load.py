@@ -31,9 +31,10 @@ from sinkscope.models.config import (
     read_tokenizer,
     reads_images,
 )
+from sinkscope.models.finding import adapter_of, prove
 from sinkscope.models.fingerprint import fingerprint
-from sinkscope.models.infer import DRAFT, adapter_of, prove
 from sinkscope.models.locate import ModelSource, locate, no_permission
+from sinkscope.models.stack import DRAFT
 from sinkscope.models.stored import check_pickled, check_unexpected, is_quantised
 from sinkscope.models.target import Target
 from sinkscope.models.wrapped import target_of, unwrap
@@ -75,7 +76,7 @@ def load(
         tokenizer: Tokenizer to use instead of the one stored with the weights.
         trust_remote_code: Run Python code that comes with the checkpoint.
         probe: Check on a few tokens that edits reach the logits and that attention is recomputed correctly
-            (`sinkscope.models.probe`). Live models are not probed.
+            (`sinkscope.inference.probe`). Live models are not probed.
 
     Returns:
         TransformerBridge, Hugging Face model or nnsight model, in eval mode. Its tokenizer is kept on the Hugging

@@ -31,12 +31,13 @@ from sinkscope.models.config import (
     read_config,
     read_tokenizer,
 )
+from sinkscope.models.finding import adapter_of
 from sinkscope.models.fingerprint import fingerprint
 from sinkscope.models.hub import TOKENIZER_FILES, hub_folder
-from sinkscope.models.infer import DRAFT, adapter_of, first_of_kinds, stack_of
 from sinkscope.models.load import explained, load, quiet
 from sinkscope.models.locate import ModelSource, locate
 from sinkscope.models.names import BUNDLED
+from sinkscope.models.stack import DRAFT, first_of_kinds, stack_of
 from sinkscope.models.stored import check_unexpected, is_quantised
 from sinkscope.models.target import Target, kind_of
 from sinkscope.models.wrapped import target_of

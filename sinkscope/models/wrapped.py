@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
-from sinkscope.models.infer import DRAFT, adapter_of
+from sinkscope.models.finding import adapter_of
+from sinkscope.models.stack import DRAFT
 from sinkscope.models.target import Kind, Target
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.adapters import Adapter
+from sinkscope.models.heads import projected
 from sinkscope.models.inputs import read_inputs
 from sinkscope.models.target import Target, first_tensor, norms_of, on_input, on_output
 from sinkscope.models.wrapped import target_of
@@ -52,21 +53,6 @@ def _heads(target: Target, tensor: Float[Tensor, "*n width"]) -> Float[Tensor, "
     return rearrange(tensor, "... (head d_head) -> ... head d_head", head=target.n_heads)
 
 
-def projected(which: str, target: Target, tensor: Float[Tensor, "*n width"]) -> Float[Tensor, "*n head d_head"]:
-    """q, k or v before rotary, from the output of its own or a shared projection."""
-    adapter, index = target.adapter, "qkv".index(which)
-    if getattr(adapter, which) is None:
-        if adapter.qkv_layout == "by head":
-            split = rearrange(tensor, "... (head qkv d_head) -> qkv ... head d_head", head=target.n_heads, qkv=3)
-            return split[index]
-        heads = [target.n_heads, target.n_kv_heads, target.n_kv_heads]
-        tensor = tensor.split([count * target.head_width for count in heads], -1)[index]
-    count = target.n_kv_heads
-    if which == "q":
-        count = target.n_heads
-    return rearrange(tensor, "... (head d_head) -> ... head d_head", head=count)
-
-
 @dataclass(frozen=True)
 class _Place:
     """Where a site of a layer is: an adapter path, and which part of its input or output."""
@@ -92,6 +78,16 @@ _PLACES = {
     "attn.hook_z": _Place(lambda a: a.o, "pre", _heads),
     "attn.hook_pattern": _Place(lambda a: ""),
 }
+_PROVED = {
+    "hook_attn_out",
+    "hook_resid_mid",
+    "hook_mlp_out",
+    "attn.hook_q",
+    "attn.hook_k",
+    "attn.hook_v",
+    "attn.hook_z",
+}
+"""Places that are proved by sums and products when a model is loaded, or first used."""
 _LAST = ("ln_final", "logits")  # what the unembedding reads, and what it gives
 
 
@@ -168,10 +164,15 @@ def _path(target: Target, layer: int, part: str) -> str:
     adapter = target.adapter
     path = _PLACES[part].path(adapter)
     is_projection = part in ("attn.hook_q", "attn.hook_k", "attn.hook_v")
-    problem = dict(adapter.unproved).get(f"blocks.{layer}.{part}", "")
-    if problem:
-        problem = f"it cannot be proved, because {problem}"
-    elif part.startswith("mlp.") and target.is_mixture(layer):
+    unproved = dict(adapter.unproved)
+    reason = unproved.get(f"blocks.{layer}.{part}", unproved.get("*") if part in _PROVED else None)
+    if reason is not None:
+        raise UnsupportedError(
+            f"site 'blocks.{layer}.{part}' is not offered on {adapter.model_type}, because its place could not be "
+            f"proved: {reason}; leave it out of sites"
+        )
+    problem = ""
+    if part.startswith("mlp.") and target.is_mixture(layer):
         problem = f"layer {layer} is a mixture, so it is per expert: use find_sinks for its neurons, or hook_mlp_out"
     elif is_projection and adapter.fused_qkv is not None and adapter.qkv_layout is None:
         problem = "the layout of q, k and v in one module varies"

@@ -25,8 +25,8 @@ from sinkscope.bench.answer import BenchModel, answer_rows
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
 from sinkscope.files.output import kind_of, write_output
 from sinkscope.files.result import Result
+from sinkscope.inference.infer import infer
 from sinkscope.interventions.decode import greedy, noted_decoding
-from sinkscope.models.infer import infer
 from sinkscope.models.text.chat import chat_text
 from sinkscope.models.wrapped import target_of
 

@@ -17,11 +17,11 @@ from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.inference.probe import probe
 from sinkscope.interventions import Ablate
 from sinkscope.models import adapters
 from sinkscope.models.adapters import Adapter
 from sinkscope.models.load import BACKENDS, load
-from sinkscope.models.probe import probe
 from sinkscope.models.target import Target, first_tensor
 from sinkscope.models.wrapped import target_of
 

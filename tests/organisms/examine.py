@@ -15,7 +15,7 @@ from torch import Tensor
 
 import sinkscope as ss
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.probe import begins_at
+from sinkscope.inference.probe import begins_at
 from sinkscope.models.scope import scope_line
 from sinkscope.models.target import Target, first_tensor
 from sinkscope.models.wrapped import target_of
@@ -27,6 +27,7 @@ from sinkscope.sinks.first_token.layer_view import (
 )
 
 from .decoders import byte_tokenizer, decoder
+from .site_check import check_sites
 
 NEURON = 7
 LENGTH = 81  # more than every window and top-k of the tiny configurations
@@ -91,6 +92,7 @@ def examine(model_type: str, *, seed: int = 0, quick: bool = False) -> TypeRepor
     if target is None:
         return report
     report.scope = scope_line(target)
+    report.wrong += [f"site {wrong}" for wrong in check_sites(model, edits=not quick).wrong]
     before = _state(model)
     _check_attention(report, target)
     for layer in range(1, target.n_layers):

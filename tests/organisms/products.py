@@ -39,7 +39,9 @@ class Products(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         square = (self.tokens, self.tokens)
-        if name in _PRODUCTS:
+        if name == "scaled_dot_product_attention":  # some models have no eager attention
+            self.query, self.key, self.value, self.heads = map(_flat, (*args[:3], result))
+        elif name in _PRODUCTS:
             tensors = [value for value in (*args, *(kwargs or {}).values()) if isinstance(value, Tensor)]
             left, right = tensors[-2:]
             if self._has_rows and tuple(left.shape[-2:]) == square:
@@ -168,4 +170,4 @@ def _multiple(one: Tensor, other: Tensor) -> str:
         return "" if not bool(other.any()) else "zero"
     constant = float((one * other).sum()) / square
     off = float((other - constant * one).abs().max() / other.abs().max().clamp(min=1e-30))
-    return "" if off <= 1e-3 and constant > 0 else f"off by {off:.2g}"
+    return "" if off <= 5e-3 and constant > 0 else f"off by {off:.2g}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -101,9 +101,10 @@ def sized_decoder(model_type: str, size: Size, seed: int = 0) -> Built:
     Where the class cannot be built with these widths or cannot run, it keeps the widths of `decoders`.
     """
     small = {"initializer_range": 0.02, "tie_word_embeddings": size.tied}
+    even = replace(size, d_mlp=size.d_mlp // 4 * 4, d_expert=size.d_expert // 4 * 4)  # as fused experts need it
     state = torch.get_rng_state()
     error: Exception | None = None
-    for settings in (size.settings, small):
+    for settings in (size.settings, even.settings, small):
         torch.manual_seed(seed)
         try:
             model = AutoModelForCausalLM.from_config(decoder_config(model_type, settings)).float().eval()
@@ -122,7 +123,7 @@ def sized_decoder(model_type: str, size: Size, seed: int = 0) -> Built:
 
 def _set_numbers(model: Any, size: Size, generator: torch.Generator) -> None:
     """Give the embedding and the norms their sizes."""
-    for name, tensor in model.named_parameters():
+    for tensor in model.parameters():
         if not tensor.isfinite().all():
             tensor.copy_(0.02 * torch.randn(tensor.shape, generator=generator))
     if size.embedding is not None:

@@ -17,6 +17,7 @@ _NARROW_STREAM = 128  # smallest width of the residual stream of a narrow model
 _NARROW_MLP = 96  # fewest neurons of its MLPs and experts
 _EXPERTS = 16  # most experts of its mixtures
 _MLP_WIDTHS = ("intermediate", "ffn_dim", "n_inner", "ffn_hidden")  # parts of the names of settings
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 _COUNTS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -63,8 +64,9 @@ def _narrow(text: Any) -> None:
     while _can_halve(heads, kv_heads, d_model, 2 * step):
         step *= 2
     text.hidden_size, text.num_attention_heads = d_model // step, heads // step
-    if getattr(text, "num_key_value_heads", None):
-        text.num_key_value_heads = max(1, kv_heads // step)
+    for name in _KV_HEADS:
+        if getattr(text, name, None):
+            setattr(text, name, max(1, getattr(text, name) // step))
     if d_head is not None:
         text.head_dim = d_head
     for name, value in text.to_dict().items():

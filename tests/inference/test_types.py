@@ -8,19 +8,8 @@ import pytest
 import transformers
 from organisms.examine import examine
 
-from experiments.model_types import DATA, PAGE, page, types
+from experiments.model_types import COVERING, DATA, PAGE, page, types
 
-COVERING = (  # each has something that those before it do not have
-    # windows, shared experts, latent attention, norms behind, factors, convolutions, linear attention, per-layer inputs
-    "cohere2 afmoe deepseek_v2 exaone4 granite_swa lfm2_moe qwen3_next gemma4_text "
-    # experts in other layouts or beside a shared one; chunks; layers of one part each; parts in some layers
-    "gpt_oss dbrx jetmoe llama4_text granitemoeshared axk1 nemotron_h olmo_hybrid beam "
-    # positions by ALiBi, by addition, or none; attention outside the interface; one module for q, k and v; norms at the
-    # end of layers; attention in two halves; learned sinks in some layers
-    "bloom biogpt gptj mpt gpt_bigcode gpt_neo gpt_neox_japanese git diffllama mimo_v2_flash "
-    # indexers; state and keys in one layer; parallel parts; a norm inside the MLP; multipliers; a text model inside
-    "deepseek_v32 minimax_m3_vl_text falcon_h1 phi bitnet minicpm3 aria_text smollm3 recurrent_gemma"
-).split()
 RECORDED = json.loads(DATA.read_text())["result"]
 
 

@@ -17,10 +17,11 @@ from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from sinkscope.errors import UnsupportedError
+from sinkscope.inference.find import adapter_of
+from sinkscope.inference.infer import infer
+from sinkscope.inference.probe import probe
 from sinkscope.kv.h2o import H2O
-from sinkscope.models.infer import adapter_of, infer
 from sinkscope.models.load import wrap
-from sinkscope.models.probe import probe
 from sinkscope.models.scope import cache_layers, scope_line
 from sinkscope.models.target import Target
 from sinkscope.models.wrapped import target_of
@@ -90,7 +91,7 @@ def test_a_row_is_inferred_for_an_architecture_that_has_none_and_proved():
 
 @pytest.mark.parametrize(("model_type", "kind"), [("llama", "bridge"), ("gpt2", "bridge"), ("phi3", "nnsight")])
 def test_a_model_that_its_user_wrapped(model_type, kind, monkeypatch):
-    monkeypatch.setattr("sinkscope.models.infer._KNOWN", {})
+    monkeypatch.setattr("sinkscope.inference.find._KNOWN", {})
     wrapped = wrap(*tiny_model(model_type), kind)
     target = target_of(wrapped)
     assert target.kind == kind and target.adapter == ROWS[model_type]

@@ -15,10 +15,10 @@ from organisms.tiny import MODEL_TYPES, tiny_model
 
 import sinkscope.trace.attention as attention
 from sinkscope.errors import UnsupportedError
+from sinkscope.inference.probe import probe
 from sinkscope.models import adapters
 from sinkscope.models.adapters import Adapter
 from sinkscope.models.load import load
-from sinkscope.models.probe import probe
 from sinkscope.models.wrapped import target_of
 
 IDS = torch.tensor([[1, 10, 11, 12, 13]])

@@ -34,6 +34,7 @@ from sinkscope.models.target import (
     on_input,
     on_output,
 )
+from sinkscope.trace.attention import Attention, attention_rows, configs_of, eager, listening
 
 _LENGTH = 8
 _SHORT = 3  # tokens of the passes that tell whether one may begin at a layer
@@ -372,9 +373,6 @@ def begins_at(target: Target, layer: int, last: int) -> bool:
 
 def _measure_attention(report: ProbeReport, target: Target) -> None:
     """Compare recomputed attention rows of the first layers with a sum of one, and with the model's own weights."""
-    # The one import of a package further down: what is recomputed there is what has to be proven here.
-    from sinkscope.trace.attention import Attention, attention_rows, eager, listening
-
     adapter, is_bridge = target.adapter, target.kind == "bridge"
     layers = [layer for layer in range(target.n_layers) if target.has_attention(layer)][:_ATTENTION_LAYERS]
     chunks: dict[int, list[Tensor]] = {}
@@ -432,8 +430,6 @@ def _measure_attention(report: ProbeReport, target: Target) -> None:
 @contextmanager
 def _narrowed(target: Target) -> Iterator[None]:
     """Context manager in which every window, chunk and choice of keys is small, so that few tokens go beyond it."""
-    from sinkscope.trace.attention import configs_of
-
     owners: list[Any] = configs_of(target)
     for layer in target.layers:
         owners += layer.modules()

@@ -20,7 +20,9 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from sinkscope.models.heads import projected
 from sinkscope.models.target import Args, Hook, Kwargs, Target, first_tensor, on_hidden, on_input
+from sinkscope.trace.attention import Attention, listening
 
 Rows = Float[Tensor, "row pos width"]
 _ROWS = 2
@@ -39,8 +41,6 @@ def unproved(target: Target, ids: Int[Tensor, "1 pos"], layers: list[int]) -> di
         ids: A few tokens.
         layers: The layers.
     """
-    from sinkscope.trace.attention import Attention, listening
-
     tolerance = max(_EXACT, _IN_HALF * torch.finfo(target.dtype).eps)
     checks = {layer: _LayerSums(target, layer, tolerance) for layer in layers}
     hooks = list[Hook]()
@@ -160,7 +160,7 @@ class _LayerSums:
         self._prove_heads()
         self._rows.clear()
 
-    def _prove_post(self, post: Rows, parts: list[Rows], names: list[str]) -> None:
+    def _prove_post(self, post: Rows, parts: list[Tensor], names: list[str]) -> None:
         off = self._off(post, *parts)
         if off <= self.tolerance:
             return
@@ -202,16 +202,17 @@ class _LayerSums:
         for part in parts:
             self.problems.setdefault(part, f"{said} (off by {off:.2g})")
 
-    def _off(self, total: Rows, *parts: Rows) -> float:
+    def _off(self, total: Tensor, *parts: Tensor) -> float:
         """Largest distance from a sum, relative to the largest number in it, of any row, without the last token."""
-        total, *parts = [rows[:, :-1] for rows in (total, *parts)]
+        if any(part.shape != total.shape for part in parts):
+            return float("inf")
         worst = 0.0
         for row in range(len(total)):
-            size = total[row].abs().max()
-            error = total[row].clone()
+            error = total[row, :-1]
+            size = error.abs().max()
             for part in parts:
-                size = torch.maximum(size, part[row].abs().max())
-                error = error - part[row]
+                size = torch.maximum(size, part[row, :-1].abs().max())
+                error = error - part[row, :-1]
             if not size > 0:
                 continue
             worst = max(worst, float((error.abs().max() / size).nan_to_num(torch.inf)))
@@ -251,8 +252,6 @@ class _Heads:
         return hooks
 
     def _keep_site(self, which: str, _module: nn.Module, _args: Args, _kwargs: Kwargs, output: Any) -> None:
-        from sinkscope.trace.run import projected
-
         tensor = first_tensor(output).detach().reshape(_ROWS, -1, first_tensor(output).shape[-1])
         try:
             self._at_site[which] = projected(which, self.target, tensor).float().clone()
@@ -326,7 +325,7 @@ class _Heads:
         self._norms.clear()
 
     def _between_norms(
-        self, site: Float[Tensor, "row pos head d_head"], behind: Float[Tensor, "row pos head d_head"]
+        self, site: Float[Tensor, "row pos head d_head"], behind: Float[Tensor, "row pos other_head other_d_head"]
     ) -> tuple[Tensor, Tensor]:
         """What norms behind the site make of what it holds, and what norms before attention read."""
         unused = list[tuple[Tensor, Tensor]]()

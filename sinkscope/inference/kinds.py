@@ -1,0 +1,114 @@
+"""What is found in each kind of layer, and the one adapter that is made of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sinkscope.inference.attention_write import attention_write
+from sinkscope.inference.mlp import experts_path, mlp_of, write_of
+from sinkscope.inference.probe import begins_at
+from sinkscope.inference.stage import Stage, contains, largest
+from sinkscope.models.adapters import PATHS, Adapter
+from sinkscope.models.stack import NotInferredError
+
+_IF_MIXED = {"learned_sinks": True, "adds": False, "qkv_layout": None, "attn_factor": 1.0}  # where layers differ
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What was found in the first layer of a kind.
+
+    Attributes:
+        number: Its number.
+        parts: Paths of all of its modules.
+        fields: Fields of the adapter; not those about parts that this layer does not have.
+    """
+
+    number: int
+    parts: frozenset[str]
+    fields: dict[str, Any]
+
+    @classmethod
+    def of(cls, stage: Stage) -> Kind:
+        """Find the MLP of a layer, beside its attention."""
+        heads = stage.heads
+        fields: dict[str, Any] = {"mid": None}
+        experts = experts_path(stage)
+        mlp = mlp_of(stage, experts is None)
+        write = None
+        if mlp is not None:
+            of_mlp, write = mlp
+            fields |= {**of_mlp, "shared_gate": write.weight}
+            fields["down_factor" if experts is None else "shared_factor"] = write.factor
+        if experts is not None:
+            routed = write_of(stage, experts)
+            # A shared expert inside the mixture is part of what that gives; one beside it has to be added like it.
+            if write is not None and not contains(routed.mlp, fields["down"]):
+                if replace(write, mlp=routed.mlp) != replace(routed, factor=1.0):
+                    raise NotInferredError("its shared expert stands beside the mixture, and is not simply added to it")
+            write = routed
+            fields |= {"experts": experts, "expert_factor": write.factor}
+        if write is not None:
+            fields |= {"mlp": write.mlp, "post_mlp_norm": write.post_norm}
+            fields |= {"write_factor": write.write_factor, "adds": write.adds}
+        of_attention = attention_write(stage, write)
+        if of_attention is not None:
+            fields |= {"mid": of_attention.mid, "attn_factor": of_attention.factor}
+            fields["attn"] = heads.get("attn", of_attention.writer)
+            if fields["attn"] != of_attention.writer:
+                fields["attn_out"] = of_attention.writer
+        return cls(stage.number, frozenset(stage.paths.values()) - {""}, fields | heads)
+
+    def distinction(self, rivals: list[Kind]) -> str:
+        """A part that layers of this kind have and layers of other kinds do not have.
+
+        Raises:
+            NotInferredError: There is none.
+        """
+        own = [path for name, path in self.fields.items() if name in PATHS and path]
+        for part in [*own, *sorted(self.parts, key=lambda part: (part.count("."), part))]:
+            if not any(part in rival.parts for rival in rivals):
+                return part
+        raise NotInferredError(f"no part tells layer {self.number} from layers of other kinds")
+
+
+def merged(draft: Adapter, stages: list[Stage]) -> Adapter:
+    """One adapter for all kinds of layers.
+
+    Raises:
+        NotInferredError: No layer has an MLP, or layers differ where a row has one value.
+    """
+    kinds = [Kind.of(stage) for stage in stages]
+    settings: dict[str, Any] = {}
+    for name in dict.fromkeys(name for kind in kinds for name in kind.fields):
+        values = list(dict.fromkeys(kind.fields[name] for kind in kinds if name in kind.fields))
+        if name in PATHS:
+            settings[name] = _spec(name, kinds)
+        elif len(values) == 1:
+            settings[name] = values[0]
+        elif name in _IF_MIXED:
+            settings[name] = _IF_MIXED[name]
+        else:
+            raise NotInferredError(f"{name!r} of the adapter is {values[0]} in one layer, {values[1]} in another")
+    if "mlp" not in settings:
+        raise NotInferredError("no MLP was found in its layers")
+    target = stages[0].target
+    layer = max(stages[-1].number, 1)  # one of another kind than the first may read what that has kept
+    settings["from_any_layer"] = layer < len(target.layers) and begins_at(target, layer, layer)
+    last, other = stages[0].hidden[-2:]  # equal tokens behind equal tokens
+    return replace(draft, **settings, absolute_positions=largest(last - other) > 1e-6)
+
+
+def _spec(name: str, kinds: list[Kind]) -> str | None:
+    """The path of a part, with alternatives for kinds of layers that have it elsewhere; None if no layer has it."""
+    alternatives = dict[str, None]()
+    for kind in kinds:
+        path = kind.fields.get(name)
+        if path is None:
+            continue
+        rivals = [other for other in kinds if other.fields.get(name) != path and path in other.parts]
+        if rivals:
+            path = f"{kind.distinction(rivals)}?{path}"
+        alternatives[path] = None
+    return "|".join(alternatives) or None

@@ -1,0 +1,75 @@
+"""The list of decoder layers of a model, before anything else is known of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from sinkscope.errors import UnsupportedError
+from sinkscope.models.adapters import Adapter, row_of
+from sinkscope.models.target import Hook, Target, kind_of
+
+_LENGTH = 9  # tokens of a pass
+DRAFT = Adapter("")
+"""What a `Target` has until its adapter is known."""
+
+
+class NotInferredError(Exception):
+    """The message says what was not found, as the end of a sentence about the model."""
+
+
+def stack_of(hf: nn.Module) -> str:
+    """Path of the list of decoder layers.
+
+    Raises:
+        UnsupportedError: There is none.
+    """
+    model: Any = hf
+    row = row_of(model.config.model_type)
+    if row is not None:
+        return row.layers
+    try:
+        return stack_path(hf, {module: name for name, module in hf.named_modules()})
+    except NotInferredError as error:
+        raise not_inferred(model, error) from None
+
+
+def not_inferred(model: Any, error: NotInferredError) -> UnsupportedError:
+    """The error for a model of which something was not found."""
+    return UnsupportedError(
+        f"model type {model.config.model_type!r} has no adapter, and none could be inferred: {error}; write one with "
+        "sinkscope.models.adapters.register (see docs/extending.md)",
+        page="unsupported-model",
+    )
+
+
+def stack_path(model: Any, names: dict[nn.Module, str]) -> str:
+    """Path of the list of decoder layers: the largest list of as many as the configuration says, of those that run.
+
+    Raises:
+        NotInferredError: There is none.
+    """
+    depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    sizes = dict[nn.ModuleList, int]()
+    for module in names:
+        if isinstance(module, nn.ModuleList) and len(module) and depth in (None, len(module)):
+            sizes[module] = sum(parameter.numel() for parameter in module.parameters())
+    if len(sizes) > 1 and not any(parameter.is_meta for parameter in model.parameters()):
+        running = list[nn.Module]()  # image towers do not
+        hooks: list[Hook] = [(stack[0], "pre", lambda module, *_: running.append(module)) for stack in sizes]
+        with Target(model, model, "hf", DRAFT).hooks(*hooks):
+            model(input_ids=torch.arange(16, 16 + _LENGTH, device=model.device)[None], use_cache=False)
+        sizes = {stack: size for stack, size in sizes.items() if stack[0] in running}
+    if not sizes:
+        raise NotInferredError(f"it has no list of {depth} layers, one for each that its configuration names")
+    return names[max(sizes, key=lambda stack: sizes[stack])]
+
+
+def first_of_kinds(target: Target) -> list[int]:
+    """The first layer of each kind: layers of a kind have parameters of the same names and shapes."""
+    firsts = dict[str, int]()
+    for number, layer in enumerate(target.layers):
+        firsts.setdefault(kind_of(layer), number)
+    return list(firsts.values())
