@@ -71,7 +71,7 @@ def check_mask(mask: Any, call: Call, target: Target) -> None:
         tokens = counted(int(hidden.sum()), "token")
         raise UnsupportedError(
             f"the attention mask of this turn hides {tokens} that earlier calls have read; without a mask, "
-            f"`generate` takes every token equal to pad_token_id={pad} for padding: pass attention_mask with 1 at every "
-            "real token",
+            f"`generate` takes every token equal to pad_token_id={pad} for padding: pass attention_mask with 1 at "
+            "every real token",
             page="attention-mask",
         )
