@@ -19,7 +19,6 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import (
-    DynamicIndexedLayer,
     DynamicLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionLayer,
@@ -629,7 +628,7 @@ def _empty_layers(target: Target) -> list[Any]:
         stock = layers[number]
         if isinstance(stock, LinearAttentionAndFullAttentionLayer):
             layers[number] = StateCacheLayer(number, stock)
-        elif isinstance(stock, DynamicIndexedLayer):
+        elif type(stock).__name__ == "DynamicIndexedLayer":
             layers[number] = IndexedCacheLayer(number)
         else:
             layers[number] = CacheLayer(number)
