@@ -207,7 +207,8 @@ def _parameters(module: nn.Module) -> int:
 
 
 def speed(device: torch.device, dtype: torch.dtype, width: int) -> float:
-    """Measured multiplications and additions a second, in products of the shape that MLPs have."""
+    """Measured multiplications and additions a second, in products of the shape that MLPs have, at most 1,024 wide."""
+    width = min(width, 1024)  # a wider one would take minutes where a type is slow, and say the same
     rows = torch.ones(ROWS, width, device=device, dtype=dtype)
     matrix = torch.ones(width, 4 * width, device=device, dtype=dtype)
     timer = Timer("rows @ matrix", globals={"rows": rows, "matrix": matrix}, num_threads=torch.get_num_threads())
