@@ -10,6 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 from torch import nn
@@ -40,6 +41,7 @@ class ModelSize:
         parameters: Number of parameters.
         computing: Those by which a token is multiplied: without the rows of embeddings, and of a mixture of experts
             only as many as a token is sent to.
+        layers_computing: Those of them that are in the layers.
         width: Size of its residual stream.
         whole_bytes: Memory of all weights.
         streamed_bytes: Memory of the weights when layers are read one after the other: what is outside the layers and
@@ -49,6 +51,7 @@ class ModelSize:
     layers: int
     parameters: int
     computing: int
+    layers_computing: int
     width: int
     whole_bytes: int
     streamed_bytes: int
@@ -72,8 +75,8 @@ def expected_cost(
 ) -> str:
     """Say what a command would take on a model, without reading its weights.
 
-    The tokens that pass through all layers were counted with default options on the bundled model; the time for them
-    follows from the measured speed of the device.
+    The positions that pass through layers were counted with default options on other models; the time for them follows
+    from the measured speed of the device.
 
     Args:
         command: Words of the command.
@@ -105,14 +108,16 @@ def expected_cost(
     memory = f"Memory: sinkscope {command} works {way}, so it takes {gigabytes(needed)} and what it computes."
     memory += f" {_fits(needed, place)}"
     duration = "Time: not known for this command."
-    record = json.loads(files("sinkscope.app").joinpath("passes.json").read_text())
-    tokens: int | None = record["result"]["tokens"].get(command)
-    if tokens is not None:
-        seconds = round(2 * size.computing * tokens / speed(place, loaded_as, size.width))
+    positions = layer_positions(command, size.layers)
+    if positions is not None:
+        computing = size.layers_computing
+        if not is_streamed:
+            computing = size.computing
+        seconds = round(2 * computing * positions / size.layers / speed(place, loaded_as, size.width))
         duration = (
-            f"Time: {tokens:,} tokens through {size.layers} layers take about {timedelta(seconds=max(1, seconds))} "
-            f"(hours, minutes, seconds) on {place}, without download and reading. The tokens were counted on the "
-            "bundled model."
+            f"Time: {positions:,} positions, summed over {size.layers} layers, take about "
+            f"{timedelta(seconds=max(1, seconds))} (hours, minutes, seconds) on {place}, without download and reading. "
+            "The positions were counted on other models, and depend on where the sink is."
         )
     return (
         f"Model: {source.name}, {size.layers} layers, {size.parameters / 1e6:,.1f} million parameters.\n"
@@ -138,6 +143,21 @@ def _fits(needed: int, place: torch.device) -> str:
     return f"This fits into the {gigabytes(free)} that are free on {place}."
 
 
+def layer_positions(command: str, layers: int) -> int | None:
+    """How many positions pass through layers while a command runs, summed over layers; None if it was not counted.
+
+    Commands that read layer by layer were counted on models of several depths, and a parabola of the depth is drawn
+    through these sums. Other commands pass as many tokens through each layer.
+    """
+    counted = json.loads(files("sinkscope.app").joinpath("passes.json").read_text())["result"]
+    sums: dict[str, int] | None = counted["layer_tokens"].get(command)
+    if sums is not None:
+        depths = np.array([int(depth) for depth in sums])
+        return int(np.polyval(np.polyfit(depths, list(sums.values()), 2), layers))
+    tokens: int | None = counted["tokens"].get(command)
+    return None if tokens is None else tokens * layers
+
+
 @float32_by_default()
 def size_of(config: Any, dtype: torch.dtype) -> ModelSize:
     """Sizes of the model that a configuration describes, with weights of a type. Nothing is allocated."""
@@ -153,12 +173,13 @@ def size_of(config: Any, dtype: torch.dtype) -> ModelSize:
     for module in hf.modules():  # rows of embeddings are looked up, not multiplied
         if isinstance(module, nn.Embedding) and (unembedding is None or unembedding.weight is not module.weight):
             computing -= _parameters(module)
-    computing -= sum(map(partial(_idle, text), layers))
+    idle = sum(map(partial(_idle, text), layers))
     held = max(2 * largest * dtype.itemsize, LAYER_BYTES)
     return ModelSize(
         layers=len(layers),
         parameters=parameters,
-        computing=computing,
+        computing=computing - idle,
+        layers_computing=deep - idle,
         width=text.hidden_size,
         whole_bytes=parameters * dtype.itemsize,
         streamed_bytes=outside * dtype.itemsize + min(deep * dtype.itemsize, held),
@@ -186,7 +207,8 @@ def _parameters(module: nn.Module) -> int:
 
 
 def speed(device: torch.device, dtype: torch.dtype, width: int) -> float:
-    """Measured multiplications and additions a second, in products of the shape that MLPs have."""
+    """Measured multiplications and additions a second, in products of the shape that MLPs have, at most 1,024 wide."""
+    width = min(width, 1024)  # a wider one would take minutes where a type is slow, and say the same
     rows = torch.ones(ROWS, width, device=device, dtype=dtype)
     matrix = torch.ones(width, 4 * width, device=device, dtype=dtype)
     timer = Timer("rows @ matrix", globals={"rows": rows, "matrix": matrix}, num_threads=torch.get_num_threads())

@@ -8,7 +8,7 @@ from typing import Any, get_args
 from jaxtyping import Int
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, LinearAttentionAndFullAttentionLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.kv.cache import COLUMNS, CacheLayer
@@ -98,7 +98,7 @@ def _empty_layers(target: Target) -> list[Any]:
         stock = layers[number]
         if isinstance(stock, LinearAttentionAndFullAttentionLayer):
             layers[number] = StateCacheLayer(number, stock)
-        elif isinstance(stock, DynamicIndexedLayer):
+        elif type(stock).__name__ == "DynamicIndexedLayer":
             layers[number] = IndexedCacheLayer(number)
         else:
             layers[number] = CacheLayer(number)

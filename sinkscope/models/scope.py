@@ -5,28 +5,22 @@ from __future__ import annotations
 from dataclasses import fields
 
 from transformers import DynamicCache
-from transformers.cache_utils import (
-    DynamicIndexedLayer,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-)
 
 from sinkscope.models.adapters import Adapter
 from sinkscope.models.target import Target
 
-_WITH_KEYS = (
-    DynamicLayer,
-    DynamicIndexedLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
+_WITH_KEYS = (  # names of classes, because older versions of transformers lack some
+    "DynamicLayer",
+    "DynamicIndexedLayer",
+    "DynamicSlidingWindowLayer",
+    "LinearAttentionAndFullAttentionLayer",
 )
 
 
 def cache_layers(target: Target) -> list[int]:
     """Layers whose part of the cache holds keys and values; others keep a state alone."""
     layers = DynamicCache(config=target.config).layers
-    return [number for number, layer in enumerate(layers) if type(layer) in _WITH_KEYS]
+    return [number for number, layer in enumerate(layers) if type(layer).__name__ in _WITH_KEYS]
 
 
 def scope_line(target: Target) -> str:

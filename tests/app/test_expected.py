@@ -1,0 +1,101 @@
+"""What `--dry-run` says: multiplications counted apart from it, memory of the machine, and depth."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+from organisms.decoders import decoder
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, Qwen3MoeConfig
+
+from sinkscope.app import expected
+from sinkscope.app.expected import expected_cost, layer_positions, size_of
+
+TOKENS = 40
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "qwen3_moe",
+        "gpt_oss",
+        "dbrx",
+        "jetmoe",
+        "llama4_text",
+        "deepseek_v3",
+        "ernie4_5_moe",
+        "opt",
+        "gemma4_text",
+        "llama",
+    ],
+)
+@torch.no_grad()
+def test_as_many_multiplications_as_a_pass_makes(model_type):
+    """Counted by torch on a real pass. Attention itself is left out of the estimate, and is little on a short text."""
+    model = decoder(model_type)
+    for config in (model.config, model.config.get_text_config()):
+        config._experts_implementation = config._attn_implementation = "eager"
+    with FlopCounterMode(display=False) as counter:
+        model(torch.arange(20, 20 + TOKENS)[None])
+    ratio = 2 * TOKENS * size_of(model.config, torch.float32).computing / counter.get_total_flops()
+    assert 0.7 < ratio < 1.05
+
+
+def test_a_mixture_counts_the_experts_that_compute():
+    """Qwen3-30B-A3B: 30.5 billion parameters, of which 3.3 billion are active (its model card)."""
+    config = Qwen3MoeConfig(
+        hidden_size=2048,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        moe_intermediate_size=768,
+        num_experts=128,
+        num_experts_per_tok=8,
+        vocab_size=151936,
+    )
+    size = size_of(config, torch.bfloat16)
+    embedding = 2048 * 151936
+    assert size.parameters == pytest.approx(30.5e9, rel=0.01)
+    assert size.computing + embedding == pytest.approx(3.3e9, rel=0.02)
+    assert size.layers_computing == pytest.approx(3.3e9 - 2 * embedding, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("total", "available", "says"),
+    [
+        (8e9, 6e9, "Warning: cpu has 8.0 GB, so this does not fit"),
+        (64e9, 6e9, "Warning: only 6.0 GB of the 64.0 GB of cpu are free now"),
+        (64e9, 60e9, "This fits into the 60.0 GB that are free on cpu"),
+    ],
+)
+def test_memory_above_the_machine_is_warned_of(tmp_path, monkeypatch, total, available, says):
+    config = LlamaConfig(architectures=["LlamaForCausalLM"], dtype="bfloat16")  # 7 B: 13.5 GB
+    config.save_pretrained(tmp_path)
+    monkeypatch.setattr(expected, "speed", lambda *_: 1e12)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=total, available=available))
+    text = expected_cost("lines", tmp_path, device="cpu")
+    assert "13.5 GB as a whole" in text and says in text
+
+
+def test_layers_are_read_in_float32_on_a_cpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(expected, "speed", lambda *_: 1e12)
+    LlamaConfig(architectures=["LlamaForCausalLM"], dtype="bfloat16", num_hidden_layers=2).save_pretrained(tmp_path)
+    assert "Weights in float32" in expected_cost("find-sinks", tmp_path, whole=False, device="cpu")
+    assert "Weights in bfloat16" in expected_cost("lines", tmp_path, device="cpu")
+
+
+def test_positions_by_depth():
+    """Commands that stop when they have seen enough grow slower than the depth, circuit faster, others with it."""
+    sums = {
+        command: [layer_positions(command, depth) for depth in (6, 12, 32)] for command in ("find-sinks", "circuit")
+    }
+    shallow, _, deep = sums["find-sinks"]
+    assert shallow < deep < 32 / 6 * shallow
+    _, middle, deep = sums["circuit"]
+    assert deep > 32 / 12 * middle
+    assert layer_positions("lines", 32) == 32 / 6 * layer_positions("lines", 6)
+    assert layer_positions("view", 6) is None
