@@ -50,7 +50,7 @@ def carried_by(tried: Sequence[Carrier]) -> str | None:
     needed = [carrier.name for carrier in tried if carrier.needed]
     if "key bias" in needed:
         return "key bias"
-    if any("layer" in name for name in needed):
+    if any(carrier.needed and carrier.is_mark for carrier in tried):
         return "mark"
     embeddings = [name for name in needed if "embed" in name]
     nearest_first = [*embeddings, *needed, None]

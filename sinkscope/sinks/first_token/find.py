@@ -122,7 +122,7 @@ def find_sinks(
     further = further_spikes(survey)
     made = []
     if spike is not None:
-        made.append(MadeSpike(spike.place.rules[0], spike.makers, sets.minimal))
+        made.append(MadeSpike(spike.place.rules[0], spike.makers, sets.minimal, spike.fallen))
         made += [MadeSpike(rule, (each.made_by or "",), each.set) for rule, each in further]
     sink = attention_sink(survey, made)
     repetition = None
@@ -222,11 +222,13 @@ class MadeSpike:
         rule: The places.
         makers: Components, named as carriers are.
         set: Neurons that make it. None if no set that was tried does.
+        fallen: Components that take it away again: without them, it hides what heads read.
     """
 
     rule: Rule
     makers: tuple[str, ...]
     set: CausalSet | None
+    fallen: tuple[str, ...] = ()
 
 
 def attention_sink(survey: Survey, made: Sequence[MadeSpike]) -> AttentionSink | None:
@@ -247,11 +249,11 @@ def attention_sink(survey: Survey, made: Sequence[MadeSpike]) -> AttentionSink |
     rule = survey.sink.rules[0]
     heads = received.readers(rule)
     spikes = [one for one in made if _is_at(received.places, rule, one.rule)]
-    tried = ()
+    tried = []
     if any(_spike_carries(heads, one.set) for one in spikes):
         carrier = "spike"
     else:
-        tried = _tried(survey, rule)
+        tried = [one for one in _tried(survey, rule) if not any(one.name in each.fallen for each in spikes)]
         needed = {candidate.name for candidate in tried if candidate.needed}
         carrier = carried_by(tried)
         if any(needed & {*one.makers} for one in spikes):
@@ -269,7 +271,7 @@ def attention_sink(survey: Survey, made: Sequence[MadeSpike]) -> AttentionSink |
         layers_read=len(received.above),
         carried_by=carrier,
         layers=tuple(attention.layer(layer) for layer in range(len(received.above))),
-        carriers=tried,
+        carriers=tuple(tried),
         length=length,
         window=received.window(heads),
         learned_rate=received.learned_rate if received.learned_heads else 0.0,

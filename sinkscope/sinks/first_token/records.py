@@ -84,6 +84,14 @@ class NormSpike:
             makers.append(self.made_by)
         return tuple(makers)
 
+    @property
+    def fallen(self) -> tuple[str, ...]:
+        """The components of layers that reduce the spike."""
+        names = []
+        for layer in self.step_down:
+            names += [f"attention of layer {layer}", f"MLP of layer {layer}"]
+        return tuple(names)
+
 
 @dataclass(frozen=True)
 class PlacedSpike:
@@ -139,6 +147,11 @@ class Carrier:
     def needed(self) -> bool:
         """Whether at least half of the heads of the sink need it."""
         return self.heads_lost >= NEEDED
+
+    @property
+    def is_mark(self) -> bool:
+        """Whether it is an attention layer or an MLP, which writes a mark if it makes no spike."""
+        return "layer" in self.name
 
 
 @dataclass(frozen=True)

@@ -144,6 +144,7 @@ class FindSinks(Result):
             minimal=self.minimal,
             layer=self.sink_layer,
             lengths=self.lengths,
+            further=self.further_spikes,
             stray_norms=self.stray_norms,
         )
         return sentences.conclusion(found)

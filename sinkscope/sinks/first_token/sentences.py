@@ -11,6 +11,7 @@ from sinkscope.sinks.first_token.members import ATTENTION_LENGTH, CausalSet
 from sinkscope.sinks.first_token.records import (
     SHORT,
     AttentionSink,
+    Carrier,
     NormSpike,
     PlacedSpike,
     RepeatsNeeded,
@@ -37,6 +38,7 @@ class Found:
         minimal: The neurons that make the spike.
         layer: The layer whose MLP builds most of it.
         lengths: Lengths of the texts that were read.
+        further: Spikes at further places.
         stray_norms: Positions whose norm stands out and that no words describe.
     """
 
@@ -45,6 +47,7 @@ class Found:
     minimal: CausalSet | None
     layer: int | None
     lengths: tuple[int, ...]
+    further: tuple[PlacedSpike, ...] = ()
     stray_norms: int = 0
 
     @property
@@ -109,17 +112,19 @@ def _read(sink: AttentionSink, verdicts: Sequence[str]) -> str:
 
 def _made(found: Found, verdicts: Sequence[str], wheres: Sequence[str]) -> str:
     """A verdict and who makes the spike, with as many conditions and names as there is room for."""
-    choices = product(verdicts, wheres, (" of its norm", ""), NAMED)
-    return brief(f"{verdict}{where}: {_makers(found, norm, most)}." for verdict, where, norm, most in choices)
+    choices = product(_spikes(found), verdicts, wheres, (" of its norm", ""), NAMED)
+    return brief(
+        f"{verdict}{where}: {_makers(found, spike, norm, most)}." for spike, verdict, where, norm, most in choices
+    )
 
 
-def _makers(found: Found, of_norm: str, most: int) -> str:
+def _makers(found: Found, which: str, of_norm: str, most: int) -> str:
     """What makes the spike, as the middle of a sentence that names at most so many neurons."""
     spike, minimal = found.spike, found.minimal
     assert spike is not None
     if minimal is not None and minimal.makes_the_spike:
         count = len(minimal.sites)
-        makes = f"{agreeing(count, 'makes', 'make')} {_spike(found)}"
+        makes = f"{agreeing(count, 'makes', 'make')} {which}"
         if spike.begun_by is not None:
             makes = f"{agreeing(count, 'amplifies', 'amplify')} the spike that the {spike.begun_by} begins"
         return (
@@ -136,20 +141,26 @@ def _makers(found: Found, of_norm: str, most: int) -> str:
     return f"the {spike.made_by} makes the norm of {place}, {size}"
 
 
-def _spike(found: Found) -> str:
-    """The spike in a sentence about its neurons."""
+def _spikes(found: Found) -> list[str]:
+    """The spike in a sentence about its neurons, the longest form first."""
     spike, sink, minimal = found.spike, found.sink, found.minimal
-    assert spike is not None and minimal is not None
+    assert spike is not None
     place = spike.place.rules[0].words
+    if minimal is None:
+        return [""]
     if minimal.layers is not None:
-        return f"the spike after layers {minimal.layers[0]} to {minimal.layers[1]}"
+        return [f"the spike after layers {minimal.layers[0]} to {minimal.layers[1]}"]
+    if len(spike.place.rules) > 1:
+        sets = [each.set.edit_sites for each in found.further if each.set is not None]
+        if len(sets) == len(spike.place.rules) - 1 and {*sets} == {minimal.edit_sites}:
+            return [f"the spike of {spike.place}", f"the spike of {place}"]
     if len(spike.place.rules) > 1 or place != FIRST:
-        return f"the spike of {place}"
+        return [f"the spike of {place}"]
     if sink is None or conditions(sink)[0]:
-        return "the spike"
+        return ["the spike"]
     if minimal.heads_lost is not None and minimal.heads_lost < MOST_HEADS:
-        return "the spike that at least half of the heads need"
-    return "the spike that the heads attend to"
+        return ["the spike that at least half of the heads need"]
+    return ["the spike that the heads attend to"]
 
 
 # --- attention -------------------------------------------------------------------------------------------------------
@@ -189,17 +200,38 @@ def conditions(sink: AttentionSink) -> tuple[str, ...]:
 
 
 def what_is_read(sink: AttentionSink) -> str:
-    """What the heads read, as part of a sentence."""
-    if sink.carried_by == "mark":
-        writers = [c.name for c in sink.carriers if c.needed and "layer" in c.name]
-        return f"they read a mark by the {writers[-1]}"
+    """What the heads read, as part of a sentence; the shares of the heads if some read one thing and some another."""
+    if sink.carried_by is None:
+        return "no single component carries it"
+    if sink.carried_by == "learned logits":
+        return "these stand in for a token"
+    parts = []
+    for carrier in sink.carriers:
+        if carrier.needed and not carrier.is_mark and carrier.name not in (sink.carried_by, "position"):
+            parts.append((carrier.heads_lost, carrier.name))
+    needed = max((carrier.heads_lost for carrier in sink.carriers if _is_of(carrier, sink)), default=1.0)
+    if needed >= MOST_HEADS or sink.carried_by == "position":
+        return f"they read {_read_by_name(sink.carried_by, sink)}"
+    others = [f"{share:.0%} {_read_by_name(name, sink)}" for share, name in parts if share < MOST_HEADS]
+    mine = f"{needed:.0%} of them read {_read_by_name(sink.carried_by, sink)}"
+    return listed([mine, *others])
+
+
+def _is_of(carrier: Carrier, sink: AttentionSink) -> bool:
+    """Whether a component is what carries the sink."""
+    return carrier.name == sink.carried_by or (sink.carried_by == "mark" and carrier.is_mark and carrier.needed)
+
+
+def _read_by_name(name: str | None, sink: AttentionSink) -> str:
+    """What heads read that need a component, as part of a sentence."""
+    if name == "mark":
+        writers = [carrier.name for carrier in sink.carriers if carrier.needed and carrier.is_mark]
+        return f"a mark by the {writers[-1]}"
     words = {
-        None: "no single component carries it",
-        "position": "they read the position alone, through the rotary embedding",
-        "key bias": "they read the bias of their keys",
-        "learned logits": "these stand in for a token",
+        "position": "the position alone, through the rotary embedding",
+        "key bias": "the bias of their keys",
     }
-    return words.get(sink.carried_by, f"they read the {sink.carried_by}")
+    return words.get(name or "", f"the {name}")
 
 
 def attention(sink: AttentionSink | None, lengths: Sequence[int], scattered: int) -> list[str]:
