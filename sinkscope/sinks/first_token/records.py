@@ -189,6 +189,9 @@ class AttentionSink:
             logits". None if no single one of them.
         layers: The attention of each layer read.
         carriers: The evidence for each component that was tried.
+        reads: What heads need in the same words, with the share of the heads that do, the largest share first. Empty if
+            they need the spike.
+        mark: The component that writes the mark. None if no head reads one.
         length: Length of the texts, in tokens.
         window: Positions that the attending heads see, if a window hides others.
         learned_rate: Share of heads that attend to a learned sink logit, beside the position; 0 if too few do.
@@ -205,6 +208,8 @@ class AttentionSink:
     carried_by: str | None
     layers: tuple[LayerAttention, ...] = ()
     carriers: tuple[Carrier, ...] = ()
+    reads: tuple[tuple[str, float], ...] = ()
+    mark: str | None = None
     length: int = SHORT
     window: int | None = None
     learned_rate: float = 0.0

@@ -11,7 +11,6 @@ from sinkscope.sinks.first_token.members import ATTENTION_LENGTH, CausalSet
 from sinkscope.sinks.first_token.records import (
     SHORT,
     AttentionSink,
-    Carrier,
     NormSpike,
     PlacedSpike,
     RepeatsNeeded,
@@ -22,6 +21,7 @@ from sinkscope.sinks.tokens import left_out_line
 
 MOST_HEADS = 0.9  # of the attending heads lose half of their attention without a spike that "the heads" attend to
 NAMED = (5, 3, 1)  # neurons that a conclusion names; as many of these numbers as fit into it
+LEAST_SHARE = 0.1  # of the heads read something that is worth a word
 FIRST = "the first token"
 
 
@@ -200,38 +200,20 @@ def conditions(sink: AttentionSink) -> tuple[str, ...]:
 
 
 def what_is_read(sink: AttentionSink) -> str:
-    """What the heads read, as part of a sentence; the shares of the heads if some read one thing and some another."""
+    """What the heads read, as part of a sentence, with the shares of the heads if they read different things."""
+    words = {
+        "mark": f"a mark by the {sink.mark}",
+        "position": "the position alone, through the rotary embedding",
+        "key bias": "the bias of their keys",
+    }
+    shared = [(what, share) for what, share in sink.reads if share >= LEAST_SHARE]
+    if len(shared) > 1:
+        return "they read " + listed([f"{words.get(what, f'the {what}')} ({share:.0%})" for what, share in shared])
     if sink.carried_by is None:
         return "no single component carries it"
     if sink.carried_by == "learned logits":
         return "these stand in for a token"
-    parts = []
-    for carrier in sink.carriers:
-        if carrier.needed and not carrier.is_mark and carrier.name not in (sink.carried_by, "position"):
-            parts.append((carrier.heads_lost, carrier.name))
-    needed = max((carrier.heads_lost for carrier in sink.carriers if _is_of(carrier, sink)), default=1.0)
-    if needed >= MOST_HEADS or sink.carried_by == "position":
-        return f"they read {_read_by_name(sink.carried_by, sink)}"
-    others = [f"{share:.0%} {_read_by_name(name, sink)}" for share, name in parts if share < MOST_HEADS]
-    mine = f"{needed:.0%} of them read {_read_by_name(sink.carried_by, sink)}"
-    return listed([mine, *others])
-
-
-def _is_of(carrier: Carrier, sink: AttentionSink) -> bool:
-    """Whether a component is what carries the sink."""
-    return carrier.name == sink.carried_by or (sink.carried_by == "mark" and carrier.is_mark and carrier.needed)
-
-
-def _read_by_name(name: str | None, sink: AttentionSink) -> str:
-    """What heads read that need a component, as part of a sentence."""
-    if name == "mark":
-        writers = [carrier.name for carrier in sink.carriers if carrier.needed and carrier.is_mark]
-        return f"a mark by the {writers[-1]}"
-    words = {
-        "position": "the position alone, through the rotary embedding",
-        "key bias": "the bias of their keys",
-    }
-    return words.get(name or "", f"the {name}")
+    return f"they read {words.get(sink.carried_by, f'the {sink.carried_by}')}"
 
 
 def attention(sink: AttentionSink | None, lengths: Sequence[int], scattered: int) -> list[str]:
