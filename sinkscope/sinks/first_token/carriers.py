@@ -26,6 +26,7 @@ from sinkscope.sinks.first_token.members import Heads
 from sinkscope.sinks.first_token.records import Carrier
 from sinkscope.sinks.tokens import TokenRows
 
+LEAST_GAIN = 0.01  # attention that a typical position must gain from something for this to be compared
 MAKER_TEXTS = 2
 MAKER_LENGTH = 32  # typical text in which the maker of a spike is searched
 
@@ -82,14 +83,16 @@ def carriers(
     turned = effects(target, ids, one_by_one(components), at=source, source=at, upto=last, attention=True)
     layer, head = torch.tensor(heads).T
     gained = (turned.attention - turned.intact_attention)[:, :, layer, head].mean(1)
-    fair = edited.intact_attention[:, layer, head].mean(0) / 2  # both positions share the attention then
-    brings = gained >= NEEDED * fair
     reads: dict[str, float] = {}
     marks: list[str] = []
     for number in range(len(heads)):
         needed = list(compress(components, (drops[:-1, number] >= NEEDED).tolist()))
-        bringing = [one for one in needed if brings[components.index(one), number] or one.kind == "key bias"]
-        what, writer = _read_of(bringing or needed, makers)
+        gains = [float(gained[components.index(one), number]) for one in needed]
+        least = NEEDED * max(gains, default=0.0)
+        bringing = [one for one, gain in zip(needed, gains, strict=True) if gain >= least or one.kind == "key bias"]
+        if least < LEAST_GAIN:
+            bringing = needed
+        what, writer = _read_of(bringing, makers)
         if what is None and drops[-1, number] < NEEDED:
             what = "position"
         if what is not None:
