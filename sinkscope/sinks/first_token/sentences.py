@@ -227,8 +227,9 @@ def attention(sink: AttentionSink | None, lengths: Sequence[int], scattered: int
     if sink.learned_rate:
         sentences.append(f"{sink.learned_rate:.1%} of the heads attend to their learned sink logits.")
     if sink.place is not None:
-        each = [f"{place.words} ({place.rate:.1%})" for place in sink.positions]
-        sentences.append(f"Heads attend to {listed(each)}{in_texts(sink)}.")
+        if sink.place.words != FIRST or in_texts(sink):
+            each = [f"{place.words} ({place.rate:.1%})" for place in sink.positions]
+            sentences.append(f"Heads attend to {listed(each)}{in_texts(sink)}.")
         if sink.place.coverage < 1:
             sentences.append(f"These are {sink.place.coverage:.0%} of the positions that receive as much attention.")
     needed = []
@@ -261,11 +262,19 @@ def shared_dimensions(dims: Sequence[int]) -> list[str]:
 
 
 def where_the_spike_is(spike: NormSpike | None) -> list[str]:
-    """The places whose norm stands out."""
+    """The places whose norm stands out, and after which layers it does."""
     if spike is None:
         return []
     place = spike.place
-    sentences = [f"The norm stands out at {place}."]
+    runs = []
+    for first, last in spike.runs:
+        runs.append(f"layers {first} to {last}" if first < last else f"layer {first}")
+    sentence = f"The norm stands out at {place}"
+    if runs and len(place.rules) > 1:
+        sentence += f"; at {place.rules[0].words} it does after {listed(runs)}"
+    elif runs:
+        sentence += f" after {listed(runs)}"
+    sentences = [f"{sentence}."]
     if place.is_first and place.rules[0].tokens:
         sentences.append(f"That is so in {place.share:.0%} of texts; norms are of these.")
     elif place.coverage < 1:
@@ -283,19 +292,6 @@ def sink_layer(
         f"The sink layer is layer {layer}: after it the norm of the spike is {spike_norm[layer]:.4g}, and the typical "
         f"one is {typical_norm[layer]:.4g}."
     ]
-
-
-def where_it_stands_out(spike: NormSpike | None) -> list[str]:
-    """The layers after which the norm stands out."""
-    if spike is None or not spike.runs:
-        return []
-    runs = []
-    for first, last in spike.runs:
-        where = f"layers {first} to {last}"
-        if first == last:
-            where = f"layer {first}"
-        runs.append(where)
-    return [f"It stands out after {listed(runs)}."]
 
 
 def causal_set(each: CausalSet, spike: NormSpike | None) -> list[str]:
