@@ -316,7 +316,7 @@ def _of_a_kind(places: Places, decode: Decode) -> list[Rule]:
     for token in seen:
         if float(places.there[:, 1:][places.ids[:, 1:] == token].float().mean()) >= ENOUGH:
             precise.append(token)
-    if len(precise) > 1:
+    if len(precise) > 2:  # two have a rule each, because different neurons may make their spikes
         names = listed([repr(decode([token])) for token in precise], COMMON)
         rules.append(Rule(f"{names} wherever they stand", tokens=tuple(precise)))
     if len(seen) > 1:
