@@ -116,9 +116,15 @@ class SinkPatch(NeuronEdit):
         If repeated tokens trip other neurons than the first token, these are patched as well.
 
         Raises:
-            SinkscopeError: The model has no sink, no neuron was causal, or repeated tokens do not need the neurons and
-                no others were found that they need.
+            SinkscopeError: The model has no sink, or it is not at the first token; no neuron was causal; or repeated
+                tokens do not need the neurons and no others were found that they need.
         """
+        if result.norm_spike is not None and not result.norm_spike.place.is_first:
+            raise SinkscopeError(
+                f"the norm spike is at {result.norm_spike.place}, not at the first token, and this patch keeps only the "
+                "first token's value: give the neurons yourself with SinkPatch(sites=...)",
+                page="no-sink",
+            )
         neurons = {_site(neuron): neuron for neuron in result.neurons}
         sites = list[NeuronSite]()
         for causal_set in result.causal_sets:

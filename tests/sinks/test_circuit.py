@@ -18,19 +18,10 @@ from organisms.hard import HardModel, hard
 
 from sinkscope.files.notation import neuron_name
 from sinkscope.models.wrapped import target_of
-from sinkscope.sinks.first_token.circuit import (
-    KEYS,
-    MARK,
-    NEURONS,
-    REPETITION,
-    Circuit,
-    CircuitStep,
-    Readers,
-    SinkCircuit,
-    circuit,
-)
+from sinkscope.sinks.first_token.circuit import Circuit, SinkCircuit, circuit
 from sinkscope.sinks.first_token.effects import Component, one_by_one
 from sinkscope.sinks.first_token.position_effect import PositionEffect
+from sinkscope.sinks.first_token.steps import KEYS, MARK, NEURONS, REPETITION, CircuitStep, Readers
 from sinkscope.trace.run import trace
 
 
@@ -43,23 +34,33 @@ def step_of(found: Circuit, name: str) -> CircuitStep:
     return found.step(name)
 
 
+def groups(found: SinkCircuit) -> dict[tuple[str, ...], set[str]]:
+    """Heads by what they need."""
+    return {group.needs: set(group.heads) for group in found.readers}
+
+
+def marks_of(found: SinkCircuit) -> CircuitStep | None:
+    """What marks the spike or, without one, what most heads need."""
+    return found.step(MARK) or next((group.keys for group in found.readers if group.keys is not None), None)
+
+
 # -- planted circuits --------------------------------------------------------------------------------------------------
 
 
 def mistakes(truth: PlantedCircuit, found: Circuit) -> list[str]:
     """Where the result differs from what was planted."""
-    main = found.step(MARK) or found.step(KEYS)
+    main = marks_of(found)
     wrong = []
     if main is None or set(main.chosen) != set(truth.marks) or main.needed_alone != main.chosen:
         wrong.append(f"marks {main and main.chosen}, planted {truth.marks}")
     neurons = found.step(NEURONS)
     if set(neurons.chosen if neurons else ()) != {neuron_name(*site) for site in truth.neurons}:
         wrong.append(f"neurons {neurons and neurons.chosen}, planted {truth.neurons}")
-    readers = found.readers
-    if readers is None or not {f"L{layer}.H{head}" for layer, head in truth.hard.truth.reading} <= set(readers.heads):
-        wrong.append(f"readers {readers and readers.heads}, planted {truth.hard.truth.reading}")
-    elif (readers.carried_by == ("spike",)) != bool(truth.neurons) or not readers.evidence.holds:
-        wrong.append(f"carried by {readers.carried_by}")
+    needs = ("spike",) if truth.neurons else truth.marks
+    reading = {f"L{layer}.H{head}" for layer, head in truth.hard.truth.reading}
+    own = [group for group in found.readers if group.evidence.holds and set(group.needs) == set(needs)]
+    if not own or not reading <= set(own[0].heads):
+        wrong.append(f"readers {groups(found)}, planted {reading}: {needs}")
     for token, marks in truth.later.items():
         name = repr(truth.hard.tokenizer.decode([token]))
         own = [sink.step(MARK) for sink in found.later if sink.place == f"{name} wherever it stands"]
@@ -129,8 +130,8 @@ def test_an_ordinary_circuit_is_found_from_end_to_end(family, seed, tmp_path):
     neurons = step_of(found, NEURONS)
     assert set(neurons.chosen) == {neuron_name(*site) for site in truth.neurons}
     assert (neurons.together or 0) > 0.95 and (neurons.together_control or 0) < 0.1
-    readers = found.readers
-    assert readers.carried_by == ("spike",) and readers.evidence.holds
+    (readers,) = found.readers
+    assert readers.needs == ("spike",) and readers.evidence.holds
     assert set(readers.heads) == {f"L{layer}.H{head}" for layer, head in truth.reading_heads}
     assert readers.attention_without.mean() < 0.2 < 0.8 < min(readers.attention.mean(), readers.control or 0.0)
 
@@ -153,8 +154,7 @@ def test_heads_that_read_the_mark_and_not_the_spike(tmp_path):
     found = traced(o, tmp_path)
     assert set(step_of(found, NEURONS).chosen) == {neuron_name(*site) for one in o.truth.sets for site in one}
     heads = [f"L0.H{head}" for _, own in o.truth.marking for head in own]
-    readers = found.readers
-    assert set(readers.carried_by) <= set(heads)
+    assert all(set(group.needs) <= set(heads) for group in found.readers)
 
 
 def test_no_circuit_is_an_answer(tmp_path):
@@ -186,7 +186,7 @@ def test_a_component_gives_a_position_what_it_gives_at_another():
 # -- words -------------------------------------------------------------------------------------------------------------
 
 NAMES = ("L0.H1", "L1.H2", "MLP of layer 0", "token embedding", "key bias")
-STEPS = (MARK, NEURONS, REPETITION, KEYS)
+STEPS = (MARK, NEURONS, REPETITION)
 
 
 def any_share(rng: np.random.Generator) -> float:
@@ -206,18 +206,20 @@ def any_step(rng: np.random.Generator, name: str) -> CircuitStep:
 
 
 def any_sink(rng: np.random.Generator, place: str) -> SinkCircuit:
-    readers = None
-    if rng.random() < 0.8:
+    readers = []
+    for _ in range(rng.integers(0, 6)):
         intact = rng.uniform(0.3, 1, rng.integers(1, 4))
-        carried = [("spike",), ("L0.H1",), ("key bias", "L0.H1"), ()][rng.integers(4)]
+        needs = [("spike",), ("L0.H1",), ("key bias", "L0.H1"), ()][rng.integers(4)]
         control = None if rng.random() < 0.2 else float(rng.random())
         heads = tuple(f"L3.H{head}" for head in range(len(intact)))
-        readers = Readers(carried, heads, 8, None, 64, intact, intact * rng.uniform(0, 1.1), control)
+        keys = None if needs in ((), ("spike",)) else any_step(rng, KEYS)
+        readers.append(Readers(needs, heads, 64, intact, intact * rng.uniform(0, 1.1), control, keys))
+    readers.sort(key=lambda group: -len(group.heads))
     names = [name for name in STEPS if rng.random() < 0.6]
     steps = tuple(any_step(rng, name) for name in names)
     is_later = place == "'.'"
-    about = {"position": 5 * is_later, "stands_out": is_later and rng.random() < 0.2, "sink_layer": 2}
-    return SinkCircuit(place=place, steps=steps, readers=readers, **about)
+    about = {"position": 5 * is_later, "stands_out": rng.random() < 0.5, "sink_layer": 2, "n_heads": 32}
+    return SinkCircuit(place=place, steps=steps, readers=tuple(readers), **about)
 
 
 def claims(text: str, parts: tuple[CircuitStep, ...]):
@@ -244,7 +246,8 @@ def test_no_sentence_claims_what_its_numbers_do_not_carry(seed):
     assert len(lines) <= 7
     check_size(lines[0])
     for line in lines:
-        claims(line, (*first.steps, *later.steps))
+        keys = [group.keys for sink in (first, later) for group in sink.readers if group.keys is not None]
+        claims(line, (*first.steps, *later.steps, *keys))
         assert not re.search(r"\b1 \w+s\b|\bare each needed: [^;]* without it\b|nan", line), line
         for lost_share in re.findall(r"(\d[\d.]*)% is lost without", line):
             assert float(lost_share) >= 49.99, line

@@ -153,6 +153,8 @@ class Explorer:
     @property
     def layer(self) -> int:
         """The sink layer, or the layer after which the first token stands out most."""
+        if self.sinks is not None and self.sinks.sink_layer is not None:
+            return self.sinks.sink_layer
         if self.scan.sink_layer is not None:
             return self.scan.sink_layer
         return int((np.array(self.scan.spike_norm) / np.array(self.scan.typical_norm)).argmax())
@@ -181,7 +183,9 @@ class Explorer:
         switches: list[Switch] = []
         if self.sinks is not None and self.neurons:
             zeroed = self.switch("sink neurons zeroed", self.neurons, [])
-            switches += [zeroed, Switch("patched", SinkPatch.from_result(self.sinks), zeroed.control)]
+            switches.append(zeroed)
+            if self.sinks.spike_is_first:
+                switches.append(Switch("patched", SinkPatch.from_result(self.sinks), zeroed.control))
             if zeroed.control is not None:
                 switches.append(Switch("random control", zeroed.control))
         if self.marks:

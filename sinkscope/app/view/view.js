@@ -440,16 +440,16 @@ class View {
     const lost = (edge) => (edge.necessity === null ? "" : `${percent(edge.necessity)} lost without it${edge.necessity_control === null ? "" : ` (random: ${percent(edge.necessity_control)})`}`);
     const brings = (edge) => (edge.sufficiency === null ? "" : `brings ${percent(edge.sufficiency)} alone`);
     const part = (edge, what) => ({ name: edge.source, words: [what, lost(edge), brings(edge)] });
-    const marks = [...of("mark"), ...of("keys")].slice(0, 4).map((edge) => part(edge, "the first token"));
+    const marks = [...of("mark"), ...of("keys")].slice(0, 4).map((edge) => part(edge, edge.sink));
     const repeated = of("repetition").slice(0, 3).map((edge) => part(edge, "a repetition"));
     const neurons = of("neurons");
     const readers = of("readers");
     const steps = [
-      ["What marks the first token or a repetition, most necessary first", [...marks, ...repeated]],
+      ["What marks the sink or a repetition, most necessary first", [...marks, ...repeated]],
       ["What makes a norm that stands out before these neurons", of("early spike").slice(0, 3).map((edge) => part(edge, ""))],
       ["Sink neurons", neurons.map((edge) => part(edge, ""))],
       ["They write the spike", neurons.length || readers.some((edge) => edge.source === "spike") ? [{ name: "spike", words: [`norm after layer ${this.data.layer}`] }] : []],
-      ["These heads read the first token. Below each: attention lost without what they read.", readers.map((edge) => ({ name: edge.target, words: [edge.necessity === null ? "" : `${percent(edge.necessity)} lost`] }))],
+      ["These heads read the sink. Below each: attention lost without what they read.", readers.map((edge) => ({ name: edge.target, words: [edge.necessity === null ? "" : `${percent(edge.necessity)} lost`] }))],
     ];
     return steps.filter(([, parts]) => parts.length);
   }

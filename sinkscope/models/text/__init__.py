@@ -17,6 +17,7 @@ from sinkscope.files.records import check_values
 
 ONE_TOKEN = 0.9  # a text of which more is one token (mostly the unknown one) is refused
 ENOUGH = 8  # tokens that this can be said of
+SHORT_TEXT = "a b"  # by which it is seen what a tokenizer puts before a text
 
 
 def typical_text(path: str | Path | None = None) -> str:
@@ -37,7 +38,7 @@ def resolve_bos(tokenizer: Any, config: Any, bos: bool | None) -> int | None:
     """Id of the token that sequences begin with; None for no BOS.
 
     Args:
-        tokenizer: Determines the BOS token; the config is used only if it does not know.
+        tokenizer: Determines the BOS token. If it names none, this is the first token that it puts before every text.
         config: Text configuration of the model.
         bos: True requires a BOS token; False omits it; None uses it if the tokenizer has one.
 
@@ -48,6 +49,8 @@ def resolve_bos(tokenizer: Any, config: Any, bos: bool | None) -> int | None:
     if bos is False:
         return None
     bos_id = getattr(tokenizer, "bos_token_id", None)
+    if bos_id is None and tokenizer is not None:
+        bos_id = next(iter(put_before(tokenizer)), None)
     if bos_id is None and bos:
         raise SinkscopeError(
             f"--bos: the tokenizer of this {config.model_type} model has no BOS token; leave --bos out or use --no-bos"
@@ -55,13 +58,34 @@ def resolve_bos(tokenizer: Any, config: Any, bos: bool | None) -> int | None:
     return None if bos_id is None else int(bos_id)
 
 
+def put_before(tokenizer: Any) -> list[int]:
+    """The special tokens that the tokenizer itself puts before every text."""
+    plain = tokenizer(SHORT_TEXT, add_special_tokens=False)["input_ids"]
+    whole = tokenizer(SHORT_TEXT)["input_ids"]
+    for begin in range(len(whole) - len(plain) + 1):
+        if plain and whole[begin : begin + len(plain)] == plain:
+            return list(whole[:begin])
+    return []
+
+
+def beginning(tokenizer: Any, bos: int | None) -> list[int]:
+    """What stands before a text as the model is used: BOS and what the tokenizer puts there; nothing without BOS."""
+    if bos is None:
+        return []
+    put = put_before(tokenizer)
+    if put[:1] == [bos]:
+        return put
+    return [bos, *put]
+
+
 def text_rows(tokenizer: Any, text: str, rows: int, length: int, bos: int | None) -> Int[Tensor, "row pos"]:
-    """Up to `rows` consecutive pieces of a text, each of `length` tokens, including BOS if there is one.
+    """Up to `rows` consecutive pieces of a text, each of `length` tokens, including what stands before a text.
 
     Raises:
         SinkscopeError: The text is too short for one piece, or this tokenizer turns it into one repeated token.
     """
-    body = length - (bos is not None)
+    start = torch.tensor(beginning(tokenizer, bos), dtype=torch.long)
+    body = length - len(start)
     if body < 1:
         raise SinkscopeError(f"pieces of {length} tokens have no room for text: give a model with a longer context")
     # Eight characters a token is more than any tokenizer needs for prose, so a long text is not tokenized whole.
@@ -75,7 +99,7 @@ def text_rows(tokenizer: Any, text: str, rows: int, length: int, bos: int | None
     tokens = torch.tensor(ids[: count * body], dtype=torch.long)
     pieces = rearrange(tokens, "(row pos) -> row pos", row=count)
     _refuse_one_token(tokenizer, pieces)
-    return pieces if bos is None else torch.nn.functional.pad(pieces, (1, 0), value=bos)
+    return torch.cat([start.expand(count, -1), pieces], 1)
 
 
 def _refuse_one_token(tokenizer: Any, pieces: Int[Tensor, "row pos"]) -> None:

@@ -99,8 +99,7 @@ class SinkCircuit:
     def _what_heads_need(self, place: str | None, group: Readers) -> str:
         assert group.keys is not None
         if len(group.heads) < self.n_readers:
-            heads = f"{len(group.heads)} of {counted(self.n_readers, 'head')}"
-            return f"For {heads} that attend to {place}, {group.keys.in_words()}."
+            return f"For {len(group.heads)} of {self.n_readers} readers of {place}, {group.keys.in_words()}."
         about = " without a spike"
         if self.stands_out:
             about = " and do not need its spike"
@@ -281,8 +280,9 @@ def _first_kind(sinks: FindSinks) -> _Kind:
     layer = sinks.sink_layer
     sites = []
     if layer is not None:
-        if sinks.minimal is not None:
-            sites += sinks.minimal.edit_sites
+        for causal_set in sinks.causal_sets:  # several, if the spike falls and rises again
+            if causal_set.kind == "minimal":
+                sites += causal_set.edit_sites
         sites += [site for site in sites_of(sinks.causal) if site not in sites]
         layer = max(layer, max(sites, default=(0,))[0])
     elif spike.runs:

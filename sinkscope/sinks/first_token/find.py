@@ -24,7 +24,7 @@ from sinkscope.measure.evidence import NEEDED
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.names import published_for
 from sinkscope.sinks.first_token.attention_received import AttentionReceived
-from sinkscope.sinks.first_token.carriers import carried_by, carriers, spike_maker
+from sinkscope.sinks.first_token.carriers import Carried, carriers, spike_maker
 from sinkscope.sinks.first_token.context import SinkContext, Survey, texts_with
 from sinkscope.sinks.first_token.layer_scan import STEP_SHARE, typical_quantiles
 from sinkscope.sinks.first_token.members import RATE_EPS, CausalSet, Heads
@@ -33,7 +33,6 @@ from sinkscope.sinks.first_token.places import ENOUGH, Places, Rule
 from sinkscope.sinks.first_token.records import (
     SHORT,
     AttentionSink,
-    Carrier,
     LayerAttention,
     NormSpike,
     PlacedSpike,
@@ -122,7 +121,7 @@ def find_sinks(
     further = further_spikes(survey)
     made = []
     if spike is not None:
-        made.append(MadeSpike(spike.place.rules[0], spike.makers, sets.minimal))
+        made.append(MadeSpike(spike.place.rules[0], spike.makers, sets.minimal, spike.fallen))
         made += [MadeSpike(rule, (each.made_by or "",), each.set) for rule, each in further]
     sink = attention_sink(survey, made)
     repetition = None
@@ -222,11 +221,13 @@ class MadeSpike:
         rule: The places.
         makers: Components, named as carriers are.
         set: Neurons that make it. None if no set that was tried does.
+        fallen: Components that take it away again: without them, it hides what heads read.
     """
 
     rule: Rule
     makers: tuple[str, ...]
     set: CausalSet | None
+    fallen: tuple[str, ...] = ()
 
 
 def attention_sink(survey: Survey, made: Sequence[MadeSpike]) -> AttentionSink | None:
@@ -247,15 +248,14 @@ def attention_sink(survey: Survey, made: Sequence[MadeSpike]) -> AttentionSink |
     rule = survey.sink.rules[0]
     heads = received.readers(rule)
     spikes = [one for one in made if _is_at(received.places, rule, one.rule)]
-    tried = ()
+    carried = Carried()
     if any(_spike_carries(heads, one.set) for one in spikes):
         carrier = "spike"
     else:
-        tried = _tried(survey, rule)
-        needed = {candidate.name for candidate in tried if candidate.needed}
-        carrier = carried_by(tried)
-        if any(needed & {*one.makers} for one in spikes):
-            carrier = "spike"
+        fallen = {name for each in spikes for name in each.fallen}
+        makers = {name for each in spikes for name in each.makers} - fallen
+        carried = _tried(survey, rule, makers)
+        carrier = carried.main
     positions = []
     for each in survey.sink.rules:
         position = int(received.places.of(each).there.any(0).int().argmax())
@@ -269,7 +269,9 @@ def attention_sink(survey: Survey, made: Sequence[MadeSpike]) -> AttentionSink |
         layers_read=len(received.above),
         carried_by=carrier,
         layers=tuple(attention.layer(layer) for layer in range(len(received.above))),
-        carriers=tried,
+        carriers=carried.tried,
+        reads=carried.reads,
+        mark=carried.mark,
         length=length,
         window=received.window(heads),
         learned_rate=received.learned_rate if received.learned_heads else 0.0,
@@ -346,15 +348,15 @@ def _spike_carries(heads: Heads, minimal: CausalSet | None) -> bool:
     return minimal.heads_lost * len(behind) / len(heads) >= NEEDED
 
 
-def _tried(survey: Survey, rule: Rule) -> tuple[Carrier, ...]:
-    """The components that were replaced at the sink."""
+def _tried(survey: Survey, rule: Rule, makers: set[str]) -> Carried:
+    """What the heads need of the components at the sink."""
     received = survey.received
     ids, at = texts_with(rule, received.places.there, received.ids)
     number = CARRIER_TEXTS
     length = max(CARRIER_LENGTH, int(at[:CARRIER_TEXTS].max()) + CARRIER_LENGTH // 3)
     if ids.shape[1] > SHORT:  # a sink of long texts shows in the whole text only
         number, length = 1, ids.shape[1]
-    return carriers(survey.first.target, ids[:number, :length], received.readers(rule), at[:number])
+    return carriers(survey.first.target, ids[:number, :length], received.readers(rule), at[:number], makers)
 
 
 def _scattered(survey: Survey) -> int:

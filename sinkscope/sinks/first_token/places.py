@@ -221,14 +221,22 @@ def describe(places: Places, decode: Decode, holds: Callable[[Rule], bool] | Non
     """
     if not len(places):
         return None
-    precise = []
-    for rule in _candidates(places, decode):
-        if _precision(places, rule.means(places.ids)) >= ENOUGH and (holds is None or holds(rule)):
-            precise.append(rule)
-    chosen = _one_or_two(places, precise) or _most_together(places, precise)
-    if chosen:
-        return _described(places, chosen)
-    return None
+
+    def precise(rules: Sequence[Rule]) -> list[Rule]:
+        return [
+            rule
+            for rule in rules
+            if _precision(places, rule.means(places.ids)) >= ENOUGH and (holds is None or holds(rule))
+        ]
+
+    simple = precise(_simple(places, decode))
+    chosen = _one_or_two(places, simple)
+    if not chosen:
+        every = simple + precise(_of_a_kind(places, decode))
+        chosen = _one_or_two(places, every) or _most_together(places, every)
+    if not chosen:
+        return None
+    return _described(places, chosen)
 
 
 def _meant(places: Places, rules: Sequence[Rule]) -> Float[Tensor, "rule place"]:
@@ -285,36 +293,48 @@ def _described(places: Places, rules: Sequence[Rule]) -> Description:
     return Description(tuple(rules), both / len(places), both / int(fits.sum()), in_texts)
 
 
-def _candidates(places: Places, decode: Decode) -> list[Rule]:
-    """Everything that may be said of the places, the simplest first."""
+def _simple(places: Places, decode: Decode) -> list[Rule]:
+    """What may be said of the places in a few words: positions, single tokens, tokens that come for the first time."""
     ids = places.ids
-    there = places.there
     rules = []
-    for position in there.any(0).nonzero().flatten().tolist():
+    for position in places.there.any(0).nonzero().flatten().tolist():
         rules.append(_at_position(ids, position, decode))
-    behind = there.clone()
-    behind[:, 0] = False
-    seen, counts = ids[behind].unique(return_counts=True)
-    order = counts.argsort(descending=True, stable=True)
-    precise = []
-    for token in seen[order].tolist():
-        where = ids == token
-        where[:, 0] = False
-        if int(where.any(0).sum()) > 1 and float(there[where].float().mean()) >= ENOUGH:
-            precise.append(token)
+    for token in _tokens_behind(places):
         name = decode([token])
         rules.append(Rule(f"{name!r} wherever it stands", tokens=(token,), token=name))
         rules.append(Rule(f"the first {name!r} of a text", tokens=(token,), first=True, token=name))
     rules.append(Rule("every token that repeats the one before it", repeated=True))
-    if len(precise) > 1:
+    rules.append(Rule("the first occurrence of every token", first=True))
+    return rules
+
+
+def _of_a_kind(places: Places, decode: Decode) -> list[Rule]:
+    """What may be said of the places by a list of tokens."""
+    rules = []
+    seen = _tokens_behind(places)
+    precise = []
+    for token in seen:
+        if float(places.there[:, 1:][places.ids[:, 1:] == token].float().mean()) >= ENOUGH:
+            precise.append(token)
+    if len(precise) > 2:  # two have a rule each, because different neurons may make their spikes
         names = listed([repr(decode([token])) for token in precise], COMMON)
         rules.append(Rule(f"{names} wherever they stand", tokens=tuple(precise)))
     if len(seen) > 1:
-        names = listed([repr(decode([token])) for token in seen[order].tolist()], COMMON)
-        rules.append(Rule(f"the first of {names} in a text", tokens=tuple(seen[order].tolist()), first=True))
-    rules.append(Rule("the first occurrence of every token", first=True))
-    rules += _first_of_a_kind(ids, there)
-    return rules
+        names = listed([repr(decode([token])) for token in seen], COMMON)
+        rules.append(Rule(f"the first of {names} in a text", tokens=tuple(seen), first=True))
+    return rules + _first_of_a_kind(places.ids, places.there)
+
+
+def _tokens_behind(places: Places) -> list[int]:
+    """Tokens that stand at places behind the first position, and not always at the same one; the most common first."""
+    there = places.there.clone()
+    there[:, 0] = False
+    seen, counts = places.ids[there].unique(return_counts=True)
+    tokens = []
+    for token in seen[counts.argsort(descending=True, stable=True)].tolist():
+        if int((places.ids[:, 1:] == token).any(0).sum()) > 1:
+            tokens.append(token)
+    return tokens
 
 
 def _at_position(ids: TokenRows, position: int, decode: Decode) -> Rule:

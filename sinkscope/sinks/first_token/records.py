@@ -84,6 +84,14 @@ class NormSpike:
             makers.append(self.made_by)
         return tuple(makers)
 
+    @property
+    def fallen(self) -> tuple[str, ...]:
+        """The components of layers that reduce the spike."""
+        names = []
+        for layer in self.step_down:
+            names += [f"attention of layer {layer}", f"MLP of layer {layer}"]
+        return tuple(names)
+
 
 @dataclass(frozen=True)
 class PlacedSpike:
@@ -140,6 +148,11 @@ class Carrier:
         """Whether at least half of the heads of the sink need it."""
         return self.heads_lost >= NEEDED
 
+    @property
+    def is_mark(self) -> bool:
+        """Whether it is an attention layer or an MLP, which writes a mark if it makes no spike."""
+        return "layer" in self.name
+
 
 @dataclass(frozen=True)
 class LayerAttention:
@@ -176,6 +189,9 @@ class AttentionSink:
             logits". None if no single one of them.
         layers: The attention of each layer read.
         carriers: The evidence for each component that was tried.
+        reads: What heads need in the same words, with the share of the heads that do, the largest share first. Empty if
+            they need the spike.
+        mark: The component that writes the mark. None if no head reads one.
         length: Length of the texts, in tokens.
         window: Positions that the attending heads see, if a window hides others.
         learned_rate: Share of heads that attend to a learned sink logit, beside the position; 0 if too few do.
@@ -192,6 +208,8 @@ class AttentionSink:
     carried_by: str | None
     layers: tuple[LayerAttention, ...] = ()
     carriers: tuple[Carrier, ...] = ()
+    reads: tuple[tuple[str, float], ...] = ()
+    mark: str | None = None
     length: int = SHORT
     window: int | None = None
     learned_rate: float = 0.0

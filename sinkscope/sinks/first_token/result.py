@@ -144,6 +144,7 @@ class FindSinks(Result):
             minimal=self.minimal,
             layer=self.sink_layer,
             lengths=self.lengths,
+            further=self.further_spikes,
             stray_norms=self.stray_norms,
         )
         return sentences.conclusion(found)
@@ -153,9 +154,8 @@ class FindSinks(Result):
         spike = self.norm_spike
         layers = [f"{self.layers_read} of {self.model.n_layers} layers were read."]
         layers += sentences.shared_dimensions(self.shared_dims)
-        layers += sentences.where_the_spike_is(spike)
         layers += sentences.sink_layer(self.sink_layer, self.first_token_norm, self.typical_norm)
-        layers += sentences.where_it_stands_out(spike)
+        layers += sentences.where_the_spike_is(spike)
         sets = []
         for causal_set in self.causal_sets:
             sets += sentences.causal_set(causal_set, spike)

@@ -21,6 +21,7 @@ from sinkscope.sinks.tokens import left_out_line
 
 MOST_HEADS = 0.9  # of the attending heads lose half of their attention without a spike that "the heads" attend to
 NAMED = (5, 3, 1)  # neurons that a conclusion names; as many of these numbers as fit into it
+LEAST_SHARE = 0.1  # of the heads read something that is worth a word
 FIRST = "the first token"
 
 
@@ -37,6 +38,7 @@ class Found:
         minimal: The neurons that make the spike.
         layer: The layer whose MLP builds most of it.
         lengths: Lengths of the texts that were read.
+        further: Spikes at further places.
         stray_norms: Positions whose norm stands out and that no words describe.
     """
 
@@ -45,6 +47,7 @@ class Found:
     minimal: CausalSet | None
     layer: int | None
     lengths: tuple[int, ...]
+    further: tuple[PlacedSpike, ...] = ()
     stray_norms: int = 0
 
     @property
@@ -109,17 +112,19 @@ def _read(sink: AttentionSink, verdicts: Sequence[str]) -> str:
 
 def _made(found: Found, verdicts: Sequence[str], wheres: Sequence[str]) -> str:
     """A verdict and who makes the spike, with as many conditions and names as there is room for."""
-    choices = product(verdicts, wheres, (" of its norm", ""), NAMED)
-    return brief(f"{verdict}{where}: {_makers(found, norm, most)}." for verdict, where, norm, most in choices)
+    choices = product(_spikes(found), verdicts, wheres, (" of its norm", ""), NAMED)
+    return brief(
+        f"{verdict}{where}: {_makers(found, spike, norm, most)}." for spike, verdict, where, norm, most in choices
+    )
 
 
-def _makers(found: Found, of_norm: str, most: int) -> str:
+def _makers(found: Found, which: str, of_norm: str, most: int) -> str:
     """What makes the spike, as the middle of a sentence that names at most so many neurons."""
     spike, minimal = found.spike, found.minimal
     assert spike is not None
     if minimal is not None and minimal.makes_the_spike:
         count = len(minimal.sites)
-        makes = f"{agreeing(count, 'makes', 'make')} {_spike(found)}"
+        makes = f"{agreeing(count, 'makes', 'make')} {which}"
         if spike.begun_by is not None:
             makes = f"{agreeing(count, 'amplifies', 'amplify')} the spike that the {spike.begun_by} begins"
         return (
@@ -136,20 +141,26 @@ def _makers(found: Found, of_norm: str, most: int) -> str:
     return f"the {spike.made_by} makes the norm of {place}, {size}"
 
 
-def _spike(found: Found) -> str:
-    """The spike in a sentence about its neurons."""
+def _spikes(found: Found) -> list[str]:
+    """The spike in a sentence about its neurons, the longest form first."""
     spike, sink, minimal = found.spike, found.sink, found.minimal
-    assert spike is not None and minimal is not None
+    assert spike is not None
     place = spike.place.rules[0].words
+    if minimal is None:
+        return [""]
     if minimal.layers is not None:
-        return f"the spike after layers {minimal.layers[0]} to {minimal.layers[1]}"
+        return [f"the spike after layers {minimal.layers[0]} to {minimal.layers[1]}"]
+    if len(spike.place.rules) > 1:
+        sets = [each.set.edit_sites for each in found.further if each.set is not None]
+        if len(sets) == len(spike.place.rules) - 1 and {*sets} == {minimal.edit_sites}:
+            return [f"the spike of {spike.place}", f"the spike of {place}"]
     if len(spike.place.rules) > 1 or place != FIRST:
-        return f"the spike of {place}"
+        return [f"the spike of {place}"]
     if sink is None or conditions(sink)[0]:
-        return "the spike"
+        return ["the spike"]
     if minimal.heads_lost is not None and minimal.heads_lost < MOST_HEADS:
-        return "the spike that at least half of the heads need"
-    return "the spike that the heads attend to"
+        return ["the spike that at least half of the heads need"]
+    return ["the spike that the heads attend to"]
 
 
 # --- attention -------------------------------------------------------------------------------------------------------
@@ -189,17 +200,20 @@ def conditions(sink: AttentionSink) -> tuple[str, ...]:
 
 
 def what_is_read(sink: AttentionSink) -> str:
-    """What the heads read, as part of a sentence."""
-    if sink.carried_by == "mark":
-        writers = [c.name for c in sink.carriers if c.needed and "layer" in c.name]
-        return f"they read a mark by the {writers[-1]}"
+    """What the heads read, as part of a sentence, with the shares of the heads if they read different things."""
     words = {
-        None: "no single component carries it",
-        "position": "they read the position alone, through the rotary embedding",
-        "key bias": "they read the bias of their keys",
-        "learned logits": "these stand in for a token",
+        "mark": f"a mark by the {sink.mark}",
+        "position": "the position alone, through the rotary embedding",
+        "key bias": "the bias of their keys",
     }
-    return words.get(sink.carried_by, f"they read the {sink.carried_by}")
+    shared = [(what, share) for what, share in sink.reads if share >= LEAST_SHARE]
+    if len(shared) > 1:
+        return "they read " + listed([f"{words.get(what, f'the {what}')} ({share:.0%})" for what, share in shared])
+    if sink.carried_by is None:
+        return "no single component carries it"
+    if sink.carried_by == "learned logits":
+        return "these stand in for a token"
+    return f"they read {words.get(sink.carried_by, f'the {sink.carried_by}')}"
 
 
 def attention(sink: AttentionSink | None, lengths: Sequence[int], scattered: int) -> list[str]:
@@ -213,8 +227,9 @@ def attention(sink: AttentionSink | None, lengths: Sequence[int], scattered: int
     if sink.learned_rate:
         sentences.append(f"{sink.learned_rate:.1%} of the heads attend to their learned sink logits.")
     if sink.place is not None:
-        each = [f"{place.words} ({place.rate:.1%})" for place in sink.positions]
-        sentences.append(f"Heads attend to {listed(each)}{in_texts(sink)}.")
+        if sink.place.words != FIRST or in_texts(sink):
+            each = [f"{place.words} ({place.rate:.1%})" for place in sink.positions]
+            sentences.append(f"Heads attend to {listed(each)}{in_texts(sink)}.")
         if sink.place.coverage < 1:
             sentences.append(f"These are {sink.place.coverage:.0%} of the positions that receive as much attention.")
     needed = []
@@ -247,11 +262,19 @@ def shared_dimensions(dims: Sequence[int]) -> list[str]:
 
 
 def where_the_spike_is(spike: NormSpike | None) -> list[str]:
-    """The places whose norm stands out."""
+    """The places whose norm stands out, and after which layers it does."""
     if spike is None:
         return []
     place = spike.place
-    sentences = [f"The norm stands out at {place}."]
+    runs = []
+    for first, last in spike.runs:
+        runs.append(f"layers {first} to {last}" if first < last else f"layer {first}")
+    sentence = f"The norm stands out at {place}"
+    if runs and len(place.rules) > 1:
+        sentence += f"; at {place.rules[0].words} it does after {listed(runs)}"
+    elif runs:
+        sentence += f" after {listed(runs)}"
+    sentences = [f"{sentence}."]
     if place.is_first and place.rules[0].tokens:
         sentences.append(f"That is so in {place.share:.0%} of texts; norms are of these.")
     elif place.coverage < 1:
@@ -269,19 +292,6 @@ def sink_layer(
         f"The sink layer is layer {layer}: after it the norm of the spike is {spike_norm[layer]:.4g}, and the typical "
         f"one is {typical_norm[layer]:.4g}."
     ]
-
-
-def where_it_stands_out(spike: NormSpike | None) -> list[str]:
-    """The layers after which the norm stands out."""
-    if spike is None or not spike.runs:
-        return []
-    runs = []
-    for first, last in spike.runs:
-        where = f"layers {first} to {last}"
-        if first == last:
-            where = f"layer {first}"
-        runs.append(where)
-    return [f"It stands out after {listed(runs)}."]
 
 
 def causal_set(each: CausalSet, spike: NormSpike | None) -> list[str]:

@@ -45,7 +45,7 @@ class Sweep:
         before: The tokens before the first repetition.
         max_repeats: Number of repetitions in every sequence.
         counts: The numbers of repetitions at which curves are given.
-        replaced: Words of the paper's figure that are not one token of their own here.
+        replaced: Words of the paper's figure that are not one token of their own here, each with the word instead.
     """
 
     tokens: tuple[str, ...]
@@ -53,7 +53,7 @@ class Sweep:
     before: tuple[str, ...]
     max_repeats: int
     counts: Int[np.ndarray, " n"]
-    replaced: tuple[str, ...] = ()
+    replaced: tuple[tuple[str, str], ...] = ()
 
     @property
     def times(self) -> str:
@@ -74,10 +74,8 @@ class Sweep:
         """A line about words that were replaced; no line if none were."""
         if not self.replaced:
             return []
-        words = listed(list(map(repr, self.replaced)))
-        if len(self.replaced) == 1:
-            return [f"{words} is not one token of this tokenizer, so a word of the text was repeated instead."]
-        return [f"{words} are not one token each of this tokenizer, so words of the text were repeated instead."]
+        words = listed([f"{taken!r} for {wanted!r}" for wanted, taken in self.replaced])
+        return [f"Words of the paper that are not one token of this tokenizer were replaced: {words}."]
 
     def curves(self, values: Float[np.ndarray, "panel token n"], panels: Sequence[str], label: str) -> Any:
         """A line per token over the number of repetitions, one panel for each name; both axes logarithmic."""
@@ -149,10 +147,10 @@ def sweep_rows(
         prefix = PAPER_PREFIXES.get(read)
     paper = CYCLE if cycle else PAPER_WORDS.get(read, ())
     words = words_to_repeat(setup, tokens, prefix, paper)
-    replaced: list[str] = []
+    replaced: list[tuple[str, str]] = []
     for wanted, word in zip(() if tokens else paper, words, strict=False):
         if known_token(setup.tokenizer, wanted) != word:
-            replaced.append(wanted)
+            replaced.append((wanted, token_texts(setup.target, [word])[0].strip()))
     cycles: list[tuple[int, ...]] = [(word,) for word in words]
     if cycle and len(words) > 1:
         cycles.append(tuple(words))

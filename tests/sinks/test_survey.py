@@ -1,0 +1,106 @@
+"""Attention received, the windows it is read under, and edits at a position of each text, against plain hooks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from organisms import tiny_model
+from raw_kit import attention, norms
+from torch.testing import assert_close
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from sinkscope.models.text import beginning, put_before, text_rows, typical_text
+from sinkscope.models.wrapped import target_of
+from sinkscope.sinks.first_token.attention_received import attention_received
+from sinkscope.sinks.first_token.effects import Component, Edit, effects
+
+
+def rows(tokenizer, count: int = 4, length: int = 48):
+    return text_rows(tokenizer, typical_text(), count, length, tokenizer.bos_token_id)
+
+
+@torch.no_grad()
+def test_attention_that_underflows_hides_no_position():
+    """Scores so sharp that the late queries give the first positions exactly nothing: they see them all the same."""
+    model, tokenizer = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.weight *= 300
+    ids = rows(tokenizer)
+    received = attention_received(target_of(model, tokenizer), ids)
+    own = attention(model, ids)
+    assert bool((own[:, :, :, -1, 0] == 0).all(2).any())  # as if a window hid position 0, to all heads of a layer
+    assert received.windows == (None, None, None)
+    seen = torch.ones(48, 48).tril().sum(0)
+    mean = (own.sum(3) / seen).transpose(1, 2)
+    assert_close(received.received, mean[..., : received.received.shape[-1]], rtol=1e-4, atol=1e-5)
+    assert_close(received.norms, norms(model, ids)[:3], rtol=1e-4, atol=1e-4)
+
+
+def test_a_window_is_read_from_the_mask():
+    model, tokenizer = tiny_model("mistral")
+    ids = rows(tokenizer)
+    received = attention_received(target_of(model, tokenizer), ids)
+    assert received.windows == (16, 16, 16)
+    own = attention(model, ids)
+    distance = torch.arange(48)[:, None] - torch.arange(48)
+    farther = (distance >= 8) & (distance < 16)
+    mean = (own * farther).sum(3) / farther.sum(0).clamp(min=1)
+    assert_close(received.received, mean.transpose(1, 2)[..., : received.received.shape[-1]], rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "mistral"])
+def test_edits_at_a_place_of_each_text_are_those_at_each_place_alone(model_type):
+    model, tokenizer = tiny_model(model_type)
+    target, ids = target_of(model, tokenizer), rows(tokenizer, 3, 40)
+    at, source = torch.tensor([0, 7, 12]), torch.tensor([20, 25, 30])
+    edits = [Edit(swap=(component,)) for component in (Component("token embedding"), Component("attention", 1))]
+    edits.append(Edit(zero=((1, 3), (1, 9))))
+    together = effects(target, ids, edits, at=at, source=source, attention=True)
+    for text in range(3):
+        where = {"at": int(at[text]), "source": int(source[text])}
+        alone = effects(target, ids[text : text + 1], edits, attention=True, **where)
+        assert_close(together.norms[:, text], alone.norms[:, 0], rtol=1e-4, atol=1e-4)
+        assert_close(together.attention[:, text], alone.attention[:, 0], rtol=1e-4, atol=1e-5)
+        own = attention(model, ids[text : text + 1])[:, 0]
+        later = own[:, :, int(at[text]) + 1 :, int(at[text])]
+        if model_type == "mistral":
+            later = later[:, :, :15]  # the others do not see it
+        assert_close(together.intact_attention[text], later.mean(-1), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_what_attention_adds_is_replaced_and_not_the_stream_that_bloom_adds_to_it():
+    config = AutoConfig.for_model("bloom", vocab_size=96, hidden_size=32, n_layer=3, n_head=4, initializer_range=0.2)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    ids = torch.randint(5, 96, (2, 12))
+    edited = effects(target_of(model, None), ids, [Edit(swap=(Component("attention", 1),))], at=0, source=7)
+
+    def swap(_module, args, output):
+        stream = args[1]
+        own = output[0] - stream
+        whole = output[0].clone()
+        whole[:, 0] = stream[:, 0] + own[:, 7]
+        return (whole, *output[1:])
+
+    handle = model.transformer.h[1].self_attention.register_forward_hook(swap)
+    expected = norms(model, ids)[:, :, 0].T
+    handle.remove()
+    assert_close(edited.norms[0], expected[:, : edited.norms.shape[-1]], rtol=1e-4, atol=1e-4)
+    assert float((edited.norms[0] - edited.intact_norms).abs().max()) > 0.01
+
+
+def test_texts_begin_as_the_tokenizer_puts_them():
+    from tokenizers.processors import TemplateProcessing
+
+    _, tokenizer = tiny_model("llama")
+    bos = tokenizer.bos_token_id
+    assert (put_before(tokenizer), beginning(tokenizer, bos), beginning(tokenizer, None)) == ([bos], [bos], [])
+    special = [("<s>", bos), ("</s>", tokenizer.eos_token_id)]
+    for pieces, expected in (("<s> </s> $A", [bos, special[1][1]]), ("</s> $A", [bos, special[1][1]]), ("$A", [bos])):
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=pieces, special_tokens=special)
+        found = text_rows(tokenizer, typical_text(), 3, 16, bos)
+        assert found.shape == (3, 16) and found[:, : len(expected)].tolist() == [expected] * 3
+        words = tokenizer(typical_text()[:4000], add_special_tokens=False)["input_ids"]
+        assert found[:, len(expected) :].flatten().tolist() == words[: 3 * (16 - len(expected))]
