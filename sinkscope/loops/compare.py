@@ -90,9 +90,9 @@ class LoopComparison(Result):
         ours = self._score(OURS)
         others = [score for score in self.detectors if not score.detector.startswith("sinkscope")]
         best = max(others, key=lambda score: (score.recall or 0.0) - (score.false_alarms or 0.0))
-        finds = f"finds {percent(ours.recall)} of {self.loops} loops with {percent(ours.false_alarms)} false alarms"
-        other = f"{best.detector} {percent(best.recall)} with {percent(best.false_alarms)}"
-        return f"On {self.model.name}, sinkscope {finds}; of the other rules, {other}."
+        found = f"{percent(ours.recall)} of {self.loops} loops with {percent(ours.false_alarms)} false alarms"
+        other = f"{best.detector}, finds {percent(best.recall)} with {percent(best.false_alarms)}"
+        return f"sinkscope finds {found} on {self.honest} honest texts; the best other rule, {other}."
 
     def details(self) -> list[str]:
         """The false alarms of the verdict "loops" alone."""

@@ -56,7 +56,9 @@ def draw_comparison(result: Any) -> go.Figure:
     shares = [[score.by_class.get(kind, 0.0) for kind in kinds] for score in result.detectors]
     labels = {"x": "class", "y": "", "color": "alarms"}
     x = [html.escape(kind) for kind in kinds]
-    figure = px.imshow(shares, x=x, y=names, labels=labels, color_continuous_scale=["white", BLUE], zmin=0, zmax=1)
+    figure = px.imshow(
+        shares, x=x, y=names, labels=labels, color_continuous_scale=["white", BLUE], zmin=0, zmax=1, aspect="auto"
+    )
     figure.add_vline(len([kind for kind in kinds if kind in result.looping]) - 0.5, line={"dash": "dot"})
     figure.update_xaxes(title_text="classes with a loop, then honest ones", tickangle=-50)
     return finished(figure, result, width=1200, height=620, bottom=170)
