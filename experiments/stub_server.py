@@ -56,7 +56,9 @@ def application(tokens: int = DEFAULT_TOKENS, pause: float = 0.002) -> Starlette
                 choice = {"index": 0, **delta, "finish_reason": "stop" if last else None}
                 yield f"data: {json.dumps({'id': 'stub-1', 'model': 'stub', 'choices': [choice]})}\n\n"
             else:
-                said = {"response": text} if field == "response" else {"message": {"role": "assistant", "content": text}}
+                said = (
+                    {"response": text} if field == "response" else {"message": {"role": "assistant", "content": text}}
+                )
                 yield json.dumps({"model": "stub", **said, "done": last}) + "\n"
             await asyncio.sleep(pause)
         if events:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pkgutil import resolve_name
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.provenance import ModelInfo, provenance
@@ -163,7 +163,7 @@ def named_detector(place: str) -> Detector:
         raise SinkscopeError(f"--detector {place}: {error}; give module:function") from None
     if not callable(function):
         raise SinkscopeError(f"--detector {place} is no function: give module:function")
-    return function
+    return cast("Detector", function)
 
 
 def _score(

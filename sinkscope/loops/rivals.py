@@ -47,7 +47,7 @@ def exact_copies(
 
 
 def vllm(text: str) -> int | None:
-    """vLLM's `repetition_detection` (vllm#35451) with 4 to 128 tokens and 4 copies, as vllm#52677 proposes."""
+    """VLLM's `repetition_detection` (vllm#35451) with 4 to 128 tokens and 4 copies, as vllm#52677 proposes."""
     return exact_copies(text, 4, 128, 4)
 
 

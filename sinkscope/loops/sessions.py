@@ -419,7 +419,8 @@ def _checked(session: Session, settings: MonitorSettings) -> CheckedOutput:
             said = "looped"
         turns.append(str(place + 1))
         wasted += checked.wasted or 0
-        verdict = max(verdict, said, key=ranks.index)
+        if ranks.index(said) > ranks.index(verdict):
+            verdict = said
     if verdict == "clean":
         return result
     return replace(result, verdict=verdict, role="assistant", turns=", ".join(turns), wasted=wasted)

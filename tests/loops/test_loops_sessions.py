@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -123,9 +124,9 @@ def test_cleaning_keeps_calls_with_results_neighbours_and_what_it_left(parts, fo
     results = [result.key for message in after.messages if message for result in message.results]
     assert len(calls) == len(results) and (calls == results or not all(calls) or not all(results))
     kinds = _kinds(before.messages)
-    pairs = set(zip(kinds, kinds[1:], strict=False))
+    pairs = set(pairwise(kinds))
     left = _kinds(after.messages)
-    assert set(zip(left, left[1:], strict=False)) <= pairs
+    assert set(pairwise(left)) <= pairs
 
 
 @pytest.mark.parametrize(

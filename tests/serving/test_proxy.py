@@ -363,6 +363,7 @@ def test_a_path_of_the_upstream_is_not_doubled():
     assert one.url("/v1/chat", "") == "http://h:1/v1/chat" and one.url("/chat", "a=b") == "http://h:1/v1/chat?a=b"
 
 
+@pytest.mark.slow
 def test_the_example_of_the_page_runs_as_it_is_written(tmp_path):
     """But for the ports, which others may use, and the seconds of waiting."""
     page = (ROOT / "docs/measure/loops.md").read_text(encoding="utf-8")
