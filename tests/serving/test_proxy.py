@@ -351,7 +351,7 @@ def test_penalties(path, body, expected):
 
 
 @pytest.mark.parametrize(
-    "wrong", ["127.0.0.1:11434", "file:///etc/passwd", "http://", "http://user@host/", "http://a?b"]
+    "wrong", ["127.0.0.1:11434", "ftp://127.0.0.1", "http://", "http://user@host/", "http://a?b"]
 )
 def test_an_upstream_that_is_no_address(wrong):
     with pytest.raises(SinkscopeError, match="expected the address of a server"):
