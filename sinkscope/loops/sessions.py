@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import silent
 from sinkscope.files.plain import parse_json
+from sinkscope.files.provenance import ModelInfo
 from sinkscope.files.records import rows_of
 from sinkscope.loops.check import CheckedOutput, LoopCheck, Verdict, checked_output, loop_check
 from sinkscope.loops.forms import StreamForm
@@ -242,7 +243,9 @@ def check_history(
         progress("checking", place, len(history.sessions))
         results.append(_checked(session, settings))
         digest.update(json.dumps(session.entries, sort_keys=True, ensure_ascii=True).encode())
-    return loop_check(results, name, digest.hexdigest(), vars(settings), started)
+    fingerprint = digest.hexdigest()[:16]
+    model = ModelInfo(name=name, family="session", n_layers=0, d_model=0, d_mlp=0, fingerprint=fingerprint)
+    return loop_check(results, model, vars(settings), started)
 
 
 def cleaned(history: History) -> str:
@@ -395,7 +398,7 @@ def _checked(session: Session, settings: MonitorSettings) -> CheckedOutput:
     """The verdict on a session: its cycles, then the texts of its assistant."""
     steps = steps_of(session)
     tokens = sum(step.tokens for step in steps)
-    result = CheckedOutput(session.name, "clean", role="-", tokens=tokens)
+    result = CheckedOutput(session.name, "clean", tokens=tokens)
     wasted = 0
     turns: list[str] = []
     verdict: Verdict = "clean"

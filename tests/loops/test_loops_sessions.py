@@ -15,6 +15,7 @@ from session_forms import FORMS, Turn, called
 
 from sinkscope.app.cli import main
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.result import Result
 from sinkscope.loops import MonitorSettings
 from sinkscope.loops.messages import Message, message_of
 from sinkscope.loops.sessions import check_history, cleaned, cycles_of, masked, read_history, steps_of
@@ -37,7 +38,8 @@ def test_twelve_identical_calls_are_a_cycle_in_every_form(form, tmp_path, monkey
     Path(name).write_text(write([*START, *[READ] * 12]))
     assert main(["loops", name]) == 3
     out = capsys.readouterr().out
-    assert "The session in" in out and f"{name} loops" in out
+    assert f"The session in {name} loops; " in out and " tokens are wasted on repetition." in out
+    assert "In session, the assistant repeats itself in messages " in out
     record = _verdict([*START, *[READ] * 12], form)
     assert (record.verdict, record.role, record.repeats) == ("loops", "assistant", 12)
     one = _verdict([*START, READ], form).tokens - _verdict(START, form).tokens
@@ -183,3 +185,11 @@ def test_calls_without_any_results_are_compared_by_their_arguments():
         return check_history(read_history(json.dumps(messages), "x.json"), MonitorSettings(), "x.json").records[0]
 
     assert calls(["a.py"] * 6).verdict == "loops" and calls([f"{c}.py" for c in "abcdef"]).verdict == "clean"
+
+
+def test_the_figure_of_sessions_shows_what_is_wasted():
+    name, write = FORMS["openai"]
+    found = check_history(read_history(write([*START, *[READ] * 12]), name), MonitorSettings(), name)
+    other, wasted = found.figure().data
+    assert [*wasted.y] == [found.records[0].wasted] and other.y[0] + wasted.y[0] == found.records[0].tokens
+    assert Result.from_dict(found.to_dict()) == found

@@ -350,9 +350,7 @@ def test_penalties(path, body, expected):
     assert (None if made is None else json.loads(made)) == expected
 
 
-@pytest.mark.parametrize(
-    "wrong", ["127.0.0.1:11434", "ftp://127.0.0.1", "http://", "http://user@host/", "http://a?b"]
-)
+@pytest.mark.parametrize("wrong", ["127.0.0.1:11434", "ftp://127.0.0.1", "http://", "http://user@host/", "http://a?b"])
 def test_an_upstream_that_is_no_address(wrong):
     with pytest.raises(SinkscopeError, match="expected the address of a server"):
         ProxySettings(wrong)
