@@ -111,7 +111,7 @@ def test_the_set_says_the_truth_and_is_made_the_same_every_time():
     assert len(texts) > 0.97 * len(made)  # a table of products is the same in any draw
     for text in made:
         if text["start"] is not None:
-            assert text["text"][text["start"] - 1] in " \n" and len(text["text"]) > 500 + text["start"]
+            assert text["text"][text["start"] - 1] in " \n" and len(text["text"]) > 200 + text["start"]
 
 
 def test_the_default_finds_the_first_of_each_class_for_choosing():
