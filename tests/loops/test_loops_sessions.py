@@ -18,7 +18,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.result import Result
 from sinkscope.loops import MonitorSettings
 from sinkscope.loops.messages import Message, message_of
-from sinkscope.loops.sessions import check_history, cleaned, cycles_of, masked, read_history, steps_of
+from sinkscope.loops.sessions import check_history, cleaned, cycles_of, is_session_file, masked, read_history, steps_of
 
 START = [Turn("user", "Find the bug in the parser."), Turn("assistant", "I will read the file first.")]
 END = [Turn("assistant", "The bug is in line seven, and I have mended it."), Turn("user", "Thank you.")]
@@ -159,6 +159,9 @@ def test_several_sessions_and_outputs_in_json(tmp_path, monkeypatch, capsys):
     Path("several.jsonl").write_text(json.dumps(looping) + "\n" + json.dumps(honest) + "\n")
     assert main(["loops", "several.jsonl"]) == 3
     assert "Of 2 sessions in several.jsonl, 1 loops and 1 is clean" in capsys.readouterr().out
+    assert main(["loops", "several.jsonl", "--clean", "fewer.jsonl"]) == 3
+    first, second = map(json.loads, Path("fewer.jsonl").read_text().splitlines())
+    assert len(first["messages"]) == len(looping["messages"]) - 10 and second == honest
     Path("several.json").write_text(json.dumps([looping, honest]))
     assert main(["loops", "several.json", "--clean", "shorter.json"]) == 3
     first, second = json.loads(Path("shorter.json").read_text())
@@ -169,6 +172,33 @@ def test_several_sessions_and_outputs_in_json(tmp_path, monkeypatch, capsys):
     assert "Of 2 outputs in outputs.json, 1 loops" in capsys.readouterr().out
     Path("a.json").write_text('{"a": ' + "1," * 300)
     assert main(["loops", "a.json", "--format", "text"]) == 3
+
+
+_names = st.sampled_from(
+    "role content type text tool_calls function name arguments id tool_call_id parts functionCall messages input from "
+    "value payload message data tool_use tool_result user assistant tool response_item function_call output".split()
+)
+_json = st.recursive(
+    st.none() | st.integers(0, 3) | _names,
+    lambda inside: st.lists(inside, max_size=3) | st.dictionaries(_names, inside, max_size=5),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=_json, lines=st.booleans())
+def test_any_json_is_read_or_refused(data, lines):
+    text = json.dumps(data)
+    if lines and isinstance(data, list):
+        text = "\n".join(map(json.dumps, data)) + "\n"
+    is_session_file(text, "x.json")
+    try:
+        history = read_history(text, "x.json")
+    except SinkscopeError as error:
+        assert "\n" not in str(error)
+        return
+    check_history(history, MonitorSettings(), "x.json")
+    assert cleaned(read_history(cleaned(history), "x.json")) == cleaned(history)
 
 
 def test_a_message_of_no_form_is_none():
