@@ -70,7 +70,8 @@ def check_mask(mask: Any, call: Call, target: Target) -> None:
         pad = target.config.get_text_config().pad_token_id
         tokens = counted(int(hidden.sum()), "token")
         raise UnsupportedError(
-            f"the attention mask of this turn hides {tokens} that earlier calls have read; without a mask, `generate` "
-            f"takes every token equal to pad_token_id={pad} for padding: pass attention_mask with 1 at every real token",
+            f"the attention mask of this turn hides {tokens} that earlier calls have read; without a mask, "
+            f"`generate` takes every token equal to pad_token_id={pad} for padding: pass attention_mask with 1 at "
+            "every real token",
             page="attention-mask",
         )
