@@ -3,7 +3,8 @@
     python -m experiments.bench_proxy [--tokens 10000] [--rounds 5] [--out figures/bench_proxy.json]
 
 A server that writes a chat completion as fast as it can, the proxy, and the client are three processes that talk over
-127.0.0.1. Each token is an event, and several events may lie in one packet. The watching alone is timed without sockets.
+127.0.0.1. Each token is an event, and several events may lie in one packet. The watching alone is timed without
+sockets.
 """
 
 from __future__ import annotations

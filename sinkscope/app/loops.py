@@ -84,7 +84,8 @@ def check_loops(
         return _proxy(proxy, monitor, retry, host or PROXY_HOST, PROXY_PORT if port is None else port)
     _refuse({"--port": port, "--host": host, "--retry": retry}, "without --proxy")
     if follow:
-        _refuse({"--max-new": max_new, "--clean": clean}, "with --follow")
+        session = form == "session"
+        _refuse({"--max-new": max_new, "--clean": clean, "--format session": session}, "with --follow")
         return _follow(file or "-", form, monitor, first, tee)
     _refuse({"--first": first, "--tee": tee}, "without --follow")
     if file is None or form == "sse":

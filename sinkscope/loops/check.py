@@ -122,8 +122,11 @@ class LoopCheck(Result):
         if period is not None:
             onset = self._median("onset")
             lines.append(f"The loops have a median period of {period:g} tokens and begin at token {onset:g} (median).")
+        for record in self.records:
+            if record.turns is not None:
+                lines.append(f"In {record.name}, the {record.role} repeats itself in messages {record.turns}.")
         wasted = sum(record.wasted or 0 for record in self.records)
-        if wasted:
+        if wasted and self.model.family != "session":
             lines.append(f"{counted(wasted, 'token')} behind the first copies are wasted.")
         return lines
 
@@ -137,11 +140,13 @@ class LoopCheck(Result):
         return rows
 
     def _unit(self) -> str:
-        sessions = [record for record in self.records if record.role is not None]
-        return "session" if len(sessions) == len(self.records) else "output"
+        return "session" if self.model.family == "session" else "output"
 
     def _ratios(self) -> str:
-        """The median type-token ratios of repetitive and clean records."""
+        """What sessions waste, or the median type-token ratios of repetitive and clean records."""
+        wasted = sum(record.wasted or 0 for record in self.records)
+        if wasted and self.model.family == "session":
+            return f"; {wasted} of {sum(record.tokens for record in self.records)} tokens are wasted on repetition"
         repetitive, clean = self._median("ttr"), self._median("ttr", clean=True)
         if repetitive is None and clean is None:
             return ""
@@ -202,18 +207,18 @@ def check(
     digest = hashlib.sha256()
     for record in records:
         digest.update(array("I", record.ids).tobytes() + b"|")
-    return loop_check(results, name, digest.hexdigest(), {**vars(settings), "max_new": max_new}, started)
+    model = ModelInfo(name=name, family="text", n_layers=0, d_model=0, d_mlp=0, fingerprint=digest.hexdigest()[:16])
+    return loop_check(results, model, {**vars(settings), "max_new": max_new}, started)
 
 
 def loop_check(
-    results: Sequence[CheckedOutput], name: str, digest: str, settings: dict[str, Any], started: float
+    results: Sequence[CheckedOutput], model: ModelInfo, settings: dict[str, Any], started: float
 ) -> LoopCheck:
     """The result of records that were checked.
 
     Args:
         results: The records.
-        name: Name of the input.
-        digest: Fingerprint of the input, in hexadecimal digits.
+        model: What stands in place of a model: the input and its fingerprint.
         settings: Settings of the monitor.
         started: `time.perf_counter()` at the start.
     """
@@ -223,7 +228,7 @@ def loop_check(
         looped=verdicts.count("looped"),
         suspicious=verdicts.count("suspicious"),
         records=tuple(results),
-        model=ModelInfo(name=name, family="text", n_layers=0, d_model=0, d_mlp=0, fingerprint=digest[:16]),
+        model=model,
         settings=settings,
         provenance=provenance(started=started, device="cpu", dtype="int", attention="none", bos=None, seed=0),
     )

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pkgutil import resolve_name
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.provenance import ModelInfo, provenance
@@ -69,7 +69,7 @@ class LoopComparison(Result):
         loops: Number of texts with a loop.
         honest: Number of texts without one.
         looping: Classes of the texts with a loop.
-        detectors: The score of each detector.
+        detectors: The score of each detector, those of sinkscope first.
     """
 
     kind: ClassVar[str] = "loops-compare"
@@ -87,16 +87,15 @@ class LoopComparison(Result):
 
     def conclusion(self) -> str:
         """What the default finds, beside the best of the others."""
-        ours = self._score(OURS)
-        others = [score for score in self.detectors if not score.detector.startswith("sinkscope")]
+        _, ours, *others = self.detectors
         best = max(others, key=lambda score: (score.recall or 0.0) - (score.false_alarms or 0.0))
-        finds = f"finds {percent(ours.recall)} of {self.loops} loops with {percent(ours.false_alarms)} false alarms"
-        other = f"{best.detector} {percent(best.recall)} with {percent(best.false_alarms)}"
-        return f"On {self.model.name}, sinkscope {finds}; of the other rules, {other}."
+        found = f"{percent(ours.recall)} of {self.loops} loops with {percent(ours.false_alarms)} false alarms"
+        other = f"{best.detector}, finds {percent(best.recall)} with {percent(best.false_alarms)}"
+        return f"sinkscope finds {found} on {self.honest} honest texts; the best other rule, {other}."
 
     def details(self) -> list[str]:
         """The false alarms of the verdict "loops" alone."""
-        proved = self._score("sinkscope, loops")
+        proved = self.detectors[0]
         return [
             f"The verdict loops alone finds {percent(proved.recall)} with {percent(proved.false_alarms)} false alarms."
         ]
@@ -112,9 +111,6 @@ class LoopComparison(Result):
         names = [f"{place} {score.detector}" for place, score in enumerate(self.detectors, 1)]
         classes = Grid(strings(rows), title="Texts of each class with an alarm", note=f"{'; '.join(names)}.")
         return [*super().grids(), classes]
-
-    def _score(self, name: str) -> DetectorScore:
-        return next(score for score in self.detectors if score.detector == name)
 
 
 def compare(
@@ -163,7 +159,7 @@ def named_detector(place: str) -> Detector:
         raise SinkscopeError(f"--detector {place}: {error}; give module:function") from None
     if not callable(function):
         raise SinkscopeError(f"--detector {place} is no function: give module:function")
-    return function
+    return cast("Detector", function)
 
 
 def _score(

@@ -24,6 +24,15 @@ def draw_check(result: Any) -> go.Figure:
     from sinkscope.files.style import BLUE, GREY, ORANGE, RED, finished
 
     colours = {"clean": GREY, "suspicious": BLUE, "looped": ORANGE, "loops": RED}
+    if result.model.family == "session":
+        first = result.records[:SHOWN_RECORDS]
+        names = [html.escape(record.name) for record in first]
+        wasted = [record.wasted or 0 for record in first]
+        useful = [record.tokens - (record.wasted or 0) for record in first]
+        figure = px.bar(x=names, y=[useful, wasted], color_discrete_sequence=[GREY, RED])
+        figure.for_each_trace(lambda bar: bar.update(name="wasted" if bar.marker.color == RED else "other tokens"))
+        figure.update_layout(xaxis_title_text="", yaxis_title_text="tokens", legend_title_text="")
+        return finished(figure, result, width=1000, height=520)
     # Loops are drawn above the others.
     records = sorted(result.records, key=lambda record: [*colours].index(record.verdict))[-SHOWN_RECORDS:]
     named = [replace(record, name=html.escape(record.name)) for record in records]
@@ -56,7 +65,9 @@ def draw_comparison(result: Any) -> go.Figure:
     shares = [[score.by_class.get(kind, 0.0) for kind in kinds] for score in result.detectors]
     labels = {"x": "class", "y": "", "color": "alarms"}
     x = [html.escape(kind) for kind in kinds]
-    figure = px.imshow(shares, x=x, y=names, labels=labels, color_continuous_scale=["white", BLUE], zmin=0, zmax=1)
+    figure = px.imshow(
+        shares, x=x, y=names, labels=labels, color_continuous_scale=["white", BLUE], zmin=0, zmax=1, aspect="auto"
+    )
     figure.add_vline(len([kind for kind in kinds if kind in result.looping]) - 0.5, line={"dash": "dot"})
     figure.update_xaxes(title_text="classes with a loop, then honest ones", tickangle=-50)
     return finished(figure, result, width=1200, height=620, bottom=170)

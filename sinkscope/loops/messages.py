@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 LISTS = ("messages", "conversations", "contents", "input", "history", "items")  # fields with the messages of a session
@@ -107,29 +107,43 @@ def _spoken(role: str, item: dict[str, Any]) -> Message:
     texts: list[str] = []
     calls: list[Call] = []
     results: list[CallResult] = []
-    blocks: Iterable[Any] = content if isinstance(content, list) else [content]
-    for block in blocks:
-        match block:
-            case {"type": "tool_use", "name": name}:  # Anthropic
-                calls.append(Call(str(block.get("id") or ""), str(name), block.get("input")))
-            case {"type": "tool_result"}:
-                results.append(CallResult(str(block.get("tool_use_id") or ""), _text(block.get("content"))))
-            case {"type": "toolRequest", "toolCall": dict(call)}:  # Goose
-                value = call.get("value") or {}
-                calls.append(Call(str(block.get("id") or ""), str(value.get("name")), value.get("arguments")))
-            case {"type": "toolResponse"}:
-                results.append(CallResult(str(block.get("id") or ""), _text(block.get("toolResult"))))
-            case _:
-                texts.append(_text(block))
-    legacy = item.get("function_call")
-    if legacy:
-        calls.append(Call(str(legacy["name"]), str(legacy["name"]), legacy.get("arguments")))
-    for call in item.get("tool_calls") or ():
-        about = call.get("function") or call  # LangChain has name and args beside each other
-        arguments = about.get("arguments", about.get("args"))
-        calls.append(Call(str(call.get("id") or ""), str(about["name"]), arguments))
+    for block in content if isinstance(content, list) else [content]:
+        part = _block(block)
+        if isinstance(part, Call):
+            calls.append(part)
+        elif isinstance(part, CallResult):
+            results.append(part)
+        else:
+            texts.append(part)
+    calls += _calls_beside(item)
     thought = item.get("reasoning_content") or item.get("reasoning") or item.get("thinking") or ""
     return Message(role, _text(thought) + "\n".join(filter(None, texts)), tuple(calls), tuple(results))
+
+
+def _block(block: Any) -> Call | CallResult | str:
+    """A block of a content."""
+    match block:
+        case {"type": "tool_use", "name": name}:  # Anthropic
+            return Call(str(block.get("id") or ""), str(name), block.get("input"))
+        case {"type": "tool_result"}:
+            return CallResult(str(block.get("tool_use_id") or ""), _text(block.get("content")))
+        case {"type": "toolRequest", "toolCall": dict(call)}:  # Goose
+            value = call.get("value") or {}
+            return Call(str(block.get("id") or ""), str(value.get("name")), value.get("arguments"))
+        case {"type": "toolResponse"}:
+            return CallResult(str(block.get("id") or ""), _text(block.get("toolResult")))
+        case _:
+            return _text(block)
+
+
+def _calls_beside(item: dict[str, Any]) -> Iterator[Call]:
+    """The calls of a message of OpenAI's form, and of the older one."""
+    older = item.get("function_call")
+    if older:
+        yield Call(str(older["name"]), str(older["name"]), older.get("arguments"))
+    for call in item.get("tool_calls") or ():
+        about = call.get("function") or call  # LangChain has name and args beside each other
+        yield Call(str(call.get("id") or ""), str(about["name"]), about.get("arguments", about.get("args")))
 
 
 def _parts(role: str, parts: list[Any]) -> Message:

@@ -1,4 +1,4 @@
-"""Near copies that no rule on exact copies can prove: counters, changed ids and dates, shuffled and edited sentences."""
+"""Near copies that no rule on exact copies can prove: counters, changed ids and dates, shuffled or edited sentences."""
 
 from __future__ import annotations
 

@@ -47,6 +47,7 @@ class Splitter:
         """The words that a piece completes; with `last`, also the one that is not complete."""
         text = self._rest + piece
         words: list[str] = []
+        word = ""
         end = 0
         for match in _WORDS.finditer(text):
             end = match.end()

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import silent
 from sinkscope.files.plain import parse_json
+from sinkscope.files.provenance import ModelInfo
 from sinkscope.files.records import rows_of
 from sinkscope.loops.check import CheckedOutput, LoopCheck, Verdict, checked_output, loop_check
 from sinkscope.loops.forms import StreamForm
@@ -64,13 +65,15 @@ class History:
 
     Attributes:
         sessions: Its sessions.
-        root: The JSON of the file; None if it has lines.
-        field: Field of the messages in `root`, in each of its entries, or in each line; empty if they are the entries.
+        root: The JSON of the file; of one with lines, their list.
+        field: Field of the messages in `root`, or in each of its entries; empty if the entries are the messages.
+        lines: Whether the file has JSON lines.
     """
 
     sessions: tuple[Session, ...]
     root: Any
     field: str
+    lines: bool
 
 
 class Step(NamedTuple):
@@ -161,29 +164,28 @@ def read_history(text: str, name: str) -> History:
         SinkscopeError: It is not JSON, or an entry is of no form in `sinkscope.loops.messages`.
     """
     expected = "messages with role and content, as those of OpenAI or Anthropic"
-    root: Any = None
     lines = False
     try:
         root = parse_json(text)
     except ValueError:
         lines = True
-    rows = [row for _, row in rows_of(text, name, f"{expected}, or --format text")] if lines else root
-    if not is_history(rows):
+        root = [row for _, row in rows_of(text, name, f"{expected}, or --format text")]
+    if not is_history(root):
         raise SinkscopeError(f"{name} is no chat history: expected {expected}; --format text reads it as one text")
-    if isinstance(rows, dict):
-        field = _holder(rows)
-        if not field:
-            return History((_session(name, [rows], name),), [rows], "")
-        return History((_session("session", rows[field], name),), root, field)
-    field = _holder(rows[0])
+    if isinstance(root, dict) and not _holder(root):
+        root = [root]
+    if isinstance(root, dict):
+        field = _holder(root)
+        return History((_session("session", root[field], name),), root, field, lines)
+    field = _holder(root[0]) if isinstance(root[0], dict) else ""
     if not field:
-        return History((_session("session", rows, name),), root, "")
+        return History((_session("session", root, name),), root, field, lines)
     sessions: list[Session] = []
-    for place, row in enumerate(rows, 1):
+    for place, row in enumerate(root, 1):
         if not isinstance(row, dict) or not isinstance(row.get(field), list):
             raise SinkscopeError(f"{name} session {place} has no list {field!r}, as session 1 has: expected {expected}")
         sessions.append(_session(f"session {place}", row[field], name))
-    return History(tuple(sessions), root if not lines else None, field if not lines else f"{field}\n")
+    return History(tuple(sessions), root, field, lines)
 
 
 def _holder(row: dict[str, Any]) -> str:
@@ -242,7 +244,9 @@ def check_history(
         progress("checking", place, len(history.sessions))
         results.append(_checked(session, settings))
         digest.update(json.dumps(session.entries, sort_keys=True, ensure_ascii=True).encode())
-    return loop_check(results, name, digest.hexdigest(), vars(settings), started)
+    fingerprint = digest.hexdigest()[:16]
+    model = ModelInfo(name=name, family="session", n_layers=0, d_model=0, d_mlp=0, fingerprint=fingerprint)
+    return loop_check(results, model, vars(settings), started)
 
 
 def cleaned(history: History) -> str:
@@ -251,19 +255,14 @@ def cleaned(history: History) -> str:
     Only whole copies are removed, so each message that stays has the neighbours that it could have before, and a step
     is removed with the results of its calls. Cleaning the result again changes nothing.
     """
-    kept: list[list[Any]] = []
-    for session in history.sessions:
-        kept.append(_without_copies(session).entries)
-    if history.field.endswith("\n"):
-        raise SinkscopeError("--clean writes one session: give a file with one")
-    if history.root is None:
-        lines = [json.dumps(entry, ensure_ascii=False) for entry in kept[0]]
-        return "\n".join(lines) + "\n"
+    kept = [_without_copies(session).entries for session in history.sessions]
     root: Any = kept[0]
     if isinstance(history.root, dict):
         root = {**history.root, history.field: kept[0]}
     elif history.field:
         root = [{**row, history.field: entries} for row, entries in zip(history.root, kept, strict=True)]
+    if history.lines:
+        return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in root)
     return json.dumps(root, ensure_ascii=False, indent=2) + "\n"
 
 
@@ -395,7 +394,7 @@ def _checked(session: Session, settings: MonitorSettings) -> CheckedOutput:
     """The verdict on a session: its cycles, then the texts of its assistant."""
     steps = steps_of(session)
     tokens = sum(step.tokens for step in steps)
-    result = CheckedOutput(session.name, "clean", role="-", tokens=tokens)
+    result = CheckedOutput(session.name, "clean", tokens=tokens)
     wasted = 0
     turns: list[str] = []
     verdict: Verdict = "clean"
@@ -419,7 +418,8 @@ def _checked(session: Session, settings: MonitorSettings) -> CheckedOutput:
             said = "looped"
         turns.append(str(place + 1))
         wasted += checked.wasted or 0
-        verdict = max(verdict, said, key=ranks.index)
+        if ranks.index(said) > ranks.index(verdict):
+            verdict = said
     if verdict == "clean":
         return result
     return replace(result, verdict=verdict, role="assistant", turns=", ".join(turns), wasted=wasted)

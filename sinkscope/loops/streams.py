@@ -21,6 +21,8 @@ from sinkscope.loops.signals import Tail
 
 OPEN_STREAMS = 4096  # at most; of more, the one that was silent for longest is forgotten
 KEPT_TOKENS = 2048  # whose text is kept
+KEPT_NUMBERS = 1 << 20  # different tokens whose numbers are kept
+PART = 1 << 16  # characters that are split at a time
 SHOWN_TOKENS = 60  # of a loop without an exact period
 LONGEST_LINE = 1 << 24  # bytes of a line of JSON
 MOST_BLANKS = 64  # bytes before the first word of an input whose form is to be learnt
@@ -61,26 +63,42 @@ class Stream:
         self._splitter = Splitter()
         self._whole_text: str | None = ""  # of a server that sends all of it each time; None: it does not
         self._ids: dict[object, int] = {}
+        self._next_number = 0
         self._recent = deque[str](maxlen=KEPT_TOKENS)
         self._quiet_until = 0
 
     def take(self, piece: Piece) -> Iterator[Alarm]:
         """Yield the alarms that a piece raises."""
-        tokens = [piece]
-        if piece.key is None:
-            words = self._splitter.feed(self._new_text(piece), piece.last)
-            tokens = [Piece(piece.stream, word, f"{word} ") for word in words]
-        for token in tokens:
-            key = token.key
-            if not isinstance(key, int):
-                key = self._ids.setdefault(key, len(self._ids))
-            step = self.monitor.update(key)
-            self._recent.append(token.text[:SHOWN_TOKENS])
+        for key, text in self._tokens(piece):
+            step = self.monitor.update(key if isinstance(key, int) else self._number(key))
+            self._recent.append(text[:SHOWN_TOKENS])
             if not step.trigger:
                 continue
             if step.step > self._quiet_until:
-                yield Alarm(token.stream, step.step, step.tail, self._copy(step.tail, step.step))
+                yield Alarm(piece.stream, step.step, step.tail, self._copy(step.tail, step.step))
             self._quiet_until = step.step + self.monitor.settings.relapse  # a loop that goes on is reported once
+
+    def _number(self, key: object) -> int:
+        """The number of a token; after very many different ones, they are numbered anew."""
+        number = self._ids.get(key)
+        if number is None:
+            if len(self._ids) >= KEPT_NUMBERS:
+                self._ids.clear()
+            number = self._next_number
+            self._ids[key] = number
+            self._next_number += 1
+        return number
+
+    def _tokens(self, piece: Piece) -> Iterator[tuple[object, str]]:
+        """The key and the text of each token of a piece; a long text is split a part at a time."""
+        if piece.key is not None:
+            yield piece.key, piece.text
+            return
+        text = self._new_text(piece)
+        for start in range(0, len(text) or 1, PART):
+            last = piece.last and start + PART >= len(text)
+            for word in self._splitter.feed(text[start : start + PART], last):
+                yield word, f"{word} "
 
     def _new_text(self, piece: Piece) -> str:
         """The part of a text that was not there before, if a server sends the whole text each time."""

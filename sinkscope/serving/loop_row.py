@@ -35,8 +35,8 @@ class ServingSettings:
         actions: Actions for the first, second, ... trigger of the monitor; further triggers repeat the last one. "stop"
             ends the request with its end token. "force" makes the model say `tokens`.
         tokens: Ids of the sequence that "force" writes, such as the end of the reasoning.
-        end: Id of the token that "stop" writes; None uses the server's end token. In vLLM it becomes a stop token of the
-            request, so one that the model never writes tells a request that was cut from one that ended.
+        end: Id of the token that "stop" writes; None uses the server's end token. In vLLM it becomes a stop token of
+            the request, so one that the model never writes tells a request that was cut from one that ended.
         monitor: Settings of the monitor. It gets no probabilities, because reading them would make every step wait.
     """
 

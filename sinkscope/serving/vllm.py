@@ -168,11 +168,11 @@ class VllmLoops:
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        """Refuse a request whose settings are wrong, and make its `end` a stop token, which `stop_reason` then names."""
+        """Refuse a request whose settings are wrong; its `end` becomes a stop token, which `stop_reason` then names."""
         settings = ServingSettings.of_request((sampling_params.extra_args or {}).get(KEY))
         if settings is None or settings.end is None:
             return
-        stops = list(sampling_params.stop_token_ids or ())
+        stops: list[int] = list(sampling_params.stop_token_ids or ())
         if settings.end not in stops:
             sampling_params.stop_token_ids = [*stops, settings.end]
             sampling_params.all_stop_token_ids.add(settings.end)

@@ -135,8 +135,8 @@ def test_results_come_back_from_json(tmp_path):
     assert Result.load(found.save(tmp_path / "x.json")) == found
     assert isinstance(found, LoopCheck) and found.records[0].tokens == 0 and found.records[0].ttr is None
     assert found.conclusion() == (
-        "Of 3 outputs in some texts, 1 loops and 2 are clean; the median type-token ratio is 0.0033, and 1 of the clean "
-        "ones."
+        "Of 3 outputs in some texts, 1 loops and 2 are clean; the median type-token ratio is 0.0033, and 1 of the "
+        "clean ones."
     )
     assert found.details() == [
         "The loops have a median period of 1 tokens and begin at token 0 (median).",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -19,8 +20,8 @@ from loop_texts import prose
 from server_streams import SERVERS, chunks, events
 
 from sinkscope.app.cli import main
-from sinkscope.errors import SinkscopeWarning
-from sinkscope.loops import Alarm, Monitor, MonitorSettings, Watch, check
+from sinkscope.errors import SinkscopeError, SinkscopeWarning
+from sinkscope.loops import Alarm, Monitor, MonitorSettings, Watch, check, streams
 from sinkscope.loops.forms import shown
 from sinkscope.loops.outputs import split
 
@@ -247,3 +248,65 @@ def test_an_alarm_comes_while_the_pipe_is_open_and_ctrl_c_leaves_cleanly(process
     assert f"at token {detected}: period {len(split(LOOP))}".encode() in seen and process.poll() is None
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130 and process.stderr.read().strip() == b"interrupted"
+
+
+class Counted(io.BytesIO):
+    """A source that knows how often it was asked and how much it gave at once."""
+
+    def __init__(self, data: bytes):
+        super().__init__(data)
+        self.calls = self.most = 0
+
+    def _given(self, data: bytes) -> bytes:
+        self.calls += 1
+        self.most = max(self.most, len(data))
+        return data
+
+    def read1(self, size: int | None = -1) -> bytes:
+        return self._given(super().read1(size))
+
+    def readline(self, size: int | None = -1) -> bytes:
+        return self._given(super().readline(size))
+
+
+def test_a_long_first_line_is_read_in_linear_time_and_in_few_calls():
+    """Four times the line takes about four times as long, and not sixteen times, as it would if it were read again."""
+    taken: list[float] = []
+    for size in (500_000, 2_000_000):
+        line = json.dumps({"prompt": "x " * (size // 2), "text": TEXT}).encode()
+        source = Counted(line + b"\n")
+        started = time.thread_time()
+        (alarm,) = Watch().follow(source)
+        taken.append(time.thread_time() - started)
+        assert alarm.stream == "line 1" and source.calls < 10
+    assert taken[1] < 8 * taken[0] + 0.05
+
+
+@pytest.mark.parametrize("start", [b"data: x", b"{", b" " * 300 + b"{", b"\n" * 100, b"dat", b"id", b"\xef\xbb\xbf{"])
+def test_no_beginning_is_read_more_than_a_few_times(start):
+    source = Counted(start + b"word " * 200)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SinkscopeWarning)
+        with contextlib.suppress(SinkscopeError):
+            list(Watch().follow(source))
+    assert source.calls < 80
+
+
+def test_a_line_that_is_too_long_is_skipped_and_the_next_one_is_read(monkeypatch):
+    monkeypatch.setattr(streams, "LONGEST_LINE", 5000)
+    good = json.dumps({"text": "one more cup of tea, " * 40}).encode() + b"\n"
+    bad = json.dumps({"text": "x" * 30_000}).encode() + b"\n"
+    source = Counted(good + bad + good)
+    with pytest.warns(SinkscopeWarning, match="line 2 has more than"):
+        alarms = list(Watch().follow(source))
+    assert [alarm.stream for alarm in alarms] == ["line 1", "line 3"] and source.most <= 5001
+
+
+def test_tee_passes_everything_on(tmp_path, capfdbinary):
+    for name, data in (("a.txt", TEXT.encode()), ("b.sse", events(SERVERS["openai-chat"](TEXT)).encode())):
+        (tmp_path / name).write_bytes(data)
+        assert main(["loops", str(tmp_path / name), "--follow", "--tee"]) == 3
+        out, err = capfdbinary.readouterr()
+        assert out == data and err.startswith(b"loop in ") and err.count(b"\n") == 1
+    assert main(["loops", str(tmp_path / "a.txt"), "--tee"]) == 2
+    assert main(["loops", str(tmp_path / "a.txt"), "--follow", "--format", "session"]) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from session_forms import FORMS, Turn, called
 
 from sinkscope.app.cli import main
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.result import Result
 from sinkscope.loops import MonitorSettings
 from sinkscope.loops.messages import Message, message_of
-from sinkscope.loops.sessions import check_history, cleaned, cycles_of, masked, read_history, steps_of
+from sinkscope.loops.sessions import check_history, cleaned, cycles_of, is_session_file, masked, read_history, steps_of
 
 START = [Turn("user", "Find the bug in the parser."), Turn("assistant", "I will read the file first.")]
 END = [Turn("assistant", "The bug is in line seven, and I have mended it."), Turn("user", "Thank you.")]
@@ -36,7 +38,8 @@ def test_twelve_identical_calls_are_a_cycle_in_every_form(form, tmp_path, monkey
     Path(name).write_text(write([*START, *[READ] * 12]))
     assert main(["loops", name]) == 3
     out = capsys.readouterr().out
-    assert "The session in" in out and f"{name} loops" in out
+    assert f"The session in {name} loops; " in out and " tokens are wasted on repetition." in out
+    assert "In session, the assistant repeats itself in messages " in out
     record = _verdict([*START, *[READ] * 12], form)
     assert (record.verdict, record.role, record.repeats) == ("loops", "assistant", 12)
     one = _verdict([*START, READ], form).tokens - _verdict(START, form).tokens
@@ -123,9 +126,9 @@ def test_cleaning_keeps_calls_with_results_neighbours_and_what_it_left(parts, fo
     results = [result.key for message in after.messages if message for result in message.results]
     assert len(calls) == len(results) and (calls == results or not all(calls) or not all(results))
     kinds = _kinds(before.messages)
-    pairs = set(zip(kinds, kinds[1:], strict=False))
+    pairs = set(pairwise(kinds))
     left = _kinds(after.messages)
-    assert set(zip(left, left[1:], strict=False)) <= pairs
+    assert set(pairwise(left)) <= pairs
 
 
 @pytest.mark.parametrize(
@@ -156,6 +159,9 @@ def test_several_sessions_and_outputs_in_json(tmp_path, monkeypatch, capsys):
     Path("several.jsonl").write_text(json.dumps(looping) + "\n" + json.dumps(honest) + "\n")
     assert main(["loops", "several.jsonl"]) == 3
     assert "Of 2 sessions in several.jsonl, 1 loops and 1 is clean" in capsys.readouterr().out
+    assert main(["loops", "several.jsonl", "--clean", "fewer.jsonl"]) == 3
+    first, second = map(json.loads, Path("fewer.jsonl").read_text().splitlines())
+    assert len(first["messages"]) == len(looping["messages"]) - 10 and second == honest
     Path("several.json").write_text(json.dumps([looping, honest]))
     assert main(["loops", "several.json", "--clean", "shorter.json"]) == 3
     first, second = json.loads(Path("shorter.json").read_text())
@@ -166,6 +172,33 @@ def test_several_sessions_and_outputs_in_json(tmp_path, monkeypatch, capsys):
     assert "Of 2 outputs in outputs.json, 1 loops" in capsys.readouterr().out
     Path("a.json").write_text('{"a": ' + "1," * 300)
     assert main(["loops", "a.json", "--format", "text"]) == 3
+
+
+_names = st.sampled_from(
+    "role content type text tool_calls function name arguments id tool_call_id parts functionCall messages input from "
+    "value payload message data tool_use tool_result user assistant tool response_item function_call output".split()
+)
+_json = st.recursive(
+    st.none() | st.integers(0, 3) | _names,
+    lambda inside: st.lists(inside, max_size=3) | st.dictionaries(_names, inside, max_size=5),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=_json, lines=st.booleans())
+def test_any_json_is_read_or_refused(data, lines):
+    text = json.dumps(data)
+    if lines and isinstance(data, list):
+        text = "\n".join(map(json.dumps, data)) + "\n"
+    is_session_file(text, "x.json")
+    try:
+        history = read_history(text, "x.json")
+    except SinkscopeError as error:
+        assert "\n" not in str(error)
+        return
+    check_history(history, MonitorSettings(), "x.json")
+    assert cleaned(read_history(cleaned(history), "x.json")) == cleaned(history)
 
 
 def test_a_message_of_no_form_is_none():
@@ -182,3 +215,11 @@ def test_calls_without_any_results_are_compared_by_their_arguments():
         return check_history(read_history(json.dumps(messages), "x.json"), MonitorSettings(), "x.json").records[0]
 
     assert calls(["a.py"] * 6).verdict == "loops" and calls([f"{c}.py" for c in "abcdef"]).verdict == "clean"
+
+
+def test_the_figure_of_sessions_shows_what_is_wasted():
+    name, write = FORMS["openai"]
+    found = check_history(read_history(write([*START, *[READ] * 12]), name), MonitorSettings(), name)
+    other, wasted = found.figure().data
+    assert [*wasted.y] == [found.records[0].wasted] and other.y[0] + wasted.y[0] == found.records[0].tokens
+    assert Result.from_dict(found.to_dict()) == found

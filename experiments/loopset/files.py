@@ -1,0 +1,71 @@
+"""The verdicts on files that people and programs wrote, drawn at random from the packages that are installed here.
+
+    python -m experiments.loopset.files [--count 120] [--out figures/loops_files.json]
+
+None of them is the output of a model, so nearly every verdict but clean is a false alarm. Which files are there depends
+on what is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sysconfig
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from experiments.record import record
+from sinkscope.files.output import write_atomic
+from sinkscope.loops import check
+
+KINDS = {
+    "programs": (".py",),
+    "texts": (".md", ".rst", ".txt"),
+    "data": (".json", ".csv", ".js", ".css", ".yaml", ".toml", ".html"),
+}
+SMALLEST, LARGEST = 3000, 60_000  # bytes
+READ = 12_000  # characters
+
+
+def verdicts(kind: str, count: int, seed: int) -> dict[str, Any]:
+    """How many files of a kind have each verdict, and which are not clean."""
+    home = Path(sysconfig.get_paths()["purelib"])
+    files = [path for path in sorted(home.rglob("*")) if path.suffix in KINDS[kind] and path.is_file()]
+    random.Random(f"{seed} {kind}").shuffle(files)
+    counts: Counter[str] = Counter()
+    others: list[str] = []
+    for path in files:
+        if counts.total() == count:
+            break
+        if not SMALLEST < path.stat().st_size < LARGEST:
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        verdict = check(text[:READ]).records[0].verdict
+        counts[verdict] += 1
+        if verdict != "clean":
+            others.append(f"{verdict}: {path.relative_to(home)}")
+    return {"files": counts.total(), **counts, "not clean": others}
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--count", type=int, default=120, help="files of each kind")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("figures/loops_files.json"))
+    args = parser.parse_args()
+    started = time.perf_counter()
+    result = {kind: verdicts(kind, args.count, args.seed) for kind in KINDS}
+    settings = {"count": args.count, "read": READ}
+    write_atomic(args.out, record("loops-files", result, settings, started=started, dtype="text", seed=args.seed))
+    for kind, counts in result.items():
+        print(kind, {name: value for name, value in counts.items() if name != "not clean"})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""The table of rivals in the page about loops, from the result of `sinkscope loops compare`.
+
+python -m experiments.loopset.table [--result figures/loops_compare.json] [--page docs/measure/loops.md]
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from experiments.drawn import put_table
+from sinkscope.files.tables import percent
+from sinkscope.loops.compare import DetectorScore, LoopComparison
+
+COLUMNS = (
+    *("rule", "recall", "in its worst class", "false alarms"),
+    *("its delay", "ours on the same loops", "ours not later"),
+)
+
+
+def row(score: DetectorScore) -> str:
+    """A line of the table; delays are mean numbers of characters, of the loops that both find."""
+    cells = [score.detector, percent(score.recall), percent(score.lowest), percent(score.false_alarms)]
+    for delay in (score.their_delay, score.our_delay):
+        cells.append("-" if delay is None else f"{delay:.0f}")
+    return f"| {' | '.join([*cells, percent(score.we_first)])} |"
+
+
+def table(result: LoopComparison) -> str:
+    """A line per rule."""
+    head = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    return "\n".join([*head, *map(row, result.detectors)])
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--result", type=Path, default=Path("figures/loops_compare.json"))
+    parser.add_argument("--page", type=Path, default=Path("docs/measure/loops.md"))
+    args = parser.parse_args()
+    put_table(args.page, "loopset.table", table(LoopComparison.load(args.result)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""`sinkscope loops compare`: rivals against what their rules say, scores against counting by hand, and the set."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loop_texts import prose
+
+from experiments.bench_detect import Server
+from experiments.loopset import make
+from experiments.loopset.honest import HONEST
+from experiments.loopset.looped import LOOPED
+from sinkscope.app.cli import main
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.result import Result
+from sinkscope.loops import check
+from sinkscope.loops.compare import OURS, KnownText, LoopComparison, compare
+from sinkscope.loops.near_copies import counting_rows, echoes
+from sinkscope.loops.outputs import number, spans
+from sinkscope.loops.rivals import DETECTORS, compression, exact_copies, paragraphs, suffix
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    words=st.lists(st.sampled_from("abc"), max_size=80),
+    smallest=st.integers(1, 5),
+    more=st.integers(0, 10),
+    copies=st.integers(2, 4),
+    tokens=st.integers(0, 12),
+    every=st.integers(1, 4),
+)
+def test_exact_copies_are_found_where_another_way_of_counting_finds_them(words, smallest, more, copies, tokens, every):
+    """That of the benchmark of delays compares the last tokens with the ones before."""
+    text = " ".join(words)
+    server = Server(smallest, smallest + more, copies, tokens=tokens, every=every)
+    alarms = [place for place, token in enumerate(number(words)) if server.add(token, 0.5)]
+    expected = spans(text)[alarms[0]][1] if alarms else None
+    assert exact_copies(text, smallest, smallest + more, copies, tokens, every) == expected
+
+
+def test_rivals_alarm_where_their_rules_say():
+    words = [f"w{i}" for i in range(60)]
+    text = " ".join([*words, *words])
+    assert suffix(text) == len(" ".join([*words, *words[:48]])) and suffix(" ".join(words)) is None
+    said = [f"{prose(20, i)} number {i}" for i in range(4)]
+    blocks = [said[i % 4] for i in range(40)]
+    at = paragraphs("\n\n".join(blocks))  # 4 are new, and 8 echoes follow
+    assert at is not None and len("\n\n".join(blocks[:12])) <= at <= len("\n\n".join(blocks[:12])) + 2
+    assert paragraphs("\n\n".join(prose(30, i) for i in range(40))) is None
+    assert paragraphs("\n\n".join(["too short"] * 40)) is None
+    assert compression("the same again and again, " * 60) == 1000 and compression(prose(600)[:990]) is None
+
+
+def test_scores_are_counted_as_by_hand():
+    texts = [
+        KnownText("ab" * 50, "a", 10),
+        KnownText("ab" * 50, "a", 60),
+        KnownText("cd" * 50, "c", 0),
+        KnownText("ef" * 50, "e"),
+        KnownText("gh" * 50, "g"),
+    ]
+    table = {"ab": 50, "ef": 3}
+    found = compare(texts, {"mine": lambda text: table.get(text[:2])})
+    mine = found.detectors[-1]
+    assert (mine.detector, mine.recall, mine.lowest, mine.false_alarms) == ("mine", round(1 / 3, 4), 0.0, 0.5)
+    assert mine.delay == 40 and mine.by_class == {"a": 0.5, "c": 0.0, "e": 1.0, "g": 0.0}
+    assert (found.loops, found.honest, found.looping) == (3, 2, ("a", "c"))
+    assert found.detectors[1].detector == OURS and len(found.detectors) == len(DETECTORS) + 1
+    assert Result.from_dict(found.to_dict()) == found
+
+
+def test_the_command_takes_another_detector_and_refuses_what_is_none(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("their_rule.py").write_text("def find(text):\n    return 5\n\ndef wrong(text):\n    return 'x'\n\nno = 3\n")
+    rows = [
+        {"text": prose(60), "class": "prose", "half": "b"},
+        {"text": prose(20) + " tea and milk, " * 40, "class": "exact", "half": "a", "start": 3},
+    ]
+    Path("set.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["loops", "compare", "set.jsonl", "--detector", "their_rule:find", "--json", "x.json"]) == 0
+    found = LoopComparison.load("x.json")
+    assert found.detectors[-1].recall == 1.0 == found.detectors[-1].false_alarms and found.honest == 1
+    assert main(["loops", "compare", "set.jsonl", "--half", "a", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out.partition("\n{")[2].join(["{", ""]))["result"]["honest"] == 0
+    for place, said in (
+        ("their_rule:nothing", "give module:function"),
+        ("nowhere:find", "give module:function"),
+        ("their_rule:no", "is no function"),
+        ("their_rule:wrong", "returns 'x': expected a number of characters"),
+    ):
+        assert main(["loops", "compare", "set.jsonl", "--detector", place]) == 2
+        assert said in capsys.readouterr().err
+    Path("none.jsonl").write_text('{"class": "a"}\n')
+    assert main(["loops", "compare", "none.jsonl"]) == 2 and "has no text" in capsys.readouterr().err
+    with pytest.raises(SinkscopeError, match="no text"):
+        compare([])
+
+
+def test_the_set_says_the_truth_and_is_made_the_same_every_time():
+    made = list(make.made_set())
+    assert len(made) >= 400 and len({text["class"] for text in made}) == len(LOOPED) + len(HONEST) >= 24
+    choose = [text for text in made if text["half"] == "choose"]
+    assert 2 * len(choose) == len(made) and choose == list(make.made_set(("choose",)))
+    texts = {text["text"] for text in made}
+    assert len(texts) > 0.97 * len(made)  # a table of products is the same in any draw
+    for text in made:
+        if text["start"] is not None:
+            assert text["text"][text["start"] - 1] in " \n" and len(text["text"]) > 200 + text["start"]
+
+
+def test_the_default_finds_the_first_of_each_class_for_choosing():
+    """Not one of the other half, which is looked at only for the report."""
+    seen: set[str] = set()
+    for text in make.made_set(("choose",)):
+        if text["class"] in seen:
+            continue
+        seen.add(text["class"])
+        verdict = check(text["text"]).records[0].verdict
+        expected = {"clean"} if text["start"] is None else {"loops", "suspicious"}
+        if text["class"] == "left again":
+            expected = {"looped"}
+        if text["class"] != "matrices":  # rows of zeros are like a loop
+            assert verdict in expected, text["class"]
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10**6), copies=st.integers(12, 20))
+def test_echoes_do_not_depend_on_the_order_of_words(seed, copies):
+    rng = random.Random(seed)
+    words = prose(12, seed).rstrip(".").replace(".", "").lower().split()
+    plain = [" ".join(words) + "." for _ in range(copies)]
+    mixed = [" ".join(rng.sample(words, len(words))) + "." for _ in range(copies)]
+    one, other = echoes(" ".join(plain)), echoes(" ".join(mixed))
+    assert (one is None) == (other is None) == (copies < 13)  # two are new, and 11 of 12 are needed
+    assert one == other
+
+
+def test_what_differs_in_words_or_in_several_values_is_no_echo():
+    rng = random.Random(3)
+    names = "Ada Bruno Clara Dov Edda Felix Greta Hugo".split()
+
+    def times(one: str) -> str:
+        return "\n".join(eval(f"f{one!r}", {"i": i, "rng": rng, "names": names}) for i in range(40))
+
+    assert echoes(times("Row {i}: the lamp was opened again.")) is not None
+    assert echoes(times("{rng.choice(names)} met {rng.choice(names)} and {rng.choice(names)} in {i}.")) is None
+    assert echoes(times("At {i}:00 the queue had {i} of {rng.random():.3f} jobs, {rng.randint(1, 99)} late.")) is None
+    rows = [f"| {i} | 7 | 3.5 | 12 | 9 |" for i in range(40)]
+    free = [f"| {i} | {rng.random():.2f} | {rng.randint(0, 99)} | {rng.randint(0, 99)} |" for i in range(40)]
+    words, numbers = ([word for word, _ in spans("\n".join(some))] for some in (rows, free))
+    assert counting_rows(words) is not None and counting_rows(numbers) is None
