@@ -45,7 +45,9 @@ def check_loops(
     retry: bool = False,
     progress: Hidden = None,
 ) -> LoopCheck | None:
-    """Check whether outputs repeat themselves: diversity, redundancy, period and onset of each record. Loads no model.
+    """Check whether texts, sessions or a stream repeat themselves, and since when. Loads no model.
+
+    Each one loops, looped, is suspicious or is clean; the exit status is 3 if one loops or looped.
 
     Args:
         file: Text, JSON lines with text, output or tokens, or the messages of a chat or an agent; - is standard input.
