@@ -50,7 +50,9 @@ served.
 
 The table below was made with transformers {version} by `python -m experiments.model_types`. Each decoder type was made
 as a random model of a few layers, with the multipliers, windows, mixtures and hybrid layers that released checkpoints
-have. A type is **in full** if
+have. Forms of checkpoints are not part of the table: weights that are quantised without a `quantization_config`,
+tensors for which the configuration has no place, and adapters (LoRA) are refused in one line that says what to do
+([errors](errors/index.md)). A type is **in full** if
 
 - a planted sink neuron is ranked first, live and from a folder, and its contribution equals an independent ablation;
 - attention rows equal those of the model's own eager attention within 1e-4, on a text longer than every window;
