@@ -898,8 +898,17 @@ def _merged(draft: Adapter, stages: list[_Stage]) -> Adapter:
     target = stages[0].target
     layer = max(stages[-1].number, 1)  # one of another kind than the first may read what that has kept
     settings["from_any_layer"] = layer < len(target.layers) and begins_at(target, layer, layer)
-    last, other = stages[0].hidden[-2:]  # equal tokens behind equal tokens
-    return replace(draft, **settings, absolute_positions=_size(last - other) > 1e-6)
+    return replace(draft, **settings, absolute_positions=_has_positions(target))
+
+
+def _has_positions(target: Target) -> bool:
+    """Whether one token enters the first layer otherwise at any two positions."""
+    entering = list[Tensor]()
+    ids = token_ids(target, 1).expand(1, _LENGTH)
+    with target.hooks((target.layers[0], "pre", on_input(entering.append))):
+        target.forward(ids, upto=0)
+    stream = _flat(entering[0])
+    return _size(stream - stream[:1]) > 1e-6
 
 
 def _spec(name: str, kinds: list[_Kind]) -> str | None:

@@ -20,7 +20,8 @@ from sinkscope.measure.margin import margin_of
 from sinkscope.sinks.first_token.absence import SpikeAbsence
 from sinkscope.sinks.first_token.context import SinkContext, Survey
 from sinkscope.sinks.first_token.effects import Edit, Effects, Trial, effects, heads_lost, side_by_side
-from sinkscope.sinks.first_token.layer_scan import AS_BEFORE, Entering, Rise, scan_layers
+from sinkscope.sinks.first_token.entering import Entering
+from sinkscope.sinks.first_token.layer_scan import AS_BEFORE, Rise, scan_layers
 from sinkscope.sinks.first_token.members import ATTENTION_LENGTH, CausalSet, Heads, Neuron, Sites, members_of, sites_of
 from sinkscope.sinks.first_token.neurons import STAGE_CANDIDATES, RepeatedSinks, stage_neurons, verify_neurons
 from sinkscope.sinks.first_token.places import SPIKE_RATIO
