@@ -86,7 +86,7 @@ class CircuitStep:
             )
         lost, control = self._beside_random(self.together or 0.0, self.together_control)
         if self.undecided:
-            return f"it is undecided what is needed: {lost} is lost without {named(self.chosen)}{control}"
+            return f"it is undecided what the effect needs: {lost} is lost without {named(self.chosen)}{control}"
         count, names, alone = len(self.chosen), named(self.chosen), self.needed_alone
         if self.name == MARK and count == 1 and self.alone[0] < NEEDED:  # which is a loss of attention
             return f"{lost} is lost without {names}{control}, but the attention stays"
