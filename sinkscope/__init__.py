@@ -32,6 +32,7 @@ _HOME = {  # public name -> where it lives; measurements come from the table of 
     "Observe": "sinkscope.kv",
     "Policy": "sinkscope.kv",
     "Progressive": "sinkscope.kv",
+    "Pyramid": "sinkscope.kv",
     "SnapKV": "sinkscope.kv",
     "StreamingLLM": "sinkscope.kv",
     "TriShape": "sinkscope.kv",

@@ -22,6 +22,7 @@ from sinkscope.kv import MInference as MInference
 from sinkscope.kv import Observe as Observe
 from sinkscope.kv import Policy as Policy
 from sinkscope.kv import Progressive as Progressive
+from sinkscope.kv import Pyramid as Pyramid
 from sinkscope.kv import SnapKV as SnapKV
 from sinkscope.kv import StreamingLLM as StreamingLLM
 from sinkscope.kv import TriShape as TriShape

@@ -17,8 +17,8 @@ from organisms.tiny import tiny_model
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
-from sinkscope.kv.cache import own_layers
-from sinkscope.kv.policy import At, Policy
+from sinkscope.kv.adopt import own_layers
+from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.models.wrapped import target_of
 
 FAMILIES = (
@@ -85,7 +85,7 @@ class Drawn(Policy):
 
     rows: tuple[int, ...] = (1, 2, 3, 4, 5, 6)
 
-    def scores(self, at: At):
+    def scores(self, at: LayerMoment):
         pos = at.kv.pos
         head = torch.arange(pos.shape[1])[None, :, None]
         return worth(pos, at.layer, head, torch.tensor(self.rows)[: len(pos), None, None]).float()
@@ -97,8 +97,17 @@ class Ragged(Drawn):
 
     bar: int = 50000
 
-    def select(self, scores, at: At, budget):
+    def select(self, scores, at: LayerMoment, budget):
         return ((scores > self.bar) | (at.kv.pos >= at.length[:, None, None] - 2)) & (at.kv.pos >= 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stepped(Drawn):
+    """Fewer tokens in each higher layer, and two more in each further kv head."""
+
+    def budgets(self, at: LayerMoment):
+        heads = torch.arange(at.kv.pos.shape[1])
+        return at.rows.total[0] - 2 * at.layer + 2 * heads.expand(len(at.kv.pos), -1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +117,7 @@ class Everywhere(Policy):
     UNIFORM: ClassVar[bool] = True
     rows: ClassVar[tuple[int, ...]] = (0,)
 
-    def scores(self, at: At):
+    def scores(self, at: LayerMoment):
         return worth(at.kv.pos, 0, 0, 0).float()
 
 

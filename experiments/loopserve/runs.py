@@ -31,7 +31,7 @@ from sinkscope.files.rate import mean_known, wilson
 from sinkscope.files.records import Natural, Whole
 from sinkscope.kv import Progressive, SnapKV
 from sinkscope.kv.loopserve.conversation import Conversation
-from sinkscope.kv.policy import At
+from sinkscope.kv.policy import LayerMoment
 from sinkscope.models.load import load
 
 ALL = "all"
@@ -118,7 +118,7 @@ NINE_CHAIN = Suite("nine-chain", NineTurns(count=3, hops=7))
 class RandomKeep(SnapKV):
     """Control: the window of SnapKV, and of what came before it a random part."""
 
-    def scores(self, at: At) -> Tensor:
+    def scores(self, at: LayerMoment) -> Tensor:
         """Random numbers, the same for the same layer and length."""
         return _noise(at)
 
@@ -129,12 +129,12 @@ class RandomProgressive(Progressive):
 
     after: Whole = 0
 
-    def scores(self, at: At) -> Tensor:
+    def scores(self, at: LayerMoment) -> Tensor:
         """Random numbers, the same for the same layer and length."""
         return _noise(at)
 
 
-def _noise(at: At) -> Tensor:
+def _noise(at: LayerMoment) -> Tensor:
     generator = torch.Generator().manual_seed(1000 * int(at.length.max()) + at.layer)
     return torch.rand(at.kv.pos.shape, generator=generator).to(at.kv.pos.device)
 

@@ -23,7 +23,8 @@ from sinkscope.files.notation import agreeing, head_name, head_names, listed
 from sinkscope.interventions.base import Event
 from sinkscope.interventions.decode import decode, watched
 from sinkscope.interventions.sites import head_of
-from sinkscope.kv.session import AttentionRows, Observe
+from sinkscope.kv.attention_rows import AttentionRows
+from sinkscope.kv.observe import Observe
 from sinkscope.measure import Number, Option, Positive, Result, Setup, measurement
 from sinkscope.measure.style import BLUE, GREEN, GREY, ORANGE, finished, unfolded
 from sinkscope.models.inputs import read_row

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import html
+from typing import Any
 
 import numpy as np
-import plotly.graph_objects as go
 
-from sinkscope.bench.table import PERCENT, BenchTable
+from sinkscope.bench.scores import PERCENT
 from sinkscope.bench.task import task_class
-from sinkscope.measure.style import COLOURS, finished, panels
 
 
-def draw_bench(result: BenchTable) -> go.Figure:
-    """Draw the score of each method with 95 % intervals, and the score against the tokens that a step reads."""
+def draw_bench(result: Any) -> Any:
+    """Draw the score of each method with 95 % intervals, and the score against the tokens that a step reads.
+
+    Args:
+        result: The `BenchTable`.
+    """
+    from sinkscope.measure.style import COLOURS, finished, panels  # with plotly, which a printed table does not need
+
     main = task_class(result.groups[0].task).main
     fig = panels([main, f"{main} over tokens read per decoding step"], [0.6, 0.4])
     frame = result.to_frame()

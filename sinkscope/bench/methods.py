@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
-from pkgutil import resolve_name
+from types import NoneType
 from typing import Any, get_type_hints
 
 import torch
@@ -19,7 +19,11 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Budget, read_settings
-from sinkscope.kv.policy import At, Policy, policies, policy_named
+from sinkscope.kv import H2O, TOVA, AdaKV, AShape, MInference, Progressive, Pyramid, SnapKV, StreamingLLM, TriShape
+from sinkscope.kv.loopguard import LoopGuard
+from sinkscope.kv.loopserve import LoopServe
+from sinkscope.kv.policy import LayerMoment, Policy
+from sinkscope.kv.registry import policies, policy_named
 from sinkscope.kv.shapes import Shape, ShapeShare
 
 FULL = "full"
@@ -32,35 +36,36 @@ SAMPLING = "sampling"
 class RandomSlots(Policy):
     """Keeps random slots, chosen separately in every layer and head: the baseline that a policy has to beat."""
 
-    def scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
+    def scores(self, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:
         """Score a position by its hash, so that a slot that was kept stays."""
         heads = torch.arange(at.kv.pos.shape[1], device=at.kv.pos.device)[:, None]
         hashed = torch.sin(at.kv.pos.double() * 12.9898 + heads * 78.233 + at.layer * 37.719)
         return hashed.mul(43758.5453).frac().abs()
 
 
-METHODS: dict[str, str] = {
-    FULL: "types:NoneType",
-    "random": "sinkscope.bench.methods:RandomSlots",
-    "streaming": "sinkscope.kv:StreamingLLM",
-    "h2o": "sinkscope.kv:H2O",
-    "snapkv": "sinkscope.kv:SnapKV",
-    "tova": "sinkscope.kv:TOVA",
-    "adakv": "sinkscope.kv:AdaKV",
-    "progressive": "sinkscope.kv:Progressive",
-    "progressive-0": "sinkscope.kv:Progressive",
-    "a-shape": "sinkscope.kv:AShape",
-    "tri-shape": "sinkscope.kv:TriShape",
-    "minference": "sinkscope.kv:MInference",
-    "loopserve": "sinkscope.kv.loopserve:LoopServe",
-    "loopserve-0": "sinkscope.kv.loopserve:LoopServe",
-    "loopserve-p": "sinkscope.kv.loopserve:LoopServe",
-    "loopserve-d": "sinkscope.kv.loopserve:LoopServe",
-    GUARD: "sinkscope.kv.loopguard:LoopGuard",
-    SAMPLING: "types:NoneType",
+METHODS: dict[str, Any] = {
+    FULL: NoneType,
+    "random": RandomSlots,
+    "streaming": StreamingLLM,
+    "h2o": H2O,
+    "snapkv": SnapKV,
+    "tova": TOVA,
+    "adakv": AdaKV,
+    "pyramid": Pyramid,
+    "progressive": Progressive,
+    "progressive-0": Progressive,
+    "a-shape": AShape,
+    "tri-shape": TriShape,
+    "minference": MInference,
+    "loopserve": LoopServe,
+    "loopserve-0": LoopServe,
+    "loopserve-p": LoopServe,
+    "loopserve-d": LoopServe,
+    GUARD: LoopGuard,
+    SAMPLING: NoneType,
 }
 """The class of what is applied to the model, by the name that commands use; that of None applies nothing. "-0": without
-steps that read everything first; "-p", "-d": one half alone."""
+steps that read everything first; "-p", "-d": one half alone. Other registered policies go by their own names."""
 FIXED: dict[str, dict[str, Any]] = {
     "progressive-0": {"after": 0},
     "loopserve": {"shortest": 0},  # short prompts are made sparse too, because quality is compared and not speed
@@ -78,7 +83,7 @@ def class_of(name: str) -> Any:
         SinkscopeError: There is no such method.
     """
     if name in METHODS:
-        return resolve_name(METHODS[name])
+        return METHODS[name]
     if ":" not in name and name not in policies():
         raise SinkscopeError(
             f"method {name!r} is unknown: expected some of {', '.join(METHODS)}, or package.module:Class"

@@ -14,6 +14,9 @@ from sinkscope.errors import SinkscopeError
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
+PERCENT = frozenset("loop tail_loop loop_paper eos early chance prefix score agree same cells".split())
+"""Metrics that are shares."""
+
 
 def score(metric: str, text: str, answers: Sequence[str]) -> float:
     """The score of an output.

@@ -10,8 +10,10 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Annotated, Any, ClassVar
 
+from sinkscope.bench.draw import draw_bench
 from sinkscope.bench.methods import FULL, name_of, order_of
 from sinkscope.bench.record import BenchRecord, BenchRun, Metrics, read_run
+from sinkscope.bench.scores import PERCENT
 from sinkscope.bench.task import task_class
 from sinkscope.files.options import Option
 from sinkscope.files.provenance import ModelInfo, provenance
@@ -23,7 +25,6 @@ CONTROLS = (FULL, "random", "sampling")
 """Methods that a conclusion does not name as the best."""
 NUMBERS = frozenset("read time cached_peak temperature answers ttr cr length interventions alarm kl window".split())
 """Columns that are no shares."""
-PERCENT = frozenset("loop tail_loop loop_paper eos early chance prefix score agree same cells".split())
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class BenchTable(Result):
     """
 
     kind: ClassVar[str] = "bench"
-    drawing: ClassVar[Any] = "sinkscope.bench.draw:draw_bench"
+    drawing: ClassVar[Any] = draw_bench
     page: ClassVar[str] = "bench"
 
     glossary: ClassVar[dict[str, str]] = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from pkgutil import resolve_name
-from typing import Annotated, Any, ClassVar
+from importlib.metadata import entry_points
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import Field, Strict
 
@@ -20,13 +20,8 @@ from sinkscope.files.output import path_of
 from sinkscope.files.records import Budget, check_fields, read_settings, said
 from sinkscope.models.target import Target
 
-TASKS = {
-    "loops": "sinkscope.bench.tasks.loops:Loops",
-    "recall": "sinkscope.bench.tasks.recall:Recall",
-    "needle": "sinkscope.bench.tasks.needle:Needle",
-    "text": "sinkscope.bench.tasks.text:TextFidelity",
-}
-"""Tasks by name; any other text is the name of a file of prompts."""
+ENTRY_POINTS = "sinkscope.tasks"
+_REGISTERED: dict[str, type[Task]] = {}
 Size = Annotated[int, Strict(), Field(ge=1, le=1 << 20), said(f"a whole number from 1 to {1 << 20}")]
 """A setting of a task that is a number of things."""
 
@@ -145,11 +140,35 @@ class PromptFile(Task):
         return self.new
 
 
+TaskClass = TypeVar("TaskClass", bound=type[Task])
+
+
+def register_task(task: TaskClass) -> TaskClass:
+    """Class decorator: register a task under its `name`.
+
+    An installed package can instead list its tasks in the entry point group `sinkscope.tasks`.
+
+    Raises:
+        SinkscopeError: Another task already has this name.
+    """
+    if _REGISTERED.setdefault(task.name, task) is not task:
+        raise SinkscopeError(f"two tasks are called {task.name!r}: give one of them another name")
+    return task
+
+
+def tasks() -> dict[str, type[Task]]:
+    """Every registered task, by name, also those of installed packages."""
+    by_name = dict(sorted(_REGISTERED.items()))
+    for entry in entry_points(group=ENTRY_POINTS):
+        by_name.setdefault(entry.name, entry.load())
+    return by_name
+
+
 def read_task(spec: str) -> Task:
     """Parse a text such as `needle:lengths=640,1024` or `prompts.jsonl:chat=true`.
 
     Args:
-        spec: Name in `TASKS`, or a file of prompts; then settings as `key=value`, separated by colons.
+        spec: Name of a registered task, or a file of prompts; then settings as `key=value`, separated by colons.
 
     Raises:
         SinkscopeError: The task or a setting is unknown, or a value has the wrong type.
@@ -162,13 +181,11 @@ def read_task(spec: str) -> Task:
     options = read_settings(parts, types, f"--task {name}")
     if cls is PromptFile:
         if not path_of(name).is_file():
-            raise SinkscopeError(f"--task {name!r}: expected {', '.join(TASKS)}, or a file of prompts")
+            raise SinkscopeError(f"--task {name!r}: expected {', '.join(tasks())}, or a file of prompts")
         options["file"] = name
     return cls(**options)
 
 
 def task_class(name: str) -> type[Task]:
-    """The class of a task by the name in its records."""
-    if name not in TASKS:
-        return PromptFile
-    return resolve_name(TASKS[name])
+    """The class of a task by the name in its records; those without a name are files of prompts."""
+    return tasks().get(name, PromptFile)

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.notation import counted
+from sinkscope.interventions.edited_modules import EditedModules
 from sinkscope.interventions.positions import Call, Tracker
 from sinkscope.models.target import Target
+from sinkscope.models.uncompiled import uncompiled
 from sinkscope.models.wrapped import target_of
 from sinkscope.trace.internals import in_backward, is_checkpointing
 
@@ -71,6 +73,8 @@ class Run:
         self._lock = threading.Lock()
         self._events: list[Event] = []
         self._pending: list[Callable[[], list[Event]]] = []
+        self.edited = EditedModules(target)
+        self._passes = 0  # whole ones on which the run acted
         self.warned = False  # of a second value that looks like a sink's
         self.session: Any = None  # of the cache, once a policy or an observer of attention is entered (kv.session)
 
@@ -153,6 +157,10 @@ class Run:
             handle = module.register_forward_hook(fn, with_kwargs=True, always_call=always)
         self.stack.callback(handle.remove)
 
+    def hook_edit(self, module: nn.Module, when: str, fn: Callable[..., Any]) -> None:
+        """Register the hook of an edit, which would be lost if the module did not run or were replaced."""
+        self.hook(module, when, self.edited.add(module, fn))
+
     def watch(self) -> None:
         """Follow the forward calls of the model: `call` is set while one runs."""
         self.hook(self.target.base, "pre", self._begin)
@@ -170,13 +178,24 @@ class Run:
             )
         cache = kwargs.get("past_key_values")
         ids = kwargs.get("input_ids", args[0] if args else None)
+        self.edited.check_places()
         self.call = self.tracker.begin(ids, kwargs.get("inputs_embeds"), kwargs.get("attention_mask"), cache)
 
     def _end(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
         call = self.call
         vars(self._local).clear()
         if call is not None and output is not None:
+            self._passes += 1
             self.tracker.bind(call.sequence, getattr(output, "past_key_values", None))
+
+    def check_edits(self) -> None:
+        """Refuse to end as if edits had acted that did not.
+
+        Raises:
+            UnsupportedError: The model ran, and an edited module never did.
+        """
+        if self._passes:
+            self.edited.check_ran()
 
     def _drain(self) -> None:
         for events in self._pending:
@@ -196,31 +215,17 @@ def _acts(run: Run) -> bool:
 
 @contextmanager
 def _registered(run: Run) -> Iterator[None]:
-    """Register the run with its model. The first run stops `generate` from compiling; the last one allows it again."""
+    """Register the run with its model."""
     model = run.target.hf
     with _ACTIVE_LOCK:
-        runs = _ACTIVE.setdefault(model, [])
-        if not runs:  # torch.compile does not see hooks that come after it: such a step would skip every edit
-            model.get_compiled_call = lambda *_: model.__call__
-        runs.append(run)
+        _ACTIVE.setdefault(model, []).append(run)
     try:
         yield
     finally:
         with _ACTIVE_LOCK:
-            runs.remove(run)
-            if not runs:
-                del model.get_compiled_call
+            _ACTIVE[model].remove(run)
+            if not _ACTIVE[model]:
                 del _ACTIVE[model]
-
-
-def _check_model(target: Target) -> None:
-    target.check_loaded()
-    if hasattr(target.hf, "_orig_mod") or any(module._compiled_call_impl is not None for module in target.hf.modules()):
-        raise UnsupportedError(
-            f"{target.name} is compiled, and compiled code skips hooks that were added later: enter interventions on "
-            "the model as it was before torch.compile",
-            page="compiled-model",
-        )
 
 
 class Intervention(ABC):
@@ -282,21 +287,23 @@ class Intervention(ABC):
 
         Raises:
             SinkscopeError: The model has no such layer or neuron.
-            UnsupportedError: The model cannot be edited this way (compiled; no such site); the message says what can.
+            UnsupportedError: The model cannot be edited this way (no such site); the message says what can.
         """
         return self._entered(target_of(model))
 
     @contextmanager
     def _entered(self, target: Target) -> Iterator[Run]:
-        _check_model(target)
+        target.check_loaded()
         parts = [part.prepared(target) for part in self.parts]
         run = Run(target, parts)
         with run.stack:
             run.stack.enter_context(_registered(run))
+            run.stack.enter_context(uncompiled())
             run.watch()
             for key, part in enumerate(parts):
                 part.enter(run, key)
             yield run
+            run.check_edits()
 
     def fwd_hooks(self, bridge: object) -> list[BridgeHook]:
         """The intervention as hooks for TransformerLens: `bridge.run_with_hooks(tokens, fwd_hooks=...)`.

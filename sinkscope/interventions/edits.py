@@ -164,16 +164,18 @@ class NeuronEdit(Intervention):
         for group in self._all_groups(target):
             edit = self._editor(run, key, group)
             if group.head is not None:
-                run.hook(target.output_projection(group.layer), "pre", on_input(_columns(group.neurons, edit)))
+                run.hook_edit(target.output_projection(group.layer), "pre", on_input(_columns(group.neurons, edit)))
             elif group.expert is not None:
                 experts = target.experts(group.layer)
-                run.hook(experts.module, "post", expert_hook(experts, group.expert, group.neurons, self.site, edit))
+                run.hook_edit(
+                    experts.module, "post", expert_hook(experts, group.expert, group.neurons, self.site, edit)
+                )
             elif self.site == "post":
-                run.hook(target.mlp_part(group.layer, "down"), "pre", on_input(_columns(group.neurons, edit)))
+                run.hook_edit(target.mlp_part(group.layer, "down"), "pre", on_input(_columns(group.neurons, edit)))
             else:
                 module, first = _up_place(target, group.layer)
                 up_columns = [first + neuron for neuron in group.neurons]
-                run.hook(module, "post", on_output(_columns(up_columns, edit)))
+                run.hook_edit(module, "post", on_output(_columns(up_columns, edit)))
 
     def bridge_hooks(self, run: Run, key: int) -> list[BridgeHook]:
         """The same at `hook_post` or `hook_pre_linear`."""
@@ -290,9 +292,11 @@ class Ablate(NeuronEdit):
         old, index, memory = values.old, values.index, values.memory
         if self.value == "mean":
             is_later = (index > 0)[..., None]
-            mean = torch.where(is_later, old.detach(), 0).sum(1, dtype=torch.float32) / is_later.sum(1)
+            exact = torch.promote_types(old.dtype, torch.float32)
+            mean = torch.where(is_later, old, 0).sum(1, dtype=exact) / is_later.sum(1)
             earlier = memory.get("mean", mean)
-            mean = memory["mean"] = torch.where(earlier.isnan(), mean, earlier)
+            mean = torch.where(earlier.isnan(), mean, earlier)
+            memory["mean"] = mean.detach()  # for later calls
             value = torch.where(mean.isnan()[:, None], old, mean[:, None].to(old.dtype))
         else:
             value = torch.full_like(old, 0.0 if self.value == "zero" else float(self.value))

@@ -28,11 +28,15 @@ class Memory(dict[str, Tensor]):
     def keep(
         self, name: str, values: Float[Tensor, "batch pos neuron"], at: Bool[Tensor, "batch pos"]
     ) -> Float[Tensor, "batch neuron"]:
-        """Store the value where `at` holds (at most once per row); other rows keep their former value."""
+        """Store the value where `at` holds (at most once per row); other rows keep their former value.
+
+        Gradients flow through what is returned, within the call; for later calls it is a constant.
+        """
         # No synchronisation with the device: rows without a hit are chosen by `where`, not by indexing.
-        here = torch.where(at[..., None], values.detach(), 0).sum(1)
-        self[name] = torch.where(at.any(1, keepdim=True), here, self.get(name, torch.nan))
-        return self[name]
+        here = torch.where(at[..., None], values, 0).sum(1)
+        value = torch.where(at.any(1, keepdim=True), here, self.get(name, torch.nan))
+        self[name] = value.detach()
+        return value
 
 
 @dataclass(eq=False)

@@ -258,7 +258,7 @@ class SinkPatch(NeuronEdit):
                 "calibrated values",
                 page="second-value-unknown",
             )
-        second = torch.where((index == 1)[..., None], old.detach(), 0).sum(1, keepdim=True)
+        second = torch.where((index == 1)[..., None], old, 0).sum(1, keepdim=True)
         first = memory["first"][:, None]
         center = calibrated.nan_to_num(0)
         # Comparisons with NaN (no first token seen) are False.

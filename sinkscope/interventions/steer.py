@@ -79,7 +79,7 @@ class Add(Intervention):
             around = on_hidden
             if site.when == "pre":
                 around = on_input
-            run.hook(site.module, site.when, around(self._editor(run, site)))
+            run.hook_edit(site.module, site.when, around(self._editor(run, site)))
 
     def bridge_hooks(self, run: Run, key: int) -> list[BridgeHook]:
         """The same edit at the bridge's hook points of these names."""

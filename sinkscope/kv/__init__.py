@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from sinkscope.kv.attention_rows import AttentionRows
+from sinkscope.kv.cache_state import Moment
+from sinkscope.kv.full import Full
 from sinkscope.kv.h2o import H2O
 from sinkscope.kv.loopserve.progressive import Progressive
-from sinkscope.kv.policy import At, Full, Policy, make_policy, policies, policy_named, register_policy
-from sinkscope.kv.session import AttentionRows, Moment, Observe, Session
+from sinkscope.kv.observe import Observe
+from sinkscope.kv.policy import LayerMoment, Policy
+from sinkscope.kv.pyramid import Pyramid
+from sinkscope.kv.registry import make_policy, policies, policy_named, register_policy
+from sinkscope.kv.row_budgets import RowBudgets
+from sinkscope.kv.session import Session
 from sinkscope.kv.shapes import AShape, MInference, TriShape
 from sinkscope.kv.snapkv import AdaKV, SnapKV
 from sinkscope.kv.streaming_llm import StreamingLLM
 from sinkscope.kv.tova import TOVA
 from sinkscope.kv.usage import Usage
 
+At = LayerMoment
+"""The earlier name of `LayerMoment`, for one release."""
 __all__ = [
     "H2O",
     "TOVA",
@@ -20,11 +29,14 @@ __all__ = [
     "At",
     "AttentionRows",
     "Full",
+    "LayerMoment",
     "MInference",
     "Moment",
     "Observe",
     "Policy",
     "Progressive",
+    "Pyramid",
+    "RowBudgets",
     "Session",
     "SnapKV",
     "StreamingLLM",

@@ -7,72 +7,26 @@ position, and attention masks are computed from these positions.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from contextvars import ContextVar
 from copy import copy
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from einops import rearrange, reduce, repeat
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
-from transformers import DynamicCache
 from transformers.cache_utils import (
-    DynamicIndexedLayer,
     DynamicLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionLayer,
 )
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions.growing_tensor import GrowingTensor
-from sinkscope.models.scope import cache_layers
-from sinkscope.models.target import Target
 
 _SPARE = 16  # as many times what was generated between two selections fits into a cache that is put back
-_FIXED_ROPE = ("default", "linear", "llama3", "yarn")  # frequencies that do not depend on the length
 
 COLUMNS: ContextVar[Tensor | None] = ContextVar("sinkscope_columns", default=None)
 """True position of every token of the current forward call, `[batch seen]`; None outside of a session."""
-
-
-class Rotary:
-    """Rotates a model's keys to other positions.
-
-    Raises:
-        UnsupportedError: The model has no rotary positions, its rotary frequencies change with the length, it has
-            layers with a sliding window, or it is a TransformerBridge.
-    """
-
-    def __init__(self, target: Target) -> None:
-        rotary: Any = getattr(target.base, "rotary_emb", None)
-        frequencies: Any = getattr(rotary, "inv_freq", None)
-        fixed = isinstance(frequencies, Tensor) and getattr(rotary, "rope_type", "default") in _FIXED_ROPE
-        layer_types = getattr(target.config, "layer_types", None) or ["sliding_attention"]
-        windowed = bool(getattr(target.config, "sliding_window", None)) and "sliding_attention" in layer_types
-        if not fixed or windowed or target.kind == "bridge":
-            raise UnsupportedError(
-                f'positions="rebased" does not work on {target.name}: it needs rotary positions with one fixed set of '
-                'frequencies and no window, on a model that backend="hf" loads; use positions="original"',
-                page="kv-session",
-            )
-        self._frequencies: Float[Tensor, " half"] = frequencies.float()
-
-    def rebase(self, kv: CacheLayer, keep: Bool[Tensor, "batch kv_head slot"]) -> None:
-        """Rotate the keys of kept tokens to contiguous positions. Call it before `evict`."""
-        occupied = kv.pos >= 0
-        kept = keep & occupied
-        # The earlier positions were contiguous too, because this rule made them.
-        shift = (kept.cumsum(-1) - occupied.cumsum(-1)).masked_fill(~kept, 0)
-        angle = shift[..., None].float() * self._frequencies.to(shift.device)  # batch kv_head slot half
-        cos, sin = angle.cos(), angle.sin()
-        half = angle.shape[-1]
-        keys = kv.keys.float()
-        first, second, unrotated = keys[..., :half], keys[..., half : 2 * half], keys[..., 2 * half :]
-        # Keys stay in float32 from now on. They are rotated at every step, and in half precision errors would add up.
-        kv.keys = torch.cat([first * cos - second * sin, second * cos + first * sin, unrotated], -1)
-        kv.rebased = True
 
 
 class CacheLayer(DynamicLayer):
@@ -194,9 +148,14 @@ class CacheLayer(DynamicLayer):
         """Numbers for each slot, such as the attention it received. They start at zero and move with the slots."""
         values = self._extras.get(name)
         if values is None:
-            values = torch.zeros(*self.keys.shape[:2], 0, device=self.keys.device)
+            rows, kv_heads, _ = self.pos.shape  # more rows than the keys have, if layers are joined
+            values = torch.zeros(rows, kv_heads, 0, device=self.keys.device)
         self._extras[name] = self._with_new_slots(values)
         return self._extras[name]
+
+    def has_extra(self, name: str) -> bool:
+        """Whether there are such numbers, which were set or added to."""
+        return name in self._extras
 
     def set_extra(self, name: str, values: Shaped[Tensor, "batch kv_head slot"]) -> None:
         """Replace the numbers that `extra(name)` gives."""
@@ -467,73 +426,6 @@ class CacheLayer(DynamicLayer):
         self._forget_growth()
 
 
-class IndexedCacheLayer(CacheLayer):
-    """Latent keys and values, and the keys of an indexer beside them, which go where these go.
-
-    The values of a slot are followed by the indexer's key of its token.
-    """
-
-    def _clear(self) -> None:
-        super()._clear()
-        self._width = 0  # of the values
-        self._index_width = 0  # of the indexer's keys; 0 where the indexer of another layer chooses
-
-    @property
-    def own_values(self) -> Float[Tensor, "batch 1 slot d_value"]:
-        """The values alone."""
-        return self.values[..., : self._width]
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append keys and values, with room for the indexer's keys.
-
-        Raises:
-            UnsupportedError: Keys of several heads are cached, of which a policy may keep different ones, and the
-                indexer has one key for all.
-        """
-        if key_states.shape[1] > 1:
-            raise UnsupportedError(
-                f"this version of transformers caches the keys of all {key_states.shape[1]} heads beside one indexer: "
-                "use transformers 5.18 or newer, which caches them once",
-                page="kv-cache",
-            )
-        self._width = value_states.shape[-1]
-        values = torch.nn.functional.pad(value_states, (0, self._index_width))
-        super().update(key_states, values, *args, **kwargs)
-        return self.keys, self.own_values
-
-    def update_indexer(self, states: Float[Tensor, "batch new d_index"]) -> Float[Tensor, "batch slot d_index"]:
-        """Set the indexer's keys of the tokens just appended; those of all slots."""
-        if not self._index_width:
-            self._index_width = states.shape[-1]
-            self.values = torch.nn.functional.pad(self.values, (0, self._index_width))
-            self._growing_values = GrowingTensor(-2, self.values)
-        self.values[:, 0, self.slots - states.shape[1] :, self._width :] = states
-        return self.values[:, 0, :, self._width :]
-
-
-class StateCacheLayer(LinearAttentionAndFullAttentionLayer, CacheLayer):
-    """Keys and values of a layer that also keeps a state, which is left as it is."""
-
-    def __init__(self, number: int, states: int) -> None:
-        CacheLayer.__init__(self, number)
-        LinearAttentionLayer.__init__(self, number_of_states=states)
-
-    def reset(self) -> None:
-        """Make the layer empty, like a new one."""
-        LinearAttentionLayer.reset(self)
-        CacheLayer.reset(self)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Reorder the rows as beam search requests."""
-        LinearAttentionLayer.reorder_cache(self, beam_idx.long())  # type: ignore[arg-type]
-        CacheLayer.reorder_cache(self, beam_idx)
-
-    def crop(self, tokens_to_remove: int | Tensor) -> None:
-        """Forget the last tokens; the state refuses, unless it records its past."""
-        LinearAttentionLayer.crop(self, int(tokens_to_remove))
-        CacheLayer.crop(self, tokens_to_remove)
-
-
 def _flat_slots(keep: Bool[Tensor, "batch kv_head slot"], most: int, ragged: bool) -> Int[Tensor, "batch kv_head kept"]:
     """Indices among all slots of all rows and heads: `most` of each, the kept ones last."""
     batch, kv_heads, slots = keep.shape
@@ -544,106 +436,3 @@ def _flat_slots(keep: Bool[Tensor, "batch kv_head slot"], most: int, ragged: boo
     head_starts = torch.arange(batch * kv_heads, device=order.device) * slots
     starts = rearrange(head_starts, "(batch kv_head) -> batch kv_head 1", batch=batch)
     return order + starts
-
-
-def adopt(cache: Any, target: Target, columns: Int[Tensor, "batch seen"]) -> None:
-    """Replace the layers of a stock cache by ours in place, so that the caller's object works over several turns.
-
-    Args:
-        cache: An empty or filled `DynamicCache`.
-        target: The model.
-        columns: True positions of the tokens already in the cache; -1 at padding.
-
-    Raises:
-        UnsupportedError: The cache is of another kind, or belongs to another model.
-    """
-    layers: list[Any] = getattr(cache, "layers", None) or []
-    if own_layers(cache):
-        _check_shape(layers, target)
-        return
-    offloading = getattr(cache, "offloading", False)
-    if not isinstance(cache, DynamicCache) or offloading:
-        kind = "an offloading cache" if offloading else type(cache).__name__
-        raise UnsupportedError(
-            f"past_key_values is {kind}: a cache policy needs a plain DynamicCache; pass `DynamicCache()` or nothing",
-            page="kv-cache",
-        )
-    ours = _empty_layers(target)
-    if cache.get_seq_length() > 0:
-        for layer in layers:
-            if type(layer) is not DynamicLayer:
-                raise UnsupportedError(
-                    f"past_key_values already holds tokens in a {type(layer).__name__}, which may have dropped some: "
-                    "start with an empty cache inside the `with`",
-                    page="kv-cache",
-                )
-        _check_shape(layers, target)
-        token = COLUMNS.set(columns)
-        try:
-            for new, old in zip(ours, layers, strict=True):
-                new.update(old.keys, old.values)
-        finally:
-            COLUMNS.reset(token)
-    cache.layers = ours
-    cache.layer_class_to_replicate = None
-    if hasattr(cache, "linear_cache"):  # MiniMax keeps states beside the layers, and takes this list for as long
-        states: Any = cache
-        states.linear_cache = [[] if isinstance(layer, CacheLayer) else None for layer in ours]
-
-
-def new_cache(target: Target) -> Any:
-    """An empty cache, of the class that the model asks for."""
-    asked = inspect.signature(target.base.forward).parameters.get("past_key_values")
-    for kind in get_args(getattr(asked, "annotation", None)):
-        if isinstance(kind, type) and issubclass(kind, DynamicCache) and kind is not DynamicCache:
-            return kind()
-    return DynamicCache(config=target.config)
-
-
-def own_layers(cache: Any) -> list[CacheLayer]:
-    """The layers of a cache that are ours; others, such as the state of linear attention, are left as they are."""
-    return [layer for layer in getattr(cache, "layers", None) or [] if isinstance(layer, CacheLayer)]
-
-
-def refuse_states(cache: Any, what: str) -> None:
-    """Refuse to take tokens back from a cache with layers that keep a state, which cannot go back.
-
-    Raises:
-        UnsupportedError: There is such a layer.
-    """
-    for layer in cache.layers:
-        if type(layer) is not CacheLayer:
-            raise UnsupportedError(
-                f"{what} takes tokens back, and a {type(layer).__name__} of this model's cache keeps a state that "
-                "cannot go back: use another model",
-                page="kv-cache",
-            )
-
-
-def _empty_layers(target: Target) -> list[Any]:
-    """The layers of a new cache of the model: ours where the stock cache holds keys and values alone."""
-    layers: list[Any] = list(DynamicCache(config=target.config).layers)
-    for number in cache_layers(target):
-        stock = layers[number]
-        if isinstance(stock, LinearAttentionAndFullAttentionLayer):
-            layers[number] = StateCacheLayer(number, stock.number_of_states)
-        elif isinstance(stock, DynamicIndexedLayer):
-            layers[number] = IndexedCacheLayer(number)
-        else:
-            layers[number] = CacheLayer(number)
-    return layers
-
-
-def _check_shape(layers: list[Any], target: Target) -> None:
-    """Check that a filled cache has the model's shape."""
-    if target.adapter.k is None and target.adapter.fused_qkv is None:  # latent attention caches one head for all
-        return
-    shapes = {
-        layer.keys.shape[1] for layer in layers if type(layer) in (CacheLayer, DynamicLayer) and layer.is_initialized
-    }
-    if len(layers) != target.n_layers or not shapes <= {target.n_kv_heads}:
-        raise SinkscopeError(
-            f"past_key_values has {len(layers)} layers of {max(shapes, default=0)} kv heads and {target.name} has "
-            f"{target.n_layers} of {target.n_kv_heads}: it is the cache of another model; pass a new one",
-            page="kv-cache",
-        )

@@ -12,7 +12,7 @@ from sinkscope.files.options import Hidden, Option
 from sinkscope.interventions.base import Intervention
 from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.kv.loopguard import LoopGuard
-from sinkscope.kv.policy import policy_named
+from sinkscope.kv.registry import policy_named
 
 
 def edit_of(

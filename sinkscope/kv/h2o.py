@@ -11,8 +11,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.files.records import Share
-from sinkscope.kv.policy import At, Policy, register_policy
-from sinkscope.kv.session import AttentionRows, Session
+from sinkscope.kv.attention_rows import AttentionRows
+from sinkscope.kv.policy import LayerMoment, Policy
+from sinkscope.kv.registry import register_policy
+from sinkscope.kv.session import Session
 
 
 @register_policy("h2o")
@@ -60,12 +62,13 @@ class H2O(Policy):
             received = self.group(received, kv_heads)
         rows.kv.add_extra("h2o", received)
 
-    def scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
+    def scores(self, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:
         """Score by the sums; recent tokens rank above all others."""
-        budget = at.memory["budget"]
+        budget = self.budgets(at)
+        length = at.length.view(-1, 1)
         if isinstance(budget, int):
             recent = int(budget * self.recent + 1e-6)  # so that rounding down does not lower a whole number
         else:
-            recent = (budget.to(at.length.device) * self.recent).long()
-        late = at.kv.pos >= (at.length - recent).view(-1, 1, 1)  # "batch -> batch 1 1"
+            recent = (budget.to(length.device).double() * self.recent + 1e-6).long()
+        late = at.kv.pos >= (length - recent)[..., None]
         return at.kv.extra("h2o").masked_fill(late, torch.finfo(torch.float32).max)

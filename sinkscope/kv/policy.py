@@ -1,7 +1,6 @@
-"""Base class and registry of cache policies. A policy scores each slot; slots are then chosen by score under a budget.
+"""Base class of cache policies. A policy scores each slot; slots are then chosen by score under a budget.
 
 Scoring and choosing are separate, so a new score needs no code for choosing, and a new choice no code for scoring.
-Policies are found by name: those of sinkscope, those of installed packages, and any class by its module path.
 """
 
 from __future__ import annotations
@@ -9,49 +8,26 @@ from __future__ import annotations
 import math
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
-from importlib import import_module
-from importlib.metadata import entry_points
-from typing import Any, ClassVar, Literal, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.files.records import Budget, Natural, Whole, check_fields, read_setting
+from sinkscope.files.records import Budget, Natural, Whole, check_fields
 from sinkscope.interventions.base import Event, Intervention, Run
-from sinkscope.kv.cache import CacheLayer, Rotary
-from sinkscope.kv.session import Moment, Session
-
-ENTRY_POINTS = "sinkscope.policies"
-_REGISTERED: dict[str, type[Intervention]] = {}
-GUARDS: dict[str, Callable[..., Intervention]] = {}
-"""Guards by the names that commands take in place of a policy."""
-PolicyClass = TypeVar("PolicyClass", bound=type[Intervention])
-
-
-def register_policy(name: str) -> Callable[[PolicyClass], PolicyClass]:
-    """Class decorator: register a policy under `name`, for commands and `make_policy`.
-
-    An installed package can instead list its policies in the entry point group `sinkscope.policies`.
-
-    Raises:
-        SinkscopeError: Another policy already has this name.
-    """
-
-    def register(policy: PolicyClass) -> PolicyClass:
-        if name in _REGISTERED:
-            raise _name_taken(name, _REGISTERED[name], policy)
-        _REGISTERED[name] = policy
-        return policy
-
-    return register
+from sinkscope.kv.cache import CacheLayer
+from sinkscope.kv.cache_state import Moment
+from sinkscope.kv.rotary import Rotary
+from sinkscope.kv.row_budgets import LayerBudget, RowBudgets
+from sinkscope.kv.session import Session
 
 
 @dataclass(frozen=True, eq=False)
-class At:
+class LayerMoment:
     """One layer at the moment when a policy acts.
 
     Attributes:
@@ -59,7 +35,7 @@ class At:
         kv: The layer's cache.
         moment: The forward call that is about to run, and what is known about the cache.
         session: The run's session.
-        memory: What this policy remembers for this cache between calls.
+        rows: What the policy keeps of each row.
         joined: Number of layers whose rows are joined in `kv`, one layer after another.
     """
 
@@ -67,7 +43,7 @@ class At:
     kv: CacheLayer
     moment: Moment
     session: Session
-    memory: dict[Any, Any]
+    rows: RowBudgets
     joined: int = 1
 
     @property
@@ -129,8 +105,20 @@ class Policy(Intervention):
     # To be written by a policy ------------------------------------------------------------------------------------
 
     @abstractmethod
-    def scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
+    def scores(self, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:
         """Score each slot; the slots with the highest scores are kept."""
+
+    def budgets(self, at: LayerMoment) -> LayerBudget:
+        """How many tokens a layer keeps: by default the budget of each row, the same in every layer and kv head.
+
+        Args:
+            at: The layer. `at.rows.total` holds the budget of each row in tokens.
+
+        Returns:
+            One number, or one for each row `[batch 1]`, or for each row and kv head. What is always kept has to fit
+            into each.
+        """
+        return at.rows.budget
 
     def watch(self, session: Session, key: int) -> None:
         """Ask `session` for the attention that `scores` needs; by default none."""
@@ -196,34 +184,42 @@ class Policy(Intervention):
         """Numbers of first and of latest tokens of a row that are always kept at a budget in tokens."""
         return self.first, self.last
 
-    def protected(self, at: At) -> Bool[Tensor, "batch kv_head slot"]:
+    def protected(self, at: LayerMoment) -> Bool[Tensor, "batch kv_head slot"]:
         """Slots that are always kept: the first and the last ones.
 
         The anchors of a guard in the same run are kept too; they take up to half of what the last ones leave.
         """
-        pos, latest = at.kv.pos, at.memory["latest"]
-        protected = pos < _by_row(at.memory["first"], pos)
+        pos, latest = at.kv.pos, at.rows.latest_kept
+        protected = pos < _by_slot(at.rows.first_kept, pos)
         if isinstance(latest, Tensor) or latest:
-            protected = protected | (pos >= at.length[:, None, None] - _by_row(latest, pos))
+            protected = protected | (pos >= at.length[:, None, None] - _by_slot(latest, pos))
         return protected
 
     def select(
-        self, scores: Float[Tensor, "batch kv_head slot"], at: At, budget: int | Int[Tensor, " batch"]
+        self,
+        scores: Float[Tensor, "batch kv_head slot"],
+        at: LayerMoment,
+        budget: LayerBudget,
     ) -> Bool[Tensor, "batch kv_head slot"]:
         """Choose the protected slots and those with the highest scores, up to the budget, in every row and kv head.
 
         Among slots of equal score the later one is kept, so that padding and batching make no difference.
+
+        Raises:
+            SinkscopeError: What is always kept does not fit into the budget of some row.
         """
+        if budget is not at.rows.budget:
+            self._check_layer_room(at, budget)
         pos = at.kv.pos
         slots = pos.shape[-1]
         occupied = pos >= 0
         ranked = scores.float()
-        if at.memory["protects"]:
+        if at.rows.protects:
             ranked = ranked.masked_fill(self.protected(at), torch.inf)
         if not at.kv.whole:
             ranked = ranked.masked_fill(~occupied, -torch.inf)
         if not isinstance(budget, int):
-            return occupied & (rank_from_top(ranked) < _by_row(budget, pos))
+            return occupied & (rank_from_top(ranked) < _by_slot(budget, pos))
         if slots <= budget:
             return occupied
         if slots == budget + 1:
@@ -232,54 +228,75 @@ class Policy(Intervention):
             lowest = ranked.argsort(dim=-1, stable=True)[..., : slots - budget]
         return occupied.scatter(-1, lowest, False)
 
+    def _check_layer_room(
+        self,
+        at: LayerMoment,
+        budget: LayerBudget,
+    ) -> None:
+        """Refuse a layer's own budgets if one is smaller than what is always kept of its row."""
+        fewest = torch.as_tensor(budget).reshape(-1, 1 if isinstance(budget, int) else budget.shape[1]).amin(1).tolist()
+        always_kept = [max(1, first + latest) for first, latest in zip(at.rows.first, at.rows.latest, strict=True)]
+        for row, kept in enumerate(always_kept * at.joined):
+            tokens = fewest[row % len(fewest)]
+            if tokens < kept:
+                raise SinkscopeError(
+                    f"{self.shown_name}: layer {at.layer} has a budget of {tokens} tokens, which is below the {kept} "
+                    "tokens that are always kept: raise the budget or protect fewer",
+                    page="kv-budget",
+                )
+
+    @property
+    def _chooses_alike(self) -> bool:
+        """Whether every layer and head keeps as many tokens as the budget says; a subclass may choose otherwise."""
+        own = type(self)
+        return own.select is Policy.select and own.budgets is Policy.budgets and self.mode == "evict"
+
     def _act(self, moment: Moment, session: Session, key: int, rotary: Rotary | None) -> None:
         """Choose what is kept in every layer, if it is time to."""
         state, layers = moment.state, moment.layers
-        memory = state.memory.setdefault(key, {})
         if moment.prefill_ended:
-            state.uniform = self.UNIFORM and _same_positions(layers)
+            state.uniform = self.UNIFORM and type(self).budgets is Policy.budgets and _same_positions(layers)
             if rotary is not None and not state.uniform:
                 raise UnsupportedError(
                     "this cache holds other positions in every layer, so new positions cannot be given: use "
                     'positions="original", or start with a new cache',
                     page="kv-session",
                 )
-            self.begin(moment, session, memory)
+            state.budgets = self.row_budgets(moment, session)
         elif self.every == "prefill" or state.decoded % self.every:
             return
-        budget = memory["budget"]
-        exact: int | None = None  # what every head keeps; None if heads may keep different numbers
-        # The choice of a subclass may be smaller than the budget.
-        if type(self).select is Policy.select and isinstance(budget, int) and self.mode == "evict":
-            exact = budget
+        rows = state.budgets
+        assert rows is not None  # because a prompt has ended before
+        budget = rows.budget
+        if self._chooses_alike and isinstance(budget, int):
             layers = [kv for kv in layers if kv.slots > budget]
             if self.JOINS_LAYERS and rotary is None and _alike(layers):
                 joined, count = layers[0], 1  # where scores are uniform it stands for all
                 if not state.uniform:
                     joined, count = CacheLayer.joined(layers), len(layers)
-                at = At(layers[0].number, joined, moment, session, memory, count)
+                at = LayerMoment(layers[0].number, joined, moment, session, rows, count)
                 joined.evict_joined(layers, self.select(self.checked_scores(at), at, budget), budget)
                 return
-        if state.padded:
-            exact = None
-        self._act_by_layer(layers, moment, session, memory, rotary, exact)
+        self._act_by_layer(layers, moment, session, rows, rotary)
 
     def _act_by_layer(
         self,
         layers: Sequence[CacheLayer],
         moment: Moment,
         session: Session,
-        memory: dict[Any, Any],
+        rows: RowBudgets,
         rotary: Rotary | None,
-        exact: int | None,
     ) -> None:
-        """Choose layer by layer, or once for all where scores are uniform; `exact` is what every head keeps."""
-        state, budget = moment.state, memory["budget"]
+        """Choose layer by layer, or once for all where scores are uniform."""
+        state = moment.state
         keep: Tensor | None = None
+        exact: int | None = None  # what every head keeps; None if heads may keep different numbers
+        if self._chooses_alike and isinstance(rows.budget, int) and not state.padded:
+            exact = rows.budget
         for kv in layers:
             if keep is None or not state.uniform:
-                at = At(kv.number, kv, moment, session, memory)
-                keep = self.select(self.checked_scores(at), at, budget)
+                at = LayerMoment(kv.number, kv, moment, session, rows)
+                keep = self.select(self.checked_scores(at), at, self.budgets(at))
             keep = keep.to(kv.keys.device)  # some layers may be on another device
             if self.mode == "select":
                 kv.select(keep)
@@ -288,8 +305,8 @@ class Policy(Intervention):
                 rotary.rebase(kv, keep)
             kv.evict(keep, None if kv.ragged else exact)
 
-    def begin(self, moment: Moment, session: Session, memory: dict[Any, Any]) -> None:
-        """Fix the budget of each row at the end of a prompt, and how much of it is for tokens that are always kept."""
+    def row_budgets(self, moment: Moment, session: Session) -> RowBudgets:
+        """The budget of each row at the end of a prompt, and how much of it is for tokens that are always kept."""
         lengths = moment.call.before
         budgets = self.tokens(lengths)
         first: list[int] = []
@@ -302,13 +319,10 @@ class Policy(Intervention):
             if (first_kept, latest_kept) != self.always_kept(sys.maxsize):
                 window = {"window": latest_kept or budget - first_kept}
                 events.append(Event(row, moment.call.step, int(lengths[row]) - 1, None, None, "window", window))
-        memory["protects"] = any(first) or any(latest)
-        memory["budget"] = _number_or_rows(budgets)
-        memory["first"] = _number_or_rows(first)
-        memory["latest"] = _number_or_rows(latest)
         session.run.log(lambda: events)
+        return RowBudgets(tuple(budgets), tuple(first), tuple(latest))
 
-    def checked_scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
+    def checked_scores(self, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:
         """Return the scores after checking that there is a number for each slot.
 
         On an accelerator only the first scores of a cache are checked for NaN, because every later check would have to
@@ -337,18 +351,11 @@ class Policy(Intervention):
         return scores
 
 
-def _number_or_rows(numbers: list[int]) -> int | Int[Tensor, " batch"]:
-    """One number if it is the same for all rows."""
-    if len(set(numbers)) == 1:
-        return numbers[0]
-    return torch.tensor(numbers)
-
-
-def _by_row(number: int | Int[Tensor, " batch"], like: Tensor) -> int | Int[Tensor, "batch 1 1"]:
-    """A number for all rows, or one for each row, to compare with a tensor `[batch kv_head slot]`."""
+def _by_slot(number: LayerBudget, like: Tensor) -> int | Int[Tensor, "batch _ 1"]:
+    """A number for all rows, or some of each row, to compare with a tensor `[batch kv_head slot]`."""
     if isinstance(number, int):
         return number
-    return number.to(like.device).view(-1, 1, 1)  # "batch -> batch 1 1"
+    return number.to(like.device)[..., None]
 
 
 def rank_from_top(scores: Float[Tensor, "*batch slot"]) -> Int[Tensor, "*batch slot"]:
@@ -373,120 +380,3 @@ def _same_positions(layers: list[CacheLayer]) -> bool:
         if kv.pos.shape != first.shape or not torch.equal(kv.pos.to(first.device), first):
             return False
     return True
-
-
-@register_policy("full")
-@dataclass(frozen=True, kw_only=True)
-class Full(Policy):
-    """Keep everything; `run.usage` reports what this costs.
-
-    Example:
-        >>> Full().budget
-        1.0
-    """
-
-    budget: Budget = field(default=1.0, kw_only=False)
-
-    def enter(self, run: Run, key: int) -> None:
-        """Count the tokens, and leave the cache as it is."""
-        session = Session.of(run)
-        session.own_cache(self.shown_name)
-
-    def scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
-        """Score all slots the same."""
-        return torch.zeros(at.kv.pos.shape, device=at.kv.pos.device)
-
-
-# By name ---------------------------------------------------------------------------------------------------------
-
-
-def policies() -> dict[str, type[Intervention]]:
-    """Every registered policy, by name.
-
-    Raises:
-        SinkscopeError: An installed package lists a policy that cannot be imported, or whose name is taken.
-    """
-    by_name = dict(_REGISTERED)
-    for entry in entry_points(group=ENTRY_POINTS):
-        policy = _import_policy(entry.value.replace(" ", ""))
-        if by_name.setdefault(entry.name, policy) is not policy:
-            raise _name_taken(entry.name, by_name[entry.name], policy)
-    return dict(sorted(by_name.items()))
-
-
-def make_policy(name: str, **options: Any) -> Any:
-    """Make the policy registered as `name`; the options are its fields.
-
-    Raises:
-        SinkscopeError: The policy or field does not exist, or a value is invalid.
-
-    Example:
-        >>> make_policy("streaming", budget=512)
-        StreamingLLM(budget=512, first=4, last=0, every=1, mode='evict', positions='original', reduce='mean')
-    """
-    by_name = _REGISTERED if name in _REGISTERED else policies()
-    if name not in by_name:
-        raise SinkscopeError(f"policy {name!r}: expected one of {', '.join(by_name)}, or package.module:Class")
-    return _make(name, by_name[name], options)
-
-
-def policy_named(text: str) -> Intervention:
-    """Make a cache policy from its command-line name: `NAME` or `package.module:Class`, optionally with `:BUDGET`.
-
-    The budget is a number of tokens or a fraction of the prompt. The current folder is also searched for modules.
-    `loopguard` and `loopguard:paper` are the two guards.
-
-    Raises:
-        SinkscopeError: The policy or class does not exist, or the budget is invalid.
-
-    Example:
-        >>> policy_named("streaming:512").budget, policy_named("sinkscope.kv.h2o:H2O:0.25").budget
-        (512, 0.25)
-    """
-    for guard in sorted(GUARDS, reverse=True):  # the longest name first
-        if text == guard or text.startswith(f"{guard}:"):
-            return GUARDS[guard](**_budget_option(text, text.removeprefix(guard)))
-    name, colon, rest = text.partition(":")
-    class_name, class_colon, budget = rest.partition(":")
-    if name not in _REGISTERED and (class_name.isidentifier() or class_colon):
-        return _make(text, _import_policy(f"{name}:{class_name}"), _budget_option(text, class_colon + budget))
-    return make_policy(name, **_budget_option(text, colon + rest))
-
-
-def _budget_option(text: str, suffix: str) -> dict[str, Any]:
-    """The budget that a name ends with: `suffix` is ":BUDGET" or empty."""
-    if not suffix:
-        return {}
-    return {"budget": read_setting(suffix[1:], Budget, f"policy {text!r}: budget=")}
-
-
-def _import_policy(path: str) -> type[Intervention]:
-    """The class at "package.module:Class"."""
-    module, _, name = path.partition(":")
-    sys.path.insert(0, "")
-    try:
-        policy = getattr(import_module(module), name)
-    except Exception as error:  # a module that others wrote may fail in any way
-        reason = str(error).partition("\n")[0]
-        raise SinkscopeError(f"policy {path!r} cannot be imported: {type(error).__name__}: {reason}") from None
-    finally:
-        sys.path.remove("")
-    if not isinstance(policy, type) or not issubclass(policy, Intervention):
-        raise SinkscopeError(f"policy {path!r} is no cache policy: expected a subclass of sinkscope.kv.Policy")
-    return policy
-
-
-def _make(name: str, policy: type[Intervention], options: dict[str, Any]) -> Intervention:
-    try:
-        return policy(**options)
-    except TypeError as error:  # a setting that does not exist or is missing, or a method that is missing
-        settings = ", ".join(setting.name for setting in fields(policy))  # type: ignore[arg-type]
-        raise SinkscopeError(f"policy {name!r} cannot be made: {error}; its settings are {settings}") from None
-
-
-def _name_taken(name: str, first: type, second: type) -> SinkscopeError:
-    first_path = f"{first.__module__}.{first.__qualname__}"
-    second_path = f"{second.__module__}.{second.__qualname__}"
-    return SinkscopeError(
-        f"two policies are called {name!r}, {first_path} and {second_path}: give one of them another name"
-    )

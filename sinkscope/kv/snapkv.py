@@ -11,13 +11,15 @@ from typing import Literal
 
 import torch
 from einops import rearrange, reduce
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Natural, Share, check_fields
-from sinkscope.kv.policy import At, Policy, rank_from_top, register_policy
+from sinkscope.kv.policy import LayerMoment, Policy, rank_from_top
+from sinkscope.kv.registry import register_policy
+from sinkscope.kv.row_budgets import LayerBudget
 from sinkscope.kv.session import Session
 from sinkscope.trace.attention import widened
 
@@ -74,10 +76,9 @@ class SnapKV(Policy):
         """The first tokens, and the window or `last` if that is more."""
         return self.first, max(self.last, self.window_at(budget))
 
-    def scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
+    def scores(self, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:
         """Score by pooled votes; tokens of the window get none."""
-        budgets = torch.as_tensor(at.memory["budget"]).reshape(-1).tolist()
-        windows = torch.tensor([self.window_at(budget) for budget in budgets])  # of each row, or one for all
+        windows = torch.tensor([self.window_at(budget) for budget in at.rows.total])
         widest = int(windows.max())
         rows = at.session.window_rows(at.moment, at.layer, widest)
         if int(windows.min()) < widest:
@@ -115,7 +116,10 @@ class AdaKV(SnapKV):
     floor: Share = 0.2
 
     def select(
-        self, scores: Float[Tensor, "batch kv_head slot"], at: At, budget: int | Int[Tensor, " batch"]
+        self,
+        scores: Float[Tensor, "batch kv_head slot"],
+        at: LayerMoment,
+        budget: LayerBudget,
     ) -> Bool[Tensor, "batch kv_head slot"]:
         """Choose the window, the first tokens and, in every head, as many of the highest scores as its share allows."""
         pos = at.kv.pos
@@ -123,8 +127,7 @@ class AdaKV(SnapKV):
         protected = occupied & self.protected(at)
         free = occupied & ~protected
         ranked = scores.float().masked_fill(~free, -torch.inf)
-        tokens = torch.as_tensor(budget, device=pos.device).expand(len(pos))
-        head_budget = (tokens[:, None] - protected.sum(-1)).clamp(min=0)
+        head_budget = (torch.as_tensor(budget, device=pos.device) - protected.sum(-1)).clamp(min=0)
         layer_budget = head_budget.sum(1)
         layer_rank = rank_from_top(rearrange(ranked, "batch kv_head slot -> batch (kv_head slot)"))
         in_pool = rearrange(

@@ -8,7 +8,8 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.kv.policy import At, Policy, register_policy
+from sinkscope.kv.policy import LayerMoment, Policy
+from sinkscope.kv.registry import register_policy
 
 
 @register_policy("streaming")
@@ -34,6 +35,6 @@ class StreamingLLM(Policy):
         """`first` and `last`; half of a budget and `last` if no latest token would be left."""
         return self.first if budget > self.first else budget // 2, self.last
 
-    def scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
+    def scores(self, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:
         """Score later positions higher."""
         return at.kv.pos.float()

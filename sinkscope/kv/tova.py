@@ -8,8 +8,10 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.kv.policy import At, Policy, register_policy
-from sinkscope.kv.session import AttentionRows, Session
+from sinkscope.kv.attention_rows import AttentionRows
+from sinkscope.kv.policy import LayerMoment, Policy
+from sinkscope.kv.registry import register_policy
+from sinkscope.kv.session import Session
 
 
 @register_policy("tova")
@@ -37,6 +39,12 @@ class TOVA(Policy):
             newest = self.group(rows.probs[:, :, -1:], 1)
             rows.kv.set_extra("tova", newest.expand(-1, rows.kv.keys.shape[1], -1))
 
-    def scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
-        """Score by the attention of the newest query."""
+    def scores(self, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:
+        """Score by the attention of the newest query.
+
+        Raises:
+            UnsupportedError: It was read outside of the `with`.
+        """
+        if not at.kv.has_extra("tova"):
+            raise at.session.unseen_queries()
         return at.kv.extra("tova")

@@ -20,7 +20,7 @@ from sinkscope.files.options import Hidden, Option
 from sinkscope.files.provenance import ModelInfo, Provenance, provenance
 from sinkscope.interventions.base import Intervention
 from sinkscope.interventions.decode import decode, watched
-from sinkscope.kv.session import Observe
+from sinkscope.kv.observe import Observe
 from sinkscope.models.load import load
 from sinkscope.models.open import PartTarget, fingerprint_of, open_target
 from sinkscope.models.target import Target

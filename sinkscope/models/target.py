@@ -18,6 +18,7 @@ from sinkscope.files.records import between, conform
 from sinkscope.models.adapters import Adapter
 from sinkscope.models.config import without_cache
 from sinkscope.models.experts import Args, Experts, Kwargs, experts_of
+from sinkscope.models.uncompiled import uncompiled
 
 Kind = Literal["hf", "bridge", "nnsight"]
 Hook = tuple[nn.Module, str, Any]
@@ -549,7 +550,7 @@ class Target:
     @contextmanager
     def hooks(self, *hooks: Hook) -> Iterator[None]:
         """Context manager with hooks."""
-        with ExitStack() as stack:
+        with uncompiled(), ExitStack() as stack:
             for module, when, fn in hooks:
                 add = module.register_forward_hook
                 if when == "pre":

@@ -21,6 +21,9 @@ def unwrap(model: object) -> tuple[nn.Module, Kind]:
     """
     if isinstance(model, Target):
         return model.hf, model.kind
+    compiled = getattr(model, "_orig_mod", None)
+    if isinstance(compiled, nn.Module):
+        return unwrap(compiled)
     original = getattr(model, "original_model", None)
     if isinstance(original, nn.Module):
         return original, "bridge"

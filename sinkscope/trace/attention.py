@@ -28,6 +28,7 @@ from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.target import Target, on_output
+from sinkscope.models.uncompiled import uncompiled
 from sinkscope.trace.internals import attention_name, eager_attention, sdpa_attention, set_attention
 from sinkscope.trace.own import Parts, bias_at, reading
 
@@ -117,6 +118,7 @@ class Handler:
         by_mask: Whether it needs rows under the model's mask, so that the mask must be complete (SDPA's).
         masks: Whether it determines what is seen, so that no mask is needed.
         idle: Whether it has nothing to do unless others listen too. The model then computes attention alone.
+        ended: Set when it listens no more, for threads whose call was interrupted, in which nothing could remove it.
     """
 
     see: Callable[[Attention], None]
@@ -124,6 +126,7 @@ class Handler:
     by_mask: bool = False
     masks: bool = False
     idle: bool = False
+    ended: threading.Event = field(default_factory=threading.Event)
 
 
 class _RowRange(NamedTuple):
@@ -602,12 +605,13 @@ class _Stock:
 
 def listen(handler: Handler) -> None:
     """Let a handler see attention in this context, before those that are already listening."""
-    _HANDLERS.set((handler, *(other for other in _HANDLERS.get() if other is not handler)))
+    leave(handler)
+    _HANDLERS.set((handler, *_HANDLERS.get()))
 
 
 def leave(handler: Handler) -> None:
     """Stop a handler from listening in this context."""
-    _HANDLERS.set(tuple(other for other in _HANDLERS.get() if other is not handler))
+    _HANDLERS.set(tuple(other for other in _HANDLERS.get() if other is not handler and not other.ended.is_set()))
 
 
 @contextmanager
@@ -629,7 +633,7 @@ def tapped(target: Target) -> Iterator[frozenset[int]]:
     Attention outside transformers' interface is seen by hooks instead.
     """
     if not target.adapter.attention_interface:
-        with _tapped_outside(target) as ids:
+        with uncompiled(), _tapped_outside(target) as ids:
             yield ids
         return
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -645,7 +649,8 @@ def tapped(target: Target) -> Iterator[frozenset[int]]:
             _STOCK[id(config)].times += 1
             set_attention(config, NAME)
     try:
-        yield frozenset(map(id, configs))
+        with uncompiled():
+            yield frozenset(map(id, configs))
     finally:
         with _LOCK:
             for config in configs:
@@ -680,7 +685,11 @@ def _tapped_outside(target: Target) -> Iterator[frozenset[int]]:
 
 def _listeners(configs: Iterable[int]) -> list[Handler]:
     """Who listens to a model with one of these configurations."""
-    return [handler for handler in _HANDLERS.get() if not handler.configs.isdisjoint(configs)]
+    listeners: list[Handler] = []
+    for handler in _HANDLERS.get():
+        if not handler.ended.is_set() and not handler.configs.isdisjoint(configs):
+            listeners.append(handler)
+    return listeners
 
 
 def stock_name(config: Any) -> str:
@@ -716,7 +725,7 @@ def _attend(
     listeners: list[Handler] = []
     idle = True
     for handler in _HANDLERS.get():  # a plain loop: every layer comes here
-        if config in handler.configs:
+        if config in handler.configs and not handler.ended.is_set():
             listeners.append(handler)
             idle = idle and handler.idle
     chosen = in_blocks = None

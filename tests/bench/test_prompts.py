@@ -94,7 +94,7 @@ def test_tasks_as_they_are_written():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("recal", "--task 'recal': expected loops, recall, needle, text, or a file of prompts"),
+        ("recal", "--task 'recal': expected loops, needle, recall, text, or a file of prompts"),
         ("recall:turn=3", "'turn=3' is no setting, or is given twice: it has chat, count, turns"),
         ("recall:turns=0", "--task recall: turns=0: expected a whole number from 1"),
         ("recall:positions=front", "'front'"),

@@ -21,7 +21,7 @@ import sinkscope
 from sinkscope.app.cli import main
 from sinkscope.app.commands import commands
 from sinkscope.files.result import Result, known_kinds
-from sinkscope.kv import policy
+from sinkscope.kv import registry
 from sinkscope.models import adapters
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +46,7 @@ def found():
 def run(tmp_path, monkeypatch):
     """Run the Python of a page as one module, with `shorter` numbers where they are given; its names come back."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(policy, "_REGISTERED", dict(policy._REGISTERED))  # pages register policies of their own
+    monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))  # pages register policies of their own
 
     def running(page, shorter=None):
         module = ModuleType("page")  # dataclasses look their module up
@@ -132,7 +132,7 @@ def test_front_page(run, capsys):
 def test_readme(monkeypatch, run):
     """Its model is on a hub; here the one in the package stands in for it."""
     import sinkscope as ss
-    from sinkscope.kv.policy import policies
+    from sinkscope.kv.registry import policies
     from sinkscope.models import adapters
 
     real_load = ss.load

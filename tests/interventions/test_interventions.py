@@ -392,16 +392,6 @@ def test_positions_beyond_a_sliding_window(model_type, cache, sites):
         assert {e.position for e in run.events if e.row == row} == set(range(18, n + 7))
 
 
-def test_compiled_models_are_refused():
-    model, _ = tiny_model("llama")
-    edit = Ablate(layer=1, neurons=[3])
-    with pytest.raises(UnsupportedError, match="compiled"), edit.on(torch.compile(model, backend="eager")):
-        pass
-    model.model.layers[1].compile(backend="eager")
-    with pytest.raises(UnsupportedError, match="compiled"), edit.on(model):
-        pass
-
-
 def test_generation_does_not_compile_while_entered():
     """With a cache of fixed size transformers would compile the decoding step, and that would skip the edit."""
     from transformers import CompileConfig

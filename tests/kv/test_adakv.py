@@ -11,16 +11,15 @@ from hypothesis import strategies as st
 from kv_kit import close, decode, prompts
 from torch import Tensor
 
-from sinkscope.kv import SnapKV
-from sinkscope.kv.policy import At
+from sinkscope.kv import LayerMoment, RowBudgets, SnapKV
 from sinkscope.kv.snapkv import AdaKV
 
 
-class _At(At):
+class _At(LayerMoment):
     """A layer that holds tokens at these positions, without a run."""
 
-    def __init__(self, pos: Tensor, first: int, latest: int):
-        vars(self).update(kv=SimpleNamespace(pos=pos), memory={"first": first, "latest": latest})
+    def __init__(self, pos: Tensor, budget: int, first: int, latest: int):
+        vars(self).update(kv=SimpleNamespace(pos=pos), rows=RowBudgets((budget,), (first,), (latest,)))
 
     @property
     def length(self) -> Tensor:
@@ -29,7 +28,7 @@ class _At(At):
 
 def _keep(policy: AdaKV, scores: Tensor, budget: int, pos: Tensor | None = None) -> Tensor:
     pos = torch.arange(scores.shape[-1]).expand(scores.shape) if pos is None else pos
-    return policy.select(scores, _At(pos, *policy.always_kept(budget)), budget)
+    return policy.select(scores, _At(pos, budget, *policy.always_kept(budget)), budget)
 
 
 @settings(max_examples=25, deadline=None)

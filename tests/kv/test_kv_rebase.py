@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from sinkscope.kv import Full, StreamingLLM
-from sinkscope.kv.cache import COLUMNS, CacheLayer, Rotary
+from sinkscope.kv.cache import COLUMNS, CacheLayer
+from sinkscope.kv.rotary import Rotary
 from sinkscope.models.wrapped import target_of
 
 _SCALED = {

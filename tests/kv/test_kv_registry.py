@@ -12,9 +12,9 @@ from kv_kit import prompts
 from refusals import refused
 
 import sinkscope as ss
-import sinkscope.kv.policy as registry
+import sinkscope.kv.registry as registry
 from sinkscope.errors import SinkscopeError
-from sinkscope.kv import H2O, At, Policy, StreamingLLM, make_policy, policies, policy_named, register_policy
+from sinkscope.kv import H2O, LayerMoment, Policy, StreamingLLM, make_policy, policies, policy_named, register_policy
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.loopserve.serve import LoopServe
 
@@ -65,7 +65,7 @@ NAMES = {
 
 
 def test_names_modules_and_budgets(module, model):
-    assert list(policies()) == ["adakv", "full", "h2o", "progressive", "snapkv", "streaming", "tova"]
+    assert list(policies()) == ["adakv", "full", "h2o", "progressive", "pyramid", "snapkv", "streaming", "tova"]
     for name, policy in NAMES.items():
         assert policy_named(name) == policy
     assert LoopGuard.paper() != LoopGuard()
@@ -93,7 +93,10 @@ def test_the_budget_comes_first(module):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("lru", "policy 'lru': expected one of adakv, full, h2o, progressive, snapkv, streaming, tova, or package"),
+        (
+            "lru",
+            "policy 'lru': expected one of adakv, full, h2o, progressive, pyramid, snapkv, streaming, tova, or package",
+        ),
         ("h2o:many", "policy 'h2o:many': budget='many': expected a number of tokens"),
         ("loopguard:papers", "'loopguard:papers': budget='papers': expected a number of tokens"),
         ("policies_of_others:Missing", "cannot be imported: AttributeError: module 'policies_of_others' has no"),
@@ -131,7 +134,7 @@ class Wrong(Policy):
     what: str = "shape"
     since: int = 0
 
-    def scores(self, at: At):
+    def scores(self, at: LayerMoment):
         good = at.kv.pos.float()
         if at.moment.state.decoded < self.since:
             return good

@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicIndexedLayer
 from sinkscope.errors import UnsupportedError
 from sinkscope.kv import H2O, AShape, StreamingLLM
 from sinkscope.kv.loopserve.progressive import Progressive
-from sinkscope.kv.policy import At
+from sinkscope.kv.policy import LayerMoment
 from sinkscope.models.target import Target
 from sinkscope.models.wrapped import target_of
 
@@ -101,7 +101,7 @@ class Voting(Drawn):
     def watch(self, session, key: int):
         session.window_queries(4)
 
-    def scores(self, at: At):
+    def scores(self, at: LayerMoment):
         rows = at.session.window_rows(at.moment, at.layer, 4)
         self.off[at.layer] = float((rows[0] - self.known[at.layer][:, -4:]).abs().max())
         return super().scores(at)

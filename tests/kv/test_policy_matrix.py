@@ -18,6 +18,7 @@ from kv_kit import (
     Drawn,
     Everywhere,
     Ragged,
+    Stepped,
     close,
     decode,
     dense,
@@ -28,8 +29,8 @@ from kv_kit import (
 from kv_kit import shallow_of as model_of
 from torch import Tensor
 
-from sinkscope.kv import Full, Policy, make_policy, policies
-from sinkscope.kv.session import layer_window
+from sinkscope.kv import H2O, Full, Policy, Pyramid, SnapKV, make_policy, policies
+from sinkscope.kv.windows import layer_window
 from sinkscope.models.wrapped import target_of
 
 PROMPT, LENGTHS, STEPS = 26, (26, 19), 4  # longer than the windows of 16
@@ -39,6 +40,7 @@ SMALLER = {  # where the default protects more than the budget, or acts after th
     "snapkv": {"window": 8, "kernel": 3},
     "adakv": {"window": 8, "kernel": 3},
     "progressive": {"every": 2, "after": 1},
+    "pyramid": {"scorer": SnapKV(window=4, kernel=3)},
 }
 OURS = {
     "drawn": Drawn(budget=BUDGET),
@@ -46,6 +48,8 @@ OURS = {
     "drawn, hidden": Drawn(budget=BUDGET, mode="select"),
     "ragged, hidden": Ragged(budget=BUDGET, mode="select"),
     "everywhere": Everywhere(budget=BUDGET, first=2, every=2),
+    "budgets of layers and heads": Stepped(budget=BUDGET, first=1, last=2),
+    "pyramid of h2o": Pyramid(budget=BUDGET, scorer=H2O(first=2), every=1, beta=4),
 }
 QUICK = ("llama", "gpt2", "mistral", "gemma2", "gemma3_text", "gpt_oss", "opt")
 NAMES = (*policies(), *OURS)

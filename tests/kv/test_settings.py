@@ -45,7 +45,7 @@ REFUSED = [
         {"name": "snapkv", "UNIFORM": True},
         "unexpected keyword argument 'UNIFORM'; its settings are budget",
     ),
-    (make_policy, {"name": "scissorhands"}, "expected one of adakv, full, h2o, progressive, snapkv"),
+    (make_policy, {"name": "scissorhands"}, "expected one of adakv, full, h2o, progressive, pyramid, snapkv"),
     (Observe, {"fn": print, "last": 0}, "last=0"),
     # shapes
     # LoopServe

@@ -16,7 +16,7 @@ from sinkscope.bench.answer import Answer, Batch, BenchModel
 from sinkscope.bench.methods import GUARD
 from sinkscope.bench.prompt import Prompt, Turn, read_prompts
 from sinkscope.bench.record import Metrics
-from sinkscope.bench.task import Size, Task
+from sinkscope.bench.task import Size, Task, register_task
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import path_of
 from sinkscope.files.rate import mean_known
@@ -48,6 +48,7 @@ _TEXT_NEW = 384
 _SHORTEST_TAIL = 24
 
 
+@register_task
 @dataclass(frozen=True, kw_only=True)
 class Loops(Task):
     """Prompts that make decoding loop.

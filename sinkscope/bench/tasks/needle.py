@@ -22,7 +22,7 @@ from itertools import chain, cycle, islice, product
 from typing import Any, ClassVar, Literal
 
 from sinkscope.bench.prompt import Prompt, Turn, with_controls
-from sinkscope.bench.task import Size, Task
+from sinkscope.bench.task import Size, Task, register_task
 from sinkscope.bench.tasks.recall import ANSWER, ASK, END, FACT, FILLER, KEYS, TAIL, TURNS, VALUES
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Share, Whole, conform
@@ -74,6 +74,7 @@ class Haystack:
     answer: str
 
 
+@register_task
 @dataclass(frozen=True, kw_only=True)
 class Needle(Task):
     """Retrieval by depth and length of the prompt.

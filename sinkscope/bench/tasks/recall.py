@@ -18,7 +18,7 @@ from typing import ClassVar, Literal, get_args
 from sinkscope.bench.answer import Answer, Batch, BenchModel
 from sinkscope.bench.prompt import Prompt, Turn, with_controls
 from sinkscope.bench.record import Metrics
-from sinkscope.bench.task import Size, Task
+from sinkscope.bench.task import Size, Task, register_task
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Whole
 from sinkscope.models.names import RECALL
@@ -58,6 +58,7 @@ _FACT = 5  # tokens of a fact
 _GAP = 3  # smallest number of filler words between facts, and at both ends
 
 
+@register_task
 @dataclass(frozen=True, kw_only=True)
 class Recall(Task):
     """Dialogues for the recall model, with the question at each position.

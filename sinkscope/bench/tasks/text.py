@@ -21,13 +21,14 @@ from torch import Tensor
 from sinkscope.bench.answer import Answer, Batch, BenchModel, Logits, Measure, RowNumbers, answer_rows
 from sinkscope.bench.prompt import Prompt, Turn, read_prompts
 from sinkscope.bench.record import BenchRecord, Metrics
-from sinkscope.bench.task import Size, Task
+from sinkscope.bench.task import Size, Task, register_task
 from sinkscope.errors import SinkscopeError
 from sinkscope.kv import Full
 from sinkscope.models.target import Target
 from sinkscope.models.text import typical_text
 
 
+@register_task
 @dataclass(frozen=True, kw_only=True)
 class TextFidelity(Task):
     """Divergence from full attention along a text.

@@ -15,12 +15,14 @@ from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
 from sinkscope.files.notation import counted, every
 from sinkscope.files.records import Budget, Natural, Whole, check_fields
 from sinkscope.interventions.base import Event, Intervention, Run
-from sinkscope.kv.cache import CacheLayer, refuse_states
+from sinkscope.kv.adopt import refuse_states
+from sinkscope.kv.cache import CacheLayer
+from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.loopguard.detect import RowMonitors, largest_probability
 from sinkscope.kv.loopguard.retention import MAX_LEVEL, Retention, ranges_of, tokens_to_keep
 from sinkscope.kv.loopguard.steer import DRAWS, Rewinder, Steering, draw
-from sinkscope.kv.policy import GUARDS
-from sinkscope.kv.session import Moment, Session
+from sinkscope.kv.registry import GUARDS
+from sinkscope.kv.session import Session
 from sinkscope.kv.streaming_llm import StreamingLLM
 from sinkscope.loops.monitor import MonitorSettings, Step
 from sinkscope.loops.signals import tail_period
@@ -272,16 +274,15 @@ class Guarding:
 
     def _rows_of(self, moment: Moment, ids: Int[Tensor, "batch pos"]) -> GuardedRows | None:
         """The rows that go on by one token; None after a prompt, which begins new ones."""
-        memory = moment.state.memory.setdefault(self.key, {})
-        rows: GuardedRows | None = memory.get("rows")
+        rows: GuardedRows | None = moment.state.memory.get(self.key)
         past, new = moment.call.past, moment.call.index.shape[1]
         if new > 1 or past == 0 or self.session.now.prompting:
-            memory["rows"] = self._new_turn(moment, rows, ids)
+            moment.state.memory[self.key] = self._new_turn(moment, rows, ids)
             return None
         if rows is None or past != rows.seen or len(rows.prompt) != len(ids):
             # Tokens were read before the run, or the caller took some back: later tokens are watched from here on.
             rows = self._new_rows(moment, past, [[] for _ in ids])
-            memory["rows"] = rows
+            moment.state.memory[self.key] = rows
         return rows
 
     def _steer(self, rows: GuardedRows, logits: Float[Tensor, "row vocab"], draws: list[int]) -> None:

@@ -21,9 +21,11 @@ from sinkscope.files.records import Natural, check_values
 from sinkscope.interventions import positions
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.interventions.decode import ForcedAnswer, decoding
-from sinkscope.kv.cache import CacheLayer, refuse_states
+from sinkscope.kv.adopt import refuse_states
+from sinkscope.kv.cache import CacheLayer
+from sinkscope.kv.cache_state import CacheState, Moment
 from sinkscope.kv.loopguard.steer import generate_in_pieces
-from sinkscope.kv.session import CacheState, Moment, Session
+from sinkscope.kv.session import Session
 from sinkscope.lines.choice import HeadLines
 from sinkscope.models.config import float32_by_default
 from sinkscope.models.inputs import read_row

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from sinkscope.files.records import Natural, Whole
 from sinkscope.interventions.base import Run
-from sinkscope.kv.cache import Rotary
-from sinkscope.kv.policy import At, Policy, register_policy
-from sinkscope.kv.session import Moment, Session
+from sinkscope.kv.cache_state import Moment
+from sinkscope.kv.policy import LayerMoment, Policy
+from sinkscope.kv.registry import register_policy
+from sinkscope.kv.rotary import Rotary
+from sinkscope.kv.session import Session
 
 
 @register_policy("progressive")
@@ -67,7 +69,7 @@ class Progressive(Policy):
         """Keep the latest queries, also those of generated tokens."""
         session.window_queries(self.interval, decoding=True)
 
-    def scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
+    def scores(self, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:
         """Attention of the latest queries; padding does not vote."""
         rows = at.session.window_rows(at.moment, at.layer, self.interval)
         real = at.moment.state.queries[at.layer].pos[:, -self.interval :] >= 0
@@ -76,30 +78,30 @@ class Progressive(Policy):
         return self.group(votes, at.kv.pos.shape[1])
 
     def _act(self, moment: Moment, session: Session, key: int, rotary: Rotary | None) -> None:
-        memory = moment.state.memory.setdefault(key, {})
+        state = moment.state
         if moment.prefill_ended:
-            self.begin(moment, session, memory)
-            memory["copied"] = False
-        steps = moment.state.decoded - self.after
+            state.budgets = self.row_budgets(moment, session)
+            state.copied = False
+        steps = state.decoded - self.after
         due = steps >= 0 and steps % self.interval == 0
         # A guard may have cut the cache, for which it had to be whole.
-        copy_lost = memory["copied"] and all(kv.aside is None for kv in moment.layers)
+        copy_lost = state.copied and all(kv.aside is None for kv in moment.layers)
         if not due and not copy_lost:
             return
-        budget = memory["budget"]
-        fewest = budget if isinstance(budget, int) else int(budget.min())
-        memory["copied"] = False
+        rows = state.budgets
+        assert rows is not None  # because a prompt has ended before
+        state.copied = False
         for kv in moment.layers:
             kv.settle()
-            if kv.slots <= fewest:
+            if kv.slots <= min(rows.total):
                 continue
-            at = At(kv.number, kv, moment, session, memory)
-            keep = self.select(self.checked_scores(at), at, budget)
+            at = LayerMoment(kv.number, kv, moment, session, rows)
+            keep = self.select(self.checked_scores(at), at, self.budgets(at))
             if self.mode == "evict":
                 kv.evict(keep)
             else:
                 kv.work_on(keep)
-                memory["copied"] = True
+                state.copied = True
 
 
 def tokens_read(run: Run) -> list[list[float]]:

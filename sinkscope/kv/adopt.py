@@ -1,0 +1,120 @@
+"""Taking over a stock cache: its layers are replaced by ours, in place."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, get_args
+
+from jaxtyping import Int
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, LinearAttentionAndFullAttentionLayer
+
+from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.kv.cache import COLUMNS, CacheLayer
+from sinkscope.kv.cache_kinds import IndexedCacheLayer, StateCacheLayer
+from sinkscope.models.scope import cache_layers
+from sinkscope.models.target import Target
+
+
+def adopt(cache: Any, target: Target, columns: Int[Tensor, "batch seen"]) -> None:
+    """Replace the layers of a stock cache by ours in place, so that the caller's object works over several turns.
+
+    Args:
+        cache: An empty or filled `DynamicCache`.
+        target: The model.
+        columns: True positions of the tokens already in the cache; -1 at padding.
+
+    Raises:
+        UnsupportedError: The cache is of another kind, or belongs to another model.
+    """
+    layers: list[Any] = getattr(cache, "layers", None) or []
+    if own_layers(cache):
+        _check_shape(layers, target)
+        return
+    offloading = getattr(cache, "offloading", False)
+    if not isinstance(cache, DynamicCache) or offloading:
+        kind = "an offloading cache" if offloading else type(cache).__name__
+        raise UnsupportedError(
+            f"past_key_values is {kind}: a cache policy needs a plain DynamicCache; pass `DynamicCache()` or nothing",
+            page="kv-cache",
+        )
+    ours = _empty_layers(target)
+    if cache.get_seq_length() > 0:
+        for layer in layers:
+            if type(layer) is not DynamicLayer:
+                raise UnsupportedError(
+                    f"past_key_values already holds tokens in a {type(layer).__name__}, which may have dropped some: "
+                    "start with an empty cache inside the `with`",
+                    page="kv-cache",
+                )
+        _check_shape(layers, target)
+        token = COLUMNS.set(columns)
+        try:
+            for new, old in zip(ours, layers, strict=True):
+                new.update(old.keys, old.values)
+        finally:
+            COLUMNS.reset(token)
+    cache.layers = ours
+    cache.layer_class_to_replicate = None
+    if hasattr(cache, "linear_cache"):  # MiniMax keeps states beside the layers, and takes this list for as long
+        states: Any = cache
+        states.linear_cache = [[] if isinstance(layer, CacheLayer) else None for layer in ours]
+
+
+def new_cache(target: Target) -> Any:
+    """An empty cache, of the class that the model asks for."""
+    asked = inspect.signature(target.base.forward).parameters.get("past_key_values")
+    for kind in get_args(getattr(asked, "annotation", None)):
+        if isinstance(kind, type) and issubclass(kind, DynamicCache) and kind is not DynamicCache:
+            return kind()
+    return DynamicCache(config=target.config)
+
+
+def own_layers(cache: Any) -> list[CacheLayer]:
+    """The layers of a cache that are ours; others, such as the state of linear attention, are left as they are."""
+    return [layer for layer in getattr(cache, "layers", None) or [] if isinstance(layer, CacheLayer)]
+
+
+def refuse_states(cache: Any, what: str) -> None:
+    """Refuse to take tokens back from a cache with layers that keep a state, which cannot go back.
+
+    Raises:
+        UnsupportedError: There is such a layer.
+    """
+    for layer in cache.layers:
+        if type(layer) is not CacheLayer:
+            raise UnsupportedError(
+                f"{what} takes tokens back, and a {type(layer).__name__} of this model's cache keeps a state that "
+                "cannot go back: use another model",
+                page="kv-cache",
+            )
+
+
+def _empty_layers(target: Target) -> list[Any]:
+    """The layers of a new cache of the model: ours where the stock cache holds keys and values alone."""
+    layers: list[Any] = list(DynamicCache(config=target.config).layers)
+    for number in cache_layers(target):
+        stock = layers[number]
+        if isinstance(stock, LinearAttentionAndFullAttentionLayer):
+            layers[number] = StateCacheLayer(number, stock.number_of_states)
+        elif isinstance(stock, DynamicIndexedLayer):
+            layers[number] = IndexedCacheLayer(number)
+        else:
+            layers[number] = CacheLayer(number)
+    return layers
+
+
+def _check_shape(layers: list[Any], target: Target) -> None:
+    """Check that a filled cache has the model's shape."""
+    if target.adapter.k is None and target.adapter.fused_qkv is None:  # latent attention caches one head for all
+        return
+    shapes = {
+        layer.keys.shape[1] for layer in layers if type(layer) in (CacheLayer, DynamicLayer) and layer.is_initialized
+    }
+    if len(layers) != target.n_layers or not shapes <= {target.n_kv_heads}:
+        raise SinkscopeError(
+            f"past_key_values has {len(layers)} layers of {max(shapes, default=0)} kv heads and {target.name} has "
+            f"{target.n_layers} of {target.n_kv_heads}: it is the cache of another model; pass a new one",
+            page="kv-cache",
+        )

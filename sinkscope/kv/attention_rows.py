@@ -1,0 +1,71 @@
+"""Rows of attention as observers see them, and the observer that passes them to a function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from sinkscope.interventions.positions import Call
+from sinkscope.kv.cache import CacheLayer
+from sinkscope.trace.attention import View
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionRows:
+    """Attention rows of one layer in one call, for a chunk of queries.
+
+    Attributes:
+        layer: Decoder layer.
+        first: Index of the first query among the call's new tokens.
+        probs: `[batch head query slot]`, float32, after softmax.
+        view: What the queries of the call see; None if there is one, and it sees every slot of `kv`.
+        query: `[batch head query d_head]`, after rotary; None if the model does not expose it.
+        kv: The layer's cache; None if it is not a sinkscope cache.
+        call: The forward call.
+    """
+
+    layer: int
+    first: int
+    probs: Float[Tensor, "batch head query slot"]
+    view: View | None
+    query: Float[Tensor, "batch head query d_head"] | None
+    kv: CacheLayer | None
+    call: Call
+
+    @cached_property
+    def pos(self) -> Int[Tensor, "batch kv_head slot"]:
+        """True position of each slot, -1 if it holds no token; those of the cache when they are first asked for."""
+        if self.view is not None:
+            return self.view.pos
+        assert self.kv is not None
+        return self.kv.pos
+
+    @property
+    def query_pos(self) -> Int[Tensor, "batch query"]:
+        """True position of each query, -1 at padding."""
+        return self.call.on(self.probs.device)[:, self.first : self.first + self.probs.shape[2]]
+
+
+@dataclass(frozen=True, eq=False)
+class Watcher:
+    """A function that sees attention rows.
+
+    Attributes:
+        fn: The function.
+        layers: Layers that it sees; None for all.
+        last: How many of the last queries of a call it sees; None for all.
+    """
+
+    fn: Callable[[AttentionRows], None]
+    layers: frozenset[int] | None
+    last: int | None
+
+    def first_query(self, queries: int) -> int:
+        """Index of the first of so many queries that it sees."""
+        if self.last is None:
+            return 0
+        return max(0, queries - self.last)

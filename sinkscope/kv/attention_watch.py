@@ -1,0 +1,236 @@
+"""What policies and observers see of the attention of a run, and what replaces it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from sinkscope.errors import UnsupportedError
+from sinkscope.interventions.positions import Call
+from sinkscope.kv.adopt import own_layers
+from sinkscope.kv.attention_rows import AttentionRows, Watcher
+from sinkscope.kv.cache import CacheLayer
+from sinkscope.kv.cache_state import CacheStates, CurrentCall, LatestQueries, Moment
+from sinkscope.kv.windows import layer_window
+from sinkscope.models.target import Target
+from sinkscope.trace.attention import Attention, OwnAttention, View, rows_by_view
+
+
+class AttentionWatch:
+    """Shows attention rows to those who asked, and computes attention where something else decides what is seen.
+
+    Attributes:
+        owns_cache: Whether the layers of the caches in use are ours.
+        watchers: Who sees rows.
+        replacement: Computes attention `[batch query head d_value]` in calls with several tokens, unless it gives None.
+    """
+
+    def __init__(self, target: Target, now: CurrentCall, states: CacheStates) -> None:
+        self.target = target
+        self.now = now
+        self.states = states
+        self.owns_cache = False
+        self.watchers: list[Watcher] = []
+        self.replacement: Callable[[Attention, CacheLayer | None], Tensor | None] | None = None
+        self._queries_kept = 0
+        self._keeps_decoding_queries = False
+        self._row_functions: dict[int, Callable[[Tensor, Tensor, View], Tensor]] = {}
+        self._windows = [layer_window(target, layer) for layer in range(target.n_layers)]
+
+    def is_needed(self, call: Call) -> bool:
+        """Whether the attention of this call has to be seen. If not, the model computes it alone, in less time."""
+        if self.watchers or self.target.kind == "bridge" or self._keeps_decoding_queries:
+            return True
+        if call.index.shape[1] > 1 or self.now.prompting:
+            return True
+        if not self.now.own_masks:
+            return False
+        for kv in own_layers(self.now.cache):
+            if self._windows[kv.number] is not None or not kv.complete or kv.keys.dtype != kv.values.dtype:
+                return True
+        return False
+
+    def keep_queries(self, last: int, decoding: bool = False) -> None:
+        """Keep the `last` queries of prompts for `window_rows`; with `decoding`, also those of generated tokens."""
+        self._queries_kept = max(self._queries_kept, last)
+        self._keeps_decoding_queries = self._keeps_decoding_queries or decoding
+
+    def window_rows(self, moment: Moment, layer: int, last: int) -> Float[Tensor, "batch head query slot"]:
+        """Recompute, in float32, the attention of the last queries to everything in the cache."""
+        if layer not in moment.state.queries:
+            raise self.unseen_queries()
+        latest = moment.state.queries[layer]
+        kv = moment.cache.layers[layer]
+        module: Any = self.target.sub(layer, self.target.adapter.attn)
+        keys = kv.keys
+        if hasattr(module, "expand_kv"):  # the cache holds latent vectors, from which the module makes keys
+            keys = module.expand_kv(kv.keys, kv.own_values)[0]
+        below_bridge = getattr(module, "original_component", None)
+        if isinstance(below_bridge, nn.Module):
+            module = below_bridge
+        columns = moment.call.columns[:, : moment.call.past].to(keys.device)
+        view = View(kv.pos, latest.pos[:, -last:], self._windows[layer], kv.hidden, columns=columns)
+        query = latest.query[:, :, -last:]
+        rows = self._row_functions.get(layer)
+        if rows is None:
+            return rows_by_view(module, query, keys, view, None)
+        return rows(query, keys, view)
+
+    def unseen_queries(self) -> UnsupportedError:
+        """The error of a policy that needs queries which were read before it could see them."""
+        return UnsupportedError(
+            "the latest queries were not seen: this cache was filled outside of the `with`, or is a copy (read the "
+            "prompt inside, into the cache to go on with), or the model is a TransformerBridge that hides them "
+            f"(load {self.target.adapter.model_type} with backend='hf')",
+            page="kv-session",
+        )
+
+    def see(self, attention: Attention) -> None:
+        """Handle the attention of one layer in one call: decide what computes it and who sees its rows."""
+        layer = attention.layer
+        queries = attention.query.shape[2]
+        self.now.tapped_layers.add(layer)
+        if attention.key.dtype != attention.query.dtype:  # rebased keys are float32
+            attention.key = attention.key.to(attention.query.dtype)
+        if self._queries_kept:
+            attention.view = self._view_of(attention)
+            self._row_functions[layer] = attention.row_function()
+            if not attention.is_again:
+                self.note_queries(layer, attention.query)
+        if queries > 1 and self.owns_cache and not self.now.own_masks:
+            self._check_view(attention, self._view_of(attention))
+        watchers = self.watchers_of(layer)
+        replaces = self.now.own_masks or (self.replacement is not None and queries > 1)
+        if not watchers and not replaces:
+            return
+        attention.complete = self._sees_all(attention)
+        needs_view = not attention.complete or isinstance(attention, OwnAttention)  # whose scores may need positions
+        if attention.view is None and needs_view:
+            attention.view = self._view_of(attention)
+        if replaces:
+            attention.evicted = self.now.own_masks
+            attention.compute = self._compute
+        for watcher in watchers:
+            show = partial(self.show_rows, watcher, layer, attention.view, attention.query)
+            attention.show(show, first=watcher.first_query(queries))
+
+    def _sees_all(self, attention: Attention) -> bool:
+        """Whether a single query certainly sees every slot of its layer."""
+        if attention.query.shape[2] > 1 or attention.indices is not None or attention.in_blocks is not None:
+            return False
+        kv = self.now.layer(attention.layer)
+        return kv is not None and kv.complete and self._windows[attention.layer] is None
+
+    def mask_indexer(self, layer: int, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Give an indexer a mask of what its layer holds, from which it then chooses."""
+        kv, call = self.now.layer(layer), self.now.call
+        if not self.now.own_masks or kv is None or call is None:
+            return None
+        query_pos = call.on(kv.keys.device)
+        new = rearrange(query_pos, "batch query -> batch 1 query")
+        hidden = kv.hidden
+        if hidden is not None:
+            hidden = torch.nn.functional.pad(hidden, (0, new.shape[-1]))
+        view = View(torch.cat([kv.pos, new], -1), query_pos, self._windows[layer], hidden)
+        return args, {**kwargs, "attention_mask": view.sees()}
+
+    def _check_view(self, attention: Attention, view: View) -> None:
+        """Refuse a layer whose last query sees other keys than our masks will show it.
+
+        Raises:
+            UnsupportedError: It does.
+        """
+        last = slice(attention.queries - 1, attention.queries)
+        sees = view.part(last, slice(None)).sees().all(1, keepdim=True)
+        shown = attention.shown_to_last()
+        if shown is None:
+            if bool((view.pos < 0).any()):
+                return  # the model is not told of padding
+            shown = torch.ones_like(sees)
+        if bool((sees != shown).any()):
+            raise UnsupportedError(
+                f"layer {attention.layer} of {self.target.name} hides keys in another way than by the window of its "
+                "configuration, which cache policies and attention observers go by: use another model",
+                page="kv-session",
+            )
+
+    def watchers_of(self, layer: int) -> list[Watcher]:
+        """Who sees the rows of a layer."""
+        return [watcher for watcher in self.watchers if watcher.layers is None or layer in watcher.layers]
+
+    def show_rows(
+        self, watcher: Watcher, layer: int, view: View | None, query: Tensor | None, first: int, probs: Tensor
+    ) -> None:
+        """Show rows to a watcher; `query` are all queries of the call, of which `first` is the first of the rows."""
+        call = self.now.call
+        assert call is not None
+        if query is not None and probs.shape[2] < query.shape[2]:
+            query = query[:, :, first : first + probs.shape[2]]
+        watcher.fn(AttentionRows(layer, first, probs, view, query, self.now.layer(layer), call))
+
+    def _compute(self, attention: Attention) -> tuple[Tensor, Tensor | None] | None:
+        """Compute a prompt's attention by a replacement, or attention to the rest of a cache; None for stock."""
+        if self.replacement is not None and attention.query.shape[2] > 1:
+            replaced = self.replacement(attention, self.now.layer(attention.layer))
+            if replaced is not None:
+                return replaced, None
+        if not self.now.own_masks:
+            return None
+        if attention.complete:
+            return attention.stock(None)[0], None
+        return attention.under_view(), None
+
+    def _view_of(self, attention: Attention) -> View:
+        """What the queries of this call see, of what an indexer chose if there is one."""
+        view = self.view(attention.layer, attention.key)
+        indices, blocks, call = attention.indices, attention.in_blocks, self.now.call
+        assert call is not None
+        seen = call.columns.shape[1]  # the place of what has no position
+        if blocks is not None:
+            place = torch.where(view.pos < 0, seen, view.pos)[:, :1, None].expand_as(blocks)
+            chosen = blocks.new_zeros(*blocks.shape[:3], seen + 1)
+            return replace(view, chosen=chosen.scatter_(-1, place, blocks))
+        if indices is None:
+            return view
+        if getattr(attention.module, "indexer", None) is not None:  # others attend to what an earlier layer chose
+            pos = view.pos[:, :1].expand(-1, indices.shape[1], -1).gather(-1, indices.long())
+            chosen = torch.zeros(*indices.shape[:2], seen + 1, dtype=torch.bool, device=indices.device)
+            self.now.chosen = chosen.scatter_(-1, torch.where(pos < 0, seen, pos), True)[:, None]
+        return replace(view, chosen=self.now.chosen)
+
+    def view(self, layer: int, key: Tensor) -> View:
+        """What the queries of this call see of `key` `[batch kv_head slot ...]`."""
+        call = self.now.call
+        assert call is not None
+        query_pos = call.on(key.device)
+        kv = self.now.layer(layer)
+        window = self._windows[layer]
+        if kv is not None:
+            return View(kv.pos, query_pos, window, kv.hidden, call.columns.to(key.device))
+        batch, kv_heads, slots = key.shape[:3]
+        columns = call.columns[:, -slots:].to(key.device)
+        # "batch slot -> batch kv_head slot" as a view: masks are then computed once for all heads.
+        return View(columns[:, None].expand(batch, kv_heads, slots), query_pos, window, columns=columns)
+
+    def note_queries(self, layer: int, query: Float[Tensor, "batch head query d_head"]) -> None:
+        """Keep the latest queries of a layer, after rotary, if anyone asked for them."""
+        call = self.now.call
+        if not self._queries_kept or call is None or self.now.cache is None:
+            return
+        if query.shape[2] == 1 and not self._keeps_decoding_queries and not self.now.prompting:
+            return
+        pos = call.on(query.device)
+        count = self._queries_kept
+        queries = self.states.of(self.now.cache).queries
+        earlier = queries.get(layer)
+        if earlier is not None and query.shape[2] < count:
+            query = torch.cat([earlier.query, query], 2)
+            pos = torch.cat([earlier.pos.to(pos), pos], 1)
+        queries[layer] = LatestQueries(query[:, :, -count:].detach(), pos[:, -count:])

@@ -1,0 +1,147 @@
+"""What is known about a cache across the calls of a run, and about the call in which a thread is."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from sinkscope.interventions.positions import Call
+from sinkscope.kv.cache import CacheLayer
+from sinkscope.kv.row_budgets import RowBudgets
+from sinkscope.kv.usage import Meter, Usage
+from sinkscope.trace.attention import Handler
+
+
+@dataclass(frozen=True, eq=False)
+class LatestQueries:
+    """The latest queries of a layer, after rotary, and their true positions; -1 at padding."""
+
+    query: Float[Tensor, "batch head query d_head"]
+    pos: Int[Tensor, "batch query"]
+
+
+@dataclass(eq=False)
+class CacheState:
+    """What is known about one cache across the calls of a run.
+
+    Attributes:
+        prefilling: Whether the last call read a prompt or part of one.
+        prompt: Number of real tokens in each row at the end of the last prefill.
+        decoded: Number of single-token calls since then.
+        reorders: `CacheLayer.reorders` when the last prompt was read.
+        dropped: Number of positions by which later tokens of each row are shifted towards the start
+            (`positions="rebased"`).
+        padded: Whether the last prompt is padded.
+        uniform: Whether every layer and head has held the same positions since.
+        budgets: What the policy keeps of each row of the last prompt.
+        copied: Whether layers work on copies of chosen slots (`Progressive`).
+        memory: The record of each other intervention, by its key.
+        queries: The latest queries of each layer, if requested.
+        flat: Layers in which no head had lines of attention when they were last looked for (`LoopServe`).
+        meter: Counter of tokens and bytes.
+    """
+
+    prefilling: bool = False
+    prompt: Int[Tensor, " batch"] | None = None
+    decoded: int = 0
+    reorders: int = 0
+    dropped: Int[Tensor, " batch"] | None = None
+    padded: bool = False
+    uniform: bool = False
+    budgets: RowBudgets | None = None
+    copied: bool = False
+    memory: dict[int, Any] = field(default_factory=dict)
+    queries: dict[int, LatestQueries] = field(default_factory=dict)
+    flat: set[int] = field(default_factory=set)
+    meter: Meter = field(default_factory=Meter)
+
+
+@dataclass(frozen=True, eq=False)
+class Moment:
+    """The moment before or after a forward call.
+
+    Attributes:
+        cache: The cache.
+        layers: Those of its layers that hold keys and values; `number` says of which decoder layer.
+        call: The forward call.
+        state: What is known about this cache.
+        prefill_ended: Whether this is the first single-token call after a prompt.
+    """
+
+    cache: Any
+    layers: list[CacheLayer]
+    call: Call
+    state: CacheState
+    prefill_ended: bool
+
+
+class CacheStates:
+    """The states of all caches of a run, as long as these live, and what was counted of them."""
+
+    def __init__(self) -> None:
+        self._states: WeakKeyDictionary[Any, CacheState] = WeakKeyDictionary()
+        self._meters: list[Meter] = []
+
+    def __contains__(self, cache: Any) -> bool:
+        return cache in self._states
+
+    def of(self, cache: Any) -> CacheState:
+        """The state of a cache; a new one if there is none."""
+        if cache not in self._states:
+            state = CacheState()
+            self._states[cache] = state
+            self._meters.append(state.meter)
+        return self._states[cache]
+
+    def forget(self, cache: Any) -> None:
+        """Begin anew with a cache that was emptied."""
+        self._states.pop(cache, None)
+
+    def caches(self) -> list[Any]:
+        """The caches that live."""
+        return list(self._states)
+
+    def usage(self) -> list[Usage]:
+        """Tokens and bytes of every cache, also of those that are gone."""
+        return [meter.usage() for meter in self._meters if meter.calls]
+
+
+class CurrentCall(threading.local):
+    """What the current thread is doing.
+
+    Attributes:
+        call: The forward call; None outside of one.
+        cache: The cache of that call.
+        own_masks: Whether our masks replace the stock mask, because some layer does not hold all tokens so far.
+        tapped_layers: Layers whose attention went through the tap; on a TransformerBridge some architectures do so.
+        bridge_queries: Queries of layers of a TransformerBridge whose scores have not come yet.
+        prompting: Whether `generate` is reading a prompt, so that even a single-token call is a part of it.
+        settings: Settings of the latest `generate`; None without one.
+        ended: The moment after the layers of the latest call, until the logits have come.
+        handler: Our listener at the tap.
+        chosen: Positions that the latest indexer chose for each query.
+    """
+
+    call: Call | None = None
+    cache: Any = None
+    handler: Handler | None = None
+    chosen: Tensor | None = None
+    own_masks: bool = False
+    tapped_layers: set[int]
+    bridge_queries: dict[int, Tensor]
+    prompting: bool = False
+    settings: Any = None
+    ended: Moment | None = None
+
+    def layer(self, layer: int) -> CacheLayer | None:
+        """A layer's cache in this call; None if it is not a `CacheLayer`."""
+        layers = getattr(self.cache, "layers", None)
+        if not layers or layer >= len(layers):
+            return None
+        kv = layers[layer]
+        return kv if isinstance(kv, CacheLayer) else None

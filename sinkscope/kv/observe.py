@@ -1,0 +1,45 @@
+"""An observer of attention rows, for scripts and measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from sinkscope.files.records import Natural, check_values
+from sinkscope.interventions.base import Intervention, Run
+from sinkscope.kv.attention_rows import AttentionRows
+from sinkscope.kv.session import Session
+
+
+@dataclass(frozen=True)
+class Observe(Intervention):
+    """Show attention rows to a function; no full query x key matrix is stored.
+
+    In a single-token call, the output of a watched layer is computed from the rows that are shown, and equals the stock
+    output up to rounding. In other calls, the model's own attention computes the output.
+
+    Attributes:
+        fn: Called with `AttentionRows`, one chunk of queries at a time.
+        layers: Layers to watch. None watches all.
+        last: How many of the last queries of each call to watch. None watches all.
+
+    Example:
+        >>> seen = []
+        >>> watcher = Observe(lambda rows: seen.append(rows.probs.sum(-1)), layers=[0], last=1)
+    """
+
+    fn: Callable[[AttentionRows], None]
+    layers: Sequence[int] | None = None
+    last: int | None = None
+
+    def __post_init__(self) -> None:
+        check_values(Natural | None, last=self.last)
+
+    def enter(self, run: Run, key: int) -> None:
+        """Watch."""
+        layers = None if self.layers is None else run.target.chosen_layers(self.layers)
+        Session.of(run).watch(self._show, layers, self.last)
+
+    def _show(self, rows: AttentionRows) -> None:
+        _ = rows.pos  # as it is now, because the function may keep the rows
+        self.fn(rows)

@@ -1,0 +1,77 @@
+"""Which keys a layer's own rules or a mask hide from later queries, and what of these cannot be followed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from sinkscope.errors import UnsupportedError
+from sinkscope.files.notation import counted
+from sinkscope.interventions.positions import Call
+from sinkscope.models.scope import cache_layers
+from sinkscope.models.target import Target
+from sinkscope.trace.attention import ChunkWindow
+
+
+def layer_window(target: Target, layer: int) -> int | None:
+    """Sliding window of a layer, in tokens; None if the layer sees everything."""
+    config = target.config
+    window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
+    kinds = getattr(config, "layer_types", None)
+    if config.model_type == "gpt_neo":
+        window, kinds = config.window_size, config.attention_layers
+    if not window:
+        return None
+    if kinds is not None and kinds[layer] == "chunked_attention":
+        return ChunkWindow(config.attention_chunk_size)
+    if kinds is not None and kinds[layer] not in ("sliding_attention", "local"):
+        return None
+    return int(window)
+
+
+def check_servable(target: Target) -> None:
+    """Refuse a model on which no cache policy and no attention observer can act.
+
+    Raises:
+        UnsupportedError: Its attention cannot be replaced, its window is not the same in every pass, or its cache
+            holds no keys and values alone.
+    """
+    if not target.adapter.attention_interface and target.kind == "bridge":
+        raise UnsupportedError(
+            f"the attention of {target.adapter.model_type} cannot be replaced on a TransformerBridge: load the "
+            "model with backend='hf'",
+            page="kv-session",
+        )
+    if target.config.model_type == "minimax" and target.config.sliding_window is not None:
+        raise UnsupportedError(
+            f"transformers forgets the window of {target.name} when it decodes with a cache, so that there is no "
+            "full cache to compare with: set sliding_window=None in its configuration, or use another model",
+            page="kv-session",
+        )
+    if not cache_layers(target):
+        raise UnsupportedError(
+            f"the cache of {target.name} has no layer that holds keys and values alone: use another model for "
+            "cache policies and attention observers",
+            page="kv-session",
+        )
+
+
+def check_mask(mask: Any, call: Call, target: Target) -> None:
+    """Refuse a further turn whose mask hides tokens that earlier calls read.
+
+    Raises:
+        UnsupportedError: It does.
+    """
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[1] < call.past:
+        return
+    hidden = (mask[:, : call.past] == 0).to(call.columns.device) & (call.columns[:, : call.past] >= 0)
+    if bool(hidden.any()):
+        pad = target.config.get_text_config().pad_token_id
+        tokens = counted(int(hidden.sum()), "token")
+        raise UnsupportedError(
+            f"the attention mask of this turn hides {tokens} that earlier calls have read; without a mask, "
+            f"`generate` takes every token equal to pad_token_id={pad} for padding: pass attention_mask with 1 at "
+            "every real token",
+            page="attention-mask",
+        )

@@ -1,0 +1,136 @@
+"""A call that is interrupted leaves nothing behind: neither for the next call inside the `with`, nor for later ones."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+
+import pytest
+import torch
+from intervention_kit import count_hooks
+from kv_kit import Drawn, model_of, prompts
+from torch import nn
+
+from sinkscope import Ablate, Add, LoopGuard, LoopServe, SinkPatch
+from sinkscope.kv import H2O, TOVA, Observe, Progressive, SnapKV, StreamingLLM
+from sinkscope.trace import attention as tap
+
+IDS, MASK = prompts([9, 6])
+STEPS = 4
+LAYERS = 3
+
+
+class Stop(BaseException):
+    pass
+
+
+WAYS = {
+    "ablate": Ablate(layer=1, neurons=[3]),
+    "add": Add(torch.ones(32), "blocks.1.hook_resid_post"),
+    "patch": SinkPatch(layer=1, neurons=[3], value=0.5),
+    "observe": Observe(lambda rows: rows.probs.sum(), last=1),
+    "drawn": Drawn(budget=6),
+    "drawn, hidden": Drawn(budget=6, mode="select"),
+    "h2o": H2O(budget=6),
+    "tova": TOVA(budget=6),
+    "snapkv": SnapKV(budget=6, window=2),
+    "rebased": StreamingLLM(budget=6, first=2, positions="rebased"),
+    "progressive": Progressive(budget=6, every=2, after=1),
+    "guard": LoopGuard(budget=64),
+    "loopserve": LoopServe(budget=6, shortest=0, interval=2, first=0),
+    "patch and policy": SinkPatch(layer=1, neurons=[3], value=0.5) | H2O(budget=6) | Observe(lambda rows: None),
+    "guard and policy": LoopGuard(budget=64) | StreamingLLM(budget=6, first=2) | Ablate(layer=0, neurons=[1]),
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return model_of("llama", num_hidden_layers=LAYERS)
+
+
+def generated(model):
+    return model.generate(
+        IDS,
+        attention_mask=MASK,
+        max_new_tokens=STEPS,
+        do_sample=False,
+        output_scores=True,
+        return_dict_in_generate=True,
+    )
+
+
+def same(one, other) -> bool:
+    scores = zip(one.scores, other.scores, strict=True)
+    return torch.equal(one.sequences, other.sequences) and all(torch.equal(a, b) for a, b in scores)
+
+
+def interrupted(model, place: nn.Module, call: int, error: type[BaseException]) -> None:
+    """Generate until `place` runs for the so-manieth time, and is interrupted there."""
+    calls = []
+
+    def interrupt(*_):
+        calls.append(1)
+        if len(calls) == call:
+            raise error
+
+    handle = place.register_forward_pre_hook(interrupt)
+    try:
+        with suppress(error):
+            generated(model)
+    finally:
+        handle.remove()
+    assert len(calls) == call
+
+
+PLACES = ["model.layers.0", "model.layers.1.self_attn.o_proj", "model.layers.2.mlp.down_proj", "model.norm", "lm_head"]
+ERRORS = [KeyboardInterrupt, SystemExit, GeneratorExit, Stop, RuntimeError]
+CASES = [
+    pytest.param(way, path, call, error, id=f"{way}, {path}, {call}, {error.__name__}", marks=marks)
+    for number, way in enumerate(WAYS)
+    for index, path in enumerate(PLACES)
+    for call in [1, 2, 4][(number + index) % 3 :][:1]
+    for error in [ERRORS[0], ERRORS[1 + (number + index) % 4]]
+    for marks in [() if index == number % 5 and error is ERRORS[0] else pytest.mark.slow]
+]
+
+
+@pytest.mark.parametrize(("way", "path", "call", "error"), CASES)
+def test_an_interrupted_call_leaves_nothing_for_the_next(way, path, call, error, model):
+    plain = generated(model)
+    hooks, attention = count_hooks(model), model.config._attn_implementation
+    with WAYS[way].on(model):
+        expected = generated(model)
+        interrupted(model, model.get_submodule(path), call, error)
+        again = generated(model)
+        assert same(again, expected)
+    assert (count_hooks(model), model.config._attn_implementation) == (hooks, attention)
+    assert tap._HANDLERS.get() == ()
+    assert same(generated(model), plain)
+    with H2O(budget=6).on(model) as run:  # every later policy came upon what was left
+        generated(model)
+    assert run.usage[0].calls == STEPS
+
+
+def test_a_call_interrupted_in_a_thread_leaves_nothing_for_that_thread(model):
+    """The thread goes on after the `with` has ended in another one, as the threads of a pool do."""
+    told, ended = threading.Event(), threading.Event()
+    outcome = []
+
+    def work():
+        interrupted(model, model.get_submodule("model.layers.1"), 2, KeyboardInterrupt)
+        told.set()
+        ended.wait(30)
+        outcome.append(generated(model))
+        with H2O(budget=6).on(model) as run:
+            outcome.append(generated(model))
+        outcome.append(run.usage[0].calls)
+
+    plain = generated(model)
+    with H2O(budget=6).on(model):
+        expected = generated(model)
+        thread = threading.Thread(target=work)
+        thread.start()
+        told.wait(30)
+    ended.set()
+    thread.join(60)
+    assert same(outcome[0], plain) and same(outcome[1], expected) and outcome[2] == STEPS

@@ -1,0 +1,110 @@
+"""Budgets of layers, heads and rows: what is always kept stays, and the numbers are those that were asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kv_kit import decode, model_of, prompts
+from refusals import refused
+from transformers import DynamicCache
+
+from sinkscope.kv import H2O, LayerMoment, Policy, Pyramid, RowBudgets, SnapKV, StreamingLLM
+from sinkscope.kv.adopt import own_layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halved(Policy):
+    """Keeps the least worthy tokens, half as many in each higher layer."""
+
+    def scores(self, at: LayerMoment):
+        return -at.kv.pos.float()
+
+    def budgets(self, at: LayerMoment):
+        return at.rows.total[0] >> at.layer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Smaller(Halved):
+    """The same by a choice of its own, as policies did before there were budgets of layers."""
+
+    def budgets(self, at: LayerMoment):
+        return at.rows.budget
+
+    def select(self, scores, at: LayerMoment, budget):
+        return super().select(scores, at, budget >> at.layer)
+
+
+def _kept(policy: Policy, lengths: list[int], steps: int = 1) -> list[list[list[list[int]]]]:
+    """Positions that each layer, row and head holds after the prompts and some tokens."""
+    model = model_of("llama", num_hidden_layers=4)
+    ids, mask = prompts(lengths, steps)
+    cache = DynamicCache(config=model.config)
+    kept = []
+    with policy.on(model):
+        decode(model, ids, mask, max(lengths), cache)
+        for kv in own_layers(cache):
+            kept.append([[sorted(head[head >= 0].tolist()) for head in row] for row in kv.pos])
+    return kept
+
+
+@pytest.mark.parametrize("policy", [Halved, Smaller])
+def test_a_layers_own_budget_keeps_what_is_protected(policy):
+    for layer, rows in enumerate(_kept(policy(budget=24, first=1, last=2), [30, 30])):
+        count = 24 >> layer
+        for row in rows:
+            for head in row:
+                assert head == [*range(count - 2), 28, 29, 30]
+
+
+@pytest.mark.parametrize("policy", [Halved, Smaller])
+def test_a_layers_budget_below_what_is_protected_is_refused(policy):
+    with refused(r"layer 2 has a budget of 3 tokens, which is below the 4 tokens that are always kept: raise"):
+        _kept(policy(budget=12, first=2, last=2), [30, 26])
+
+
+def test_the_pyramid_keeps_what_its_line_says():
+    """By hand: 20 of 24 tokens are free; with beta 4 the lowest layer keeps 35 of them, or what the prompt holds."""
+    free_tokens = {60: [35, 25, 15, 5], 28: [24, 21, 18, 16]}  # the second: 24 fit, so the highest keeps 16
+    for length, expected in free_tokens.items():
+        policy = Pyramid(budget=24, beta=4, scorer=StreamingLLM(first=4))
+        for free, rows in zip(expected, _kept(policy, [length]), strict=True):
+            for head in rows[0]:
+                assert head == sorted([*range(4), *range(length - free, length), length])
+
+
+def test_a_pyramid_without_a_slope_is_its_scorer():
+    for scorer in (SnapKV(window=4, kernel=3), H2O(first=2), StreamingLLM(first=2)):
+        flat = Pyramid(budget=16, beta=1, scorer=scorer)
+        alone = type(scorer)(**{**vars(scorer), "budget": 16, "every": "prefill"})
+        assert _kept(flat, [30, 22], 3) == _kept(alone, [30, 22], 3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    total=st.integers(1, 80),
+    first=st.integers(0, 6),
+    latest=st.integers(0, 6),
+    prompt=st.integers(1, 120),
+    layers=st.integers(1, 12),
+    beta=st.integers(1, 30),
+)
+def test_the_layers_of_a_pyramid_have_the_budget_as_their_mean(total, first, latest, prompt, layers, beta):
+    total = max(total, first + latest, 1)
+    caches = [SimpleNamespace(number=2 * layer) for layer in range(layers)]  # every second layer has keys
+    moment = SimpleNamespace(layers=caches, state=SimpleNamespace(prompt=torch.tensor([prompt])))
+    rows = RowBudgets((total,), (first,), (latest,))
+    policy = Pyramid(budget=total, beta=beta, first=first, last=latest, scorer=StreamingLLM(first=0))
+    budgets = []
+    for kv in caches:
+        at = LayerMoment(kv.number, kv, moment, None, rows)  # type: ignore[arg-type]
+        budgets.append(int(policy.budgets(at)))
+    assert budgets == sorted(budgets, reverse=True)
+    assert min(budgets) >= max(1, first + latest)
+    assert total - 1 < sum(budgets) / layers + 1e-9 and sum(budgets) / layers <= total + 1
+    if prompt <= total:
+        assert min(budgets) >= prompt
