@@ -103,7 +103,7 @@ def find_sinks(
     sink = attention_sink(survey, made_spikes(spike, sets.minimal, further))
     repetition = None
     if repeated is not None and sets.minimal is not None:
-        repetition = repetition_spike(context, words, first_tokens, repeated, sets.minimal, limit)
+        repetition = repetition_spike(context, words, first_tokens, repeated, sets.sites, limit)
 
     unread = [None] * (scan.n_layers - depth)
     low, typical, high = typical_quantiles(survey.first.scan.whole_norms).tolist()
