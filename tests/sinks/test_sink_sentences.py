@@ -38,7 +38,7 @@ SETS = st.builds(
     kind=st.just("minimal"),
 )
 FIRST = Rule("the first token", position=0)
-SOME = Rule("the first token of some texts", position=0, tokens=(4, 5))
+SOME = Rule("some first tokens", position=0, tokens=(4, 5))
 RULES = [
     FIRST,
     SOME,

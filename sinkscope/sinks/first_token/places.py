@@ -351,10 +351,10 @@ def _at_position(ids: TokenRows, position: int, decode: Decode) -> Rule:
 
 
 def _first_of_a_kind(ids: TokenRows, there: Bool[Tensor, "text pos"]) -> list[Rule]:
-    """The first token of some texts: of different tokens, those that are never a first token elsewhere."""
+    """Some first tokens: of different tokens, those that are never a first token elsewhere."""
     texts = there[:, 0]
     others = ids[~texts, 0]
     tokens = [token for token in ids[texts, 0].unique().tolist() if token not in others]
     if len(tokens) < LEAST_CASES or float(texts.float().mean()) < SOME_TEXTS:
         return []
-    return [Rule("the first token of some texts", position=0, tokens=tuple(tokens))]
+    return [Rule("some first tokens", position=0, tokens=tuple(tokens))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sinkscope.files.notation import listed
 from sinkscope.files.result import Number
 from sinkscope.measure import Result
 from sinkscope.sinks.first_token import sentences
@@ -166,7 +167,8 @@ class FindSinks(Result):
         attention += sentences.attention(self.attention_sink, self.lengths, self.scattered)
         repeats = sentences.repeats(self.repeats, spike)
         if self.repetition is not None and self.minimal is not None and not self.repetition.same_neurons:
-            repeats.append(sentences.repetition(self.repetition, self.minimal.names))
+            names = listed([each.names for each in self.causal_sets if each.kind == "minimal"])
+            repeats.append(sentences.repetition(self.repetition, names))
         groups = [layers, sets, further, attention, repeats]
         if self.published is not None:
             verdict = "matches" if self.published.matches else "differs from"

@@ -266,16 +266,15 @@ def where_the_spike_is(spike: NormSpike | None) -> list[str]:
     if spike is None:
         return []
     place = spike.place
-    runs = []
-    for first, last in spike.runs:
-        runs.append(f"layers {first} to {last}" if first < last else f"layer {first}")
+    runs = [f"layers {begin} to {end}" if begin < end else f"layer {begin}" for begin, end in spike.runs]
+    first = place.rules[0]
     sentence = f"The norm stands out at {place}"
-    if runs and len(place.rules) > 1:
-        sentence += f"; at {place.rules[0].words} it does after {listed(runs)}"
+    if runs and place.words != first.words:
+        sentence += f"; at {first.words} it does after {listed(runs)}"
     elif runs:
         sentence += f" after {listed(runs)}"
     sentences = [f"{sentence}."]
-    if place.is_first and place.rules[0].tokens:
+    if place.is_first and first.tokens:
         sentences.append(f"That is so in {place.share:.0%} of texts; norms are of these.")
     elif place.coverage < 1:
         sentences.append(f"These are {place.coverage:.0%} of the positions whose norm stands out.")
