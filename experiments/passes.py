@@ -5,8 +5,7 @@
 Every measurement runs with its default options. Each call of a decoder layer counts its positions. On the bundled
 model, their sum divided by the number of layers is how many tokens pass through all layers; `patch eval` gets the patch
 that `patch make` makes. Some commands stop when they have seen enough layers, or repeat passes for each layer. Their
-sums are counted on planted models of several depths, whose sink is in layer 1 and needs about 400 repeated tokens, a
-little less than the published ones do.
+sums are counted on planted models of several depths, whose sink is in layer 1 and needs about 150 repeated tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from sinkscope.models.wrapped import target_of
 DEPTHS = (6, 12, 24, 32)
 STREAMED = ("find-sinks", "circuit", "heads", "repeat")
 WIDTHS = (256, 512)  # of the residual stream, of the MLP
-BETA = 3.0
+BETA = 2.5
 
 
 def counted(run: Any) -> int:
