@@ -176,11 +176,6 @@ class Survey:
         """The positions whose norm stands out."""
         return spike_places(self.norms.norms, self.norms.ids)
 
-    @property
-    def has_attention_sink(self) -> bool:
-        """Whether heads attend to places, or to learned sink logits."""
-        return self.sink is not None or bool(self.received.learned_heads)
-
     def context(self, rule: Rule) -> SinkContext:
         """The model at the places of the spike that words mean."""
         if rule.position == 0 and not rule.tokens:

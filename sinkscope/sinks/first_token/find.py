@@ -20,14 +20,16 @@ from sinkscope.sinks.first_token.carriers import spike_maker
 from sinkscope.sinks.first_token.context import SinkContext, Survey
 from sinkscope.sinks.first_token.layer_scan import STEP_SHARE, typical_quantiles
 from sinkscope.sinks.first_token.neurons import RepeatedSinks, VerifiedNeurons, repeat_until_half, verify_neurons
-from sinkscope.sinks.first_token.places import Rule
+from sinkscope.sinks.first_token.places import Places, Rule
 from sinkscope.sinks.first_token.records import (
     NormSpike,
     PlacedSpike,
     PublishedSink,
     RepeatedToken,
     RepeatsNeeded,
+    Scattered,
     Stage,
+    TokenShare,
 )
 from sinkscope.sinks.first_token.result import FindSinks
 from sinkscope.sinks.first_token.sets import CANDIDATES, CausalSets, causal_sets, repetition_spike, sets_at
@@ -113,8 +115,8 @@ def find_sinks(
         attention_sink=sink,
         causal_sets=sets.sets,
         further_spikes=tuple(each for _, each in further),
-        scattered=_scattered(survey),
-        stray_norms=_stray_norms(survey),
+        scattered=_scattered(survey.received.places.outside(survey.sink), setup),
+        stray_norms=_scattered(survey.spikes.outside(survey.spike), setup),
         repetition=repetition,
         lengths=survey.lengths,
         shared_dims=tuple(scan.shared_dims),
@@ -196,19 +198,10 @@ def further_spikes(survey: Survey) -> list[tuple[Rule, PlacedSpike]]:
     return spikes
 
 
-def _scattered(survey: Survey) -> int:
-    """Positions that heads attend to and that the words for the sink leave out."""
-    places = survey.received.places
-    if survey.sink is None:
-        return len(places)
-    return len(places) - round(survey.sink.coverage * len(places))
-
-
-def _stray_norms(survey: Survey) -> int:
-    """Positions whose norm stands out and that the words for the spike leave out."""
-    if survey.spike is None:
-        return len(survey.spikes)
-    return len(survey.spikes) - round(survey.spike.coverage * len(survey.spikes))
+def _scattered(places: Places, setup: Setup) -> Scattered:
+    """Places that no words describe."""
+    common = [TokenShare(token, share) for token, share in places.common(setup.tokenizer.decode)]
+    return Scattered(len(places), tuple(common))
 
 
 def _unknown_share(setup: Setup) -> float:

@@ -45,24 +45,15 @@ class Places:
     def __len__(self) -> int:
         return int(self.there.sum())
 
-    @property
-    def texts(self) -> Bool[Tensor, " text"]:
-        """Texts that have such a place."""
-        return self.there.any(1)
-
-    @property
-    def share(self) -> float:
-        """Share of the texts that have such a place."""
-        return float(self.texts.float().mean())
-
-    @property
-    def first(self) -> Int[Tensor, " text"]:
-        """The first place of each text; 0 in texts that have none."""
-        return self.there.int().argmax(1)
-
     def of(self, rule: Rule | Description) -> Places:
         """Those of the places that words mean."""
         return Places(self.ids, self.there & rule.means(self.ids))
+
+    def outside(self, description: Description | None) -> Places:
+        """Those of the places that a description leaves out; all of them if there is none."""
+        if description is None:
+            return self
+        return Places(self.ids, self.there & ~description.means(self.ids))
 
     def common(self, decode: Decode) -> list[tuple[str, float]]:
         """The most common tokens at the places, with their share of the places."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sinkscope.files.notation import listed
 from sinkscope.files.result import Number
@@ -17,6 +17,7 @@ from sinkscope.sinks.first_token.records import (
     PublishedSink,
     RepeatsNeeded,
     RepetitionSpike,
+    Scattered,
     SinkRate,
     Stage,
 )
@@ -71,8 +72,8 @@ class FindSinks(Result):
     attention_sink: AttentionSink | None = None
     causal_sets: tuple[CausalSet, ...] = ()
     further_spikes: tuple[PlacedSpike, ...] = ()
-    scattered: int = 0
-    stray_norms: int = 0
+    scattered: Scattered = field(default_factory=Scattered)
+    stray_norms: Scattered = field(default_factory=Scattered)
     repetition: RepetitionSpike | None = None
     lengths: tuple[int, ...] = (SHORT,)
     shared_dims: tuple[int, ...] = ()
@@ -146,7 +147,7 @@ class FindSinks(Result):
             layer=self.sink_layer,
             lengths=self.lengths,
             further=self.further_spikes,
-            stray_norms=self.stray_norms,
+            stray_norms=self.stray_norms.count,
         )
         return sentences.conclusion(found)
 
@@ -164,7 +165,8 @@ class FindSinks(Result):
             sets.append("None of these neurons alone takes away a tenth of the norm.")
         further = [sentences.further_spike(each) for each in self.further_spikes]
         attention = sentences.sink_rate(self.sink_rate)
-        attention += sentences.attention(self.attention_sink, self.lengths, self.scattered)
+        attention += sentences.attention(self.attention_sink, self.lengths)
+        attention += sentences.scattered(self.scattered)
         repeats = sentences.repeats(self.repeats, spike)
         if self.repetition is not None and self.minimal is not None and not self.repetition.same_neurons:
             names = listed([each.names for each in self.causal_sets if each.kind == "minimal"])
