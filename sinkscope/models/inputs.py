@@ -159,7 +159,7 @@ def _encoded(target: Target, texts: Sequence[str], bos: bool | None, special: bo
     """The ids of each text."""
     tokenizer = target.need_tokenizer()
     resolve_bos(tokenizer, target.config, bos)
-    bos_id = tokenizer.bos_token_id
+    bos_id = resolve_bos(tokenizer, target.config, None)
     rows: list[list[int]] = []
     for number, text in enumerate(texts, 1):
         if not text.strip():

@@ -18,7 +18,7 @@ def _traces(figure) -> dict[str, Any]:
 def test_figure_shows_the_numbers_of_the_result():
     found = sample_find_sinks()
     traces = _traces(found.figure())
-    assert traces["first token"]["y"] == [3.0, 20.0, 930.0, 931.0, None, None]
+    assert traces["the first token"]["y"] == [3.0, 20.0, 930.0, 931.0, None, None]
     assert traces["typical text, median"]["y"] == [2.0, 3.0, 4.0, 5.0, None, None]
     band = traces["typical text, 5-95 %"]
     assert band["x"] == [0, 1, 2, 3, 3, 2, 1, 0]  # up along 95 %, back along 5 %, only where it was read
@@ -46,7 +46,7 @@ def test_lowest_bar_is_inside_the_axis():
 def test_no_sink_is_drawn_and_said():
     figure = sample_without_sink().figure()
     assert "Neither a norm spike nor an attention sink" in figure.layout.title.text
-    assert _traces(figure)["first token"]["y"] == [2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+    assert _traces(figure)["the first token"]["y"] == [2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
     assert not figure.layout.shapes  # no layer is marked
 
 

@@ -10,6 +10,7 @@ import torch
 from intervention_kit import KINDS, greedy, listing_1
 from organisms import tiny_model
 from refusals import refused
+from tokenizers.processors import TemplateProcessing
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import Ablate, SinkPatch
@@ -146,6 +147,9 @@ def test_bos():
     assert lengths == {None: 3, True: 3, False: 2}
     _, without = tiny_model("llama")
     without.bos_token = None
+    put = generate(model, "the dog", tokenizer=without, bos=True, max_new_tokens=1)[0].prompt_tokens
+    assert put == 3  # the token that it puts before every text
+    without.backend_tokenizer.post_processor = TemplateProcessing(single="$A", pair="$A $B")
     with pytest.raises(SinkscopeError, match="no BOS"):
         generate(model, "the dog", tokenizer=without, bos=True)
 
