@@ -8,7 +8,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from experiments.notebooks import FOLDER, LARGEST, PLOTLY, check, digest, executed, text_of
+from tools.notebooks import FOLDER, LARGEST, PLOTLY, check, digest, executed, text_of
 from sinkscope.errors import SinkscopeError
 
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -18,7 +18,7 @@ EVERY = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def stored(path: Path):
     notebook = nbformat.read(path, as_version=4)
     if "sinkscope" not in notebook.metadata:
-        pytest.skip(f"no outputs are stored: python -m experiments.notebooks {path.name[:2]}")
+        pytest.skip(f"no outputs are stored: python -m tools.notebooks {path.name[:2]}")
     return notebook
 
 
@@ -26,7 +26,7 @@ def stored(path: Path):
 def test_outputs_are_those_of_the_code(path):
     notebook = stored(path)
     assert notebook.metadata["sinkscope"]["code"] == digest(notebook), (
-        f"python -m experiments.notebooks {path.name[:2]}"
+        f"python -m tools.notebooks {path.name[:2]}"
     )
     counts = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
     assert counts == [*range(1, len(counts) + 1)]
