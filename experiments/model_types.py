@@ -50,11 +50,14 @@ served.
 
 The table below was made with transformers {version} by `python -m experiments.model_types`. Each decoder type was made
 as a random model of a few layers, with the multipliers, windows, mixtures and hybrid layers that released checkpoints
-have. A type is **in full** if
+have. Forms of checkpoints are not part of the table: weights that are quantised without a `quantization_config`,
+tensors for which the configuration has no place, and adapters (LoRA) are refused in one line that says what to do
+([errors](errors/index.md)). A type is **in full** if
 
 - a planted sink neuron is ranked first, live and from a folder, and its contribution equals an independent ablation;
 - attention rows equal those of the model's own eager attention within 1e-4, on a text longer than every window;
 - under `Full`, `generate` gives the tokens of the plain model, and H2O, StreamingLLM, LoopGuard and LoopServe run;
+- every site that is offered holds what its layer really adds or multiplies (see below);
 - weights, configuration and hooks are left as they were.
 
 **In part** means that everything the last column does not name passed. Of a model with layers of several kinds, the
@@ -62,6 +65,24 @@ last column says in which layers there is attention, and on which a cache policy
 
 A type that is not in the table was not measured for it; ask `--check`. Of the {total} types in it, {full} are served
 in full, {part} in part, and {refused} are refused in one line.{wrong}
+
+## Sites
+
+When a model is loaded, or a live one first used, its sites are proved: what enters each layer, and what its attention
+and its MLP give, are replaced by random numbers, and the residual stream has to be their sum (`hook_resid_mid`,
+`hook_attn_out`, `hook_mlp_out`; one sum where the parts are parallel). `hook_q` and `hook_k` have to give the scores
+of a token with itself, which no rotation changes; `hook_v` has to be what attention gets, and `hook_attn_out` must
+follow from `hook_z`. **A site that cannot be proved is not offered**, and the message says what did not hold.
+Examples are `hook_attn_out` of `falcon_h1`, whose layers add a state-space part to it, and `hook_mlp_out` of
+`minimax`, whose layers add to a norm of the residual stream.
+
+The types were compared with another reading: a function mode of torch follows the additions and products that a layer
+carries out, without any path or hook of sinkscope. `Add` was compared at the last layer as well. Of some types, a
+size cannot be built; then only the numbers in the weights have that size, or it is left out.
+
+{sites}
+
+## Types
 
 | type | served | remarks |
 |---|---|---|
@@ -128,6 +149,20 @@ def remark(found: dict[str, Any]) -> str:
     return "; ".join(shortened).replace("|", "\\|")
 
 
+def sites_table(found: dict[str, Any]) -> str:
+    """Counts of sites that are right, wrong and not offered, by size."""
+    lines = ["| size | types | with its widths | sites right | wrong | not offered |", "|---|---|---|---|---|---|"]
+    for name in next(iter(found.values()))["sites"]:
+        of_size = [entry["sites"][name] for entry in found.values()]
+        served = [size for size in of_size if "right" in size]
+        widths = sum(size["has these widths"] for size in served)
+        right = sum(size["right"] for size in served)
+        wrong = sum(len(size["wrong"]) for size in served)
+        kinds = sum(len(size["not offered"]) for size in served)
+        lines.append(f"| {name} | {len(served)} | {widths} | {right:,} | {wrong} | {kinds} |")
+    return "\n".join([*lines, "", '"Not offered" counts, over the types, the kinds of sites that some layer lacks.'])
+
+
 def page(data: dict[str, Any]) -> str:
     """The page of the docs."""
     counts = Counter(found["status"] for found in data["types"].values())
@@ -139,6 +174,7 @@ def page(data: dict[str, Any]) -> str:
         part=counts["in part"],
         refused=counts["refused"],
         wrong=wrong,
+        sites=sites_table(data["types"]),
     )
     for model_type, found in sorted(data["types"].items()):
         text += f"| `{model_type}` | {found['status']} | {remark(found)} |\n"

@@ -43,3 +43,4 @@ from sinkscope.sinks.repetition.repeat import repeat as repeat
 from sinkscope.trace.run import trace as trace
 
 __version__: str
+FINDER: str

@@ -42,6 +42,7 @@ class ModelSize:
         computing: Those by which a token is multiplied: without the rows of embeddings, and of a mixture of experts
             only as many as a token is sent to.
         layers_computing: Those of them that are in the layers.
+        rows: Rows of a product of matrices in a layer. Experts share out the positions, so each meets fewer.
         width: Size of its residual stream.
         whole_bytes: Memory of all weights.
         streamed_bytes: Memory of the weights when layers are read one after the other: what is outside the layers and
@@ -52,6 +53,7 @@ class ModelSize:
     parameters: int
     computing: int
     layers_computing: int
+    rows: int
     width: int
     whole_bytes: int
     streamed_bytes: int
@@ -113,11 +115,11 @@ def expected_cost(
         computing = size.layers_computing
         if not is_streamed:
             computing = size.computing
-        seconds = round(2 * computing * positions / size.layers / speed(place, loaded_as, size.width))
+        seconds = round(2 * computing * positions / size.layers / speed(place, loaded_as, size.width, size.rows))
         duration = (
             f"Time: {positions:,} positions, summed over {size.layers} layers, take about "
             f"{timedelta(seconds=max(1, seconds))} (hours, minutes, seconds) on {place}, without download and reading. "
-            "The positions were counted on other models, and depend on where the sink is."
+            "The positions were counted on other models, and depend on where the sink is. Small models take longer."
         )
     return (
         f"Model: {source.name}, {size.layers} layers, {size.parameters / 1e6:,.1f} million parameters.\n"
@@ -180,6 +182,7 @@ def size_of(config: Any, dtype: torch.dtype) -> ModelSize:
         parameters=parameters,
         computing=computing - idle,
         layers_computing=deep - idle,
+        rows=max(1, ROWS * (deep - idle) // deep),
         width=text.hidden_size,
         whole_bytes=parameters * dtype.itemsize,
         streamed_bytes=outside * dtype.itemsize + min(deep * dtype.itemsize, held),
@@ -206,10 +209,10 @@ def _parameters(module: nn.Module) -> int:
     return sum(tensor.numel() for tensor in module.parameters())
 
 
-def speed(device: torch.device, dtype: torch.dtype, width: int) -> float:
+def speed(device: torch.device, dtype: torch.dtype, width: int, rows: int = ROWS) -> float:
     """Measured multiplications and additions a second, in products of the shape that MLPs have, at most 1,024 wide."""
     width = min(width, 1024)  # a wider one would take minutes where a type is slow, and say the same
-    rows = torch.ones(ROWS, width, device=device, dtype=dtype)
-    matrix = torch.ones(width, 4 * width, device=device, dtype=dtype)
-    timer = Timer("rows @ matrix", globals={"rows": rows, "matrix": matrix}, num_threads=torch.get_num_threads())
-    return 8 * ROWS * width * width / timer.blocked_autorange(min_run_time=SECONDS).median
+    left = torch.ones(rows, width, device=device, dtype=dtype)
+    right = torch.ones(width, 4 * width, device=device, dtype=dtype)
+    timer = Timer("left @ right", globals={"left": left, "right": right}, num_threads=torch.get_num_threads())
+    return 8 * rows * width * width / timer.blocked_autorange(min_run_time=SECONDS).median

@@ -242,6 +242,8 @@ def glossary(cls: type[Any], names: Sequence[str], own: Mapping[str, str]) -> di
     parts: list[Any] = list(get_type_hints(cls).values())
     for part in parts:  # the list grows by what is inside
         parts += get_args(part)
+        if isinstance(part, type) and is_dataclass(part):
+            parts += [hint for hint in get_type_hints(part).values() if hint not in parts]
     by_class: list[dict[str, str]] = []
     for one in (*parts, cls):
         for base in getattr(one, "__mro__", ()):

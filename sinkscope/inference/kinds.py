@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Tensor
+
 from sinkscope.inference.attention_write import attention_write
 from sinkscope.inference.mlp import experts_path, mlp_of, write_of
-from sinkscope.inference.probe import begins_at
-from sinkscope.inference.stage import Stage, contains, largest
+from sinkscope.inference.probe import begins_at, token_ids
+from sinkscope.inference.stage import LENGTH, Stage, contains, largest
 from sinkscope.models.adapters import PATHS, Adapter
 from sinkscope.models.stack import NotInferredError
+from sinkscope.models.target import Target, on_input
 
 _IF_MIXED = {"learned_sinks": True, "adds": False, "qkv_layout": None, "attn_factor": 1.0}  # where layers differ
 
@@ -96,8 +99,17 @@ def merged(draft: Adapter, stages: list[Stage]) -> Adapter:
     target = stages[0].target
     layer = max(stages[-1].number, 1)  # one of another kind than the first may read what that has kept
     settings["from_any_layer"] = layer < len(target.layers) and begins_at(target, layer, layer)
-    last, other = stages[0].hidden[-2:]  # equal tokens behind equal tokens
-    return replace(draft, **settings, absolute_positions=largest(last - other) > 1e-6)
+    return replace(draft, **settings, absolute_positions=_has_positions(target))
+
+
+def _has_positions(target: Target) -> bool:
+    """Whether one token enters the first layer otherwise at any two positions."""
+    entering = list[Tensor]()
+    ids = token_ids(target, 1).expand(1, LENGTH)
+    with target.hooks((target.layers[0], "pre", on_input(entering.append))):
+        target.forward(ids, upto=0)
+    stream = entering[0].reshape(LENGTH, -1)
+    return largest(stream - stream[:1]) > 1e-6
 
 
 def _spec(name: str, kinds: list[Kind]) -> str | None:

@@ -121,8 +121,8 @@ class SinkPatch(NeuronEdit):
         """
         if result.norm_spike is not None and not result.norm_spike.place.is_first:
             raise SinkscopeError(
-                f"the norm spike is at {result.norm_spike.place}, not at the first token, and this patch keeps only the "
-                "first token's value: give the neurons yourself with SinkPatch(sites=...)",
+                f"the norm spike is at {result.norm_spike.place}, not at the first token, and this patch keeps the "
+                "first token's value alone: give the neurons yourself with SinkPatch(sites=...)",
                 page="no-sink",
             )
         neurons = {_site(neuron): neuron for neuron in result.neurons}

@@ -98,7 +98,7 @@ def _empty_layers(target: Target) -> list[Any]:
         stock = layers[number]
         if isinstance(stock, LinearAttentionAndFullAttentionLayer):
             layers[number] = StateCacheLayer(number, stock)
-        elif type(stock).__name__ == "DynamicIndexedLayer":
+        elif type(stock).__name__ == "DynamicIndexedLayer":  # older versions of transformers have none
             layers[number] = IndexedCacheLayer(number)
         else:
             layers[number] = CacheLayer(number)

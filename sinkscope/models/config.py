@@ -52,9 +52,12 @@ def first_line(error: Exception) -> str:
 def read_checkpoint_json(file: Path) -> Any:
     """The content of a JSON file of a checkpoint."""
     if not file.is_file():
+        remedy = "give the folder of a Hugging Face checkpoint, as save_pretrained writes it"
+        gguf = sorted(file.parent.glob("*.gguf"))
+        if gguf:
+            remedy = f"give the file itself: {gguf[0]}"
         raise SinkscopeError(
-            f"{file.parent} has no {file.name}; give the folder of a Hugging Face checkpoint, as save_pretrained "
-            "writes it",
+            f"{file.parent} has no {file.name}; {remedy}",
             page="no-config",
         )
     return read_json(file, "download it again", page="no-config")

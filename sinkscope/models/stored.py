@@ -26,7 +26,11 @@ _PACKED = (".qweight", ".weight_packed", "_blocks")  # names of weights of 4 bit
 
 def is_quantised(config: Any) -> bool:
     """Whether a config.json, or a configuration read from it, says how its weights are quantised."""
-    fields = config if isinstance(config, dict) else config.to_dict()
+    fields = config
+    if hasattr(config, "to_dict"):
+        fields = config.to_dict()
+    if not isinstance(fields, dict):  # a damaged file, which is refused where it is read
+        return False
     text = fields.get("text_config")
     parts = [fields]
     if isinstance(text, dict):

@@ -144,6 +144,12 @@ def _site(target: Target, name: str) -> Site:
         return Site(name, target.n_layers, target.hf, cut=lambda output: output.logits)
     _, number, part = name.split(".", 2)
     layer = int(number)
+    if part.startswith("attn.") and not target.has_attention(layer):
+        attending = [str(other) for other in range(target.n_layers) if target.has_attention(other)]
+        raise UnsupportedError(
+            f"site {name!r} is not offered: layer {layer} of {target.name} has no softmax attention; it is in layers "
+            f"{', '.join(attending)}"
+        )
     if part == "attn.hook_pattern":
         return Site(name, layer, None)
     place = _PLACES[part]
@@ -321,14 +327,20 @@ def trace(
         _run(target, ids, mask, readers)
         for site in wanted:
             if site.name not in chunks:
-                raise UnsupportedError(
-                    f"site {site.name!r} was never reached on this {target.kind} model: a bridge replaces modules that "
-                    "fuse several projections; trace the plain Hugging Face model (backend='hf')"
-                )
+                raise _not_reached(target, site.name)
             # Rows of attention come in chunks of queries; every other site has one chunk.
             own = chunks[site.name]
             batches[site.name].append(own[0] if len(own) == 1 else torch.cat(own, 2))
     return Trace({name: torch.cat(tensors) for name, tensors in batches.items()})
+
+
+def _not_reached(target: Target, name: str) -> UnsupportedError:
+    reason = "its module did not run in this pass; leave it out of sites"
+    if target.kind == "bridge":
+        reason = (
+            "a bridge replaces modules that fuse several projections; trace the plain Hugging Face model (backend='hf')"
+        )
+    return UnsupportedError(f"site {name!r} was never reached on this {target.kind} model: {reason}")
 
 
 def _keep(chunks: dict[str, list[Tensor]], reduce: str | Reducer, real: Mask, name: str, tensor: Tensor) -> None:

@@ -165,7 +165,7 @@ def test_a_dry_run_says_what_it_takes_and_measures_nothing(words, calls, capsys)
     itemsize = 2 if "float16" in words else 4
     assert f"{whole * itemsize / 1e6:.0f} MB as a whole" in printed
     assert ("layer by layer, so it takes" in printed) == (not words.startswith("patch"))
-    assert "tokens through 6 layers take about" in printed
+    assert "summed over 6 layers, take about" in printed
     assert calls == []
 
 

@@ -14,7 +14,9 @@ from jaxtyping import Float
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.notation import head_name, neuron_name, neuron_names, read_head, read_neuron
 from sinkscope.files.result import Result
-from sinkscope.files.tables import Grid, strings
+from sinkscope.files.tables import Grid, glossary, strings
+from sinkscope.sinks.first_token.result import FindSinks
+from sinkscope.sinks.repetition.repeat import Repeat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,3 +149,14 @@ def test_what_is_no_neuron_is_refused(text):
 def test_names_are_counted_where_there_are_many():
     assert neuron_names([(1, i) for i in range(4)], most=2) == "L1.N0, L1.N1 and 2 more"
     assert strings([{"layer": 0, "head": 4, "x": 1}]) == {"head": ["L0.H4"], "x": ["1"]}
+
+
+def test_a_column_means_what_the_class_says_that_describes_most_of_the_table():
+    """Two classes have a column of one name; an answer lies two levels below the result."""
+    neurons = ["contribution_norm", "share", "ablation_drop", "control_drop", "causal"]
+    assert glossary(FindSinks, neurons, {})["share"].startswith("Contribution norm divided by")
+    assert (
+        glossary(Repeat, ["token", "patched", "repeats", "kept", "tokens"], {})["repeats"]
+        == "Repetitions in the prompt."
+    )
+    assert "half of the first token's" in glossary(Repeat, ["repeated", "repeats", "first_norm"], {})["repeats"]

@@ -133,3 +133,14 @@ def test_rows_are_those_of_the_keys_that_an_indexer_chose():
     ids = torch.arange(20, 101)[None]  # more than index_topk = 32
     rows = trace(model, ids, ["blocks.1.attn.hook_pattern"])["blocks.1.attn.hook_pattern"]
     assert int((rows[0, 0, -1] > 0).sum()) <= 32
+
+
+def test_positions_are_known_by_any_two_positions():
+    """Of the position embeddings, only the first differs from the others."""
+    model, _ = tiny_model("gpt2")
+    with torch.no_grad():
+        model.transformer.wpe.weight[1:] = model.transformer.wpe.weight[1]
+    assert infer(model).absolute_positions
+    with torch.no_grad():
+        model.transformer.wpe.weight[0] = model.transformer.wpe.weight[1]
+    assert not infer(model).absolute_positions

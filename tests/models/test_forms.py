@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from covering import every_nth
 from hub_server import hub
 from organisms import Organism, organism, tiny_model
 from organisms.decoders import byte_tokenizer, decoder
@@ -89,6 +90,7 @@ def test_quantised_weights_need_a_configuration(tmp_path, change, kind):
             ss.find_sinks(measured() if callable(measured) else measured, **SHORT)
 
 
+@pytest.mark.slow
 def test_fp8_weights_with_a_configuration_are_read(tmp_path):
     folder = changed(tmp_path / "m", in_fp8)
     config = json.loads((folder / "config.json").read_text())
@@ -199,7 +201,7 @@ def test_adapters_with_odd_bases(tmp_path, base):
         load(adapter_in(tmp_path / "m", base))
 
 
-@pytest.mark.parametrize("model_type", ["jamba", "bamba", "falcon_h1", "recurrent_gemma", "qwen3_next"])
+@pytest.mark.parametrize("model_type", every_nth(["jamba", "bamba", "falcon_h1", "qwen3_next", "recurrent_gemma"], 4))
 def test_hybrids_are_cut_to_their_first_layers(tmp_path, model_type):
     model = decoder(model_type)
     model.save_pretrained(tmp_path)
@@ -227,7 +229,7 @@ def test_a_cut_that_cannot_be_made_is_not_blamed_on_the_files(tmp_path):
         load(tmp_path / "n", backend="hf", layers=1)
 
 
-@pytest.mark.parametrize("model_type", LACK_BOS)
+@pytest.mark.parametrize("model_type", every_nth(LACK_BOS, 4))
 @torch.no_grad()
 def test_configurations_without_bos_are_edited_and_cached(model_type):
     """Each edit against the same edit of a configuration that has the field, ablation against an edit by hand."""
@@ -255,8 +257,15 @@ def test_configurations_without_bos_are_edited_and_cached(model_type):
     assert not torch.allclose(ablated, patched)
 
 
-def test_tiny_models_are_not_adapters(tmp_path):
-    """A note: what says that a folder is an adapter is one file alone."""
+def test_a_folder_that_holds_only_a_gguf_file_names_it(tmp_path):
+    (tmp_path / "m-Q8_0.gguf").write_bytes(b"GGUF")
+    for read in (load, ss.find_sinks):
+        with refused(words=["has no config.json; give the file itself", "m-Q8_0.gguf"]):
+            read(str(tmp_path))
+
+
+def test_weights_of_an_adapter_alone_make_no_adapter(tmp_path):
+    """What says that a folder holds an adapter is its adapter_config.json."""
     model, tokenizer = tiny_model("llama")
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)

@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from .hard import Build, HardTruth, calm, hard, key_bias, kinds, sink, spike, textbook
-from .places import FIRST, SECOND, SYSTEM, USER, Group, Head, Places, PlacesModel, tokenizer_of
+from .places import FIRST, SECOND, SYSTEM, USER, Group, Places, PlacesModel, tokenizer_of
+from .placing import at_bos, at_tokens, flag, header, placed, sharpen
 from .plant import MARK
 from .tokens import BOS
 
@@ -31,66 +31,6 @@ def places(name: str, family: str | None = None, seed: int = 0) -> PlacesModel:
     return PlacesModel(model.model, tokenizer, truth, name, family, delimiters)
 
 
-def _of(
-    b: Build, truth: HardTruth | None = None, needs: tuple | None = None, delimiters: tuple = (), **more
-) -> HardTruth:
-    """The truth, from that about the first token: all its readers need the spike, and all makers are one set."""
-    truth = HardTruth(False, False, None) if truth is None else truth
-    makers, needs = tuple(frozenset(one) for one in truth.sets), ("spike",) if needs is None else needs
-    about = Places(**({"makers": makers, "groups": (Group(truth.reading, needs),)} | more))
-    return replace(truth, about=(about, delimiters))
-
-
-def _flag(b: Build, tokens: tuple[int, ...], way: Tensor | None = None) -> Tensor:
-    """Give embeddings a feature; returns where they stand in rows in which each stands."""
-    way = b.flag if way is None else way
-    rows = b.tokens.clone()
-    for number, token in enumerate(tokens):
-        b.views.embed[token] += MARK * way / b.plan.embed_scale
-        if token != BOS:
-            rows[rows == token] = 40
-            rows[:, 4 + 3 * number] = token
-    b.measure_on(rows)
-    return torch.isin(rows, torch.tensor(tokens))
-
-
-def _header(b: Build, header: tuple[int, ...], flagged: tuple[int, ...]) -> Tensor:
-    """Put tokens behind BOS; returns where those stand whose embeddings get a feature."""
-    rows = torch.where(torch.isin(b.tokens, torch.tensor(header)), 40, b.tokens)
-    rows[:, 1 : 1 + len(header)] = torch.tensor(header)
-    b.measure_on(rows)
-    for token in flagged:
-        b.views.embed[token] += MARK * b.flag / b.plan.embed_scale
-    return torch.isin(rows, torch.tensor(flagged))
-
-
-def _sharpen(b: Build, heads: tuple[Head, ...], times: float = 6.0):
-    """Stronger scores, as where ALiBi takes away from far positions."""
-    for layer, head in heads:
-        b.views.layers[layer].q[head] *= times
-
-
-def _at_bos(b: Build, **more) -> HardTruth:
-    """BOS's embedding trips the neuron of the sink layer; heads read the spike."""
-    where = _flag(b, (BOS,))
-    site = b.fire(b.plan.sink_layer, b.plan.neurons[0], b.flag, b.space.sinks[0], where=where)
-    reading = b.read(b.behind, b.space.sinks[0])
-    truth = HardTruth(True, True, "spike", b.plan.sink_layer, (frozenset({site}),), reading=reading)
-    return _of(b, truth, **more)
-
-
-def _at_tokens(b: Build, tokens: tuple[int, ...], **more) -> HardTruth:
-    """The same of other tokens, wherever they stand."""
-    where = _flag(b, tokens)
-    calm(b)
-    site = b.fire(b.plan.sink_layer, b.plan.neurons[0], b.flag, b.side, where=where)
-    reading = b.read(b.behind, b.side, where=where)
-    if b.plan.family.model_type in ("bloom", "falcon"):
-        _sharpen(b, reading)
-    about = {"sink": tokens, "spike": tokens, "makers": (frozenset({site}),), "groups": (Group(reading, ("spike",)),)}
-    return replace(HardTruth(False, False, None), about=(Places(**(about | more)), tokens))
-
-
 # --- architectures ------------------------------------------------------------------------------------------
 
 
@@ -98,34 +38,34 @@ def _at_tokens(b: Build, tokens: tuple[int, ...], **more) -> HardTruth:
 def _alibi(b: Build) -> HardTruth:
     """ALiBi: heads of layer 0 mark the first token."""
     truth = textbook(b)
-    _sharpen(b, truth.reading)
-    return _of(b, truth)
+    sharpen(b, truth.reading)
+    return placed(b, truth)
 
 
 @_kind("mpt", "bloom", "falcon", count=1)
 def _alibi_bos(b: Build) -> HardTruth:
     """ALiBi: BOS by its embedding."""
-    truth = _at_bos(b)
-    _sharpen(b, truth.reading)
+    truth = at_bos(b)
+    sharpen(b, truth.reading)
     return truth
 
 
 @_kind("falcon", "bloom", count=1)
 def _alibi_delimiter(b: Build) -> HardTruth:
     """ALiBi: every delimiter is a sink, the first token none."""
-    return _at_tokens(b, (b.delimiter,))
+    return at_tokens(b, (b.delimiter,))
 
 
 @_kind("opt", "gpt2")
 def _learned_positions(b: Build) -> HardTruth:
     """The position embedding marks position 0, whatever stands there."""
-    return _of(b, textbook(b))
+    return placed(b, textbook(b))
 
 
 @_kind("phi", "cohere", "neox")
 def _parallel(b: Build) -> HardTruth:
     """Attention and MLP of a layer read the same."""
-    return _of(b, textbook(b))
+    return placed(b, textbook(b))
 
 
 @_kind("cohere", "qwen2", "llama", count=1)
@@ -135,18 +75,18 @@ def _secondary(b: Build) -> HardTruth:
     truth = textbook(b)
     other = b.read(b.behind, b.flag, where=where, other=True)
     groups = (Group(truth.reading, ("spike",), at=FIRST), Group(other, (b.delimiter,), at=b.delimiter))
-    return _of(b, truth, sink=(FIRST, b.delimiter), groups=groups, delimiters=(b.delimiter,))
+    return placed(b, truth, sink=(FIRST, b.delimiter), groups=groups, delimiters=(b.delimiter,))
 
 
 @_kind("lfm2", "jamba", count=1)
 def _hybrid(b: Build) -> HardTruth:
     """Layers without attention between those with it; a head of layer 0 marks the first token."""
-    return _of(b, textbook(b))
+    return placed(b, textbook(b))
 
 
 @_kind("jamba", "lfm2", count=1)
 def _hybrid_bos(b: Build) -> HardTruth:
-    return _at_bos(b)
+    return at_bos(b)
 
 
 @_kind("lfm2", count=1, layers=(6, 8), behind=(2, 3))
@@ -160,13 +100,13 @@ def _convolution_marks(b: Build) -> HardTruth:
     conv.conv.weight[channel] = torch.tensor([[-0.5, -0.5, 1.0]])
     conv.out_proj.weight[:, channel] = MARK * mark
     b.fire(b.plan.sink_layer, b.plan.neurons[0], mark, b.space.sinks[0])
-    return _of(b, sink(b, b.space.sinks[0], ()), before=(), has_bos=False)
+    return placed(b, sink(b, b.space.sinks[0], ()), before=(), has_bos=False)
 
 
 @_kind("olmo2", count=1)
 def _norms_behind(b: Build) -> HardTruth:
     """Norms stand behind attention and MLP only, and queries and keys have one over all heads."""
-    where = _flag(b, (BOS,))
+    where = flag(b, (BOS,))
     way, dim = b.space.sinks[0], b.plan.slow_dim(0)
     site = b.fire(b.plan.sink_layer, b.plan.neurons[0], b.flag, way, where=where)
     reading = b.read(b.behind, way)
@@ -179,12 +119,12 @@ def _norms_behind(b: Build) -> HardTruth:
             key = float(b.probe(attn.k_norm)[:, 0, key_at].median())
             attn.q_norm.weight[at] *= 7.0 * b.plan.head_dim**0.5 / (query * key)
     truth = HardTruth(True, True, "spike", b.plan.sink_layer, (frozenset({site}),), reading=reading)
-    return _of(b, truth)
+    return placed(b, truth)
 
 
 @_kind("qwen3", "llama", count=1)
 def _bfloat16(b: Build) -> HardTruth:
-    truth = _of(b, textbook(b))
+    truth = placed(b, textbook(b))
     b.model.to(torch.bfloat16)
     return truth
 
@@ -195,7 +135,7 @@ def _bfloat16(b: Build) -> HardTruth:
 @_kind("llama", "mistral", count=1)
 def _second_special(b: Build) -> HardTruth:
     """The tokenizer puts two tokens before a text; the second one's embedding trips the neuron."""
-    where = _header(b, (USER,), (USER,))
+    where = header(b, (USER,), (USER,))
     calm(b)
     site = b.fire(b.plan.sink_layer, b.plan.neurons[0], b.flag, b.side, where=where)
     groups = (Group(b.read(b.behind, b.side, where=where), ("spike",)),)
@@ -206,10 +146,10 @@ def _second_special(b: Build) -> HardTruth:
 @_kind("qwen3", "neox", count=1)
 def _all_specials(b: Build) -> HardTruth:
     """Each of the three tokens that are put before a text has the feature, and one neuron makes their spikes."""
-    where = _header(b, (SYSTEM, USER), (BOS, SYSTEM, USER))
+    where = header(b, (SYSTEM, USER), (BOS, SYSTEM, USER))
     site = b.fire(b.plan.sink_layer, b.plan.neurons[0], b.flag, b.side, where=where)
     reading = b.read(b.behind, b.side, where=where)
-    _sharpen(b, reading, 1.6)  # three places share the attention, a third for each and more
+    sharpen(b, reading, 1.6)  # three places share the attention, a third for each and more
     at = (BOS, SYSTEM, USER)
     about = Places(at, at, (frozenset({site}),), (Group(reading, ("spike",)),), before=at)
     return replace(HardTruth(False, False, None), about=(about, ()))
@@ -218,7 +158,7 @@ def _all_specials(b: Build) -> HardTruth:
 @_kind("mistral", "gemma2", count=1)
 def _chat(b: Build) -> HardTruth:
     """Three tokens are put before a text, and the first is marked by heads."""
-    return _of(b, textbook(b), before=(BOS, SYSTEM, USER))
+    return placed(b, textbook(b), before=(BOS, SYSTEM, USER))
 
 
 @_kind("gpt2", "opt", count=1)
@@ -228,13 +168,13 @@ def _position_or_spike(b: Build) -> HardTruth:
     other = b.read(b.behind, b.space.mark, other=True)
     both = "position embedding"
     groups = (Group(truth.reading, ("spike", both)), Group(other, (both,)))
-    return _of(b, truth, groups=groups, before=(), has_bos=False)
+    return placed(b, truth, groups=groups, before=(), has_bos=False)
 
 
 @_kind("neox", "mixtral", count=1)
 def _bos_is_not_put(b: Build) -> HardTruth:
     """The tokenizer has a BOS token and does not put it; only BOS is a sink, by its embedding."""
-    return _at_bos(b, puts_bos=False)
+    return at_bos(b, puts_bos=False)
 
 
 # --- delimiters ---------------------------------------------------------------------------------------------
@@ -243,7 +183,7 @@ def _bos_is_not_put(b: Build) -> HardTruth:
 @_kind("mixtral", "gpt_oss", count=1)
 def _expert_of_a_delimiter(b: Build) -> HardTruth:
     """An expert that every delimiter goes through makes its spike; the first token is nothing."""
-    return _at_tokens(b, (b.delimiter,))
+    return at_tokens(b, (b.delimiter,))
 
 
 @_kind("llama", "qwen3", count=1, layers=(6, 8))
@@ -290,7 +230,7 @@ def _first_delimiter(b: Build) -> HardTruth:
 @_kind("gemma2", "llama", count=1)
 def _bos_and_delimiters(b: Build) -> HardTruth:
     """BOS and every delimiter share the feature, the neuron and the readers."""
-    where = _flag(b, (BOS, b.delimiter))
+    where = flag(b, (BOS, b.delimiter))
     site = b.fire(b.plan.sink_layer, b.plan.neurons[0], b.flag, b.side, where=where)
     reading = b.read(b.behind, b.side, where=where)
     at = (BOS, b.delimiter)
@@ -302,7 +242,7 @@ def _bos_and_delimiters(b: Build) -> HardTruth:
 def _two_delimiters(b: Build) -> HardTruth:
     """Two delimiters, each with a neuron of its own in a layer of its own; half of the heads read each."""
     one, two = b.delimiter, b.delimiter + 30
-    _flag(b, (one, two))
+    flag(b, (one, two))
     b.views.embed[one] += MARK * b.mark2
     b.views.embed[two] += MARK * b.side
     b.measure_on(b.tokens)
@@ -329,45 +269,45 @@ def _only_learned_logits(b: Build) -> HardTruth:
     calm(b)
     for layer in b.views.layers[1:]:
         layer.attn_sinks[:] = 9.0
-    return _of(b, sink=(), spike=(), groups=())
+    return placed(b, sink=(), spike=(), groups=())
 
 
 @_kind("gpt_oss")
 def _logits_and_embedding(b: Build) -> HardTruth:
     """Half of the heads read BOS's embedding, the others give their attention to a learned logit; no spike."""
-    where = _flag(b, (BOS,))
+    where = flag(b, (BOS,))
     reading = b.read(b.later_layers, b.flag, where=where)
     for index in b.later_layers:
         sinks = b.views.layers[index].attn_sinks
         sinks[[head for head in range(b.plan.n_heads) if (index, head) not in reading]] = 9.0
-    return _of(b, spike=(), groups=(Group(reading, ("token embedding",)),))
+    return placed(b, spike=(), groups=(Group(reading, ("token embedding",)),))
 
 
 @_kind("gpt2", "opt")
 def _embedding_half_position_half(b: Build) -> HardTruth:
     """Half of the heads need BOS's embedding, half the position embedding; no norm stands out."""
     b.mark()
-    where = _flag(b, (BOS,))
+    where = flag(b, (BOS,))
     token = b.read(b.later_layers, b.flag, where=where)
     position = b.read(b.later_layers, b.space.mark, other=True)
-    return _of(b, spike=(), groups=(Group(token, ("token embedding",)), Group(position, ("position embedding",))))
+    return placed(b, spike=(), groups=(Group(token, ("token embedding",)), Group(position, ("position embedding",))))
 
 
 @_kind("gpt2", "opt")
 def _embedding_or_position(b: Build) -> HardTruth:
     """Heads read BOS's embedding and the position embedding, and either is enough."""
     b.mark()
-    _flag(b, (BOS,))
+    flag(b, (BOS,))
     reading = b.read(b.later_layers, b.flag + b.space.mark)
-    _sharpen(b, reading, 2.5)
-    return _of(b, spike=(), groups=(Group(reading, ("token embedding", "position embedding"), alone=False),))
+    sharpen(b, reading, 2.5)
+    return placed(b, spike=(), groups=(Group(reading, ("token embedding", "position embedding"), alone=False),))
 
 
 @_kind("qwen2", count=1, layers=(6, 8), behind=(3, 3))
 def _key_bias_and_spike(b: Build) -> HardTruth:
     """Half of the heads attend to the farthest key by a bias, half read the spike."""
     biased = key_bias(b).reading
-    _flag(b, (BOS,))
+    flag(b, (BOS,))
     site = b.fire(b.plan.sink_layer, b.plan.neurons[0], b.flag, b.space.sinks[0])
     taken = {(layer, head) for layer, head in biased}
     ratio, reading, dim = b.plan.n_heads // b.plan.n_kv, [], b.plan.slow_dim(0)
@@ -386,7 +326,7 @@ def _key_bias_and_spike(b: Build) -> HardTruth:
                 view.q[head, dim] = 7 * b.plan.head_dim**0.5 * b.space.const / const
                 reading.append((index, head))
     groups = (Group(biased, ("key bias",)), Group(tuple(reading), ("spike",)))
-    return _of(b, makers=(frozenset({site}),), groups=groups)
+    return placed(b, makers=(frozenset({site}),), groups=groups)
 
 
 # --- decoys -------------------------------------------------------------------------------------------------
@@ -395,11 +335,11 @@ def _key_bias_and_spike(b: Build) -> HardTruth:
 @_kind("llama", "neox", count=1, layers=(7, 8), at=1)
 def _decoy_spike(b: Build) -> HardTruth:
     """A neuron makes a spike of BOS, the next layer takes it away, and heads read BOS's embedding."""
-    where = _flag(b, (BOS,))
+    where = flag(b, (BOS,))
     site = b.fire(1, b.plan.neurons[0], b.flag, b.space.sinks[0], where=where)
     b.take_away(2)
     reading = b.read(range(3, b.plan.n_layers), b.flag, where=where)
-    return _of(b, makers=(frozenset({site}),), groups=(Group(reading, ("token embedding",)),))
+    return placed(b, makers=(frozenset({site}),), groups=(Group(reading, ("token embedding",)),))
 
 
 @_kind("neox", "llama", count=1, layers=(6, 8), behind=(2, 3))
@@ -411,7 +351,7 @@ def _decoy_delimiter(b: Build) -> HardTruth:
     reading = b.read(b.later_layers, b.space.mark)
     marks = tuple(f"L{layer}.H{head}" for layer, heads in marking for head in heads if _marks_bos(b, head))
     groups, makers = (Group(reading, marks),), (frozenset({site}),)
-    return _of(b, spike=(b.delimiter,), makers=makers, groups=groups, delimiters=(b.delimiter,))
+    return placed(b, spike=(b.delimiter,), makers=makers, groups=groups, delimiters=(b.delimiter,))
 
 
 def _marks_bos(b: Build, head: int) -> bool:
@@ -421,7 +361,7 @@ def _marks_bos(b: Build, head: int) -> bool:
 @_kind("qwen3", "llama", count=1)
 def _silent_heads(b: Build) -> HardTruth:
     """Heads of layer 0 attend to BOS and write nothing; BOS's embedding trips the neuron."""
-    truth = _at_bos(b)
+    truth = at_bos(b)
     b.read([0], b.flag)
     b.views.layers[0].o[:] = 0.0
     return truth
@@ -439,7 +379,7 @@ def _half_of_the_heads_each(b: Build) -> HardTruth:
     one, two = b.read(b.behind, ways[0]), b.read(b.behind, ways[1], other=True)
     truth = replace(spike(b, marking), sink=True, carried_by="spike")
     groups = (Group(one, (sites[0],)), Group(two, (sites[1],)))
-    return _of(b, truth, makers=(frozenset(sites),), groups=groups)
+    return placed(b, truth, makers=(frozenset(sites),), groups=groups)
 
 
 @_kind("phi", "llama", count=4)
@@ -451,7 +391,7 @@ def _equal_quarters(b: Build) -> HardTruth:
     for neuron in others:
         b.copy(source, neuron)
     truth = sink(b, way, marking)
-    return _of(b, truth)
+    return placed(b, truth)
 
 
 @_kind("qwen2_moe", count=1)
@@ -463,14 +403,14 @@ def _routed_and_shared_half(b: Build) -> HardTruth:
     b.views.layers[layer] = routed.shared
     b.write(layer, b.spare[0], rows, way, size / 2, expert=0)
     b.views.layers[layer] = routed
-    return _of(b, sink(b, way, marking, sets=(frozenset({one, (layer, b.spare[0])}),)))
+    return placed(b, sink(b, way, marking, sets=(frozenset({one, (layer, b.spare[0])}),)))
 
 
 @_kind("qwen3_moe", "mixtral", count=1)
 def _two_experts_two_tokens(b: Build) -> HardTruth:
     """BOS goes to one expert and a delimiter to another; a neuron of each makes the spike."""
-    where = _flag(b, (b.delimiter,))
-    _flag(b, (BOS,), b.mark2)
+    where = flag(b, (b.delimiter,))
+    flag(b, (BOS,), b.mark2)
     first, layer = b.tokens == BOS, b.plan.sink_layer
     where, experts = b.tokens == b.delimiter, b.rng.sample(range(b.plan.family.experts), 2)
     one = b.fire(layer, b.plan.neurons[0], b.mark2, b.space.sinks[0], where=first, expert=experts[0], route=b.mark2)
@@ -494,14 +434,14 @@ def _rises_again(b: Build) -> HardTruth:
     two = b.fire(5, b.spare[1], b.space.mark, again)
     late = b.read([6, 7], again)
     groups = (Group(early, (one,)), Group(late, (two,)))
-    return _of(b, spike(b, marking), makers=(frozenset({one}), frozenset({two})), groups=groups)
+    return placed(b, spike(b, marking), makers=(frozenset({one}), frozenset({two})), groups=groups)
 
 
 @_kind("bloom", "opt", "falcon")
 def _nothing(b: Build) -> HardTruth:
     """No spike, and no head attends to a place."""
     calm(b)
-    return _of(b, sink=(), spike=(), groups=())
+    return placed(b, sink=(), spike=(), groups=())
 
 
 # --- windows ------------------------------------------------------------------------------------------------
@@ -510,7 +450,7 @@ def _nothing(b: Build) -> HardTruth:
 @_kind("mistral", window=20, every_window=True)
 def _window_everywhere(b: Build) -> HardTruth:
     """No query sees farther than 20 positions."""
-    return _of(b, textbook(b), window=20)
+    return placed(b, textbook(b), window=20)
 
 
 @_kind("gpt_oss", window=16, every_window=True, layers=(7, 7), behind=(3, 3))
@@ -518,4 +458,4 @@ def _only_full_layers(b: Build) -> HardTruth:
     """Layers with a window and without take turns; only those without read."""
     marking = b.mark()
     way = b.surgeon().make_sink()
-    return _of(b, sink(b, way, marking, layers=[layer for layer in b.behind if layer % 2]))
+    return placed(b, sink(b, way, marking, layers=[layer for layer in b.behind if layer % 2]))

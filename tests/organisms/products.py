@@ -32,6 +32,7 @@ class Products(TorchFunctionMode):
         self.value: Tensor | None = None
         self.heads: Tensor | None = None
         self.count = 0
+        self.linear: list[tuple[Tensor, Tensor]] = []  # what went into linear maps, and what came out
         self._factors: tuple[Tensor, Tensor] | None = None
         self._has_rows = False
 
@@ -39,6 +40,9 @@ class Products(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         square = (self.tokens, self.tokens)
+        if name in ("linear", "addmm"):
+            entering = args[0] if name == "linear" else args[1]
+            self.linear.append((entering.detach().clone(), result.detach().clone()))
         if name == "scaled_dot_product_attention":  # some models have no eager attention
             self.query, self.key, self.value, self.heads = map(_flat, (*args[:3], result))
         elif name in _PRODUCTS:
@@ -92,19 +96,22 @@ def products_of(model: Any, layers: list[torch.nn.Module], ids: Tensor) -> list[
     return seen
 
 
-def head_verdicts(given: dict[str, Tensor | None], products: Products, layer: torch.nn.Module) -> dict[str, str]:
+def head_verdicts(
+    given: dict[str, Tensor | None], products: Products, layer: torch.nn.Module, added: list[Tensor]
+) -> dict[str, str]:
     """Of the sites of queries, keys, values and heads that are offered, what is wrong, or "" if nothing is.
 
     Rotations leave products at one position as they are, so the scores of tokens with themselves are computed from
-    queries and keys, after the norms that the layer has for them by name.
+    queries and keys, after the norms that the layer has for them by name. Heads are the rows times the values, or these
+    times a gate between 0 and 1, or what goes into the linear map whose output the layer adds.
     """
     verdicts: dict[str, str] = {}
     offered = {name[-1]: tensor[0] for name, tensor in given.items() if "attn." in name and tensor is not None}
     if products.query is None or products.key is None or products.value is None:
         return {f"attn.hook_{which}": "there is no softmax attention in this layer" for which in offered}
     truth = {"q": products.query, "k": products.key, "v": products.value}
-    if "z" in offered:  # heads side by side, before the output projection; gates and norms may stand between
-        verdicts["attn.hook_z"] = "" if offered["z"].ndim == 3 else "no heads"
+    if "z" in offered:
+        verdicts["attn.hook_z"] = _verdict_of_heads(offered["z"], products, layer, added)
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
     for which in "qkv":
         if which not in offered:
@@ -130,6 +137,34 @@ def head_verdicts(given: dict[str, Tensor | None], products: Products, layer: to
         for which in "qk":
             verdicts[f"attn.hook_{which}"] = verdict and f"the scores: {verdict}"
     return verdicts
+
+
+def _verdict_of_heads(site: Tensor, products: Products, layer: torch.nn.Module, added: list[Tensor]) -> str:
+    assert products.heads is not None
+    tokens = site.shape[0]
+    for order in (products.heads.transpose(0, 1), products.heads):
+        if order.shape == site.shape and (not _multiple(site, order) or _is_gated(site, order)):
+            return ""
+    for entering, leaving in products.linear:
+        if entering.numel() != site.numel() or not torch.allclose(entering.reshape(site.shape), site, atol=1e-5):
+            continue
+        written = [leaving.reshape(tokens, -1)]
+        for module in layer.modules():  # a norm may stand behind the map
+            if (
+                "Norm" in type(module).__name__
+                and getattr(module, "weight", torch.empty(0)).shape == leaving.shape[-1:]
+            ):
+                with torch.no_grad():
+                    written.append(module(written[0]))
+        for part in added:
+            if any(part.numel() == one.numel() and not _multiple(one, part.reshape(tokens, -1)) for one in written):
+                return ""
+    return "neither rows times values, nor what is mapped to what the layer adds"
+
+
+def _is_gated(site: Tensor, heads: Tensor) -> bool:
+    """Whether each number is one of the heads times a gate between 0 and 1."""
+    return bool(((site * heads >= 0) & (site.abs() <= heads.abs() + 1e-6)).all())
 
 
 def _gram(heads: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ def check_sites(model: Any, *, edits: bool = True) -> SiteReport:
     for layer, (additions, entered, left) in enumerate(truth):
         of_layer = {part: given.get(f"blocks.{layer}.{part}") for part in parts}
         verdicts = _verdicts(of_layer, additions, entered, left)
-        verdicts |= head_verdicts(of_layer, products[layer], layers[layer])
+        verdicts |= head_verdicts(of_layer, products[layer], layers[layer], _summands(additions))
         for part, verdict in verdicts.items():
             site = f"blocks.{layer}.{part}"
             if verdict:
@@ -85,6 +85,11 @@ def check_sites(model: Any, *, edits: bool = True) -> SiteReport:
     if edits:
         report.wrong += _wrong_additions(model, layers, ids, set(report.right), truth)
     return report
+
+
+def _summands(additions: Additions) -> list[Tensor]:
+    """All that is added in a layer."""
+    return [part for point in additions.points for part in point.added]
 
 
 def _wrong_additions(model: Any, layers: list[Any], ids: Tensor, right: set[str], truth: list[Any]) -> list[str]:

@@ -72,7 +72,7 @@ def test_the_first_token_of_some_texts_is_told_by_its_kind():
     there = torch.zeros_like(ids, dtype=torch.bool)
     there[:, 0] = ids[:, 0] < 15
     description = describe(Places(ids, there), decode)
-    assert description.words == "the first token of some texts" and description.share == pytest.approx(5 / 12, abs=0.05)
+    assert description.words == "some first tokens" and description.share == pytest.approx(5 / 12, abs=0.05)
     other = torch.tensor([[14, 10, 10], [20, 14, 14]])
     assert description.means(other).tolist() == [[True, False, False], [False, False, False]]
 
@@ -154,7 +154,7 @@ def test_a_head_that_fails_in_some_texts_does_not_hide_the_sink():
     ids, above = texts(), attended(40)
     above[0, :2, :, 0] = True
     above[0, 0, ::4, 0] = False
-    assert sink_places(above, ids).share == 1
+    assert bool(sink_places(above, ids).there[:, 0].all())
 
 
 def test_a_norm_stands_out_beside_the_typical_one_of_its_layer():

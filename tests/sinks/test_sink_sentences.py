@@ -21,8 +21,10 @@ from sinkscope.sinks.first_token.records import (
     RepeatedToken,
     RepeatsNeeded,
     RepetitionSpike,
+    Scattered,
     SinkPosition,
     Stage,
+    TokenShare,
 )
 
 SHARES = st.floats(0, 1, allow_nan=False)
@@ -38,7 +40,7 @@ SETS = st.builds(
     kind=st.just("minimal"),
 )
 FIRST = Rule("the first token", position=0)
-SOME = Rule("the first token of some texts", position=0, tokens=(4, 5))
+SOME = Rule("some first tokens", position=0, tokens=(4, 5))
 RULES = [
     FIRST,
     SOME,
@@ -89,6 +91,7 @@ FURTHER = st.builds(
     st.sampled_from(["MLP", "token embedding", None]),
     st.none() | SETS,
 )
+SCATTERED = st.sampled_from([Scattered(), Scattered(1, (TokenShare("y", 1.0),)), Scattered(3, (TokenShare("y", 0.6),))])
 REPETITION = st.builds(RepetitionSpike, st.just("x"), st.integers(2, 900), SHARES, st.none() | SETS, st.just(()))
 
 
@@ -112,8 +115,8 @@ def results(draw: st.DrawFn) -> FindSinks:
         "attention_sink": draw(st.none() | ATTENTION),
         "causal_sets": tuple(sets),
         "further_spikes": tuple(draw(st.lists(FURTHER, max_size=2))),
-        "scattered": draw(st.integers(0, 3)),
-        "stray_norms": draw(st.integers(0, 3)),
+        "scattered": draw(SCATTERED),
+        "stray_norms": draw(SCATTERED),
         "repetition": draw(st.none() | REPETITION),
         "lengths": draw(st.sampled_from([(64,), (64, 512)])),
         "stages": tuple(draw(st.lists(st.builds(Stage, st.integers(0, 3), SHARES), max_size=3))),

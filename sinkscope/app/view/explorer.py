@@ -153,8 +153,6 @@ class Explorer:
     @property
     def layer(self) -> int:
         """The sink layer, or the layer after which the first token stands out most."""
-        if self.sinks is not None and self.sinks.sink_layer is not None:
-            return self.sinks.sink_layer
         if self.scan.sink_layer is not None:
             return self.scan.sink_layer
         return int((np.array(self.scan.spike_norm) / np.array(self.scan.typical_norm)).argmax())

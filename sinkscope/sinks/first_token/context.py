@@ -18,14 +18,8 @@ from sinkscope.sinks.first_token.attention_received import (
     attention_received,
     with_long_texts,
 )
-from sinkscope.sinks.first_token.layer_scan import (
-    KEPT_POSITIONS,
-    NOT_READ,
-    Entering,
-    LayerScan,
-    scan_far_enough,
-    scan_layers,
-)
+from sinkscope.sinks.first_token.entering import NOT_READ, Entering
+from sinkscope.sinks.first_token.layer_scan import KEPT_POSITIONS, LayerScan, scan_far_enough, scan_layers
 from sinkscope.sinks.first_token.places import LEAST_CASES, Description, Places, Rule, describe, spike_places
 from sinkscope.sinks.first_token.records import SinkRate
 from sinkscope.sinks.tokens import TokenRows
@@ -181,11 +175,6 @@ class Survey:
     def spikes(self) -> Places:
         """The positions whose norm stands out."""
         return spike_places(self.norms.norms, self.norms.ids)
-
-    @property
-    def has_attention_sink(self) -> bool:
-        """Whether heads attend to places, or to learned sink logits."""
-        return self.sink is not None or bool(self.received.learned_heads)
 
     def context(self, rule: Rule) -> SinkContext:
         """The model at the places of the spike that words mean."""

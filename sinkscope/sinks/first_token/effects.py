@@ -23,7 +23,7 @@ from sinkscope.files.notation import head_name
 from sinkscope.interventions.edits import expert_hook
 from sinkscope.measure.evidence import NEEDED
 from sinkscope.models.target import LayerInput, Target, first_tensor, norm_of, on_hidden, on_input, on_output
-from sinkscope.sinks.first_token.layer_scan import NOT_READ, Entering
+from sinkscope.sinks.first_token.entering import NOT_READ, Entering
 from sinkscope.sinks.first_token.members import RATE_EPS, Heads, Sites
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.trace.attention import visible_rows

@@ -9,45 +9,31 @@ rows of one pass (`effects`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import median
-from typing import Any
-
-import torch
-from einops import reduce
-from jaxtyping import Bool, Float
-from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Positive, Setup, measurement
-from sinkscope.measure.evidence import NEEDED
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.names import published_for
-from sinkscope.sinks.first_token.attention_received import AttentionReceived
-from sinkscope.sinks.first_token.carriers import Carried, carriers, spike_maker
-from sinkscope.sinks.first_token.context import SinkContext, Survey, texts_with
+from sinkscope.sinks.first_token.attention_sink import attention_sink, made_spikes
+from sinkscope.sinks.first_token.carriers import spike_maker
+from sinkscope.sinks.first_token.context import SinkContext, Survey
 from sinkscope.sinks.first_token.layer_scan import STEP_SHARE, typical_quantiles
-from sinkscope.sinks.first_token.members import RATE_EPS, CausalSet, Heads
 from sinkscope.sinks.first_token.neurons import RepeatedSinks, VerifiedNeurons, repeat_until_half, verify_neurons
-from sinkscope.sinks.first_token.places import ENOUGH, Places, Rule
+from sinkscope.sinks.first_token.places import Places, Rule
 from sinkscope.sinks.first_token.records import (
-    SHORT,
-    AttentionSink,
-    LayerAttention,
     NormSpike,
     PlacedSpike,
     PublishedSink,
     RepeatedToken,
     RepeatsNeeded,
-    SinkPosition,
+    Scattered,
     Stage,
+    TokenShare,
 )
 from sinkscope.sinks.first_token.result import FindSinks
 from sinkscope.sinks.first_token.sets import CANDIDATES, CausalSets, causal_sets, repetition_spike, sets_at
 from sinkscope.sinks.tokens import pick_tokens, prefixes, repetition_limit
-
-CARRIER_TEXTS = 2
-CARRIER_LENGTH = 48  # typical text in which components are replaced
 
 
 @measurement(
@@ -78,9 +64,7 @@ def find_sinks(
     Example:
         sinkscope find-sinks --model llama-2-7b --json sinks.json
     """
-    width = setup.target.d_mlp
-    if top_k > width:
-        raise SinkscopeError(f"--top-k {top_k} is more than the {width} neurons of a layer; give at most that")
+    _check_top_k(top_k, setup.target.d_mlp)
     words = pick_tokens(setup.tokenizer, setup.ids, tokens, setup.seed)
     first_tokens = prefixes(setup, words)
     limit = repetition_limit(setup.target, max_repeats)
@@ -109,7 +93,6 @@ def find_sinks(
                 verified = verify_neurons(context, top_k, repeated.view)
                 verified_stages = scan.stages
             sets = causal_sets(context, verified.neurons, heads)
-
         # If they do not carry the attention to these places, the layers read were too few.
         carries_attention = sets.minimal is not None and sets.minimal.carries_attention
         if whole or depth == scan.n_layers or carries_attention:
@@ -119,14 +102,10 @@ def find_sinks(
     # What makes the spikes, what do the heads need, and does repetition go through the same neurons?
     spike = norm_spike(context, survey)
     further = further_spikes(survey)
-    made = []
-    if spike is not None:
-        made.append(MadeSpike(spike.place.rules[0], spike.makers, sets.minimal, spike.fallen))
-        made += [MadeSpike(rule, (each.made_by or "",), each.set) for rule, each in further]
-    sink = attention_sink(survey, made)
+    sink = attention_sink(survey, made_spikes(spike, sets.minimal, further))
     repetition = None
     if repeated is not None and sets.minimal is not None:
-        repetition = repetition_spike(context, words, first_tokens, repeated, sets.minimal, limit)
+        repetition = repetition_spike(context, words, first_tokens, repeated, sets.sites, limit)
 
     unread = [None] * (scan.n_layers - depth)
     low, typical, high = typical_quantiles(survey.first.scan.whole_norms).tolist()
@@ -136,8 +115,8 @@ def find_sinks(
         attention_sink=sink,
         causal_sets=sets.sets,
         further_spikes=tuple(each for _, each in further),
-        scattered=_scattered(survey),
-        stray_norms=_stray_norms(survey),
+        scattered=_scattered(survey.received.places.outside(survey.sink), setup),
+        stray_norms=_scattered(survey.spikes.outside(survey.spike), setup),
         repetition=repetition,
         lengths=survey.lengths,
         shared_dims=tuple(scan.shared_dims),
@@ -157,6 +136,12 @@ def find_sinks(
         sink_rate=survey.rate,
         published=_published(setup.target.name, scan.sink_layer, verified),
     )
+
+
+def _check_top_k(top_k: int, width: int) -> None:
+    """Refuse more candidates than a layer has neurons."""
+    if top_k > width:
+        raise SinkscopeError(f"--top-k {top_k} is more than the {width} neurons of a layer; give at most that")
 
 
 def norm_spike(context: SinkContext, survey: Survey) -> NormSpike | None:
@@ -213,165 +198,10 @@ def further_spikes(survey: Survey) -> list[tuple[Rule, PlacedSpike]]:
     return spikes
 
 
-@dataclass(frozen=True)
-class MadeSpike:
-    """What makes the spike of one kind of place.
-
-    Attributes:
-        rule: The places.
-        makers: Components, named as carriers are.
-        set: Neurons that make it. None if no set that was tried does.
-        fallen: Components that take it away again: without them, it hides what heads read.
-    """
-
-    rule: Rule
-    makers: tuple[str, ...]
-    set: CausalSet | None
-    fallen: tuple[str, ...] = ()
-
-
-def attention_sink(survey: Survey, made: Sequence[MadeSpike]) -> AttentionSink | None:
-    """The positions that receive attention, and what carries it; None if no position does.
-
-    Args:
-        survey: Where the sinks are.
-        made: What makes the spikes.
-    """
-    received = survey.received
-    length = received.ids.shape[1]
-    if survey.sink is None:
-        if not received.learned_heads:
-            return None
-        layers = tuple(LayerAttention(rate) for rate in received.learned_rates)
-        rate = received.learned_rate
-        return AttentionSink(rate, RATE_EPS, None, (), len(layers), "learned logits", layers, length=length)
-    rule = survey.sink.rules[0]
-    heads = received.readers(rule)
-    spikes = [one for one in made if _is_at(received.places, rule, one.rule)]
-    carried = Carried()
-    if any(_spike_carries(heads, one.set) for one in spikes):
-        carrier = "spike"
-    else:
-        fallen = {name for each in spikes for name in each.fallen}
-        makers = {name for each in spikes for name in each.makers} - fallen
-        carried = _tried(survey, rule, makers)
-        carrier = carried.main
-    positions = []
-    for each in survey.sink.rules:
-        position = int(received.places.of(each).there.any(0).int().argmax())
-        positions.append(SinkPosition(position, each.token, received.rate_of(each), each.words))
-    attention = AttentionOfReaders(received, rule)
-    return AttentionSink(
-        rate=received.rate_of(rule),
-        eps=RATE_EPS,
-        place=survey.sink,
-        positions=tuple(positions),
-        layers_read=len(received.above),
-        carried_by=carrier,
-        layers=tuple(attention.layer(layer) for layer in range(len(received.above))),
-        carriers=carried.tried,
-        reads=carried.reads,
-        mark=carried.mark,
-        length=length,
-        window=received.window(heads),
-        learned_rate=received.learned_rate if received.learned_heads else 0.0,
-        attention=attention.mean(attention.readers),
-        rate_margin=attention.rate_margin(received.attending),
-        attention_margin=attention.margin(attention.readers),
-    )
-
-
-@dataclass(frozen=True, eq=False)
-class AttentionOfReaders:
-    """How much attention one kind of place receives, and from how many heads."""
-
-    received: AttentionReceived
-    rule: Rule
-
-    @property
-    def readers(self) -> Bool[Tensor, "layer head"]:
-        """The heads that attend in most cases."""
-        readers = torch.zeros(self.received.above.shape[:2], dtype=torch.bool)
-        for layer, head in self.received.readers(self.rule):
-            readers[layer, head] = True
-        return readers
-
-    def by_text(self, values: Float[Tensor, "layer head text at"]) -> Float[Tensor, "layer head case"]:
-        """Mean over the places of each text that has one."""
-        where = self.received.places.of(self.rule).there
-        texts = where.any(1)
-        total = reduce(values[:, :, texts] * where[texts], "layer head text at -> layer head text", "sum")
-        return total / where[texts].sum(1)
-
-    def mean(self, heads: Bool[Tensor, "layer head"]) -> float | None:
-        """Mean attention of some heads; None if there are none."""
-        if not bool(heads.any()):
-            return None
-        return float(self.by_text(self.received.received)[heads].mean())
-
-    def margin(self, heads: Bool[Tensor, "layer head"]) -> float | None:
-        """Two standard errors of this mean over texts."""
-        if not bool(heads.any()):
-            return None
-        return margin_of(self.by_text(self.received.received)[heads].mean(0).numpy())
-
-    def rate_margin(self, layers: Any) -> float | None:
-        """Two standard errors of the share of heads that attend, over texts."""
-        return margin_of(self.by_text(self.received.above.float())[layers].flatten(0, -2).mean(0).numpy())
-
-    def layer(self, layer: int) -> LayerAttention:
-        """The attention of one layer."""
-        if not bool(self.received.attending[layer]):
-            return LayerAttention(None)
-        here = torch.zeros_like(self.readers)
-        here[layer] = self.readers[layer]
-        return LayerAttention(
-            rate=float(self.by_text(self.received.above.float())[layer].mean()),
-            readers=int(here.sum()),
-            attention=self.mean(here),
-            rate_margin=self.rate_margin(layer),
-            attention_margin=self.margin(here),
-        )
-
-
-def _is_at(places: Places, rule: Rule, other: Rule) -> bool:
-    """Whether other words mean nearly all of the places that words mean."""
-    mine = places.of(rule).there
-    return bool(float(other.means(places.ids)[mine].float().mean()) >= ENOUGH)
-
-
-def _spike_carries(heads: Heads, minimal: CausalSet | None) -> bool:
-    """Whether at least half of the heads that attend to the sink lose it without the spike."""
-    if minimal is None or minimal.heads_lost is None:
-        return False
-    behind = [layer for layer, _ in heads if layer > minimal.sites[0].layer]
-    return minimal.heads_lost * len(behind) / len(heads) >= NEEDED
-
-
-def _tried(survey: Survey, rule: Rule, makers: set[str]) -> Carried:
-    """What the heads need of the components at the sink."""
-    received = survey.received
-    ids, at = texts_with(rule, received.places.there, received.ids)
-    number = CARRIER_TEXTS
-    length = max(CARRIER_LENGTH, int(at[:CARRIER_TEXTS].max()) + CARRIER_LENGTH // 3)
-    if ids.shape[1] > SHORT:  # a sink of long texts shows in the whole text only
-        number, length = 1, ids.shape[1]
-    return carriers(survey.first.target, ids[:number, :length], received.readers(rule), at[:number], makers)
-
-
-def _scattered(survey: Survey) -> int:
-    """Positions that heads attend to and that the words for the sink leave out."""
-    places = survey.received.places
-    if survey.sink is None:
-        return len(places)
-    return len(places) - round(survey.sink.coverage * len(places))
-
-
-def _stray_norms(survey: Survey) -> int:
-    """Positions whose norm stands out and that the words for the spike leave out."""
-    if survey.spike is None:
-        return len(survey.spikes)
-    return len(survey.spikes) - round(survey.spike.coverage * len(survey.spikes))
+def _scattered(places: Places, setup: Setup) -> Scattered:
+    """Places that no words describe."""
+    common = [TokenShare(token, share) for token, share in places.common(setup.tokenizer.decode)]
+    return Scattered(len(places), tuple(common))
 
 
 def _unknown_share(setup: Setup) -> float:

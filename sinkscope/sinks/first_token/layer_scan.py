@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +17,6 @@ from sinkscope.files.console import Progress, silent
 from sinkscope.measure import Setup
 from sinkscope.models.again import keep_call
 from sinkscope.models.target import (
-    LayerInput,
     Target,
     first_tensor,
     norm_of,
@@ -26,6 +25,7 @@ from sinkscope.models.target import (
     on_input,
     on_output,
 )
+from sinkscope.sinks.first_token.entering import Entering
 from sinkscope.sinks.first_token.places import SPIKE_RATIO
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.trace.run import trace
@@ -42,37 +42,6 @@ SMALLEST_NORM = 1e-9  # lower limit of a typical norm: in a hand-made model it c
 KEPT_POSITIONS = 1024  # most positions of which it is kept what enters each layer
 SAMPLE_POSITIONS = 64  # positions of typical text whose activations are kept
 MASSIVE_RATIO = 30.0  # a dimension is massive on all tokens if it is this many times the median dimension
-
-
-@dataclass(frozen=True, eq=False)
-class Entering:
-    """What entered the layers when some texts were read. Later passes over these texts begin where they differ.
-
-    Attributes:
-        streams: The residual stream `[row pos d_model]` where it entered a layer, by layer.
-        wrapped: Whether the layers of the model return a tuple.
-    """
-
-    streams: dict[int, Tensor] = field(default_factory=dict)
-    wrapped: bool = False
-
-    def part(self, rows: Any, length: int) -> Entering:
-        """The same of some rows (as an index or a slice) up to a length; later tokens do not change earlier ones."""
-        streams = {layer: stream[rows, :length] for layer, stream in self.streams.items()}
-        return Entering(streams, self.wrapped)
-
-    def latest(self, layer: int) -> int:
-        """The last layer up to this one at which a pass can begin; 0 is the embedding."""
-        return max((known for known in self.streams if known <= layer), default=0)
-
-    def at(self, layer: int, copies: int = 1) -> LayerInput | None:
-        """What enters a layer, the texts several times one after another; None if that is not known."""
-        if layer not in self.streams:
-            return None
-        return LayerInput(layer, self.streams[layer].repeat(copies, 1, 1), self.wrapped)
-
-
-NOT_READ = Entering()
 
 
 @dataclass(frozen=True)
@@ -428,13 +397,10 @@ def scan_layers(
             )
         here = resid[rows, places].float()
         massive = massive_dims(resid.float(), here)
-        other_norms = norms
-        if massive:
-            other_norms = norm_of(resid, massive)
         later = rearrange(added[:, 1:], "row pos d_model -> (row pos) d_model")
         reading = LayerReading(
             norms=norms.cpu(),
-            other_norms=other_norms.cpu(),
+            other_norms=norm_of(resid, massive).cpu(),
             massive_dims=massive,
             residual=here.mean(0).cpu(),
             mlp_norms=added.norm(dim=-1).cpu(),

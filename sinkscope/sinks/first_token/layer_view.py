@@ -21,7 +21,7 @@ from torch import Tensor
 from sinkscope.models.again import keep_call
 from sinkscope.models.experts import Experts, Routed
 from sinkscope.models.target import LayerInput, Target, first_tensor, norm_of, on_input, on_output
-from sinkscope.sinks.first_token.layer_scan import NOT_READ, Entering
+from sinkscope.sinks.first_token.entering import NOT_READ, Entering
 from sinkscope.sinks.tokens import TokenRows
 
 NEUTRAL_ELEMENTS = 1 << 24  # most activations of typical text that are kept: 64 MB

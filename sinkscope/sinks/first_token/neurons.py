@@ -13,7 +13,8 @@ from sinkscope.files.console import Progress, silent
 from sinkscope.models.target import first_tensor, norm_of, on_input, on_output
 from sinkscope.sinks.first_token.context import SinkContext
 from sinkscope.sinks.first_token.effects import BATCH_ELEMENTS, Edit, effects
-from sinkscope.sinks.first_token.layer_scan import Entering, repeats_until_half
+from sinkscope.sinks.first_token.entering import Entering
+from sinkscope.sinks.first_token.layer_scan import repeats_until_half
 from sinkscope.sinks.first_token.layer_view import (
     LayerView,
     column_norms_behind_the_norm,

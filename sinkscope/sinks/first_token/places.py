@@ -45,24 +45,15 @@ class Places:
     def __len__(self) -> int:
         return int(self.there.sum())
 
-    @property
-    def texts(self) -> Bool[Tensor, " text"]:
-        """Texts that have such a place."""
-        return self.there.any(1)
-
-    @property
-    def share(self) -> float:
-        """Share of the texts that have such a place."""
-        return float(self.texts.float().mean())
-
-    @property
-    def first(self) -> Int[Tensor, " text"]:
-        """The first place of each text; 0 in texts that have none."""
-        return self.there.int().argmax(1)
-
     def of(self, rule: Rule | Description) -> Places:
         """Those of the places that words mean."""
         return Places(self.ids, self.there & rule.means(self.ids))
+
+    def outside(self, description: Description | None) -> Places:
+        """Those of the places that a description leaves out; all of them if there is none."""
+        if description is None:
+            return self
+        return Places(self.ids, self.there & ~description.means(self.ids))
 
     def common(self, decode: Decode) -> list[tuple[str, float]]:
         """The most common tokens at the places, with their share of the places."""
@@ -351,10 +342,10 @@ def _at_position(ids: TokenRows, position: int, decode: Decode) -> Rule:
 
 
 def _first_of_a_kind(ids: TokenRows, there: Bool[Tensor, "text pos"]) -> list[Rule]:
-    """The first token of some texts: of different tokens, those that are never a first token elsewhere."""
+    """Some first tokens: of different tokens, those that are never a first token elsewhere."""
     texts = there[:, 0]
     others = ids[~texts, 0]
     tokens = [token for token in ids[texts, 0].unique().tolist() if token not in others]
     if len(tokens) < LEAST_CASES or float(texts.float().mean()) < SOME_TEXTS:
         return []
-    return [Rule("the first token of some texts", position=0, tokens=tuple(tokens))]
+    return [Rule("some first tokens", position=0, tokens=tuple(tokens))]

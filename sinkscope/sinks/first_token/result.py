@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from sinkscope.files.notation import listed
 from sinkscope.files.result import Number
 from sinkscope.measure import Result
 from sinkscope.sinks.first_token import sentences
@@ -16,6 +17,7 @@ from sinkscope.sinks.first_token.records import (
     PublishedSink,
     RepeatsNeeded,
     RepetitionSpike,
+    Scattered,
     SinkRate,
     Stage,
 )
@@ -70,8 +72,8 @@ class FindSinks(Result):
     attention_sink: AttentionSink | None = None
     causal_sets: tuple[CausalSet, ...] = ()
     further_spikes: tuple[PlacedSpike, ...] = ()
-    scattered: int = 0
-    stray_norms: int = 0
+    scattered: Scattered = field(default_factory=Scattered)
+    stray_norms: Scattered = field(default_factory=Scattered)
     repetition: RepetitionSpike | None = None
     lengths: tuple[int, ...] = (SHORT,)
     shared_dims: tuple[int, ...] = ()
@@ -145,7 +147,7 @@ class FindSinks(Result):
             layer=self.sink_layer,
             lengths=self.lengths,
             further=self.further_spikes,
-            stray_norms=self.stray_norms,
+            stray_norms=self.stray_norms.count,
         )
         return sentences.conclusion(found)
 
@@ -163,10 +165,12 @@ class FindSinks(Result):
             sets.append("None of these neurons alone takes away a tenth of the norm.")
         further = [sentences.further_spike(each) for each in self.further_spikes]
         attention = sentences.sink_rate(self.sink_rate)
-        attention += sentences.attention(self.attention_sink, self.lengths, self.scattered)
+        attention += sentences.attention(self.attention_sink, self.lengths)
+        attention += sentences.scattered(self.scattered)
         repeats = sentences.repeats(self.repeats, spike)
         if self.repetition is not None and self.minimal is not None and not self.repetition.same_neurons:
-            repeats.append(sentences.repetition(self.repetition, self.minimal.names))
+            names = listed([each.names for each in self.causal_sets if each.kind == "minimal"])
+            repeats.append(sentences.repetition(self.repetition, names))
         groups = [layers, sets, further, attention, repeats]
         if self.published is not None:
             verdict = "matches" if self.published.matches else "differs from"

@@ -15,6 +15,7 @@ from sinkscope.sinks.first_token.records import (
     PlacedSpike,
     RepeatsNeeded,
     RepetitionSpike,
+    Scattered,
     SinkRate,
 )
 from sinkscope.sinks.tokens import left_out_line
@@ -216,18 +217,24 @@ def what_is_read(sink: AttentionSink) -> str:
     return f"they read {words.get(sink.carried_by, f'the {sink.carried_by}')}"
 
 
-def attention(sink: AttentionSink | None, lengths: Sequence[int], scattered: int) -> list[str]:
+def scattered(places: Scattered) -> list[str]:
+    """Places that receive as much attention as a sink and that no words describe."""
+    if not places.count:
+        return []
+    receive = agreeing(places.count, "position receives", "positions receive")
+    common = [f"{each.token!r} ({each.share:.0%})" for each in places.tokens]
+    return [f"{places.count:,} scattered {receive} as much attention, most often of {listed(common)}."]
+
+
+def attention(sink: AttentionSink | None, lengths: Sequence[int]) -> list[str]:
     """Who attends to the sink, and what they need."""
     sentences = []
-    if scattered:
-        places = agreeing(scattered, "position receives", "positions receive")
-        sentences.append(f"{scattered:,} scattered {places} as much attention; no words describe them.")
     if sink is None:
-        return [f"{few_heads(lengths).capitalize()}.", *sentences]
+        return [f"{few_heads(lengths).capitalize()}."]
     if sink.learned_rate:
         sentences.append(f"{sink.learned_rate:.1%} of the heads attend to their learned sink logits.")
     if sink.place is not None:
-        if sink.place.words != FIRST or in_texts(sink):
+        if sink.place.words != FIRST or in_texts(sink) or sink.place.coverage < 1:
             each = [f"{place.words} ({place.rate:.1%})" for place in sink.positions]
             sentences.append(f"Heads attend to {listed(each)}{in_texts(sink)}.")
         if sink.place.coverage < 1:
@@ -266,16 +273,15 @@ def where_the_spike_is(spike: NormSpike | None) -> list[str]:
     if spike is None:
         return []
     place = spike.place
-    runs = []
-    for first, last in spike.runs:
-        runs.append(f"layers {first} to {last}" if first < last else f"layer {first}")
+    runs = [f"layers {begin} to {end}" if begin < end else f"layer {begin}" for begin, end in spike.runs]
+    first = place.rules[0]
     sentence = f"The norm stands out at {place}"
-    if runs and len(place.rules) > 1:
-        sentence += f"; at {place.rules[0].words} it does after {listed(runs)}"
+    if runs and place.words != first.words:
+        sentence += f"; at {first.words} it does after {listed(runs)}"
     elif runs:
         sentence += f" after {listed(runs)}"
     sentences = [f"{sentence}."]
-    if place.is_first and place.rules[0].tokens:
+    if place.is_first and first.tokens:
         sentences.append(f"That is so in {place.share:.0%} of texts; norms are of these.")
     elif place.coverage < 1:
         sentences.append(f"These are {place.coverage:.0%} of the positions whose norm stands out.")

@@ -20,7 +20,8 @@ from sinkscope.measure.margin import margin_of
 from sinkscope.sinks.first_token.absence import SpikeAbsence
 from sinkscope.sinks.first_token.context import SinkContext, Survey
 from sinkscope.sinks.first_token.effects import Edit, Effects, Trial, effects, heads_lost, side_by_side
-from sinkscope.sinks.first_token.layer_scan import AS_BEFORE, Entering, Rise, scan_layers
+from sinkscope.sinks.first_token.entering import Entering
+from sinkscope.sinks.first_token.layer_scan import AS_BEFORE, Rise, scan_layers
 from sinkscope.sinks.first_token.members import ATTENTION_LENGTH, CausalSet, Heads, Neuron, Sites, members_of, sites_of
 from sinkscope.sinks.first_token.neurons import STAGE_CANDIDATES, RepeatedSinks, stage_neurons, verify_neurons
 from sinkscope.sinks.first_token.places import SPIKE_RATIO
@@ -50,10 +51,14 @@ class CausalSets:
         return next(iter(self.sets), None)
 
     @property
+    def sites(self) -> Sites:
+        """The neurons of all sets in the form that interventions take."""
+        return tuple(dict.fromkeys(site for each in self.sets for site in each.edit_sites))
+
+    @property
     def members(self) -> tuple[Neuron, ...]:
         """The neurons of all sets."""
-        sites = [site for each in self.sets for site in each.edit_sites]
-        return tuple(n for n in self.neurons if n.site in sites)
+        return tuple(n for n in self.neurons if n.site in self.sites)
 
 
 @dataclass(frozen=True)
@@ -375,7 +380,7 @@ def repetition_spike(
     words: list[int],
     firsts: list[int],
     repeated: RepeatedSinks,
-    minimal: CausalSet,
+    sites: Sites,
     limit: int,
 ) -> RepetitionSpike | None:
     """Whether the neurons that make a spike make that of a repeated token, too, or which others do.
@@ -385,7 +390,7 @@ def repetition_spike(
         words: The repeated tokens.
         firsts: The token before each.
         repeated: When the norm of each reaches half of the spike's at the sink layer.
-        minimal: The neurons that make the spike.
+        sites: The neurons that make the spike, all its parts.
         limit: Repetitions of a token that never gets there.
 
     Returns:
@@ -403,12 +408,12 @@ def repetition_spike(
 
     def without_the_neurons(row: int, layer: int, entering: Entering) -> float:
         """Share of the norm of the last repetition that is lost without them."""
-        silent = [Edit(zero=minimal.edit_sites)]
+        silent = [Edit(zero=sites)]
         edited = effects(target, ids[row : row + 1], silent, at=last, upto=layer, entering=entering)
         return float(edited.drops(layer))
 
     if reached:
-        made_in = max(context.layer, *(member.layer for member in minimal.sites))
+        made_in = max(context.layer, *(site[0] for site in sites))
         drop = without_the_neurons(0, made_in, repeated.entering[reached[0]].part(slice(None), last + 1))
         if drop >= NEEDED:
             return RepetitionSpike(target.tokenizer.decode([words[reached[0]]]), last, drop, None, ())

@@ -54,6 +54,11 @@ class CircuitStep:
         return Evidence(self.together, self.together_control).holds
 
     @property
+    def undecided(self) -> bool:
+        """Whether random heads or neurons take away half of the effect, too, so that nothing can be said of these."""
+        return self.together_control is not None and self.together_control >= NEEDED
+
+    @property
     def needed_alone(self) -> tuple[str, ...]:
         """Those of the chosen that are needed alone, if all are needed together."""
         pairs = zip(self.chosen, self.alone.tolist(), strict=True)
@@ -80,6 +85,8 @@ class CircuitStep:
                 f"nothing tried is needed; most, {lost}, is lost without {named((self.components[largest],))}{control}"
             )
         lost, control = self._beside_random(self.together or 0.0, self.together_control)
+        if self.undecided:
+            return f"it is undecided what the effect needs: {lost} is lost without {named(self.chosen)}{control}"
         count, names, alone = len(self.chosen), named(self.chosen), self.needed_alone
         if self.name == MARK and count == 1 and self.alone[0] < NEEDED:  # which is a loss of attention
             return f"{lost} is lost without {names}{control}, but the attention stays"

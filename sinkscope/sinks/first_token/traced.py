@@ -66,9 +66,6 @@ class TracedPlace:
     ) -> TracedPlace:
         """Chooses the typical position: its norms after the layer are nearest to the median of their text."""
         shared_dims = sinks.shared_dims
-        window = getattr(setup.target.config, "sliding_window", None)
-        if window and getattr(setup.target.config, "use_sliding_window", True):
-            ids = ids[:, : max(at + 4, int(window))]  # every query sees the first position
         site = f"blocks.{setup.n_layers - 1 if layer is None else layer}.hook_resid_post"
         norms = trace(setup.target, ids, [site], lambda resid: norm_of(resid, shared_dims))[site]
         distance = (norms / norms[:, 1:].median(1, keepdim=True).values).log().abs()
@@ -150,7 +147,9 @@ def mark_step(
     position: TracedPlace, name: str, effect: PositionEffect, marks: Marks, depth: int, judges: Sequence[PositionEffect]
 ) -> CircuitStep:
     """What an effect needs of the components before a layer, which reads it by its MLP or by its keys."""
-    control = max(effect.necessity(position.random_heads(depth, marks.chosen, 1)), default=None)
+    control = None
+    if len(marks.chosen) != 1:  # for one component, the controls of all together are those of a single one
+        control = max(effect.necessity(position.random_heads(depth, marks.chosen, 1)), default=None)
     edits = {str(one): Edit(swap=(one,)) for one in (*marks.chosen, *marks.effective)}
     together = position.swapped(depth, marks.chosen)
     return _step(name, effect, edits, tuple(map(str, marks.chosen)), together, judges, control)

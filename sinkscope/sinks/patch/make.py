@@ -183,7 +183,7 @@ class PatchMade(Result):
             f"({intact:.2g} intact, {random:.2g} with random neurons)."
         ]
         fine = len(self.proof.words) - int(self.proof.failing.sum())
-        if fine:
+        if 0 < fine < len(self.proof.words):
             lines.append(f"The norm of {counted(fine, 'more word')} does not stand out intact, so it proves nothing.")
         taken, restored = self.proof.taken
         if taken:

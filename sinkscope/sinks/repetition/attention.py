@@ -69,15 +69,17 @@ class AttentionReading(Reading):
         natural, *repeated = self.received[0, self.behind, :, -1].mean(0)
         where = f"Behind layer {self.first_behind - 1},"
         if not self.high.any():
-            where = "No MLP makes a norm spike at the first token;"
+            where = "In all layers,"
         return (
             f"{where} the mean attention to position 0 is {np.median(repeated):.1%} at the last of {self.sweep.times} "
             f"of {listed(list(map(repr, self.sweep.tokens)), 1)}, and {natural:.1%} there in natural text."
         )
 
     def details(self) -> list[str]:
-        """Attention of all queries, sequence by sequence, if there are positions of high norm."""
+        """Attention of all queries, sequence by sequence, or that there are no positions of high norm."""
         lines = []
+        if not self.high.any():
+            lines.append("No MLP makes a norm spike at the first token, so no position has a high norm.")
         behind = self.mean[:, self.behind].mean(1)
         for number in np.flatnonzero(self.high)[:5]:
             to_first, to_high = behind[:, number]
