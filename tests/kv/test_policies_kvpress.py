@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from tools import kvpress_fixture as recorded
 from sinkscope.kv import H2O, TOVA, Policy, SnapKV, StreamingLLM
+from tools import kvpress_fixture as recorded
 
 FIXTURE = json.loads((Path(__file__).parents[1] / "fixtures/kvpress.json").read_text())
 PREFILL, DECODING = FIXTURE["prefill"], FIXTURE["decoding"]
