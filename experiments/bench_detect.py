@@ -25,7 +25,6 @@ Their cost is that of these few lines of Python, and servers may do better.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
@@ -40,6 +39,7 @@ from experiments.harmless import pieces, source_code
 from experiments.loopbench.make_honest import honest_texts
 from experiments.loopguard.sensitivity import SURE, encoders
 from experiments.record import record
+from experiments.script import run
 from sinkscope.files.output import write_atomic
 from sinkscope.loops import Monitor, MonitorSettings
 from sinkscope.models.text import typical_text
@@ -294,28 +294,35 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--draws", type=int, default=10, help="loops of each period and form; a third above 256 tokens")
-    parser.add_argument("--rounds", type=int, default=3, help="times that the cost is measured")
-    parser.add_argument("--seed", default="report", help="another one gives other loops and other honest texts")
-    parser.add_argument("--out", type=Path, default=Path("figures/bench_detect.json"))
-    parser.add_argument("--page", type=Path, help="replace the table in this page")
-    args = parser.parse_args()
+def main(
+    *,
+    draws: int = 10,
+    rounds: int = 3,
+    seed: str = "report",
+    out: Path = Path("figures/bench_detect.json"),
+    page: Path | None = None,
+) -> None:
+    """Make what the module describes.
+
+    Args:
+        draws: Loops of each period and form; a third above 256 tokens.
+        rounds: Times that the cost is measured.
+        seed: Another one gives other loops and other honest texts.
+        page: Replace the table in this page.
+    """
     started = time.perf_counter()
     result = {
-        "delays": delays(args.draws, args.seed),
-        "alarms": alarms(args.seed),
-        "microseconds": costs(args.rounds),
+        "delays": delays(draws, seed),
+        "alarms": alarms(seed),
+        "microseconds": costs(rounds),
     }
-    settings = {"draws": args.draws, "rounds": args.rounds, "seed": args.seed, "default": vars(MonitorSettings())}
-    write_atomic(args.out, record("bench-detect", result, settings, started=started, dtype="int"))
-    if args.page is not None:
-        put_table(args.page, "bench_detect", table(result))
+    settings = {"draws": draws, "rounds": rounds, "seed": seed, "default": vars(MonitorSettings())}
+    write_atomic(out, record("bench-detect", result, settings, started=started, dtype="int"))
+    if page is not None:
+        put_table(page, "bench_detect", table(result))
     print(table(result))
     print(json.dumps(result["alarms"]))
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -7,7 +7,6 @@ Results are ratios of medians within one run in which both kinds of pass alterna
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ import torch
 from experiments.record import record
 from experiments.repeated_token.detect import watched
 from experiments.repeated_token.sink_detector import SinkDetector
+from experiments.script import run
 from sinkscope.files.output import write_atomic
 from sinkscope.measure import Setup
 from sinkscope.models.load import load
@@ -40,34 +40,33 @@ def ratio(run: Callable[[], object], watch: Callable[[], AbstractContextManager[
     return {"plain_seconds": round(plain, 5), "watched_seconds": round(watched, 5), "ratio": round(watched / plain, 3)}
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="short name, hub id or folder; default: the model in the package")
-    parser.add_argument("--rounds", type=int, default=31)
-    parser.add_argument("--out", type=Path, default=Path("figures/bench_detector.json"))
-    args = parser.parse_args()
+def main(*, model: str | None = None, rounds: int = 31, out: Path = Path("figures/bench_detector.json")) -> None:
+    """Make what the module describes.
+
+    Args:
+        model: Short name, hub id or folder; default: the model in the package.
+    """
     started = time.perf_counter()
-    model = load(args.model, backend="hf")
-    made = Setup.open(model)
+    loaded = load(model, backend="hf")
+    made = Setup.open(loaded)
     watch = watched(made)
     if watch is None:
         raise SystemExit(f"error: {made.target.name} has no sink, so there is nothing to watch")
     detector = SinkDetector(layer=watch.layer, neurons=watch.neurons, levels=watch.levels.tolist())
-    ids = made.ids.to(model.device)
+    ids = made.ids.to(loaded.device)
     with torch.no_grad():
         rows = {
-            "prefill_4x64": ratio(lambda: model(ids), lambda: detector.on(model), args.rounds),
+            "prefill_4x64": ratio(lambda: loaded(ids), lambda: detector.on(loaded), rounds),
             "generate_32": ratio(
-                lambda: model.generate(ids[:1], max_new_tokens=32, min_new_tokens=32, do_sample=False),
-                lambda: detector.on(model),
-                args.rounds,
+                lambda: loaded.generate(ids[:1], max_new_tokens=32, min_new_tokens=32, do_sample=False),
+                lambda: detector.on(loaded),
+                rounds,
             ),
         }
-    text = record("bench-detector", rows, {"model": made.target.name, "rounds": args.rounds}, started=started)
+    text = record("bench-detector", rows, {"model": made.target.name, "rounds": rounds}, started=started)
     print(text)
-    write_atomic(args.out, text)
+    write_atomic(out, text)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -8,19 +8,19 @@ The figure shows the measure of each method with its 95 % interval, a colour for
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 import plotly.graph_objects as go
 
 from experiments.drawn import save
 from experiments.record import record
+from experiments.script import run
 from sinkscope.bench.methods import FULL, name_of, order_of
 from sinkscope.bench.record import BenchRun, read_run
 from sinkscope.bench.run import bench
@@ -118,45 +118,42 @@ def finding(rows: Sequence[dict[str, Any]], measure: str) -> str:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.bench_figures", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("name", choices=RUNS)
-    parser.add_argument(
-        "--only", help="methods to run again; the rows of the others stay as the figure's JSON has them"
-    )
-    parser.add_argument("--work", type=Path, default=Path("runs"))
-    parser.add_argument("--out", type=Path, default=Path("figures"))
-    args = parser.parse_args(argv)
-    started, run = time.perf_counter(), RUNS[args.name]
+def main(
+    name: Literal[*RUNS], *, only: str | None = None, work: Path = Path("runs"), out: Path = Path("figures")
+) -> None:
+    """Make what the module describes.
+
+    Args:
+        only: Methods to run again; the rows of the others stay as the figure's JSON has them.
+    """
+    started, chosen = time.perf_counter(), RUNS[name]
     with ProgressBar() as progress:
         table = bench(
-            task=run.task,
-            methods=(args.only or run.methods).split(","),
-            model=run.model,
-            out=args.work / args.name,
-            batch_size=run.batch_size,
+            task=chosen.task,
+            methods=(only or chosen.methods).split(","),
+            model=chosen.model,
+            out=work / name,
+            batch_size=chosen.batch_size,
             progress=progress,
         )
     rows = table.rows()
-    if run.task.startswith("needle"):  # a colour for each kind of needle
-        done = read_run(args.work / args.name)
+    if chosen.task.startswith("needle"):  # a colour for each kind of needle
+        done = read_run(work / name)
         records = [replace(one, settings=one.settings | {"set": one.settings["part"]}) for one in done]
         rows = tabulate_records([BenchRun(records, done.settings)]).rows()
     for row in rows:
-        if run.measure == "loop_paper":
+        if chosen.measure == "loop_paper":
             rate = wilson(row["loop_paper"] * row["answers"], row["answers"])
             row |= {"low": rate.low, "high": rate.high}
-    if args.only:
+    if only:
         again = {row["method"] for row in rows}
-        earlier = json.loads((args.out / f"{args.name}.json").read_text())["result"]["rows"]
+        earlier = json.loads((out / f"{name}.json").read_text())["result"]["rows"]
         rows += [row for row in earlier if row["method"] not in again]
         rows.sort(key=lambda row: (row["set"], order_of(row["method"])))
-    settings = {"measure": run.measure, "task": run.task, "model": run.model or "bundled"}
-    save(args.name, record("bench-figure", {"rows": rows}, settings, started=started), figure, args.out)
+    settings = {"measure": chosen.measure, "task": chosen.task, "model": chosen.model or "bundled"}
+    save(name, record("bench-figure", {"rows": rows}, settings, started=started), figure, out)
     print(table)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -15,13 +15,12 @@ second, is the time of compilation.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,6 +31,7 @@ from torch import Tensor
 
 from experiments.bench_loopserve import D_HEAD, scattered, seconds
 from experiments.record import record
+from experiments.script import run
 from sinkscope.files.output import write_atomic
 from sinkscope.lines import lone, sparse
 from sinkscope.lines.lone import LoneLoops, lone_loops
@@ -150,19 +150,16 @@ def measured(lengths: list[int], rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8192, 16384])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path("figures/bench_lone.json"))
-    args = parser.parse_args()
+def main(
+    *, lengths: Sequence[int] = (2048, 4096, 8192, 16384), rounds: int = 5, out: Path = Path("figures/bench_lone.json")
+) -> None:
+    """Make what the module describes."""
     torch.set_num_threads(1)
     started = time.perf_counter()
-    rows = measured(args.lengths, args.rounds)
-    settings = {k: v for k, v in vars(args).items() if k != "out"}
-    write_atomic(args.out, record("bench-lone", {"rows": rows}, settings | {"threads": 1}, started=started))
+    rows = measured(lengths, rounds)
+    settings = {"lengths": lengths, "rounds": rounds}
+    write_atomic(out, record("bench-lone", {"rows": rows}, settings | {"threads": 1}, started=started))
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

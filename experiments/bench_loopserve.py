@@ -21,15 +21,14 @@ there is one round, and layers have two heads. Writes a PNG beside the JSON.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
@@ -41,6 +40,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from experiments.bench_lines import ids_of, made
 from experiments.drawn import put_table, save
 from experiments.record import record
+from experiments.script import run
 from sinkscope.files.output import write_atomic
 from sinkscope.kv.loopserve import LoopServe, Progressive, serve, sparse_prompts
 from sinkscope.lines import choice, sparse
@@ -414,38 +414,42 @@ def figure(data: dict[str, Any]) -> Any:
     )
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
-    parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 32768])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
-    parser.add_argument("--out", type=Path, default=Path("figures/bench_loopserve.json"))
-    parser.add_argument("--page", type=Path, help="replace the table of turns in this page")
-    args = parser.parse_args()
+def main(
+    *,
+    lengths: Sequence[int] = LENGTHS,
+    contexts: Sequence[int] = (8192, 32768),
+    rounds: int = 3,
+    parts: Sequence[Literal[*PARTS]] = PARTS,
+    out: Path = Path("figures/bench_loopserve.json"),
+    page: Path | None = None,
+) -> None:
+    """Make what the module describes.
+
+    Args:
+        page: Replace the table of turns in this page.
+    """
     torch.set_num_threads(1)
     started = time.perf_counter()
     result: dict[str, Any] = {part: [] for part in PARTS}
-    if args.out.is_file():  # parts that are not run stay as they are
-        result |= json.loads(args.out.read_text())["result"]
-    for part in args.parts:
+    if out.is_file():  # parts that are not run stay as they are
+        result |= json.loads(out.read_text())["result"]
+    for part in parts:
         if part == "layer":
-            result[part] = layer(args.lengths, args.rounds)
+            result[part] = layer(lengths, rounds)
         elif part == "decoding":
-            result[part] = decoding(args.contexts, args.rounds)
+            result[part] = decoding(contexts, rounds)
         else:
             made_by = {"selection": selection, "model": whole_model, "turns": turns}
-            result[part] = made_by[part](args.lengths, args.rounds)
-    settings = {k: v for k, v in vars(args).items() if k not in ("out", "page")} | {"threads": 1}
-    if args.page is not None:
-        put_table(args.page, "bench_loopserve", turns_table(result["turns"]))
+            result[part] = made_by[part](lengths, rounds)
+    settings = {"lengths": lengths, "contexts": contexts, "rounds": rounds, "parts": parts, "threads": 1}
+    if page is not None:
+        put_table(page, "bench_loopserve", turns_table(result["turns"]))
     text = record("bench-loopserve", result, settings, started=started)
-    if {"layer", "model"} <= set(args.parts):
-        save(args.out.stem, text, figure, args.out.parent)
+    if {"layer", "model"} <= set(parts):
+        save(out.stem, text, figure, out.parent)
     else:
-        write_atomic(args.out, text)
+        write_atomic(out, text)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

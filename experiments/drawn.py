@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pandas
+
 from sinkscope.app.pages import ENVELOPE, Section, document, plot, save_document, section, write_png
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import note
@@ -49,69 +51,29 @@ def record_section(data: dict[str, Any], file: str, figure: Any = None) -> Secti
     return section(str(data["kind"]), file, lists, ("" if figure is None else plot(figure)) + shown)
 
 
-def tables(value: Any, title: str = "") -> Iterator[Grid]:
-    """All data as tables: single values first, then one table per list of records."""
-    if isinstance(value, list):
-        if _records(value):
-            yield _table(title, [flat for row in value for flat in _flat(row)])
-        elif value:
-            yield _table(title, [{"value": item} for item in value])
-        return
-    inside = {key: v for key, v in value.items() if isinstance(v, dict) or _records(v)}
-    single = [{"name": key, "value": v} for key, v in value.items() if key not in inside]
+def tables(result: dict[str, Any]) -> Iterator[Grid]:
+    """Each list of records as a table, whose nested objects are columns, and all other values as one more."""
+    single: dict[str, Any] = {}
+    for name, value in pandas.json_normalize(result, sep=", ").iloc[0].items():
+        if not isinstance(value, list) or not value or not isinstance(value[0], dict):
+            single[str(name)] = value
+            continue
+        cut = f" (the first {ROWS:,} of {len(value):,} rows)" if len(value) > ROWS else ""
+        rows = pandas.json_normalize(value[:ROWS], sep=" ").astype(object)
+        frame = rows.where(rows.notna(), None)  # what a record lacks
+        yield Grid({str(column): [_in_a_cell(item) for item in frame[column]] for column in frame}, f"{name}{cut}")
     if single:
-        yield _table(title, single)
-    if len(inside) > 1 and all(isinstance(v, dict) and not _nested(v) for v in inside.values()):
-        yield _table(title, [{"name": key, **v} for key, v in inside.items()])
-        return
-    for key, v in inside.items():
-        yield from tables(v, f"{title}, {key}" if title else key)
-
-
-def _nested(value: dict[str, Any]) -> bool:
-    return any(isinstance(v, dict) or _records(v) for v in value.values())
-
-
-def _records(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(row, dict) for row in value)
-
-
-def _flat(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The row itself, or one row for each record in its lists; objects in it become columns."""
-    base: dict[str, Any] = {}
-    lists: dict[str, list[dict[str, Any]]] = {}
-    for key, value in row.items():
-        if isinstance(value, dict):
-            base |= {f"{key} {name}": v for name, v in value.items()}
-        elif _records(value):
-            lists[key] = value
-        else:
-            base[key] = value
-    if not lists:
-        yield base
-    for key, rows in lists.items():
-        named = {"list": key} if len(lists) > 1 else {}
-        for inner in rows:
-            for flat in _flat(inner):
-                yield {**base, **named, **{f"{key} {n}" if n in base else n: v for n, v in flat.items()}}
-
-
-def _table(title: str, rows: list[dict[str, Any]]) -> Grid:
-    head = list(dict.fromkeys(name for row in rows for name in row))
-    columns = {name: [_in_a_cell(row.get(name)) for row in rows[:ROWS]] for name in head}
-    cut = f" (the first {ROWS:,} of {len(rows):,} rows)" if len(rows) > ROWS else ""
-    return Grid(columns, title + cut)
+        yield Grid({"name": list(single), "value": [_in_a_cell(value) for value in single.values()]})
 
 
 def _in_a_cell(value: Any) -> str:
-    if isinstance(value, list):
-        parts = [f"[{_in_a_cell(v)}]" if isinstance(v, list) else _in_a_cell(v) for v in value]
-        text = ", ".join(parts)
-        if len(text) <= _WIDTH:
-            return text
-        fitting = text[:_WIDTH].count(", ") if all(", " not in part for part in parts) else 1
-        return f"{', '.join(parts[:fitting])}, … ({len(parts)} values)"  # never a part of a number
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else cell(value)
+    """A value; of a long list its beginning, and never a part of a number."""
+    if not isinstance(value, list):
+        return cell(value)
+    text = json.dumps(value, ensure_ascii=False)
+    if len(text) <= _WIDTH:
+        return cell(text)
+    return cell(f"{text[:_WIDTH].rpartition(', ')[0]}, … ({len(value)} values)")
 
 
 def put_table(page: Path, module: str, made: str) -> None:

@@ -13,7 +13,6 @@ goes on from there with the same command and ends with the same numbers.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -28,6 +27,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from experiments.drawn import save
 from experiments.record import record
+from experiments.script import run
+from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import ProgressBar
 from sinkscope.measure.style import BLUE, ORANGE, finished
 from sinkscope.models.text import typical_text
@@ -176,24 +177,24 @@ def figure(data: dict[str, Any]) -> Any:
     return finished(fig, None, found, width=1700, height=470, top=120)
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m experiments.emergence", description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path("figures"), help="folder for the figure and what is not done")
-    args = parser.parse_args(argv)
-    if args.steps < 1 or args.seeds < 1:
-        parser.error("--steps and --seeds: give 1 or more")
-    started, part = time.perf_counter(), args.out / "emergence.part"
+def main(*, steps: int = 600, seeds: int = 3, out: Path = Path("figures")) -> None:
+    """Make what the module describes.
+
+    Args:
+        out: Folder for the figure and what is not done.
+    """
+    if steps < 1 or seeds < 1:
+        raise SinkscopeError("--steps and --seeds: give 1 or more")
+    started, part = time.perf_counter(), out / "emergence.part"
     part.mkdir(parents=True, exist_ok=True)
     runs: list[dict[str, Any]] = []
     with ProgressBar() as progress:
-        for seed in range(args.seeds):
+        for seed in range(seeds):
             for bos in (True, False):
-                runs.append({"bos": bos, "seed": seed, "rows": train(bos, seed, args.steps, part, progress)})
+                runs.append({"bos": bos, "seed": seed, "rows": train(bos, seed, steps, part, progress)})
     settings = {
-        "steps": args.steps,
-        "seeds": args.seeds,
+        "steps": steps,
+        "seeds": seeds,
         "batch": BATCH,
         "length": LENGTH,
         "learning_rate": RATE,
@@ -203,12 +204,12 @@ def main(argv: list[str] | None = None) -> None:
         "eps": EPS,
         **SIZES,
     }
-    save("emergence", record("emergence", {"runs": runs}, settings, started=started), figure, args.out)
+    save("emergence", record("emergence", {"runs": runs}, settings, started=started), figure, out)
     shutil.rmtree(part)
-    for run in runs:
-        print(json.dumps({"bos": run["bos"], "seed": run["seed"], **run["rows"][-1]}))
+    for one in runs:
+        print(json.dumps({"bos": one["bos"], "seed": one["seed"], **one["rows"][-1]}))
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main()
+    run(main)

@@ -154,8 +154,7 @@ def prompts(o: LoopOrganism) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    package = Path(sinkscope.__file__).parent
-    parser.add_argument("--model", type=Path, default=package / "models/organism")
+    parser.add_argument("--model", type=Path, default=Path(sinkscope.__file__).parent / "models/organism")
     parser.add_argument("--prompts", type=Path, default=DATA / "organism.jsonl")
     arguments = parser.parse_args()
     o = made()

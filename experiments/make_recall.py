@@ -11,7 +11,6 @@ affects only the logits of filler words. All matrices have noise.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from experiments.script import run
 from sinkscope.bench.tasks import recall as words
 from sinkscope.bench.tasks.recall import ANSWER, ASK, BOS, END, FACT, FILLER, KEYS, TURNS, UNKNOWN, VALUES
 
@@ -379,13 +379,9 @@ def save(model: Any, folder: Path) -> None:
     (folder / "circuit.json").write_text(json.dumps(circuit) + "\n", encoding="utf-8")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "sinkscope/models/recall")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    save(build(arguments.seed), arguments.out)
+def main(*, out: Path = Path(__file__).parents[1] / "sinkscope/models/recall", seed: int = 0) -> None:
+    save(build(seed), out)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

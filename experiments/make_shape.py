@@ -16,18 +16,19 @@ above are zero, so they change nothing.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import random
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from experiments.script import run
 
 # hidden size, MLP width, layers, query heads, kv heads, vocabulary, context
 SHAPES = {
@@ -352,23 +353,28 @@ def _dump(file: Path, content: object) -> None:
     file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", choices=SHAPES, default="llama-2-7b")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--sink-layer", type=int, default=1)
-    parser.add_argument("--dense-layers", type=int, help="default: one more than the sink needs")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dtype", choices=DTYPES, default="float16")
-    parser.add_argument("--beta", type=float, default=BETA, help="force: about exp(2 beta) repetitions make a sink")
-    args = parser.parse_args(argv)
-    plan = make_plan(args.shape, args.sink_layer, args.seed, args.dense_layers, args.beta)
-    write(plan, args.out, args.dtype, args.shape)
-    files = list(args.out.iterdir())
+def main(
+    *,
+    shape: Literal[*SHAPES] = "llama-2-7b",
+    out: Path,
+    sink_layer: int = 1,
+    dense_layers: int | None = None,
+    seed: int = 0,
+    dtype: Literal[*DTYPES] = "float16",
+    beta: float = BETA,
+) -> None:
+    """Make what the module describes.
+
+    Args:
+        dense_layers: Default: one more than the sink needs.
+        beta: Force: about exp(2 beta) repetitions make a sink.
+    """
+    plan = make_plan(shape, sink_layer, seed, dense_layers, beta)
+    write(plan, out, dtype, shape)
+    files = list(out.iterdir())
     apparent, real = sum(f.stat().st_size for f in files), sum(f.stat().st_blocks * 512 for f in files)
-    print(f"{args.out.name}: {apparent / 1e9:.2f} GB apparent, {real / 1e9:.2f} GB on disk")
+    print(f"{out.name}: {apparent / 1e9:.2f} GB apparent, {real / 1e9:.2f} GB on disk")
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

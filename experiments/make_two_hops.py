@@ -23,7 +23,6 @@ So the right answer needs one row in the middle of the prompt to see two tokens 
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections.abc import Sequence
@@ -33,6 +32,8 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
+
+from experiments.script import run
 
 RECALL = Path(__file__).parents[1] / "sinkscope/models/recall"
 
@@ -123,12 +124,10 @@ def changes(folder: Path = RECALL) -> dict[str, Any]:
     return {name: tensor.numpy() for name, tensor in after.items() if not bool(tensor.isnan().all())}
 
 
-def main() -> None:
+def main(*, out: Path = RECALL / "two_hops.npz") -> None:
     """Write the file."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--out", type=Path, default=RECALL / "two_hops.npz")
-    np.savez_compressed(parser.parse_args().out, **changes())
+    np.savez_compressed(out, **changes())
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -7,7 +7,6 @@ A norm is high if it exceeds three times the upper quartile of later positions, 
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections import Counter
 from pathlib import Path
@@ -23,6 +22,7 @@ from torch import Tensor
 import sinkscope as ss
 from experiments.drawn import save
 from experiments.record import record
+from experiments.script import run
 from sinkscope.errors import UnsupportedError
 from sinkscope.measure import Setup
 from sinkscope.measure.style import BLUE, GREEN, GREY, ORANGE, RED, finished
@@ -164,18 +164,13 @@ def figure(data: dict[str, Any]) -> go.Figure:
     return finished(fig, None, title, width=1400, height=120 + 340 * len(conditions), showlegend=False)
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model")
-    parser.add_argument("--text")
-    parser.add_argument("--out", type=Path, default=Path("figures"))
-    args = parser.parse_args()
+def main(*, model: str | None = None, text: str | None = None, out: Path = Path("figures")) -> None:
+    """Make what the module describes."""
     started = time.perf_counter()
-    setup = Setup.open(args.model, text=args.text)
+    setup = Setup.open(model, text=text)
     result = massive(setup)
-    text = record("massive-activations", result, {"model": setup.target.name}, started=started)
-    save("massive-activations", text, figure, args.out)
+    made = record("massive-activations", result, {"model": setup.target.name}, started=started)
+    save("massive-activations", made, figure, out)
     for one in result["conditions"]:
         layers = [f"{layer['top'][0]:.4g} ({layer['median']:.3g})" for layer in one["layers"]]
         print(
@@ -184,4 +179,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

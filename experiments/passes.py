@@ -10,7 +10,6 @@ sums are counted on planted models of several depths, whose sink is in layer 1 a
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from functools import partial
@@ -23,6 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 import sinkscope as ss
 from experiments.make_shape import SHAPES, make_plan, write
 from experiments.record import record
+from experiments.script import run
 from sinkscope.app.commands import commands
 from sinkscope.files.output import write_atomic
 from sinkscope.models.wrapped import target_of
@@ -61,11 +61,8 @@ def by_depth(function: Any) -> dict[str, int]:
     return sums
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("sinkscope/app/passes.json"))
-    args = parser.parse_args()
+def main(*, out: Path = Path("sinkscope/app/passes.json")) -> None:
+    """Make what the module describes."""
     started = time.perf_counter()
     tokens: dict[str, int] = {}
     layer_tokens: dict[str, dict[str, int]] = {}
@@ -82,8 +79,8 @@ def main() -> None:
             function = partial(function, patch=ss.make_patch().patch)
         tokens[words] = round(counted(function) / depth)
         print(f"{words}: {tokens[words]:,} tokens", flush=True)
-    write_atomic(args.out, record("passes", {"tokens": tokens, "layer_tokens": layer_tokens}, {}, started=started))
+    write_atomic(out, record("passes", {"tokens": tokens, "layer_tokens": layer_tokens}, {}, started=started))
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -6,7 +6,6 @@ one at its place, because greedy generation would then have written it.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from experiments.script import run
 from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.tasks.recall import POSITIONS, recall_dialogue, uneven
 from sinkscope.files.output import write_atomic
@@ -184,20 +184,20 @@ python -m experiments.recall_card{" --long" if longest > 16384 else ""}
 """
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=FOLDER)
-    parser.add_argument("--long", action="store_true", help="also 32,768 tokens: some minutes more")
-    arguments = parser.parse_args()
+def main(*, out: Path = FOLDER, long: bool = False) -> None:
+    """Make what the module describes.
 
+    Args:
+        long: Also 32,768 tokens: some minutes more.
+    """
     import sinkscope as ss
 
-    model = ss.load(arguments.out, backend="hf")
-    numbers = [measure(model, model.tokenizer, case) for case in CASES + (LONG if arguments.long else ())]
-    write_atomic(arguments.out / NUMBERS, json.dumps(numbers, indent=1) + "\n")
-    size = (arguments.out / "model.safetensors").stat().st_size
-    write_atomic(arguments.out / "README.md", card(numbers, model, size))
+    model = ss.load(out, backend="hf")
+    numbers = [measure(model, model.tokenizer, case) for case in CASES + (LONG if long else ())]
+    write_atomic(out / NUMBERS, json.dumps(numbers, indent=1) + "\n")
+    size = (out / "model.safetensors").stat().st_size
+    write_atomic(out / "README.md", card(numbers, model, size))
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

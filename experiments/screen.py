@@ -12,7 +12,6 @@ Gate and up rows include the gain of the norm before the MLP; columns include th
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from torch import Tensor
 
 from experiments.drawn import save
 from experiments.record import record
+from experiments.script import run
 from sinkscope.files.notation import neuron_name
 from sinkscope.measure import Setup
 from sinkscope.measure.style import BLUE, GREY, ORANGE, finished
@@ -164,20 +164,19 @@ def figure(data: dict[str, Any]) -> go.Figure:
     return finished(fig, None, title, width=1200, height=460)
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model")
-    parser.add_argument("--top", type=int, default=8, help="candidates to list")
-    parser.add_argument("--out", type=Path, default=Path("figures"))
-    args = parser.parse_args()
+def main(*, model: str | None = None, top: int = 8, out: Path = Path("figures")) -> None:
+    """Make what the module describes.
+
+    Args:
+        top: Candidates to list.
+    """
     started = time.perf_counter()
-    setup = Setup.open(args.model, texts=0)
-    result = screen(setup.target, args.top)
-    save("screen", record("screen", result, {"top": args.top}, started=started), figure, args.out)
+    setup = Setup.open(model, texts=0)
+    result = screen(setup.target, top)
+    save("screen", record("screen", result, {"top": top}, started=started), figure, out)
     for row in result["candidates"]:
         print(f"{row['neuron']:>12}  reach {row['reach']:.4g}  z {row['z']:.1f}")
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

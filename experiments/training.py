@@ -9,8 +9,8 @@ command continues from there after an interruption.
 
 from __future__ import annotations
 
-import argparse
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from plotly.subplots import make_subplots
 import sinkscope as ss
 from experiments.drawn import save
 from experiments.record import record
+from experiments.script import run
+from sinkscope.errors import SinkscopeError
 from sinkscope.files.notation import neuron_names
 from sinkscope.measure.style import BLUE, GREEN, ORANGE, finished
 
@@ -91,29 +93,31 @@ def figure(data: dict[str, Any]) -> go.Figure:
     return finished(fig, None, title, width=1400, height=460, showlegend=False)
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", action="append", required=True, help="several make a series")
-    parser.add_argument("--revision", action="append", help="of one model; several make a series")
-    parser.add_argument("--text")
-    parser.add_argument("--keep", type=Path, help="folder for the result of each checkpoint")
-    parser.add_argument("--out", type=Path, default=Path("figures"))
-    args = parser.parse_args()
-    if len(args.model) > 1 and args.revision:
-        parser.error("several models and revisions are given: give one model, or no revision")
+def main(
+    *,
+    model: Sequence[str],
+    revision: Sequence[str] | None = None,
+    text: str | None = None,
+    keep: Path | None = None,
+    out: Path = Path("figures"),
+) -> None:
+    """Make what the module describes.
+
+    Args:
+        model: Several make a series.
+        revision: Of one model; several make a series.
+        keep: Folder for the result of each checkpoint.
+    """
+    if len(model) > 1 and revision:
+        raise SinkscopeError("several models and revisions are given: give one model, or no revision")
     started = time.perf_counter()
-    options = {} if args.text is None else {"text": args.text}
-    rows = [
-        checkpoint(model, revision, args.keep, **options)
-        for model in args.model
-        for revision in args.revision or [None]
-    ]
+    options = {} if text is None else {"text": text}
+    rows = [checkpoint(name, number, keep, **options) for name in model for number in revision or [None]]
     for row in rows:
         print(row)
-    settings = {"models": [Path(model).name for model in args.model], "revisions": args.revision}
-    save("training", record("training", {"checkpoints": rows}, settings, started=started), figure, args.out)
+    settings = {"models": [Path(name).name for name in model], "revisions": revision}
+    save("training", record("training", {"checkpoints": rows}, settings, started=started), figure, out)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -8,13 +8,14 @@ context is left out. Run the command again to resume after an interruption, or w
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from experiments.script import run
 
 MARK = "\n<|end|>\n"
 
@@ -60,41 +61,47 @@ def sample(
     return [text for text in texts if text and MARK.strip() not in text]
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m experiments.bundled.stories", description=__doc__.splitlines()[0])
-    parser.add_argument("--teacher", required=True, help="folder or hub id of a model that writes stories")
-    parser.add_argument("--out", type=Path, required=True, help="file to which stories are appended")
-    parser.add_argument("--tokens", type=int, required=True, help="size of the file, in tokens of the teacher")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--temperature", type=float, default=0.8)
-    parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=1)
-    args = parser.parse_args(argv)
-    torch.set_num_threads(args.threads)
-    tokenizer = AutoTokenizer.from_pretrained(args.teacher)
-    model = AutoModelForCausalLM.from_pretrained(args.teacher, dtype=torch.float32).eval().to(args.device)
+def main(
+    *,
+    teacher: str,
+    out: Path,
+    tokens: int,
+    seed: int = 0,
+    temperature: float = 0.8,
+    rows: int = 64,
+    device: str = "cpu",
+    threads: int = 1,
+) -> None:
+    """Make what the module describes.
+
+    Args:
+        teacher: Folder or hub id of a model that writes stories.
+        out: File to which stories are appended.
+        tokens: Size of the file, in tokens of the teacher.
+    """
+    torch.set_num_threads(threads)
+    tokenizer = AutoTokenizer.from_pretrained(teacher)
+    model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32).eval().to(device)
 
     def size(stories: list[str]) -> int:
         return sum(len(ids) for ids in tokenizer(stories, add_special_tokens=False)["input_ids"]) if stories else 0
 
-    kept = read_stories(args.out)
-    count, tokens = len(kept), size(kept)
-    args.out.write_text("".join(story + MARK for story in kept), encoding="utf-8")
-    with args.out.open("a", encoding="utf-8") as file:
-        while tokens < args.tokens:
+    kept = read_stories(out)
+    count, written = len(kept), size(kept)
+    out.write_text("".join(story + MARK for story in kept), encoding="utf-8")
+    with out.open("a", encoding="utf-8") as file:
+        while written < tokens:
             # The number of stories so far names the batch, so a run that was interrupted goes on with the same ones.
-            seed = int(np.random.SeedSequence([args.seed, count]).generate_state(1)[0])
-            stories = sample(model, tokenizer, rows=args.rows, temperature=args.temperature, seed=seed)
+            drawn = int(np.random.SeedSequence([seed, count]).generate_state(1)[0])
+            stories = sample(model, tokenizer, rows=rows, temperature=temperature, seed=drawn)
             if not stories:
                 raise SystemExit("error: no sampled story ended; the teacher does not write whole stories")
             file.write("".join(story + MARK for story in stories))
             file.flush()
-            count, tokens = count + len(stories), tokens + size(stories)
+            count, written = count + len(stories), written + size(stories)
             if sys.stderr.isatty():
-                print(f"\r{count} stories, {tokens} tokens", end="", file=sys.stderr)
+                print(f"\r{count} stories, {written} tokens", end="", file=sys.stderr)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

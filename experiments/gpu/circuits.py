@@ -10,10 +10,8 @@ TransformerLens, no nnsight.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ import torch
 from experiments.gpu.steps import measured, planted
 from experiments.make_shape import group_of
 from experiments.record import record
+from experiments.script import run
 from sinkscope.files.output import write_atomic
 from sinkscope.models.load import load
 from sinkscope.sinks.attack.attack import ClusterAttack, cluster_attack
@@ -61,20 +60,28 @@ def row_of(result: Repeat) -> dict[str, Any]:
     }
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="short name, hub id or folder; default: a 7B-shaped planted checkpoint")
-    parser.add_argument("--shape", default="llama-2-7b", help="shape of the planted checkpoint")
-    parser.add_argument("--out", type=Path, default=Path("figures/gpu_circuits.json"))
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--length", type=int, default=512, help="tokens of an attack")
-    parser.add_argument("--sequences", type=int, default=1000)
-    parser.add_argument("--max-repeats", type=int, help="of the atlas")
-    parser.add_argument("--folder", type=Path, help="where the planted checkpoint is kept; default: a temporary folder")
-    args = parser.parse_args(argv)
-    device, started = torch.device(args.device), time.perf_counter()
-    made = planted(args.shape, args.folder, "bfloat16") if args.model is None else nullcontext((args.model, None))
+def main(
+    *,
+    model: str | None = None,
+    shape: str = "llama-2-7b",
+    out: Path = Path("figures/gpu_circuits.json"),
+    device: str = "cuda",
+    length: int = 512,
+    sequences: int = 1000,
+    max_repeats: int | None = None,
+    folder: Path | None = None,
+) -> None:
+    """Make what the module describes.
+
+    Args:
+        model: Short name, hub id or folder; default: a 7B-shaped planted checkpoint.
+        shape: Shape of the planted checkpoint.
+        length: Tokens of an attack.
+        max_repeats: Of the atlas.
+        folder: Where the planted checkpoint is kept; default: a temporary folder.
+    """
+    device, started = torch.device(device), time.perf_counter()
+    made = planted(shape, folder, "bfloat16") if model is None else nullcontext((model, None))
     with made as (model, truth):
         # The probe looks at logits, and the planted checkpoint has no unembedding.
         live = load(model, backend="hf", device=device, dtype="bfloat16", probe=truth is None)
@@ -82,25 +89,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     clusters = clustered.clusters
     assert clusters is not None
     pools = {head: clusters.tokens_of(head) for head in clusters.heads}
-    atlas, of_atlas = measured(device, lambda: repeat(live, tokens=["all"], max_repeats=args.max_repeats))
+    atlas, of_atlas = measured(device, lambda: repeat(live, tokens=["all"], max_repeats=max_repeats))
     attack, of_attack = measured(
-        device, lambda: cluster_attack(live, clusters=pools, lengths=[args.length], sequences=args.sequences)
+        device, lambda: cluster_attack(live, clusters=pools, lengths=[length], sequences=sequences)
     )
     rows: dict[str, Any] = {
         "clusters": {**of_clusters, "tokens": len(clusters.ids), "served": int(np.isfinite(clusters.head).sum())},
         "atlas": {**of_atlas, **row_of(atlas)},
-        "attack": {**of_attack, "sequences": args.sequences, "length": args.length, "rows": rows_of(attack)},
+        "attack": {**of_attack, "sequences": sequences, "length": length, "rows": rows_of(attack)},
     }
     if truth is not None:
         rows["planted_sink_layer"] = truth["sink_layer"]
         rows["found_sink_layer"] = attack.sink_layer
         rows["tokens_in_their_planted_group"] = agreement(clusters)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-    settings = {"model": attack.model.name, "shape": args.shape if truth else None, "hardware": name}
+    settings = {"model": attack.model.name, "shape": shape if truth else None, "hardware": name}
     text = record("gpu-circuits", rows, settings, started=started, device=device, dtype="bfloat16")
     print(text)
-    write_atomic(args.out, text)
+    write_atomic(out, text)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

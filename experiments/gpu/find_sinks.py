@@ -9,9 +9,7 @@ jaxtyping; no network, no TransformerLens, no nnsight.
 
 from __future__ import annotations
 
-import argparse
 import time
-from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ import torch
 
 from experiments.gpu.steps import measured, planted
 from experiments.record import record
+from experiments.script import run
 from sinkscope.files.output import write_atomic
 from sinkscope.models.load import load
 from sinkscope.sinks.first_token.find import FindSinks, find_sinks
@@ -41,17 +40,23 @@ def row(found: FindSinks, numbers: dict[str, float | int]) -> dict[str, Any]:
     }
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="short name, hub id or folder; default: a 7B-shaped planted checkpoint")
-    parser.add_argument("--shape", default="llama-2-7b", help="shape of the planted checkpoint")
-    parser.add_argument("--out", type=Path, default=Path("figures/gpu_find_sinks.json"))
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--folder", type=Path, help="where the planted checkpoint is kept; default: a temporary folder")
-    args = parser.parse_args(argv)
-    device, started = torch.device(args.device), time.perf_counter()
-    made = planted(args.shape, args.folder, "bfloat16") if args.model is None else nullcontext((args.model, None))
+def main(
+    *,
+    model: str | None = None,
+    shape: str = "llama-2-7b",
+    out: Path = Path("figures/gpu_find_sinks.json"),
+    device: str = "cuda",
+    folder: Path | None = None,
+) -> None:
+    """Make what the module describes.
+
+    Args:
+        model: Short name, hub id or folder; default: a 7B-shaped planted checkpoint.
+        shape: Shape of the planted checkpoint.
+        folder: Where the planted checkpoint is kept; default: a temporary folder.
+    """
+    device, started = torch.device(device), time.perf_counter()
+    made = planted(shape, folder, "bfloat16") if model is None else nullcontext((model, None))
     with made as (model, truth):
         streamed = measured(device, lambda: find_sinks(model, device=device, dtype="bfloat16"))
         # The planted checkpoint has no unembedding, so nothing reaches its logits and the probe would refuse it.
@@ -67,11 +72,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             {n.site for n in found.causal} == set(sites) for found in (streamed[0], whole[0])
         )
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-    settings = {"model": streamed[0].model.name, "shape": args.shape if truth else None, "hardware": name}
+    settings = {"model": streamed[0].model.name, "shape": shape if truth else None, "hardware": name}
     text = record("gpu-find-sinks", rows, settings, started=started, device=device, dtype="bfloat16")
     print(text)
-    write_atomic(args.out, text)
+    write_atomic(out, text)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

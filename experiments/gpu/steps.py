@@ -114,7 +114,7 @@ def kept(shape: str, folder: Path, dtype: str) -> tuple[str, dict[str, Any]]:
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / f"{made.name}.lock"):  # several parts may want it at once
         if not (made / "truth.json").is_file():  # the file that is written last
-            make_shape.main(["--shape", shape, "--out", str(made), "--dtype", dtype])
+            make_shape.main(shape=shape, out=made, dtype=dtype)
     return str(made), json.loads((made / "truth.json").read_text())
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from experiments import train_bundled
 from experiments.bundled import card, stories
 from experiments.bundled.training import SIZES
+from experiments.script import run
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if told is None:
         told = args.out / "stories.txt"
         sampling = ["--teacher", args.teacher, "--out", told, "--tokens", args.story_tokens, "--rows", args.story_rows]
-        stories.main([str(part) for part in [*sampling, "--seed", args.seed, "--device", args.device]])
+        run(stories.main, [str(part) for part in [*sampling, "--seed", args.seed, "--device", args.device]])
     common = ["--stories", told, "--steps", args.steps, "--tokens-per-step", args.tokens_per_step, "--size", args.size]
     common += ["--seed", args.seed, "--device", args.device, "--resume"]
     for name, more in (("planted", ()), ("unplanted", ("--unplanted",))):

@@ -16,7 +16,6 @@ the whole prompt there.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import re
@@ -24,9 +23,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from experiments.longbench import PASSAGES_HEAD, PASSAGES_TAIL, LongBenchRecord, read_longbench
+from experiments.script import run
 from experiments.tokenizer import open_tokenizer
 from sinkscope.files.output import write_atomic
 
@@ -245,25 +245,31 @@ def _part(body: str, size: int, middle: bool) -> str:
     return f"{head.rpartition(' ')[0] or head} {tail.partition(' ')[2] or tail}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("bench", choices=LONGBENCH)
-    parser.add_argument("source", type=Path, help="LongBench's .jsonl of the task, or its data.zip")
-    parser.add_argument("--model", help="count tokens with the tokenizer of this model")
-    parser.add_argument("--count", type=int)
-    parser.add_argument("--target-tokens", type=int)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
-    tokenizer = open_tokenizer(args.model)
-    records = read_longbench(LONGBENCH[args.bench], args.source)
-    rows = build(args.bench, records, tokenizer, args.count, args.target_tokens, args.seed)
-    write_atomic(args.out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+def main(
+    bench: Literal[*LONGBENCH],
+    source: Path,
+    *,
+    model: str | None = None,
+    count: int | None = None,
+    target_tokens: int | None = None,
+    seed: int = 0,
+    out: Path,
+) -> None:
+    """Make what the module describes.
+
+    Args:
+        source: LongBench's .jsonl of the task, or its data.zip.
+        model: Count tokens with the tokenizer of this model.
+    """
+    tokenizer = open_tokenizer(model)
+    records = read_longbench(LONGBENCH[bench], source)
+    rows = build(bench, records, tokenizer, count, target_tokens, seed)
+    write_atomic(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     lengths = [len(tokenizer(row["prompt"], verbose=False)["input_ids"]) for row in rows]
-    counted_by = args.model or "the model in the package"
+    counted_by = model or "the model in the package"
     print(f"{len(rows)} prompts, mean {sum(lengths) / len(lengths):,.0f} tokens of {counted_by}")
-    print(f"the paper: {COUNTS.get(args.bench, '-')} prompts, mean {TOKENS.get(args.bench, '-')} tokens")
+    print(f"the paper: {COUNTS.get(bench, '-')} prompts, mean {TOKENS.get(bench, '-')} tokens")
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -9,7 +9,6 @@ a refrain recurs word for word, with a verse in between.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from experiments.loopguard.honest import FILE, HonestText
+from experiments.script import run
 from sinkscope.files.output import write_atomic
 
 _TOWNS = (
@@ -389,13 +389,9 @@ _MAKERS: dict[str, Callable[[random.Random], str]] = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.loopbench.make_honest", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--out", type=Path, default=FILE)
-    write_atomic(parser.parse_args(argv).out, lines())
+def main(*, out: Path = FILE) -> None:
+    write_atomic(out, lines())
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -12,7 +12,6 @@ to open at once.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from typing import Any
 import numpy as np
 from scipy.special import gammaincinv
 
+from experiments.script import run
 from experiments.tokenizer import open_tokenizer
 from sinkscope.errors import SinkscopeError
 from sinkscope.loops import Monitor, MonitorSettings
@@ -178,19 +178,19 @@ def read_ids(path: Path, tokenizer: str | None) -> list[list[int]]:
     return [encode(text, add_special_tokens=False)["input_ids"] for text in texts]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--tokenizer", help="model whose vocabulary it is; by default text is split into words")
-    parser.add_argument("--rate", type=float, default=10.0, help="accepted false alarms per million tokens")
-    parser.add_argument("--out", type=Path, default=Path("settings.json"))
-    args = parser.parse_args()
-    fit = calibrate(read_ids(args.file, args.tokenizer), args.rate)
-    for rate in fit.rates:
-        print(f"{rate.rule}: {rate.per_million:.3g} false alarms per million tokens (at most {rate.at_most:.3g})")
+def main(file: Path, *, tokenizer: str | None = None, rate: float = 10.0, out: Path = Path("settings.json")) -> None:
+    """Make what the module describes.
+
+    Args:
+        tokenizer: Model whose vocabulary it is; by default text is split into words.
+        rate: Accepted false alarms per million tokens.
+    """
+    fit = calibrate(read_ids(file, tokenizer), rate)
+    for one in fit.rates:
+        print(f"{one.rule}: {one.per_million:.3g} false alarms per million tokens (at most {one.at_most:.3g})")
     print(f"On more such text these settings should raise at most {fit.promised:.3g}: {json.dumps(fit.monitor)}")
-    args.out.write_text(json.dumps(fit.monitor) + "\n")
+    out.write_text(json.dumps(fit.monitor) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -10,7 +10,6 @@ copies neither cycles nor sentences does not loop because of its cache, so LoopG
 
 from __future__ import annotations
 
-import argparse
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from torch import Tensor
 
 from experiments.drawn import save
 from experiments.record import record
+from experiments.script import run
 from sinkscope.measure import Setup
 from sinkscope.measure.style import BLUE, GREY, RED, finished
 from sinkscope.models.target import Target, on_input
@@ -264,25 +264,32 @@ def figure(data: dict[str, Any]) -> Any:
     return finished(fig, None, summary(result), width=280 * len(titles) + 100, height=450)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.loopguard.ditto", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--model", help="short name, hub id or folder; default: the model in the package")
-    parser.add_argument("--period", type=int, action="append", help="of random cycles; default: 4, 16 and 48")
-    parser.add_argument("--units", type=int, default=8, help="cycles of each period, and sentences")
-    parser.add_argument("--heads", type=int, help="to replace; default: as few as remove half of the copying")
-    parser.add_argument("--draws", type=int, default=5, help="of other heads for the control")
-    parser.add_argument("--out", type=Path, default=Path("figures"))
-    args = parser.parse_args(argv)
+def main(
+    *,
+    model: str | None = None,
+    period: Sequence[int] | None = None,
+    units: int = 8,
+    heads: int | None = None,
+    draws: int = 5,
+    out: Path = Path("figures"),
+) -> None:
+    """Make what the module describes.
+
+    Args:
+        model: Short name, hub id or folder; default: the model in the package.
+        period: Of random cycles; default: 4, 16 and 48.
+        units: Cycles of each period, and sentences.
+        heads: To replace; default: as few as remove half of the copying.
+        draws: Of other heads for the control.
+    """
     started = time.perf_counter()
-    setup = Setup.open(args.model, loading="whole")
-    periods = args.period or [4, 16, 48]
-    result = measure(setup, periods, args.units, args.heads, args.draws)
-    settings = {"model": setup.target.name, "periods": periods, "units": args.units, "draws": args.draws}
-    save("ditto", record("loopguard-ditto", result, settings, started=started), figure, args.out)
+    setup = Setup.open(model, loading="whole")
+    periods = period or [4, 16, 48]
+    result = measure(setup, periods, units, heads, draws)
+    settings = {"model": setup.target.name, "periods": periods, "units": units, "draws": draws}
+    save("ditto", record("loopguard-ditto", result, settings, started=started), figure, out)
     print(f"{summary(result)}.")
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -15,7 +15,6 @@ no run can collapse before step W.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
@@ -25,6 +24,7 @@ from typing import Any
 
 from experiments.drawn import powers, save
 from experiments.record import record
+from experiments.script import run
 from sinkscope.bench.record import BenchRecord, read_run
 from sinkscope.bench.run import run_bench
 from sinkscope.errors import SinkscopeError
@@ -204,32 +204,35 @@ def figure(data: dict[str, Any]) -> Any:
     return finished(fig, None, found, width=1500, height=560)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.loopguard.figure2", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("folders", type=Path, nargs="*", help="trained members of the family")
-    parser.add_argument("--work", type=Path, required=True, help="where runs are kept")
-    parser.add_argument("--base-run", type=Path, help="a run of the model in the package with method full")
-    parser.add_argument("--max-new-tokens", type=int, default=2500)
-    parser.add_argument("--batch-size", type=int, default=24)
-    parser.add_argument("--out", type=Path, default=Path("figures"))
-    args = parser.parse_args(argv)
+def main(
+    folders: Sequence[Path] = (),
+    *,
+    work: Path,
+    base_run: Path | None = None,
+    max_new_tokens: int = 2500,
+    batch_size: int = 24,
+    out: Path = Path("figures"),
+) -> None:
+    """Make what the module describes.
+
+    Args:
+        folders: Trained members of the family.
+        work: Where runs are kept.
+        base_run: A run of the model in the package with method full.
+    """
     started = time.perf_counter()
     members: dict[str, tuple[dict[str, Any], list[BenchRecord]]] = {}
     with ProgressBar() as progress:
-        for folder in args.folders:
-            note(f"{folder.name}: {args.max_new_tokens} tokens after each prompt")
-            runs = runs_of(
-                load(str(folder), backend="hf"), args.work / folder.name, args.max_new_tokens, args.batch_size, progress
-            )
+        for folder in folders:
+            note(f"{folder.name}: {max_new_tokens} tokens after each prompt")
+            runs = runs_of(load(str(folder), backend="hf"), work / folder.name, max_new_tokens, batch_size, progress)
             members[folder.name] = (trained(folder), runs)
         base = load(None, backend="hf")
         config, tokenizer = base.config, base.tokenizer
         runs = (
-            runs_of(base, args.work / "bundled", args.max_new_tokens, args.batch_size, progress)
-            if args.base_run is None
-            else full_runs(args.base_run)
+            runs_of(base, work / "bundled", max_new_tokens, batch_size, progress)
+            if base_run is None
+            else full_runs(base_run)
         )
     about = {
         "layers": config.num_hidden_layers,
@@ -244,16 +247,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     ordinary = tokenizer(typical_text(), add_special_tokens=False, verbose=False)["input_ids"]
     result = measure(members, "bundled", ordinary)
     settings = {
-        "family": [f.name for f in args.folders],
+        "family": [f.name for f in folders],
         "trained_by": "python -m experiments.train_bundled --size SIZE --steps STEPS --seed SEED",
         "prompts": "small",
-        "max_new_tokens": args.max_new_tokens,
-        "batch_size": args.batch_size,
+        "max_new_tokens": max_new_tokens,
+        "batch_size": batch_size,
         "theta_ttr": THETA_TTR,
         "windows": WINDOWS,
         "sampling": "greedy",
     }
-    save("loopguard_fig2", record("loopguard-fig2", result, settings, started=started), figure, args.out)
+    save("loopguard_fig2", record("loopguard-fig2", result, settings, started=started), figure, out)
     for member in result["members"]:
         for one in member["survival"]:
             print(
@@ -263,4 +266,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

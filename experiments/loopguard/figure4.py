@@ -11,7 +11,6 @@ it. Grey areas show the paper's ranges. The controls are both monitors on texts 
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
@@ -25,6 +24,7 @@ from experiments.drawn import save
 from experiments.loopguard.honest import alarms, honest_texts
 from experiments.loopguard.paper import without_budget
 from experiments.record import record
+from experiments.script import run
 from sinkscope.bench.record import BenchRecord, read_run
 from sinkscope.bench.tasks.loops import EARLY
 from sinkscope.errors import SinkscopeError
@@ -160,23 +160,22 @@ def figure(data: dict[str, Any]) -> Any:
     return finished(fig, None, found, width=1400, height=540, barmode="group", bargap=0.1, legend=-0.2, bottom=110)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.loopguard.figure4", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("runs", type=Path, nargs="+", help="folders of `sinkscope bench`")
-    parser.add_argument("--out", type=Path, default=Path("figures"))
-    args = parser.parse_args(argv)
+def main(runs: Sequence[Path], *, out: Path = Path("figures")) -> None:
+    """Make what the module describes.
+
+    Args:
+        runs: Folders of `sinkscope bench`.
+    """
     started = time.perf_counter()
     earlier: dict[str, dict[str, Any]] = {}
-    file = args.out / "loopguard_fig4.json"
+    file = out / "loopguard_fig4.json"
     if file.exists():
         earlier = {row["method"]: row for row in json.loads(file.read_text())["result"]["guards"]}
-    result = measure(args.runs, earlier)
-    made = [read_run(folder).settings for folder in args.runs]
-    settings = {"runs": [{**s, "folder": folder.name} for folder, s in zip(args.runs, made, strict=True)]}
+    result = measure(runs, earlier)
+    made = [read_run(folder).settings for folder in runs]
+    settings = {"runs": [{**s, "folder": folder.name} for folder, s in zip(runs, made, strict=True)]}
     text = record("loopguard-fig4", result, settings, started=started)
-    save("loopguard_fig4", text, figure, args.out)
+    save("loopguard_fig4", text, figure, out)
     for row in result["guards"]:
         early = "-" if row["early"] is None else f"{row['early']:.1%}"
         print(
@@ -187,4 +186,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -11,7 +11,6 @@ for other texts.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from plotly.subplots import make_subplots
 
 from experiments.drawn import save
 from experiments.record import record
+from experiments.script import run
 from sinkscope.attention.barcode import Barcode, barcode
 from sinkscope.bench.prompt import read_prompts
 from sinkscope.bench.tasks.loops import DATA
@@ -70,50 +70,56 @@ def numbers(result: Barcode) -> dict[str, Any]:
     return kept | {"interventions": result.events.get("guard", ())}
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.loopguard.figure5", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--model", help="short name, hub id or folder; default: the model in the package")
-    parser.add_argument("--head", action="append", metavar="LAYER.HEAD", help="may be given again")
-    parser.add_argument("--prompt", default="dc-0003", help="id in LoopBench's small set")
-    parser.add_argument("--max-new-tokens", type=int, default=400)
-    parser.add_argument("--budget", type=int, default=256, help="of LoopGuard")
-    parser.add_argument("--out", type=Path, default=Path("figures"))
-    args = parser.parse_args(argv)
+def main(
+    *,
+    model: str | None = None,
+    head: Sequence[str] | None = None,
+    prompt: str = "dc-0003",
+    max_new_tokens: int = 400,
+    budget: int = 256,
+    out: Path = Path("figures"),
+) -> None:
+    """Make what the module describes.
+
+    Args:
+        model: Short name, hub id or folder; default: the model in the package.
+        head: May be given again.
+        prompt: Id in LoopBench's small set.
+        budget: Of LoopGuard.
+    """
     started = time.perf_counter()
     rows = [*read_prompts(DATA / "small-dc.jsonl"), *read_prompts(DATA / "small-ri.jsonl")]
-    prompt = next(row for row in rows if row.id == args.prompt).turns[0].text
-    model = load(args.model, backend="hf")
+    opening = next(row for row in rows if row.id == prompt).turns[0].text
+    loaded = load(model, backend="hf")
     heads: list[tuple[int, int]] | None = None
-    if args.head:
-        heads = [(int(layer), int(head)) for layer, head in (name.split(".") for name in args.head)]
+    if head:
+        heads = [(int(layer), int(head)) for layer, head in (name.split(".") for name in head)]
     with ProgressBar() as progress:
-        loop = barcode(model, prompt, heads=heads, max_new_tokens=args.max_new_tokens, progress=progress)
+        loop = barcode(loaded, opening, heads=heads, max_new_tokens=max_new_tokens, progress=progress)
         named = [(int(layer[1:]), int(head[1:])) for layer, head in (name.split(".") for name in loop.shown)]
-        guard = LoopGuard.paper(budget=args.budget)
+        guard = LoopGuard.paper(budget=budget)
         guarded = barcode(
-            model,
-            prompt,
+            loaded,
+            opening,
             heads=named,
-            max_new_tokens=args.max_new_tokens,
+            max_new_tokens=max_new_tokens,
             control=False,
             interventions=guard,
             progress=progress,
         )
     settings = {
         "model": loop.model.name,
-        "prompt": args.prompt,
-        "max_new_tokens": args.max_new_tokens,
-        "budget": args.budget,
+        "prompt": prompt,
+        "max_new_tokens": max_new_tokens,
+        "budget": budget,
         "heads": named,
         "sampling": "greedy",
     }
     result = {"loop": numbers(loop), "guarded": numbers(guarded)}
-    save("loopguard_fig5", record("loopguard-fig5", result, settings, started=started), figure, args.out)
+    save("loopguard_fig5", record("loopguard-fig5", result, settings, started=started), figure, out)
     print(loop.summary())
     print(guarded.summary())
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

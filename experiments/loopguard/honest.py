@@ -8,7 +8,6 @@ probabilities; none of them should fire. `python -m experiments.loopbench.make_h
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 
+from experiments.script import run
 from sinkscope.bench.tasks.loops import first_alarm
 from sinkscope.files.records import read_records
 from sinkscope.loops.signals import MAX_NEW
@@ -61,14 +61,11 @@ def alarms(model: Any, texts: Sequence[HonestText], detectors: Sequence[str] = D
     return fired
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model")
-    args = parser.parse_args()
+def main(*, model: str | None = None) -> None:
     texts = honest_texts()
-    for name, fired in alarms(load(args.model, backend="hf"), texts).items():
+    for name, fired in alarms(load(model, backend="hf"), texts).items():
         print(f"{name}: {len(fired)} of {len(texts)} {', '.join(fired)}")
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

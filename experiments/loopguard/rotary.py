@@ -10,7 +10,6 @@ offset is printed with the wrong sign (`R(wt) q . R(wi) k = q . R(w (i - t)) k`)
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
 from collections.abc import Sequence
@@ -30,6 +29,7 @@ from torch import Tensor
 from experiments.drawn import save
 from experiments.queries_and_keys import queries_and_keys
 from experiments.record import record
+from experiments.script import run
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.decode import greedy
 from sinkscope.loops.signals import tail_period
@@ -459,23 +459,27 @@ def figure(data: dict[str, Any]) -> Any:
     return finished(fig, None, summary(result), width=1400, height=950, legend=-0.08, bottom=80)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.loopguard.rotary", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--model", help="short name, hub id or folder; default: the model in the package")
-    parser.add_argument("--max-new-tokens", type=int, default=512)
-    parser.add_argument("--layer", type=int, action="append", help="may be given again; default: all")
-    parser.add_argument("--out", type=Path, default=Path("figures"))
-    args = parser.parse_args(argv)
+def main(
+    *,
+    model: str | None = None,
+    max_new_tokens: int = 512,
+    layer: Sequence[int] | None = None,
+    out: Path = Path("figures"),
+) -> None:
+    """Make what the module describes.
+
+    Args:
+        model: Short name, hub id or folder; default: the model in the package.
+        layer: May be given again; default: all.
+    """
     started = time.perf_counter()
-    setup = Setup.open(args.model, dtype="float32", device="cpu", loading="whole")
-    layers = setup.target.chosen_layers(args.layer)
-    result = measure(setup, setup.ids[0].tolist(), args.max_new_tokens, layers)
-    settings = {"model": setup.target.name, "max_new_tokens": args.max_new_tokens, "layers": layers}
-    save("rotary", record("loopguard-rotary", result, settings, started=started), figure, args.out)
+    setup = Setup.open(model, dtype="float32", device="cpu", loading="whole")
+    layers = setup.target.chosen_layers(layer)
+    result = measure(setup, setup.ids[0].tolist(), max_new_tokens, layers)
+    settings = {"model": setup.target.name, "max_new_tokens": max_new_tokens, "layers": layers}
+    save("rotary", record("loopguard-rotary", result, settings, started=started), figure, out)
     print("\n".join([f"{summary(result)}.", *details(result)]))
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -16,7 +16,6 @@ One field is changed at a time. Settings that act only after an intervention (co
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
@@ -31,6 +30,7 @@ from experiments.drawn import save
 from experiments.loopguard.figure2 import collapse_point
 from experiments.loopguard.honest import honest_texts
 from experiments.record import record
+from experiments.script import run
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import ProgressBar
 from sinkscope.loops import (
@@ -361,18 +361,18 @@ def _label(value: Any) -> str:
     return "+".join(value) or "none" if isinstance(value, tuple | list) else str(value)
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.loopguard.sensitivity", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("--runs", type=Path, nargs="*", default=[], help="outputs of real runs, JSON lines")
-    parser.add_argument("--per-form", type=int, default=2, help="loops of each period, form and vocabulary")
-    parser.add_argument("--out", type=Path, default=Path("figures"), help="folder of the figure")
-    args = parser.parse_args(argv)
-    if args.per_form < 1:
-        parser.error("--per-form: give 1 or more")
+def main(*, runs: Sequence[Path] = (), per_form: int = 2, out: Path = Path("figures")) -> None:
+    """Make what the module describes.
+
+    Args:
+        runs: Outputs of real runs, JSON lines.
+        per_form: Loops of each period, form and vocabulary.
+        out: Folder of the figure.
+    """
+    if per_form < 1:
+        raise SinkscopeError("--per-form: give 1 or more")
     started = time.perf_counter()
-    data = [*sequences(args.per_form), *recorded(args.runs)]
+    data = [*sequences(per_form), *recorded(runs)]
     sweeps: dict[str, list[dict[str, Any]]] = {}
     total, done = sum(map(len, SWEEPS.values())), 0
     with ProgressBar() as progress:
@@ -384,8 +384,8 @@ def main(argv: list[str] | None = None) -> None:
     counts = {"loops": sum(s.onset is not None for s in data), "others": sum(s.onset is None for s in data)}
     result = {"sequences": counts, "compressors": compressors(), "sweeps": sweeps}
     settings = {
-        "per_form": args.per_form,
-        "runs": [file.name for file in args.runs],
+        "per_form": per_form,
+        "runs": [file.name for file in runs],
         "periods": PERIODS,
         "forms": FORMS,
         "healthy": HEALTHY,
@@ -395,10 +395,10 @@ def main(argv: list[str] | None = None) -> None:
         "default": vars(MonitorSettings.paper()),
     }
     text = record("loopguard-sensitivity", result, settings, started=started, dtype="int")
-    save("loopguard_sensitivity", text, figure, args.out)
+    save("loopguard_sensitivity", text, figure, out)
     for row in sweeps["variant"]:
         print(json.dumps({k: v for k, v in row.items() if k != "detected_by_period"}))
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

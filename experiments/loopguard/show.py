@@ -7,9 +7,10 @@ Each RUN is a folder of `sinkscope bench --task loops`. Interventions are marked
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
+from experiments.script import run
 from sinkscope.bench.methods import order_of
 from sinkscope.bench.record import BenchRecord, read_run
 from sinkscope.files.plain import visible
@@ -28,18 +29,19 @@ def shown(record: BenchRecord, characters: int) -> str:
     return f"{head}\n{text}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("runs", type=Path, nargs="+")
-    parser.add_argument("--prompt", help="id of the prompt; by default the first")
-    parser.add_argument("--characters", type=int, default=600, help="of the beginning and of the end")
-    args = parser.parse_args()
-    records = [record for run in args.runs for record in read_run(run)]
-    prompt = args.prompt or records[0].prompt
+def main(runs: Sequence[Path], *, prompt: str | None = None, characters: int = 600) -> None:
+    """Make what the module describes.
+
+    Args:
+        prompt: Id of the prompt; by default the first.
+        characters: Of the beginning and of the end.
+    """
+    records = [record for run in runs for record in read_run(run)]
+    chosen = prompt or records[0].prompt
     for record in sorted(records, key=lambda each: order_of(each.method)):
-        if record.prompt == prompt:
-            print(shown(record, args.characters), end="\n\n")
+        if record.prompt == chosen:
+            print(shown(record, characters), end="\n\n")
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -9,7 +9,6 @@ perplexity of at most 400 tokens after the first alarm, for runs of the model in
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 
 from experiments.loopguard import paper
 from experiments.loopguard.remedies import Continuing
+from experiments.script import run
 from sinkscope.bench.record import BenchRecord, read_run
 from sinkscope.bench.table import BenchGroup, bench_table
 from sinkscope.bench.tasks.loops import Loops
@@ -108,16 +108,13 @@ def after_alarm(records: Sequence[BenchRecord]) -> list[str]:
     return lines
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("runs", type=Path, nargs="+")
-    args = parser.parse_args()
-    groups = bench_table(args.runs).groups
-    records = [record for run in args.runs for record in read_run(run)]
+def main(runs: Sequence[Path]) -> None:
+    groups = bench_table(runs).groups
+    records = [record for run in runs for record in read_run(run)]
     parts = {"Table 1": table1(groups), "Table 2": table2(groups), "Table 3": table3(groups)}
     for title, lines in (parts | {"After the first alarm": after_alarm(records)}).items():
         print(title, *lines, sep="\n  ", end="\n\n")
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -20,8 +20,6 @@ construction.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -34,10 +32,13 @@ from transformers import DynamicCache
 
 from experiments.drawn import save
 from experiments.record import record
+from experiments.script import run
 from sinkscope.bench.methods import read_method
 from sinkscope.bench.record import BenchRecord, read_run
 from sinkscope.bench.tasks.loops import Loops, first_alarm
+from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import ProgressBar
+from sinkscope.files.output import read_json
 from sinkscope.kv.loopguard import LoopGuard, Retention, tokens_to_keep
 from sinkscope.loops import tail_period
 from sinkscope.loops.signals import WINDOW
@@ -48,8 +49,11 @@ from sinkscope.models.wrapped import target_of
 from tests.organisms import loop_organism
 
 NEW, BUDGET = 64, 256
+TEXT = 1200  # tokens of each piece of ordinary text
 GUARDS = {"loopguard": "LoopGuard", "loopguard:paper": "the paper's"}
 PRUNING = {"LoopGuard's cut": Retention(budget=BUDGET), "the paper's cut": Retention(budget=BUDGET, recent=WINDOW)}
+STARTS = [(period, start) for start in (0, 1800) for period in (3, 4, 8, 12, 16, 24)]
+"""Period and first token of each loop of the organism."""
 CUTS = ("nothing", *PRUNING, "all generated", "all but BOS")
 
 
@@ -190,8 +194,7 @@ def organism_cases() -> tuple[Any, list[tuple[list[int], int]], dict[str, Any]]:
     model: Any = made.model
     cases: list[tuple[list[int], int]] = []
     broken = 0
-    starts = [(period, start) for start in (0, 1800) for period in (3, 4, 8, 12, 16, 24)]
-    for period, start in starts:
+    for period, start in STARTS:
         prompt = made.looping_prompt(period, start=start)
         ids = prompt.ids[0].tolist()
         cases.append(([*ids, *made.expected(prompt, 256)], len(ids)))
@@ -202,7 +205,7 @@ def organism_cases() -> tuple[Any, list[tuple[list[int], int]], dict[str, Any]]:
         steps = [e.data["generated"] for e in run.events]
         last = steps[-1] if steps else None
         broken += last is not None and out[last + 1 :] == made.walk(out[last], len(out) - last - 1)
-    return model, cases, {"prompts": len(starts), "broken_for_good": broken}
+    return model, cases, {"prompts": len(STARTS), "broken_for_good": broken}
 
 
 def text_cases(tokenizer: Any, count: int, length: int) -> list[tuple[list[int], int]]:
@@ -255,8 +258,9 @@ def figure(data: dict[str, Any]) -> Any:
     fig.update_yaxes(range=[0, 1.03], tickformat=".0%")
     fig.update_xaxes(title_text="what is taken out of the cache", row=1, col=2)
     fig.update_xaxes(title_text="what is taken out of the cache", row=1, col=3)
-    name = next(iter(result["where"]))
     own = next(iter(PRUNING))
+    with_cycles = [name for name, rows in result["where"].items() if rows[0]["cycle_goes_on"] is not None]
+    name = with_cycles[0]
     goes_on = {row["cut"]: row["cycle_goes_on"] for row in result["where"][name]}
     found = (
         f"The same cycle goes on in {goes_on['nothing']:.0%} of the cases if nothing is cut from the cache, and in "
@@ -265,45 +269,49 @@ def figure(data: dict[str, Any]) -> Any:
     return finished(fig, None, found, width=1500, height=600, barmode="group", legend=-0.25, bottom=170)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.loopguard.why", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument(
-        "--guarded", type=Path, nargs="+", required=True, help="runs with loopguard, loopguard:paper or both"
-    )
-    parser.add_argument("--full", type=Path, help="a run with the method full")
-    parser.add_argument("--budget", type=int, default=BUDGET, help="of the guards in these runs")
-    parser.add_argument("--prompts", type=int, default=12)
-    parser.add_argument("--out", type=Path, default=Path("figures"))
-    args = parser.parse_args(argv)
+def main(
+    *,
+    guarded: Sequence[Path],
+    full: Path | None = None,
+    budget: int = BUDGET,
+    prompts: int = 12,
+    out: Path = Path("figures"),
+) -> None:
+    """Make what the module describes.
+
+    Args:
+        guarded: Runs with loopguard, loopguard:paper or both.
+        full: A run with the method full.
+        budget: Of the guards in these runs.
+    """
     started = time.perf_counter()
-    methods = {name: read_method(name, args.budget).spec for name in GUARDS}
-    guarded = {
-        name: [r for f in args.guarded for r in read_run(f) if r.method == method] for name, method in methods.items()
+    methods = {name: read_method(name, budget).spec for name in GUARDS}
+    records = {
+        name: [r for f in guarded for r in read_run(f) if r.method == method] for name, method in methods.items()
     }
-    after = {name: aftermath(runs) for name, runs in guarded.items() if runs}
-    if args.full is None:
-        earlier = json.loads((args.out / "loopguard_why.json").read_text())
+    after = {name: aftermath(runs) for name, runs in records.items() if runs}
+    if full is None:
+        earlier = read_json(out / "loopguard_why.json", "give --full a run, which begins it")
         earlier["result"]["aftermath"] |= after
         text = record("loopguard-why", earlier["result"], earlier["settings"], started=started)
-        save("loopguard_why", text, figure, args.out)
+        save("loopguard_why", text, figure, out)
         print(after)
         return
-    folder = read_run(args.full)
-    full = [r for r in folder.records if r.method == "full"]
-    full = full[:: max(1, len(full) // args.prompts)][: args.prompts]
+    unguarded = [r for r in read_run(full) if r.method == "full"]
+    unguarded = unguarded[:: max(1, len(unguarded) // prompts)][:prompts]
+    if not unguarded:
+        raise SinkscopeError(f"{full.name} has no answers with the method full: give --full a run that has")
     model = load(None, backend="hf")
     texts_by_id = {prompt.id: prompt.turns[0].text for prompt in Loops().prompts(target_of(model))}
     cases: dict[str, list[tuple[list[int], int]]] = {"at the first alarm": [], "at three quarters": []}
-    for one in full:
+    for one in unguarded:
         prompt = model.tokenizer(texts_by_id[one.prompt], verbose=False)["input_ids"]
         alarm = first_alarm(one.tokens, one.steps["top1"], "full")
         if alarm is not None:
             cases["at the first alarm"].append(([*prompt, *one.tokens[:alarm]], len(prompt)))
         cases["at three quarters"].append(([*prompt, *one.tokens[: 3 * len(one.tokens) // 4]], len(prompt)))
     organism, planted, broken = organism_cases()
-    texts = text_cases(model.tokenizer, args.prompts, 1200)
+    texts = text_cases(model.tokenizer, prompts, TEXT)
     done, total = 0, sum(map(len, cases.values())) + len(planted) + len(texts)
     with ProgressBar() as progress:
 
@@ -312,7 +320,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             done += 1
             progress("continuations", done, total)
 
-        where = {f"model in the package, {name}": counterfactual(model, part, tick) for name, part in cases.items()}
+        where: dict[str, list[dict[str, Any]]] = {}
+        for name, part in cases.items():
+            if part:  # answers that end before the monitor's first alarm have no case there
+                where[f"model in the package, {name}"] = counterfactual(model, part, tick)
         where["loop organism (control)"] = counterfactual(organism, planted, tick)
         where["ordinary text (control)"] = counterfactual(model, texts, tick)
     result = {
@@ -321,19 +332,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         "organism": broken,
     }
     settings = {
-        "guarded": [folder.name for folder in args.guarded],
-        "full": args.full.name,
-        "prompts": args.prompts,
+        "guarded": [folder.name for folder in guarded],
+        "full": full.name,
+        "prompts": prompts,
         "new": NEW,
         "budget": BUDGET,
         "organism": "loop_organism(0, reach=64), periods 3 to 24",
         "sampling": "greedy",
     }
-    save("loopguard_why", record("loopguard-why", result, settings, started=started), figure, args.out)
+    save("loopguard_why", record("loopguard-why", result, settings, started=started), figure, out)
     print(result["aftermath"], result["organism"])
     for name, rows in where.items():
         print(name, [(r["cut"], r["cycle_goes_on"], r["some_loop"]) for r in rows])
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -11,13 +11,14 @@ random part of it. What the halves cost is measured by `experiments.loopserve.la
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from experiments.drawn import at_place, save
-from experiments.loopserve.runs import CHAIN, KEPT, answers, options, rows_of, seconds_of, settings_of, specs
+from experiments.loopserve.runs import CHAIN, KEPT, answers, rows_of, seconds_of, settings_of, specs
 from experiments.loopserve.table1 import COLOURS, own_table
 from experiments.record import record
+from experiments.script import run
 from sinkscope.bench.tasks.recall import POSITIONS
 from sinkscope.measure.style import finished
 
@@ -76,21 +77,25 @@ def figure(data: dict[str, Any]) -> Any:
     return finished(fig, None, found, width=1500, height=600, barmode="group", legend=-0.38, bottom=170)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    args = options("ablation", __doc__).parse_args(argv)
+def main(*, work: Path = Path("runs"), out: Path = Path("figures")) -> None:
+    """Make what the module describes.
+
+    Args:
+        work: Folder of the answers.
+    """
     started = time.perf_counter()
     methods = dict(zip(NAMES, specs(list(NAMES.values())), strict=True))
     rows, seconds = list[dict[str, Any]](), 0.0
     for suite, _, _ in SHOWN:
-        said = answers(suite, list(methods.values()), args.work)
+        said = answers(suite, list(methods.values()), work)
         seconds += seconds_of(said)
         rows += [{"label": name, **row} for name, method in methods.items() for row in rows_of(suite, said, method)]
     print(own_table(rows))
     text = record(
         "loopserve-ablation", {"rows": rows}, settings_of([suite for suite, _, _ in SHOWN], seconds), started=started
     )
-    save("loopserve_ablation", text, figure, args.out)
+    save("loopserve_ablation", text, figure, out)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -16,7 +16,6 @@ Each dialogue is written three times, with the question at the beginning, in the
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import re
@@ -27,6 +26,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from experiments.longbench import ANSWER_ALONE, LongBenchRecord, read_longbench
+from experiments.script import run
 from sinkscope.bench.tasks.recall import POSITIONS
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import write_atomic
@@ -295,22 +295,27 @@ def summary(name: str, dialogues: Sequence[tuple[BuiltTurn, ...]], form: Form) -
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("set", choices=SETS)
-    parser.add_argument("source", type=Path, help="LongBench's .jsonl of the set, or its data.zip")
-    parser.add_argument("--form", choices=("faithful", "repaired"), default="repaired")
-    parser.add_argument("--turns", type=int)
-    parser.add_argument("--count", type=int)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
-    records = read_longbench(args.set, args.source)
-    dialogues = build(args.set, records, args.form, turns=args.turns, count=args.count, seed=args.seed)
-    rows = rows_of(args.set, dialogues, classes_of(records) if SETS[args.set].metric == ACCURACY else ())
-    write_atomic(args.out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    print(summary(args.set, dialogues, args.form))
+def main(
+    set: Literal[*SETS],
+    source: Path,
+    *,
+    form: Literal["faithful", "repaired"] = "repaired",
+    turns: int | None = None,
+    count: int | None = None,
+    seed: int = 0,
+    out: Path,
+) -> None:
+    """Make what the module describes.
+
+    Args:
+        source: LongBench's .jsonl of the set, or its data.zip.
+    """
+    records = read_longbench(set, source)
+    dialogues = build(set, records, form, turns=turns, count=count, seed=seed)
+    rows = rows_of(set, dialogues, classes_of(records) if SETS[set].metric == ACCURACY else ())
+    write_atomic(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    print(summary(set, dialogues, form))
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

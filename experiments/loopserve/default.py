@@ -18,7 +18,6 @@ with several seeds; `low` and `high` are the smallest and the largest share over
 
 from __future__ import annotations
 
-import argparse
 import time
 import warnings
 from collections.abc import Sequence
@@ -31,6 +30,7 @@ import torch
 
 from experiments.drawn import save
 from experiments.record import record
+from experiments.script import run
 from sinkscope.bench.tasks.needle import needle_prompt, wording_of
 from sinkscope.bench.tasks.recall import POSITIONS, recall_dialogue
 from sinkscope.bench.tasks.text import TextFidelity
@@ -270,10 +270,7 @@ def figure(data: dict[str, Any]) -> Any:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m experiments.loopserve.default", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("figures"))
-    args = parser.parse_args(argv)
+def main(*, out: Path = Path("figures")) -> None:
     started = time.perf_counter()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="outside of the sample")  # what is held is in the table
@@ -286,8 +283,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "first_seed": FIRST,
         "seeds": SEEDS,
     }
-    save("loopserve_default", record("loopserve-default", found, settings, started=started), figure, args.out)
+    save("loopserve_default", record("loopserve-default", found, settings, started=started), figure, out)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -20,9 +21,10 @@ import torch
 
 from experiments.drawn import powers, save
 from experiments.loopserve import paper
-from experiments.loopserve.runs import LONGBENCH, options, seconds_of, specs
+from experiments.loopserve.runs import LONGBENCH, seconds_of, specs
 from experiments.loopserve.sweeps import ALPHAS, DEFAULT, DENSE, DRAWN, FIXED, INTERVALS, PRINTED, SAMPLES, legends
 from experiments.record import record
+from experiments.script import run
 from sinkscope.bench.record import BenchRecord
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.tasks.text import TextFidelity
@@ -131,14 +133,17 @@ def figure(data: dict[str, Any]) -> Any:
     return finished(fig, None, found, width=1500, height=950, font={"size": 12}, **legends(fig, len(TITLES)))
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = options("fidelity", __doc__)
-    parser.add_argument("--count", type=int, default=4, help="texts")
-    args = parser.parse_args(argv)
+def main(*, work: Path = Path("runs"), out: Path = Path("figures"), count: int = 4) -> None:
+    """Make what the module describes.
+
+    Args:
+        work: Folder of the answers.
+        count: Texts.
+    """
     started = time.perf_counter()
     torch.set_num_threads(1)
     model = load(None, backend="hf")
-    task = TextFidelity(count=args.count, prompt=PROMPT, answer=ANSWER)
+    task = TextFidelity(count=count, prompt=PROMPT, answer=ANSWER)
     methods = {
         (panel, curve, value): specs([text.format(value)])[0]
         for panel, curve, text, values in CURVES
@@ -147,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     alone = specs(ALONE)
     with ProgressBar() as progress:
         every = list(dict.fromkeys([*alone, *methods.values()]))
-        records = run_bench(model, task, every, out=args.work / "fidelity", progress=progress)
+        records = run_bench(model, task, every, out=work / "fidelity", progress=progress)
     points = [
         {"figure": panel, "curve": curve, "value": value, **row_of(records, method)}
         for (panel, curve, value), method in methods.items()
@@ -160,14 +165,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = {
         "prompt_tokens": PROMPT,
         "answer_tokens": ANSWER,
-        "texts": args.count,
+        "texts": count,
         "model": "bundled",
         "threads": 1,
         "answering_seconds": round(seconds_of(records)),
     }
     text = record("loopserve-fidelity", {"points": points, "halves": halves}, settings, started=started)
-    save("loopserve_fidelity", text, figure, args.out)
+    save("loopserve_fidelity", text, figure, out)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

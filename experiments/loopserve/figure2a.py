@@ -9,10 +9,8 @@ measures how many lines the halves share, over texts, heads and shares (Fig. 2 b
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ import torch
 
 from experiments.drawn import save
 from experiments.record import record
+from experiments.script import run
 from sinkscope.lines.choice import attention_of, top_lines
 from sinkscope.lines.sums import Scores, line_sums, scores_of
 from sinkscope.measure.style import BLUE, ORANGE, finished
@@ -98,16 +97,16 @@ def figure(data: dict[str, Any]) -> Any:
     return finished(fig, None, found, width=900, height=940, legend=-0.08, bottom=60, top=70)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m experiments.loopserve.figure2a", description=__doc__)
-    parser.add_argument("--tokens", type=int, default=192)
-    parser.add_argument("--head", default="", help="LAYER.HEAD; by default the one with the heaviest new slash lines")
-    parser.add_argument("--out", type=Path, default=Path("figures"))
-    args = parser.parse_args(argv)
+def main(*, tokens: int = 192, head: str = "", out: Path = Path("figures")) -> None:
+    """Make what the module describes.
+
+    Args:
+        head: LAYER.HEAD; by default the one with the heaviest new slash lines.
+    """
     started = time.perf_counter()
     torch.set_num_threads(1)
     target = target_of(load(None, backend="hf"))
-    ids = text_rows(target.tokenizer, typical_text(None), 1, args.tokens, None)[0]
+    ids = text_rows(target.tokenizer, typical_text(None), 1, tokens, None)[0]
     found: dict[tuple[int, int], tuple[dict[str, list[int]], torch.Tensor]] = {}
 
     def see(layer: int, scores: Scores) -> None:
@@ -116,19 +115,19 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     with scores_of(target, see, list(range(target.n_layers))):
         target.forward(ids[None])
-    layer, head = (int(n) for n in args.head.split(".")) if args.head else max(found, key=lambda k: telling(*found[k]))
+    layer, head = (int(n) for n in head.split(".")) if head else max(found, key=lambda k: telling(*found[k]))
     lines, probs = found[layer, head]
     shares = [" ".join(str(round(1000 * share)) for share in row[: i + 1]) for i, row in enumerate(probs.tolist())]
     every = {f"{a}.{b}": apart(own) for (a, b), (own, _) in found.items()}
     result = {"layer": layer, "head": head, "lines": lines, "slash_lines_that_are_new": every, "map": shares}
-    settings = {"model": "bundled", "tokens": args.tokens, "eta": ETA}
+    settings = {"model": "bundled", "tokens": tokens, "eta": ETA}
     save(
         "loopserve_fig2a",
         record("loopserve-fig2a", result, settings, started=started),
         figure,
-        args.out,
+        out,
     )
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -11,7 +11,6 @@ answers equal those of the whole cache; `progressive-0` selects from the first s
 
 from __future__ import annotations
 
-import argparse
 import html
 import time
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ import torch
 
 from experiments.drawn import at_place, save
 from experiments.record import record
+from experiments.script import run
 from sinkscope.bench.record import BenchRecord
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.tasks.recall import POSITIONS, Recall
@@ -106,34 +106,32 @@ def figure(data: dict[str, Any]) -> Any:
     return finished(fig, None, found, width=1500, height=560, barmode="group", legend=-0.3)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.loopserve.figure2d", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--count", type=int, default=40, help="questions of each panel and position")
-    parser.add_argument("--tokens", type=int, default=400, help="of a prompt")
-    parser.add_argument("--budget", type=int, default=96, help="cached tokens per layer and kv head")
-    parser.add_argument("--out", type=Path, default=Path("figures"))
-    args = parser.parse_args(argv)
+def main(*, count: int = 40, tokens: int = 400, budget: int = 96, out: Path = Path("figures")) -> None:
+    """Make what the module describes.
+
+    Args:
+        count: Questions of each panel and position.
+        tokens: Of a prompt.
+        budget: Cached tokens per layer and kv head.
+    """
     torch.set_num_threads(1)
     started, model = time.perf_counter(), load("recall", backend="hf")
     with ProgressBar() as progress:
         panels: list[dict[str, Any]] = [
-            {"hops": hops, "points": measure(model, hops, args.count, args.tokens, args.budget, progress)}
-            for hops in HOPS
+            {"hops": hops, "points": measure(model, hops, count, tokens, budget, progress)} for hops in HOPS
         ]
     settings = {
         "model": "recall",
-        "count": args.count,
+        "count": count,
         "turns": 1,
-        "tokens": args.tokens,
-        "budget": args.budget,
+        "tokens": tokens,
+        "budget": budget,
         "hops": HOPS,
         "methods": METHODS,
         "controls": ["full", "streaming"],
     }
     text = record("loopserve-fig2d", {"panels": panels}, settings, started=started)
-    save("loopserve_fig2d", text, figure, args.out)
+    save("loopserve_fig2d", text, figure, out)
     for panel in panels:
         for method in METHODS:
             points = [p for p in panel["points"] if p["method"] == method]
@@ -142,4 +140,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

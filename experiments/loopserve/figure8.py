@@ -9,7 +9,6 @@ facts are in earlier turns.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 from experiments.drawn import at_place, save
 from experiments.record import record
+from experiments.script import run
 from sinkscope.bench.prompt import Turn
 from sinkscope.bench.tasks.recall import ASK, FACT, POSITIONS, TAIL, Position, recall_dialogue
 from sinkscope.measure.style import BLUE, GREEN, ORANGE, RED, finished
@@ -105,24 +105,24 @@ def figure(data: dict[str, Any]) -> Any:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m experiments.loopserve.figure8", description=__doc__)
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=160, help="tokens of each turn's prompt")
-    parser.add_argument("--out", type=Path, default=Path("figures"))
-    args = parser.parse_args(argv)
+def main(*, turns: int = 3, tokens: int = 160, out: Path = Path("figures")) -> None:
+    """Make what the module describes.
+
+    Args:
+        tokens: Tokens of each turn's prompt.
+    """
     started = time.perf_counter()
-    needed = [fact for number in range(args.turns) for fact in chain(turns_at("end", args.turns, args.tokens), number)]
+    needed = [fact for number in range(turns) for fact in chain(turns_at("end", turns, tokens), number)]
     rows = list[dict[str, Any]]()
     for place in POSITIONS:
         start = 0
-        for number, turn in enumerate(turns_at(place, args.turns, args.tokens)):
-            for kind, tokens in pieces(turn, needed):
-                rows.append({"position": place, "turn": number, "kind": kind, "start": start, "tokens": tokens})
-                start += tokens
-    text = record("loopserve-fig8", {"pieces": rows}, {"turns": args.turns, "tokens": args.tokens}, started=started)
-    save("loopserve_fig8", text, figure, args.out)
+        for number, turn in enumerate(turns_at(place, turns, tokens)):
+            for kind, size in pieces(turn, needed):
+                rows.append({"position": place, "turn": number, "kind": kind, "start": start, "tokens": size})
+                start += size
+    text = record("loopserve-fig8", {"pieces": rows}, {"turns": turns, "tokens": tokens}, started=started)
+    save("loopserve_fig8", text, figure, out)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -9,14 +9,14 @@ decoding attends to 128 tokens from the first step on.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import sinkscope as ss
 from experiments.drawn import save
-from experiments.loopserve.runs import options
 from experiments.loopserve.turn_drawing import draw_turns
 from experiments.record import record
+from experiments.script import run
 from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.tasks.recall import recall_dialogue
 from sinkscope.models.names import RECALL
@@ -38,8 +38,12 @@ def figure(_: dict[str, Any]) -> Any:
     return draw_turns(asked()[1])
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    args = options("heads", __doc__).parse_args(argv)
+def main(*, work: Path | None = None, out: Path = Path("figures")) -> None:
+    """Make what the module describes.
+
+    Args:
+        work: Nothing is kept between runs; the option is there for the command that made the figure.
+    """
     started = time.perf_counter()
     dialogue, chat = asked()
     rows = [
@@ -60,9 +64,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         "loopserve_heads",
         record("loopserve-heads", {"rows": rows}, settings, started=started),
         lambda _: draw_turns(chat),
-        args.out,
+        out,
     )
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -10,7 +10,6 @@ With `--page`, the table between the two comments that name this module in that 
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import html
 import time
@@ -23,6 +22,7 @@ import torch
 from experiments.drawn import at_place, put_table, save
 from experiments.loopserve import tokens
 from experiments.record import record
+from experiments.script import run
 from sinkscope.attention.lines import line_weights
 from sinkscope.measure import Setup
 from sinkscope.measure.style import BLUE, GREEN, ORANGE, finished
@@ -143,33 +143,41 @@ def figure(data: dict[str, Any]) -> Any:
     return finished(fig, None, title(sources), width=1500, height=900, legend=-0.1)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.loopserve.longeval", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--topics", type=Path, required=True, help="LongEval's 5_topics.jsonl")
-    parser.add_argument("--lines", type=Path, required=True, help="LongEval's 200_lines.jsonl")
-    parser.add_argument("--model", default="bundled")
-    parser.add_argument("--count", type=int, default=12, help="prompts of each file, pieces of ordinary text")
-    parser.add_argument("--length", type=int, default=512, help="most tokens of each; longer ones lose their middle")
-    parser.add_argument("--new", type=int, default=32, help="most tokens of an answer")
-    parser.add_argument("--out", type=Path, default=Path("figures"))
-    parser.add_argument("--page", type=Path, help="replace the table in this page")
-    args = parser.parse_args(argv)
+def main(
+    *,
+    topics: Path,
+    lines: Path,
+    model: str = "bundled",
+    count: int = 12,
+    length: int = 512,
+    new: int = 32,
+    out: Path = Path("figures"),
+    page: Path | None = None,
+) -> None:
+    """Make what the module describes.
+
+    Args:
+        topics: LongEval's 5_topics.jsonl.
+        lines: LongEval's 200_lines.jsonl.
+        count: Prompts of each file, pieces of ordinary text.
+        length: Most tokens of each; longer ones lose their middle.
+        new: Most tokens of an answer.
+        page: Replace the table in this page.
+    """
     torch.set_num_threads(1)
-    started, model = time.perf_counter(), load(args.model, backend="hf")
-    files = {"ordinary text": None, "LongEval topics": args.topics, "LongEval lines": args.lines}
-    options = {"count": args.count, "length": args.length, "new": args.new}
-    sources = [measure(model, name, file, **options) for name, file in files.items()]
+    started, loaded = time.perf_counter(), load(model, backend="hf")
+    files = {"ordinary text": None, "LongEval topics": topics, "LongEval lines": lines}
+    options = {"count": count, "length": length, "new": new}
+    sources = [measure(loaded, name, file, **options) for name, file in files.items()]
     digests = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files.values() if file is not None}
     origin = "LongEval, github.com/DachengLi1/LongChat, Apache-2.0"
-    settings = {"model": args.model, **options, "window": 8, "files": digests, "origin": origin}
+    settings = {"model": model, **options, "window": 8, "files": digests, "origin": origin}
     text = record("loopserve-longeval", {"sources": sources}, settings, started=started)
-    save("loopserve_longeval", text, figure, args.out)
+    save("loopserve_longeval", text, figure, out)
     print(made := table(sources))
-    if args.page is not None:
-        put_table(args.page, "loopserve.longeval", made)
+    if page is not None:
+        put_table(page, "loopserve.longeval", made)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -11,7 +11,6 @@ quarters of an hour of one core.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -137,16 +136,6 @@ class RandomProgressive(Progressive):
 def _noise(at: LayerMoment) -> Tensor:
     generator = torch.Generator().manual_seed(1000 * int(at.length.max()) + at.layer)
     return torch.rand(at.kv.pos.shape, generator=generator).to(at.kv.pos.device)
-
-
-def options(name: str, doc: str | None) -> argparse.ArgumentParser:
-    """Of every script that draws what the recall model answered: where answers are kept, and where figures go."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m experiments.loopserve.{name}", description=(doc or "").splitlines()[0]
-    )
-    parser.add_argument("--work", type=Path, default=Path("runs"), help="folder of the answers")
-    parser.add_argument("--out", type=Path, default=Path("figures"))
-    return parser
 
 
 def specs(names: Sequence[str]) -> list[str]:

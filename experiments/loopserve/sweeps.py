@@ -12,7 +12,7 @@ everything, and a random part.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -25,13 +25,13 @@ from experiments.loopserve.runs import (
     SWEPT_KEPT,
     Suite,
     answers,
-    options,
     rows_of,
     seconds_of,
     settings_of,
     specs,
 )
 from experiments.record import record
+from experiments.script import run
 from sinkscope.kv.loopserve import LoopServe
 from sinkscope.measure.style import BLUE, GREEN, GREY, ORANGE, finished
 
@@ -161,13 +161,17 @@ def legends(fig: Any, panels: int) -> dict[str, Any]:
     return found
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    args = options("sweeps", __doc__).parse_args(argv)
+def main(*, work: Path = Path("runs"), out: Path = Path("figures")) -> None:
+    """Make what the module describes.
+
+    Args:
+        work: Folder of the answers.
+    """
     started = time.perf_counter()
     points, full, seconds = list[dict[str, Any]](), list[dict[str, Any]](), 0.0
     for suite in (SWEPT_KEPT, SWEPT_CHAIN):
         methods = methods_of(suite)
-        said = answers(suite, ["full", *dict.fromkeys(methods.values())], args.work)
+        said = answers(suite, ["full", *dict.fromkeys(methods.values())], work)
         seconds += seconds_of(said)
         full += rows_of(suite, said, "full")
         for (panel, curve, value), method in methods.items():
@@ -180,8 +184,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             )
     result = {"points": points, "full": full}
     settings = settings_of([SWEPT_KEPT, SWEPT_CHAIN], seconds)
-    save("loopserve_sweeps", record("loopserve-sweeps", result, settings, started=started), figure, args.out)
+    save("loopserve_sweeps", record("loopserve-sweeps", result, settings, started=started), figure, out)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

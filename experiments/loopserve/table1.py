@@ -27,13 +27,13 @@ from experiments.loopserve.runs import (
     SHARE,
     TABLE7,
     answers,
-    options,
     rows_of,
     seconds_of,
     settings_of,
     specs,
 )
 from experiments.record import record
+from experiments.script import run
 from sinkscope.bench.methods import name_of
 from sinkscope.bench.table import bench_table
 from sinkscope.bench.tasks.recall import POSITIONS
@@ -77,7 +77,7 @@ LONGER = (
 )
 
 
-def paper_rows(folders: Sequence[str] = ()) -> list[dict[str, Any]]:
+def paper_rows(folders: Sequence[Path] = ()) -> list[dict[str, Any]]:
     """Table 1, a row per model, position, task and method: the paper's number and ours, percent, None for none."""
     ours = measured(folders)
     return [
@@ -96,7 +96,7 @@ def paper_rows(folders: Sequence[str] = ()) -> list[dict[str, Any]]:
     ]
 
 
-def table8_rows(folders: Sequence[str] = ()) -> list[dict[str, Any]]:
+def table8_rows(folders: Sequence[Path] = ()) -> list[dict[str, Any]]:
     """Table 8: Llama-3.2-3B-Instruct, questions at the end."""
     ours = measured(folders)
     return [
@@ -113,7 +113,7 @@ def table8_rows(folders: Sequence[str] = ()) -> list[dict[str, Any]]:
     ]
 
 
-def measured(folders: Sequence[str]) -> dict[tuple[str, str, str, str], float]:
+def measured(folders: Sequence[Path]) -> dict[tuple[str, str, str, str], float]:
     """Percent by the paper's name of the model, position, task and method, from finished runs.
 
     Where one method was run with several settings, the last one counts, and the printed one before the default.
@@ -228,23 +228,26 @@ def _bars(rows: Sequence[dict[str, Any]], suite: str, place: str, key: str) -> t
     return [short(row["method"]).replace(", ", "<br>") for row in mine], [row[key] for row in mine], error
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = options("table1", __doc__)
-    parser.add_argument("--runs", nargs="*", default=[], help="folders of `sinkscope bench`")
-    args = parser.parse_args(argv)
+def main(*, work: Path = Path("runs"), out: Path = Path("figures"), runs: Sequence[Path] = ()) -> None:
+    """Make what the module describes.
+
+    Args:
+        work: Folder of the answers.
+        runs: Folders of `sinkscope bench`.
+    """
     started = time.perf_counter()
-    table1, table8 = paper_rows(args.runs), table8_rows(args.runs)
+    table1, table8 = paper_rows(runs), table8_rows(runs)
     rows, seconds = list[dict[str, Any]](), 0.0
     plan = [(KEPT, specs(OWN)), (CHAIN, specs(OWN)), (LONG, specs(LONGER))]
     for suite, methods in plan:
-        said = answers(suite, methods, args.work)
+        said = answers(suite, methods, work)
         seconds += seconds_of(said)
         rows += [row for method in methods for row in rows_of(suite, said, method)]
     print(table(table1), table(table8), own_table(rows), sep="\n\n")
-    settings = settings_of([suite for suite, _ in plan], seconds) | {"share": SHARE, "runs": len(args.runs)}
+    settings = settings_of([suite for suite, _ in plan], seconds) | {"share": SHARE, "runs": len(runs)}
     result = {"table1": table1, "table8": table8, "recall": rows}
-    save("loopserve_table1", record("loopserve-table1", result, settings, started=started), figure, args.out)
+    save("loopserve_table1", record("loopserve-table1", result, settings, started=started), figure, out)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -12,7 +12,7 @@ printed sample. The controls are the whole cache, and a random part of it.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from experiments.drawn import save
@@ -22,13 +22,13 @@ from experiments.loopserve.runs import (
     NINE,
     NINE_CHAIN,
     answers,
-    options,
     seconds_of,
     settings_of,
     specs,
     turns_of,
 )
 from experiments.record import record
+from experiments.script import run
 from sinkscope.measure.style import BLUE, COLOURS, GREEN, GREY, ORANGE, RED, finished
 
 BUDGET = 128
@@ -106,14 +106,18 @@ def figure(data: dict[str, Any]) -> Any:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    args = options("turns", __doc__).parse_args(argv)
+def main(*, work: Path = Path("runs"), out: Path = Path("figures")) -> None:
+    """Make what the module describes.
+
+    Args:
+        work: Folder of the answers.
+    """
     started = time.perf_counter()
     methods = dict(zip(NAMES, specs(list(NAMES.values())), strict=True))
     rows, seconds = list[dict[str, Any]](), 0.0
     for suite, _, _ in SHOWN:
         assert suite.task.turns == len(TURNS)
-        said = answers(suite, list(methods.values()), args.work)
+        said = answers(suite, list(methods.values()), work)
         seconds += seconds_of(said)
         rows += [{"label": name, **row} for name, method in methods.items() for row in turns_of(suite, said, method)]
     for suite, key, title in SHOWN:
@@ -127,8 +131,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             sep="\n",
         )
     settings = settings_of([suite for suite, _, _ in SHOWN], seconds) | {"budget": BUDGET}
-    save("loopserve_turns", record("loopserve-turns", {"rows": rows}, settings, started=started), figure, args.out)
+    save("loopserve_turns", record("loopserve-turns", {"rows": rows}, settings, started=started), figure, out)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -8,7 +8,6 @@ on what is installed.
 
 from __future__ import annotations
 
-import argparse
 import random
 import sysconfig
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.record import record
+from experiments.script import run
 from sinkscope.files.output import write_atomic
 from sinkscope.loops import check
 
@@ -52,20 +52,19 @@ def verdicts(kind: str, count: int, seed: int) -> dict[str, Any]:
     return {"files": counts.total(), **counts, "not clean": others}
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--count", type=int, default=120, help="files of each kind")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("figures/loops_files.json"))
-    args = parser.parse_args()
+def main(*, count: int = 120, seed: int = 0, out: Path = Path("figures/loops_files.json")) -> None:
+    """Make what the module describes.
+
+    Args:
+        count: Files of each kind.
+    """
     started = time.perf_counter()
-    result = {kind: verdicts(kind, args.count, args.seed) for kind in KINDS}
-    settings = {"count": args.count, "read": READ}
-    write_atomic(args.out, record("loops-files", result, settings, started=started, dtype="text", seed=args.seed))
+    result = {kind: verdicts(kind, count, seed) for kind in KINDS}
+    settings = {"count": count, "read": READ}
+    write_atomic(out, record("loops-files", result, settings, started=started, dtype="text", seed=seed))
     for kind, counts in result.items():
         print(kind, {name: value for name, value in counts.items() if name != "not clean"})
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -8,15 +8,15 @@ texts are made every time.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from experiments.loopset.honest import HONEST
 from experiments.loopset.looped import LOOPED
+from experiments.script import run
 from sinkscope.files.output import write_atomic
 from sinkscope.models.text import typical_text
 
@@ -45,17 +45,13 @@ def made_set(halves: tuple[str, ...] = HALVES) -> Iterator[dict[str, Any]]:
                 yield {"text": text, "class": name, "half": half, "start": None}
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--half", choices=HALVES)
-    parser.add_argument("--out", type=Path, default=Path("texts.jsonl"))
-    args = parser.parse_args()
-    halves = HALVES if args.half is None else (args.half,)
+def main(*, half: Literal[*HALVES] | None = None, out: Path = Path("texts.jsonl")) -> None:
+    """Make what the module describes."""
+    halves = HALVES if half is None else (half,)
     lines = [json.dumps(text, ensure_ascii=False) + "\n" for text in made_set(halves)]
-    write_atomic(args.out, "".join(lines))
-    print(f"{len(lines)} texts are in {args.out}")
+    write_atomic(out, "".join(lines))
+    print(f"{len(lines)} texts are in {out}")
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

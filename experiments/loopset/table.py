@@ -5,10 +5,10 @@ python -m experiments.loopset.table [--result figures/loops_compare.json] [--pag
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from experiments.drawn import put_table
+from experiments.script import run
 from sinkscope.files.tables import percent
 from sinkscope.loops.compare import DetectorScore, LoopComparison
 
@@ -32,14 +32,10 @@ def table(result: LoopComparison) -> str:
     return "\n".join([*head, *map(row, result.detectors)])
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--result", type=Path, default=Path("figures/loops_compare.json"))
-    parser.add_argument("--page", type=Path, default=Path("docs/measure/loops.md"))
-    args = parser.parse_args()
-    put_table(args.page, "loopset.table", table(LoopComparison.load(args.result)))
+def main(*, result: Path = Path("figures/loops_compare.json"), page: Path = Path("docs/measure/loops.md")) -> None:
+    """Make what the module describes."""
+    put_table(page, "loopset.table", table(LoopComparison.load(result)))
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -8,13 +8,12 @@ the earlier keys of its text, before and after rotary.
 
 from __future__ import annotations
 
-import argparse
-
 import torch
 from einops import einsum, repeat
 from torch import Tensor
 
 from experiments.queries_and_keys import queries_and_keys
+from experiments.script import run
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
 
@@ -41,18 +40,14 @@ def cosines(target: Target, ids: Tensor, layers: list[int]) -> Tensor:
     return means
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model")
-    parser.add_argument("--layers", type=int, default=2)
-    options = parser.parse_args()
-    setup = Setup.open(options.model)
-    layers = list(range(options.layers))
+def main(*, model: str | None = None, layers: int = 2) -> None:
+    setup = Setup.open(model)
+    chosen = list(range(layers))
     print("head     one position  earlier keys  after rotary")
-    for layer, of_layer in zip(layers, cosines(setup.target, setup.ids, layers), strict=True):
+    for layer, of_layer in zip(chosen, cosines(setup.target, setup.ids, chosen), strict=True):
         for head, (own, before, after) in enumerate(of_layer.T.tolist()):
             print(f"L{layer}.H{head:<5} {own:12.2f}  {before:12.2f}  {after:12.2f}")
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -11,7 +11,6 @@ pieces of the same length in the same context.
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
 from collections.abc import Sequence
@@ -29,6 +28,7 @@ import sinkscope as ss
 from experiments.drawn import save
 from experiments.harmless import honest_repetition, source_code
 from experiments.record import record
+from experiments.script import run
 from sinkscope.files.rate import wilson
 from sinkscope.measure import Setup
 from sinkscope.measure.style import finished
@@ -180,22 +180,22 @@ def figure(data: dict[str, Any]) -> Any:
     return finished(fig, None, found, width=1200, height=480)
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", help="short name, hub id or folder; default: the model in the package")
-    parser.add_argument("--length", type=int, action="append")
-    parser.add_argument("--sequences", type=int, default=1000)
-    parser.add_argument("--out", type=Path, default=Path("figures"))
-    args = parser.parse_args()
+def main(
+    *, model: str | None = None, length: Sequence[int] | None = None, sequences: int = 1000, out: Path = Path("figures")
+) -> None:
+    """Make what the module describes.
+
+    Args:
+        model: Short name, hub id or folder; default: the model in the package.
+    """
     started = time.perf_counter()
-    setup = Setup.open(ss.load(args.model, backend="hf"))
-    lengths = args.length or [8, 32, 128]
-    rows = measure(setup, lengths, args.sequences)
-    settings = {"model": setup.target.name, "lengths": lengths, "sequences": args.sequences, "threshold": THRESHOLD}
+    setup = Setup.open(ss.load(model, backend="hf"))
+    lengths = length or [8, 32, 128]
+    rows = measure(setup, lengths, sequences)
+    settings = {"model": setup.target.name, "lengths": lengths, "sequences": sequences, "threshold": THRESHOLD}
     text = record("attack-detect", {"rows": rows}, settings, started=started, device=setup.target.device)
-    save("attack_detect", text, figure, args.out)
+    save("attack_detect", text, figure, out)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

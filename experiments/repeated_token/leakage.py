@@ -11,7 +11,6 @@ library of the running interpreter, which the model in the package was trained o
 
 from __future__ import annotations
 
-import argparse
 import time
 from pathlib import Path
 from statistics import median
@@ -20,6 +19,7 @@ from typing import Any
 import sinkscope as ss
 from experiments.record import record
 from experiments.repeated_token.corpus import CorpusIndex, open_corpus
+from experiments.script import run
 from sinkscope.files.output import write_atomic
 from sinkscope.measure import PIECE, Setup
 from sinkscope.models.text import text_rows
@@ -47,37 +47,37 @@ def ordinary_answers(model: Any, count: int, new_tokens: int) -> list[str]:
     return answers
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("result", type=Path, help="what `sinkscope repeat --read probability --json FILE` wrote")
-    parser.add_argument("--corpus", required=True, help="a folder of text files, or stdlib")
-    parser.add_argument("--model", help="short name, hub id or folder; default: the model in the package")
-    parser.add_argument("--controls", type=int, default=20, help="ordinary prompts")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+def main(result: Path, *, corpus: str, model: str | None = None, controls: int = 20, out: Path | None = None) -> None:
+    """Make what the module describes.
+
+    Args:
+        result: What `sinkscope repeat --read probability --json FILE` wrote.
+        corpus: A folder of text files, or stdlib.
+        model: Short name, hub id or folder; default: the model in the package.
+        controls: Ordinary prompts.
+    """
     started = time.perf_counter()
-    corpus = open_corpus(args.corpus)
-    result = Repeat.load(args.result)
-    if corpus is None or not isinstance(result.reading, ProbabilityReading):
-        raise SystemExit(f"error: {args.result} is not a result of sinkscope repeat --read probability")
+    texts = open_corpus(corpus)
+    measured = Repeat.load(result)
+    if texts is None or not isinstance(measured.reading, ProbabilityReading):
+        raise SystemExit(f"error: {result} is not a result of sinkscope repeat --read probability")
     rows: list[dict[str, Any]] = []
-    for answer in result.reading.answers:
+    for answer in measured.reading.answers:
         if answer.follows:
             group = f"{answer.repeats} repetitions" + ", patched" * answer.patched
-            rows.append({"group": group, "token": answer.token, **longest_piece(corpus, answer.follows)})
-    new_tokens = int(result.settings["new_tokens"])
-    for text in ordinary_answers(ss.load(args.model, backend="hf"), args.controls, new_tokens):
-        rows.append({"group": "ordinary prompts", "token": None, **longest_piece(corpus, text)})
+            rows.append({"group": group, "token": answer.token, **longest_piece(texts, answer.follows)})
+    new_tokens = int(measured.settings["new_tokens"])
+    for text in ordinary_answers(ss.load(model, backend="hf"), controls, new_tokens):
+        rows.append({"group": "ordinary prompts", "token": None, **longest_piece(texts, text)})
     for group in dict.fromkeys(row["group"] for row in rows):
         lengths = [row["bytes"] for row in rows if row["group"] == group]
         print(
             f"{group}: the longest verbatim piece has {median(lengths):.0f} bytes in the median, {max(lengths)} at most"
         )
-    if args.out is not None:
-        settings = {"model": result.model.name, "corpus": Path(args.corpus).name, "controls": args.controls}
-        write_atomic(args.out, record("leakage", {"rows": rows}, settings, started=started))
+    if out is not None:
+        settings = {"model": measured.model.name, "corpus": Path(corpus).name, "controls": controls}
+        write_atomic(out, record("leakage", {"rows": rows}, settings, started=started))
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -9,7 +9,6 @@ labels drawn per token, and the margin is two standard errors over tokens and te
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -29,6 +28,7 @@ from torch import Tensor
 import sinkscope as ss
 from experiments.drawn import save
 from experiments.record import record
+from experiments.script import run
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.measure import Setup
 from sinkscope.measure.style import BLUE, GREY, finished
@@ -245,26 +245,32 @@ def figure(data: dict[str, Any]) -> go.Figure:
     return finished(fig, None, sentence(rows[0], result["layer"]), width=900, height=560, legend=-0.17)
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", help="short name, hub id or folder; default: the model in the package")
-    parser.add_argument("--layer", type=int, default=0, help="layer of the attention, and of the neurons")
-    parser.add_argument("--neuron", type=int, help="examine this neuron, by both factors, instead of the best one")
-    parser.add_argument("--count", type=int, default=1024, help="tokens of the text to put first")
-    parser.add_argument("--texts", type=int, default=128, help="pieces of typical text, 64 tokens each")
-    parser.add_argument("--out", type=Path, default=Path("figures"))
-    args = parser.parse_args()
+def main(
+    *,
+    model: str | None = None,
+    layer: int = 0,
+    neuron: int | None = None,
+    count: int = 1024,
+    texts: int = 128,
+    out: Path = Path("figures"),
+) -> None:
+    """Make what the module describes.
+
+    Args:
+        model: Short name, hub id or folder; default: the model in the package.
+        layer: Layer of the attention, and of the neurons.
+        neuron: Examine this neuron, by both factors, instead of the best one.
+        count: Tokens of the text to put first.
+        texts: Pieces of typical text, 64 tokens each.
+    """
     started = time.perf_counter()
-    setup = Setup.open(args.model, texts=args.texts)
-    result = separate(setup, args.layer, args.count, args.neuron)
+    setup = Setup.open(model, texts=texts)
+    result = separate(setup, layer, count, neuron)
     for row in result["methods"]:
-        print(sentence(row, args.layer))
-    settings = {"model": setup.target.name, **{name: getattr(args, name) for name in ("layer", "count", "texts")}}
-    save(
-        "separate", record("separate", result, settings, started=started, device=setup.target.device), figure, args.out
-    )
+        print(sentence(row, layer))
+    settings = {"model": setup.target.name, "layer": layer, "count": count, "texts": texts}
+    save("separate", record("separate", result, settings, started=started, device=setup.target.device), figure, out)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

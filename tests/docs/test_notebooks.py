@@ -8,8 +8,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from experiments.notebooks import FOLDER, LARGEST, PLOTLY, check, digest, executed, text_of
 from sinkscope.errors import SinkscopeError
+from tools.notebooks import FOLDER, LARGEST, PLOTLY, check, digest, executed, text_of
 
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 EVERY = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -18,16 +18,14 @@ EVERY = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def stored(path: Path):
     notebook = nbformat.read(path, as_version=4)
     if "sinkscope" not in notebook.metadata:
-        pytest.skip(f"no outputs are stored: python -m experiments.notebooks {path.name[:2]}")
+        pytest.skip(f"no outputs are stored: python -m tools.notebooks {path.name[:2]}")
     return notebook
 
 
 @EVERY
 def test_outputs_are_those_of_the_code(path):
     notebook = stored(path)
-    assert notebook.metadata["sinkscope"]["code"] == digest(notebook), (
-        f"python -m experiments.notebooks {path.name[:2]}"
-    )
+    assert notebook.metadata["sinkscope"]["code"] == digest(notebook), f"python -m tools.notebooks {path.name[:2]}"
     counts = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
     assert counts == [*range(1, len(counts) + 1)]
     kinds = {kind for cell in notebook.cells for output in cell.get("outputs", []) for kind in output.get("data", {})}

@@ -1,4 +1,4 @@
-"""Prompts built from LongBench's files, honest texts, places of questions, and LoopGuard's tables."""
+"""Prompts built from LongBench's files, honest texts, and LoopGuard's tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from experiments.loopbench import make_honest
 from experiments.loopguard import tables
 from experiments.loopguard.honest import FILE, honest_texts
 from experiments.loopserve import build as serve_build
-from experiments.loopserve.positions import LabelledMessage, count_places
 from sinkscope.bench.record import BenchRun
 from sinkscope.bench.table import tabulate_records
 from sinkscope.errors import SinkscopeError
@@ -110,17 +109,6 @@ def test_algorithm_3_asks_held_out_examples_when_repaired():
 def test_honest_texts_are_what_the_generator_makes():
     assert FILE.read_text(encoding="utf-8") == make_honest.lines()
     assert len(honest_texts()) == 31 and honest_texts() == make_honest.honest_texts()
-
-
-def test_places_of_questions_beside_the_paper_s():
-    labels = ["front", "end", "end", "middle", "none", "single"]
-    messages = [LabelledMessage(f"talk {i // 2}", place) for i, place in enumerate(labels)]  # type: ignore[arg-type]
-    found = count_places(messages, min_turns=2)
-    assert found["conversations"] == 3 and [row["count"] for row in found["places"]] == [1, 1, 2, 2]
-    assert found["places"][2]["share"] == 0.5 and found["places"][2]["paper_share"] == pytest.approx(0.548, abs=1e-3)
-    assert count_places(messages, count=1, seed=1)["conversations"] == 1
-    with pytest.raises(SinkscopeError, match="has 3 conversations of 2 or more"):
-        count_places(messages, min_turns=2, count=4)
 
 
 def test_our_rows_come_before_those_that_were_not_run():

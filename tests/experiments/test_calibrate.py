@@ -88,12 +88,10 @@ def test_a_short_text_promises_only_what_it_can_show():
         calibrate([ids[:5000]])
 
 
-def test_settings_are_written_and_read_back(tmp_path, monkeypatch, capsys):
+def test_settings_are_written_and_read_back(tmp_path, capsys):
     text, out, odd = tmp_path / "ordinary.txt", tmp_path / "c.json", tmp_path / "odd.json"
     text.write_text(prose(4500))
-    words = ["calibrate", str(text), "--tokenizer", "bundled", "--rate", "1000", "--out", str(out)]
-    monkeypatch.setattr("sys.argv", words)
-    script.main()
+    script.main(text, tokenizer="bundled", rate=1000, out=out)
     assert out.read_text().strip() in capsys.readouterr().out
     fit = calibrate(script.read_ids(text, "bundled"), 1000.0)
     assert vars(monitor_settings(str(out), "repeats")) == vars(MonitorSettings(**fit.monitor))

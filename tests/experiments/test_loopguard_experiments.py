@@ -6,12 +6,17 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 from bench_kit import made_record
 from organisms.tiny import tiny_model
 
 from experiments.loopguard import figure2, figure4, why
-from sinkscope.bench.record import BenchRecord
+from experiments.script import run
+from sinkscope.bench.prompt import Prompt
+from sinkscope.bench.record import BenchRecord, open_run
+from sinkscope.bench.tasks.loops import Loops
+from sinkscope.models.text import typical_text
 
 
 def test_the_page_says_what_was_measured_of_the_same_cycle():
@@ -63,3 +68,47 @@ def test_survival_counts_runs_without_a_collapse():
     assert figure2.collapse_point([1, 2, 3, 4, *[5] * 9], 4, 0.5) == 8, "the ratio is 0.5 at step 7"
     for step, share in zip(found["steps"], found["survival"], strict=True):
         assert share == (1.0 if step < point else 0.5)
+
+
+@pytest.fixture
+def guarded(tmp_path):
+    """A run of one prompt: without a guard, whose answer loops before the monitor's window is full, and with one."""
+    prompt: Prompt = Loops().prompts(None)[0]
+    tokens = tuple([30, 31, 32, 33] * 10)
+    guard = {"step": 20, "position": 20, "kind": "guard", "data": {"generated": 20, "period": 4}}
+    settings = {"max_new_tokens": 40, "model": {"name": "bundled"}}
+    with open_run(tmp_path / "guards", settings, [prompt]) as folder:
+        for method, events in (("full", ()), ("loopguard:256", (guard,))):
+            one = made_record(method, prompt.id, tokens=tokens, steps={"top1": (0.5,) * 40}, events=events)
+            folder.append([one])
+    return tmp_path / "guards"
+
+
+def test_the_cuts_are_measured_on_a_run_whose_answers_raise_no_alarm(guarded, monkeypatch, tmp_path):
+    monkeypatch.setattr(why, "STARTS", [(3, 0)])
+    monkeypatch.setattr(why, "NEW", 8)
+    monkeypatch.setattr(why, "TEXT", 60)
+    run(why.main, ["--guarded", str(guarded), "--full", str(guarded), "--prompts", "1", "--out", str(tmp_path)])
+    where = json.loads((tmp_path / "loopguard_why.json").read_text())["result"]["where"]
+    assert list(where) == [
+        "model in the package, at three quarters",
+        "loop organism (control)",
+        "ordinary text (control)",
+    ]
+    organism = {row["cut"]: row["cycle_goes_on"] for row in where["loop organism (control)"]}
+    assert organism["nothing"] == 1 and organism["all generated"] == 0, "the cycle is held by copies in the cache"
+    run(why.main, ["--guarded", str(guarded), "--out", str(tmp_path)])
+    assert json.loads((tmp_path / "loopguard_why.json").read_text())["result"]["where"] == where
+
+
+def test_figure_4_counts_the_interventions_of_a_run_and_refuses_what_is_no_run(guarded, monkeypatch, tmp_path, capsys):
+    texts = figure4.honest_texts()[:1]
+    monkeypatch.setattr(figure4, "honest_texts", lambda: texts)
+    monkeypatch.setattr(figure4, "typical_text", lambda: typical_text()[:8000])
+    run(figure4.main, [str(guarded), "--out", str(tmp_path)])
+    (row,) = json.loads((tmp_path / "loopguard_fig4.json").read_text())["result"]["guards"]
+    assert (row["method"], row["counts"], row["positions"]) == ("loopguard", [1], [20])
+    with pytest.raises(SystemExit) as left:
+        run(figure4.main, [str(guarded), str(tmp_path / "none"), "--out", str(tmp_path)])
+    assert left.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: none is no folder of `sinkscope bench`")

@@ -1,4 +1,4 @@
-"""Our policies against what kvpress kept, recorded by experiments/kvpress_fixture.py in an environment of its own.
+"""Our policies against what kvpress kept, recorded by tools/kvpress_fixture.py in an environment of its own.
 
 Weights, prompts and options are the same; the two never share a process. Where kvpress defines something else than the
 paper, its definition is taken here by an option of ours, or only the part that both define is compared.
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from experiments import kvpress_fixture as recorded
 from sinkscope.kv import H2O, TOVA, Policy, SnapKV, StreamingLLM
+from tools import kvpress_fixture as recorded
 
 FIXTURE = json.loads((Path(__file__).parents[1] / "fixtures/kvpress.json").read_text())
 PREFILL, DECODING = FIXTURE["prefill"], FIXTURE["decoding"]

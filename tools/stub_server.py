@@ -1,6 +1,6 @@
 """A server without a model that speaks as Ollama and as OpenAI, and whose streamed answers loop.
 
-    python -m experiments.stub_server [--port 11499] [--tokens 2000]
+    python -m tools.stub_server [--port 11499] [--tokens 2000]
 
 It is there to try `sinkscope loops --proxy`. A request with a penalty on repetition gets an answer that does not loop.
 """

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments import mutants
+from tools import mutants
 
 MUTANTS = mutants.mutants()
 
@@ -35,6 +35,6 @@ def test_no_mutant_is_stale():
 @pytest.mark.slow
 @pytest.mark.timeout(4 * 3600)
 def test_every_mutant_is_killed():
-    command = [sys.executable, "-m", "experiments.mutants"]  # a process that has not imported the package
+    command = [sys.executable, "-m", "tools.mutants"]  # a process that has not imported the package
     done = subprocess.run(command, cwd=mutants.TREE, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

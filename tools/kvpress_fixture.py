@@ -1,7 +1,7 @@
 """Records which tokens kvpress keeps, in its own environment, for tests that compare our policies with it.
 
     python -m venv KVPRESS && KVPRESS/bin/pip install kvpress==0.5.5 torch==2.13.0
-    KVPRESS/bin/python experiments/kvpress_fixture.py --out tests/fixtures/kvpress.json
+    KVPRESS/bin/python tools/kvpress_fixture.py --out tests/fixtures/kvpress.json
 
 kvpress needs a different release of transformers, so the two never share a process: this script imports
 neither sinkscope nor its tests. It builds a small Llama whose weights come from an explicit generator

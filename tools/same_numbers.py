@@ -3,10 +3,10 @@
 The models are made once, so that both trees measure the very same folders. Each tree is recorded into a folder of its
 own, and the two folders are compared; the exit code is 1 if anything differs:
 
-    python -m experiments.same_numbers models --out MODELS
-    python -m experiments.same_numbers record --models MODELS --out BEFORE --tree OLD_TREE
-    python -m experiments.same_numbers record --models MODELS --out AFTER
-    python -m experiments.same_numbers compare BEFORE AFTER
+    python -m tools.same_numbers models --out MODELS
+    python -m tools.same_numbers record --models MODELS --out BEFORE --tree OLD_TREE
+    python -m tools.same_numbers record --models MODELS --out AFTER
+    python -m tools.same_numbers compare BEFORE AFTER
 
 Only the command line of sinkscope is used, so the script does not depend on where things are in the package.
 """

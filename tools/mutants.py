@@ -4,8 +4,8 @@
 the package, so code may move, and all white space is equal. A fragment that is not found exactly once is reported as
 stale. The tests run in a copy of the tree:
 
-    python -m experiments.mutants --list
-    python -m experiments.mutants --only causal-without-control
+    python -m tools.mutants --list
+    python -m tools.mutants --only causal-without-control
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def passed(arguments: list[str], tree: Path) -> tuple[int, str]:
                 sys.dont_write_bytecode = True
                 elsewhere = [path for path in sys.path if Path(path).resolve() not in (TREE, TREE / "tests")]
                 sys.path[:] = [str(tree), *elsewhere]
-                for name in [name for name in sys.modules if name.partition(".")[0] == "experiments"]:
+                for name in [name for name in sys.modules if name.partition(".")[0] in ("experiments", "tools")]:
                     del sys.modules[name]
                 code = int(pytest.main(arguments))
                 sys.stdout.flush()

@@ -1,6 +1,6 @@
 """Runs the notebooks of docs/notebooks and stores their outputs, so that readers need not run them.
 
-python -m experiments.notebooks [01 02 ...] [--out docs/notebooks]
+python -m tools.notebooks [01 02 ...] [--out docs/notebooks]
 
 A figure is stored as plotly's data, which Jupyter and the site draw and which one can zoom, and as a small PNG for
 readers that run no scripts. No machine names and no times are stored, so the same code stores the same bytes.
@@ -121,9 +121,7 @@ def check(name: str, text: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.notebooks", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m tools.notebooks", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("numbers", nargs="*", help="beginnings of names, such as 01; none: all notebooks")
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder to write to")
     args = parser.parse_args(argv)

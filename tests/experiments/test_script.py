@@ -1,0 +1,90 @@
+"""The command lines of scripts are what the signatures of their functions say."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from experiments.script import run
+from sinkscope.errors import SinkscopeError
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = [
+    ".".join(file.relative_to(ROOT).with_suffix("").parts)
+    for file in sorted((ROOT / "experiments").rglob("*.py"))
+    if re.search(r"^    run\(main\)$", file.read_text(), re.M)
+]
+KINDS = ("a", "b")
+
+
+def test_words_become_parameters_and_what_is_not_given_keeps_its_default():
+    seen = {}
+
+    def main(
+        files: Sequence[Path],
+        *,
+        size: int,
+        kind: Literal[*KINDS] = "a",
+        rate: float | None = None,
+        heads: Sequence[int] = (3,),
+        no_loops: bool = False,
+    ) -> None:
+        seen.update(files=files, size=size, kind=kind, rate=rate, heads=heads, no_loops=no_loops)
+
+    main.__annotations__ |= {"kind": Literal["a", "b"]}
+    run(main, ["x", "y", "--size", "4"])
+    assert seen == {
+        "files": [Path("x"), Path("y")],
+        "size": 4,
+        "kind": "a",
+        "rate": None,
+        "heads": (3,),
+        "no_loops": False,
+    }
+    run(main, ["x", "--size", "4", "--kind", "b", "--rate", "0.5", "--heads", "1", "2", "--heads", "7", "--no-loops"])
+    assert (seen["kind"], seen["rate"], seen["heads"], seen["no_loops"]) == ("b", 0.5, [1, 2, 7], True)
+    for bad in (["x"], ["--size", "4"], ["x", "--size", "four"], ["x", "--size", "4", "--kind", "c"]):
+        with pytest.raises(SystemExit) as left:
+            run(main, bad)
+        assert left.value.code == 2
+
+
+def test_bad_input_is_one_line_and_exit_code_2(capsys):
+    def main() -> None:
+        raise SinkscopeError("the file is empty: give another")
+
+    with pytest.raises(SystemExit) as left:
+        run(main, [])
+    assert left.value.code == 2 and capsys.readouterr().err == "error: the file is empty: give another\n"
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_script_explains_its_own_options(name, capsys):
+    main = import_module(name).main
+    with pytest.raises(SystemExit) as left:
+        run(main, ["--help"])
+    said = capsys.readouterr().out
+    assert left.value.code == 0 and said.startswith(f"usage: python -m {name} ")
+    described = set(re.findall(r"^        (\w+): ", main.__doc__ or "", re.M))
+    assert described <= set(main.__annotations__), "the docstring describes what the function does not take"
+
+
+def test_the_command_beside_every_figure_is_still_understood():
+    commands = 0
+    for file in sorted((ROOT / "figures").glob("*.json")):
+        argv = json.loads(file.read_text(encoding="utf-8"))["provenance"].get("argv", ())
+        if len(argv) < 3 or argv[2] not in SCRIPTS:
+            continue
+        main = import_module(argv[2]).main
+        ran = []
+        run(functools.wraps(main)(lambda *_, ran=ran, **options: ran.append(options)), argv[3:])
+        assert len(ran) == 1, file.name
+        commands += 1
+    assert commands > 20
