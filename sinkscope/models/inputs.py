@@ -168,7 +168,7 @@ def _encoded(target: Target, texts: Sequence[str], bos: bool | None, special: bo
         row = [int(token) for token in tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]]
         if bos is not None and row[:1] == [bos_id]:
             row = row[1:]
-        if bos:
+        if bos and bos_id is not None:  # without one, it was refused above
             row = [bos_id, *row]
         if not row:
             raise SinkscopeError(f"prompt {number}: the tokenizer of {target.name} produces no token for it")
