@@ -124,9 +124,10 @@ def expected_cost(
         start = time.process_time()
     seconds = computing_seconds(command, size, place, loaded_as, whole=not is_streamed)
     if seconds is not None:
+        total = _clock(max(1.0, start + seconds))
         duration = (
             f"Time: {layer_positions(command, size.layers):,} positions, summed over {size.layers} layers, take about "
-            f"{_clock(max(1.0, start + seconds))} (hours, minutes, seconds) on {place}, of which {_clock(start)} are the start, "
+            f"{total} (hours, minutes, seconds) on {place}, of which {_clock(start)} are the start, "
             "without download and reading. The positions were counted on other models, and depend on where the sink is."
         )
     return (
