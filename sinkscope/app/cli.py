@@ -273,7 +273,7 @@ class CommandRun:
         names = ("revision", "dtype", "device")
         options = {name: arguments[name] for name in names if name in arguments}
         whole = backend is not None or self.function.loading == "whole"
-        print(expected_cost(words, arguments.get("model"), whole=whole, **options))
+        print(expected_cost(words, arguments.get("model"), whole=whole, alone=True, **options))
 
     def _deliver(self, result: Result, files: Mapping[str, str], force: bool, explain: bool) -> None:
         """Print and write a result; standard output comes first: it is seen even if a file cannot be written."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -14,7 +16,7 @@ import numpy as np
 import psutil
 import torch
 from torch import nn
-from torch.utils.benchmark import Timer
+from torch.utils.benchmark import Timer, timer
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.config import float32_by_default, new_model, parse_device, parse_dtype, read_config
@@ -26,6 +28,8 @@ from sinkscope.models.stack import stack_of
 
 ROWS = 64
 """Positions that pass through a layer together in the measured product of matrices."""
+KEYS = 512
+"""Keys of a measured row of attention."""
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k")
 """Fields of configurations: how many experts a token is sent to."""
 SECONDS = 0.3
@@ -44,6 +48,7 @@ class ModelSize:
         layers_computing: Those of them that are in the layers.
         rows: Rows of a product of matrices in a layer. Experts share out the positions, so each meets fewer.
         width: Size of its residual stream.
+        heads: Number of attention heads of a layer.
         whole_bytes: Memory of all weights.
         streamed_bytes: Memory of the weights when layers are read one after the other: what is outside the layers and
             before the unembedding, twice the largest layer, and layers that stay in memory because they are small.
@@ -55,6 +60,7 @@ class ModelSize:
     layers_computing: int
     rows: int
     width: int
+    heads: int
     whole_bytes: int
     streamed_bytes: int
 
@@ -74,11 +80,12 @@ def expected_cost(
     revision: str | None = None,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
+    alone: bool = False,
 ) -> str:
     """Say what a command would take on a model, without reading its weights.
 
     The positions that pass through layers were counted with default options on other models; the time for them follows
-    from the measured speed of the device.
+    from the measured speed of the device (see `computing_seconds`).
 
     Args:
         command: Words of the command.
@@ -87,6 +94,8 @@ def expected_cost(
         revision: Branch, tag or commit of a hub id.
         dtype: Type of the weights; None is that of the checkpoint.
         device: Device to run on; None is the first GPU, if there is one.
+        alone: Whether this process does nothing else, so that what it has computed until here is the start of the
+            command. Otherwise no time of a start is added.
 
     Raises:
         SinkscopeError: The model cannot be found, or is a GGUF file.
@@ -110,16 +119,16 @@ def expected_cost(
     memory = f"Memory: sinkscope {command} works {way}, so it takes {gigabytes(needed)} and what it computes."
     memory += f" {_fits(needed, place)}"
     duration = "Time: not known for this command."
-    positions = layer_positions(command, size.layers)
-    if positions is not None:
-        computing = size.layers_computing
-        if not is_streamed:
-            computing = size.computing
-        seconds = round(2 * computing * positions / size.layers / speed(place, loaded_as, size.width, size.rows))
+    start = 0.0
+    if alone:
+        start = time.process_time()
+    seconds = computing_seconds(command, size, place, loaded_as, whole=not is_streamed)
+    if seconds is not None:
+        total = _clock(max(1.0, start + seconds))
         duration = (
-            f"Time: {positions:,} positions, summed over {size.layers} layers, take about "
-            f"{timedelta(seconds=max(1, seconds))} (hours, minutes, seconds) on {place}, without download and reading. "
-            "The positions were counted on other models, and depend on where the sink is. Small models take longer."
+            f"Time: {layer_positions(command, size.layers):,} positions, summed over {size.layers} layers, take about "
+            f"{total} (hours, minutes, seconds) on {place}, of which {_clock(start)} are the start, "
+            "without download and reading. The positions were counted on other models, and depend on where the sink is."
         )
     return (
         f"Model: {source.name}, {size.layers} layers, {size.parameters / 1e6:,.1f} million parameters.\n"
@@ -145,13 +154,54 @@ def _fits(needed: int, place: torch.device) -> str:
     return f"This fits into the {gigabytes(free)} that are free on {place}."
 
 
+def _clock(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))
+
+
+def computing_seconds(
+    command: str,
+    size: ModelSize,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    whole: bool,
+    clock: Callable[[], float] = timer,
+) -> float | None:
+    """Seconds in which a command computes, without its start; None if its positions were not counted.
+
+    Multiplications by weights take the measured speed of the device. All else, rows of attention above all, is counted
+    for each position and head in softmaxes over 512 keys, as many as the command took on other models.
+
+    Args:
+        command: Words of the command.
+        size: Sizes of the model.
+        device: Device to run on.
+        dtype: Type of the weights.
+        whole: Whether the command loads the whole model.
+        clock: What measures the speed of the device, in seconds.
+    """
+    positions = layer_positions(command, size.layers)
+    if positions is None:
+        return None
+    computing = size.layers_computing
+    if whole:
+        computing = size.computing
+    multiplying = 2 * computing * positions / size.layers / speed(device, dtype, size.width, size.rows, clock)
+    rows: float = _counted()["rows"][command]
+    return multiplying + rows * positions * size.heads * row_seconds(device, clock)
+
+
+def _counted() -> dict[str, Any]:
+    return json.loads(files("sinkscope.app").joinpath("passes.json").read_text())["result"]
+
+
 def layer_positions(command: str, layers: int) -> int | None:
     """How many positions pass through layers while a command runs, summed over layers; None if it was not counted.
 
     Commands that read layer by layer were counted on models of several depths, and a parabola of the depth is drawn
     through these sums. Other commands pass as many tokens through each layer.
     """
-    counted = json.loads(files("sinkscope.app").joinpath("passes.json").read_text())["result"]
+    counted = _counted()
     sums: dict[str, int] | None = counted["layer_tokens"].get(command)
     if sums is not None:
         depths = np.array([int(depth) for depth in sums])
@@ -176,6 +226,9 @@ def size_of(config: Any, dtype: torch.dtype) -> ModelSize:
         if isinstance(module, nn.Embedding) and (unembedding is None or unembedding.weight is not module.weight):
             computing -= _parameters(module)
     idle = sum(map(partial(_idle, text), layers))
+    heads = getattr(text, "num_attention_heads", None) or 1
+    if not isinstance(heads, int):  # one number for each layer
+        heads = max(heads)
     held = max(2 * largest * dtype.itemsize, LAYER_BYTES)
     return ModelSize(
         layers=len(layers),
@@ -184,6 +237,7 @@ def size_of(config: Any, dtype: torch.dtype) -> ModelSize:
         layers_computing=deep - idle,
         rows=max(1, ROWS * (deep - idle) // deep),
         width=text.hidden_size,
+        heads=heads,
         whole_bytes=parameters * dtype.itemsize,
         streamed_bytes=outside * dtype.itemsize + min(deep * dtype.itemsize, held),
     )
@@ -209,10 +263,27 @@ def _parameters(module: nn.Module) -> int:
     return sum(tensor.numel() for tensor in module.parameters())
 
 
-def speed(device: torch.device, dtype: torch.dtype, width: int, rows: int = ROWS) -> float:
+def speed(
+    device: torch.device,
+    dtype: torch.dtype,
+    width: int,
+    rows: int = ROWS,
+    clock: Callable[[], float] = timer,
+) -> float:
     """Measured multiplications and additions a second, in products of the shape that MLPs have, at most 1,024 wide."""
     width = min(width, 1024)  # a wider one would take minutes where a type is slow, and say the same
     left = torch.ones(rows, width, device=device, dtype=dtype)
     right = torch.ones(width, 4 * width, device=device, dtype=dtype)
-    timer = Timer("left @ right", globals={"left": left, "right": right}, num_threads=torch.get_num_threads())
-    return 8 * rows * width * width / timer.blocked_autorange(min_run_time=SECONDS).median
+    return 8 * rows * width * width / _median("left @ right", {"left": left, "right": right}, clock)
+
+
+def row_seconds(device: torch.device, clock: Callable[[], float] = timer) -> float:
+    """Measured seconds of the softmax of one row of attention over 512 keys, in float32."""
+    scores = torch.ones(KEYS, KEYS, device=device)
+    return _median("scores.softmax(-1)", {"scores": scores}, clock) / KEYS
+
+
+def _median(statement: str, names: dict[str, Any], clock: Callable[[], float]) -> float:
+    """Median seconds of a statement."""
+    measured = Timer(statement, globals=names, timer=clock, num_threads=torch.get_num_threads())
+    return measured.blocked_autorange(min_run_time=SECONDS).median

@@ -171,9 +171,9 @@ def test_a_dry_run_says_what_it_takes_and_measures_nothing(words, calls, capsys)
 
 def test_the_tokens_of_every_measuring_command_were_counted():
     counted = json.loads((ROOT / "sinkscope/app/passes.json").read_text())["result"]
-    assert set(counted["tokens"]) | set(counted["layer_tokens"]) == {
-        words for words, one in commands().items() if isinstance(one.load(), Measurement)
-    }
+    measuring = {words for words, one in commands().items() if isinstance(one.load(), Measurement)}
+    assert set(counted["tokens"]) | set(counted["layer_tokens"]) == measuring
+    assert set(counted["rows"]) == measuring and min(counted["rows"].values()) >= 0
 
 
 def test_sizes_are_those_of_the_model():

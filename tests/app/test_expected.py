@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from importlib.resources import files
 from types import SimpleNamespace
 
 import psutil
@@ -12,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, Qwen3MoeConfig
 
 from sinkscope.app import expected
-from sinkscope.app.expected import expected_cost, layer_positions, size_of
+from sinkscope.app.expected import computing_seconds, expected_cost, layer_positions, size_of
 
 TOKENS = 40
 
@@ -99,3 +101,29 @@ def test_positions_by_depth():
     assert deep > 32 / 12 * middle
     assert layer_positions("lines", 32) == 32 / 6 * layer_positions("lines", 6)
     assert layer_positions("view", 6) is None
+
+
+@pytest.mark.parametrize(("command", "whole"), [("lines", True), ("find-sinks", False)])
+def test_time_is_that_of_multiplications_and_of_rows(monkeypatch, command, whole):
+    """By a second way: a device on which one of them takes no time leaves the other."""
+    counted = json.loads(files("sinkscope.app").joinpath("passes.json").read_text())["result"]
+    size = size_of(LlamaConfig(num_hidden_layers=6, hidden_size=256, num_attention_heads=4), torch.float32)
+    positions = layer_positions(command, 6)
+
+    def seconds(rate, row):
+        monkeypatch.setattr(expected, "speed", lambda *_: rate)
+        monkeypatch.setattr(expected, "row_seconds", lambda *_: row)
+        return computing_seconds(command, size, torch.device("cpu"), torch.float32, whole=whole)
+
+    multiplied = size.computing if whole else size.layers_computing
+    assert seconds(1e9, 0.0) == pytest.approx(positions / 6 * multiplied * 2 / 1e9)
+    assert seconds(1e30, 1e-3) == pytest.approx(counted["rows"][command] * positions * 4 / 1000)
+    assert seconds(1e9, 1e-3) == pytest.approx(seconds(1e9, 0.0) + seconds(1e30, 1e-3))
+
+
+def test_the_start_is_a_part_of_the_time(monkeypatch):
+    monkeypatch.setattr(expected, "computing_seconds", lambda *_, **__: 20.0)
+    monkeypatch.setattr(expected.time, "process_time", lambda: 100.0)
+    text = expected_cost("find-sinks", whole=False, device="cpu", alone=True)
+    assert "take about 0:02:00 (hours, minutes, seconds) on cpu, of which 0:01:40 are the start" in text
+    assert "take about 0:00:20" in expected_cost("find-sinks", whole=False, device="cpu")
