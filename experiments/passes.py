@@ -9,8 +9,8 @@ sums are counted on planted models of several depths, whose sink is in layer 1 a
 
 What a command takes beside multiplications by weights is measured in CPU time of one thread, for each position and
 head, in softmaxes of a row of 512 keys: on the planted models of 6 and 12 layers, on random weights for `lines`, on the
-bundled model for the others. `--rows-alone` measures only this, and keeps the counts. `experiments.dry_run` tries it on other
-shapes.
+bundled model for the others. `--rows-alone` measures only this, and keeps the counts. `experiments.dry_run` tries it on
+other shapes.
 """
 
 from __future__ import annotations
