@@ -24,7 +24,7 @@ from sinkscope.interventions.edits import expert_hook
 from sinkscope.measure.evidence import NEEDED
 from sinkscope.models.target import LayerInput, Target, first_tensor, norm_of, on_hidden, on_input, on_output
 from sinkscope.sinks.first_token.entering import NOT_READ, Entering
-from sinkscope.sinks.first_token.members import RATE_EPS, Heads, Sites
+from sinkscope.sinks.first_token.members import Heads, Sites
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.trace.attention import visible_rows
 from sinkscope.trace.run import resolve
@@ -202,23 +202,6 @@ def effects(target: Target, ids: TokenRows, edits: Sequence[Edit], **reading: An
         reading: What is read, as the other fields of a `Trial` say.
     """
     return side_by_side(target, [Trial(ids, edits, **reading)])[0]
-
-
-def attending_heads(target: Target, ids: TokenRows, at: At, layers: range, entering: Entering = NOT_READ) -> Heads:
-    """The heads of some layers that attend to one position of each text, on average.
-
-    Args:
-        target: The model.
-        ids: The texts.
-        at: The position.
-        layers: The layers.
-        entering: What entered each layer when the texts were read.
-    """
-    if not layers:
-        return []
-    read = effects(target, ids, [], at=at, upto=layers[-1], attention=True, behind=layers.start, entering=entering)
-    received = read.intact_attention.mean(0)
-    return [(layer, head) for layer, head in (received > RATE_EPS).nonzero().tolist()]
 
 
 def writers(target: Target, count: int) -> list[Component]:

@@ -164,11 +164,6 @@ class Carrier:
         """Whether at least half of the heads of the sink need it."""
         return self.heads_lost >= NEEDED
 
-    @property
-    def is_mark(self) -> bool:
-        """Whether it is an attention layer or an MLP, which writes a mark if it makes no spike."""
-        return "layer" in self.name
-
 
 @dataclass(frozen=True)
 class LayerAttention:
