@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.models.beside import TOKENIZER_FILES
 from sinkscope.models.checkpoint import SafetensorsSource, check_depth
 from sinkscope.models.config import (
     check_finite,
@@ -33,7 +34,7 @@ from sinkscope.models.config import (
 )
 from sinkscope.models.finding import adapter_of
 from sinkscope.models.fingerprint import fingerprint
-from sinkscope.models.hub import TOKENIZER_FILES, hub_folder
+from sinkscope.models.hub import hub_folder
 from sinkscope.models.load import explained, load, quiet
 from sinkscope.models.locate import ModelSource, locate
 from sinkscope.models.names import BUNDLED
