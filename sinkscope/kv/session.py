@@ -8,7 +8,6 @@ attention rows are built. What is seen of the attention is in `attention_watch`,
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from sinkscope.errors import SinkscopeWarning, UnsupportedError
+from sinkscope.errors import UnsupportedError, warn
 from sinkscope.interventions.base import Run
 from sinkscope.interventions.positions import Call
 from sinkscope.kv.adopt import adopt, new_cache, own_layers
@@ -162,12 +161,10 @@ class Session:
     def _warn_of_idle_policy(self, error: type[BaseException] | None, *_: Any) -> None:
         """Warn that nothing was measured, if the model ran and the policy of a run never came to act."""
         if error is None and self._acted is False and self._before_decode and self.watching.replacement is None:
-            warnings.warn(
+            warn(
                 f"{self._policy_name or 'the intervention'} never acted: it acts when a generated token follows a "
                 "prompt, and only prompts were read, so all results are those of the full cache; generate, or feed "
-                "tokens one by one with past_key_values",
-                SinkscopeWarning,
-                stacklevel=2,
+                "tokens one by one with past_key_values"
             )
 
     def _settle(self) -> None:
