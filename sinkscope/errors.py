@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 import sysconfig
 import warnings
 from pathlib import Path
@@ -52,8 +52,8 @@ _LIBRARIES = (str(Path(__file__).parent), *{sysconfig.get_path(name) for name in
 
 def warn(message: str) -> None:
     """Warn at the line of the user's own code that led here, and not at one of this package or another library."""
-    level, frame = 2, sys._getframe(1)  # what `warnings.warn` itself calls; as a public function only from Python 3.12
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+    level, frame = 1, inspect.currentframe()  # from Python 3.12 on, `warnings.warn` can skip files itself
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         level += 1
         frame = frame.f_back
     warnings.warn(message, SinkscopeWarning, stacklevel=level)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ def in_backward() -> bool:
 
 def in_checkpoint() -> bool:
     """Whether `torch.utils.checkpoint` called what runs now, and will compute it again in the backward pass."""
-    frame: FrameType | None = sys._getframe()
+    frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code.co_filename == checkpoint.__file__:
             return True
