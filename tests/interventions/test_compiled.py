@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 from sinkscope import Ablate, Add, LoopGuard, LoopServe, SinkPatch, trace
 from sinkscope.kv import H2O, TOVA, Observe, SnapKV, StreamingLLM
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
 
 IDS, MASK = prompts([9, 6], 4)
 PATCH = SinkPatch(layer=1, neurons=[3], value=0.5)

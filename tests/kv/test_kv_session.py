@@ -28,7 +28,7 @@ from sinkscope.kv.adopt import own_layers
 from sinkscope.kv.cache import COLUMNS, CacheLayer
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.loopserve import LoopServe
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
 from sinkscope.trace import attention as tap
 
 IDS, MASK = prompts([14, 9], 4)

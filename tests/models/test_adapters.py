@@ -21,9 +21,11 @@ from sinkscope.inference.probe import probe
 from sinkscope.interventions import Ablate
 from sinkscope.models import adapters
 from sinkscope.models.adapters import Adapter
-from sinkscope.models.load import BACKENDS, load
-from sinkscope.models.target import Target, first_tensor
-from sinkscope.models.wrapped import target_of
+from sinkscope.models.backends import BACKENDS
+from sinkscope.models.hooks import first_tensor
+from sinkscope.models.target import Target
+from sinkscope.opening.live import target_of
+from sinkscope.opening.load import load
 
 IDS = torch.tensor([[1, 10, 11, 12, 13, 14, 15]])
 UNSUPPORTED = {("falcon", "bridge")}

@@ -15,7 +15,7 @@ import sinkscope as ss
 from sinkscope.errors import SinkscopeError
 from sinkscope.kv import H2O, StreamingLLM
 from sinkscope.kv.loopguard import LoopGuard
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
 from sinkscope.serving.generate import generate
 from sinkscope.trace import trace
 

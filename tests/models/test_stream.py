@@ -21,9 +21,11 @@ from torch.testing import assert_close
 from experiments.make_shape import make_plan, write
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.checkpoint import SafetensorsSource
-from sinkscope.models.open import StreamTarget, open_stream
-from sinkscope.models.target import Target, first_tensor
-from sinkscope.models.wrapped import target_of
+from sinkscope.models.hooks import first_tensor
+from sinkscope.models.stream import StreamTarget
+from sinkscope.models.target import Target
+from sinkscope.opening.live import target_of
+from sinkscope.opening.stream import open_stream
 
 
 def ids_and_mask() -> tuple[Tensor, Tensor]:

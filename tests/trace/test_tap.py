@@ -18,7 +18,7 @@ import sinkscope as ss
 from sinkscope.errors import UnsupportedError
 from sinkscope.kv import H2O, TOVA, AShape, Full, Observe, StreamingLLM
 from sinkscope.lines.sums import scores_of
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
 from sinkscope.trace import attention as tap
 from sinkscope.trace import attention_rows, internals
 
