@@ -6,7 +6,6 @@ import re
 from dataclasses import replace
 
 import pytest
-import sinkscope.tap.call as attention
 import torch
 from checkpoints import checkpoint
 from covering import each_other, slow
@@ -14,6 +13,7 @@ from intervention_kit import count_hooks
 from organisms.decoders import decoder
 from organisms.tiny import MODEL_TYPES, tiny_model
 
+import sinkscope.tap.call as attention
 from sinkscope.errors import UnsupportedError
 from sinkscope.inference.probe import probe
 from sinkscope.models import adapters
