@@ -256,7 +256,7 @@ class CommandRun:
         if self.measures:
             self.function.refuse(arguments)  # before a model is opened
         if backend is not None:
-            from sinkscope.models.load import load
+            from sinkscope.opening.load import load
 
             options = {name: arguments[name] for name in ("revision", "device", "dtype") if name in arguments}
             arguments["model"] = load(arguments.get("model"), backend=backend, **options)

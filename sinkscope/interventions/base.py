@@ -18,10 +18,11 @@ from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.notation import counted
 from sinkscope.interventions.edited_modules import EditedModules
 from sinkscope.interventions.positions import Call, Tracker
+from sinkscope.models.checks import check_loaded
 from sinkscope.models.target import Target
 from sinkscope.models.uncompiled import uncompiled
-from sinkscope.models.wrapped import target_of
-from sinkscope.trace.internals import in_backward, in_checkpoint, is_checkpointing
+from sinkscope.opening.live import target_of
+from sinkscope.tap.internals import in_backward, in_checkpoint, is_checkpointing
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -311,7 +312,7 @@ class Intervention(ABC):
 
     @contextmanager
     def _entered(self, target: Target) -> Iterator[Run]:
-        target.check_loaded()
+        check_loaded(target)
         parts = [part.prepared(target) for part in self.parts]
         run = Run(target, parts)
         with run.stack:

@@ -18,7 +18,7 @@ from sinkscope.files.output import read_json, write_output
 from sinkscope.files.records import Number, Whole, check, conform
 from sinkscope.interventions.edits import NeuronEdit, NeuronValues
 from sinkscope.interventions.sites import NeuronSite, Where, site_of
-from sinkscope.models.open import is_checkpoint
+from sinkscope.models.origin import is_checkpoint
 from sinkscope.models.target import Target
 
 _PAGE = "patch-file"

@@ -20,7 +20,10 @@ from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.cache_state import CacheStates, CurrentCall, LatestQueries, Moment
 from sinkscope.kv.windows import layer_window
 from sinkscope.models.target import Target
-from sinkscope.trace.attention import Attention, OwnAttention, View, rows_by_view
+from sinkscope.tap.call import Attention
+from sinkscope.tap.own_attention import OwnAttention
+from sinkscope.tap.rows import rows_by_view
+from sinkscope.tap.view import View
 
 
 class AttentionWatch:

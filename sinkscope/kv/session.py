@@ -29,8 +29,11 @@ from sinkscope.kv.cache_state import CacheState, CacheStates, CurrentCall, Momen
 from sinkscope.kv.usage import Usage
 from sinkscope.kv.windows import check_mask, check_servable
 from sinkscope.lines.choice import HeadLines
-from sinkscope.trace.attention import NAME, Attention, Handler, leave, listen, tapped
-from sinkscope.trace.internals import attention_name, following_generate
+from sinkscope.tap.call import Attention
+from sinkscope.tap.internals import attention_name, following_generate
+from sinkscope.tap.listeners import Handler, leave, listen
+from sinkscope.tap.stock import NAME
+from sinkscope.tap.tap import tapped
 
 _OWNERS: WeakValueDictionary[int, Session] = WeakValueDictionary()
 """The session whose policy or guard acts on the cache or attention of a model, by the id of the model."""

@@ -14,7 +14,8 @@ from torch import nn
 
 from sinkscope import trace
 from sinkscope.kv import H2O
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
+
 
 @pytest.fixture(autouse=True)
 def _fresh_compiler():

@@ -14,7 +14,7 @@ from sinkscope.errors import UnsupportedError
 from sinkscope.interventions import Ablate, SinkPatch
 from sinkscope.interventions.steer import Add
 from sinkscope.kv.observe import Observe
-from sinkscope.trace.internals import attention_name
+from sinkscope.tap.internals import attention_name
 
 IDS = torch.tensor([[1, 5, 6, 7, 8, 9], [1, 20, 21, 22, 23, 24]])
 EDITS = {

@@ -278,7 +278,9 @@ WAYS = {
     "wrapped attention": before(lambda model: put(model, "model.layers.0.self_attn", Around)),
     "low rank": before(lambda model: put(model, DOWN, LowRank)),
     "low rank of queries": before(lambda model: put(model, "model.layers.1.self_attn.q_proj", LowRank)),
-    "parametrized": before(lambda model: parametrize.register_parametrization(model.get_submodule(DOWN), "weight", Same())),
+    "parametrized": before(
+        lambda model: parametrize.register_parametrization(model.get_submodule(DOWN), "weight", Same())
+    ),
     "own forward of the base": before(lambda model: new_forward(model.model)),
     "own forward of a layer": before(lambda model: new_forward(model.model.layers[1])),
     "own forward of an MLP": before(lambda model: new_forward(model.model.layers[1].mlp)),
@@ -301,7 +303,9 @@ WAYS = {
     "moved inside": inside(lambda model: model.to("cpu")),
     "converted inside": inside(lambda model: model.double().float()),
     "weights loaded inside": inside(lambda model: model.load_state_dict(copy.deepcopy(model.state_dict()))),
-    "weights assigned inside": inside(lambda model: model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)),
+    "weights assigned inside": inside(
+        lambda model: model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    ),
     "another attention inside": inside(lambda model: model.set_attn_implementation("sdpa")),
     "data parallel": through(nn.DataParallel),
     "edited through data parallel": on_wrapper(nn.DataParallel),

@@ -16,7 +16,7 @@ import sinkscope as ss
 from sinkscope.app.cli import main
 from sinkscope.bench.run import bench
 from sinkscope.errors import SinkscopeError
-from sinkscope.trace.internals import attention_name
+from sinkscope.tap.internals import attention_name
 
 SHORT = ("--max-repeats", "32")
 COMMANDS = {

@@ -29,6 +29,7 @@ from sinkscope.loops.signals import (
     tail_period,
     type_token_ratio,
 )
+from sinkscope.models.checks import tokenizer_of
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows, typical_text
 
@@ -102,7 +103,7 @@ class Loops(Task):
 
     def _text(self, target: Target) -> list[Prompt]:
         """Openings of ordinary text, whose own continuation is the control."""
-        tokenizer = target.need_tokenizer()
+        tokenizer = tokenizer_of(target)
         length = self.opening + self.new_tokens(target)
         bos = getattr(tokenizer, "bos_token_id", None)
         prompts: list[Prompt] = []
@@ -131,7 +132,7 @@ class Loops(Task):
             interventions = float(len(steps))
         chance = None
         if turn.answers:
-            chance = float(loops(model.target.need_tokenizer()(turn.answers[0])["input_ids"]))
+            chance = float(loops(tokenizer_of(model.target)(turn.answers[0])["input_ids"]))
         return {
             "loop": float(loops(tokens)),
             "tail_loop": float(ends_in_loop(tokens)),
