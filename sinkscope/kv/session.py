@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from sinkscope.errors import UnsupportedError, warn
 from sinkscope.interventions.base import Run
 from sinkscope.interventions.positions import Call
-from sinkscope.kv.adopt import adopt, new_cache, own_layers
+from sinkscope.kv.adopt import adopt, new_cache, own_layers, used_layers
 from sinkscope.kv.attention_rows import AttentionRows, Watcher
 from sinkscope.kv.attention_watch import AttentionWatch
 from sinkscope.kv.bridge_attention import BridgeAttention
@@ -85,6 +85,7 @@ class Session:
             if not target.has_attention(layer):
                 continue
             attention = target.sub(layer, target.adapter.attn)
+            run.edited.keep(attention)
             if getattr(attention, "indexer", None) is not None:
                 run.hook(attention, "pre", partial(self.watching.mask_indexer, layer))
 
@@ -225,7 +226,7 @@ class Session:
         """Act before a call, and give new tokens their positions; whether our masks replace the stock mask."""
         layers: list[CacheLayer] = []
         if cache in self.states:
-            layers = own_layers(cache)
+            layers = used_layers(cache)
         if not layers:
             adopt(cache, self.target, call.columns[:, : call.past])
             layers = own_layers(cache)
@@ -285,7 +286,7 @@ class Session:
                 return
             if self.watching.owns_cache:
                 state = self.states.of(self.now.cache)
-                layers = own_layers(cache)
+                layers = used_layers(cache)
                 self.now.ended = Moment(cache, layers, call, state, prefill_ended=False)
                 for act in self._after_call:
                     act(self.now.ended)
