@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sinkscope.sinks.first_token.places import Places, Rule, describe, sink_places, spike_places, stands_out
+from sinkscope.sinks.first_token.places import Places, Rule, describe, sink_places, spike_places
 
 TEXTS, LENGTH, VOCAB = 48, 40, 60
 BOS, COMMA = 1, 7
@@ -164,6 +164,6 @@ def test_a_norm_stands_out_beside_the_typical_one_of_its_layer():
     norms[1, :, 4] *= 2.5
     norms[2, :, 5] *= 4
     assert spike_places(norms, ids).there.nonzero()[:, 1].unique().tolist() == [5]
-    assert not stands_out(norms)[:2].any()
+    assert len(spike_places(norms[:2], ids)) == 0
     norms[0, :, ::2] *= 9  # half of the positions: nothing stands out
-    assert not stands_out(norms)[0].any()
+    assert len(spike_places(norms[:1], ids)) == 0

@@ -27,6 +27,8 @@ LEAST_CASES = 3  # words need so many places that bear them out, and a position 
 SOME_TEXTS = 0.2  # least share of the texts in which the first token is a sink of some texts
 MOST_PARTS = 4  # rules in one description, if one or two do not suffice
 COMMON = 3  # tokens named where no words fit
+PLACE_TEXTS = 4  # texts in which a place is looked at that always has the same token; of different ones four times that
+KEPT_POSITIONS = 1024  # most positions of which it is kept what enters each layer
 Decode = Callable[[list[int]], str]
 
 
@@ -54,6 +56,11 @@ class Places:
         if description is None:
             return self
         return Places(self.ids, self.there & ~description.means(self.ids))
+
+    @property
+    def earliest(self) -> int:
+        """The first position at which there is one in any text."""
+        return int(self.there.any(0).int().argmax())
 
     def common(self, decode: Decode) -> list[tuple[str, float]]:
         """The most common tokens at the places, with their share of the places."""
@@ -144,6 +151,25 @@ def _first_occurrences(ids: TokenRows) -> Bool[Tensor, "text pos"]:
     return ~same.tril(-1).any(2)
 
 
+def texts_with(rule: Rule, places: Places, ids: Int[Tensor, "text pos"]) -> tuple[TokenRows, Int[Tensor, " row"]]:
+    """Some texts with a place that words mean, and the place in each; those in which it comes first.
+
+    Args:
+        rule: The words.
+        places: The places.
+        ids: The texts, whole.
+    """
+    there = places.of(rule).there
+    rows = there.any(1).nonzero().flatten()
+    at = there[rows].int().argmax(1)
+    order = at.argsort(stable=True)
+    rows, at = rows[order], at[order]
+    number = PLACE_TEXTS
+    if len(ids[rows, at].unique()) >= LEAST_CASES:
+        number = min(4 * PLACE_TEXTS, max(PLACE_TEXTS, KEPT_POSITIONS // ids.shape[1]))
+    return ids[rows[:number]], at[:number]
+
+
 # --- finding ---------------------------------------------------------------------------------------------------------
 
 
@@ -174,26 +200,26 @@ def _is_varied(ids: TokenRows) -> Bool[Tensor, " at"]:
     return torch.tensor(varied)
 
 
-def stands_out(norms: Float[Tensor, "layer text pos"]) -> Bool[Tensor, "layer text pos"]:
-    """Where norms are three times the typical norm of their layer, the median.
-
-    If more than a quarter of the positions are, the typical norm is the 75 % quantile.
-    """
-    by_layer = norms.flatten(1)
-    typical = by_layer.median(1).values
-    upper = by_layer.quantile(0.75, 1)
-    typical = torch.where(upper > SPIKE_RATIO * typical, upper, typical)
-    return norms > SPIKE_RATIO * rearrange(typical, "layer -> layer 1 1")
+def stands_out(norms: Float[Tensor, "*norm"], typical: Float[Tensor, "*typical"]) -> Bool[Tensor, "*norm"]:
+    """Where norms are more than three times the typical one."""
+    return norms > SPIKE_RATIO * typical
 
 
 def spike_places(norms: Float[Tensor, "layer text pos"], ids: TokenRows) -> Places:
     """The positions whose norm stands out after some layer.
 
+    The typical norm of a layer is the median or, if more than a quarter of the positions stand out from that, the 75 %
+    quantile.
+
     Args:
         norms: Norm of every position after each layer.
         ids: The texts.
     """
-    return Places(ids, stands_out(norms).any(0))
+    by_layer = norms.flatten(1)
+    typical = by_layer.median(1).values
+    upper = by_layer.quantile(0.75, 1)
+    typical = torch.where(stands_out(upper, typical), upper, typical)
+    return Places(ids, stands_out(norms, rearrange(typical, "layer -> layer 1 1")).any(0))
 
 
 # --- describing ------------------------------------------------------------------------------------------------------
