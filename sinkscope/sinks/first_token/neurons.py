@@ -28,7 +28,7 @@ from sinkscope.sinks.first_token.layer_view import (
     neutral_view,
     view_layer,
 )
-from sinkscope.sinks.first_token.members import CONTROL_DRAWS, Member, Neuron
+from sinkscope.sinks.first_token.members import CONTROL_DRAWS, Member, Neuron, sites_of
 
 CAUSAL_DROP = 0.1  # zeroing a causal neuron removes at least this share of the norm
 STAGE_CANDIDATES = 2  # candidates of each stage other than the sink layer
@@ -179,32 +179,64 @@ class _Candidates:
             top = rank.topk(min(top_k, max(writing, 1))).indices
             return cls(context, place, neutral_view(target, layer, typical.ids, typical.entering), contribution, top)
 
-    def others(self, *, writing: bool) -> Int[Tensor, " n"]:
-        """The neurons that are no candidates; with `writing`, only those that write anything at the place."""
+    def draw(self, size: int) -> Int[Tensor, "draw k"]:
+        """Random sets of other neurons; those of an expert that was not chosen give no valid control."""
         spare = torch.ones_like(self.contribution, dtype=torch.bool)
-        if writing:
+        if self.place.routing is not None:
             spare = self.contribution > 0
         spare[self.top] = False
-        return spare.nonzero().flatten().cpu()
+        spare = spare.nonzero().flatten()
+        draws = [torch.randperm(len(spare), generator=self.context.generator)[:size] for _ in range(CONTROL_DRAWS)]
+        return spare[torch.stack(draws).to(spare.device)]
 
-    def verified(
-        self, drops: list[float], control: float, repeat_drops: Sequence[float | None] = ()
-    ) -> tuple[Neuron, ...]:
-        """The candidates with the effect of zeroing each, and of the random neuron that had the largest effect."""
+    def lost(self, sets: Int[Tensor, "draw k"], upto: int | None = None) -> Float[Tensor, " draw"]:
+        """Share of the norm that is lost without each set, after the layer or a later one."""
+        context = self.context
+        layer = self.place.layer
+        without = context.scan.shared_dims
+        if upto is None or upto <= layer:
+            return lost_without(context.target, self.place, sets, without).mean(1)
+        edits = []
+        for numbers in sets.tolist():
+            members = [Member(layer, *expert_and_neuron(context.target, layer, number)) for number in numbers]
+            edits.append(Edit(zero=sites_of(members)))
+        at = int(context.at[0])
+        entering = context.entering.part(slice(1), at + 1)
+        ids = context.ids[:1, : at + 1]
+        return effects(context.target, ids, edits, at=at, upto=upto, without=without, entering=entering).drops(upto)
+
+    def verified(self, upto: int | None = None, repeated: Sequence[LastRepetition] = ()) -> tuple[Neuron, ...]:
+        """The candidates with the effect of zeroing each, and of the random neuron that had the largest effect.
+
+        Args:
+            upto: The layer after which the norm is read, if it is a later one.
+            repeated: The layer at repeated tokens, where the effect is read as well.
+        """
         target = self.context.target
+        layer = self.place.layer
+        without = self.context.scan.shared_dims
+        count = len(self.top)
+        single = torch.cat([self.top[:, None], self.draw(1)])
+        drops = self.lost(single, upto).tolist()
+        control = max(drops[count:], default=0.0)
+        repeat_drops = [None] * count
+        if repeated:
+            lost = [lost_without(target, view, single, without)[:, at] for view, at in repeated]
+            repeat_drops = torch.stack(lost).mean(0).tolist()
+            control = max(control, *repeat_drops[count:])
         mlp_norm = float(self.place.mlp.norm(dim=-1).median())
         neurons = []
         for rank, number in enumerate(self.top.tolist()):
             contribution = float(self.contribution[number])
-            expert, neuron = expert_and_neuron(target, self.place.layer, number)
+            expert, neuron = expert_and_neuron(target, layer, number)
             verified = Neuron(
-                layer=self.place.layer,
+                layer=layer,
                 expert=expert,
                 neuron=neuron,
                 contribution_norm=contribution,
                 share=contribution / mlp_norm,
                 ablation_drop=drops[rank],
-                repeat_drop=repeat_drops[rank] if repeat_drops else None,
+                repeat_drop=repeat_drops[rank],
                 control_drop=control,
                 causal=drops[rank] > control and drops[rank] >= CAUSAL_DROP,
                 neutral_post=neutral_post(target, self.text, number),
@@ -230,42 +262,22 @@ def verify_neurons(context: SinkContext, top_k: int, repeated: Sequence[LastRepe
     shared_dims = context.scan.shared_dims
     candidates = _Candidates.of(context, layer, top_k)
     place = candidates.place
-    single = candidates.top[:, None]
-    # An expert that was not chosen gives no valid control.
-    spare = candidates.others(writing=place.routing is not None)
-
-    def draw(size: int) -> Int[Tensor, "draw k"]:
-        draws = [torch.randperm(len(spare), generator=context.generator)[:size] for _ in range(CONTROL_DRAWS)]
-        return spare[torch.stack(draws)].to(single.device)
-
-    def lost(sets: Int[Tensor, "draw k"]) -> Float[Tensor, " draw"]:
-        return lost_without(target, place, sets, shared_dims).mean(1)
-
-    def lost_at_repetitions(sets: Int[Tensor, "draw k"]) -> Float[Tensor, " draw"]:
-        return torch.stack([lost_without(target, view, sets, shared_dims)[:, at] for view, at in repeated]).mean(0)
-
+    everywhere = torch.cat([place.resid, candidates.text.resid])
+    massive_dims = massive_activations(place.resid.median(0).values, everywhere, shared_dims)
     with target.loaded(layer):
-        drawn = draw(1)
-        control = float(lost(drawn).max())
-        repeat_drops = []
-        if repeated:
-            control = max(control, float(lost_at_repetitions(drawn).max()))
-            repeat_drops = lost_at_repetitions(single).tolist()
-        neurons = candidates.verified(lost(single).tolist(), control, repeat_drops)
-        everywhere = torch.cat([place.resid, candidates.text.resid])
-        massive_dims = massive_activations(place.resid.median(0).values, everywhere, shared_dims)
+        neurons = candidates.verified(repeated=repeated)
         verified = VerifiedNeurons(neurons, massive_dims=massive_dims)
-        causal = single[[neuron.causal for neuron in neurons]].T
-        if causal.numel():
-            controls = lost(draw(causal.numel()))
-            verified = replace(verified, set_drop=float(lost(causal)), set_control_drop=float(controls.max()))
+        causal = candidates.top[[neuron.causal for neuron in neurons]]
+        if len(causal):
+            control = float(candidates.lost(candidates.draw(len(causal))).max())
+            verified = replace(verified, set_drop=float(candidates.lost(causal[None])), set_control_drop=control)
     others = []
     for stage in context.scan.stages:
         if stage != layer:
             others += stage_neurons(context, stage, STAGE_CANDIDATES, upto=layer)
     verified = replace(verified, neurons=(*neurons, *others))
     if any(neuron.causal and neuron.layer < layer for neuron in others):
-        together = Edit(zero=tuple(neuron.site for neuron in verified.causal))
+        together = Edit(zero=sites_of(verified.causal))
         ids = context.ids[:, : context.up_to_place]
         entering = context.entering.part(slice(None), context.up_to_place)
         edited = effects(target, ids, [together], at=context.at, upto=layer, without=shared_dims, entering=entering)
@@ -285,16 +297,6 @@ def stage_neurons(context: SinkContext, stage: int, top_k: int, *, upto: int | N
         top_k: How many neurons to return.
         upto: The layer after which the norm is read, if it is later than `stage`.
     """
-    target = context.target
-    candidates = _Candidates.of(context, stage, min(top_k, target.d_mlp // 2))
-    spare = candidates.others(writing=True)
-    drawn = spare[torch.randperm(len(spare), generator=context.generator)[:CONTROL_DRAWS]]
-    numbers = [*candidates.top.tolist(), *drawn.tolist()]
-    edits = [Edit(zero=(Member(stage, *expert_and_neuron(target, stage, number)).site,)) for number in numbers]
-    read_after = stage if upto is None else max(stage, upto)
-    at = int(context.at[0])
-    entering = context.entering.part(slice(1), at + 1)
-    edited = effects(target, context.ids[:1, : at + 1], edits, at=at, upto=read_after, entering=entering)
-    drops = edited.drops(read_after).tolist()
-    count = len(candidates.top)
-    return candidates.verified(drops[:count], max(drops[count:], default=0.0))
+    candidates = _Candidates.of(context, stage, min(top_k, context.target.d_mlp // 2))
+    with context.target.loaded(stage):
+        return candidates.verified(upto)

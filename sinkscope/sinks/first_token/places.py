@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 import torch
 from einops import rearrange, reduce
@@ -225,7 +226,7 @@ def spike_places(norms: Float[Tensor, "layer text pos"], ids: TokenRows) -> Plac
 # --- describing ------------------------------------------------------------------------------------------------------
 
 
-def describe(places: Places, decode: Decode, holds: Callable[[Rule], bool] | None = None) -> Description | None:
+def describe(places: Places, decode: Decode, holds: Callable[[Rule], bool] = lambda _: True) -> Description | None:
     """The simplest words that hold for the places; None if no words do.
 
     Of single rules, then of pairs, the first one is taken whose coverage is at least 0.9. If there is none, the rules
@@ -234,63 +235,28 @@ def describe(places: Places, decode: Decode, holds: Callable[[Rule], bool] | Non
     Args:
         places: The places.
         decode: Writes token ids as text.
-        holds: What else a rule has to meet. None: nothing.
+        holds: What else a rule has to meet.
     """
-    if not len(places):
-        return None
-
-    def precise(rules: Sequence[Rule]) -> list[Rule]:
-        return [
-            rule
-            for rule in rules
-            if _precision(places, rule.means(places.ids)) >= ENOUGH and (holds is None or holds(rule))
-        ]
-
-    simple = precise(_simple(places, decode))
-    chosen = _one_or_two(places, simple)
-    if not chosen:
-        every = simple + precise(_of_a_kind(places, decode))
-        chosen = _one_or_two(places, every) or _most_together(places, every)
-    if not chosen:
-        return None
-    return _described(places, chosen)
-
-
-def _meant(places: Places, rules: Sequence[Rule]) -> Float[Tensor, "rule place"]:
-    """Which of the places each rule means."""
-    return torch.stack([rule.means(places.ids)[places.there] for rule in rules]).float()
-
-
-def _one_or_two(places: Places, precise: Sequence[Rule]) -> list[Rule]:
-    """The first rule or pair of rules that means nearly all of the places; empty if there is none."""
-    if not precise:
-        return []
-    meant = _meant(places, precise)
-    count = meant.sum(1)
-    enough = ENOUGH * len(places)
-    alone = (count >= enough).nonzero().flatten().tolist()
-    if alone:
-        return [precise[alone[0]]]
-    together = rearrange(count, "rule -> rule 1") + count - meant @ meant.T
-    for one, other in (together >= enough).triu(1).nonzero().tolist():
-        return [precise[one], precise[other]]
-    return []
-
-
-def _most_together(places: Places, precise: Sequence[Rule]) -> list[Rule]:
-    """The rules that add most, as long as they add some."""
-    if not precise:
-        return []
-    meant = _meant(places, precise)
+    precise: list[Rule] = []
+    for rules in (_simple, _of_a_kind):
+        for rule in rules(places, decode):
+            if _precision(places, rule.means(places.ids)) >= ENOUGH and holds(rule):
+                precise.append(rule)
+        for few in (*combinations(precise, 1), *combinations(precise, 2)):
+            description = _described(places, few)
+            if description.coverage >= ENOUGH:
+                return description
     chosen = []
-    for _ in range(MOST_PARTS):
-        gains = meant.sum(1)
-        best = int(gains.argmax())
-        if float(gains[best]) < min(LEAST_CASES, len(places.ids)):
+    rest = places
+    while len(chosen) < MOST_PARTS and precise:
+        best = max(precise, key=lambda rule: len(rest.of(rule)))
+        if len(rest.of(best)) < min(LEAST_CASES, len(places.ids)):
             break
         chosen.append(best)
-        meant = meant * (1 - meant[best])
-    return [precise[index] for index in sorted(chosen)]
+        rest = Places(rest.ids, rest.there & ~best.means(rest.ids))
+    if not chosen:
+        return None
+    return _described(places, sorted(chosen, key=precise.index))
 
 
 def _precision(places: Places, fits: Bool[Tensor, "text pos"]) -> float:

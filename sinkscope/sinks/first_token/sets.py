@@ -24,7 +24,7 @@ from sinkscope.sinks.first_token.effects import Edit, Effects, Trial, effects, h
 from sinkscope.sinks.first_token.entering import Entering
 from sinkscope.sinks.first_token.layer_scan import AS_BEFORE, Rise, scan_layers
 from sinkscope.sinks.first_token.members import ATTENTION_LENGTH, CausalSet, Heads, Neuron, Sites, members_of, sites_of
-from sinkscope.sinks.first_token.neurons import STAGE_CANDIDATES, RepeatedSinks, stage_neurons, verify_neurons
+from sinkscope.sinks.first_token.neurons import RepeatedSinks, stage_neurons, verify_neurons
 from sinkscope.sinks.first_token.places import stands_out
 from sinkscope.sinks.first_token.records import RepetitionSpike
 from sinkscope.sinks.first_token.search import Removal, random_sets, random_sites, smallest_set, without_unneeded
@@ -298,11 +298,7 @@ def sets_at(context: SinkContext, heads: Heads) -> CausalSets:
     """
     if context.scan.sink_layer is None:
         return CausalSets()
-    candidates = list(stage_neurons(context, context.layer, CANDIDATES))
-    for stage in context.scan.stages:
-        if stage != context.layer:
-            candidates += stage_neurons(context, stage, STAGE_CANDIDATES, upto=context.layer)
-    return causal_sets(context, candidates, heads)
+    return causal_sets(context, verify_neurons(context, CANDIDATES).neurons, heads)
 
 
 @dataclass(frozen=True)
