@@ -53,6 +53,10 @@ def test_the_simplest_words_are_taken():
     assert said(ids, comma) == "'t7' wherever it stands"
     assert said(ids, first_comma) == "the first 't7' of a text"
     assert said(ids, again) == "every token that repeats the one before it"
+    ids[:24, 20], ids[:24, 21] = 8, COMMA
+    assert said(ids, (ids == COMMA) & (ids.roll(1, 1) == 8)) == "'t7' after 't8'"
+    comma = ids == COMMA
+    first_comma = comma & (comma.cumsum(1) == 1)
     assert said(ids, (at == 0) | comma) == "the first token and 't7' wherever it stands"
     assert said(ids, torch.isin(ids, torch.tensor([11, 12, 13]))).endswith("wherever they stand")
     assert said(ids, torch.zeros_like(comma)) is None

@@ -80,6 +80,7 @@ class Rule:
         tokens: Ids of the tokens that may stand there. Empty: any.
         first: Whether only the first of these tokens in a text counts; of all tokens, the first of each.
         repeated: Whether the token before has to be the same.
+        after: The token that has to stand before. None: any.
         token: The token as text, if there is only one; else empty.
     """
 
@@ -89,6 +90,7 @@ class Rule:
     first: bool = False
     repeated: bool = False
     token: str = ""
+    after: int | None = None
 
     def means(self, ids: TokenRows) -> Bool[Tensor, "text pos"]:
         """The positions of some texts that the words mean."""
@@ -103,9 +105,10 @@ class Rule:
             fits &= fits.cumsum(1) == 1
         elif self.first:
             fits &= _first_occurrences(ids)
-        if self.repeated:
+        if self.repeated or self.after is not None:
+            before = ids[:, 1:] if self.after is None else self.after
             fits[:, 0] = False
-            fits[:, 1:] &= ids[:, 1:] == ids[:, :-1]
+            fits[:, 1:] &= ids[:, :-1] == before
         return fits
 
 
@@ -286,6 +289,8 @@ def _simple(places: Places, decode: Decode) -> list[Rule]:
         name = decode([token])
         rules.append(Rule(f"{name!r} wherever it stands", tokens=(token,), token=name))
         rules.append(Rule(f"the first {name!r} of a text", tokens=(token,), first=True, token=name))
+        before = int(ids[:, :-1][places.there[:, 1:] & (ids[:, 1:] == token)].mode().values)
+        rules.append(Rule(f"{name!r} after {decode([before])!r}", tokens=(token,), token=name, after=before))
     rules.append(Rule("every token that repeats the one before it", repeated=True))
     rules.append(Rule("the first occurrence of every token", first=True))
     return rules
