@@ -11,7 +11,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.files.console import Progress, silent
-from sinkscope.models.target import LayerInput, first_tensor, norm_of, on_input, on_output
+from sinkscope.models.hooks import first_tensor, on_input, on_output
+from sinkscope.models.norms import norm_of
+from sinkscope.models.target import LayerInput
 from sinkscope.sinks.first_token.context import SinkContext
 from sinkscope.sinks.first_token.effects import BATCH_ELEMENTS, Edit, effects
 from sinkscope.sinks.first_token.entering import Entering
