@@ -372,9 +372,13 @@ def repetition_spike(
     last = ids.shape[1] - 1
 
     def repetition(row: int, layer: int, entering: Entering) -> RepetitionSpike:
-        """What is lost after a layer of the norm of the last repetition without the neurons."""
-        edited = effects(target, ids[row : row + 1], [Edit(zero=sites)], at=last, upto=layer, entering=entering)
-        return RepetitionSpike(target.tokenizer.decode([int(ids[row, -1])]), last, float(edited.drops(layer)), None, ())
+        """What is lost after a layer of the norm of the last repetition without the neurons; long rows run alone."""
+        reading = {"at": last, "upto": layer, "entering": entering.up_to(min(sites)[0])}
+        intact = effects(target, ids[row : row + 1], [], **reading).intact_norms
+        with Ablate(sites=sites).on(target):
+            silent = effects(target, ids[row : row + 1], [], **reading).intact_norms
+        drop = float(1 - silent[0, layer] / intact[0, layer])
+        return RepetitionSpike(target.tokenizer.decode([int(ids[row, -1])]), last, drop, None, ())
 
     if reached:
         made_in = max(context.layer, *(site[0] for site in sites))
