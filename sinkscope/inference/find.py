@@ -16,9 +16,8 @@ from sinkscope.inference.kept import keep, kept
 from sinkscope.inference.probe import probe, token_ids
 from sinkscope.inference.sample import has_same_parts, is_wide, sample_of
 from sinkscope.inference.sums import unproved
-from sinkscope.models.adapters import Adapter, row_of
+from sinkscope.models.adapters import Adapter, row_of, shown_row
 from sinkscope.models.config import first_line
-from sinkscope.models.scope import shown_row
 from sinkscope.models.stack import DRAFT, first_of_kinds, kind_of, stack_of
 from sinkscope.models.target import Target
 

@@ -49,7 +49,7 @@ class H2O(Policy):
         kv_heads = rows.kv.keys.shape[1]
         probs = rows.probs
         if probs.shape[2] == 1 and rows.kv.whole:  # a single token, which is no padding
-            rows.kv.add_extra("h2o", self.group(probs, kv_heads))
+            rows.kv.numbers.add("h2o", self.group(probs, kv_heads))
             return
         if self.reduce == "max":  # over the heads of a group, for every query
             probs = reduce(
@@ -60,7 +60,7 @@ class H2O(Policy):
         received = (real[:, None, None] @ probs)[:, :, 0]
         if self.reduce != "max":
             received = self.group(received, kv_heads)
-        rows.kv.add_extra("h2o", received)
+        rows.kv.numbers.add("h2o", received)
 
     def scores(self, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:
         """Score by the sums; recent tokens rank above all others."""

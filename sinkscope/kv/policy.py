@@ -21,6 +21,7 @@ from sinkscope.files.records import Budget, Natural, Whole, check_fields
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.cache_state import Moment
+from sinkscope.kv.joined_layers import evict_joined, joined_layer
 from sinkscope.kv.rotary import Rotary
 from sinkscope.kv.row_budgets import LayerBudget, RowBudgets
 from sinkscope.kv.session import Session
@@ -273,9 +274,9 @@ class Policy(Intervention):
             if self.JOINS_LAYERS and rotary is None and _alike(layers):
                 joined, count = layers[0], 1  # where scores are uniform it stands for all
                 if not state.uniform:
-                    joined, count = CacheLayer.joined(layers), len(layers)
+                    joined, count = joined_layer(layers), len(layers)
                 at = LayerMoment(layers[0].number, joined, moment, session, rows, count)
-                joined.evict_joined(layers, self.select(self.checked_scores(at), at, budget), budget)
+                evict_joined(joined, layers, self.select(self.checked_scores(at), at, budget), budget)
                 return
         self._act_by_layer(layers, moment, session, rows, rotary)
 

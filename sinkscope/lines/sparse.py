@@ -27,7 +27,8 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.lines.choice import HeadLines
+from sinkscope.lines.head_lines import HeadLines
+from sinkscope.models.grouped_heads import kv_head_of
 
 CPU_LIMIT = 0.65
 CUDA_LIMIT = 0.5
@@ -106,10 +107,9 @@ class _Inputs:
     value: Float[Tensor, "kv_head key d_value"]
     scaling: float
 
-    @property
-    def group(self) -> int:
-        """Number of query heads that share a kv head."""
-        return len(self.query) // len(self.key)
+    def kv_head(self, head: int) -> int:
+        """The kv head whose keys a query head reads."""
+        return kv_head_of(head, len(self.query), len(self.key))
 
 
 def sparse_attention(
@@ -252,7 +252,7 @@ def _dense(inputs: _Inputs, heads: list[int], out: Tensor) -> None:
     rows = queries
     if queries < keys:
         rows = 1024  # at a time: on a CPU PyTorch builds their mask
-    for kv_head, some in groupby(heads, key=lambda head: head // inputs.group):  # so that no keys are copied
+    for kv_head, some in groupby(heads, key=inputs.kv_head):  # so that no keys are copied
         own = list(some)
         for start in range(0, queries, rows):
             stop = min(queries, start + rows)
@@ -267,8 +267,8 @@ class _BlockedHead:
     """One head, ready to be computed block by block: the blocks, and which keys each of them meets."""
 
     def __init__(self, inputs: _Inputs, lines: HeadLines, head: int, loops: Any) -> None:
-        self.key: Float[Tensor, "key d_head"] = inputs.key[head // inputs.group].float().contiguous()
-        self.value: Float[Tensor, "key d_value"] = inputs.value[head // inputs.group].float().contiguous()
+        self.key: Float[Tensor, "key d_head"] = inputs.key[inputs.kv_head(head)].float().contiguous()
+        self.value: Float[Tensor, "key d_value"] = inputs.value[inputs.kv_head(head)].float().contiguous()
         self.loops = loops  # over lone lines
         vertical, slash = lines.vertical[head], lines.slash[head]
         self.columns: Int[Tensor, " column"] = vertical.nonzero().flatten()

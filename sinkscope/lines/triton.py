@@ -25,7 +25,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sinkscope.lines.choice import HeadLines
+from sinkscope.lines.head_lines import HeadLines
 
 KEYS = 64
 """Keys at a time."""
@@ -204,6 +204,21 @@ def _add(q, own, inside, seen, key, value, scaling, top, total, sums, width: tl.
 
 @triton.jit
 @no_type_check
+def _add_one(full, own, seen, key, value, scaling, top, total, sums, width: tl.constexpr, values: tl.constexpr):
+    """Add one key of each query to the softmax so far."""
+    places = own.to(tl.int64)[:, None]
+    k = tl.load(key + places * width + tl.arange(0, width), mask=seen[:, None], other=0.0)
+    v = tl.load(value + places * values + tl.arange(0, values), mask=seen[:, None], other=0.0)
+    product = tl.sum(full * k.to(tl.float32), 1) * scaling
+    score = tl.where(seen, product, float("-inf"))
+    new = tl.maximum(top, score)
+    weight = tl.exp2(score - new)
+    fade = tl.exp2(top - new)
+    return new, total * fade + weight, sums * fade[:, None] + weight[:, None] * v.to(tl.float32)
+
+
+@triton.jit
+@no_type_check
 def _attend(
     out,
     query,
@@ -262,17 +277,7 @@ def _attend(
         seen = real & (own >= 0)
         on_vertical = tl.load(vertical + own, mask=seen, other=1)
         seen = seen & (on_vertical == 0)
-        places = own.to(tl.int64)[:, None]
-        k = tl.load(key + places * width + wide, mask=seen[:, None], other=0.0)
-        v = tl.load(value + places * values + tall, mask=seen[:, None], other=0.0)
-        product = tl.sum(full * k.to(tl.float32), 1) * scaling
-        score = tl.where(seen, product, float("-inf"))
-        new = tl.maximum(top, score)
-        weight = tl.exp2(score - new)
-        fade = tl.exp2(top - new)
-        sums = sums * fade[:, None] + weight[:, None] * v.to(tl.float32)
-        total = total * fade + weight
-        top = new
+        top, total, sums = _add_one(full, own, seen, key, value, scaling, top, total, sums, width, values)
 
     for i in range(tl.load(block_count + at_row)):
         own = row * SIZE + keys - queries - tl.load(block_index + i) + few

@@ -10,14 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sinkscope.lines.choice import (
-    HeadLines,
-    _least_share,
-    minference_lines,
-    recovered,
-    sample_queries,
-    select_lines,
-)
+from sinkscope.lines.attention import recovered
+from sinkscope.lines.choice import _least_share, select_lines
+from sinkscope.lines.head_lines import HeadLines
+from sinkscope.lines.sample import sample_queries
+from sinkscope.lines.votes import minference_lines
 
 VARIANTS = ("exact", "faithful")
 

@@ -18,7 +18,8 @@ from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.interventions.positions import Call
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.session import Session
-from sinkscope.lines.choice import HeadLines, recovered
+from sinkscope.lines.attention import recovered
+from sinkscope.lines.head_lines import HeadLines
 from sinkscope.lines.sparse import Sparsity, all_dense, dense_limit, missing, sparse_attention
 from sinkscope.tap.call import Attention
 from sinkscope.tap.view import View
