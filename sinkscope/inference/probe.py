@@ -23,6 +23,7 @@ from sinkscope.models.adapters import PATHS
 from sinkscope.models.config import first_line
 from sinkscope.models.down_projections import column_factor, w_out, w_out_norms
 from sinkscope.models.experts import experts_of
+from sinkscope.models.grouped_heads import per_query_head
 from sinkscope.models.hooks import Args, Hook, Kwargs, first_tensor, on_hidden, on_input, on_output
 from sinkscope.models.stack import kind_of
 from sinkscope.models.target import LayerInput, Target
@@ -84,13 +85,13 @@ class _WrongError(Exception):
 
 
 @torch.no_grad()
-def probe(target: Target, *, whole: bool = True) -> ProbeReport:
+def probe(target: Target, *, every_layer: bool = True) -> ProbeReport:
     """Check on a few tokens that edits at the adapter's sites work as intended and attention is recomputed correctly.
 
     Args:
         target: The model, with an adapter. It is left unchanged.
-        whole: Whether passes go through all layers, up to the logits. Otherwise they end where the edits show. A model
-            that is read layer by layer is never passed as a whole.
+        every_layer: Whether passes go through all layers, up to the logits. Otherwise they end where the edits show. A
+            model that is read layer by layer is never passed as a whole.
 
     Returns:
         What was measured; `problem` says what is wrong. A wrong adapter does not raise an error.
@@ -102,8 +103,8 @@ def probe(target: Target, *, whole: bool = True) -> ProbeReport:
         tolerance = max(tolerance, 0.2)
     report = ProbeReport(tolerance)
     try:
-        _measure_edits(report, target, whole and target.resident)
-        if whole and target.resident and target.adapter.from_any_layer:
+        _measure_edits(report, target, every_layer and target.resident)
+        if every_layer and target.resident and target.adapter.from_any_layer:
             middle = len(target.layers) // 2
             if not begins_at(target, middle, len(target.layers) - 1):
                 raise _WrongError(f"a pass that begins at layer {middle} does not end as the whole pass does")
@@ -408,7 +409,7 @@ def _measure_attention(report: ProbeReport, target: Target) -> None:
         if rows.shape != own.shape:
             raise _WrongError(f"recomputed attention has shape {tuple(rows.shape)}, the model's own {tuple(own.shape)}")
         if layer in heads:
-            value = values[layer].repeat_interleave(rows.shape[1] // values[layer].shape[1], 1)
+            value = per_query_head(values[layer], rows.shape[1])
             weighted = rearrange(rows @ value, "row head query d_head -> row query (head d_head)")
             report.attention_error = max(report.attention_error, _relative(weighted, heads[layer]))
         if adapter.learned_sinks:  # some models take the share of the sinks off the output, not the weights

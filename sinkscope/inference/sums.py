@@ -20,7 +20,7 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from sinkscope.models.grouped_heads import projected
+from sinkscope.models.grouped_heads import head_projection
 from sinkscope.models.hooks import Args, Hook, Kwargs, first_tensor, on_hidden, on_input
 from sinkscope.models.target import Target
 from sinkscope.tap.call import Attention
@@ -35,7 +35,7 @@ _EXACT = 1e-3  # largest relative distance of a sum from what it must be, in flo
 _IN_HALF = 4  # times the relative rounding of a number, in half precision
 
 
-def unproved(target: Target, ids: Int[Tensor, "1 pos"], layers: list[int]) -> dict[str, str]:
+def unproved_sites(target: Target, ids: Int[Tensor, "1 pos"], layers: list[int]) -> dict[str, str]:
     """The sites of some layers that the adapter names, but that cannot be proved, by name, and why.
 
     Args:
@@ -256,7 +256,7 @@ class _Heads:
     def _keep_site(self, which: str, _module: nn.Module, _args: Args, _kwargs: Kwargs, output: Any) -> None:
         tensor = first_tensor(output).detach().reshape(_ROWS, -1, first_tensor(output).shape[-1])
         try:
-            self._at_site[which] = projected(which, self.target, tensor).float().clone()
+            self._at_site[which] = head_projection(which, self.target, tensor).float().clone()
         except Exception as error:
             self.problems[f"attn.hook_{which}"] = f"it cannot be split into heads ({type(error).__name__})"
 

@@ -61,7 +61,7 @@ class CacheLayer(DynamicLayer):
         reorders: How often rows were reordered (by beam search).
         rebased: Whether keys were rotated to contiguous positions, which new tokens then have to continue.
         aside: The whole layer, while this one works on a copy of some of its slots. None if this one is whole.
-        whole: True if there are certainly no holes. If False, `holes` counts them.
+        gapless: True if there are certainly no holes. If False, `holes` counts them.
         number: Number of the decoder layer.
         numbers: Numbers for each slot, by name.
         growth: The room for new tokens.
@@ -82,7 +82,7 @@ class CacheLayer(DynamicLayer):
         self.edited = False
         self.ragged = False
         self.rebased = False
-        self.whole = False
+        self.gapless = False
         self.aside: CacheLayer | None = None
         self._holes: Float[Tensor, " batch"] | None = None
         self._columns: Int[Tensor, "batch seen"] | None = None  # shared between layers
@@ -151,7 +151,7 @@ class CacheLayer(DynamicLayer):
     @property
     def complete(self) -> bool:
         """Whether a new token certainly sees every slot: none is hidden, and none is a hole."""
-        return _HIDDEN not in self.numbers and (self.whole or (self.edited and not self.ragged))
+        return _HIDDEN not in self.numbers and (self.gapless or (self.edited and not self.ragged))
 
     @property
     def readable(self) -> Bool[Tensor, "batch kv_head slot"]:
@@ -178,7 +178,7 @@ class CacheLayer(DynamicLayer):
             exact: Number of slots that every row and head keeps, if known. The call then does not wait for the device.
         """
         pos = self.pos
-        if not self.whole:
+        if not self.gapless:
             keep = keep & (pos >= 0)
         if exact is None:
             fewest, most = torch.stack(keep.sum(-1).aminmax()).tolist()
@@ -195,7 +195,7 @@ class CacheLayer(DynamicLayer):
             pos = torch.where(keep, pos, -1)
         self.keep_slots(index, pos)
         self.ragged = ragged
-        self.whole = not ragged
+        self.gapless = not ragged
 
     def keep_slots(
         self, index: Int[Tensor, "batch kv_head kept"] | None, pos: Int[Tensor, "batch kv_head kept"]
@@ -244,7 +244,7 @@ class CacheLayer(DynamicLayer):
         self.edited = other.edited
         self.ragged = other.ragged
         self.rebased = other.rebased
-        self.whole = other.whole
+        self.gapless = other.gapless
         self.aside = other.aside
         self._holes = other._holes
         self._pos = other._pos
@@ -278,7 +278,7 @@ class CacheLayer(DynamicLayer):
         self.seen += new
         if new > 1:  # there may be padding among the new tokens
             self._holes = None
-            self.whole = False
+            self.gapless = False
             self.ragged = self.ragged or (self.edited and bool((self.pos < 0).any()))
         return self.keys, self.values
 
@@ -318,7 +318,7 @@ class CacheLayer(DynamicLayer):
         self.values = self.values[..., :slots, :]
         self.numbers = self.numbers.moved(pos.shape[-1], lambda numbers: numbers[..., :slots])
         self._holes = None
-        self.whole = False
+        self.gapless = False
 
     def reset(self) -> None:
         """Make the layer empty, like a new one."""

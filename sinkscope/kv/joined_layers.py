@@ -17,7 +17,7 @@ def joined_layer(layers: Sequence[CacheLayer]) -> CacheLayer:
     first = layers[0]
     joined = CacheLayer()
     joined.keys = first.keys
-    joined.whole = True
+    joined.gapless = True
     known = [kv.known_pos() for kv in layers]
     if any(pos.shape != known[0].shape for pos in known):
         known = [kv.pos for kv in layers]
@@ -50,5 +50,5 @@ def evict_joined(
         kv.numbers = SlotNumbers()
         kv.keep_slots(slots[part], pos[part])
         kv.ragged = False
-        kv.whole = True
+        kv.gapless = True
         kv.numbers = numbers[part]

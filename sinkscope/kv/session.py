@@ -272,7 +272,7 @@ class Session:
             state.decoded = 0
             state.padded = bool((call.columns < 0).any())
             for kv in layers:
-                kv.whole = kv.whole or not (state.padded or kv.edited)
+                kv.gapless = kv.gapless or not (state.padded or kv.edited)
         else:
             state.decoded += 1
         self._acted = True

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sinkscope.lines.attention import slash_sums
 from sinkscope.lines.deterministic_scatter import add_at
-from sinkscope.lines.head_lines import HeadLines, crossed
+from sinkscope.lines.head_lines import HeadLines, crossing_counts
 
 
 @dataclass(eq=False)
@@ -104,7 +104,7 @@ def exact_lines(
             search = search.unfinished()
         if not len(search.head):
             break
-        crossings = crossed(search.chosen.flip(1), lines.past)
+        crossings = crossing_counts(search.chosen.flip(1), lines.past)
         cells = (search.chosen @ lengths).sum(1) - (search.chosen[:, 0] * crossings[:, 0]).sum(1)
         new_cells = crossings.neg_().add_(lengths).clamp_(min=1)
         ratio = _flat(search.weights / new_cells)

@@ -43,7 +43,7 @@ class HeadLines:
     def cells(self) -> Int[Tensor, "*choice head"]:
         """Number of cells on the lines, each counted once."""
         both = (self.vertical.long() + self.slash.long()) * self.lengths()
-        return (both - self.vertical * crossed(self.slash, self.past)).sum(-1)
+        return (both - self.vertical * crossing_counts(self.slash, self.past)).sum(-1)
 
     def density(self) -> Float[Tensor, "*choice head"]:
         """Share of all causal cells that lie on the lines."""
@@ -70,7 +70,7 @@ class HeadLines:
         return HeadLines(kinds[0], kinds[1], self.queries)
 
 
-def crossed(lines: Shaped[Tensor, "*n line"], past: int) -> Shaped[Tensor, "*n line"]:
+def crossing_counts(lines: Shaped[Tensor, "*n line"], past: int) -> Shaped[Tensor, "*n line"]:
     """For each line of the other kind, how many of these cross it, if the first query is at position `past`."""
     # Lines j and o meet in row j + o, if that row is a query: o runs from past - j to keys - 1 - j.
     count = lines.cumsum(-1).flip(-1)

@@ -51,7 +51,9 @@ def dense_limit(width: int, device: torch.device) -> float:
     return CPU_LIMIT * min(1.0, width / NARROW)
 
 
-def missing(query: Float[Tensor, "head query d_head"], value: Float[Tensor, "kv_head key d_value"]) -> str | None:
+def lack_of_library(
+    query: Float[Tensor, "head query d_head"], value: Float[Tensor, "kv_head key d_value"]
+) -> str | None:
     """Why attention along lines of these inputs cannot be computed; None if it can."""
     device = query.device.type
     if device not in ("cpu", "cuda"):
@@ -145,7 +147,7 @@ def sparse_attention(
     _check(query, key, value, lines)
     inputs = _Inputs(query, key, value, scaling)
     out = torch.empty(*query.shape[:2], value.shape[-1], device=query.device, dtype=value.dtype)
-    reason = missing(query, value)
+    reason = lack_of_library(query, value)
     if reason is not None:
         raise UnsupportedError(
             f"attention along lines cannot be computed on {query.device.type}: {reason}; use numba, or triton on CUDA",
