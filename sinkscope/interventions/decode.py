@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -13,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from sinkscope.errors import SinkscopeWarning
+from sinkscope.errors import warn
 from sinkscope.interventions.base import Event, Intervention
 from sinkscope.models.checks import end_ids
 from sinkscope.models.target import Target
@@ -57,11 +56,9 @@ def decoding(target: Target, **ours: Any) -> dict[str, Any]:
     if record is not None:
         record |= {**used, "eos_token_id": end_ids(target), "not_used_of_checkpoint": ignored}
     if ignored:
-        warnings.warn(
+        warn(
             f"sinkscope decodes with its own settings ({_listed(used)}) and ignores those of the "
-            f"generation_config.json of {target.name}: {_listed(ignored)}",
-            SinkscopeWarning,
-            stacklevel=2,
+            f"generation_config.json of {target.name}: {_listed(ignored)}"
         )
     return settings
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.interventions.positions import Call
-from sinkscope.kv.adopt import own_layers
+from sinkscope.kv.adopt import used_layers
 from sinkscope.kv.attention_rows import AttentionRows, Watcher
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.cache_state import CacheStates, CurrentCall, LatestQueries, Moment
@@ -55,7 +55,7 @@ class AttentionWatch:
             return True
         if not self.now.own_masks:
             return False
-        for kv in own_layers(self.now.cache):
+        for kv in used_layers(self.now.cache):
             if self._windows[kv.number] is not None or not kv.complete or kv.keys.dtype != kv.values.dtype:
                 return True
         return False

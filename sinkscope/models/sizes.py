@@ -88,7 +88,10 @@ class Sizes(Parts):
     @property
     def device(self) -> torch.device:
         """Device on which token ids are expected."""
-        return next(self.embedding.parameters()).device
+        device = next(self.embedding.parameters()).device
+        if device.type == "meta":  # accelerate keeps the weights elsewhere, and brings them for each call
+            device = torch.device(getattr(getattr(self.embedding, "_hf_hook", None), "execution_device", None) or "cpu")
+        return device
 
     @property
     def dtype(self) -> torch.dtype:

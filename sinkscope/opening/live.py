@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from typing import Any
 
-from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
+from sinkscope.errors import SinkscopeError, UnsupportedError, warn
 from sinkscope.inference.find import adapter_of
 from sinkscope.models.backends import unwrap
 from sinkscope.models.stack import DRAFT
@@ -30,11 +29,9 @@ def target_of(model: object, tokenizer: Any = None, name: str | None = None) -> 
     label = str(name or origin or type(hf).__name__).rstrip("/").split("/")[-1]
     cap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
     if cap is not None and getattr(config, "_attn_implementation", None) == "sdpa":
-        warnings.warn(
+        warn(
             f"{label} runs with SDPA attention, which drops its soft cap of {cap:g}: the numbers are those of the "
-            "model as it runs, not as it was trained; load it with attn_implementation='eager' or sinkscope.load",
-            SinkscopeWarning,
-            stacklevel=2,
+            "model as it runs, not as it was trained; load it with attn_implementation='eager' or sinkscope.load"
         )
     target = Target(model, hf, kind, DRAFT, tokenizer, label)
     adapter = adapter_of(target)

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from sinkscope.errors import UnsupportedError
+from sinkscope.models.beside import TOKENIZER_FILES
 from sinkscope.models.checkpoint import SafetensorsSource
 from sinkscope.models.checks import tokenizer_of
 from sinkscope.models.config import check_vocabulary, parse_device, parse_dtype, read_tokenizer
-from sinkscope.models.hub import TOKENIZER_FILES, hub_folder
+from sinkscope.models.hub import hub_folder
 from sinkscope.models.locate import ModelSource, locate
 from sinkscope.models.names import BUNDLED
 from sinkscope.models.quiet import quiet

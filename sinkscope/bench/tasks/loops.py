@@ -18,7 +18,7 @@ from sinkscope.bench.prompt import Prompt, Turn, read_prompts
 from sinkscope.bench.record import Metrics
 from sinkscope.bench.task import Size, Task, register_task
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.output import path_of
+from sinkscope.files.output import is_file
 from sinkscope.files.rate import mean_known
 from sinkscope.loops.monitor import Monitor, MonitorSettings
 from sinkscope.loops.signals import (
@@ -82,8 +82,8 @@ class Loops(Task):
             return list(self.given)
         if self.source == TEXT:
             return self._text(target)
-        files = [DATA / f"{name}.jsonl" for name in SETS.get(self.source, ())] or [path_of(self.source)]
-        if not files[0].is_file():
+        files = [DATA / f"{name}.jsonl" for name in SETS.get(self.source, ())] or [Path(self.source)]
+        if not is_file(files[0], "give a file of prompts that you may read"):
             raise SinkscopeError(f"source={self.source!r}: expected {', '.join(SETS)}, {TEXT}, or a file of prompts")
         prompts: list[Prompt] = []
         for file in files:
