@@ -19,8 +19,8 @@ from sinkscope.files.notation import counted
 from sinkscope.interventions.edited_modules import EditedModules
 from sinkscope.interventions.positions import Call, Tracker
 from sinkscope.models.checks import check_loaded
+from sinkscope.models.compiler_stance import without_compiler
 from sinkscope.models.target import Target
-from sinkscope.models.uncompiled import uncompiled
 from sinkscope.opening.live import target_of
 from sinkscope.tap.internals import in_backward, in_checkpoint, is_checkpointing, without_continuous_batching
 
@@ -325,7 +325,7 @@ class Intervention(ABC):
         run = Run(target, parts)
         with run.stack:
             run.stack.enter_context(_registered(run))
-            run.stack.enter_context(uncompiled())
+            run.stack.enter_context(without_compiler())
             run.stack.enter_context(without_continuous_batching(target.hf, _no_packed_rows(target)))
             run.watch()
             for key, part in enumerate(parts):

@@ -28,7 +28,7 @@ from sinkscope.kv.cache import COLUMNS, CacheLayer
 from sinkscope.kv.cache_state import CacheState, CacheStates, CurrentCall, Moment
 from sinkscope.kv.usage import Usage
 from sinkscope.kv.windows import check_mask, check_servable
-from sinkscope.lines.choice import HeadLines
+from sinkscope.lines.head_lines import HeadLines
 from sinkscope.tap.call import Attention
 from sinkscope.tap.internals import attention_name, following_generate
 from sinkscope.tap.listeners import Handler, leave, listen
@@ -276,7 +276,7 @@ class Session:
             state.decoded = 0
             state.padded = bool((call.columns < 0).any())
             for kv in layers:
-                kv.whole = kv.whole or not (state.padded or kv.edited)
+                kv.gapless = kv.gapless or not (state.padded or kv.edited)
         else:
             state.decoded += 1
         self._acted = True
