@@ -1,7 +1,7 @@
 """Find the attention sink of a language model, verify it by ablation, and repair what it breaks.
 
-Names are imported when first used, so that `import sinkscope` is instant and loads no torch. Type checkers read their
-types in `__init__.pyi`.
+Names are imported when first used, so that `import sinkscope` is instant and loads no torch. `__init__.pyi` says where
+each of them lives, for Python and for type checkers; measurements are found where they are defined.
 """
 
 import sys
@@ -12,43 +12,19 @@ from typing import Any
 __version__ = "0.2.0"
 FINDER = "sinkscope.inference.find"  # finds the adapters of models, which know of nothing above them
 
-_HOME = {  # public name -> where it lives; measurements come from the table of commands
-    "load": "sinkscope.models.load",
-    "models": "sinkscope.models.names",
-    "Target": "sinkscope.models.target",
-    "trace": "sinkscope.trace.run",
-    "Intervention": "sinkscope.interventions.base",
-    "Event": "sinkscope.interventions.base",
-    "Ablate": "sinkscope.interventions.edits",
-    "Add": "sinkscope.interventions.steer",
-    "SinkPatch": "sinkscope.interventions.sink_patch",
-    "LoopGuard": "sinkscope.kv.loopguard.guard",
-    "LoopServe": "sinkscope.kv.loopserve.serve",
-    "H2O": "sinkscope.kv",
-    "TOVA": "sinkscope.kv",
-    "AShape": "sinkscope.kv",
-    "AdaKV": "sinkscope.kv",
-    "Full": "sinkscope.kv",
-    "MInference": "sinkscope.kv",
-    "Observe": "sinkscope.kv",
-    "Policy": "sinkscope.kv",
-    "Progressive": "sinkscope.kv",
-    "Pyramid": "sinkscope.kv",
-    "SnapKV": "sinkscope.kv",
-    "StreamingLLM": "sinkscope.kv",
-    "TriShape": "sinkscope.kv",
-    "Conversation": "sinkscope.kv.loopserve.conversation",
-    "generate": "sinkscope.serving.generate",
-    "report": "sinkscope.app.report",
-    "scan": "sinkscope.app.scan",
-    "view": "sinkscope.app.view.notebook",
-    "Result": "sinkscope.files.result",
-    "SinkscopeError": "sinkscope.errors",
+_FORMER = {  # names of earlier versions, for one release
+    "cluster_attack": "attack",
+    "evaluate_patch": "patch_eval",
+    "line_weights": "lines",
+    "make_patch": "patch_make",
+    "marking_heads": "heads",
 }
+_SHARED = ("lines", "models", "trace")  # names of packages that are functions as well
+_HOMES: dict[str, str] = {}
 
 
 class _CallableModule(ModuleType):
-    """`models`, `trace` and `generate` are packages or modules as well as functions: calling one calls its function."""
+    """`lines`, `models` and `trace` are packages as well as functions: calling one calls its function."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return _function(self.__name__.rpartition(".")[2])(*args, **kwargs)
@@ -62,7 +38,7 @@ class _CallableModule(ModuleType):
 
 class _Package(ModuleType):
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _HOME and type(value) is ModuleType:  # the import system hangs a submodule below its package
+        if type(value) is ModuleType and name in _SHARED:  # the import system hangs a submodule below its package
             value.__class__ = _CallableModule
         super().__setattr__(name, value)
 
@@ -70,18 +46,30 @@ class _Package(ModuleType):
 sys.modules[__name__].__class__ = _Package
 
 
+def _homes() -> dict[str, str]:
+    """The public names and the module of each, as the stub states them."""
+    if not _HOMES:
+        import re
+        from pathlib import Path
+
+        stub = Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")
+        for module, name in re.findall(r"^from (sinkscope\.\S+) import (\w+) as \2$", stub, re.MULTILINE):
+            _HOMES[name] = module
+    return _HOMES
+
+
 def _function(name: str) -> Any:
-    return getattr(import_module(_HOME[name]), name)
+    return getattr(import_module(_homes()[name]), name)
 
 
 def _measurements() -> dict[str, str]:
-    from sinkscope.app.commands import measurement_targets
+    from sinkscope.files.catalog import marked
 
-    return measurement_targets()
+    return {one.name: one.module for one in marked("measurement")}
 
 
 def _names() -> list[str]:
-    return sorted({*_HOME, *_measurements(), "__version__"})
+    return sorted({*_homes(), *_measurements(), "loops", "__version__"})
 
 
 def __getattr__(name: str) -> Any:
@@ -89,11 +77,15 @@ def __getattr__(name: str) -> Any:
         return _names()
     if name == "loops":  # a package of functions, none of which bears its name
         return import_module("sinkscope.loops")
-    if name in _HOME:
+    if name in _FORMER:
+        import warnings
+
+        warnings.warn(f"sinkscope.{name} is now sinkscope.{_FORMER[name]}", DeprecationWarning, stacklevel=2)
+        return getattr(sys.modules[__name__], _FORMER[name])
+    if name in _homes():
         return globals().setdefault(name, _function(name))  # the module, where one of that name was imported before
     if not name.startswith("_") and name in _measurements():
-        module = _measurements()[name].partition(":")[0]
-        return globals().setdefault(name, getattr(import_module(module), name))
+        return globals().setdefault(name, getattr(import_module(_measurements()[name]), name))
     raise AttributeError(f"module 'sinkscope' has no attribute {name!r}; it has: {', '.join(_names())}")
 
 

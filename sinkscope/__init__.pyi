@@ -5,9 +5,9 @@ from sinkscope.app.report import report as report
 from sinkscope.app.scan import scan as scan
 from sinkscope.app.view.notebook import view as view
 from sinkscope.attention.barcode import barcode as barcode
-from sinkscope.attention.lines import line_weights as line_weights
+from sinkscope.attention.lines import lines as lines
+from sinkscope.display.result import Result as Result
 from sinkscope.errors import SinkscopeError as SinkscopeError
-from sinkscope.files.result import Result as Result
 from sinkscope.interventions.base import Event as Event
 from sinkscope.interventions.base import Intervention as Intervention
 from sinkscope.interventions.edits import Ablate as Ablate
@@ -29,18 +29,22 @@ from sinkscope.kv import TriShape as TriShape
 from sinkscope.kv.loopguard.guard import LoopGuard as LoopGuard
 from sinkscope.kv.loopserve.conversation import Conversation as Conversation
 from sinkscope.kv.loopserve.serve import LoopServe as LoopServe
+from sinkscope.measure.measurement import Measurement
 from sinkscope.models.load import load as load
 from sinkscope.models.names import models as models
 from sinkscope.models.target import Target as Target
 from sinkscope.serving.generate import generate as generate
-from sinkscope.sinks.attack.attack import cluster_attack as cluster_attack
+from sinkscope.sinks.attack.attack import attack as attack
 from sinkscope.sinks.first_token.circuit import circuit as circuit
 from sinkscope.sinks.first_token.find import find_sinks as find_sinks
-from sinkscope.sinks.first_token.marking_heads import marking_heads as marking_heads
-from sinkscope.sinks.patch.evaluate import evaluate_patch as evaluate_patch
-from sinkscope.sinks.patch.make import make_patch as make_patch
+from sinkscope.sinks.first_token.marking_heads import heads as heads
+from sinkscope.sinks.patch.evaluate import patch_eval as patch_eval
+from sinkscope.sinks.patch.make import patch_make as patch_make
 from sinkscope.sinks.repetition.repeat import repeat as repeat
 from sinkscope.trace.run import trace as trace
 
 __version__: str
 FINDER: str
+
+# Any other name is a measurement of another package.
+def __getattr__(name: str) -> Measurement[..., Result]: ...  # pyright: ignore[reportIncompleteStub]

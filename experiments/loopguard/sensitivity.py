@@ -31,8 +31,9 @@ from experiments.loopguard.figure2 import collapse_point
 from experiments.loopguard.honest import honest_texts
 from experiments.record import record
 from experiments.script import run
+from sinkscope.display.console import ProgressBar
+from sinkscope.display.style import BLUE, GREEN, GREY, ORANGE, RED, finished
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.console import ProgressBar
 from sinkscope.loops import (
     VARIANTS,
     Monitor,
@@ -43,7 +44,6 @@ from sinkscope.loops import (
     type_token_ratio,
 )
 from sinkscope.loops.outputs import split
-from sinkscope.measure.style import BLUE, GREEN, GREY, ORANGE, RED, finished
 from sinkscope.models.text import typical_text
 
 PERIODS = (1, 2, 3, 5, 8, 12, 16, 20, 25, 30, 35, 40, 45, 50, 60, 80, 100)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+from sinkscope.display.console import note
+from sinkscope.display.notation import counted
+from sinkscope.display.options import Count, Option, Positive, command
+from sinkscope.display.tables import cell
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.console import note
-from sinkscope.files.notation import counted
-from sinkscope.files.options import Count, Option, Positive
 from sinkscope.files.plain import visible
-from sinkscope.files.tables import cell
 from sinkscope.interventions.base import Event
 from sinkscope.kv.edit_of import edit_of
 from sinkscope.kv.loopguard import LoopGuard
@@ -18,6 +18,12 @@ from sinkscope.models.load import load
 from sinkscope.serving.generate import Generated, generate
 
 
+@command(
+    words="generate",
+    group="Look",
+    order=5,
+    help="Continue a prompt under a patch, policy or guard.",
+)
 def print_generated(
     prompt: Annotated[str | None, Option(metavar="[PROMPT]", argument=True)] = None,
     *,

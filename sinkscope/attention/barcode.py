@@ -18,15 +18,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sinkscope.attention.texts import end_loop, ordinary_ids, prompt_ids
+from sinkscope.display.notation import agreeing, head_name, head_names, listed
+from sinkscope.display.style import BLUE, GREEN, GREY, ORANGE, finished, unfolded
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.notation import agreeing, head_name, head_names, listed
 from sinkscope.interventions.base import Event
 from sinkscope.interventions.decode import decode, watched
 from sinkscope.interventions.sites import head_of
 from sinkscope.kv.attention_rows import AttentionRows
 from sinkscope.kv.observe import Observe
-from sinkscope.measure import Number, Option, Positive, Result, Setup, measurement
-from sinkscope.measure.style import BLUE, GREEN, GREY, ORANGE, finished, unfolded
+from sinkscope.measure import Number, Option, Positive, Result, ScanPart, Setup, measurement
 from sinkscope.models.inputs import read_row
 from sinkscope.trace.attention import NAME, attention_name
 
@@ -140,7 +140,6 @@ class Barcode(Result):
         ids: The tokens, the prompt first.
     """
 
-    kind: ClassVar[str] = "barcode"
     percent: ClassVar[tuple[str, ...]] = ("score", "control_score", "gain", "mass")
     columns: ClassVar[tuple[str, ...]] = ("head", "score", "control_score", "gain", "mass")
     table_rows: ClassVar[int] = 16
@@ -276,7 +275,16 @@ def draw(result: Barcode) -> go.Figure:
     return finished(fig, result, width=1100, height=260 * rows + 120, legend=-0.04, bottom=70)
 
 
-@measurement(group="Loops", figure=draw, loading="whole", edits=True, quick={"max_new_tokens": 24, "layers": [0]})
+@measurement(
+    group="Loops",
+    order=3,
+    help="Show attention in a loop, and what locks onto it.",
+    scan=ScanPart(7, topic="Loops", quick={"max_new_tokens": 96}, streams=False),
+    figure=draw,
+    loading="whole",
+    edits=True,
+    quick={"max_new_tokens": 24, "layers": [0]},
+)
 def barcode(
     setup: Setup,
     prompt: Annotated[str | Sequence[int] | None, Option("--prompt-file", metavar="FILE|-", reads="text")] = None,

@@ -21,13 +21,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from sinkscope.attention.texts import texts_of
-from sinkscope.files.notation import counted
+from sinkscope.display.notation import counted
+from sinkscope.display.style import BLUE, GREEN, GREY, ORANGE, finished, unfolded
 from sinkscope.files.records import Part, conform
 from sinkscope.lines.choice import HeadLines, top_lines
 from sinkscope.lines.sums import Scores, crossings, line_sums, scores_of
-from sinkscope.measure import Hidden, Number, Positive, Result, Setup, measurement
+from sinkscope.measure import Hidden, Number, Positive, Result, ScanPart, Setup, measurement
 from sinkscope.measure.margin import margin_of
-from sinkscope.measure.style import BLUE, GREEN, GREY, ORANGE, finished, unfolded
 
 ETAS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 PAPER_ETA, PAPER_MASS = 0.1, 0.9  # the paper: a tenth of the lines carries about 90 % of the attention
@@ -176,9 +176,16 @@ def draw(result: LineWeights) -> go.Figure:
 
 
 @measurement(
-    group="Dialogues", figure=draw, loading="whole", edits=True, quick={"count": 2, "length": 48, "layers": [1]}
+    group="Dialogues",
+    order=1,
+    help="Measure attention on the heaviest lines.",
+    scan=ScanPart(8, quick={"count": 3, "length": 192}, streams=False),
+    figure=draw,
+    loading="whole",
+    edits=True,
+    quick={"count": 2, "length": 48, "layers": [1]},
 )
-def line_weights(
+def lines(
     setup: Setup,
     texts: Hidden = None,
     *,

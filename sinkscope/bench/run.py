@@ -15,10 +15,10 @@ from sinkscope.bench.methods import Method, read_methods
 from sinkscope.bench.record import BenchRecord, BenchRun, open_run
 from sinkscope.bench.table import BenchTable, tabulate_records
 from sinkscope.bench.task import Task, read_task
+from sinkscope.display.options import Count, Hidden, Option, Positive, command
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.files.console import Progress
 from sinkscope.files.jobs import Workers, check_workers, finish
-from sinkscope.files.options import Count, Hidden, Option, Positive
+from sinkscope.files.progress import Progress
 from sinkscope.files.records import Natural, Whole, check_values
 from sinkscope.models.config import float32_by_default
 from sinkscope.models.load import load
@@ -29,6 +29,12 @@ VERSION = 5
 """Version of the records; a change of what they hold is another setting."""
 
 
+@command(
+    words="bench",
+    group="Benchmark",
+    order=1,
+    help="Compare methods on prompts: scores beside costs.",
+)
 def bench(
     *,
     task: Annotated[str, Option(metavar="TASK|FILE")],

@@ -15,8 +15,8 @@ from einops import repeat
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.files.console import Progress, silent
-from sinkscope.files.options import Hidden, Option
+from sinkscope.display.options import Hidden, Option
+from sinkscope.files.progress import Progress, silent
 from sinkscope.files.provenance import ModelInfo, Provenance, provenance
 from sinkscope.interventions.base import Intervention
 from sinkscope.interventions.decode import decode, watched

@@ -16,8 +16,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 
+from sinkscope.display.console import note
 from sinkscope.errors import SinkscopeError, UnsupportedError, is_out_of_memory
-from sinkscope.files.console import note
 from sinkscope.models.checkpoint import LocalFiles, local_files, weight_files
 from sinkscope.models.config import (
     causal_class,

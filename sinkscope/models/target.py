@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from sinkscope.display.notation import neuron_name
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.files.notation import neuron_name
 from sinkscope.files.records import between, conform
 from sinkscope.models.adapters import Adapter
 from sinkscope.models.config import without_cache

@@ -29,13 +29,13 @@ import sinkscope.models.load
 from sinkscope.app.cli import RESULT_OPTIONS, click_command, main
 from sinkscope.app.commands import commands
 from sinkscope.app.expected import size_of
+from sinkscope.display.console import ProgressBar
+from sinkscope.display.options import example_lines
+from sinkscope.display.result import Result
+from sinkscope.display.tables import SCREEN
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.console import ProgressBar
-from sinkscope.files.options import example_lines
 from sinkscope.files.output import read_text
 from sinkscope.files.provenance import documentation_address
-from sinkscope.files.result import Result
-from sinkscope.files.tables import SCREEN
 from sinkscope.interventions import SinkPatch
 from sinkscope.interventions.base import Event
 from sinkscope.measure import EDIT_PARAMETERS, SETUP_PARAMETERS, Measurement

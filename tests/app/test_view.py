@@ -25,9 +25,9 @@ from sinkscope.app.view.packed import Packed, codes_of
 from sinkscope.app.view.page import view_page
 from sinkscope.app.view.result import ModelView, ViewedText
 from sinkscope.app.view.server import LARGEST_REQUEST, application, serve
+from sinkscope.display.notation import neuron_name
+from sinkscope.display.result import Result
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.notation import neuron_name
-from sinkscope.files.result import Result
 from sinkscope.sinks.first_token.circuit import Circuit, circuit
 
 CLICK = "document.querySelector('{}').click()"

@@ -11,10 +11,16 @@ from typing import Annotated, Any
 from sinkscope.app.view.explorer import Explorer
 from sinkscope.app.view.result import ModelView
 from sinkscope.app.view.server import check_server, serve
-from sinkscope.files.options import Count, Hidden, Option
+from sinkscope.display.options import Count, Hidden, Option, command
 from sinkscope.files.output import read_text
 
 
+@command(
+    words="view",
+    group="Look",
+    order=3,
+    help="Explore a model on a text in the browser.",
+)
 def view_model(
     model: Annotated[Any, Option(argument=True, metavar="MODEL")] = None,
     *,

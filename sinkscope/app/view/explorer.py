@@ -28,8 +28,8 @@ from sinkscope.app.view.result import (
     Writing,
 )
 from sinkscope.attention.barcode import Barcode, barcode, picture_bins
+from sinkscope.display.notation import agreeing, head_name, listed, neuron_name
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.notation import agreeing, head_name, listed, neuron_name
 from sinkscope.files.records import conform
 from sinkscope.interventions import Ablate, SinkPatch
 from sinkscope.interventions.base import Intervention

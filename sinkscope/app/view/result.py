@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float
 
 from sinkscope.app.view.packed import Packed
-from sinkscope.files.tables import unfolded
+from sinkscope.display.tables import unfolded
 from sinkscope.measure import Result
 
 SPIKE_RATIO = 3.0  # a norm spikes from this multiple of the typical norm on

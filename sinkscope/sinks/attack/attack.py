@@ -16,15 +16,15 @@ from einops import repeat
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sinkscope.display.notation import head_name, neuron_name
+from sinkscope.display.result import Number
+from sinkscope.display.style import finished, unfolded
+from sinkscope.display.tables import Table
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.notation import head_name, neuron_name
-from sinkscope.files.rate import wilson
-from sinkscope.files.result import Number
-from sinkscope.files.tables import Table
-from sinkscope.measure import Count, Hidden, Option, Result, Setup, measurement
+from sinkscope.measure import Count, Hidden, Option, Result, ScanPart, Setup, measurement
 from sinkscope.measure.evidence import Evidence
 from sinkscope.measure.margin import margin_of
-from sinkscope.measure.style import finished, unfolded
+from sinkscope.measure.rate import wilson
 from sinkscope.sinks.attack.clusters import TokenClusters, find_clusters
 from sinkscope.sinks.attack.sequences import (
     Pools,
@@ -70,7 +70,6 @@ class ClusterAttack(Result):
         round_trip: Share of sequences that keep their ids when they are written as text and tokenized again.
     """
 
-    kind = "attack"
     glossary: ClassVar = {
         "context": "what stands before: BOS, no BOS, or a chat template",
         "length": "tokens of the sequence",
@@ -203,12 +202,14 @@ def refuse_lengths(*, lengths: Sequence[int], **_: Any) -> None:
 
 @measurement(
     group="Repetition",
+    order=2,
+    help="Make sinks with different tokens that one head marks.",
+    scan=ScanPart(5, quick={"sequences": 20}, streams=False),
     figure=draw,
-    command="attack",
     quick={"lengths": [4], "sequences": 4, "prefix": ""},
     check=refuse_lengths,
 )
-def cluster_attack(
+def attack(
     setup: Setup,
     *,
     clusters: Hidden = None,

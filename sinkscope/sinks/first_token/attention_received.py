@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.console import Progress, silent
+from sinkscope.files.progress import Progress, silent
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target, first_tensor, norm_of, on_output
 from sinkscope.models.text import text_rows

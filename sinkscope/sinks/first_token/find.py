@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.measure import Positive, Setup, measurement
+from sinkscope.measure import Positive, ScanPart, Setup, measurement
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.names import published_for
 from sinkscope.sinks.first_token.attention_sink import attention_sink, made_spikes
@@ -38,6 +38,9 @@ from sinkscope.sinks.tokens import pick_tokens, prefixes, repetition_limit
 
 @measurement(
     group="Sinks",
+    order=1,
+    help="Find the layer and the neurons that make the sink.",
+    scan=ScanPart(1, topic="Sink", full={"all_layers": True}),
     figure="sinkscope.sinks.first_token.figure:draw",
     loading="enough",
     quick={"max_repeats": 64},

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.console import Progress, silent
+from sinkscope.files.progress import Progress, silent
 from sinkscope.measure import Setup
 from sinkscope.models.again import keep_call
 from sinkscope.models.target import (

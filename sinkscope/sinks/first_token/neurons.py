@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinkscope.files.console import Progress, silent
+from sinkscope.files.progress import Progress, silent
 from sinkscope.models.target import first_tensor, norm_of, on_input, on_output
 from sinkscope.sinks.first_token.context import SinkContext
 from sinkscope.sinks.first_token.effects import BATCH_ELEMENTS, Edit, effects

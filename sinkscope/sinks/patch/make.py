@@ -13,15 +13,15 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from sinkscope.display.notation import counted, neuron_names
+from sinkscope.display.result import Number
+from sinkscope.display.style import finished, unfolded
+from sinkscope.display.tables import Table
 from sinkscope.errors import RefusedError, SinkscopeError
-from sinkscope.files.notation import counted, neuron_names
-from sinkscope.files.result import Number
-from sinkscope.files.tables import Table
 from sinkscope.interventions.base import Intervention
 from sinkscope.interventions.sink_patch import SinkPatch
-from sinkscope.measure import Option, Output, Result, Setup, measurement
+from sinkscope.measure import Option, Output, Result, ScanPart, Setup, measurement
 from sinkscope.measure.margin import margin_of
-from sinkscope.measure.style import finished, unfolded
 from sinkscope.models.target import Target, norm_of
 from sinkscope.models.text import text_rows
 from sinkscope.sinks.first_token.context import Survey
@@ -134,7 +134,6 @@ class PatchMade(Result):
     """
 
     page = "measure/patch"
-    kind = "patch-make"
     glossary: ClassVar = {
         "intact": "value without a patch",
         "patched": "value under the patch",
@@ -245,15 +244,18 @@ def write_patch(made: PatchMade, path: str) -> str | None:
 
 @measurement(
     group="Sinks",
+    order=4,
+    help="Make a patch and prove that it repairs repetition.",
+    scan=ScanPart(6, topic="Repetition", quick=None, streams=False),
     figure=draw,
-    command="patch make",
+    words="patch make",
     loading="whole",
     quick={"max_repeats": 300, "pieces": 2, "length": 16},
     outputs=[
         Output("out", "Where the patch is written, if one is made.", write_patch, required=True, kind="json sink-patch")
     ],
 )
-def make_patch(
+def patch_make(
     setup: Setup,
     *,
     max_repeats: Annotated[int, Option(min=2)] | None = None,

@@ -9,11 +9,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import plotly.graph_objects as go
 
+from sinkscope.display.result import Number
+from sinkscope.display.style import finished
+from sinkscope.display.tables import Table
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.result import Number
-from sinkscope.files.tables import Table
-from sinkscope.measure import Option, Positive, Result, Setup, measurement
-from sinkscope.measure.style import finished
+from sinkscope.measure import Option, Positive, Result, ScanPart, Setup, measurement
 from sinkscope.sinks.repetition.atlas import AtlasReading, read_vocabulary
 from sinkscope.sinks.repetition.attention import TAIL, AttentionReading, read_attention
 from sinkscope.sinks.repetition.distance import DistanceReading, read_distances
@@ -37,7 +37,6 @@ class Repeat(Result):
             reading needs one.
     """
 
-    kind = "repeat"
     percent = (
         "of_first",
         "lost_set",
@@ -111,8 +110,10 @@ def refuse_unused(
 
 @measurement(
     group="Repetition",
+    order=1,
+    help="Measure what repeated tokens do to norm, attention or output.",
+    scan=ScanPart(4, topic="Repetition", full={"ablate": True}, quick={"ablate": True}, command="repeat --ablate"),
     figure=draw,
-    command="repeat",
     quick={"max_repeats": 24, "ablate": True},
     check=refuse_unused,
 )

@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from sinkscope.files.records import between, conform
 
@@ -47,6 +47,21 @@ Count = Annotated[int, Option(min=0)]
 """A whole number of at least 0."""
 Hidden = Annotated[Any, Option(hidden=True)]
 """Anything; only callers from Python can give it."""
+
+C = TypeVar("C", bound=Callable[..., Any])
+
+
+def command(*, words: str, group: str, help: str, order: int = 0) -> Callable[[C], C]:
+    """Mark a function as a command that is no measurement; the table of commands reads the mark from the source.
+
+    Args:
+        words: What is typed, such as "bench table".
+        group: Heading under which the help lists it.
+        help: One line.
+        order: Place in its group; 0 is the end.
+    """
+    return lambda function: function
+
 
 _TITLE = re.compile(r"\n\n(Args|Attributes|Example|Raises|Returns):\n")
 LARGEST = {float: 1e300, int: (1 << 31) - 1}
