@@ -29,6 +29,9 @@ class _CallableModule(ModuleType):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return _function(self.__name__.rpartition(".")[2])(*args, **kwargs)
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_function(self.__name__.rpartition(".")[2]), name)
+
     @property
     def __signature__(self) -> Any:
         import inspect

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeVar
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.catalog import kind_modules
-from sinkscope.files.output import read_json, write_output
+from sinkscope.files.output import FORMER_KINDS, read_json, write_output
 from sinkscope.files.plain import plain
 from sinkscope.files.provenance import UNKNOWN_MODEL, UNKNOWN_PROVENANCE, ModelInfo, Provenance
 from sinkscope.files.records import build
@@ -20,8 +20,6 @@ SCHEMA = 1
 ENVELOPE_FIELDS = ("model", "settings", "provenance")
 ANY_KIND = "result"
 """Kind of a class that states none."""
-FORMER_KINDS = {"line-weights": "lines"}
-"""Kinds under which earlier versions wrote results, with their names now."""
 _CLASSES: dict[str, type[Envelope]] = {}
 
 E = TypeVar("E", bound="Envelope")  # the shape checks of the tests refuse typing.Self

@@ -72,7 +72,7 @@ def view_model(
     explorer.text = given
 
     def ready(address: str) -> None:
-        print(f"{explorer.setup.target.name} is at {address} until Ctrl-C.", flush=True)
+        print(f"{explorer.sink.setup.target.name} is at {address} until Ctrl-C.", flush=True)
         if show and sys.stdout.isatty():
             webbrowser.open(address)
 
