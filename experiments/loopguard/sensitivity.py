@@ -23,6 +23,7 @@ import time
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +87,7 @@ def encoders() -> dict[str, Any]:
     """The two vocabularies: text -> ids."""
     from tokenizers import Tokenizer
 
-    import sinkscope.models as models
-
-    small = Tokenizer.from_file(str(Path(models.__file__).parent / "bundled/tokenizer.json"))
+    small = Tokenizer.from_file(str(files("sinkscope.models") / "bundled/tokenizer.json"))
     return {
         "words": lambda text: [zlib.crc32(word.encode()) % VOCABULARY for word in split(text)],
         "bundled": lambda text: small.encode(text, add_special_tokens=False).ids,
