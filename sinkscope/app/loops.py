@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import click
+from pydantic import Field
 
 from sinkscope.display.console import note
 from sinkscope.display.options import Hidden, Option, command
@@ -46,7 +47,7 @@ def check_loops(
     tee: bool = False,
     clean: Annotated[str | None, Option(metavar="OUT", writes=True)] = None,
     proxy: Annotated[str | None, Option(metavar="URL")] = None,
-    port: Annotated[int | None, Option(min=0, max=65535)] = None,
+    port: Annotated[int | None, Field(ge=0, le=65535)] = None,
     host: Annotated[str | None, Option(metavar="ADDRESS")] = None,
     retry: bool = False,
     progress: Hidden = None,

@@ -31,7 +31,7 @@ from sinkscope.files.progress import Progress, silent
 from sinkscope.files.store import Folder, Keyed
 from sinkscope.interventions import SinkPatch
 from sinkscope.interventions.base import Intervention
-from sinkscope.measure import Count, Hidden, Measurement, Option, ScanPart, Setup
+from sinkscope.measure import Hidden, Measurement, Option, ScanPart, Setup, Whole
 from sinkscope.models.target import Target
 from sinkscope.sinks.chunks import digest_of
 
@@ -143,7 +143,7 @@ def scan(
     dtype: str | None = None,
     bos: bool | None = None,
     text: Annotated[str | Path | None, Option(metavar="FILE")] = None,
-    seed: Count = 0,
+    seed: Whole = 0,
     tokenizer: Hidden = None,
     progress: Hidden = None,
 ) -> SinkCard:

@@ -26,7 +26,7 @@ from sinkscope.interventions.decode import decode, watched
 from sinkscope.interventions.sites import head_of
 from sinkscope.kv.attention_rows import AttentionRows
 from sinkscope.kv.observe import Observe
-from sinkscope.measure import Number, Option, Positive, Result, ScanPart, Setup, measurement
+from sinkscope.measure import Natural, Number, Option, Result, ScanPart, Setup, Whole, measurement
 from sinkscope.models.inputs import read_row
 from sinkscope.trace.attention import NAME, attention_name
 
@@ -290,8 +290,8 @@ def barcode(
     prompt: Annotated[str | Sequence[int] | None, Option("--prompt-file", metavar="FILE|-", reads="text")] = None,
     *,
     ids: Annotated[Sequence[int] | None, Option(hidden=True)] = None,
-    max_new_tokens: Positive | None = None,
-    layers: Annotated[Sequence[int] | None, Option(min=0)] = None,
+    max_new_tokens: Natural | None = None,
+    layers: Sequence[Whole] | None = None,
     heads: Annotated[Sequence[str | tuple[int, int]] | None, Option(metavar="L0.H4")] = None,
     control: bool | Sequence[int] = True,
 ) -> Barcode:

@@ -26,7 +26,7 @@ from sinkscope.display.style import BLUE, GREEN, GREY, ORANGE, finished, unfolde
 from sinkscope.files.records import Part, conform
 from sinkscope.lines.choice import HeadLines, top_lines
 from sinkscope.lines.sums import Scores, crossings, line_sums, scores_of
-from sinkscope.measure import Hidden, Number, Positive, Result, ScanPart, Setup, measurement
+from sinkscope.measure import Hidden, Natural, Number, Result, ScanPart, Setup, measurement
 from sinkscope.measure.margin import margin_of
 
 ETAS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
@@ -190,7 +190,7 @@ def lines(
     texts: Hidden = None,
     *,
     data: str | Path | None = None,
-    count: Positive = 4,
+    count: Natural = 4,
     length: int | None = None,
     etas: Sequence[float] = ETAS,
     layers: Sequence[int] | None = None,

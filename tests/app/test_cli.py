@@ -273,7 +273,7 @@ def test_interrupted_generation_keeps_its_text(monkeypatch, tmp_path, capsys):
     ("words", "message"),
     [
         ("find-sink", "No such command 'find-sink'"),
-        ("find-sinks --top-k 0", "--top-k 0: expected a number from 1"),
+        ("find-sinks --top-k 0", "--top-k 0: expected a whole number from 1"),
         ("find-sinks --backend jax", "'jax' is not one of 'bridge', 'hf', 'nnsight'"),
         ("find-sinks --json", "'--json' requires an argument"),
         ("find-sinks --json folder", "folder is a folder"),

@@ -199,8 +199,9 @@ def _refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 def test_bad_input_is_one_line(command, tmp_path, capsys):
     bad = [["--model", str(tmp_path / "nowhere")], ["--seed", "-1"], ["--text", "nowhere.txt"], ["--nonsense"]]
     for one in command.load().parameters:
-        if one.option.min is not None and not one.option.hidden:
-            bad.append([one.flag, str(one.option.min - 1)])
+        for part in (part for limit in one.limits for part in getattr(limit, "metadata", ())):
+            if hasattr(part, "ge") and not one.option.hidden:
+                bad.append([one.flag, str(part.ge - 1)])
     for words in bad:
         _refused([*_required(command, str(tmp_path / "x")), *words], capsys)
 

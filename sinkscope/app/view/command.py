@@ -11,8 +11,9 @@ from typing import Annotated, Any
 from sinkscope.app.view.explorer import Explorer
 from sinkscope.app.view.result import ModelView
 from sinkscope.app.view.server import check_server, serve
-from sinkscope.display.options import Count, Hidden, Option, command
+from sinkscope.display.options import Hidden, Option, command
 from sinkscope.files.output import read_text
+from sinkscope.files.records import Whole
 
 
 @command(
@@ -26,13 +27,13 @@ def view_model(
     *,
     text: Annotated[str | Path | None, Option(metavar="FILE|-")] = None,
     generation: bool = True,
-    port: Count = 0,
+    port: Whole = 0,
     show: Annotated[bool, Option(name="--open")] = True,
     revision: str | None = None,
     device: str | None = None,
     dtype: str | None = None,
     bos: bool | None = None,
-    seed: Count = 0,
+    seed: Whole = 0,
     progress: Hidden = None,
     to_files: Hidden = True,
 ) -> ModelView | None:

@@ -14,6 +14,7 @@ import plotly.graph_objects as go
 import torch
 from einops import repeat
 from jaxtyping import Float, Int
+from pydantic import Field
 from torch import Tensor
 
 from sinkscope.display.notation import head_name, neuron_name
@@ -21,7 +22,7 @@ from sinkscope.display.result import Number
 from sinkscope.display.style import finished, unfolded
 from sinkscope.display.tables import Table
 from sinkscope.errors import SinkscopeError
-from sinkscope.measure import Count, Hidden, Option, Result, ScanPart, Setup, measurement
+from sinkscope.measure import Hidden, Option, Result, ScanPart, Setup, Whole, measurement
 from sinkscope.measure.evidence import Evidence
 from sinkscope.measure.margin import margin_of
 from sinkscope.measure.rate import wilson
@@ -214,8 +215,8 @@ def attack(
     *,
     clusters: Hidden = None,
     tokens: Annotated[Sequence[str] | None, Option("--tokens", metavar="A,B,...", reads="commas")] = None,
-    lengths: Sequence[Annotated[int, Option(min=2)]] = (8, 32, 128),
-    sequences: Count = 1000,
+    lengths: Sequence[Annotated[int, Field(ge=2)]] = (8, 32, 128),
+    sequences: Whole = 1000,
     prefix: str | None = None,
     resume: Annotated[str | Path | None, Option(metavar="DIR", writes=True)] = None,
 ) -> ClusterAttack:

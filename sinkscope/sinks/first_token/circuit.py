@@ -20,7 +20,7 @@ from plotly.subplots import make_subplots
 from sinkscope.display.notation import agreeing, brief, counted, listed
 from sinkscope.display.style import BLUE, GREY, ORANGE, finished
 from sinkscope.display.tables import Table, percent
-from sinkscope.measure import Number, Positive, Result, ScanPart, Setup, measurement
+from sinkscope.measure import Natural, Number, Result, ScanPart, Setup, measurement
 from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.attention_received import with_long_texts
 from sinkscope.sinks.first_token.effects import key_bias, key_projection
@@ -335,7 +335,7 @@ def _traced(position: TracedPlace, kind: _Kind) -> SinkCircuit:
     figure=draw,
     quick={"max_repeats": 64},
 )
-def circuit(setup: Setup, *, token: str | None = None, max_repeats: Positive | None = None) -> Circuit:
+def circuit(setup: Setup, *, token: str | None = None, max_repeats: Natural | None = None) -> Circuit:
     """Trace the circuit of each attention sink from its mark to the heads that read it, and verify each step.
 
     Components are replaced at the sink by what they write at a typical token (necessity), and the reverse

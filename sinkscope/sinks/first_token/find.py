@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.measure import Positive, ScanPart, Setup, measurement
+from sinkscope.measure import Natural, ScanPart, Setup, measurement
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.names import published_for
 from sinkscope.sinks.first_token.attention_sink import attention_sink, made_spikes
@@ -50,8 +50,8 @@ def find_sinks(
     *,
     tokens: Sequence[str] | None = None,
     all_layers: bool = False,
-    top_k: Positive = CANDIDATES,
-    max_repeats: Positive | None = None,
+    top_k: Natural = CANDIDATES,
+    max_repeats: Natural | None = None,
 ) -> FindSinks:
     """Find the layer and the neurons that make the attention sink, and verify each by ablation against a control.
 

@@ -24,7 +24,7 @@ from sinkscope.display.notation import agreeing, counted, head_name, head_names,
 from sinkscope.display.style import BLUE, ORANGE, finished, unfolded
 from sinkscope.display.tables import Table, percent
 from sinkscope.files.progress import Progress, silent
-from sinkscope.measure import Number, Positive, Result, ScanPart, Setup, measurement
+from sinkscope.measure import Natural, Number, Result, ScanPart, Setup, measurement
 from sinkscope.measure.evidence import NEEDED, Evidence, beside
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.target import Target, on_input
@@ -313,7 +313,7 @@ def draw(result: MarkingHeads) -> go.Figure:
     figure=draw,
     quick={"count": 2},
 )
-def heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: Positive = 32) -> MarkingHeads:
+def heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: Natural = 32) -> MarkingHeads:
     """Find the attention heads that mark the first token, by the effect of replacing their output on the sink neurons.
 
     A head's output at the first position (`hook_z`, before the output projection) is replaced by its mean over later

@@ -15,6 +15,7 @@ import plotly.graph_objects as go
 import torch
 from einops import rearrange
 from jaxtyping import Float
+from pydantic import Field
 from torch import Tensor
 from torch.nn import functional
 
@@ -185,8 +186,8 @@ def patch_eval(
     setup: Setup,
     patch: Annotated[Any, Option(metavar="FILE", required=True)] = None,
     *,
-    pieces: Annotated[int, Option(min=2)] = 32,
-    length: Annotated[int, Option(min=8)] = 256,
+    pieces: Annotated[int, Field(ge=2)] = 32,
+    length: Annotated[int, Field(ge=8)] = 256,
 ) -> PatchEvaluation:
     """Measure the perplexity without a patch, with it, and with a patch of as many random neurons of the same layers.
 

@@ -11,6 +11,7 @@ import plotly.express as px
 import plotly.graph_objects as go
 import torch
 from jaxtyping import Bool, Float, Int
+from pydantic import Field
 from torch import Tensor
 
 from sinkscope.display.notation import counted, neuron_names
@@ -20,7 +21,7 @@ from sinkscope.display.tables import Table
 from sinkscope.errors import RefusedError, SinkscopeError
 from sinkscope.interventions.base import Intervention
 from sinkscope.interventions.sink_patch import SinkPatch
-from sinkscope.measure import Option, Output, Result, ScanPart, Setup, measurement
+from sinkscope.measure import Output, Result, ScanPart, Setup, measurement
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.target import Target, norm_of
 from sinkscope.models.text import text_rows
@@ -258,10 +259,10 @@ def write_patch(made: PatchMade, path: str) -> str | None:
 def patch_make(
     setup: Setup,
     *,
-    max_repeats: Annotated[int, Option(min=2)] | None = None,
-    limit: Annotated[float, Option(min=0, max=1e6)] = 0.01,
-    pieces: Annotated[int, Option(min=2)] = 32,
-    length: Annotated[int, Option(min=8)] = 256,
+    max_repeats: Annotated[int, Field(ge=2)] | None = None,
+    limit: Annotated[float, Field(ge=0, le=1e6)] = 0.01,
+    pieces: Annotated[int, Field(ge=2)] = 32,
+    length: Annotated[int, Field(ge=8)] = 256,
 ) -> PatchMade:
     """Make a patch of the sink neurons, and prove that it keeps repeated words from becoming sinks.
 
