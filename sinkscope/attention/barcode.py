@@ -332,16 +332,17 @@ def barcode(
     setup.progress("texts", 1, 2)
     score, mass = _means(own, late)
     gain = score
-    compared: dict[str, Any] = {}
+    control_score: Float[np.ndarray, "layer head"] | None = None
+    control_attention: Float[np.ndarray, "shown row bin"] | None = None
     plain: dict[int, HeadTracks] = {}
     ordinary = _control(setup, control, length)
     if ordinary is not None:
         plain = _recorded(setup, ordinary, prompt_tokens, wanted, shift)
-        compared["control_score"] = _means(plain, late)[0]
-        gain = score - compared["control_score"]
+        control_score = _means(plain, late)[0]
+        gain = score - control_score
     named = named or _most_changed(gain, wanted)
     if plain:
-        compared["control_attention"] = _shown(plain, named)
+        control_attention = _shown(plain, named)
     setup.progress("texts", 2, 2)
     locked = (gain >= LOCK_GAIN) & (loop is not None)
     curves: dict[str, Float[np.ndarray, " pos"]] = {}
@@ -369,7 +370,8 @@ def barcode(
         attention=_shown(own, named),
         events=_steps_by_kind(events),
         ids=tuple(own_ids),
-        **compared,
+        control_score=control_score,
+        control_attention=control_attention,
     )
 
 

@@ -13,7 +13,7 @@ import plotly.express as px
 import plotly.graph_objects as go
 import torch
 from einops import repeat
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from pydantic import Field
 from torch import Tensor
 
@@ -43,8 +43,19 @@ from sinkscope.sinks.tokens import TokenRows, vocabulary
 
 SUCCESS = 0.5  # share of the first token's norm from which a position counts as a sink
 SOURCES = ("cluster", "random", "repeated")
-NUMBERS = ("positions", "errors", "most", "first")
 SEQUENCES_AT_ONCE = 64  # sequences per pass
+
+
+@dataclass(frozen=True)
+class AttackRates:
+    """What is measured of attacks; the fields are those of `ClusterAttack`, NaN where nothing is tried."""
+
+    reference: float
+    positions: Float[np.ndarray, "context length source"]
+    errors: Float[np.ndarray, "context length source"]
+    most: Float[np.ndarray, "context length source"]
+    first: Float[np.ndarray, "context length source"]
+    round_trip: Float[np.ndarray, "length source"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,8 +152,12 @@ class ClusterAttack(Result):
         """One row per context, length and source; without an attack, one per head that serves tokens."""
         if self.best is None:
             return self.cluster_rows()
-        columns = {name: getattr(self, name) for name in NUMBERS if name != "errors"}
-        columns["round_trip"] = np.broadcast_to(self.round_trip, self.positions.shape)
+        columns = {
+            "positions": self.positions,
+            "most": self.most,
+            "first": self.first,
+            "round_trip": np.broadcast_to(self.round_trip, self.positions.shape),
+        }
         table = []
         for row in unfolded(columns, context=self.contexts, length=self.lengths.tolist(), source=self.sources):
             if row["positions"] is not None:
@@ -266,6 +281,8 @@ def attack(
     if sink.layer is None or not pools:
         sequences = 0
     everyone = make_pools({-1: ordinary}, size, left_out)
+    leads = tuple(contexts.values())
+    rates = attack_rates(setup, sink.layer or 0, leads, lengths, (pools, everyone), sequences)
     return ClusterAttack(
         sink_layer=sink.layer,
         clusters=token_clusters,
@@ -273,7 +290,12 @@ def attack(
         contexts=tuple(contexts),
         lengths=np.array(lengths),
         sequences=sequences,
-        **attack_rates(setup, sink.layer or 0, tuple(contexts.values()), lengths, (pools, everyone), sequences),
+        reference=rates.reference,
+        positions=rates.positions,
+        errors=rates.errors,
+        most=rates.most,
+        first=rates.first,
+        round_trip=rates.round_trip,
     )
 
 
@@ -284,8 +306,8 @@ def attack_rates(
     lengths: Sequence[int],
     pools: tuple[Pools, Pools],
     sequences: int,
-) -> dict[str, Any]:
-    """The fields of a `ClusterAttack` that are measured; NaN where nothing is tried.
+) -> AttackRates:
+    """Attack with clusters, with random tokens and with repeated ones; NaN where nothing is tried.
 
     Args:
         setup: The model and its text.
@@ -296,24 +318,28 @@ def attack_rates(
         sequences: Sequences of each kind; 0 if none can be made.
     """
     shape = len(leads), len(lengths), len(SOURCES)
-    rates: dict[str, Any] = {name: np.full(shape, np.nan) for name in NUMBERS}
-    rates |= {"round_trip": np.full(shape[1:], np.nan), "reference": float("nan")}
+    positions, errors, most, first = np.full((4, *shape), np.nan)
+    kept = np.full(shape[1:], np.nan)
     if not sequences:
-        return rates
+        return AttackRates(float("nan"), positions, errors, most, first, kept)
     hold_layers(setup.target, layer)
-    reference = rates["reference"] = float(norms_after(setup.target, layer, setup.ids[:, :1]).median())
+    reference = float(norms_after(setup.target, layer, setup.ids[:, :1]).median())
     for number, length in enumerate(lengths):
         drawn = drawn_sequences(pools[0], length, sequences, setup.seed)
         if not len(drawn):
             continue
         random = drawn_sequences(pools[1], length, sequences, setup.seed)
         for source, rows in enumerate((drawn, random, repeated_first(drawn))):
-            rates["round_trip"][number, source] = round_trip(setup.tokenizer, rows)
-            for place, lead in enumerate(leads):
-                shares = attacked_norms(setup, layer, lead, rows) / reference
-                for name, value in success_of(shares, length - shares.shape[1]).items():
-                    rates[name][place, number, source] = value
-    return rates
+            kept[number, source] = round_trip(setup.tokenizer, rows)
+            for context, lead in enumerate(leads):
+                hits = attacked_norms(setup, layer, lead, rows) / reference >= SUCCESS
+                by_row = hits.float().mean(1)
+                cell = context, number, source
+                positions[cell] = hits.float().mean()
+                errors[cell] = by_row.std() / len(hits) ** 0.5
+                most[cell] = (by_row >= 0.5).float().mean()
+                first[cell] = median_first(hits, length - hits.shape[1])
+    return AttackRates(reference, positions, errors, most, first, kept)
 
 
 def attacked_norms(setup: Setup, layer: int, lead: tuple[int, ...], rows: TokenRows) -> Float[Tensor, "row attacked"]:
@@ -324,19 +350,12 @@ def attacked_norms(setup: Setup, layer: int, lead: tuple[int, ...], rows: TokenR
     return norms[:, max(len(lead), 1) :]
 
 
-def success_of(shares: Float[Tensor, "row attacked"], skipped: int) -> dict[str, Tensor]:
-    """How often positions succeed.
+def median_first(hits: Bool[Tensor, "row attacked"], skipped: int) -> float:
+    """Median number of tokens until the first success; NaN if half of the sequences never succeed.
 
     Args:
-        shares: Norms over that of the first token.
+        hits: Which positions succeed.
         skipped: Tokens of a sequence before the first attacked one.
     """
-    hits = shares >= SUCCESS
-    by_row = hits.float().mean(1)
     first = torch.where(hits.any(1), hits.int().argmax(1) + 1.0 + skipped, torch.inf).median()
-    return {
-        "positions": hits.float().mean(),
-        "errors": by_row.std() / len(hits) ** 0.5,
-        "most": (by_row >= 0.5).float().mean(),
-        "first": torch.where(first.isfinite(), first, torch.nan),
-    }
+    return float(torch.where(first.isfinite(), first, torch.nan))

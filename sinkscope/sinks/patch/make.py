@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from pydantic import Field
 from torch import Tensor
 
-from sinkscope.display.notation import counted, neuron_names
+from sinkscope.display.notation import brief, counted, neuron_names
 from sinkscope.display.result import Number
 from sinkscope.display.style import finished, unfolded
 from sinkscope.display.tables import Table
@@ -168,10 +168,13 @@ class PatchMade(Result):
         if self.proof.as_before:
             norm = f"stays typical or, for {self.proof.as_before}, as before the spike"
         words = counted(int(self.proof.failing.sum()), "word")
-        return (
-            f"The patch of {neuron_names(self.sites, NAMED)} repairs repetition: of {words} whose norm stands out when "
-            f"repeated, the norm of {patched} {norm} (with random neurons {random})."
-        )
+        sentences: list[str] = []
+        for names in (NAMED, 1):
+            sentences.append(
+                f"The patch of {neuron_names(self.sites, names)} repairs repetition: of {words} whose norm stands out "
+                f"when repeated, the norm of {patched} {norm} (with random neurons {random})."
+            )
+        return brief(sentences)
 
     def details(self) -> list[str]:
         """Norms and perplexity."""
