@@ -11,7 +11,6 @@ from typing import Any
 import lazy_loader
 
 __version__ = "0.2.0"
-FINDER = "sinkscope.inference.find"  # finds the adapters of models, which know of nothing above them
 
 _FORMER = {  # names of earlier versions, for one release
     "cluster_attack": "attack",

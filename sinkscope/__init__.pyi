@@ -30,9 +30,9 @@ from .kv.loopguard.guard import LoopGuard as LoopGuard
 from .kv.loopserve.conversation import Conversation as Conversation
 from .kv.loopserve.serve import LoopServe as LoopServe
 from .measure.measurement import Measurement as Measurement
-from .models.load import load as load
 from .models.names import models as models
 from .models.target import Target as Target
+from .opening.load import load as load
 from .serving.generate import generate as generate
 from .sinks.attack.attack import attack as attack
 from .sinks.first_token.circuit import circuit as circuit

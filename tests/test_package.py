@@ -26,8 +26,10 @@ ORDER = (
     "files",
     "display",
     "models",
-    "trace",
+    "tap",
     "inference",
+    "opening",
+    "trace",
     "interventions",
     "lines",
     "loops",
@@ -77,7 +79,7 @@ def test_names_of_the_last_release_still_work_and_say_the_new_one():
 
 def test_functions_named_like_their_modules_stay_callable():
     """Whichever module is imported first: each order in a fork of this process, which forgets the package."""
-    for first in ("sinkscope", "sinkscope.models.load", "sinkscope.trace.run"):
+    for first in ("sinkscope", "sinkscope.opening.load", "sinkscope.trace.run"):
         child = os.fork()
         if child == 0:
             code = 1
@@ -93,7 +95,7 @@ def _check_names(first: str):
     for name in [name for name in sys.modules if name.partition(".")[0] == "sinkscope"]:
         del sys.modules[name]
     ss = importlib.import_module("sinkscope")
-    assert "sinkscope.models.load" not in sys.modules and "sinkscope.trace.run" not in sys.modules
+    assert "sinkscope.opening.load" not in sys.modules and "sinkscope.trace.run" not in sys.modules
     importlib.import_module(first)
     assert len(ss.models()) >= 40 and ss.models() == importlib.import_module("sinkscope.models.names").models()
     assert "sites" in inspect.signature(ss.trace).parameters
@@ -109,6 +111,23 @@ def _module(file: Path) -> str:
 
 
 FILES = {_module(f): f for f in sorted((ROOT / "sinkscope").rglob("*.py"))}
+
+
+MODULE_STRING = re.compile(
+    r"(sinkscope(?:\.\w+)+)(?::\w+)?"
+)  # "module" or "module:function", as import_module takes it
+
+
+@cache
+def _named(name: str) -> set[str]:
+    """Modules in which a file does not lie, but which it names in strings, by which it could import them."""
+    found = set()
+    for node in ast.walk(ast.parse(FILES[name].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            match = MODULE_STRING.fullmatch(node.value)
+            if match is not None and not f"{name}.".startswith(f"{_file_of(match[1])}."):
+                found.add(match[1])
+    return found
 
 
 @cache
@@ -132,15 +151,15 @@ def _file_of(path: str) -> str:
 
 @cache
 def _edges(name: str) -> set[str]:
-    """The modules that a file imports."""
-    return {_file_of(path) for path in _imported(name)} - {name}
+    """The modules that a file imports, or could import by a string."""
+    return {_file_of(path) for path in _imported(name) | _named(name)} - {name}
 
 
 LAZY = {"sinkscope"}  # it names every module, and imports those that are asked for
 
 
 def test_imports_go_one_way():
-    """No file imports, by any way, one that imports it."""
+    """No file imports, by any way, one that imports it; a string that names a module counts as an import of it."""
     for name in FILES:
         seen = set()
         ahead = sorted(_edges(name) - LAZY) if name not in LAZY else []
@@ -160,6 +179,12 @@ def test_packages_import_only_what_is_above_them():
             assert part not in GROUND, f"{name} imports sinkscope.{used}"
             above = ORDER.index(used) < ORDER.index(part)
             assert above, f"{name} imports sinkscope.{used}"
+
+
+def test_nothing_reads_a_module_off_the_package():
+    """The package names all modules, so a name that is read off it may be one from above."""
+    for name in FILES:
+        assert {path for path in _imported(name) if _file_of(path) == "sinkscope"} <= {"sinkscope.__version__"}, name
 
 
 def test_no_private_name_crosses_packages():

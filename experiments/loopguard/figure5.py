@@ -28,7 +28,7 @@ from sinkscope.bench.tasks.loops import DATA
 from sinkscope.display.console import ProgressBar
 from sinkscope.display.style import ORANGE, finished
 from sinkscope.kv.loopguard import LoopGuard
-from sinkscope.models.load import load
+from sinkscope.opening.load import load
 
 PANELS = ("a loop", "ordinary text", "with LoopGuard as printed")
 

@@ -26,7 +26,7 @@ from experiments.script import run
 from sinkscope.attention.lines import lines
 from sinkscope.display.style import BLUE, GREEN, ORANGE, finished
 from sinkscope.measure import Setup
-from sinkscope.models.load import load
+from sinkscope.opening.load import load
 
 COLOURS = (BLUE, ORANGE, GREEN)
 ROWS = (  # what the table says: part of the paper, name, place in the result

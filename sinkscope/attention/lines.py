@@ -28,6 +28,7 @@ from sinkscope.lines.choice import HeadLines, top_lines
 from sinkscope.lines.sums import Scores, crossings, line_sums, scores_of
 from sinkscope.measure import Hidden, Natural, Number, Result, ScanPart, Setup, measurement
 from sinkscope.measure.margin import margin_of
+from sinkscope.models.checks import attending_layers
 
 ETAS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 PAPER_ETA, PAPER_MASS = 0.1, 0.9  # the paper: a tenth of the lines carries about 90 % of the attention
@@ -221,7 +222,7 @@ def lines(
         conform(Part, eta, "--eta ", strict=True)
     setup.record(etas=shares)
     target = setup.target
-    wanted = setup.target.chosen_layers(layers)
+    wanted = attending_layers(setup.target, layers)
     rows = texts_of(setup, texts, data, count, length)
     weights: dict[str, list[Float[Tensor, "eta head"]]] = {}  # of one text after the other, layer by layer
     chosen: list[HeadLines] = []

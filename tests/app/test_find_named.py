@@ -11,8 +11,8 @@ from organisms import Organism, organism
 from organisms.hard import hard
 from organisms.plan import make_plan
 
+import sinkscope.opening.open as opening
 from sinkscope.measure import Setup
-from sinkscope.models import open as opening
 from sinkscope.sinks.first_token.find import FindSinks, find_sinks
 
 LAYERS = 9

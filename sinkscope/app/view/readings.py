@@ -16,7 +16,8 @@ from torch import Tensor
 from sinkscope.app.view.model_sink import ModelSink
 from sinkscope.app.view.packed import Packed, codes_of
 from sinkscope.interventions.base import Intervention
-from sinkscope.models.target import norm_of, on_input
+from sinkscope.models.hooks import on_input
+from sinkscope.models.norms import norm_of
 from sinkscope.sinks.first_token.layer_view import flat_number, view_layer
 from sinkscope.sinks.first_token.places import SPIKE_RATIO
 from sinkscope.trace import attention_rows, trace

@@ -13,6 +13,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import Ablate, SinkPatch
 from sinkscope.interventions.base import Intervention
 from sinkscope.interventions.sites import head_of, site_of
+from sinkscope.models.checks import check_site
 
 
 @dataclass(frozen=True)
@@ -99,11 +100,11 @@ def switch_without(sink: ModelSink, names: Sequence[str]) -> Switch:
     for name in names:
         if "H" in name.upper():
             layer, head = head_of(name)
-            target.check_site(layer, head=head)
+            check_site(target, layer, head=head)
             heads.append((layer, head))
         else:
             site = site_of(name)
-            target.check_site(*site)
+            check_site(target, *site)
             neurons.append(site.numbers)
     return switch_off(sink, f"without {listed(names)}", neurons, heads)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from sinkscope.app.view.model_sink import ModelSink
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Setup
+from sinkscope.models.checks import check_length
 from sinkscope.sinks.tokens import prefixes
 
 MOST_TOKENS = 512
@@ -44,5 +45,5 @@ def ids_of(setup: Setup, text: str) -> list[int]:
         raise SinkscopeError(
             f"the text has {len(ids)} tokens and a view shows {MOST_TOKENS} at most: give a shorter text"
         )
-    setup.target.check_length("the text", len(ids))
+    check_length(setup.target, "the text", len(ids))
     return ids
