@@ -219,7 +219,7 @@ class CommandRun:
 
     def _check_files(self, files: Mapping[str, str], arguments: Mapping[str, Any], force: bool) -> None:
         """Refuse, before any work begins, outputs that cannot be written or would replace other files."""
-        from sinkscope.files.output import check_outputs
+        from sinkscope.app.outputs import check_outputs
 
         if "png" in files:
             from sinkscope.app.pages import check_png

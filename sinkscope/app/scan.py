@@ -184,7 +184,7 @@ def scan(
     parts: list[CardPart] = []
     results: dict[str, Result] = {}
     chosen = [part for part in scan_parts() if not quick or part.scan.quick is not None]
-    with Folder(folder, settings, FinishedPart) as kept:
+    with Folder(folder, settings, FinishedPart, option="--out") as kept:
         for number, part in enumerate(chosen):
             progress(f"scan: {part.command}", number, len(chosen))
             outcome: Result | str | None = None

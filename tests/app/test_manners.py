@@ -61,7 +61,7 @@ def test_saving_from_python_spares_foreign_files(tmp_path):
     for content in ('{"mine": 1}', "words", "<html></html>"):
         (tmp_path / "x").write_text(content)
         for save in (found.save, ss.SinkPatch(layer=1, neurons=[2]).save):
-            with pytest.raises(SinkscopeError, match="give another name, or --force"):
+            with pytest.raises(SinkscopeError, match="give another name"):
                 save(tmp_path / "x")
         assert (tmp_path / "x").read_text() == content
     (tmp_path / "empty").write_text("")  # as a temporary file is made
