@@ -103,7 +103,7 @@ def check_writable(path: str | os.PathLike[str], *, folder: bool = False) -> Pat
         target = Path(name)
         if not is_device(target):
             target = Path(os.path.realpath(name))  # a link stays a link: its target is replaced
-        if target.is_symlink():
+        if target.is_symlink() and not is_device(target):
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
         if not folder and (target.is_dir() or name.endswith(("/", os.sep))):
             raise SinkscopeError(f"{name} is a folder: give the name of a file to write")
