@@ -10,10 +10,10 @@ from typing import Any
 import pandas
 
 from sinkscope.app.pages import ENVELOPE, Section, document, plot, save_document, section, write_png
+from sinkscope.display.console import note
+from sinkscope.display.tables import Grid, cell
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.console import note
 from sinkscope.files.output import write_atomic
-from sinkscope.files.tables import Grid, cell
 
 ROWS = 2000  # of a table; the file holds them all
 _WIDTH = 80  # characters of a list in a cell

@@ -28,9 +28,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from experiments.drawn import save
 from experiments.record import record
 from experiments.script import run
+from sinkscope.display.console import ProgressBar
+from sinkscope.display.style import BLUE, ORANGE, finished
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.console import ProgressBar
-from sinkscope.measure.style import BLUE, ORANGE, finished
 from sinkscope.models.text import typical_text
 from sinkscope.opening.live import target_of
 from sinkscope.sinks.first_token.attention_received import attention_received

@@ -15,8 +15,9 @@ from typing import Any
 
 from experiments.drawn import record_section
 from sinkscope.app.pages import Section, document, result_section, save_document, write_png
+from sinkscope.display.result import Result
+from sinkscope.files.envelope import known_kinds
 from sinkscope.files.output import read_json, write_atomic
-from sinkscope.files.result import Result, known_kinds
 
 FIGURES = Path(__file__).parents[1] / "figures"
 DOCS = FIGURES.with_name("docs")

@@ -23,9 +23,9 @@ import sinkscope as ss
 from experiments.drawn import save
 from experiments.record import record
 from experiments.script import run
+from sinkscope.display.style import BLUE, GREEN, GREY, ORANGE, RED, finished
 from sinkscope.errors import UnsupportedError
 from sinkscope.measure import Setup
-from sinkscope.measure.style import BLUE, GREEN, GREY, ORANGE, RED, finished
 from sinkscope.models.text import text_rows
 
 HIGH = 3.0  # a norm is high above this multiple of the upper quartile

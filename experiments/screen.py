@@ -28,9 +28,9 @@ from torch import Tensor
 from experiments.drawn import save
 from experiments.record import record
 from experiments.script import run
-from sinkscope.files.notation import neuron_name
+from sinkscope.display.notation import neuron_name
+from sinkscope.display.style import BLUE, GREY, ORANGE, finished
 from sinkscope.measure import Setup
-from sinkscope.measure.style import BLUE, GREY, ORANGE, finished
 from sinkscope.models.down_projections import input_columns, w_out
 from sinkscope.models.target import Target
 

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args, get_origin
 
+from sinkscope.display.options import Parameter, parameters_of
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.options import Parameter, parameters_of
 
 
 def run(main: Callable[..., None], argv: Sequence[str] | None = None) -> None:

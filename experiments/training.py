@@ -21,9 +21,9 @@ import sinkscope as ss
 from experiments.drawn import save
 from experiments.record import record
 from experiments.script import run
+from sinkscope.display.notation import neuron_names
+from sinkscope.display.style import BLUE, GREEN, ORANGE, finished
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.notation import neuron_names
-from sinkscope.measure.style import BLUE, GREEN, ORANGE, finished
 
 
 def checkpoint(model: str, revision: str | None, keep: Path | None, **options: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from covering import covering, slow
 from organisms.places import untrue
 from organisms.planted_places import PLACES, places
 
-from sinkscope.files.notation import neuron_name
+from sinkscope.display.notation import neuron_name
 from sinkscope.sinks.first_token.circuit import circuit
 
 FAST = (("alibi", "falcon"), ("half_of_the_heads_each", "gpt2"), ("convolution_marks", "lfm2"))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from experiments.bundled import entry, facts
-from sinkscope.files.notation import head_name, neuron_name
+from sinkscope.display.notation import head_name, neuron_name
 from sinkscope.loops.signals import THETA_LEN
 
 SHIPPED = (

@@ -20,8 +20,8 @@ from experiments.loopguard.ditto import head_scores as induction_scores
 from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.tasks.loops import Loops
-from sinkscope.files.rate import mean_known
 from sinkscope.loops.signals import tail_period
+from sinkscope.measure.rate import mean_known
 from sinkscope.opening.live import target_of
 
 PERIODS, COPIES = (4, 16, 48), (1, 2, 4, 8, 16)

@@ -25,7 +25,7 @@ from experiments.record import record
 from experiments.script import run
 from sinkscope.files.output import write_atomic
 from sinkscope.opening.load import load
-from sinkscope.sinks.attack.attack import ClusterAttack, cluster_attack
+from sinkscope.sinks.attack.attack import ClusterAttack, attack
 from sinkscope.sinks.attack.clusters import TokenClusters
 from sinkscope.sinks.repetition.atlas import AtlasReading
 from sinkscope.sinks.repetition.repeat import Repeat, repeat
@@ -85,18 +85,16 @@ def main(
     with made as (model, truth):
         # The probe looks at logits, and the planted checkpoint has no unembedding.
         live = load(model, backend="hf", device=device, dtype="bfloat16", probe=truth is None)
-    clustered, of_clusters = measured(device, lambda: cluster_attack(live, sequences=0, lengths=[2]))
+    clustered, of_clusters = measured(device, lambda: attack(live, sequences=0, lengths=[2]))
     clusters = clustered.clusters
     assert clusters is not None
     pools = {head: clusters.tokens_of(head) for head in clusters.heads}
     atlas, of_atlas = measured(device, lambda: repeat(live, tokens=["all"], max_repeats=max_repeats))
-    attack, of_attack = measured(
-        device, lambda: cluster_attack(live, clusters=pools, lengths=[length], sequences=sequences)
-    )
+    attacked, of_attack = measured(device, lambda: attack(live, clusters=pools, lengths=[length], sequences=sequences))
     rows: dict[str, Any] = {
         "clusters": {**of_clusters, "tokens": len(clusters.ids), "served": int(np.isfinite(clusters.head).sum())},
         "atlas": {**of_atlas, **row_of(atlas)},
-        "attack": {**of_attack, "sequences": sequences, "length": length, "rows": rows_of(attack)},
+        "attack": {**of_attack, "sequences": sequences, "length": length, "rows": rows_of(attacked)},
     }
     if truth is not None:
         rows["planted_sink_layer"] = truth["sink_layer"]

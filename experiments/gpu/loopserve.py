@@ -45,7 +45,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from experiments.bench_lines import SHAPES
 from experiments.loopserve.latency import OUTPUTS, arms, rows_of, shape_of, text, turn
 from experiments.record import record
-from sinkscope.files.console import note
+from sinkscope.display.console import note
 from sinkscope.files.output import write_atomic
 from sinkscope.interventions.base import Intervention, Run
 from sinkscope.kv.loopserve import LoopServe, Progressive

@@ -19,7 +19,7 @@ from filelock import FileLock
 
 from experiments import make_shape
 from experiments.record import record
-from sinkscope.files.console import note
+from sinkscope.display.console import note
 from sinkscope.files.output import write_atomic
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of

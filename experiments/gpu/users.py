@@ -22,7 +22,7 @@ from transformers import DynamicCache
 
 from experiments.gpu.steps import Steps, clock, kept, loaded, options
 from sinkscope.attention.barcode import barcode
-from sinkscope.files.notation import read_neuron
+from sinkscope.display.notation import read_neuron
 from sinkscope.interventions.base import Intervention
 from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.kv import Full, StreamingLLM, policies

@@ -26,8 +26,8 @@ from torch import Tensor
 from experiments.drawn import save
 from experiments.record import record
 from experiments.script import run
+from sinkscope.display.style import BLUE, GREY, RED, finished
 from sinkscope.measure import Setup
-from sinkscope.measure.style import BLUE, GREY, RED, finished
 from sinkscope.models.hooks import on_input
 from sinkscope.models.target import Target
 from sinkscope.trace import attention_rows, trace

@@ -23,6 +23,7 @@ import time
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,9 @@ from experiments.loopguard.figure2 import collapse_point
 from experiments.loopguard.honest import honest_texts
 from experiments.record import record
 from experiments.script import run
+from sinkscope.display.console import ProgressBar
+from sinkscope.display.style import BLUE, GREEN, GREY, ORANGE, RED, finished
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.console import ProgressBar
 from sinkscope.loops import (
     VARIANTS,
     Monitor,
@@ -43,7 +45,6 @@ from sinkscope.loops import (
     type_token_ratio,
 )
 from sinkscope.loops.outputs import split
-from sinkscope.measure.style import BLUE, GREEN, GREY, ORANGE, RED, finished
 from sinkscope.models.text import typical_text
 
 PERIODS = (1, 2, 3, 5, 8, 12, 16, 20, 25, 30, 35, 40, 45, 50, 60, 80, 100)
@@ -86,9 +87,7 @@ def encoders() -> dict[str, Any]:
     """The two vocabularies: text -> ids."""
     from tokenizers import Tokenizer
 
-    import sinkscope.models as models
-
-    small = Tokenizer.from_file(str(Path(models.__file__).parent / "bundled/tokenizer.json"))
+    small = Tokenizer.from_file(str(files("sinkscope.models") / "bundled/tokenizer.json"))
     return {
         "words": lambda text: [zlib.crc32(word.encode()) % VOCABULARY for word in split(text)],
         "bundled": lambda text: small.encode(text, add_special_tokens=False).ids,

@@ -20,7 +20,7 @@ from experiments.record import record
 from experiments.script import run
 from sinkscope.bench.prompt import Turn
 from sinkscope.bench.tasks.recall import ASK, FACT, POSITIONS, TAIL, Position, recall_dialogue
-from sinkscope.measure.style import BLUE, GREEN, ORANGE, RED, finished
+from sinkscope.display.style import BLUE, GREEN, ORANGE, RED, finished
 
 CONTEXT, NEEDED, QUESTION, ANSWER = "context", "fact that an answer needs", "question", "answer"
 COLOURS = {CONTEXT: "#d9d9d9", NEEDED: GREEN, QUESTION: ORANGE, ANSWER: BLUE}

@@ -39,13 +39,13 @@ from experiments.bench_lines import MARKED, SHAPES, VOCAB, made, memory
 from experiments.drawn import save
 from experiments.loopserve import paper
 from experiments.record import record
-from sinkscope.files.console import note
+from sinkscope.display.console import note
+from sinkscope.display.style import BLUE, GREEN, GREY, ORANGE, RED, finished
 from sinkscope.files.output import write_atomic
 from sinkscope.interventions.base import Intervention
 from sinkscope.kv import H2O, AdaKV, SnapKV
 from sinkscope.kv.loopserve import LoopServe, tokens_read
 from sinkscope.kv.shapes import MInference
-from sinkscope.measure.style import BLUE, GREEN, GREY, ORANGE, RED, finished
 from sinkscope.models.target import Target
 
 NAME = "loopserve_latency"

@@ -23,9 +23,9 @@ from experiments.drawn import at_place, put_table, save
 from experiments.loopserve import tokens
 from experiments.record import record
 from experiments.script import run
-from sinkscope.attention.lines import line_weights
+from sinkscope.attention.lines import lines
+from sinkscope.display.style import BLUE, GREEN, ORANGE, finished
 from sinkscope.measure import Setup
-from sinkscope.measure.style import BLUE, GREEN, ORANGE, finished
 from sinkscope.opening.load import load
 
 COLOURS = (BLUE, ORANGE, GREEN)
@@ -55,23 +55,23 @@ def measure(model: Any, name: str, data: Path | None, *, count: int, length: int
     setup = Setup.open(model, loading="whole")
     prompts = [] if data is None else tokens.prompts_of(data, count)
     texts = [context + question for context, question in prompts] or None
-    lines = line_weights.on(setup, texts=texts, count=count, length=length)
+    weights = lines.on(setup, texts=texts, count=count, length=length)
     asked = tokens.questions(setup, prompts, count, length, new)
     found = tokens.token_overlap(setup.target, asked, new, 8)
-    i, k = lines.etas.index(0.1), found["budgets"].index(0.1)
+    i, k = weights.etas.index(0.1), found["budgets"].index(0.1)
     blocks = {each["block"]: each for each in found["blocks"]}
     first, near = blocks[0]["apart"], found["distances"]
-    shown: dict[str, float | None] = {each: float(lines.mean(each)[i]) for each in (*WEIGHTS, *AGREEMENT)}
+    shown: dict[str, float | None] = {each: float(weights.mean(each)[i]) for each in (*WEIGHTS, *AGREEMENT)}
     shown |= {each["position"]: each["overlap"][k] for each in found["positions"]}
     shown |= {"last": blocks[-1]["overlap"][k], "first": None if first is None else first[k]}
     shown |= {"near": near[0]["overlap"][k] if near else None, "far": near[-1]["overlap"][k] if near else None}
     return {
         "name": name,
         "shown": shown,
-        "weights": {"etas": lines.etas, **{each: lines.mean(each).tolist() for each in WEIGHTS}},
+        "weights": {"etas": weights.etas, **{each: weights.mean(each).tolist() for each in WEIGHTS}},
         "overlap": {
-            "etas": lines.etas,
-            **{each: lines.mean(each).tolist() for each in (*AGREEMENT, "segments_random")},
+            "etas": weights.etas,
+            **{each: weights.mean(each).tolist() for each in (*AGREEMENT, "segments_random")},
         },
         "tokens": found,
     }

@@ -29,9 +29,9 @@ from experiments.drawn import save
 from experiments.harmless import honest_repetition, source_code
 from experiments.record import record
 from experiments.script import run
-from sinkscope.files.rate import wilson
+from sinkscope.display.style import finished
 from sinkscope.measure import Setup
-from sinkscope.measure.style import finished
+from sinkscope.measure.rate import wilson
 from sinkscope.models.text import text_rows
 from sinkscope.sinks.attack.sequences import attack_contexts, drawn_sequences, make_pools, repeated_first
 
@@ -118,7 +118,7 @@ def area(loud: Float[Tensor, " attack"], quiet: Float[Tensor, " piece"]) -> floa
 def measure(setup: Setup, lengths: Sequence[int], sequences: int) -> list[dict[str, Any]]:
     """One row for each context, length, attack, harmless text and rule."""
     watch = watched(setup)
-    clusters = ss.cluster_attack.on(setup, sequences=0).clusters
+    clusters = ss.attack.on(setup, sequences=0).clusters
     if watch is None or clusters is None:
         return []
     contexts = attack_contexts(setup, None)

@@ -29,13 +29,13 @@ import sinkscope.opening.load
 from sinkscope.app.cli import RESULT_OPTIONS, click_command, main
 from sinkscope.app.commands import commands
 from sinkscope.app.expected import size_of
+from sinkscope.display.console import ProgressBar
+from sinkscope.display.options import example_lines
+from sinkscope.display.result import Result
+from sinkscope.display.tables import SCREEN
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.console import ProgressBar
-from sinkscope.files.options import example_lines
 from sinkscope.files.output import read_text
 from sinkscope.files.provenance import documentation_address
-from sinkscope.files.result import Result
-from sinkscope.files.tables import SCREEN
 from sinkscope.interventions import SinkPatch
 from sinkscope.interventions.base import Event
 from sinkscope.measure import EDIT_PARAMETERS, SETUP_PARAMETERS, Measurement
@@ -273,7 +273,7 @@ def test_interrupted_generation_keeps_its_text(monkeypatch, tmp_path, capsys):
     ("words", "message"),
     [
         ("find-sink", "No such command 'find-sink'"),
-        ("find-sinks --top-k 0", "--top-k 0: expected a number from 1"),
+        ("find-sinks --top-k 0", "--top-k 0: expected a whole number from 1"),
         ("find-sinks --backend jax", "'jax' is not one of 'bridge', 'hf', 'nnsight'"),
         ("find-sinks --json", "'--json' requires an argument"),
         ("find-sinks --json folder", "folder is a folder"),

@@ -22,9 +22,9 @@ import sinkscope as ss
 import sinkscope.app.pages as pages
 from sinkscope.app.cli import main
 from sinkscope.bench.answer import BenchModel, answer_rows
+from sinkscope.display.result import Result
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
 from sinkscope.files.output import kind_of, write_output
-from sinkscope.files.result import Result
 from sinkscope.inference.infer import infer
 from sinkscope.interventions.decode import greedy, noted_decoding
 from sinkscope.models.down_projections import w_out
@@ -61,7 +61,7 @@ def test_saving_from_python_spares_foreign_files(tmp_path):
     for content in ('{"mine": 1}', "words", "<html></html>"):
         (tmp_path / "x").write_text(content)
         for save in (found.save, ss.SinkPatch(layer=1, neurons=[2]).save):
-            with pytest.raises(SinkscopeError, match="give another name, or --force"):
+            with pytest.raises(SinkscopeError, match="give another name"):
                 save(tmp_path / "x")
         assert (tmp_path / "x").read_text() == content
     (tmp_path / "empty").write_text("")  # as a temporary file is made
@@ -166,7 +166,7 @@ def test_a_patch_of_another_model_is_noticed_wherever_it_is_used(tmp_path, capsy
     for use in (
         lambda: patch.on(model).__enter__(),
         lambda: ss.generate(model, "poem", patch=here, max_new_tokens=2),
-        lambda: ss.evaluate_patch(model, patch=here, pieces=2, length=16),
+        lambda: ss.patch_eval(model, patch=here, pieces=2, length=16),
     ):
         with pytest.warns(SinkscopeWarning, match="has the same shape and other weights"):
             use()

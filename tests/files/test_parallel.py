@@ -146,7 +146,7 @@ def test_a_cluster_that_does_not_answer_is_an_error(monkeypatch: pytest.MonkeyPa
 
 
 def test_bad_numbers_of_workers(monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(SinkscopeError, match="--workers 0: at least one"):
+    with pytest.raises(SinkscopeError, match="workers=0: at least one"):
         check_workers(0)
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     check_workers(1)

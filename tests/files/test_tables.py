@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jaxtyping import Float
 
+from sinkscope.display.notation import head_name, neuron_name, neuron_names, read_head, read_neuron
+from sinkscope.display.result import Result
+from sinkscope.display.tables import Grid, glossary, strings
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.notation import head_name, neuron_name, neuron_names, read_head, read_neuron
-from sinkscope.files.result import Result
-from sinkscope.files.tables import Grid, glossary, strings
 from sinkscope.sinks.first_token.result import FindSinks
 from sinkscope.sinks.repetition.repeat import Repeat
 

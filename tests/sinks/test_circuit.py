@@ -16,7 +16,7 @@ from organisms import Organism, organism
 from organisms.circuits import CIRCUITS, PlantedCircuit, lost, planted
 from organisms.hard import HardModel, hard
 
-from sinkscope.files.notation import neuron_name
+from sinkscope.display.notation import neuron_name
 from sinkscope.opening.live import target_of
 from sinkscope.sinks.first_token.circuit import Circuit, SinkCircuit, circuit
 from sinkscope.sinks.first_token.effects import Component, one_by_one

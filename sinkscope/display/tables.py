@@ -11,8 +11,8 @@ from itertools import product
 from textwrap import fill, wrap
 from typing import Any, get_args, get_type_hints
 
-from sinkscope.files.notation import head_name, neuron_name
-from sinkscope.files.options import described
+from sinkscope.display.notation import head_name, neuron_name
+from sinkscope.display.options import described
 from sinkscope.files.plain import plain, visible
 
 WIDTH = 80
