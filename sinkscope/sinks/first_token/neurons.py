@@ -20,7 +20,6 @@ from sinkscope.sinks.first_token.entering import Entering
 from sinkscope.sinks.first_token.layer_scan import repeats_until_half
 from sinkscope.sinks.first_token.layer_view import (
     LayerView,
-    column_norms_behind_the_norm,
     contribution_norms,
     expert_and_neuron,
     lost_without,
@@ -28,6 +27,7 @@ from sinkscope.sinks.first_token.layer_view import (
     neutral_post,
     neutral_up,
     neutral_view,
+    ranks,
     view_layer,
 )
 from sinkscope.sinks.first_token.members import CONTROL_DRAWS, Member, Neuron, sites_of
@@ -172,11 +172,7 @@ class _Candidates:
         with target.loaded(layer):
             place = view_layer(target, layer, ids, where, entering.at(layer))
             contribution = contribution_norms(target, place).mean(0)  # a neuron may fire in some of the texts only
-            rank = contribution
-            if target.has_part(layer, target.adapter.post_mlp_norm):
-                # The gain of the norm behind the MLP (Gemma 2, OLMo 2) can pass one residual dimension and suppress
-                # others, and a neuron that writes mostly into suppressed dimensions makes no spike.
-                rank = place.post.abs().mean(0) * column_norms_behind_the_norm(target, layer)
+            rank = ranks(target, place).mean(0)
             writing = int((contribution > 0).sum())
             top = rank.topk(min(top_k, max(writing, 1))).indices
             return cls(context, place, neutral_view(target, layer, typical.ids, typical.entering), contribution, top)
