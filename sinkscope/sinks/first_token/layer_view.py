@@ -29,7 +29,6 @@ from sinkscope.sinks.tokens import TokenRows
 
 NEUTRAL_ELEMENTS = 1 << 24  # most activations of typical text that are kept: 64 MB
 COLUMNS_AT_ONCE = 1024  # columns of a down projection whose norms are computed together
-Change = Callable[[Float[Tensor, "*n d_model"]], Float[Tensor, "*n d_model"]]
 
 
 @dataclass(frozen=True)
