@@ -24,8 +24,9 @@ from sinkscope.attention.texts import texts_of
 from sinkscope.display.notation import counted
 from sinkscope.display.style import BLUE, GREEN, GREY, ORANGE, finished, unfolded
 from sinkscope.files.records import Part, conform
-from sinkscope.lines.choice import HeadLines, top_lines
+from sinkscope.lines.head_lines import HeadLines
 from sinkscope.lines.sums import Scores, crossings, line_sums, scores_of
+from sinkscope.lines.votes import top_lines
 from sinkscope.measure import Hidden, Natural, Number, Result, ScanPart, Setup, measurement
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.checks import attending_layers
