@@ -257,7 +257,7 @@ def _measured(part: Part, setup: Setup, edit: Intervention | None, quick: bool) 
     arguments = part.scan.full
     if quick:
         arguments = part.scan.quick or {}
-    arguments = fitted(arguments, setup.target.max_positions)
+    arguments = context_arguments(arguments, setup.target.max_positions)
     setup = replace(setup, settings={}, started=time.perf_counter())
     try:
         with nullcontext() if edit is None else edit.on(setup.target):
@@ -273,7 +273,7 @@ def _measured(part: Part, setup: Setup, edit: Intervention | None, quick: bool) 
         return f"it failed ({type(error).__name__}: {message:.200})"
 
 
-def fitted(arguments: Mapping[str, Any], context: int | None) -> dict[str, Any]:
+def context_arguments(arguments: Mapping[str, Any], context: int | None) -> dict[str, Any]:
     """The arguments of a part with lengths that the context of the model holds; None: any.
 
     A text and what is generated behind it share the context, so each gets at most half of it, and repetitions all but

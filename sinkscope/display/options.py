@@ -139,7 +139,7 @@ def parameters_of(function: Callable[..., Any], *, without: Sequence[str] = ()) 
         without: Names of parameters to leave out, such as the `setup` of a measurement.
     """
     hints = get_type_hints(function, include_extras=True)
-    descriptions = described(inspect.getdoc(function) or "", "Args")
+    descriptions = descriptions_of(inspect.getdoc(function) or "", "Args")
     parameters: list[Parameter] = []
     for name, one in inspect.signature(function).parameters.items():
         if name not in without and one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL):
@@ -186,7 +186,7 @@ def _section(doc: str, title: str) -> str:
     return dict(zip(parts[1::2], parts[2::2], strict=True)).get(title, "")
 
 
-def described(doc: str, title: str) -> dict[str, str]:
+def descriptions_of(doc: str, title: str) -> dict[str, str]:
     """The description of each name in a section of a docstring, such as "Args" or "Attributes"."""
     entries = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", _section(doc, title), re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in entries}

@@ -15,7 +15,7 @@ from report_kit import files_shown, made_report
 from sinkscope.app import scan as scanning
 from sinkscope.app.card import CardPart, SinkCard, read_card
 from sinkscope.app.cli import main
-from sinkscope.app.scan import fitted, scan, scan_parts
+from sinkscope.app.scan import context_arguments, scan, scan_parts
 from sinkscope.display.result import Number, Result
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import SinkPatch
@@ -178,8 +178,8 @@ def test_a_change_counts_beyond_both_margins(folder, by, moved):
 
 def test_lengths_fit_the_context():
     quick = {"max_repeats": 300, "length": 192, "prompt": 96, "count": 400}
-    assert fitted(quick, 256) == {"max_repeats": 240, "length": 128, "prompt": 96, "count": 400}
-    assert fitted(quick, 2048) == fitted(quick, None) == quick
+    assert context_arguments(quick, 256) == {"max_repeats": 240, "length": 128, "prompt": 96, "count": 400}
+    assert context_arguments(quick, 2048) == context_arguments(quick, None) == quick
 
 
 @pytest.mark.slow

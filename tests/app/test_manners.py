@@ -39,7 +39,7 @@ PICTURE = bytes.fromhex(
 # --- Outputs ---------------------------------------------------------------------------------------------------------
 
 
-def test_pictures_carry_a_mark(tmp_path):
+def test_a_png_says_its_kind(tmp_path):
     (tmp_path / "photo.png").write_bytes(PICTURE)
     with pytest.raises(SinkscopeError, match=r"photo\.png is there already"):
         write_output(tmp_path / "photo.png", PICTURE)
@@ -195,7 +195,7 @@ def test_a_patch_of_another_model_is_noticed_wherever_it_is_used(tmp_path, capsy
         (None, "has no chat template"),
     ],
 )
-def test_chat_templates_that_fail(template, says):
+def test_a_chat_template_that_fails_is_refused_in_one_line(template, says):
     tokenizer = organism("llama", 0).tokenizer
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = template
@@ -204,7 +204,7 @@ def test_chat_templates_that_fail(template, says):
     assert says in str(caught.value) and "leave out chat" in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_chat_template_is_written():
+def test_a_chat_is_written_by_the_tokenizers_template():
     tokenizer = copy.deepcopy(organism("llama", 0).tokenizer)
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     assert chat_text(tokenizer, [{"role": "user", "content": "poem"}]) == "<user>poem"
@@ -245,7 +245,7 @@ class Wrapped(nn.Module):
         return self.base_model.generate(*args, **kwargs)
 
 
-def test_adapters_of_peft():
+def test_a_peft_model_is_measured_with_its_adapter():
     made = organism("llama", 3)
     model = copy.deepcopy(made.model)
     down = model.model.layers[1].mlp.down_proj
@@ -276,7 +276,7 @@ def test_adapters_of_peft():
         lambda model, tok: ss.Conversation(model, ss.LoopGuard(budget=64), tokenizer=tok).ask("poem"),
     ],
 )
-def test_a_model_without_weights(use):
+def test_a_model_without_weights_is_refused(use):
     made = organism("llama", 3)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(made.model.config)
@@ -284,7 +284,7 @@ def test_a_model_without_weights(use):
         use(model, made.tokenizer)
 
 
-def test_copies_inside_a_context():
+def test_a_model_is_not_copied_while_interventions_act():
     model = tiny_model("llama")[0]
     with ss.SinkPatch(layer=1, neurons=[3], value=0.0).on(model):
         for copied in (copy.deepcopy, lambda m: torch.save(m, os.devnull)):

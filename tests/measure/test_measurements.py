@@ -100,7 +100,7 @@ def test_it_is_shown_with_its_conclusion_first_and_everything_escaped(command, m
 @EVERY
 def test_its_table_fits_80_columns_and_is_explained(command, measured):
     result = measured(command)
-    grids = [grid.fitted(WIDTH) for grid in result.grids()]
+    grids = [grid.narrow(WIDTH) for grid in result.grids()]
     below = result.below(WIDTH)
     for part in (*(grid.text(WIDTH) for grid in grids), *below):
         assert max(map(len, part.split("\n"))) <= 80
