@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations, compress
+from itertools import combinations
 
 import numpy as np
 import torch
@@ -17,23 +17,16 @@ from sinkscope.files.notation import head_name, neuron_name
 from sinkscope.measure import Setup
 from sinkscope.measure.evidence import NEEDED
 from sinkscope.models.target import norm_of
-from sinkscope.sinks.first_token.effects import Component, Edit, effects, has_key_bias, one_by_one, writers
+from sinkscope.sinks.first_token.effects import Component, Edit, effects, one_by_one
 from sinkscope.sinks.first_token.members import RATE_EPS, Sites
-from sinkscope.sinks.first_token.position_effect import (
-    EFFECTIVE,
-    NEARLY,
-    Components,
-    Marks,
-    PositionEffect,
-    random_swaps,
-)
+from sinkscope.sinks.first_token.position_effect import EFFECTIVE, Components, Marks, PositionEffect, random_swaps
 from sinkscope.sinks.first_token.result import FindSinks
 from sinkscope.sinks.first_token.search import random_sets
 from sinkscope.sinks.first_token.steps import KEYS, MARK, NEURONS, SPIKE, CircuitStep, Readers
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.trace.run import trace
 
-PAIRED = 6  # parts that are removed in pairs for heads that need none alone
+PAIRED = 6  # components that are removed in pairs for heads that need none alone
 
 
 @dataclass(frozen=True)
@@ -80,23 +73,7 @@ class TracedPlace:
         """The norm of the position after the layer."""
         return PositionEffect(self.setup.target, self.ids, self.at, self.other, self.layer, without=self.shared_dims)
 
-    def random_heads(self, depth: int, excluded: Sequence[Component], size: int) -> list[Edit]:
-        """Edits that replace random heads of the layers up to one, except these."""
-        layers = filter(self.setup.target.has_attention, range(depth + 1))
-        heads = [Component("head", layer, head) for layer in layers for head in range(self.setup.n_heads)]
-        return random_swaps([head for head in heads if head not in excluded], size, self.setup.seed)
-
-    def swapped(self, depth: int, chosen: tuple[Component, ...]) -> list[Edit]:
-        """Edits that replace the chosen components, and as many random heads; none if nothing was chosen."""
-        if not chosen:
-            return []
-        return [Edit(swap=chosen), *self.random_heads(depth, chosen, len(chosen))]
-
-    def silenced(self, sites: Sites) -> list[Edit]:
-        """Edits that silence the neurons, and random sets of as many neurons of the same layers (and experts)."""
-        generator = torch.Generator().manual_seed(self.setup.seed)
-        return [Edit(zero=zero) for zero in (sites, *random_sets(self.setup.target, sites, self.sites, generator))]
-
+    @cached_property
     def attention(self) -> PositionEffect | None:
         """The attention to the position of all heads that attend to it; None if there are none."""
         target = self.setup.target
@@ -104,7 +81,23 @@ class TracedPlace:
         reading = reduce(received, "text layer head -> layer head", "mean") > RATE_EPS
         if not bool(reading.any()):
             return None
-        return PositionEffect(target, self.ids, self.at, self.other, heads=reading)
+        heads = [(layer, head) for layer, head in reading.nonzero().tolist()]
+        return PositionEffect(target, self.ids, self.at, self.other, heads=heads)
+
+    def random_heads(self, depth: int, excluded: Components, size: int) -> list[Edit]:
+        """Edits that replace random heads of the layers up to one, except these."""
+        layers = filter(self.setup.target.has_attention, range(depth + 1))
+        heads = [Component("head", layer, head) for layer in layers for head in range(self.setup.n_heads)]
+        return random_swaps([head for head in heads if head not in excluded], size, self.setup.seed)
+
+    def swapped(self, depth: int, chosen: Components) -> list[Edit]:
+        """Edits that replace the chosen components, and as many random heads."""
+        return [Edit(swap=chosen), *self.random_heads(depth, chosen, len(chosen))]
+
+    def silenced(self, sites: Sites) -> list[Edit]:
+        """Edits that silence the neurons, and random sets of as many neurons of the same layers (and experts)."""
+        generator = torch.Generator().manual_seed(self.setup.seed)
+        return [Edit(zero=zero) for zero in (sites, *random_sets(self.setup.target, sites, self.sites, generator))]
 
 
 def _step(
@@ -114,7 +107,7 @@ def _step(
     chosen: Sequence[str],
     together: Sequence[Edit],
     judges: Sequence[PositionEffect],
-    control: float | None = None,
+    single: Sequence[Edit] = (),
 ) -> CircuitStep:
     """What is lost of an effect under each of some edits, and without all that were chosen.
 
@@ -125,20 +118,21 @@ def _step(
         chosen: Those that are called needed.
         together: The edit that removes all of these, and its controls.
         judges: Effects by which they are called needed alone: at least one has to need them.
-        control: The control of a single edit. None: that of all together.
+        single: The controls of a single edit, if they are others.
     """
-    single = list(edits.values())
-    lost = effect.necessity([*single, *together])
-    together_control = max(lost[len(single) + 1 :], default=None)
+    each = list(edits.values())
+    lost = effect.necessity([*each, *together, *single])
+    end = len(each) + len(together)
+    together_control = max(lost[len(each) + 1 : end], default=None)
     return CircuitStep(
         name=name,
         components=tuple(edits),
-        necessity=np.array(lost[: len(single)]),
-        sufficiency=np.array(effect.sufficiency(single)),
-        control=together_control if control is None else control,
+        necessity=np.array(lost[: len(each)]),
+        sufficiency=np.array(effect.sufficiency(each)),
+        control=max(lost[end:], default=together_control),
         chosen=tuple(chosen),
         alone=np.max([judge.necessity([edits[one] for one in chosen]) for judge in judges], axis=0),
-        together=lost[len(single)] if together else None,
+        together=lost[len(each)] if together else None,
         together_control=together_control,
     )
 
@@ -147,12 +141,13 @@ def mark_step(
     position: TracedPlace, name: str, effect: PositionEffect, marks: Marks, depth: int, judges: Sequence[PositionEffect]
 ) -> CircuitStep:
     """What an effect needs of the components before a layer, which reads it by its MLP or by its keys."""
-    control = None
-    if len(marks.chosen) != 1:  # for one component, the controls of all together are those of a single one
-        control = max(effect.necessity(position.random_heads(depth, marks.chosen, 1)), default=None)
     edits = {str(one): Edit(swap=(one,)) for one in (*marks.chosen, *marks.effective)}
-    together = position.swapped(depth, marks.chosen)
-    return _step(name, effect, edits, tuple(map(str, marks.chosen)), together, judges, control)
+    together, single = [], []
+    if marks.chosen:
+        together = position.swapped(depth, marks.chosen)
+    if len(marks.chosen) != 1:  # for one component, the controls of all together are those of a single one
+        single = position.random_heads(depth, marks.chosen, 1)
+    return _step(name, effect, edits, tuple(map(str, marks.chosen)), together, judges, single)
 
 
 @dataclass(frozen=True)
@@ -165,91 +160,83 @@ class Needs:
 
 @dataclass(frozen=True)
 class HeadByHead:
-    """What each head that attends to a position loses.
+    """What each head that attends to a position needs.
 
     Attributes:
         position: The position.
-        effect: The attention of these heads.
+        heads: The attention of these heads.
         spike: What removes the spike; None if there is none.
         neurons: What removes each neuron that makes it, by its name.
     """
 
     position: TracedPlace
-    effect: PositionEffect
+    heads: PositionEffect
     spike: Edit | None
     neurons: dict[str, Edit]
 
     @cached_property
-    def components(self) -> Components:
-        """What may carry the position without a spike."""
-        target = self.position.setup.target
-        components = writers(target, self.depth)
-        if has_key_bias(target):
-            components.append(Component("key bias"))
-        return tuple(components)
+    def parts(self) -> dict[str, Edit]:
+        """What removes each part that a head may need: the spike, its neurons and the components."""
+        parts = dict(self.neurons)
+        if self.spike is not None:
+            parts[SPIKE] = self.spike
+        for component in self.heads.components:
+            parts[str(component)] = Edit(swap=(component,))
+        return parts
 
     @property
-    def places(self) -> list[list[int]]:
-        """Layer and number of each head."""
-        assert self.effect.heads is not None
-        return self.effect.heads.nonzero().tolist()
-
-    @property
-    def depth(self) -> int:
-        """The last layer of a head."""
-        return max(layer for layer, _ in self.places)
-
-    def lost(self, edits: Sequence[Edit]) -> Float[Tensor, "edit head"]:
-        """Share of its attention that each head loses under each edit."""
-        if not edits:
-            return torch.zeros(0, len(self.places))
-        removed = reduce(self.effect.removed(edits), "edit text head -> edit head", "mean")
-        return removed / self.effect.intact.mean(0)
+    def of_the_spike(self) -> set[str]:
+        """The names of the spike and its neurons."""
+        return {SPIKE, *self.neurons}
 
     def needs(self) -> list[Needs]:
         """What each head needs: the spike, or else components, or else two of these together."""
-        spikes = [] if self.spike is None else [self.spike]
-        without_spike = self.lost(spikes)
-        without_neuron = self.lost(list(self.neurons.values()))
-        without_component = self.lost(one_by_one(self.components))
-        bar = (NEARLY * without_component.amax(0)).clamp(min=NEEDED)
+        components = self.heads.components
+        lost = self.heads.lost(list(self.parts.values()))
+        needed = lost >= NEEDED
+        first = len(self.parts) - len(components)
+        needed[first:] = self.heads.needed(components, lost[first:])
         needs: list[Needs] = []
-        for head in range(len(self.places)):
-            lost = (without_component[:, head] >= bar[head]).tolist()
-            parts = list(map(str, compress(self.components, lost)))
-            if spikes and float(without_spike[0, head]) >= NEEDED:
-                own = zip(self.neurons, without_neuron[:, head].tolist(), strict=True)
-                parts = [name for name, share in own if share >= NEEDED]
-                parts = parts or [SPIKE]
-            needs.append(Needs(tuple(parts)))
-        self._add_pairs(needs, without_component)
+        for head in range(lost.shape[1]):
+            own = [name for name, of_head in zip(self.parts, needed[:, head].tolist(), strict=True) if of_head]
+            if SPIKE in own:
+                own = [name for name in own if name in self.neurons] or [SPIKE]
+            else:
+                own = [name for name in own if name not in self.neurons]
+            needs.append(Needs(tuple(own)))
+        self._add_pairs(needs, lost[first:])
         return self._as_one_spike(needs)
 
-    def _add_pairs(self, needs: list[Needs], without_component: Float[Tensor, "edit head"]) -> None:
+    def _add_pairs(self, needs: list[Needs], lost: Float[Tensor, "component head"]) -> None:
         """Pairs of parts that heads need which need none alone, the pair that takes most."""
         open_heads = [head for head, own in enumerate(needs) if not own.parts]
-        if not open_heads:
-            return
-        order = without_component[:, open_heads].mean(1).argsort(descending=True, stable=True)[:PAIRED].tolist()
-        parts = [Edit(swap=(self.components[index],)) for index in order]
-        names = [str(self.components[index]) for index in order]
+        order = lost[:, open_heads].mean(1).nan_to_num().argsort(descending=True, stable=True)[:PAIRED].tolist()
+        names = [str(self.heads.components[index]) for index in order]
         if self.spike is not None:
-            parts.append(self.spike)
             names.append(SPIKE)
-        pairs = list(combinations(range(len(parts)), 2))
-        both = [Edit((*parts[i].zero, *parts[j].zero), (*parts[i].swap, *parts[j].swap)) for i, j in pairs]
-        lost = self.lost(both)
+        pairs = list(combinations(names, 2))
+        if not pairs or not open_heads:
+            return
+        without_both = self.heads.lost([self.removal(pair) for pair in pairs])
         for head in open_heads:
-            best = int(lost[:, head].argmax()) if pairs else 0
-            if pairs and float(lost[best, head]) >= NEEDED:
-                needs[head] = Needs(tuple(names[index] for index in pairs[best]), alone=False)
+            best = int(without_both[:, head].argmax())
+            if float(without_both[best, head]) >= NEEDED:
+                needs[head] = Needs(pairs[best], alone=False)
 
     def _as_one_spike(self, needs: list[Needs]) -> list[Needs]:
         """The same, where neurons are named only if heads need different ones."""
-        of_spike = {own for own in needs if set(own.parts) <= {SPIKE, *self.neurons} and own.parts}
+        of_spike = {own for own in needs if own.parts and self.of_the_spike.issuperset(own.parts)}
         if len(of_spike) > 1:
             return needs
         return [Needs((SPIKE,)) if own in of_spike else own for own in needs]
+
+    def removal(self, names: Sequence[str]) -> Edit:
+        """What removes all of these parts."""
+        zero, swap = [], []
+        for name in names:
+            zero += self.parts[name].zero
+            swap += self.parts[name].swap
+        return Edit(tuple(zero), tuple(swap))
 
     def groups(self) -> list[tuple[Readers, PositionEffect]]:
         """The heads by what they need, the largest group first, with the attention of each group."""
@@ -259,59 +246,50 @@ class HeadByHead:
         groups = [self._group(own, heads) for own, heads in by_needs.items()]
         return sorted(groups, key=lambda group: -len(group[0].heads))
 
-    def _group(self, needs: Needs, heads: list[int]) -> tuple[Readers, PositionEffect]:
+    def _group(self, needs: Needs, numbers: Sequence[int]) -> tuple[Readers, PositionEffect]:
         """The heads that need the same, without it and under its controls."""
-        assert self.effect.heads is not None
-        mask = torch.zeros_like(self.effect.heads)
-        for head in heads:
-            mask[tuple(self.places[head])] = True
-        one = replace(self, effect=replace(self.effect, heads=mask))
-        names, step, edits = needs.parts, None, []
-        if set(names) <= {SPIKE, *self.neurons}:
-            edits = one.without_spike(names) if names else []
-        else:
-            names, step, edits = one.without_components(needs)
-        intact = one.effect.intact.mean(0)
-        left = intact[None] * (1 - one.lost(edits)) if edits else intact[None]
+        heads = self.heads.only(numbers)
+        components = tuple(one for one in heads.components if str(one) in needs.parts)
+        names, keys, edits = needs.parts, None, []
+        if components:
+            if needs.alone:
+                components = heads.with_heads(components)
+            names = tuple(map(str, components))
+            edits = self.position.swapped(heads.depth - 1, components)
+            if SPIKE in needs.parts:
+                names = (*names, SPIKE)
+                edits[0] = Edit(self.parts[SPIKE].zero, components)
+            else:
+                keys = self._keys(heads, components)
+        elif names:
+            edits = self._without_spike(names)
+        intact, *without = heads.values(edits)
         ranked = intact.argsort(descending=True, stable=True)
         readers = Readers(
             needs=names,
-            heads=tuple(head_name(*one.places[number]) for number in ranked.tolist()),
-            length=one.effect.ids.shape[1],
+            heads=tuple(head_name(*heads.heads[number]) for number in ranked.tolist()),
+            length=heads.ids.shape[1],
             attention=intact[ranked].double().numpy(),
-            attention_without=left[0, ranked].double().numpy(),
-            control=float(left[1:].mean(1).min()) if len(left) > 1 else None,
-            keys=step,
+            attention_without=(without[0] if without else intact)[ranked].double().numpy(),
+            control=min([float(attention.mean()) for attention in without[1:]], default=None),
+            keys=keys,
         )
-        return readers, one.effect
+        return readers, heads
 
-    def without_spike(self, names: Sequence[str]) -> list[Edit]:
-        """What removes the spike or some of its neurons, and as many random neurons."""
-        assert self.spike is not None
-        if self.spike.zero:
-            sites = self.spike.zero
-            if tuple(names) != (SPIKE,):
-                sites = tuple(site for name in names for site in self.neurons[name].zero)
-            return self.position.silenced(sites)
-        if self.position.layer is None or self.spike.swap[0].kind == "mlp":
-            return [self.spike]
-        return self.position.swapped(self.position.layer, self.spike.swap)
+    def _keys(self, heads: PositionEffect, chosen: Components) -> CircuitStep:
+        """What is lost without each component that the heads need, and without others that have a part in it."""
+        lost = heads.necessity(one_by_one(heads.components))
+        effective = tuple(one for one, share in zip(heads.components, lost, strict=True) if share >= EFFECTIVE)
+        return mark_step(self.position, KEYS, heads, Marks(chosen, effective), heads.depth - 1, [heads])
 
-    def without_components(self, needs: Needs) -> tuple[tuple[str, ...], CircuitStep | None, list[Edit]]:
-        """Components with heads in place of attention layers; the step; what removes them, and random heads."""
-        members = tuple(one for one in self.components if str(one) in needs.parts)
-        zero = self.spike.zero if self.spike is not None and SPIKE in needs.parts else ()
-        chosen = members
-        if needs.alone:
-            chosen = self.effect.with_heads(members)
-        lost = np.array(self.effect.necessity(one_by_one(self.components)))
-        effective = tuple(one for one, share in zip(self.components, lost, strict=True) if share >= EFFECTIVE)
-        step = mark_step(self.position, KEYS, self.effect, Marks(chosen, effective), self.depth - 1, [self.effect])
-        edits = self.position.swapped(self.depth - 1, chosen)
-        names = tuple(map(str, chosen))
-        if SPIKE not in needs.parts:
-            return names, step, edits
-        return (*names, SPIKE), None, [Edit(zero, chosen), *edits[1:]]
+    def _without_spike(self, names: Sequence[str]) -> list[Edit]:
+        """What removes the spike or some of its neurons, and as many random neurons or heads."""
+        removal = self.removal(names)
+        if removal.zero:
+            return self.position.silenced(removal.zero)
+        if self.position.layer is None or removal.swap[0].kind == "mlp":
+            return [removal]
+        return self.position.swapped(self.position.layer, removal.swap)
 
 
 def traced_place(position: TracedPlace, made_by_mlp: bool) -> tuple[tuple[CircuitStep, ...], tuple[Readers, ...]]:
@@ -326,11 +304,10 @@ def traced_place(position: TracedPlace, made_by_mlp: bool) -> tuple[tuple[Circui
         removing = Edit(swap=(Component("mlp", layer),))
     elif marks.chosen:
         removing = Edit(swap=marks.chosen)
-    attention = position.attention()
     groups: list[tuple[Readers, PositionEffect]] = []
-    if attention is not None:
-        groups = HeadByHead(position, attention, removing, neurons).groups()
-    judges = [effect for readers, effect in groups if readers.need_the_spike] or [spike]
+    if position.attention is not None:
+        groups = HeadByHead(position, position.attention, removing, neurons).groups()
+    judges = [heads for readers, heads in groups if readers.need_the_spike] or [spike]
     steps: list[CircuitStep] = []
     if layer is not None:
         steps.append(mark_step(position, MARK, spike, marks, layer, judges))
