@@ -60,7 +60,7 @@ def _mark_half_embedding_half(b: Build) -> HardTruth:
 
 @_kind("gpt2", "opt", count=1)
 def _neuron_half_position_half(b: Build) -> HardTruth:
-    """Half of the heads read what a neuron of layer 0 writes at BOS, half the position embedding; no norm stands out."""
+    """Half of the heads read what a neuron of layer 0 writes at BOS, half the position embedding; no norm."""
     where = flag(b, (BOS,))
     site = b.fire(0, b.spare[0], b.flag, b.side, MARK, where=where)
     b.mark()
@@ -273,7 +273,7 @@ def _output(block) -> torch.nn.Module:
 
 
 def _written(m: PlacesModel, token: int, sites: tuple) -> Tensor:
-    """What neurons of one layer write together at a token that stands alone: the MLP's output less that without them."""
+    """What neurons of one layer write at a token that stands alone: the output of the MLP less that without them."""
     seen = views(m.model)
     view = seen.layers[sites[0][0]]
     outputs: list[Tensor] = []

@@ -23,7 +23,6 @@ from sinkscope.sinks.first_token.effects import (
     Edit,
     effects,
     has_key_bias,
-    mixing,
     one_by_one,
     writers,
 )
@@ -32,7 +31,6 @@ from sinkscope.sinks.first_token.search import Removal, smallest_set
 from sinkscope.sinks.tokens import TokenRows
 
 NEARLY = 0.75  # of several components, those are needed that lose at least this share of the largest loss
-EFFECTIVE = 0.1  # components that lose at least this share are named
 SET_CANDIDATES = 8  # components that are tried in sets if none is needed alone
 KEY_BIAS = Component("key bias")
 Components = tuple[Component, ...]
@@ -99,33 +97,29 @@ class PositionEffect:
         return torch.cat([edited.intact_norms[None], edited.norms])[..., -1:].mean(1)
 
     @cached_property
-    def intact(self) -> Float[Tensor, " part"]:
-        """The norm, or the attention of each head, without an edit."""
-        return self.values([])[0]
-
-    @cached_property
     def typical(self) -> Float[Tensor, " part"]:
-        """The same at the typical position."""
+        """The norm, or the attention of each head, at the typical position without an edit."""
         return self.values([], reverse=True)[0]
 
     def lost(self, edits: Sequence[Edit]) -> Float[Tensor, "edit part"]:
         """Share of its own value that each part loses under each edit."""
-        if not edits:
-            return torch.zeros(0, len(self.intact))
-        return 1 - self.values(edits)[1:] / self.intact
+        intact, *edited = self.values(edits)
+        return 1 - torch.stack(edited) / intact
 
     def necessity(self, edits: Sequence[Edit]) -> list[float]:
         """The share of the effect that is lost under each edit."""
         if not edits:
             return []
-        return ((self.intact - self.values(edits)[1:]).mean(1) / (self.intact - self.typical).mean()).tolist()
+        values = self.values(edits)
+        return ((values[0] - values[1:]).mean(1) / (values[0] - self.typical).mean()).tolist()
 
-    def sufficiency(self, edits: Sequence[Edit]) -> list[float]:
-        """The share of the effect that each edit gives to the typical position; NaN for neurons and biases of keys."""
-        if not edits:
-            return []
-        gained = (self.values(edits, reverse=True)[1:] - self.typical).mean(1)
-        shares = (gained / (self.intact - self.typical).mean()).tolist()
+    def sufficiency(self, edits: Sequence[Edit], whole: float) -> list[float]:
+        """The share of the whole effect that each edit gives to the typical position.
+
+        It is NaN for neurons and biases of keys, which are not written at a position.
+        """
+        values = self.values(edits, reverse=True)
+        shares = ((values[1:] - values[0]).mean(1) / whole).tolist()
         for place, edit in enumerate(edits):
             if edit.zero or KEY_BIAS in edit.swap:
                 shares[place] = float("nan")
@@ -147,7 +141,8 @@ class PositionEffect:
         needed = lost >= (NEARLY * lost.amax(0)).clamp(min=NEEDED)
         if not bool((needed.sum(0) > 1).any()):
             return needed
-        gained = self.values(one_by_one(components), reverse=True)[1:] - self.typical
+        typical, *changed = self.values(one_by_one(components), reverse=True)
+        gained = torch.stack(changed) - typical
         most = gained.masked_fill(~needed, 0).amax(0)
         by_chance = gained.masked_fill(needed, 0).amax(0)
         draws = (gained >= NEEDED * most) | (most <= by_chance)
@@ -155,23 +150,26 @@ class PositionEffect:
             draws[components.index(KEY_BIAS)] = True
         return needed & draws
 
-    def marks(self, depth: int) -> Marks:
-        """The components before the MLP of a layer that make the norm, with heads in place of attention layers."""
-        candidates = [*writers(self.target, depth), *mixing(self.target, depth)]
+    def marks(self, candidates: Sequence[Component]) -> Components:
+        """The candidates that make the effect, with heads in place of attention layers."""
         alone = self.necessity(one_by_one(candidates))
-        bar = min(EFFECTIVE, max(alone))
-        effective = tuple(one for one, lost in zip(candidates, alone, strict=True) if lost >= bar)
-        return Marks(self.with_heads(self.smallest(candidates, alone)), effective)
+        chosen = self.smallest(candidates, alone)
+        losses = [alone[candidates.index(one)] for one in chosen]
+        return self.with_heads(chosen, min(losses, default=0.0) >= NEEDED)
 
-    def with_heads(self, whole: Components) -> Components:
-        """The same components with heads in place of attention layers, where some heads of one are enough."""
-        needed_alone = min(self.necessity(one_by_one(whole)), default=0.0) >= NEEDED
+    def with_heads(self, whole: Components, alone: bool) -> Components:
+        """The same components with heads in place of attention layers, where some heads of one are enough.
+
+        Args:
+            whole: The components.
+            alone: Whether each of them is needed alone, and not only all together.
+        """
         chosen = []
         for member in whole:
             own = (member,)
             if member.kind == "attention":
                 heads = [Component("head", member.layer, head) for head in range(self.target.n_heads)]
-                others = tuple(component for component in whole if component != member and not needed_alone)
+                others = tuple(component for component in whole if component != member and not alone)
                 of_heads = self.necessity([Edit(swap=(*others, head)) for head in heads])
                 own = self.smallest(heads, of_heads, others) or own
             chosen += own
@@ -199,19 +197,6 @@ class PositionEffect:
             return [Removal(gone=share >= NEEDED, drop=share) for share in lost]
 
         return smallest_set(promising, remove) or ()
-
-
-@dataclass(frozen=True)
-class Marks:
-    """What an effect needs.
-
-    Attributes:
-        chosen: The components that are needed alone or, if none is, the smallest set found; empty if no set is needed.
-        effective: Components that alone take away at least a tenth, or else the one that takes away most.
-    """
-
-    chosen: Components
-    effective: Components
 
 
 def random_swaps(pool: Sequence[Component], size: int, seed: int) -> list[Edit]:

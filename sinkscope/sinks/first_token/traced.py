@@ -16,17 +16,36 @@ from torch import Tensor
 from sinkscope.files.notation import head_name, neuron_name
 from sinkscope.measure import Setup
 from sinkscope.measure.evidence import NEEDED
-from sinkscope.models.target import norm_of
-from sinkscope.sinks.first_token.effects import Component, Edit, effects, one_by_one
+from sinkscope.models.target import Target, norm_of
+from sinkscope.sinks.first_token.effects import Component, Edit, effects, mixing, writers
 from sinkscope.sinks.first_token.members import RATE_EPS, Sites
-from sinkscope.sinks.first_token.position_effect import EFFECTIVE, Components, Marks, PositionEffect, random_swaps
-from sinkscope.sinks.first_token.result import FindSinks
+from sinkscope.sinks.first_token.position_effect import Components, PositionEffect, random_swaps
 from sinkscope.sinks.first_token.search import random_sets
 from sinkscope.sinks.first_token.steps import KEYS, MARK, NEURONS, SPIKE, CircuitStep, Readers
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.trace.run import trace
 
+TEXTS = 2  # pieces of typical text whose attention is read
+NORM_TEXTS = 8  # and whose norms are: in few of them, tokens that no head marks may stand at the typical position
+EFFECTIVE = 0.1  # components that take away at least this share are named
 PAIRED = 6  # components that are removed in pairs for heads that need none alone
+
+
+@dataclass(frozen=True)
+class TracedSpike:
+    """What makes the spike of a place.
+
+    Attributes:
+        by_mlp: Whether MLPs make it.
+        sites: The neurons. If there are none, components that are needed stand for them.
+        layer: The layer after which the spike is read. None if there is no spike, or its maker is not known.
+        begun: The layer after which it has begun: an earlier one, if it falls and rises again.
+    """
+
+    by_mlp: bool = False
+    sites: Sites = ()
+    layer: int | None = None
+    begun: int | None = None
 
 
 @dataclass(frozen=True)
@@ -39,8 +58,7 @@ class TracedPlace:
         ids: Texts that have the same sink at the same position.
         at: The position.
         other: The typical position that it trades places with.
-        layer: The layer after which the spike is read. None if there is no spike.
-        sites: The neurons that make the spike. If there are none, components that are needed stand for them.
+        spike: What makes the spike.
         shared_dims: Residual dimensions that are massive on all tokens and left out of norms.
     """
 
@@ -49,40 +67,39 @@ class TracedPlace:
     ids: TokenRows
     at: int
     other: int
-    layer: int | None
-    sites: Sites
+    spike: TracedSpike
     shared_dims: tuple[int, ...]
 
     @classmethod
     def of(
-        cls, setup: Setup, sinks: FindSinks, name: str, ids: TokenRows, at: int, layer: int | None, sites: Sites
+        cls, setup: Setup, name: str, ids: TokenRows, at: int, spike: TracedSpike, shared_dims: tuple[int, ...]
     ) -> TracedPlace:
         """Chooses the typical position: its norms after the layer are nearest to the median of their text."""
-        shared_dims = sinks.shared_dims
-        site = f"blocks.{setup.n_layers - 1 if layer is None else layer}.hook_resid_post"
-        norms = trace(setup.target, ids, [site], lambda resid: norm_of(resid, shared_dims))[site]
+        layer = setup.n_layers - 1 if spike.layer is None else spike.layer
+        site = f"blocks.{layer}.hook_resid_post"
+        norms = trace(setup.target, ids[:TEXTS], [site], lambda resid: norm_of(resid, shared_dims))[site]
         distance = (norms / norms[:, 1:].median(1, keepdim=True).values).log().abs()
         distance[:, at] = torch.inf
         length = ids.shape[1]
         begin, end = length // 8, max(length // 2, length // 8 + 1)
         other = begin + int(distance[:, begin:end].amax(0).argmin())
-        return cls(setup, name, ids, at, other, layer, sites, shared_dims)
+        return cls(setup, name, ids, at, other, spike, shared_dims)
 
-    @property
-    def spike(self) -> PositionEffect:
-        """The norm of the position after the layer."""
-        return PositionEffect(self.setup.target, self.ids, self.at, self.other, self.layer, without=self.shared_dims)
+    def norm(self, layer: int | None) -> PositionEffect:
+        """The norm of the position after a layer."""
+        ids = self.ids[:NORM_TEXTS]
+        return PositionEffect(self.setup.target, ids, self.at, self.other, layer, without=self.shared_dims)
 
     @cached_property
     def attention(self) -> PositionEffect | None:
         """The attention to the position of all heads that attend to it; None if there are none."""
-        target = self.setup.target
-        received = effects(target, self.ids, [], at=self.at, attention=True).intact_attention
+        target, ids = self.setup.target, self.ids[:TEXTS]
+        received = effects(target, ids, [], at=self.at, attention=True).intact_attention
         reading = reduce(received, "text layer head -> layer head", "mean") > RATE_EPS
         if not bool(reading.any()):
             return None
         heads = [(layer, head) for layer, head in reading.nonzero().tolist()]
-        return PositionEffect(target, self.ids, self.at, self.other, heads=heads)
+        return PositionEffect(target, ids, self.at, self.other, heads=heads)
 
     def random_heads(self, depth: int, excluded: Components, size: int) -> list[Edit]:
         """Edits that replace random heads of the layers up to one, except these."""
@@ -97,7 +114,9 @@ class TracedPlace:
     def silenced(self, sites: Sites) -> list[Edit]:
         """Edits that silence the neurons, and random sets of as many neurons of the same layers (and experts)."""
         generator = torch.Generator().manual_seed(self.setup.seed)
-        return [Edit(zero=zero) for zero in (sites, *random_sets(self.setup.target, sites, self.sites, generator))]
+        return [
+            Edit(zero=zero) for zero in (sites, *random_sets(self.setup.target, sites, self.spike.sites, generator))
+        ]
 
 
 def _step(
@@ -106,7 +125,7 @@ def _step(
     edits: dict[str, Edit],
     chosen: Sequence[str],
     together: Sequence[Edit],
-    judges: Sequence[PositionEffect],
+    judges: Sequence[PositionEffect] = (),
     single: Sequence[Edit] = (),
 ) -> CircuitStep:
     """What is lost of an effect under each of some edits, and without all that were chosen.
@@ -114,40 +133,57 @@ def _step(
     Args:
         name: Name of the step.
         effect: The effect.
-        edits: What removes each component or neuron, by its name.
+        edits: What removes each component or neuron, by its name, the chosen ones first.
         chosen: Those that are called needed.
         together: The edit that removes all of these, and its controls.
-        judges: Effects by which they are called needed alone: at least one has to need them.
+        judges: Effects by which they are called needed alone, if not by this one: at least one has to need them.
         single: The controls of a single edit, if they are others.
     """
-    each = list(edits.values())
-    lost = effect.necessity([*each, *together, *single])
-    end = len(each) + len(together)
-    together_control = max(lost[len(each) + 1 : end], default=None)
+    values = effect.values([*edits.values(), *together, *single])
+    whole = float((values[0] - effect.typical).mean())
+    lost = ((values[0] - values[1:]).mean(1) / whole).tolist()
+    each, end = len(edits), len(edits) + len(together)
+    bar = min(EFFECTIVE, max(lost[:each]))
+    named = {one: share for one, share in zip(edits, lost, strict=False) if one in chosen or share >= bar}
+    together_control = max(lost[each + 1 : end], default=None)
+    alone = [[named[one] for one in chosen]]
+    if judges:
+        alone = [judge.necessity([edits[one] for one in chosen]) for judge in judges]
     return CircuitStep(
         name=name,
-        components=tuple(edits),
-        necessity=np.array(lost[: len(each)]),
-        sufficiency=np.array(effect.sufficiency(each)),
+        components=tuple(named),
+        necessity=np.array(list(named.values())),
+        sufficiency=np.array(effect.sufficiency([edits[one] for one in named], whole)),
         control=max(lost[end:], default=together_control),
         chosen=tuple(chosen),
-        alone=np.max([judge.necessity([edits[one] for one in chosen]) for judge in judges], axis=0),
-        together=lost[len(each)] if together else None,
+        alone=np.max(alone, axis=0),
+        together=lost[each] if together else None,
         together_control=together_control,
     )
 
 
+def before_mlp(target: Target, layer: int) -> list[Component]:
+    """What writes before the MLP of a layer."""
+    return [*writers(target, layer), *mixing(target, layer)]
+
+
 def mark_step(
-    position: TracedPlace, name: str, effect: PositionEffect, marks: Marks, depth: int, judges: Sequence[PositionEffect]
+    position: TracedPlace,
+    name: str,
+    effect: PositionEffect,
+    chosen: Components,
+    candidates: Sequence[Component],
+    judges: Sequence[PositionEffect] = (),
 ) -> CircuitStep:
     """What an effect needs of the components before a layer, which reads it by its MLP or by its keys."""
-    edits = {str(one): Edit(swap=(one,)) for one in (*marks.chosen, *marks.effective)}
+    edits = {str(one): Edit(swap=(one,)) for one in (*chosen, *candidates)}
+    depth = max(one.layer or 0 for one in candidates)
     together, single = [], []
-    if marks.chosen:
-        together = position.swapped(depth, marks.chosen)
-    if len(marks.chosen) != 1:  # for one component, the controls of all together are those of a single one
-        single = position.random_heads(depth, marks.chosen, 1)
-    return _step(name, effect, edits, tuple(map(str, marks.chosen)), together, judges, single)
+    if chosen:
+        together = position.swapped(depth, chosen)
+    if len(chosen) != 1:  # for one component, the controls of all together are those of a single one
+        single = position.random_heads(depth, chosen, 1)
+    return _step(name, effect, edits, tuple(map(str, chosen)), together, judges, single)
 
 
 @dataclass(frozen=True)
@@ -253,14 +289,14 @@ class HeadByHead:
         names, keys, edits = needs.parts, None, []
         if components:
             if needs.alone:
-                components = heads.with_heads(components)
+                components = heads.with_heads(components, alone=True)
             names = tuple(map(str, components))
             edits = self.position.swapped(heads.depth - 1, components)
             if SPIKE in needs.parts:
                 names = (*names, SPIKE)
                 edits[0] = Edit(self.parts[SPIKE].zero, components)
             else:
-                keys = self._keys(heads, components)
+                keys = mark_step(self.position, KEYS, heads, components, heads.components)
         elif names:
             edits = self._without_spike(names)
         intact, *without = heads.values(edits)
@@ -276,41 +312,42 @@ class HeadByHead:
         )
         return readers, heads
 
-    def _keys(self, heads: PositionEffect, chosen: Components) -> CircuitStep:
-        """What is lost without each component that the heads need, and without others that have a part in it."""
-        lost = heads.necessity(one_by_one(heads.components))
-        effective = tuple(one for one, share in zip(heads.components, lost, strict=True) if share >= EFFECTIVE)
-        return mark_step(self.position, KEYS, heads, Marks(chosen, effective), heads.depth - 1, [heads])
-
     def _without_spike(self, names: Sequence[str]) -> list[Edit]:
         """What removes the spike or some of its neurons, and as many random neurons or heads."""
         removal = self.removal(names)
         if removal.zero:
             return self.position.silenced(removal.zero)
-        if self.position.layer is None or removal.swap[0].kind == "mlp":
+        layer = self.position.spike.layer
+        if layer is None or removal.swap[0].kind == "mlp":
             return [removal]
-        return self.position.swapped(self.position.layer, removal.swap)
+        return self.position.swapped(layer, removal.swap)
 
 
-def traced_place(position: TracedPlace, made_by_mlp: bool) -> tuple[tuple[CircuitStep, ...], tuple[Readers, ...]]:
-    """The steps of a sink and the groups of its readers; `made_by_mlp` says whether MLPs make its spike."""
-    spike, layer, sites = position.spike, position.layer, position.sites
-    marks = Marks((), ()) if layer is None else spike.marks(layer)
-    neurons = {neuron_name(*site): Edit(zero=(site,)) for site in sites}
+def traced_place(position: TracedPlace) -> tuple[tuple[CircuitStep, ...], tuple[Readers, ...]]:
+    """The steps of a sink and the groups of its readers."""
+    made = position.spike
+    spike, begun = position.norm(made.layer), position.norm(made.begun)
+    before: list[Component] = []
+    marks: Components = ()
+    if made.begun is not None:
+        before = before_mlp(begun.target, made.begun)
+        marks = begun.marks(before)
+    neurons = {neuron_name(*site): Edit(zero=(site,)) for site in made.sites}
     removing = None
-    if sites:
-        removing = Edit(zero=sites)
-    elif layer is not None and made_by_mlp:
-        removing = Edit(swap=(Component("mlp", layer),))
-    elif marks.chosen:
-        removing = Edit(swap=marks.chosen)
+    if made.sites:
+        removing = Edit(zero=made.sites)
+    elif made.layer is not None and made.by_mlp:
+        removing = Edit(swap=(Component("mlp", made.layer),))
+    elif marks:
+        removing = Edit(swap=marks)
     groups: list[tuple[Readers, PositionEffect]] = []
     if position.attention is not None:
         groups = HeadByHead(position, position.attention, removing, neurons).groups()
-    judges = [heads for readers, heads in groups if readers.need_the_spike] or [spike]
+    judges = [heads for readers, heads in groups if readers.need_the_spike]
     steps: list[CircuitStep] = []
-    if layer is not None:
-        steps.append(mark_step(position, MARK, spike, marks, layer, judges))
-    if sites:
-        steps.append(_step(NEURONS, spike, neurons, tuple(neurons), position.silenced(sites), judges))
+    if before:
+        steps.append(mark_step(position, MARK, begun, marks, before, judges))
+    if made.sites:
+        silenced = position.silenced(made.sites)
+        steps.append(_step(NEURONS, spike, neurons, tuple(neurons), silenced, judges))
     return tuple(steps), tuple(readers for readers, _ in groups)
