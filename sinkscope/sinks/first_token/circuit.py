@@ -368,5 +368,5 @@ def _with_repetition(result: Circuit, first: TracedPlace, sinks: FindSinks) -> C
     repeated = replace(first, ids=ids, at=repeats, other=1)
     spike = repeated.norm(layer)
     candidates = before_mlp(setup.target, layer)
-    step = mark_step(repeated, REPETITION, spike, spike.marks(candidates), candidates)
+    step, _ = mark_step(repeated, REPETITION, spike, spike.marks(candidates), candidates)
     return replace(result, steps=(*result.steps, step), repeated=word.token, repeats=repeats)

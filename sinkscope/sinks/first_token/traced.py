@@ -127,8 +127,10 @@ def _step(
     together: Sequence[Edit],
     judges: Sequence[PositionEffect] = (),
     single: Sequence[Edit] = (),
-) -> CircuitStep:
+) -> tuple[CircuitStep, Float[Tensor, "state part"]]:
     """What is lost of an effect under each of some edits, and without all that were chosen.
+
+    The effect itself comes second: without an edit, without all that were chosen, and under the controls of that.
 
     Args:
         name: Name of the step.
@@ -149,7 +151,7 @@ def _step(
     alone = [[named[one] for one in chosen]]
     if judges:
         alone = [judge.necessity([edits[one] for one in chosen]) for judge in judges]
-    return CircuitStep(
+    step = CircuitStep(
         name=name,
         components=tuple(named),
         necessity=np.array(list(named.values())),
@@ -160,6 +162,7 @@ def _step(
         together=lost[each] if together else None,
         together_control=together_control,
     )
+    return step, torch.cat([values[:1], values[1 + each : 1 + end]])
 
 
 def before_mlp(target: Target, layer: int) -> list[Component]:
@@ -174,8 +177,8 @@ def mark_step(
     chosen: Components,
     candidates: Sequence[Component],
     judges: Sequence[PositionEffect] = (),
-) -> CircuitStep:
-    """What an effect needs of the components before a layer, which reads it by its MLP or by its keys."""
+) -> tuple[CircuitStep, Float[Tensor, "state part"]]:
+    """What an effect needs of components before the layer that reads it by its MLP or by its keys, as `_step` says."""
     edits = {str(one): Edit(swap=(one,)) for one in (*chosen, *candidates)}
     depth = max(one.layer or 0 for one in candidates)
     together, single = [], []
@@ -286,20 +289,19 @@ class HeadByHead:
         """The heads that need the same, without it and under its controls."""
         heads = self.heads.only(numbers)
         components = tuple(one for one in heads.components if str(one) in needs.parts)
-        names, keys, edits = needs.parts, None, []
-        if components:
-            if needs.alone:
-                components = heads.with_heads(components, alone=True)
+        if components and needs.alone:
+            components = heads.with_heads(components, alone=True)
+        names, keys = needs.parts, None
+        if components and SPIKE not in names:
             names = tuple(map(str, components))
-            edits = self.position.swapped(heads.depth - 1, components)
-            if SPIKE in needs.parts:
-                names = (*names, SPIKE)
-                edits[0] = Edit(self.parts[SPIKE].zero, components)
-            else:
-                keys = mark_step(self.position, KEYS, heads, components, heads.components)
-        elif names:
-            edits = self._without_spike(names)
-        intact, *without = heads.values(edits)
+            keys, values = mark_step(self.position, KEYS, heads, components, heads.components)
+        elif components:
+            names = (*map(str, components), SPIKE)
+            _, *random = self.position.swapped(heads.depth - 1, components)
+            values = heads.values([Edit(self.parts[SPIKE].zero, components), *random])
+        else:
+            values = heads.values(self._without_spike(names) if names else [])
+        intact, *without = values
         ranked = intact.argsort(descending=True, stable=True)
         readers = Readers(
             needs=names,
@@ -346,8 +348,8 @@ def traced_place(position: TracedPlace) -> tuple[tuple[CircuitStep, ...], tuple[
     judges = [heads for readers, heads in groups if readers.need_the_spike]
     steps: list[CircuitStep] = []
     if before:
-        steps.append(mark_step(position, MARK, begun, marks, before, judges))
+        steps.append(mark_step(position, MARK, begun, marks, before, judges)[0])
     if made.sites:
         silenced = position.silenced(made.sites)
-        steps.append(_step(NEURONS, spike, neurons, tuple(neurons), silenced, judges))
+        steps.append(_step(NEURONS, spike, neurons, tuple(neurons), silenced, judges)[0])
     return tuple(steps), tuple(readers for readers, _ in groups)
