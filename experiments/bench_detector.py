@@ -22,7 +22,7 @@ from experiments.repeated_token.sink_detector import SinkDetector
 from experiments.script import run
 from sinkscope.files.output import write_atomic
 from sinkscope.measure import Setup
-from sinkscope.models.load import load
+from sinkscope.opening.load import load
 
 
 def ratio(run: Callable[[], object], watch: Callable[[], AbstractContextManager[Any]], rounds: int) -> dict[str, float]:

@@ -32,10 +32,10 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import ProgressBar
 from sinkscope.measure.style import BLUE, ORANGE, finished
 from sinkscope.models.text import typical_text
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
 from sinkscope.sinks.first_token.attention_received import attention_received
+from sinkscope.tap.observers import attention_rows
 from sinkscope.trace import trace
-from sinkscope.trace.attention import attention_rows
 
 BOS, CHARACTERS, TRIGGERS = 0, 31, 3  # token 0 is BOS, the others are the most frequent characters; the first trigger
 LENGTH, BATCH, EVERY, HELD_OUT, EPS = 64, 32, 25, 64, 0.3

@@ -31,6 +31,7 @@ from experiments.script import run
 from sinkscope.files.notation import neuron_name
 from sinkscope.measure import Setup
 from sinkscope.measure.style import BLUE, GREY, ORANGE, finished
+from sinkscope.models.down_projections import input_columns, w_out
 from sinkscope.models.target import Target
 
 NORMS_BEFORE_A_PARALLEL_MLP = ("post_attention_layernorm", "ln_mlp", "input_layernorm")
@@ -77,12 +78,12 @@ def input_rows(target: Target, layer: int, expert: int | None) -> list[Tensor]:
     adapter = target.adapter
     if expert is not None:
         return [weight for weight, _ in target.experts(layer).inputs(expert)]
-    up = target.columns_of(target.mlp_part(layer, "up"), target.d_model).T
+    up = input_columns(target, target.mlp_part(layer, "up"), target.d_model).T
     if adapter.fused_gate_up:
         return list(up.chunk(2))
     if adapter.gate is None:
         return [up]
-    return [target.columns_of(target.mlp_part(layer, "gate"), target.d_model).T, up]
+    return [input_columns(target, target.mlp_part(layer, "gate"), target.d_model).T, up]
 
 
 def effective(target: Target, layer: int, rows: Float[Tensor, "neuron d_model"]) -> Float[Tensor, "neuron d_model"]:
@@ -112,7 +113,7 @@ def gain_of(target: Target, norm: Any) -> Float[Tensor, " d_model"]:
 
 def column_norms(target: Target, layer: int, expert: int | None) -> Float[Tensor, " neuron"]:
     """Norms of the columns of the down projection, with the gain of a norm behind the MLP."""
-    columns = target.w_out(layer, list(range(target.width(layer, expert))), expert).float()
+    columns = w_out(target, layer, list(range(target.width(layer, expert))), expert).float()
     path = target.adapter.post_mlp_norm
     if path is not None:
         columns = columns * gain_of(target, target.sub(layer, path))

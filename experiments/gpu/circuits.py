@@ -24,7 +24,7 @@ from experiments.make_shape import group_of
 from experiments.record import record
 from experiments.script import run
 from sinkscope.files.output import write_atomic
-from sinkscope.models.load import load
+from sinkscope.opening.load import load
 from sinkscope.sinks.attack.attack import ClusterAttack, cluster_attack
 from sinkscope.sinks.attack.clusters import TokenClusters
 from sinkscope.sinks.repetition.atlas import AtlasReading

@@ -20,7 +20,7 @@ from experiments.gpu.steps import measured, planted
 from experiments.record import record
 from experiments.script import run
 from sinkscope.files.output import write_atomic
-from sinkscope.models.load import load
+from sinkscope.opening.load import load
 from sinkscope.sinks.first_token.find import FindSinks, find_sinks
 
 

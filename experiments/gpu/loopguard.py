@@ -37,9 +37,9 @@ from sinkscope.files.output import write_atomic
 from sinkscope.interventions.base import Intervention
 from sinkscope.kv import H2O, Full, SnapKV, StreamingLLM
 from sinkscope.kv.loopguard import LoopGuard
-from sinkscope.models.load import load
 from sinkscope.models.target import Target
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
+from sinkscope.opening.load import load
 
 METHODS = (
     "full",

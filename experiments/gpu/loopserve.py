@@ -52,10 +52,10 @@ from sinkscope.kv.loopserve import LoopServe, Progressive
 from sinkscope.kv.session import Session
 from sinkscope.lines import Sparsity, select_lines, sparse_attention
 from sinkscope.lines.choice import HeadLines, recovered
-from sinkscope.models.load import load
 from sinkscope.models.target import Target
-from sinkscope.models.wrapped import target_of
-from sinkscope.trace.attention import Attention
+from sinkscope.opening.live import target_of
+from sinkscope.opening.load import load
+from sinkscope.tap.call import Attention
 
 SECTIONS = ("prefill", "selection", "prompt", "decoding", "latency")
 DENSITIES = (0, 0.02, 0.05, 0.1, 0.2, 0.5)

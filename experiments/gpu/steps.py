@@ -21,9 +21,9 @@ from experiments import make_shape
 from experiments.record import record
 from sinkscope.files.console import note
 from sinkscope.files.output import write_atomic
-from sinkscope.models.load import load
 from sinkscope.models.target import Target
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
+from sinkscope.opening.load import load
 
 T = TypeVar("T")
 

@@ -28,7 +28,8 @@ from experiments.record import record
 from experiments.script import run
 from sinkscope.measure import Setup
 from sinkscope.measure.style import BLUE, GREY, RED, finished
-from sinkscope.models.target import Target, on_input
+from sinkscope.models.hooks import on_input
+from sinkscope.models.target import Target
 from sinkscope.trace import attention_rows, trace
 
 COPIES = (0, 1, 2, 4, 8, 16)  # copies of a unit before the one that is measured

@@ -19,8 +19,9 @@ from experiments import massive
 from experiments.repeated_token.separate import CLEAR, PER_TOKEN, auroc, best_column, sentence, separate, split_tokens
 from experiments.screen import input_rows, reaches, screen
 from sinkscope.measure import Setup
+from sinkscope.models.down_projections import w_out
 from sinkscope.models.target import Target
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
 
 DENSE = ["llama", "gemma2", "gpt2"]
 
@@ -35,7 +36,7 @@ def written_norm(target: Target, layer: int, neuron: int, stream: torch.Tensor) 
         read = norm(stream) - norm(torch.zeros(1, target.d_model))
     rows = [part[neuron].float() for part in input_rows(target, layer, None)]
     values = torch.stack([einsum(read, row, "start d_model, d_model -> start").abs() for row in rows])
-    column = target.w_out(layer, [neuron])[0].float()
+    column = w_out(target, layer, [neuron])[0].float()
     if adapter.post_mlp_norm is not None:
         behind = block.get_submodule(adapter.post_mlp_norm)
         column = column * behind(torch.ones(1, target.d_model))[0]

@@ -16,7 +16,8 @@ from torch import Tensor
 from sinkscope.files.notation import head_name, neuron_name
 from sinkscope.measure import Setup
 from sinkscope.measure.evidence import NEEDED
-from sinkscope.models.target import Target, norm_of
+from sinkscope.models.norms import norm_of
+from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.effects import Component, Edit, effects, mixing, writers
 from sinkscope.sinks.first_token.members import RATE_EPS, Sites
 from sinkscope.sinks.first_token.position_effect import Components, PositionEffect, random_swaps
