@@ -179,8 +179,10 @@ def test_a_component_gives_a_position_what_it_gives_at_another():
     top, floor = norm(ids, 0), norm(ids, 5)
     span, embedding = (top - floor).mean(), one_by_one([Component("token embedding")])
     assert effect.necessity(embedding) == pytest.approx([float((top - norm(other, 0)).mean() / span)], abs=1e-4)
-    assert effect.sufficiency(embedding) == pytest.approx([float((norm(later, 5) - floor).mean() / span)], abs=1e-4)
-    assert np.isnan(effect.sufficiency(one_by_one([Component("key bias")]))).all()
+    assert effect.sufficiency(embedding, float(span)) == pytest.approx(
+        [float((norm(later, 5) - floor).mean() / span)], abs=1e-4
+    )
+    assert np.isnan(effect.sufficiency(one_by_one([Component("key bias")]), 1.0)).all()
 
 
 # -- words -------------------------------------------------------------------------------------------------------------
@@ -235,13 +237,13 @@ def claims(text: str, parts: tuple[CircuitStep, ...]):
         ), text
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.integers(0, 10**9))
 def test_no_sentence_claims_what_its_numbers_do_not_carry(seed):
     rng = np.random.default_rng(seed)
     first, later = any_sink(rng, "the first token '<s>'"), any_sink(rng, "'.'")
     repeated = {"repeated": " a", "repeats": int(rng.integers(1, 9)), "untested": ("the bias of the keys",)}
-    found = Circuit(first_token="<s>", later=(later,), learned_share=0.3, first_share=0.2, **vars(first), **repeated)
+    found = Circuit(first_token="<s>", later=(later,), learned_rate=0.3, **vars(first), **repeated)
     lines = [found.conclusion(), *found.details()]
     assert len(lines) <= 7
     check_size(lines[0])

@@ -28,7 +28,7 @@ from sinkscope.sinks.first_token.places import Rule
 from sinkscope.sinks.first_token.records import SHORT, AttentionSink, NormSpike
 from sinkscope.sinks.first_token.result import FindSinks
 from sinkscope.sinks.first_token.sentences import few_heads
-from sinkscope.sinks.first_token.steps import MARK, NEURONS, REPETITION, CircuitStep, Readers
+from sinkscope.sinks.first_token.steps import MARK, NAMED, NEURONS, REPETITION, CircuitStep, Readers
 from sinkscope.sinks.first_token.traced import TracedPlace, TracedSpike, before_mlp, mark_step, traced_place
 from sinkscope.sinks.tokens import prefixes
 
@@ -79,27 +79,28 @@ class SinkCircuit:
             rows += part.rows()
         return [{"sink": self.place, **row} for row in rows]
 
-    def sentence(self, place: str | None) -> str:
+    def sentence(self, place: str | None, most: int = NAMED) -> str:
         """What marks the spike that most heads need or, if they need none, what they need, with the control."""
         mark = self.step(MARK)
         of_spike = sum(len(group.heads) for group in self.readers if group.need_the_spike)
-        keys = [group for group in self.readers if group.keys is not None and group.evidence.holds]
-        if keys and 2 * of_spike < self.n_readers:
-            return self._what_heads_need(place, keys[0])
+        for group in self.readers:
+            if group.keys is not None and group.keys.carried and 2 * of_spike < self.n_readers:
+                return f"{self._who_reads(place, group)} {group.keys.in_words(most)}."
         if mark is not None:
-            return f"For the spike of {place}, {mark.in_words()}."
+            return f"For the spike of {place}, {mark.in_words(most)}."
         if self.readers:
             return f"{counted(self.n_readers, 'head')} attend to {place}, and nothing that was replaced is needed."
         return f"No neurons were found that make a spike of {place}, and no head attends to it."
 
-    def _what_heads_need(self, place: str | None, group: Readers) -> str:
+    def _who_reads(self, place: str | None, group: Readers) -> str:
+        """The beginning of a sentence about what a group of heads needs that does not need the spike."""
         assert group.keys is not None
         if len(group.heads) < self.n_readers:
-            return f"For {len(group.heads)} of {self.n_readers} readers of {place}, {group.keys.in_words()}."
-        about = " without a spike"
-        if self.stands_out:
-            about = " and do not need its spike"
-        return f"Heads attend to {place}{about}; {group.keys.in_words()}."
+            return f"For {len(group.heads)} of {self.n_readers} readers of {place},"
+        if not self.stands_out:
+            return f"Heads attend to {place} without a spike;"
+        alone = "" if group.keys.needed_alone else " alone"
+        return f"Heads attend to {place} without needing its spike{alone};"
 
     def about_readers(self) -> str:
         """How many heads attend to the position, and what each group of them needs."""
@@ -161,10 +162,10 @@ class Circuit(SinkCircuit, Result):
         """What marks the first of the sinks, or what its readers need, with the control."""
         if self.place is None:
             return f"No circuit: no norm stands out, and {few_heads(self.lengths)}."
-        places = [self.place]
+        short = self.place
         if self.position == 0:
-            places.append("the first token")
-        return brief(map(self.sentence, places))
+            short = "the first token"
+        return brief([self.sentence(self.place), self.sentence(short), self.sentence(short, most=1)])
 
     def numbers(self) -> list[Number]:
         """The spike without its marks, and the attention without what carries it."""
