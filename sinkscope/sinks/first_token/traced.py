@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
 
@@ -26,8 +26,8 @@ from sinkscope.sinks.first_token.steps import KEYS, MARK, NEURONS, SPIKE, Circui
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.trace.run import trace
 
-TEXTS = 2  # pieces of typical text whose attention is read
-NORM_TEXTS = 8  # and whose norms are: in few of them, tokens that no head marks may stand at the typical position
+TEXTS = 2  # pieces of typical text
+MORE_TEXTS = 8  # and if the token embedding seems to be needed: tokens that no head marks may stand in its place
 EFFECTIVE = 0.1  # components that take away at least this share are named
 PAIRED = 6  # components that are removed in pairs for heads that need none alone
 
@@ -88,7 +88,7 @@ class TracedPlace:
 
     def norm(self, layer: int | None) -> PositionEffect:
         """The norm of the position after a layer."""
-        ids = self.ids[:NORM_TEXTS]
+        ids = self.ids[:TEXTS]
         return PositionEffect(self.setup.target, ids, self.at, self.other, layer, without=self.shared_dims)
 
     @cached_property
@@ -335,6 +335,9 @@ def traced_place(position: TracedPlace) -> tuple[tuple[CircuitStep, ...], tuple[
     if made.begun is not None:
         before = before_mlp(begun.target, made.begun)
         marks = begun.marks(before)
+        if len(marks) > 1 and Component("token embedding") in marks:
+            begun = replace(begun, ids=position.ids[:MORE_TEXTS])
+            marks = begun.marks(before)
     neurons = {neuron_name(*site): Edit(zero=(site,)) for site in made.sites}
     removing = None
     if made.sites:
