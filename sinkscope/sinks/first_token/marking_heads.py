@@ -351,12 +351,10 @@ def marking_heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: P
     every_head = torch.eye(layers * heads).bool().view(-1, layers, heads)
     edits = torch.cat([torch.ones_like(every_head[:1]), every_layer, every_head])
     all_drop, layer_drop, drop = (1 - marks.kept(edits)).split([1, layers, layers * heads], 1)
-    drop = rearrange(drop, "token (layer head) -> token layer head", layer=layers).clone()
-    layer_drop = layer_drop.clone()
-    for number in range(layers):
-        if not setup.target.has_attention(number):
-            layer_drop[:, number] = torch.nan
-            drop[:, number] = torch.nan
+    drop = rearrange(drop, "token (layer head) -> token layer head", layer=layers)
+    without = [not setup.target.has_attention(number) for number in range(layers)]
+    layer_drop[:, without] = torch.nan
+    drop[:, without] = torch.nan
     drops = {"layer_drop": marks.of_all(layer_drop), "drop": marks.of_all(drop)}
     result = replace(result, all_drop=float(all_drop.median()), **drops)
     medians = layer_drop.median(0).values.nan_to_num()
