@@ -97,7 +97,7 @@ def measure(shape: str, what: str) -> dict[str, float]:
     if what == "live":
         target_of(model)
     else:
-        find.kept_or_inferred(Target(model, model, "hf", DRAFT))
+        find.adapter_without_row(Target(model, model, "hf", DRAFT))
     seconds = time.process_time() - started
     layer = sum(parameter.numel() * parameter.element_size() for parameter in model.model.layers[0].parameters())
     return {"seconds": seconds, "gigabytes": (_peak() - before) / 1e9, "layer_gigabytes": layer / 1e9}
