@@ -26,7 +26,7 @@ from sinkscope.sinks.first_token.effects import (
     one_by_one,
     writers,
 )
-from sinkscope.sinks.first_token.members import CONTROL_DRAWS, Heads
+from sinkscope.sinks.first_token.members import Heads
 from sinkscope.sinks.first_token.search import Removal, smallest_set
 from sinkscope.sinks.tokens import TokenRows
 
@@ -168,7 +168,7 @@ class PositionEffect:
         for member in whole:
             own = (member,)
             if member.kind == "attention":
-                heads = [Component("head", member.layer, head) for head in range(self.target.n_heads)]
+                heads = heads_of(self.target, member.layer or 0)
                 others = tuple(component for component in whole if component != member and not alone)
                 of_heads = self.necessity([Edit(swap=(*others, head)) for head in heads])
                 own = self.smallest(heads, of_heads, others) or own
@@ -199,13 +199,6 @@ class PositionEffect:
         return smallest_set(promising, remove) or ()
 
 
-def random_swaps(pool: Sequence[Component], size: int, seed: int) -> list[Edit]:
-    """Random sets of so many components replaced, as controls; none if the pool is too small."""
-    if not 0 < size <= len(pool):
-        return []
-    generator = torch.Generator().manual_seed(seed)
-    edits = []
-    for _ in range(CONTROL_DRAWS):
-        drawn = torch.randperm(len(pool), generator=generator)[:size].tolist()
-        edits.append(Edit(swap=tuple(pool[index] for index in drawn)))
-    return edits
+def heads_of(target: Target, layer: int) -> list[Component]:
+    """The heads of a layer."""
+    return [Component("head", layer, head) for head in range(target.n_heads)]

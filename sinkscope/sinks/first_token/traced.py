@@ -19,8 +19,8 @@ from sinkscope.measure.evidence import NEEDED
 from sinkscope.models.norms import norm_of
 from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.effects import Component, Edit, effects, mixing, writers
-from sinkscope.sinks.first_token.members import RATE_EPS, Sites
-from sinkscope.sinks.first_token.position_effect import Components, PositionEffect, random_swaps
+from sinkscope.sinks.first_token.members import CONTROL_DRAWS, RATE_EPS, Sites
+from sinkscope.sinks.first_token.position_effect import Components, PositionEffect, heads_of
 from sinkscope.sinks.first_token.search import random_sets
 from sinkscope.sinks.first_token.steps import KEYS, MARK, NEURONS, SPIKE, CircuitStep, Readers
 from sinkscope.sinks.tokens import TokenRows
@@ -103,10 +103,19 @@ class TracedPlace:
         return PositionEffect(target, ids, self.at, self.other, heads=heads)
 
     def random_heads(self, depth: int, excluded: Components, size: int) -> list[Edit]:
-        """Edits that replace random heads of the layers up to one, except these."""
-        layers = filter(self.setup.target.has_attention, range(depth + 1))
-        heads = [Component("head", layer, head) for layer in layers for head in range(self.setup.n_heads)]
-        return random_swaps([head for head in heads if head not in excluded], size, self.setup.seed)
+        """Edits that replace random heads of the layers up to one, except these; none if there are too few."""
+        pool: list[Component] = []
+        for layer in filter(self.setup.target.has_attention, range(depth + 1)):
+            pool += heads_of(self.setup.target, layer)
+        pool = [head for head in pool if head not in excluded]
+        if not 0 < size <= len(pool):
+            return []
+        generator = torch.Generator().manual_seed(self.setup.seed)
+        edits = []
+        for _ in range(CONTROL_DRAWS):
+            drawn = torch.randperm(len(pool), generator=generator)[:size].tolist()
+            edits.append(Edit(swap=tuple(pool[index] for index in drawn)))
+        return edits
 
     def swapped(self, depth: int, chosen: Components) -> list[Edit]:
         """Edits that replace the chosen components, and as many random heads."""
@@ -224,11 +233,6 @@ class HeadByHead:
             parts[str(component)] = Edit(swap=(component,))
         return parts
 
-    @property
-    def of_the_spike(self) -> set[str]:
-        """The names of the spike and its neurons."""
-        return {SPIKE, *self.neurons}
-
     def needs(self) -> list[Needs]:
         """What each head needs: the spike, or else components, or else two of these together."""
         components = self.heads.components
@@ -265,7 +269,7 @@ class HeadByHead:
 
     def _as_one_spike(self, needs: list[Needs]) -> list[Needs]:
         """The same, where neurons are named only if heads need different ones."""
-        of_spike = {own for own in needs if own.parts and self.of_the_spike.issuperset(own.parts)}
+        of_spike = {own for own in needs if own.parts and {SPIKE, *self.neurons}.issuperset(own.parts)}
         if len(of_spike) > 1:
             return needs
         return [Needs((SPIKE,)) if own in of_spike else own for own in needs]
