@@ -10,19 +10,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from experiments.bundled import corpus, measure, passages
-from experiments.loopguard.ditto import copy_probabilities
-from experiments.loopguard.ditto import head_scores as induction_scores
 from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.tasks.loops import Loops
 from sinkscope.files.rate import mean_known
 from sinkscope.loops.signals import tail_period
 from sinkscope.models.wrapped import target_of
+from sinkscope.trace import attention_rows
 
 PERIODS, COPIES = (4, 16, 48), (1, 2, 4, 8, 16)
 OPENINGS, OPENING, STORY = 100, 12, 1000
@@ -30,6 +30,13 @@ TEMPERATURE = 0.8
 DOCUMENTS, FACTS = 60, 4
 
 
+def repeated(units: Int[Tensor, "unit token"], times: int, bos_id: int) -> Int[Tensor, "unit pos"]:
+    """Units in a row, after BOS."""
+    ids = units.repeat(1, times)
+    return torch.nn.functional.pad(ids, (1, 0), value=bos_id)
+
+
+@torch.no_grad()
 def copy_curve(
     model: LlamaForCausalLM,
     units: Int[Tensor, "row pos"],
@@ -48,10 +55,14 @@ def copy_curve(
     Returns:
         Per number of copies (as text, as in JSON) the mean probability of the next copy's tokens, over tokens and rows.
     """
-    units = units.to(model.device)
-    found, *_ = copy_probabilities(lambda ids: model(ids, use_cache=False).logits, units, max(copies), bos_id)
-    by_copy = found.mean((0, 2)).tolist()
-    return {str(n): round(by_copy[n], 4) for n in copies}
+    ids = repeated(units.to(model.device), max(copies) + 1, bos_id)
+    logits = model(ids, use_cache=False).logits[:, :-1].float()
+    probabilities = logits.softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    by_copy = rearrange(probabilities, "row (copy token) -> copy row token", copy=max(copies) + 1).mean((1, 2)).tolist()
+    curve: dict[str, float] = {}
+    for count in copies:
+        curve[str(count)] = round(by_copy[count], 4)
+    return curve
 
 
 def ditto(model: LlamaForCausalLM, *, rows: int = 8, seed: int = 1) -> dict[str, dict[str, float]]:
@@ -69,6 +80,7 @@ def sentence_ditto(
     return {n: round(float(np.mean([curve[n] for curve in curves])), 4) for n in curves[0]}
 
 
+@torch.no_grad()
 def head_scores(
     model: LlamaForCausalLM, *, period: int = 64, rows: int = 8, seed: int = 2, bos_id: int = 0
 ) -> dict[str, Float[np.ndarray, "layer head"]]:
@@ -82,11 +94,26 @@ def head_scores(
         bos_id: the token in front.
 
     Returns:
-        "induction" and "previous_token", as `experiments.loopguard.ditto` defines them.
+        "induction": the mean attention from a position of the second copy to the one after its counterpart in the
+        first. "previous_token": the mean attention from a position to the one before it.
     """
     units = torch.randint(3, model.config.vocab_size, (rows, period), generator=torch.Generator().manual_seed(seed))
-    scores = induction_scores(target_of(model), units, bos_id)
-    return dict(zip(("induction", "previous_token"), scores.numpy(), strict=True))
+    target = target_of(model)
+    ids = repeated(units, 2, bos_id)
+    # How many positions back a head looks, and the first query that is scored.
+    offsets = {"induction": (period - 1, period + 1), "previous_token": (1, 2)}
+    scores: dict[str, np.ndarray] = {}
+    for kind in offsets:
+        scores[kind] = np.zeros((target.n_layers, target.n_heads), np.float32)
+
+    def see(layer: int, _first: int, probs: Tensor) -> None:
+        for kind, (back, query) in offsets.items():
+            diagonal = probs.diagonal(-back, -2, -1)[..., query - back :]
+            scores[kind][layer] = diagonal.mean((0, -1)).cpu().numpy()
+
+    with attention_rows(target, see, rows_per_chunk=ids.shape[1]):
+        target.forward(ids)
+    return scores
 
 
 def best_head(scores: Float[np.ndarray, "layer head"]) -> dict[str, Any]:
