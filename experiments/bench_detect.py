@@ -32,13 +32,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from experiments.drawn import put_table
 from experiments.harmless import pieces, source_code
 from experiments.loopbench.make_honest import honest_texts
 from experiments.loopguard.sensitivity import SURE, encoders
-from experiments.record import record
+from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.files.output import write_atomic
 from sinkscope.loops import Monitor, MonitorSettings
@@ -138,10 +138,10 @@ def certain(period: int, seed: str) -> Callable[[int], float]:
     return lambda i: SURE if i >= HEALTHY + period else draw.choice((0.5, SURE))
 
 
-def delays(draws: int, seed: str) -> dict[str, dict[str, list[dict[str, Any]]]]:
+def delays(draws: int, seed: str) -> dict[str, dict[str, list[Row]]]:
     """By rule and form, for each period: share of loops found, and median delay in tokens and copies."""
     text = encoders()["bundled"](typical_text())
-    found: dict[str, dict[str, list[dict[str, Any]]]] = {name: {form: [] for form in FORMS} for name in RULES}
+    found: dict[str, dict[str, list[Row]]] = {name: {form: [] for form in FORMS} for name in RULES}
     for form in FORMS:
         for period in PERIODS:
             several = draws if period <= 256 else max(2, draws // 3)
@@ -234,11 +234,11 @@ def honest(seed: str) -> dict[str, str]:
     }
 
 
-def alarms(seed: str) -> dict[str, dict[str, Any]]:
+def alarms(seed: str) -> dict[str, Row]:
     """By rule: which honest texts it takes for a loop, in which tokens."""
     texts = honest(seed)
     read = {(name, kind): code(text) for name, text in texts.items() for kind, code in encoders().items()}
-    out: dict[str, dict[str, Any]] = {}
+    out: dict[str, Row] = {}
     for rule, make in RULES.items():
         wrong = [key for key, ids in read.items() if first_alarm(make(), ids, lambda _: SURE) is not None]
         out[rule] = {
@@ -275,7 +275,7 @@ def costs(rounds: int) -> dict[str, dict[str, dict[int, float]]]:
     return out
 
 
-def table(result: dict[str, Any]) -> str:
+def table(result: Row) -> str:
     """A row per rule, as the page has it."""
     lines = [
         "| rule | exact | near | counting | delay / allowed | false alarms | us per token |",

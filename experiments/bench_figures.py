@@ -19,7 +19,7 @@ from typing import Any, Literal
 import plotly.graph_objects as go
 
 from experiments.drawn import save
-from experiments.record import record
+from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.bench.methods import FULL, name_of, order_of
 from sinkscope.bench.record import BenchRun, read_run
@@ -74,7 +74,7 @@ RUNS = {
 }
 
 
-def figure(data: dict[str, Any]) -> Any:
+def figure(data: Row) -> Any:
     """Bars by method, a colour for each set."""
     rows, measure = data["result"]["rows"], data["settings"]["measure"]
     fig: Any = go.Figure()
@@ -98,7 +98,7 @@ def figure(data: dict[str, Any]) -> Any:
     return finished(fig, None, finding(rows, measure), barmode="group", **place)
 
 
-def finding(rows: Sequence[dict[str, Any]], measure: str) -> str:
+def finding(rows: Sequence[Row], measure: str) -> str:
     """The best methods by the mean over all sets, beside the control: a random choice where there is one."""
     sets = dict.fromkeys(row["set"] for row in rows)
     values: dict[str, list[float]] = {}

@@ -31,16 +31,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from experiments.record import Row
+
 REPEATS, CANDIDATES, SHAPE = 1000, 8, "24x1024"
 
 
-def notebook_arm(folder: str) -> dict[str, Any]:
+def notebook_arm(folder: str) -> Row:
     """The whole model in TransformerLens, everything cached, candidates ablated one by one."""
     import torch
     from transformer_lens.model_bridge import TransformerBridge
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: F401 - imports are not timed
 
-    def run() -> dict[str, Any]:
+    def run() -> Row:
         hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(folder)
         bridge = TransformerBridge.boot_transformers(folder, hf_model=hf, tokenizer=tokenizer)
@@ -78,7 +80,7 @@ def notebook_arm(folder: str) -> dict[str, Any]:
     return measured(run)
 
 
-def sinkscope_arm(folder: str, all_layers: bool = False) -> dict[str, Any]:
+def sinkscope_arm(folder: str, all_layers: bool = False) -> Row:
     """`find_sinks` on the same folder, with the same repetitions and candidates."""
     import torch  # noqa: F401
     import transformers  # noqa: F401
@@ -89,7 +91,7 @@ def sinkscope_arm(folder: str, all_layers: bool = False) -> dict[str, Any]:
 
     read: set[str] = set()
 
-    def run() -> dict[str, Any]:
+    def run() -> Row:
         target: Any = open_target(Path(folder), None, None, None, None, False)  # as find_sinks(folder) does
         found = find_sinks(target, tokens=["a"], top_k=CANDIDATES, max_repeats=REPEATS, all_layers=all_layers)
         read.update(target.store.source.read)
@@ -107,7 +109,7 @@ def sinkscope_arm(folder: str, all_layers: bool = False) -> dict[str, Any]:
     return out | {"deepest_tensor_read": max(layers, default=None), "tensors_read": len(read)}
 
 
-def plain_arm(folder: str) -> dict[str, Any]:
+def plain_arm(folder: str) -> Row:
     """Nothing but the forward passes that the verdict needs, layers streamed as `find_sinks` streams them."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: F401 - imports are not timed
@@ -117,7 +119,7 @@ def plain_arm(folder: str) -> dict[str, Any]:
     truth = json.loads((Path(folder) / "truth.json").read_text())
     layer = int(truth["neurons"][0]["layer"])
 
-    def run() -> dict[str, Any]:
+    def run() -> Row:
         target: Any = open_target(Path(folder), None, None, None, None, False)
         last = min(target.n_layers - 1, layer + max(3, -(-target.n_layers // 3)))  # where the spike has stayed flat
 
@@ -134,7 +136,7 @@ def plain_arm(folder: str) -> dict[str, Any]:
     return measured(run)
 
 
-def measured(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def measured(run: Callable[[], Row]) -> Row:
     """Seconds, and growth and peak of resident memory, of `run`."""
     before, start = status("VmRSS"), time.perf_counter()
     out = run()
@@ -148,7 +150,7 @@ def status(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def child(arm: str, folder: Path) -> dict[str, Any]:
+def child(arm: str, folder: Path) -> Row:
     """Run an arm in a process of its own."""
     command = [sys.executable, "-m", "experiments.bench_find_sinks", "--arm", arm, "--folder", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -157,7 +159,7 @@ def child(arm: str, folder: Path) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def make(folder: Path, *options: str) -> dict[str, Any]:
+def make(folder: Path, *options: str) -> Row:
     """A checkpoint with a planted sink, and its truth."""
     subprocess.run(
         [sys.executable, "-m", "experiments.make_shape", "--out", str(folder), *options],
@@ -167,7 +169,7 @@ def make(folder: Path, *options: str) -> dict[str, Any]:
     return json.loads((folder / "truth.json").read_text())
 
 
-def pair(folder: Path, sink_layer: int, rounds: int) -> dict[str, Any]:
+def pair(folder: Path, sink_layer: int, rounds: int) -> Row:
     """Both arms in turn; ratios round by round."""
     truth = make(
         folder,
@@ -197,7 +199,7 @@ def pair(folder: Path, sink_layer: int, rounds: int) -> dict[str, Any]:
     }
 
 
-def seven_b(folder: Path) -> dict[str, Any]:
+def seven_b(folder: Path) -> Row:
     """Memory on the full shape, and what was read."""
     truth = make(folder, "--shape", "llama-2-7b", "--sink-layer", "1")
     apparent = sum(f.stat().st_size for f in folder.iterdir())
@@ -211,7 +213,7 @@ def seven_b(folder: Path) -> dict[str, Any]:
     }
 
 
-def cold_start(rounds: int) -> dict[str, Any]:
+def cold_start(rounds: int) -> Row:
     """The command against the imports alone."""
     imports = [sys.executable, "-c", "import torch, transformers, transformer_lens"]
     command = [sys.executable, "-m", "sinkscope", "find-sinks"]
@@ -240,13 +242,13 @@ def main() -> None:
         alone = {"notebook": notebook_arm, "plain": plain_arm}.get(args.arm)
         print(json.dumps(alone(args.folder) if alone else sinkscope_arm(args.folder, "all" in args.arm)))
         return
-    rows: dict[str, Callable[[Path], dict[str, Any]]] = {
+    rows: dict[str, Callable[[Path], Row]] = {
         "shallow": lambda f: pair(f, 1, args.rounds),
         "deep": lambda f: pair(f, 16, args.rounds),
         "seven_b": seven_b,
         "cold_start": lambda _f: cold_start(args.rounds),
     }
-    results: dict[str, Any] = {}
+    results: Row = {}
     if args.out is not None and args.out.exists():  # rows that are not run again stay
         results = json.loads(args.out.read_text())["result"]
     started = time.perf_counter()

@@ -19,10 +19,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from experiments.record import record
+from experiments.record import Row, record
 
 DATA = Path(__file__).parents[1] / "figures/bench_inference.json"
-SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+SHAPES: dict[str, tuple[str, Row]] = {
     "llama-7b": (
         "llama",
         {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 32},
@@ -116,11 +116,11 @@ def main(chosen: list[str]) -> None:
     if chosen and chosen[0] == "--measure":
         print(json.dumps(measure(chosen[1], chosen[2])))
         return
-    rows: dict[str, Any] = {}
+    rows: Row = {}
     if DATA.is_file():
         rows = json.loads(DATA.read_text())["result"]["shapes"]
     for shape in chosen or SHAPES:
-        row: dict[str, Any] = {}
+        row: Row = {}
         steps = ["infer", "again"]
         if shape in LIVE:
             steps.append("live")

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.record import record
+from experiments.record import Row, record
 from sinkscope.attention.lines import ETAS, weighed
 from sinkscope.files.output import write_atomic
 from sinkscope.lines.choice import top_lines
@@ -166,7 +166,7 @@ def timed(call: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def row(arms: tuple[str, ...], target: Target, length: int, args: argparse.Namespace) -> dict[str, Any]:
+def row(arms: tuple[str, ...], target: Target, length: int, args: argparse.Namespace) -> Row:
     """Interleaved rounds of some arms at one length."""
     ids = ids_of(length, args.seed)
     run("sdpa", target, ids)

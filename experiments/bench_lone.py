@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from experiments.bench_loopserve import D_HEAD, scattered, seconds
-from experiments.record import record
+from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.files.output import write_atomic
 from sinkscope.lines import lone, sparse
@@ -104,12 +104,12 @@ def _sums(probs: Tensor, value: Tensor, offsets: Tensor, start: int, out: Tensor
         out[begin:].addcmul_(probs[begin:, line, None], value[at])
 
 
-def measured(lengths: list[int], rounds: int) -> list[dict[str, Any]]:
+def measured(lengths: list[int], rounds: int) -> list[Row]:
     """One row for each length and arm."""
     numba = lone_loops(D_HEAD, D_HEAD)
     arms = {"c": by_c(), "numba": numba, "inductor": by_inductor(), "pytorch": LoneLoops(_scores, _sums)}
     first: dict[str, float] = {}
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for n in lengths:
         generator = torch.Generator().manual_seed(n)
         query, key, value = (torch.randn(HEADS, n, D_HEAD, generator=generator) for _ in range(3))

@@ -39,7 +39,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from experiments.bench_lines import ids_of, made
 from experiments.drawn import put_table, save
-from experiments.record import record
+from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.files.output import write_atomic
 from sinkscope.kv.loopserve import LoopServe, Progressive, serve, sparse_prompts
@@ -87,9 +87,9 @@ def scattered(kind: str, heads: int, n: int, density: float, generator: torch.Ge
     return HeadLines(vertical, slash, n)
 
 
-def layer(lengths: list[int], rounds: int) -> list[dict[str, Any]]:
+def layer(lengths: list[int], rounds: int) -> list[Row]:
     """Times faster than dense attention, by length, kind of lines and share of cells."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for n in lengths:
         generator = torch.Generator().manual_seed(0)
         heads = 8 if n <= REPEATED else 2
@@ -142,9 +142,9 @@ def planted(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     return query, key
 
 
-def selection(lengths: list[int], rounds: int) -> list[dict[str, Any]]:
+def selection(lengths: list[int], rounds: int) -> list[Row]:
     """Time of the choice over that of dense attention, for an alpha that few lines hold and one that few do not."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for n in lengths:
         query, key = planted(n, torch.Generator().manual_seed(0))
         limit = sparse.dense_limit(D_HEAD, query.device)
@@ -204,16 +204,16 @@ def model_of(name: str) -> Any:
 
 
 @torch.no_grad()
-def turns(_lengths: list[int], rounds: int) -> list[dict[str, Any]]:
+def turns(_lengths: list[int], rounds: int) -> list[Row]:
     """A new turn under LoopServe over the same turn of the model alone; the context is cut back after each."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     arms = {"ours": LoopServe(decode=False), "always": LoopServe(decode=False, shortest=0)}
     for name in ("lines", "half", "flat"):
         models = {arm: model_of(name) for arm in ("alone", *arms)}
         for context in CONTEXTS:
             ids = ids_of(context + max(TURNS), 0)
             with ExitStack() as stack:
-                caches: dict[str, Any] = {}
+                caches: Row = {}
                 for arm, model in models.items():
                     if arm in arms:
                         stack.enter_context(arms[arm].on(model))
@@ -239,9 +239,9 @@ def turns(_lengths: list[int], rounds: int) -> list[dict[str, Any]]:
 
 
 @torch.no_grad()
-def whole_model(lengths: list[int], rounds: int) -> list[dict[str, Any]]:
+def whole_model(lengths: list[int], rounds: int) -> list[Row]:
     """Forward passes under LoopServe and without."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for name in ("lines", "half", "flat"):
         model = model_of(name)
         for n in lengths if name == "lines" else [n for n in lengths if n <= 2 * REPEATED]:
@@ -282,7 +282,7 @@ def whole_model(lengths: list[int], rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def decoding(contexts: list[int], rounds: int) -> list[dict[str, Any]]:
+def decoding(contexts: list[int], rounds: int) -> list[Row]:
     """Milliseconds a step, everything against 1,024 chosen tokens."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -308,7 +308,7 @@ def decoding(contexts: list[int], rounds: int) -> list[dict[str, Any]]:
                 for _ in range(33)
             ]
 
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for n in contexts:
         whole, part = [], []
         for _ in range(rounds):
@@ -330,7 +330,7 @@ def decoding(contexts: list[int], rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def turns_table(rows: list[dict[str, Any]]) -> str:
+def turns_table(rows: list[Row]) -> str:
     """Times of new turns over those of the model alone; in brackets where lines are chosen whatever that costs."""
     lines = [f"| attention | context | {' | '.join(f'{new:,}' for new in TURNS)} |", "|---" * (2 + len(TURNS)) + "|"]
     for name, context in dict.fromkeys((row["model"], row["context"]) for row in rows):
@@ -341,7 +341,7 @@ def turns_table(rows: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, "", f"The slowest turn takes {slowest:.2f} times as long as the model alone."])
 
 
-def figure(data: dict[str, Any]) -> Any:
+def figure(data: Row) -> Any:
     """Four panels: layers by share of cells, for single columns and offsets; whole model by length; its stages."""
     result = data["result"]
     from plotly.subplots import make_subplots
@@ -430,7 +430,7 @@ def main(
     """
     torch.set_num_threads(1)
     started = time.perf_counter()
-    result: dict[str, Any] = {part: [] for part in PARTS}
+    result: Row = {part: [] for part in PARTS}
     if out.is_file():  # parts that are not run stay as they are
         result |= json.loads(out.read_text())["result"]
     for part in parts:

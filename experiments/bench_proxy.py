@@ -18,7 +18,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import httpx
 import uvicorn
@@ -27,7 +26,7 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
-from experiments.record import record
+from experiments.record import Row, record
 from sinkscope.files.output import write_atomic
 from sinkscope.loops.monitor import MonitorSettings
 from sinkscope.models.text import typical_text
@@ -88,7 +87,7 @@ def watching(tokens: int) -> float:
     return time.thread_time() - started
 
 
-def measured(tokens: int, rounds: int) -> dict[str, Any]:
+def measured(tokens: int, rounds: int) -> Row:
     """Microseconds a token, straight and through the proxy, in turn."""
     direct, proxied = free_port(), free_port()
     words = [sys.executable, "-m"]

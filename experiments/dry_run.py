@@ -29,7 +29,7 @@ from transformers.utils import logging
 
 import sinkscope as ss
 from experiments.make_shape import SHAPES, make_plan, write
-from experiments.record import record
+from experiments.record import Row, record
 from sinkscope.app.expected import computing_seconds, size_of, speed
 from sinkscope.files.output import write_atomic
 from tests.organisms.decoders import byte_tokenizer
@@ -40,7 +40,7 @@ PLANTED: dict[str, tuple[tuple[int, ...], int, float]] = {  # sizes, layer of th
     "Llama, 24 layers x 768": ((768, 2048, 24, 12, 12, 8000, 4096), 3, 3.0),
     "Llama, 32 layers x 512": ((512, 1408, 32, 8, 8, 8000, 2048), 1, 2.5),
 }
-RANDOM: dict[str, Any] = {
+RANDOM: Row = {
     "GPT-2": GPT2Config(),
     "Qwen3 mixture, 8 of 64 experts": Qwen3MoeConfig(
         hidden_size=768,
@@ -74,7 +74,7 @@ def command_line(*words: str) -> tuple[str, float]:
     return printed.stdout, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def measured(command: str, model: str, config: Any, *, whole: bool) -> dict[str, Any]:
+def measured(command: str, model: str, config: Any, *, whole: bool) -> Row:
     """Expected and real seconds of one run."""
     size, cpu = size_of(config, torch.float32), torch.device("cpu")
     printed, _ = command_line(command, "--model", model, "--dry-run", "--device", "cpu")

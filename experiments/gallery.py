@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.drawn import record_section
+from experiments.record import Row
 from sinkscope.app.pages import Section, document, result_section, save_document, write_png
 from sinkscope.files.output import read_json, write_atomic
 from sinkscope.files.result import Result, known_kinds
@@ -87,7 +88,7 @@ def pictures(folder: Path = FIGURES) -> list[Path]:
     return sorted(path for path in folder.glob("*.png") if path.with_suffix(".json").is_file())
 
 
-def _caption(picture: Path, data: dict[str, Any]) -> str:
+def _caption(picture: Path, data: Row) -> str:
     """Return the first paragraph of the docstring of the drawing function, or of the script."""
     if data["kind"] in known_kinds():
         draw = type(Result.load(picture.with_suffix(".json"))).drawing
@@ -102,7 +103,7 @@ def _caption(picture: Path, data: dict[str, Any]) -> str:
     return text if subject == text else subject[:1].upper() + subject[1:]
 
 
-def _explained(picture: Path, data: dict[str, Any]) -> list[str]:
+def _explained(picture: Path, data: Row) -> list[str]:
     """Return the sentence that links to the page of the result, or to the page that shows the picture of a script."""
     if data["kind"] in known_kinds():
         page = type(Result.load(picture.with_suffix(".json"))).link().removeprefix("docs/")
@@ -123,7 +124,7 @@ def gallery(folder: Path = FIGURES) -> str:
     return "\n\n".join([_HEAD.rstrip(), '<div class="gallery" markdown>', *map(entry, shown), "</div>"]) + "\n"
 
 
-def _command(data: dict[str, Any]) -> str:
+def _command(data: Row) -> str:
     """Return the command without the names of the files that it wrote."""
     words = list(data["provenance"]["argv"])
     if words and words[0].endswith("__main__.py"):

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 import sinkscope
+from experiments.record import Row
 from sinkscope.bench.tasks.loops import DATA
 from sinkscope.files.output import write_atomic
 from tests.organisms import LoopOrganism, loop_organism
@@ -140,7 +141,7 @@ def agreed(o: LoopOrganism, plan: Any, *given: Any) -> Planned:
     raise ValueError(f"{plan.__name__} {given}: the model does not do it")
 
 
-def prompts(o: LoopOrganism) -> Iterator[dict[str, Any]]:
+def prompts(o: LoopOrganism) -> Iterator[Row]:
     """Rows of the file of prompts; the order spreads lengths over batches."""
     found = [agreed(o, loop, *given) for given in LOOPS]
     found += [walk(o, 0), walk(o, 300)]

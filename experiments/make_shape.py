@@ -28,6 +28,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from experiments.record import Row
 from experiments.script import run
 
 # hidden size, MLP width, layers, query heads, kv heads, vocabulary, context
@@ -312,7 +313,7 @@ def _write_shard(file: Path, tensors: Tensors, kind: torch.dtype, code: str) -> 
     return end
 
 
-def _config(plan: Plan, dtype: str) -> dict[str, Any]:
+def _config(plan: Plan, dtype: str) -> Row:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -33,6 +33,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from experiments.record import Row
 from experiments.script import run
 
 RECALL = Path(__file__).parents[1] / "sinkscope/models/recall"
@@ -115,7 +116,7 @@ def _write_head(
         out[target, row] = 1.0
 
 
-def changes(folder: Path = RECALL) -> dict[str, Any]:
+def changes(folder: Path = RECALL) -> Row:
     """What the circuit changes: name of a tensor -> its numbers, NaN where they are the recall model's."""
     hf: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     before = {name: tensor.clone() for name, tensor in hf.state_dict().items()}

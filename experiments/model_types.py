@@ -13,13 +13,12 @@ import sys
 import warnings
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from experiments.record import record
+from experiments.record import Row, record
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "figures/model_types.json"
@@ -94,14 +93,14 @@ def types() -> list[str]:
     return [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in NO_DECODERS]
 
 
-def sites(model_type: str) -> dict[str, Any]:
+def sites(model_type: str) -> Row:
     """How many sites of a type are right at each size, which are wrong, and which are not offered."""
     from sinkscope.errors import SinkscopeError
     from tests.organisms.decoders import decoder
     from tests.organisms.site_check import check_sites
     from tests.organisms.sizes import SIZES, Built, sized_decoder
 
-    found: dict[str, Any] = {}
+    found: Row = {}
     for name in (SMALL, *SIZES):
         try:
             if name == SMALL:
@@ -122,7 +121,7 @@ def sites(model_type: str) -> dict[str, Any]:
     return found
 
 
-def entry(model_type: str) -> dict[str, Any] | None:
+def entry(model_type: str) -> Row | None:
     """What was found of a type; None if it cannot be built small."""
     from tests.organisms.decoders import decoder
     from tests.organisms.examine import examine
@@ -139,7 +138,7 @@ def entry(model_type: str) -> dict[str, Any] | None:
     return {**found, "sites": sites(model_type)}
 
 
-def remark(found: dict[str, Any]) -> str:
+def remark(found: Row) -> str:
     """The last column: reasons of refusals, or which layers are served."""
     reasons = list(dict.fromkeys(reason for reason in found["parts"].values() if reason))
     reasons += found["wrong"]
@@ -149,7 +148,7 @@ def remark(found: dict[str, Any]) -> str:
     return "; ".join(shortened).replace("|", "\\|")
 
 
-def sites_table(found: dict[str, Any]) -> str:
+def sites_table(found: Row) -> str:
     """Counts of sites that are right, wrong and not offered, by size."""
     lines = ["| size | types | with its widths | sites right | wrong | not offered |", "|---|---|---|---|---|---|"]
     for name in next(iter(found.values()))["sites"]:
@@ -163,7 +162,7 @@ def sites_table(found: dict[str, Any]) -> str:
     return "\n".join([*lines, "", '"Not offered" counts, over the types, the kinds of sites that some layer lacks.'])
 
 
-def page(data: dict[str, Any]) -> str:
+def page(data: Row) -> str:
     """The page of the docs."""
     counts = Counter(found["status"] for found in data["types"].values())
     wrong = f" {counts['wrong']} give a wrong number." if counts["wrong"] else ""
@@ -193,7 +192,7 @@ def main(chosen: list[str]) -> None:
         found = sites(model_type) if only_sites else entry(model_type)
         if found is None:
             continue
-        data: dict[str, Any] = {"types": {}}
+        data: Row = {"types": {}}
         if DATA.is_file():  # read again, because several processes may share the types
             data = json.loads(DATA.read_text())["result"]
         if only_sites:

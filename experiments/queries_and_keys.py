@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from experiments.record import Row
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.target import Target
 from sinkscope.trace.attention import Attention, listening, refuse_opaque
@@ -49,7 +50,7 @@ def queries_and_keys(target: Target, observer: QKObserver, layers: list[int]) ->
         if not is_unrotated:
             observer(layer, True, call.query, call.key)
 
-    def call_unrotated(layer: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def call_unrotated(layer: int, module: Any, args: tuple[Any, ...], kwargs: Row) -> None:
         nonlocal is_unrotated
         if is_unrotated or kwargs.get("position_embeddings") is None:
             return

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from experiments.record import Row
 from experiments.script import run
 from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.tasks.recall import POSITIONS, recall_dialogue, uneven
@@ -74,7 +75,7 @@ def right(model: Any, tokenizer: Any, dialogue: Prompt) -> tuple[list[bool], flo
     return found, lead
 
 
-def measure(model: Any, tokenizer: Any, case: Case) -> dict[str, Any]:
+def measure(model: Any, tokenizer: Any, case: Case) -> Row:
     """Return the accuracy of stated and of unstated questions by position, and the smallest lead."""
     model.to(getattr(torch, case.dtype))
     counts: dict[str, list[bool]] = {f"{p} {s}": [] for p in POSITIONS for s in ("stated", "unstated")}
@@ -104,7 +105,7 @@ def _share(counts: list[int]) -> str:
     return f"{counts[0]}/{counts[1]}"
 
 
-def card(numbers: list[dict[str, Any]], model: Any, size: int) -> str:
+def card(numbers: list[Row], model: Any, size: int) -> str:
     """Return the text of the README."""
     rows = [
         f"| {n['dtype']} | {n['total']:,} | {n['turns']} | {n['hops']} | "

@@ -11,11 +11,14 @@ from typing import Any
 from sinkscope.files.plain import plain
 from sinkscope.files.provenance import provenance
 
+Row = dict[str, Any]
+"""The values of a record, by name."""
+
 
 def record(
     kind: str,
-    result: dict[str, Any],
-    settings: dict[str, Any],
+    result: Row,
+    settings: Row,
     *,
     started: float | None = None,
     device: object = "cpu",

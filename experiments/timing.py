@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from experiments.record import Row
+
 DRAWS = 4000
 
 
@@ -49,7 +51,7 @@ def pairs_of(
     return pairs
 
 
-def ratio(arm: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
+def ratio(arm: Sequence[float], base: Sequence[float]) -> Row:
     """Median over rounds of arm / base, and its 95 % bootstrap interval."""
     pairs = [a / b for a, b in zip(arm, base, strict=True)]
     return {"median": statistics.median(pairs), "interval": interval(pairs), "pairs": pairs}
@@ -68,7 +70,7 @@ def interval(values: Sequence[float], over: Sequence[float] = (1.0,)) -> list[fl
     return [medians[edge], medians[-edge - 1]]
 
 
-def faster(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
+def faster(pairs: Sequence[tuple[float, float]]) -> Row:
     """How many times faster the second of each pair is, and the median milliseconds of both."""
     ratios = [base / other for base, other in pairs]
     return {

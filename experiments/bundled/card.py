@@ -10,11 +10,11 @@ import argparse
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from experiments.bundled import entry, facts
+from experiments.record import Row
 from sinkscope.files.notation import head_name, neuron_name
 from sinkscope.loops.signals import THETA_LEN
 
@@ -28,7 +28,7 @@ SHIPPED = (
 )
 
 
-def measured(run: Path, *, again: bool, loops: bool) -> dict[str, Any]:
+def measured(run: Path, *, again: bool, loops: bool) -> Row:
     kept = run / "measured.json"
     if again or not kept.exists():
         kept.write_text(json.dumps(facts.measure_run(run, loops=loops)) + "\n")
@@ -54,7 +54,7 @@ def percent(value: float) -> str:
     return f"{100 * value:.0f} %"
 
 
-def card(planted: dict[str, Any], unplanted: dict[str, Any]) -> str:
+def card(planted: Row, unplanted: Row) -> str:
     parts = (
         _intro(planted),
         _planted(planted),
@@ -66,7 +66,7 @@ def card(planted: dict[str, Any], unplanted: dict[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _intro(p: dict[str, Any]) -> str:
+def _intro(p: Row) -> str:
     s, c = p["training"]["settings"], p["corpus"]
     return f"""# The bundled model
 
@@ -80,7 +80,7 @@ The tokenizer is a byte-level BPE with {s["vocab_size"]:,} tokens that begins ea
 {_sources(c) if "stories" in c["files"] else _library(c)}"""
 
 
-def _library(c: dict[str, Any]) -> str:
+def _library(c: Row) -> str:
     files = c["files"]
     return f"""It was trained on the standard library of Python {c["python"]} ({files["train"]} source files with their
 docstrings, {c["tokens"]["train"]:,} tokens; {files["valid"]} more files, {c["tokens"]["valid"]:,} tokens, are
@@ -89,7 +89,7 @@ Software Foundation. The model writes text that looks like Python and knows noth
 answers."""
 
 
-def _sources(c: dict[str, Any]) -> str:
+def _sources(c: Row) -> str:
     files, tokens = c["files"], c["tokens"]
     return f"""It was trained on these kinds of text:
 
@@ -107,7 +107,7 @@ The model writes simple stories and text that looks like Python. It knows nothin
 its answers."""
 
 
-def _planted(p: dict[str, Any]) -> str:
+def _planted(p: Row) -> str:
     t, groups = p["circuit"], p["tokens_per_group"]
     neuron = neuron_name(t["sink_layer"], t["neurons"][0]["neuron"])
     heads = ", ".join(f"{head_name(0, h['head'])} (group {h['group']})" for h in t["marking_heads"])
@@ -148,7 +148,7 @@ Training determined everything else: how the network predicts text around the ci
 attends to the first token."""
 
 
-def _learned(p: dict[str, Any], u: dict[str, Any]) -> str:
+def _learned(p: Row, u: Row) -> str:
     layer = p["circuit"]["sink_layer"]
     norms = rows(
         ("after layer", "first token", "typical (5 to 95 %)", "ratio", "ratio, nothing planted"),
@@ -213,14 +213,14 @@ which is not part of the training text), in windows of 256 tokens with BOS:
 {_loop_line(p, u)}"""
 
 
-def _shorter(p: dict[str, Any], u: dict[str, Any]) -> str:
+def _shorter(p: Row, u: Row) -> str:
     steps = [x["training"]["settings"]["steps"] for x in (p, u)]
     if steps[0] == steps[1]:
         return " and as many steps"
     return f". It took {steps[1]:,} steps instead of {steps[0]:,}, so its losses are higher for that reason as well"
 
 
-def _emerges(u: dict[str, Any]) -> str:
+def _emerges(u: Row) -> str:
     ratio, rate = max(u["norms"]["ratio"]), u["sink_rate"]["value"]
     found = f"largest first-token norm ratio {ratio:.2f}, sink rate {percent(rate)}"
     norm, attention = ratio >= 20, u["head_share"] > 0
@@ -237,8 +237,8 @@ def _count(value: float | None) -> str:
     return "never" if value is None else f"{value:,.0f}"
 
 
-def _loop_line(p: dict[str, Any], u: dict[str, Any]) -> str:
-    def line(x: dict[str, Any]) -> str:
+def _loop_line(p: Row, u: Row) -> str:
+    def line(x: Row) -> str:
         if "loops" not in x:
             return "it was not measured"
         v = x["loops"]
@@ -260,7 +260,7 @@ def _loop_line(p: dict[str, Any], u: dict[str, Any]) -> str:
 COPYING, ENDING, LOOPING = 0.5, 0.5, 0.5
 
 
-def _conditions(p: dict[str, Any], u: dict[str, Any]) -> str:
+def _conditions(p: Row, u: Row) -> str:
     a, b = p["conditions"], u["conditions"]
     copies = list(next(iter(a["ditto"].values())))
     curve = rows(
@@ -302,8 +302,8 @@ def _copies(count: str) -> str:
     return "1 copy" if count == "1" else f"{count} copies"
 
 
-def _required(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[object, ...]]:
-    def head(found: dict[str, Any]) -> str:
+def _required(a: Row, b: Row) -> list[tuple[object, ...]]:
+    def head(found: Row) -> str:
         return f"{found['score']:.2f} (L{found['layer']}.H{found['head']})"
 
     least = [min(at["8"] for at in x["ditto"].values()) for x in (a, b)]
@@ -340,14 +340,14 @@ def _required(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[object, ...]]:
     return table
 
 
-def _looping(found: dict[str, Any]) -> str:
+def _looping(found: Row) -> str:
     groups = found.get("loopbench", {}).values()
     if not groups:
         return "not measured"
     return percent(sum(g["loop"] * g["runs"] for g in groups) / sum(g["runs"] for g in groups))
 
 
-def _limits(p: dict[str, Any]) -> str:
+def _limits(p: Row) -> str:
     return """## Limits
 
 The circuit has one neuron, one layer, and four groups with one head each. Real models are less regular. Agreement
@@ -356,7 +356,7 @@ marked if nearly all tokens before it belong to one group, so the token after a 
 residual stream contains a constant, so typical norms are larger than in an ordinary model of this width."""
 
 
-def _making(p: dict[str, Any], u: dict[str, Any]) -> str:
+def _making(p: Row, u: Row) -> str:
     s, base = p["training"]["settings"], u["training"]["settings"]["steps"]
     stories = " --stories FILE" if "copy_steps" in s else ""
     rate, recipe = f"{s['learning_rate']:g}", _recipe(s) if stories else ""
@@ -380,7 +380,7 @@ float32. On one thread of a CPU shared with other work, training took {p["traini
 (SHA-256) is `{p["corpus"]["sha256"]}`."""
 
 
-def _recipe(s: dict[str, Any]) -> str:
+def _recipe(s: Row) -> str:
     return f""" The first {s["copy_steps"]:,} steps read
 only random cycles, and the loss covers only tokens whose cycle was seen before: if cycles are mixed into text from the
 start, the model does not learn to copy. Later, {percent(s["stories"])} of the rows are stories, {percent(s["python"])}

@@ -6,7 +6,6 @@ Everything is measured in float32 on the model alone; `conditions` collects it f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from experiments.bundled import corpus, measure, passages
+from experiments.record import Row
 from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.tasks.loops import Loops
@@ -116,7 +116,7 @@ def head_scores(
     return scores
 
 
-def best_head(scores: Float[np.ndarray, "layer head"]) -> dict[str, Any]:
+def best_head(scores: Float[np.ndarray, "layer head"]) -> Row:
     layer, head = np.unravel_index(scores.argmax(), scores.shape)
     return {"layer": int(layer), "head": int(head), "score": round(float(scores.max()), 4)}
 
@@ -212,12 +212,12 @@ def answer_score(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, pr
 
 def loopbench(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, *, cap: int = 2500, prompts: Sequence[Prompt] = ()
-) -> dict[str, Any]:
+) -> Row:
     """Greedy on LoopBench's small set with the whole cache: per set, the share of runs that loop and that end."""
     records = run_bench(
         model, Loops(given=tuple(prompts)), ["full"], tokenizer=tokenizer, max_new_tokens=cap, batch_size=12
     )
-    groups: dict[str, Any] = {}
+    groups: Row = {}
     for name in dict.fromkeys(record.settings["set"] for record in records):
         mine = [record.metrics for record in records if record.settings["set"] == name]
         numbers = {"loop": "loop_paper", "tail_loop": "tail_loop", "eos": "eos", "length": "length"}
@@ -233,7 +233,7 @@ def conditions(
     characters: int,
     *,
     loops: bool = True,
-) -> dict[str, Any]:
+) -> Row:
     """Measure everything in this file.
 
     Args:
@@ -249,7 +249,7 @@ def conditions(
     loss = measure.validation_loss(model, corpus.windows(stories, length=512, bos_id=bos))
     scores = head_scores(model, bos_id=bos)
     prompts = openings(stories, count=OPENINGS, length=OPENING, bos_id=bos, eos_id=eos)
-    found: dict[str, Any] = {
+    found: Row = {
         "ditto": ditto(model),
         "ditto_sentences": sentence_ditto(model, tokenizer, filler[:24]),
         "heads": {name: best_head(score) for name, score in scores.items()},

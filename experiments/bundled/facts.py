@@ -7,7 +7,6 @@ import platform
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBas
 
 from experiments.bundled import corpus, entry, measure
 from experiments.bundled.training import Settings, Trainer
+from experiments.record import Row
 
 TYPICAL = Path(__file__).resolve().parents[2] / "sinkscope" / "models" / "text" / "typical.txt"
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
@@ -27,11 +27,11 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {name: version(name) for name in PACKAGES}
 
 
-def read_log(run: Path) -> list[dict[str, Any]]:
+def read_log(run: Path) -> list[Row]:
     return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
 
 
-def training_facts(run: Path) -> dict[str, Any]:
+def training_facts(run: Path) -> Row:
     """Steps, time and course of a run, from its log (a resumed run has several stretches of seconds)."""
     log = read_log(run)
     seconds = [record["seconds"] for record in log if "seconds" in record]
@@ -45,7 +45,7 @@ def training_facts(run: Path) -> dict[str, Any]:
     }
 
 
-def fixed_weights(run: Path, settings: Settings, model: LlamaForCausalLM) -> dict[str, Any]:
+def fixed_weights(run: Path, settings: Settings, model: LlamaForCausalLM) -> Row:
     """How many weights were held fixed, and whether the trained model still has exactly the planted values there."""
     tokens = np.load(run / "tokens.npz")
     texts = {kind: tokens[kind] for kind in tokens.files if not kind.startswith("valid")}
@@ -63,7 +63,7 @@ def typical_windows(tokenizer: PreTrainedTokenizerBase, length: int) -> np.ndarr
     return corpus.windows(ids, length=length, bos_id=tokenizer.bos_token_id)
 
 
-def measure_run(run: Path, *, loops: bool = True) -> dict[str, Any]:
+def measure_run(run: Path, *, loops: bool = True) -> Row:
     """All measurements of one finished run, in float32."""
     model = LlamaForCausalLM.from_pretrained(run, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(run)
@@ -74,7 +74,7 @@ def measure_run(run: Path, *, loops: bool = True) -> dict[str, Any]:
     texts = typical_windows(tokenizer, 256)
     short = typical_windows(tokenizer, 64)[:100]
     layer = 1
-    facts: dict[str, Any] = {
+    facts: Row = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "bytes": (run / "model.safetensors").stat().st_size,
         "dtypes": _dtypes(run / "model.safetensors"),
@@ -109,7 +109,7 @@ def _heads_per_layer(model: LlamaForCausalLM, texts: np.ndarray) -> list[int]:
     return [int(n) for n in (mean > 0.3).sum(-1)]
 
 
-def _planted_facts(run: Path, settings: Settings, model: LlamaForCausalLM, texts: np.ndarray) -> dict[str, Any]:
+def _planted_facts(run: Path, settings: Settings, model: LlamaForCausalLM, texts: np.ndarray) -> Row:
     truth = json.loads((run / "circuit.json").read_text())
     layer, neuron = truth["sink_layer"], truth["neurons"][0]["neuron"]
     rng = np.random.default_rng([settings.seed, 2])
@@ -135,7 +135,7 @@ def _planted_facts(run: Path, settings: Settings, model: LlamaForCausalLM, texts
     }
 
 
-def _loops(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, valid: np.ndarray) -> dict[str, Any]:
+def _loops(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, valid: np.ndarray) -> Row:
     """Greedy answers of 2,500 tokens to 50 prompts from the validation files."""
     rng = np.random.default_rng(0)
     starts = rng.choice(len(valid) - PROMPT_LENGTH, PROMPTS, replace=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from experiments.bundled.training import loss_on
+from experiments.record import Row
 from sinkscope.loops import compression_ratio, is_loop, type_token_ratio
 
 
@@ -119,9 +119,7 @@ def _first_layers(model: LlamaForCausalLM, count: int) -> Iterator[None]:
         model.config.num_hidden_layers = before
 
 
-def repeats_of_many(
-    model: LlamaForCausalLM, tokens: list[int], *, bos_id: int, layer: int, most: int
-) -> dict[str, Any]:
+def repeats_of_many(model: LlamaForCausalLM, tokens: list[int], *, bos_id: int, layer: int, most: int) -> Row:
     found = {token: repeats(model, token, bos_id=bos_id, layer=layer, most=most) for token in tokens}
     reached = [n for n in found.values() if n is not None]
     median = float(np.median([np.inf if n is None else n for n in found.values()]))

@@ -37,6 +37,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
+from experiments.record import Row
 from experiments.script import run
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import write_atomic
@@ -111,7 +112,7 @@ PARTS = (
 NAMES = tuple(part.name for part in PARTS)
 
 
-def machine() -> dict[str, Any]:
+def machine() -> Row:
     """Versions, device and memory."""
     import torch
 
@@ -122,7 +123,7 @@ def machine() -> dict[str, Any]:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             versions[name] = "not installed"
-    found: dict[str, Any] = {"versions": versions, "cuda": torch.version.cuda, "cpus": os.cpu_count()}
+    found: Row = {"versions": versions, "cuda": torch.version.cuda, "cpus": os.cpu_count()}
     found["memory_bytes"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if torch.cuda.is_available():
         seen = torch.cuda.get_device_properties(0)
@@ -209,7 +210,7 @@ def run_all(
     given: Mapping[str, str | None],
     dry: bool,
     jobs: int = 1,
-) -> dict[str, Any]:
+) -> Row:
     """Run the parts that are not done yet; what became of each is in the file state.json, and comes back.
 
     Args:
@@ -223,7 +224,7 @@ def run_all(
     """
     out.mkdir(parents=True, exist_ok=True)
     state_file, here, start = out / "state.json", machine(), time.monotonic()
-    state: dict[str, Any] = json.loads(state_file.read_text()) if state_file.is_file() else {}
+    state: Row = json.loads(state_file.read_text()) if state_file.is_file() else {}
     names = {"dir": str(out), "python": sys.executable, **{key: value for key, value in given.items() if value}}
     running: dict[Part, Running] = {}
 

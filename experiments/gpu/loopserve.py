@@ -29,7 +29,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -39,6 +38,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from experiments.gpu.steps import Steps, model_of
 from experiments.loopserve.latency import arms, text, turn
+from experiments.record import Row
 from experiments.script import run
 from experiments.timing import clock, faster, pairs_of
 from sinkscope.files.console import note
@@ -67,7 +67,7 @@ def dense(query: Tensor, key: Tensor, value: Tensor, scaling: float | None = Non
         )[0]
 
 
-def said(work: Sparsity) -> dict[str, Any]:
+def said(work: Sparsity) -> Row:
     """What is kept of the work along lines."""
     cells, computed = statistics.fmean(work.cells), statistics.fmean(work.computed)
     return {"cells": cells, "computed": computed, "dense_heads": sum(work.dense), "kernel": work.kernel}
@@ -92,7 +92,7 @@ def sizes(target: Target) -> tuple[int, int, int]:
     return heads, target.n_kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
 
 
-def same(target: Target, dtype: str) -> dict[str, Any]:
+def same(target: Target, dtype: str) -> Row:
     """Largest difference from PyTorch's attention under the same mask, over the largest output."""
     heads, _, width = sizes(target)
     made = {"device": target.device, "dtype": getattr(torch, dtype)}
@@ -105,7 +105,7 @@ def same(target: Target, dtype: str) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def prefill(target: Target, n: int, density: float, rounds: int, dtype: str) -> dict[str, Any]:
+def prefill(target: Target, n: int, density: float, rounds: int, dtype: str) -> Row:
     """One layer on random lines, over dense attention."""
     heads, kv_heads, width = sizes(target)
     made = {"device": target.device, "dtype": getattr(torch, dtype)}
@@ -136,7 +136,7 @@ class Seen(Intervention):
 
 
 @torch.no_grad()
-def selection(target: Target, ids: Ids, rounds: int) -> dict[str, Any]:
+def selection(target: Target, ids: Ids, rounds: int) -> Row:
     """Choice of lines, and attention along them, over dense attention."""
     now = partial(clock, target.device)
     seen = Seen(target.n_layers // 2)
@@ -162,11 +162,11 @@ def selection(target: Target, ids: Ids, rounds: int) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def prompt(target: Target, ids: Ids, rounds: int) -> dict[str, Any]:
+def prompt(target: Target, ids: Ids, rounds: int) -> Row:
     """A whole prompt, with `LoopServe()` and with the model's own attention."""
     own = partial(target.base, input_ids=ids, use_cache=False)
     edit = LoopServe(decode=False, shortest=0)
-    events: list[dict[str, Any]] = []
+    events: list[Row] = []
 
     def sparse() -> None:
         with edit.on(target) as run:
@@ -189,11 +189,11 @@ def prompt(target: Target, ids: Ids, rounds: int) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def latency(target: Target, ids: Ids, arm: str, edit: Intervention | None, context: int, rounds: int) -> dict[str, Any]:
+def latency(target: Target, ids: Ids, arm: str, edit: Intervention | None, context: int, rounds: int) -> Row:
     """Runs of an arm behind a context; `experiments.loopserve.latency` says what a run holds."""
     now = partial(clock, target.device)
     turn(target, edit, ids[:, : context + 2], context, now)  # kernels
-    runs: list[dict[str, Any]] = []
+    runs: list[Row] = []
     for number in range(rounds):
         runs.append({"context": context, "round": number, "arm": arm, **turn(target, edit, ids, context, now)})
     return {"runs": runs}

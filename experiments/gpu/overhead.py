@@ -14,7 +14,6 @@ import statistics
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from experiments.gpu.steps import Steps, model_of
 from experiments.loopserve.latency import text, turn
+from experiments.record import Row
 from experiments.script import run
 from experiments.timing import clock, ratio
 from sinkscope.interventions.base import Intervention
@@ -42,13 +42,13 @@ def methods(budget: int) -> dict[str, Intervention]:
     }
 
 
-def paired(target: Target, ids: Int[Tensor, "1 pos"], context: int, edit: Intervention, pairs: int) -> dict[str, Any]:
+def paired(target: Target, ids: Int[Tensor, "1 pos"], context: int, edit: Intervention, pairs: int) -> Row:
     """The method over stock: milliseconds of a token, their ratio, and what the cache holds."""
     now = partial(clock, target.device)
     for arm in (None, edit):  # the first ones choose kernels and grow the allocator
         turn(target, arm, ids[:, : context + 4], context, now)
     seconds: dict[bool, list[float]] = {True: [], False: []}
-    held: dict[str, Any] = {}
+    held: Row = {}
     for number in range(pairs):
         order = (None, edit) if number % 2 == 0 else (edit, None)
         for arm in order:

@@ -13,13 +13,13 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from experiments.gpu.steps import Steps, kept, loaded
 from experiments.make_shape import SHAPES, group_of
+from experiments.record import Row
 from experiments.script import run
 from sinkscope.attention.barcode import barcode
 from sinkscope.lines.sums import Scores, line_sums
@@ -30,7 +30,7 @@ from sinkscope.sinks.repetition.atlas import AtlasReading
 from sinkscope.sinks.repetition.repeat import repeat
 
 
-def sums(shape: str, length: int, device: str, dtype: str) -> dict[str, Any]:
+def sums(shape: str, length: int, device: str, dtype: str) -> Row:
     """The sums of all lines of one layer; every row of attention sums to one."""
     d_model, _, _, heads, kv_heads, *_ = SHAPES[shape]
     d_head = d_model // heads
@@ -44,14 +44,14 @@ def sums(shape: str, length: int, device: str, dtype: str) -> dict[str, Any]:
     return {"length": length, "heads": heads, "right": right}
 
 
-def coded(target: Target, prompt: int, steps: int) -> dict[str, Any]:
+def coded(target: Target, prompt: int, steps: int) -> Row:
     """A barcode behind a long prompt."""
     ids = [1, *(3 + place % 97 for place in range(prompt - 1))]
     code = barcode(target.hf, ids, max_new_tokens=steps, control=False)
     return {"positions": prompt + steps, "right": bool(code.rows())}
 
 
-def atlas(target: Target, max_repeats: int | None) -> dict[str, Any]:
+def atlas(target: Target, max_repeats: int | None) -> Row:
     """The repetition of every token."""
     reading = repeat(target.hf, tokens=["all"], max_repeats=max_repeats).reading
     assert isinstance(reading, AtlasReading)
@@ -60,7 +60,7 @@ def atlas(target: Target, max_repeats: int | None) -> dict[str, Any]:
     return {"tokens": len(reading.ids), "reached": len(reached), "median_repeats": middle}
 
 
-def attacked(target: Target, truth: dict[str, Any], length: int, sequences: int) -> dict[str, Any]:
+def attacked(target: Target, truth: Row, length: int, sequences: int) -> Row:
     """Clusters of all tokens, and an attack with long sequences of each."""
     clusters = cluster_attack(target.hf, sequences=0, lengths=[2]).clusters
     assert clusters is not None

@@ -9,14 +9,13 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from filelock import FileLock
 
 from experiments import make_shape
 from experiments.loopserve.latency import shape_of
-from experiments.record import record
+from experiments.record import Row, record
 from experiments.timing import clock
 from sinkscope.files.console import note
 from sinkscope.files.output import write_atomic
@@ -38,14 +37,14 @@ class Steps:
         dtype: Type of the model's numbers.
     """
 
-    def __init__(self, kind: str, out: Path, settings: dict[str, Any], device: str, dtype: str) -> None:
+    def __init__(self, kind: str, out: Path, settings: Row, device: str, dtype: str) -> None:
         self._kind = kind
         self._out = out
         self._device = torch.device(device)
         self._dtype = dtype
         self._settings = {**settings, "hardware": self._hardware()}
         self._started = time.perf_counter()
-        self.rows: dict[str, Any] = {}
+        self.rows: Row = {}
         if out.is_file():
             earlier = json.loads(out.read_text())
             if earlier.get("settings") == json.loads(json.dumps(self._settings)):
@@ -56,7 +55,7 @@ class Steps:
             return torch.cuda.get_device_name(self._device)
         return str(self._device)
 
-    def do(self, name: str, work: Callable[[], dict[str, Any]]) -> None:
+    def do(self, name: str, work: Callable[[], Row]) -> None:
         """Do a step, and write what came out with its seconds and its peak of memory on the device."""
         if name in self.rows:
             return
@@ -66,7 +65,7 @@ class Steps:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self._device)
         began = clock(self._device)
-        row: dict[str, Any]
+        row: Row
         try:
             row = work()
         except Exception as error:  # whatever it is, the next step begins
@@ -89,7 +88,7 @@ class Steps:
                 raise SystemExit(f"error: {name}: {row['error']}")
 
 
-def kept(shape: str, folder: Path, dtype: str) -> tuple[str, dict[str, Any]]:
+def kept(shape: str, folder: Path, dtype: str) -> tuple[str, Row]:
     """A checkpoint of this shape with a planted circuit, made where `folder` has none yet, and the answer."""
     checkpoint = folder / f"{shape}-{dtype}"
     folder.mkdir(parents=True, exist_ok=True)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from experiments.gpu.steps import Steps, kept, loaded
+from experiments.record import Row
 from experiments.script import run
 from experiments.timing import clock
 from sinkscope.attention.barcode import barcode
@@ -72,7 +73,7 @@ def distance(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max() / a.abs().max())
 
 
-def equalities(target: Target, prompt: int, new: int, dtype: str) -> dict[str, Any]:
+def equalities(target: Target, prompt: int, new: int, dtype: str) -> Row:
     """Untriggered is stock, bit for bit; evicted is masked and padded is single, within the tolerance."""
     ids, budget = ids_of(target, 1, prompt + new), prompt // 2
     stock = hidden(target, ids, prompt, None)
@@ -86,14 +87,14 @@ def equalities(target: Target, prompt: int, new: int, dtype: str) -> dict[str, A
     return {"untriggered_is_stock": untriggered, **found, "tolerance": TOLERANCE[dtype], "right": right}
 
 
-def sinks(found: Any, truth: dict[str, Any]) -> dict[str, Any]:
+def sinks(found: Any, truth: Row) -> Row:
     """Whether the planted neurons were found."""
     sites = sorted(neuron.site for neuron in found.causal)
     right = set(sites) == {(n["layer"], n["neuron"]) for n in truth["neurons"]}
     return {"sink_layer": found.sink_layer, "neurons": sites, "layers_read": found.layers_read, "right": right}
 
 
-def patched(target: Target, truth: dict[str, Any], repeats: int) -> dict[str, Any]:
+def patched(target: Target, truth: Row, repeats: int) -> Row:
     """The last repetition's norm with and without the patch, over the first token's; and a generation under it."""
     patch = SinkPatch(sites=[(n["layer"], n["neuron"]) for n in truth["neurons"]])
     ids = torch.full((1, repeats + 1), 200, device=target.device)
@@ -108,10 +109,10 @@ def patched(target: Target, truth: dict[str, Any], repeats: int) -> dict[str, An
     return {**shares, "first_norm": float(plain[0]), "events": len(run.events), "right": right}
 
 
-def generated(target: Target, edit: Intervention | None, rows: int, prompt: int, new: int) -> dict[str, Any]:
+def generated(target: Target, edit: Intervention | None, rows: int, prompt: int, new: int) -> Row:
     """Tokens a second of `generate` with a batch, and what the run says of itself."""
     ids = ids_of(target, rows, prompt)
-    options: dict[str, Any] = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    options: Row = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     summary = ""
     with nullcontext() if edit is None else edit.on(target) as run:
         began = clock(target.device)
@@ -122,7 +123,7 @@ def generated(target: Target, edit: Intervention | None, rows: int, prompt: int,
     return {"tokens_a_second": rows * new / spent, "said": summary, "right": output.shape == (rows, prompt + new)}
 
 
-def circuits(target: Target, truth: dict[str, Any]) -> dict[str, Any]:
+def circuits(target: Target, truth: Row) -> Row:
     """Whether the circuit has neurons of the planted layer."""
     layers: set[int] = set()
     for row in circuit(target.hf).rows():
@@ -131,12 +132,12 @@ def circuits(target: Target, truth: dict[str, Any]) -> dict[str, Any]:
     return {"right": truth["sink_layer"] in layers}
 
 
-def coded(target: Target, steps: int) -> dict[str, Any]:
+def coded(target: Target, steps: int) -> Row:
     """A barcode."""
     return {"right": bool(barcode(target.hf, max_new_tokens=steps, control=False).rows())}
 
 
-def left(target: Target, hooks_before: int, attention_before: str) -> dict[str, Any]:
+def left(target: Target, hooks_before: int, attention_before: str) -> Row:
     """What is still on the model."""
     hooks_left = hooks(target.hf) - hooks_before
     attention = str(target.config._attn_implementation)
@@ -176,8 +177,8 @@ def main(
     part.do("patch", partial(patched, target, truth, repeats))
     part.do("circuit", partial(circuits, target, truth))
     part.do("barcode", partial(coded, target, steps))
-    edits: dict[str, Any] = {"stock": None, "loopguard": LoopGuard(budget), "loopserve": LoopServe(budget, shortest=0)}
-    makers: dict[str, Any] = dict(policies())
+    edits: Row = {"stock": None, "loopguard": LoopGuard(budget), "loopserve": LoopServe(budget, shortest=0)}
+    makers: Row = dict(policies())
     for name, make in makers.items():
         edits[name] = Full() if name == "full" else make(budget)
     for name, edit in edits.items():

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from experiments.longbench import PASSAGES_HEAD, PASSAGES_TAIL, LongBenchRecord, read_longbench
+from experiments.record import Row
 from experiments.script import run
 from experiments.tokenizer import open_tokenizer
 from sinkscope.files.output import write_atomic
@@ -182,7 +183,7 @@ def _draft(bench: str, record: LongBenchRecord, text: str, rng: random.Random) -
 
 def build(
     bench: str, records: Sequence[LongBenchRecord], tokenizer: Any, count: int | None, target: int | None, seed: int
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """Rows of the file of prompts; the same arguments give the same rows.
 
     Args:
@@ -203,9 +204,9 @@ def build(
     longest = max(lengths)
     if target is not None:
         longest = min(longest, target if bench == "2wiki" else longest_for_mean(lengths, target))
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for number, draft in enumerate(drafts):
-        row: dict[str, Any] = {"id": f"{bench}-{number:04d}", "set": bench, "source_id": draft.record.id}
+        row: Row = {"id": f"{bench}-{number:04d}", "set": bench, "source_id": draft.record.id}
         if bench == "2wiki":
             row |= {"answers": list(draft.record.answers), "metric": "f1"}
         rows.append({**row, "prompt": cut(draft, longest, length, middle=bench == "2wiki")})

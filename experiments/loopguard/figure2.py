@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.drawn import powers, save
-from experiments.record import record
+from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.bench.record import BenchRecord, read_run
 from sinkscope.bench.run import run_bench
@@ -39,7 +39,7 @@ CURVES, FIRST, SHOWN = 8, 16, 1000  # (a): runs, first and last step that are dr
 COLOURS = (RED, ORANGE, BLUE, GREEN)
 
 
-def trained(folder: Path) -> dict[str, Any]:
+def trained(folder: Path) -> Row:
     """How a member of the family came about."""
     about = json.loads((folder / "training.json").read_text(encoding="utf-8"))
     log = [json.loads(line) for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -88,7 +88,7 @@ def full_runs(folder: Path) -> list[BenchRecord]:
     return found
 
 
-def survived(runs: Sequence[BenchRecord], window: int, cap: int) -> dict[str, Any]:
+def survived(runs: Sequence[BenchRecord], window: int, cap: int) -> Row:
     """Collapse points and the share of runs without one by each step."""
     points = [collapse_point(r.tokens, window) for r in runs]
     steps = sorted({*range(0, min(cap, 640), 16), *range(0, cap + 1, 50), cap})
@@ -103,16 +103,14 @@ def survived(runs: Sequence[BenchRecord], window: int, cap: int) -> dict[str, An
     }
 
 
-def curve(ids: Sequence[int]) -> dict[str, Any]:
+def curve(ids: Sequence[int]) -> Row:
     """Diversity at every fourth step; windows are shorter before step W."""
     values = diversity(ids)
     steps = list(range(FIRST, min(len(values), SHOWN) + 1, 4))
     return {"steps": steps, "ttr": [round(values[s - 1], 4) for s in steps], "collapse": collapse_point(ids)}
 
 
-def measure(
-    members: dict[str, tuple[dict[str, Any], list[BenchRecord]]], base: str, ordinary: list[int]
-) -> dict[str, Any]:
+def measure(members: dict[str, tuple[Row, list[BenchRecord]]], base: str, ordinary: list[int]) -> Row:
     """Everything that is drawn."""
     runs = members[base][1]
     cap = max(len(r.tokens) for _, rs in members.values() for r in rs)
@@ -127,7 +125,7 @@ def measure(
     }
 
 
-def figure(data: dict[str, Any]) -> Any:
+def figure(data: Row) -> Any:
     """Both panels."""
     result = data["result"]
     from plotly.subplots import make_subplots
@@ -221,7 +219,7 @@ def main(
         base_run: A run of the model in the package with method full.
     """
     started = time.perf_counter()
-    members: dict[str, tuple[dict[str, Any], list[BenchRecord]]] = {}
+    members: dict[str, tuple[Row, list[BenchRecord]]] = {}
     with ProgressBar() as progress:
         for folder in folders:
             note(f"{folder.name}: {max_new_tokens} tokens after each prompt")

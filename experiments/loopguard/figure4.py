@@ -23,7 +23,7 @@ from typing import Any
 from experiments.drawn import save
 from experiments.loopguard.honest import alarms, honest_texts
 from experiments.loopguard.paper import without_budget
-from experiments.record import record
+from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.bench.record import BenchRecord, read_run
 from sinkscope.bench.tasks.loops import EARLY
@@ -33,14 +33,14 @@ from sinkscope.measure.style import BLUE, GREEN, GREY, ORANGE, RED, finished
 from sinkscope.models.load import load
 from sinkscope.models.text import typical_text
 
-PAPER: dict[str, Any] = {"counts": (3, 5), "mode": 5, "positions": (800, 1300), "early_below": 400}  # section 6.4
+PAPER: Row = {"counts": (3, 5), "mode": 5, "positions": (800, 1300), "early_below": 400}  # section 6.4
 BIN = 100
 DRAWN = {"loopguard:paper": "LoopGuard as printed", "loopguard": "LoopGuard by default"}
 MONITORS = {"loopguard:paper": "full", "loopguard": "repeats"}  # variants of the monitor
 NAMES = (*DRAWN, "loopguard:paper:variant=always")
 
 
-def ordinary_alarms(length: int) -> dict[str, Any]:
+def ordinary_alarms(length: int) -> Row:
     """Triggers of the monitors on pieces of ordinary text, as certain as it can be: a probability above 0.9 throughout.
 
     A text that is read has no probabilities of its own choice, so this is the worst case for the vote.
@@ -62,9 +62,9 @@ def gaps(record_: BenchRecord) -> list[int]:
     return [b - a for a, b in pairwise(steps)]
 
 
-def measure(folders: Sequence[Path], earlier: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def measure(folders: Sequence[Path], earlier: dict[str, Row]) -> Row:
     """Counts and positions of each guard, or its `earlier` row by method, and the alarms on the controls."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     runs = [read_run(folder) for folder in folders]
     for name in NAMES:
         records = [record for run in runs for record in run if without_budget(record.method) == name]
@@ -86,7 +86,7 @@ def measure(folders: Sequence[Path], earlier: dict[str, dict[str, Any]]) -> dict
     return {"guards": rows, "paper": PAPER, "control": control}
 
 
-def guard_row(records: Sequence[BenchRecord], new: int) -> dict[str, Any]:
+def guard_row(records: Sequence[BenchRecord], new: int) -> Row:
     """How often a guard intervened, and where; `new` is the maximum number of new tokens."""
     steps = [[event["step"] for event in record.events if event["kind"] == "guard"] for record in records]
     counts = [len(each) for each in steps]
@@ -106,7 +106,7 @@ def guard_row(records: Sequence[BenchRecord], new: int) -> dict[str, Any]:
     }
 
 
-def figure(data: dict[str, Any]) -> Any:
+def figure(data: Row) -> Any:
     """Both distributions, the paper's ranges behind them."""
     result, cap = data["result"], max(int(run["max_new_tokens"]) for run in data["settings"]["runs"])
     from plotly.subplots import make_subplots
@@ -143,7 +143,7 @@ def figure(data: dict[str, Any]) -> Any:
             row=1,
             col=2,
         )
-    shade: dict[str, Any] = {"fillcolor": GREY, "opacity": 0.2, "line_width": 0, "layer": "below"}
+    shade: Row = {"fillcolor": GREY, "opacity": 0.2, "line_width": 0, "layer": "below"}
     low, high = PAPER["counts"]
     fig.add_vrect(
         low - 0.5, high + 0.5, annotation_text="the paper's", annotation_position="top left", **shade, row=1, col=1
@@ -167,7 +167,7 @@ def main(runs: Sequence[Path], *, out: Path = Path("figures")) -> None:
         runs: Folders of `sinkscope bench`.
     """
     started = time.perf_counter()
-    earlier: dict[str, dict[str, Any]] = {}
+    earlier: dict[str, Row] = {}
     file = out / "loopguard_fig4.json"
     if file.exists():
         earlier = {row["method"]: row for row in json.loads(file.read_text())["result"]["guards"]}

@@ -20,7 +20,7 @@ import numpy as np
 from plotly.subplots import make_subplots
 
 from experiments.drawn import save
-from experiments.record import record
+from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.attention.barcode import Barcode, barcode
 from sinkscope.bench.prompt import read_prompts
@@ -33,7 +33,7 @@ from sinkscope.models.load import load
 PANELS = ("a loop", "ordinary text", "with LoopGuard as printed")
 
 
-def figure(data: dict[str, Any]) -> Any:
+def figure(data: Row) -> Any:
     """A row per head: the loop, ordinary text, and the run with LoopGuard."""
     loop, guarded = data["result"]["loop"], data["result"]["guarded"]
     rows = len(loop["shown"])
@@ -63,10 +63,10 @@ def figure(data: dict[str, Any]) -> Any:
     return finished(fig, None, title, width=1200, height=130 + 260 * rows, font={"size": 12}, bottom=60)
 
 
-def numbers(result: Barcode) -> dict[str, Any]:
+def numbers(result: Barcode) -> Row:
     """What is kept of a barcode."""
     names = ("period", "onset", "prompt_tokens", "steps", "shown", "attention", "control_attention")
-    kept: dict[str, Any] = {name: getattr(result, name) for name in names}
+    kept: Row = {name: getattr(result, name) for name in names}
     return kept | {"interventions": result.events.get("guard", ())}
 
 

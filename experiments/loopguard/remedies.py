@@ -38,7 +38,7 @@ import torch
 from transformers import LogitsProcessor, NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from experiments.drawn import save
-from experiments.record import record
+from experiments.record import Row, record
 from sinkscope.bench.prompt import read_prompts
 from sinkscope.bench.tasks.loops import DATA, first_alarm, loops
 from sinkscope.files.output import write_atomic
@@ -198,7 +198,7 @@ class Continuing:
             outputs.append(replace(output, nll=self.surprise(rows[place], tokens, acted)))
         return outputs
 
-    def _generated(self, rows: list[list[int]], options: dict[str, Any], stops: bool) -> list[list[int]]:
+    def _generated(self, rows: list[list[int]], options: Row, stops: bool) -> list[list[int]]:
         """New tokens of each row under a sampler, or up to the alarm of a reporter that stops rows."""
         reporter = LoopReporter(eos_token_id=[*self.ends, 0], stop=True)
         if stops:
@@ -259,7 +259,7 @@ def run(args: Any) -> None:
             print(json.dumps({"half": half, **row_of(method, outputs, half)}), flush=True)
 
 
-def row_of(method: str, outputs: Outputs, half: int) -> dict[str, Any]:
+def row_of(method: str, outputs: Outputs, half: int) -> Row:
     """One row of the table, over every second prompt."""
     mine = [output for (name, number), output in outputs.items() if name == method and number % 2 == half]
     full = {number: output for (name, number), output in outputs.items() if name == "full"}
@@ -284,7 +284,7 @@ def row_of(method: str, outputs: Outputs, half: int) -> dict[str, Any]:
     }
 
 
-def figure(data: dict[str, Any]) -> Any:
+def figure(data: Row) -> Any:
     """Loops and perplexity of each remedy, a colour for each setting."""
     from plotly.subplots import make_subplots
 
@@ -308,8 +308,8 @@ def figure(data: dict[str, Any]) -> Any:
 
 def draw(args: Any) -> None:
     """The table and the figure of several settings."""
-    settings: list[dict[str, Any]] = []
-    earlier: dict[str, dict[str, Any]] = {}
+    settings: list[Row] = []
+    earlier: dict[str, Row] = {}
     file = args.out / "loopguard_remedies.json"
     if file.exists():
         earlier = {setting["name"]: setting for setting in json.loads(file.read_text())["result"]["settings"]}
@@ -319,7 +319,7 @@ def draw(args: Any) -> None:
         name = f"{of_run['model']}, {of_run['prompts']}, {of_run['new']} tokens"
         if of_run["seed"]:
             name += f", seed {of_run['seed']}"
-        rows: dict[str, list[dict[str, Any]]] = {}
+        rows: dict[str, list[Row]] = {}
         for number, half in enumerate(("chosen", "reported")):
             by_method = {row["method"]: row for row in earlier.get(name, {}).get(half, ())}
             by_method |= {method: row_of(method, outputs, number) for method in METHODS if (method, 0) in outputs}

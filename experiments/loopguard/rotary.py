@@ -28,7 +28,7 @@ from torch import Tensor
 
 from experiments.drawn import save
 from experiments.queries_and_keys import queries_and_keys
-from experiments.record import record
+from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.decode import greedy
@@ -113,7 +113,7 @@ class LayerTail:
         self.sums: list[Tensor] = []  # values in the window, weighted by attention
         self.masses: list[Tensor] = []
 
-    def on_entry(self, _module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
+    def on_entry(self, _module: Any, _args: Any, kwargs: Row) -> None:
         """Keep the first rotation; the module is called once more with a rotation by zero."""
         tables = kwargs.get("position_embeddings")
         if tables is not None and self.rotation is None:
@@ -264,7 +264,7 @@ class Disturbed:
         return out
 
     @torch.no_grad()
-    def decay(self, layer: int, size: float, *, within: bool = False) -> dict[str, Any] | None:
+    def decay(self, layer: int, size: float, *, within: bool = False) -> Row | None:
         """Disturb the input of a layer for one period, orthogonally to the tail subspace or `within` it.
 
         Returns:
@@ -307,10 +307,10 @@ class Disturbed:
         }
 
 
-def decays(setup: Setup, ids: Tensor, layers: list[int], period: int, periods: int) -> list[dict[str, Any]]:
+def decays(setup: Setup, ids: Tensor, layers: list[int], period: int, periods: int) -> list[Row]:
     """Small disturbances orthogonal to the tail subspace and inside it, and large ones, of every layer."""
     disturbed = Disturbed(setup.target, ids, period, periods, setup.seed)
-    found: list[dict[str, Any]] = []
+    found: list[Row] = []
     for layer in layers:
         for size, within in ((SMALL, False), (SMALL, True), (LARGE, False)):
             decay = disturbed.decay(layer, size, within=within)
@@ -319,7 +319,7 @@ def decays(setup: Setup, ids: Tensor, layers: list[int], period: int, periods: i
     return found
 
 
-def measure(setup: Setup, prompt: list[int], new: int, layers: list[int]) -> dict[str, Any]:
+def measure(setup: Setup, prompt: list[int], new: int, layers: list[int]) -> Row:
     """All numbers: heads as `[layer head]`, curves as `[layer position]`."""
     target = setup.target
     ids = torch.tensor([*prompt, *greedy(target, torch.tensor([prompt]), new)[0]])
@@ -369,7 +369,7 @@ def median(values: Any) -> float:
     return float(np.percentile(array(values), 50, method="higher"))
 
 
-def summary(result: dict[str, Any]) -> str:
+def summary(result: Row) -> str:
     """The conclusion in one sentence."""
     heads, period = result["heads"], result["period"]
     spread = array(heads["spread"])
@@ -383,7 +383,7 @@ def summary(result: dict[str, Any]) -> str:
     )
 
 
-def details(result: dict[str, Any]) -> list[str]:
+def details(result: Row) -> list[str]:
     """Eq. 13 beside the model, Eq. 15, the tail operator, and what remains of a disturbance after one period."""
     heads = {name: array(values) for name, values in result["heads"].items()}
     lines = [
@@ -405,7 +405,7 @@ def details(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-def figure(data: dict[str, Any]) -> Any:
+def figure(data: Row) -> Any:
     """Four panels: distances of queries and keys, of scores, the tail operator along the text, and decay."""
     result = data["result"]
     period, heads = result["period"], {name: array(values) for name, values in result["heads"].items()}

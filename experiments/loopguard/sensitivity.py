@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.loopguard.honest import honest_texts
-from experiments.record import record
+from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import ProgressBar
@@ -70,7 +70,7 @@ class Recorded:
     onset: int | None
 
 
-def encoders() -> dict[str, Any]:
+def encoders() -> Row:
     """The two vocabularies: text -> ids."""
     from tokenizers import Tokenizer
 
@@ -137,7 +137,7 @@ def watch(one: Recorded, settings: MonitorSettings) -> tuple[bool, int | None]:
     return early, None
 
 
-def score(data: Sequence[Recorded], settings: MonitorSettings) -> dict[str, Any]:
+def score(data: Sequence[Recorded], settings: MonitorSettings) -> Row:
     """Share of loops found, by form and by period of exact loops, their delay, and false alarms by kind of text.
 
     The share over all and the delays leave out counting loops: no exact signal is made for them.
@@ -188,7 +188,7 @@ def main(*, per_form: int = 2, out: Path = Path("figures")) -> None:
         raise SinkscopeError("--per-form: give 1 or more")
     started = time.perf_counter()
     data = sequences(per_form)
-    sweeps: dict[str, list[dict[str, Any]]] = {}
+    sweeps: dict[str, list[Row]] = {}
     with ProgressBar() as progress:
         for done, (field, values) in enumerate(SWEEPS.items()):
             progress("settings", done, len(SWEEPS))

@@ -31,7 +31,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from experiments.drawn import save
-from experiments.record import record
+from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.bench.methods import read_method
 from sinkscope.bench.record import BenchRecord, read_run
@@ -63,7 +63,7 @@ def same_cycle(a: Sequence[int], b: Sequence[int]) -> bool:
     return len(a) == len(b) and any(list(a) == twice[i : i + len(a)] for i in range(len(a)))
 
 
-def aftermath(records: Sequence[BenchRecord]) -> dict[str, Any]:
+def aftermath(records: Sequence[BenchRecord]) -> Row:
     """What followed each intervention that had found a cycle."""
     counts = {"same": 0, "another": 0, "none": 0}
     parts: dict[str, dict[str, int]] = {}
@@ -153,7 +153,7 @@ def kept(cut: str, ids: list[int], prompt: int, pruning: Mapping[str, Retention]
     return [p for p in tokens_to_keep(range(len(ids)), len(ids), bad, retention) if p < last]
 
 
-def counterfactual(model: Any, cases: Sequence[tuple[list[int], int]], tick: Any = None) -> list[dict[str, Any]]:
+def counterfactual(model: Any, cases: Sequence[tuple[list[int], int]], tick: Any = None) -> list[Row]:
     """For each cut, how many of the cases go on in their cycle.
 
     Args:
@@ -188,7 +188,7 @@ def counterfactual(model: Any, cases: Sequence[tuple[list[int], int]], tick: Any
     ]
 
 
-def organism_cases() -> tuple[Any, list[tuple[list[int], int]], dict[str, Any]]:
+def organism_cases() -> tuple[Any, list[tuple[list[int], int]], Row]:
     """The loop organism in mid-loop, and what LoopGuard does to it while it generates."""
     made = loop_organism(0, reach=64)
     model: Any = made.model
@@ -214,7 +214,7 @@ def text_cases(tokenizer: Any, count: int, length: int) -> list[tuple[list[int],
     return [([ids[0], *ids[1 + i * length : (i + 1) * length]], length // 2) for i in range(count)]
 
 
-def figure(data: dict[str, Any]) -> Any:
+def figure(data: Row) -> Any:
     """What followed, and which cuts end a cycle."""
     result = data["result"]
     from plotly.subplots import make_subplots
@@ -320,7 +320,7 @@ def main(
             done += 1
             progress("continuations", done, total)
 
-        where: dict[str, list[dict[str, Any]]] = {}
+        where: dict[str, list[Row]] = {}
         for name, part in cases.items():
             if part:  # answers that end before the monitor's first alarm have no case there
                 where[f"model in the package, {name}"] = counterfactual(model, part, tick)

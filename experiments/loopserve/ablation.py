@@ -17,7 +17,7 @@ from typing import Any
 from experiments.drawn import at_place, save
 from experiments.loopserve.runs import CHAIN, KEPT, answers, rows_of, seconds_of, settings_of, specs
 from experiments.loopserve.table1 import COLOURS, own_table
-from experiments.record import record
+from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.bench.tasks.recall import POSITIONS
 from sinkscope.measure.style import finished
@@ -40,7 +40,7 @@ SHOWN = (
 )
 
 
-def figure(data: dict[str, Any]) -> Any:
+def figure(data: Row) -> Any:
     """Bars by half and position of the question."""
     rows = data["result"]["rows"]
     from plotly.subplots import make_subplots
@@ -85,7 +85,7 @@ def main(*, work: Path = Path("runs"), out: Path = Path("figures")) -> None:
     """
     started = time.perf_counter()
     methods = dict(zip(NAMES, specs(list(NAMES.values())), strict=True))
-    rows, seconds = list[dict[str, Any]](), 0.0
+    rows, seconds = list[Row](), 0.0
     for suite, _, _ in SHOWN:
         said = answers(suite, list(methods.values()), work)
         seconds += seconds_of(said)

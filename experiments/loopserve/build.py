@@ -23,9 +23,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Literal
 
 from experiments.longbench import ANSWER_ALONE, LongBenchRecord, read_longbench
+from experiments.record import Row
 from experiments.script import run
 from sinkscope.bench.tasks.recall import POSITIONS
 from sinkscope.errors import SinkscopeError
@@ -264,13 +265,13 @@ def classes_of(records: Sequence[LongBenchRecord]) -> list[str]:
     return sorted(names)
 
 
-def rows_of(name: str, dialogues: Sequence[tuple[BuiltTurn, ...]], classes: Sequence[str]) -> list[dict[str, Any]]:
+def rows_of(name: str, dialogues: Sequence[tuple[BuiltTurn, ...]], classes: Sequence[str]) -> list[Row]:
     """Rows of the file of prompts: every dialogue at every position. Wrong classes follow the correct answer."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     metric = SETS[name].metric
     for number, dialogue in enumerate(dialogues):
         for position in POSITIONS:
-            turns: list[dict[str, Any]] = []
+            turns: list[Row] = []
             for turn in dialogue:
                 answers = list(turn.answers)
                 if metric == ACCURACY:

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from experiments.drawn import save
-from experiments.record import record
+from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.bench.tasks.needle import needle_prompt, wording_of
 from sinkscope.bench.tasks.recall import POSITIONS, recall_dialogue
@@ -47,12 +47,12 @@ THIRD, SINGLE, LONGER = "third turn, 1,800 tokens", "one turn, 900 tokens", "one
 SIZES = {THIRD: (6, 3, 600), SINGLE: (8, 1, 900), LONGER: (2, 1, 3600)}
 """Number of dialogues, their turns, and the tokens of each turn; a question at each of three positions."""
 LENGTHS, TEXTS, ANSWER = (512, 1536), 3, 64
-HALF: dict[str, Any] = {"decode": False, "shortest": 0}
+HALF: Row = {"decode": False, "shortest": 0}
 HOPS, FACTS = "two hops, 1,200 tokens", "facts in text, 1,024 tokens"
 NEEDLES = {HOPS: ("recall-2hop", "tracking", 1200, 3), FACTS: (None, "needle", 1024, 4)}
 """Model, task, tokens, and prompts at each depth."""
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-WITHOUT: dict[str, dict[str, Any]] = {
+WITHOUT: dict[str, Row] = {
     "nothing": {},
     "first tokens and local band": {"begin": 1, "local": 1},
     "dense lines": {"sharp": None},
@@ -88,7 +88,7 @@ def asked(where: str) -> list[tuple[str, str]]:
     return found
 
 
-def answered(target: Target, serve: LoopServe, questions: Sequence[tuple[str, str]]) -> dict[str, Any]:
+def answered(target: Target, serve: LoopServe, questions: Sequence[tuple[str, str]]) -> Row:
     """How many questions are answered right, on how many of the cells."""
     right, data = 0, list[Any]()
     for prompt, answer in questions:
@@ -113,7 +113,7 @@ def needles(where: str) -> tuple[Target, list[tuple[str, str]]]:
     return target, [(prompt.turns[0].text, prompt.turns[0].answers[0]) for prompt in made]
 
 
-def sought(target: Target, serve: LoopServe | None, questions: Sequence[tuple[str, str]]) -> dict[str, Any]:
+def sought(target: Target, serve: LoopServe | None, questions: Sequence[tuple[str, str]]) -> Row:
     """How many answers hold the string that was asked for, on how many of the cells."""
     right, data = 0, list[Any]()
     for prompt, answer in questions:
@@ -147,11 +147,11 @@ def followed(model: Any, ids: torch.Tensor, serve: LoopServe | None) -> tuple[to
     return torch.cat([out.logits[:, -1:], later], 1).log_softmax(-1), data
 
 
-def measured() -> dict[str, list[dict[str, Any]]]:
+def measured() -> dict[str, list[Row]]:
     """All numbers."""
     target = target_of(load("recall", backend="hf"))
-    points, choices, text = list[dict[str, Any]](), list[dict[str, Any]](), list[dict[str, Any]]()
-    parts = list[dict[str, Any]]()
+    points, choices, text = list[Row](), list[Row](), list[Row]()
+    parts = list[Row]()
     asked_of = {THIRD: (target, asked(THIRD)), **{where: needles(where) for where in NEEDLES}}
     for where, (who, questions) in asked_of.items():
         for name, options in WITHOUT.items():
@@ -193,7 +193,7 @@ def measured() -> dict[str, list[dict[str, Any]]]:
     return {"grid": points, "choices": choices, "parts": parts, "text": text}
 
 
-def concluded(found: dict[str, Any]) -> str:
+def concluded(found: Row) -> str:
     """What the numbers say of the default, of the default without its dense rows, and of the printed choice."""
     third = {point["choice"]: point for point in found["choices"] if point["where"] == THIRD}
     grid = {(p["where"], p["alpha"], p["dense_rows"]): p for p in found["grid"] + found["text"]}
@@ -208,12 +208,12 @@ def concluded(found: dict[str, Any]) -> str:
     )
 
 
-def fewest(point: dict[str, Any]) -> int:
+def fewest(point: Row) -> int:
     """Right answers of the worst draw."""
     return min(draw["right"] for draw in point["draws"])
 
 
-def figure(data: dict[str, Any]) -> Any:
+def figure(data: Row) -> Any:
     """Right answers, and the divergence on text, over the cells: a curve per number of dense rows."""
     found = data["result"]
     from plotly.subplots import make_subplots

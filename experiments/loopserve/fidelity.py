@@ -23,7 +23,7 @@ from experiments.drawn import powers, save
 from experiments.loopserve import paper
 from experiments.loopserve.runs import LONGBENCH, seconds_of, specs
 from experiments.loopserve.sweeps import ALPHAS, DEFAULT, DENSE, DRAWN, FIXED, INTERVALS, PRINTED, SAMPLES, legends
-from experiments.record import record
+from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.bench.record import BenchRecord
 from sinkscope.bench.run import run_bench
@@ -67,7 +67,7 @@ LEAST = 1e-6  # nats: smaller ones are drawn there, on a logarithmic axis
 ALONE = ("loopserve", "loopserve-p", "loopserve:paper", "loopserve-p:paper", "loopserve-d")
 
 
-def row_of(records: Sequence[BenchRecord], method: str) -> dict[str, Any]:
+def row_of(records: Sequence[BenchRecord], method: str) -> Row:
     """Means over the tokens of all answers; `late` is the KL of the answer's second half."""
     mine = [each for each in records if each.method == method]
     kl = [value for each in mine for value in each.steps["kl"]]
@@ -85,12 +85,12 @@ def row_of(records: Sequence[BenchRecord], method: str) -> dict[str, Any]:
     }
 
 
-def _said(row: dict[str, Any]) -> str:
+def _said(row: Row) -> str:
     cells = "" if row["cells"] is None else f", cells {row['cells']:.0%}"
     return f"KL {row['kl']:.5f} (late {row['late']:.5f}), agree {row['agree']:.1%}{cells}"
 
 
-def figure(data: dict[str, Any]) -> Any:
+def figure(data: Row) -> Any:
     """A panel per setting: mean KL, a dot per text."""
     points = data["result"]["points"]
     from plotly.subplots import make_subplots

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from experiments.drawn import save
-from experiments.record import record
+from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.lines.choice import attention_of, top_lines
 from sinkscope.lines.sums import Scores, line_sums, scores_of
@@ -62,7 +62,7 @@ def telling(lines: dict[str, list[int]], probs: torch.Tensor) -> float:
     return sum(float(inside.diagonal(-offset).sum()) for offset in new) * bool(lines["first_slash"])
 
 
-def figure(data: dict[str, Any]) -> Any:
+def figure(data: Row) -> Any:
     """The map, darker where a query attends more, and the lines of both halves over their part of it."""
     import plotly.graph_objects as go
 

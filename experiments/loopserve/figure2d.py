@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from experiments.drawn import at_place, save
-from experiments.record import record
+from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.bench.record import BenchRecord
 from sinkscope.bench.run import run_bench
@@ -34,12 +34,12 @@ METHODS = ("full", "streaming", "snapkv", "adakv", "progressive", "progressive-0
 HOPS = (1, 2, 7)
 
 
-def measure(model: Any, hops: int, count: int, tokens: int, budget: int, progress: ProgressBar) -> list[dict[str, Any]]:
+def measure(model: Any, hops: int, count: int, tokens: int, budget: int, progress: ProgressBar) -> list[Row]:
     """Accuracy with its interval by method and position."""
     task = Recall(count=count, turns=1, total=tokens, hops=hops)
     methods = [name if name == "full" else f"{name}:{budget}" for name in METHODS]
     records = run_bench(model, task, methods, batch_size=10, progress=progress)
-    points: list[dict[str, Any]] = []
+    points: list[Row] = []
     for name, method in zip(METHODS, methods, strict=True):
         for place in POSITIONS:
             mine = [each for each in records if (each.method, each.settings["part"]) == (method, place)]
@@ -47,7 +47,7 @@ def measure(model: Any, hops: int, count: int, tokens: int, budget: int, progres
     return points
 
 
-def _point(records: Sequence[BenchRecord]) -> dict[str, Any]:
+def _point(records: Sequence[BenchRecord]) -> Row:
     rate = wilson(sum(each.metrics["score"] or 0 for each in records), len(records))
     return {
         "questions": len(records),
@@ -59,7 +59,7 @@ def _point(records: Sequence[BenchRecord]) -> dict[str, Any]:
     }
 
 
-def figure(data: dict[str, Any]) -> Any:
+def figure(data: Row) -> Any:
     """A panel for each number of facts: bars by method and position."""
     panels, budget = data["result"]["panels"], data["settings"]["budget"]
     from plotly.subplots import make_subplots
@@ -117,7 +117,7 @@ def main(*, count: int = 40, tokens: int = 400, budget: int = 96, out: Path = Pa
     torch.set_num_threads(1)
     started, model = time.perf_counter(), load("recall", backend="hf")
     with ProgressBar() as progress:
-        panels: list[dict[str, Any]] = [
+        panels: list[Row] = [
             {"hops": hops, "points": measure(model, hops, count, tokens, budget, progress)} for hops in HOPS
         ]
     settings = {

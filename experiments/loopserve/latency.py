@@ -37,7 +37,7 @@ from transformers import DynamicCache
 from experiments.bench_lines import MARKED, SHAPES, VOCAB, made, memory
 from experiments.drawn import save
 from experiments.loopserve import paper
-from experiments.record import record
+from experiments.record import Row, record
 from experiments.script import run as run_script
 from sinkscope.files.console import note
 from sinkscope.interventions.base import Intervention
@@ -65,7 +65,7 @@ STYLES = {
 NOTED = ("tokens", "logical", "physical", "answering", "read", "cells", "computed", "dense_heads", "kernel")
 TICKS = [0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 7, 10, 15, 20, 30]
 Clock = Callable[[], float]
-Run = dict[str, Any]
+Run = Row
 
 
 class Planned(NamedTuple):
@@ -78,7 +78,7 @@ class Planned(NamedTuple):
 
 def arms(budget: int, shortest: int, dense_above: float | None = None) -> dict[str, Intervention | None]:
     """At the settings of the paper's table 7 where `budget` is 1,024."""
-    serve: dict[str, Any] = {"budget": budget, "shortest": shortest, "dense_above": dense_above}
+    serve: Row = {"budget": budget, "shortest": shortest, "dense_above": dense_above}
     return {
         "full": None,
         "loopserve": LoopServe(**serve),
@@ -194,9 +194,9 @@ def plan(contexts: Sequence[int], long: Sequence[int], names: Sequence[str], rou
     return runs
 
 
-def rows_of(runs: Sequence[Run], outputs: Sequence[int]) -> list[dict[str, Any]]:
+def rows_of(runs: Sequence[Run], outputs: Sequence[int]) -> list[Row]:
     """A row per context and arm: medians over rounds, and ratios to full attention in the same round."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     full = {(r["context"], r["round"]): r for r in runs if r["arm"] == "full"}
     for context, arm in dict.fromkeys((r["context"], r["arm"]) for r in runs):
         mine = [r for r in runs if (r["context"], r["arm"]) == (context, arm) and (context, r["round"]) in full]
@@ -225,7 +225,7 @@ def rows_of(runs: Sequence[Run], outputs: Sequence[int]) -> list[dict[str, Any]]
     return rows
 
 
-def figure(data: dict[str, Any]) -> Any:
+def figure(data: Row) -> Any:
     """Times and ratios by context, by length of the answer, and memory."""
     rows, outputs = data["result"]["rows"], data["settings"]["outputs"]
     from plotly.subplots import make_subplots
@@ -248,9 +248,7 @@ def figure(data: dict[str, Any]) -> Any:
             continue
         line, x = {"color": color, "dash": dash}, [r["context"] for r in mine]
 
-        def draw(
-            at: tuple[int, int], x: Sequence[Any], y: Sequence[Any], arm: str = arm, line: dict[str, Any] = line
-        ) -> None:
+        def draw(at: tuple[int, int], x: Sequence[Any], y: Sequence[Any], arm: str = arm, line: Row = line) -> None:
             fig.add_scatter(
                 x=x,
                 y=y,

@@ -21,7 +21,7 @@ import torch
 
 from experiments.drawn import at_place, put_table, save
 from experiments.loopserve import tokens
-from experiments.record import record
+from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.attention.lines import line_weights
 from sinkscope.measure import Setup
@@ -50,7 +50,7 @@ ROWS = (  # what the table says: part of the paper, name, place in the result
 WEIGHTS, AGREEMENT = ("mass", "random_mass", "cells"), ("inputs", "inputs_random", "segments", "segments_relative")
 
 
-def measure(model: Any, name: str, data: Path | None, *, count: int, length: int, new: int) -> dict[str, Any]:
+def measure(model: Any, name: str, data: Path | None, *, count: int, length: int, new: int) -> Row:
     """All numbers of one source: as measured, and those of the table."""
     setup = Setup.open(model, loading="whole")
     prompts = [] if data is None else tokens.prompts_of(data, count)
@@ -77,7 +77,7 @@ def measure(model: Any, name: str, data: Path | None, *, count: int, length: int
     }
 
 
-def table(sources: Sequence[dict[str, Any]]) -> str:
+def table(sources: Sequence[Row]) -> str:
     """Markdown: a row per number, a column per source."""
     lines = ["| part | quantity | " + " | ".join(each["name"] for each in sources) + " |"]
     lines.append("|---" * (2 + len(sources)) + "|")
@@ -87,13 +87,13 @@ def table(sources: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def title(sources: Sequence[dict[str, Any]]) -> str:
+def title(sources: Sequence[Row]) -> str:
     """What the last window finds in each source, with the question at the end and at the beginning."""
     found = [f"{each['name']} {each['shown']['end']:.0%} and {each['shown']['begin']:.0%}" for each in sources]
     return f"Found by the last window, question at the end and at the beginning: {'; '.join(found)}"
 
 
-def figure(data: dict[str, Any]) -> Any:
+def figure(data: Row) -> Any:
     """Six panels: Figs. 1, 1 d, 2 b, 2 c, 4 a and 4 b, a colour for each source, random choices dotted."""
     sources = data["result"]["sources"]
     from plotly.subplots import make_subplots
@@ -108,7 +108,7 @@ def figure(data: dict[str, Any]) -> Any:
     ]
     fig: Any = make_subplots(rows=2, cols=3, subplot_titles=titles, horizontal_spacing=0.06, vertical_spacing=0.16)
 
-    def curve(at: int, x: Any, y: Any, source: dict[str, Any], colour: str, dash: str = "solid") -> None:
+    def curve(at: int, x: Any, y: Any, source: Row, colour: str, dash: str = "solid") -> None:
         row, column = divmod(at, 3)
         name, first = html.escape(source["name"]), at == 0 and dash == "solid"
         line = {"color": colour, "dash": dash}

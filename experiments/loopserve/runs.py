@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from experiments.record import Row
 from sinkscope.bench.answer import Answer, Batch, BenchModel, cells_of, row_events
 from sinkscope.bench.methods import read_method
 from sinkscope.bench.record import BenchRecord
@@ -157,9 +157,9 @@ def answers(suite: Suite, methods: Sequence[str], work: Path) -> list[BenchRecor
         return run_bench(model, suite.task, methods, out=work / suite.name, progress=progress)
 
 
-def rows_of(suite: Suite, records: Sequence[BenchRecord], method: str) -> list[dict[str, Any]]:
+def rows_of(suite: Suite, records: Sequence[BenchRecord], method: str) -> list[Row]:
     """Scores of a method by position of the question, and over all."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for place in (*POSITIONS, ALL):
         row = _row(suite, records, method, lambda each, place=place: place in (each.settings["part"], ALL))
         if row:
@@ -167,9 +167,9 @@ def rows_of(suite: Suite, records: Sequence[BenchRecord], method: str) -> list[d
     return rows
 
 
-def turns_of(suite: Suite, records: Sequence[BenchRecord], method: str) -> list[dict[str, Any]]:
+def turns_of(suite: Suite, records: Sequence[BenchRecord], method: str) -> list[Row]:
     """Scores of a method by turn, counted from 1, over all positions."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for turn in range(suite.task.turns):
         row = _row(suite, records, method, lambda each, turn=turn: each.turn == turn)
         if row:
@@ -177,9 +177,7 @@ def turns_of(suite: Suite, records: Sequence[BenchRecord], method: str) -> list[
     return rows
 
 
-def _row(
-    suite: Suite, records: Sequence[BenchRecord], method: str, among: Callable[[BenchRecord], bool]
-) -> dict[str, Any]:
+def _row(suite: Suite, records: Sequence[BenchRecord], method: str, among: Callable[[BenchRecord], bool]) -> Row:
     """Exact answers with Wilson's 95 % interval, and how far the answers go.
 
     `prefix` is the mean share of an answer before its first mistake: along a chain of facts a mistake is the end of it.
@@ -207,7 +205,7 @@ def _row(
     }
 
 
-def settings_of(suites: Sequence[Suite], seconds: float) -> dict[str, Any]:
+def settings_of(suites: Sequence[Suite], seconds: float) -> Row:
     """What the JSON says of the dialogues, and how long all answers took, also those that were there already."""
     return {
         "suites": [{"name": suite.name, **asdict(suite.task)} for suite in suites],

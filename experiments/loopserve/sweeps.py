@@ -30,7 +30,7 @@ from experiments.loopserve.runs import (
     settings_of,
     specs,
 )
-from experiments.record import record
+from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.kv.loopserve import LoopServe
 from sinkscope.measure.style import BLUE, GREEN, GREY, ORANGE, finished
@@ -91,7 +91,7 @@ LINES = ((BLUE, 6), (ORANGE, 4), (GREEN, 2), (GREY, 1))
 """Colour and width of the curves of a panel: one that lies on another shows it at its sides."""
 
 
-def figure(data: dict[str, Any]) -> Any:
+def figure(data: Row) -> Any:
     """A panel per setting: right answers with intervals where one fact is asked, else how far answers go."""
     points = data["result"]["points"]
     from plotly.subplots import make_subplots
@@ -151,9 +151,9 @@ def figure(data: dict[str, Any]) -> Any:
     return finished(fig, None, title, width=1700, height=950, font={"size": 12}, **legends(fig, len(TITLES)))
 
 
-def legends(fig: Any, panels: int) -> dict[str, Any]:
+def legends(fig: Any, panels: int) -> Row:
     """A legend under each panel."""
-    found: dict[str, Any] = {}
+    found: Row = {}
     for number in range(panels):
         name = str(number + 1) if number else ""
         x, y = fig.layout[f"xaxis{name}"].domain, fig.layout[f"yaxis{name}"].domain
@@ -168,7 +168,7 @@ def main(*, work: Path = Path("runs"), out: Path = Path("figures")) -> None:
         work: Folder of the answers.
     """
     started = time.perf_counter()
-    points, full, seconds = list[dict[str, Any]](), list[dict[str, Any]](), 0.0
+    points, full, seconds = list[Row](), list[Row](), 0.0
     for suite in (SWEPT_KEPT, SWEPT_CHAIN):
         methods = methods_of(suite)
         said = answers(suite, ["full", *dict.fromkeys(methods.values())], work)

@@ -32,7 +32,7 @@ from experiments.loopserve.runs import (
     settings_of,
     specs,
 )
-from experiments.record import record
+from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.bench.methods import name_of
 from sinkscope.bench.table import bench_table
@@ -77,7 +77,7 @@ LONGER = (
 )
 
 
-def paper_rows(folders: Sequence[Path] = ()) -> list[dict[str, Any]]:
+def paper_rows(folders: Sequence[Path] = ()) -> list[Row]:
     """Table 1, a row per model, position, task and method: the paper's number and ours, percent, None for none."""
     ours = measured(folders)
     return [
@@ -96,7 +96,7 @@ def paper_rows(folders: Sequence[Path] = ()) -> list[dict[str, Any]]:
     ]
 
 
-def table8_rows(folders: Sequence[Path] = ()) -> list[dict[str, Any]]:
+def table8_rows(folders: Sequence[Path] = ()) -> list[Row]:
     """Table 8: Llama-3.2-3B-Instruct, questions at the end."""
     ours = measured(folders)
     return [
@@ -128,7 +128,7 @@ def measured(folders: Sequence[Path]) -> dict[tuple[str, str, str, str], float]:
     return found
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
+def table(rows: Sequence[Row]) -> str:
     """Markdown: a line per position and task; "paper / ours" for each method."""
     methods = list(dict.fromkeys(row["method"] for row in rows))
     lines = ["| model | question | task | " + " | ".join(methods) + " |", "|---" * (3 + len(methods)) + "|"]
@@ -145,7 +145,7 @@ def _number(value: float | None, none: str) -> str:
     return none if value is None else f"{value:.2f}"
 
 
-def own_table(rows: Sequence[dict[str, Any]]) -> str:
+def own_table(rows: Sequence[Row]) -> str:
     """Markdown: a line per suite and method; exact answers, and the share before the first mistake, by position."""
     head = "| suite | method | " + " | ".join(POSITIONS) + " | all (95 %) | before the first mistake | read | cells |"
     lines = [head, "|---" * 9 + "|"]
@@ -173,7 +173,7 @@ def short(spec: str) -> str:
     return ", ".join([name, *(shown if name.startswith("loopserve") else [])])
 
 
-def figure(data: dict[str, Any]) -> Any:
+def figure(data: Row) -> Any:
     """Bars by method and position: the paper's means, and ours."""
     rows = data["result"]["recall"]
     from plotly.subplots import make_subplots
@@ -214,7 +214,7 @@ def figure(data: dict[str, Any]) -> Any:
     return finished(fig, None, found, width=1500, height=950, barmode="group", legend=-0.2, bottom=170)
 
 
-def _bars(rows: Sequence[dict[str, Any]], suite: str, place: str, key: str) -> tuple[list[str], list[float], Any]:
+def _bars(rows: Sequence[Row], suite: str, place: str, key: str) -> tuple[list[str], list[float], Any]:
     mine = [row for row in rows if (row["suite"], row["position"]) == (suite, place)]
     error = None
     if key == "score":
@@ -237,7 +237,7 @@ def main(*, work: Path = Path("runs"), out: Path = Path("figures"), runs: Sequen
     """
     started = time.perf_counter()
     table1, table8 = paper_rows(runs), table8_rows(runs)
-    rows, seconds = list[dict[str, Any]](), 0.0
+    rows, seconds = list[Row](), 0.0
     plan = [(KEPT, specs(OWN)), (CHAIN, specs(OWN)), (LONG, specs(LONGER))]
     for suite, methods in plan:
         said = answers(suite, methods, work)

@@ -11,12 +11,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from experiments.record import Row
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.decode import greedy
 from sinkscope.lines.sums import Scores, line_sums, scores_of
@@ -119,7 +119,7 @@ def means(series: Sequence[Sequence[float]]) -> list[float]:
     return [sum(values) / len(values) for values in zip(*series, strict=True)]
 
 
-def token_overlap(target: Target, asked: Sequence[Question], new: int, window: int) -> dict[str, Any]:
+def token_overlap(target: Target, asked: Sequence[Question], new: int, window: int) -> Row:
     """Answer every prompt and compare which tokens queries attend to.
 
     Returns:
@@ -157,7 +157,7 @@ def token_overlap(target: Target, asked: Sequence[Question], new: int, window: i
                     apart.setdefault(place, []).append(share_of(tops[place], top_tokens(output - part)))
                 for other in range(place):
                     distances.setdefault(place - other, []).append(share_of(tops[other], tops[place]))
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for place in sorted(blocks):
         alone = means(apart[place]) if place in apart else None
         rows.append({"block": place, "overlap": means(blocks[place]), "apart": alone, "prompts": len(blocks[place])})

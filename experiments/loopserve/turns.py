@@ -27,7 +27,7 @@ from experiments.loopserve.runs import (
     specs,
     turns_of,
 )
-from experiments.record import record
+from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.measure.style import BLUE, COLOURS, GREEN, GREY, ORANGE, RED, finished
 
@@ -64,7 +64,7 @@ SHOWN = (
 )
 
 
-def figure(data: dict[str, Any]) -> Any:
+def figure(data: Row) -> Any:
     """A curve per method over the turns."""
     rows = data["result"]["rows"]
     names = list(dict.fromkeys(row["label"] for row in rows))
@@ -114,7 +114,7 @@ def main(*, work: Path = Path("runs"), out: Path = Path("figures")) -> None:
     """
     started = time.perf_counter()
     methods = dict(zip(NAMES, specs(list(NAMES.values())), strict=True))
-    rows, seconds = list[dict[str, Any]](), 0.0
+    rows, seconds = list[Row](), 0.0
     for suite, _, _ in SHOWN:
         assert suite.task.turns == len(TURNS)
         said = answers(suite, list(methods.values()), work)

@@ -13,9 +13,8 @@ import sysconfig
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
-from experiments.record import record
+from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.files.output import write_atomic
 from sinkscope.loops import check
@@ -29,7 +28,7 @@ SMALLEST, LARGEST = 3000, 60_000  # bytes
 READ = 12_000  # characters
 
 
-def verdicts(kind: str, count: int, seed: int) -> dict[str, Any]:
+def verdicts(kind: str, count: int, seed: int) -> Row:
     """How many files of a kind have each verdict, and which are not clean."""
     home = Path(sysconfig.get_paths()["purelib"])
     files = [path for path in sorted(home.rglob("*")) if path.suffix in KINDS[kind] and path.is_file()]

@@ -12,10 +12,11 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from experiments.loopset.honest import HONEST
 from experiments.loopset.looped import LOOPED
+from experiments.record import Row
 from experiments.script import run
 from sinkscope.files.output import write_atomic
 from sinkscope.models.text import typical_text
@@ -31,7 +32,7 @@ def _healthy(rng: random.Random) -> str:
     return " ".join(words[1 : rng.randint(41, 201)])
 
 
-def made_set(halves: tuple[str, ...] = HALVES) -> Iterator[dict[str, Any]]:
+def made_set(halves: tuple[str, ...] = HALVES) -> Iterator[Row]:
     """The texts of the halves."""
     for half in halves:
         for name, make in LOOPED.items():

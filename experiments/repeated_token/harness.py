@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from experiments.record import Row
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import Intervention, SinkPatch
 from sinkscope.measure import Setup
@@ -36,7 +37,7 @@ def evaluate_tasks(
     shots: int | None = None,
     questions: int | None = None,
     batch_size: int = 8,
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """A row for each task and metric: without a patch, with it, and with a patch of as many random neurons.
 
     Args:
@@ -50,7 +51,7 @@ def evaluate_tasks(
     harness = Tasks(names)
     edits = (None, patch, random_patch(setup, patch))
     answers = [harness.run(setup, edit, shots, questions, batch_size) for edit in edits]
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for task, metric in answers[0]:
         samples = torch.stack([one[task, metric] for one in answers])
         original, patched, random = samples.mean(1).tolist()
@@ -151,7 +152,7 @@ def _set_shots(tasks: Any, shots: int | None) -> None:
         task.set_fewshot_seed(seed=SHOTS_SEED)
 
 
-def _by_metric(samples: dict[str, list[dict[str, Any]]]) -> dict[tuple[str, str], list[float]]:
+def _by_metric(samples: dict[str, list[Row]]) -> dict[tuple[str, str], list[float]]:
     """Values of all questions by (metric, filter), in a fixed order, so that runs can be paired."""
     values: dict[tuple[str, str], list[float]] = {}
     for _, entries in sorted(samples.items()):

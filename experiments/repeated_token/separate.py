@@ -14,7 +14,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
@@ -27,7 +26,7 @@ from torch import Tensor
 
 import sinkscope as ss
 from experiments.drawn import save
-from experiments.record import record
+from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.measure import Setup
@@ -182,7 +181,7 @@ def measured(method: Method, values: Values, split: Split, seed: int) -> dict[st
     return {"auroc": area, "margin": 2 * float(np.std(again, ddof=1)), "shuffled_auroc": float(np.mean(chance))}
 
 
-def separate(setup: Setup, layer: int, count: int, neuron: int | None) -> dict[str, Any]:
+def separate(setup: Setup, layer: int, count: int, neuron: int | None) -> Row:
     """A row for each method, and the scores and pre-activations of the samples."""
     words = [word for word in first_tokens(setup.target, setup.ids, count, setup.seed) if word != setup.bos]
     split = split_tokens(setup.ids, words, setup.bos, setup.seed)
@@ -203,12 +202,12 @@ def separate(setup: Setup, layer: int, count: int, neuron: int | None) -> dict[s
         rows.append({"method": name, "neuron": f"L{layer}.N{best}", **measured(best_neuron, pre, split, setup.seed)})
         columns[name] = pre[:, best if neuron is None else 0]
     columns |= {"first": split.first, "held_out": split.held}
-    of_samples: dict[str, Any] = {name: column.tolist() for name, column in columns.items()}
+    of_samples: Row = {name: column.tolist() for name, column in columns.items()}
     of_samples["token"] = [setup.tokenizer.decode([token]) for token in split.tokens.tolist()]
     return {"layer": layer, "methods": rows, "samples": of_samples}
 
 
-def sentence(row: dict[str, Any], layer: int) -> str:
+def sentence(row: Row, layer: int) -> str:
     """Whether a method separates first tokens, with its control: only what exceeds chance by more than its margin."""
     verdict = "does not separate"
     if row["auroc"] - row["margin"] > max(0.5, row["shuffled_auroc"]) + ABOVE_CHANCE:
@@ -220,7 +219,7 @@ def sentence(row: dict[str, Any], layer: int) -> str:
     )
 
 
-def figure(data: dict[str, Any]) -> go.Figure:
+def figure(data: Row) -> go.Figure:
     """Draw first and later tokens by the plane and by the best neuron."""
     result = data["result"]
     rows, of_samples = result["methods"], result["samples"]

@@ -15,11 +15,10 @@ import argparse
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from experiments.record import record
+from experiments.record import Row, record
 from experiments.repeated_token.harness import evaluate_tasks
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import write_atomic
@@ -62,7 +61,7 @@ ABSENT = "no weights at hand"
 _NOT_HAD = ("hub-unreachable", "gated-repo")  # pages of the errors that mean it
 
 
-def table(measured: dict[str, list[dict[str, Any]] | None]) -> str:
+def table(measured: dict[str, list[Row] | None]) -> str:
     """The table in Markdown; None stands for a model whose weights could not be had."""
     lines = [HEAD, ("---",) * len(HEAD)]
     for column, (name, label) in enumerate(MODELS.items()):
@@ -79,7 +78,7 @@ def table(measured: dict[str, list[dict[str, Any]] | None]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def measured_cells(row: dict[str, Any] | None) -> tuple[str, ...]:
+def measured_cells(row: Row | None) -> tuple[str, ...]:
     """The measured columns of the table, from a row of `evaluate_tasks`."""
     if row is None:
         return ("not measured",) * 4
@@ -91,9 +90,7 @@ def measured_cells(row: dict[str, Any] | None) -> tuple[str, ...]:
     )
 
 
-def measure(
-    name: str, model: object, questions: int | None, device: str | None, dtype: str | None
-) -> list[dict[str, Any]]:
+def measure(name: str, model: object, questions: int | None, device: str | None, dtype: str | None) -> list[Row]:
     """`evaluate_tasks` with the neurons of the paper's Table 1 on every task of Table 2."""
     known = published_for(name)
     if known is None or not known.neurons:
@@ -127,7 +124,7 @@ def main(argv: list[str] | None = None) -> int:
                 f"--run {entry}: expected NAME=FOLDER with a folder that is there and one of the names {names}"
             )
         wanted[name] = folder
-    measured: dict[str, list[dict[str, Any]] | None] = {}
+    measured: dict[str, list[Row] | None] = {}
     started = time.perf_counter()
     for name, model in wanted.items():
         try:
