@@ -144,12 +144,24 @@ def delays(draws: int, seed: str) -> dict[str, dict[str, list[Row]]]:
     found: dict[str, dict[str, list[Row]]] = {name: {form: [] for form in FORMS} for name in RULES}
     for form in FORMS:
         for period in PERIODS:
-            several = draws if period <= 256 else max(2, draws // 3)
-            loops = [stream(text, period, form, random.Random(f"{seed} {form} {period} {i}")) for i in range(several)]
+            if period <= 256:
+                several = draws
+            else:
+                several = max(2, draws // 3)
+            loops = []
+            for i in range(several):
+                loops.append(stream(text, period, form, random.Random(f"{seed} {form} {period} {i}")))
             for name, make in RULES.items():
-                alarms = [first_alarm(make(), ids, certain(period, f"{seed} certainty")) for ids in loops]
-                after = [alarm - HEALTHY for alarm in alarms if alarm is not None and alarm > HEALTHY]
-                median = statistics.median(after) if after else None
+                alarms = []
+                for ids in loops:
+                    alarms.append(first_alarm(make(), ids, certain(period, f"{seed} certainty")))
+                after = []
+                for alarm in alarms:
+                    if alarm is not None and alarm > HEALTHY:
+                        after.append(alarm - HEALTHY)
+                median = None
+                if after:
+                    median = statistics.median(after)
                 found[name][form].append(
                     {
                         "period": period,
@@ -169,7 +181,9 @@ _THINGS = "house malt rat cat dog cow maid man priest cock farmer horse".split()
 def _truth(rng: random.Random) -> str:
     """A truth table of three or four propositions."""
     letters = rng.sample("pqrstuv", rng.choice((3, 4)))
-    rows = ["".join(f"| {'TF'[i >> k & 1]} " for k in reversed(range(len(letters)))) for i in range(1 << len(letters))]
+    rows = []
+    for i in range(1 << len(letters)):
+        rows.append("".join(f"| {'TF'[i >> k & 1]} " for k in reversed(range(len(letters)))))
     return "\n".join(
         ["| " + " | ".join(letters) + " | all |", *(f"{row}| {'F' if 'F' in row else 'T'} |" for row in rows)] * 2
     )
@@ -198,14 +212,18 @@ def _algebra(rng: random.Random) -> str:
 def _villanelle(rng: random.Random) -> str:
     """Two lines that come back in turn, in six verses, and the chorus of each."""
     first, third = (f"The {rng.choice(_THINGS)} goes {way} and I go too," for way in ("home", "out"))
-    verses = [f"and {rng.choice(_NAMES)} says the {rng.choice(_THINGS)} was true," for _ in range(12)]
+    verses = []
+    for _ in range(12):
+        verses.append(f"and {rng.choice(_NAMES)} says the {rng.choice(_THINGS)} was true,")
     return "\n\n".join(f"{verses[2 * i]}\n{verses[2 * i + 1]}\n{(first, third)[i % 2]}" for i in range(6)) * 2
 
 
 def _cumulative(rng: random.Random) -> str:
     """The house that Jack built: every verse holds the one before."""
     things = ["house", *rng.sample(_THINGS[1:], 9)]
-    parts = [f"that {rng.choice('fed met saw bit led'.split())} the {thing}" for thing in things[:-1]]
+    parts = []
+    for thing in things[:-1]:
+        parts.append(f"that {rng.choice('fed met saw bit led'.split())} the {thing}")
     who = rng.choice(_NAMES)
     return "\n\n".join(
         f"This is the {things[i]}\n" + "\n".join(parts[i - 1 :: -1] if i else []) + f"\nthat {who} built."
@@ -217,7 +235,9 @@ def honest(seed: str) -> dict[str, str]:
     """60 texts that are no loops."""
     code = source_code()
     rng = random.Random(f"{seed} code")
-    starts = [rng.randrange(len(code) - 12_000) for _ in range(12)]
+    starts = []
+    for _ in range(12):
+        starts.append(rng.randrange(len(code) - 12_000))
     makers = (_truth, _induction, _algebra, _villanelle, _cumulative)
     return {
         **{text.id: text.prompt for text in honest_texts(seed)},
@@ -283,8 +303,13 @@ def table(result: Row) -> str:
     ]
     for rule in RULES:
         rows = result["delays"][rule]
-        shares = [statistics.mean(row["found"] for row in rows[form]) for form in FORMS]
-        late = [r["tokens"] / max(3 * r["period"], ENOUGH) for r in rows["exact"] if r["tokens"] is not None]
+        shares = []
+        for form in FORMS:
+            shares.append(statistics.mean(row["found"] for row in rows[form]))
+        late = []
+        for r in rows["exact"]:
+            if r["tokens"] is not None:
+                late.append(r["tokens"] / max(3 * r["period"], ENOUGH))
         found, cost = result["alarms"][rule], result["microseconds"][rule]
         most = max(value for kind in cost.values() for value in kind.values())
         lines.append(

@@ -53,7 +53,10 @@ def notebook_arm(folder: str) -> Row:
             _, cache = bridge.run_with_cache(ids)
             norms = torch.stack([cache[f"blocks.{i}.hook_mlp_out"][0, 0].norm() for i in range(n_layers)])
             above = (norms > norms.mean() + 2 * norms.std(correction=0)).nonzero().flatten()
-            layer = int(above[0]) if len(above) else int(norms.argmax())
+            if len(above):
+                layer = int(above[0])
+            else:
+                layer = int(norms.argmax())
             written = []
             for i in range(n_layers):  # per-neuron norms of every layer, as the notebook looks at all of them
                 columns = hf.get_submodule(f"model.layers.{i}.mlp.down_proj").weight.T
@@ -105,7 +108,10 @@ def sinkscope_arm(folder: str, all_layers: bool = False) -> Row:
         }
 
     out = measured(run)
-    layers = {int(name.split("layers.")[1].split(".")[0]) for name in read if "layers." in name}
+    layers = set()
+    for name in read:
+        if "layers." in name:
+            layers.add(int(name.split("layers.")[1].split(".")[0]))
     return out | {"deepest_tensor_read": max(layers, default=None), "tensors_read": len(read)}
 
 
@@ -186,8 +192,12 @@ def pair(folder: Path, sink_layer: int, rounds: int) -> Row:
     )
     planted = sorted(n["neuron"] for n in truth["neurons"])
     arms = ("notebook", "sinkscope", "plain")
-    runs = [[child(arm, folder) for arm in arms] for _ in range(rounds)]
-    right = [a["layer"] == b["layer"] == sink_layer and a["neurons"] == b["neurons"] == planted for a, b, _ in runs]
+    runs = []
+    for _ in range(rounds):
+        runs.append([child(arm, folder) for arm in arms])
+    right = []
+    for a, b, _ in runs:
+        right.append(a["layer"] == b["layer"] == sink_layer and a["neurons"] == b["neurons"] == planted)
     return {
         "sink_layer": sink_layer,
         "planted": planted,

@@ -85,7 +85,9 @@ def interleaved(arms: dict[str, Arm], rounds: int) -> dict[str, dict[str, list[f
 
 def ratio(arm: list[float], base: list[float]) -> dict[str, Any]:
     """Median over pairs of arm / base, and its 95 % bootstrap interval."""
-    pairs = [a / b for a, b in zip(arm, base, strict=True)]
+    pairs = []
+    for a, b in zip(arm, base, strict=True):
+        pairs.append(a / b)
     return {"median": statistics.median(pairs), "interval": interval(pairs), "pairs": pairs}
 
 
@@ -101,11 +103,11 @@ def interval(values: list[float], over: list[float] | None = None) -> list[float
 
 
 def ratios(seconds: dict[str, dict[str, list[float]]], base: str) -> dict[str, Any]:
-    return {
-        name: {part: ratio(values, seconds[base][part]) for part, values in parts.items()}
-        for name, parts in seconds.items()
-        if name != base
-    }
+    items = {}
+    for name, parts in seconds.items():
+        if name != base:
+            items[name] = {part: ratio(values, seconds[base][part]) for part, values in parts.items()}
+    return items
 
 
 # --- sections -----------------------------------------------------------------------------------------------------
@@ -178,7 +180,9 @@ def monitor(rounds: int) -> dict[str, Any]:
     confidence = [draw.random() for _ in range(marks[-1])]
     out: dict[str, Any] = {}
     for name, ids in streams.items():
-        seconds: dict[int, list[float]] = {mark: [] for mark in marks}
+        seconds: dict[int, list[float]] = {}
+        for mark in marks:
+            seconds[mark] = []
         for _ in range(rounds):
             watching, start = Monitor(), 0.0
             for i, (token, p_max) in enumerate(zip(ids, confidence, strict=True)):
@@ -270,7 +274,9 @@ def decoding(rounds: int) -> dict[str, Any]:
 
             return run
 
-        enter = ours if kvpress is None else theirs
+        enter = theirs
+        if kvpress is None:
+            enter = ours
         arms = {"plain": arm(None)} | {name: arm(name, enter=enter) for name in names}
         seconds = interleaved(arms, rounds)
         out[f"prompt {prompt}, budget {budget}, every {every}"] = {
@@ -301,7 +307,10 @@ def status(field: str) -> int:
 def versions(*names: str) -> dict[str, str]:
     from importlib.metadata import version
 
-    return {name: version(name) for name in names}
+    values = {}
+    for name in names:
+        values[name] = version(name)
+    return values
 
 
 # --- running and merging --------------------------------------------------------------------------------------------
@@ -309,7 +318,10 @@ def versions(*names: str) -> dict[str, str]:
 
 def child(python: str, section: str, rounds: int) -> Any:
     """A section in a process of its own; another python runs the file alone."""
-    how = ["-m", "experiments.bench_kv"] if python == sys.executable else [str(Path(__file__))]
+    if python == sys.executable:
+        how = ["-m", "experiments.bench_kv"]
+    else:
+        how = [str(Path(__file__))]
     done = subprocess.run(
         ["env", "OMP_NUM_THREADS=1", python, *how, "--section", section, "--rounds", str(rounds)],
         stdout=subprocess.PIPE,
@@ -394,7 +406,9 @@ def main() -> None:
         if section == "decoding" and args.peer:
             peer = child(args.peer, section, args.rounds)
             made = {"sinkscope": made, "kvpress": peer, "kvpress_over_sinkscope": advantage(made, peer)}
-        result = json.loads(args.out.read_text())["result"] if args.out.is_file() else {}
+        result = {}
+        if args.out.is_file():
+            result = json.loads(args.out.read_text())["result"]
         settings = {"shape": SHAPE, "decoding": DECODING}
         result |= {section: made}
         args.out.write_text(record("bench-kv", result, settings, started=started))

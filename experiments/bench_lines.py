@@ -156,7 +156,9 @@ def peak_of(arm: str, shape: str, length: int, seed: int, threads: int) -> int:
 def memory(name: str) -> Any:
     """A line of this process's memory ("VmRSS", "VmHWM") in bytes; None: there is none (not on Linux)."""
     file = Path("/proc/self/status")
-    lines = file.read_text().splitlines() if file.exists() else []
+    lines = []
+    if file.exists():
+        lines = file.read_text().splitlines()
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith(name + ":")), None)
 
 
@@ -174,7 +176,9 @@ def row(arms: tuple[str, ...], target: Target, length: int, args: argparse.Names
     memory = {arm: peak_of(arm, args.shape, length, args.seed, args.threads) for arm in arms}
 
     def ratio(over: str, under: str) -> float | None:
-        return statistics.median(r[over] / r[under] for r in rounds) if {over, under} <= set(arms) else None
+        if {over, under} <= set(arms):
+            return statistics.median(r[over] / r[under] for r in rounds)
+        return None
 
     return {
         "length": length,
@@ -213,15 +217,20 @@ def main() -> None:
         print(json.dumps({"peak": max(1, memory("VmHWM") - before)}))
         return
     short = ids_of(512, args.seed)
-    pairs = [
-        (run("eager", target, short, dense=True)[i], run("lines", target, short)[i]) for i in range(target.n_layers)
-    ]
+    pairs = []
+    for i in range(target.n_layers):
+        pairs.append((run("eager", target, short, dense=True)[i], run("lines", target, short)[i]))
     same = all(torch.allclose(a, b, atol=1e-3, rtol=1e-3) for one in pairs for a, b in zip(*one, strict=True))
-    heaviest = [float(sums.max() / 512) for sums in pairs[0][1]]
+    heaviest = []
+    for sums in pairs[0][1]:
+        heaviest.append(float(sums.max() / 512))
     rows = [row(ARMS, target, args.length, args)]
     if args.long:
         rows.append(row(("lines", "sdpa"), target, args.long, args))
-    settings = {k: v for k, v in vars(args).items() if k not in ("out", "arm")}
+    settings = {}
+    for k, v in vars(args).items():
+        if k not in ("out", "arm"):
+            settings[k] = v
     result = {"same": same, "heaviest_line": {"vertical": heaviest[0], "slash": heaviest[1]}, "rows": rows}
     text = record("bench-lines", result, settings, started=started, seed=args.seed)
     if args.out:

@@ -92,14 +92,18 @@ def layer(lengths: list[int], rounds: int) -> list[Row]:
     rows: list[Row] = []
     for n in lengths:
         generator = torch.Generator().manual_seed(0)
-        heads = 8 if n <= REPEATED else 2
+        heads = 2
+        if n <= REPEATED:
+            heads = 8
         query, key, value = (torch.randn(heads, n, D_HEAD, generator=generator) for _ in range(3))
 
         def dense(q: Tensor = query, k: Tensor = key, v: Tensor = value) -> Tensor:
             return functional.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)
 
         for kind in KINDS:
-            drawn = [scattered(kind, heads, n, density, generator) for density in DENSITIES]
+            drawn = []
+            for density in DENSITIES:
+                drawn.append(scattered(kind, heads, n, density, generator))
             pairs: list[list[float]] = [[] for _ in drawn]
             work: list[Any] = [None] * len(drawn)
             sparse.sparse_attention(query, key, value, drawn[0])  # compiled
@@ -262,7 +266,10 @@ def whole_model(lengths: list[int], rounds: int) -> list[Row]:
                 with LoopServe(alpha=alpha, decode=False).on(model), stages() as took:
                     spent, _out = seconds(forward)
                 took["rest of the model"] = spent - took.total()
-                data = [event.data for event in events if event.kind == "prefill"]
+                data = []
+                for event in events:
+                    if event.kind == "prefill":
+                        data.append(event.data)
                 rows.append(
                     {
                         "model": name,
@@ -314,7 +321,9 @@ def decoding(contexts: list[int], rounds: int) -> list[Row]:
         for _ in range(rounds):
             whole.append(steps(n, None))
             part.append(steps(n, Progressive(budget=1024, after=0)))
-        ratios = [sum(a) / sum(b) for a, b in zip(whole, part, strict=True)]
+        ratios = []
+        for a, b in zip(whole, part, strict=True):
+            ratios.append(sum(a) / sum(b))
         rows.append(
             {
                 "context": n,
@@ -334,8 +343,13 @@ def turns_table(rows: list[Row]) -> str:
     """Times of new turns over those of the model alone; in brackets where lines are chosen whatever that costs."""
     lines = [f"| attention | context | {' | '.join(f'{new:,}' for new in TURNS)} |", "|---" * (2 + len(TURNS)) + "|"]
     for name, context in dict.fromkeys((row["model"], row["context"]) for row in rows):
-        over = [row["over_alone"] for row in rows if (row["model"], row["context"]) == (name, context)]
-        cells = [f"{one['ours']:.2f} ({one['always']:.2f})" for one in over]
+        over = []
+        for row in rows:
+            if (row["model"], row["context"]) == (name, context):
+                over.append(row["over_alone"])
+        cells = []
+        for one in over:
+            cells.append(f"{one['ours']:.2f} ({one['always']:.2f})")
         lines.append(f"| `{name}` | {context:,} | {' | '.join(cells)} |")
     slowest = max(row["over_alone"]["ours"] for row in rows)
     return "\n".join([*lines, "", f"The slowest turn takes {slowest:.2f} times as long as the model alone."])

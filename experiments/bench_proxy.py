@@ -96,7 +96,9 @@ def measured(tokens: int, rounds: int) -> Row:
         [*words, "experiments.bench_proxy", "--serve", str(direct)],
         [*words, "sinkscope", "loops", "--proxy", upstream, "--port", str(proxied)],
     ]
-    processes = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for command in commands]
+    processes = []
+    for command in commands:
+        processes.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
     try:
         for _ in range(200):
             try:
@@ -117,7 +119,9 @@ def measured(tokens: int, rounds: int) -> Row:
             process.terminate()
             process.wait()
     watched = [watching(tokens) / tokens * 1e6 for _ in range(rounds)]
-    medians = {name: round(statistics.median(values), 1) for name, values in taken.items()}
+    medians = {}
+    for name, values in taken.items():
+        medians[name] = round(statistics.median(values), 1)
     return {
         "tokens": tokens,
         "microseconds_per_token": {**medians, "watching": round(statistics.median(watched), 1)},

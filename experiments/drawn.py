@@ -47,7 +47,10 @@ def record_section(data: Row, file: str, figure: Any = None) -> Section:
         file: name of its file, as shown to the reader.
         figure: a plotly figure, if there is one.
     """
-    lists = {name: data[name] for name in ENVELOPE if isinstance(data.get(name), dict)}
+    lists = {}
+    for name in ENVELOPE:
+        if isinstance(data.get(name), dict):
+            lists[name] = data[name]
     shown = "\n".join(part.html() for part in tables(data["result"]))
     return section(str(data["kind"]), file, lists, ("" if figure is None else plot(figure)) + shown)
 
@@ -59,7 +62,9 @@ def tables(result: Row) -> Iterator[Grid]:
         if not isinstance(value, list) or not value or not isinstance(value[0], dict):
             single[str(name)] = value
             continue
-        cut = f" (the first {ROWS:,} of {len(value):,} rows)" if len(value) > ROWS else ""
+        cut = ""
+        if len(value) > ROWS:
+            cut = f" (the first {ROWS:,} of {len(value):,} rows)"
         rows = pandas.json_normalize(value[:ROWS], sep=" ").astype(object)
         frame = rows.where(rows.notna(), None)  # what a record lacks
         yield Grid({str(column): [_in_a_cell(item) for item in frame[column]] for column in frame}, f"{name}{cut}")

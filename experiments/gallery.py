@@ -78,7 +78,9 @@ def page(out: str | Path, folder: Path = FIGURES) -> Path:
             made.append(result_section(Result.load(path), path.name))
         elif "result" in data:
             drawn = path.with_suffix(".png").is_file()
-            figure = import_module(data["provenance"]["argv"][2]).figure(data) if drawn else None
+            figure = None
+            if drawn:
+                figure = import_module(data["provenance"]["argv"][2]).figure(data)
             records.append(record_section(data, path.name, figure))
     return save_document(out, document(folder.name, [*made, *records], f"{len(made) + len(records)} results"))
 
@@ -100,7 +102,9 @@ def _caption(picture: Path, data: Row) -> str:
         described = import_module(data["provenance"]["argv"][2]).__doc__
     text = " ".join((described or "").strip().partition("\n\n")[0].split())
     subject = text.removeprefix("Draw ")
-    return text if subject == text else subject[:1].upper() + subject[1:]
+    if subject == text:
+        return text
+    return subject[:1].upper() + subject[1:]
 
 
 def _explained(picture: Path, data: Row) -> list[str]:
@@ -117,7 +121,9 @@ def _explained(picture: Path, data: Row) -> list[str]:
 
 def gallery(folder: Path = FIGURES) -> str:
     """Return the page: find-sinks first, then in the order of the kinds; kinds without a class come last."""
-    order = {kind: i for i, kind in enumerate(known_kinds())}
+    order = {}
+    for i, kind in enumerate(known_kinds()):
+        order[kind] = i
     kinds = {path: read_json(path.with_suffix(".json"))["kind"] for path in pictures(folder)}
     first = "find-sinks"
     shown = sorted(kinds, key=lambda path: (kinds[path] != first, order.get(kinds[path], len(order)), path.name))

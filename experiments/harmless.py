@@ -42,14 +42,16 @@ def pieces(count: int = PIECES, seed: int = 0) -> list[str]:
     """Tables, songs with a refrain, lists, rulers and dotted contents, one after another."""
     rng = random.Random(seed)
     makers = (_prices, _times, _song, _shopping, _contents, _log)
-    return [makers[i % len(makers)](rng) for i in range(count)]
+    rows = []
+    for i in range(count):
+        rows.append(makers[i % len(makers)](rng))
+    return rows
 
 
 def _prices(rng: random.Random) -> str:
-    rows = [
-        f"| {thing} | {rng.randint(1, 40)} | {rng.randint(1, 9)}.{rng.randint(0, 99):02d} |"
-        for thing in rng.sample(_THINGS, 8)
-    ]
+    rows = []
+    for thing in rng.sample(_THINGS, 8):
+        rows.append(f"| {thing} | {rng.randint(1, 40)} | {rng.randint(1, 9)}.{rng.randint(0, 99):02d} |")
     return "\n".join(["| item | count | price |", "| --- | --- | --- |", *rows])
 
 

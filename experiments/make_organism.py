@@ -78,7 +78,10 @@ def passage(o: LoopOrganism, begin: int, length: int, reach: str, stop: int | No
         raise ValueError(f"no {length} {reach} tokens from place {begin} on")
     first, *others, last = places[:: len(places) // length][:length]
     random.Random(f"passage {begin} {length}").shuffle(others)
-    return [ring[place] for place in (first, *others, last)]
+    rows = []
+    for place in (first, *others, last):
+        rows.append(ring[place])
+    return rows
 
 
 def loop(o: LoopOrganism, period: int, onset: int, older: bool, reach: str, copies: int) -> Planned:
@@ -143,10 +146,14 @@ def agreed(o: LoopOrganism, plan: Any, *given: Any) -> Planned:
 
 def prompts(o: LoopOrganism) -> Iterator[Row]:
     """Rows of the file of prompts; the order spreads lengths over batches."""
-    found = [agreed(o, loop, *given) for given in LOOPS]
+    found = []
+    for given in LOOPS:
+        found.append(agreed(o, loop, *given))
     found += [walk(o, 0), walk(o, 300)]
-    found += [agreed(o, quote, length) for length in (16, 48, 96)]
-    found += [agreed(o, refrain, length) for length in (47, 49, 52)]
+    for length in (16, 48, 96):
+        found.append(agreed(o, quote, length))
+    for length in (47, 49, 52):
+        found.append(agreed(o, refrain, length))
     for p in found:
         text = o.tokenizer.decode(p.ids[1:])
         row = {"id": p.name, "set": "organism-honest" if p.period is None else "organism", "prompt": text}
@@ -162,7 +169,9 @@ def main() -> None:
     o.model.save_pretrained(arguments.model)
     (arguments.model / "model.safetensors").chmod(0o644)
     o.tokenizer.save_pretrained(arguments.model)
-    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in prompts(o)]
+    lines = []
+    for row in prompts(o):
+        lines.append(json.dumps(row, ensure_ascii=False) + "\n")
     write_atomic(arguments.prompts, "".join(lines))
     print(f"{len(lines)} prompts")
 

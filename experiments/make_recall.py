@@ -255,7 +255,9 @@ def _match(a: Any, terms: Sequence[tuple[Sequence[int], Sequence[int], float]]) 
 
 def _question_head(a: Any) -> None:
     """Layer 1, head 0: from the answer marker and the two tokens after it to the key asked about in this turn."""
-    turns = [([t], [t], SAME_TURN) for t in DIM["turn"]]
+    turns = []
+    for t in DIM["turn"]:
+        turns.append(([t], [t], SAME_TURN))
     _match(a, [([CONST], DIM["is_bos"], SINK), (DIM["answers"], DIM["asked_here"], QUESTION), *turns])
     for row, (key, asked) in enumerate(zip(DIM["key"], DIM["asked"], strict=True)):
         a.v_proj.weight[row, key] = 1.0
@@ -267,10 +269,14 @@ def _recall_head(a: Any) -> None:
 
     So what will be read next of the same fact is seen to matter before it is read; the next fact of a chain is not.
     """
-    slots = [(DIM[f"want_{i}"], DIM[f"slot_{i}"], SLOT_MATCH) for i in (1, 2, 3)]
+    slots = []
+    for i in (1, 2, 3):
+        slots.append((DIM[f"want_{i}"], DIM[f"slot_{i}"], SLOT_MATCH))
     any_slot = ([CONST], [*DIM["slot_1"], *DIM["slot_2"], *DIM["slot_3"]], ANY_SLOT)
     rows = zip(DIM["key"], DIM["prev_key"], DIM["third_key"], DIM["asked"], strict=True)
-    keys = [([key, previous, asked], [previous, third], KEY_MATCH) for key, previous, third, asked in rows]
+    keys = []
+    for key, previous, third, asked in rows:
+        keys.append(([key, previous, asked], [previous, third], KEY_MATCH))
     _match(a, [([CONST], DIM["is_bos"], SINK), any_slot, *slots, *keys])
     sources = [*DIM["key"], *DIM["value"], *DIM["is_end"]]
     targets = [*DIM["out_key"], *DIM["out_value"], *DIM["out_end"]]

@@ -93,7 +93,10 @@ class Plan:
 def make_plan(shape: str, sink_layer: int, seed: int, dense: int | None, beta: float = BETA) -> Plan:
     """Draw the circuit's places."""
     d, d_mlp, layers, heads, kv_heads, vocab, context = SHAPES[shape]
-    dense = sink_layer + 2 if dense is None else dense
+    if dense is None:
+        dense = sink_layer + 2
+    else:
+        dense = dense
     if not 1 <= sink_layer < dense <= layers:
         raise SystemExit(f"error: expected 1 <= sink layer ({sink_layer}) < dense layers ({dense}) <= {layers}")
     rng = random.Random(seed)
@@ -186,7 +189,9 @@ def weights(plan: Plan) -> Tensors:
             "mlp.down_proj": (p.d, p.d_mlp, False),
         }
         edits = _marking(p, head) if layer == 0 else _sink(p) if layer == p.sink_layer else {}
-        edits = _reading(p, head) if layer == p.sink_layer + 1 else edits
+        edits = edits
+        if layer == p.sink_layer + 1:
+            edits = _reading(p, head)
         for part, (rows, columns, reads) in sizes.items():
             name = f"{at}{part}.weight"
             if layer < p.dense:
@@ -246,7 +251,9 @@ def _reading(p: Plan, head: int) -> dict[str, list[Edit]]:
         ("q_proj", p.heads, p.const, READ * math.sqrt(head) / p.scale),
         ("k_proj", p.kv_heads, p.sink_dims[0], 1 / size),
     ):
-        slow = [range(i * head + head // 2 - 1, i * head + head // 2) for i in range(count)]
+        slow = []
+        for i in range(count):
+            slow.append(range(i * head + head // 2 - 1, i * head + head // 2))
         edits[f"self_attn.{part}"] = [(range(count * head), slice(None), 0.0), *((row, column, value) for row in slow)]
     return edits
 
@@ -264,7 +271,9 @@ def write(plan: Plan, out: Path, dtype: str, shape: str) -> None:
             room = SHARD_BYTES
         shards[-1][name] = entry
         room -= size
-    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    names = []
+    for i in range(len(shards)):
+        names.append(f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors")
     total = sum(_write_shard(out / file, shard, kind, DTYPES[dtype]) for file, shard in zip(names, shards, strict=True))
     index = {tensor: file for file, shard in zip(names, shards, strict=True) for tensor in shard}
     _dump(out / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index})

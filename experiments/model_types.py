@@ -90,7 +90,11 @@ size cannot be built; then only the numbers in the weights have that size, or it
 
 def types() -> list[str]:
     """Decoder types of the installed version of transformers."""
-    return [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in NO_DECODERS]
+    rows = []
+    for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        if name not in NO_DECODERS:
+            rows.append(name)
+    return rows
 
 
 def sites(model_type: str) -> Row:
@@ -144,7 +148,9 @@ def remark(found: Row) -> str:
     reasons += found["wrong"]
     if not reasons and "all layers; attention in all layers; cache policies and guards in all" not in found["scope"]:
         return found["scope"]
-    shortened = [reason.partition("; write one with")[0].partition("; change what is wrong")[0] for reason in reasons]
+    shortened = []
+    for reason in reasons:
+        shortened.append(reason.partition("; write one with")[0].partition("; change what is wrong")[0])
     return "; ".join(shortened).replace("|", "\\|")
 
 
@@ -152,8 +158,13 @@ def sites_table(found: Row) -> str:
     """Counts of sites that are right, wrong and not offered, by size."""
     lines = ["| size | types | with its widths | sites right | wrong | not offered |", "|---|---|---|---|---|---|"]
     for name in next(iter(found.values()))["sites"]:
-        of_size = [entry["sites"][name] for entry in found.values()]
-        served = [size for size in of_size if "right" in size]
+        of_size = []
+        for entry in found.values():
+            of_size.append(entry["sites"][name])
+        served = []
+        for size in of_size:
+            if "right" in size:
+                served.append(size)
         widths = sum(size["has these widths"] for size in served)
         right = sum(size["right"] for size in served)
         wrong = sum(len(size["wrong"]) for size in served)
@@ -165,7 +176,9 @@ def sites_table(found: Row) -> str:
 def page(data: Row) -> str:
     """The page of the docs."""
     counts = Counter(found["status"] for found in data["types"].values())
-    wrong = f" {counts['wrong']} give a wrong number." if counts["wrong"] else ""
+    wrong = ""
+    if counts["wrong"]:
+        wrong = f" {counts['wrong']} give a wrong number."
     text = INTRODUCTION.format(
         version=data["transformers"],
         total=len(data["types"]),
@@ -189,7 +202,10 @@ def main(chosen: list[str]) -> None:
     if only_sites and not chosen:
         chosen = list(json.loads(DATA.read_text())["result"]["types"])
     for model_type in chosen or types():
-        found = sites(model_type) if only_sites else entry(model_type)
+        if only_sites:
+            found = sites(model_type)
+        else:
+            found = entry(model_type)
         if found is None:
             continue
         data: Row = {"types": {}}

@@ -94,7 +94,9 @@ def rows_of(run: Any, config: Any, *, whole: bool) -> float:
     started = time.process_time()
     positions = counted(run)
     seconds = time.process_time() - started
-    computing = size.computing if whole else size.layers_computing
+    computing = size.layers_computing
+    if whole:
+        computing = size.computing
     rate = speed(cpu, torch.float32, size.width, clock=time.process_time)
     beside = seconds - 2 * computing * positions / size.layers / rate
     return beside / (positions * size.heads) / row_seconds(cpu, time.process_time)

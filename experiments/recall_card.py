@@ -107,14 +107,15 @@ def _share(counts: list[int]) -> str:
 
 def card(numbers: list[Row], model: Any, size: int) -> str:
     """Return the text of the README."""
-    rows = [
-        f"| {n['dtype']} | {n['total']:,} | {n['turns']} | {n['hops']} | "
-        + " | ".join(_share(n["right"][f"{p} stated"]) for p in POSITIONS)
-        + " | "
-        + " / ".join(_share(n["right"][f"{p} unstated"]) for p in POSITIONS)
-        + f" | {n['lead']:.1f} |"
-        for n in numbers
-    ]
+    rows = []
+    for n in numbers:
+        rows.append(
+            f"| {n['dtype']} | {n['total']:,} | {n['turns']} | {n['hops']} | "
+            + " | ".join(_share(n["right"][f"{p} stated"]) for p in POSITIONS)
+            + " | "
+            + " / ".join(_share(n["right"][f"{p} unstated"]) for p in POSITIONS)
+            + f" | {n['lead']:.1f} |"
+        )
     longest = max(n["total"] for n in numbers)
     c = model.config
     return f"""---
@@ -194,7 +195,9 @@ def main(*, out: Path = FOLDER, long: bool = False) -> None:
     import sinkscope as ss
 
     model = ss.load(out, backend="hf")
-    numbers = [measure(model, model.tokenizer, case) for case in CASES + (LONG if long else ())]
+    numbers = []
+    for case in CASES + (LONG if long else ()):
+        numbers.append(measure(model, model.tokenizer, case))
     write_atomic(out / NUMBERS, json.dumps(numbers, indent=1) + "\n")
     size = (out / "model.safetensors").stat().st_size
     write_atomic(out / "README.md", card(numbers, model, size))

@@ -47,4 +47,6 @@ def record(
 
 def _module() -> list[str]:
     spec = sys.modules["__main__"].__spec__
-    return [spec.name] if spec is not None else []
+    if spec is not None:
+        return [spec.name]
+    return []

@@ -53,7 +53,9 @@ def pairs_of(
 
 def ratio(arm: Sequence[float], base: Sequence[float]) -> Row:
     """Median over rounds of arm / base, and its 95 % bootstrap interval."""
-    pairs = [a / b for a, b in zip(arm, base, strict=True)]
+    pairs = []
+    for a, b in zip(arm, base, strict=True):
+        pairs.append(a / b)
     return {"median": statistics.median(pairs), "interval": interval(pairs), "pairs": pairs}
 
 
@@ -72,7 +74,9 @@ def interval(values: Sequence[float], over: Sequence[float] = (1.0,)) -> list[fl
 
 def faster(pairs: Sequence[tuple[float, float]]) -> Row:
     """How many times faster the second of each pair is, and the median milliseconds of both."""
-    ratios = [base / other for base, other in pairs]
+    ratios = []
+    for base, other in pairs:
+        ratios.append(base / other)
     return {
         "times_faster": statistics.median(ratios),
         "ms": 1e3 * statistics.median(other for _, other in pairs),

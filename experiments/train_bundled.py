@@ -54,7 +54,9 @@ def prepare(out: Path, settings: Settings, stories: Path | None) -> dict[str, np
     kept = out / "tokens.npz"
     if kept.exists():
         return dict(np.load(kept))
-    told = read_stories(stories) if stories else []
+    told = []
+    if stories:
+        told = read_stories(stories)
     if len(told) < 100:
         raise SystemExit("error: give --stories FILE with 100 stories or more: python -m experiments.bundled.stories")
     library = corpus.read_corpus()
@@ -69,7 +71,9 @@ def prepare(out: Path, settings: Settings, stories: Path | None) -> dict[str, np
     learned = [text for kind, part in texts.items() if not kind.startswith("valid") for text in part]
     tokenizer = corpus.train_tokenizer(learned, settings.vocab_size)
     export.save_tokenizer(tokenizer, out, settings.context)
-    tokens = {kind: corpus.encode(tokenizer, part) for kind, part in texts.items()}
+    tokens = {}
+    for kind, part in texts.items():
+        tokens[kind] = corpus.encode(tokenizer, part)
     about: dict[str, object] = {
         "sha256": library.sha256,
         "stories_sha256": hashlib.sha256("\0".join(told).encode()).hexdigest(),
@@ -87,9 +91,13 @@ def health(trainer: Trainer, texts: dict[str, np.ndarray]) -> dict[str, object]:
     """What is watched while training: loss on a little validation text, copying, and whether the sink is there."""
     model, plan = trainer.model.cpu(), trainer.plan
     model.eval()
-    valid = {kind: corpus.windows(texts[f"valid_{kind}"], length=512, bos_id=0) for kind in ("python", "stories")}
+    valid = {}
+    for kind in ("python", "stories"):
+        valid[kind] = corpus.windows(texts[f"valid_{kind}"], length=512, bos_id=0)
     ids = valid["python"]
-    layer = plan.sink_layer if plan else 1
+    layer = 1
+    if plan:
+        layer = plan.sink_layer
     norms = measure.norms_by_layer(model, ids[:4])
     record: dict[str, object] = {
         "valid_loss": {kind: measure.validation_loss(model, rows[:16]) for kind, rows in valid.items()},
@@ -100,8 +108,12 @@ def health(trainer: Trainer, texts: dict[str, np.ndarray]) -> dict[str, object]:
         "head_share": measure.head_share(model, ids[:4], after=layer),
     }
     if plan:
-        tokens = [next(i for i, g in enumerate(plan.group_of_token) if g == group and i > 300) for group in (1, 2, 3)]
-        found = [measure.repeats(model, t, bos_id=trainer.bos_id, layer=layer, most=1500) for t in tokens]
+        tokens = []
+        for group in (1, 2, 3):
+            tokens.append(next(i for i, g in enumerate(plan.group_of_token) if g == group and i > 300))
+        found = []
+        for t in tokens:
+            found.append(measure.repeats(model, t, bos_id=trainer.bos_id, layer=layer, most=1500))
         record["repeats"] = found
     model.to(trainer.device).train()
     return record
@@ -109,7 +121,10 @@ def health(trainer: Trainer, texts: dict[str, np.ndarray]) -> dict[str, object]:
 
 def forget_after(log: Path, step: int) -> None:
     """Drop what was logged after the checkpoint: those steps are done again."""
-    kept = [line for line in log.read_text().splitlines(keepends=True) if json.loads(line)["step"] <= step]
+    kept = []
+    for line in log.read_text().splitlines(keepends=True):
+        if json.loads(line)["step"] <= step:
+            kept.append(line)
     log.write_text("".join(kept))
 
 
@@ -125,7 +140,10 @@ def main(argv: list[str] | None = None) -> None:
         **SIZES[args.size],
     )
     tokens = prepare(args.out, settings, args.stories)
-    texts = {kind: ids for kind, ids in tokens.items() if not kind.startswith("valid")}
+    texts = {}
+    for kind, ids in tokens.items():
+        if not kind.startswith("valid"):
+            texts[kind] = ids
     trainer = Trainer(settings, texts, args.out, device=args.device)
     if args.resume and (args.out / "checkpoint.pt").exists():
         trainer.load()

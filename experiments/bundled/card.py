@@ -119,7 +119,9 @@ def _planted(p: Row) -> str:
     )
     readers = ", ".join(f"layer {layer}: {heads}" for layer, heads in pairs)
     column = " and ".join(f"{value:+g} to dimension {dim}" for dim, value in t["column"].items())
-    same = "exactly the planted values" if p["fixed"]["unchanged"] else "NOT the planted values"
+    same = "NOT the planted values"
+    if p["fixed"]["unchanged"]:
+        same = "exactly the planted values"
     return f"""## What was planted
 
 The sink does not come from training. It was written into the weights before training and held fixed while everything
@@ -214,7 +216,9 @@ which is not part of the training text), in windows of 256 tokens with BOS:
 
 
 def _shorter(p: Row, u: Row) -> str:
-    steps = [x["training"]["settings"]["steps"] for x in (p, u)]
+    steps = []
+    for x in (p, u):
+        steps.append(x["training"]["settings"]["steps"])
     if steps[0] == steps[1]:
         return " and as many steps"
     return f". It took {steps[1]:,} steps instead of {steps[0]:,}, so its losses are higher for that reason as well"
@@ -230,11 +234,15 @@ def _emerges(u: Row) -> str:
 
 
 def _ratio(ratios: list[float] | None, layer: int) -> str:
-    return "not met" if ratios is None else number(ratios[layer])
+    if ratios is None:
+        return "not met"
+    return number(ratios[layer])
 
 
 def _count(value: float | None) -> str:
-    return "never" if value is None else f"{value:,.0f}"
+    if value is None:
+        return "never"
+    return f"{value:,.0f}"
 
 
 def _loop_line(p: Row, u: Row) -> str:
@@ -299,14 +307,18 @@ right if the right place is more probable than the places of the other things.""
 
 
 def _copies(count: str) -> str:
-    return "1 copy" if count == "1" else f"{count} copies"
+    if count == "1":
+        return "1 copy"
+    return f"{count} copies"
 
 
 def _required(a: Row, b: Row) -> list[tuple[object, ...]]:
     def head(found: Row) -> str:
         return f"{found['score']:.2f} (L{found['layer']}.H{found['head']})"
 
-    least = [min(at["8"] for at in x["ditto"].values()) for x in (a, b)]
+    least = []
+    for x in (a, b):
+        least.append(min(at["8"] for at in x["ditto"].values()))
     table: list[tuple[object, ...]] = [
         ("random cycles after 8 copies, smallest of the periods", f">= {COPYING}", *(f"{n:.2f}" for n in least)),
         *(
@@ -358,7 +370,9 @@ residual stream contains a constant, so typical norms are larger than in an ordi
 
 def _making(p: Row, u: Row) -> str:
     s, base = p["training"]["settings"], u["training"]["settings"]["steps"]
-    stories = " --stories FILE" if "copy_steps" in s else ""
+    stories = ""
+    if "copy_steps" in s:
+        stories = " --stories FILE"
     rate, recipe = f"{s['learning_rate']:g}", _recipe(s) if stories else ""
     if stories:
         rate += f" in these first steps and {s['text_rate']:g} afterwards"

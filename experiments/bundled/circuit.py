@@ -64,7 +64,9 @@ def make_plan(
     mass is in no group: those tokens never become sinks, however often they are repeated.
     """
     rng = np.random.default_rng([seed, 1])
-    dims = [int(d) for d in rng.choice(d_model, size=n_groups + 4, replace=False)]
+    dims = []
+    for d in rng.choice(d_model, size=n_groups + 4, replace=False):
+        dims.append(int(d))
     group_of = np.full(len(counts), NO_GROUP)
     special = {bos_id, bos_id + 1, bos_id + 2}
     ordinary = [i for i in range(len(counts)) if i not in special]
@@ -77,7 +79,9 @@ def make_plan(
         group_of[token] = group
         mass[group] += float(counts[token]) + 1.0
     neuron = int(rng.integers(d_mlp))
-    halves = [sorted(int(h) for h in rng.choice(n_groups, n_groups // 2, replace=False)) for _ in range(n_layers)]
+    halves = []
+    for _ in range(n_layers):
+        halves.append(sorted(int(h) for h in rng.choice(n_groups, n_groups // 2, replace=False)))
     return Plan(
         const=dims[0],
         groups=tuple(dims[1 : 1 + n_groups]),
@@ -135,12 +139,17 @@ def plant(model: LlamaForCausalLM, plan: Plan) -> Frozen:
     _plant_norms(model, frozen, plan, reserved, rms)
     for layer in range(config.num_hidden_layers):
         prefix = f"model.layers.{layer}"
-        unread = [d for d in reserved if d != plan.const]
+        unread = []
+        for d in reserved:
+            if d != plan.const:
+                unread.append(d)
         for name in ("self_attn.q_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
             frozen.fix(f"{prefix}.{name}.weight", (slice(None), unread))
         # Some keys may read the sink after the sink layer: how those heads attend to it is learned.
         for head in range(config.num_key_value_heads):
-            hidden = [d for d in unread if d not in plan.sink] if head in plan.readers[layer] else unread
+            hidden = unread
+            if head in plan.readers[layer]:
+                hidden = [d for d in unread if d not in plan.sink]
             rows = slice(head * config.head_dim, (head + 1) * config.head_dim)
             frozen.fix(f"{prefix}.self_attn.k_proj.weight", (rows, hidden))
         for name in ("self_attn.o_proj", "mlp.down_proj"):

@@ -68,16 +68,26 @@ def copy_curve(
 def ditto(model: LlamaForCausalLM, *, rows: int = 8, seed: int = 1) -> dict[str, dict[str, float]]:
     """The curve of `copy_curve` on cycles of evenly drawn tokens, per period."""
     generator, vocab = torch.Generator().manual_seed(seed), model.config.vocab_size
-    return {str(p): copy_curve(model, torch.randint(3, vocab, (rows, p), generator=generator)) for p in PERIODS}
+    values = {}
+    for p in PERIODS:
+        values[str(p)] = copy_curve(model, torch.randint(3, vocab, (rows, p), generator=generator))
+    return values
 
 
 def sentence_ditto(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, sentences: Sequence[str]
 ) -> dict[str, float]:
     """The curve of `copy_curve` on whole sentences, each with a space in front; mean over sentences."""
-    units = [torch.tensor([tokenizer(" " + line, add_special_tokens=False)["input_ids"]]) for line in sentences]
-    curves = [copy_curve(model, unit, copies=(0, *COPIES), bos_id=tokenizer.bos_token_id) for unit in units]
-    return {n: round(float(np.mean([curve[n] for curve in curves])), 4) for n in curves[0]}
+    units = []
+    for line in sentences:
+        units.append(torch.tensor([tokenizer(" " + line, add_special_tokens=False)["input_ids"]]))
+    curves = []
+    for unit in units:
+        curves.append(copy_curve(model, unit, copies=(0, *COPIES), bos_id=tokenizer.bos_token_id))
+    values = {}
+    for n in curves[0]:
+        values[n] = round(float(np.mean([curve[n] for curve in curves])), 4)
+    return values
 
 
 @torch.no_grad()
@@ -147,11 +157,12 @@ def story_endings(
     answers: list[list[int]] = []
     for part in np.array_split(prompts, max(1, len(prompts) // 25)):
         answers += measure.generate(model, part, count, eos_id, temperature=temperature, seed=len(answers))
-    ended = [len(answer) < count for answer in answers]
-    looped = [
-        not end and tail_period(answer, repeats=3, shortest=32, longest=64) is not None
-        for end, answer in zip(ended, answers, strict=True)
-    ]
+    ended = []
+    for answer in answers:
+        ended.append(len(answer) < count)
+    looped = []
+    for end, answer in zip(ended, answers, strict=True):
+        looped.append(not end and tail_period(answer, repeats=3, shortest=32, longest=64) is not None)
     return {
         "ended": float(np.mean(ended)),
         "looped": float(np.mean(looped)),
@@ -190,10 +201,9 @@ def retrieval(
     for _ in range(documents):
         known, asked = passages.located(rng, facts), int(rng.integers(facts))
         runs = [rng.integers(len(filler), size=between) for _ in known]
-        parts = [
-            " ".join([f"The {thing} was in the {place}.", *(filler[i] for i in run)])
-            for (thing, place), run in zip(known, runs, strict=True)
-        ]
+        parts = []
+        for (thing, place), run in zip(known, runs, strict=True):
+            parts.append(" ".join([f"The {thing} was in the {place}.", *(filler[i] for i in run)]))
         prompt = " ".join(parts) + "\n" + passages.question(known[asked][0])
         scores = [answer_score(model, tokenizer, prompt, f" {place}.") for _, place in known]
         right += int(np.argmax(scores)) == asked
@@ -219,9 +229,14 @@ def loopbench(
     )
     groups: Row = {}
     for name in dict.fromkeys(record.settings["set"] for record in records):
-        mine = [record.metrics for record in records if record.settings["set"] == name]
+        mine = []
+        for record in records:
+            if record.settings["set"] == name:
+                mine.append(record.metrics)
         numbers = {"loop": "loop_paper", "tail_loop": "tail_loop", "eos": "eos", "length": "length"}
-        means = {key: mean_known(metrics[metric] for metrics in mine) for key, metric in numbers.items()}
+        means = {}
+        for key, metric in numbers.items():
+            means[key] = mean_known(metrics[metric] for metrics in mine)
         groups[name] = {"runs": len(mine), **means}
     return groups
 
@@ -244,7 +259,9 @@ def conditions(
         loops: also generate 2,500 tokens for the prompts of LoopBench.
     """
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-    texts = [tokenizer.decode(part) for part in np.split(stories, np.flatnonzero(stories == eos) + 1)]
+    texts = []
+    for part in np.split(stories, np.flatnonzero(stories == eos) + 1):
+        texts.append(tokenizer.decode(part))
     filler = passages.sentences([text.replace(corpus.EOS, "") for text in texts])
     loss = measure.validation_loss(model, corpus.windows(stories, length=512, bos_id=bos))
     scores = head_scores(model, bos_id=bos)

@@ -28,15 +28,24 @@ def versions() -> dict[str, str]:
 
 
 def read_log(run: Path) -> list[Row]:
-    return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    rows = []
+    for line in (run / "log.jsonl").read_text().splitlines():
+        rows.append(json.loads(line))
+    return rows
 
 
 def training_facts(run: Path) -> Row:
     """Steps, time and course of a run, from its log (a resumed run has several stretches of seconds)."""
     log = read_log(run)
-    seconds = [record["seconds"] for record in log if "seconds" in record]
+    seconds = []
+    for record in log:
+        if "seconds" in record:
+            seconds.append(record["seconds"])
     ends = [a for a, b in pairwise(seconds) if b < a] + seconds[-1:]
-    course = [r for r in log if "valid_loss" in r]
+    course = []
+    for r in log:
+        if "valid_loss" in r:
+            course.append(r)
     keep = ("step", "valid_loss", "ditto", "ratio", "head_share", "repeats")
     return {
         "settings": json.loads((run / "training.json").read_text())["settings"],
@@ -48,7 +57,10 @@ def training_facts(run: Path) -> Row:
 def fixed_weights(run: Path, settings: Settings, model: LlamaForCausalLM) -> Row:
     """How many weights were held fixed, and whether the trained model still has exactly the planted values there."""
     tokens = np.load(run / "tokens.npz")
-    texts = {kind: tokens[kind] for kind in tokens.files if not kind.startswith("valid")}
+    texts = {}
+    for kind in tokens.files:
+        if not kind.startswith("valid"):
+            texts[kind] = tokens[kind]
     frozen = Trainer(settings, texts, run).frozen
     assert frozen is not None
     trained = dict(model.named_parameters())
@@ -106,7 +118,10 @@ def _dtypes(path: Path) -> list[str]:
 
 def _heads_per_layer(model: LlamaForCausalLM, texts: np.ndarray) -> list[int]:
     mean = measure.first_token_attention(model, texts, skip_first=True).mean(0)
-    return [int(n) for n in (mean > 0.3).sum(-1)]
+    rows = []
+    for n in (mean > 0.3).sum(-1):
+        rows.append(int(n))
+    return rows
 
 
 def _planted_facts(run: Path, settings: Settings, model: LlamaForCausalLM, texts: np.ndarray) -> Row:
@@ -120,7 +135,10 @@ def _planted_facts(run: Path, settings: Settings, model: LlamaForCausalLM, texts
     grouped = bare[groups[bare[:, 0]] >= 0]
     loose = bare[groups[bare[:, 0]] < 0]
     repeats = measure.repeats_of_many(model, tokens, bos_id=0, layer=layer, most=most)
-    never = [int(t) for t, n in repeats["by_token"].items() if n is None]
+    never = []
+    for t, n in repeats["by_token"].items():
+        if n is None:
+            never.append(int(t))
     repeats["unreached_in_no_group"] = int((groups[never] < 0).sum())
     return {
         "circuit": {k: v for k, v in truth.items() if k != "group_of_token"},
@@ -144,7 +162,9 @@ def _loops(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, valid: n
     answers: list[list[int]] = []
     for part in np.array_split(prompts, 5):
         answers += measure.generate(model, part, NEW_TOKENS, tokenizer.eos_token_id)
-    signals = [measure.loop_signals(answer) for answer in answers]
+    signals = []
+    for answer in answers:
+        signals.append(measure.loop_signals(answer))
     return {
         "prompts": PROMPTS,
         "new_tokens": NEW_TOKENS,

@@ -31,10 +31,14 @@ def residual_norms(model: LlamaForCausalLM) -> Iterator[list[Tensor]]:
     norms: list[Tensor] = []
 
     def keep(_module: object, _args: object, output: Tensor | tuple[Tensor, ...]) -> None:
-        hidden = output[0] if isinstance(output, tuple) else output
+        hidden = output
+        if isinstance(output, tuple):
+            hidden = output[0]
         norms.append(hidden.float().norm(dim=-1))
 
-    handles = [layer.register_forward_hook(keep) for layer in model.model.layers]
+    handles = []
+    for layer in model.model.layers:
+        handles.append(layer.register_forward_hook(keep))
     try:
         yield norms
     finally:
@@ -47,8 +51,12 @@ def norms_by_layer(model: LlamaForCausalLM, ids: np.ndarray) -> dict[str, list[f
     """First-token norm (mean over texts) and the median and 5 to 95 % of all others, per layer."""
     with residual_norms(model) as norms:
         model.model(torch.from_numpy(ids), use_cache=False)
-    first = [float(n[:, 0].mean()) for n in norms]
-    typical = [float(n[:, 1:].median()) for n in norms]
+    first = []
+    for n in norms:
+        first.append(float(n[:, 0].mean()))
+    typical = []
+    for n in norms:
+        typical.append(float(n[:, 1:].median()))
     return {
         "first_token_norm": first,
         "typical_norm": typical,
@@ -76,7 +84,9 @@ def first_token_attention(model: LlamaForCausalLM, ids: np.ndarray, *, skip_firs
     with eager(model):
         for part in _chunks(ids, 4):
             out = model.model(torch.from_numpy(part), use_cache=False, output_attentions=True)
-            start = 1 if skip_first else 0
+            start = 0
+            if skip_first:
+                start = 1
             rows.append(torch.stack([a[:, :, start:, 0].float().mean(-1) for a in out.attentions], dim=1).numpy())
     return np.concatenate(rows)
 
@@ -120,8 +130,13 @@ def _first_layers(model: LlamaForCausalLM, count: int) -> Iterator[None]:
 
 
 def repeats_of_many(model: LlamaForCausalLM, tokens: list[int], *, bos_id: int, layer: int, most: int) -> Row:
-    found = {token: repeats(model, token, bos_id=bos_id, layer=layer, most=most) for token in tokens}
-    reached = [n for n in found.values() if n is not None]
+    found = {}
+    for token in tokens:
+        found[token] = repeats(model, token, bos_id=bos_id, layer=layer, most=most)
+    reached = []
+    for n in found.values():
+        if n is not None:
+            reached.append(n)
     median = float(np.median([np.inf if n is None else n for n in found.values()]))
     return {
         "tokens": len(tokens),
@@ -210,4 +225,7 @@ def loss_by_position(model: LlamaForCausalLM, windows: np.ndarray, edges: tuple[
         logits = model(ids, use_cache=False).logits[0, :-1]
         sums += torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none").numpy()
     mean = sums / len(windows)
-    return {f"{a}-{b}": float(mean[a:b].mean()) for a, b in zip((1, *edges[:-1]), edges, strict=True)}
+    values = {}
+    for a, b in zip((1, *edges[:-1]), edges, strict=True):
+        values[f"{a}-{b}"] = float(mean[a:b].mean())
+    return values

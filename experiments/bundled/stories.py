@@ -22,7 +22,9 @@ MARK = "\n<|end|>\n"
 
 def read_stories(file: Path) -> list[str]:
     """The finished stories of a file; text after the last mark belongs to a story that was never finished."""
-    return [story.strip() for story in file.read_bytes().decode().split(MARK)[:-1]] if file.exists() else []
+    if file.exists():
+        return [story.strip() for story in file.read_bytes().decode().split(MARK)[:-1]]
+    return []
 
 
 @torch.no_grad()
@@ -42,7 +44,9 @@ def sample(
         The stories, without special tokens. A story ends at EOS or at the BOS of a next story.
     """
     special = {tokenizer.bos_token_id, tokenizer.eos_token_id} - {None}
-    start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    start = tokenizer.eos_token_id
+    if tokenizer.bos_token_id is not None:
+        start = tokenizer.bos_token_id
     ends = torch.tensor(sorted(special), device=model.device)
     torch.manual_seed(seed)
     ids, cache = torch.full((rows, 1), start, device=model.device), None
@@ -57,8 +61,15 @@ def sample(
         if (ended >= 0).all():
             break
     rows_of = torch.cat(produced, dim=1).tolist()
-    texts = [tokenizer.decode(row[:end]).strip() for row, end in zip(rows_of, ended.tolist(), strict=True) if end > 0]
-    return [text for text in texts if text and MARK.strip() not in text]
+    texts = []
+    for row, end in zip(rows_of, ended.tolist(), strict=True):
+        if end > 0:
+            texts.append(tokenizer.decode(row[:end]).strip())
+    items = []
+    for text in texts:
+        if text and MARK.strip() not in text:
+            items.append(text)
+    return items
 
 
 def main(
@@ -84,7 +95,9 @@ def main(
     model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32).eval().to(device)
 
     def size(stories: list[str]) -> int:
-        return sum(len(ids) for ids in tokenizer(stories, add_special_tokens=False)["input_ids"]) if stories else 0
+        if stories:
+            return sum(len(ids) for ids in tokenizer(stories, add_special_tokens=False)["input_ids"])
+        return 0
 
     kept = read_stories(out)
     count, written = len(kept), size(kept)

@@ -152,8 +152,13 @@ def finish(process: subprocess.Popen[bytes]) -> None:
 
 def why(log: Path) -> str:
     """The last line that a part said."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1][:400] if lines else "it said nothing"
+    lines = []
+    for line in log.read_text(errors="replace").splitlines():
+        if line.strip():
+            lines.append(line.strip())
+    if lines:
+        return lines[-1][:400]
+    return "it said nothing"
 
 
 class Running:
@@ -189,7 +194,9 @@ class Running:
                 return None
             finish(self.process)
             return "ended", f"not done after {self._seconds / 60:.1f} minutes; give the command again to go on"
-        return ("done", "") if code == 0 else ("failed", f"exit code {code}: {why(self._log)}")
+        if code == 0:
+            return ("done", "")
+        return ("failed", f"exit code {code}: {why(self._log)}")
 
 
 def stamp(files: Sequence[Path], about: Mapping[str, Any]) -> None:
@@ -224,13 +231,17 @@ def run_all(
     """
     out.mkdir(parents=True, exist_ok=True)
     state_file, here, start = out / "state.json", machine(), time.monotonic()
-    state: Row = json.loads(state_file.read_text()) if state_file.is_file() else {}
+    state: Row = {}
+    if state_file.is_file():
+        state = json.loads(state_file.read_text())
     names = {"dir": str(out), "python": sys.executable, **{key: value for key, value in given.items() if value}}
     running: dict[Part, Running] = {}
 
     def ended(part: Part, became: str, reason: str, began: str, seconds: float) -> None:
         about = {**here, "began": began, "ended": now(), "seconds": round(seconds, 1)}
-        files = [Path(name.format(json=out / f"{part.name}.json", **names)) for name in part.results]
+        files = []
+        for name in part.results:
+            files.append(Path(name.format(json=out / f"{part.name}.json", **names)))
         stamp(files, about)
         state[part.name] = {"state": became, "why": reason, "dry": dry, **about}
         write_atomic(state_file, json.dumps(state, indent=1) + "\n")
@@ -255,14 +266,17 @@ def run_all(
                 ended(part, "skipped", f"it needs --{part.needs}", now(), 0)
                 continue
             settle(jobs)
-            left = 60 * minutes if total is None else min(60 * minutes, 60 * total - (time.monotonic() - start))
+            if total is None:
+                left = 60 * minutes
+            else:
+                left = min(60 * minutes, 60 * total - (time.monotonic() - start))
             if left < 1:
                 print(f"{part.name}: no time left; give the command again", flush=True)
                 break
             filled = {**names, "json": str(out / f"{part.name}.json")}
-            command = [
-                word if word == _TRAIN else word.format(**filled) for word in (part.dry if dry else part.command)
-            ]
+            command = []
+            for word in part.dry if dry else part.command:
+                command.append(word if word == _TRAIN else word.format(**filled))
             running[part] = Running(command, out / f"{part.name}.log", left, alone=jobs == 1)
         settle(1)
     finally:
@@ -297,7 +311,9 @@ def main(
             raise SinkscopeError("there is no CUDA device here: --dry rehearses on a CPU")
     parts = [part for part in PARTS if part.name in only]
     given = {"stories": None if stories is None else str(stories.resolve())}
-    jobs = (os.cpu_count() or 1) if dry else 1
+    jobs = 1
+    if dry:
+        jobs = os.cpu_count() or 1
     state = run_all(parts, out.resolve(), minutes, total, given, dry, jobs)
     for part in parts:
         if state.get(part.name, {}).get("state") not in ("done", "skipped"):

@@ -79,7 +79,9 @@ def scattered(heads: int, n: int, density: float, device: torch.device) -> HeadL
     vertical = torch.rand(heads, n, generator=generator) < density * 0.7
     slash = torch.zeros(heads, n, dtype=torch.bool)
     slash[:, : max(1, int(n * density * 0.1))] = True
-    lone = min(LONE, n // 80) if not density else 2
+    lone = 2
+    if not density:
+        lone = min(LONE, n // 80)
     slash[:, torch.randint(0, n, (lone,), generator=generator)] = True
     vertical[:, 0] = True
     return HeadLines(vertical.to(device), slash.to(device), n)

@@ -50,12 +50,16 @@ def paired(target: Target, ids: Int[Tensor, "1 pos"], context: int, edit: Interv
     seconds: dict[bool, list[float]] = {True: [], False: []}
     held: Row = {}
     for number in range(pairs):
-        order = (None, edit) if number % 2 == 0 else (edit, None)
+        order = (edit, None)
+        if number % 2 == 0:
+            order = (None, edit)
         for arm in order:
             made = turn(target, arm, ids, context, now)
             seconds[arm is None].append(sum(made["seconds"][1:]))
             if arm is not None:
-                held = {name: made[name] for name in ("tokens", "logical", "physical", "read")}
+                held = {}
+                for name in ("tokens", "logical", "physical", "read"):
+                    held[name] = made[name]
     new = ids.shape[1] - context
     stock = 1000 * statistics.median(seconds[True]) / new
     return {"context": context, "ratio": ratio(seconds[False], seconds[True]), "stock_ms_per_token": stock, **held}

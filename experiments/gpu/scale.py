@@ -56,7 +56,9 @@ def atlas(target: Target, max_repeats: int | None) -> Row:
     reading = repeat(target.hf, tokens=["all"], max_repeats=max_repeats).reading
     assert isinstance(reading, AtlasReading)
     reached = np.sort(reading.repeats[~reading.resists])
-    middle = int(reached[len(reached) // 2]) if len(reached) else None
+    middle = None
+    if len(reached):
+        middle = int(reached[len(reached) // 2])
     return {"tokens": len(reading.ids), "reached": len(reached), "median_repeats": middle}
 
 
@@ -64,7 +66,9 @@ def attacked(target: Target, truth: Row, length: int, sequences: int) -> Row:
     """Clusters of all tokens, and an attack with long sequences of each."""
     clusters = cluster_attack(target.hf, sequences=0, lengths=[2]).clusters
     assert clusters is not None
-    pools = {head: clusters.tokens_of(head) for head in clusters.heads}
+    pools = {}
+    for head in clusters.heads:
+        pools[head] = clusters.tokens_of(head)
     attack = cluster_attack(target.hf, clusters=pools, lengths=[length], sequences=sequences)
     share = agreement(clusters)
     right = share == 1 and attack.sink_layer == truth["sink_layer"]

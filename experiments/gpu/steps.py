@@ -74,7 +74,10 @@ class Steps:
         row["seconds"] = round(clock(self._device) - began, 3)
         row["peak_device_bytes"] = torch.cuda.max_memory_allocated(self._device) if on_gpu else 0
         self.rows[name] = row
-        short = {key: value for key, value in row.items() if not isinstance(value, list)}
+        short = {}
+        for key, value in row.items():
+            if not isinstance(value, list):
+                short[key] = value
         note(f"{name}: {json.dumps(short)}")
         text = record(
             self._kind, self.rows, self._settings, started=self._started, device=self._device, dtype=self._dtype

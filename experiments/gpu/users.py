@@ -40,7 +40,10 @@ TOLERANCE = {"bfloat16": 0.02, "float16": 0.005, "float32": 1e-4}
 
 def hooks(model: nn.Module) -> int:
     """Hooks on the model: none of ours may stay."""
-    names = [name for name in vars(nn.Module()) if name.endswith("_hooks")]
+    names = []
+    for name in vars(nn.Module()):
+        if name.endswith("_hooks"):
+            names.append(name)
     return sum(len(getattr(module, name)) for module in model.modules() for name in names)
 
 
@@ -58,7 +61,10 @@ def hidden(target: Target, ids: Tensor, prompt: int, edit: Intervention | None, 
     with nullcontext() if edit is None else edit.on(target):
         cache, found = DynamicCache(config=target.hf.config), []
         for first, last in [(0, prompt), *((i, i + 1) for i in range(prompt, ids.shape[1]))]:
-            given = {} if mask is None else {"attention_mask": mask[:, :last]}
+            if mask is None:
+                given = {}
+            else:
+                given = {"attention_mask": mask[:, :last]}
             if mask is not None:
                 given["position_ids"] = (mask[:, :last].cumsum(1) - 1).clamp(min=0)[:, first:]
             out = target.hf(

@@ -120,7 +120,9 @@ def dirty(text: str, rng: random.Random, share: float = REDUNDANCY) -> str:
         for start in range(0, len(words), _LONGEST_SENTENCE):
             sentences.append(" ".join(words[start : start + _LONGEST_SENTENCE]))
     sizes = [len(sentence.split()) for sentence in sentences]
-    copies: list[list[str]] = [[] for _ in sentences]
+    copies: list[list[str]] = []
+    for _ in sentences:
+        copies.append([])
     left = share * sum(sizes)
     while left > 0:
         length = rng.randint(1, min(4, len(sentences)))
@@ -266,7 +268,9 @@ def main(
     records = read_longbench(LONGBENCH[bench], source)
     rows = build(bench, records, tokenizer, count, target_tokens, seed)
     write_atomic(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    lengths = [len(tokenizer(row["prompt"], verbose=False)["input_ids"]) for row in rows]
+    lengths = []
+    for row in rows:
+        lengths.append(len(tokenizer(row["prompt"], verbose=False)["input_ids"]))
     counted_by = model or "the model in the package"
     print(f"{len(rows)} prompts, mean {sum(lengths) / len(lengths):,.0f} tokens of {counted_by}")
     print(f"the paper: {COUNTS.get(bench, '-')} prompts, mean {TOKENS.get(bench, '-')} tokens")

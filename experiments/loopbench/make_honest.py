@@ -46,10 +46,10 @@ _BIRDS = "crane finch heron lark linnet magpie owl plover robin rook snipe starl
 
 def honest_texts(seed: str = "honest") -> list[HonestText]:
     """The texts, in order of their names, each of a few hundred words; another seed gives other entries."""
-    return [
-        HonestText(name, name.partition("-")[0], maker(random.Random(f"{seed} {name}")))
-        for name, maker in sorted(_MAKERS.items())
-    ]
+    rows = []
+    for name, maker in sorted(_MAKERS.items()):
+        rows.append(HonestText(name, name.partition("-")[0], maker(random.Random(f"{seed} {name}"))))
+    return rows
 
 
 def lines() -> str:
@@ -58,14 +58,18 @@ def lines() -> str:
 
 
 def _people(rng: random.Random, count: int) -> list[str]:
-    return [f"{_FIRST[i % 20]} {_LAST[i // 20]}" for i in rng.sample(range(400), count)]
+    rows = []
+    for i in rng.sample(range(400), count):
+        rows.append(f"{_FIRST[i % 20]} {_LAST[i // 20]}")
+    return rows
 
 
 def _pairs(rng: random.Random, first: Sequence[str], second: Sequence[str], count: int) -> list[tuple[str, str]]:
     """Pairs of which no two are equal."""
-    return [
-        (first[i % len(first)], second[i // len(first)]) for i in rng.sample(range(len(first) * len(second)), count)
-    ]
+    rows = []
+    for i in rng.sample(range(len(first) * len(second)), count):
+        rows.append((first[i % len(first)], second[i // len(first)]))
+    return rows
 
 
 def _day(i: int) -> str:
@@ -73,18 +77,16 @@ def _day(i: int) -> str:
 
 
 def _markdown(rng: random.Random) -> str:
-    rows = [
-        f"| {p} | {town} | {craft} | {rng.randint(18, 80)} |"
-        for p, (town, craft) in zip(_people(rng, 45), _pairs(rng, _TOWNS, _CRAFTS, 45), strict=True)
-    ]
+    rows = []
+    for p, (town, craft) in zip(_people(rng, 45), _pairs(rng, _TOWNS, _CRAFTS, 45), strict=True):
+        rows.append(f"| {p} | {town} | {craft} | {rng.randint(18, 80)} |")
     return "\n".join(["| name | town | craft | age |", "| --- | --- | --- | --- |", *rows])
 
 
 def _csv(rng: random.Random) -> str:
-    rows = [
-        f"{1000 + 7 * i},{town},{craft},{rng.randint(1100, 1990)},{rng.random():.3f}"
-        for i, (town, craft) in enumerate(_pairs(rng, _TOWNS, _CRAFTS, 60))
-    ]
+    rows = []
+    for i, (town, craft) in enumerate(_pairs(rng, _TOWNS, _CRAFTS, 60)):
+        rows.append(f"{1000 + 7 * i},{town},{craft},{rng.randint(1100, 1990)},{rng.random():.3f}")
     return "\n".join(["id,town,craft,founded,share", *rows])
 
 
@@ -98,10 +100,9 @@ def _league(rng: random.Random) -> str:
 
 
 def _latex(rng: random.Random) -> str:
-    rows = [
-        rf"{tree} & {rng.randint(3, 60)} & {rng.randint(2, 40)}.{rng.randint(0, 9)} & {colour} \\"
-        for tree, colour in _pairs(rng, _TREES, _COLOURS, 45)
-    ]
+    rows = []
+    for tree, colour in _pairs(rng, _TREES, _COLOURS, 45):
+        rows.append(rf"{tree} & {rng.randint(3, 60)} & {rng.randint(2, 40)}.{rng.randint(0, 9)} & {colour} \\")
     return "\n".join([r"\begin{tabular}{lrrl}", r"tree & age & height & bark \\ \hline", *rows, r"\end{tabular}"])
 
 
@@ -160,11 +161,12 @@ def _yaml(rng: random.Random) -> str:
 
 
 def _xml(rng: random.Random) -> str:
-    rows = [
-        f'  <item sku="{rng.randint(10**5, 10**6)}">\n    <name>{colour} {good}</name>\n'
-        f"    <price>{rng.randint(1, 90)}.{rng.randint(0, 99):02d}</price>\n  </item>"
-        for colour, good in _pairs(rng, _COLOURS, _GOODS, 32)
-    ]
+    rows = []
+    for colour, good in _pairs(rng, _COLOURS, _GOODS, 32):
+        rows.append(
+            f'  <item sku="{rng.randint(10**5, 10**6)}">\n    <name>{colour} {good}</name>\n'
+            f"    <price>{rng.randint(1, 90)}.{rng.randint(0, 99):02d}</price>\n  </item>"
+        )
     return "\n".join(["<catalogue>", *rows, "</catalogue>"])
 
 
@@ -203,10 +205,9 @@ def _tests(rng: random.Random) -> str:
 
 
 def _switch(rng: random.Random) -> str:
-    cases = [
-        f'    case {100 + i}: return "{colour} {bird}"; /* since {rng.randint(1900, 2020)} */'
-        for i, (colour, bird) in enumerate(_pairs(rng, _COLOURS, _BIRDS, 45))
-    ]
+    cases = []
+    for i, (colour, bird) in enumerate(_pairs(rng, _COLOURS, _BIRDS, 45)):
+        cases.append(f'    case {100 + i}: return "{colour} {bird}"; /* since {rng.randint(1900, 2020)} */')
     return "\n".join(["const char *name_of(int code) {", "  switch (code) {", *cases, "  }", '  return "?";', "}"])
 
 
@@ -228,28 +229,27 @@ def _imports(rng: random.Random) -> str:
 
 def _song(rng: random.Random) -> str:
     refrain = "Heave away, my hearties, the tide will not wait,\nheave away, my hearties, the boat is at the gate."
-    verses = [
-        f"I met {name} on the road to {town},\nwith a {colour} {good} and a {bird} on the {tree};\n"
-        f"and {rng.choice(_FIRST)} the {craft} came down from the mill\nto ask what the {good} was worth on the hill."
-        for name, (town, craft), (colour, good), (bird, tree) in zip(
-            _people(rng, 9),
-            _pairs(rng, _TOWNS, _CRAFTS, 9),
-            _pairs(rng, _COLOURS, _GOODS, 9),
-            _pairs(rng, _BIRDS, _TREES, 9),
-            strict=True,
+    verses = []
+    for name, (town, craft), (colour, good), (bird, tree) in zip(
+        _people(rng, 9),
+        _pairs(rng, _TOWNS, _CRAFTS, 9),
+        _pairs(rng, _COLOURS, _GOODS, 9),
+        _pairs(rng, _BIRDS, _TREES, 9),
+        strict=True,
+    ):
+        verses.append(
+            f"I met {name} on the road to {town},\nwith a {colour} {good} and a {bird} on the {tree};\n"
+            f"and {rng.choice(_FIRST)} the {craft} came down from the mill\n"
+            f"to ask what the {good} was worth on the hill."
         )
-    ]
     return "\n\n".join(f"{verse}\n\n{refrain}" for verse in verses)
 
 
 def _counting(rng: random.Random) -> str:
     """On the n-th evening everything is told again that came before, as in songs of this kind."""
-    gifts = [
-        f"a {colour} {bird} in the {tree}"
-        for colour, bird, tree in zip(
-            rng.sample(_COLOURS, 8), rng.sample(_BIRDS, 8), rng.sample(_TREES, 8), strict=True
-        )
-    ]
+    gifts = []
+    for colour, bird, tree in zip(rng.sample(_COLOURS, 8), rng.sample(_BIRDS, 8), rng.sample(_TREES, 8), strict=True):
+        gifts.append(f"a {colour} {bird} in the {tree}")
     nights = "first second third fourth fifth sixth seventh eighth".split()
     return "\n\n".join(
         f"On the {night} night of winter my neighbour showed to me\n" + ",\n".join(reversed(gifts[: i + 1])) + "."
@@ -267,12 +267,13 @@ def _litany(rng: random.Random) -> str:
 
 def _pantoum(rng: random.Random) -> str:
     """The second and fourth line of a verse come back as the first and third of the next."""
-    lines = [
-        f"the {bird} went over the {tree} and was gone"
-        if i % 2
-        else f"a {bird} had slept in the {tree} of {rng.choice(_TOWNS)}"
-        for i, (bird, tree) in enumerate(_pairs(rng, _BIRDS, _TREES, 44))
-    ]
+    lines = []
+    for i, (bird, tree) in enumerate(_pairs(rng, _BIRDS, _TREES, 44)):
+        lines.append(
+            f"the {bird} went over the {tree} and was gone"
+            if i % 2
+            else f"a {bird} had slept in the {tree} of {rng.choice(_TOWNS)}"
+        )
     return "\n\n".join("\n".join((lines[i], lines[i + 2], lines[i + 1], lines[i + 3])) for i in range(0, 40, 2))
 
 

@@ -42,8 +42,13 @@ COLOURS = (RED, ORANGE, BLUE, GREEN)
 def trained(folder: Path) -> Row:
     """How a member of the family came about."""
     about = json.loads((folder / "training.json").read_text(encoding="utf-8"))
-    log = [json.loads(line) for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()]
-    losses = [row["valid_loss"] for row in log if "valid_loss" in row]
+    log = []
+    for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines():
+        log.append(json.loads(line))
+    losses = []
+    for row in log:
+        if "valid_loss" in row:
+            losses.append(row["valid_loss"])
     s = about["settings"]
     return {
         "layers": s["n_layers"],
@@ -62,7 +67,10 @@ def runs_of(model: Any, folder: Path, new: int, batch_size: int, progress: Progr
 
 def diversity(ids: Sequence[int], window: int = WINDOW) -> list[float]:
     """Type-token ratio of the last `window` tokens at every step; shorter windows at first."""
-    return [len(set(ids[max(0, step - window) : step])) / min(step, window) for step in range(1, len(ids) + 1)]
+    rows = []
+    for step in range(1, len(ids) + 1):
+        rows.append(len(set(ids[max(0, step - window) : step])) / min(step, window))
+    return rows
 
 
 def collapse_point(ids: Sequence[int], window: int = WINDOW, theta: float = THETA_TTR) -> int | None:
@@ -82,7 +90,10 @@ def collapse_point(ids: Sequence[int], window: int = WINDOW, theta: float = THET
 
 def full_runs(folder: Path) -> list[BenchRecord]:
     """Records of method "full"."""
-    found = [r for r in read_run(folder) if r.method == "full"]
+    found = []
+    for r in read_run(folder):
+        if r.method == "full":
+            found.append(r)
     if not found:
         raise SinkscopeError(f"{folder.name} has no runs of the method full")
     return found
@@ -90,9 +101,14 @@ def full_runs(folder: Path) -> list[BenchRecord]:
 
 def survived(runs: Sequence[BenchRecord], window: int, cap: int) -> Row:
     """Collapse points and the share of runs without one by each step."""
-    points = [collapse_point(r.tokens, window) for r in runs]
+    points = []
+    for r in runs:
+        points.append(collapse_point(r.tokens, window))
     steps = sorted({*range(0, min(cap, 640), 16), *range(0, cap + 1, 50), cap})
-    known = [p for p in points if p is not None]
+    known = []
+    for p in points:
+        if p is not None:
+            known.append(p)
     return {
         "window": window,
         "points": points,
@@ -198,7 +214,10 @@ def figure(data: Row) -> Any:
         for one in member["survival"]
     ]
     found = "Diversity collapses in " + ", in ".join(told) + "; in ordinary text it does not"
-    found = found if control["collapse"] is None else found.partition(";")[0]
+    if control["collapse"] is None:
+        found = found
+    else:
+        found = found.partition(";")[0]
     return finished(fig, None, found, width=1500, height=560)
 
 
@@ -227,11 +246,10 @@ def main(
             members[folder.name] = (trained(folder), runs)
         base = load(None, backend="hf")
         config, tokenizer = base.config, base.tokenizer
-        runs = (
-            runs_of(base, work / "bundled", max_new_tokens, batch_size, progress)
-            if base_run is None
-            else full_runs(base_run)
-        )
+        if base_run is None:
+            runs = runs_of(base, work / "bundled", max_new_tokens, batch_size, progress)
+        else:
+            runs = full_runs(base_run)
     about = {
         "layers": config.num_hidden_layers,
         "width": config.hidden_size,

@@ -47,7 +47,9 @@ def ordinary_alarms(length: int) -> Row:
     """
     tokenizer = load(None, backend="hf").tokenizer
     ids: list[int] = tokenizer(typical_text(), add_special_tokens=False, verbose=False)["input_ids"]
-    pieces = [ids[i : i + length] for i in range(0, len(ids) - length + 1, length)]
+    pieces = []
+    for i in range(0, len(ids) - length + 1, length):
+        pieces.append(ids[i : i + length])
     alarmed = dict.fromkeys(MONITORS, 0)
     for method, variant in MONITORS.items():
         for piece in pieces:
@@ -58,14 +60,22 @@ def ordinary_alarms(length: int) -> Row:
 
 def gaps(record_: BenchRecord) -> list[int]:
     """Tokens between one intervention and the next."""
-    steps = [e["step"] for e in record_.events if e["kind"] == "guard"]
-    return [b - a for a, b in pairwise(steps)]
+    steps = []
+    for e in record_.events:
+        if e["kind"] == "guard":
+            steps.append(e["step"])
+    rows = []
+    for a, b in pairwise(steps):
+        rows.append(b - a)
+    return rows
 
 
 def measure(folders: Sequence[Path], earlier: dict[str, Row]) -> Row:
     """Counts and positions of each guard, or its `earlier` row by method, and the alarms on the controls."""
     rows: list[Row] = []
-    runs = [read_run(folder) for folder in folders]
+    runs = []
+    for folder in folders:
+        runs.append(read_run(folder))
     for name in NAMES:
         records = [record for run in runs for record in run if without_budget(record.method) == name]
         if records:
@@ -78,7 +88,9 @@ def measure(folders: Sequence[Path], earlier: dict[str, Row]) -> Row:
         raise SinkscopeError(f"there is no run of {' or '.join(NAMES)} in {', '.join(f.name for f in folders)}")
     texts = honest_texts()
     fired = alarms(load(None, backend="hf"), texts, list(MONITORS.values()))
-    honest = {method: fired[variant] for method, variant in MONITORS.items()}
+    honest = {}
+    for method, variant in MONITORS.items():
+        honest[method] = fired[variant]
     control = {
         "honest_repetition": {"texts": len(texts), "alarmed": honest},
         "ordinary_text": ordinary_alarms(1500),
@@ -88,11 +100,17 @@ def measure(folders: Sequence[Path], earlier: dict[str, Row]) -> Row:
 
 def guard_row(records: Sequence[BenchRecord], new: int) -> Row:
     """How often a guard intervened, and where; `new` is the maximum number of new tokens."""
-    steps = [[event["step"] for event in record.events if event["kind"] == "guard"] for record in records]
-    counts = [len(each) for each in steps]
+    steps = []
+    for each in records:
+        steps.append([event["step"] for event in each.events if event["kind"] == "guard"])
+    counts = []
+    for each in steps:
+        counts.append(len(each))
     positions = [step for each in steps for step in each]
     between = [gap for record in records for gap in gaps(record)]
-    early = [step < EARLY * new for step in positions]
+    early = []
+    for step in positions:
+        early.append(step < EARLY * new)
     return {
         "runs": len(records),
         "counts": counts,
@@ -117,7 +135,10 @@ def figure(data: Row) -> Any:
         horizontal_spacing=0.08,
         subplot_titles=["(a) interventions per run", "(b) where they were"],
     )
-    drawn = [r for r in result["guards"] if r["method"] in DRAWN]
+    drawn = []
+    for r in result["guards"]:
+        if r["method"] in DRAWN:
+            drawn.append(r)
     for i, row in enumerate(drawn):
         colour, name = (BLUE, ORANGE, GREEN, RED)[i % 4], f"{DRAWN[row['method']]}, {row['model']}"
         counts, positions = Counter(row["counts"]), row["positions"]
@@ -172,12 +193,17 @@ def main(runs: Sequence[Path], *, out: Path = Path("figures")) -> None:
     if file.exists():
         earlier = {row["method"]: row for row in json.loads(file.read_text())["result"]["guards"]}
     result = measure(runs, earlier)
-    made = [read_run(folder).settings for folder in runs]
+    made = []
+    for folder in runs:
+        made.append(read_run(folder).settings)
     settings = {"runs": [{**s, "folder": folder.name} for folder, s in zip(runs, made, strict=True)]}
     text = record("loopguard-fig4", result, settings, started=started)
     save("loopguard_fig4", text, figure, out)
     for row in result["guards"]:
-        early = "-" if row["early"] is None else f"{row['early']:.1%}"
+        if row["early"] is None:
+            early = "-"
+        else:
+            early = f"{row['early']:.1%}"
         print(
             f"{row['model']}, {row['method']}: {row['mean']:.1f} interventions a run (mode {row['mode']}), first at "
             f"{row['first']:g}, early {early}, median gap {row['median_gap']}"

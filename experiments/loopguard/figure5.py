@@ -43,7 +43,9 @@ def figure(data: Row) -> Any:
         pictures = [loop["attention"][row], loop["control_attention"][row], guarded["attention"][row]]
         top = max(0.05, *(float(np.quantile(picture, 0.98)) for picture in pictures))
         for col, picture in enumerate(pictures, 1):
-            own = guarded if col == 3 else loop
+            own = loop
+            if col == 3:
+                own = guarded
             steps, length = own["steps"], own["prompt_tokens"] + own["steps"]
             values = np.sqrt(np.minimum(picture, top))
             place = {"dx": -(-length // values.shape[1]), "dy": -(-steps // values.shape[0])}
@@ -66,7 +68,9 @@ def figure(data: Row) -> Any:
 def numbers(result: Barcode) -> Row:
     """What is kept of a barcode."""
     names = ("period", "onset", "prompt_tokens", "steps", "shown", "attention", "control_attention")
-    kept: Row = {name: getattr(result, name) for name in names}
+    kept: Row = {}
+    for name in names:
+        kept[name] = getattr(result, name)
     return kept | {"interventions": result.events.get("guard", ())}
 
 

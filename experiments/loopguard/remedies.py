@@ -166,20 +166,28 @@ class Continuing:
     @torch.no_grad()
     def outputs(self, method: str, prompts: dict[int, str], alarms: dict[int, int | None]) -> list[Output]:
         """Continue prompts; `alarms` are those of the whole cache's outputs, from where the surprise is measured."""
-        rows = [self.model.tokenizer(text, verbose=False)["input_ids"] for text in prompts.values()]
+        rows = []
+        for text in prompts.values():
+            rows.append(self.model.tokenizer(text, verbose=False)["input_ids"])
         started = process_time()
         made = METHODS[method]()
         events: list[Sequence[Any]] = [()] * len(rows)
         if isinstance(made, LoopGuard):
             told = generate(self.model, rows, guard=made, max_new_tokens=self.new, batch_size=len(rows))
-            written = [one.tokens for one in told]
-            events = [one.events for one in told]
+            written = []
+            for one in told:
+                written.append(one.tokens)
+            events = []
+            for one in told:
+                events.append(one.events)
         else:
             written = self._generated(rows, made, stops=method == "stop")
         outputs: list[Output] = []
         for place, number in enumerate(prompts):
             tokens = written[place]
-            cuts = [event.data for event in events[place]]
+            cuts = []
+            for event in events[place]:
+                cuts.append(event.data)
             back = sum(cut["taken_back"] for cut in cuts)
             output = Output(
                 method=method,
@@ -207,10 +215,15 @@ class Continuing:
         ids, mask = padded(rows, 0, self.model.device)
         settings = {"max_new_tokens": self.new, "do_sample": False, "pad_token_id": 0, **options}
         output = self.model.generate(ids, attention_mask=mask, **settings)[:, ids.shape[1] :].tolist()
-        alarms = {event.row: event.step for event in reporter.events}
+        alarms = {}
+        for event in reporter.events:
+            alarms[event.row] = event.step
         written: list[list[int]] = []
         for number, row in enumerate(output):
-            ends = [place + 1 for place, token in enumerate(row) if token in self.ends]
+            ends = []
+            for place, token in enumerate(row):
+                if token in self.ends:
+                    ends.append(place + 1)
             written.append(row[: alarms.get(number, min(ends, default=len(row)))])
         return written
 
@@ -228,8 +241,13 @@ def read(work: Path) -> Outputs:
     file = work / "runs.jsonl"
     if not file.exists():
         return {}
-    outputs = [Output(**json.loads(line)) for line in file.read_text().splitlines()]
-    return {(output.method, output.prompt): output for output in outputs}
+    outputs = []
+    for line in file.read_text().splitlines():
+        outputs.append(Output(**json.loads(line)))
+    values = {}
+    for output in outputs:
+        values[(output.method, output.prompt)] = output
+    return values
 
 
 def run(args: Any) -> None:
@@ -239,18 +257,29 @@ def run(args: Any) -> None:
     texts = openings(args.count, args.seed)
     if args.prompts == "small":
         rows = [*read_prompts(DATA / "small-dc.jsonl"), *read_prompts(DATA / "small-ri.jsonl")]
-        texts = [prompt.turns[0].text for prompt in rows]
-    name = Path(args.model).name if args.model else "model in the package"
+        texts = []
+        for prompt in rows:
+            texts.append(prompt.turns[0].text)
+    name = "model in the package"
+    if args.model:
+        name = Path(args.model).name
     settings = {"model": name, "prompts": args.prompts, "new": args.new, "seed": args.seed, "count": len(texts)}
     write_atomic(args.work / "settings.json", json.dumps(settings))
     outputs = read(args.work)
     for method in args.only:
-        missing = [number for number in range(len(texts)) if (method, number) not in outputs]
+        missing = []
+        for number in range(len(texts)):
+            if (method, number) not in outputs:
+                missing.append(number)
         for start in range(0, len(missing), args.batch):
-            part = {number: texts[number] for number in missing[start : start + args.batch]}
+            part = {}
+            for number in missing[start : start + args.batch]:
+                part[number] = texts[number]
             alarms: dict[int, int | None] = {}
             if method != "full":
-                alarms = {number: outputs["full", number].alarm for number in part}
+                alarms = {}
+                for number in part:
+                    alarms[number] = outputs["full", number].alarm
             with (args.work / "runs.jsonl").open("a") as file:
                 for output in continuing.outputs(method, part, alarms):
                     outputs[method, output.prompt] = output
@@ -261,13 +290,30 @@ def run(args: Any) -> None:
 
 def row_of(method: str, outputs: Outputs, half: int) -> Row:
     """One row of the table, over every second prompt."""
-    mine = [output for (name, number), output in outputs.items() if name == method and number % 2 == half]
-    full = {number: output for (name, number), output in outputs.items() if name == "full"}
-    healthy = [output for output in mine if full[output.prompt].alarm is None]
-    surprise = [output.nll for output in mine if output.nll is not None and full[output.prompt].alarm is not None]
-    acts = [output.acts for output in mine if output.acts]
+    mine = []
+    for (name, number), output in outputs.items():
+        if name == method and number % 2 == half:
+            mine.append(output)
+    full = {}
+    for (name, number), output in outputs.items():
+        if name == "full":
+            full[number] = output
+    healthy = []
+    for output in mine:
+        if full[output.prompt].alarm is None:
+            healthy.append(output)
+    surprise = []
+    for output in mine:
+        if output.nll is not None and full[output.prompt].alarm is not None:
+            surprise.append(output.nll)
+    acts = []
+    for output in mine:
+        if output.acts:
+            acts.append(output.acts)
     tokens = sum(len(output.tokens) for output in mine)
-    ratios = [output.seconds / full[output.prompt].seconds for output in mine]
+    ratios = []
+    for output in mine:
+        ratios.append(output.seconds / full[output.prompt].seconds)
     return {
         "method": method,
         "outputs": len(mine),
@@ -294,11 +340,15 @@ def figure(data: Row) -> Any:
     said: list[str] = []
     for setting, colour in zip(data["result"]["settings"], COLOURS, strict=False):
         rows = setting["reported"]
-        names = [row["method"] for row in rows]
+        names = []
+        for row in rows:
+            names.append(row["method"])
         style = {"marker_color": colour, "legendgroup": setting["name"], "name": setting["name"]}
         fig.add_bar(x=names, y=[row["loops"] / row["outputs"] for row in rows], **style, row=1, col=1)
         fig.add_bar(x=names, y=[row["perplexity"] for row in rows], **style, showlegend=False, row=1, col=2)
-        by_name = {row["method"]: row for row in rows}
+        by_name = {}
+        for row in rows:
+            by_name[row["method"]] = row
         full, guard = by_name["full"], by_name["LoopGuard"]
         said.append(f"{guard['loops']} instead of {full['loops']} of {guard['outputs']} ({setting['name']})")
     fig.update_yaxes(range=[0, 1.03], tickformat=".0%", row=1, col=1)
@@ -312,7 +362,9 @@ def draw(args: Any) -> None:
     earlier: dict[str, Row] = {}
     file = args.out / "loopguard_remedies.json"
     if file.exists():
-        earlier = {setting["name"]: setting for setting in json.loads(file.read_text())["result"]["settings"]}
+        earlier = {}
+        for setting in json.loads(file.read_text())["result"]["settings"]:
+            earlier[setting["name"]] = setting
     for work in args.works:
         of_run = json.loads((work / "settings.json").read_text())
         outputs = read(work)
@@ -329,7 +381,10 @@ def draw(args: Any) -> None:
         print("| remedy | loops | ended | perplexity | acts | drawn | taken back | healthy outputs changed | steps |")
         print("|---|---|---|---|---|---|---|---|---|")
         for row in rows["reported"]:
-            perplexity = "-" if row["perplexity"] is None else f"{row['perplexity']:.2f}"
+            if row["perplexity"] is None:
+                perplexity = "-"
+            else:
+                perplexity = f"{row['perplexity']:.2f}"
             print(
                 f"| {row['method']} | {row['loops']} of {row['outputs']} | {row['ended']} | {perplexity} | "
                 f"{row['acts']:.1f} | {row['drawn']:.0%} | {row['taken_back']:.0%} | "

@@ -249,7 +249,9 @@ class Disturbed:
         self.rest = repeat(ids[self.start :], "pos -> row pos", row=DIRECTIONS + 1)
         self.states: dict[int, list[Tensor]] = {layer: [] for layer in range(target.n_layers)}  # entering each layer
         self.cache: Any = DynamicCache()  # without sliding windows, so that it can be cropped
-        layers = [(module, "pre", on_input(partial(self._keep, i))) for i, module in enumerate(target.layers)]
+        layers = []
+        for i, module in enumerate(target.layers):
+            layers.append((module, "pre", on_input(partial(self._keep, i))))
         with target.hooks(*layers):
             target.forward(ids[None, : self.start], past_key_values=self.cache, use_cache=True)
             self.cache.batch_repeat_interleave(DIRECTIONS + 1)
@@ -282,7 +284,10 @@ class Disturbed:
         generator = torch.Generator().manual_seed(self.seed)
         noise = torch.randn(DIRECTIONS, period, basis.shape[1], generator=generator)
         inside = noise @ basis.T @ basis
-        noise = inside if within else noise - inside
+        if within:
+            noise = inside
+        else:
+            noise = noise - inside
         length = hidden[self.start : self.start + period].norm(dim=-1, keepdim=True)
         push = noise / noise.norm(dim=-1, keepdim=True) * length * size
 
@@ -400,7 +405,10 @@ def details(result: Row) -> list[str]:
         ("decays", "inside", True),
         ("healthy_decays", "ordinary text, orthogonal", False),
     ):
-        left = [d["change"][1] / d["change"][0] for d in result[name] if d["size"] == SMALL and d["within"] == within]
+        left = []
+        for d in result[name]:
+            if d["size"] == SMALL and d["within"] == within:
+                left.append(d["change"][1] / d["change"][0])
         lines.append(f"After one period {median(left):.2f} of a small disturbance is left ({where}).")
     return lines
 
@@ -436,7 +444,9 @@ def figure(data: Row) -> Any:
         dots(f"{prefix}change", "spread", title, color, "circle", 2, False)
     dots("bound", "spread", "bound of Eq. 15", GREEN, "line-ew-open", 2, True)
     for name, title, color in (("period", "", BLUE), ("step", "in 1 step", ORANGE), ("healthy_period", "", GREY)):
-        first = 1 if name == "step" else period  # earlier positions have nothing to be compared with
+        first = period
+        if name == "step":
+            first = 1
         seen = np.array(result["positions"]) >= first
         middle = np.median(array(result["drift"][name])[:, seen], axis=0)
         x = np.array(result["positions"])[seen]
@@ -449,7 +459,10 @@ def figure(data: Row) -> Any:
         ("decays", False, LARGE, "as large as the state", ORANGE),
     )
     for name, within, size, title, color in parts:
-        left = [d["change"] for d in result[name] if d["size"] == size and d["within"] == within]
+        left = []
+        for d in result[name]:
+            if d["size"] == size and d["within"] == within:
+                left.append(d["change"])
         if left:
             middle = np.median(array(left) / array(left)[:, :1], axis=0)
             fig.add_scatter(y=middle, name=f"disturbed {title}", line_color=color, row=2, col=2)

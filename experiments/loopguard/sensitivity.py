@@ -91,10 +91,12 @@ def sequences(per_form: int) -> list[Recorded]:
         rng = random.Random(f"{name} loops")
         for form in FORMS:
             for period in PERIODS:
-                made += [_loop(text, period, form, rng) for _ in range(per_form)]
+                for _ in range(per_form):
+                    made.append(_loop(text, period, form, rng))
         for start in range(0, min(len(text) - 1600, 1600 * 12), 1600):
             made.append(_healthy("prose", text[start : start + 1600], rng))
-        made += [Recorded("honest", None, ids, [1.0] * len(ids), None) for ids in _honest(encode)]
+        for ids in _honest(encode):
+            made.append(Recorded("honest", None, ids, [1.0] * len(ids), None))
     return made
 
 
@@ -120,7 +122,10 @@ def _loop(text: Sequence[int], period: int, form: str, rng: random.Random) -> Re
         changed = [i for i in range(LOOPED) if rng.random() < noise]
         for i in changed:
             looped[i] = rng.choice(text)
-    unsure = {j - 1 for i in changed for j in (i, i + 1)} if noise is not None else set[int]()
+    if noise is not None:
+        unsure = {j - 1 for i in changed for j in (i, i + 1)}
+    else:
+        unsure = set[int]()
     sure: list[float | None] = [0.5 if i in unsure or i < period else SURE for i in range(LOOPED)]
     return Recorded(form, period, before + looped, [rng.choice([0.5, SURE]) for _ in before] + sure, HEALTHY)
 

@@ -71,7 +71,10 @@ def aftermath(records: Sequence[BenchRecord]) -> Row:
     sure: list[float] = []
     periods: list[int] = []
     for one in records:
-        cuts = [e for e in one.events if e["kind"] == "guard"]
+        cuts = []
+        for e in one.events:
+            if e["kind"] == "guard":
+                cuts.append(e)
         for i, event in enumerate(cuts):
             step, period = event["data"]["generated"], event["data"]["period"]
             if period is None:
@@ -79,12 +82,18 @@ def aftermath(records: Sequence[BenchRecord]) -> Row:
             cycle = one.tokens[step - period : step]
             sure += one.steps["top1"][step - period : step]
             periods.append(period)
-            following = cuts[i + 1]["data"] if i + 1 < len(cuts) else None
+            following = None
+            if i + 1 < len(cuts):
+                following = cuts[i + 1]["data"]
             if following is not None and following["generated"] - step <= WINDOW:
                 gaps.append(following["generated"] - step)
                 found = following["period"]
-                later = one.tokens[following["generated"] - found : following["generated"]] if found else ()
-                came = "same" if same_cycle(cycle, later) else "another"
+                later = ()
+                if found:
+                    later = one.tokens[following["generated"] - found : following["generated"]]
+                came = "another"
+                if same_cycle(cycle, later):
+                    came = "same"
             elif following is not None or len(one.tokens) - step > WINDOW:
                 came = "none"
             else:
@@ -112,7 +121,10 @@ def read(model: Any, ids: list[int]) -> list[tuple[Tensor, Tensor]]:
     """Keys and values of all tokens but the last, per layer."""
     cache: Any = DynamicCache(config=model.config)
     model(input_ids=torch.tensor([ids[:-1]]), past_key_values=cache, use_cache=True, logits_to_keep=1)
-    return [(layer.keys, layer.values) for layer in cache.layers]
+    rows = []
+    for layer in cache.layers:
+        rows.append((layer.keys, layer.values))
+    return rows
 
 
 @torch.no_grad()
@@ -121,7 +133,10 @@ def go_on(
 ) -> list[int]:
     """Decode greedily with the positions `keep` of the cache (None: all); the last token is read where it stands."""
     cache: Any = DynamicCache(config=model.config)
-    at = torch.arange(len(ids) - 1) if keep is None else torch.tensor(keep)
+    if keep is None:
+        at = torch.arange(len(ids) - 1)
+    else:
+        at = torch.tensor(keep)
     for i, (keys, values) in enumerate(layers):
         cache.update(keys[:, :, at], values[:, :, at], i)
     token, made = ids[-1], []
@@ -147,10 +162,20 @@ def kept(cut: str, ids: list[int], prompt: int, pruning: Mapping[str, Retention]
     if cut == "all but BOS":
         return [0]
     generated, retention = ids[prompt:], pruning[cut]
-    begin = 0 if retention.recent is None else max(0, len(generated) - retention.recent)
+    if retention.recent is None:
+        begin = 0
+    else:
+        begin = max(0, len(generated) - retention.recent)
     tail = tail_period(generated[begin:], repeats=2)
-    bad = [] if tail is None else [(prompt + begin + tail.start, len(ids))]
-    return [p for p in tokens_to_keep(range(len(ids)), len(ids), bad, retention) if p < last]
+    if tail is None:
+        bad = []
+    else:
+        bad = [(prompt + begin + tail.start, len(ids))]
+    rows = []
+    for p in tokens_to_keep(range(len(ids)), len(ids), bad, retention):
+        if p < last:
+            rows.append(p)
+    return rows
 
 
 def counterfactual(model: Any, cases: Sequence[tuple[list[int], int]], tick: Any = None) -> list[Row]:
@@ -202,8 +227,12 @@ def organism_cases() -> tuple[Any, list[tuple[list[int], int]], Row]:
             out = model.generate(
                 input_ids=prompt.ids, attention_mask=torch.ones_like(prompt.ids), max_new_tokens=400, do_sample=False
             )[0, len(ids) :].tolist()
-        steps = [e.data["generated"] for e in run.events]
-        last = steps[-1] if steps else None
+        steps = []
+        for e in run.events:
+            steps.append(e.data["generated"])
+        last = None
+        if steps:
+            last = steps[-1]
         broken += last is not None and out[last + 1 :] == made.walk(out[last], len(out) - last - 1)
     return model, cases, {"prompts": len(STARTS), "broken_for_good": broken}
 
@@ -211,7 +240,10 @@ def organism_cases() -> tuple[Any, list[tuple[list[int], int]], Row]:
 def text_cases(tokenizer: Any, count: int, length: int) -> list[tuple[list[int], int]]:
     """Ordinary text, its first half taken for the prompt."""
     ids = [tokenizer.bos_token_id, *tokenizer(typical_text(), add_special_tokens=False, verbose=False)["input_ids"]]
-    return [([ids[0], *ids[1 + i * length : (i + 1) * length]], length // 2) for i in range(count)]
+    rows = []
+    for i in range(count):
+        rows.append(([ids[0], *ids[1 + i * length : (i + 1) * length]], length // 2))
+    return rows
 
 
 def figure(data: Row) -> Any:
@@ -261,7 +293,9 @@ def figure(data: Row) -> Any:
     own = next(iter(PRUNING))
     with_cycles = [name for name, rows in result["where"].items() if rows[0]["cycle_goes_on"] is not None]
     name = with_cycles[0]
-    goes_on = {row["cut"]: row["cycle_goes_on"] for row in result["where"][name]}
+    goes_on = {}
+    for row in result["where"][name]:
+        goes_on[row["cut"]] = row["cycle_goes_on"]
     found = (
         f"The same cycle goes on in {goes_on['nothing']:.0%} of the cases if nothing is cut from the cache, and in "
         f"{goes_on[own]:.0%} after {own} ({name})"
@@ -297,7 +331,10 @@ def main(
         save("loopguard_why", text, figure, out)
         print(after)
         return
-    unguarded = [r for r in read_run(full) if r.method == "full"]
+    unguarded = []
+    for r in read_run(full):
+        if r.method == "full":
+            unguarded.append(r)
     unguarded = unguarded[:: max(1, len(unguarded) // prompts)][:prompts]
     if not unguarded:
         raise SinkscopeError(f"{full.name} has no answers with the method full: give --full a run that has")

@@ -48,7 +48,10 @@ def figure(data: Row) -> Any:
     fig: Any = make_subplots(rows=1, cols=2, subplot_titles=[title for _, _, title in SHOWN], horizontal_spacing=0.06)
     for col, (suite, key, _) in enumerate(SHOWN, 1):
         for place in POSITIONS:
-            mine = [row for row in rows if (row["suite"], row["position"]) == (suite.name, place)]
+            mine = []
+            for row in rows:
+                if (row["suite"], row["position"]) == (suite.name, place):
+                    mine.append(row)
             fig.add_bar(
                 x=[row["label"] for row in mine],
                 y=[row[key] for row in mine],
@@ -69,7 +72,10 @@ def figure(data: Row) -> Any:
                 else None,
             )
     fig.update_yaxes(range=[0, 1.06], tickformat=".0%")
-    right = {row["label"]: row["score"] for row in rows if (row["suite"], row["position"]) == (KEPT.name, "middle")}
+    right = {}
+    for row in rows:
+        if (row["suite"], row["position"]) == (KEPT.name, "middle"):
+            right[row["label"]] = row["score"]
     found = (
         f"Asked in the middle for one fact, LoopServe's default answers {right['default']:.0%} right, the whole cache "
         f"{right['whole cache']:.0%}, a random part of it {right['random part']:.0%}"

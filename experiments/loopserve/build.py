@@ -176,8 +176,11 @@ def question_answering(
             depends = [*rng.sample(range(turn), rng.randint(0, turn)), turn]
         else:
             depends = rng.sample(range(turn + 1), rng.randint(1, turn + 1))
-        contexts = [records[chosen[each]].context for each in depends]
-        contexts += [records[drawn[turn]].context for drawn in irrelevant]
+        contexts = []
+        for each in depends:
+            contexts.append(records[chosen[each]].context)
+        for drawn in irrelevant:
+            contexts.append(records[drawn[turn]].context)
         shown.update(contexts)
         record = records[index]
         whole = "\n\n".join(contexts)
@@ -198,7 +201,10 @@ def summaries(
     documents = [[line for line in records[index].context.split("\n") if line.strip()] for index in chosen]
     turns_of_parts: list[list[int]] = []
     for number, parts in enumerate(documents):
-        last = number if repaired else turns - 1
+        if repaired:
+            last = number
+        else:
+            last = turns - 1
         assigned = sorted(rng.randint(0, last) for _ in parts)
         if repaired:
             assigned[-1] = number
@@ -244,8 +250,14 @@ def few_shot(record: LongBenchRecord, turns: int, repaired: bool, rng: random.Ra
 
 def examples_of(context: str) -> list[str]:
     """The examples in a record of TREC (`Question: ... Type: ...`) or SAMSum (`Dialogue: ... Summary: ...`)."""
-    parts = [part.strip() for part in _EXAMPLE.split(context)]
-    return [part for part in parts if part and _LABEL.search(part)]
+    parts = []
+    for part in _EXAMPLE.split(context):
+        parts.append(part.strip())
+    rows = []
+    for part in parts:
+        if part and _LABEL.search(part):
+            rows.append(part)
+    return rows
 
 
 def asked_about(example: str) -> tuple[str, tuple[str, ...]]:
@@ -275,7 +287,9 @@ def rows_of(name: str, dialogues: Sequence[tuple[BuiltTurn, ...]], classes: Sequ
             for turn in dialogue:
                 answers = list(turn.answers)
                 if metric == ACCURACY:
-                    answers += [each for each in classes if each not in turn.answers]
+                    for each in classes:
+                        if each not in turn.answers:
+                            answers.append(each)
                 turns.append({"prompt": turn.prompts[position], "answers": answers})
             row = {"id": f"{name}-{number} {position}", "set": name, "part": position, "metric": metric}
             rows.append({**row, "turns": turns})

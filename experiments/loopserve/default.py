@@ -96,7 +96,8 @@ def answered(target: Target, serve: LoopServe, questions: Sequence[tuple[str, st
         with serve.on(target) as run:
             said = greedy(target, ids, len(answer.split()))[0]
         right += target.tokenizer.decode(said).split()[:2] == answer.split()[:2]
-        data += [event.data for event in run.events]
+        for event in run.events:
+            data.append(event.data)
     return {"right": right, "questions": len(questions), "score": right / len(questions), **costs(data)}
 
 
@@ -142,7 +143,9 @@ def followed(model: Any, ids: torch.Tensor, serve: LoopServe | None) -> tuple[to
     else:
         with serve.on(model) as run:
             out = model(prompt, use_cache=True)
-        data = [event.data for event in run.events]
+        data = []
+        for event in run.events:
+            data.append(event.data)
     later = model(rest[:, :-1], past_key_values=out.past_key_values).logits
     return torch.cat([out.logits[:, -1:], later], 1).log_softmax(-1), data
 
@@ -172,7 +175,9 @@ def measured() -> dict[str, list[Row]]:
                 continue
             rows = [answered(target, serve, questions) for serve in draws]
             scores = [row["score"] for row in rows]
-            means = {key: fmean(row[key] for row in rows) for key in ("score", "cells", "held")}
+            means = {}
+            for key in ("score", "cells", "held"):
+                means[key] = fmean(row[key] for row in rows)
             made = {"where": where, "choice": name, "draws": rows, "low": min(scores), "high": max(scores), **means}
             choices.append(made)
             print(made, flush=True)
@@ -180,12 +185,22 @@ def measured() -> dict[str, list[Row]]:
     tok: Any = model.tokenizer
     for length in LENGTHS:
         texts = TextFidelity(count=TEXTS, prompt=length, answer=ANSWER).prompts(target_of(model))
-        rows = [tok(t.turns[0].text).input_ids for t in texts]
-        more = [tok(t.turns[0].answers[0], add_special_tokens=False).input_ids[:ANSWER] for t in texts]
-        ids = [torch.tensor([[*a, *b]]) for a, b in zip(rows, more, strict=True)]
-        full = [followed(model, each, None)[0] for each in ids]
+        rows = []
+        for t in texts:
+            rows.append(tok(t.turns[0].text).input_ids)
+        more = []
+        for t in texts:
+            more.append(tok(t.turns[0].answers[0], add_special_tokens=False).input_ids[:ANSWER])
+        ids = []
+        for a, b in zip(rows, more, strict=True):
+            ids.append(torch.tensor([[*a, *b]]))
+        full = []
+        for each in ids:
+            full.append(followed(model, each, None)[0])
         for (alpha, many), serve in grid().items():
-            made = [followed(model, each, serve) for each in ids]
+            made = []
+            for each in ids:
+                made.append(followed(model, each, serve))
             kl = [float((f.exp() * (f - own)).sum(-1).mean()) for f, (own, _) in zip(full, made, strict=True)]
             own = {"kl": fmean(kl), "kl_by_text": kl, **costs([d for _, data in made for d in data])}
             text.append({"where": f"text, {length:,} tokens", "alpha": alpha, "dense_rows": many, **own})
@@ -195,9 +210,16 @@ def measured() -> dict[str, list[Row]]:
 
 def concluded(found: Row) -> str:
     """What the numbers say of the default, of the default without its dense rows, and of the printed choice."""
-    third = {point["choice"]: point for point in found["choices"] if point["where"] == THIRD}
-    grid = {(p["where"], p["alpha"], p["dense_rows"]): p for p in found["grid"] + found["text"]}
-    said = {name: f"{fewest(point)} of {point['draws'][0]['questions']}" for name, point in third.items()}
+    third = {}
+    for point in found["choices"]:
+        if point["where"] == THIRD:
+            third[point["choice"]] = point
+    grid = {}
+    for p in found["grid"] + found["text"]:
+        grid[(p["where"], p["alpha"], p["dense_rows"])] = p
+    said = {}
+    for name, point in third.items():
+        said[name] = f"{fewest(point)} of {point['draws'][0]['questions']}"
     own, none = third["default"], grid[THIRD, OWN.alpha, 0]
     most = max(p["kl"] for (_, *at), p in grid.items() if at == [OWN.alpha, OWN.dense_rows] and "kl" in p)
     return (
@@ -222,9 +244,14 @@ def figure(data: Row) -> Any:
     fig: Any = make_subplots(rows=2, cols=3, subplot_titles=titles, horizontal_spacing=0.06, vertical_spacing=0.16)
     for number, title in enumerate(titles):
         at = {"row": number // 3 + 1, "col": number % 3 + 1}
-        key = "score" if title in SIZES else "kl"
+        key = "kl"
+        if title in SIZES:
+            key = "score"
         for rows, colour in COLOURS.items():
-            mine = [p for p in found["grid"] + found["text"] if (p["where"], p["dense_rows"]) == (title, rows)]
+            mine = []
+            for p in found["grid"] + found["text"]:
+                if (p["where"], p["dense_rows"]) == (title, rows):
+                    mine.append(p)
             fig.add_scatter(
                 x=[point["cells"] for point in mine],
                 y=[point[key] for point in mine],
@@ -238,7 +265,10 @@ def figure(data: Row) -> Any:
                 **at,
             )
         for name, symbol in zip(CHOICES, ("star", "x", "cross", "diamond"), strict=True):
-            mine = [point for point in found["choices"] if (point["where"], point["choice"]) == (title, name)]
+            mine = []
+            for point in found["choices"]:
+                if (point["where"], point["choice"]) == (title, name):
+                    mine.append(point)
             fig.add_scatter(
                 x=[point["cells"] for point in mine],
                 y=[point["score"] for point in mine],

@@ -69,7 +69,10 @@ ALONE = ("loopserve", "loopserve-p", "loopserve:paper", "loopserve-p:paper", "lo
 
 def row_of(records: Sequence[BenchRecord], method: str) -> Row:
     """Means over the tokens of all answers; `late` is the KL of the answer's second half."""
-    mine = [each for each in records if each.method == method]
+    mine = []
+    for each in records:
+        if each.method == method:
+            mine.append(each)
     kl = [value for each in mine for value in each.steps["kl"]]
     late = [value for each in mine for value in each.steps["kl"][len(each.tokens) // 2 :]]
     agree = [value for each in mine for value in each.steps["agree"]]
@@ -86,7 +89,10 @@ def row_of(records: Sequence[BenchRecord], method: str) -> Row:
 
 
 def _said(row: Row) -> str:
-    cells = "" if row["cells"] is None else f", cells {row['cells']:.0%}"
+    if row["cells"] is None:
+        cells = ""
+    else:
+        cells = f", cells {row['cells']:.0%}"
     return f"KL {row['kl']:.5f} (late {row['late']:.5f}), agree {row['agree']:.1%}{cells}"
 
 
@@ -101,7 +107,10 @@ def figure(data: Row) -> Any:
     for number, panel in enumerate(TITLES):
         mine, at = [p for p in points if p["figure"] == panel], {"row": number // 3 + 1, "col": number % 3 + 1}
         for curve, colour in zip(dict.fromkeys(p["curve"] for p in mine), (BLUE, ORANGE, GREY, RED), strict=False):
-            line = [point for point in mine if point["curve"] == curve]
+            line = []
+            for point in mine:
+                if point["curve"] == curve:
+                    line.append(point)
             x, legend = [str(point["value"]) for point in line], f"legend{number + 1}" if number else "legend"
             fig.add_scatter(
                 x=x,
@@ -153,11 +162,12 @@ def main(*, work: Path = Path("runs"), out: Path = Path("figures"), count: int =
     with ProgressBar() as progress:
         every = list(dict.fromkeys([*alone, *methods.values()]))
         records = run_bench(model, task, every, out=work / "fidelity", progress=progress)
-    points = [
-        {"figure": panel, "curve": curve, "value": value, **row_of(records, method)}
-        for (panel, curve, value), method in methods.items()
-    ]
-    halves = [row_of(records, method) for method in alone]
+    points = []
+    for (panel, curve, value), method in methods.items():
+        points.append({"figure": panel, "curve": curve, "value": value, **row_of(records, method)})
+    halves = []
+    for method in alone:
+        halves.append(row_of(records, method))
     for point in points:
         print(f"{point['figure']:<9} {point['curve']:<26} {point['value']:>6}", _said(point))
     for row in halves:

@@ -42,7 +42,10 @@ def measure(model: Any, hops: int, count: int, tokens: int, budget: int, progres
     points: list[Row] = []
     for name, method in zip(METHODS, methods, strict=True):
         for place in POSITIONS:
-            mine = [each for each in records if (each.method, each.settings["part"]) == (method, place)]
+            mine = []
+            for each in records:
+                if (each.method, each.settings["part"]) == (method, place):
+                    mine.append(each)
             points.append({"method": name, "position": place, **_point(mine)})
     return points
 
@@ -73,7 +76,10 @@ def figure(data: Row) -> Any:
     )
     for column, panel in enumerate(panels, 1):
         for place, colour in zip(POSITIONS, (BLUE, ORANGE, GREEN), strict=True):
-            bars = [point for point in panel["points"] if point["position"] == place]
+            bars = []
+            for point in panel["points"]:
+                if point["position"] == place:
+                    bars.append(point)
             fig.add_bar(
                 x=[html.escape(b["method"]) for b in bars],
                 y=[b["accuracy"] for b in bars],
@@ -93,7 +99,9 @@ def figure(data: Row) -> Any:
             )
     fig.update_yaxes(range=[-0.02, 1.05], tickformat=".0%")
     fig.update_yaxes(title_text="right answers", row=1, col=1)
-    one = {(p["method"], p["position"]): p["accuracy"] for p in panels[0]["points"]}
+    one = {}
+    for p in panels[0]["points"]:
+        one[(p["method"], p["position"])] = p["accuracy"]
     spread = {m: {place: one[m, place] for place in POSITIONS} for m, _ in one}
     most = max(spread, key=lambda m: max(spread[m].values()) - min(spread[m].values()))
     places = spread[most]
@@ -117,9 +125,9 @@ def main(*, count: int = 40, tokens: int = 400, budget: int = 96, out: Path = Pa
     torch.set_num_threads(1)
     started, model = time.perf_counter(), load("recall", backend="hf")
     with ProgressBar() as progress:
-        panels: list[Row] = [
-            {"hops": hops, "points": measure(model, hops, count, tokens, budget, progress)} for hops in HOPS
-        ]
+        panels: list[Row] = []
+        for hops in HOPS:
+            panels.append({"hops": hops, "points": measure(model, hops, count, tokens, budget, progress)})
     settings = {
         "model": "recall",
         "count": count,
@@ -134,7 +142,10 @@ def main(*, count: int = 40, tokens: int = 400, budget: int = 96, out: Path = Pa
     save("loopserve_fig2d", text, figure, out)
     for panel in panels:
         for method in METHODS:
-            points = [p for p in panel["points"] if p["method"] == method]
+            points = []
+            for p in panel["points"]:
+                if p["method"] == method:
+                    points.append(p)
             shown = ", ".join(f"{p['position']} {p['accuracy']:.0%}" for p in points)
             print(f"{panel['hops']} facts, {method}: {shown}")
 

@@ -125,9 +125,16 @@ def turn(target: Target, edit: Intervention | None, ids: Tensor, context: int, c
             start = clock()
             target.hf(input_ids=ids[:, begin:end], past_key_values=cache, use_cache=True, logits_to_keep=1)
             seconds.append(round(clock() - start, 7))
-        usage = run.usage if run is not None else []
-        events = [] if run is None else [e.data for e in run.events if e.kind == "prefill" and "cells" in e.data]
-        read = tokens_read(run) if run is not None else []
+        usage = []
+        if run is not None:
+            usage = run.usage
+        if run is None:
+            events = []
+        else:
+            events = [e.data for e in run.events if e.kind == "prefill" and "cells" in e.data]
+        read = []
+        if run is not None:
+            read = tokens_read(run)
         parts = [part for layer in cache.layers for part in (layer, getattr(layer, "aside", None)) if part is not None]
         held = sum(part.keys.nbytes + part.values.nbytes for part in parts)  # type: ignore[union-attr]
     return {
@@ -197,12 +204,20 @@ def plan(contexts: Sequence[int], long: Sequence[int], names: Sequence[str], rou
 def rows_of(runs: Sequence[Run], outputs: Sequence[int]) -> list[Row]:
     """A row per context and arm: medians over rounds, and ratios to full attention in the same round."""
     rows: list[Row] = []
-    full = {(r["context"], r["round"]): r for r in runs if r["arm"] == "full"}
+    full = {}
+    for r in runs:
+        if r["arm"] == "full":
+            full[(r["context"], r["round"])] = r
     for context, arm in dict.fromkeys((r["context"], r["arm"]) for r in runs):
-        mine = [r for r in runs if (r["context"], r["arm"]) == (context, arm) and (context, r["round"]) in full]
+        mine = []
+        for r in runs:
+            if (r["context"], r["arm"]) == (context, arm) and (context, r["round"]) in full:
+                mine.append(r)
         if not mine:
             continue
-        pairs = [(full[context, r["round"]]["seconds"], r["seconds"]) for r in mine]
+        pairs = []
+        for r in mine:
+            pairs.append((full[context, r["round"]]["seconds"], r["seconds"]))
 
         def faster(part: slice, pairs: list[tuple[list[float], list[float]]] = pairs) -> float:
             return statistics.median(sum(a[part]) / sum(b[part]) for a, b in pairs)
@@ -243,7 +258,10 @@ def figure(data: Row) -> Any:
     )
     fig = make_subplots(2, 3, subplot_titles=titles, horizontal_spacing=0.07, vertical_spacing=0.16)
     for arm, (color, dash) in STYLES.items():
-        mine = [r for r in rows if r["arm"] == arm]
+        mine = []
+        for r in rows:
+            if r["arm"] == arm:
+                mine.append(r)
         if not mine:
             continue
         line, x = {"color": color, "dash": dash}, [r["context"] for r in mine]
@@ -264,7 +282,10 @@ def figure(data: Row) -> Any:
         draw((1, 1), x, [r["times_faster"][last] for r in mine])
         draw((1, 2), x, [r["first_times_faster"] for r in mine])
         draw((1, 3), x, [r["per_token_times_faster"] for r in mine])
-        by_output = [r for r in mine if r["context"] == shown]
+        by_output = []
+        for r in mine:
+            if r["context"] == shown:
+                by_output.append(r)
         draw((2, 1), outputs, [by_output[0]["seconds"][str(n)] for n in outputs] if by_output else [])
         draw((2, 2), x, [r["answering"] / 2**20 for r in mine])
         draw((2, 3), x, [None if r["peak"] is None else r["peak"] / 2**20 for r in mine])
@@ -282,7 +303,10 @@ def figure(data: Row) -> Any:
         fig.update_yaxes(
             title="MiB", type="log", tickvals=[b * 10**e for e in range(5) for b in (1, 2, 5)], row=2, col=col
         )
-    faster = {r["arm"]: r["times_faster"][last] for r in rows if r["context"] == shown and r["arm"] != "full"}
+    faster = {}
+    for r in rows:
+        if r["context"] == shown and r["arm"] != "full":
+            faster[r["arm"]] = r["times_faster"][last]
     best = max(faster, key=lambda arm: faster[arm])
     title = f"A turn of {last} tokens after {shown:,} is {faster[best]:.1f} times faster with {best} than without"
     return finished(fig, None, title, width=1500, height=900, legend=-0.1, top=100)
@@ -330,8 +354,12 @@ def main(
         measured.append({**planned._asdict(), "load": load, **made})
         note(f"{number + 1}/{len(runs)} {planned.arm} at {planned.context}: first token {made['seconds'][0]:.2f} s")
     rows = rows_of(measured, outputs)
-    loads = [run["load"] for run in measured]
-    left_out = [f"{n}: one round" for n in long]
+    loads = []
+    for run in measured:
+        loads.append(run["load"])
+    left_out = []
+    for n in long:
+        left_out.append(f"{n}: one round")
     for name, limit in LIMITS.items():
         if name in names and max([*contexts, *long]) > limit:
             left_out.append(f"{name} above {limit}")

@@ -63,7 +63,10 @@ class OneCache(Task):
         for prompt in batch.prompts:
             talk = Conversation(model.target, batch.methods[0].make(), tokenizer=model.target.tokenizer)
             for number, turn in enumerate(prompt.turns):
-                text = turn.text if number == 0 else f"\n\n{turn.text}"
+                if number == 0:
+                    text = turn.text
+                else:
+                    text = f"\n\n{turn.text}"
                 asked = talk.branch().ask(text, max_new_tokens=batch.new)
                 tokens = model.cut(list(asked.ids))
                 answer = Answer(
@@ -184,15 +187,23 @@ def _row(suite: Suite, records: Sequence[BenchRecord], method: str, among: Calla
     `same` is the share of answers equal to those of everything, `read` what a decoding step attends to, `cells` the
     share of the prompt's cells that are computed (None: left to the model).
     """
-    full = {(each.prompt, each.turn): each.tokens for each in records if each.method == "full"}
-    mine = [each for each in records if each.method == method and among(each)]
+    full = {}
+    for each in records:
+        if each.method == "full":
+            full[(each.prompt, each.turn)] = each.tokens
+    mine = []
+    for each in records:
+        if each.method == method and among(each):
+            mine.append(each)
     if not mine:
         return {}
     rate = wilson(sum(each.metrics["score"] or 0 for each in mine), len(mine))
-    equal = [each.tokens == full[each.prompt, each.turn] for each in mine] if full else []
-    means = {
-        name: mean_known(each.metrics[name] for each in mine) for name in ("prefix", "read", "cells", "prompt_tokens")
-    }
+    equal = []
+    if full:
+        equal = [each.tokens == full[each.prompt, each.turn] for each in mine]
+    means = {}
+    for name in ("prefix", "read", "cells", "prompt_tokens"):
+        means[name] = mean_known(each.metrics[name] for each in mine)
     return {
         "suite": suite.name,
         "method": method,

@@ -100,23 +100,29 @@ def figure(data: Row) -> Any:
         rows=2, cols=4, subplot_titles=list(TITLES.values()), horizontal_spacing=0.045, vertical_spacing=0.2
     )
     for number, panel in enumerate(TITLES):
-        mine = [point for point in points if point["figure"] == panel and point["position"] == ALL]
+        mine = []
+        for point in points:
+            if point["figure"] == panel and point["position"] == ALL:
+                mine.append(point)
         at = {"row": number // 4 + 1, "col": number % 4 + 1}
         curves = dict.fromkeys(p["curve"] for p in mine)
         for curve, (colour, width) in zip(curves, LINES, strict=False):
-            line = [point for point in mine if point["curve"] == curve]
+            line = []
+            for point in mine:
+                if point["curve"] == curve:
+                    line.append(point)
             x, exact = [str(point["value"]) for point in line], "chain" not in panel
-            y = [point["score" if exact else "prefix"] for point in line]
-            error = (
-                {
+            y = []
+            for point in line:
+                y.append(point["score" if exact else "prefix"])
+            error = None
+            if exact:
+                error = {
                     "array": [p["high"] - p["score"] for p in line],
                     "thickness": 1,
                     "color": colour,
                     "arrayminus": [p["score"] - p["low"] for p in line],
                 }
-                if exact
-                else None
-            )
             fig.add_scatter(
                 x=x,
                 y=y,
@@ -129,7 +135,9 @@ def figure(data: Row) -> Any:
                 **at,
             )
             if panel == "alpha" and any(point["cells"] is not None for point in line):
-                cells = [1.0 if point["cells"] is None else point["cells"] for point in line]
+                cells = []
+                for point in line:
+                    cells.append(1.0 if point["cells"] is None else point["cells"])
                 fig.add_scatter(
                     x=x,
                     y=cells,
@@ -140,8 +148,14 @@ def figure(data: Row) -> Any:
                 )
     fig.update_xaxes(type="category")
     fig.update_yaxes(range=[-0.03, 1.06], tickformat=".0%")
-    every = [p for p in points if p["position"] == ALL]
-    below = [p for p in every if p["figure"] == "alpha" and p["value"] < 1]
+    every = []
+    for p in points:
+        if p["position"] == ALL:
+            every.append(p)
+    below = []
+    for p in every:
+        if p["figure"] == "alpha" and p["value"] < 1:
+            below.append(p)
     mean: dict[str, float] = {}
     for curve in dict.fromkeys(p["curve"] for p in below):
         mean[curve] = fmean(p["score"] for p in below if p["curve"] == curve)
@@ -155,7 +169,9 @@ def legends(fig: Any, panels: int) -> Row:
     """A legend under each panel."""
     found: Row = {}
     for number in range(panels):
-        name = str(number + 1) if number else ""
+        name = ""
+        if number:
+            name = str(number + 1)
         x, y = fig.layout[f"xaxis{name}"].domain, fig.layout[f"yaxis{name}"].domain
         found[f"legend{name}"] = {"x": x[0], "y": y[0] - 0.04, "orientation": "v", "xanchor": "left", "yanchor": "top"}
     return found
@@ -175,7 +191,8 @@ def main(*, work: Path = Path("runs"), out: Path = Path("figures")) -> None:
         seconds += seconds_of(said)
         full += rows_of(suite, said, "full")
         for (panel, curve, value), method in methods.items():
-            points += [{"figure": panel, "curve": curve, "value": value, **row} for row in rows_of(suite, said, method)]
+            for row in rows_of(suite, said, method):
+                points.append({"figure": panel, "curve": curve, "value": value, **row})
     for point in points:
         if point["position"] == ALL:
             print(

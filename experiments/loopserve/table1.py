@@ -119,7 +119,9 @@ def measured(folders: Sequence[Path]) -> dict[tuple[str, str, str, str], float]:
     Where one method was run with several settings, the last one counts, and the printed one before the default.
     """
     found: dict[tuple[str, str, str, str], float] = {}
-    groups = bench_table([Path(folder) for folder in folders]).groups if folders else ()
+    groups = ()
+    if folders:
+        groups = bench_table([Path(folder) for folder in folders]).groups
     for group in sorted(groups, key=lambda group: ":paper" in group.method):
         model = next((key for key, name in paper.MODELS.items() if name.lower() in group.model.lower()), None)
         if model is not None and group.set in SETS:
@@ -133,16 +135,24 @@ def table(rows: Sequence[Row]) -> str:
     methods = list(dict.fromkeys(row["method"] for row in rows))
     lines = ["| model | question | task | " + " | ".join(methods) + " |", "|---" * (3 + len(methods)) + "|"]
     places = dict.fromkeys((row["model"], row["position"], row["task"]) for row in rows)
-    by = {(row["model"], row["position"], row["task"], row["method"]): row for row in rows}
+    by = {}
+    for row in rows:
+        by[(row["model"], row["position"], row["task"], row["method"])] = row
     for place in places:
-        cells = [by[(*place, method)] for method in methods]
-        said = [f"{_number(row['paper'], 'lost')} / {_number(row['ours'], NOT_RUN)}" for row in cells]
+        cells = []
+        for method in methods:
+            cells.append(by[(*place, method)])
+        said = []
+        for row in cells:
+            said.append(f"{_number(row['paper'], 'lost')} / {_number(row['ours'], NOT_RUN)}")
         lines.append(f"| {' | '.join(place)} | {' | '.join(said)} |")
     return "\n".join(lines)
 
 
 def _number(value: float | None, none: str) -> str:
-    return none if value is None else f"{value:.2f}"
+    if value is None:
+        return none
+    return f"{value:.2f}"
 
 
 def own_table(rows: Sequence[Row]) -> str:
@@ -150,7 +160,10 @@ def own_table(rows: Sequence[Row]) -> str:
     head = "| suite | method | " + " | ".join(POSITIONS) + " | all (95 %) | before the first mistake | read | cells |"
     lines = [head, "|---" * 9 + "|"]
     for suite, method in dict.fromkeys((row["suite"], row["method"]) for row in rows):
-        by = {row["position"]: row for row in rows if (row["suite"], row["method"]) == (suite, method)}
+        by = {}
+        for row in rows:
+            if (row["suite"], row["method"]) == (suite, method):
+                by[row["position"]] = row
         all_ = by["all"]
         lines.append(
             f"| {suite} | {short(method)} | "
@@ -162,14 +175,19 @@ def own_table(rows: Sequence[Row]) -> str:
 
 
 def _share(value: float | None, of: float) -> str:
-    return "all" if value is None else f"{value / of:.0%}"
+    if value is None:
+        return "all"
+    return f"{value / of:.0%}"
 
 
 def short(spec: str) -> str:
     """The method's name, and what tells it from others of that name."""
     written = spec.removeprefix("experiments.loopserve.runs:").replace("RandomKeep", "random")
     name, *given = written.split(":")
-    shown = [part for part in given if part.split("=")[0] in ("alpha", "first", "paper", "seed", "variant")]
+    shown = []
+    for part in given:
+        if part.split("=")[0] in ("alpha", "first", "paper", "seed", "variant"):
+            shown.append(part)
     return ", ".join([name, *(shown if name.startswith("loopserve") else [])])
 
 
@@ -207,15 +225,23 @@ def figure(data: Row) -> Any:
                 col=number % 2 + 1,
             )
     fig.update_yaxes(range=[0, 1.06], tickformat=".0%")
-    mine = [row for row in rows if (row["suite"], row["position"]) == (KEPT.name, "begin")]
-    ours = {short(row["method"]): row["score"] for row in mine}
+    mine = []
+    for row in rows:
+        if (row["suite"], row["position"]) == (KEPT.name, "begin"):
+            mine.append(row)
+    ours = {}
+    for row in mine:
+        ours[short(row["method"])] = row["score"]
     told = ", ".join(f"{ours[name]:.0%} {said}" for name, said in TOLD.items() if name in ours)
     found = f"One fact at 12.5 %, question at the beginning: the recall model is right in {told}"
     return finished(fig, None, found, width=1500, height=950, barmode="group", legend=-0.2, bottom=170)
 
 
 def _bars(rows: Sequence[Row], suite: str, place: str, key: str) -> tuple[list[str], list[float], Any]:
-    mine = [row for row in rows if (row["suite"], row["position"]) == (suite, place)]
+    mine = []
+    for row in rows:
+        if (row["suite"], row["position"]) == (suite, place):
+            mine.append(row)
     error = None
     if key == "score":
         error = {

@@ -73,7 +73,10 @@ def figure(data: Row) -> Any:
     fig: Any = make_subplots(rows=1, cols=2, subplot_titles=[title for _, _, title in SHOWN], horizontal_spacing=0.04)
     for col, (suite, key, _) in enumerate(SHOWN, 1):
         for name, (colour, dash, symbol, size) in sorted(zip(names, LINES, strict=False), key=lambda pair: -pair[1][3]):
-            mine = [row for row in rows if (row["suite"], row["label"]) == (suite.name, name)]
+            mine = []
+            for row in rows:
+                if (row["suite"], row["label"]) == (suite.name, name):
+                    mine.append(row)
             fig.add_scatter(
                 x=[row["turn"] for row in mine],
                 y=[row[key] for row in mine],
@@ -89,7 +92,10 @@ def figure(data: Row) -> Any:
             )
     fig.update_xaxes(title="turn", dtick=1)
     fig.update_yaxes(range=[-0.03, 1.06], tickformat=".0%")
-    last = {row["label"]: row["score"] for row in rows if (row["suite"], row["turn"]) == (NINE.name, len(TURNS))}
+    last = {}
+    for row in rows:
+        if (row["suite"], row["turn"]) == (NINE.name, len(TURNS)):
+            last[row["label"]] = row["score"]
     found = (
         f"In turn {len(TURNS)}, LoopServe answers {last['LoopServe']:.0%} right, the whole cache "
         f"{last['whole cache']:.0%}, a random part of {data['settings']['budget']} tokens {last['random part']:.0%}"

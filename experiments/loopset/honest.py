@@ -25,10 +25,14 @@ def refrains(rng: random.Random) -> str:
             parts.append("\n".join(lines))
         return "\n\n".join(parts)
     if form == "villanelle":
-        verses = [f"{sentence(rng)}\n{sentence(rng)}\n{lines[i % 2]}" for i in range(12)]
+        verses = []
+        for i in range(12):
+            verses.append(f"{sentence(rng)}\n{sentence(rng)}\n{lines[i % 2]}")
         return "\n\n".join(verses)
     things = rng.sample(NOUNS, 9)
-    parts = [f"the {thing} that {rng.choice(VERBS)} the" for thing in things]
+    parts = []
+    for thing in things:
+        parts.append(f"the {thing} that {rng.choice(VERBS)} the")
     name = rng.choice(NAMES)
     return "\n\n".join("This is " + "\n".join(reversed(parts[: i + 1])) + f" house of {name}." for i in range(9))
 
@@ -91,7 +95,9 @@ def chess(rng: random.Random) -> str:
         return " ".join(moves)
     boards: list[str] = []
     for i in range(8):
-        rows = ["".join(rng.choice("rnbqkpRNBQKP........") + " " for _ in range(8)) for _ in range(8)]
+        rows = []
+        for _ in range(8):
+            rows.append("".join(rng.choice("rnbqkpRNBQKP........") + " " for _ in range(8)))
         boards.append(f"Move {i + 1}\n" + "\n".join(rows))
     return "\n\n".join(boards)
 
@@ -158,9 +164,8 @@ def recipes(rng: random.Random) -> str:
     for _ in range(6):
         chosen = rng.sample(foods, 7)
         lines = [f"## {rng.choice(ADJECTIVES).capitalize()} {chosen[0]} with {chosen[1]}"]
-        lines += [
-            f"- {rng.choice((1, 2, 3, 50, 100, 250))} {rng.choice(('g', 'cups', 'spoons'))} {food}" for food in chosen
-        ]
+        for food in chosen:
+            lines.append(f"- {rng.choice((1, 2, 3, 50, 100, 250))} {rng.choice(('g', 'cups', 'spoons'))} {food}")
         for i in range(1, 8):
             a, b = rng.sample(chosen, 2)
             lines.append(f"{i}. {rng.choice(verbs)} the {a} with the {b} for {rng.randint(2, 40)} minutes.")

@@ -48,8 +48,12 @@ def made_set(halves: tuple[str, ...] = HALVES) -> Iterator[Row]:
 
 def main(*, half: Literal[*HALVES] | None = None, out: Path = Path("texts.jsonl")) -> None:
     """Make what the module describes."""
-    halves = HALVES if half is None else (half,)
-    lines = [json.dumps(text, ensure_ascii=False) + "\n" for text in made_set(halves)]
+    halves = (half,)
+    if half is None:
+        halves = HALVES
+    lines = []
+    for text in made_set(halves):
+        lines.append(json.dumps(text, ensure_ascii=False) + "\n")
     write_atomic(out, "".join(lines))
     print(f"{len(lines)} texts are in {out}")
 

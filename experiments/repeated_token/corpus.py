@@ -77,7 +77,10 @@ class CorpusIndex:
             found, place = self._at(text[start : start + _DEPTH].partition(b"\0")[0], length)
             if found > length:
                 best, length, where = start, found, place
-        file = "" if where < 0 else self.names[int(np.searchsorted(self.ends, where, side="right"))]
+        if where < 0:
+            file = ""
+        else:
+            file = self.names[int(np.searchsorted(self.ends, where, side="right"))]
         return Match(best, length, file)
 
     def _at(self, text: bytes, least: int) -> tuple[int, int]:
@@ -178,10 +181,15 @@ def open_corpus(
         SinkscopeError: The folder is missing or has no text, or neither a corpus nor an index file was given.
     """
     if corpus is None:
-        return None if index is None else CorpusIndex.load(index)
+        if index is None:
+            return None
+        return CorpusIndex.load(index)
     files, name, home = _read(corpus)
     digest = hashlib.sha256(b"\0".join(part for file, text in files for part in (file.encode(), text))).hexdigest()
-    path = Path(index) if index is not None else home / f"{name}-{digest[:12]}.sinkscope-index.npz"
+    if index is not None:
+        path = Path(index)
+    else:
+        path = home / f"{name}-{digest[:12]}.sinkscope-index.npz"
     if path.exists():
         found = CorpusIndex.load(path)
         if found.name == f"{name} {digest[:12]}":
@@ -245,7 +253,11 @@ def library_texts(root: Path | None = None) -> list[tuple[str, bytes]]:
         and hashlib.sha256(path.as_posix().encode()).digest()[0] >= 8  # about 3 % are kept for validation
     ]
     texts = ((path.as_posix(), _utf8(root / path)) for path in kept)
-    return [(name, text) for name, text in texts if text is not None]
+    rows = []
+    for name, text in texts:
+        if text is not None:
+            rows.append((name, text))
+    return rows
 
 
 def _read(corpus: str | os.PathLike[str]) -> tuple[list[tuple[str, bytes]], str, Path]:
@@ -259,7 +271,10 @@ def _read(corpus: str | os.PathLike[str]) -> tuple[list[tuple[str, bytes]], str,
         )
     paths = sorted(p for p in folder.rglob("*") if p.suffix.lower() in _SUFFIXES and p.is_file())
     texts = ((path.relative_to(folder).as_posix(), _utf8(path)) for path in paths)
-    files = [(name, text) for name, text in texts if text]
+    files = []
+    for name, text in texts:
+        if text:
+            files.append((name, text))
     if not files:
         kinds = ", ".join(sorted(_SUFFIXES))
         raise SinkscopeError(f"--corpus {os.fspath(corpus)!r} has no UTF-8 text in it: expected files of {kinds}")

@@ -50,7 +50,9 @@ def evaluate_tasks(
     """
     harness = Tasks(names)
     edits = (None, patch, random_patch(setup, patch))
-    answers = [harness.run(setup, edit, shots, questions, batch_size) for edit in edits]
+    answers = []
+    for edit in edits:
+        answers.append(harness.run(setup, edit, shots, questions, batch_size))
     rows: list[Row] = []
     for task, metric in answers[0]:
         samples = torch.stack([one[task, metric] for one in answers])
@@ -130,7 +132,9 @@ class Tasks:
                         f"the data of task {name!r} cannot be had ({str(error).splitlines()[0][:200]}): connect to the "
                         "hub once, or give a task file whose data is here"
                     ) from error
-                label = Path(name).stem if _is_file(name) else name
+                label = name
+                if _is_file(name):
+                    label = Path(name).stem
                 for (metric, _), values in sorted(_by_metric(found["samples"]).items()):
                     out[label, metric] = torch.tensor(values, dtype=torch.float64)
         return out
@@ -185,4 +189,6 @@ def _harness(module: str) -> Any:
 
 def _quiet() -> Any:
     """Silence the progress bars and notes that the harness writes on standard error if that is not a terminal."""
-    return nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO())
+    if sys.stderr.isatty():
+        return nullcontext()
+    return redirect_stderr(io.StringIO())

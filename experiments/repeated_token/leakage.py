@@ -70,7 +70,10 @@ def main(result: Path, *, corpus: str, model: str | None = None, controls: int =
     for text in ordinary_answers(ss.load(model, backend="hf"), controls, new_tokens):
         rows.append({"group": "ordinary prompts", "token": None, **longest_piece(texts, text)})
     for group in dict.fromkeys(row["group"] for row in rows):
-        lengths = [row["bytes"] for row in rows if row["group"] == group]
+        lengths = []
+        for row in rows:
+            if row["group"] == group:
+                lengths.append(row["bytes"])
         print(
             f"{group}: the longest verbatim piece has {median(lengths):.0f} bytes in the median, {max(lengths)} at most"
         )

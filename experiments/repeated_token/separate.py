@@ -72,7 +72,9 @@ def split_tokens(ids: Int[Tensor, "row pos"], words: list[int], bos: int | None,
     token_held = torch.randint(2, (int(max(ids.max(), firsts.max())) + 1,), generator=generator).bool()
     token_held[firsts] = torch.arange(len(firsts)) % 2 == 1
     text_held = torch.randperm(len(ids), generator=generator) % 2 == 1
-    begin = CLEAR if bos is None else 1
+    begin = 1
+    if bos is None:
+        begin = CLEAR
     width = ids.shape[1] - begin
     places: list[tuple[int, int]] = []
     taken: dict[int, int] = {}
@@ -105,7 +107,9 @@ def offered(setup: Setup, layer: int, *places: str) -> list[str]:
 
 def samples(setup: Setup, split: Split, sites: list[str]) -> list[Values]:
     """What a layer has at the sites, at the place of each sample."""
-    values: list[list[Tensor]] = [[] for _ in sites]
+    values: list[list[Tensor]] = []
+    for _ in sites:
+        values.append([])
     for ids, places in zip(split.texts, split.places, strict=True):
         traced = ss.trace(setup.target, ids, sites, batch_size=64)
         for site, kept in zip(sites, values, strict=True):
@@ -183,7 +187,10 @@ def measured(method: Method, values: Values, split: Split, seed: int) -> dict[st
 
 def separate(setup: Setup, layer: int, count: int, neuron: int | None) -> Row:
     """A row for each method, and the scores and pre-activations of the samples."""
-    words = [word for word in first_tokens(setup.target, setup.ids, count, setup.seed) if word != setup.bos]
+    words = []
+    for word in first_tokens(setup.target, setup.ids, count, setup.seed):
+        if word != setup.bos:
+            words.append(word)
     split = split_tokens(setup.ids, words, setup.bos, setup.seed)
     resid_sites = offered(setup, layer, "hook_resid_mid") or offered(setup, layer, "hook_resid_pre", "hook_attn_out")
     factors = offered(setup, layer, "mlp.hook_pre", "mlp.hook_pre_linear")  # none of a mixture
@@ -192,7 +199,9 @@ def separate(setup: Setup, layer: int, count: int, neuron: int | None) -> Row:
     values = coordinates(resid, ~split.held)
     rows = [{"method": "plane", "neuron": None, **measured(plane, values, split, setup.seed)}]
     columns = {"score": plane(values, split.first, ~split.held)}
-    names = ("gate neuron", "up neuron") if len(factors) == 2 else ("neuron",)
+    names = ("neuron",)
+    if len(factors) == 2:
+        names = ("gate neuron", "up neuron")
     for name, pre in zip(names, traced[len(resid_sites) :], strict=False):
         best = neuron
         if best is None:
@@ -211,8 +220,13 @@ def sentence(row: Row, layer: int) -> str:
     """Whether a method separates first tokens, with its control: only what exceeds chance by more than its margin."""
     verdict = "does not separate"
     if row["auroc"] - row["margin"] > max(0.5, row["shuffled_auroc"]) + ABOVE_CHANCE:
-        verdict = "separates" if row["auroc"] >= SEPARABLE else "partly separates"
-    what = "a plane" if row["neuron"] is None else f"the {row['method']} {row['neuron']}"
+        verdict = "partly separates"
+        if row["auroc"] >= SEPARABLE:
+            verdict = "separates"
+    if row["neuron"] is None:
+        what = "a plane"
+    else:
+        what = f"the {row['method']} {row['neuron']}"
     return (
         f"After the attention of layer {layer}, {what} {verdict} first tokens from later ones: held-out AUROC "
         f"{row['auroc']:.4f} ± {row['margin']:.4f}, and {row['shuffled_auroc']:.2f} with shuffled labels"

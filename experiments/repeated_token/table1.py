@@ -52,9 +52,17 @@ def _measured(found: FindSinks | None) -> tuple[str, str, str]:
     if found.sink_layer is None:
         return "-", "no sink", "-"
     r = found.repeats
-    median = f"over {r.max_repeats}" if r.median is None else f"{r.median:.0f}"
-    never = f" ({r.unreached} of {len(r.tokens)} never within {r.max_repeats})" if r.median and r.unreached else ""
-    at_layer = [n for n in found.causal if n.layer == found.sink_layer]
+    if r.median is None:
+        median = f"over {r.max_repeats}"
+    else:
+        median = f"{r.median:.0f}"
+    never = ""
+    if r.median and r.unreached:
+        never = f" ({r.unreached} of {len(r.tokens)} never within {r.max_repeats})"
+    at_layer = []
+    for n in found.causal:
+        if n.layer == found.sink_layer:
+            at_layer.append(n)
     names = _numbers([n.neuron if n.expert is None else f"{n.expert}.{n.neuron}" for n in at_layer])
     return median + never, str(found.sink_layer), names or "none alone"
 

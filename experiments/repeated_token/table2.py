@@ -72,7 +72,9 @@ def table(measured: dict[str, list[Row] | None]) -> str:
             if found is None:
                 lines.append((*printed, ", ".join(f"{t} {m}" for t, m in TASKS[benchmark]), *[ABSENT] * 4))
                 continue
-            scores = {(row["task"], row["metric"]): row for row in found}
+            scores = {}
+            for row in found:
+                scores[(row["task"], row["metric"])] = row
             for task, metric in TASKS[benchmark]:
                 lines.append((*printed, f"{task} {metric}", *measured_cells(scores.get((task, metric)))))
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
