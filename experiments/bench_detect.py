@@ -183,7 +183,10 @@ def _truth(rng: random.Random) -> str:
     letters = rng.sample("pqrstuv", rng.choice((3, 4)))
     rows = []
     for i in range(1 << len(letters)):
-        rows.append("".join(f"| {'TF'[i >> k & 1]} " for k in reversed(range(len(letters)))))
+        parts = []
+        for k in reversed(range(len(letters))):
+            parts.append(f"| {'TF'[i >> k & 1]} ")
+        rows.append("".join(parts))
     return "\n".join(
         ["| " + " | ".join(letters) + " | all |", *(f"{row}| {'F' if 'F' in row else 'T'} |" for row in rows)] * 2
     )
@@ -192,11 +195,13 @@ def _truth(rng: random.Random) -> str:
 def _induction(rng: random.Random) -> str:
     """A proof with a case for each number."""
     a, b = rng.randint(2, 9), rng.randint(1, 9)
-    return "\n".join(
-        f"Case n = {n}. Then {a}n + {b} = {a * n + b}, and {a * n + b} leaves the remainder {(a * n + b) % 7} when it "
-        f"is divided by 7, so the claim holds for n = {n}."
-        for n in range(1, 31)
-    )
+    parts = []
+    for n in range(1, 31):
+        parts.append(
+            f"Case n = {n}. Then {a}n + {b} = {a * n + b}, and {a * n + b} leaves the remainder {(a * n + b) % 7} when "
+            f"it is divided by 7, so the claim holds for n = {n}."
+        )
+    return "\n".join(parts)
 
 
 def _algebra(rng: random.Random) -> str:
@@ -215,7 +220,10 @@ def _villanelle(rng: random.Random) -> str:
     verses = []
     for _ in range(12):
         verses.append(f"and {rng.choice(_NAMES)} says the {rng.choice(_THINGS)} was true,")
-    return "\n\n".join(f"{verses[2 * i]}\n{verses[2 * i + 1]}\n{(first, third)[i % 2]}" for i in range(6)) * 2
+    parts = []
+    for i in range(6):
+        parts.append(f"{verses[2 * i]}\n{verses[2 * i + 1]}\n{(first, third)[i % 2]}")
+    return "\n\n".join(parts) * 2
 
 
 def _cumulative(rng: random.Random) -> str:
@@ -261,12 +269,13 @@ def alarms(seed: str) -> dict[str, Row]:
     out: dict[str, Row] = {}
     for rule, make in RULES.items():
         wrong = [key for key, ids in read.items() if first_alarm(make(), ids, lambda _: SURE) is not None]
+        by_tokens = {}
+        for kind in ("bundled", "words"):
+            by_tokens[kind] = sorted(name for name, found in wrong if found == kind)
         out[rule] = {
             "texts": len(texts),
             "alarmed": len({name for name, _ in wrong}),
-            "by_tokens": {
-                kind: sorted(name for name, found in wrong if found == kind) for kind in ("bundled", "words")
-            },
+            "by_tokens": by_tokens,
         }
     return out
 
@@ -305,7 +314,10 @@ def table(result: Row) -> str:
         rows = result["delays"][rule]
         shares = []
         for form in FORMS:
-            shares.append(statistics.mean(row["found"] for row in rows[form]))
+            values = []
+            for row in rows[form]:
+                values.append(row["found"])
+            shares.append(statistics.mean(values))
         late = []
         for r in rows["exact"]:
             if r["tokens"] is not None:

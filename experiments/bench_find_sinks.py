@@ -98,9 +98,12 @@ def sinkscope_arm(folder: str, all_layers: bool = False) -> Row:
         target: Any = open_target(Path(folder), None, None, None, None, False)  # as find_sinks(folder) does
         found = find_sinks(target, tokens=["a"], top_k=CANDIDATES, max_repeats=REPEATS, all_layers=all_layers)
         read.update(target.store.source.read)
+        items = []
+        for n in found.causal:
+            items.append(n.neuron)
         return {
             "layer": found.sink_layer,
-            "neurons": sorted(n.neuron for n in found.causal),
+            "neurons": sorted(items),
             "layers_read": found.layers_read,
             "n_layers": found.model.n_layers,
             "set_drop": found.set_drop,
@@ -190,7 +193,10 @@ def pair(folder: Path, sink_layer: int, rounds: int) -> Row:
         "--beta",
         "2.7",
     )
-    planted = sorted(n["neuron"] for n in truth["neurons"])
+    items = []
+    for n in truth["neurons"]:
+        items.append(n["neuron"])
+    planted = sorted(items)
     arms = ("notebook", "sinkscope", "plain")
     runs = []
     for _ in range(rounds):
@@ -212,11 +218,17 @@ def pair(folder: Path, sink_layer: int, rounds: int) -> Row:
 def seven_b(folder: Path) -> Row:
     """Memory on the full shape, and what was read."""
     truth = make(folder, "--shape", "llama-2-7b", "--sink-layer", "1")
-    apparent = sum(f.stat().st_size for f in folder.iterdir())
+    counts = []
+    for f in folder.iterdir():
+        counts.append(f.stat().st_size)
+    apparent = sum(counts)
     shallow, whole = child("sinkscope", folder), child("sinkscope-all", folder)
+    items = []
+    for n in truth["neurons"]:
+        items.append(n["neuron"])
     return {
         "apparent_bytes": apparent,
-        "planted": sorted(n["neuron"] for n in truth["neurons"]),
+        "planted": sorted(items),
         "no_unread_layer_touched": shallow["deepest_tensor_read"] < shallow["layers_read"],
         "default": shallow,
         "all_layers": whole,
@@ -236,7 +248,10 @@ def cold_start(rounds: int) -> Row:
             times.append(time.perf_counter() - start)
         pairs.append(times)
     pairs = pairs[1:]  # the first round warms the file cache
-    return {"ratio": statistics.median(a / b for a, b in pairs), "seconds": pairs}
+    values = []
+    for a, b in pairs:
+        values.append(a / b)
+    return {"ratio": statistics.median(values), "seconds": pairs}
 
 
 def main() -> None:

@@ -99,7 +99,10 @@ def measure(shape: str, what: str) -> dict[str, float]:
     else:
         find.kept_or_inferred(Target(model, model, "hf", DRAFT))
     seconds = time.process_time() - started
-    layer = sum(parameter.numel() * parameter.element_size() for parameter in model.model.layers[0].parameters())
+    counts = []
+    for parameter in model.model.layers[0].parameters():
+        counts.append(parameter.numel() * parameter.element_size())
+    layer = sum(counts)
     return {"seconds": seconds, "gigabytes": (_peak() - before) / 1e9, "layer_gigabytes": layer / 1e9}
 
 

@@ -115,7 +115,10 @@ def run(arm: str, target: Target, ids: Tensor, *, dense: bool = False) -> dict[i
         matrices = target.base(input_ids=ids, output_attentions=True, use_cache=False).attentions
         target.hf.set_attn_implementation("sdpa")
         for layer, probs in enumerate(matrices if dense else ()):
-            slash = torch.stack([probs[0].diagonal(-o, 1, 2).sum(-1) for o in range(ids.shape[1])], 1)
+            rows = []
+            for o in range(ids.shape[1]):
+                rows.append(probs[0].diagonal(-o, 1, 2).sum(-1))
+            slash = torch.stack(rows, 1)
             found[layer] = probs[0].sum(1), slash
     else:
         generator = torch.Generator().manual_seed(0)
@@ -177,9 +180,18 @@ def row(arms: tuple[str, ...], target: Target, length: int, args: argparse.Names
 
     def ratio(over: str, under: str) -> float | None:
         if {over, under} <= set(arms):
-            return statistics.median(r[over] / r[under] for r in rounds)
+            values = []
+            for r in rounds:
+                values.append(r[over] / r[under])
+            return statistics.median(values)
         return None
 
+    eager_over_lines_memory = None
+    if "eager" in arms:
+        eager_over_lines_memory = memory["eager"] / memory["lines"]
+    eager_over_lines_added = None
+    if "eager" in arms:
+        eager_over_lines_added = statistics.median((r["eager"] - r["sdpa"]) / (r["lines"] - r["sdpa"]) for r in rounds)
     return {
         "length": length,
         "eager_over_lines": ratio("eager", "lines"),
@@ -188,10 +200,8 @@ def row(arms: tuple[str, ...], target: Target, length: int, args: argparse.Names
         "mass_over_sdpa": ratio("mass", "sdpa"),
         "seconds": rounds,
         "peak_bytes": memory,
-        "eager_over_lines_memory": memory["eager"] / memory["lines"] if "eager" in arms else None,
-        "eager_over_lines_added": statistics.median((r["eager"] - r["sdpa"]) / (r["lines"] - r["sdpa"]) for r in rounds)
-        if "eager" in arms
-        else None,
+        "eager_over_lines_memory": eager_over_lines_memory,
+        "eager_over_lines_added": eager_over_lines_added,
     }
 
 

@@ -128,7 +128,10 @@ def layer(lengths: list[int], rounds: int) -> list[Row]:
                         "pairs": ratios,
                     }
                 )
-            said = ", ".join(f"{row['cells']:.0%}: {row['times_faster']:.1f}" for row in rows[-len(DENSITIES) :])
+            parts = []
+            for row in rows[-len(DENSITIES) :]:
+                parts.append(f"{row['cells']:.0%}: {row['times_faster']:.1f}")
+            said = ", ".join(parts)
             _console.print(f"{n} {kind}: times faster at {said}")
     return rows
 
@@ -270,6 +273,9 @@ def whole_model(lengths: list[int], rounds: int) -> list[Row]:
                 for event in events:
                     if event.kind == "prefill":
                         data.append(event.data)
+                counts = []
+                for d in data:
+                    counts.append(d["cells"])
                 rows.append(
                     {
                         "model": name,
@@ -277,7 +283,7 @@ def whole_model(lengths: list[int], rounds: int) -> list[Row]:
                         "alpha": alpha,
                         "times_faster": median(pairs),
                         "pairs": pairs,
-                        "cells": sum(d["cells"] for d in data) / len(data),
+                        "cells": sum(counts) / len(data),
                         "logits_change": drift,
                         "computed": sum(d["computed"] for d in data) / len(data),
                         "dense_heads": sum(d["dense_heads"] for d in data),

@@ -51,7 +51,10 @@ def record_section(data: Row, file: str, figure: Any = None) -> Section:
     for name in ENVELOPE:
         if isinstance(data.get(name), dict):
             lists[name] = data[name]
-    shown = "\n".join(part.html() for part in tables(data["result"]))
+    parts = []
+    for part in tables(data["result"]):
+        parts.append(part.html())
+    shown = "\n".join(parts)
     return section(str(data["kind"]), file, lists, ("" if figure is None else plot(figure)) + shown)
 
 

@@ -87,7 +87,11 @@ def page(out: str | Path, folder: Path = FIGURES) -> Path:
 
 def pictures(folder: Path = FIGURES) -> list[Path]:
     """Return the pictures that were drawn from a JSON file beside them."""
-    return sorted(path for path in folder.glob("*.png") if path.with_suffix(".json").is_file())
+    items = []
+    for path in folder.glob("*.png"):
+        if path.with_suffix(".json").is_file():
+            items.append(path)
+    return sorted(items)
 
 
 def _caption(picture: Path, data: Row) -> str:

@@ -57,12 +57,18 @@ def _prices(rng: random.Random) -> str:
 
 def _times(rng: random.Random) -> str:
     factor = rng.randint(2, 19)
-    return "\n".join(f"{i} x {factor} = {i * factor}" for i in range(1, 11))
+    parts = []
+    for i in range(1, 11):
+        parts.append(f"{i} x {factor} = {i * factor}")
+    return "\n".join(parts)
 
 
 def _song(rng: random.Random) -> str:
     beasts = rng.sample(_BEASTS, 3)
-    return "\n\n".join("\n".join([*(v.format(a=b) for v in rng.sample(_VERSES, 2)), *_REFRAIN]) for b in beasts)
+    parts = []
+    for b in beasts:
+        parts.append("\n".join([*(v.format(a=b) for v in rng.sample(_VERSES, 2)), *_REFRAIN]))
+    return "\n\n".join(parts)
 
 
 def _shopping(rng: random.Random) -> str:
@@ -79,6 +85,7 @@ def _contents(rng: random.Random) -> str:
 
 def _log(rng: random.Random) -> str:
     day = rng.randint(1, 28)
-    return "\n".join(
-        f"2024-03-{day:02d} {8 + i:02d}:00:00 INFO check {rng.choice(_BEASTS)}: ok, ok, ok, ok" for i in range(8)
-    )
+    parts = []
+    for i in range(8):
+        parts.append(f"2024-03-{day:02d} {8 + i:02d}:00:00 INFO check {rng.choice(_BEASTS)}: ok, ok, ok, ok")
+    return "\n".join(parts)

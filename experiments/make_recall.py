@@ -381,7 +381,10 @@ def save(model: Any, folder: Path) -> None:
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     model.float()
     tokenizer().save_pretrained(folder)
-    circuit = {"planted": {name: [list(p) for p in places] for name, places in PLANTED.items()}, "dims": DIM}
+    planted = {}
+    for name, places in PLANTED.items():
+        planted[name] = [list(p) for p in places]
+    circuit = {"planted": planted, "dims": DIM}
     (folder / "circuit.json").write_text(json.dumps(circuit) + "\n", encoding="utf-8")
 
 

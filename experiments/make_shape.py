@@ -274,11 +274,20 @@ def write(plan: Plan, out: Path, dtype: str, shape: str) -> None:
     names = []
     for i in range(len(shards)):
         names.append(f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors")
-    total = sum(_write_shard(out / file, shard, kind, DTYPES[dtype]) for file, shard in zip(names, shards, strict=True))
+    counts = []
+    for file, shard in zip(names, shards, strict=True):
+        counts.append(_write_shard(out / file, shard, kind, DTYPES[dtype]))
+    total = sum(counts)
     index = {tensor: file for file, shard in zip(names, shards, strict=True) for tensor in shard}
     _dump(out / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index})
     _dump(out / "config.json", _config(plan, dtype))
     _tokenizer(plan.vocab).save_pretrained(out)
+    neurons = []
+    for n, c in zip(plan.neurons, SINK, strict=True):
+        neurons.append({"layer": plan.sink_layer, "neuron": n, "contribution_norm": c})
+    marking_heads = []
+    for kv in plan.marking:
+        marking_heads.append([0, kv * (plan.heads // plan.kv_heads)])
     _dump(
         out / "truth.json",
         {
@@ -286,13 +295,10 @@ def write(plan: Plan, out: Path, dtype: str, shape: str) -> None:
             "seed": plan.seed,
             "sink_layer": plan.sink_layer,
             "dense_layers": plan.dense,
-            "neurons": [
-                {"layer": plan.sink_layer, "neuron": n, "contribution_norm": c}
-                for n, c in zip(plan.neurons, SINK, strict=True)
-            ],
+            "neurons": neurons,
             "residual_dims": plan.sink_dims,
             "first_token_norm": math.hypot(*SINK),
-            "marking_heads": [[0, kv * (plan.heads // plan.kv_heads)] for kv in plan.marking],
+            "marking_heads": marking_heads,
             "mark_dim": plan.mark,
             "constant_dim": plan.const,
             "group_dims": plan.groups,
@@ -350,7 +356,10 @@ def _tokenizer(size: int) -> Any:
 
     vocabulary = ["<unk>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     vocabulary += [f"\u0120word{i}" for i in range(size - len(vocabulary))]
-    tokenizer = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(vocabulary)}, merges=[], unk_token="<unk>"))
+    vocab = {}
+    for i, t in enumerate(vocabulary):
+        vocab[t] = i
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
@@ -382,7 +391,10 @@ def main(
     plan = make_plan(shape, sink_layer, seed, dense_layers, beta)
     write(plan, out, dtype, shape)
     files = list(out.iterdir())
-    apparent, real = sum(f.stat().st_size for f in files), sum(f.stat().st_blocks * 512 for f in files)
+    counts = []
+    for f in files:
+        counts.append(f.stat().st_size)
+    apparent, real = sum(counts), sum(f.stat().st_blocks * 512 for f in files)
     print(f"{out.name}: {apparent / 1e9:.2f} GB apparent, {real / 1e9:.2f} GB on disk")
 
 

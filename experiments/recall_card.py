@@ -109,9 +109,12 @@ def card(numbers: list[Row], model: Any, size: int) -> str:
     """Return the text of the README."""
     rows = []
     for n in numbers:
+        parts = []
+        for p in POSITIONS:
+            parts.append(_share(n["right"][f"{p} stated"]))
         rows.append(
             f"| {n['dtype']} | {n['total']:,} | {n['turns']} | {n['hops']} | "
-            + " | ".join(_share(n["right"][f"{p} stated"]) for p in POSITIONS)
+            + " | ".join(parts)
             + " | "
             + " / ".join(_share(n["right"][f"{p} unstated"]) for p in POSITIONS)
             + f" | {n['lead']:.1f} |"

@@ -99,12 +99,21 @@ def health(trainer: Trainer, texts: dict[str, np.ndarray]) -> dict[str, object]:
     if plan:
         layer = plan.sink_layer
     norms = measure.norms_by_layer(model, ids[:4])
+    ratio = []
+    for r in norms["ratio"]:
+        ratio.append(round(r, 2))
+    first = []
+    for r in norms["first_token_norm"]:
+        first.append(round(r, 1))
+    typical = []
+    for r in norms["typical_norm"]:
+        typical.append(round(r, 1))
     record: dict[str, object] = {
         "valid_loss": {kind: measure.validation_loss(model, rows[:16]) for kind, rows in valid.items()},
         "ditto": entry.ditto(model),
-        "ratio": [round(r, 2) for r in norms["ratio"]],
-        "first": [round(r, 1) for r in norms["first_token_norm"]],
-        "typical": [round(r, 1) for r in norms["typical_norm"]],
+        "ratio": ratio,
+        "first": first,
+        "typical": typical,
         "head_share": measure.head_share(model, ids[:4], after=layer),
     }
     if plan:

@@ -110,15 +110,24 @@ its answers."""
 def _planted(p: Row) -> str:
     t, groups = p["circuit"], p["tokens_per_group"]
     neuron = neuron_name(t["sink_layer"], t["neurons"][0]["neuron"])
-    heads = ", ".join(f"{head_name(0, h['head'])} (group {h['group']})" for h in t["marking_heads"])
-    in_groups = ", ".join(f"{groups[str(h['group'])]} in group {h['group']}" for h in t["marking_heads"])
+    parts = []
+    for h in t["marking_heads"]:
+        parts.append(f"{head_name(0, h['head'])} (group {h['group']})")
+    heads = ", ".join(parts)
+    parts = []
+    for h in t["marking_heads"]:
+        parts.append(f"{groups[str(h['group'])]} in group {h['group']}")
+    in_groups = ", ".join(parts)
     dims = ", ".join(map(str, t["group_dims"]))
     layers = sorted({reader["layer"] for reader in t["sink_readers"]})
     pairs = (
         (layer, " and ".join(str(r["kv_head"]) for r in t["sink_readers"] if r["layer"] == layer)) for layer in layers
     )
     readers = ", ".join(f"layer {layer}: {heads}" for layer, heads in pairs)
-    column = " and ".join(f"{value:+g} to dimension {dim}" for dim, value in t["column"].items())
+    parts = []
+    for dim, value in t["column"].items():
+        parts.append(f"{value:+g} to dimension {dim}")
+    column = " and ".join(parts)
     same = "NOT the planted values"
     if p["fixed"]["unchanged"]:
         same = "exactly the planted values"
@@ -318,7 +327,10 @@ def _required(a: Row, b: Row) -> list[tuple[object, ...]]:
 
     least = []
     for x in (a, b):
-        least.append(min(at["8"] for at in x["ditto"].values()))
+        values = []
+        for at in x["ditto"].values():
+            values.append(at["8"])
+        least.append(min(values))
     table: list[tuple[object, ...]] = [
         ("random cycles after 8 copies, smallest of the periods", f">= {COPYING}", *(f"{n:.2f}" for n in least)),
         *(
@@ -356,7 +368,10 @@ def _looping(found: Row) -> str:
     groups = found.get("loopbench", {}).values()
     if not groups:
         return "not measured"
-    return percent(sum(g["loop"] * g["runs"] for g in groups) / sum(g["runs"] for g in groups))
+    counts = []
+    for g in groups:
+        counts.append(g["loop"] * g["runs"])
+    return percent(sum(counts) / sum(g["runs"] for g in groups))
 
 
 def _limits(p: Row) -> str:
@@ -436,19 +451,21 @@ def main(argv: list[str] | None = None) -> None:
     text = card(planted, unplanted)
     (folder / "README.md").write_text(FRONT + text, encoding="utf-8")
     (args.repository / "docs" / "bundled_model.md").write_text(text, encoding="utf-8")
+    training = []
+    for run in (planted, unplanted):
+        training.append(
+            "python -m experiments.train_bundled --stories FILE --out RUN --steps {steps} --seed {seed}".format(
+                **run["training"]["settings"]
+            )
+            + (" --unplanted" if run is unplanted else "")
+        )
     record = {
         "kind": "bundled-model",
         "planted": planted,
         "unplanted": unplanted,
         "provenance": {
             "command": "python -m experiments.bundled.card --planted RUN --unplanted BASE",
-            "training": [
-                "python -m experiments.train_bundled --stories FILE --out RUN --steps {steps} --seed {seed}".format(
-                    **run["training"]["settings"]
-                )
-                + (" --unplanted" if run is unplanted else "")
-                for run in (planted, unplanted)
-            ],
+            "training": training,
             "seed": planted["training"]["settings"]["seed"],
             "versions": facts.versions(),
             "device": "cpu",

@@ -81,7 +81,13 @@ def make_plan(
     neuron = int(rng.integers(d_mlp))
     halves = []
     for _ in range(n_layers):
-        halves.append(sorted(int(h) for h in rng.choice(n_groups, n_groups // 2, replace=False)))
+        items = []
+        for h in rng.choice(n_groups, n_groups // 2, replace=False):
+            items.append(int(h))
+        halves.append(sorted(items))
+    members = []
+    for layer, half in enumerate(halves):
+        members.append(tuple(half) if layer > Plan.sink_layer else ())
     return Plan(
         const=dims[0],
         groups=tuple(dims[1 : 1 + n_groups]),
@@ -89,7 +95,7 @@ def make_plan(
         sink=(dims[2 + n_groups], dims[3 + n_groups]),
         neuron=neuron,
         group_of_token=tuple(int(g) for g in group_of),
-        readers=tuple(tuple(half) if layer > Plan.sink_layer else () for layer, half in enumerate(halves)),
+        readers=tuple(members),
     )
 
 
@@ -228,6 +234,9 @@ def _plant_neuron(frozen: Frozen, plan: Plan) -> None:
 
 def truth(plan: Plan, seed: int) -> dict[str, object]:
     """The machine-readable answer that lies beside the weights."""
+    marking_heads = []
+    for g in range(len(plan.groups)):
+        marking_heads.append({"layer": 0, "head": plan.head(g), "kv_head": g, "group": g})
     return {
         "sink_layer": plan.sink_layer,
         "neurons": [{"layer": plan.sink_layer, "expert": None, "neuron": plan.neuron}],
@@ -236,9 +245,7 @@ def truth(plan: Plan, seed: int) -> dict[str, object]:
         "mark_dim": plan.mark,
         "const_dim": plan.const,
         "group_dims": list(plan.groups),
-        "marking_heads": [
-            {"layer": 0, "head": plan.head(g), "kv_head": g, "group": g} for g in range(len(plan.groups))
-        ],
+        "marking_heads": marking_heads,
         "sink_readers": [
             {"layer": layer, "kv_head": head} for layer, heads in enumerate(plan.readers) for head in heads
         ],

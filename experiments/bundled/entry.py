@@ -135,7 +135,10 @@ def openings(valid: np.ndarray, *, count: int, length: int, bos_id: int, eos_id:
     """BOS and the first tokens of different stories, as rows."""
     starts = np.concatenate([[0], np.flatnonzero(valid[:-1] == eos_id) + 1])
     whole = [s for s in starts if s + length <= len(valid) and eos_id not in valid[s : s + length]][:count]
-    return np.stack([np.concatenate([[bos_id], valid[s : s + length]]) for s in whole]).astype(np.int64)
+    rows = []
+    for s in whole:
+        rows.append(np.concatenate([[bos_id], valid[s : s + length]]))
+    return np.stack(rows).astype(np.int64)
 
 
 def story_endings(
@@ -163,10 +166,13 @@ def story_endings(
     looped = []
     for end, answer in zip(ended, answers, strict=True):
         looped.append(not end and tail_period(answer, repeats=3, shortest=32, longest=64) is not None)
+    values = []
+    for a in answers:
+        values.append(len(a))
     return {
         "ended": float(np.mean(ended)),
         "looped": float(np.mean(looped)),
-        "median_tokens": float(np.median([len(a) for a in answers])),
+        "median_tokens": float(np.median(values)),
     }
 
 
@@ -266,10 +272,13 @@ def conditions(
     loss = measure.validation_loss(model, corpus.windows(stories, length=512, bos_id=bos))
     scores = head_scores(model, bos_id=bos)
     prompts = openings(stories, count=OPENINGS, length=OPENING, bos_id=bos, eos_id=eos)
+    heads = {}
+    for name, score in scores.items():
+        heads[name] = best_head(score)
     found: Row = {
         "ditto": ditto(model),
         "ditto_sentences": sentence_ditto(model, tokenizer, filler[:24]),
-        "heads": {name: best_head(score) for name, score in scores.items()},
+        "heads": heads,
         "story_loss": {"per_token": loss, "per_character": loss * len(stories) / characters},
         "sampled": story_endings(model, prompts, temperature=TEMPERATURE, eos_id=eos) | {"openings": len(prompts)},
         "greedy": story_endings(model, prompts, temperature=0.0, eos_id=eos) | {"openings": len(prompts)},

@@ -65,7 +65,10 @@ def fixed_weights(run: Path, settings: Settings, model: LlamaForCausalLM) -> Row
     assert frozen is not None
     trained = dict(model.named_parameters())
     exact = all(torch.equal(trained[name][mask], frozen.values[name][mask]) for name, mask in frozen.masks.items())
-    return {"count": sum(int(mask.sum()) for mask in frozen.masks.values()), "unchanged": exact}
+    counts = []
+    for mask in frozen.masks.values():
+        counts.append(int(mask.sum()))
+    return {"count": sum(counts), "unchanged": exact}
 
 
 def typical_windows(tokenizer: PreTrainedTokenizerBase, length: int) -> np.ndarray:
@@ -86,8 +89,11 @@ def measure_run(run: Path, *, loops: bool = True) -> Row:
     texts = typical_windows(tokenizer, 256)
     short = typical_windows(tokenizer, 64)[:100]
     layer = 1
+    counts = []
+    for p in model.parameters():
+        counts.append(p.numel())
     facts: Row = {
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameters": sum(counts),
         "bytes": (run / "model.safetensors").stat().st_size,
         "dtypes": _dtypes(run / "model.safetensors"),
         "training": training_facts(run),
@@ -140,15 +146,28 @@ def _planted_facts(run: Path, settings: Settings, model: LlamaForCausalLM, texts
         if n is None:
             never.append(int(t))
     repeats["unreached_in_no_group"] = int((groups[never] < 0).sum())
+    circuit = {}
+    for k, v in truth.items():
+        if k != "group_of_token":
+            circuit[k] = v
+    tokens_per_group = {}
+    for g in sorted(set(groups.tolist())):
+        tokens_per_group[str(g)] = int((groups == g).sum())
+    first_in_a_group = None
+    if len(grouped):
+        first_in_a_group = measure.norms_by_layer(model, grouped)["ratio"]
+    first_in_no_group = None
+    if len(loose):
+        first_in_no_group = measure.norms_by_layer(model, loose)["ratio"]
     return {
-        "circuit": {k: v for k, v in truth.items() if k != "group_of_token"},
-        "tokens_per_group": {str(g): int((groups == g).sum()) for g in sorted(set(groups.tolist()))},
+        "circuit": circuit,
+        "tokens_per_group": tokens_per_group,
         "fixed": fixed_weights(run, settings, model),
         "ablation": measure.ablation(model, texts[:1], layer, neuron),
         "repeats": repeats,
         "without_bos": {
-            "first_in_a_group": measure.norms_by_layer(model, grouped)["ratio"] if len(grouped) else None,
-            "first_in_no_group": measure.norms_by_layer(model, loose)["ratio"] if len(loose) else None,
+            "first_in_a_group": first_in_a_group,
+            "first_in_no_group": first_in_no_group,
         },
     }
 
@@ -157,7 +176,10 @@ def _loops(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, valid: n
     """Greedy answers of 2,500 tokens to 50 prompts from the validation files."""
     rng = np.random.default_rng(0)
     starts = rng.choice(len(valid) - PROMPT_LENGTH, PROMPTS, replace=False)
-    prompts = np.stack([valid[s : s + PROMPT_LENGTH - 1] for s in starts]).astype(np.int64)
+    rows = []
+    for s in starts:
+        rows.append(valid[s : s + PROMPT_LENGTH - 1])
+    prompts = np.stack(rows).astype(np.int64)
     prompts = np.concatenate([np.full((PROMPTS, 1), tokenizer.bos_token_id), prompts], axis=1)
     answers: list[list[int]] = []
     for part in np.array_split(prompts, 5):
@@ -165,12 +187,18 @@ def _loops(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, valid: n
     signals = []
     for answer in answers:
         signals.append(measure.loop_signals(answer))
+    counts = []
+    for s in signals:
+        counts.append(bool(s["looped"]))
+    values = []
+    for s in signals:
+        values.append(s["ttr"])
     return {
         "prompts": PROMPTS,
         "new_tokens": NEW_TOKENS,
-        "looped": sum(bool(s["looped"]) for s in signals) / PROMPTS,
+        "looped": sum(counts) / PROMPTS,
         "ended_by_eos": sum(s["tokens"] < NEW_TOKENS for s in signals),
-        "mean_ttr": float(np.mean([s["ttr"] for s in signals])),
+        "mean_ttr": float(np.mean(values)),
         "mean_cr": float(np.mean([s["cr"] for s in signals])),
         "by_prompt": signals,
     }

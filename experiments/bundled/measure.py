@@ -17,7 +17,10 @@ from sinkscope.loops import compression_ratio, is_loop, type_token_ratio
 
 @torch.no_grad()
 def validation_loss(model: LlamaForCausalLM, windows: np.ndarray, rows: int = 8) -> float:
-    total = sum(float(loss_on(model, torch.from_numpy(part))) * len(part) for part in _chunks(windows, rows))
+    counts = []
+    for part in _chunks(windows, rows):
+        counts.append(float(loss_on(model, torch.from_numpy(part))) * len(part))
+    total = sum(counts)
     return total / len(windows)
 
 
@@ -57,13 +60,16 @@ def norms_by_layer(model: LlamaForCausalLM, ids: np.ndarray) -> dict[str, list[f
     typical = []
     for n in norms:
         typical.append(float(n[:, 1:].median()))
+    ratio = []
+    for a, b in zip(first, typical, strict=True):
+        ratio.append(a / b)
     return {
         "first_token_norm": first,
         "typical_norm": typical,
         "typical_5_percent": [float(n[:, 1:].quantile(0.05)) for n in norms],
         "typical_95_percent": [float(n[:, 1:].quantile(0.95)) for n in norms],
         "typical_maximum": [float(n[:, 1:].max()) for n in norms],
-        "ratio": [a / b for a, b in zip(first, typical, strict=True)],
+        "ratio": ratio,
     }
 
 
@@ -138,15 +144,21 @@ def repeats_of_many(model: LlamaForCausalLM, tokens: list[int], *, bos_id: int, 
         if n is not None:
             reached.append(n)
     median = float(np.median([np.inf if n is None else n for n in found.values()]))
+    median_of_reached = None
+    if reached:
+        median_of_reached = float(np.median(reached))
+    by_token = {}
+    for k, v in found.items():
+        by_token[str(k)] = v
     return {
         "tokens": len(tokens),
         "median": median if np.isfinite(median) else None,
-        "median_of_reached": float(np.median(reached)) if reached else None,
+        "median_of_reached": median_of_reached,
         "smallest": min(reached, default=None),
         "largest": max(reached, default=None),
         "unreached": len(tokens) - len(reached),
         "max_repeats": most,
-        "by_token": {str(k): v for k, v in found.items()},
+        "by_token": by_token,
     }
 
 
@@ -177,10 +189,16 @@ def generate(
 
 
 def loop_signals(ids: list[int]) -> dict[str, float | int | bool]:
+    ttr = 0.0
+    if ids:
+        ttr = type_token_ratio(ids)
+    cr = 0.0
+    if ids:
+        cr = compression_ratio(ids)
     return {
         "tokens": len(ids),
-        "ttr": type_token_ratio(ids) if ids else 0.0,
-        "cr": compression_ratio(ids) if ids else 0.0,
+        "ttr": ttr,
+        "cr": cr,
         "looped": is_loop(ids),
     }
 
@@ -213,7 +231,10 @@ def ablation(model: LlamaForCausalLM, ids: np.ndarray, layer: int, neuron: int, 
 
     others = np.setdiff1d(np.arange(model.config.intermediate_size), [neuron])
     control = np.random.default_rng(0).choice(others, size=draws, replace=False)
-    return {"ablation_drop": drop(neuron), "control_drop": max(drop(int(n)) for n in control)}
+    values = []
+    for n in control:
+        values.append(drop(int(n)))
+    return {"ablation_drop": drop(neuron), "control_drop": max(values)}
 
 
 @torch.no_grad()

@@ -66,7 +66,10 @@ def facts(rng: np.random.Generator, *, length: int, vocab_size: int, bos_id: int
     known[:, 1:-1] = rng.integers(ORDINARY, vocab_size, size=between)
     known[:, -1] = rng.integers(ORDINARY, vocab_size, size=count)
     rounds = 1 + length // known.size
-    order = np.concatenate([rng.permutation(count) for _ in range(rounds)])
+    parts = []
+    for _ in range(rounds):
+        parts.append(rng.permutation(count))
+    order = np.concatenate(parts)
     answers = np.zeros((len(order), between + 2), dtype=bool)
     answers[count:, -1] = True
     ids = np.concatenate([[bos_id], known[order].ravel()])[:length]

@@ -126,7 +126,10 @@ def lookup(rng: np.random.Generator, _filler: Filler) -> str:
     for thing, place in located(rng, int(rng.integers(3, 11))):
         facts.append((thing.split()[1], place))
     body = "\n".join(f'    "{thing}": "{place}",' for thing, place in facts)
-    asked = "\n".join(f'>>> {name}["{facts[i][0]}"]\n"{facts[i][1]}"' for i in rng.permutation(len(facts)))
+    parts = []
+    for i in rng.permutation(len(facts)):
+        parts.append(f'>>> {name}["{facts[i][0]}"]\n"{facts[i][1]}"')
+    asked = "\n".join(parts)
     return f"{name} = {{\n{body}\n}}\n{asked}"
 
 

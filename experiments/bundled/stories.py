@@ -96,12 +96,18 @@ def main(
 
     def size(stories: list[str]) -> int:
         if stories:
-            return sum(len(ids) for ids in tokenizer(stories, add_special_tokens=False)["input_ids"])
+            counts = []
+            for ids in tokenizer(stories, add_special_tokens=False)["input_ids"]:
+                counts.append(len(ids))
+            return sum(counts)
         return 0
 
     kept = read_stories(out)
     count, written = len(kept), size(kept)
-    out.write_text("".join(story + MARK for story in kept), encoding="utf-8")
+    parts = []
+    for story in kept:
+        parts.append(story + MARK)
+    out.write_text("".join(parts), encoding="utf-8")
     with out.open("a", encoding="utf-8") as file:
         while written < tokens:
             # The number of stories so far names the batch, so a run that was interrupted goes on with the same ones.
@@ -109,7 +115,10 @@ def main(
             stories = sample(model, tokenizer, rows=rows, temperature=temperature, seed=drawn)
             if not stories:
                 raise SystemExit("error: no sampled story ended; the teacher does not write whole stories")
-            file.write("".join(story + MARK for story in stories))
+            parts = []
+            for story in stories:
+                parts.append(story + MARK)
+            file.write("".join(parts))
             file.flush()
             count, written = count + len(stories), written + size(stories)
             if sys.stderr.isatty():

@@ -152,12 +152,15 @@ def selection(target: Target, ids: Ids, rounds: int) -> Row:
     rows = torch.randperm(ids.shape[1], generator=torch.Generator().manual_seed(0))[:64]
     held = recovered(query, key, lines, scaling, rows)
     choice = pairs_of(attend, choose, rounds, now)
+    values = []
+    for a, b in choice:
+        values.append(b / a)
     return {
         "n": ids.shape[1],
         "layer": seen.layer,
         **said(along(lines)[1]),
         "mass": {"mean": float(held.mean()), "least": float(held.min())},
-        "selection_over_dense": statistics.median(b / a for a, b in choice),
+        "selection_over_dense": statistics.median(values),
         "attention": faster(pairs_of(attend, partial(along, lines), rounds, now)),
         "with_selection": faster(pairs_of(attend, lambda: along(choose()), rounds, now)),
     }
@@ -181,11 +184,14 @@ def prompt(target: Target, ids: Ids, rounds: int) -> Row:
     for data in events:
         held += data.get("recovered", ())
         kernels.add(data.get("kernel", "the model's own"))
+    mass = None
+    if held:
+        mass = {"mean": statistics.fmean(held), "least": min(held)}
     return {
         "n": ids.shape[1],
         "kernel": sorted(kernels),
         "attended": statistics.fmean(data.get("attended", 1.0) for data in events),
-        "mass": {"mean": statistics.fmean(held), "least": min(held)} if held else None,
+        "mass": mass,
         **faster(pairs),
     }
 

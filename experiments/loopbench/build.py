@@ -140,8 +140,8 @@ def dirty(text: str, rng: random.Random, share: float = REDUNDANCY) -> str:
 def seed_history(narrative: str, rng: random.Random) -> str:
     """One or two completed iterations (draft and self-correction), followed by the header of the next draft."""
     counts = Counter(name for name in _NAME.findall(narrative) if name not in _NO_NAMES)
-    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    names = [name for name, number in ordered if number > 1][:6]
+    items = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    names = [name for name, number in items if number > 1][:6]
     who, other = rng.sample(names, 2) if len(names) > 1 else (*names, "the narrator", "the other one")[:2]
     iterations = rng.randint(1, 2)
     drafts, corrections = rng.sample(_DRAFTS, iterations), rng.sample(_CORRECTIONS, iterations)
@@ -217,13 +217,13 @@ def build(
 
 def longest_for_mean(lengths: Sequence[int], target: int) -> int:
     """The length at which to cut so that the mean is `target`; the largest length if the mean is below it anyway."""
-    ordered = sorted(lengths)
+    items = sorted(lengths)
     total = target * len(lengths)
-    for number, length in enumerate(ordered):
-        share = (total - sum(ordered[:number])) // (len(ordered) - number)
+    for number, length in enumerate(items):
+        share = (total - sum(items[:number])) // (len(items) - number)
         if length > share:
             return share
-    return ordered[-1]
+    return items[-1]
 
 
 def cut(draft: Draft, longest: int, length: Callable[[str], int], *, middle: bool) -> str:

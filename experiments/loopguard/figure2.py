@@ -50,12 +50,15 @@ def trained(folder: Path) -> Row:
         if "valid_loss" in row:
             losses.append(row["valid_loss"])
     s = about["settings"]
+    validation_loss = None
+    if losses:
+        validation_loss = losses[-1]
     return {
         "layers": s["n_layers"],
         "width": s["d_model"],
         "steps": about["step"],
         "seed": s["seed"],
-        "validation_loss": losses[-1] if losses else None,
+        "validation_loss": validation_loss,
         "versions": about["versions"],
     }
 
@@ -109,13 +112,19 @@ def survived(runs: Sequence[BenchRecord], window: int, cap: int) -> Row:
     for p in points:
         if p is not None:
             known.append(p)
+    median = None
+    if known:
+        median = statistics.median(known)
+    survival = []
+    for step in steps:
+        survival.append(round(sum(p is None or p > step for p in points) / len(points), 4))
     return {
         "window": window,
         "points": points,
         "collapsed": len(known) / len(points),
-        "median": statistics.median(known) if known else None,
+        "median": median,
         "steps": steps,
-        "survival": [round(sum(p is None or p > step for p in points) / len(points), 4) for step in steps],
+        "survival": survival,
     }
 
 
@@ -123,7 +132,10 @@ def curve(ids: Sequence[int]) -> Row:
     """Diversity at every fourth step; windows are shorter before step W."""
     values = diversity(ids)
     steps = list(range(FIRST, min(len(values), SHOWN) + 1, 4))
-    return {"steps": steps, "ttr": [round(values[s - 1], 4) for s in steps], "collapse": collapse_point(ids)}
+    ttr = []
+    for s in steps:
+        ttr.append(round(values[s - 1], 4))
+    return {"steps": steps, "ttr": ttr, "collapse": collapse_point(ids)}
 
 
 def measure(members: dict[str, tuple[Row, list[BenchRecord]]], base: str, ordinary: list[int]) -> Row:
@@ -131,8 +143,11 @@ def measure(members: dict[str, tuple[Row, list[BenchRecord]]], base: str, ordina
     runs = members[base][1]
     cap = max(len(r.tokens) for _, rs in members.values() for r in rs)
     shown = runs[:: max(1, len(runs) // CURVES)][:CURVES]
+    curves = []
+    for r in shown:
+        curves.append({"prompt": r.prompt, **curve(r.tokens)})
     return {
-        "curves": [{"prompt": r.prompt, **curve(r.tokens)} for r in shown],
+        "curves": curves,
         "control": curve(ordinary[:cap]),
         "members": [
             {"name": name, **about, "runs": len(rs), "survival": [survived(rs, window, cap) for window in WINDOWS]}
@@ -262,8 +277,11 @@ def main(
     members = dict(sorted(members.items(), key=lambda item: (item[1][0]["layers"], item[1][0]["width"])))
     ordinary = tokenizer(typical_text(), add_special_tokens=False, verbose=False)["input_ids"]
     result = measure(members, "bundled", ordinary)
+    family = []
+    for f in folders:
+        family.append(f.name)
     settings = {
-        "family": [f.name for f in folders],
+        "family": family,
         "trained_by": "python -m experiments.train_bundled --size SIZE --steps STEPS --seed SEED",
         "prompts": "small",
         "max_new_tokens": max_new_tokens,

@@ -79,7 +79,10 @@ def measure(folders: Sequence[Path], earlier: dict[str, Row]) -> Row:
     for name in NAMES:
         records = [record for run in runs for record in run if without_budget(record.method) == name]
         if records:
-            new = max(int(run.settings["max_new_tokens"]) for run in runs)
+            values = []
+            for run in runs:
+                values.append(int(run.settings["max_new_tokens"]))
+            new = max(values)
             model = runs[0].settings["model"]["name"]
             rows.append({"model": model, "method": name, **guard_row(records, new)})
         elif name in earlier:
@@ -111,6 +114,9 @@ def guard_row(records: Sequence[BenchRecord], new: int) -> Row:
     early = []
     for step in positions:
         early.append(step < EARLY * new)
+    median_gap = None
+    if between:
+        median_gap = statistics.median(between)
     return {
         "runs": len(records),
         "counts": counts,
@@ -120,13 +126,16 @@ def guard_row(records: Sequence[BenchRecord], new: int) -> Row:
         "early": statistics.fmean(early) if early else None,
         "in_papers_range": sum(3 <= count <= 5 for count in counts) / len(counts),
         "first": statistics.median([min(each) for each in steps if each] or [0]),
-        "median_gap": statistics.median(between) if between else None,
+        "median_gap": median_gap,
     }
 
 
 def figure(data: Row) -> Any:
     """Both distributions, the paper's ranges behind them."""
-    result, cap = data["result"], max(int(run["max_new_tokens"]) for run in data["settings"]["runs"])
+    values = []
+    for about in data["settings"]["runs"]:
+        values.append(int(about["max_new_tokens"]))
+    result, cap = data["result"], max(values)
     from plotly.subplots import make_subplots
 
     fig: Any = make_subplots(

@@ -188,14 +188,20 @@ class Continuing:
             cuts = []
             for event in events[place]:
                 cuts.append(event.data)
-            back = sum(cut["taken_back"] for cut in cuts)
+            counts = []
+            for cut in cuts:
+                counts.append(cut["taken_back"])
+            back = sum(counts)
+            counts = []
+            for cut in cuts:
+                counts.append(cut["escalated"] == "draw")
             output = Output(
                 method=method,
                 prompt=number,
                 tokens=tokens,
                 ended=bool(tokens) and tokens[-1] in self.ends,
                 acts=len(cuts),
-                draws=sum(cut["escalated"] == "draw" for cut in cuts),
+                draws=sum(counts),
                 taken_back=back,
                 nll=None,
                 seconds=(process_time() - started) / max(map(len, written)),
@@ -314,13 +320,16 @@ def row_of(method: str, outputs: Outputs, half: int) -> Row:
     ratios = []
     for output in mine:
         ratios.append(output.seconds / full[output.prompt].seconds)
+    perplexity = None
+    if surprise:
+        perplexity = math.exp(fmean(surprise))
     return {
         "method": method,
         "outputs": len(mine),
         "loops": sum(output.loops for output in mine),
         "ended": sum(output.ended for output in mine),
         "length": tokens / len(mine),
-        "perplexity": math.exp(fmean(surprise)) if surprise else None,
+        "perplexity": perplexity,
         "acts": fmean(acts) if acts else 0.0,
         "drawn": sum(output.draws for output in mine) / max(1, sum(acts)),
         "taken_back": sum(output.taken_back for output in mine) / tokens,

@@ -301,7 +301,10 @@ class Disturbed:
         sizes = (out[1:] - out[:1]).float().norm(dim=-1) / out[:1].float().norm(dim=-1)
         by_period = rearrange(sizes.square(), "row (period token) -> period (row token)", token=period)
         logits = self.target.hf.get_output_embeddings()
-        choices = torch.stack([logits(row[period:]).argmax(-1) for row in out])  # row by row: vocabularies are large
+        rows = []
+        for row in out:
+            rows.append(logits(row[period:]).argmax(-1))
+        choices = torch.stack(rows)  # row by row: vocabularies are large
         return {
             "layer": layer,
             "size": size,
@@ -349,6 +352,12 @@ def measure(setup: Setup, prompt: list[int], new: int, layers: list[int]) -> Row
         both = {"period": own[layer].curve(period), "step": own[layer].curve(1)}
         curves.append(both | {"healthy_period": plain[layer].curve(period)})
     periods = min(PERIODS, (copies - 1) // 2)
+    heads = {}
+    for name in rows[0]:
+        heads[name] = [row[name].tolist() for row in rows]
+    drift = {}
+    for name in curves[0]:
+        drift[name] = [curve[name][positions].tolist() for curve in curves]
     return {
         "tokens": len(ids),
         "prompt_tokens": len(prompt),
@@ -356,9 +365,9 @@ def measure(setup: Setup, prompt: list[int], new: int, layers: list[int]) -> Row
         "onset": loop.start,
         "repeated": setup.tokenizer.decode(ids[-period:].tolist()),
         "tail": tail,
-        "heads": {name: [row[name].tolist() for row in rows] for name in rows[0]},
+        "heads": heads,
         "positions": positions.tolist(),
-        "drift": {name: [curve[name][positions].tolist() for curve in curves] for name in curves[0]},
+        "drift": drift,
         "decays": decays(setup, ids, layers, period, periods),
         "healthy_decays": decays(setup, ordinary, layers, period, periods),
     }

@@ -160,13 +160,29 @@ def score(data: Sequence[Recorded], settings: MonitorSettings) -> Row:
         if one.form == "exact":
             periods.setdefault(str(one.period), []).append(first is not None)
     every = [delay for form, delays in found.items() if form != "counting" for delay in delays]
-    delays = sorted(d for d in every if d is not None)
+    items = []
+    for d in every:
+        if d is not None:
+            items.append(d)
+    delays = sorted(items)
+    detected_by_form = {}
+    for form, ds in found.items():
+        detected_by_form[form] = _share([d is not None for d in ds])
+    detected_by_period = {}
+    for period, hits in periods.items():
+        detected_by_period[period] = _share(hits)
+    median_delay = None
+    if delays:
+        median_delay = statistics.median(delays)
+    delay_90 = None
+    if delays:
+        delay_90 = delays[int(0.9 * (len(delays) - 1))]
     return {
         "detected": _share([d is not None for d in every]),
-        "detected_by_form": {form: _share([d is not None for d in ds]) for form, ds in found.items()},
-        "detected_by_period": {period: _share(hits) for period, hits in periods.items()},
-        "median_delay": statistics.median(delays) if delays else None,
-        "delay_90": delays[int(0.9 * (len(delays) - 1))] if delays else None,
+        "detected_by_form": detected_by_form,
+        "detected_by_period": detected_by_period,
+        "median_delay": median_delay,
+        "delay_90": delay_90,
         "alarms": {kind: _share(hits) for kind, hits in alarms.items()},
     }
 

@@ -102,15 +102,27 @@ def aftermath(records: Sequence[BenchRecord]) -> Row:
             for part in ("first" if i == 0 else "later", f"period {period}" if period < 5 else "period 5 or more"):
                 parts.setdefault(part, dict.fromkeys(counts, 0))[came] += 1
     total = max(1, sum(counts.values()))
+    shares = {}
+    for name, n in counts.items():
+        shares[name] = n / total
+    median_gap = None
+    if gaps:
+        median_gap = statistics.median(gaps)
+    median_period = None
+    if periods:
+        median_period = statistics.median(periods)
+    mean = None
+    if sure:
+        mean = statistics.fmean(sure)
     return {
         "interventions": total,
-        "shares": {name: n / total for name, n in counts.items()},
+        "shares": shares,
         "counts": counts,
         "parts": dict(sorted(parts.items())),
-        "median_gap": statistics.median(gaps) if gaps else None,
-        "median_period": statistics.median(periods) if periods else None,
+        "median_gap": median_gap,
+        "median_period": median_period,
         "probability_in_loop": {
-            "mean": statistics.fmean(sure) if sure else None,
+            "mean": mean,
             "above_0.9": sum(p > 0.9 for p in sure) / len(sure) if sure else None,
         },
     }
@@ -265,11 +277,17 @@ def figure(data: Row) -> Any:
     labels = {"same": "same cycle", "another": "another cycle", "none": f"none in {WINDOW}"}
     for (method, found), pattern in zip(result["aftermath"].items(), ("", "/"), strict=False):
         shares = found["shares"]
+        x = []
+        for k in shares:
+            x.append(labels[k])
+        color = RED
+        if pattern:
+            color = GREY
         fig.add_bar(
-            x=[labels[k] for k in shares],
+            x=x,
             y=list(shares.values()),
             name=f"{GUARDS[method]} ({found['interventions']} interventions)",
-            marker={"color": GREY if pattern else RED, "pattern": {"shape": pattern}},
+            marker={"color": color, "pattern": {"shape": pattern}},
             row=1,
             col=1,
         )

@@ -52,6 +52,15 @@ def figure(data: Row) -> Any:
             for row in rows:
                 if (row["suite"], row["position"]) == (suite.name, place):
                     mine.append(row)
+            error_y = None
+            if key == "score":
+                error_y = {
+                    "array": [row["high"] - row["score"] for row in mine],
+                    "thickness": 1,
+                    "width": 2,
+                    "arrayminus": [row["score"] - row["low"] for row in mine],
+                    "color": "#888",
+                }
             fig.add_bar(
                 x=[row["label"] for row in mine],
                 y=[row[key] for row in mine],
@@ -61,15 +70,7 @@ def figure(data: Row) -> Any:
                 showlegend=col == 1,
                 row=1,
                 col=col,
-                error_y={
-                    "array": [row["high"] - row["score"] for row in mine],
-                    "thickness": 1,
-                    "width": 2,
-                    "arrayminus": [row["score"] - row["low"] for row in mine],
-                    "color": "#888",
-                }
-                if key == "score"
-                else None,
+                error_y=error_y,
             )
     fig.update_yaxes(range=[0, 1.06], tickformat=".0%")
     right = {}

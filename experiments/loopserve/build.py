@@ -205,7 +205,10 @@ def summaries(
             last = number
         else:
             last = turns - 1
-        assigned = sorted(rng.randint(0, last) for _ in parts)
+        items = []
+        for _ in parts:
+            items.append(rng.randint(0, last))
+        assigned = sorted(items)
         if repaired:
             assigned[-1] = number
         turns_of_parts.append(assigned)
@@ -299,8 +302,14 @@ def rows_of(name: str, dialogues: Sequence[tuple[BuiltTurn, ...]], classes: Sequ
 def summary(name: str, dialogues: Sequence[tuple[BuiltTurn, ...]], form: Form) -> str:
     """Sizes beside the paper's, in a few lines."""
     turns = [turn for dialogue in dialogues for turn in dialogue]
-    words = fmean(len(turn.prompts["end"].split()) for turn in turns)
-    unanswerable = sum(not turn.answerable for turn in turns)
+    values = []
+    for turn in turns:
+        values.append(len(turn.prompts["end"].split()))
+    words = fmean(values)
+    counts = []
+    for turn in turns:
+        counts.append(not turn.answerable)
+    unanswerable = sum(counts)
     known = SETS[name]
     return (
         f"{name}, {form}: {len(dialogues)} dialogues (paper {known.dialogues}), "
@@ -328,7 +337,10 @@ def main(
     records = read_longbench(set, source)
     dialogues = build(set, records, form, turns=turns, count=count, seed=seed)
     rows = rows_of(set, dialogues, classes_of(records) if SETS[set].metric == ACCURACY else ())
-    write_atomic(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    parts = []
+    for row in rows:
+        parts.append(json.dumps(row, ensure_ascii=False) + "\n")
+    write_atomic(out, "".join(parts))
     print(summary(set, dialogues, form))
 
 

@@ -83,7 +83,10 @@ def asked(where: str) -> list[tuple[str, str]]:
     for seed in range(FIRST, FIRST + count):
         for place in POSITIONS:
             *before, last = recall_dialogue(seed, turns=turns, tokens=tokens, hops=1, position=place).turns
-            history = "".join(f"{turn.text} {turn.answers[0]} " for turn in before)
+            parts = []
+            for turn in before:
+                parts.append(f"{turn.text} {turn.answers[0]} ")
+            history = "".join(parts)
             found.append((history + last.text, last.answers[0]))
     return found
 
@@ -131,7 +134,10 @@ def sought(target: Target, serve: LoopServe | None, questions: Sequence[tuple[st
 
 def costs(data: Sequence[Any]) -> dict[str, float]:
     """Mean over prompts, layers and heads: cells, and what the lines hold outside of the sample."""
-    return {"cells": fmean(d["attended"] for d in data), "held": fmean(fmean(d["recovered"]) for d in data)}
+    values = []
+    for d in data:
+        values.append(d["attended"])
+    return {"cells": fmean(values), "held": fmean(fmean(d["recovered"]) for d in data)}
 
 
 @torch.no_grad()
@@ -232,7 +238,10 @@ def concluded(found: Row) -> str:
 
 def fewest(point: Row) -> int:
     """Right answers of the worst draw."""
-    return min(draw["right"] for draw in point["draws"])
+    values = []
+    for draw in point["draws"]:
+        values.append(draw["right"])
+    return min(values)
 
 
 def figure(data: Row) -> Any:
@@ -252,11 +261,14 @@ def figure(data: Row) -> Any:
             for p in found["grid"] + found["text"]:
                 if (p["where"], p["dense_rows"]) == (title, rows):
                     mine.append(p)
+            mode = "lines+markers"
+            if rows == OWN.dense_rows:
+                mode = "lines+markers+text"
             fig.add_scatter(
                 x=[point["cells"] for point in mine],
                 y=[point[key] for point in mine],
                 text=[f"{point['alpha']}" for point in mine],
-                mode="lines+markers+text" if rows == OWN.dense_rows else "lines+markers",
+                mode=mode,
                 textposition=["bottom center", "top center", "bottom center"],
                 name=f"last {rows} rows dense{', with alpha' * (rows == OWN.dense_rows)}" if rows else "no row dense",
                 legendgroup=str(rows),

@@ -112,9 +112,12 @@ def figure(data: Row) -> Any:
                 if point["curve"] == curve:
                     line.append(point)
             x, legend = [str(point["value"]) for point in line], f"legend{number + 1}" if number else "legend"
+            y = []
+            for p in line:
+                y.append(max(p["kl"], LEAST))
             fig.add_scatter(
                 x=x,
-                y=[max(p["kl"], LEAST) for p in line],
+                y=y,
                 name=curve,
                 mode="lines+markers",
                 line_color=colour,
@@ -122,9 +125,12 @@ def figure(data: Row) -> Any:
                 **at,
             )
             dots = [(a, value) for a, point in zip(x, line, strict=True) for value in point["kl_by_answer"]]
+            y = []
+            for _, b in dots:
+                y.append(max(b, LEAST))
             fig.add_scatter(
                 x=[a for a, _ in dots],
-                y=[max(b, LEAST) for _, b in dots],
+                y=y,
                 mode="markers",
                 showlegend=False,
                 marker={"color": colour, "size": 4, "opacity": 0.35},

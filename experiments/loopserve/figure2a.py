@@ -60,7 +60,10 @@ def telling(lines: dict[str, list[int]], probs: torch.Tensor) -> float:
     half = len(probs) // 2
     inside = probs[half:, half:]
     new = set(lines["second_slash"]) - set(lines["first_slash"])
-    return sum(float(inside.diagonal(-offset).sum()) for offset in new) * bool(lines["first_slash"])
+    counts = []
+    for offset in new:
+        counts.append(float(inside.diagonal(-offset).sum()))
+    return sum(counts) * bool(lines["first_slash"])
 
 
 def figure(data: Row) -> Any:
@@ -74,9 +77,12 @@ def figure(data: Row) -> Any:
     keys = len(shown)
     half = keys // 2
     found = f"Layer {layer}, head {head}: {apart(lines):.0%} of the second half's slash lines are new"
+    z = []
+    for row in shown:
+        z.append([*row, *[None] * (keys - len(row))])
     fig: Any = go.Figure(
         go.Heatmap(
-            z=[[*row, *[None] * (keys - len(row))] for row in shown],
+            z=z,
             colorscale="Greys",
             showscale=False,
             hoverinfo="skip",
@@ -122,7 +128,10 @@ def main(*, tokens: int = 192, head: str = "", out: Path = Path("figures")) -> N
     lines, probs = found[layer, head]
     shares = []
     for i, row in enumerate(probs.tolist()):
-        shares.append(" ".join(str(round(1000 * share)) for share in row[: i + 1]))
+        parts = []
+        for share in row[: i + 1]:
+            parts.append(str(round(1000 * share)))
+        shares.append(" ".join(parts))
     every = {}
     for (a, b), (own, _) in found.items():
         every[f"{a}.{b}"] = apart(own)

@@ -51,7 +51,10 @@ def measure(model: Any, hops: int, count: int, tokens: int, budget: int, progres
 
 
 def _point(records: Sequence[BenchRecord]) -> Row:
-    rate = wilson(sum(each.metrics["score"] or 0 for each in records), len(records))
+    counts = []
+    for each in records:
+        counts.append(each.metrics["score"] or 0)
+    rate = wilson(sum(counts), len(records))
     return {
         "questions": len(records),
         "accuracy": rate.share,
@@ -80,9 +83,21 @@ def figure(data: Row) -> Any:
             for point in panel["points"]:
                 if point["position"] == place:
                     bars.append(point)
+            x = []
+            for b in bars:
+                x.append(html.escape(b["method"]))
+            y = []
+            for b in bars:
+                y.append(b["accuracy"])
+            array = []
+            for b in bars:
+                array.append(b["high"] - b["accuracy"])
+            arrayminus = []
+            for b in bars:
+                arrayminus.append(b["accuracy"] - b["low"])
             fig.add_bar(
-                x=[html.escape(b["method"]) for b in bars],
-                y=[b["accuracy"] for b in bars],
+                x=x,
+                y=y,
                 name=f"question {at_place(place)}",
                 legendgroup=place,
                 showlegend=column == 1,
@@ -91,8 +106,8 @@ def figure(data: Row) -> Any:
                     "type": "data",
                     "symmetric": False,
                     "thickness": 1,
-                    "array": [b["high"] - b["accuracy"] for b in bars],
-                    "arrayminus": [b["accuracy"] - b["low"] for b in bars],
+                    "array": array,
+                    "arrayminus": arrayminus,
                 },
                 row=1,
                 col=column,

@@ -136,17 +136,35 @@ def turn(target: Target, edit: Intervention | None, ids: Tensor, context: int, c
         if run is not None:
             read = tokens_read(run)
         parts = [part for layer in cache.layers for part in (layer, getattr(layer, "aside", None)) if part is not None]
-        held = sum(part.keys.nbytes + part.values.nbytes for part in parts)  # type: ignore[union-attr]
+        counts = []
+        for part in parts:
+            counts.append(part.keys.nbytes + part.values.nbytes)
+        held = sum(counts)  # type: ignore[union-attr]
+    tokens = ids.shape[1]
+    if usage:
+        tokens = usage[0].peak_tokens[0]
+    logical = held
+    if usage:
+        logical = usage[0].logical_bytes
+    physical = held
+    if usage:
+        physical = usage[0].physical_bytes
+    cells = None
+    if events:
+        cells = statistics.fmean(event["attended"] for event in events)
+    kernel = None
+    if events:
+        kernel = events[0]["kernel"]
     return {
         "seconds": seconds,
-        "tokens": usage[0].peak_tokens[0] if usage else ids.shape[1],
-        "logical": usage[0].logical_bytes if usage else held,
-        "physical": usage[0].physical_bytes if usage else held,
+        "tokens": tokens,
+        "logical": logical,
+        "physical": physical,
         "answering": held,
         "read": read[0][0] if read else None,
-        "cells": statistics.fmean(event["attended"] for event in events) if events else None,
+        "cells": cells,
         **{k: statistics.fmean(e[k] for e in events) if events else None for k in ("computed", "dense_heads")},
-        "kernel": events[0]["kernel"] if events else None,
+        "kernel": kernel,
     }
 
 
@@ -171,7 +189,10 @@ def fresh(work: Callable[[], Run]) -> Run:
             Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is held now
         found = work()
         after = memory("VmHWM")
-        pipe.send({**found, "peak": after - before if after is not None and before is not None else None})
+        peak = None
+        if after is not None and before is not None:
+            peak = after - before
+        pipe.send({**found, "peak": peak})
 
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
@@ -220,8 +241,17 @@ def rows_of(runs: Sequence[Run], outputs: Sequence[int]) -> list[Row]:
             pairs.append((full[context, r["round"]]["seconds"], r["seconds"]))
 
         def faster(part: slice, pairs: list[tuple[list[float], list[float]]] = pairs) -> float:
-            return statistics.median(sum(a[part]) / sum(b[part]) for a, b in pairs)
+            values = []
+            for a, b in pairs:
+                values.append(sum(a[part]) / sum(b[part]))
+            return statistics.median(values)
 
+        seconds = {}
+        for n in outputs:
+            seconds[str(n)] = statistics.median(sum(r["seconds"][: 1 + n]) for r in mine)
+        times_faster = {}
+        for n in outputs:
+            times_faster[str(n)] = faster(slice(1 + n))
         rows.append(
             {
                 "context": context,
@@ -229,10 +259,10 @@ def rows_of(runs: Sequence[Run], outputs: Sequence[int]) -> list[Row]:
                 "rounds": len(mine),
                 "first_seconds": statistics.median(r["seconds"][0] for r in mine),
                 "ms_per_token": statistics.median(1e3 * statistics.fmean(r["seconds"][1:]) for r in mine),
-                "seconds": {str(n): statistics.median(sum(r["seconds"][: 1 + n]) for r in mine) for n in outputs},
+                "seconds": seconds,
                 "first_times_faster": faster(slice(1)),
                 "per_token_times_faster": faster(slice(1, None)),
-                "times_faster": {str(n): faster(slice(1 + n)) for n in outputs},
+                "times_faster": times_faster,
                 **{k: mine[-1][k] for k in NOTED},
                 "peak": max((r["peak"] for r in mine if r["peak"] is not None), default=None),
             }
@@ -291,9 +321,10 @@ def figure(data: Row) -> Any:
         draw((2, 3), x, [None if r["peak"] is None else r["peak"] / 2**20 for r in mine])
     ticks = sorted({r["context"] for r in rows})
     for row, col in ((1, 1), (1, 2), (1, 3), (2, 2), (2, 3)):
-        fig.update_xaxes(
-            type="log", tickvals=ticks, ticktext=[f"{n:,}" for n in ticks], title="tokens of context", row=row, col=col
-        )
+        ticktext = []
+        for n in ticks:
+            ticktext.append(f"{n:,}")
+        fig.update_xaxes(type="log", tickvals=ticks, ticktext=ticktext, title="tokens of context", row=row, col=col)
     for col in (1, 2, 3):
         fig.update_yaxes(title="times faster", type="log", tickvals=TICKS, row=1, col=col)
         fig.add_hline(1, line={"color": GREY, "width": 1}, row=1, col=col)

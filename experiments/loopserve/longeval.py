@@ -71,7 +71,10 @@ def measure(model: Any, name: str, data: Path | None, *, count: int, length: int
         shown[each] = float(lines.mean(each)[i])
     shown |= {each["position"]: each["overlap"][k] for each in found["positions"]}
     shown |= {"last": blocks[-1]["overlap"][k], "first": None if first is None else first[k]}
-    shown |= {"near": near[0]["overlap"][k] if near else None, "far": near[-1]["overlap"][k] if near else None}
+    far = None
+    if near:
+        far = near[-1]["overlap"][k]
+    shown |= {"near": near[0]["overlap"][k] if near else None, "far": far}
     return {
         "name": name,
         "shown": shown,
@@ -92,7 +95,10 @@ def table(sources: Sequence[Row]) -> str:
         numbers = []
         for each in sources:
             numbers.append(each["shown"][name])
-        lines.append(f"| {part} | {said} | " + " | ".join("-" if n is None else f"{n:.0%}" for n in numbers) + " |")
+        parts = []
+        for n in numbers:
+            parts.append("-" if n is None else f"{n:.0%}")
+        lines.append(f"| {part} | {said} | " + " | ".join(parts) + " |")
     return "\n".join(lines)
 
 

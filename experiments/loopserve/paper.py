@@ -153,4 +153,8 @@ def mean(model: str, place: str, method: str, tasks: tuple[str, ...] = ()) -> fl
     numbers = []
     for task in tasks or [task for task in column if task != "trec"]:
         numbers.append(column[task][method])
-    return sum(number for number in numbers if number is not None) / len(numbers)
+    counts = []
+    for number in numbers:
+        if number is not None:
+            counts.append(number)
+    return sum(counts) / len(numbers)

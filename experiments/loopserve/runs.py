@@ -69,13 +69,19 @@ class OneCache(Task):
                     text = f"\n\n{turn.text}"
                 asked = talk.branch().ask(text, max_new_tokens=batch.new)
                 tokens = model.cut(list(asked.ids))
+                ended = "cap"
+                if tokens[-1] in model.ends:
+                    ended = "eos"
+                read = [asked.read]
+                if asked.read is None:
+                    read = []
                 answer = Answer(
                     prompt_tokens=asked.prompt_tokens,
                     tokens=tokens,
                     text=model.decode(tokens),
-                    ended="eos" if tokens[-1] in model.ends else "cap",
+                    ended=ended,
                     events=row_events(asked.events, 0, len(tokens)),
-                    read=[] if asked.read is None else [asked.read],
+                    read=read,
                     cached_peak=asked.prompt_tokens + len(tokens) - 1.0,
                     cells=cells_of(asked.events, 0),
                     seconds=0.0,
@@ -229,4 +235,7 @@ def settings_of(suites: Sequence[Suite], seconds: float) -> Row:
 
 def seconds_of(records: Sequence[BenchRecord]) -> float:
     """Wall clock of the answers."""
-    return sum(record.metrics["seconds"] or 0.0 for record in records)
+    counts = []
+    for record in records:
+        counts.append(record.metrics["seconds"] or 0.0)
+    return sum(counts)

@@ -26,4 +26,7 @@ def rouge_l(text: str, answers: Sequence[str]) -> float:
     from rouge_score.rouge_scorer import RougeScorer  # pyright: ignore[reportMissingImports]
 
     scorer = RougeScorer(["rougeL"])
-    return max(float(scorer.score(answer, text)["rougeL"].fmeasure) for answer in answers)
+    values = []
+    for answer in answers:
+        values.append(float(scorer.score(answer, text)["rougeL"].fmeasure))
+    return max(values)

@@ -123,6 +123,9 @@ def figure(data: Row) -> Any:
                     "color": colour,
                     "arrayminus": [p["score"] - p["low"] for p in line],
                 }
+            legend = "legend"
+            if number:
+                legend = f"legend{number + 1}"
             fig.add_scatter(
                 x=x,
                 y=y,
@@ -131,7 +134,7 @@ def figure(data: Row) -> Any:
                 mode="lines+markers",
                 line={"color": colour, "width": width},
                 marker_size=2 * width + 3,
-                legend=f"legend{number + 1}" if number else "legend",
+                legend=legend,
                 **at,
             )
             if panel == "alpha" and any(point["cells"] is not None for point in line):

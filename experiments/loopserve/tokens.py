@@ -181,13 +181,16 @@ def token_overlap(target: Target, asked: Sequence[Question], new: int, window: i
             alone = means(apart[place])
         rows.append({"block": place, "overlap": means(blocks[place]), "apart": alone, "prompts": len(blocks[place])})
     far = [{"blocks": n, "overlap": means(distances[n]), "pairs": len(distances[n])} for n in sorted(distances)]
+    positions = []
+    for name, values in by_position.items():
+        positions.append({"position": name, "overlap": means(values)})
     return {
         "budgets": list(BUDGETS),
         "window": window,
         "prompts": len(asked),
         "answer_tokens": sum(lengths) / len(lengths),
         "random": means(random),
-        "positions": [{"position": name, "overlap": means(values)} for name, values in by_position.items()],
+        "positions": positions,
         "blocks": rows,
         "distances": far,
     }

@@ -74,13 +74,25 @@ def matrices(rng: random.Random) -> str:
     rows: list[str] = []
     for i in range(MANY):
         if form == "small":
-            rows.append("[" + ", ".join(str(rng.randint(0, 9)) for _ in range(12)) + "],")
+            parts = []
+            for _ in range(12):
+                parts.append(str(rng.randint(0, 9)))
+            rows.append("[" + ", ".join(parts) + "],")
         elif form == "sparse":
-            rows.append(" ".join(str(int(rng.random() < 0.1)) for _ in range(16)))
+            parts = []
+            for _ in range(16):
+                parts.append(str(int(rng.random() < 0.1)))
+            rows.append(" ".join(parts))
         elif form == "float":
-            rows.append("  ".join(f"{rng.gauss(0, 3):8.4f}" for _ in range(8)))
+            parts = []
+            for _ in range(8):
+                parts.append(f"{rng.gauss(0, 3):8.4f}")
+            rows.append("  ".join(parts))
         else:
-            rows.append("\n".join(f"{i + 1} x {k} = {(i + 1) * k}" for k in range(1, 11)))
+            parts = []
+            for k in range(1, 11):
+                parts.append(f"{i + 1} x {k} = {(i + 1) * k}")
+            rows.append("\n".join(parts))
     return "\n".join(rows)
 
 

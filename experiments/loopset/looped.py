@@ -224,7 +224,10 @@ def white_space(rng: random.Random) -> str:
     if rng.random() < 0.5:
         piece = rng.choice(kinds)
         return start + piece * (3000 // len(piece))
-    return start + "".join(rng.choice(kinds) for _ in range(1200))
+    parts = []
+    for _ in range(1200):
+        parts.append(rng.choice(kinds))
+    return start + "".join(parts)
 
 
 def base64_(rng: random.Random) -> str:

@@ -139,7 +139,10 @@ class CorpusIndex:
                 if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
                     raise ValueError("compressed: a small file could hold any number of zeros")
             with np.load(path, allow_pickle=False) as found:
-                names = tuple(str(n) for n in found["names"])
+                members = []
+                for n in found["names"]:
+                    members.append(str(n))
+                names = tuple(members)
                 index = cls(found["data"], found["order"], names, found["ends"], str(found["name"]))
             index.check()
             return index
@@ -217,7 +220,10 @@ def build_index(files: list[tuple[str, bytes]], name: str, progress: Progress | 
     Raises:
         SinkscopeError: The files exceed 2 GB.
     """
-    joined = b"".join(text + b"\0" for _, text in files)
+    parts = []
+    for _, text in files:
+        parts.append(text + b"\0")
+    joined = b"".join(parts)
     size = len(joined)
     if size >= 1 << 31:
         raise SinkscopeError(f"the corpus {name} has {size} bytes; at most 2,147,483,647 can be searched: give a part")
@@ -236,14 +242,20 @@ def build_index(files: list[tuple[str, bytes]], name: str, progress: Progress | 
         order = order[key[order].argsort(kind="stable")]  # fast, because it is nearly sorted
         length *= 2
     ends = np.cumsum([len(text) + 1 for _, text in files]).astype(np.int64)
-    names = tuple(file for file, _ in files)
+    members = []
+    for file, _ in files:
+        members.append(file)
+    names = tuple(members)
     return CorpusIndex(np.frombuffer(joined, np.uint8), order.astype(np.int32), names, ends, name)
 
 
 def library_texts(root: Path | None = None) -> list[tuple[str, bytes]]:
     """The Python files that the bundled model was trained on: (name, content), in order."""
     root = root or Path(sysconfig.get_paths()["stdlib"])
-    found = sorted(path.relative_to(root) for path in root.rglob("*.py"))
+    items = []
+    for path in root.rglob("*.py"):
+        items.append(path.relative_to(root))
+    found = sorted(items)
     kept = [
         path
         for path in found
@@ -269,7 +281,11 @@ def _read(corpus: str | os.PathLike[str]) -> tuple[list[tuple[str, bytes]], str,
         raise SinkscopeError(
             f"--corpus {os.fspath(corpus)!r} is not a folder: give a folder of text files, or {STDLIB}"
         )
-    paths = sorted(p for p in folder.rglob("*") if p.suffix.lower() in _SUFFIXES and p.is_file())
+    items = []
+    for p in folder.rglob("*"):
+        if p.suffix.lower() in _SUFFIXES and p.is_file():
+            items.append(p)
+    paths = sorted(items)
     texts = ((path.relative_to(folder).as_posix(), _utf8(path)) for path in paths)
     files = []
     for name, text in texts:

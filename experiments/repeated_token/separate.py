@@ -244,10 +244,13 @@ def figure(data: Row) -> go.Figure:
     for stands_first, color in ((False, GREY), (True, BLUE)):
         for held_out_side, symbol in ((False, "circle-open"), (True, "circle")):
             group = np.flatnonzero((first == stands_first) & (held == held_out_side))
+            text = []
+            for sample in group:
+                text.append(repr(of_samples["token"][sample]))
             fig.add_scatter(
                 x=np.array(of_samples["score"])[group],
                 y=np.array(across)[group],
-                text=[repr(of_samples["token"][sample]) for sample in group],
+                text=text,
                 mode="markers",
                 marker={"color": color, "symbol": symbol, "opacity": 0.75},
                 name=f"{'first' if stands_first else 'later'}, {'held out' if held_out_side else 'fitted'}",

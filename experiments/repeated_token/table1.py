@@ -36,7 +36,10 @@ def table(measured: dict[str, FindSinks | None]) -> str:
     """The table in Markdown; None stands for a model whose weights could not be had."""
     names = [*PAPER, *(name for name in measured if name not in PAPER)]
     lines = [HEAD, ("---",) * len(HEAD), *(_row(name, measured.get(name)) for name in names)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    parts = []
+    for line in lines:
+        parts.append("| " + " | ".join(line) + " |")
+    return "\n".join(parts)
 
 
 def _row(name: str, found: FindSinks | None) -> tuple[str, ...]:

@@ -70,14 +70,20 @@ def table(measured: dict[str, list[Row] | None]) -> str:
             before, after = paper[column]
             printed = (label, benchmark, f"{before:.2f}", f"{after:.2f}", f"{after - before:+.2f}")
             if found is None:
-                lines.append((*printed, ", ".join(f"{t} {m}" for t, m in TASKS[benchmark]), *[ABSENT] * 4))
+                parts = []
+                for t, m in TASKS[benchmark]:
+                    parts.append(f"{t} {m}")
+                lines.append((*printed, ", ".join(parts), *[ABSENT] * 4))
                 continue
             scores = {}
             for row in found:
                 scores[(row["task"], row["metric"])] = row
             for task, metric in TASKS[benchmark]:
                 lines.append((*printed, f"{task} {metric}", *measured_cells(scores.get((task, metric)))))
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    parts = []
+    for line in lines:
+        parts.append("| " + " | ".join(line) + " |")
+    return "\n".join(parts)
 
 
 def measured_cells(row: Row | None) -> tuple[str, ...]:
