@@ -89,7 +89,7 @@ def sinkscope_arm(folder: str, all_layers: bool = False) -> Row:
     import transformers  # noqa: F401
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: F401 - imports are not timed
 
-    from sinkscope.models.open import open_target
+    from sinkscope.opening.open import open_target
     from sinkscope.sinks.first_token.find import find_sinks
 
     read: set[str] = set()
@@ -123,7 +123,7 @@ def plain_arm(folder: str) -> Row:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: F401 - imports are not timed
 
-    from sinkscope.models.open import open_target
+    from sinkscope.opening.open import open_target
 
     truth = json.loads((Path(folder) / "truth.json").read_text())
     layer = int(truth["neurons"][0]["layer"])

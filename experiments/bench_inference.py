@@ -87,7 +87,7 @@ def measure(shape: str, what: str) -> dict[str, float]:
     from sinkscope.inference.infer import infer
     from sinkscope.models.stack import DRAFT
     from sinkscope.models.target import Target
-    from sinkscope.models.wrapped import target_of
+    from sinkscope.opening.live import target_of
 
     model = model_of(shape)
     small = model_of_two_layers()

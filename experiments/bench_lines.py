@@ -39,7 +39,7 @@ from sinkscope.files.output import write_atomic
 from sinkscope.lines.choice import top_lines
 from sinkscope.lines.sums import Scores, line_sums, scores_of
 from sinkscope.models.target import Target
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
 
 SHAPES = {  # hidden size, MLP, layers, query heads, kv heads
     "lines-512": (512, 1408, 2, 8, 4),

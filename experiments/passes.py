@@ -35,7 +35,7 @@ from experiments.script import run
 from sinkscope.app.commands import commands
 from sinkscope.app.expected import row_seconds, size_of, speed
 from sinkscope.files.output import write_atomic
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
 from tests.organisms.decoders import byte_tokenizer
 
 DEPTHS = (6, 12, 24, 32)

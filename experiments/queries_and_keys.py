@@ -13,7 +13,9 @@ from torch import Tensor
 from experiments.record import Row
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.target import Target
-from sinkscope.trace.attention import Attention, listening, refuse_opaque
+from sinkscope.tap.call import Attention
+from sinkscope.tap.observers import refuse_opaque
+from sinkscope.tap.tap import listening
 
 QKObserver = Callable[[int, bool, Tensor, Tensor], None]
 """Called as `observer(layer, rotated, query, key)`; `[batch head pos d_head]`, keys one per key/value head."""

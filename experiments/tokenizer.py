@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.models.beside import TOKENIZER_FILES
 from sinkscope.models.config import read_tokenizer
-from sinkscope.models.hub import TOKENIZER_FILES, hub_folder
+from sinkscope.models.hub import hub_folder
 from sinkscope.models.locate import locate
 
 

@@ -10,10 +10,9 @@ from types import ModuleType
 from typing import Any
 
 __version__ = "0.2.0"
-FINDER = "sinkscope.inference.find"  # finds the adapters of models, which know of nothing above them
 
 _HOME = {  # public name -> where it lives; measurements come from the table of commands
-    "load": "sinkscope.models.load",
+    "load": "sinkscope.opening.load",
     "models": "sinkscope.models.names",
     "Target": "sinkscope.models.target",
     "trace": "sinkscope.trace.run",

@@ -29,9 +29,9 @@ from sinkscope.kv import TriShape as TriShape
 from sinkscope.kv.loopguard.guard import LoopGuard as LoopGuard
 from sinkscope.kv.loopserve.conversation import Conversation as Conversation
 from sinkscope.kv.loopserve.serve import LoopServe as LoopServe
-from sinkscope.models.load import load as load
 from sinkscope.models.names import models as models
 from sinkscope.models.target import Target as Target
+from sinkscope.opening.load import load as load
 from sinkscope.serving.generate import generate as generate
 from sinkscope.sinks.attack.attack import cluster_attack as cluster_attack
 from sinkscope.sinks.first_token.circuit import circuit as circuit

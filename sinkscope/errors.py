@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import sysconfig
+import warnings
+from pathlib import Path
+
 LONGEST = 600
 """Characters of an error message."""
 
@@ -40,6 +45,18 @@ class RefusedError(SinkscopeError):
 
 class SinkscopeWarning(UserWarning):
     """Something that the user should know although the work goes on; the command line prints it as one line."""
+
+
+_LIBRARIES = (str(Path(__file__).parent), *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+
+
+def warn(message: str) -> None:
+    """Warn at the line of the user's own code that led here, and not at one of this package or another library."""
+    level, frame = 1, inspect.currentframe()  # from Python 3.12 on, `warnings.warn` can skip files itself
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        level += 1
+        frame = frame.f_back
+    warnings.warn(message, SinkscopeWarning, stacklevel=level)
 
 
 _NO_MEMORY = (

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from sinkscope.interventions import Event
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
 
 KINDS = {"hf": lambda model, _tokenizer: model, "bridge": bridge_of, "nnsight": nnsight_of}
 SMALL = {"budget": 24, "anchors": 4, "window": 16}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
 
 
 def bridge_of(model, tokenizer):

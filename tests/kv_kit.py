@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 
 from sinkscope.kv.adopt import own_layers
 from sinkscope.kv.policy import LayerMoment, Policy
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
 
 FAMILIES = (
     "gpt2",

@@ -26,8 +26,10 @@ ORDER = (
     "errors",
     "files",
     "models",
-    "trace",
+    "tap",
     "inference",
+    "opening",
+    "trace",
     "interventions",
     "lines",
     "loops",
@@ -74,7 +76,7 @@ def test_type_checkers_see_the_same_names():
 
 def test_functions_named_like_their_modules_stay_callable():
     """Whichever module is imported first: each order in a fork of this process, which forgets the package."""
-    for first in ("sinkscope", "sinkscope.models.load", "sinkscope.trace.run"):
+    for first in ("sinkscope", "sinkscope.opening.load", "sinkscope.trace.run"):
         child = os.fork()
         if child == 0:
             code = 1
@@ -90,7 +92,7 @@ def _check_names(first: str):
     for name in [name for name in sys.modules if name.partition(".")[0] == "sinkscope"]:
         del sys.modules[name]
     ss = importlib.import_module("sinkscope")
-    assert "sinkscope.models.load" not in sys.modules and "sinkscope.trace.run" not in sys.modules
+    assert "sinkscope.opening.load" not in sys.modules and "sinkscope.trace.run" not in sys.modules
     importlib.import_module(first)
     assert len(ss.models()) >= 40 and ss.models() == importlib.import_module("sinkscope.models.names").models()
     assert "sites" in inspect.signature(ss.trace).parameters
@@ -105,6 +107,25 @@ def _module(file: Path) -> str:
 
 
 FILES = {_module(f): f for f in sorted((ROOT / "sinkscope").rglob("*.py"))}
+
+
+MODULE_STRING = re.compile(
+    r"(sinkscope(?:\.\w+)+)(?::\w+)?"
+)  # "module" or "module:function", as import_module takes it
+
+
+@cache
+def _named(name: str) -> set[str]:
+    """Modules in which a file does not lie, but which it names in strings, by which it could import them."""
+    found = set()
+    if name in TABLES:
+        return found
+    for node in ast.walk(ast.parse(FILES[name].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            match = MODULE_STRING.fullmatch(node.value)
+            if match is not None and not f"{name}.".startswith(f"{_file_of(match[1])}."):
+                found.add(match[1])
+    return found
 
 
 @cache
@@ -128,15 +149,19 @@ def _file_of(path: str) -> str:
 
 @cache
 def _edges(name: str) -> set[str]:
-    """The modules that a file imports."""
-    return {_file_of(path) for path in _imported(name)} - {name}
+    """The modules that a file imports, or could import by a string."""
+    return {_file_of(path) for path in _imported(name) | _named(name)} - {name}
 
 
-LAZY = {"sinkscope", "sinkscope.app.commands"}  # they name every module, and import those that are asked for
+LAZY = {"sinkscope"}  # it names every module, and imports those that are asked for
+TABLES = {
+    "sinkscope.app.commands",
+    "sinkscope.files.result",
+}  # what it names in strings is below it, and imported when a command is typed
 
 
 def test_imports_go_one_way():
-    """No file imports, by any way, one that imports it."""
+    """No file imports, by any way, one that imports it; a string that names a module counts as an import of it."""
     for name in FILES:
         seen = set()
         ahead = sorted(_edges(name) - LAZY) if name not in LAZY else []
@@ -156,6 +181,12 @@ def test_packages_import_only_what_is_above_them():
             assert part not in GROUND, f"{name} imports sinkscope.{used}"
             above = ORDER.index(used) < ORDER.index(part)
             assert above, f"{name} imports sinkscope.{used}"
+
+
+def test_nothing_reads_a_module_off_the_package():
+    """The package names all modules, so a name that is read off it may be one from above."""
+    for name in FILES:
+        assert {path for path in _imported(name) if _file_of(path) == "sinkscope"} <= {"sinkscope.__version__"}, name
 
 
 def test_no_private_name_crosses_packages():

@@ -21,7 +21,7 @@ from sinkscope.bench.run import run_bench
 from sinkscope.bench.tasks.loops import Loops
 from sinkscope.files.rate import mean_known
 from sinkscope.loops.signals import tail_period
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
 from sinkscope.trace import attention_rows
 
 PERIODS, COPIES = (4, 16, 48), (1, 2, 4, 8, 16)

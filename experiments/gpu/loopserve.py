@@ -49,7 +49,7 @@ from sinkscope.lines import Sparsity, select_lines, sparse_attention
 from sinkscope.lines.choice import HeadLines, recovered
 from sinkscope.models.target import Target
 from sinkscope.models.text import typical_text
-from sinkscope.trace.attention import Attention
+from sinkscope.tap.call import Attention
 
 DENSITIES = (0, 0.02, 0.05, 0.1, 0.2, 0.5)
 LONE = 100  # lone offsets where the density is 0

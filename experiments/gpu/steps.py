@@ -19,9 +19,9 @@ from experiments.record import Row, record
 from experiments.timing import clock
 from sinkscope.files.console import note
 from sinkscope.files.output import write_atomic
-from sinkscope.models.load import load
 from sinkscope.models.target import Target
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
+from sinkscope.opening.load import load
 
 
 class Steps:

@@ -31,8 +31,8 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import ProgressBar, note
 from sinkscope.loops.signals import THETA_TTR, WINDOW
 from sinkscope.measure.style import BLUE, GREEN, GREY, ORANGE, RED, finished
-from sinkscope.models.load import load
 from sinkscope.models.text import typical_text
+from sinkscope.opening.load import load
 
 WINDOWS = (WINDOW, 64)
 CURVES, FIRST, SHOWN = 8, 16, 1000  # (a): runs, first and last step that are drawn

@@ -30,8 +30,8 @@ from sinkscope.bench.tasks.loops import EARLY
 from sinkscope.errors import SinkscopeError
 from sinkscope.loops import Monitor, MonitorSettings
 from sinkscope.measure.style import BLUE, GREEN, GREY, ORANGE, RED, finished
-from sinkscope.models.load import load
 from sinkscope.models.text import typical_text
+from sinkscope.opening.load import load
 
 PAPER: Row = {"counts": (3, 5), "mode": 5, "positions": (800, 1300), "early_below": 400}  # section 6.4
 BIN = 100

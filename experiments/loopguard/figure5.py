@@ -28,7 +28,7 @@ from sinkscope.bench.tasks.loops import DATA
 from sinkscope.files.console import ProgressBar
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.measure.style import ORANGE, finished
-from sinkscope.models.load import load
+from sinkscope.opening.load import load
 
 PANELS = ("a loop", "ordinary text", "with LoopGuard as printed")
 

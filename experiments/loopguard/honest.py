@@ -19,7 +19,7 @@ from experiments.script import run
 from sinkscope.bench.tasks.loops import first_alarm
 from sinkscope.files.records import read_records
 from sinkscope.loops.signals import MAX_NEW
-from sinkscope.models.load import load
+from sinkscope.opening.load import load
 
 FILE = Path(__file__).parents[1] / "loopbench/honest.jsonl"
 DETECTORS = ("repeats", "full", "p1", "ttr", "cr", "stall", "tail")

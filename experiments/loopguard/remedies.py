@@ -44,7 +44,7 @@ from sinkscope.bench.tasks.loops import DATA, first_alarm, loops
 from sinkscope.files.output import write_atomic
 from sinkscope.kv.loopguard import LoopGuard, LoopReporter
 from sinkscope.measure.style import COLOURS, finished
-from sinkscope.models.load import load
+from sinkscope.opening.load import load
 from sinkscope.serving.generate import generate, padded
 
 NAMES = ("Ben", "Mia", "Tom", "Lily", "Sam", "Anna", "Max", "Sara", "Tim", "Lucy", "Jack", "Nina", "Leo", "Emma")

@@ -35,9 +35,12 @@ from sinkscope.interventions.decode import greedy
 from sinkscope.loops.signals import tail_period
 from sinkscope.measure import Setup
 from sinkscope.measure.style import BLUE, GREEN, GREY, ORANGE, finished
-from sinkscope.models.target import Target, first_tensor, on_input
+from sinkscope.models.checks import attending_layers
+from sinkscope.models.hooks import first_tensor, on_input
+from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
-from sinkscope.trace.attention import Attention, listening
+from sinkscope.tap.call import Attention
+from sinkscope.tap.tap import listening
 
 TAIL = 32  # positions of the window (the paper's B_t), rounded up to whole periods
 PERIODS = 8  # periods that follow a disturbed one
@@ -496,7 +499,7 @@ def main(
     """
     started = time.perf_counter()
     setup = Setup.open(model, dtype="float32", device="cpu", loading="whole")
-    layers = setup.target.chosen_layers(layer)
+    layers = attending_layers(setup.target, layer)
     result = measure(setup, setup.ids[0].tolist(), max_new_tokens, layers)
     settings = {"model": setup.target.name, "max_new_tokens": max_new_tokens, "layers": layers}
     save("rotary", record("loopguard-rotary", result, settings, started=started), figure, out)

@@ -24,8 +24,8 @@ from sinkscope.bench.record import BenchRecord, read_run
 from sinkscope.bench.table import BenchGroup, bench_table
 from sinkscope.bench.tasks.loops import Loops
 from sinkscope.files.tables import percent
-from sinkscope.models.load import load
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
+from sinkscope.opening.load import load
 
 
 def table1(groups: Sequence[BenchGroup]) -> list[str]:

@@ -43,9 +43,9 @@ from sinkscope.kv.loopguard import LoopGuard, Retention, tokens_to_keep
 from sinkscope.loops import tail_period
 from sinkscope.loops.signals import WINDOW
 from sinkscope.measure.style import BLUE, GREEN, GREY, ORANGE, RED, finished
-from sinkscope.models.load import load
 from sinkscope.models.text import typical_text
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
+from sinkscope.opening.load import load
 from tests.organisms import loop_organism
 
 NEW, BUDGET = 64, 256

@@ -37,10 +37,10 @@ from sinkscope.bench.tasks.text import TextFidelity
 from sinkscope.interventions.decode import greedy
 from sinkscope.kv.loopserve import LoopServe
 from sinkscope.measure.style import BLUE, GREEN, RED, finished
-from sinkscope.models.load import load
 from sinkscope.models.names import BUNDLED
 from sinkscope.models.target import Target
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
+from sinkscope.opening.load import load
 
 ALPHAS, ROWS, SEEDS, FIRST = (0.75, 0.9, 0.955), (0, 16, 64), (0, 1, 2), 300
 THIRD, SINGLE, LONGER = "third turn, 1,800 tokens", "one turn, 900 tokens", "one turn, 3,600 tokens"

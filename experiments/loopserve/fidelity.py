@@ -31,7 +31,7 @@ from sinkscope.bench.tasks.text import TextFidelity
 from sinkscope.files.console import ProgressBar
 from sinkscope.files.rate import mean_known
 from sinkscope.measure.style import BLUE, GREY, ORANGE, RED, finished
-from sinkscope.models.load import load
+from sinkscope.opening.load import load
 
 PROMPT, ANSWER = 1024, 96
 BUDGETS = (64, 128, 256, 512, 1024)

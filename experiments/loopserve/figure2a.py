@@ -22,9 +22,9 @@ from experiments.script import run
 from sinkscope.lines.choice import attention_of, top_lines
 from sinkscope.lines.sums import Scores, line_sums, scores_of
 from sinkscope.measure.style import BLUE, ORANGE, finished
-from sinkscope.models.load import load
 from sinkscope.models.text import text_rows, typical_text
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
+from sinkscope.opening.load import load
 
 ETA = 0.05
 

@@ -28,7 +28,7 @@ from sinkscope.bench.tasks.recall import POSITIONS, Recall
 from sinkscope.files.console import ProgressBar
 from sinkscope.files.rate import mean_known, wilson
 from sinkscope.measure.style import BLUE, GREEN, ORANGE, finished
-from sinkscope.models.load import load
+from sinkscope.opening.load import load
 
 METHODS = ("full", "streaming", "snapkv", "adakv", "progressive", "progressive-0")
 HOPS = (1, 2, 7)

@@ -26,7 +26,7 @@ from experiments.script import run
 from sinkscope.attention.lines import line_weights
 from sinkscope.measure import Setup
 from sinkscope.measure.style import BLUE, GREEN, ORANGE, finished
-from sinkscope.models.load import load
+from sinkscope.opening.load import load
 
 COLOURS = (BLUE, ORANGE, GREEN)
 ROWS = (  # what the table says: part of the paper, name, place in the result

@@ -31,7 +31,7 @@ from sinkscope.files.records import Natural, Whole
 from sinkscope.kv import Progressive, SnapKV
 from sinkscope.kv.loopserve.conversation import Conversation
 from sinkscope.kv.policy import LayerMoment
-from sinkscope.models.load import load
+from sinkscope.opening.load import load
 
 ALL = "all"
 SHARE = 0.125

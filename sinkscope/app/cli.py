@@ -256,7 +256,7 @@ class CommandRun:
         if self.measures:
             self.function.refuse(arguments)  # before a model is opened
         if backend is not None:
-            from sinkscope.models.load import load
+            from sinkscope.opening.load import load
 
             options = {name: arguments[name] for name in ("revision", "device", "dtype") if name in arguments}
             arguments["model"] = load(arguments.get("model"), backend=backend, **options)
@@ -381,6 +381,7 @@ def main(argv: Sequence[str] | None = None, program: click.Command | None = None
     try:
         if output_is_closed:
             raise SinkscopeError("standard output is closed: give it a file, a pipe or /dev/null")
+        _check_working_folder()
         words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
         _refuse_broken_words(words)
         status = program.main(args=words, prog_name=program.name, standalone_mode=False)
@@ -413,6 +414,14 @@ def main(argv: Sequence[str] | None = None, program: click.Command | None = None
         return _print_error(_unforeseen(error), code or 2)
     finally:
         gc.enable()
+
+
+def _check_working_folder() -> None:
+    """Refuse to work in a folder that is gone, where libraries of torch end the process with lines of their own."""
+    try:
+        os.getcwd()
+    except OSError:
+        raise SinkscopeError("the working folder no longer exists: change into another one") from None
 
 
 def _unforeseen(error: BaseException) -> str:

@@ -23,8 +23,8 @@ from sinkscope.models.config import float32_by_default, new_model, parse_device,
 from sinkscope.models.experts import ScaledInputExperts, experts_of
 from sinkscope.models.hub import hub_folder
 from sinkscope.models.locate import locate
-from sinkscope.models.open import LAYER_BYTES, streamed_dtype
 from sinkscope.models.stack import stack_of
+from sinkscope.opening.open import LAYER_BYTES, streamed_dtype
 
 ROWS = 64
 """Positions that pass through a layer together in the measured product of matrices."""

@@ -14,7 +14,7 @@ from sinkscope.interventions.base import Event
 from sinkscope.kv.edit_of import edit_of
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.loopguard.guard import in_words
-from sinkscope.models.load import load
+from sinkscope.opening.load import load
 from sinkscope.serving.generate import Generated, generate
 
 

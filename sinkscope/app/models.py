@@ -44,9 +44,9 @@ def _check(name: str) -> None:
     """Print what is known of a model, and prove it."""
     from sinkscope.inference.probe import probe
     from sinkscope.models.adapters import row_of
-    from sinkscope.models.load import load
     from sinkscope.models.scope import scope_line, shown_row
-    from sinkscope.models.wrapped import target_of
+    from sinkscope.opening.live import target_of
+    from sinkscope.opening.load import load
 
     target = target_of(load(name, backend="hf", probe=False))
     report = probe(target)

@@ -27,8 +27,10 @@ from sinkscope.kv.attention_rows import AttentionRows
 from sinkscope.kv.observe import Observe
 from sinkscope.measure import Number, Option, Positive, Result, Setup, measurement
 from sinkscope.measure.style import BLUE, GREEN, GREY, ORANGE, finished, unfolded
+from sinkscope.models.checks import attending_layers, check_length, check_site
 from sinkscope.models.inputs import read_row
-from sinkscope.trace.attention import NAME, attention_name
+from sinkscope.tap.internals import attention_name
+from sinkscope.tap.stock import NAME
 
 SUFFIX = 256  # positions, or three periods if longer: the window that LoopGuard monitors
 LOCK_GAIN = 0.2  # gain from which a head counts as locked
@@ -310,8 +312,8 @@ def barcode(
         raise SinkscopeError("layers and heads are given: expected one of them")
     named = list(dict.fromkeys(map(head_of, heads or ())))
     for layer, head in named:
-        setup.target.check_site(layer, head=head)
-    wanted = sorted({layer for layer, _ in named}) or setup.target.chosen_layers(layers)
+        check_site(setup.target, layer, head=head)
+    wanted = sorted({layer for layer, _ in named}) or attending_layers(setup.target, layers)
     own_ids, prompt_tokens, events = _sequence(setup, prompt, ids, max_new_tokens)
     length = len(own_ids)
     loop = end_loop(own_ids)
@@ -380,7 +382,7 @@ def _sequence(
     if new is None:
         limit = setup.target.max_positions or len(start) + NEW_TOKENS
         new = max(1, min(NEW_TOKENS, limit - len(start)))
-    setup.target.check_length("the prompt", len(start), new)
+    check_length(setup.target, "the prompt", len(start), new)
     answer, events = decode(setup.target, start, new, setup.edit)
     return [*start, *answer], len(start), events
 

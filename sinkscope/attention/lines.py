@@ -28,6 +28,7 @@ from sinkscope.lines.sums import Scores, crossings, line_sums, scores_of
 from sinkscope.measure import Hidden, Number, Positive, Result, Setup, measurement
 from sinkscope.measure.margin import margin_of
 from sinkscope.measure.style import BLUE, GREEN, GREY, ORANGE, finished, unfolded
+from sinkscope.models.checks import attending_layers
 
 ETAS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 PAPER_ETA, PAPER_MASS = 0.1, 0.9  # the paper: a tenth of the lines carries about 90 % of the attention
@@ -214,7 +215,7 @@ def line_weights(
         conform(Part, eta, "--eta ", strict=True)
     setup.record(etas=shares)
     target = setup.target
-    wanted = setup.target.chosen_layers(layers)
+    wanted = attending_layers(setup.target, layers)
     rows = texts_of(setup, texts, data, count, length)
     weights: dict[str, list[Float[Tensor, "eta head"]]] = {}  # of one text after the other, layer by layer
     chosen: list[HeadLines] = []

@@ -26,10 +26,11 @@ from sinkscope.interventions.decode import ForcedAnswer, decoding, noted_decodin
 from sinkscope.kv.loopguard.detect import largest_probability
 from sinkscope.kv.loopserve.serve import LoopServe
 from sinkscope.kv.session import Session
-from sinkscope.models.open import fingerprint_of
+from sinkscope.models.checks import check_length, tokenizer_of
+from sinkscope.models.origin import fingerprint_of
 from sinkscope.models.target import Target
 from sinkscope.models.text.chat import chat_text
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
 from sinkscope.serving.generate import ends_and_pad, padded
 
 
@@ -59,7 +60,7 @@ class BenchModel:
         if isinstance(model, partial):
             model = model()
         target = target_of(model, tokenizer)
-        target.need_tokenizer()
+        tokenizer_of(target)
         ends, pad = ends_and_pad(target)
         return cls(target, fingerprint_of(target), ends, pad)
 
@@ -85,7 +86,7 @@ class BenchModel:
 
         Without a chat template, its parts are separated by empty lines.
         """
-        tokenizer = self.target.need_tokenizer()
+        tokenizer = tokenizer_of(self.target)
         text = "\n\n".join(texts)
         if chat:
             roles = cycle(["user", "assistant"])
@@ -102,7 +103,7 @@ class BenchModel:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Tokens as text, without special tokens."""
-        return str(self.target.need_tokenizer().decode(list(tokens), skip_special_tokens=True))
+        return str(tokenizer_of(self.target).decode(list(tokens), skip_special_tokens=True))
 
 
 @dataclass(frozen=True)
@@ -345,7 +346,7 @@ def check_prompt(model: BenchModel, methods: Sequence[Method], prompt: Prompt, t
     Raises:
         SinkscopeError: Prompt and answer exceed the context, or a budget is too small for the prompt.
     """
-    model.target.check_length(f"prompt {prompt.id!r}", tokens, new, "give shorter prompts or fewer turns")
+    check_length(model.target, f"prompt {prompt.id!r}", tokens, new, "give shorter prompts or fewer turns")
     for method in methods:
         edit = method.make()
         if isinstance(edit, LoopServe) and edit.decode:

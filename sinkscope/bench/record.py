@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from sinkscope.bench.prompt import Prompt
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.output import read_json
+from sinkscope.files.output import is_file, read_json
 from sinkscope.files.plain import pathless
 from sinkscope.files.store import RECORDS, SETTINGS, Folder, Keyed, lines, read_lines
 
@@ -97,11 +97,12 @@ def read_run(folder: str | os.PathLike[str]) -> BenchRun:
     path = Path(folder)
     name = pathless(str(folder))
     settings = None
-    if (path / SETTINGS).is_file():
-        settings = read_json(path / SETTINGS, "give what --out was given")
+    remedy = "give what --out was given"
+    if is_file(path / SETTINGS, remedy):
+        settings = read_json(path / SETTINGS, remedy)
     if not isinstance(settings, dict) or settings.get("command") != COMMAND:
         raise SinkscopeError(f"{name} is no folder of `sinkscope bench`: give what its --out was given")
     records: list[BenchRecord] = []
-    if (path / RECORDS).is_file():
+    if is_file(path / RECORDS, remedy):
         records, _ = read_lines(path / RECORDS, name, BenchRecord)
     return BenchRun(records, settings)

@@ -21,8 +21,8 @@ from sinkscope.files.jobs import Workers, check_workers, finish
 from sinkscope.files.options import Count, Hidden, Option, Positive
 from sinkscope.files.records import Natural, Whole, check_values
 from sinkscope.models.config import float32_by_default
-from sinkscope.models.load import load
 from sinkscope.models.target import Target
+from sinkscope.opening.load import load
 from sinkscope.serving.generate import Temperature
 
 VERSION = 5

@@ -128,6 +128,8 @@ def check_writable(path: str | os.PathLike[str], *, folder: bool = False) -> Pat
         target = Path(name)
         if not _is_device(target):
             target = Path(os.path.realpath(name))  # a link stays a link: its target is replaced
+        if target.is_symlink():
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
         if not folder and (target.is_dir() or name.endswith(("/", os.sep))):
             raise SinkscopeError(f"{name} is a folder: give the name of a file to write")
         with suppress(FileNotFoundError):
@@ -139,6 +141,8 @@ def check_writable(path: str | os.PathLike[str], *, folder: bool = False) -> Pat
             raise PermissionError(errno.EACCES, "permission denied")
         if target.is_fifo() and not name.startswith(OF_THE_SHELL):
             raise SinkscopeError(f"cannot write {name}: it is a named pipe; choose a file, or redirect standard output")
+        if target.is_socket():
+            raise SinkscopeError(f"cannot write {name}: it is a socket; choose a file")
         if not _is_device(target):
             tempfile.TemporaryFile(dir=home).close()  # the only sure way to know
     except OSError as error:
@@ -214,6 +218,18 @@ def path_of(name: str | os.PathLike[str], remedy: str = "give the path of a file
     except (OSError, RuntimeError, ValueError) as error:  # too long; no such home folder; a zero byte
         raise SinkscopeError(f"cannot read {os.fspath(name)!r}: {reason_of(error)}; {remedy}") from None
     return path
+
+
+def is_file(path: str | os.PathLike[str], remedy: str) -> bool:
+    """Whether there is a file of this name.
+
+    Raises:
+        SinkscopeError: A folder on the way to it may not be read, so that nobody knows.
+    """
+    try:
+        return path_of(path, remedy).is_file()
+    except OSError as error:
+        raise SinkscopeError(f"cannot read {_shown(path)}: {reason_of(error)}; {remedy}") from None
 
 
 def read_bytes(path: str | os.PathLike[str], remedy: str, *, page: str | None = None) -> bytes:

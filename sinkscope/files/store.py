@@ -75,12 +75,12 @@ class Folder(Generic[R]):
         if self.folder is None:
             return self
         shown = f"{self._option} {self.name}"
-        if self.folder.exists() and not self.folder.is_dir():
-            raise SinkscopeError(f"{shown} is a file: give the name of a new folder")
-        if self.folder.is_dir() and not (self.folder / SETTINGS).exists():
-            if not all(path.name.startswith(OURS) for path in self.folder.iterdir()):
-                raise SinkscopeError(f"{shown} holds other files: give a new or empty folder")
         try:
+            if self.folder.exists() and not self.folder.is_dir():
+                raise SinkscopeError(f"{shown} is a file: give the name of a new folder")
+            if self.folder.is_dir() and not (self.folder / SETTINGS).exists():
+                if not all(path.name.startswith(OURS) for path in self.folder.iterdir()):
+                    raise SinkscopeError(f"{shown} holds other files: give a new or empty folder")
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = FileLock(self.folder / f"{OURS}lock")  # the system drops it when the process ends, however
             self._lock.acquire(blocking=False)

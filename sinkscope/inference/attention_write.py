@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sinkscope.inference.mlp import Write
 from sinkscope.inference.stage import EXACT, Stage, contains, is_equal, largest, multiple, rounded
-from sinkscope.models.target import on_input
+from sinkscope.models.hooks import on_input
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from sinkscope.inference.sums import unproved
 from sinkscope.models.adapters import Adapter, row_of
 from sinkscope.models.config import first_line
 from sinkscope.models.scope import shown_row
-from sinkscope.models.stack import DRAFT, first_of_kinds, stack_of
-from sinkscope.models.target import Target, kind_of
+from sinkscope.models.stack import DRAFT, first_of_kinds, kind_of, stack_of
+from sinkscope.models.target import Target
 
 _LENGTH = 9  # tokens of the proof
 

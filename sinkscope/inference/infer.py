@@ -31,9 +31,11 @@ from sinkscope.inference.probe import token_ids
 from sinkscope.inference.stage import LENGTH, Stage, Tap
 from sinkscope.models.adapters import Adapter
 from sinkscope.models.config import first_line
+from sinkscope.models.hooks import Args, Kwargs, hidden_of, with_hidden
 from sinkscope.models.stack import DRAFT, NotInferredError, first_of_kinds, not_inferred, stack_path
-from sinkscope.models.target import Args, Kwargs, Target, hidden_of, with_hidden
-from sinkscope.trace.attention import eager, listening
+from sinkscope.models.target import Target
+from sinkscope.tap.stock import eager
+from sinkscope.tap.tap import listening
 
 _EQUAL = 4  # of them, at the end: they enter the first layer as different vectors if positions were added before it
 

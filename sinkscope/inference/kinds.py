@@ -12,8 +12,9 @@ from sinkscope.inference.mlp import experts_path, mlp_of, write_of
 from sinkscope.inference.probe import begins_at, token_ids
 from sinkscope.inference.stage import LENGTH, Stage, contains, largest
 from sinkscope.models.adapters import PATHS, Adapter
+from sinkscope.models.hooks import on_input
 from sinkscope.models.stack import NotInferredError
-from sinkscope.models.target import Target, on_input
+from sinkscope.models.target import Target
 
 _IF_MIXED = {"learned_sinks": True, "adds": False, "qkv_layout": None, "attn_factor": 1.0}  # where layers differ
 

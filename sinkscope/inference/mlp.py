@@ -24,8 +24,8 @@ from sinkscope.inference.stage import (
     widths_of,
 )
 from sinkscope.models.experts import experts_of
+from sinkscope.models.hooks import Args, Kwargs
 from sinkscope.models.stack import NotInferredError
-from sinkscope.models.target import Args, Kwargs
 
 
 @dataclass(frozen=True)

@@ -21,20 +21,15 @@ from torch import Tensor, nn
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.adapters import PATHS
 from sinkscope.models.config import first_line
+from sinkscope.models.down_projections import column_factor, w_out, w_out_norms
 from sinkscope.models.experts import experts_of
-from sinkscope.models.target import (
-    Args,
-    Hook,
-    Kwargs,
-    LayerInput,
-    Target,
-    first_tensor,
-    kind_of,
-    on_hidden,
-    on_input,
-    on_output,
-)
-from sinkscope.trace.attention import Attention, attention_rows, configs_of, eager, listening
+from sinkscope.models.hooks import Args, Hook, Kwargs, first_tensor, on_hidden, on_input, on_output
+from sinkscope.models.stack import kind_of
+from sinkscope.models.target import LayerInput, Target
+from sinkscope.tap.call import Attention
+from sinkscope.tap.observers import attention_rows
+from sinkscope.tap.stock import configs_of, eager
+from sinkscope.tap.tap import listening
 
 _LENGTH = 8
 _SHORT = 3  # tokens of the passes that tell whether one may begin at a layer
@@ -177,7 +172,7 @@ def _measure_edits(report: ProbeReport, target: Target, whole: bool) -> None:
 
 def _typical_neuron(target: Target, layer: int) -> int | None:
     """A neuron whose column is neither zero nor large; None if all are zero."""
-    norms = target.w_out_norms(layer)
+    norms = w_out_norms(target, layer)
     order = norms.argsort()[int((norms == 0).sum()) :]
     if len(order):
         return int(order[len(order) // 2])
@@ -242,13 +237,13 @@ class _EditedLayer:
         """Relative distances between the actual and the expected changes."""
         errors = [self._expert_error]
         if "post" in self.rows:
-            column = self.target.w_out(self.layer, [self.neuron])[0].float()
+            column = w_out(self.target, self.layer, [self.neuron])[0].float()
             written = self._change("post", _MOVED)[:, self.neuron, None] * column.to(self.rows["post"].device)
             if "shared_gate" in self.rows:
                 written = written * self.rows["shared_gate"][_MOVED].sigmoid()
             errors += self._errors_of_write(_MOVED, written)
         if self.is_mixture:
-            written = self._change("experts", _TURNED) * self.target.factor(self.layer, 0)
+            written = self._change("experts", _TURNED) * column_factor(self.target, self.layer, 0)
             errors += self._errors_of_write(_TURNED, written)
         if "up" in self.rows and not self._gate_is_closed():
             errors += self._errors_of_up()

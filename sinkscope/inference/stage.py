@@ -12,7 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from sinkscope.models.target import Args, Hook, Kwargs, Target, hidden_of, on_hidden, on_input, with_hidden
+from sinkscope.models.hooks import Args, Hook, Kwargs, hidden_of, on_hidden, on_input, with_hidden
+from sinkscope.models.target import Target
 
 LENGTH = 9
 _EQUAL = 4  # of them, at the end: they enter the first layer as different vectors if positions were added before it

@@ -20,9 +20,11 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from sinkscope.models.heads import projected
-from sinkscope.models.target import Args, Hook, Kwargs, Target, first_tensor, on_hidden, on_input
-from sinkscope.trace.attention import Attention, listening
+from sinkscope.models.grouped_heads import projected
+from sinkscope.models.hooks import Args, Hook, Kwargs, first_tensor, on_hidden, on_input
+from sinkscope.models.target import Target
+from sinkscope.tap.call import Attention
+from sinkscope.tap.tap import listening
 
 Rows = Float[Tensor, "row pos width"]
 _ROWS = 2

@@ -18,10 +18,11 @@ from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.notation import counted
 from sinkscope.interventions.edited_modules import EditedModules
 from sinkscope.interventions.positions import Call, Tracker
+from sinkscope.models.checks import check_loaded
 from sinkscope.models.target import Target
 from sinkscope.models.uncompiled import uncompiled
-from sinkscope.models.wrapped import target_of
-from sinkscope.trace.internals import in_backward, is_checkpointing
+from sinkscope.opening.live import target_of
+from sinkscope.tap.internals import in_backward, in_checkpoint, is_checkpointing
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -75,6 +76,7 @@ class Run:
         self._pending: list[Callable[[], list[Event]]] = []
         self.edited = EditedModules(target)
         self._passes = 0  # whole ones on which the run acted
+        self._unrepeated = 0  # passes that torch.utils.checkpoint will compute again, and has not yet
         self.warned = False  # of a second value that looks like a sink's
         self.session: Any = None  # of the cache, once a policy or an observer of attention is entered (kv.session)
 
@@ -178,6 +180,7 @@ class Run:
             )
         cache = kwargs.get("past_key_values")
         ids = kwargs.get("input_ids", args[0] if args else None)
+        self._unrepeated += _repetitions()
         self.edited.check_places()
         self.call = self.tracker.begin(ids, kwargs.get("inputs_embeds"), kwargs.get("attention_mask"), cache)
 
@@ -192,15 +195,31 @@ class Run:
         """Refuse to end as if edits had acted that did not.
 
         Raises:
-            UnsupportedError: The model ran, and an edited module never did.
+            UnsupportedError: The model ran, and an edited module never did; or a backward pass after the `with` would
+                compute the model again without its edits.
         """
         if self._passes:
             self.edited.check_ran()
+        if self._unrepeated > 0:
+            raise UnsupportedError(
+                f"torch.utils.checkpoint around {self.target.name} computes it again in the backward pass, which would "
+                "be without the edits: call backward() inside the `with`, or switch gradients off",
+                page="gradient-checkpointing",
+            )
 
     def _drain(self) -> None:
         for events in self._pending:
             self._events.extend(events())
         self._pending.clear()
+
+
+def _repetitions() -> int:
+    """1 for a pass that `torch.utils.checkpoint` will compute again, -1 for one computed again, 0 for any other."""
+    if not in_checkpoint():
+        return 0
+    if in_backward():
+        return -1
+    return 1
 
 
 _ACTIVE: WeakKeyDictionary[nn.Module, list[Run]] = WeakKeyDictionary()
@@ -293,7 +312,7 @@ class Intervention(ABC):
 
     @contextmanager
     def _entered(self, target: Target) -> Iterator[Run]:
-        target.check_loaded()
+        check_loaded(target)
         parts = [part.prepared(target) for part in self.parts]
         run = Run(target, parts)
         with run.stack:

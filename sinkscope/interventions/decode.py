@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -13,8 +12,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from sinkscope.errors import SinkscopeWarning
+from sinkscope.errors import warn
 from sinkscope.interventions.base import Event, Intervention
+from sinkscope.models.checks import end_ids
 from sinkscope.models.target import Target
 
 _CHUNK = 256  # positions whose logits are there at a time
@@ -54,13 +54,11 @@ def decoding(target: Target, **ours: Any) -> dict[str, Any]:
             used[name] = value
     record = _RECORD.get()
     if record is not None:
-        record |= {**used, "eos_token_id": target.end_ids, "not_used_of_checkpoint": ignored}
+        record |= {**used, "eos_token_id": end_ids(target), "not_used_of_checkpoint": ignored}
     if ignored:
-        warnings.warn(
+        warn(
             f"sinkscope decodes with its own settings ({_listed(used)}) and ignores those of the "
-            f"generation_config.json of {target.name}: {_listed(ignored)}",
-            SinkscopeWarning,
-            stacklevel=2,
+            f"generation_config.json of {target.name}: {_listed(ignored)}"
         )
     return settings
 
@@ -111,7 +109,7 @@ def _likeliest(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=new,
-            **decoding(target, do_sample=False, pad_token_id=min(target.end_ids, default=0), **options),
+            **decoding(target, do_sample=False, pad_token_id=min(end_ids(target), default=0), **options),
         )
         return out[:, rows.shape[1] :].tolist(), [] if run is None else run.events
 
@@ -129,7 +127,7 @@ def greedy(target: Target, rows: Int[Tensor, "row pos"], new: int, edit: Interve
         The new ids of each row, up to and including the end-of-sequence token.
     """
     answers, _ = _likeliest(target, rows, new, edit)
-    return [to_end(answer, target.end_ids) for answer in answers]
+    return [to_end(answer, end_ids(target)) for answer in answers]
 
 
 def to_end(answer: list[int], ends: Collection[int]) -> list[int]:

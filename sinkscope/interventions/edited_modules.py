@@ -22,14 +22,20 @@ class EditedModules:
         self._paths: dict[nn.Module, str] = {}
         self._idle: set[nn.Module] = set()
 
-    def add(self, module: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """The hook of an edit, which from now on also notes that its module ran."""
+    def keep(self, module: nn.Module) -> bool:
+        """Refuse, from now on, to go on without this module; False if the model does not register it."""
         if not self._names:
             self._names = {part: name for name, part in self._target.hf.named_modules()}
         path = self._names.get(module)
-        if path is None:  # a part that the model does not register, of which nothing can be said
-            return hook
+        if path is None:
+            return False
         self._paths[module] = path
+        return True
+
+    def add(self, module: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """The hook of an edit, which from now on also notes that its module ran."""
+        if not self.keep(module):  # nothing can be said of it
+            return hook
         self._idle.add(module)
 
         def noting(*args: Any) -> Any:

@@ -30,7 +30,9 @@ from sinkscope.interventions.sites import (
     head_of,
     site_of,
 )
-from sinkscope.models.target import Target, on_input, on_output
+from sinkscope.models.checks import check_site
+from sinkscope.models.hooks import on_input, on_output
+from sinkscope.models.target import Target
 
 Edit = Callable[[Tensor], Tensor | None]
 EVENT_SHARE = 0.1
@@ -235,9 +237,9 @@ class NeuronEdit(Intervention):
         """
         adapter = target.adapter
         for layer, head in self._heads:
-            target.check_site(layer, head=head)
+            check_site(target, layer, head=head)
         for site in self.checked_sites:
-            target.check_site(*site)
+            check_site(target, *site)
             is_gated = adapter.fused_gate_up or target.has_part(site.layer, adapter.gate)
             if site.expert is not None:
                 is_gated = target.experts(site.layer).GATED

@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.models.experts import Experts
-from sinkscope.models.target import on_hidden
+from sinkscope.models.hooks import on_hidden
 
 _Key = tuple[str, int, int, int]
 """Factor ("up" or "post"), id of the experts' module, expert, neuron."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.target import Target
-from sinkscope.trace.attention import shown
+from sinkscope.tap.rows import shown
 
 
 class Memory(dict[str, Tensor]):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from os import PathLike
@@ -14,12 +13,12 @@ from jaxtyping import Float
 from pydantic import BaseModel, Field
 from torch import Tensor
 
-from sinkscope.errors import SinkscopeError, SinkscopeWarning
+from sinkscope.errors import SinkscopeError, warn
 from sinkscope.files.output import read_json, write_output
 from sinkscope.files.records import Number, Whole, check, conform
 from sinkscope.interventions.edits import NeuronEdit, NeuronValues
 from sinkscope.interventions.sites import NeuronSite, Where, site_of
-from sinkscope.models.open import is_checkpoint
+from sinkscope.models.origin import is_checkpoint
 from sinkscope.models.target import Target
 
 _PAGE = "patch-file"
@@ -217,11 +216,9 @@ class SinkPatch(NeuronEdit):
                 )
         fingerprint = self.model.get("fingerprint")
         if fingerprint and not is_checkpoint(target, fingerprint):
-            warnings.warn(
+            warn(
                 f"the patch was made for {origin} (fingerprint {fingerprint}), and {target.name} has the same shape "
-                "and other weights, so its sink may have other neurons: make a patch for this model",
-                SinkscopeWarning,
-                stacklevel=3,
+                "and other weights, so its sink may have other neurons: make a patch for this model"
             )
 
     def new_values(self, values: NeuronValues) -> Float[Tensor, "batch pos neuron"]:
@@ -279,12 +276,10 @@ class SinkPatch(NeuronEdit):
         values.log("sink-like", spreads, {"first": first, "second": second})
         if not values.run.warned and not bool(is_calibrated.all()) and bool(spreads.any()):
             values.run.warned = True
-            warnings.warn(
+            warn(
                 "the second token's value is itself like a sink's, and this SinkPatch has no calibrated value to write "
                 "instead, so it makes sinks of all later tokens: make the patch with SinkPatch.from_result, or give "
-                "calibrated={...}",
-                SinkscopeWarning,
-                stacklevel=2,
+                "calibrated={...}"
             )
         return memory.keep("value", value.expand(old.shape), when)
 

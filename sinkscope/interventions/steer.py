@@ -16,8 +16,9 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Number, conform
 from sinkscope.interventions.base import BridgeHook, Event, Intervention, Run
 from sinkscope.interventions.sites import PAGE, Positions, checked_positions, chosen_positions
-from sinkscope.models.target import Target, on_hidden, on_input
-from sinkscope.trace.run import Site, resolve
+from sinkscope.models.hooks import on_hidden, on_input
+from sinkscope.models.target import Target
+from sinkscope.trace.sites import Site, resolve
 
 _WHERE = ("hook_embed", "hook_resid_pre", "hook_attn_out", "hook_resid_mid", "hook_mlp_out", "hook_resid_post")
 

@@ -76,6 +76,15 @@ def own_layers(cache: Any) -> list[CacheLayer]:
     return [layer for layer in getattr(cache, "layers", None) or [] if isinstance(layer, CacheLayer)]
 
 
+def used_layers(cache: Any) -> list[CacheLayer]:
+    """Our layers between two calls; a model that was cut, and its configuration not, leaves the last ones empty."""
+    layers = own_layers(cache)
+    if layers and layers[0].keys is not None:
+        while layers[-1].keys is None:
+            layers.pop()
+    return layers
+
+
 def refuse_states(cache: Any, what: str) -> None:
     """Refuse to take tokens back from a cache with layers that keep a state, which cannot go back.
 

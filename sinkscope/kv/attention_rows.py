@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sinkscope.interventions.positions import Call
 from sinkscope.kv.cache import CacheLayer
-from sinkscope.trace.attention import View
+from sinkscope.tap.view import View
 
 
 @dataclass(frozen=True, eq=False)

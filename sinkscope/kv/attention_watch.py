@@ -14,13 +14,16 @@ from torch import Tensor, nn
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.interventions.positions import Call
-from sinkscope.kv.adopt import own_layers
+from sinkscope.kv.adopt import used_layers
 from sinkscope.kv.attention_rows import AttentionRows, Watcher
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.cache_state import CacheStates, CurrentCall, LatestQueries, Moment
 from sinkscope.kv.windows import layer_window
 from sinkscope.models.target import Target
-from sinkscope.trace.attention import Attention, OwnAttention, View, rows_by_view
+from sinkscope.tap.call import Attention
+from sinkscope.tap.own_attention import OwnAttention
+from sinkscope.tap.rows import rows_by_view
+from sinkscope.tap.view import View
 
 
 class AttentionWatch:
@@ -52,7 +55,7 @@ class AttentionWatch:
             return True
         if not self.now.own_masks:
             return False
-        for kv in own_layers(self.now.cache):
+        for kv in used_layers(self.now.cache):
             if self._windows[kv.number] is not None or not kv.complete or kv.keys.dtype != kv.values.dtype:
                 return True
         return False

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.kv.attention_watch import AttentionWatch
-from sinkscope.trace.attention import widened
+from sinkscope.models.grouped_heads import widened
 
 
 class BridgeAttention:

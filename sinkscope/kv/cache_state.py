@@ -14,7 +14,7 @@ from sinkscope.interventions.positions import Call
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.row_budgets import RowBudgets
 from sinkscope.kv.usage import Meter, Usage
-from sinkscope.trace.attention import Handler
+from sinkscope.tap.listeners import Handler
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,6 +9,7 @@ from sinkscope.files.records import Natural, check_values
 from sinkscope.interventions.base import Intervention, Run
 from sinkscope.kv.attention_rows import AttentionRows
 from sinkscope.kv.session import Session
+from sinkscope.models.checks import attending_layers
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Observe(Intervention):
 
     def enter(self, run: Run, key: int) -> None:
         """Watch."""
-        layers = None if self.layers is None else run.target.chosen_layers(self.layers)
+        layers = None if self.layers is None else attending_layers(run.target, self.layers)
         Session.of(run).watch(self._show, layers, self.last)
 
     def _show(self, rows: AttentionRows) -> None:

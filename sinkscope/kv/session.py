@@ -8,7 +8,6 @@ attention rows are built. What is seen of the attention is in `attention_watch`,
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,10 +17,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from sinkscope.errors import SinkscopeWarning, UnsupportedError
+from sinkscope.errors import UnsupportedError, warn
 from sinkscope.interventions.base import Run
 from sinkscope.interventions.positions import Call
-from sinkscope.kv.adopt import adopt, new_cache, own_layers
+from sinkscope.kv.adopt import adopt, new_cache, own_layers, used_layers
 from sinkscope.kv.attention_rows import AttentionRows, Watcher
 from sinkscope.kv.attention_watch import AttentionWatch
 from sinkscope.kv.bridge_attention import BridgeAttention
@@ -30,8 +29,11 @@ from sinkscope.kv.cache_state import CacheState, CacheStates, CurrentCall, Momen
 from sinkscope.kv.usage import Usage
 from sinkscope.kv.windows import check_mask, check_servable
 from sinkscope.lines.choice import HeadLines
-from sinkscope.trace.attention import NAME, Attention, Handler, leave, listen, tapped
-from sinkscope.trace.internals import attention_name, following_generate
+from sinkscope.tap.call import Attention
+from sinkscope.tap.internals import attention_name, following_generate
+from sinkscope.tap.listeners import Handler, leave, listen
+from sinkscope.tap.stock import NAME
+from sinkscope.tap.tap import tapped
 
 _OWNERS: WeakValueDictionary[int, Session] = WeakValueDictionary()
 """The session whose policy or guard acts on the cache or attention of a model, by the id of the model."""
@@ -83,6 +85,7 @@ class Session:
             if not target.has_attention(layer):
                 continue
             attention = target.sub(layer, target.adapter.attn)
+            run.edited.keep(attention)
             if getattr(attention, "indexer", None) is not None:
                 run.hook(attention, "pre", partial(self.watching.mask_indexer, layer))
 
@@ -162,12 +165,10 @@ class Session:
     def _warn_of_idle_policy(self, error: type[BaseException] | None, *_: Any) -> None:
         """Warn that nothing was measured, if the model ran and the policy of a run never came to act."""
         if error is None and self._acted is False and self._before_decode and self.watching.replacement is None:
-            warnings.warn(
+            warn(
                 f"{self._policy_name or 'the intervention'} never acted: it acts when a generated token follows a "
                 "prompt, and only prompts were read, so all results are those of the full cache; generate, or feed "
-                "tokens one by one with past_key_values",
-                SinkscopeWarning,
-                stacklevel=2,
+                "tokens one by one with past_key_values"
             )
 
     def _settle(self) -> None:
@@ -225,7 +226,7 @@ class Session:
         """Act before a call, and give new tokens their positions; whether our masks replace the stock mask."""
         layers: list[CacheLayer] = []
         if cache in self.states:
-            layers = own_layers(cache)
+            layers = used_layers(cache)
         if not layers:
             adopt(cache, self.target, call.columns[:, : call.past])
             layers = own_layers(cache)
@@ -285,7 +286,7 @@ class Session:
                 return
             if self.watching.owns_cache:
                 state = self.states.of(self.now.cache)
-                layers = own_layers(cache)
+                layers = used_layers(cache)
                 self.now.ended = Moment(cache, layers, call, state, prefill_ended=False)
                 for act in self._after_call:
                     act(self.now.ended)

@@ -21,7 +21,7 @@ from sinkscope.kv.policy import LayerMoment, Policy, rank_from_top
 from sinkscope.kv.registry import register_policy
 from sinkscope.kv.row_budgets import LayerBudget
 from sinkscope.kv.session import Session
-from sinkscope.trace.attention import widened
+from sinkscope.models.grouped_heads import widened
 
 WINDOW = 64
 """Length of the observation window where none is given and the budget leaves room for it."""

@@ -11,7 +11,7 @@ from sinkscope.files.notation import counted
 from sinkscope.interventions.positions import Call
 from sinkscope.models.scope import cache_layers
 from sinkscope.models.target import Target
-from sinkscope.trace.attention import ChunkWindow
+from sinkscope.tap.view import ChunkWindow
 
 
 def layer_window(target: Target, layer: int) -> int | None:

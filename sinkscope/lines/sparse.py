@@ -13,7 +13,6 @@ from __future__ import annotations
 import importlib
 import math
 import os
-import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.errors import SinkscopeError, UnsupportedError, warn
 from sinkscope.lines.choice import HeadLines
 
 CPU_LIMIT = 0.65
@@ -76,7 +75,7 @@ def _module(library: str) -> Any:
     try:
         return importlib.import_module({"numba": "sinkscope.lines.lone", "triton": "sinkscope.lines.triton"}[library])
     except ImportError as error:
-        warnings.warn(f"attention along lines is not computed: {error}; install {library}", stacklevel=2)
+        warn(f"attention along lines is not computed: {error}; install {library}")
     return None
 
 

@@ -18,7 +18,9 @@ from torch.nn.functional import pad
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.target import Target
-from sinkscope.trace.attention import Attention, listening, refuse_opaque
+from sinkscope.tap.call import Attention
+from sinkscope.tap.observers import refuse_opaque
+from sinkscope.tap.tap import listening
 
 CHUNK_BYTES = 4 << 20
 """Scores held at a time on a CPU, where work that stays in the cache is several times faster; other devices, on which

@@ -13,7 +13,6 @@ This module needs triton, so it is imported when it is used. `TRITON_INTERPRET=1
 # pyright: reportMissingImports=false, reportUntypedFunctionDecorator=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import Any, cast, no_type_check
 
@@ -25,6 +24,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
+from sinkscope.errors import warn
 from sinkscope.lines.choice import HeadLines
 
 KEYS = 64
@@ -174,7 +174,7 @@ def triton_heads(
         except Exception as problem:  # compilers fail in many ways
             error = problem
     reason = f"{type(error).__name__} {error}".splitlines()[0]
-    warnings.warn(f"lines are not computed by Triton, which could not compile them: {reason}", stacklevel=2)
+    warn(f"lines are not computed by Triton, which could not compile them: {reason}")
     return False
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import codecs
 import io
 import sys
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from sinkscope.errors import SinkscopeError, SinkscopeWarning
+from sinkscope.errors import SinkscopeError, warn
 from sinkscope.files.output import read_json, reason_of
 from sinkscope.files.plain import parse_json
 from sinkscope.loops.forms import FILE_FIELDS, Piece, StreamForm, pieces_of, shown
@@ -181,7 +180,7 @@ class Watch:
             raise SinkscopeError(self._first_problem or empty)
         if self.skipped:
             problem = f"{self._first_problem}; what cannot be read was skipped {self.skipped} times"
-            warnings.warn(problem, SinkscopeWarning, stacklevel=2)
+            warn(problem)
 
     def take(self, piece: Piece) -> Iterator[Alarm]:
         """Yield the alarms that a piece raises in its stream."""
@@ -203,7 +202,7 @@ class Watch:
             self._first_problem = problem
             if self.streams:
                 end = "; it is skipped, as all is that cannot be read"
-                warnings.warn(problem + end, SinkscopeWarning, stacklevel=2)
+                warn(problem + end)
 
 
 def _pieces(source: Any, form: StreamForm, name: str, skip: Callable[[str], None]) -> Iterator[Piece]:

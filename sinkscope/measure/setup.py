@@ -21,10 +21,12 @@ from sinkscope.files.provenance import ModelInfo, Provenance, provenance
 from sinkscope.interventions.base import Intervention
 from sinkscope.interventions.decode import decode, watched
 from sinkscope.kv.observe import Observe
-from sinkscope.models.load import load
-from sinkscope.models.open import PartTarget, fingerprint_of, open_target
+from sinkscope.models.checks import attending_layers
+from sinkscope.models.origin import fingerprint_of
 from sinkscope.models.target import Target
 from sinkscope.models.text import resolve_bos, text_rows, typical_text
+from sinkscope.opening.load import load
+from sinkscope.opening.open import PartTarget, open_target
 from sinkscope.trace import attention_rows
 
 PIECE = 64
@@ -181,7 +183,7 @@ class Setup:
         Raises:
             SinkscopeError: The model has no such layer.
         """
-        wanted = None if layers is None else self.target.chosen_layers(layers)
+        wanted = None if layers is None else attending_layers(self.target, layers)
         read = self._in_one_pass if self.edit is None else self._token_by_token
         for text, row in enumerate(self.ids):
             parts = read(row, 0 if last is None else max(0, len(row) - last), wanted)

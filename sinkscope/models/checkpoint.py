@@ -12,8 +12,9 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.plain import parse_json
+from sinkscope.models.beside import TOKENIZER_FILES
 from sinkscope.models.config import check_kind, read_checkpoint_json
-from sinkscope.models.hub import TOKENIZER_FILES, hub_folder, hub_shard, optional_file
+from sinkscope.models.hub import hub_folder, hub_shard, optional_file
 from sinkscope.models.locate import ModelSource
 from sinkscope.models.stored import check_quantised
 

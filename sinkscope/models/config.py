@@ -12,6 +12,7 @@ import torch
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.output import read_json
+from sinkscope.models.beside import TOKENIZER_FILES, check_beside, check_generation
 
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
 _SHORT = {
@@ -235,6 +236,7 @@ def read_config(
     if gguf is None:
         raw = read_checkpoint_json(folder / "config.json")
         check_kind(name, raw, trust_remote_code=trust_remote_code)
+        check_generation(folder)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     else:
         config = AutoConfig.from_pretrained(folder, gguf_file=gguf)
@@ -277,6 +279,7 @@ def read_tokenizer(name: str, folder: Path, *, gguf: str | None = None, trust_re
 
     if gguf is not None:
         return without_cache(AutoTokenizer.from_pretrained(folder, gguf_file=gguf))
+    check_beside(folder, TOKENIZER_FILES, "no-tokenizer")
     if not any((folder / file).is_file() for file in _VOCABULARIES):
         return None
     try:

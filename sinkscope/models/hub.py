@@ -10,18 +10,6 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.models.config import first_line
 from sinkscope.models.lora import ADAPTER_CONFIG, refuse_adapter
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "generation_config.json",
-)
-
 
 def hub_file(repo: str, name: str, revision: str | None = None, absent: Exception | None = None) -> Path:
     """Download one file of a model's hub repo, or find it in the cache.

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import check_encodable
-from sinkscope.models.target import Target, plain_weight
+from sinkscope.models.checks import check_length, tokenizer_of
+from sinkscope.models.linear import plain_weight
+from sinkscope.models.target import Target
 from sinkscope.models.text import resolve_bos
 
 _EXPECTED = (
@@ -134,7 +136,7 @@ def read_row(target: Target, given: Any, what: str = "", *, special: bool = True
     name = what or "the input"
     if len(rows) > 1:
         raise SinkscopeError(f"{name} has {len(rows)} rows: expected one text, or one row of token ids")
-    target.check_length(name, len(rows[0]))
+    check_length(target, name, len(rows[0]))
     return rows[0]
 
 
@@ -157,7 +159,7 @@ def _mask(given: Any, ids: Ids) -> Ids:
 
 def _encoded(target: Target, texts: Sequence[str], bos: bool | None, special: bool) -> list[list[int]]:
     """The ids of each text."""
-    tokenizer = target.need_tokenizer()
+    tokenizer = tokenizer_of(target)
     resolve_bos(tokenizer, target.config, bos)
     bos_id = resolve_bos(tokenizer, target.config, None)
     rows: list[list[int]] = []

@@ -9,7 +9,8 @@ from torch import nn
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.adapters import Adapter, row_of
-from sinkscope.models.target import Hook, Target, kind_of
+from sinkscope.models.hooks import Hook
+from sinkscope.models.target import Target
 
 _LENGTH = 9  # tokens of a pass
 DRAFT = Adapter("")
@@ -73,3 +74,9 @@ def first_of_kinds(target: Target) -> list[int]:
     for number, layer in enumerate(target.layers):
         firsts.setdefault(kind_of(layer), number)
     return list(firsts.values())
+
+
+def kind_of(layer: nn.Module) -> str:
+    """What layers with parameters of the same names and shapes have in common."""
+    shapes = [(name, tuple(parameter.shape)) for name, parameter in layer.named_parameters()]
+    return f"{type(layer).__name__} {shapes}"

@@ -25,10 +25,11 @@ from sinkscope.kv.edit_of import edit_of
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.loopguard.steer import generate_in_pieces
 from sinkscope.kv.loopserve import tokens_read
+from sinkscope.models.checks import check_length, check_loaded, end_ids, tokenizer_of
 from sinkscope.models.config import float32_by_default
 from sinkscope.models.inputs import read_inputs
 from sinkscope.models.target import Target
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
 
 COLDEST = 0.001  # temperature; scores over a smaller one leave the range of half precision
 Temperature = Annotated[
@@ -112,7 +113,7 @@ def generate(
             invalid, the policy does not exist, or its budget is too small for a prompt.
     """
     target = target_of(model, tokenizer)
-    tok = target.need_tokenizer()
+    tok = tokenizer_of(target)
     check_values(Natural, "generate", max_new_tokens=max_new_tokens, batch_size=batch_size)
     check_values(Annotated[int, Field(ge=0, lt=1 << 63)], "generate", seed=seed)
     check_values(Temperature, "generate", temperature=temperature)
@@ -121,7 +122,7 @@ def generate(
             f"on_text with batch_size={batch_size}: text can be passed on while it comes only with batch_size=1",
             page="generate",
         )
-    target.check_loaded()
+    check_loaded(target)
     inputs_read = read_inputs(target, prompts, inputs, bos=bos, page="generate")
     rows = inputs_read.rows()
     texts = inputs_read.texts
@@ -129,7 +130,7 @@ def generate(
         texts = [tok.decode(ids) for ids in rows]
     edit = edit_of(patch=patch, policy=policy, guard=guard, interventions=interventions)
     for number, length in enumerate(map(len, rows), 1):
-        target.check_length(f"prompt {number}", length, max_new_tokens, "shorten the prompt", "generate")
+        check_length(target, f"prompt {number}", length, max_new_tokens, "shorten the prompt", "generate")
         if edit is not None:
             for part in edit.parts:
                 part.check_prompt(length)
@@ -195,8 +196,8 @@ def _row_events(run: Run, row: int, last: int, start: int) -> list[Event]:
 
 def ends_and_pad(target: Target) -> tuple[frozenset[int], int]:
     """Ids that end what a model writes, and the id that fills rows up."""
-    ends = frozenset(target.end_ids)
-    pad = target.need_tokenizer().pad_token_id
+    ends = frozenset(end_ids(target))
+    pad = tokenizer_of(target).pad_token_id
     if pad is None:
         return ends, min(ends, default=0)
     return ends, int(pad)

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 
 from sinkscope.files.store import Folder, Keyed
 from sinkscope.measure import Setup
-from sinkscope.models.open import StreamTarget, fingerprint_of
+from sinkscope.models.origin import fingerprint_of
+from sinkscope.models.stream import StreamTarget
 from sinkscope.models.target import Target
 
 Columns = dict[str, list[Any]]

@@ -13,6 +13,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.notation import agreeing, listed
 from sinkscope.files.plain import check_encodable
 from sinkscope.measure import Setup
+from sinkscope.models.checks import check_length
 from sinkscope.models.target import Target
 
 CYCLE = ("Another", "one", "bit", "es", "the", "dust")  # input of Fig. 3 of Yona et al. 2025
@@ -191,7 +192,7 @@ def repetition_limit(target: Target, requested: int | None, around: int = 1) -> 
     if largest > 0:
         remedy = f"the largest is {largest}"
     what = f"a text of --max-repeats {least} and {around} tokens around them"
-    target.check_length(what, least + around, remedy=remedy)
+    check_length(target, what, least + around, remedy=remedy)
     if requested is None:
         return min(MAX_REPEATS, largest)
     return requested

@@ -2,198 +2,27 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from einops import rearrange
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.models.adapters import Adapter
-from sinkscope.models.heads import projected
+from sinkscope.models.hooks import on_input, on_output
 from sinkscope.models.inputs import read_inputs
-from sinkscope.models.target import Target, first_tensor, norms_of, on_input, on_output
-from sinkscope.models.wrapped import target_of
-from sinkscope.trace.attention import attention_rows
+from sinkscope.models.norms import norms_of
+from sinkscope.models.target import Target
+from sinkscope.opening.live import target_of
+from sinkscope.tap.observers import attention_rows
+from sinkscope.trace.sites import Pattern, Site, resolve
 
 if TYPE_CHECKING:
     import pandas as pd
-
-
-@dataclass(frozen=True)
-class Site:
-    """One place in the model: `cut` maps the module's input or output to `[batch pos ...]`.
-
-    After the last layer, `layer` is the number of layers. Where a layer adds what the module gives, it multiplies it by
-    `factor`, and `cut` does so, too.
-    """
-
-    name: str
-    layer: int | None
-    module: nn.Module | None  # None: attention rows, which no module returns
-    when: str = "post"
-    cut: Callable[[Any], Tensor] = first_tensor
-    factor: float = 1.0
-
-
-def _half(number: int, target: Target, tensor: Tensor) -> Tensor:
-    """Gate (0) or up (1) of a module that may return both."""
-    if target.adapter.fused_gate_up:
-        return tensor.chunk(2, -1)[number]
-    return tensor
-
-
-def _heads(target: Target, tensor: Float[Tensor, "*n width"]) -> Float[Tensor, "*n head d_head"]:
-    return rearrange(tensor, "... (head d_head) -> ... head d_head", head=target.n_heads)
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a site of a layer is: an adapter path, and which part of its input or output."""
-
-    path: Callable[[Adapter], str | None]
-    when: str = "post"
-    cut: Callable[[Target, Tensor], Tensor] = lambda _target, tensor: tensor
-    factor: Callable[[Adapter], float] = lambda _adapter: 1.0
-
-
-_PLACES = {
-    "hook_resid_pre": _Place(lambda a: "", "pre"),
-    "hook_attn_out": _Place(lambda a: a.behind_attn, factor=lambda a: a.attn_factor),
-    "hook_resid_mid": _Place(lambda a: a.mid, "pre"),
-    "hook_mlp_out": _Place(lambda a: a.behind_mlp, factor=lambda a: a.write_factor),
-    "hook_resid_post": _Place(lambda a: ""),
-    "mlp.hook_pre": _Place(lambda a: a.up if a.fused_gate_up else a.gate or a.up, cut=partial(_half, 0)),
-    "mlp.hook_pre_linear": _Place(lambda a: a.up if a.fused_gate_up or a.gate else None, cut=partial(_half, 1)),
-    "mlp.hook_post": _Place(lambda a: a.down, "pre"),
-    "attn.hook_q": _Place(lambda a: a.q or a.fused_qkv, cut=partial(projected, "q")),
-    "attn.hook_k": _Place(lambda a: a.k or a.fused_qkv, cut=partial(projected, "k")),
-    "attn.hook_v": _Place(lambda a: a.v or a.fused_qkv, cut=partial(projected, "v")),
-    "attn.hook_z": _Place(lambda a: a.o, "pre", _heads),
-    "attn.hook_pattern": _Place(lambda a: ""),
-}
-_PROVED = {
-    "hook_attn_out",
-    "hook_resid_mid",
-    "hook_mlp_out",
-    "attn.hook_q",
-    "attn.hook_k",
-    "attn.hook_v",
-    "attn.hook_z",
-}
-"""Places that are proved by sums and products when a model is loaded, or first used."""
-_LAST = ("ln_final", "logits")  # what the unembedding reads, and what it gives
-
-
-def site_names(n_layers: int) -> list[str]:
-    """All site names that `trace` accepts, for a model of `n_layers` layers, in the order of the forward pass."""
-    names = ["hook_embed"]
-    for layer in range(n_layers):
-        names += [f"blocks.{layer}.{place}" for place in _PLACES]
-    return [*names, *_LAST]
-
-
-Pattern = str | Callable[[str], bool]
-"""Which sites are meant: a name, an `fnmatch` pattern of names, or a function that is true for their names."""
-
-
-def resolve(target: Target, patterns: Pattern | Sequence[Pattern]) -> list[Site]:
-    """Sites that are meant by one or several patterns, in the order of the forward pass.
-
-    Raises:
-        SinkscopeError: A pattern matches nothing; the message shows names that exist.
-        UnsupportedError: This architecture has no such site.
-    """
-    names = site_names(target.n_layers)
-    if isinstance(patterns, str) or callable(patterns):
-        patterns = [patterns]
-    chosen: set[str] = set()
-    for pattern in patterns:
-        if isinstance(pattern, str):
-            matches = fnmatch.filter(names, pattern)
-        else:
-            matches = list(filter(pattern, names))
-        if not matches:
-            raise _no_such_site(pattern, target)
-        chosen.update(matches)
-    return [_site(target, name) for name in names if name in chosen]
-
-
-def _no_such_site(pattern: Pattern, target: Target) -> SinkscopeError:
-    kinds = ", ".join(["hook_embed", *(f"blocks.L.{place}" for place in _PLACES), *_LAST])
-    return SinkscopeError(f"site {pattern!r} matches nothing in a model of {target.n_layers} layers; there are {kinds}")
-
-
-def _site(target: Target, name: str) -> Site:
-    if name == "hook_embed":
-        return Site(name, None, target.embedding)
-    if name == "ln_final":
-        return Site(name, target.n_layers, target.base, cut=lambda output: output[0])
-    if name == "logits":
-        if not target.resident:
-            raise UnsupportedError(
-                f"site 'logits': {target.name} is read layer by layer, without its unembedding; load it whole with "
-                "sinkscope.load(...)"
-            )
-        return Site(name, target.n_layers, target.hf, cut=lambda output: output.logits)
-    _, number, part = name.split(".", 2)
-    layer = int(number)
-    if part.startswith("attn.") and not target.has_attention(layer):
-        attending = [str(other) for other in range(target.n_layers) if target.has_attention(other)]
-        raise UnsupportedError(
-            f"site {name!r} is not offered: layer {layer} of {target.name} has no softmax attention; it is in layers "
-            f"{', '.join(attending)}"
-        )
-    if part == "attn.hook_pattern":
-        return Site(name, layer, None)
-    place = _PLACES[part]
-    module = target.sub(layer, _path(target, layer, part))
-    factor = place.factor(target.adapter)
-
-    def cut(value: Any) -> Tensor:
-        part = place.cut(target, first_tensor(value))
-        if factor == 1:
-            return part
-        return part * factor
-
-    return Site(name, layer, module, place.when, cut, factor)
-
-
-def _path(target: Target, layer: int, part: str) -> str:
-    """Path of a site's module below its layer."""
-    adapter = target.adapter
-    path = _PLACES[part].path(adapter)
-    is_projection = part in ("attn.hook_q", "attn.hook_k", "attn.hook_v")
-    unproved = dict(adapter.unproved)
-    reason = unproved.get(f"blocks.{layer}.{part}", unproved.get("*") if part in _PROVED else None)
-    if reason is not None:
-        raise UnsupportedError(
-            f"site 'blocks.{layer}.{part}' is not offered on {adapter.model_type}, because its place could not be "
-            f"proved: {reason}; leave it out of sites"
-        )
-    problem = ""
-    if part.startswith("mlp.") and target.is_mixture(layer):
-        problem = f"layer {layer} is a mixture, so it is per expert: use find_sinks for its neurons, or hook_mlp_out"
-    elif is_projection and adapter.fused_qkv is not None and adapter.qkv_layout is None:
-        problem = "the layout of q, k and v in one module varies"
-    elif not adapter.adds and (part == "hook_mlp_out" or (part == "hook_attn_out" and adapter.mid is None)):
-        problem = "layers do more than add their parts"
-    elif part == "hook_mlp_out" and target.has_neurons(layer) and len(target.mlp_writers(layer)) > 1:
-        problem = "a shared expert is beside the mixture, and no module gives their sum"
-    elif path is None:
-        problem = "there is no separate place for it"
-    if path is None or problem:
-        raise UnsupportedError(
-            f"site 'blocks.{layer}.{part}' does not exist on {adapter.model_type}: {problem}; leave it out of sites"
-        )
-    return path
-
 
 Reducer = Callable[[Tensor], Tensor]
 """Takes a site's tensor `[batch pos ...]` (rows of attention: `[batch head query key]`), keeps the batch dimension."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -204,22 +205,63 @@ def test_generate_refuses(error, nobos, tmp_path, prompt, words, says):
     assert all(part in message for part in says), message
 
 
-@pytest.mark.skipif(not hasattr(os, "seteuid") or os.geteuid() != 0, reason="only root can become nobody")
+@contextmanager
+def nobody(folder: Path) -> Iterator[None]:
+    """Be another user, who may not read what is closed inside `folder`."""
+    ways = [parent for parent in folder.parents if parent.stat().st_uid == 0 and parent != Path("/tmp")]
+    modes = {way: way.stat().st_mode for way in [folder, *ways]}
+    for way in modes:
+        way.chmod(0o755)
+    try:
+        os.seteuid(65534)
+        yield
+    finally:
+        os.seteuid(0)
+        for way, mode in modes.items():
+            way.chmod(mode)
+
+
+only_root = pytest.mark.skipif(not hasattr(os, "seteuid") or os.geteuid() != 0, reason="only root can become nobody")
+
+
+@only_root
 def test_files_of_somebody_else(error, tmp_path):
     folder = spoiled(tmp_path / "m")
     shutil.copy(folder / "config.json", tmp_path / "m.gguf")
     for path, mode in ((tmp_path / "m.gguf", 0o600), (folder, 0o700)):
         path.chmod(mode)
-    ways = [parent for parent in tmp_path.parents if parent.stat().st_uid == 0 and parent != Path("/tmp")]
-    modes = {way: way.stat().st_mode for way in [tmp_path, *ways]}
-    for way in modes:
-        way.chmod(0o755)
-    try:
-        os.seteuid(65534)
+    error("find-sinks", "--model", str(tmp_path / "m.gguf"))  # imports what only root may read
+    with nobody(tmp_path):
         for model in (folder, folder / "inside", tmp_path / "m.gguf"):
             message = error("find-sinks", "--model", str(model))
             assert "cannot read" in message and "permission denied" in message
+
+
+@only_root
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["table", "{}/runs"],
+        ["--methods", "full", "--task", "{}/prompts.jsonl"],
+        ["--methods", "full", "--task", "loops", "--out", "{}/runs/new"],
+    ],
+)
+def test_runs_of_somebody_else(error, tmp_path, words):
+    (tmp_path / "closed" / "runs").mkdir(parents=True)
+    (tmp_path / "closed" / "prompts.jsonl").write_text("{}")
+    (tmp_path / "closed").chmod(0o700)
+    error("bench", "table", str(tmp_path))  # imports what only root may read
+    error("bench", "--task", "nothing", "--methods", "full")
+    with nobody(tmp_path):
+        assert "permission denied" in error("bench", *[word.format(tmp_path / "closed") for word in words])
+
+
+def test_a_working_folder_that_is_gone(error, tmp_path):
+    here = Path.cwd()
+    (tmp_path / "gone").mkdir()
+    os.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    try:
+        assert error("find-sinks") == "the working folder no longer exists: change into another one"
     finally:
-        os.seteuid(0)
-        for way, mode in modes.items():
-            way.chmod(mode)
+        os.chdir(here)

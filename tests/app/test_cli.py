@@ -25,7 +25,7 @@ from sample_results import sample_find_sinks
 
 import sinkscope
 import sinkscope.app.generate
-import sinkscope.models.load
+import sinkscope.opening.load
 from sinkscope.app.cli import RESULT_OPTIONS, click_command, main
 from sinkscope.app.commands import commands
 from sinkscope.app.expected import size_of
@@ -39,7 +39,7 @@ from sinkscope.files.tables import SCREEN
 from sinkscope.interventions import SinkPatch
 from sinkscope.interventions.base import Event
 from sinkscope.measure import EDIT_PARAMETERS, SETUP_PARAMETERS, Measurement
-from sinkscope.models.load import load
+from sinkscope.opening.load import load
 from sinkscope.serving.generate import Generated
 
 ROOT = Path(__file__).parents[2]
@@ -194,7 +194,7 @@ def test_sizes_are_those_of_the_model():
 
 def test_backend_loads_that_kind_of_object(calls, monkeypatch):
     loads = []
-    monkeypatch.setattr(sinkscope.models.load, "load", lambda *args, **given: loads.append((args, given)) or "object")
+    monkeypatch.setattr(sinkscope.opening.load, "load", lambda *args, **given: loads.append((args, given)) or "object")
     assert main(["find-sinks", "--model", "m", "--backend", "bridge", "--dtype", "float16"]) == 0
     assert loads == [(("m",), {"backend": "bridge", "dtype": "float16"})]
     assert calls[0]["model"] == "object"

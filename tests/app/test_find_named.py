@@ -11,7 +11,7 @@ from organisms import Organism, organism
 from organisms.hard import hard
 from organisms.plan import make_plan
 
-import sinkscope.models.open as opening
+import sinkscope.opening.open as opening
 from sinkscope.measure import Setup
 from sinkscope.sinks.first_token.find import FindSinks, find_sinks
 

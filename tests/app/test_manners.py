@@ -27,8 +27,9 @@ from sinkscope.files.output import kind_of, write_output
 from sinkscope.files.result import Result
 from sinkscope.inference.infer import infer
 from sinkscope.interventions.decode import greedy, noted_decoding
+from sinkscope.models.down_projections import w_out
 from sinkscope.models.text.chat import chat_text
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
 
 PICTURE = bytes.fromhex(
     "89504e470d0a1a0a0000000d49484452000000010000000108000000003a7e9b550000000a49444154789c6360000000020001"
@@ -254,7 +255,7 @@ def test_adapters_of_peft():
     target = target_of(wrapped, made.tokenizer)
     assert target.kind == "hf" and target.hf is model
     whole = down.weight + model.model.layers[1].mlp.down_proj.extra
-    torch.testing.assert_close(target.w_out(1, [2, 3]), whole[:, [2, 3]].T.detach(), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(w_out(target, 1, [2, 3]), whole[:, [2, 3]].T.detach(), atol=1e-5, rtol=1e-4)
     traced = ss.trace(wrapped, ids, ["blocks.1.mlp.hook_post"])["blocks.1.mlp.hook_post"]
     assert torch.equal(traced, ss.trace(model, ids, ["blocks.1.mlp.hook_post"])["blocks.1.mlp.hook_post"])
     assert ss.find_sinks(wrapped, tokenizer=made.tokenizer).sink_layer == made.truth.sink_layer

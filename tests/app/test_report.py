@@ -15,7 +15,7 @@ from sinkscope.bench.run import run_bench
 from sinkscope.bench.table import bench_table
 from sinkscope.files.plain import visible
 from sinkscope.files.result import Result
-from sinkscope.models.load import load
+from sinkscope.opening.load import load
 
 
 @pytest.fixture(scope="module")

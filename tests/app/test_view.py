@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import threading
@@ -273,7 +274,40 @@ def test_the_live_page_answers_only_under_its_address(bundled):
         ([1], "expected"),
     ):
         assert re.search(reason, client.post("/secret/view", json=wrong).json()["error"]), wrong
-    assert client.post("/secret/view", content=b" " * (LARGEST_REQUEST + 1)).status_code == 413
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b"[" * 200_000, b'{"text": "\\ud800"}'])
+def test_a_body_that_is_no_json_is_refused_in_one_line(bundled, body):
+    answer = TestClient(application(bundled, "secret"), base_url="http://127.0.0.1").post("/secret/view", content=body)
+    assert answer.status_code == 400 and "is not JSON in UTF-8" in answer.json()["error"]
+
+
+def spoken(bundled, messages):
+    """What the page answers to these messages of a server, and how many of them it took."""
+    answers, taken = [], []
+
+    async def receive():
+        taken.append(messages[min(len(taken), len(messages) - 1)])
+        return taken[-1]
+
+    async def send(message):
+        answers.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/secret/view", "headers": [(b"host", b"127.0.0.1")]}
+    asyncio.run(application(bundled, "secret")({**scope, "query_string": b"", "root_path": ""}, receive, send))
+    return answers, len(taken)
+
+
+def test_of_a_body_that_is_too_large_the_rest_is_never_read(bundled):
+    part = {"type": "http.request", "body": b" " * (LARGEST_REQUEST // 4), "more_body": True}
+    answers, taken = spoken(bundled, [part] * 1000)
+    assert answers[0]["status"] == 413 and taken == 5
+
+
+def test_a_client_that_leaves_is_no_error(bundled):
+    part = {"type": "http.request", "body": b"{", "more_body": True}
+    answers, _ = spoken(bundled, [part, {"type": "http.disconnect"}])
+    assert answers[0]["status"] == 400
 
 
 @pytest.mark.slow

@@ -12,8 +12,8 @@ from sinkscope.bench.methods import read_method
 from sinkscope.bench.prompt import Turn
 from sinkscope.bench.tasks.loops import Loops, first_alarm, loops
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.load import load
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
+from sinkscope.opening.load import load
 
 LOOP = [5, 6, 7] * 100
 FRESH = [*range(4, 50), *range(4, 44)]

@@ -15,8 +15,9 @@ from sinkscope.bench.record import BenchRecord
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.tasks.needle import KINDS, WORDINGS, Needle, needle_prompt, wording_of
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.open import fingerprint_of, open_target
-from sinkscope.models.wrapped import target_of
+from sinkscope.models.origin import fingerprint_of
+from sinkscope.opening.live import target_of
+from sinkscope.opening.open import open_target
 
 WRITTEN = [(name, kind) for name, kinds in WORDINGS.items() for kind in kinds]
 

@@ -20,7 +20,7 @@ from sinkscope.bench.tasks.recall import recall_dialogue
 from sinkscope.bench.tasks.text import TextFidelity, metrics_of
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.store import lines
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
 
 LENGTHS = {"a": (40, 9), "b": (25, 5), "c": (33, 1)}
 

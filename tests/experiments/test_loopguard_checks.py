@@ -12,7 +12,7 @@ from torch import Tensor
 
 from experiments.loopguard import rotary
 from sinkscope.models.target import Target
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
 
 YARN = {
     "rope_type": "yarn",

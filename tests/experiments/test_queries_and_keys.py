@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from experiments.queries_and_keys import queries_and_keys
 from sinkscope.models.target import Target
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
 from sinkscope.trace import attention_rows, trace
 
 LAYERS = [0, 2]

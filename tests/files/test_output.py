@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import resource
+import socket
 import stat
 import subprocess
 import sys
@@ -46,6 +47,23 @@ def test_a_link_stays_a_link(tmp_path):
     write_atomic(tmp_path / "link", "new")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "real").read_text() == "new"
+
+
+def test_a_loop_of_links_stays_one(tmp_path):
+    (tmp_path / "one").symlink_to("two")
+    (tmp_path / "two").symlink_to("one")
+    with refused("cannot write .*one: too many levels of symbolic links"):
+        write_atomic(tmp_path / "one", "lost")
+    assert (tmp_path / "one").is_symlink() and (tmp_path / "two").is_symlink()
+
+
+def test_a_socket_is_refused_before_the_work(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the names of sockets are short
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind("listening")
+        with refused("listening: it is a socket"):
+            check_writable("listening")
+    assert Path("listening").is_socket()
 
 
 def test_devices_are_written_in_place():

@@ -21,10 +21,11 @@ from sinkscope.inference.find import adapter_of
 from sinkscope.inference.infer import infer
 from sinkscope.inference.probe import probe
 from sinkscope.kv.h2o import H2O
-from sinkscope.models.load import wrap
+from sinkscope.models.backends import wrap
+from sinkscope.models.down_projections import w_out, w_out_norms
 from sinkscope.models.scope import cache_layers, scope_line
 from sinkscope.models.target import Target
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
 from sinkscope.trace.run import trace
 
 SIZES = {
@@ -102,8 +103,8 @@ def test_a_factor_on_what_an_mlp_writes_is_part_of_the_contribution():
     target = target_of(model)
     assert target.adapter.write_factor == pytest.approx(0.22)
     column = model.model.layers[1].mlp.down_proj.weight[:, 7]
-    assert torch.allclose(target.w_out(1, [7])[0], 0.22 * column)
-    assert torch.allclose(target.w_out_norms(1)[7], 0.22 * column.norm())
+    assert torch.allclose(w_out(target, 1, [7])[0], 0.22 * column)
+    assert torch.allclose(w_out_norms(target, 1)[7], 0.22 * column.norm())
 
 
 def test_what_cannot_be_inferred_is_refused_with_the_reason():

@@ -14,7 +14,7 @@ from organisms.sizes import SIZES, sized_decoder
 from organisms.tiny import MODEL_TYPES, tiny_model
 
 from sinkscope.inference import find, kept, sample
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
 
 WIDE = (
     "llama",

@@ -13,13 +13,13 @@ from intervention_kit import count_hooks
 from organisms.decoders import decoder
 from organisms.tiny import MODEL_TYPES, tiny_model
 
-import sinkscope.trace.attention as attention
+import sinkscope.tap.call as attention
 from sinkscope.errors import UnsupportedError
 from sinkscope.inference.probe import probe
 from sinkscope.models import adapters
 from sinkscope.models.adapters import Adapter
-from sinkscope.models.load import load
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
+from sinkscope.opening.load import load
 
 IDS = torch.tensor([[1, 10, 11, 12, 13]])
 # Shapes that do not give a wrong path away: every matrix is 32 x 32.

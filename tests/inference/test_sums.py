@@ -23,7 +23,7 @@ from sinkscope.inference.infer import infer
 from sinkscope.inference.probe import token_ids
 from sinkscope.inference.sums import unproved
 from sinkscope.models.target import Target
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
 
 RECORDED = json.loads(DATA.read_text())["result"]
 SERVED = [name for name, found in RECORDED["types"].items() if found["status"] in ("in full", "in part")]

@@ -7,49 +7,19 @@ from functools import partial
 
 import pytest
 import torch
-from kv_kit import model_of, positions, prompts
+from edit_kit import EDITS, IDS, MASK, PATCH, decode
+from kv_kit import model_of
 from refusals import refused
 from torch import nn
-from transformers import DynamicCache
 
-from sinkscope import Ablate, Add, LoopGuard, LoopServe, SinkPatch, trace
-from sinkscope.kv import H2O, TOVA, Observe, SnapKV, StreamingLLM
-from sinkscope.models.wrapped import target_of
-
-IDS, MASK = prompts([9, 6], 4)
-PATCH = SinkPatch(layer=1, neurons=[3], value=0.5)
-EDITS = {
-    "ablate": Ablate(layer=1, neurons=[3, 5]),
-    "heads": Ablate(heads=[(0, 1)]),
-    "add": Add(torch.ones(32), "blocks.0.hook_resid_post"),
-    "patch": PATCH,
-    "up": SinkPatch(layer=0, neurons=[2], value=0.5, site="up"),
-    "observe": Observe(lambda rows: None, last=1),
-    "streaming": StreamingLLM(budget=6, first=2),
-    "rebased": StreamingLLM(budget=6, first=2, positions="rebased"),
-    "h2o": H2O(budget=6),
-    "tova": TOVA(budget=6, mode="select"),
-    "snapkv": SnapKV(budget=6, window=2),
-    "guard": LoopGuard(budget=64),
-    "loopserve": LoopServe(budget=6, shortest=0, interval=2, first=0),
-    "patch and h2o": PATCH | H2O(budget=6),
-}
+from sinkscope import trace
+from sinkscope.kv import H2O
+from sinkscope.opening.live import target_of
 
 
 @pytest.fixture(autouse=True)
 def _fresh_compiler():
     torch.compiler.reset()  # or it gives up after some variants of the same code
-
-
-@torch.no_grad()
-def decode(model, ids, mask, prompt):
-    """Logits of a prompt's last token and of the tokens behind it, one by one."""
-    cache, logits = DynamicCache(), []
-    for start, stop in [(0, prompt), *[(at, at + 1) for at in range(prompt, ids.shape[1])]]:
-        options = {"attention_mask": mask[:, :stop], "position_ids": positions(mask)[:, start:stop]}
-        out = model(input_ids=ids[:, start:stop], past_key_values=cache, use_cache=True, **options)
-        logits.append(out.logits[:, -1])
-    return torch.stack(logits, 1)
 
 
 class Backend:

@@ -14,7 +14,7 @@ from sinkscope.errors import UnsupportedError
 from sinkscope.interventions import Ablate, SinkPatch
 from sinkscope.interventions.steer import Add
 from sinkscope.kv.observe import Observe
-from sinkscope.trace.internals import attention_name
+from sinkscope.tap.internals import attention_name
 
 IDS = torch.tensor([[1, 5, 6, 7, 8, 9], [1, 20, 21, 22, 23, 24]])
 EDITS = {
@@ -108,3 +108,20 @@ def test_another_attention_inside_the_with_is_refused(what):
         with pytest.raises(UnsupportedError, match=r"was set to .eager. inside the `with`"):
             model.generate(IDS, max_new_tokens=2)
     assert attention_name(model.config) == was
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", ["patch", "head", "write", "mean"])
+def test_a_checkpoint_around_the_whole_model_repeats_the_edits(name, reentrant):
+    model = tiny_model("llama")[0]
+    embeds = model.get_input_embeddings()(IDS).detach().requires_grad_()
+
+    def called(inputs):
+        return model(inputs_embeds=inputs, use_cache=False).logits
+
+    with EDITS[name].on(model):
+        (expected,) = torch.autograd.grad(called(embeds).sum(), embeds)
+        checkpoint(called, embeds, use_reentrant=reentrant).sum().backward()
+    assert torch.allclose(embeds.grad, expected, atol=1e-6)
+    with pytest.raises(UnsupportedError, match=r"call backward\(\) inside the `with`"), EDITS[name].on(model):
+        checkpoint(called, embeds, use_reentrant=reentrant)

@@ -13,7 +13,7 @@ from torch import nn
 
 from sinkscope import Ablate, Add, LoopGuard, LoopServe, SinkPatch
 from sinkscope.kv import H2O, TOVA, Observe, Progressive, SnapKV, StreamingLLM
-from sinkscope.trace import attention as tap
+from sinkscope.tap import listeners
 
 IDS, MASK = prompts([9, 6])
 STEPS = 4
@@ -104,7 +104,7 @@ def test_an_interrupted_call_leaves_nothing_for_the_next(way, path, call, error,
         again = generated(model)
         assert same(again, expected)
     assert (count_hooks(model), model.config._attn_implementation) == (hooks, attention)
-    assert tap._HANDLERS.get() == ()
+    assert listeners.HANDLERS.get() == ()
     assert same(generated(model), plain)
     with H2O(budget=6).on(model) as run:  # every later policy came upon what was left
         generated(model)

@@ -26,7 +26,7 @@ from torch.testing import assert_close
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions import Ablate, SinkPatch
 from sinkscope.interventions.positions import Tracker
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
 
 IDS = torch.tensor([[1, 5, 6, 7, 8, 9], [1, 20, 21, 22, 23, 24]])
 PADDED = torch.tensor([[3, 3, 1, 5, 6, 7], [1, 8, 9, 10, 11, 12]])

@@ -20,7 +20,7 @@ from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import Ablate, NeuronSite, SinkPatch
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
 from sinkscope.trace.run import trace
 
 

@@ -18,7 +18,7 @@ from torch.testing import assert_close
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.interventions import Ablate, Add, SinkPatch
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
 
 IDS = torch.tensor([[1, 5, 6, 7, 8, 9], [1, 20, 21, 22, 23, 24]])
 OLDER = {"falcon": {"new_decoder_architecture": False, "multi_query": True}}  # what a bridge can take apart

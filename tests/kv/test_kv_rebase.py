@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from sinkscope.kv import Full, StreamingLLM
 from sinkscope.kv.cache import COLUMNS, CacheLayer
 from sinkscope.kv.rotary import Rotary
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
 
 _SCALED = {
     "default": {"rope_type": "default", "rope_theta": 10000.0},

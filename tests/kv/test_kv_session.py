@@ -28,8 +28,8 @@ from sinkscope.kv.adopt import own_layers
 from sinkscope.kv.cache import COLUMNS, CacheLayer
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.loopserve import LoopServe
-from sinkscope.models.wrapped import target_of
-from sinkscope.trace import attention as tap
+from sinkscope.opening.live import target_of
+from sinkscope.tap import listeners, stock
 
 IDS, MASK = prompts([14, 9], 4)
 
@@ -52,8 +52,8 @@ def state_of(model) -> dict[str, Any]:
         "attention": hf.config._attn_implementation,
         "generation": hf.generation_config.to_dict(),
         "weights": {name: (p.data_ptr(), p._version) for name, p in hf.named_parameters()},
-        "known": dict(tap._STOCK),
-        "context": (tap._HANDLERS.get(), COLUMNS.get()),
+        "known": dict(stock.STOCK),
+        "context": (listeners.HANDLERS.get(), COLUMNS.get()),
     }
 
 
@@ -144,7 +144,7 @@ def test_a_call_that_failed_can_be_made_again(model):
         with pytest.raises(Mine):
             decode(model, IDS, MASK, 14)
         handle.remove()
-        assert tap._HANDLERS.get() == () and COLUMNS.get() is None
+        assert listeners.HANDLERS.get() == () and COLUMNS.get() is None
         assert torch.equal(decode(model, IDS, MASK, 14), want)
 
 

@@ -19,7 +19,7 @@ from sinkscope.kv import H2O, StreamingLLM
 from sinkscope.kv.loopguard import LoopGuard, ranges_of, steer, tokens_to_keep
 from sinkscope.kv.loopguard import guard as guard_module
 from sinkscope.kv.loopguard.steer import Steering, draw, generate_in_pieces
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
 
 ALWAYS = LoopGuard.paper(**SMALL, variant="always", monitor={"every": 9, "warmup": 0, "cooldown": 0})
 TAIL = LoopGuard.paper(**SMALL, variant="tail", monitor=EAGER)

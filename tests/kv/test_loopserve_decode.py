@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from sinkscope.kv.cache import COLUMNS, CacheLayer
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.loopserve import Progressive, tokens_read
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
 
 IDS, MASK = prompts([30, 21], 14)
 PROMPT = 30

@@ -23,7 +23,7 @@ from sinkscope.kv import Observe
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.loopserve import LoopServe, sparse_prompts, tokens_read
 from sinkscope.lines.choice import choice_cost, draw_of, held_out, sample_queries, select_lines
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
 
 SPARSE = {"alpha": 0.85, "shortest": 0, "dense_above": 9.0, "sample": 12, "dense_rows": 3}
 PLAIN = {"begin": 1, "local": 1, "sharp": None, "checked": 0}  # as in the paper

@@ -21,7 +21,7 @@ from sinkscope.kv import H2O, AShape, StreamingLLM
 from sinkscope.kv.loopserve.progressive import Progressive
 from sinkscope.kv.policy import LayerMoment
 from sinkscope.models.target import Target
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
 
 PROMPT, LENGTHS, STEPS = 70, [70, 57], 5  # more than every window and top-k
 TOTAL = PROMPT + STEPS

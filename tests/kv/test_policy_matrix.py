@@ -31,7 +31,7 @@ from torch import Tensor
 
 from sinkscope.kv import H2O, Full, Policy, Pyramid, SnapKV, make_policy, policies
 from sinkscope.kv.windows import layer_window
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
 
 PROMPT, LENGTHS, STEPS = 26, (26, 19), 4  # longer than the windows of 16
 CHUNKS = (7, 9, 7, 3)  # the first is the padding of the second row alone

@@ -17,7 +17,8 @@ from test_loopserve_sparse import drawn, inputs, masked
 from sinkscope.errors import UnsupportedError
 from sinkscope.kv.shapes import AShape
 from sinkscope.lines import sparse
-from sinkscope.trace.attention import Attention, View
+from sinkscope.tap.call import Attention
+from sinkscope.tap.view import View
 
 CASES = {
     f"{kind}, {queries} of {queries + past}, width {width}, {kv} kv heads, {dtype}, limit {limit:g}": (

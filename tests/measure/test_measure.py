@@ -13,7 +13,7 @@ from organisms import organism, tiny_model
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.text import resolve_bos, text_rows, typical_text
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
 from sinkscope.sinks.first_token.attention_received import attention_received
 from sinkscope.sinks.first_token.effects import Edit, effects
 from sinkscope.sinks.first_token.layer_view import massive_activations

@@ -29,7 +29,7 @@ from sinkscope.interventions import SinkPatch
 from sinkscope.kv import H2O, Full, StreamingLLM
 from sinkscope.kv.edit_of import edit_of
 from sinkscope.measure import Measurement, Setup
-from sinkscope.models.load import load
+from sinkscope.opening.load import load
 
 ROOT = Path(__file__).parents[2]
 ALL = [command for command in commands().values() if isinstance(command.load(), Measurement)]

@@ -21,9 +21,12 @@ from sinkscope.inference.probe import probe
 from sinkscope.interventions import Ablate
 from sinkscope.models import adapters
 from sinkscope.models.adapters import Adapter
-from sinkscope.models.load import BACKENDS, load
-from sinkscope.models.target import Target, first_tensor
-from sinkscope.models.wrapped import target_of
+from sinkscope.models.backends import BACKENDS
+from sinkscope.models.down_projections import w_out
+from sinkscope.models.hooks import first_tensor
+from sinkscope.models.target import Target
+from sinkscope.opening.live import target_of
+from sinkscope.opening.load import load
 
 IDS = torch.tensor([[1, 10, 11, 12, 13, 14, 15]])
 UNSUPPORTED = {("falcon", "bridge")}
@@ -134,7 +137,7 @@ def test_a_registered_row_is_all_that_an_architecture_needs(starcoder2, backend)
     with Ablate(layer=1, neurons=[3]).on(loaded) as run, torch.no_grad():
         edited = target.forward(IDS)[0]
     want = target_of(tiny_model("starcoder2")[0])
-    column = want.w_out(1, [3])
+    column = w_out(want, 1, [3])
     assert run.counts["ablated"] and float(column.norm()) > 0
     with torch.no_grad():
         want.sub(1, "mlp.c_proj").weight[:, 3] = 0

@@ -19,9 +19,9 @@ from torch.testing import assert_close
 
 import sinkscope as ss
 from sinkscope.app.cli import main
-from sinkscope.models.load import load
-from sinkscope.models.open import open_stream
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
+from sinkscope.opening.load import load
+from sinkscope.opening.stream import open_stream
 
 SHORT = {"max_repeats": 64}
 

@@ -18,7 +18,7 @@ from sinkscope import find_sinks, load
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.checkpoint import SafetensorsSource
 from sinkscope.models.fingerprint import fingerprint
-from sinkscope.models.open import open_stream
+from sinkscope.opening.stream import open_stream
 
 DOWN = "model.layers.2.mlp.down_proj.weight"
 

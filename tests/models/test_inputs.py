@@ -15,7 +15,8 @@ import sinkscope as ss
 from sinkscope.errors import SinkscopeError
 from sinkscope.kv import H2O, StreamingLLM
 from sinkscope.kv.loopguard import LoopGuard
-from sinkscope.models.wrapped import target_of
+from sinkscope.models.checks import tokenizer_of
+from sinkscope.opening.live import target_of
 from sinkscope.serving.generate import generate
 from sinkscope.trace import trace
 
@@ -90,7 +91,7 @@ def test_one_look_up_of_the_tokenizer(tmp_path):
     assert ss.Conversation(live, None).ask("the dog", max_new_tokens=2).prompt == (1, *rows_of(tokenizer)[1][1:])
     assert ss.find_sinks(live, max_repeats=8).model.name == tmp_path.name
     vars(model)["tokenizer"] = tokenizer
-    assert target_of(model).need_tokenizer() is tokenizer
+    assert tokenizer_of(target_of(model)) is tokenizer
 
 
 def test_interventions_may_be_anything(tmp_path):

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from sinkscope.interventions.edits import Ablate
-from sinkscope.models.target import Target, first_tensor
-from sinkscope.models.wrapped import target_of
+from sinkscope.models.hooks import first_tensor
+from sinkscope.models.target import Target
+from sinkscope.opening.live import target_of
 from sinkscope.sinks.first_token.layer_scan import scan_layers
 from sinkscope.sinks.first_token.layer_view import columns, flat_number, norm_without, view_layer
 

@@ -23,9 +23,10 @@ from transformers import AutoModelForCausalLM
 
 import sinkscope as ss
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.models.load import BACKENDS, load
-from sinkscope.models.open import open_stream
-from sinkscope.models.wrapped import target_of
+from sinkscope.models.backends import BACKENDS
+from sinkscope.opening.live import target_of
+from sinkscope.opening.load import load
+from sinkscope.opening.stream import open_stream
 
 IDS = torch.tensor([[1, 10, 11, 12, 13, 14, 15]])
 

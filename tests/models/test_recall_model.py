@@ -15,7 +15,7 @@ from experiments import make_recall
 from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.tasks import recall as words
 from sinkscope.bench.tasks.recall import POSITIONS, recall_dialogue, uneven
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
 
 FOLDER = Path(ss.__file__ or "").parent / "models/recall"
 

@@ -10,8 +10,9 @@ from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import Ablate
+from sinkscope.models.down_projections import w_out
 from sinkscope.models.target import Target
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
 from sinkscope.sinks.first_token.effects import Edit, effects
 from sinkscope.sinks.first_token.layer_view import (
     columns,
@@ -82,7 +83,7 @@ def test_up_factor_and_written_values(family):
         with Ablate(layer=LAYER, neurons=[40], value=7.0, positions=2).on(model):
             model(IDS)
     mlp.remove()
-    at, column = [2, 8], target.w_out(LAYER, [40])  # position 2 of both rows
+    at, column = [2, 8], w_out(target, LAYER, [40])  # position 2 of both rows
     change = (kept[1] - kept[0]).reshape(12, -1)
     assert_close(change[at], weight[at] * (7.0 - post[at, 40, None]) * column, atol=1e-5, rtol=1e-4)
     change[at] = 0

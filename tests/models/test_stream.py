@@ -21,9 +21,12 @@ from torch.testing import assert_close
 from experiments.make_shape import make_plan, write
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.checkpoint import SafetensorsSource
-from sinkscope.models.open import StreamTarget, open_stream
-from sinkscope.models.target import Target, first_tensor
-from sinkscope.models.wrapped import target_of
+from sinkscope.models.down_projections import w_out, w_out_norms
+from sinkscope.models.hooks import first_tensor
+from sinkscope.models.stream import StreamTarget
+from sinkscope.models.target import Target
+from sinkscope.opening.live import target_of
+from sinkscope.opening.stream import open_stream
 
 
 def ids_and_mask() -> tuple[Tensor, Tensor]:
@@ -95,7 +98,7 @@ def test_equals_the_resident_model(model_type, half, tmp_path):
     assert not [n for n in streamed.store.source.read if "lm_head" in n or "embed_out" in n]
     for layer in range(resident.n_layers):
         expert = 1 if resident.is_mixture(layer) else None
-        assert_close(streamed.w_out_norms(layer, expert), resident.w_out_norms(layer, expert))
+        assert_close(w_out_norms(streamed, layer, expert), w_out_norms(resident, layer, expert))
 
 
 @pytest.mark.parametrize("rule", [{"mlp_only_layers": [1]}, {"decoder_sparse_step": 2}])
@@ -174,7 +177,7 @@ def test_loaded_holds_a_layer_while_others_are_called(llama):
         assert len(held(streamed)) == 2
     streamed.forward(*ids_and_mask())
     assert 3 not in held(streamed), "a pin has to end with its `with`"
-    assert torch.equal(streamed.w_out(1, [4, 2]), target_of(model).w_out(1, [4, 2]))
+    assert torch.equal(w_out(streamed, 1, [4, 2]), w_out(target_of(model), 1, [4, 2]))
     with target_of(model).loaded(3):
         pass
 
@@ -238,7 +241,7 @@ def test_refuses_what_it_cannot_stream(llama, tmp_path):
 _MEASURE = """
 import resource, sys, torch
 from pathlib import Path
-from sinkscope.models.open import open_stream
+from sinkscope.opening.stream import open_stream
 torch.set_num_threads(2)
 target = open_stream(Path(sys.argv[1]))
 seen = []

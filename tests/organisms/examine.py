@@ -16,9 +16,11 @@ from torch import Tensor
 import sinkscope as ss
 from sinkscope.errors import SinkscopeError
 from sinkscope.inference.probe import begins_at
+from sinkscope.models.down_projections import column_factor
+from sinkscope.models.hooks import first_tensor
 from sinkscope.models.scope import scope_line
-from sinkscope.models.target import Target, first_tensor
-from sinkscope.models.wrapped import target_of
+from sinkscope.models.target import Target
+from sinkscope.opening.live import target_of
 from sinkscope.sinks.first_token.layer_view import (
     column_norms_behind_the_norm,
     contribution_norms,
@@ -260,7 +262,7 @@ def _write(target: Target, layer: int, down: Tensor, written: Tensor, expert: in
     """Set what the neuron writes; behind a norm, one dimension that it lets through and no other neuron writes."""
     norm = _norm_at_the_end(target, layer)
     if norm is None and not target.has_part(layer, target.adapter.post_mlp_norm):
-        down[NEURON] = written * 4 / target.factor(layer, expert)
+        down[NEURON] = written * 4 / column_factor(target, layer, expert)
         return
     down[:, 5] = 0
     amount = 4  # more than what the norm at the end reads beside it

@@ -12,7 +12,7 @@ from organisms import shared_sink as make_shared_sink
 from torch import Tensor
 
 from sinkscope.models.target import Target
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
 from sinkscope.sinks.first_token.context import SinkContext
 from sinkscope.sinks.first_token.find import find_sinks
 from sinkscope.sinks.first_token.layer_scan import LayerScan, scan_layers

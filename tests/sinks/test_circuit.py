@@ -17,7 +17,7 @@ from organisms.circuits import CIRCUITS, PlantedCircuit, lost, planted
 from organisms.hard import HardModel, hard
 
 from sinkscope.files.notation import neuron_name
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
 from sinkscope.sinks.first_token.circuit import Circuit, SinkCircuit, circuit
 from sinkscope.sinks.first_token.effects import Component, one_by_one
 from sinkscope.sinks.first_token.position_effect import PositionEffect

@@ -12,7 +12,7 @@ from organisms import Organism, organism
 from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
 from sinkscope.sinks.attack import clusters as module
 from sinkscope.sinks.attack.attack import ClusterAttack, cluster_attack
 from sinkscope.sinks.attack.clusters import TokenClusters, head_activations, later_mean, neuron_at

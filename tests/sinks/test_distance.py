@@ -16,7 +16,7 @@ from organisms import organism as new_organism
 from raw_kit import attention
 from torch import nn
 
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
 from sinkscope.sinks.repetition.distance import DistanceReading, output_weights
 from sinkscope.sinks.repetition.repeat import Repeat, repeat
 from sinkscope.trace import trace

@@ -11,8 +11,8 @@ from organisms import organism
 from raw_kit import attention, norms, zeroed
 from torch.testing import assert_close
 
-from sinkscope.models.open import open_stream
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
+from sinkscope.opening.stream import open_stream
 from sinkscope.sinks.first_token.effects import Component, Edit, Effects, effects, has_key_bias
 from sinkscope.sinks.first_token.layer_scan import scan_layers
 

@@ -16,7 +16,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.result import Result
 from sinkscope.interventions import Ablate, SinkPatch
 from sinkscope.measure import Setup
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
 from sinkscope.sinks.patch.evaluate import (
     PatchEvaluation,
     errors_of,

@@ -15,8 +15,8 @@ from organisms.plan import LEAST_LAYERS
 from torch import Tensor
 from torch.testing import assert_close
 
-from sinkscope.models.open import open_stream
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
+from sinkscope.opening.stream import open_stream
 from sinkscope.sinks.first_token.context import SinkContext
 from sinkscope.sinks.first_token.effects import side_by_side
 from sinkscope.sinks.first_token.find import FindSinks, find_sinks

@@ -22,7 +22,7 @@ from sample_results import NEURONS
 from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
 from sinkscope.sinks.first_token import marking_heads as module
 from sinkscope.sinks.first_token.marking_heads import MarkingHeads, Replacement, marking_heads
 from sinkscope.trace.run import trace

@@ -15,7 +15,7 @@ from organisms import Organism, organism
 from sinkscope.files.result import Result
 from sinkscope.interventions import SinkPatch
 from sinkscope.interventions.decode import greedy, repeat_probabilities
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
 from sinkscope.sinks.repetition.probability import ProbabilityReading
 from sinkscope.sinks.repetition.repeat import Repeat, repeat
 

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sinkscope.models.text import beginning, put_before, text_rows, typical_text
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
 from sinkscope.sinks.first_token.attention_received import attention_received
 from sinkscope.sinks.first_token.effects import Component, Edit, effects
 

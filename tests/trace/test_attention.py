@@ -13,8 +13,8 @@ from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeWarning, UnsupportedError
 from sinkscope.models.target import Target
-from sinkscope.models.wrapped import target_of
-from sinkscope.trace.attention import attention_rows
+from sinkscope.opening.live import target_of
+from sinkscope.tap.observers import attention_rows
 
 
 def _rows(target: Target, ids: torch.Tensor, mask: torch.Tensor | None, chunk: int) -> dict[int, torch.Tensor]:

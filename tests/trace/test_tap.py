@@ -18,9 +18,9 @@ import sinkscope as ss
 from sinkscope.errors import UnsupportedError
 from sinkscope.kv import H2O, TOVA, AShape, Full, Observe, StreamingLLM
 from sinkscope.lines.sums import scores_of
-from sinkscope.models.wrapped import target_of
-from sinkscope.trace import attention as tap
-from sinkscope.trace import attention_rows, internals
+from sinkscope.opening.live import target_of
+from sinkscope.tap import internals, listeners, stock
+from sinkscope.trace import attention_rows
 
 PROMPT, LENGTHS, STEPS = 20, [20, 13], 5
 
@@ -151,7 +151,7 @@ def test_what_a_measurement_refuses():
     target = target_of(model)
     with pytest.raises(UnsupportedError, match="a cache policy has evicted some: measure the prompt"):
         decoded(model, [StreamingLLM(budget=6).on(model), scores_of(target, lambda *_: None, [0])])
-    assert model.config._attn_implementation == "sdpa" and tap._HANDLERS.get() == ()
+    assert model.config._attn_implementation == "sdpa" and listeners.HANDLERS.get() == ()
 
 
 @pytest.mark.parametrize(
@@ -189,13 +189,13 @@ def test_exits_in_any_order_restore_the_models_attention():
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
-    assert model.config._attn_implementation == tap.NAME and tap.stock_name(model.config) == "sdpa"
+    assert model.config._attn_implementation == stock.NAME and stock.stock_name(model.config) == "sdpa"
     second.__exit__(None, None, None)
-    assert model.config._attn_implementation == "sdpa" and tap._STOCK == {}
+    assert model.config._attn_implementation == "sdpa" and stock.STOCK == {}
 
 
 def test_names_of_transformers_that_are_not_public():
-    """Where one of them moves, `trace/internals.py` has to follow, and the range in pyproject.toml with it."""
+    """Where one of them moves, `tap/internals.py` has to follow, and the range in pyproject.toml with it."""
     from transformers import GenerationMixin, LlamaForCausalLM, masking_utils
     from transformers.models.llama import modeling_llama
 

@@ -11,8 +11,10 @@ from organisms.tiny import MODEL_TYPES, tiny_model
 from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.models.wrapped import target_of
-from sinkscope.trace.run import site_names, trace
+from sinkscope.models.down_projections import w_out
+from sinkscope.opening.live import target_of
+from sinkscope.trace.run import trace
+from sinkscope.trace.sites import site_names
 
 IDS = torch.randint(3, 90, (3, 11), generator=torch.Generator().manual_seed(2))
 
@@ -37,7 +39,7 @@ def test_mlp_out_is_post_through_the_columns(model_type):
     got = trace(model, IDS, ["blocks.1.mlp.hook_post", "blocks.1.hook_mlp_out", "blocks.1.hook_resid_mid"])
     post = got["blocks.1.mlp.hook_post"]
     assert post.shape == (3, 11, target.d_mlp)
-    raw = post @ target.w_out(1, list(range(target.d_mlp)))
+    raw = post @ w_out(target, 1, list(range(target.d_mlp)))
     bias = getattr(target.sub(1, target.adapter.down), "bias", None)
     raw = raw if bias is None else raw + bias
     if target.adapter.post_mlp_norm:

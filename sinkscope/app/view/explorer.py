@@ -36,7 +36,9 @@ from sinkscope.interventions.base import Intervention
 from sinkscope.interventions.sites import head_of, site_of
 from sinkscope.kv.loopguard.guard import LoopGuard
 from sinkscope.measure import Setup
-from sinkscope.models.target import norm_of, on_input
+from sinkscope.models.checks import check_length, check_site
+from sinkscope.models.hooks import on_input
+from sinkscope.models.norms import norm_of
 from sinkscope.sinks.first_token.circuit import MARK, REPETITION, Circuit, circuit
 from sinkscope.sinks.first_token.find import find_sinks
 from sinkscope.sinks.first_token.layer_scan import LayerScan, scan_layers
@@ -248,7 +250,7 @@ class Explorer:
             raise SinkscopeError(
                 f"the text has {len(ids)} tokens and a view shows {MOST_TOKENS} at most: give a shorter text"
             )
-        setup.target.check_length("the text", len(ids))
+        check_length(setup.target, "the text", len(ids))
         return ids
 
     def texts(self, text: str | None = None, variants: int = 1) -> list[OpenText]:
@@ -410,10 +412,10 @@ class Explorer:
         for name in asked.off:
             if "H" in name.upper():
                 heads.append(head_of(name))
-                self.setup.target.check_site(heads[-1][0], head=heads[-1][1])
+                check_site(self.setup.target, heads[-1][0], head=heads[-1][1])
             else:
                 site = site_of(name)
-                self.setup.target.check_site(*site)
+                check_site(self.setup.target, *site)
                 neurons.append(site.numbers)
         if not asked.off:
             return None

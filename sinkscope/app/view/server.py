@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import socket
 from collections.abc import Callable
@@ -42,7 +43,7 @@ def application(explorer: Explorer, token: str) -> Any:
     from starlette.concurrency import run_in_threadpool
     from starlette.middleware import Middleware
     from starlette.middleware.trustedhost import TrustedHostMiddleware
-    from starlette.requests import Request
+    from starlette.requests import ClientDisconnect, Request
     from starlette.responses import HTMLResponse, JSONResponse
     from starlette.routing import Route
 
@@ -52,10 +53,22 @@ def application(explorer: Explorer, token: str) -> Any:
         return HTMLResponse(view_page(None, title), headers=HEADERS)
 
     async def view(request: Request) -> JSONResponse:
-        body = await request.body()
-        if len(body) > LARGEST_REQUEST:
-            return JSONResponse({"error": "the request is too large: give a shorter text"}, 413)
-        return JSONResponse(await run_in_threadpool(explorer.answer, parse_json(body)), headers=HEADERS)
+        body = bytearray()
+        try:
+            async for part in request.stream():
+                body += part
+                if len(body) > LARGEST_REQUEST:  # the rest is never read
+                    return refusal("the request is too large: give a shorter text", 413)
+            asked = parse_json(body.decode())
+            json.dumps(asked, ensure_ascii=False).encode()  # halves of characters, which no tokenizer takes
+        except ClientDisconnect:
+            return refusal("the request was broken off", 400)  # which nobody reads
+        except ValueError as error:
+            return refusal(f"the request is not JSON in UTF-8 ({error})", 400)
+        return JSONResponse(await run_in_threadpool(explorer.answer, asked), headers=HEADERS)
+
+    def refusal(reason: str, status: int) -> JSONResponse:
+        return JSONResponse({"error": reason}, status, headers=HEADERS)
 
     routes = [Route(f"/{token}/", page), Route(f"/{token}/view", view, methods=["POST"])]
     # Another site cannot reach the page through a name of its own that leads to this machine.

@@ -18,7 +18,7 @@ from sinkscope.bench.prompt import Prompt, Turn, read_prompts
 from sinkscope.bench.record import Metrics
 from sinkscope.bench.task import Size, Task, register_task
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.output import path_of
+from sinkscope.files.output import is_file
 from sinkscope.files.rate import mean_known
 from sinkscope.loops.monitor import Monitor, MonitorSettings
 from sinkscope.loops.signals import (
@@ -29,6 +29,7 @@ from sinkscope.loops.signals import (
     tail_period,
     type_token_ratio,
 )
+from sinkscope.models.checks import tokenizer_of
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows, typical_text
 
@@ -81,8 +82,8 @@ class Loops(Task):
             return list(self.given)
         if self.source == TEXT:
             return self._text(target)
-        files = [DATA / f"{name}.jsonl" for name in SETS.get(self.source, ())] or [path_of(self.source)]
-        if not files[0].is_file():
+        files = [DATA / f"{name}.jsonl" for name in SETS.get(self.source, ())] or [Path(self.source)]
+        if not is_file(files[0], "give a file of prompts that you may read"):
             raise SinkscopeError(f"source={self.source!r}: expected {', '.join(SETS)}, {TEXT}, or a file of prompts")
         prompts: list[Prompt] = []
         for file in files:
@@ -102,7 +103,7 @@ class Loops(Task):
 
     def _text(self, target: Target) -> list[Prompt]:
         """Openings of ordinary text, whose own continuation is the control."""
-        tokenizer = target.need_tokenizer()
+        tokenizer = tokenizer_of(target)
         length = self.opening + self.new_tokens(target)
         bos = getattr(tokenizer, "bos_token_id", None)
         prompts: list[Prompt] = []
@@ -131,7 +132,7 @@ class Loops(Task):
             interventions = float(len(steps))
         chance = None
         if turn.answers:
-            chance = float(loops(model.target.need_tokenizer()(turn.answers[0])["input_ids"]))
+            chance = float(loops(tokenizer_of(model.target)(turn.answers[0])["input_ids"]))
         return {
             "loop": float(loops(tokens)),
             "tail_loop": float(ends_in_loop(tokens)),

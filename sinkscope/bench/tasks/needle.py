@@ -26,6 +26,7 @@ from sinkscope.bench.task import Size, Task, register_task
 from sinkscope.bench.tasks.recall import ANSWER, ASK, END, FACT, FILLER, KEYS, TAIL, TURNS, VALUES
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Share, Whole, conform
+from sinkscope.models.checks import check_length
 from sinkscope.models.names import RECALL, TWO_HOPS
 from sinkscope.models.target import Target
 
@@ -106,7 +107,7 @@ class Needle(Task):
             if kind not in supported:
                 raise SinkscopeError(f"kinds={kind}: for {target.name} there are {', '.join(supported)}")
         for length in self.lengths:  # before texts of this length are made
-            target.check_length("a prompt of needle", length, remedy="give other lengths")
+            check_length(target, "a prompt of needle", length, remedy="give other lengths")
         prompts: list[Prompt] = []
         for kind in self.kinds or supported:
             alike: list[Prompt] = []

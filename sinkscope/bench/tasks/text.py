@@ -24,6 +24,7 @@ from sinkscope.bench.record import BenchRecord, Metrics
 from sinkscope.bench.task import Size, Task, register_task
 from sinkscope.errors import SinkscopeError
 from sinkscope.kv import Full
+from sinkscope.models.checks import tokenizer_of
 from sinkscope.models.target import Target
 from sinkscope.models.text import typical_text
 
@@ -58,7 +59,7 @@ class TextFidelity(Task):
         """Consecutive pieces of the text."""
         if self.source:
             return read_prompts(self.source)
-        tokenizer = target.need_tokenizer()
+        tokenizer = tokenizer_of(target)
         ids = tokenizer(typical_text(), add_special_tokens=False, verbose=False)["input_ids"]
         room = (target.max_positions or self.prompt + self.answer) - self.answer
         length = min(self.prompt, room - 2, len(ids) // self.count - self.answer)

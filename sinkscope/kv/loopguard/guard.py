@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -11,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
+from sinkscope.errors import SinkscopeError, UnsupportedError, warn
 from sinkscope.files.notation import counted, every
 from sinkscope.files.records import Budget, Natural, Whole, check_fields
 from sinkscope.interventions.base import Event, Intervention, Run
@@ -324,11 +323,9 @@ class Guarding:
         if not self.warned:
             self.warned = True
             states = len(moment.cache.layers) - len(moment.layers)
-            warnings.warn(
+            warn(
                 f"{counted(states, 'layer')} of {self.run.target.name} with a state, of which LoopGuard can take "
-                "nothing: it cuts the other layers and bans the loop's n-grams, and does not rewind",
-                SinkscopeWarning,
-                stacklevel=2,
+                "nothing: it cuts the other layers and bans the loop's n-grams, and does not rewind"
             )
 
     def _new_rows(self, moment: Moment, seen: int, prompt_ids: list[list[int]]) -> GuardedRows:

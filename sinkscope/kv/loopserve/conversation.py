@@ -27,9 +27,10 @@ from sinkscope.kv.cache_state import CacheState, Moment
 from sinkscope.kv.loopguard.steer import generate_in_pieces
 from sinkscope.kv.session import Session
 from sinkscope.lines.choice import HeadLines
+from sinkscope.models.checks import check_length, end_ids
 from sinkscope.models.config import float32_by_default
 from sinkscope.models.inputs import read_row
-from sinkscope.models.wrapped import target_of
+from sinkscope.opening.live import target_of
 
 Answers = Literal["recompute", "keep"]
 _SET_BY_US = (
@@ -230,7 +231,7 @@ class Conversation:
         target = self.target
         whole = [*self.ids, *new]
         turn_name = f"turn {len(self.turns) + 1}, with the {len(self.ids)} tokens before it,"
-        target.check_length(turn_name, len(whole), max_new_tokens, "ask something shorter")
+        check_length(target, turn_name, len(whole), max_new_tokens, "ask something shorter")
         for name, value in generation.items():
             if name in _SET_BY_US and value is not None and not (isinstance(value, int) and value == 1):
                 raise SinkscopeError(
@@ -247,7 +248,7 @@ class Conversation:
         # The prompt is read in one pass, on this cache.
         ours: dict[str, Any] = {"use_cache": True, "cache_implementation": None, "prefill_chunk_size": None}
         settings = decoding(
-            target, **{"do_sample": False, "pad_token_id": min(target.end_ids, default=0), **generation, **ours}
+            target, **{"do_sample": False, "pad_token_id": min(end_ids(target), default=0), **generation, **ours}
         )
         ids = torch.tensor([whole], device=target.device)
         with edit.on(target) as run, torch.no_grad():

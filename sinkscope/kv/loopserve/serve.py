@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Annotated, Any
@@ -11,7 +10,7 @@ from jaxtyping import Float, Int
 from pydantic import Field
 from torch import Tensor
 
-from sinkscope.errors import SinkscopeError
+from sinkscope.errors import SinkscopeError, warn
 from sinkscope.files.records import Budget, Natural, Part, Whole, check_fields
 from sinkscope.interventions.base import Run
 from sinkscope.kv.loopserve.progressive import Progressive, steps_summary
@@ -202,8 +201,7 @@ class LoopServe(SparsePrompts):
         for event in run.events:
             shares += event.data.get("recovered", ())
         if shares and fmean(shares) < self.alpha - 0.001:
-            warnings.warn(
+            warn(
                 f"outside of the sample, LoopServe's lines hold less of the attention than alpha={self.alpha}; events "
-                'of kind "prefill" say how much for every head ("recovered"): give a larger alpha, or a larger sample',
-                stacklevel=2,
+                'of kind "prefill" say how much for every head ("recovered"): give a larger alpha, or a larger sample'
             )

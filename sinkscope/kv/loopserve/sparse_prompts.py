@@ -20,7 +20,8 @@ from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.session import Session
 from sinkscope.lines.choice import HeadLines, recovered
 from sinkscope.lines.sparse import Sparsity, all_dense, dense_limit, missing, sparse_attention
-from sinkscope.trace.attention import Attention, View
+from sinkscope.tap.call import Attention
+from sinkscope.tap.view import View
 
 
 @dataclass(frozen=True, eq=False)

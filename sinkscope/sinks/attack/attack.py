@@ -25,6 +25,7 @@ from sinkscope.measure import Count, Hidden, Option, Result, Setup, measurement
 from sinkscope.measure.evidence import Evidence
 from sinkscope.measure.margin import margin_of
 from sinkscope.measure.style import finished, unfolded
+from sinkscope.models.checks import check_length
 from sinkscope.sinks.attack.clusters import TokenClusters, find_clusters
 from sinkscope.sinks.attack.sequences import (
     Pools,
@@ -243,7 +244,7 @@ def cluster_attack(
     contexts = attack_contexts(setup, prefix)
     before = max(map(len, contexts.values()))
     remedy = "give a smaller --length"
-    target.check_length(f"--length {lengths[-1]} behind {before} tokens", lengths[-1] + before, remedy=remedy)
+    check_length(target, f"--length {lengths[-1]} behind {before} tokens", lengths[-1] + before, remedy=remedy)
     sink = sink_neurons(setup)
     ordinary = vocabulary(target, tokens)
     token_clusters = None

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sinkscope.files.notation import counted
 from sinkscope.measure import Setup
+from sinkscope.models.checks import attending_layers
 from sinkscope.models.target import Target
 from sinkscope.sinks.chunks import Columns, hold_layers, in_chunks, token_texts
 from sinkscope.sinks.first_token.layer_view import flat_number, view_layer
@@ -139,7 +140,7 @@ def find_clusters(
     if not neurons:
         return None
     target = setup.target
-    target.chosen_layers([0])  # a layer without attention has no heads, which an error says
+    attending_layers(target, [0])  # a layer without attention has no heads, which an error says
     largest = max(neurons, key=lambda neuron: neuron.contribution_norm)
     layer = largest.layer
     hold_layers(target, layer)

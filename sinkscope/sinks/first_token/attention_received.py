@@ -16,7 +16,9 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import Progress, silent
 from sinkscope.measure import Setup
-from sinkscope.models.target import Target, first_tensor, norm_of, on_output
+from sinkscope.models.hooks import first_tensor, on_output
+from sinkscope.models.norms import norm_of
+from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
 from sinkscope.sinks.first_token.members import RATE_EPS, Heads
 from sinkscope.sinks.first_token.places import (
@@ -32,7 +34,7 @@ from sinkscope.sinks.first_token.places import (
 )
 from sinkscope.sinks.first_token.records import SinkRate
 from sinkscope.sinks.tokens import TokenRows
-from sinkscope.trace.attention import visible_rows
+from sinkscope.tap.observers import visible_rows
 
 RATE_LENGTH, RATE_TEXTS = 64, 100  # texts over which the sink rate is defined (Gu et al. 2024)
 LONG_LENGTH, LONG_TEXTS = 512, 4  # texts in which attention is read before it is said that there is no sink

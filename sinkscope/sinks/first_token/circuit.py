@@ -33,7 +33,7 @@ from sinkscope.sinks.first_token.sentences import few_heads
 from sinkscope.sinks.first_token.steps import MARK, NEURONS, REPETITION, CircuitStep, Readers
 from sinkscope.sinks.first_token.traced import TracedPlace, mark_step, traced_place
 from sinkscope.sinks.tokens import prefixes
-from sinkscope.trace.attention import attention_rows
+from sinkscope.tap.observers import attention_rows
 
 FIGURE_COMPONENTS = 12
 TEXTS = 2  # pieces of typical text

@@ -22,12 +22,14 @@ from sinkscope.errors import UnsupportedError
 from sinkscope.files.notation import head_name
 from sinkscope.interventions.edits import expert_hook
 from sinkscope.measure.evidence import NEEDED
-from sinkscope.models.target import LayerInput, Target, first_tensor, norm_of, on_hidden, on_input, on_output
+from sinkscope.models.hooks import first_tensor, on_hidden, on_input, on_output
+from sinkscope.models.norms import norm_of
+from sinkscope.models.target import LayerInput, Target
 from sinkscope.sinks.first_token.entering import NOT_READ, Entering
 from sinkscope.sinks.first_token.members import Heads, Sites
 from sinkscope.sinks.tokens import TokenRows
-from sinkscope.trace.attention import visible_rows
-from sinkscope.trace.run import resolve
+from sinkscope.tap.observers import visible_rows
+from sinkscope.trace.sites import resolve
 
 ComponentKind = Literal["token embedding", "position embedding", "attention", "mixer", "head", "mlp", "key bias"]
 BATCH_ELEMENTS = 1 << 25  # largest number of elements of the widest activation in a batch

@@ -15,16 +15,10 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import Progress, silent
 from sinkscope.measure import Setup
-from sinkscope.models.again import keep_call
-from sinkscope.models.target import (
-    Target,
-    first_tensor,
-    norm_of,
-    norms_of,
-    on_hidden,
-    on_input,
-    on_output,
-)
+from sinkscope.models.hooks import first_tensor, on_hidden, on_input, on_output
+from sinkscope.models.layer_call import keep_call
+from sinkscope.models.norms import norm_of, norms_of
+from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.entering import Entering
 from sinkscope.sinks.first_token.places import SPIKE_RATIO
 from sinkscope.sinks.tokens import TokenRows

@@ -18,9 +18,12 @@ from einops import einsum, rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinkscope.models.again import keep_call
+from sinkscope.models.down_projections import w_out, w_out_norms
 from sinkscope.models.experts import Experts, Routed
-from sinkscope.models.target import LayerInput, Target, first_tensor, norm_of, on_input, on_output
+from sinkscope.models.hooks import first_tensor, on_input, on_output
+from sinkscope.models.layer_call import keep_call
+from sinkscope.models.norms import norm_of
+from sinkscope.models.target import LayerInput, Target
 from sinkscope.sinks.first_token.entering import NOT_READ, Entering
 from sinkscope.sinks.tokens import TokenRows
 
@@ -176,7 +179,7 @@ def contribution_norms(target: Target, view: LayerView) -> Float[Tensor, "n neur
         start = flat_number(target, layer, expert, 0)
         neurons = slice(start, start + target.width(layer, expert))
         if bool(view.post[:, neurons].any()):  # read columns only of experts that write anything
-            norms[:, neurons] = view.post[:, neurons].abs() * target.w_out_norms(layer, expert).float()
+            norms[:, neurons] = view.post[:, neurons].abs() * w_out_norms(target, layer, expert).float()
     return norms
 
 
@@ -186,7 +189,7 @@ def column_norms_behind_the_norm(target: Target, layer: int) -> Float[Tensor, " 
     norms = []
     for expert in _experts(target, layer):
         for neurons in torch.arange(target.width(layer, expert)).split(COLUMNS_AT_ONCE):
-            columns_here = target.w_out(layer, neurons.tolist(), expert).float()
+            columns_here = w_out(target, layer, neurons.tolist(), expert).float()
             norms.append((columns_here * gain).norm(dim=-1))
     return torch.cat(norms)
 
@@ -204,11 +207,11 @@ def gain_of(target: Target, norm: Any) -> Float[Tensor, " d_model"]:
 def columns(target: Target, layer: int, neurons: Int[Tensor, " k"]) -> Float[Tensor, "k d_model"]:
     """Columns of the down projection for numbers of a `LayerView`, float32."""
     if not target.is_mixture(layer):
-        return target.w_out(layer, neurons.tolist()).float()
+        return w_out(target, layer, neurons.tolist()).float()
     written = []
     for number in neurons.tolist():
         expert, neuron = expert_and_neuron(target, layer, number)
-        written.append(target.w_out(layer, [neuron], expert).float())
+        written.append(w_out(target, layer, [neuron], expert).float())
     return torch.cat(written)
 
 

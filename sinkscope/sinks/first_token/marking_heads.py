@@ -27,7 +27,8 @@ from sinkscope.measure import Number, Positive, Result, Setup, measurement
 from sinkscope.measure.evidence import NEEDED, Evidence, beside
 from sinkscope.measure.margin import margin_of
 from sinkscope.measure.style import BLUE, ORANGE, finished, unfolded
-from sinkscope.models.target import Target, on_input
+from sinkscope.models.hooks import on_input
+from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.absence import SpikeAbsence
 from sinkscope.sinks.first_token.layer_view import columns, flat_number, view_layer
 from sinkscope.sinks.first_token.members import CONTROL_DRAWS, Neuron

@@ -10,7 +10,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinkscope.files.console import Progress, silent
-from sinkscope.models.target import first_tensor, norm_of, on_input, on_output
+from sinkscope.models.hooks import first_tensor, on_input, on_output
+from sinkscope.models.norms import norm_of
 from sinkscope.sinks.first_token.context import SinkContext
 from sinkscope.sinks.first_token.effects import BATCH_ELEMENTS, Edit, effects
 from sinkscope.sinks.first_token.entering import Entering

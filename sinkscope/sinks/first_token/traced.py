@@ -16,7 +16,7 @@ from torch import Tensor
 from sinkscope.files.notation import head_name, neuron_name
 from sinkscope.measure import Setup
 from sinkscope.measure.evidence import NEEDED
-from sinkscope.models.target import norm_of
+from sinkscope.models.norms import norm_of
 from sinkscope.sinks.first_token.effects import Component, Edit, effects, has_key_bias, one_by_one, writers
 from sinkscope.sinks.first_token.members import RATE_EPS, Sites
 from sinkscope.sinks.first_token.position_effect import (

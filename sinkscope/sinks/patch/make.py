@@ -22,14 +22,15 @@ from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.measure import Option, Output, Result, Setup, measurement
 from sinkscope.measure.margin import margin_of
 from sinkscope.measure.style import finished, unfolded
-from sinkscope.models.target import Target, norm_of
+from sinkscope.models.norms import norm_of
+from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
 from sinkscope.sinks.first_token.context import Survey
 from sinkscope.sinks.first_token.find import find_sinks
 from sinkscope.sinks.first_token.layer_scan import LayerScan
 from sinkscope.sinks.patch.evaluate import held_out, losses, random_patch, under
 from sinkscope.sinks.tokens import TokenRows, prefixes, repetition_limit
-from sinkscope.trace.attention import attention_rows
+from sinkscope.tap.observers import attention_rows
 from sinkscope.trace.run import trace
 
 HEADROOM = 1.5  # times the 95 % quantile, which one position of ordinary text in twenty exceeds anyway

@@ -23,7 +23,7 @@ from sinkscope.sinks.first_token.layer_scan import norms_after, typical_quantile
 from sinkscope.sinks.first_token.places import SPIKE_RATIO
 from sinkscope.sinks.repetition.sweep import Reading, Sweep, rounded
 from sinkscope.sinks.tokens import TokenRows
-from sinkscope.trace.attention import attention_rows
+from sinkscope.tap.observers import attention_rows
 
 QUERIES_AT_ONCE = 128  # at most batch x head x these x key values are in memory
 TAIL = 64  # tokens of natural text behind the repetitions

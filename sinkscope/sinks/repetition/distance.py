@@ -20,10 +20,11 @@ from sinkscope.errors import UnsupportedError
 from sinkscope.files.tables import Table
 from sinkscope.measure import Setup
 from sinkscope.measure.style import unfolded
+from sinkscope.models.down_projections import input_columns
 from sinkscope.models.target import Target
 from sinkscope.sinks.repetition.sweep import Reading, Sweep, rounded
 from sinkscope.sinks.tokens import TokenRows
-from sinkscope.trace.attention import attention_rows
+from sinkscope.tap.observers import attention_rows
 
 ROUNDING = 8.0  # distances below this many rounding errors of the largest output are ignored
 KeepOutput = Callable[[int, Tensor, Tensor], None]
@@ -227,7 +228,7 @@ def output_weights(target: Target, layer: int) -> Float[Tensor, "head d_head d_m
     """W_O of every head of a layer, float32."""
     with target.loaded(layer):
         width = target.n_heads * len(target.head_columns(layer, 0))
-        columns = target.columns_of(target.output_projection(layer), width).float()
+        columns = input_columns(target, target.output_projection(layer), width).float()
         return rearrange(columns, "(head d_head) d_model -> head d_head d_model", head=target.n_heads)
 
 

@@ -17,8 +17,9 @@ from sinkscope.files.tables import Table
 from sinkscope.interventions import SinkPatch
 from sinkscope.interventions.decode import greedy, repeat_probabilities
 from sinkscope.measure import Setup
-from sinkscope.models.load import load
-from sinkscope.models.open import open_target
+from sinkscope.models.checks import check_length
+from sinkscope.opening.load import load
+from sinkscope.opening.open import open_target
 from sinkscope.sinks.first_token.sets import sink_neurons
 from sinkscope.sinks.patch.evaluate import read_patch_argument
 from sinkscope.sinks.repetition.sweep import Reading, Sweep, rounded
@@ -151,7 +152,7 @@ def read_probabilities(
         after = sorted({min(count, most) for count in ANSWER_AFTER})
     setup.record(answer_after=after, new_tokens=new_tokens)
     around = f"a text of {max(after)} repetitions behind {len(before)} tokens"
-    target.check_length(around, len(before) + max(after), new_tokens, "repeat less often before an answer")
+    check_length(target, around, len(before) + max(after), new_tokens, "repeat less often before an answer")
     edit = chosen_patch(setup, patch)
     edits: dict[str, SinkPatch | None] = {"intact": None}
     neurons = ()

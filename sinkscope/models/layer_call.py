@@ -10,7 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.models.target import Args, Hook, Kwargs, Target, first_tensor, hidden_of, on_hidden, with_hidden
+from sinkscope.models.hooks import Args, Hook, Kwargs, first_tensor, hidden_of, on_hidden, with_hidden
+from sinkscope.models.target import Target
 
 
 @dataclass(frozen=True, eq=False)

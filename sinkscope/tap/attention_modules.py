@@ -22,14 +22,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.target import Args, Kwargs, hidden_of
+from sinkscope.models.grouped_heads import widened
+from sinkscope.models.hooks import Args, Kwargs, hidden_of
 
 _PRODUCTS = ("matmul", "__matmul__", "bmm", "baddbmm")
 _BIASES = ("alibi", "position_bias")  # arguments with a number for each head and key, which is added to the scores
 
 
 @dataclass(frozen=True, eq=False)
-class Parts:
+class AttentionParts:
     """What one module attended with.
 
     Attributes:
@@ -71,12 +72,12 @@ def bias_at(
     place = torch.where(columns < 0, seen, columns)
     column_of.scatter_(1, place, torch.arange(seen, device=columns.device).expand(batch, seen))
     at = column_of.gather(1, pos.clamp(min=0).flatten(1)).view(pos.shape)
-    at = at.repeat_interleave(heads // pos.shape[1], 1)
+    at = widened(at, heads).expand(batch, heads, -1)
     found = bias[..., -seen:].expand(batch, heads, seen).gather(-1, at)
     return rearrange(found, "batch head key -> batch head 1 key").float()
 
 
-Attend = Callable[[Parts], Tensor]
+Attend = Callable[[AttentionParts], Tensor]
 """Gives the output `[batch query head d_value]`: that of the parts, or another in its place."""
 
 
@@ -153,7 +154,9 @@ class _Reader(TorchFunctionMode):
         if bias is not None:
             bias = bias.reshape(-1, query.shape[1], bias.shape[-1])
         key, value = self._by_head(key), self._by_head(value)
-        other = self.attend(Parts(self.module, self.layer, query, key, value, output, scores, bias, self._lacks_bias))
+        other = self.attend(
+            AttentionParts(self.module, self.layer, query, key, value, output, scores, bias, self._lacks_bias)
+        )
         if other is output:
             return result
         return other.transpose(1, 2).reshape(result.shape).to(result.dtype)

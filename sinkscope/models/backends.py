@@ -1,0 +1,122 @@
+"""The kinds of model objects: the plain module inside one, and one wrapped around a plain module."""
+
+from __future__ import annotations
+
+import copy
+from importlib import import_module
+from typing import Any, Literal, get_args
+
+from torch import nn
+
+from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.models.config import first_line
+from sinkscope.models.parts import Kind
+from sinkscope.models.target import Target
+
+Backend = Literal["bridge", "hf", "nnsight"]
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
+
+
+def unwrap(model: object) -> tuple[nn.Module, Kind]:
+    """The plain Hugging Face module inside `model`, and the kind of object that `model` is.
+
+    Raises:
+        SinkscopeError: `model` is none of the three kinds.
+    """
+    if isinstance(model, Target):
+        return model.hf, model.kind
+    compiled = getattr(model, "_orig_mod", None)
+    if isinstance(compiled, nn.Module):
+        return unwrap(compiled)
+    original = getattr(model, "original_model", None)
+    if isinstance(original, nn.Module):
+        return original, "bridge"
+    peft_configs: Any = getattr(model, "peft_config", None)
+    if peft_configs and hasattr(model, "get_base_model"):
+        if any(getattr(config, "is_prompt_learning", False) for config in peft_configs.values()):
+            raise UnsupportedError(
+                f"this {type(model).__name__} puts learned tokens before the text, which sinkscope does not see: "
+                "measure the model without it, or an adapter in the weights, such as LoRA"
+            )
+        wrapper: Any = model
+        return unwrap(wrapper.get_base_model())
+    packages = {cls.__module__.split(".")[0] for cls in type(model).__mro__}
+    if "nnsight" in packages:
+        load_weights: Any = getattr(model, "dispatch", None)
+        if callable(load_weights):
+            load_weights()  # one made by name has none before its first trace; this does nothing afterwards
+        inner = getattr(model, "_module", None) or getattr(model, "_model", None)
+        if isinstance(inner, nn.Module):
+            return inner, "nnsight"
+    if isinstance(model, nn.Module) and hasattr(model, "config"):
+        return model, "hf"
+    raise SinkscopeError(
+        f"{type(model).__name__} is not a model: expected a Hugging Face causal language model, a TransformerBridge "
+        "or a model of nnsight (TransformersModel); load names and folders with sinkscope.load(...)"
+    )
+
+
+def wrap(hf: Any, tokenizer: Any, backend: Backend) -> Any:
+    """Wrap `hf` as the requested kind of object. Bridge and nnsight change `hf` in place, so do not use it elsewhere.
+
+    The tokenizer is copied first, because both set padding and special tokens on theirs. TransformerLens and nnsight
+    are imported here.
+
+    Raises:
+        UnsupportedError: TransformerLens or nnsight is not installed, or cannot wrap this architecture.
+        SinkscopeError: There is no tokenizer.
+    """
+    if backend == "hf":
+        return hf
+    if tokenizer is None:
+        raise SinkscopeError(
+            f"backend={backend!r} needs a tokenizer and the model came without one; give tokenizer=..., or use "
+            'backend="hf"',
+            page="no-tokenizer",
+        )
+    library, package = "nnsight", "nnsight"
+    if backend == "bridge":
+        library, package = "TransformerLens", "transformer-lens"
+    try:
+        if backend == "bridge":
+            cls: Any = import_module("transformer_lens.model_bridge").TransformerBridge
+        else:
+            cls = import_module("nnsight").TransformersModel
+    except ImportError as error:
+        raise UnsupportedError(
+            f"backend={backend!r} needs {package}, which cannot be imported ({error}): pip install {package}, or use "
+            'backend="hf"',
+            page="backend-cannot",
+        ) from None
+    tokenizer = copy.deepcopy(tokenizer)
+    try:
+        if backend == "bridge":
+            return _bridge(cls, hf, tokenizer)
+        return cls(hf, tokenizer=tokenizer, task="text-generation")
+    except Exception as error:
+        raise UnsupportedError(
+            f'{library} cannot wrap this {hf.config.model_type} model ({first_line(error)}); backend="hf" can',
+            page="backend-cannot",
+        ) from error
+
+
+def _bridge(cls: Any, hf: Any, tokenizer: Any) -> Any:
+    config = hf.config
+    if config.model_type == "falcon" and config.new_decoder_architecture:
+        raise ValueError("its fused query, key and value are interleaved by group")
+    if getattr(config, "vision_config", None) is not None:
+        try:
+            import_module("torchvision")
+        except Exception:  # a broken one counts as missing for TransformerLens, too
+            # Booting would run `pip install torchvision`, which may replace torch in the user's environment.
+            raise ValueError("it needs torchvision for models with images: pip install torchvision") from None
+    if not config.architectures:
+        config.architectures = [type(hf).__name__]
+    # The bridge makes a second tokenizer from the path of this one, which may be on a hub, unless it is told that
+    # this one adds BOS; whether it really does is found out by encoding a text.
+    tokenizer.init_kwargs.setdefault("name_or_path", "")
+    tokenizer.init_kwargs["add_bos_token"] = True
+    name = getattr(config, "_name_or_path", "")
+    if "/" not in name:  # it may be an alias of TransformerLens, which warns of those
+        name = type(hf).__name__
+    return cls.boot_transformers(name, hf_model=hf, tokenizer=tokenizer, dtype=hf.dtype)

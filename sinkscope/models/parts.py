@@ -1,0 +1,174 @@
+"""The modules of a model: where its layers, its attention and its MLPs are."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from torch import nn
+
+from sinkscope.errors import UnsupportedError
+from sinkscope.models.adapters import Adapter
+from sinkscope.models.config import without_cache
+from sinkscope.models.experts import Experts, experts_of
+
+Kind = Literal["hf", "bridge", "nnsight"]
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """A model with its tokenizer, and where its modules are.
+
+    Attributes:
+        model: The object the user gave.
+        hf: The plain Hugging Face module inside. Hooks go here and fire for all three kinds of object.
+        kind: Which of the three kinds `model` is.
+        adapter: Where the model's parts are.
+        tokenizer: The tokenizer; None if the caller gave none and the model carries none.
+        name: Short name, hub id or base name of the folder, for reports.
+        resident: False if layers are read from disk as they are called (see `models.stream`).
+    """
+
+    model: Any
+    hf: Any
+    kind: Kind
+    adapter: Adapter
+    tokenizer: Any = None
+    name: str = "model"
+    resident: bool = True
+
+    @cached_property
+    def available_tokenizer(self) -> Any:
+        """The tokenizer, or else that of the checkpoint from which a live model says it was loaded; None if neither."""
+        origin = getattr(self.config, "_name_or_path", "") or getattr(self.hf.config, "_name_or_path", "")
+        if self.tokenizer is not None or not origin:
+            return self.tokenizer
+        from transformers import AutoTokenizer
+
+        with suppress(Exception):  # the origin may not exist any more
+            tokenizer = without_cache(AutoTokenizer.from_pretrained(origin, trust_remote_code=False))
+            if tokenizer("a text", add_special_tokens=False)["input_ids"]:  # else it was made of no files
+                return tokenizer
+        return None
+
+    @property
+    def config(self) -> Any:
+        """The text part of the configuration."""
+        return self.hf.config.get_text_config()
+
+    @cached_property
+    def base(self) -> nn.Module:
+        """The module from ids to the last hidden state; every way of calling the model goes through it."""
+        return self.hf.get_submodule(self.adapter.base)
+
+    @property
+    def embedding(self) -> nn.Module:
+        """The token embedding."""
+        return self.hf.get_submodule(self.adapter.embed)
+
+    @cached_property
+    def layers(self) -> list[nn.Module]:
+        """The decoder layers."""
+        return list(self.hf.get_submodule(self.adapter.layers).children())
+
+    def path(self, layer: int, part: str | None) -> str | None:
+        """Where a layer has a part: the first alternative of an adapter path that is there; None if none is."""
+        for alternative in (part or "").split("|"):
+            condition, _, path = alternative.rpartition("?")
+            with suppress(AttributeError):
+                self.layers[layer].get_submodule(condition)
+                self.layers[layer].get_submodule(path)
+                if path:
+                    return path
+        return None
+
+    def sub(self, layer: int, part: str) -> nn.Module:
+        """A part of a layer, by an adapter path ("" is the layer itself).
+
+        Raises:
+            UnsupportedError: The layer has no such part.
+        """
+        path = self.path(layer, part)
+        if path is None and part:
+            raise UnsupportedError(
+                f"layer {layer} of {self.name} has no part {part!r}; `sinkscope models --check MODEL` says what is "
+                "served"
+            )
+        return self.layers[layer].get_submodule(path or "")
+
+    def has_part(self, layer: int, part: str | None) -> bool:
+        """Whether a layer has a part; layers of a model may be of several kinds."""
+        return self.path(layer, part) is not None
+
+    def has_attention(self, layer: int) -> bool:
+        """Whether a layer attends with a softmax; layers of hybrid models may keep a state instead."""
+        return self.has_part(layer, self.adapter.o or self.adapter.attn)
+
+    def has_neurons(self, layer: int) -> bool:
+        """Whether a layer has an MLP, dense or a mixture."""
+        return self.is_mixture(layer) or self.has_part(layer, self.adapter.down)
+
+    def output_projection(self, layer: int) -> nn.Module:
+        """The module that reads the heads of a layer side by side.
+
+        Raises:
+            UnsupportedError: There is none.
+        """
+        if self.adapter.o is None:
+            raise UnsupportedError(
+                f"no module of {self.name} reads its heads side by side, so none can be edited alone"
+            )
+        return self.sub(layer, self.adapter.o)
+
+    def is_mixture(self, layer: int) -> bool:
+        """Whether this layer's MLP is a mixture of experts (some models mix both kinds)."""
+        return self.has_part(layer, self.adapter.experts)
+
+    def has_shared(self, layer: int) -> bool:
+        """Whether the layer is a mixture with a shared expert, which processes every token beside the routed ones."""
+        return self.is_mixture(layer) and self.has_part(layer, self.adapter.down)
+
+    def has_mlp(self, layer: int, expert: int | None) -> bool:
+        """Whether the layer has neurons of this expert; None: neurons of a dense MLP or a shared expert."""
+        return self.is_mixture(layer) != (expert is None) or (expert is None and self.has_shared(layer))
+
+    def experts(self, layer: int) -> Experts:
+        """The routed experts of a layer.
+
+        Raises:
+            UnsupportedError: Their weights are not plain tensors.
+        """
+        experts = experts_of(self.sub(layer, self.adapter.experts or ""))
+        if experts is None:
+            raise UnsupportedError(
+                f"the experts of {self.name} hold no plain weights (quantised?): load the model dequantised to edit "
+                "neurons of an expert",
+                page="quantised-experts",
+            )
+        return experts
+
+    def mlp_part(self, layer: int, name: Literal["gate", "up", "down"]) -> nn.Module:
+        """A projection of the layer's MLP, or of its shared expert if the layer is a mixture."""
+        return self.sub(layer, getattr(self.adapter, name) or "")
+
+    def mlp_writers(self, layer: int) -> list[nn.Module]:
+        """The modules whose sum is what the MLP gives: one, or a mixture and a shared expert that stands beside it."""
+        writers = [self.sub(layer, self.adapter.mlp)]
+        mlp, down = self.path(layer, self.adapter.mlp), self.path(layer, self.adapter.down)
+        if self.has_shared(layer) and not f"{down}.".startswith(f"{mlp}."):
+            writers.append(self.mlp_part(layer, "down"))
+        return writers
+
+    def loaded(self, layer: int) -> AbstractContextManager[None]:
+        """Context manager in which a layer's weights may be read and its parts called, outside a call of the layer.
+
+        It only has an effect on streamed models (see `models.stream`).
+        """
+        return nullcontext()
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether weights that are not read layer by layer are on the meta device."""
+        return self.resident and any(parameter.is_meta for parameter in self.hf.parameters())

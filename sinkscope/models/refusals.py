@@ -1,0 +1,51 @@
+"""What is said of a model that cannot be loaded, and what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Generator
+
+from sinkscope.errors import SinkscopeError, is_out_of_memory
+from sinkscope.models.config import first_line
+from sinkscope.models.locate import ModelSource, no_permission
+
+
+@contextlib.contextmanager
+def explained(source: ModelSource) -> Generator[None]:
+    """Context manager that turns any error inside into a SinkscopeError."""
+    try:
+        yield
+    except SinkscopeError:
+        raise
+    except PermissionError as error:
+        raise no_permission(error.filename or source.where) from error
+    except Exception as error:
+        raise _refusal(error, source) from error
+
+
+def _refusal(error: Exception, source: ModelSource) -> SinkscopeError:
+    """What went wrong, and what to do."""
+    name, first = source.name, first_line(error)
+    lacks_library = isinstance(error, ImportError)
+    if is_out_of_memory(error):
+        return SinkscopeError(
+            f"out of memory while loading {name}; try --dtype bfloat16 (in Python dtype=), layers=N, a "
+            'quantization_config or device_map="auto"',
+            page="out-of-memory",
+        )
+    if isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error):
+        return SinkscopeError(
+            f"the pickled weights of {name} hold more than tensors, or are damaged, and are refused: loading them "
+            "could run code; convert them to safetensors where you trust them",
+            page="pickled-weights",
+        )
+    if source.kind == "gguf":
+        remedy = "download it again, or give a folder"
+        if lacks_library:
+            remedy = "pip install gguf"
+        return SinkscopeError(f"{name} could not be read: {first}; {remedy}", page="bad-gguf")
+    remedy = "if the files are whole, check that config.json, weights and tokenizer belong together"
+    if lacks_library:
+        remedy = "install what it asks for"
+    return SinkscopeError(f"{name} could not be loaded: {type(error).__name__}: {first}; {remedy}", page="load-failed")

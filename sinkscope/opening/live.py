@@ -1,0 +1,43 @@
+"""The view of a model that a user holds as a `Target`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from sinkscope.errors import SinkscopeError, UnsupportedError, warn
+from sinkscope.inference.find import adapter_of
+from sinkscope.models.backends import unwrap
+from sinkscope.models.stack import DRAFT
+from sinkscope.models.target import Target
+
+
+def target_of(model: object, tokenizer: Any = None, name: str | None = None) -> Target:
+    """View `model` as a Target (a Target is returned unchanged). The adapter is inferred if the model has no row.
+
+    Warns if the model runs with an attention that drops its soft cap, as transformers 5.17 chooses for Gemma 2.
+    """
+    if isinstance(model, Target):
+        return model
+    hf, kind = unwrap(model)
+    config: Any = hf.config
+    if tokenizer is None:  # a bridge and nnsight change theirs, `load` keeps the original on the module
+        tokenizer = getattr(hf, "tokenizer", None) or getattr(model, "tokenizer", None)
+    if tokenizer is not None and not callable(tokenizer):
+        raise SinkscopeError(f"tokenizer={tokenizer!r}: expected a tokenizer of transformers", page="no-tokenizer")
+    origin = getattr(hf, "sinkscope_name", None) or getattr(config, "_name_or_path", "")
+    label = str(name or origin or type(hf).__name__).rstrip("/").split("/")[-1]
+    cap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    if cap is not None and getattr(config, "_attn_implementation", None) == "sdpa":
+        warn(
+            f"{label} runs with SDPA attention, which drops its soft cap of {cap:g}: the numbers are those of the "
+            "model as it runs, not as it was trained; load it with attn_implementation='eager' or sinkscope.load"
+        )
+    target = Target(model, hf, kind, DRAFT, tokenizer, label)
+    adapter = adapter_of(target)
+    if not adapter.base or not hasattr(hf, adapter.base.partition(".")[0]):
+        raise UnsupportedError(
+            f"{type(hf).__name__} has no head that gives logits: load it with AutoModelForCausalLM",
+            page="not-causal-lm",
+        )
+    return replace(target, adapter=adapter)

@@ -1,0 +1,169 @@
+"""`load`: turn a name, folder, file or live model into the requested kind of model object."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.inference.find import adapter_of, prove
+from sinkscope.models.backends import BACKENDS, Backend, unwrap, wrap
+from sinkscope.models.checkpoint import local_files
+from sinkscope.models.config import (
+    check_finite,
+    check_vocabulary,
+    float32_by_default,
+    parse_device,
+    parse_dtype,
+    read_config,
+    read_tokenizer,
+)
+from sinkscope.models.fingerprint import fingerprint
+from sinkscope.models.locate import locate
+from sinkscope.models.quiet import quiet
+from sinkscope.models.refusals import explained
+from sinkscope.models.stack import DRAFT
+from sinkscope.models.target import Target
+from sinkscope.models.weights import model_with_weights
+from sinkscope.opening.live import target_of
+
+
+@float32_by_default()
+def load(
+    x: Any = None,
+    *,
+    backend: Backend | str | None = None,
+    revision: str | None = None,
+    layers: int | None = None,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    device_map: Any = None,
+    quantization_config: Any = None,
+    tokenizer: Any = None,
+    trust_remote_code: bool = False,
+    probe: bool = True,
+) -> Any:
+    """Load a model.
+
+    Args:
+        x: Short name (`sinkscope.models()` lists them), hub id `org/name`, folder, `.gguf` file, or a live model.
+            None loads the model inside this package. A live Hugging Face model, TransformerBridge or nnsight model is
+            returned unchanged.
+        backend: "bridge" (TransformerBridge, the default), "hf" (plain Hugging Face), or "nnsight". If given
+            explicitly, a live Hugging Face model is copied and the copy wrapped, since wrapping changes it in place.
+        revision: Branch, tag or commit of a hub id.
+        layers: Load only the first `layers` decoder layers; tensors of the others are not read.
+        dtype: torch dtype or its name ("float32", "bf16", ...). None uses the checkpoint's.
+        device: "cpu", "cuda", "cuda:1" or "mps". None uses the first cuda device if there is one, else the CPU.
+        device_map: Passed on to transformers instead of `device`.
+        quantization_config: Passed on to transformers.
+        tokenizer: Tokenizer to use instead of the one stored with the weights.
+        trust_remote_code: Run Python code that comes with the checkpoint.
+        probe: Check on a few tokens that edits reach the logits and that attention is recomputed correctly
+            (`sinkscope.inference.probe`). Live models are not probed.
+
+    Returns:
+        TransformerBridge, Hugging Face model or nnsight model, in eval mode. Its tokenizer is kept on the Hugging
+        Face module as `tokenizer`, its name as `sinkscope_name`.
+
+    Raises:
+        SinkscopeError: The model cannot be loaded; one line says what is wrong and what to do.
+        UnsupportedError: The architecture has no adapter, or `backend` cannot wrap it.
+    """
+    if backend is not None and backend not in BACKENDS:
+        raise SinkscopeError(f"backend {backend!r} is unknown; expected one of {', '.join(BACKENDS)}")
+    if not (x is None or isinstance(x, str | os.PathLike)):
+        options = {"revision": revision, "layers": layers, "dtype": dtype, "device": device, "device_map": device_map}
+        return _live(x, backend, tokenizer, options | {"quantization_config": quantization_config})
+    if device_map is not None and device is not None:
+        raise SinkscopeError(f"device {str(device)!r} and device_map exclude each other; give one of them")
+    if device_map is None:
+        place = parse_device(device)
+        if place.type != "cpu":
+            device_map = {"": place}
+    options = {
+        "dtype": parse_dtype(dtype) or "auto",
+        "device_map": device_map,
+        "quantization_config": quantization_config,
+        "trust_remote_code": trust_remote_code,
+    }
+    source = locate(x, revision)
+    with quiet(), explained(source):
+        files = local_files(source, code=trust_remote_code)
+        content: dict[str, Any] = {"gguf": files.gguf, "trust_remote_code": trust_remote_code}
+        config = read_config(source.name, files.folder, layers=layers, **content)
+        if tokenizer is None:
+            tokenizer = read_tokenizer(source.name, files.folder, **content)
+        hf = model_with_weights(source, files, config, options, is_cut=layers is not None)
+        origin = files.commit or fingerprint(files.folder / (files.gguf or ""))
+        if source.kind == "hub":
+            hf.config._name_or_path = str(source.where)
+            hf.config._commit_hash = files.commit
+        if source.planted:
+            _plant(hf, Path(source.where) / source.planted)
+            hf.config.circuit = source.name
+            origin = fingerprint(hf)  # not that of the model it was made from
+        hf.sinkscope_name = source.name
+        hf.tokenizer = tokenizer
+        check_vocabulary(tokenizer, hf)
+        check_finite(hf)
+        with _in_first(layers, source.name):
+            adapter_of(Target(hf, hf, "hf", DRAFT), proves=False)  # before it is wrapped: inferred from plain modules
+            model = wrap(hf, tokenizer, backend or "bridge")
+            if probe:
+                prove(target_of(model))
+        if quantization_config is None:
+            hf.sinkscope_origin = origin, fingerprint(hf)
+    return model
+
+
+@contextlib.contextmanager
+def _in_first(layers: int | None, name: str) -> Generator[None]:
+    """Context manager in which refusals say that only the first layers were looked at."""
+    try:
+        yield
+    except UnsupportedError as error:
+        if layers is None or error.page != "unsupported-model":
+            raise
+        raise UnsupportedError(
+            f"the first {layers} layers of {name} cannot be measured alone: {error}", page=error.page
+        ) from error
+
+
+@torch.no_grad()
+def _plant(hf: Any, file: Path) -> None:
+    """Overwrite weights of a freshly loaded model with the numbers in a file, except where these are NaN."""
+    weights = hf.state_dict()  # of a model that was cut to its first layers only their tensors
+    with np.load(file) as planted:
+        for name in weights.keys() & planted.keys():
+            new = torch.from_numpy(planted[name]).to(weights[name])
+            weights[name].copy_(new.where(~new.isnan(), weights[name]))
+
+
+def _live(model: Any, backend: Backend | None, tokenizer: Any, settings: dict[str, Any]) -> Any:
+    hf, kind = unwrap(model)
+    if backend is None or backend == kind:
+        settings = {**settings, "tokenizer": tokenizer}
+    for name, value in settings.items():
+        if value is not None:
+            raise SinkscopeError(
+                f"{name}= is for names, folders and files, and this {type(model).__name__} is loaded already; leave it "
+                "out, or give the name of the model"
+            )
+    if backend is None or backend == kind:
+        return model
+    if kind != "hf":
+        raise UnsupportedError(
+            f"a live {type(model).__name__} cannot become backend={backend!r}: it changed the Hugging Face model "
+            f"inside; load that again with sinkscope.load(name, backend={backend!r})"
+        )
+    if tokenizer is None:
+        tokenizer = getattr(model, "tokenizer", None)
+    return wrap(copy.deepcopy(hf).eval(), tokenizer, backend)

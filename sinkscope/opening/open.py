@@ -1,0 +1,161 @@
+"""Open a model as a `Target`, and read as little of a checkpoint as possible."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sinkscope.errors import UnsupportedError
+from sinkscope.models.beside import TOKENIZER_FILES
+from sinkscope.models.checkpoint import SafetensorsSource
+from sinkscope.models.checks import tokenizer_of
+from sinkscope.models.config import check_vocabulary, parse_device, parse_dtype, read_tokenizer
+from sinkscope.models.hub import hub_folder
+from sinkscope.models.locate import ModelSource, locate
+from sinkscope.models.names import BUNDLED
+from sinkscope.models.quiet import quiet
+from sinkscope.models.refusals import explained
+from sinkscope.models.stream import StreamTarget
+from sinkscope.models.target import Target
+from sinkscope.opening.live import target_of
+from sinkscope.opening.load import load
+from sinkscope.opening.stream import open_stream
+
+_FIRST_LAYERS = 8  # layers of a GGUF file to begin with; they cannot be read one by one, and are doubled as needed
+LAYER_BYTES = 1 << 30
+"""Layers of a streamed model stay in memory up to this size, so small models are read once."""
+
+
+@dataclass(frozen=True, eq=False)
+class PartTarget(Target):
+    """The first layers of a deeper model.
+
+    Attributes:
+        depth: Number of decoder layers of the whole model.
+        reopen: Function that opens the model again with a given number of layers.
+    """
+
+    depth: int = 0
+    reopen: Callable[[int], Target] | None = None
+
+    @property
+    def n_layers(self) -> int:
+        """Number of decoder layers of the whole model."""
+        return self.depth
+
+    def more(self) -> Target:
+        """The same model with twice as many layers, up to the whole model."""
+        assert self.reopen is not None
+        return self.reopen(2 * len(self.layers))
+
+
+def open_target(
+    model: object,
+    tokenizer: Any,
+    revision: str | None,
+    dtype: torch.dtype | str | None,
+    device: torch.device | str | None,
+    trust_remote_code: bool,
+    needed: bool = True,
+) -> Target:
+    """Open a live model, the bundled model (in memory), or a named model (streamed from disk if possible).
+
+    Raises:
+        SinkscopeError: `model` is not a model, cannot be read, or has no tokenizer although it is `needed`.
+    """
+    options: dict[str, Any] = {
+        "revision": revision,
+        "dtype": dtype,
+        "device": device,
+        "trust_remote_code": trust_remote_code,
+    }
+    is_bundled = model is None or model == BUNDLED
+    if not (model is None or isinstance(model, str | os.PathLike)):
+        return _with_tokenizer(target_of(model, tokenizer), needed)
+    source = locate(model, revision)
+    if not (is_bundled or source.kind == "gguf" or source.planted or trust_remote_code):
+        try:
+            with quiet(), explained(source):
+                return _stream(source, tokenizer, dtype, device)
+        except UnsupportedError as error:
+            if error.page != "not-streamable":
+                raise
+
+    def opened(layers: int | None) -> Target:
+        # The bundled model needs no probe at every start, because the tests check its circuit.
+        hf = load(model, backend="hf", tokenizer=tokenizer, layers=layers, probe=not is_bundled, **options)
+        return _with_tokenizer(target_of(hf))
+
+    if source.kind != "gguf":
+        return opened(None)
+    return _first_layers(opened, _gguf_depth(Path(source.where)), _FIRST_LAYERS)
+
+
+def _first_layers(opened: Callable[[int | None], Target], depth: int, layers: int) -> Target:
+    if layers >= depth:
+        return opened(None)
+    part = opened(layers)
+    return PartTarget(
+        part.model,
+        part.hf,
+        part.kind,
+        part.adapter,
+        part.tokenizer,
+        part.name,
+        resident=False,
+        depth=depth,
+        reopen=lambda more: _first_layers(opened, depth, more),
+    )
+
+
+def _gguf_depth(file: Path) -> int:
+    """Number of layers of the whole model; 0 if the file does not state it, which `load` then explains."""
+    from transformers import AutoConfig
+
+    try:
+        return int(AutoConfig.from_pretrained(file.parent, gguf_file=file.name).get_text_config().num_hidden_layers)
+    except Exception:  # a damaged file may fail in any way
+        return 0
+
+
+def streamed_dtype(place: torch.device) -> torch.dtype:
+    """The type in which layers are read one by one on a device, if none is asked for.
+
+    On a CPU half precision is slow, and only a few layers are in memory at a time.
+    """
+    return torch.float32 if place.type == "cpu" else torch.bfloat16
+
+
+def _stream(
+    source: ModelSource, tokenizer: Any, dtype: torch.dtype | str | None, device: torch.device | str | None
+) -> Target:
+    place = parse_device(device)
+    kind = parse_dtype(dtype) or streamed_dtype(place)
+    tensors = SafetensorsSource(source.where, revision=source.revision)
+    target = open_stream(tensors, dtype=kind, device=place, resident=1, tokenizer=tokenizer, name=source.name)
+    per_layer = sum(p.numel() for p in target.layers[-1].parameters()) * kind.itemsize
+    target.store.resident = max(1, LAYER_BYTES // max(per_layer, 1))
+    target = _with_tokenizer(target)
+    check_vocabulary(target.tokenizer, target.hf)
+    return target
+
+
+def _with_tokenizer(target: Target, needed: bool = True) -> Target:
+    if target.tokenizer is not None:
+        return target
+    if isinstance(target, StreamTarget):
+        source = target.store.source
+        if source.commit is not None:
+            hub_folder(source.name, source.commit, TOKENIZER_FILES)
+        tokenizer = read_tokenizer(target.name, source.folder)
+    else:
+        tokenizer = target.available_tokenizer
+    target = replace(target, tokenizer=tokenizer)
+    if needed:
+        tokenizer_of(target)
+    return target

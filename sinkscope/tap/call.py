@@ -1,0 +1,259 @@
+"""The attention of one layer in one forward call, as handlers see it and may replace it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from einops import rearrange
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from sinkscope.models.grouped_heads import beside_keys, widened
+from sinkscope.tap.internals import eager_attention, sdpa_attention
+from sinkscope.tap.rows import Rows, additive, attention_probs, rows_by_view, scaling_of, shown
+from sinkscope.tap.stock import stock_attention, stock_name
+from sinkscope.tap.view import View
+
+CHUNK = 256
+"""Queries whose rows are built at a time, if a handler does not say another number."""
+_MASKED_CHUNK = 1024  # queries at a time where a mask has to be built
+
+Output = tuple[Tensor, Tensor | None]
+"""What attention gives, `[batch query head d_value]`, and its rows if it has them."""
+RowsFunction = Callable[[int, Tensor], None]
+"""Called with the number of the first query and rows `[batch head query key]`."""
+
+
+class _RowRange(NamedTuple):
+    """Which rows a listener asked for: from which query on, how many at a time, by mask or by view."""
+
+    first: int
+    chunk: int
+    by_mask: bool
+
+    def parts(self, queries: int) -> list[slice]:
+        """The chunks of a call with this many queries."""
+        starts = range(self.first, queries, self.chunk)
+        return [slice(start, min(start + self.chunk, queries)) for start in starts]
+
+
+@dataclass(eq=False)
+class Attention:
+    """The attention of one layer in one forward call.
+
+    Attributes:
+        module: The layer's attention module.
+        query: Queries after rotary.
+        key: Keys after rotary, of everything in the layer's cache.
+        value: Values of everything in the layer's cache.
+        mask: The model's mask. None means causal, or that a handler determines what is seen.
+        settings: Everything else that the model passes: "scaling", "softcap", "s_aux" and so on.
+        by_mask: Whether some handler needs rows under the mask.
+        view: What is seen, by true positions, if a handler knows it.
+        complete: Whether a handler knows that the only query sees every key, so that no mask is needed.
+        evicted: Whether `view` differs from the mask because tokens are missing in the cache.
+        compute: Replaces the model's own attention unless it returns None.
+        indices: Slots that an indexer chose for each query, in its own layer; None if there is no indexer.
+        in_blocks: Keys in the blocks that an indexer chose; None if it does not choose blocks.
+        is_again: Whether the module attends with the same queries and keys as just before, to other values (DiffLlama).
+    """
+
+    module: Any
+    query: Float[Tensor, "batch head query d_head"]
+    key: Float[Tensor, "batch kv_head key d_head"]
+    value: Float[Tensor, "batch kv_head key d_value"]
+    mask: Tensor | None
+    settings: dict[str, Any]
+    by_mask: bool = False
+    view: View | None = None
+    complete: bool = False
+    evicted: bool = False
+    compute: Callable[[Attention], Output | None] | None = None
+    indices: Int[Tensor, "batch query chosen"] | None = None
+    in_blocks: Bool[Tensor, "batch head query key"] | None = None
+    is_again: bool = False
+    _listeners: dict[_RowRange, list[RowsFunction]] = field(default_factory=dict)
+
+    @property
+    def layer(self) -> int:
+        """Number of the decoder layer."""
+        return int(self.module.layer_idx)
+
+    @property
+    def queries(self) -> int:
+        """Number of queries in this call."""
+        return self.query.shape[2]
+
+    @property
+    def scaling(self) -> float:
+        """Factor on the scores."""
+        return scaling_of(self.module, self.query, self.settings.get("scaling"))
+
+    @property
+    def softcap(self) -> float | None:
+        """The soft cap of the model's own attention."""
+        return self._of_own("softcap")
+
+    @property
+    def sinks(self) -> Tensor | None:
+        """The learned sink logits of the model's own attention."""
+        return self._of_own("s_aux")
+
+    def _of_own(self, name: str) -> Any:
+        """A setting that eager attention follows; SDPA, if selected, drops it (or refuses to run)."""
+        value = self.settings.get(name)
+        if value is None or stock_name(self.module.config) == "sdpa":
+            return None
+        return value
+
+    @property
+    def _needs_eager(self) -> bool:
+        """Whether the model's own attention does what SDPA does not."""
+        return self.softcap is not None or self.sinks is not None
+
+    @property
+    def is_eager(self) -> bool:
+        """Whether the model's own attention builds the whole matrix of rows."""
+        return stock_name(self.module.config) == "eager"
+
+    @property
+    def is_biased(self) -> bool:
+        """Whether the scores are more than products of queries and keys."""
+        return False
+
+    def shown_to_last(self) -> Bool[Tensor, "batch 1 1 key"] | None:
+        """The keys that the model's mask shows to the last query in every head; None if there is no mask."""
+        if self.mask is None:
+            return None
+        return shown(self.mask[:, :, self.queries - 1 : self.queries, : self.key.shape[2]]).all(1, keepdim=True)
+
+    def visible(self, part: slice) -> Bool[Tensor, "batch 1 query key"]:
+        """The keys that the model's mask shows to some of the queries in any head."""
+        keys = self.key.shape[2]
+        if self.mask is not None:
+            return shown(self.mask[:, :, part, :keys]).any(1, keepdim=True)
+        first = keys - self.queries
+        query = torch.arange(first, keys, device=self.key.device)[part]
+        sees = torch.arange(keys, device=self.key.device) <= rearrange(query, "query -> query 1")
+        return sees.expand(len(self.key), 1, -1, -1)
+
+    def row_function(self) -> Callable[[Tensor, Tensor, View], Tensor]:
+        """A function that gives rows of any queries and keys of this layer by a view, and does not hold these."""
+        module, scaling = self.module, self.scaling
+        return lambda query, key, view: rows_by_view(module, query, key, view, scaling)
+
+    def show(self, fn: RowsFunction, *, by_mask: bool = False, first: int = 0, chunk: int = CHUNK) -> None:
+        """Show rows to `fn`, one chunk of queries at a time.
+
+        Args:
+            fn: Called with the index of the first query, and rows.
+            by_mask: Compute rows under the mask; otherwise by `view`. If tokens were evicted, always by `view`.
+            first: Index of the first query to show.
+            chunk: Number of queries at a time.
+        """
+        if self.is_again:  # these rows were shown just before
+            return
+        rows = _RowRange(first, chunk, by_mask and not self.evicted)
+        self._listeners.setdefault(rows, []).append(fn)
+
+    def stock(self, mask: Tensor | None) -> Output:
+        """The model's own attention under a mask of the model's own kind."""
+        return self._by(stock_attention(self.module), self.query, mask)
+
+    def under_view(self) -> Float[Tensor, "batch query head d_value"]:
+        """The model's own attention over what `view` shows."""
+        assert self.view is not None
+        # Eager is the one that knows soft caps and learned sink logits; where SDPA was chosen, the model goes without.
+        is_eager = self.is_eager or self._needs_eager
+        if is_eager:
+            own = eager_attention(self.module)
+        else:
+            own = sdpa_attention()
+        outputs = list[Tensor]()
+        for start in range(0, self.queries, _MASKED_CHUNK):
+            part = slice(start, start + _MASKED_CHUNK)
+            query = self.query[:, :, part]
+            mask = widened(self.view.part(part, slice(None)).sees(), query.shape[1])
+            if is_eager:
+                mask = additive(mask, query.dtype)
+            outputs.append(self._by(own, query, mask)[0])
+        return torch.cat(outputs, 1)
+
+    def finish(self) -> Output:
+        """The output `[batch query head d_value]`, and weights if there are any; shows rows to handlers."""
+        output, weights = self._attended()
+        for rows_range, listeners in self._listeners.items():
+            for part in rows_range.parts(self.queries):
+                _tell(listeners, part.start, self._rows(part, rows_range.by_mask))
+        return output, weights
+
+    def _attended(self) -> Output:
+        """Output and weights; where rows are needed for it, they are shown at once."""
+        by_view = [rows_range for rows_range in self._listeners if not rows_range.by_mask]
+        if by_view and self.queries == 1:  # the rows are built anyway: the output comes from them
+            rows = self._rows(slice(0, 1), False)
+            for rows_range in by_view:
+                _tell(self._listeners.pop(rows_range), 0, rows)
+            return self._weighted(rows), rows
+        if self.compute is not None:
+            replaced = self.compute(self)
+            if replaced is not None:
+                return replaced
+        if not self.by_mask:
+            return self.stock(self.mask)
+        if not self._needs_eager:
+            return self._by(sdpa_attention(), self.query, self.mask)[0], None
+        from_first = [rows_range for rows_range in self._listeners if rows_range.first == 0 and rows_range.by_mask]
+        whole = next(iter(from_first), _RowRange(0, CHUNK, True))
+        listeners = self._listeners.pop(whole, [])
+        outputs = list[Tensor]()
+        for part in whole.parts(self.queries):
+            rows = self._rows(part, True)
+            _tell(listeners, part.start, rows)
+            outputs.append(self._weighted(rows))
+        return torch.cat(outputs, 1), None
+
+    def _by(self, own: Callable[..., Any], query: Tensor, mask: Tensor | None) -> Output:
+        return own(self.module, query, self.key, self.value, mask, **self.settings)
+
+    def _weighted(self, rows: Tensor) -> Tensor:
+        """The values, weighted by attention rows."""
+        batch, heads, queries, keys = rows.shape
+        kv_heads = self.value.shape[1]
+        probs = beside_keys(rows.to(self.value.dtype), kv_heads)
+        output = torch.bmm(probs, self.value.reshape(batch * kv_heads, keys, -1))
+        return output.view(batch, heads, queries, -1).transpose(1, 2).contiguous()
+
+    def _rows(self, part: slice, by_mask: bool) -> Rows:
+        query = self.query
+        keys = self.key.shape[2]
+        if self.queries > 1:
+            query = query[:, :, part]
+        if by_mask:
+            return attention_probs(
+                query,
+                self.key,
+                None if self.mask is None else self.mask[:, :, part, :keys],
+                scaling=self.scaling,
+                first_query=keys - self.queries + part.start,
+                softcap=self.softcap,
+                sinks=self.sinks,
+            )
+        if self.queries == 1:
+            view = None if self.complete else self.view
+            return rows_by_view(self.module, query, self.key, view, self.settings.get("scaling"))
+        assert self.view is not None
+        later = self.queries - part.stop  # new tokens that none of these queries sees
+        earlier = slice(0, keys - later)
+        rows = rows_by_view(self.module, query, self.key[:, :, earlier], self.view.part(part, earlier), self.scaling)
+        if later:
+            return torch.nn.functional.pad(rows, (0, later))
+        return rows
+
+
+def _tell(listeners: Iterable[RowsFunction], first: int, rows: Tensor) -> None:
+    for fn in listeners:
+        fn(first, rows)

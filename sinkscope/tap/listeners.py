@@ -1,0 +1,54 @@
+"""Who listens to the attention of which model, in this context."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from sinkscope.tap.call import Attention
+
+
+@dataclass(frozen=True, eq=False)
+class Handler:
+    """A listener at the tap.
+
+    Attributes:
+        see: Called with the attention of every layer.
+        configs: Ids of the configurations of the model it listens to.
+        by_mask: Whether it needs rows under the model's mask, so that the mask must be complete (SDPA's).
+        masks: Whether it determines what is seen, so that no mask is needed.
+        idle: Whether it has nothing to do unless others listen too. The model then computes attention alone.
+        ended: Set when it listens no more, for threads whose call was interrupted, in which nothing could remove it.
+    """
+
+    see: Callable[[Attention], None]
+    configs: frozenset[int]
+    by_mask: bool = False
+    masks: bool = False
+    idle: bool = False
+    ended: threading.Event = field(default_factory=threading.Event)
+
+
+HANDLERS: ContextVar[tuple[Handler, ...]] = ContextVar("sinkscope_tap", default=())
+
+
+def listen(handler: Handler) -> None:
+    """Let a handler see attention in this context, before those that are already listening."""
+    leave(handler)
+    HANDLERS.set((handler, *HANDLERS.get()))
+
+
+def leave(handler: Handler) -> None:
+    """Stop a handler from listening in this context."""
+    HANDLERS.set(tuple(other for other in HANDLERS.get() if other is not handler and not other.ended.is_set()))
+
+
+def listeners_to(configs: Iterable[int]) -> list[Handler]:
+    """Who listens to a model with one of these configurations."""
+    listeners: list[Handler] = []
+    for handler in HANDLERS.get():
+        if not handler.ended.is_set() and not handler.configs.isdisjoint(configs):
+            listeners.append(handler)
+    return listeners

@@ -1,0 +1,94 @@
+"""Measurements that listen at the tap: attention rows, a few queries at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from sinkscope.errors import UnsupportedError
+from sinkscope.models.hooks import on_output
+from sinkscope.models.target import Target
+from sinkscope.tap.call import Attention
+from sinkscope.tap.tap import listening
+
+RowObserver = Callable[[int, int, Tensor], None]
+VisibleRowObserver = Callable[[int, int, Tensor, Callable[[], Tensor]], None]
+
+
+@contextmanager
+def attention_rows(
+    target: Target, observer: RowObserver, *, layers: list[int] | None = None, rows_per_chunk: int = 256
+) -> Iterator[None]:
+    """Context manager: every forward pass in this context shows its attention rows to `observer`.
+
+    Args:
+        target: The model.
+        observer: Called as `observer(layer, first_query, rows)`; rows `[batch head query key]`, float32, after
+            softmax. Learned sink logits take part, so that rows then sum to less than one. Keys are those in the
+            cache: under a cache policy only the ones it keeps, so a key's index is not its position.
+        layers: Layers to show. None shows all.
+        rows_per_chunk: Number of queries shown at a time; memory is `batch x head x rows_per_chunk x key`.
+
+    A TransformerBridge itself builds whole query x key matrices, which are passed on in one piece.
+    """
+
+    def rows_only(layer: int, first: int, rows: Tensor, _visible: Callable[[], Tensor]) -> None:
+        observer(layer, first, rows)
+
+    with visible_rows(target, rows_only, layers=layers, rows_per_chunk=rows_per_chunk):
+        yield
+
+
+@contextmanager
+def visible_rows(
+    target: Target, observer: VisibleRowObserver, *, layers: list[int] | None = None, rows_per_chunk: int = 256
+) -> Iterator[None]:
+    """As `attention_rows`, and the observer is also told which keys the queries see.
+
+    Args:
+        target: The model.
+        observer: Called as `observer(layer, first_query, rows, visible)`; `visible()` gives `[batch 1 query key]`, what
+            the mask shows. Of a TransformerBridge it is where some head has attention.
+        layers: Layers to show. None shows all.
+        rows_per_chunk: Number of queries shown at a time.
+    """
+    wanted = layers
+    if wanted is None:
+        wanted = list(range(target.n_layers))
+    wanted = [layer for layer in wanted if target.has_attention(layer)]
+
+    def see(call: Attention) -> None:
+        layer = call.layer
+
+        def tell(first: int, rows: Tensor) -> None:
+            observer(layer, first, rows, lambda: call.visible(slice(first, first + rows.shape[2])))
+
+        if layer in wanted:
+            call.show(tell, by_mask=True, chunk=rows_per_chunk)
+
+    if target.kind != "bridge":
+        with listening(target, see):
+            yield
+        return
+    hooks: list[tuple[Any, str, Any]] = []
+    for layer in wanted:
+
+        def read(rows: Tensor, layer: int = layer) -> None:
+            observer(layer, 0, rows.float(), lambda: (rows > 0).any(1, keepdim=True))
+
+        module = target.model.hook_dict[f"blocks.{layer}.attn.hook_pattern"]
+        hooks.append((module, "post", on_output(read)))
+    with target.hooks(*hooks):
+        yield
+
+
+def refuse_opaque(target: Target) -> None:
+    """Refuse a model whose attention does not go through transformers, because its queries and keys are not visible."""
+    offered = f"queries and keys of this {target.adapter.model_type} model ({target.kind}) are not offered"
+    if not target.adapter.attention_interface:
+        raise UnsupportedError(f"{offered}, because its attention has a form of its own: give another model")
+    if target.kind == "bridge":
+        raise UnsupportedError(f"{offered}: give a plain one (backend='hf')")

@@ -1,0 +1,116 @@
+"""Attention that a module outside of transformers' attention interface computes itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from sinkscope.errors import UnsupportedError
+from sinkscope.models.grouped_heads import widened
+from sinkscope.tap.attention_modules import AttentionParts, bias_at
+from sinkscope.tap.call import Attention, Output
+from sinkscope.tap.rows import Rows, rows_by_view
+from sinkscope.tap.view import View
+
+
+@dataclass(eq=False)
+class OwnAttention(Attention):
+    """Attention that a module outside transformers' attention interface computes itself.
+
+    Attributes:
+        parts: What it attended with.
+    """
+
+    parts: AttentionParts = field(kw_only=True)
+
+    @property
+    def layer(self) -> int:
+        """Number of the decoder layer."""
+        return self.parts.layer
+
+    @property
+    def scaling(self) -> float:
+        """Factor on the scores, as the scores of the last query say."""
+        return self._fit[0]
+
+    @property
+    def is_biased(self) -> bool:
+        """Whether the scores are more than products of queries and keys."""
+        return self.parts.bias is not None or not self._is_fitted
+
+    def shown_to_last(self) -> Bool[Tensor, "batch 1 1 key"]:
+        """The keys that the module shows to the last query."""
+        last = self.parts.scores(slice(self.queries - 1, self.queries))
+        return last[:, :1] > self._hidden_below
+
+    def visible(self, part: slice) -> Bool[Tensor, "batch 1 query key"]:
+        """The keys that the module shows to some of the queries."""
+        return self.parts.scores(part)[:, :1] > self._hidden_below
+
+    @property
+    def _hidden_below(self) -> float:
+        """Scores below this are those of hidden keys; some modules divide their mask by the root of the width, too."""
+        return torch.finfo(self.value.dtype).min / (2 * self.query.shape[-1] ** 0.5)
+
+    def _bias(self) -> Float[Tensor, "batch head 1 key"] | None:
+        """The bias of each key."""
+        if self.parts.bias is None:
+            return None
+        assert self.view is not None and self.view.columns is not None
+        return bias_at(self.parts.bias, self.view.pos, self.view.columns)
+
+    @cached_property
+    def _fit(self) -> tuple[float, float]:
+        """The factor between products and scores of the last query, and how far these are from it, relatively."""
+        scores = self.parts.scores(slice(self.queries - 1, self.queries)).float()
+        seen = scores > self._hidden_below
+        bias = self._bias()
+        if bias is not None and not self.parts.lacks_bias:
+            scores = scores - bias
+        key = widened(self.key.float(), self.query.shape[1])
+        products = (self.query[:, :, -1:].float() @ key.mT)[seen]
+        scores = scores[seen]
+        factor = float((scores * products).sum() / (products * products).sum())
+        return factor, float((scores - factor * products).abs().max() / scores.abs().max())
+
+    @property
+    def _is_fitted(self) -> bool:
+        return self._fit[1] <= 1e-4 + 16 * torch.finfo(self.value.dtype).eps
+
+    def stock(self, mask: Tensor | None) -> Output:
+        """The module's own attention."""
+        if self.parts.lacks_bias:
+            return self.under_view(), None
+        return self.parts.output, None
+
+    def under_view(self) -> Float[Tensor, "batch query head d_value"]:
+        """The module's own attention over what `view` shows."""
+        return self._weighted(self._rows(slice(None), False))
+
+    def row_function(self) -> Callable[[Tensor, Tensor, View], Tensor]:
+        """A function that gives rows of any queries and keys of this layer by a view, and does not hold these."""
+        if not self._is_fitted:
+            raise UnsupportedError(
+                f"the scores of layer {self.layer} are more than products of queries and keys, so those of earlier "
+                "queries are not known: use a policy that scores by attention received (H2O), or by position",
+                page="kv-session",
+            )
+        module, scaling, bias = self.module, self.scaling, self.parts.bias
+        return lambda query, key, view: rows_by_view(module, query, key, view, scaling, bias)
+
+    def _rows(self, part: slice, by_mask: bool) -> Rows:
+        scores = self.parts.scores(part).float()
+        if self.parts.lacks_bias:
+            bias = self._bias()
+            assert bias is not None
+            scores = scores + bias
+        if not by_mask:
+            assert self.view is not None
+            sees = widened(self.view.part(part, slice(None)).sees(), scores.shape[1])
+            scores = scores.masked_fill(~sees, torch.finfo(torch.float32).min)
+        return torch.softmax(scores, -1)

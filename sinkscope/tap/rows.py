@@ -1,0 +1,123 @@
+"""Attention rows: the softmax of scaled scores, with everything that an architecture does to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from einops import rearrange, repeat
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from sinkscope.models.grouped_heads import beside_keys, widened
+from sinkscope.tap.attention_modules import bias_at
+from sinkscope.tap.stock import stock_name
+from sinkscope.tap.view import View
+
+Rows = Float[Tensor, "batch head query key"]
+
+
+def shown(mask: Tensor) -> Bool[Tensor, "*shape"]:
+    """Where a mask of either kind, bool or additive, shows a key."""
+    if mask.is_floating_point():
+        return mask > torch.finfo(mask.dtype).min / 2
+    return mask
+
+
+def additive(mask: Bool[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*shape"]:
+    """A mask that eager attention adds to its scores."""
+    added = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    return added.masked_fill_(~mask, torch.finfo(dtype).min)
+
+
+def rows_by_view(
+    module: Any,
+    query: Float[Tensor, "batch head query d_head"],
+    key: Float[Tensor, "batch kv_head key d_head"],
+    view: View | None,
+    scaling: float | None,
+    bias: Float[Tensor, "_ head _"] | None = None,
+) -> Rows:
+    """Attention rows of a module over what `view` shows, in float32.
+
+    Args:
+        module: Provides the soft cap and the learned sink logits.
+        query: Queries after rotary.
+        key: Keys after rotary.
+        view: View of these queries and keys. None means that every query sees every key.
+        scaling: Factor on the scores that the model passed to its attention, if known. None uses the module's.
+        bias: Number for each head and column that is added to the scores.
+    """
+    softcap = sinks = None
+    config = getattr(module, "config", None)
+    if config is not None and stock_name(config) != "sdpa":
+        softcap = getattr(config, "attn_logit_softcapping", None)
+        sinks = getattr(module, "sinks", None)
+    mask = added = None
+    if view is not None:
+        mask = widened(view.sees(), query.shape[1])
+        if bias is not None and view.columns is not None:
+            added = bias_at(bias, view.pos, view.columns)
+    return attention_probs(
+        query,
+        key,
+        mask,
+        scaling=scaling_of(module, query, scaling),
+        first_query=key.shape[2] - 1,
+        softcap=softcap,
+        sinks=sinks,
+        bias=added,
+    )
+
+
+def scaling_of(module: Any, query: Tensor, passed: float | None) -> float:
+    """The value that the model passes takes precedence: some models scale their queries themselves (OPT)."""
+    scaling = passed
+    if scaling is None:
+        scaling = getattr(module, "scaling", None)
+    if scaling is None:
+        return float(query.shape[-1] ** -0.5)
+    return float(scaling)
+
+
+def attention_probs(
+    query: Float[Tensor, "batch head query d_head"],
+    key: Float[Tensor, "batch kv_head key d_head"],
+    mask: Bool[Tensor, "#batch #head query key"] | None,
+    *,
+    scaling: float,
+    first_query: int,
+    softcap: float | None = None,
+    sinks: Float[Tensor, " head"] | None = None,
+    bias: Float[Tensor, "batch head 1 key"] | None = None,
+) -> Rows:
+    """Softmax of scaled scores for some rows, in float32.
+
+    Args:
+        query: Queries after rotary.
+        key: Keys after rotary, one per kv head; query heads share them in groups.
+        mask: True where a key may be seen. None means causal, with the last query seeing every key.
+        scaling: Factor on the scores.
+        first_query: Number of keys that the first query may see, minus one (only used if `mask` is None).
+        softcap: `cap * tanh(score / cap)` (Gemma 2).
+        sinks: A learned logit per head that takes part in the softmax and is then dropped (gpt-oss).
+        bias: Added to the scores (ALiBi).
+    """
+    batch, heads, queries, width = query.shape
+    kv_heads, keys = key.shape[1:3]
+    grouped = beside_keys(query, kv_heads).float()
+    scores = torch.bmm(grouped, key.float().reshape(batch * kv_heads, keys, width).mT)
+    scores = scores.view(batch, heads, queries, keys).mul_(scaling)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if bias is not None:
+        scores = scores + bias
+    if mask is None and first_query < keys - 1:
+        last_seen = torch.arange(first_query, first_query + queries, device=query.device)
+        mask = torch.arange(keys, device=query.device) <= rearrange(last_seen, "query -> query 1")
+    if mask is not None:
+        scores.masked_fill_(~mask, torch.finfo(torch.float32).min)
+    if sinks is None:
+        return torch.softmax(scores, -1)
+    sink_scores = repeat(sinks.float(), "head -> batch head query 1", batch=batch, query=queries)
+    return torch.softmax(torch.cat([scores, sink_scores], -1), -1)[..., :-1]

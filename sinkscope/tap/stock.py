@@ -1,0 +1,74 @@
+"""The attention that a model selects by itself, while the tap is in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from sinkscope.models.target import Target
+from sinkscope.tap.internals import attention_name, eager_attention, set_attention
+
+NAME = "sinkscope"
+"""Name under which transformers knows the tap."""
+
+
+@dataclass
+class Stock:
+    """The attention that a tapped configuration selects by itself, and how often it is tapped."""
+
+    name: str
+    attention: (
+        Callable[..., Any] | None
+    )  # None: the one in the model's own file; stored because every layer asks for it
+    times: int = 0
+
+    @classmethod
+    def of(cls, config: Any) -> Stock:
+        """What a configuration selects now."""
+        from transformers import AttentionInterface
+
+        return cls(attention_name(config), AttentionInterface().get(stock_name(config)))
+
+
+STOCK: dict[int, Stock] = {}
+"""What tapped configurations select by themselves, by their ids."""
+
+
+def stock_name(config: Any) -> str:
+    """Name of the attention that the model uses when it is not tapped."""
+    stock = STOCK.get(id(config))
+    name = attention_name(config) if stock is None else stock.name
+    if name == NAME:
+        return "eager"
+    return name
+
+
+def stock_attention(module: Any) -> Callable[..., Any]:
+    """The attention function that a module uses when it is not tapped."""
+    stock = STOCK.get(id(module.config)) or Stock.of(module.config)
+    return stock.attention or eager_attention(module)
+
+
+def configs_of(target: Target) -> list[Any]:
+    """Every distinct configuration object in the model that its attention may read."""
+    configs: dict[int, Any] = {}
+    for module in target.hf.modules():
+        config = getattr(module, "config", None)
+        if hasattr(config, "model_type"):
+            configs[id(config)] = config
+    return list(configs.values())
+
+
+@contextmanager
+def eager(target: Target) -> Iterator[None]:
+    """Context manager with the model's own eager attention, which returns its weights."""
+    before = [(config, attention_name(config)) for config in configs_of(target)]
+    try:
+        for config, _ in before:
+            set_attention(config, "eager")
+        yield
+    finally:
+        for config, name in before:
+            set_attention(config, name)

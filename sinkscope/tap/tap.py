@@ -1,0 +1,184 @@
+"""The attention tap: the single attention function and mask function that tapped models use.
+
+Handlers are injected. They see the attention of every layer as the model computes it, may replace it, and may request
+its rows. If no handler acts, the model's own attention runs with the model's own mask, so the result equals the stock
+one bit for bit (under a cache policy, up to rounding where a sliding window would have dropped keys). The tap does not
+know who listens, so measurements work under cache policies and guards.
+
+Measurements listen through `attention_rows`. No full query x key matrix is stored: an observer
+sees `rows_per_chunk` rows at a time. The rows include everything the architecture does to its scores: soft cap, window,
+padding, learned sink logits. Under a cache policy they cover the keys that the cache keeps.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+from weakref import ref
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from sinkscope.models.target import Target
+from sinkscope.models.uncompiled import uncompiled
+from sinkscope.tap.attention_modules import AttentionParts, reading
+from sinkscope.tap.call import Attention, Output
+from sinkscope.tap.internals import set_attention
+from sinkscope.tap.listeners import HANDLERS, Handler, leave, listen, listeners_to
+from sinkscope.tap.own_attention import OwnAttention
+from sinkscope.tap.rows import shown
+from sinkscope.tap.stock import NAME, STOCK, Stock, configs_of, stock_attention, stock_name
+
+_LATEST: ContextVar[ref[Tensor] | None] = ContextVar("sinkscope_latest_queries", default=None)
+_LOCK = threading.Lock()
+
+
+@contextmanager
+def listening(target: Target, see: Callable[[Attention], None]) -> Iterator[None]:
+    """Context manager: `see` is called with every layer's attention; `by_mask` if it needs rows under the mask."""
+    with tapped(target) as configs:
+        listen(handler := Handler(see, configs, by_mask=True))
+        try:
+            yield
+        finally:
+            leave(handler)
+
+
+@contextmanager
+def tapped(target: Target) -> Iterator[frozenset[int]]:
+    """Context manager: every configuration of the model selects the tap's attention; yields their ids.
+
+    The names are registered with transformers once; this changes no other model. A model may be tapped several times.
+    Attention outside transformers' interface is seen by hooks instead.
+    """
+    if not target.adapter.attention_interface:
+        with uncompiled(), _tapped_outside(target) as ids:
+            yield ids
+        return
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    if NAME not in AttentionInterface():
+        AttentionInterface.register(NAME, _attend)
+        AttentionMaskInterface.register(NAME, _mask)
+    configs = configs_of(target)
+    with _LOCK:
+        for config in configs:
+            if id(config) not in STOCK:
+                STOCK[id(config)] = Stock.of(config)
+            STOCK[id(config)].times += 1
+            set_attention(config, NAME)
+    try:
+        with uncompiled():
+            yield frozenset(map(id, configs))
+    finally:
+        with _LOCK:
+            for config in configs:
+                stock = STOCK[id(config)]
+                stock.times -= 1
+                if stock.times == 0:
+                    set_attention(config, stock.name)
+                    del STOCK[id(config)]
+
+
+@contextmanager
+def _tapped_outside(target: Target) -> Iterator[frozenset[int]]:
+    """Context manager: every attention module of the model is read; yields the ids of its configurations."""
+    configs = frozenset(map(id, configs_of(target)))
+
+    def wanted() -> tuple[bool, bool]:
+        listeners = listeners_to(configs)
+        masks = any(handler.masks for handler in listeners)
+        return masks or not all(handler.idle for handler in listeners), masks
+
+    def attend(parts: AttentionParts) -> Tensor:
+        call = OwnAttention(parts.module, parts.query, parts.key, parts.value, None, {}, parts=parts)
+        for handler in listeners_to(configs):
+            handler.see(call)
+        return call.finish()[0]
+
+    layers = [layer for layer in range(target.n_layers) if target.has_part(layer, target.adapter.attn)]
+    modules = {layer: target.sub(layer, target.adapter.attn) for layer in layers}
+    with reading(modules, target.name, attend, wanted):
+        yield configs
+
+
+def _attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> Output:
+    """The attention function that transformers calls in every layer."""
+    config = id(module.config)
+    listeners: list[Handler] = []
+    idle = True
+    for handler in HANDLERS.get():  # a plain loop: every layer comes here
+        if config in handler.configs and not handler.ended.is_set():
+            listeners.append(handler)
+            idle = idle and handler.idle
+    chosen = in_blocks = None
+    indices = kwargs.pop("indices", None)  # the keys that an indexer chose (DeepSeek 3.2)
+    if indices is not None:
+        chosen = torch.zeros(len(indices), 1, query.shape[2], key.shape[2], dtype=torch.bool, device=indices.device)
+        chosen.scatter_(-1, indices[:, None].long(), True)
+    blocks = kwargs.pop("block_indices", None)  # the blocks of keys that an indexer chose (MiniMax M3)
+    if blocks is not None:
+        chosen = _within_blocks(module, attention_mask, blocks, query, key.shape[2], kwargs.get("position_ids"))
+    if chosen is not None:
+        attention_mask = _among_chosen(attention_mask, chosen)
+        if blocks is not None:
+            in_blocks = shown(attention_mask)
+    if idle:
+        return stock_attention(module)(module, query, key, value, attention_mask, **kwargs)
+    latest = _LATEST.get()
+    is_again = latest is not None and latest() is query
+    _LATEST.set(ref(query))
+    call = Attention(
+        module,
+        query,
+        key,
+        value,
+        attention_mask,
+        kwargs,
+        any(handler.by_mask for handler in listeners),
+        indices=indices,
+        in_blocks=in_blocks,
+        is_again=is_again,
+    )
+    for handler in listeners:
+        handler.see(call)
+    return call.finish()
+
+
+def _among_chosen(mask: Tensor | None, chosen: Bool[Tensor, "batch _ query key"]) -> Tensor:
+    """A mask that shows only chosen keys, of those that it shows."""
+    queries, keys = chosen.shape[2:]
+    if mask is None:
+        return chosen & torch.ones_like(chosen).tril(keys - queries)
+    if mask.dtype == torch.bool:
+        return mask[..., :keys] & chosen
+    return mask[..., :keys].masked_fill(~chosen, torch.finfo(mask.dtype).min)
+
+
+def _within_blocks(
+    module: Any, mask: Tensor | None, blocks: Tensor, query: Tensor, keys: int, positions: Tensor | None
+) -> Bool[Tensor, "batch _ query key"]:
+    """Which keys are in chosen blocks; modules make a mask of them for stock attention."""
+    if positions is None:
+        positions = torch.arange(keys - query.shape[2], keys, device=query.device)
+    positions = positions.reshape(-1, query.shape[2]).expand(len(query), -1)
+    return module.indexer.build_block_mask(blocks, mask, keys, query.dtype, query.device, positions) == 0
+
+
+def _mask(*, config: Any, **kwargs: Any) -> Any:
+    """The mask function that transformers calls once per forward call; no mask if a handler determines what is seen."""
+    from transformers import AttentionMaskInterface
+
+    name = stock_name(config)
+    for handler in listeners_to([id(config)]):
+        if handler.masks:
+            return None
+        if handler.by_mask:
+            name = "sdpa"
+    return AttentionMaskInterface()[name](config=config, **kwargs)

@@ -1,0 +1,40 @@
+"""Edits of every kind, and the logits of a model that decodes under them."""
+
+from __future__ import annotations
+
+import torch
+from kv_kit import positions, prompts
+from transformers import DynamicCache
+
+from sinkscope import Ablate, Add, LoopGuard, LoopServe, SinkPatch
+from sinkscope.kv import H2O, TOVA, Observe, SnapKV, StreamingLLM
+
+IDS, MASK = prompts([9, 6], 4)
+PATCH = SinkPatch(layer=1, neurons=[3], value=0.5)
+EDITS = {
+    "ablate": Ablate(layer=1, neurons=[3, 5]),
+    "heads": Ablate(heads=[(0, 1)]),
+    "add": Add(torch.ones(32), "blocks.0.hook_resid_post"),
+    "patch": PATCH,
+    "up": SinkPatch(layer=0, neurons=[2], value=0.5, site="up"),
+    "observe": Observe(lambda rows: None, last=1),
+    "streaming": StreamingLLM(budget=6, first=2),
+    "rebased": StreamingLLM(budget=6, first=2, positions="rebased"),
+    "h2o": H2O(budget=6),
+    "tova": TOVA(budget=6, mode="select"),
+    "snapkv": SnapKV(budget=6, window=2),
+    "guard": LoopGuard(budget=64),
+    "loopserve": LoopServe(budget=6, shortest=0, interval=2, first=0),
+    "patch and h2o": PATCH | H2O(budget=6),
+}
+
+
+@torch.no_grad()
+def decode(model, ids, mask, prompt):
+    """Logits of a prompt's last token and of the tokens behind it, one by one."""
+    cache, logits = DynamicCache(), []
+    for start, stop in [(0, prompt), *[(at, at + 1) for at in range(prompt, ids.shape[1])]]:
+        options = {"attention_mask": mask[:, :stop], "position_ids": positions(mask)[:, start:stop]}
+        out = model(input_ids=ids[:, start:stop], past_key_values=cache, use_cache=True, **options)
+        logits.append(out.logits[:, -1])
+    return torch.stack(logits, 1)

@@ -1,0 +1,389 @@
+"""However a model is wrapped, converted, called or interrupted, an edit acts as on the plain model, or is refused.
+
+It never does nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import os
+import pickle
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+
+import pytest
+import torch
+from edit_kit import EDITS, IDS, MASK, decode
+from kv_kit import model_of
+from torch import nn
+from torch.nn.utils import parametrize
+
+from sinkscope.errors import SinkscopeError
+
+DOWN = "model.layers.1.mlp.down_proj"
+
+
+class Around(nn.Module):
+    """Calls what is inside, and lends its attributes, as the wrappers of other libraries do."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args, **kwargs):
+        return self.inner(*args, **kwargs)
+
+    def __getattr__(self, name):
+        with suppress(AttributeError):
+            return super().__getattr__(name)
+        return getattr(super().__getattr__("inner"), name)
+
+
+class LowRank(nn.Module):
+    """A branch of low rank beside a projection, which still adds nothing."""
+
+    def __init__(self, base_layer: nn.Linear):
+        super().__init__()
+        self.base_layer = base_layer
+        self.one = nn.Linear(base_layer.in_features, 2, bias=False)
+        self.other = nn.Linear(2, base_layer.out_features, bias=False)
+        nn.init.zeros_(self.other.weight)
+        self.weight = base_layer.weight
+        self.in_features, self.out_features = base_layer.in_features, base_layer.out_features
+
+    def forward(self, hidden):
+        return self.base_layer(hidden) + self.other(self.one(hidden))
+
+
+class Same(nn.Module):
+    def forward(self, weight):
+        return weight
+
+
+def put(model: nn.Module, path: str, made: Callable[[nn.Module], nn.Module]) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, made(model.get_submodule(path)))
+
+
+def run(model: nn.Module, call: Callable | None = None) -> torch.Tensor:
+    return decode(call or model, IDS, MASK, 9)
+
+
+def before(change: Callable[[nn.Module], object]):
+    """A change of the model before the `with`."""
+
+    def way(model, edit):
+        change(model)
+        with edit.on(model):
+            return run(model)
+
+    return way
+
+
+def inside(change: Callable[[nn.Module], object]):
+    """A change of the model inside the `with`, after a first call."""
+
+    def way(model, edit):
+        with edit.on(model):
+            run(model)
+            change(model)
+            return run(model)
+
+    return way
+
+
+def called(caller: Callable[[Callable[[], torch.Tensor]], torch.Tensor]):
+    """An ordinary model, called in another way."""
+
+    def way(model, edit):
+        with edit.on(model):
+            return caller(lambda: run(model))
+
+    return way
+
+
+def through(wrapped: Callable[[nn.Module], Callable]):
+    """What is edited is the model; what is called is around it."""
+
+    def way(model, edit):
+        outer = wrapped(model)
+        with edit.on(model):
+            return run(model, outer)
+
+    return way
+
+
+def on_wrapper(wrapped: Callable[[nn.Module], nn.Module]):
+    def way(model, edit):
+        outer = wrapped(model)
+        with edit.on(outer):
+            return run(model, outer)
+
+    return way
+
+
+def in_thread(work):
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(work()))
+    thread.start()
+    thread.join(60)
+    return answers[0]
+
+
+def in_pool(work):
+    """Of several at once, each has the same answer."""
+    with ThreadPoolExecutor(3) as pool:
+        answers = [task.result() for task in [pool.submit(work) for _ in range(3)]]
+    assert all(torch.allclose(answer, answers[0], atol=1e-6) for answer in answers)
+    return answers[0]
+
+
+def in_fork(work):
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            torch.set_num_threads(1)
+            answer = pickle.dumps(work().numpy())
+        except BaseException as error:
+            answer = pickle.dumps(f"{type(error).__name__}: {error}")
+        with os.fdopen(writer, "wb") as pipe:
+            pipe.write(answer)
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        answer = pickle.loads(pipe.read())
+    os.waitpid(child, 0)
+    assert not isinstance(answer, str), answer
+    return torch.from_numpy(answer)
+
+
+def in_task(work):
+    async def both():
+        return await asyncio.gather(asyncio.to_thread(work), asyncio.to_thread(work))
+
+    return asyncio.run(both())[1]
+
+
+def in_inference_mode(work):
+    with torch.inference_mode():
+        return work().clone()
+
+
+def with_gradients(work):
+    with torch.enable_grad():
+        return work()
+
+
+def after(error: type[BaseException]):
+    """Another call, after one that was broken off."""
+
+    def way(model, edit):
+        def stop(*_):
+            raise error
+
+        with edit.on(model):
+            handle = model.model.layers[1].register_forward_pre_hook(stop)
+            with suppress(error):
+                run(model)
+            handle.remove()
+            return run(model)
+
+    return way
+
+
+def again(model, edit):
+    with edit.on(model):
+        run(model)
+    with edit.on(model):
+        return run(model)
+
+
+def of_a_copy(model, edit):
+    other = copy.deepcopy(model)
+    with edit.on(other):
+        assert torch.allclose(run(model), PLAIN["logits"], atol=1e-6)
+        return run(other)
+
+
+def copied_inside(model, edit):
+    with edit.on(model):
+        return run(copy.deepcopy(model))
+
+
+def pickled_inside(model, edit):
+    with edit.on(model):
+        return run(pickle.loads(pickle.dumps(model)))
+
+
+def functional(model):
+    weights = dict(model.named_parameters())
+    return lambda **options: torch.func.functional_call(model, weights, kwargs=options)
+
+
+def new_forward(module: nn.Module) -> None:
+    old = module.forward
+    module.forward = lambda *args, **kwargs: old(*args, **kwargs)
+
+
+def hooks_of_the_user(model: nn.Module) -> None:
+    part = model.get_submodule(DOWN)
+    part.register_forward_pre_hook(lambda _module, args: args)
+    part.register_forward_hook(lambda _module, _args, output: output + 0)
+    model.model.register_forward_hook(lambda _module, _args, output: output)
+
+
+def own_class(model: nn.Module) -> None:
+    mlp = model.model.layers[1].mlp
+    mlp.__class__ = type("Own", (type(mlp),), {})
+
+
+def other_list(model: nn.Module) -> None:
+    model.model.layers = nn.ModuleList(list(model.model.layers))
+
+
+def shorter(model: nn.Module) -> None:
+    model.model.layers = model.model.layers[:1]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", EDITS)
+def test_of_a_model_that_loses_layers_inside_the_with_the_edits_of_the_others_act(name, plain):
+    whole, short = copy.deepcopy(plain), copy.deepcopy(plain)
+    shorter(short)
+    try:
+        with EDITS[name].on(short):
+            expected = run(short)
+    except SinkscopeError:
+        expected = None
+    try:
+        found = inside(shorter)(whole, EDITS[name])
+    except SinkscopeError as error:
+        assert "\n" not in str(error)
+        return
+    assert expected is not None and torch.allclose(found, expected, atol=1e-5)
+
+
+def swap(model: nn.Module) -> None:
+    layers = model.model.layers
+    layers[0], layers[1] = layers[1], layers[0]
+    layers[0], layers[1] = layers[1], layers[0]
+
+
+def replaced(path: str):
+    return lambda model: put(model, path, copy.deepcopy)
+
+
+def offloaded(model: nn.Module) -> None:
+    from accelerate import cpu_offload
+
+    cpu_offload(model, execution_device=torch.device("cpu"))
+
+
+def accelerate_hook(model: nn.Module) -> None:
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    add_hook_to_module(model.get_submodule(DOWN), ModelHook())
+
+
+WAYS = {
+    "wrapped base": before(lambda model: put(model, "model", Around)),
+    "wrapped layer": before(lambda model: put(model, "model.layers.1", Around)),
+    "wrapped MLP": before(lambda model: put(model, "model.layers.1.mlp", Around)),
+    "wrapped projection": before(lambda model: put(model, DOWN, Around)),
+    "wrapped attention": before(lambda model: put(model, "model.layers.0.self_attn", Around)),
+    "low rank": before(lambda model: put(model, DOWN, LowRank)),
+    "low rank of queries": before(lambda model: put(model, "model.layers.1.self_attn.q_proj", LowRank)),
+    "parametrized": before(
+        lambda model: parametrize.register_parametrization(model.get_submodule(DOWN), "weight", Same())
+    ),
+    "own forward of the base": before(lambda model: new_forward(model.model)),
+    "own forward of a layer": before(lambda model: new_forward(model.model.layers[1])),
+    "own forward of an MLP": before(lambda model: new_forward(model.model.layers[1].mlp)),
+    "own class": before(own_class),
+    "hooks of the user": before(hooks_of_the_user),
+    "accelerate's hook": before(accelerate_hook),
+    "offloaded": before(offloaded),
+    "training": before(lambda model: model.train()),
+    "hooks inside": inside(hooks_of_the_user),
+    "own forward inside": inside(lambda model: new_forward(model.model.layers[1].mlp)),
+    "low rank inside": inside(lambda model: put(model, DOWN, LowRank)),
+    "wrapped layer inside": inside(lambda model: put(model, "model.layers.1", Around)),
+    "wrapped attention inside": inside(lambda model: put(model, "model.layers.0.self_attn", Around)),
+    "replaced layer inside": inside(replaced("model.layers.1")),
+    "replaced attention inside": inside(replaced("model.layers.0.self_attn")),
+    "replaced base inside": inside(replaced("model")),
+    "new list inside": inside(other_list),
+    "swapped and back": inside(swap),
+    "moved inside": inside(lambda model: model.to("cpu")),
+    "converted inside": inside(lambda model: model.double().float()),
+    "weights loaded inside": inside(lambda model: model.load_state_dict(copy.deepcopy(model.state_dict()))),
+    "weights assigned inside": inside(
+        lambda model: model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    ),
+    "another attention inside": inside(lambda model: model.set_attn_implementation("sdpa")),
+    "data parallel": through(nn.DataParallel),
+    "edited through data parallel": on_wrapper(nn.DataParallel),
+    "edited through a wrapper": on_wrapper(Around),
+    "called through a wrapper": through(Around),
+    "functional": through(functional),
+    "a partial": through(lambda model: partial(model)),
+    "its forward": through(lambda model: model.forward),
+    "a thread": called(in_thread),
+    "a pool": called(in_pool),
+    "a fork": called(in_fork),
+    "asyncio": called(in_task),
+    "inference mode": called(in_inference_mode),
+    "gradients": called(with_gradients),
+    "after an error": after(RuntimeError),
+    "after an interrupt": after(KeyboardInterrupt),
+    "after an exit": after(GeneratorExit),
+    "once more": again,
+    "a copy": of_a_copy,
+    "copied inside": copied_inside,
+    "pickled inside": pickled_inside,
+}
+REFUSED = {way for way in WAYS if way.endswith(" inside")} | {"edited through data parallel"}
+"""Ways in which some edit is refused."""
+PLAIN: dict[str, torch.Tensor] = {}
+
+
+@pytest.fixture(scope="module")
+def plain():
+    model = model_of("llama", num_hidden_layers=2).requires_grad_(False)
+    PLAIN["logits"] = run(model)
+    return model
+
+
+@pytest.fixture(scope="module")
+def expected(plain):
+    found = {}
+    for name, edit in EDITS.items():
+        with edit.on(plain):
+            found[name] = run(plain)
+    return found
+
+
+CASES = []
+for _number, _way in enumerate(WAYS):
+    for _index, _name in enumerate(EDITS):
+        _marks = [] if _index == _number % len(EDITS) else [pytest.mark.slow]
+        CASES.append(pytest.param(_way, _name, id=f"{_way}, {_name}", marks=_marks))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("way", "name"), CASES)
+def test_an_edit_acts_as_on_the_plain_model_or_is_refused(way, name, plain, expected):
+    model = copy.deepcopy(plain)
+    try:
+        found = WAYS[way](model, EDITS[name])
+    except SinkscopeError as error:
+        assert "\n" not in str(error)
+        found = None
+        assert way in REFUSED
+    if found is not None:
+        assert torch.allclose(found.float(), expected[name], atol=1e-5)

@@ -1,0 +1,109 @@
+"""A damaged file beside the weights is refused in one line, and none is ignored, waited for, or followed for ever."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from checkpoints import checkpoint
+from refusals import refused
+
+import sinkscope as ss
+
+
+def content(data: bytes) -> Callable[[Path], None]:
+    def change(file: Path) -> None:
+        file.write_bytes(data)
+
+    return change
+
+
+def cut(file: Path) -> None:
+    data = file.read_bytes()
+    file.write_bytes(data[: len(data) // 2])
+
+
+def pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def link(to: str) -> Callable[[Path], None]:
+    def change(file: Path) -> None:
+        file.unlink()
+        file.symlink_to(to or file.name)
+
+    return change
+
+
+DAMAGES = {
+    "cut": cut,
+    "empty": content(b""),
+    "bytes": content(bytes(range(256)) * 4),
+    "null": content(b"null"),
+    "a list": content(b"[]"),
+    "a number": content(b"7"),
+    "not UTF-8": content(b'{"a": "\xff\xfe"}'),
+    "nested": content(b"[" * 100_000),
+    "a folder": folder,
+    "a pipe": pipe,
+    "a link to itself": link(""),
+    "a link to nothing": link("nowhere"),
+    "a device": link("/dev/zero"),
+}
+FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]
+
+
+@pytest.fixture
+def model(tmp_path):
+    copy = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
+    (copy / "special_tokens_map.json").write_text("{}")
+    return copy
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_file_beside_the_weights_is_refused(model, name, damage):
+    DAMAGES[damage](model / name)
+    with refused(name.partition(".")[0] if "config" in name and not name.startswith("tok") else "tokenizer|special"):
+        ss.load(model, backend="hf")
+
+
+@pytest.mark.parametrize("ends", ["x", {"x": 1}, [1, None], True, 1.5])
+def test_ends_of_text_that_are_no_token_ids_are_refused(model, ends):
+    file = model / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": ends}))
+    with refused("eos_token_id in generation_config.json is .*; expected a token id or a list of them"):
+        ss.load(model, backend="hf")
+
+
+@pytest.mark.parametrize("ends", [None, 3, [3, 4]])
+def test_ends_of_text_are_those_of_the_file(model, ends):
+    file = model / "generation_config.json"
+    entries = json.loads(file.read_text())
+    entries.pop("eos_token_id", None)
+    if ends is not None:
+        entries["eos_token_id"] = ends
+    file.write_text(json.dumps(entries))
+    assert ss.load(model, backend="hf").generation_config.eos_token_id == ends
+
+
+def test_a_model_without_the_file_loads_with_the_ends_of_its_configuration(model):
+    (model / "generation_config.json").unlink()
+    loaded = ss.load(model, backend="hf")
+    assert loaded.generation_config.eos_token_id == loaded.config.eos_token_id
+
+
+def test_a_model_read_layer_by_layer_is_held_against_the_same_files(model):
+    (model / "generation_config.json").write_text("{")
+    with refused("generation_config.json is not a JSON file"):
+        ss.find_sinks(model)
