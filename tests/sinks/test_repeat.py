@@ -98,7 +98,7 @@ def test_typical_lines_are_quantiles_of_later_positions(llama):
     assert norm.conditions == ("intact",)
 
 
-@pytest.mark.parametrize("bos", [True, False])
+@pytest.mark.parametrize("bos", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_what_stands_before_the_repetitions(bos):
     o = organism("llama", 2, bos=bos)
     word, prefix = word_of(o, 0), f"{word_of(o, 1)} {word_of(o, 1, 1)}"
@@ -235,6 +235,7 @@ def test_readings_of_attention_leave_layers_without_it_out(first):
 # --- answers, errors, files ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_model_without_a_sink_is_an_answer():
     o = organism("llama", 0, kind="none")
     norms = measured(o, max_repeats=8, ablate=True)
