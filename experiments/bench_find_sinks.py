@@ -20,20 +20,23 @@ load.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from experiments.record import Row
+from experiments.record import Row, record
+from experiments.script import run as run_script
+from sinkscope.files.output import write_atomic
 
 REPEATS, CANDIDATES, SHAPE = 1000, 8, "24x1024"
+ROWS = ("shallow", "deep", "seven_b", "cold_start")
+ARMS = ("notebook", "plain", "sinkscope", "sinkscope-all")
 
 
 def notebook_arm(folder: str) -> Row:
@@ -254,50 +257,44 @@ def cold_start(rounds: int) -> Row:
     return {"ratio": statistics.median(values), "seconds": pairs}
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", nargs="*", choices=["shallow", "deep", "seven_b", "cold_start"])
-    parser.add_argument("--arm", choices=["notebook", "plain", "sinkscope", "sinkscope-all"], help=argparse.SUPPRESS)
-    parser.add_argument("--folder", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.arm:
-        alone = {"notebook": notebook_arm, "plain": plain_arm}.get(args.arm)
-        print(json.dumps(alone(args.folder) if alone else sinkscope_arm(args.folder, "all" in args.arm)))
+def main(
+    *,
+    rounds: int = 3,
+    only: Sequence[Literal[*ROWS]] = ROWS,
+    arm: Literal[*ARMS] | None = None,
+    folder: Path | None = None,
+    out: Path | None = None,
+) -> None:
+    """Make what the module describes.
+
+    Args:
+        arm: Only run this on the checkpoint in `folder`, as the script does itself in processes of their own.
+    """
+    if arm is not None:
+        alone = {"notebook": notebook_arm, "plain": plain_arm}.get(arm)
+        print(json.dumps(alone(folder) if alone else sinkscope_arm(folder, "all" in arm)))
         return
     rows: dict[str, Callable[[Path], Row]] = {
-        "shallow": lambda f: pair(f, 1, args.rounds),
-        "deep": lambda f: pair(f, 16, args.rounds),
+        "shallow": lambda f: pair(f, 1, rounds),
+        "deep": lambda f: pair(f, 16, rounds),
         "seven_b": seven_b,
-        "cold_start": lambda _f: cold_start(args.rounds),
+        "cold_start": lambda _f: cold_start(rounds),
     }
     results: Row = {}
-    if args.out is not None and args.out.exists():  # rows that are not run again stay
-        results = json.loads(args.out.read_text())["result"]
+    if out is not None and out.exists():  # rows that are not run again stay
+        results = json.loads(out.read_text())["result"]
     started = time.perf_counter()
-    for name, row in rows.items():
-        if args.only and name not in args.only:
-            continue
+    for name in only:
         print(f"{name} ...", file=sys.stderr, flush=True)
-        with tempfile.TemporaryDirectory() as folder:
-            results[name] = row(Path(folder) / "model")
-    from experiments.record import record
-
-    text = record(
-        "bench-find-sinks",
-        results,
-        {"rounds": args.rounds, "repeats": REPEATS, "candidates": CANDIDATES},
-        started=started,
-    )
-    if args.out is None:
+        with tempfile.TemporaryDirectory() as temporary:
+            results[name] = rows[name](Path(temporary) / "model")
+    settings = {"rounds": rounds, "repeats": REPEATS, "candidates": CANDIDATES}
+    text = record("bench-find-sinks", results, settings, started=started)
+    if out is None:
         print(text)
     else:
-        from sinkscope.files.output import write_atomic
-
-        write_atomic(args.out, text)
+        write_atomic(out, text)
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -16,10 +16,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from experiments.record import Row, record
+from experiments.script import run as run_script
 
 DATA = Path(__file__).parents[1] / "figures/bench_inference.json"
 SHAPES: dict[str, tuple[str, Row]] = {
@@ -114,15 +116,19 @@ def model_of_two_layers() -> Any:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=64, pad_token_id=0, **sizes))
 
 
-def main(chosen: list[str]) -> None:
-    """Measure each shape in processes of their own, and write the record."""
-    if chosen and chosen[0] == "--measure":
-        print(json.dumps(measure(chosen[1], chosen[2])))
+def main(shapes: Sequence[Literal[*SHAPES]] = tuple(SHAPES), *, measured: str | None = None) -> None:
+    """Measure each shape in processes of their own, and write the record.
+
+    Args:
+        measured: Only measure this in a shape, as the script does itself in processes of their own.
+    """
+    if measured is not None:
+        print(json.dumps(measure(shapes[0], measured)))
         return
     rows: Row = {}
     if DATA.is_file():
         rows = json.loads(DATA.read_text())["result"]["shapes"]
-    for shape in chosen or SHAPES:
+    for shape in shapes:
         row: Row = {}
         steps = ["infer", "again"]
         if shape in LIVE:
@@ -131,7 +137,7 @@ def main(chosen: list[str]) -> None:
             runs: list[dict[str, float]] = []
             with tempfile.TemporaryDirectory() as cache:
                 environment = {**os.environ, "XDG_CACHE_HOME": cache, "OMP_NUM_THREADS": "1"}
-                command = [sys.executable, "-m", "experiments.bench_inference", "--measure", shape, what]
+                command = [sys.executable, "-m", "experiments.bench_inference", shape, "--measured", what]
                 for repeat in range(REPEATS + (what == "again")):
                     if what != "again":
                         environment["XDG_CACHE_HOME"] = f"{cache}/{repeat}"
@@ -147,4 +153,4 @@ def main(chosen: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_script(main)

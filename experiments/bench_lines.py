@@ -19,7 +19,6 @@ length. `--long N` adds a row at a length for which `eager` is left out.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
@@ -28,12 +27,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from experiments.record import Row, record
+from experiments.script import run as run_script
 from sinkscope.attention.lines import ETAS, weighed
 from sinkscope.files.output import write_atomic
 from sinkscope.lines.choice import top_lines
@@ -171,12 +171,12 @@ def timed(call: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def row(arms: tuple[str, ...], target: Target, length: int, args: argparse.Namespace) -> Row:
+def row(arms: tuple[str, ...], target: Target, length: int, settings: Row) -> Row:
     """Interleaved rounds of some arms at one length."""
-    ids = ids_of(length, args.seed)
+    ids = ids_of(length, settings["seed"])
     run("sdpa", target, ids)
-    rounds = [{arm: timed(lambda arm=arm: run(arm, target, ids)) for arm in arms} for _ in range(args.rounds)]
-    memory = {arm: peak_of(arm, args.shape, length, args.seed, args.threads) for arm in arms}
+    rounds = [{arm: timed(lambda arm=arm: run(arm, target, ids)) for arm in arms} for _ in range(settings["rounds"])]
+    memory = {arm: peak_of(arm, settings["shape"], length, settings["seed"], settings["threads"]) for arm in arms}
 
     def ratio(over: str, under: str) -> float | None:
         if {over, under} <= set(arms):
@@ -205,28 +205,34 @@ def row(arms: tuple[str, ...], target: Target, length: int, args: argparse.Names
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--shape", default="lines-512", choices=sorted(SHAPES))
-    parser.add_argument("--length", type=int, default=8192)
-    parser.add_argument("--long", type=int)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--arm", choices=ARMS, help="run one arm once and print how far the peak rose")
-    args = parser.parse_args()
+def main(
+    *,
+    shape: Literal[*SHAPES] = "lines-512",
+    length: int = 8192,
+    long: int | None = None,
+    rounds: int = 3,
+    seed: int = 0,
+    threads: int = 1,
+    arm: Literal[*ARMS] | None = None,
+    out: Path | None = None,
+) -> None:
+    """Make what the module describes.
+
+    Args:
+        long: Another length, of the arms that read it in a reasonable time.
+        arm: Only run this once and print how far the peak of memory rose.
+    """
     started = time.perf_counter()
-    torch.set_num_threads(args.threads)
-    target = made(args.shape, args.seed)
-    if args.arm:
-        run(args.arm, target, ids_of(64, args.seed))  # libraries are loaded
+    torch.set_num_threads(threads)
+    target = made(shape, seed)
+    if arm is not None:
+        run(arm, target, ids_of(64, seed))  # libraries are loaded
         Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is held now (Linux)
         before = memory("VmRSS")
-        run(args.arm, target, ids_of(args.length, args.seed))
+        run(arm, target, ids_of(length, seed))
         print(json.dumps({"peak": max(1, memory("VmHWM") - before)}))
         return
-    short = ids_of(512, args.seed)
+    short = ids_of(512, seed)
     pairs = []
     for i in range(target.n_layers):
         pairs.append((run("eager", target, short, dense=True)[i], run("lines", target, short)[i]))
@@ -234,19 +240,16 @@ def main() -> None:
     heaviest = []
     for sums in pairs[0][1]:
         heaviest.append(float(sums.max() / 512))
-    rows = [row(ARMS, target, args.length, args)]
-    if args.long:
-        rows.append(row(("lines", "sdpa"), target, args.long, args))
-    settings = {}
-    for k, v in vars(args).items():
-        if k not in ("out", "arm"):
-            settings[k] = v
+    settings = {"shape": shape, "length": length, "long": long, "rounds": rounds, "seed": seed, "threads": threads}
+    rows = [row(ARMS, target, length, settings)]
+    if long is not None:
+        rows.append(row(("lines", "sdpa"), target, long, settings))
     result = {"same": same, "heaviest_line": {"vertical": heaviest[0], "slash": heaviest[1]}, "rows": rows}
-    text = record("bench-lines", result, settings, started=started, seed=args.seed)
-    if args.out:
-        write_atomic(args.out, text)
+    text = record("bench-lines", result, settings, started=started, seed=seed)
+    if out is not None:
+        write_atomic(out, text)
     print(text, end="")
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -9,7 +9,6 @@ sockets.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import socket
@@ -27,6 +26,7 @@ from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
 from experiments.record import Row, record
+from experiments.script import run as run_script
 from sinkscope.files.output import write_atomic
 from sinkscope.loops.monitor import MonitorSettings
 from sinkscope.models.text import typical_text
@@ -93,7 +93,7 @@ def measured(tokens: int, rounds: int) -> Row:
     words = [sys.executable, "-m"]
     upstream = f"http://127.0.0.1:{direct}"
     commands = [
-        [*words, "experiments.bench_proxy", "--serve", str(direct)],
+        [*words, "experiments.bench_proxy", "--serve-at", str(direct)],
         [*words, "sinkscope", "loops", "--proxy", upstream, "--port", str(proxied)],
     ]
     processes = []
@@ -130,23 +130,27 @@ def measured(tokens: int, rounds: int) -> Row:
     }
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=10_000)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path("figures/bench_proxy.json"))
-    parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.serve is not None:
-        serve(args.serve)
+def main(
+    *,
+    tokens: int = 10_000,
+    rounds: int = 5,
+    serve_at: int | None = None,
+    out: Path = Path("figures/bench_proxy.json"),
+) -> None:
+    """Make what the module describes.
+
+    Args:
+        serve_at: Only be the server, at this port, as the script does itself in a process of its own.
+    """
+    if serve_at is not None:
+        serve(serve_at)
         return
     started = time.perf_counter()
-    result = measured(args.tokens, args.rounds)
-    settings = {"tokens": args.tokens, "rounds": args.rounds}
-    write_atomic(args.out, record("bench-proxy", result, settings, started=started, dtype="text"))
+    result = measured(tokens, rounds)
+    settings = {"tokens": tokens, "rounds": rounds}
+    write_atomic(out, record("bench-proxy", result, settings, started=started, dtype="text"))
     print(json.dumps(result["microseconds_per_token"]), f"load {result['load']:.1f}")
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -12,7 +12,6 @@ parameter by every token of the bundled model, as if all experts and all layers 
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import resource
@@ -30,6 +29,7 @@ from transformers.utils import logging
 import sinkscope as ss
 from experiments.make_shape import SHAPES, make_plan, write
 from experiments.record import Row, record
+from experiments.script import run as run_script
 from sinkscope.app.expected import computing_seconds, size_of, speed
 from sinkscope.files.output import write_atomic
 from tests.organisms.decoders import byte_tokenizer
@@ -94,11 +94,8 @@ def measured(command: str, model: str, config: Any, *, whole: bool) -> Row:
     }
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("figures/dry_run.json"))
-    args = parser.parse_args()
+def main(*, out: Path = Path("figures/dry_run.json")) -> None:
+    """Make what the module describes."""
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     started = time.perf_counter()
@@ -117,8 +114,8 @@ def main() -> None:
             byte_tokenizer().save_pretrained(folder)
             runs[name] = measured("lines", folder, config, whole=True)
         print(name, runs[name], flush=True)
-    write_atomic(args.out, record("dry-run", {"runs": runs}, {}, started=started))
+    write_atomic(out, record("dry-run", {"runs": runs}, {}, started=started))
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -1,20 +1,21 @@
 """The gallery page of the documentation: every picture in figures/, what it shows, and the command that makes it.
 
 python -m experiments.gallery [--out docs/gallery.md]
-python -m experiments.gallery --draw [NAME ...]    # draws pictures again from the JSON beside them; measures nothing
+python -m experiments.gallery --draw NAME ...      # draws pictures again from the JSON beside them (--all: all of them)
 python -m experiments.gallery --html FILE          # one page of all results in figures/, also those of experiments/
 """
 
 from __future__ import annotations
 
-import argparse
 import shlex
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from experiments.drawn import record_section
 from experiments.record import Row
+from experiments.script import run as run_script
 from sinkscope.app.pages import Section, document, result_section, save_document, write_png
 from sinkscope.files.output import read_json, write_atomic
 from sinkscope.files.result import Result, known_kinds
@@ -54,7 +55,7 @@ def figure_of(picture: Path) -> Any:
     return import_module(data["provenance"]["argv"][2]).figure(data)
 
 
-def draw(picture: Path) -> None:
+def draw_again(picture: Path) -> None:
     """Write a picture again from the JSON beside it."""
     # The picture may be of an earlier form, which is no reason to keep it.
     data = read_json(picture.with_suffix(".json"))
@@ -146,18 +147,35 @@ def _command(data: Row) -> str:
     return shlex.join(kept)
 
 
+def main(
+    *,
+    out: Path = Path("docs/gallery.md"),
+    html: Path | None = None,
+    draw: Sequence[str] = (),
+    all: bool = False,
+) -> None:
+    """Make what the module describes.
+
+    Args:
+        out: The page of the documentation.
+        html: Write all results to this page instead.
+        draw: Draw these pictures again, such as repeat.
+        all: Draw all pictures again.
+    """
+    if html is not None:
+        page(html)
+        return
+    if not draw and not all:
+        write_atomic(out, gallery())
+        return
+    import_module("kaleido").start_sync_server(silence_warnings=True)  # one browser for all pictures
+    chosen = pictures()
+    if not all:
+        chosen = [FIGURES / f"{name}.png" for name in draw]
+    for path in chosen:
+        draw_again(path)
+        print(path.name, path.stat().st_size)
+
+
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default="docs/gallery.md")
-    parser.add_argument("--html", metavar="FILE", help="write all results to this page instead")
-    parser.add_argument("--draw", nargs="*", metavar="NAME", help="of pictures, such as repeat; none: all")
-    args = parser.parse_args()
-    if args.html is not None:
-        page(args.html)
-    elif args.draw is None:
-        write_atomic(args.out, gallery())
-    else:
-        import_module("kaleido").start_sync_server(silence_warnings=True)  # one browser for all pictures
-        for path in [FIGURES / f"{name}.png" for name in args.draw] or pictures():
-            draw(path)
-            print(path.name, path.stat().st_size)
+    run_script(main)

@@ -12,6 +12,7 @@ import json
 import sys
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from experiments.record import Row, record
+from experiments.script import run as run_script
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "figures/model_types.json"
@@ -193,15 +195,18 @@ def page(data: Row) -> str:
     return text
 
 
-def main(chosen: list[str]) -> None:
-    """Examine the types and write both files."""
+def main(names: Sequence[str] = (), *, only_sites: bool = False) -> None:
+    """Examine the types and write both files.
+
+    Args:
+        names: Types; default: all.
+        only_sites: Examine the sites alone.
+    """
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    only_sites = "--sites" in chosen
-    chosen = [name for name in chosen if name != "--sites"]
-    if only_sites and not chosen:
-        chosen = list(json.loads(DATA.read_text())["result"]["types"])
-    for model_type in chosen or types():
+    if only_sites and not names:
+        names = list(json.loads(DATA.read_text())["result"]["types"])
+    for model_type in names or types():
         if only_sites:
             found = sites(model_type)
         else:
@@ -223,4 +228,4 @@ def main(chosen: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_script(main)

@@ -10,13 +10,13 @@ the others a mixture of stories, Python, generated passages and random cycles. T
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import platform
 import sys
 import time
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -27,24 +27,7 @@ from experiments.bundled import corpus, entry, export, facts, measure
 from experiments.bundled.passages import passages
 from experiments.bundled.stories import read_stories
 from experiments.bundled.training import SIZES, Settings, Trainer
-
-
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m experiments.train_bundled", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder for checkpoint, log and result")
-    parser.add_argument("--stories", type=Path, help="stories, each followed by a line <|end|>")
-    parser.add_argument("--size", choices=tuple(SIZES), default="base", help="which member of the family; base ships")
-    parser.add_argument("--steps", type=int, default=Settings.steps)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--unplanted", action="store_true", help="the same network and data without the circuit")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
-    parser.add_argument("--until", type=int, help="stop at this step (resume later)")
-    parser.add_argument("--tokens-per-step", type=int, default=Settings.tokens_per_step)
-    parser.add_argument("--device", default="cpu", help="training on a GPU is not the same from run to run")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--health-every", type=int, default=250)
-    return parser.parse_args(argv)
-
+from experiments.script import run as run_script
 
 PASSAGES = 12000
 
@@ -137,33 +120,57 @@ def forget_after(log: Path, step: int) -> None:
     log.write_text("".join(kept))
 
 
-def main(argv: list[str] | None = None) -> None:
-    args = parse(argv)
-    torch.set_num_threads(args.threads)
-    args.out.mkdir(parents=True, exist_ok=True)
+def main(
+    *,
+    out: Path,
+    stories: Path | None = None,
+    size: Literal[*SIZES] = "base",
+    steps: int = Settings.steps,
+    seed: int = 0,
+    unplanted: bool = False,
+    resume: bool = False,
+    until: int | None = None,
+    tokens_per_step: int = Settings.tokens_per_step,
+    device: str = "cpu",
+    threads: int = 1,
+    health_every: int = 250,
+) -> None:
+    """Make what the module describes.
+
+    Args:
+        out: Folder for checkpoint, log and result.
+        stories: Stories, each followed by a line <|end|>.
+        size: Which member of the family; base ships.
+        unplanted: The same network and data without the circuit.
+        resume: Go on from the checkpoint in --out.
+        until: Stop at this step (resume later).
+        device: Training on a GPU is not the same from run to run.
+    """
+    torch.set_num_threads(threads)
+    out.mkdir(parents=True, exist_ok=True)
     settings = Settings(
-        steps=args.steps,
-        seed=args.seed,
-        planted=not args.unplanted,
-        tokens_per_step=args.tokens_per_step,
-        **SIZES[args.size],
+        steps=steps,
+        seed=seed,
+        planted=not unplanted,
+        tokens_per_step=tokens_per_step,
+        **SIZES[size],
     )
-    tokens = prepare(args.out, settings, args.stories)
+    tokens = prepare(out, settings, stories)
     texts = {}
     for kind, ids in tokens.items():
         if not kind.startswith("valid"):
             texts[kind] = ids
-    trainer = Trainer(settings, texts, args.out, device=args.device)
-    if args.resume and (args.out / "checkpoint.pt").exists():
+    trainer = Trainer(settings, texts, out, device=device)
+    if resume and (out / "checkpoint.pt").exists():
         trainer.load()
-        forget_after(args.out / "log.jsonl", trainer.step)
+        forget_after(out / "log.jsonl", trainer.step)
     started, first_step, recent = time.monotonic(), trainer.step, [0.0]
     if trainer.plan:
-        export.save_circuit(trainer.plan, args.out, settings.seed)
+        export.save_circuit(trainer.plan, out, settings.seed)
     console = Console(file=sys.stderr)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with (
-        (args.out / "log.jsonl").open("a") as log,
+        (out / "log.jsonl").open("a") as log,
         Progress(*columns, console=console, disable=not sys.stderr.isatty()) as bar,
     ):
         task = bar.add_task("training", total=settings.steps, completed=trainer.step)
@@ -174,7 +181,7 @@ def main(argv: list[str] | None = None) -> None:
             if step % 50 == 0 or step == first_step + 1:
                 record: dict[str, object] = {"step": step, "loss": sum(recent[-50:]) / len(recent[-50:])}
                 record["seconds"] = round(time.monotonic() - started, 1)
-                if step % args.health_every == 0 or step == settings.steps:
+                if step % health_every == 0 or step == settings.steps:
                     record |= health(trainer, tokens)
                 log.write(json.dumps(record) + "\n")
                 log.flush()
@@ -183,12 +190,12 @@ def main(argv: list[str] | None = None) -> None:
             log.write(json.dumps({"step": 0, "settings": vars(settings)} | health(trainer, tokens)) + "\n")
             log.flush()
         recent.clear()
-        trainer.run(until=args.until, each=each)
-    export.save_model(trainer.model.cpu(), args.out)
-    done = {"settings": vars(settings), "step": trainer.step, "versions": facts.versions(), "threads": args.threads}
-    (args.out / "training.json").write_text(json.dumps(done, indent=1) + "\n")
+        trainer.run(until=until, each=each)
+    export.save_model(trainer.model.cpu(), out)
+    done = {"settings": vars(settings), "step": trainer.step, "versions": facts.versions(), "threads": threads}
+    (out / "training.json").write_text(json.dumps(done, indent=1) + "\n")
     print(f"step {trainer.step} of {settings.steps}, {time.monotonic() - started:.0f} s", file=sys.stderr)
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -6,7 +6,6 @@ kept in DIR/measured.json and used afterwards).
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 from pathlib import Path
@@ -15,6 +14,8 @@ import torch
 
 from experiments.bundled import entry, facts
 from experiments.record import Row
+from experiments.script import run as run_script
+from sinkscope.errors import SinkscopeError
 from sinkscope.files.notation import head_name, neuron_name
 from sinkscope.loops.signals import THETA_LEN
 
@@ -427,30 +428,44 @@ pipeline_tag: text-generation
 """
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m experiments.bundled.card", description=__doc__.splitlines()[0])
-    parser.add_argument("--planted", type=Path)
-    parser.add_argument("--unplanted", type=Path)
-    parser.add_argument("--measure", type=Path, help="only measure this run")
-    parser.add_argument("--again", action="store_true", help="measure even where an answer is kept")
-    parser.add_argument("--no-loops", action="store_true", help="leave out the long generations")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repository", type=Path, default=Path())
-    args = parser.parse_args(argv)
-    torch.set_num_threads(args.threads)
-    if args.measure:
-        measured(args.measure, again=args.again, loops=not args.no_loops)
+def main(
+    *,
+    planted: Path | None = None,
+    unplanted: Path | None = None,
+    measure: Path | None = None,
+    again: bool = False,
+    no_loops: bool = False,
+    threads: int = 1,
+    repository: Path = Path(),
+) -> None:
+    """Make what the module describes.
+
+    Args:
+        measure: Only measure this run.
+        again: Measure even where an answer is kept.
+        no_loops: Leave out the long generations.
+    """
+    torch.set_num_threads(threads)
+    if measure is not None:
+        measured(measure, again=again, loops=not no_loops)
         return
-    if not (args.planted and args.unplanted):
-        parser.error("give --planted and --unplanted, or --measure")
-    planted, unplanted = (
-        measured(run, again=args.again, loops=not args.no_loops) for run in (args.planted, args.unplanted)
+    if planted is None or unplanted is None:
+        raise SinkscopeError("give --planted and --unplanted, or --measure")
+    folder = repository / "sinkscope" / "models" / "bundled"
+    ship(planted, folder)
+    write_card(
+        measured(planted, again=again, loops=not no_loops),
+        measured(unplanted, again=again, loops=not no_loops),
+        folder,
+        repository,
     )
-    folder = args.repository / "sinkscope" / "models" / "bundled"
-    ship(args.planted, folder)
+
+
+def write_card(planted: Row, unplanted: Row, folder: Path, repository: Path) -> None:
+    """Write the card beside the model and among the pages, and its numbers among the figures."""
     text = card(planted, unplanted)
     (folder / "README.md").write_text(FRONT + text, encoding="utf-8")
-    (args.repository / "docs" / "bundled_model.md").write_text(text, encoding="utf-8")
+    (repository / "docs" / "bundled_model.md").write_text(text, encoding="utf-8")
     training = []
     for run in (planted, unplanted):
         training.append(
@@ -472,8 +487,8 @@ def main(argv: list[str] | None = None) -> None:
             "dtype": "float32",
         },
     }
-    (args.repository / "figures" / "bundled_model.json").write_text(json.dumps(record, indent=1) + "\n")
+    (repository / "figures" / "bundled_model.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -51,13 +51,13 @@ import sys
 from pathlib import Path
 from experiments import train_bundled
 from experiments.gpu import train_bundled as script
-train_bundled.PASSAGES, script.card.main = 100, print
+train_bundled.PASSAGES, script.card.main = 100, lambda **_: None
 tale = "Once there was a {0} dog. The {0} dog had a {1} ball. One day the ball rolled into the river. He was sad. "
 told = Path(sys.argv[1]) / "told.txt"
 told.parent.mkdir(parents=True, exist_ok=True)
 told.write_text("".join(tale.format(n, n % 7) * 6 + "The end.\\n<|end|>\\n" for n in range(150)))
-words = f"--out {sys.argv[1]} --stories {told} --steps 2 --tokens-per-step 512 --size tiny --device cpu --no-loops"
-script.main(words.split())
+folder = Path(sys.argv[1])
+script.main(out=folder, stories=told, steps=2, tokens_per_step=512, size="tiny", device="cpu", no_loops=True)
 """
 
 

@@ -1,11 +1,11 @@
 """What ends loops, and what each remedy costs: samplers, stopping at the alarm, and LoopGuard, on the same prompts.
 
-    python -m experiments.loopguard.remedies run DIR [--model M] [--prompts stories|small] [--new 400] [--only NAME ...]
-    python -m experiments.loopguard.remedies draw DIR ... [--out figures]
+    python -m experiments.loopguard.remedies DIR [--model M] [--prompts stories|small] [--new 400] [--only NAME ...]
+    python -m experiments.loopguard.remedies DIR ... --draw [--out figures]
 
-`run` lets a model continue prompts greedily under each remedy, and appends each batch of outputs to DIR/runs.jsonl; run
-it again to go on after an interruption. `draw` makes the table and the figure of several DIRs; a remedy that a DIR does
-not have stays as the figure's JSON has it. The prompts are story openings that are put together at random (`--seed`),
+It lets a model continue prompts greedily under each remedy, and appends each batch of outputs to DIR/runs.jsonl; run
+it again to go on after an interruption. `--draw` makes the table and the figure of several DIRs; a remedy that a DIR
+does not have stays as the figure's JSON has it. The prompts are story openings that are put together at random (`--seed`),
 or those of LoopBench's small sets.
 
 Every second prompt served to choose the guard's default; the table reports the others. Its columns:
@@ -23,7 +23,6 @@ Every second prompt served to choose the guard's default; the table reports the 
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import random
@@ -32,13 +31,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 from time import process_time
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import LogitsProcessor, NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from experiments.drawn import save
 from experiments.record import Row, record
+from experiments.script import run
 from sinkscope.bench.prompt import read_prompts
 from sinkscope.bench.tasks.loops import DATA, first_alarm, loops
 from sinkscope.files.output import write_atomic
@@ -256,37 +256,18 @@ def read(work: Path) -> Outputs:
     return values
 
 
-def run(args: Any) -> None:
-    """Continue the prompts of one setting under each remedy."""
-    model: Any = load(args.model, backend="hf")
-    continuing = Continuing(model, args.new, args.seed)
-    texts = openings(args.count, args.seed)
-    if args.prompts == "small":
-        rows = [*read_prompts(DATA / "small-dc.jsonl"), *read_prompts(DATA / "small-ri.jsonl")]
-        texts = []
-        for prompt in rows:
-            texts.append(prompt.turns[0].text)
-    name = "model in the package"
-    if args.model:
-        name = Path(args.model).name
-    settings = {"model": name, "prompts": args.prompts, "new": args.new, "seed": args.seed, "count": len(texts)}
-    write_atomic(args.work / "settings.json", json.dumps(settings))
-    outputs = read(args.work)
-    for method in args.only:
-        missing = []
-        for number in range(len(texts)):
-            if (method, number) not in outputs:
-                missing.append(number)
-        for start in range(0, len(missing), args.batch):
-            part = {}
-            for number in missing[start : start + args.batch]:
-                part[number] = texts[number]
+def continue_all(continuing: Continuing, texts: Sequence[str], work: Path, methods: Sequence[str], batch: int) -> None:
+    """Continue the prompts under each remedy; what is in the folder already is not continued again."""
+    outputs = read(work)
+    for method in methods:
+        missing = [number for number in range(len(texts)) if (method, number) not in outputs]
+        for start in range(0, len(missing), batch):
+            part = {number: texts[number] for number in missing[start : start + batch]}
             alarms: dict[int, int | None] = {}
             if method != "full":
-                alarms = {}
                 for number in part:
                     alarms[number] = outputs["full", number].alarm
-            with (args.work / "runs.jsonl").open("a") as file:
+            with (work / "runs.jsonl").open("a") as file:
                 for output in continuing.outputs(method, part, alarms):
                     outputs[method, output.prompt] = output
                     file.write(json.dumps(asdict(output)) + "\n")
@@ -365,16 +346,16 @@ def figure(data: Row) -> Any:
     return finished(fig, None, found, width=1500, height=600, barmode="group", bottom=150)
 
 
-def draw(args: Any) -> None:
+def tables(works: Sequence[Path], out: Path) -> None:
     """The table and the figure of several settings."""
     settings: list[Row] = []
     earlier: dict[str, Row] = {}
-    file = args.out / "loopguard_remedies.json"
+    file = out / "loopguard_remedies.json"
     if file.exists():
         earlier = {}
         for setting in json.loads(file.read_text())["result"]["settings"]:
             earlier[setting["name"]] = setting
-    for work in args.works:
+    for work in works:
         of_run = json.loads((work / "settings.json").read_text())
         outputs = read(work)
         name = f"{of_run['model']}, {of_run['prompts']}, {of_run['new']} tokens"
@@ -399,33 +380,47 @@ def draw(args: Any) -> None:
                 f"{row['acts']:.1f} | {row['drawn']:.0%} | {row['taken_back']:.0%} | "
                 f"{row['changed']} of {row['healthy']} | {row['steps']:.2f} |"
             )
-    text = record("loopguard-remedies", {"settings": settings}, {"works": [work.name for work in args.works]})
-    save("loopguard_remedies", text, figure, args.out)
+    text = record("loopguard-remedies", {"settings": settings}, {"works": [work.name for work in works]})
+    save("loopguard_remedies", text, figure, out)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.loopguard.remedies", description=(__doc__ or "").splitlines()[0]
-    )
-    parts = parser.add_subparsers(required=True)
-    running = parts.add_parser("run")
-    running.set_defaults(act=run)
-    running.add_argument("work", type=Path)
-    running.add_argument("--model", help="a name, hub id or folder; by default the model in the package")
-    running.add_argument("--prompts", choices=("stories", "small"), default="stories")
-    running.add_argument("--count", type=int, default=80, help="number of story openings")
-    running.add_argument("--new", type=int, default=400)
-    running.add_argument("--seed", type=int, default=0)
-    running.add_argument("--batch", type=int, default=40)
-    running.add_argument("--only", nargs="*", choices=list(METHODS), default=list(METHODS))
-    drawing = parts.add_parser("draw")
-    drawing.set_defaults(act=draw)
-    drawing.add_argument("works", type=Path, nargs="+")
-    drawing.add_argument("--out", type=Path, default=Path("figures"))
-    args = parser.parse_args(argv)
-    args.act(args)
+def main(
+    works: Sequence[Path],
+    *,
+    draw: bool = False,
+    model: str | None = None,
+    prompts: Literal["stories", "small"] = "stories",
+    count: int = 80,
+    new: int = 400,
+    seed: int = 0,
+    batch: int = 40,
+    only: Sequence[Literal[*METHODS]] = tuple(METHODS),
+    out: Path = Path("figures"),
+) -> None:
+    """Make what the module describes.
+
+    Args:
+        works: The folder of a setting; with --draw several.
+        draw: Make the table and the figure instead of continuing prompts.
+        model: A name, hub id or folder; by default the model in the package.
+        count: Number of story openings.
+        only: Remedies.
+    """
+    if draw:
+        tables(works, out)
+        return
+    (work,) = works
+    live: Any = load(model, backend="hf")
+    texts = openings(count, seed)
+    if prompts == "small":
+        texts = []
+        for prompt in [*read_prompts(DATA / "small-dc.jsonl"), *read_prompts(DATA / "small-ri.jsonl")]:
+            texts.append(prompt.turns[0].text)
+    name = Path(model).name if model else "model in the package"
+    settings = {"model": name, "prompts": prompts, "new": new, "seed": seed, "count": len(texts)}
+    write_atomic(work / "settings.json", json.dumps(settings))
+    continue_all(Continuing(live, new, seed), texts, work, only, batch)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -299,8 +299,7 @@ def table_of(text: str) -> dict[str, list[str]]:
 def test_table1_measures_the_weights_it_is_given(two, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sinkscope.sinks.first_token.attention_received.RATE_TEXTS", 4)
     folder = two.save(tmp_path / "weights")
-    words = ["--token", word_of(two, 0), "--token", word_of(two, 1)]
-    assert table1.main(["--run", f"llama-1-7b={folder}", "--run", f"mine={folder}", *words]) == 0
+    table1.main(run=[f"llama-1-7b={folder}", f"mine={folder}"], token=[word_of(two, 0), word_of(two, 1)])
     rows = table_of(capsys.readouterr().out)
     for name, paper in (("LLaMa-1-7b-HF", ["450", "2", "7003"]), ("mine", ["-", "-", "-"])):
         assert rows[name][::2] == paper
@@ -310,5 +309,5 @@ def test_table1_measures_the_weights_it_is_given(two, tmp_path, monkeypatch, cap
         assert 0.6 <= float(repeats) / (two.truth.repeats_expected or 1) <= 1.5
     assert rows["LLaMa-2-7b-HF"][1] == "no weights at hand"
     for bad in ("plain", "plain=", f"plain={tmp_path / 'nowhere'}"):
-        assert table1.main(["--run", bad]) == 2
-        assert "expected NAME=FOLDER" in capsys.readouterr().err
+        with pytest.raises(SinkscopeError, match="expected NAME=FOLDER"):
+            table1.main(run=[bad])
