@@ -99,7 +99,7 @@ def measure(shape: str, what: str) -> dict[str, float]:
     if what == "live":
         target_of(model)
     else:
-        find.kept_or_inferred(Target(model, model, "hf", DRAFT))
+        find.adapter_without_row(Target(model, model, "hf", DRAFT))
     seconds = time.process_time() - started
     counts = []
     for parameter in model.model.layers[0].parameters():

@@ -36,8 +36,8 @@ from experiments.record import Row, record
 from experiments.script import run as run_script
 from sinkscope.attention.lines import ETAS, weighed
 from sinkscope.files.output import write_atomic
-from sinkscope.lines.choice import top_lines
 from sinkscope.lines.sums import Scores, line_sums, scores_of
+from sinkscope.lines.votes import top_lines
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 

@@ -44,7 +44,7 @@ from experiments.script import run
 from sinkscope.files.output import write_atomic
 from sinkscope.kv.loopserve import LoopServe, Progressive, serve, sparse_prompts
 from sinkscope.lines import choice, sparse
-from sinkscope.lines.choice import HeadLines
+from sinkscope.lines.head_lines import HeadLines
 
 D_HEAD, REPEATED = 64, 8192  # the last length with several rounds
 DENSITIES = (0.02, 0.05, 0.1, 0.2, 0.5)

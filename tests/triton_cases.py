@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from sinkscope.lines import triton as kernel
-from sinkscope.lines.choice import HeadLines
+from sinkscope.lines.head_lines import HeadLines
 from sinkscope.lines.sparse import sparse_attention
 
 

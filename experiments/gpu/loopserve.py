@@ -46,7 +46,8 @@ from sinkscope.interventions.base import Intervention, Run
 from sinkscope.kv.loopserve import LoopServe
 from sinkscope.kv.session import Session
 from sinkscope.lines import Sparsity, select_lines, sparse_attention
-from sinkscope.lines.choice import HeadLines, recovered
+from sinkscope.lines.attention import recovered
+from sinkscope.lines.head_lines import HeadLines
 from sinkscope.models.target import Target
 from sinkscope.models.text import typical_text
 from sinkscope.tap.call import Attention

@@ -5,8 +5,8 @@
 
 It lets a model continue prompts greedily under each remedy, and appends each batch of outputs to DIR/runs.jsonl; run
 it again to go on after an interruption. `--draw` makes the table and the figure of several DIRs; a remedy that a DIR
-does not have stays as the figure's JSON has it. The prompts are story openings that are put together at random (`--seed`),
-or those of LoopBench's small sets.
+does not have stays as the figure's JSON has it. The prompts are story openings that are put together at random
+(`--seed`), or those of LoopBench's small sets.
 
 Every second prompt served to choose the guard's default; the table reports the others. Its columns:
 

@@ -11,7 +11,7 @@ from sinkscope.files.options import Count, Option, Positive
 from sinkscope.files.plain import visible
 from sinkscope.files.tables import cell
 from sinkscope.interventions.base import Event
-from sinkscope.kv.edit_of import edit_of
+from sinkscope.kv.edit_options import edit_from_options
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.loopguard.guard import in_words
 from sinkscope.opening.load import load
@@ -69,7 +69,7 @@ def print_generated(
     def show(_: int, piece: str) -> None:
         print(piece if raw else visible(piece), end="", flush=True)  # it stays on the screen, also after Ctrl-C
 
-    interventions = edit_of(patch=patch, policy=policy, guard=guard and LoopGuard(rewind=rewind))
+    interventions = edit_from_options(patch=patch, policy=policy, guard=guard and LoopGuard(rewind=rewind))
     (answer,) = generate(
         load(model, backend=backend, revision=revision, device=device, dtype=dtype),
         prompt_file if prompt is None else prompt,

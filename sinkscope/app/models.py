@@ -43,8 +43,8 @@ def print_models(
 def _check(name: str) -> None:
     """Print what is known of a model, and prove it."""
     from sinkscope.inference.probe import probe
-    from sinkscope.models.adapters import row_of
-    from sinkscope.models.scope import scope_line, shown_row
+    from sinkscope.kv.scope import scope_line
+    from sinkscope.models.adapters import row_of, shown_row
     from sinkscope.opening.live import target_of
     from sinkscope.opening.load import load
 

@@ -23,8 +23,9 @@ from torch.nn.utils.rnn import pad_sequence
 from sinkscope.attention.texts import texts_of
 from sinkscope.files.notation import counted
 from sinkscope.files.records import Part, conform
-from sinkscope.lines.choice import HeadLines, top_lines
+from sinkscope.lines.head_lines import HeadLines
 from sinkscope.lines.sums import Scores, crossings, line_sums, scores_of
+from sinkscope.lines.votes import top_lines
 from sinkscope.measure import Hidden, Number, Positive, Result, Setup, measurement
 from sinkscope.measure.margin import margin_of
 from sinkscope.measure.style import BLUE, GREEN, GREY, ORANGE, finished, unfolded

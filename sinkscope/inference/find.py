@@ -11,14 +11,13 @@ import torch
 from torch import nn
 
 from sinkscope.errors import UnsupportedError
+from sinkscope.inference.adapter_cache import cache_adapter, cached_adapter
 from sinkscope.inference.infer import infer
-from sinkscope.inference.kept import keep, kept
 from sinkscope.inference.probe import probe, token_ids
 from sinkscope.inference.sample import has_same_parts, is_wide, sample_of
-from sinkscope.inference.sums import unproved
-from sinkscope.models.adapters import Adapter, row_of
+from sinkscope.inference.sums import unproved_sites
+from sinkscope.models.adapters import Adapter, row_of, shown_row
 from sinkscope.models.config import first_line
-from sinkscope.models.scope import shown_row
 from sinkscope.models.stack import DRAFT, first_of_kinds, kind_of, stack_of
 from sinkscope.models.target import Target
 
@@ -62,22 +61,22 @@ def adapter_of(target: Target, *, proves: bool = True) -> Adapter:
         sample = sample_of(hf, max(_kinds_of(hf)) + 1)
         target = Target(sample, sample, "hf", DRAFT)
     with _evaluating(target.hf):
-        adapter = row or kept_or_inferred(target)
+        adapter = row or adapter_without_row(target)
         adapter = _with_sites(replace(target, adapter=adapter), first_of_kinds(replace(target, adapter=adapter)))
         _KNOWN[key] = _Known(row, adapter)
         if proves and row is None:
-            prove(replace(target, adapter=adapter), whole=False)
+            prove(replace(target, adapter=adapter), every_layer=False)
     return adapter
 
 
-def kept_or_inferred(target: Target) -> Adapter:
+def adapter_without_row(target: Target) -> Adapter:
     """The adapter that an earlier process inferred for a model of these modules, or else what is inferred now."""
     parts = [f"{kind_of(layer)} {[name for name, _ in layer.named_modules()]}" for layer in _layers_of(target.hf)]
     key = "\n".join([type(target.hf).__module__, _key(target.hf), *dict.fromkeys(parts)])
-    adapter = kept(key)
+    adapter = cached_adapter(key)
     if adapter is None:
-        adapter = inferred(target.hf)
-        keep(key, adapter)
+        adapter = inferred_adapter(target.hf)
+        cache_adapter(key, adapter)
     return adapter
 
 
@@ -99,7 +98,7 @@ def _with_sites(target: Target, layers: list[int]) -> Adapter:
     adapter = target.adapter
     firsts = {kind_of(target.layers[layer]): layer for layer in reversed(layers)}
     try:
-        problems = unproved(target, token_ids(target, _LENGTH), layers)
+        problems = unproved_sites(target, token_ids(target, _LENGTH), layers)
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # the model does not run so; the probe says more
@@ -115,7 +114,7 @@ def _with_sites(target: Target, layers: list[int]) -> Adapter:
     return replace(adapter, unproved=tuple(sorted(noted.items())))
 
 
-def inferred(hf: Any) -> Adapter:
+def inferred_adapter(hf: Any) -> Adapter:
     """What is inferred from a model, or, where that fails, from one with other weights: zeros may show nothing.
 
     Wide models are not called: a narrow one of the same modules is, if there is one.
@@ -141,7 +140,7 @@ def _kinds_of(hf: Any) -> list[int]:
     return first_of_kinds(Target(hf, hf, "hf", replace(DRAFT, layers=stack_of(hf))))
 
 
-def prove(target: Target, *, whole: bool = True) -> None:
+def prove(target: Target, *, every_layer: bool = True) -> None:
     """Raise if `probe` finds a problem. Models with weights on meta are skipped.
 
     Raises:
@@ -149,10 +148,10 @@ def prove(target: Target, *, whole: bool = True) -> None:
     """
     if target.is_elsewhere:
         return
-    problem = probe(target, whole=whole).problem
+    problem = probe(target, every_layer=every_layer).problem
     adapter, key = target.adapter, _key(target.hf)
     if problem is None:
-        if whole and target.resident:
+        if every_layer and target.resident:
             adapter = _with_sites(target, list(range(len(target.layers))))
             _KNOWN[key] = _Known(row_of(target.hf.config.model_type), adapter)
         return

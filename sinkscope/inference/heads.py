@@ -52,7 +52,7 @@ def _roles(stage: Stage, attn: str) -> dict[str, str]:
     return roles
 
 
-def weighing(stage: Stage) -> str | None:
+def weighing_module(stage: Stage) -> str | None:
     """Path of the module that returns attention weights as its second output; None if none does.
 
     Raises:

@@ -25,8 +25,8 @@ import torch
 from torch import nn
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.inference.heads import heads_of, weighing
-from sinkscope.inference.kinds import merged
+from sinkscope.inference.heads import heads_of, weighing_module
+from sinkscope.inference.kinds import common_adapter
 from sinkscope.inference.probe import token_ids
 from sinkscope.inference.stage import LENGTH, Stage, Tap
 from sinkscope.models.adapters import Adapter
@@ -79,9 +79,9 @@ def _infer(model: Any) -> Adapter:
         except (AttributeError, TypeError):  # some models outside the interface cannot run under its name
             stages = list[Stage]()
         if any(stage.heads for stage in stages):
-            return merged(draft, stages)
+            return common_adapter(draft, stages)
     with eager(target):
-        found = dict.fromkeys(weighing(stage) for stage in _stages(target, tap))
+        found = dict.fromkeys(weighing_module(stage) for stage in _stages(target, tap))
     path = "|".join(path for path in found if path is not None)
     if not path:
         raise NotInferredError(
@@ -90,7 +90,7 @@ def _infer(model: Any) -> Adapter:
         )
     outside = replace(target, adapter=replace(draft, attn=path, attention_interface=False))
     with eager(outside), listening(outside, tap.see):
-        return merged(outside.adapter, _stages(outside, tap))
+        return common_adapter(outside.adapter, _stages(outside, tap))
 
 
 def _stages(target: Target, tap: Tap) -> list[Stage]:

@@ -77,7 +77,7 @@ class Kind:
         raise NotInferredError(f"no part tells layer {self.number} from layers of other kinds")
 
 
-def merged(draft: Adapter, stages: list[Stage]) -> Adapter:
+def common_adapter(draft: Adapter, stages: list[Stage]) -> Adapter:
     """One adapter for all kinds of layers.
 
     Raises:

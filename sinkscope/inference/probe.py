@@ -19,10 +19,12 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from sinkscope.errors import UnsupportedError
+from sinkscope.inference.passing import Passing
 from sinkscope.models.adapters import PATHS
 from sinkscope.models.config import first_line
 from sinkscope.models.down_projections import column_factor, w_out, w_out_norms
 from sinkscope.models.experts import experts_of
+from sinkscope.models.grouped_heads import per_query_head
 from sinkscope.models.hooks import Args, Hook, Kwargs, first_tensor, on_hidden, on_input, on_output
 from sinkscope.models.stack import kind_of
 from sinkscope.models.target import LayerInput, Target
@@ -84,13 +86,13 @@ class _WrongError(Exception):
 
 
 @torch.no_grad()
-def probe(target: Target, *, whole: bool = True) -> ProbeReport:
+def probe(target: Target, *, every_layer: bool = True) -> ProbeReport:
     """Check on a few tokens that edits at the adapter's sites work as intended and attention is recomputed correctly.
 
     Args:
         target: The model, with an adapter. It is left unchanged.
-        whole: Whether passes go through all layers, up to the logits. Otherwise they end where the edits show. A model
-            that is read layer by layer is never passed as a whole.
+        every_layer: Whether passes go through all layers, up to the logits. Otherwise they end where the edits show. A
+            model that is read layer by layer is never passed as a whole.
 
     Returns:
         What was measured; `problem` says what is wrong. A wrong adapter does not raise an error.
@@ -102,8 +104,8 @@ def probe(target: Target, *, whole: bool = True) -> ProbeReport:
         tolerance = max(tolerance, 0.2)
     report = ProbeReport(tolerance)
     try:
-        _measure_edits(report, target, whole and target.resident)
-        if whole and target.resident and target.adapter.from_any_layer:
+        _measure_edits(report, target, every_layer and target.resident)
+        if every_layer and target.resident and target.adapter.from_any_layer:
             middle = len(target.layers) // 2
             if not begins_at(target, middle, len(target.layers) - 1):
                 raise _WrongError(f"a pass that begins at layer {middle} does not end as the whole pass does")
@@ -192,101 +194,97 @@ class _EditedLayer:
         self.target, self.layer, self.neuron, self.adapter = target, layer, neuron, target.adapter
         self.is_mixture = target.is_mixture(layer)
         self.first = _TURNED if self.is_mixture else _MOVED
-        self.rows: dict[str, Float[Tensor, "row pos width"]] = {}
+        self.post, self.experts, self.mlp, self.end = (Passing(_ROWS) for _ in range(4))
+        self.up, self.gate, self.norm, self.shared_gate = (Passing(_ROWS) for _ in range(4))
         self._expert_error = 0.0
 
     def hooks(self) -> list[Hook]:
         """The hooks that edit and record."""
-        target, layer = self.target, self.layer
+        target, layer, adapter = self.target, self.layer, self.adapter
         hooks = list[Hook]()
-        recorded = ["post_mlp_norm", "shared_gate"]
-        if target.has_part(layer, self.adapter.down):
-            hooks.append((target.mlp_part(layer, "down"), "pre", on_input(partial(self._edited, "post", self._move))))
+        recorded = [(adapter.post_mlp_norm, self.norm), (adapter.shared_gate, self.shared_gate)]
+        if target.has_part(layer, adapter.down):
+            hooks.append((target.mlp_part(layer, "down"), "pre", on_input(self._edit(self.post, self._move))))
         if self.is_mixture:
-            experts = target.sub(layer, self.adapter.experts or "")
+            experts = target.sub(layer, adapter.experts or "")
             hooks.append((experts, "post", self._recompute))
-            hooks.append((experts, "post", on_hidden(partial(self._edited, "experts", self._turn))))
+            hooks.append((experts, "post", on_hidden(self._edit(self.experts, self._turn))))
         else:
-            recorded += ["gate", "up"]
-            if target.has_part(layer, self.adapter.up):
-                hooks.append(
-                    (target.mlp_part(layer, "up"), "post", on_hidden(partial(self._edited, "up", self._move_up)))
-                )
-        hooks += target.on_mlp(layer, partial(self._record, "mlp"))
-        hooks.append((target.layers[layer], "post", on_output(partial(self._record, "layer"))))
-        for name in recorded:
-            path = getattr(self.adapter, name)
-            if target.has_part(layer, path):
-                hooks.append((target.sub(layer, path), "post", on_output(partial(self._record, name))))
+            recorded.append((adapter.gate, self.gate))
+            if target.has_part(layer, adapter.up):
+                hooks.append((target.mlp_part(layer, "up"), "post", on_hidden(self._edit(self.up, self._move_up))))
+        hooks += target.on_mlp(layer, self.mlp.keep)
+        hooks.append((target.layers[layer], "post", on_output(self.end.keep)))
+        for path, passing in recorded:
+            if path is not None and target.has_part(layer, path):
+                hooks.append((target.sub(layer, path), "post", on_output(passing.keep)))
         return hooks
 
     def check_passed(self) -> None:
         """Refuse a layer of which a part did not run; of some models, layers run for images only."""
-        if "layer" not in self.rows:
+        if not self.end.ran:
             raise _WrongError(f"layer {self.layer} does not run in a pass over text")
-        missing = {"mlp", "experts" if self.is_mixture else "post"} - self.rows.keys()
+        needed = {"mlp": self.mlp, "post": self.post}
+        if self.is_mixture:
+            needed = {"experts": self.experts, "mlp": self.mlp}
+        missing = [name for name, passing in needed.items() if not passing.ran]
         if missing:
-            raise _WrongError(f"the adapter's {' and '.join(sorted(missing))} did not run in layer {self.layer}")
+            raise _WrongError(f"the adapter's {' and '.join(missing)} did not run in layer {self.layer}")
 
     def writes_nothing(self) -> bool:
         """A gain of zero before the experts or behind the MLP: the edit writes nothing, and the layer shows nothing."""
-        written = self.rows.get("experts" if self.is_mixture else "post_mlp_norm")
-        return written is not None and not written.any() and not self._change("layer", self.first).any()
+        written = self.experts if self.is_mixture else self.norm
+        return written.ran and not written.rows.any() and not self.end.change(self.first).any()
 
     def errors(self) -> list[float]:
         """Relative distances between the actual and the expected changes."""
         errors = [self._expert_error]
-        if "post" in self.rows:
+        if self.post.ran:
             column = w_out(self.target, self.layer, [self.neuron])[0].float()
-            written = self._change("post", _MOVED)[:, self.neuron, None] * column.to(self.rows["post"].device)
-            if "shared_gate" in self.rows:
-                written = written * self.rows["shared_gate"][_MOVED].sigmoid()
+            written = self.post.change(_MOVED)[:, self.neuron, None] * column.to(self.post.rows.device)
+            if self.shared_gate.ran:
+                written = written * self.shared_gate.rows[_MOVED].sigmoid()
             errors += self._errors_of_write(_MOVED, written)
         if self.is_mixture:
-            written = self._change("experts", _TURNED) * column_factor(self.target, self.layer, 0)
+            written = self.experts.change(_TURNED) * column_factor(self.target, self.layer, 0)
             errors += self._errors_of_write(_TURNED, written)
-        if "up" in self.rows and not self._gate_is_closed():
+        if self.up.ran and not self._gate_is_closed():
             errors += self._errors_of_up()
         return errors
 
     def _errors_of_write(self, row: int, written: Float[Tensor, "pos d_model"]) -> list[float]:
         """How far what arrives behind the MLP and the layer is from what is written."""
         factor = self.adapter.write_factor
-        errors = [_relative(self._change("mlp", row) * factor, written, self.rows["mlp"])]
-        change = self._change("layer", row)
+        errors = [_relative(self.mlp.change(row) * factor, written, self.mlp.rows)]
+        change = self.end.change(row)
         if self.adapter.adds:
-            last = "post_mlp_norm" if "post_mlp_norm" in self.rows else "mlp"
-            errors.append(_relative(change, self._change(last, row) * factor, self.rows["layer"]))
+            last = self.norm if self.norm.ran else self.mlp
+            errors.append(_relative(change, last.change(row) * factor, self.end.rows))
         elif not change.any():
             raise _WrongError(f"what the MLP of layer {self.layer} gives does not change the residual stream")
         return errors
 
     def _errors_of_up(self) -> list[float]:
-        width, neurons = self.rows["up"].shape[-1], self.rows["post"].shape[-1]
+        width, neurons = self.up.rows.shape[-1], self.post.rows.shape[-1]
         expected = neurons
         if self.adapter.fused_gate_up:
             expected = 2 * neurons
         if width != expected:
             raise _WrongError(f"the output of {self.adapter.up!r} has width {width}, expected {expected}")
-        both = torch.stack([self._change("post", row) for row in (_HIGHER, _LOWER)])
+        both = torch.stack([self.post.change(row) for row in (_HIGHER, _LOWER)])
         moved = torch.zeros_like(both)
         moved[:, _POSITION, ::2] = both[:, _POSITION, ::2]
         errors = [_relative(both, moved)]
         if self.adapter.gate or self.adapter.fused_gate_up:
-            errors.append(_relative(both[0], -both[1], self.rows["post"]))
+            errors.append(_relative(both[0], -both[1], self.post.rows))
         return errors
 
     def _gate_is_closed(self) -> bool:
         """The gate of every moved neuron is exactly zero (weights of zero), so that no move of `up` shows."""
-        gate = self.rows.get("gate", self.rows["up"] if self.adapter.fused_gate_up else None)
-        return gate is not None and not gate[0, _POSITION, : self.target.width(self.layer) : 2].any()
-
-    def _change(self, name: str, row: int) -> Float[Tensor, "pos width"]:
-        """What an edit of a row changed at a module."""
-        return self.rows[name][row] - self.rows[name][0]
-
-    def _record(self, name: str, output: Any) -> None:
-        self.rows[name] = _by_row(first_tensor(output).detach().float())
+        gate = self.gate
+        if not gate.ran and self.adapter.fused_gate_up:
+            gate = self.up
+        return gate.ran and not gate.rows[0, _POSITION, : self.target.width(self.layer) : 2].any()
 
     def _recompute(self, module: nn.Module, args: Args, kwargs: Kwargs, output: Any) -> None:
         """Compare what experts give with what they must give according to their layout."""
@@ -296,20 +294,23 @@ class _EditedLayer:
             computed = experts.output(experts.routed(args, kwargs)).float()
             self._expert_error = _relative(given, computed, given)
 
-    def _edited(self, name: str, edit: Callable[[Tensor, Tensor], None], tensor: Tensor) -> Tensor:
-        """What passes a module, edited at one position.
+    def _edit(self, passing: Passing, edit: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor], Tensor]:
+        """A function that edits what passes a module at one position, and keeps it.
 
         Args:
-            name: Name by which it is kept.
+            passing: Where it is kept.
             edit: Called with the rows at that position, which it changes, and how far a neuron is to be moved: by the
                 norm of the whole vector, so that rounding does not hide the move.
-            tensor: What passes.
         """
-        rows = _by_row(tensor).clone()
-        at = rows[:, _POSITION]
-        edit(at, at[0].float().norm().clamp(min=1).to(at.dtype))
-        self.rows[name] = rows.float()
-        return rows.reshape(tensor.shape)
+
+        def edited(tensor: Tensor) -> Tensor:
+            rows = passing.by_row(tensor).clone()
+            at = rows[:, _POSITION]
+            edit(at, at[0].float().norm().clamp(min=1).to(at.dtype))
+            passing.keep(rows)
+            return rows.reshape(tensor.shape)
+
+        return edited
 
     def _move(self, post: Float[Tensor, "row neuron"], step: Tensor) -> None:
         post[_MOVED, self.neuron] += step
@@ -321,13 +322,6 @@ class _EditedLayer:
 
     def _turn(self, given: Float[Tensor, "row d_model"], _step: Tensor) -> None:
         given[_TURNED] = given[_TURNED].roll(1)  # a change of size would be invisible behind a norm
-
-
-def _by_row(tensor: Tensor) -> Float[Tensor, "row pos width"]:
-    """A tensor by row and position, which OPT and experts run together."""
-    if tensor.ndim == 2:
-        return rearrange(tensor, "(row pos) width -> row pos width", row=_ROWS)
-    return rearrange(tensor, "row pos ... -> row pos (...)")
 
 
 def _relative(change: Tensor, expected: Tensor, numbers: Tensor | None = None) -> float:
@@ -408,7 +402,7 @@ def _measure_attention(report: ProbeReport, target: Target) -> None:
         if rows.shape != own.shape:
             raise _WrongError(f"recomputed attention has shape {tuple(rows.shape)}, the model's own {tuple(own.shape)}")
         if layer in heads:
-            value = values[layer].repeat_interleave(rows.shape[1] // values[layer].shape[1], 1)
+            value = per_query_head(values[layer], rows.shape[1])
             weighted = rearrange(rows @ value, "row head query d_head -> row query (head d_head)")
             report.attention_error = max(report.attention_error, _relative(weighted, heads[layer]))
         if adapter.learned_sinks:  # some models take the share of the sinks off the output, not the weights

@@ -12,6 +12,7 @@ behind any rotation. By them, queries and keys are compared with those that atte
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -20,8 +21,9 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from sinkscope.models.grouped_heads import projected
-from sinkscope.models.hooks import Args, Hook, Kwargs, first_tensor, on_hidden, on_input
+from sinkscope.inference.passing import Passing
+from sinkscope.models.grouped_heads import head_projection
+from sinkscope.models.hooks import Args, Hook, Kwargs, first_tensor, on_hidden, on_input, on_output
 from sinkscope.models.target import Target
 from sinkscope.tap.call import Attention
 from sinkscope.tap.tap import listening
@@ -35,7 +37,7 @@ _EXACT = 1e-3  # largest relative distance of a sum from what it must be, in flo
 _IN_HALF = 4  # times the relative rounding of a number, in half precision
 
 
-def unproved(target: Target, ids: Int[Tensor, "1 pos"], layers: list[int]) -> dict[str, str]:
+def unproved_sites(target: Target, ids: Int[Tensor, "1 pos"], layers: list[int]) -> dict[str, str]:
     """The sites of some layers that the adapter names, but that cannot be proved, by name, and why.
 
     Args:
@@ -78,89 +80,77 @@ class _LayerSums:
     def __init__(self, target: Target, layer: int, tolerance: float) -> None:
         self.target, self.layer, self.tolerance = target, layer, tolerance
         self.problems = dict[str, str]()
-        self._rows = dict[str, Rows]()
-        self._given = dict[str, Tensor]()
+        self.pre, self.attn, self.mid, self.mlp = (Passing(_ROWS) for _ in range(4))
+        self.own_attn, self.projected = (Passing(_ROWS) for _ in range(2))  # what attention itself gives
         self._generator = torch.Generator().manual_seed(layer)
         self._heads = _Heads(target, layer, tolerance)
 
     def hooks(self) -> list[Hook]:
         """Hooks that replace, record, and compare at the end of the layer."""
         target, layer, adapter = self.target, self.layer, self.target.adapter
-        hooks: list[Hook] = [(target.layers[layer], "pre", on_input(partial(self._replace, "pre", same=True)))]
+        hooks: list[Hook] = [(target.layers[layer], "pre", on_input(partial(self._replace, self.pre, same=True)))]
         if target.kind != "bridge":
             hooks += self._heads.hooks()
         if target.has_part(layer, adapter.o) and adapter.o:
-            output = target.sub(layer, adapter.o)
-            hooks += [(output, "post", partial(self._keep_output, "o"))]
+            hooks.append((target.sub(layer, adapter.o), "post", on_output(self.projected.keep)))
         if target.has_part(layer, adapter.behind_attn):
             writer = target.sub(layer, adapter.behind_attn)
             hooks += [
-                (writer, "post", partial(self._keep_output, "attn as it was")),
-                (writer, "post", on_hidden(partial(self._replace, "attn", same=True))),
+                (writer, "post", on_output(self.own_attn.keep)),
+                (writer, "post", on_hidden(partial(self._replace, self.attn, same=True))),
             ]
         if target.has_neurons(layer) and len(target.mlp_writers(layer)) == 1:
             writer = target.sub(layer, adapter.behind_mlp)
-            hooks.append((writer, "post", on_hidden(partial(self._replace, "mlp", same=False))))
+            hooks.append((writer, "post", on_hidden(partial(self._replace, self.mlp, same=False))))
         if adapter.mid is not None and target.has_part(layer, adapter.mid):
-            hooks.append((target.sub(layer, adapter.mid), "pre", on_input(partial(self._keep, "mid"))))
-        hooks.append((target.layers[layer], "post", self._finish))
+            hooks.append((target.sub(layer, adapter.mid), "pre", on_input(self.mid.keep)))
+        hooks.append((target.layers[layer], "post", on_output(self._finish)))
         return hooks
 
     def see(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Called with what attention gets."""
         self._heads.see(query, key, value)
 
-    def _by_row(self, tensor: Tensor) -> Rows:
-        return tensor.detach().reshape(_ROWS, -1, tensor.shape[-1])
-
-    def _keep(self, name: str, tensor: Tensor) -> None:
-        self._rows[name] = self._by_row(tensor).float().clone()
-
-    def _keep_output(self, name: str, _module: nn.Module, _args: Args, _kwargs: Kwargs, output: Any) -> None:
-        self._keep(name, first_tensor(output))
-
-    def _replace(self, name: str, tensor: Tensor, same: bool) -> Tensor:
+    def _replace(self, passing: Passing, tensor: Tensor, same: bool) -> Tensor:
         """Put random numbers in the place of what passes; the same ones in both rows, or not."""
-        rows = self._by_row(tensor).clone()
+        rows = passing.by_row(tensor).clone()
         count = 1 if same else _ROWS
         noise = torch.randn(count, *rows.shape[1:], generator=self._generator)
-        if name == "pre":
+        if passing is self.pre:
             noise[:, -1] *= _LARGE
         rows[:] = noise.to(rows)
-        self._rows[name] = rows.float().clone()  # Falcon adds to what its MLP gives in place
+        passing.keep(rows)
         return rows.reshape(tensor.shape)
 
-    def _finish(self, _module: nn.Module, _args: Args, _kwargs: Kwargs, output: Any) -> None:
-        self._keep("post", first_tensor(output))
-        adapter, rows = self.target.adapter, self._rows
-        pre, post = rows["pre"], rows["post"]
+    def _finish(self, output: Any) -> None:
+        """Compare at the end of the layer."""
+        post = Passing(_ROWS)
+        post.keep(output)
+        adapter, pre = self.target.adapter, self.pre.rows
         start, names = pre, ["hook_resid_pre"]
-        attn = rows.get("attn")
-        if attn is not None:
-            attn = attn * adapter.attn_factor
-        if "mid" in rows:
-            if attn is None:
-                self.problems["hook_resid_mid"] = "nothing that is added before it is known"
-            else:
-                off = self._off(rows["mid"], pre, attn)
+        attn = self.attn.rows * adapter.attn_factor
+        if self.mid.ran:
+            if self.attn.ran:
+                off = self._off(self.mid.rows, pre, attn)
                 self._must(
                     off, "hook_resid_mid is not hook_resid_pre + hook_attn_out", "hook_resid_mid", "hook_attn_out"
                 )
-            start, names = rows["mid"], ["hook_resid_mid"]
-        elif attn is not None:
+            else:
+                self.problems["hook_resid_mid"] = "nothing that is added before it is known"
+            start, names = self.mid.rows, ["hook_resid_mid"]
+        elif self.attn.ran:
             start, names = pre + attn, ["hook_resid_pre", "hook_attn_out"]
         parts = [start]
-        if "mlp" in rows:
-            parts.append(rows["mlp"] * adapter.write_factor)
+        if self.mlp.ran:
+            parts.append(self.mlp.rows * adapter.write_factor)
             names.append("hook_mlp_out")
         elif self.target.has_neurons(self.layer):  # a shared expert stands beside the mixture, and no module gives both
             parts = []
         if parts and adapter.adds:
-            self._prove_post(post, parts, names)
+            self._prove_post(post.rows, parts, names)
         self._heads.finish()
         self.problems |= self._heads.problems
         self._prove_heads()
-        self._rows.clear()
 
     def _prove_post(self, post: Rows, parts: list[Tensor], names: list[str]) -> None:
         off = self._off(post, *parts)
@@ -171,7 +161,7 @@ class _LayerSums:
             self._must(off, said, "hook_attn_out")
         if "hook_mlp_out" in names:  # where other parts are added too, what it gives may still be added as it is
             written = parts[-1]
-            passed = self._rows["pre"][:, -1:]
+            passed = self.pre.rows[:, -1:]
             beside = (post - written)[:, -1:] - passed
             if bool(beside.abs().max() <= _PASSES * passed.abs().max()):
                 off = self._off(post[:1] - post[1:], written[:1] - written[1:])
@@ -179,23 +169,18 @@ class _LayerSums:
 
     def _prove_heads(self) -> None:
         """What the output projection gives is what attention adds, or what a norm behind it reads."""
-        rows = self._rows
-        if "o" not in rows or "attn as it was" not in rows:
+        if not self.projected.ran or not self.own_attn.ran:
             return
-        given, projected = rows["attn as it was"], rows["o"]
+        given, projected = self.own_attn.rows, self.projected.rows
         off = 1.0
         if given.shape == projected.shape:
             off = self._off(given, projected)
         if off > self.tolerance:
             writer: Any = self.target.sub(self.layer, self.target.adapter.behind_attn)
-            with self.target.loaded(self.layer):
-                given_of: Any = None
-                try:
-                    given_of = first_tensor(writer.forward(projected.to(self.target.dtype))).float()
-                except Exception:  # it is no norm
-                    given_of = None
-            if given_of is not None and given_of.shape == given.shape:
-                off = self._off(given, given_of)
+            with self.target.loaded(self.layer), suppress(Exception):  # it may be no norm
+                given_of = first_tensor(writer.forward(projected.to(self.target.dtype))).float()
+                if given_of.shape == given.shape:
+                    off = self._off(given, given_of)
         self._must(off, "hook_attn_out cannot be computed from it", "attn.hook_z")
 
     def _must(self, off: float, said: str, *parts: str) -> None:
@@ -232,7 +217,6 @@ class _Heads:
         self.target, self.layer, self.tolerance = target, layer, tolerance
         self.problems = dict[str, str]()
         self._at_site = dict[str, Float[Tensor, "row pos head d_head"]]()
-        self._behind = dict[str, Float[Tensor, "row pos head d_head"]]()
         self._norms: list[tuple[Tensor, Tensor]] = []
 
     def hooks(self) -> list[Hook]:
@@ -256,7 +240,7 @@ class _Heads:
     def _keep_site(self, which: str, _module: nn.Module, _args: Args, _kwargs: Kwargs, output: Any) -> None:
         tensor = first_tensor(output).detach().reshape(_ROWS, -1, first_tensor(output).shape[-1])
         try:
-            self._at_site[which] = projected(which, self.target, tensor).float().clone()
+            self._at_site[which] = head_projection(which, self.target, tensor).float().clone()
         except Exception as error:
             self.problems[f"attn.hook_{which}"] = f"it cannot be split into heads ({type(error).__name__})"
 
@@ -269,43 +253,36 @@ class _Heads:
 
     def see(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Compare the sites with what attention gets, `[row head pos d_head]`."""
-        got = {"q": query, "k": key, "v": value}
-        for which, tensor in got.items():
-            self._behind[which] = rearrange(tensor.detach().float(), "row head pos d_head -> row pos head d_head")
-        for which in self._at_site.keys() & got.keys():
-            site, behind = self._between_norms(self._at_site[which], self._behind[which])
-            self._at_site[which], self._behind[which] = site, behind
+        pairs = dict[str, tuple[Tensor, Tensor]]()
+        for which, tensor in (("q", query), ("k", key), ("v", value)):
+            if which not in self._at_site:
+                continue
+            behind = rearrange(tensor.detach().float(), "row head pos d_head -> row pos head d_head")
+            site, behind = self._between_norms(self._at_site[which], behind)
             repeats = behind.shape[2] // max(site.shape[2], 1)
             once = behind[:, :, :: max(repeats, 1)]  # some repeat each kv head for every query head
             if site.shape == once.shape:
-                self._behind[which] = once
+                pairs[which] = site, once
             else:
                 self.problems[f"attn.hook_{which}"] = (
                     f"attention gets {behind.shape[2]} heads of {behind.shape[3]} numbers, and the module gives "
                     f"{site.shape[2]} of {site.shape[3]}"
                 )
-        self._compare()
+        self._compare(pairs)
         self._at_site.clear()
-        self._behind.clear()
         self._norms.clear()
 
-    def _compare(self) -> None:
-        proved = [which for which in self._at_site if f"attn.hook_{which}" not in self.problems]
-        if "v" in proved:
-            self._must("v", self._at_site["v"], self._behind["v"], "the values that attention gets are others")
-        rotated = [which for which in ("q", "k") if which in proved]
+    def _compare(self, pairs: dict[str, tuple[Tensor, Tensor]]) -> None:
+        if "v" in pairs:
+            self._must("v", *pairs["v"], "the values that attention gets are others")
+        rotated = [which for which in ("q", "k") if which in pairs]
         for which in rotated:
-            said = "the scores cannot be recomputed from it"
-            self._must(which, *self._products(which, which), said)
-            if which != rotated[0]:
-                self._must(which, *self._products(rotated[0], which), said)
-
-    def _products(self, one: str, other: str) -> tuple[Tensor, Tensor]:
-        """Products of heads at each position, at the sites and behind the rotation."""
-        pair: list[Tensor] = []
-        for held in (self._at_site, self._behind):
-            pair.append(torch.einsum("rphd,rpgd->rphg", held[one], held[other]))
-        return pair[0], pair[1]
+            for other in dict.fromkeys((which, rotated[0])):
+                site, behind = (
+                    torch.einsum("rphd,rpgd->rphg", one, two)
+                    for one, two in zip(pairs[other], pairs[which], strict=True)
+                )
+                self._must(which, site, behind, "the scores cannot be recomputed from it")
 
     def _must(self, which: str, site: Tensor, behind: Tensor, said: str) -> None:
         """Refuse a site whose numbers are not a constant multiple of what attention gets."""

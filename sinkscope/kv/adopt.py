@@ -8,12 +8,12 @@ from typing import Any, get_args
 from jaxtyping import Int
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer
+from transformers.cache_utils import DynamicLayer
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.kv.cache import COLUMNS, CacheLayer
-from sinkscope.kv.cache_kinds import IndexedCacheLayer, StateCacheLayer
-from sinkscope.models.scope import cache_layers
+from sinkscope.kv.cache_kinds import KINDS
+from sinkscope.kv.scope import cache_layers
 from sinkscope.models.target import Target
 
 
@@ -105,12 +105,7 @@ def _empty_layers(target: Target) -> list[Any]:
     layers: list[Any] = list(DynamicCache(config=target.config).layers)
     for number in cache_layers(target):
         stock = layers[number]
-        if isinstance(stock, LinearAttentionAndFullAttentionLayer):
-            layers[number] = StateCacheLayer(number, stock)
-        elif type(stock).__name__ == "DynamicIndexedLayer":  # older versions of transformers have none
-            layers[number] = IndexedCacheLayer(number)
-        else:
-            layers[number] = CacheLayer(number)
+        layers[number] = KINDS[type(stock).__name__](number, stock)
     return layers
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.kv.attention_watch import AttentionWatch
-from sinkscope.models.grouped_heads import widened
+from sinkscope.models.grouped_heads import per_query_head
 
 
 class BridgeAttention:
@@ -61,7 +61,7 @@ class BridgeAttention:
         kv = self.now.layer(layer)
         if kv is None:
             return None
-        visible = widened(self.watch.view(layer, kv.pos).sees(), scores.shape[1])
+        visible = per_query_head(self.watch.view(layer, kv.pos).sees(), scores.shape[1])
         return torch.where(visible, scores, torch.finfo(scores.dtype).min)
 
     def _show_rows(

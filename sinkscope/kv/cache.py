@@ -10,23 +10,43 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextvars import ContextVar
 from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from einops import rearrange, reduce, repeat
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
-from transformers.cache_utils import (
-    DynamicLayer,
-)
+from transformers.cache_utils import DynamicLayer
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions.growing_tensor import GrowingTensor
+from sinkscope.kv.slot_numbers import SlotNumbers
 
+_HIDDEN = "hidden"  # by this name, whether a slot is kept but not attended to
 _SPARE = 16  # as many times what was generated between two selections fits into a cache that is put back
 
 COLUMNS: ContextVar[Tensor | None] = ContextVar("sinkscope_columns", default=None)
 """True position of every token of the current forward call, `[batch seen]`; None outside of a session."""
+
+
+@dataclass(eq=False)
+class Growth:
+    """The room behind keys, values and positions, into which new tokens are written."""
+
+    keys: GrowingTensor
+    values: GrowingTensor
+    pos: GrowingTensor
+
+    def copy(self) -> Growth:
+        """For another holder of the same tensors."""
+        return Growth(self.keys.copy(), self.values.copy(), self.pos.copy())
+
+    def forget(self) -> None:
+        """Start with new room: keys, values and positions are other tensors now."""
+        self.keys.forget()
+        self.values.forget()
+        self.pos.forget()
 
 
 class CacheLayer(DynamicLayer):
@@ -41,15 +61,17 @@ class CacheLayer(DynamicLayer):
         reorders: How often rows were reordered (by beam search).
         rebased: Whether keys were rotated to contiguous positions, which new tokens then have to continue.
         aside: The whole layer, while this one works on a copy of some of its slots. None if this one is whole.
-        whole: True if there are certainly no holes. If False, `holes` counts them.
+        gapless: True if there are certainly no holes. If False, `holes` counts them.
         number: Number of the decoder layer.
+        numbers: Numbers for each slot, by name.
+        growth: The room for new tokens.
     """
 
     # Both are None while the layer is empty, so `slots` has to be checked first.
     keys: Tensor  # pyright: ignore[reportIncompatibleVariableOverride]
     values: Tensor  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def __init__(self, number: int = 0) -> None:
+    def __init__(self, number: int = 0, _stock: Any = None) -> None:
         super().__init__()
         self.number = number
         self.reorders = 0
@@ -60,23 +82,13 @@ class CacheLayer(DynamicLayer):
         self.edited = False
         self.ragged = False
         self.rebased = False
-        self.whole = False
+        self.gapless = False
         self.aside: CacheLayer | None = None
         self._holes: Float[Tensor, " batch"] | None = None
         self._columns: Int[Tensor, "batch seen"] | None = None  # shared between layers
         self._pos: Int[Tensor, "batch kv_head slot"] | None = None  # of the slots that existed when it was last read
-        # Of the slots that existed when they were last read, and moved with them:
-        self._extras: dict[str, Shaped[Tensor, "batch kv_head slot"]] = {}
-        self._hidden: Bool[Tensor, "batch kv_head slot"] | None = None
-        self._growing_keys = GrowingTensor(-2)
-        self._growing_values = GrowingTensor(-2)
-        self._growing_pos = GrowingTensor(-1)
-
-    def _forget_growth(self) -> None:
-        """Start with new room: keys, values and positions are other tensors now."""
-        self._growing_keys.forget()
-        self._growing_values.forget()
-        self._growing_pos.forget()
+        self.numbers = SlotNumbers()
+        self.growth = Growth(GrowingTensor(-2), GrowingTensor(-2), GrowingTensor(-1))
 
     # What the layer holds ------------------------------------------------------------------------------------------
 
@@ -92,13 +104,19 @@ class CacheLayer(DynamicLayer):
         """True position of each slot among its row's real tokens; -1 for a hole or padding, which no query sees."""
         slots = self.keys.shape[-2]
         if self._pos is None:
-            return self._new_pos(slots)
+            return self.new_pos(slots)
         known = self._pos.shape[-1]
         if known < slots:
-            self._pos = self._growing_pos.append(self._pos, self._new_pos(slots - known))
+            self._pos = self.growth.pos.append(self._pos, self.new_pos(slots - known))
         return self._pos
 
-    def _new_pos(self, new: int) -> Int[Tensor, "batch kv_head slot"]:
+    def known_pos(self) -> Int[Tensor, "batch kv_head known"]:
+        """The positions of the slots that existed when they were last read, of which there may be none."""
+        if self._pos is None:
+            return self.pos
+        return self._pos
+
+    def new_pos(self, new: int) -> Int[Tensor, "batch kv_head slot"]:
         """True positions of the newest slots."""
         assert self._columns is not None
         batch, kv_heads = self.keys.shape[:2]
@@ -114,7 +132,7 @@ class CacheLayer(DynamicLayer):
     @property
     def allocated(self) -> int:
         """Number of slots in memory: those in use plus room for new tokens."""
-        return self._growing_keys.allocated or int(self.keys.shape[-2])
+        return self.growth.keys.allocated or int(self.keys.shape[-2])
 
     def holes(self) -> Float[Tensor, " batch"]:
         """Number of empty slots of each row, averaged over kv heads; returns the same tensor until the next edit."""
@@ -126,15 +144,14 @@ class CacheLayer(DynamicLayer):
     @property
     def hidden(self) -> Bool[Tensor, "batch kv_head slot"] | None:
         """Slots that are kept but not attended to (mode "select"); None if none are."""
-        if self._hidden is None:
+        if _HIDDEN not in self.numbers:
             return None
-        self._hidden = self._with_new_slots(self._hidden)
-        return self._hidden
+        return self.numbers.of(_HIDDEN, self.keys.shape[-2])
 
     @property
     def complete(self) -> bool:
         """Whether a new token certainly sees every slot: none is hidden, and none is a hole."""
-        return self._hidden is None and (self.whole or (self.edited and not self.ragged))
+        return _HIDDEN not in self.numbers and (self.gapless or (self.edited and not self.ragged))
 
     @property
     def readable(self) -> Bool[Tensor, "batch kv_head slot"]:
@@ -146,34 +163,10 @@ class CacheLayer(DynamicLayer):
 
     def extra(self, name: str) -> Shaped[Tensor, "batch kv_head slot"]:
         """Numbers for each slot, such as the attention it received. They start at zero and move with the slots."""
-        values = self._extras.get(name)
-        if values is None:
+        if name not in self.numbers:
             rows, kv_heads, _ = self.pos.shape  # more rows than the keys have, if layers are joined
-            values = torch.zeros(rows, kv_heads, 0, device=self.keys.device)
-        self._extras[name] = self._with_new_slots(values)
-        return self._extras[name]
-
-    def has_extra(self, name: str) -> bool:
-        """Whether there are such numbers, which were set or added to."""
-        return name in self._extras
-
-    def set_extra(self, name: str, values: Shaped[Tensor, "batch kv_head slot"]) -> None:
-        """Replace the numbers that `extra(name)` gives."""
-        self._extras[name] = values
-
-    def add_extra(self, name: str, values: Shaped[Tensor, "batch kv_head slot"]) -> None:
-        """Add what `extra(name)` gives to a new tensor, which replaces it."""
-        earlier = self._extras.get(name)
-        if earlier is not None:
-            values.narrow(-1, 0, earlier.shape[-1]).add_(earlier)
-        self._extras[name] = values
-
-    def _with_new_slots(self, values: Tensor) -> Tensor:
-        """Numbers of all slots, with zeros for new ones."""
-        new = self.keys.shape[-2] - values.shape[-1]
-        if new <= 0:
-            return values
-        return torch.nn.functional.pad(values, (0, new))
+            self.numbers.set(name, torch.zeros(rows, kv_heads, 0, device=self.keys.device))
+        return self.numbers.of(name, self.keys.shape[-2])
 
     # What policies do ------------------------------------------------------------------------------------------------
 
@@ -185,7 +178,7 @@ class CacheLayer(DynamicLayer):
             exact: Number of slots that every row and head keeps, if known. The call then does not wait for the device.
         """
         pos = self.pos
-        if not self.whole:
+        if not self.gapless:
             keep = keep & (pos >= 0)
         if exact is None:
             fewest, most = torch.stack(keep.sum(-1).aminmax()).tolist()
@@ -194,27 +187,26 @@ class CacheLayer(DynamicLayer):
         ragged = most != fewest
         index = None
         if most < pos.shape[-1]:
-            index = _flat_slots(keep, most, ragged)
+            index = flat_slots(keep, most, ragged)
             pos = pos.take(index)
             if ragged:
                 keep = keep.take(index)
         if ragged:
             pos = torch.where(keep, pos, -1)
-        self._keep(index, pos)
+        self.keep_slots(index, pos)
         self.ragged = ragged
-        self.whole = not ragged
+        self.gapless = not ragged
 
-    def _keep(self, index: Int[Tensor, "batch kv_head kept"] | None, pos: Int[Tensor, "batch kv_head kept"]) -> None:
+    def keep_slots(
+        self, index: Int[Tensor, "batch kv_head kept"] | None, pos: Int[Tensor, "batch kv_head kept"]
+    ) -> None:
         """Hold these among all slots of all rows and heads, at these positions; None: all of them."""
         if index is not None:
-            for name in self._extras:
-                self._extras[name] = self.extra(name).take(index)
-            if self._hidden is not None:
-                self._hidden = self._with_new_slots(self._hidden).take(index)
+            self.numbers = self.numbers.moved(self.keys.shape[-2], lambda numbers: numbers.take(index))
             # Whole slots, which is ten times as fast as `gather`.
             self.keys = torch.embedding(self.keys.flatten(0, 2), index)
             self.values = torch.embedding(self.values.flatten(0, 2), index)
-            self._forget_growth()
+            self.growth.forget()
         self._pos = pos
         self._holes = None
         self.edited = True
@@ -222,19 +214,7 @@ class CacheLayer(DynamicLayer):
     def select(self, show: Bool[Tensor, "batch kv_head slot"]) -> None:
         """Attend only to the slots in `show` and to new ones, until the next call. Frees no slot."""
         self.edited = True
-        self._hidden = ~show
-
-    def work_on(self, keep: Bool[Tensor, "batch kv_head slot"]) -> None:
-        """Hold only a copy of the kept slots until `settle` is called. Single tokens may be appended in the meantime.
-
-        Hiding the other slots would save no time: every step would still copy all keys to append one, and read them all
-        in order to mask most. With a copy, the cost of a step grows with the length of the copy; only restoring the
-        whole layer costs time in proportion to its full length.
-        """
-        self.settle()
-        whole = self.copy()
-        self.evict(keep)
-        self.aside = whole
+        self.numbers.set(_HIDDEN, ~show)
 
     def settle(self) -> None:
         """Restore the whole layer, followed by the tokens appended since, if this one works on a part.
@@ -248,14 +228,14 @@ class CacheLayer(DynamicLayer):
         first_new = self.slots - new
         new_keys = self.keys[..., first_new:, :]
         new_values = self.values[..., first_new:, :]
-        new_extras = {name: self.extra(name)[..., first_new:] for name in self._extras}
+        later = self.numbers.moved(self.slots, lambda numbers: numbers[..., first_new:])
         self._take_over(whole.copy())
-        for name, values in new_extras.items():
-            self._extras[name] = torch.cat([self.extra(name), values], -1)
+        for name in later.names():
+            self.numbers.set(name, torch.cat([self.extra(name), later.of(name, new)], -1))
         if new:
             # Not copied at every selection: the room that is made by the first lasts for several.
-            self.keys = self._growing_keys.append(self.keys, new_keys, _SPARE * new)
-            self.values = self._growing_values.append(self.values, new_values, _SPARE * new)
+            self.keys = self.growth.keys.append(self.keys, new_keys, _SPARE * new)
+            self.values = self.growth.values.append(self.values, new_values, _SPARE * new)
 
     def _take_over(self, other: CacheLayer) -> None:
         """Hold what `other` holds; the tokens seen and the reorderings stay one's own."""
@@ -264,57 +244,18 @@ class CacheLayer(DynamicLayer):
         self.edited = other.edited
         self.ragged = other.ragged
         self.rebased = other.rebased
-        self.whole = other.whole
+        self.gapless = other.gapless
         self.aside = other.aside
         self._holes = other._holes
         self._pos = other._pos
-        self._extras = other._extras
-        self._hidden = other._hidden
-        self._growing_keys = other._growing_keys
-        self._growing_values = other._growing_values
-        self._growing_pos = other._growing_pos
-
-    @classmethod
-    def joined(cls, layers: list[CacheLayer]) -> CacheLayer:
-        """The positions and extras of layers without holes, as those of the rows of one; its keys are the first's."""
-        joined = cls()
-        joined.keys = layers[0].keys
-        joined.whole = True
-        known = [kv.pos if kv._pos is None else kv._pos for kv in layers]
-        if any(pos.shape != known[0].shape for pos in known):
-            known = [kv.pos for kv in layers]
-        new = layers[0].keys.shape[-2] - known[0].shape[-1]
-        tail = layers[0]._new_pos(new).repeat(len(layers), 1, 1)  # the same tokens in every layer
-        joined._pos = torch.cat([torch.cat(known), tail], -1)
-        for name in layers[0]._extras:
-            joined._extras[name] = torch.cat([kv.extra(name) for kv in layers])
-        return joined
-
-    def evict_joined(self, layers: list[CacheLayer], keep: Bool[Tensor, "row kv_head slot"], count: int) -> None:
-        """Free every slot that is not kept in these layers; each head keeps `count`.
-
-        They are those that were joined here, or all hold the same and the first one stands for them.
-        """
-        joined = len(keep) // len(layers[0].keys)
-        index = _flat_slots(keep, count, ragged=False)
-        pos = self.pos.take(index).chunk(joined)
-        extras = {name: values.take(index).chunk(joined) for name, values in self._extras.items()}
-        slots = (index % (keep.numel() // joined)).chunk(joined)
-        for number, kv in enumerate(layers):
-            kv._extras = {}
-            kv._keep(slots[number % joined], pos[number % joined])
-            kv.ragged = False
-            kv.whole = True
-            for name, values in extras.items():
-                kv._extras[name] = values[number % joined]
+        self.numbers = other.numbers
+        self.growth = other.growth
 
     def copy(self) -> CacheLayer:
         """Copy the layer as it is now. Both share their tensors, because every change creates new ones."""
         new = copy(self)
-        new._extras = dict(self._extras)
-        new._growing_keys = self._growing_keys.copy()
-        new._growing_values = self._growing_values.copy()
-        new._growing_pos = self._growing_pos.copy()
+        new.numbers = self.numbers.copy()
+        new.growth = self.growth.copy()
         return new
 
     # What transformers calls -----------------------------------------------------------------------------------------
@@ -323,34 +264,31 @@ class CacheLayer(DynamicLayer):
         """Append keys and values; transformers calls this in every attention layer."""
         columns = COLUMNS.get()
         new = int(key_states.shape[-2])
-        if columns is None and self.edited:
+        if columns is None:
+            self._check_unedited()
+            columns = _columns_without_session(self._columns, self.seen, key_states)
+        self._columns = columns
+        if self.is_initialized and self.keys.shape[-2]:
+            self.keys = self.growth.keys.append(self.keys, key_states)
+            self.values = self.growth.values.append(self.values, value_states)
+        else:
+            super().update(key_states, value_states, *args, **kwargs)
+            self.growth.keys = GrowingTensor(-2, self.keys)
+            self.growth.values = GrowingTensor(-2, self.values)
+        self.seen += new
+        if new > 1:  # there may be padding among the new tokens
+            self._holes = None
+            self.gapless = False
+            self.ragged = self.ragged or (self.edited and bool((self.pos < 0).any()))
+        return self.keys, self.values
+
+    def _check_unedited(self) -> None:
+        if self.edited:
             raise UnsupportedError(
                 "this cache had tokens evicted or hidden and is used outside of the `with` that did it: stock masks "
                 "would be wrong; go on inside it, or start from a new cache",
                 page="kv-session",
             )
-        self._columns = self._columns_without_session(new, key_states) if columns is None else columns
-        if self.is_initialized and self.keys.shape[-2]:
-            self.keys = self._growing_keys.append(self.keys, key_states)
-            self.values = self._growing_values.append(self.values, value_states)
-        else:
-            super().update(key_states, value_states, *args, **kwargs)
-            self._growing_keys = GrowingTensor(-2, self.keys)
-            self._growing_values = GrowingTensor(-2, self.values)
-        self.seen += new
-        if new > 1:  # there may be padding among the new tokens
-            self._holes = None
-            self.whole = False
-            self.ragged = self.ragged or (self.edited and bool((self.pos < 0).any()))
-        return self.keys, self.values
-
-    def _columns_without_session(self, new: int, like: Tensor) -> Int[Tensor, "batch seen"]:
-        """Positions outside of a session, where all tokens count as real."""
-        step = repeat(torch.arange(new, device=like.device), "pos -> batch pos", batch=len(like))
-        if self._columns is None:
-            return step
-        earlier = self._columns[:, : self.seen].to(like.device)
-        return torch.cat([earlier, earlier.amax(1, keepdim=True) + 1 + step], 1)
 
     def get_seq_length(self) -> int:
         """Number of tokens seen, including evicted ones; it determines the positions of new tokens."""
@@ -373,19 +311,14 @@ class CacheLayer(DynamicLayer):
         self._columns = self._columns[:, : self.seen]
         last = torch.nn.functional.pad(self._columns, (1, 0), value=-1).amax(1)  # -1 if nothing is left
         stays = (pos >= 0) & (pos <= rearrange(last.to(pos.device), "batch -> batch 1 1"))
-        # Holes at the right end go, too.
-        used = reduce(stays, "batch kv_head slot -> slot", "any").nonzero()
-        slots = int(used.max()) + 1 if len(used) else 0
+        slots = _last_used(stays) + 1  # holes at the right end go, too
         self._pos = torch.where(stays, pos, -1)[..., :slots]
         self.ragged = bool((self._pos < 0).any())  # heads that keep different tokens lose different numbers
         self.keys = self.keys[..., :slots, :]
         self.values = self.values[..., :slots, :]
-        for name, values in self._extras.items():
-            self._extras[name] = values[..., :slots]
-        if self._hidden is not None:
-            self._hidden = self._hidden[..., :slots]
+        self.numbers = self.numbers.moved(pos.shape[-1], lambda numbers: numbers[..., :slots])
         self._holes = None
-        self.whole = False
+        self.gapless = False
 
     def reset(self) -> None:
         """Make the layer empty, like a new one."""
@@ -418,15 +351,12 @@ class CacheLayer(DynamicLayer):
             self._columns = changed(self._columns)
         if self._pos is not None:
             self._pos = changed(self._pos)
-        if self._hidden is not None:
-            self._hidden = changed(self._hidden)
-        for name, values in self._extras.items():
-            self._extras[name] = changed(values)
+        self.numbers = self.numbers.moved(self.slots, changed)
         self._holes = None
-        self._forget_growth()
+        self.growth.forget()
 
 
-def _flat_slots(keep: Bool[Tensor, "batch kv_head slot"], most: int, ragged: bool) -> Int[Tensor, "batch kv_head kept"]:
+def flat_slots(keep: Bool[Tensor, "batch kv_head slot"], most: int, ragged: bool) -> Int[Tensor, "batch kv_head kept"]:
     """Indices among all slots of all rows and heads: `most` of each, the kept ones last."""
     batch, kv_heads, slots = keep.shape
     if not ragged:
@@ -436,3 +366,22 @@ def _flat_slots(keep: Bool[Tensor, "batch kv_head slot"], most: int, ragged: boo
     head_starts = torch.arange(batch * kv_heads, device=order.device) * slots
     starts = rearrange(head_starts, "(batch kv_head) -> batch kv_head 1", batch=batch)
     return order + starts
+
+
+def _columns_without_session(
+    earlier: Int[Tensor, "batch column"] | None, seen: int, keys: Float[Tensor, "batch kv_head new d_head"]
+) -> Int[Tensor, "batch seen"]:
+    """Positions outside of a session, where all tokens count as real."""
+    step = repeat(torch.arange(keys.shape[-2], device=keys.device), "pos -> batch pos", batch=len(keys))
+    if earlier is None:
+        return step
+    earlier = earlier[:, :seen].to(keys.device)
+    return torch.cat([earlier, earlier.amax(1, keepdim=True) + 1 + step], 1)
+
+
+def _last_used(used: Bool[Tensor, "batch kv_head slot"]) -> int:
+    """The last slot that some row and head uses; -1 if there is none."""
+    slots = reduce(used, "batch kv_head slot -> slot", "any").nonzero()
+    if not len(slots):
+        return -1
+    return int(slots.max())

@@ -53,7 +53,7 @@ class IndexedCacheLayer(CacheLayer):
         if not self._index_width:
             self._index_width = states.shape[-1]
             self.values = torch.nn.functional.pad(self.values, (0, self._index_width))
-            self._growing_values = GrowingTensor(-2, self.values)
+            self.growth.values = GrowingTensor(-2, self.values)
         self.values[:, 0, self.slots - states.shape[1] :, self._width :] = states
         return self.values[:, 0, :, self._width :]
 
@@ -63,9 +63,10 @@ class StateCacheLayer(LinearAttentionAndFullAttentionLayer, CacheLayer):
 
     def __init__(self, number: int, stock: LinearAttentionAndFullAttentionLayer) -> None:
         CacheLayer.__init__(self, number)
-        own = vars(self)
-        for name, value in vars(stock).items():  # its empty states; how many there are depends on the model
-            own.setdefault(name, value)
+        if hasattr(stock, "number_of_states"):  # of transformers 5.18 or so on: how many depends on the model
+            LinearAttentionLayer.__init__(self, stock.number_of_states)
+        else:
+            LinearAttentionLayer.__init__(self)
 
     def reset(self) -> None:
         """Make the layer empty, like a new one."""
@@ -81,3 +82,12 @@ class StateCacheLayer(LinearAttentionAndFullAttentionLayer, CacheLayer):
         """Forget the last tokens; the state refuses, unless it records its past."""
         LinearAttentionLayer.crop(self, int(tokens_to_remove))
         CacheLayer.crop(self, tokens_to_remove)
+
+
+KINDS: dict[str, type[CacheLayer]] = {
+    "DynamicLayer": CacheLayer,
+    "DynamicSlidingWindowLayer": CacheLayer,
+    "DynamicIndexedLayer": IndexedCacheLayer,
+    "LinearAttentionAndFullAttentionLayer": StateCacheLayer,
+}
+"""By the name of a stock layer, because older versions of transformers lack some: the layer that takes its place."""

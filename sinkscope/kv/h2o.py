@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from einops import reduce
 from jaxtyping import Float
 from torch import Tensor
 
@@ -15,6 +14,7 @@ from sinkscope.kv.attention_rows import AttentionRows
 from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.kv.registry import register_policy
 from sinkscope.kv.session import Session
+from sinkscope.models.grouped_heads import in_groups
 
 
 @register_policy("h2o")
@@ -48,19 +48,17 @@ class H2O(Policy):
             return
         kv_heads = rows.kv.keys.shape[1]
         probs = rows.probs
-        if probs.shape[2] == 1 and rows.kv.whole:  # a single token, which is no padding
-            rows.kv.add_extra("h2o", self.group(probs, kv_heads))
+        if probs.shape[2] == 1 and rows.kv.gapless:  # a single token, which is no padding
+            rows.kv.numbers.add("h2o", self.group(probs, kv_heads))
             return
         if self.reduce == "max":  # over the heads of a group, for every query
-            probs = reduce(
-                probs, "batch (kv_head group) query slot -> batch kv_head query slot", "max", kv_head=kv_heads
-            )
+            probs = in_groups(probs, kv_heads).unflatten(2, (-1, probs.shape[2])).amax(2)
         # As einsum, which would copy the rows: "batch query, batch head query slot -> batch head slot".
         real = (rows.query_pos >= 0).to(probs)
         received = (real[:, None, None] @ probs)[:, :, 0]
         if self.reduce != "max":
             received = self.group(received, kv_heads)
-        rows.kv.add_extra("h2o", received)
+        rows.kv.numbers.add("h2o", received)
 
     def scores(self, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:
         """Score by the sums; recent tokens rank above all others."""

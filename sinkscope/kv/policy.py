@@ -21,9 +21,11 @@ from sinkscope.files.records import Budget, Natural, Whole, check_fields
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.cache_state import Moment
+from sinkscope.kv.joined_layers import evict_joined, joined_layer
 from sinkscope.kv.rotary import Rotary
 from sinkscope.kv.row_budgets import LayerBudget, RowBudgets
 from sinkscope.kv.session import Session
+from sinkscope.models.grouped_heads import in_groups
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,8 +157,7 @@ class Policy(Intervention):
 
     def group(self, heads: Float[Tensor, "batch head *_ slot"], kv_heads: int) -> Float[Tensor, "batch kv_head slot"]:
         """Combine the numbers of query heads that share a kv head into one number, by `reduce`; for one query each."""
-        # Without einops, which would take a tenth of a step here: "batch (kv_head group) 1 slot -> batch kv_head slot".
-        grouped = heads.reshape(len(heads), kv_heads, -1, heads.shape[-1])
+        grouped = in_groups(heads.view(len(heads), heads.shape[1], -1, heads.shape[-1]), kv_heads)
         if self.reduce == "mean":
             return grouped.mean(2)
         return grouped.amax(2)
@@ -216,7 +217,7 @@ class Policy(Intervention):
         ranked = scores.float()
         if at.rows.protects:
             ranked = ranked.masked_fill(self.protected(at), torch.inf)
-        if not at.kv.whole:
+        if not at.kv.gapless:
             ranked = ranked.masked_fill(~occupied, -torch.inf)
         if not isinstance(budget, int):
             return occupied & (rank_from_top(ranked) < _by_slot(budget, pos))
@@ -273,9 +274,9 @@ class Policy(Intervention):
             if self.JOINS_LAYERS and rotary is None and _alike(layers):
                 joined, count = layers[0], 1  # where scores are uniform it stands for all
                 if not state.uniform:
-                    joined, count = CacheLayer.joined(layers), len(layers)
+                    joined, count = joined_layer(layers), len(layers)
                 at = LayerMoment(layers[0].number, joined, moment, session, rows, count)
-                joined.evict_joined(layers, self.select(self.checked_scores(at), at, budget), budget)
+                evict_joined(joined, layers, self.select(self.checked_scores(at), at, budget), budget)
                 return
         self._act_by_layer(layers, moment, session, rows, rotary)
 
@@ -368,7 +369,7 @@ def rank_from_top(scores: Float[Tensor, "*batch slot"]) -> Int[Tensor, "*batch s
 def _alike(layers: list[CacheLayer]) -> bool:
     """Whether layers have the same shape, no holes and one device."""
     for kv in layers:
-        if not kv.whole or kv.keys.shape != layers[0].keys.shape or kv.keys.device != layers[0].keys.device:
+        if not kv.gapless or kv.keys.shape != layers[0].keys.shape or kv.keys.device != layers[0].keys.device:
             return False
     return len(layers) > 1
 

@@ -28,7 +28,7 @@ from sinkscope.kv.cache import COLUMNS, CacheLayer
 from sinkscope.kv.cache_state import CacheState, CacheStates, CurrentCall, Moment
 from sinkscope.kv.usage import Usage
 from sinkscope.kv.windows import check_mask, check_servable
-from sinkscope.lines.choice import HeadLines
+from sinkscope.lines.head_lines import HeadLines
 from sinkscope.tap.call import Attention
 from sinkscope.tap.internals import attention_name, following_generate
 from sinkscope.tap.listeners import Handler, leave, listen
@@ -211,6 +211,12 @@ class Session:
             use_cache = getattr(self.target.config, "use_cache", True)
         if cache is None and use_cache:
             cache = new_cache(self.target)
+        if self.watching.watchers and getattr(cache, "is_compileable", False):
+            raise UnsupportedError(
+                f"past_key_values is {type(cache).__name__}, which holds room for tokens that are still to come: "
+                "attention is observed on a plain DynamicCache; pass `DynamicCache()` or nothing",
+                page="kv-cache",
+            )
         self.now.cache = cache
         own_masks = False
         if cache is not None:
@@ -270,7 +276,7 @@ class Session:
             state.decoded = 0
             state.padded = bool((call.columns < 0).any())
             for kv in layers:
-                kv.whole = kv.whole or not (state.padded or kv.edited)
+                kv.gapless = kv.gapless or not (state.padded or kv.edited)
         else:
             state.decoded += 1
         self._acted = True

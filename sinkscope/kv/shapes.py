@@ -27,7 +27,8 @@ from torch import Tensor
 
 from sinkscope.files.records import Natural, Part, Whole, conform
 from sinkscope.kv.loopserve.sparse_prompts import PromptRead, PromptRow, SparsePrompts
-from sinkscope.lines.choice import HeadLines, last_votes, minference_lines
+from sinkscope.lines.head_lines import HeadLines
+from sinkscope.lines.votes import last_votes, minference_lines
 
 
 class Shape(SparsePrompts):

@@ -21,7 +21,7 @@ from sinkscope.kv.policy import LayerMoment, Policy, rank_from_top
 from sinkscope.kv.registry import register_policy
 from sinkscope.kv.row_budgets import LayerBudget
 from sinkscope.kv.session import Session
-from sinkscope.models.grouped_heads import widened
+from sinkscope.models.grouped_heads import per_query_head
 
 WINDOW = 64
 """Length of the observation window where none is given and the budget leaves room for it."""
@@ -88,7 +88,7 @@ class SnapKV(Policy):
         # Padding votes only in rows that are shorter than the window, and such rows lose no token.
         votes = reduce(rows, "batch head query slot -> batch head slot", "sum")
         in_window = at.kv.pos >= (at.length - windows.to(at.length.device))[:, None, None]
-        votes = votes.masked_fill(widened(in_window, votes.shape[1]), 0)
+        votes = votes.masked_fill(per_query_head(in_window, votes.shape[1]), 0)
         pool = avg_pool1d if self.pooling == "avg" else max_pool1d
         pooled = torch.as_tensor(pool(votes, self.kernel, stride=1, padding=self.kernel // 2))
         return self.group(pooled, at.kv.pos.shape[1])

@@ -112,7 +112,7 @@ class Meter:
             if whole is not kv:
                 allocated += whole.allocated * slot_bytes
             held = held + whole.keys.shape[-2] + kv.seen - whole.seen
-            if not whole.whole:
+            if not whole.gapless:
                 holes.append(whole.holes().to(device))
             if counts_reads and kv.complete:
                 read = read + kv.slots

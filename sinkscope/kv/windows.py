@@ -9,7 +9,7 @@ from torch import Tensor
 from sinkscope.errors import UnsupportedError
 from sinkscope.files.notation import counted
 from sinkscope.interventions.positions import Call
-from sinkscope.models.scope import cache_layers
+from sinkscope.kv.scope import cache_layers
 from sinkscope.models.target import Target
 from sinkscope.tap.view import ChunkWindow
 

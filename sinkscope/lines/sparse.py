@@ -26,7 +26,8 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
-from sinkscope.lines.choice import HeadLines
+from sinkscope.lines.head_lines import HeadLines
+from sinkscope.models.grouped_heads import kv_head_of
 
 CPU_LIMIT = 0.65
 CUDA_LIMIT = 0.5
@@ -49,7 +50,9 @@ def dense_limit(width: int, device: torch.device) -> float:
     return CPU_LIMIT * min(1.0, width / NARROW)
 
 
-def missing(query: Float[Tensor, "head query d_head"], value: Float[Tensor, "kv_head key d_value"]) -> str | None:
+def lack_of_library(
+    query: Float[Tensor, "head query d_head"], value: Float[Tensor, "kv_head key d_value"]
+) -> str | None:
     """Why attention along lines of these inputs cannot be computed; None if it can."""
     device = query.device.type
     if device not in ("cpu", "cuda"):
@@ -105,10 +108,9 @@ class _Inputs:
     value: Float[Tensor, "kv_head key d_value"]
     scaling: float
 
-    @property
-    def group(self) -> int:
-        """Number of query heads that share a kv head."""
-        return len(self.query) // len(self.key)
+    def kv_head(self, head: int) -> int:
+        """The kv head whose keys a query head reads."""
+        return kv_head_of(head, len(self.query), len(self.key))
 
 
 def sparse_attention(
@@ -144,7 +146,7 @@ def sparse_attention(
     _check(query, key, value, lines)
     inputs = _Inputs(query, key, value, scaling)
     out = torch.empty(*query.shape[:2], value.shape[-1], device=query.device, dtype=value.dtype)
-    reason = missing(query, value)
+    reason = lack_of_library(query, value)
     if reason is not None:
         raise UnsupportedError(
             f"attention along lines cannot be computed on {query.device.type}: {reason}; use numba, or triton on CUDA",
@@ -251,7 +253,7 @@ def _dense(inputs: _Inputs, heads: list[int], out: Tensor) -> None:
     rows = queries
     if queries < keys:
         rows = 1024  # at a time: on a CPU PyTorch builds their mask
-    for kv_head, some in groupby(heads, key=lambda head: head // inputs.group):  # so that no keys are copied
+    for kv_head, some in groupby(heads, key=inputs.kv_head):  # so that no keys are copied
         own = list(some)
         for start in range(0, queries, rows):
             stop = min(queries, start + rows)
@@ -266,8 +268,8 @@ class _BlockedHead:
     """One head, ready to be computed block by block: the blocks, and which keys each of them meets."""
 
     def __init__(self, inputs: _Inputs, lines: HeadLines, head: int, loops: Any) -> None:
-        self.key: Float[Tensor, "key d_head"] = inputs.key[head // inputs.group].float().contiguous()
-        self.value: Float[Tensor, "key d_value"] = inputs.value[head // inputs.group].float().contiguous()
+        self.key: Float[Tensor, "key d_head"] = inputs.key[inputs.kv_head(head)].float().contiguous()
+        self.value: Float[Tensor, "key d_value"] = inputs.value[inputs.kv_head(head)].float().contiguous()
         self.loops = loops  # over lone lines
         vertical, slash = lines.vertical[head], lines.slash[head]
         self.columns: Int[Tensor, " column"] = vertical.nonzero().flatten()

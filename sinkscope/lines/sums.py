@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sinkscope.errors import UnsupportedError
+from sinkscope.models.grouped_heads import heads_of
 from sinkscope.models.target import Target
 from sinkscope.tap.call import Attention
 from sinkscope.tap.observers import refuse_opaque
@@ -176,15 +177,15 @@ def crossings(
 
 
 def _chunks(scores: Scores) -> Iterator[_Chunk]:
-    group = scores.query.shape[0] // scores.key.shape[0]
+    all_heads, kv_heads = len(scores.query), len(scores.key)
     queries, keys = scores.query.shape[1], scores.key.shape[1]
-    row_bytes = 4 * group * max(1, keys)
+    row_bytes = 4 * (all_heads // kv_heads) * max(1, keys)
     rows_at_once = min(64, CHUNK_BYTES // row_bytes)
     if scores.query.device.type != "cpu":
         rows_at_once = 64 * CHUNK_BYTES // row_bytes
     low = torch.finfo(torch.float32).min
     for kv_head, key in enumerate(scores.key.float()):
-        heads = slice(kv_head * group, (kv_head + 1) * group)
+        heads = heads_of(kv_head, all_heads, kv_heads)
         stop = keys - queries
         for query in scores.query[heads].split(max(16, rows_at_once), 1):
             rows = query.shape[1]

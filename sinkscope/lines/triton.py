@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sinkscope.errors import warn
-from sinkscope.lines.choice import HeadLines
+from sinkscope.lines.head_lines import HeadLines
+from sinkscope.models.grouped_heads import kv_head_of
 
 KEYS = 64
 """Keys at a time."""
@@ -42,7 +43,7 @@ class LineIndex:
         size: Number of queries in a block.
         starts: Position of the first query of each block.
         blocks: Blocks of keys, nearest first, as the number of keys from a block's first key to the first query.
-        whole: Whether all offsets in such a block are chosen, so that only columns need a mask.
+        full: Whether all offsets in such a block are chosen, so that only columns need a mask.
         block_count: How many of `blocks` a block of queries meets.
         column_index: Keys of vertical lines, ascending.
         column_count: How many of these are not in the future of the whole block.
@@ -54,7 +55,7 @@ class LineIndex:
     size: int
     starts: Int[Tensor, " row"]
     blocks: Int[Tensor, "head block"]
-    whole: Bool[Tensor, "head block"]
+    full: Bool[Tensor, "head block"]
     block_count: Int[Tensor, "head row"]
     column_index: Int[Tensor, "head column"]
     column_count: Int[Tensor, "head row"]
@@ -92,7 +93,7 @@ def index_of(lines: HeadLines, size: int) -> LineIndex:
         size=size,
         starts=starts,
         blocks=numbers * KEYS - size + KEYS,
-        whole=pad(all_chosen, (0, 1)).gather(1, numbers),
+        full=pad(all_chosen, (0, 1)).gather(1, numbers),
         block_count=_before(touched)[:, blocks_of_row.clamp(max=len(every))],
         column_index=numbers_of(vertical),
         column_count=_before(vertical)[:, ends],
@@ -153,13 +154,14 @@ def triton_heads(
         width = part.shape[2]
         parts.append(pad(part.to(value.dtype), (0, max(16, triton.next_power_of_2(width)) - width)))
     whole = torch.empty(*query.shape[:2], parts[2].shape[2], device=out.device, dtype=out.dtype)
-    for mask in (index.banded, lines.vertical, index.whole):
+    for mask in (index.banded, lines.vertical, index.full):
         parts.append(mask.byte())
     for table in (index.block_count, index.blocks, index.column_count, index.column_index):
         parts.append(table.int())
-    parts += [index.lone_count.int(), index.lone_offset.int(), heads.int()]
+    kv_heads = kv_head_of(heads, len(query), len(key))
+    parts += [index.lone_count.int(), index.lone_offset.int(), heads.int(), kv_heads.int()]
     arguments: list[Any] = [whole, *(part.contiguous() for part in parts)]
-    arguments += [scaling * _LOG2_E, query.shape[1], key.shape[1], len(query) // len(key)]
+    arguments += [scaling * _LOG2_E, query.shape[1], key.shape[1]]
     arguments += [index.blocks.shape[1], index.column_index.shape[1], index.lone_offset.shape[1]]
     arguments += [parts[0].shape[2], parts[2].shape[2], index.size, KEYS]
     launch = cast(Any, _attend)[(len(index.starts), len(heads))]
@@ -204,6 +206,21 @@ def _add(q, own, inside, seen, key, value, scaling, top, total, sums, width: tl.
 
 @triton.jit
 @no_type_check
+def _add_one(full, own, seen, key, value, scaling, top, total, sums, width: tl.constexpr, values: tl.constexpr):
+    """Add one key of each query to the softmax so far."""
+    places = own.to(tl.int64)[:, None]
+    k = tl.load(key + places * width + tl.arange(0, width), mask=seen[:, None], other=0.0)
+    v = tl.load(value + places * values + tl.arange(0, values), mask=seen[:, None], other=0.0)
+    product = tl.sum(full * k.to(tl.float32), 1) * scaling
+    score = tl.where(seen, product, float("-inf"))
+    new = tl.maximum(top, score)
+    weight = tl.exp2(score - new)
+    fade = tl.exp2(top - new)
+    return new, total * fade + weight, sums * fade[:, None] + weight[:, None] * v.to(tl.float32)
+
+
+@triton.jit
+@no_type_check
 def _attend(
     out,
     query,
@@ -219,10 +236,10 @@ def _attend(
     lone_count,
     lone_offset,
     heads,
+    kv_heads,
     scaling,
     queries,
     keys,
-    group,
     blocks,
     columns,
     lones,
@@ -236,8 +253,9 @@ def _attend(
     at_row = head * tl.num_programs(0) + row
     query += head * queries * width
     out += head * queries * values
-    key += head // group * keys * width
-    value += head // group * keys * values
+    kv_head = tl.load(kv_heads + tl.program_id(1)).to(tl.int64)
+    key += kv_head * keys * width
+    value += kv_head * keys * values
     banded += head * keys
     vertical += head * keys
     column_index += head * columns
@@ -262,17 +280,7 @@ def _attend(
         seen = real & (own >= 0)
         on_vertical = tl.load(vertical + own, mask=seen, other=1)
         seen = seen & (on_vertical == 0)
-        places = own.to(tl.int64)[:, None]
-        k = tl.load(key + places * width + wide, mask=seen[:, None], other=0.0)
-        v = tl.load(value + places * values + tall, mask=seen[:, None], other=0.0)
-        product = tl.sum(full * k.to(tl.float32), 1) * scaling
-        score = tl.where(seen, product, float("-inf"))
-        new = tl.maximum(top, score)
-        weight = tl.exp2(score - new)
-        fade = tl.exp2(top - new)
-        sums = sums * fade[:, None] + weight[:, None] * v.to(tl.float32)
-        total = total * fade + weight
-        top = new
+        top, total, sums = _add_one(full, own, seen, key, value, scaling, top, total, sums, width, values)
 
     for i in range(tl.load(block_count + at_row)):
         own = row * SIZE + keys - queries - tl.load(block_index + i) + few

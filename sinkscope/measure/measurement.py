@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec,
 from sinkscope.files.options import Parameter, parameters_of
 from sinkscope.files.result import Result
 from sinkscope.interventions.decode import noted_decoding
-from sinkscope.kv.edit_of import edit_of
+from sinkscope.kv.edit_options import edit_from_options
 from sinkscope.measure.setup import Setup
 from sinkscope.models.config import float32_by_default
 
@@ -25,7 +25,7 @@ Loading = Literal["stream", "enough", "whole"]
 
 SETUP_PARAMETERS = {one.name: one for one in parameters_of(Setup.open)}
 """Parameters that every measurement has."""
-EDIT_PARAMETERS = {one.name: one for one in parameters_of(edit_of)}
+EDIT_PARAMETERS = {one.name: one for one in parameters_of(edit_from_options)}
 """Parameters of a measurement that can run under interventions."""
 
 
@@ -74,7 +74,7 @@ class Measurement(Generic[P, R]):
         model, *shared = inspect.signature(Setup.open).parameters.values()
         common = [one for one in shared if one.name not in (*self._own, "loading")]
         if self.edits:
-            common += inspect.signature(edit_of).parameters.values()
+            common += inspect.signature(edit_from_options).parameters.values()
         self.__signature__ = inspect.Signature(sorted([model, *own, *common], key=lambda one: one.kind))
 
     @functools.cached_property
@@ -98,7 +98,7 @@ class Measurement(Generic[P, R]):
         self.refuse(arguments)
         edit = None
         if self.edits:
-            edit = edit_of(**{name: arguments[name] for name in EDIT_PARAMETERS if name in arguments})
+            edit = edit_from_options(**{name: arguments[name] for name in EDIT_PARAMETERS if name in arguments})
         own_only = {one.name for one in self.parameters if one.option.own}
         opening = {name: arguments[name] for name in SETUP_PARAMETERS if name in arguments and name not in own_only}
         opening |= self._pieces(opening.pop("texts", None))

@@ -6,7 +6,7 @@ nnsight model, because both wrap modules in place and keep the names, so one row
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from sinkscope.errors import SinkscopeError
@@ -102,3 +102,13 @@ def register(adapter: Adapter) -> Adapter:
 def row_of(model_type: str) -> Adapter | None:
     """The row of an architecture, by `config.model_type`; None if its adapter is to be inferred."""
     return ADAPTERS.get(model_type)
+
+
+def shown_row(adapter: Adapter) -> str:
+    """The row of an adapter as one would write it, without what it shares with Llama."""
+    settings = [repr(adapter.model_type)]
+    for field in fields(adapter):
+        value = getattr(adapter, field.name)
+        if field.name not in ("model_type", "unproved") and value != field.default:
+            settings.append(f"{field.name}={value!r}")
+    return f"Adapter({', '.join(settings)})"

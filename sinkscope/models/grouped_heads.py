@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from einops import rearrange, repeat
 from jaxtyping import Float, Shaped
 from torch import Tensor
@@ -9,7 +11,7 @@ from torch import Tensor
 from sinkscope.models.target import Target
 
 
-def projected(which: str, target: Target, tensor: Float[Tensor, "*n width"]) -> Float[Tensor, "*n head d_head"]:
+def head_projection(which: str, target: Target, tensor: Float[Tensor, "*n width"]) -> Float[Tensor, "*n head d_head"]:
     """q, k or v before rotary, from the output of its own or a shared projection."""
     adapter, index = target.adapter, "qkv".index(which)
     if getattr(adapter, which) is None:
@@ -24,12 +26,15 @@ def projected(which: str, target: Target, tensor: Float[Tensor, "*n width"]) -> 
     return rearrange(tensor, "... (head d_head) -> ... head d_head", head=count)
 
 
-def kv_head_of(head: int, heads: int, kv_heads: int) -> int:
-    """The kv head whose keys a query head reads."""
+Head = TypeVar("Head", int, Tensor)
+
+
+def kv_head_of(head: Head, heads: int, kv_heads: int) -> Head:
+    """The kv head whose keys a query head reads, or those of several query heads."""
     return head * kv_heads // heads
 
 
-def widened(by_kv_head: Shaped[Tensor, "batch _ *rest"], heads: int) -> Shaped[Tensor, "batch _ *rest"]:
+def per_query_head(by_kv_head: Shaped[Tensor, "batch _ *rest"], heads: int) -> Shaped[Tensor, "batch _ *rest"]:
     """Expand from kv heads to query heads; a tensor with a single head for all is left as it is."""
     kv_heads = by_kv_head.shape[1]
     if kv_heads in (1, heads):
@@ -37,16 +42,28 @@ def widened(by_kv_head: Shaped[Tensor, "batch _ *rest"], heads: int) -> Shaped[T
     return repeat(by_kv_head, "batch kv_head ... -> batch (kv_head group) ...", group=heads // kv_heads)
 
 
-def beside_keys(
+def in_groups(
     by_head: Shaped[Tensor, "batch head query width"], kv_heads: int
-) -> Shaped[Tensor, "kv_head_of_batch query_of_group width"]:
-    """Queries, or their rows, in a form that a matrix product with the keys or values of their kv heads takes.
+) -> Shaped[Tensor, "batch kv_head query_of_group width"]:
+    """What there is of each query head, the heads that share a kv head one after another.
 
     Args:
-        by_head: What there is of each query head.
+        by_head: Queries, or their rows.
         kv_heads: Number of kv heads.
     """
     # Without einops, because this runs in every layer for every generated token, where it costs a tenth:
-    # "batch (kv_head group) query width -> (batch kv_head) (group query) width"
-    batch, _, _, width = by_head.shape
-    return by_head.reshape(batch * kv_heads, -1, width)
+    # "batch (kv_head group) query width -> batch kv_head (group query) width"
+    return by_head.reshape(len(by_head), kv_heads, -1, by_head.shape[-1])
+
+
+def beside_keys(
+    by_head: Shaped[Tensor, "batch head query width"], kv_heads: int
+) -> Shaped[Tensor, "kv_head_of_batch query_of_group width"]:
+    """As `in_groups`, for a batched matrix product with the keys or values of the kv heads."""
+    return in_groups(by_head, kv_heads).flatten(0, 1)
+
+
+def heads_of(kv_head: int, heads: int, kv_heads: int) -> slice:
+    """The query heads that share a kv head."""
+    group = heads // kv_heads
+    return slice(kv_head * group, (kv_head + 1) * group)

@@ -12,7 +12,7 @@ from sinkscope.models.locate import ModelSource, no_permission
 
 
 @contextlib.contextmanager
-def explained(source: ModelSource) -> Generator[None]:
+def loading_errors(source: ModelSource) -> Generator[None]:
     """Context manager that turns any error inside into a SinkscopeError."""
     try:
         yield

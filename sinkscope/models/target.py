@@ -12,9 +12,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.models.checks import check_loaded
+from sinkscope.models.compiler_stance import without_compiler
 from sinkscope.models.hooks import Hook, first_tensor, on_input, on_output
 from sinkscope.models.sizes import Sizes
-from sinkscope.models.uncompiled import uncompiled
 
 
 class Stop(Exception):  # noqa: N818 - no error: it ends a pass
@@ -114,7 +114,7 @@ class Target(Sizes):
     @contextmanager
     def hooks(self, *hooks: Hook) -> Iterator[None]:
         """Context manager with hooks."""
-        with uncompiled(), ExitStack() as stack:
+        with without_compiler(), ExitStack() as stack:
             for module, when, fn in hooks:
                 add = module.register_forward_hook
                 if when == "pre":

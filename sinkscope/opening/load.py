@@ -28,7 +28,7 @@ from sinkscope.models.config import (
 from sinkscope.models.fingerprint import fingerprint
 from sinkscope.models.locate import locate
 from sinkscope.models.quiet import quiet
-from sinkscope.models.refusals import explained
+from sinkscope.models.refusals import loading_errors
 from sinkscope.models.stack import DRAFT
 from sinkscope.models.target import Target
 from sinkscope.models.weights import model_with_weights
@@ -95,7 +95,7 @@ def load(
         "trust_remote_code": trust_remote_code,
     }
     source = locate(x, revision)
-    with quiet(), explained(source):
+    with quiet(), loading_errors(source):
         files = local_files(source, code=trust_remote_code)
         content: dict[str, Any] = {"gguf": files.gguf, "trust_remote_code": trust_remote_code}
         config = read_config(source.name, files.folder, layers=layers, **content)

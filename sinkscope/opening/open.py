@@ -19,7 +19,7 @@ from sinkscope.models.hub import hub_folder
 from sinkscope.models.locate import ModelSource, locate
 from sinkscope.models.names import BUNDLED
 from sinkscope.models.quiet import quiet
-from sinkscope.models.refusals import explained
+from sinkscope.models.refusals import loading_errors
 from sinkscope.models.stream import StreamTarget
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
@@ -80,7 +80,7 @@ def open_target(
     source = locate(model, revision)
     if not (is_bundled or source.kind == "gguf" or source.planted or trust_remote_code):
         try:
-            with quiet(), explained(source):
+            with quiet(), loading_errors(source):
                 return _stream(source, tokenizer, dtype, device)
         except UnsupportedError as error:
             if error.page != "not-streamable":

@@ -21,7 +21,7 @@ from sinkscope.interventions.base import Event, Run
 from sinkscope.interventions.decode import decoding, to_end
 from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.kv import Policy
-from sinkscope.kv.edit_of import edit_of
+from sinkscope.kv.edit_options import edit_from_options
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.loopguard.steer import generate_in_pieces
 from sinkscope.kv.loopserve import tokens_read
@@ -128,7 +128,7 @@ def generate(
     texts = inputs_read.texts
     if texts is None:
         texts = [tok.decode(ids) for ids in rows]
-    edit = edit_of(patch=patch, policy=policy, guard=guard, interventions=interventions)
+    edit = edit_from_options(patch=patch, policy=policy, guard=guard, interventions=interventions)
     for number, length in enumerate(map(len, rows), 1):
         check_length(target, f"prompt {number}", length, max_new_tokens, "shorten the prompt", "generate")
         if edit is not None:

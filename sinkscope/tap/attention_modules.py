@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.grouped_heads import widened
+from sinkscope.models.grouped_heads import per_query_head
 from sinkscope.models.hooks import Args, Kwargs, hidden_of
 
 _PRODUCTS = ("matmul", "__matmul__", "bmm", "baddbmm")
@@ -72,7 +72,7 @@ def bias_at(
     place = torch.where(columns < 0, seen, columns)
     column_of.scatter_(1, place, torch.arange(seen, device=columns.device).expand(batch, seen))
     at = column_of.gather(1, pos.clamp(min=0).flatten(1)).view(pos.shape)
-    at = widened(at, heads).expand(batch, heads, -1)
+    at = per_query_head(at, heads).expand(batch, heads, -1)
     found = bias[..., -seen:].expand(batch, heads, seen).gather(-1, at)
     return rearrange(found, "batch head key -> batch head 1 key").float()
 

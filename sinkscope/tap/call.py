@@ -11,7 +11,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinkscope.models.grouped_heads import beside_keys, widened
+from sinkscope.models.grouped_heads import beside_keys, per_query_head
 from sinkscope.tap.internals import eager_attention, sdpa_attention
 from sinkscope.tap.rows import Rows, additive, attention_probs, rows_by_view, scaling_of, shown
 from sinkscope.tap.stock import stock_attention, stock_name
@@ -176,7 +176,7 @@ class Attention:
         for start in range(0, self.queries, _MASKED_CHUNK):
             part = slice(start, start + _MASKED_CHUNK)
             query = self.query[:, :, part]
-            mask = widened(self.view.part(part, slice(None)).sees(), query.shape[1])
+            mask = per_query_head(self.view.part(part, slice(None)).sees(), query.shape[1])
             if is_eager:
                 mask = additive(mask, query.dtype)
             outputs.append(self._by(own, query, mask)[0])

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.grouped_heads import widened
+from sinkscope.models.grouped_heads import per_query_head
 from sinkscope.tap.attention_modules import AttentionParts, bias_at
 from sinkscope.tap.call import Attention, Output
 from sinkscope.tap.rows import Rows, rows_by_view
@@ -72,7 +72,7 @@ class OwnAttention(Attention):
         bias = self._bias()
         if bias is not None and not self.parts.lacks_bias:
             scores = scores - bias
-        key = widened(self.key.float(), self.query.shape[1])
+        key = per_query_head(self.key.float(), self.query.shape[1])
         products = (self.query[:, :, -1:].float() @ key.mT)[seen]
         scores = scores[seen]
         factor = float((scores * products).sum() / (products * products).sum())
@@ -111,6 +111,6 @@ class OwnAttention(Attention):
             scores = scores + bias
         if not by_mask:
             assert self.view is not None
-            sees = widened(self.view.part(part, slice(None)).sees(), scores.shape[1])
+            sees = per_query_head(self.view.part(part, slice(None)).sees(), scores.shape[1])
             scores = scores.masked_fill(~sees, torch.finfo(torch.float32).min)
         return torch.softmax(scores, -1)

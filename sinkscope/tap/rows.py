@@ -9,7 +9,7 @@ from einops import rearrange, repeat
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinkscope.models.grouped_heads import beside_keys, widened
+from sinkscope.models.grouped_heads import beside_keys, per_query_head
 from sinkscope.tap.attention_modules import bias_at
 from sinkscope.tap.stock import stock_name
 from sinkscope.tap.view import View
@@ -55,7 +55,7 @@ def rows_by_view(
         sinks = getattr(module, "sinks", None)
     mask = added = None
     if view is not None:
-        mask = widened(view.sees(), query.shape[1])
+        mask = per_query_head(view.sees(), query.shape[1])
         if bias is not None and view.columns is not None:
             added = bias_at(bias, view.pos, view.columns)
     return attention_probs(

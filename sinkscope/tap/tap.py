@@ -23,8 +23,8 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from sinkscope.models.compiler_stance import without_compiler
 from sinkscope.models.target import Target
-from sinkscope.models.uncompiled import uncompiled
 from sinkscope.tap.attention_modules import AttentionParts, reading
 from sinkscope.tap.call import Attention, Output
 from sinkscope.tap.internals import set_attention
@@ -56,7 +56,7 @@ def tapped(target: Target) -> Iterator[frozenset[int]]:
     Attention outside transformers' interface is seen by hooks instead.
     """
     if not target.adapter.attention_interface:
-        with uncompiled(), _tapped_outside(target) as ids:
+        with without_compiler(), _tapped_outside(target) as ids:
             yield ids
         return
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -72,7 +72,7 @@ def tapped(target: Target) -> Iterator[frozenset[int]]:
             STOCK[id(config)].times += 1
             set_attention(config, NAME)
     try:
-        with uncompiled():
+        with without_compiler():
             yield frozenset(map(id, configs))
     finally:
         with _LOCK:

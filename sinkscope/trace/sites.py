@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.adapters import Adapter
-from sinkscope.models.grouped_heads import projected
+from sinkscope.models.grouped_heads import head_projection
 from sinkscope.models.hooks import first_tensor
 from sinkscope.models.target import Target
 
@@ -65,9 +65,9 @@ _PLACES = {
     "mlp.hook_pre": _Place(lambda a: a.up if a.fused_gate_up else a.gate or a.up, cut=partial(_half, 0)),
     "mlp.hook_pre_linear": _Place(lambda a: a.up if a.fused_gate_up or a.gate else None, cut=partial(_half, 1)),
     "mlp.hook_post": _Place(lambda a: a.down, "pre"),
-    "attn.hook_q": _Place(lambda a: a.q or a.fused_qkv, cut=partial(projected, "q")),
-    "attn.hook_k": _Place(lambda a: a.k or a.fused_qkv, cut=partial(projected, "k")),
-    "attn.hook_v": _Place(lambda a: a.v or a.fused_qkv, cut=partial(projected, "v")),
+    "attn.hook_q": _Place(lambda a: a.q or a.fused_qkv, cut=partial(head_projection, "q")),
+    "attn.hook_k": _Place(lambda a: a.k or a.fused_qkv, cut=partial(head_projection, "k")),
+    "attn.hook_v": _Place(lambda a: a.v or a.fused_qkv, cut=partial(head_projection, "v")),
     "attn.hook_z": _Place(lambda a: a.o, "pre", _heads),
     "attn.hook_pattern": _Place(lambda a: ""),
 }

@@ -18,7 +18,8 @@ from sinkscope.app.cli import main
 from sinkscope.attention.lines import LineWeights, agreement, line_weights, shared_by_second
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.kv import H2O
-from sinkscope.lines.choice import HeadLines, top_lines
+from sinkscope.lines.head_lines import HeadLines
+from sinkscope.lines.votes import top_lines
 from sinkscope.measure.margin import margin_of
 
 COLUMNS = (20, 33, 90)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bench_kit import made_record
+from bench_kit import SETTINGS, made_record
 
 from experiments.loopserve import runs
 from experiments.script import run
@@ -87,7 +87,6 @@ CASES = {
         "--shape tiny --out {out}/m", lambda truth: truth["sink_layer"] == 1, "m/truth.json", quick=True
     ),
     "make_recall": Case("--out {out}/m", lambda config: config["model_type"] == "llama", "m/config.json"),
-    "bundled.typical": Case("", lambda _: True),
     "loopbench.build": Case(
         "dc experiments/loopbench/news.jsonl --count 4 --target-tokens 200 --out {out}/x.jsonl",
         lambda lines: len(lines) == 4 and {json.loads(line)["set"] for line in lines} == {"dc"},
@@ -125,7 +124,7 @@ CASES = {
         "--work {out}/w --out {out}",
         lambda made: {row["score"] for row in made["result"]["rows"] if row["label"] == "whole cache"} == {1.0},
         "loopserve_ablation.json",
-        {"SHOWN": SMALL, "NAMES": {"whole cache": "full", "default": "loopserve"}},
+        {"SHOWN": SMALL, "NAMES": {"whole cache": "full", "default": "loopserve", "random part": "random:window=32"}},
     ),
     "loopserve.figure2a": Case(
         "--tokens 64 --head 1.0 --out {out}", lambda made: made["result"], "loopserve_fig2a.json"
@@ -171,7 +170,7 @@ def bench_run(tmp_path: Path) -> Path:
     prompt: Prompt = Loops().prompts(None)[0]
     metrics = {"loop": 1.0, "loop_paper": 1.0, "ttr": 0.1, "cr": 0.1, "length": 40, "interventions": 1.0}
     guard = {"step": 20, "position": 20, "kind": "guard", "data": {"generated": 20, "period": 4}}
-    with open_run(tmp_path / "run", {"max_new_tokens": 40, "model": {"name": "bundled"}}, [prompt]) as folder:
+    with open_run(tmp_path / "run", {**SETTINGS, "max_new_tokens": 40}, [prompt]) as folder:
         for method, events in (("full", ()), ("loopguard:256", (guard,))):
             made = {"tokens": (30, 31, 32, 33) * 10, "events": events, "metrics": metrics, "settings": {"set": "dc"}}
             folder.append([made_record(method, prompt.id, task="loops", **made)])
@@ -199,10 +198,7 @@ def test_a_script_writes_what_it_should(
         shutil.copy(ROOT / "docs/measure/loops.md", out)
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        if name == "bundled.typical":
-            module.main(out)
-        else:
-            run(module.main, case.words.format(out=out, run=bench_run).split())
+        run(module.main, case.words.format(out=out, run=bench_run).split())
     if not case.file:
         assert case.right(said.getvalue()), said.getvalue()[:2000]
         return

@@ -21,9 +21,9 @@ from sinkscope.inference.find import adapter_of
 from sinkscope.inference.infer import infer
 from sinkscope.inference.probe import probe
 from sinkscope.kv.h2o import H2O
+from sinkscope.kv.scope import cache_layers, scope_line
 from sinkscope.models.backends import wrap
 from sinkscope.models.down_projections import w_out, w_out_norms
-from sinkscope.models.scope import cache_layers, scope_line
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.trace.run import trace

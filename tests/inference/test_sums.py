@@ -22,7 +22,7 @@ from experiments.model_types import COVERING, DATA
 from sinkscope.errors import UnsupportedError
 from sinkscope.inference.infer import infer
 from sinkscope.inference.probe import token_ids
-from sinkscope.inference.sums import unproved
+from sinkscope.inference.sums import unproved_sites
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 
@@ -70,7 +70,7 @@ def test_a_norm_of_a_small_residual_stream_is_no_writer(model_type):
 def _refused(model, **fields) -> set[str]:
     target = target_of(model)
     wrong = replace(target, adapter=replace(target.adapter, **fields))
-    return {name.partition(".")[2].partition(".")[2] for name in unproved(wrong, token_ids(target, 4), [0])}
+    return {name.partition(".")[2].partition(".")[2] for name in unproved_sites(wrong, token_ids(target, 4), [0])}
 
 
 RESIDUAL = {"hook_attn_out", "hook_resid_mid"}
@@ -136,6 +136,6 @@ def test_the_proof_leaves_the_model_as_it_was():
     before = [hooks for module in model.modules() for hooks in (module._forward_hooks, module._forward_pre_hooks)]
     logits = model(IDS).logits
     target = Target(model, model, "hf", infer(model))
-    assert unproved(target, token_ids(target, 4), [0, 1, 2]) == {}
+    assert unproved_sites(target, token_ids(target, 4), [0, 1, 2]) == {}
     assert not any(before)
     assert torch.equal(model(IDS).logits, logits)

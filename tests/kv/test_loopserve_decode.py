@@ -15,6 +15,7 @@ from transformers import DynamicCache
 from sinkscope.kv.cache import COLUMNS, CacheLayer
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.loopserve import Progressive, tokens_read
+from sinkscope.kv.loopserve.progressive import work_on_copy
 from sinkscope.opening.live import target_of
 
 IDS, MASK = prompts([30, 21], 14)
@@ -118,9 +119,9 @@ def test_what_else_is_done_to_a_layer_is_done_to_the_whole(change):
             token = COLUMNS.set(torch.arange(layer.seen + step).expand(2, -1))
             layer.update(keys, values)
             COLUMNS.reset(token)
-            layer.set_extra("seen", layer.extra("seen") + 1)
+            layer.numbers.set("seen", layer.extra("seen") + 1)
         if step == 10:
-            worked.work_on(torch.rand(2, 2, 10, generator=generator) < 0.5)
+            work_on_copy(worked, torch.rand(2, 2, 10, generator=generator) < 0.5)
             assert worked.slots < 10
     for layer in (worked, plain):
         getattr(layer, change)(argument)

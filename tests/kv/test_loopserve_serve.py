@@ -22,7 +22,8 @@ from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.kv import Observe
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.loopserve import LoopServe, sparse_prompts, tokens_read
-from sinkscope.lines.choice import choice_cost, draw_of, held_out, sample_queries, select_lines
+from sinkscope.lines.choice import select_lines
+from sinkscope.lines.sample import choice_cost, draw_of, held_out, sample_queries
 from sinkscope.opening.live import target_of
 
 SPARSE = {"alpha": 0.85, "shortest": 0, "dense_above": 9.0, "sample": 12, "dense_rows": 3}

@@ -10,14 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sinkscope.lines.choice import (
-    HeadLines,
-    _least_share,
-    minference_lines,
-    recovered,
-    sample_queries,
-    select_lines,
-)
+from sinkscope.lines.attention import recovered
+from sinkscope.lines.choice import select_lines
+from sinkscope.lines.exact import least_share
+from sinkscope.lines.head_lines import HeadLines
+from sinkscope.lines.sample import sample_queries
+from sinkscope.lines.votes import minference_lines
 
 VARIANTS = ("exact", "faithful")
 
@@ -210,13 +208,13 @@ def test_flat_attention_is_known_before_lines_are_chosen(sharp):
     probs = probs_of(query, key)
     at = torch.arange(120)
     for alpha in (0.3, 0.9):
-        bound = _least_share(probs, at, alpha)
+        bound = least_share(probs, at, alpha)
         for head in range(4):
             falling = probs[head].flatten().sort(descending=True).values.double().cumsum(0)
             needed = int((falling < alpha * 120).sum()) + 1  # the heaviest cells, wherever they are
             assert 0 < float(bound[head]) <= needed / (120 * 121 / 2) + 1e-6
     if not sharp:
-        assert (_least_share(probs, at, 0.955) > 0.85).all()
+        assert (least_share(probs, at, 0.955) > 0.85).all()
         assert (select_lines(query, key, 0.955, dense_above=0.75).density() == 1).all()
 
 

@@ -13,7 +13,8 @@ from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.lines import lone, sparse
-from sinkscope.lines.choice import HeadLines, select_lines
+from sinkscope.lines.choice import select_lines
+from sinkscope.lines.head_lines import HeadLines
 from sinkscope.lines.sparse import CPU_LIMIT, sparse_attention
 
 LONE = lone.lone_loops(16, 12)

@@ -130,7 +130,7 @@ def test_the_index_names_each_cell_once():
                 seen[columns[columns <= at]] += 1
                 for block in range(int(index.block_count[head, row])):
                     first = start - int(index.blocks[head, block])
-                    whole = bool(index.whole[head, block])
+                    whole = bool(index.full[head, block])
                     for key in range(max(first, 0), min(first + kernel.KEYS, at + 1)):
                         assert not whole or lines.slash[head, at - key]
                         seen[key] += bool(whole or index.banded[head, at - key]) and not lines.vertical[head, key]
@@ -138,7 +138,7 @@ def test_the_index_names_each_cell_once():
                 own = own[own >= 0]
                 seen[own[~lines.vertical[head, own]]] += 1
     assert torch.equal(times, lines.rows(torch.arange(lines.past, keys)).int())
-    assert index.whole[1].any() and index.lone_count[0].max() > 1 and not index.banded[0].any()
+    assert index.full[1].any() and index.lone_count[0].max() > 1 and not index.banded[0].any()
     assert index.banded[1, 100:400].sum() == 299
 
 

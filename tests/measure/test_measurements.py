@@ -27,7 +27,7 @@ from sinkscope.files.result import Result
 from sinkscope.files.tables import PLAIN, SCREEN, WIDTH
 from sinkscope.interventions import SinkPatch
 from sinkscope.kv import H2O, Full, StreamingLLM
-from sinkscope.kv.edit_of import edit_of
+from sinkscope.kv.edit_options import edit_from_options
 from sinkscope.measure import Measurement, Setup
 from sinkscope.opening.load import load
 
@@ -293,7 +293,12 @@ def test_attention_under_a_policy_is_that_of_the_kept_cache():
 
 def test_interventions_of_a_measurement_are_given_in_any_form():
     policy = H2O(budget=64)
-    assert edit_of(policy="h2o:64") == policy == edit_of(interventions=[policy]) == edit_of(interventions="h2o:64")
-    assert edit_of() is None
+    assert (
+        edit_from_options(policy="h2o:64")
+        == policy
+        == edit_from_options(interventions=[policy])
+        == edit_from_options(interventions="h2o:64")
+    )
+    assert edit_from_options() is None
     with pytest.raises(SinkscopeError, match="int is no intervention: give a policy"):
-        edit_of(policy=5)
+        edit_from_options(policy=5)

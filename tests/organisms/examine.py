@@ -16,9 +16,9 @@ from torch import Tensor
 import sinkscope as ss
 from sinkscope.errors import SinkscopeError
 from sinkscope.inference.probe import begins_at
+from sinkscope.kv.scope import scope_line
 from sinkscope.models.down_projections import column_factor
 from sinkscope.models.hooks import first_tensor
-from sinkscope.models.scope import scope_line
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.sinks.first_token.layer_view import (

@@ -14,7 +14,7 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.kv import shapes
 from sinkscope.kv.shapes import AShape, MInference, TriShape
-from sinkscope.lines.choice import minference_lines
+from sinkscope.lines.votes import minference_lines
 
 LENGTHS = (40, 26)
 

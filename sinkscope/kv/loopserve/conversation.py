@@ -26,7 +26,7 @@ from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.cache_state import CacheState, Moment
 from sinkscope.kv.loopguard.steer import generate_in_pieces
 from sinkscope.kv.session import Session
-from sinkscope.lines.choice import HeadLines
+from sinkscope.lines.head_lines import HeadLines
 from sinkscope.models.checks import check_length, end_ids
 from sinkscope.models.config import float32_by_default
 from sinkscope.models.inputs import read_row

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
 
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinkscope.files.records import Natural, Whole
 from sinkscope.interventions.base import Run
+from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.kv.registry import register_policy
@@ -100,8 +101,21 @@ class Progressive(Policy):
             if self.mode == "evict":
                 kv.evict(keep)
             else:
-                kv.work_on(keep)
+                work_on_copy(kv, keep)
                 state.copied = True
+
+
+def work_on_copy(kv: CacheLayer, keep: Bool[Tensor, "batch kv_head slot"]) -> None:
+    """Let a layer hold only a copy of the kept slots until its `settle` is called. Single tokens may be appended.
+
+    Hiding the other slots would save no time: every step would still copy all keys to append one, and read them all in
+    order to mask most. With a copy, the cost of a step grows with the length of the copy; only restoring the whole
+    layer costs time in proportion to its full length.
+    """
+    kv.settle()
+    whole = kv.copy()
+    kv.evict(keep)
+    kv.aside = whole
 
 
 def tokens_read(run: Run) -> list[list[float]]:

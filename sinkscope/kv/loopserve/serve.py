@@ -15,7 +15,9 @@ from sinkscope.files.records import Budget, Natural, Part, Whole, check_fields
 from sinkscope.interventions.base import Run
 from sinkscope.kv.loopserve.progressive import Progressive, steps_summary
 from sinkscope.kv.loopserve.sparse_prompts import SparsePrompts, line_limit
-from sinkscope.lines.choice import HeadLines, Variant, choice_cost, draw_of, held_out, select_lines
+from sinkscope.lines.choice import Variant, select_lines
+from sinkscope.lines.head_lines import HeadLines
+from sinkscope.lines.sample import choice_cost, draw_of, held_out
 
 FLAT_COST = 0.15
 """Most that a search may cost (`choice_cost`) in a layer where the last one found no lines: it takes a third of that

@@ -18,8 +18,9 @@ from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.interventions.positions import Call
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.session import Session
-from sinkscope.lines.choice import HeadLines, recovered
-from sinkscope.lines.sparse import Sparsity, all_dense, dense_limit, missing, sparse_attention
+from sinkscope.lines.attention import recovered
+from sinkscope.lines.head_lines import HeadLines
+from sinkscope.lines.sparse import Sparsity, all_dense, dense_limit, lack_of_library, sparse_attention
 from sinkscope.tap.call import Attention
 from sinkscope.tap.view import View
 
@@ -273,7 +274,7 @@ class SparsePrompts(Intervention):
             return f"fewer than {self.shortest} keys"
         if not self.pays(prompt.query[0, :, self.dense_rows :], keys, flat):
             return f"{prompt.queries} new tokens are too few to pay for a choice of lines"
-        why_no_kernel = missing(prompt.query[0], prompt.value[0])
+        why_no_kernel = lack_of_library(prompt.query[0], prompt.value[0])
         if why_no_kernel is not None:
             return f"on {prompt.query.device.type}: {why_no_kernel}"
         if view.window is not None and keys > view.window:

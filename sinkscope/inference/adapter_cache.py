@@ -24,7 +24,7 @@ _KIND = "adapter"
 _LARGEST = 1 << 16  # bytes of a file
 
 
-def keep(key: str, adapter: Adapter) -> None:
+def cache_adapter(key: str, adapter: Adapter) -> None:
     """Keep an adapter under what it depends on; a folder that cannot be written is left as it is."""
     path = _path(key)
     row = asdict(adapter)
@@ -35,7 +35,7 @@ def keep(key: str, adapter: Adapter) -> None:
         write_atomic(path, json.dumps(content, indent=1) + "\n")
 
 
-def kept(key: str) -> Adapter | None:
+def cached_adapter(key: str) -> Adapter | None:
     """The adapter that was kept under this key; None if there is none, or none that is whole."""
     path = _path(key)
     try:

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 from transformers import DynamicCache
 
-from sinkscope.models.adapters import Adapter
+from sinkscope.kv.cache_kinds import KINDS
 from sinkscope.models.target import Target
-
-_WITH_KEYS = (  # names of classes, because older versions of transformers lack some
-    "DynamicLayer",
-    "DynamicIndexedLayer",
-    "DynamicSlidingWindowLayer",
-    "LinearAttentionAndFullAttentionLayer",
-)
 
 
 def cache_layers(target: Target) -> list[int]:
     """Layers whose part of the cache holds keys and values; others keep a state alone."""
     layers = DynamicCache(config=target.config).layers
-    return [number for number, layer in enumerate(layers) if type(layer).__name__ in _WITH_KEYS]
+    return [number for number, layer in enumerate(layers) if type(layer).__name__ in KINDS]
 
 
 def scope_line(target: Target) -> str:
@@ -42,13 +33,3 @@ def scope_line(target: Target) -> str:
     if not policies:
         sentences[-1] = "no cache policies or guards, because no layer of its cache holds keys and values"
     return "; ".join(sentences)
-
-
-def shown_row(adapter: Adapter) -> str:
-    """The row of an adapter as one would write it, without what it shares with Llama."""
-    settings = [repr(adapter.model_type)]
-    for field in fields(adapter):
-        value = getattr(adapter, field.name)
-        if field.name not in ("model_type", "unproved") and value != field.default:
-            settings.append(f"{field.name}={value!r}")
-    return f"Adapter({', '.join(settings)})"

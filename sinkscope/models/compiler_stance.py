@@ -38,7 +38,7 @@ _STANCE = _Stance()
 
 
 @contextmanager
-def uncompiled() -> Iterator[None]:
+def without_compiler() -> Iterator[None]:
     """Context manager in which everything that `torch.compile` made, in the whole process, runs uncompiled."""
     _STANCE.ask()
     try:

@@ -13,7 +13,7 @@ from organisms.decoders import decoder
 from organisms.sizes import SIZES, sized_decoder
 from organisms.tiny import MODEL_TYPES, tiny_model
 
-from sinkscope.inference import find, kept, sample
+from sinkscope.inference import adapter_cache, find, sample
 from sinkscope.opening.live import target_of
 
 WIDE = (
@@ -42,13 +42,13 @@ def _next_process(monkeypatch) -> list[int]:
     """Forget what this process knows, and count how often an adapter is inferred from now on."""
     monkeypatch.setattr(find, "_KNOWN", {})
     calls: list[int] = []
-    real = find.inferred
+    real = find.inferred_adapter
 
     def counted(hf):
         calls.append(1)
         return real(hf)
 
-    monkeypatch.setattr(find, "inferred", counted)
+    monkeypatch.setattr(find, "inferred_adapter", counted)
     return calls
 
 
@@ -107,11 +107,11 @@ def test_a_kept_adapter_of_wrong_places_is_not_believed(folder, monkeypatch):
 def test_another_version_has_files_of_its_own(folder, monkeypatch):
     model = tiny_model("llama")[0]
     target_of(model)
-    kept._maker.cache_clear()
-    monkeypatch.setattr(kept, "version", lambda _: "99")
+    adapter_cache._maker.cache_clear()
+    monkeypatch.setattr(adapter_cache, "version", lambda _: "99")
     calls = _next_process(monkeypatch)
     target_of(model)
-    kept._maker.cache_clear()
+    adapter_cache._maker.cache_clear()
     assert calls == [1] and len(list(folder.iterdir())) == 2
 
 
@@ -126,7 +126,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
 @pytest.mark.parametrize("model_type", WIDE)
 def test_a_narrow_model_of_the_same_modules_has_the_same_adapter(model_type, monkeypatch):
     model = sized_decoder(model_type, next(iter(SIZES.values()))).model
-    direct = find.inferred(model)
+    direct = find.inferred_adapter(model)
     monkeypatch.setattr(sample, "_WIDE", 0)
     calls: list[torch.nn.Module] = []
     real = find.infer
@@ -136,7 +136,7 @@ def test_a_narrow_model_of_the_same_modules_has_the_same_adapter(model_type, mon
         return real(hf)
 
     monkeypatch.setattr(find, "infer", seen)
-    assert find.inferred(model) == direct
+    assert find.inferred_adapter(model) == direct
     assert calls[0] is not model  # the model itself is not called
     widths = [sum(parameter.numel() for parameter in hf.parameters()) for hf in (calls[0], model)]
     assert len(calls) == 1 and widths[0] < 0.5 * widths[1]
@@ -146,9 +146,9 @@ def test_a_narrow_model_of_the_same_modules_has_the_same_adapter(model_type, mon
 @pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 8))
 def test_tiny_models_taken_for_wide_ones_have_the_same_adapter(model_type, monkeypatch):
     model = tiny_model(model_type)[0]
-    direct = find.inferred(model)
+    direct = find.inferred_adapter(model)
     monkeypatch.setattr(sample, "_WIDE", 0)
-    assert find.inferred(model) == direct
+    assert find.inferred_adapter(model) == direct
 
 
 def test_a_model_that_its_user_changed_is_called_itself(monkeypatch):
@@ -157,4 +157,4 @@ def test_a_model_that_its_user_changed_is_called_itself(monkeypatch):
     for layer in model.model.layers:
         layer.mlp.down_proj = torch.nn.Sequential(layer.mlp.down_proj)
     monkeypatch.setattr(sample, "_WIDE", 0)
-    assert find.inferred(model).down == "mlp.down_proj.0"
+    assert find.inferred_adapter(model).down == "mlp.down_proj.0"

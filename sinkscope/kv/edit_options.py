@@ -15,7 +15,7 @@ from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.registry import policy_named
 
 
-def edit_of(
+def edit_from_options(
     *,
     patch: Annotated[Any, Option(metavar="FILE")] = None,
     policy: Annotated[Any, Option(metavar="NAME[:BUDGET]")] = None,

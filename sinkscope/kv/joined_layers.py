@@ -1,0 +1,54 @@
+"""Layers whose slots are scored and chosen at once, as the rows of one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from sinkscope.kv.cache import CacheLayer, flat_slots
+from sinkscope.kv.slot_numbers import SlotNumbers
+
+
+def joined_layer(layers: Sequence[CacheLayer]) -> CacheLayer:
+    """The positions and numbers of layers without holes, as those of the rows of one; its keys are the first's."""
+    first = layers[0]
+    joined = CacheLayer()
+    joined.keys = first.keys
+    joined.gapless = True
+    known = [kv.known_pos() for kv in layers]
+    if any(pos.shape != known[0].shape for pos in known):
+        known = [kv.pos for kv in layers]
+    new = first.keys.shape[-2] - known[0].shape[-1]
+    tail = first.new_pos(new).repeat(len(layers), 1, 1)  # the same tokens in every layer
+    joined.keep_slots(None, torch.cat([torch.cat(known), tail], -1))
+    for name in first.numbers.names():
+        joined.numbers.set(name, torch.cat([kv.extra(name) for kv in layers]))
+    return joined
+
+
+def evict_joined(
+    joined: CacheLayer, layers: Sequence[CacheLayer], keep: Bool[Tensor, "row kv_head slot"], count: int
+) -> None:
+    """Free every slot that is not kept in some layers; each head keeps `count`.
+
+    Args:
+        joined: The layers as one, or one that stands for them, because all hold the same.
+        layers: The layers.
+        keep: The slots that stay.
+        count: Number of slots that every row and head keeps.
+    """
+    parts = len(keep) // len(layers[0].keys)
+    index = flat_slots(keep, count, ragged=False)
+    pos = joined.pos.take(index).chunk(parts)
+    numbers = joined.numbers.moved(keep.shape[-1], lambda numbers: numbers.take(index)).split(parts)
+    slots = (index % (keep.numel() // parts)).chunk(parts)
+    for number, kv in enumerate(layers):
+        part = number % parts
+        kv.numbers = SlotNumbers()
+        kv.keep_slots(slots[part], pos[part])
+        kv.ragged = False
+        kv.gapless = True
+        kv.numbers = numbers[part]

@@ -1,0 +1,78 @@
+"""The vertical and slash lines of every head of a layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class HeadLines:
+    """Vertical and slash lines chosen for every head of a layer in one sequence, or several such choices.
+
+    Queries are the last `queries` of the positions. A vertical line is a key position, a slash line an offset (query
+    position less key position). Both are restricted to causal cells of these queries.
+
+    Attributes:
+        vertical: Whether each key position is chosen.
+        slash: Whether each offset is chosen.
+        queries: Number of rows of the matrix.
+    """
+
+    vertical: Bool[Tensor, "*choice head key"]
+    slash: Bool[Tensor, "*choice head key"]
+    queries: int
+
+    @property
+    def past(self) -> int:
+        """Number of positions before the first query."""
+        return self.vertical.shape[-1] - self.queries
+
+    def lengths(self) -> Int[Tensor, " key"]:
+        """Number of cells of line i; it is the same for both kinds."""
+        keys = self.vertical.shape[-1]
+        return torch.arange(keys, 0, -1, device=self.vertical.device).clamp(max=self.queries)
+
+    def counts(self) -> Int[Tensor, "*choice head"]:
+        """Number of chosen lines."""
+        return self.vertical.sum(-1) + self.slash.sum(-1)
+
+    def cells(self) -> Int[Tensor, "*choice head"]:
+        """Number of cells on the lines, each counted once."""
+        both = (self.vertical.long() + self.slash.long()) * self.lengths()
+        return (both - self.vertical * crossing_counts(self.slash, self.past)).sum(-1)
+
+    def density(self) -> Float[Tensor, "*choice head"]:
+        """Share of all causal cells that lie on the lines."""
+        return self.cells() / self.lengths().sum()
+
+    def rows(self, at: Int[Tensor, " row"]) -> Bool[Tensor, "*choice head row key"]:
+        """Which keys the queries at positions `at` see."""
+        offset = at[:, None] - torch.arange(self.vertical.shape[-1], device=at.device)
+        return (self.vertical[..., None, :] | self.slash[..., offset.clamp(min=0)]) & (offset >= 0)
+
+    def random(self, generator: torch.Generator, *, cells: bool) -> HeadLines:
+        """Draw random lines in place of these, per kind: the same number, or with `cells` the same lengths."""
+        _, heads, keys = self.vertical.shape
+        length = self.lengths()
+        if not cells:
+            length = torch.ones_like(length)
+        kinds: list[Tensor] = []
+        for chosen in (self.vertical, self.slash):
+            order = torch.rand(heads, keys, generator=generator).argsort(1).to(chosen.device)
+            drawn = length[order]
+            reached = drawn.cumsum(1) - drawn / 2  # a line is taken if more than half of it still fits
+            wanted = (chosen * length).sum(2, keepdim=True)
+            kinds.append(torch.zeros_like(chosen).scatter_(2, order.expand_as(chosen), reached < wanted))
+        return HeadLines(kinds[0], kinds[1], self.queries)
+
+
+def crossing_counts(lines: Shaped[Tensor, "*n line"], past: int) -> Shaped[Tensor, "*n line"]:
+    """For each line of the other kind, how many of these cross it, if the first query is at position `past`."""
+    # Lines j and o meet in row j + o, if that row is a query: o runs from past - j to keys - 1 - j.
+    count = lines.cumsum(-1).flip(-1)
+    count[..., :past] -= lines[..., :past].cumsum(-1).flip(-1)
+    return count
