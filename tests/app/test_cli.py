@@ -26,7 +26,7 @@ from sample_results import sample_find_sinks
 import sinkscope
 import sinkscope.app.generate
 import sinkscope.opening.load
-from sinkscope.app.cli import RESULT_OPTIONS, click_command, main
+from sinkscope.app.cli import click_command, main
 from sinkscope.app.commands import commands
 from sinkscope.app.expected import size_of
 from sinkscope.errors import SinkscopeError
@@ -38,13 +38,12 @@ from sinkscope.files.result import Result
 from sinkscope.files.tables import SCREEN
 from sinkscope.interventions import SinkPatch
 from sinkscope.interventions.base import Event
-from sinkscope.measure import EDIT_PARAMETERS, SETUP_PARAMETERS, Measurement
+from sinkscope.measure import Measurement
 from sinkscope.opening.load import load
 from sinkscope.serving.generate import Generated
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
-MOST_COMMANDS, MOST_OPTIONS = 20, 130
 EVERY = pytest.mark.parametrize("words", list(commands()))
 
 
@@ -107,14 +106,10 @@ def test_help_has_a_text_for_every_option_and_examples_that_exist(words, monkeyp
             assert not word.startswith("--") or f"{word} " in text or f"{word}\n" in text
 
 
-def test_commands_and_options_stay_few_and_are_documented():
+def test_a_page_shows_every_command():
     pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").rglob("*.md"))
-    shared = {*SETUP_PARAMETERS, *EDIT_PARAMETERS, *RESULT_OPTIONS, "force", "explain", "backend", "dry_run"}
-    own = 0
-    for words, command in commands().items():
+    for words in commands():
         assert f"sinkscope {words}" in pages, f"no page of docs/ shows sinkscope {words}"
-        own += sum(option.name not in shared for option in click_command(command).params)
-    assert len(commands()) <= MOST_COMMANDS and own <= MOST_OPTIONS
 
 
 @pytest.mark.parametrize(("typed", "word"), [("sinkscope find-s", "find-sinks"), ("sinkscope models --che", "--check")])
