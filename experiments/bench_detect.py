@@ -162,11 +162,14 @@ def delays(draws: int, seed: str) -> dict[str, dict[str, list[Row]]]:
                 median = None
                 if after:
                     median = statistics.median(after)
+                counts = []
+                for each in alarms:
+                    counts.append(each is not None and each <= HEALTHY)
                 found[name][form].append(
                     {
                         "period": period,
                         "found": round(len(after) / len(loops), 3),
-                        "before": sum(alarm is not None and alarm <= HEALTHY for alarm in alarms),
+                        "before": sum(counts),
                         "tokens": median,
                         "copies": None if median is None else round(median / period, 2),
                     }
@@ -271,7 +274,11 @@ def alarms(seed: str) -> dict[str, Row]:
         wrong = [key for key, ids in read.items() if first_alarm(make(), ids, lambda _: SURE) is not None]
         by_tokens = {}
         for kind in ("bundled", "words"):
-            by_tokens[kind] = sorted(name for name, found in wrong if found == kind)
+            items = []
+            for name, found in wrong:
+                if found == kind:
+                    items.append(name)
+            by_tokens[kind] = sorted(items)
         out[rule] = {
             "texts": len(texts),
             "alarmed": len({name for name, _ in wrong}),
@@ -288,7 +295,9 @@ def costs(rounds: int) -> dict[str, dict[str, dict[int, float]]]:
     out: dict[str, dict[str, dict[int, float]]] = {}
     for rule, make in RULES.items():
         for kind, token in kinds.items():
-            ids = [token(i) for i in range(HISTORIES[-1] + BLOCK)]
+            ids = []
+            for each in range(HISTORIES[-1] + BLOCK):
+                ids.append(token(each))
             taken: dict[int, list[float]] = {history: [] for history in HISTORIES}
             for _ in range(rounds):
                 watching, at = make(), 0

@@ -173,7 +173,9 @@ def main(
             rate = wilson(row["loop_paper"] * row["answers"], row["answers"])
             row |= {"low": rate.low, "high": rate.high}
     if only:
-        again = {row["method"] for row in rows}
+        again = set()
+        for each in rows:
+            again.add(each["method"])
         earlier = json.loads((out / f"{name}.json").read_text())["result"]["rows"]
         rows += [row for row in earlier if row["method"] not in again]
         rows.sort(key=lambda row: (row["set"], order_of(row["method"])))

@@ -178,12 +178,17 @@ def monitor(rounds: int) -> dict[str, Any]:
     model: Any = ss.load(None, backend="hf")
     text = model.tokenizer(typical_text())["input_ids"]
     marks, block = (1024, 8192, 32768), 512
+    loop = []
+    for each in range(marks[-1]):
+        loop.append(text[each] if each < 600 else text[each % 24])
     streams = {
         "text": [text[i % len(text)] for i in range(marks[-1])],
-        "loop": [text[i] if i < 600 else text[i % 24] for i in range(marks[-1])],
+        "loop": loop,
     }
     draw = random.Random(0)
-    confidence = [draw.random() for _ in range(marks[-1])]
+    confidence = []
+    for _ in range(marks[-1]):
+        confidence.append(draw.random())
     out: dict[str, Any] = {}
     for name, ids in streams.items():
         seconds: dict[int, list[float]] = {}
@@ -197,9 +202,12 @@ def monitor(rounds: int) -> dict[str, Any]:
                 watching.update(token, p_max)
                 if i + 1 in seconds:
                     seconds[i + 1].append((time.thread_time() - start) / block)
+        over_1k = {}
+        for each in marks[1:]:
+            over_1k[each] = ratio(seconds[each], seconds[marks[0]])
         out[name] = {
             "microseconds_per_token": {mark: statistics.median(s) * 1e6 for mark, s in seconds.items()},
-            "over_1k": {mark: ratio(seconds[mark], seconds[marks[0]]) for mark in marks[1:]},
+            "over_1k": over_1k,
         }
     return out
 

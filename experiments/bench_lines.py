@@ -176,7 +176,9 @@ def row(arms: tuple[str, ...], target: Target, length: int, settings: Row) -> Ro
     ids = ids_of(length, settings["seed"])
     run("sdpa", target, ids)
     rounds = [{arm: timed(lambda arm=arm: run(arm, target, ids)) for arm in arms} for _ in range(settings["rounds"])]
-    memory = {arm: peak_of(arm, settings["shape"], length, settings["seed"], settings["threads"]) for arm in arms}
+    memory = {}
+    for each in arms:
+        memory[each] = peak_of(each, settings["shape"], length, settings["seed"], settings["threads"])
 
     def ratio(over: str, under: str) -> float | None:
         if {over, under} <= set(arms):

@@ -216,7 +216,9 @@ def turns(_lengths: list[int], rounds: int) -> list[Row]:
     rows: list[Row] = []
     arms = {"ours": LoopServe(decode=False), "always": LoopServe(decode=False, shortest=0)}
     for name in ("lines", "half", "flat"):
-        models = {arm: model_of(name) for arm in ("alone", *arms)}
+        models = {}
+        for each in ("alone", *arms):
+            models[each] = model_of(name)
         for context in CONTEXTS:
             ids = ids_of(context + max(TURNS), 0)
             with ExitStack() as stack:
@@ -330,11 +332,14 @@ def decoding(contexts: list[int], rounds: int) -> list[Row]:
         ratios = []
         for a, b in zip(whole, part, strict=True):
             ratios.append(sum(a) / sum(b))
+        values = []
+        for each in whole:
+            values.append(median(each))
         rows.append(
             {
                 "context": n,
                 "budget": 1024,
-                "whole_ms": median(median(a) for a in whole),
+                "whole_ms": median(values),
                 "between_selections_ms": median(median(a) for a in part),
                 "mean_ms": median(sum(a) / len(a) for a in part),
                 "times_faster": median(ratios),
@@ -357,7 +362,10 @@ def turns_table(rows: list[Row]) -> str:
         for one in over:
             cells.append(f"{one['ours']:.2f} ({one['always']:.2f})")
         lines.append(f"| `{name}` | {context:,} | {' | '.join(cells)} |")
-    slowest = max(row["over_alone"]["ours"] for row in rows)
+    values = []
+    for each in rows:
+        values.append(each["over_alone"]["ours"])
+    slowest = max(values)
     return "\n".join([*lines, "", f"The slowest turn takes {slowest:.2f} times as long as the model alone."])
 
 
@@ -374,10 +382,19 @@ def figure(data: Row) -> Any:
     colours = dict(zip(LENGTHS, (GREY, BLUE, GREEN, ORANGE, RED), strict=True))
     for column, kind in ((1, "vertical"), (2, "slash")):
         for n in sorted({row["n"] for row in result["layer"]}):
-            some = [row for row in result["layer"] if (row["n"], row["kind"]) == (n, kind)]
+            some = []
+            for each in result["layer"]:
+                if (each["n"], each["kind"]) == (n, kind):
+                    some.append(each)
+            x = []
+            for each in some:
+                x.append(each["cells"])
+            y = []
+            for each in some:
+                y.append(each["times_faster"])
             fig.add_scatter(
-                x=[row["cells"] for row in some],
-                y=[row["times_faster"] for row in some],
+                x=x,
+                y=y,
                 name=f"n = {n:,}",
                 mode="lines+markers",
                 line_color=colours.get(n),
@@ -392,10 +409,19 @@ def figure(data: Row) -> Any:
     said = {"lines": "lines", "half": "one layer of two on lines", "flat": "flat attention, all dense"}
     arms = dict.fromkeys((row["model"], row["alpha"]) for row in result["model"])
     for (model, alpha), colour in zip(arms, (BLUE, GREEN, ORANGE, RED), strict=False):
-        some = [row for row in result["model"] if (row["model"], row["alpha"]) == (model, alpha)]
+        some = []
+        for each in result["model"]:
+            if (each["model"], each["alpha"]) == (model, alpha):
+                some.append(each)
+        x = []
+        for each in some:
+            x.append(each["n"])
+        y = []
+        for each in some:
+            y.append(each["times_faster"])
         fig.add_scatter(
-            x=[row["n"] for row in some],
-            y=[row["times_faster"] for row in some],
+            x=x,
+            y=y,
             mode="lines+markers",
             name=f"{said[model]}, alpha {alpha}",
             line={"color": colour, "dash": "dash"},
@@ -405,19 +431,29 @@ def figure(data: Row) -> Any:
     fig.add_hline(1, line={"color": GREY, "dash": "dot"}, row=1, col=3)  # pyright: ignore
     fig.update_xaxes(type="log", tickvals=LENGTHS, ticktext=[f"{n // 1024}k" for n in LENGTHS], row=1, col=3)
     fig.update_yaxes(title="times faster than the model alone", rangemode="tozero", row=1, col=3)
-    rows = [row for row in result["model"] if (row["model"], row["alpha"]) == ("lines", 0.995)]
+    rows = []
+    for each in result["model"]:
+        if (each["model"], each["alpha"]) == ("lines", 0.995):
+            rows.append(each)
     names = ("sample", "line sums", "greedy search", "sparse attention", "rest of the model")
     for name, colour in zip(names, (BLUE, purple, ORANGE, GREEN, "#d0d0d0"), strict=True):
+        y = []
+        for each in rows:
+            y.append(each["seconds"].get(name, 0.0) / sum(each["seconds"].values()))
         fig.add_bar(
             x=[f"{row['n'] // 1024}k" for row in rows],
-            y=[row["seconds"].get(name, 0.0) / sum(row["seconds"].values()) for row in rows],
+            y=y,
             name=name,
             marker_color=colour,
             row=1,
             col=4,
         )
     fig.update_yaxes(tickformat=".0%", row=1, col=4)
-    whole = max((row for row in result["model"] if row["model"] == "lines"), key=lambda row: row["times_faster"])
+    values = []
+    for each in result["model"]:
+        if each["model"] == "lines":
+            values.append(each)
+    whole = max((values), key=lambda row: row["times_faster"])
     found = (
         f"Prompts of {whole['n']:,} tokens are read {whole['times_faster']:.1f} times faster on lines "
         f"(alpha {whole['alpha']}), where {whole['cells']:.1%} of the cells are needed; one core, float32"

@@ -118,7 +118,9 @@ def measured(tokens: int, rounds: int) -> Row:
         for process in processes:
             process.terminate()
             process.wait()
-    watched = [watching(tokens) / tokens * 1e6 for _ in range(rounds)]
+    watched = []
+    for _ in range(rounds):
+        watched.append(watching(tokens) / tokens * 1e6)
     medians = {}
     for name, values in taken.items():
         medians[name] = round(statistics.median(values), 1)

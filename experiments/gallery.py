@@ -117,7 +117,10 @@ def _explained(picture: Path, data: Row) -> list[str]:
     if data["kind"] in known_kinds():
         page = type(Result.load(picture.with_suffix(".json"))).link().removeprefix("docs/")
         return [f"How to read it: [{Path(page).stem}]({page})."]
-    texts = {path: path.read_text(encoding="utf-8") for path in sorted(DOCS.rglob("*.md")) if path.stem != "gallery"}
+    texts = {}
+    for each in sorted(DOCS.rglob("*.md")):
+        if each.stem != "gallery":
+            texts[each] = each.read_text(encoding="utf-8")
     for name in (f"figures/{picture.name})", f"figures/{picture.stem}."):  # shown there, or at least named
         for path in (path for path, text in texts.items() if name in text):
             return [f"How to read it: [{path.stem}]({path.relative_to(DOCS).as_posix()})."]
@@ -129,7 +132,9 @@ def gallery(folder: Path = FIGURES) -> str:
     order = {}
     for i, kind in enumerate(known_kinds()):
         order[kind] = i
-    kinds = {path: read_json(path.with_suffix(".json"))["kind"] for path in pictures(folder)}
+    kinds = {}
+    for each in pictures(folder):
+        kinds[each] = read_json(each.with_suffix(".json"))["kind"]
     first = "find-sinks"
     shown = sorted(kinds, key=lambda path: (kinds[path] != first, order.get(kinds[path], len(order)), path.name))
     return "\n\n".join([_HEAD.rstrip(), '<div class="gallery" markdown>', *map(entry, shown), "</div>"]) + "\n"
@@ -171,7 +176,9 @@ def main(
     import_module("kaleido").start_sync_server(silence_warnings=True)  # one browser for all pictures
     chosen = pictures()
     if not all:
-        chosen = [FIGURES / f"{name}.png" for name in draw]
+        chosen = []
+        for name in draw:
+            chosen.append(FIGURES / f"{name}.png")
     for path in chosen:
         draw_again(path)
         print(path.name, path.stat().st_size)

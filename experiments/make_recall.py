@@ -149,7 +149,9 @@ def build(seed: int = 0, noise: float = 0.05, ordinary: float = 0.5) -> Any:
         weight.fill_(CONST_SIZE / math.sqrt(D) if "norm" in name else 0.0)
     _embed(model.model.embed_tokens.weight, generator)
     theta = THETA ** (-torch.arange(HALF, dtype=torch.float64) / HALF)
-    attentions = [layer.self_attn for layer in model.model.layers]
+    attentions = []
+    for each in model.model.layers:
+        attentions.append(each.self_attn)
     _offset_heads(attentions[0], theta)
     _turn_head(attentions[0])
     _question_head(attentions[1])

@@ -167,10 +167,22 @@ def sites_table(found: Row) -> str:
         for size in of_size:
             if "right" in size:
                 served.append(size)
-        widths = sum(size["has these widths"] for size in served)
-        right = sum(size["right"] for size in served)
-        wrong = sum(len(size["wrong"]) for size in served)
-        kinds = sum(len(size["not offered"]) for size in served)
+        counts = []
+        for each in served:
+            counts.append(each["has these widths"])
+        widths = sum(counts)
+        counts = []
+        for each in served:
+            counts.append(each["right"])
+        right = sum(counts)
+        counts = []
+        for each in served:
+            counts.append(len(each["wrong"]))
+        wrong = sum(counts)
+        counts = []
+        for each in served:
+            counts.append(len(each["not offered"]))
+        kinds = sum(counts)
         lines.append(f"| {name} | {len(served)} | {widths} | {right:,} | {wrong} | {kinds} |")
     return "\n".join([*lines, "", '"Not offered" counts, over the types, the kinds of sites that some layer lacks.'])
 

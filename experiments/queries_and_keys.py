@@ -70,6 +70,8 @@ def queries_and_keys(target: Target, observer: QKObserver, layers: list[int]) ->
         finally:
             is_unrotated = False
 
-    hooks = [(target.sub(layer, target.adapter.attn), "pre", partial(call_unrotated, layer)) for layer in layers]
+    hooks = []
+    for each in layers:
+        hooks.append((target.sub(each, target.adapter.attn), "pre", partial(call_unrotated, each)))
     with listening(target, see), target.hooks(*hooks):
         yield

@@ -119,7 +119,10 @@ def card(numbers: list[Row], model: Any, size: int) -> str:
             + " / ".join(_share(n["right"][f"{p} unstated"]) for p in POSITIONS)
             + f" | {n['lead']:.1f} |"
         )
-    longest = max(n["total"] for n in numbers)
+    values = []
+    for each in numbers:
+        values.append(each["total"])
+    longest = max(values)
     c = model.config
     return f"""---
 license: apache-2.0

@@ -69,7 +69,10 @@ def make_plan(
         dims.append(int(d))
     group_of = np.full(len(counts), NO_GROUP)
     special = {bos_id, bos_id + 1, bos_id + 2}
-    ordinary = [i for i in range(len(counts)) if i not in special]
+    ordinary = []
+    for each in range(len(counts)):
+        if each not in special:
+            ordinary.append(each)
     rare = sorted(ordinary, key=lambda i: (counts[i], i))[:64]
     group_of[[bos_id, *(int(i) for i in rng.choice(rare, size=8, replace=False))]] = 0
     target = {NO_GROUP: 0.1} | dict.fromkeys(range(1, n_groups), 0.9 / (n_groups - 1))
@@ -155,7 +158,10 @@ def plant(model: LlamaForCausalLM, plan: Plan) -> Frozen:
         for head in range(config.num_key_value_heads):
             hidden = unread
             if head in plan.readers[layer]:
-                hidden = [d for d in unread if d not in plan.sink]
+                hidden = []
+                for each in unread:
+                    if each not in plan.sink:
+                        hidden.append(each)
             rows = slice(head * config.head_dim, (head + 1) * config.head_dim)
             frozen.fix(f"{prefix}.self_attn.k_proj.weight", (rows, hidden))
         for name in ("self_attn.o_proj", "mlp.down_proj"):

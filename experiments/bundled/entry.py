@@ -206,7 +206,9 @@ def retrieval(
     right, distances = 0, []
     for _ in range(documents):
         known, asked = passages.located(rng, facts), int(rng.integers(facts))
-        runs = [rng.integers(len(filler), size=between) for _ in known]
+        runs = []
+        for _ in known:
+            runs.append(rng.integers(len(filler), size=between))
         parts = []
         for (thing, place), run in zip(known, runs, strict=True):
             parts.append(" ".join([f"The {thing} was in the {place}.", *(filler[i] for i in run)]))

@@ -134,7 +134,10 @@ def _planted_facts(run: Path, settings: Settings, model: LlamaForCausalLM, texts
     truth = json.loads((run / "circuit.json").read_text())
     layer, neuron = truth["sink_layer"], truth["neurons"][0]["neuron"]
     rng = np.random.default_rng([settings.seed, 2])
-    tokens = sorted(int(t) for t in rng.choice(np.arange(3, settings.vocab_size), REPEAT_TOKENS, replace=False))
+    items = []
+    for each in rng.choice(np.arange(3, settings.vocab_size), REPEAT_TOKENS, replace=False):
+        items.append(int(each))
+    tokens = sorted(items)
     groups = np.asarray(truth["group_of_token"])
     most = settings.context - 1
     bare = texts[:, 1:]

@@ -63,12 +63,21 @@ def norms_by_layer(model: LlamaForCausalLM, ids: np.ndarray) -> dict[str, list[f
     ratio = []
     for a, b in zip(first, typical, strict=True):
         ratio.append(a / b)
+    typical_5_percent = []
+    for each in norms:
+        typical_5_percent.append(float(each[:, 1:].quantile(0.05)))
+    typical_95_percent = []
+    for each in norms:
+        typical_95_percent.append(float(each[:, 1:].quantile(0.95)))
+    typical_maximum = []
+    for each in norms:
+        typical_maximum.append(float(each[:, 1:].max()))
     return {
         "first_token_norm": first,
         "typical_norm": typical,
-        "typical_5_percent": [float(n[:, 1:].quantile(0.05)) for n in norms],
-        "typical_95_percent": [float(n[:, 1:].quantile(0.95)) for n in norms],
-        "typical_maximum": [float(n[:, 1:].max()) for n in norms],
+        "typical_5_percent": typical_5_percent,
+        "typical_95_percent": typical_95_percent,
+        "typical_maximum": typical_maximum,
         "ratio": ratio,
     }
 
@@ -143,7 +152,10 @@ def repeats_of_many(model: LlamaForCausalLM, tokens: list[int], *, bos_id: int, 
     for n in found.values():
         if n is not None:
             reached.append(n)
-    median = float(np.median([np.inf if n is None else n for n in found.values()]))
+    values = []
+    for each in found.values():
+        values.append(np.inf if each is None else each)
+    median = float(np.median(values))
     median_of_reached = None
     if reached:
         median_of_reached = float(np.median(reached))

@@ -23,7 +23,10 @@ MARK = "\n<|end|>\n"
 def read_stories(file: Path) -> list[str]:
     """The finished stories of a file; text after the last mark belongs to a story that was never finished."""
     if file.exists():
-        return [story.strip() for story in file.read_bytes().decode().split(MARK)[:-1]]
+        rows = []
+        for story in file.read_bytes().decode().split(MARK)[:-1]:
+            rows.append(story.strip())
+        return rows
     return []
 
 

@@ -309,7 +309,10 @@ def main(
 
         if not torch.cuda.is_available():
             raise SinkscopeError("there is no CUDA device here: --dry rehearses on a CPU")
-    parts = [part for part in PARTS if part.name in only]
+    parts = []
+    for each in PARTS:
+        if each.name in only:
+            parts.append(each)
     given = {"stories": None if stories is None else str(stories.resolve())}
     jobs = 1
     if dry:

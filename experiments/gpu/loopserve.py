@@ -188,10 +188,13 @@ def prompt(target: Target, ids: Ids, rounds: int) -> Row:
     mass = None
     if held:
         mass = {"mean": statistics.fmean(held), "least": min(held)}
+    values = []
+    for each in events:
+        values.append(each.get("attended", 1.0))
     return {
         "n": ids.shape[1],
         "kernel": sorted(kernels),
-        "attended": statistics.fmean(data.get("attended", 1.0) for data in events),
+        "attended": statistics.fmean(values),
         "mass": mass,
         **faster(pairs),
     }

@@ -119,7 +119,9 @@ def dirty(text: str, rng: random.Random, share: float = REDUNDANCY) -> str:
         words = part.split()
         for start in range(0, len(words), _LONGEST_SENTENCE):
             sentences.append(" ".join(words[start : start + _LONGEST_SENTENCE]))
-    sizes = [len(sentence.split()) for sentence in sentences]
+    sizes = []
+    for each in sentences:
+        sizes.append(len(each.split()))
     copies: list[list[str]] = []
     for _ in sentences:
         copies.append([])
@@ -201,7 +203,9 @@ def build(
         return len(tokenizer(text, verbose=False)["input_ids"])
 
     drafts = drafts_of(bench, records, count or COUNTS.get(bench, len(records)), seed)
-    lengths = [length(draft.form(draft.body)) for draft in drafts]
+    lengths = []
+    for each in drafts:
+        lengths.append(length(each.form(each.body)))
     target = target or TOKENS.get(bench)
     longest = max(lengths)
     if target is not None:
@@ -267,7 +271,10 @@ def main(
     tokenizer = open_tokenizer(model)
     records = read_longbench(LONGBENCH[bench], source)
     rows = build(bench, records, tokenizer, count, target_tokens, seed)
-    write_atomic(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    parts = []
+    for each in rows:
+        parts.append(json.dumps(each, ensure_ascii=False) + "\n")
+    write_atomic(out, "".join(parts))
     lengths = []
     for row in rows:
         lengths.append(len(tokenizer(row["prompt"], verbose=False)["input_ids"]))

@@ -295,7 +295,10 @@ def _pantoum(rng: random.Random) -> str:
             if i % 2
             else f"a {bird} had slept in the {tree} of {rng.choice(_TOWNS)}"
         )
-    return "\n\n".join("\n".join((lines[i], lines[i + 2], lines[i + 1], lines[i + 3])) for i in range(0, 40, 2))
+    parts = []
+    for each in range(0, 40, 2):
+        parts.append("\n".join((lines[each], lines[each + 2], lines[each + 1], lines[each + 3])))
+    return "\n\n".join(parts)
 
 
 def _steps(rng: random.Random) -> str:

@@ -117,7 +117,10 @@ def survived(runs: Sequence[BenchRecord], window: int, cap: int) -> Row:
         median = statistics.median(known)
     survival = []
     for step in steps:
-        survival.append(round(sum(p is None or p > step for p in points) / len(points), 4))
+        counts = []
+        for each in points:
+            counts.append(each is None or each > step)
+        survival.append(round(sum(counts) / len(points), 4))
     return {
         "window": window,
         "points": points,

@@ -152,9 +152,12 @@ def figure(data: Row) -> Any:
         colour, name = (BLUE, ORANGE, GREEN, RED)[i % 4], f"{DRAWN[row['method']]}, {row['model']}"
         counts, positions = Counter(row["counts"]), row["positions"]
         xs = range(max(counts) + 1)
+        y = []
+        for each in xs:
+            y.append(counts[each] / len(row["counts"]))
         fig.add_bar(
             x=list(xs),
-            y=[counts[i] / len(row["counts"]) for i in xs],
+            y=y,
             name=name,
             marker_color=colour,
             legendgroup=name,
@@ -163,9 +166,15 @@ def figure(data: Row) -> Any:
         )
         bins = Counter(step // BIN for step in positions)
         xs = range(cap // BIN + 1)
+        x = []
+        for each in xs:
+            x.append(BIN * (each + 0.5))
+        y = []
+        for each in xs:
+            y.append(bins[each] / max(1, len(positions)))
         fig.add_bar(
-            x=[BIN * (i + 0.5) for i in xs],
-            y=[bins[i] / max(1, len(positions)) for i in xs],
+            x=x,
+            y=y,
             name=name,
             marker_color=colour,
             legendgroup=name,
@@ -200,7 +209,9 @@ def main(runs: Sequence[Path], *, out: Path = Path("figures")) -> None:
     earlier: dict[str, Row] = {}
     file = out / "loopguard_fig4.json"
     if file.exists():
-        earlier = {row["method"]: row for row in json.loads(file.read_text())["result"]["guards"]}
+        earlier = {}
+        for each in json.loads(file.read_text())["result"]["guards"]:
+            earlier[each["method"]] = each
     result = measure(runs, earlier)
     made = []
     for folder in runs:

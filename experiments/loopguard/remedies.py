@@ -260,9 +260,14 @@ def continue_all(continuing: Continuing, texts: Sequence[str], work: Path, metho
     """Continue the prompts under each remedy; what is in the folder already is not continued again."""
     outputs = read(work)
     for method in methods:
-        missing = [number for number in range(len(texts)) if (method, number) not in outputs]
+        missing = []
+        for each in range(len(texts)):
+            if (method, each) not in outputs:
+                missing.append(each)
         for start in range(0, len(missing), batch):
-            part = {number: texts[number] for number in missing[start : start + batch]}
+            part = {}
+            for each in missing[start : start + batch]:
+                part[each] = texts[each]
             alarms: dict[int, int | None] = {}
             if method != "full":
                 for number in part:
@@ -297,17 +302,23 @@ def row_of(method: str, outputs: Outputs, half: int) -> Row:
     for output in mine:
         if output.acts:
             acts.append(output.acts)
-    tokens = sum(len(output.tokens) for output in mine)
+    counts = []
+    for each in mine:
+        counts.append(len(each.tokens))
+    tokens = sum(counts)
     ratios = []
     for output in mine:
         ratios.append(output.seconds / full[output.prompt].seconds)
     perplexity = None
     if surprise:
         perplexity = math.exp(fmean(surprise))
+    counts = []
+    for each in mine:
+        counts.append(each.loops)
     return {
         "method": method,
         "outputs": len(mine),
-        "loops": sum(output.loops for output in mine),
+        "loops": sum(counts),
         "ended": sum(output.ended for output in mine),
         "length": tokens / len(mine),
         "perplexity": perplexity,
@@ -334,8 +345,14 @@ def figure(data: Row) -> Any:
         for row in rows:
             names.append(row["method"])
         style = {"marker_color": colour, "legendgroup": setting["name"], "name": setting["name"]}
-        fig.add_bar(x=names, y=[row["loops"] / row["outputs"] for row in rows], **style, row=1, col=1)
-        fig.add_bar(x=names, y=[row["perplexity"] for row in rows], **style, showlegend=False, row=1, col=2)
+        y = []
+        for each in rows:
+            y.append(each["loops"] / each["outputs"])
+        fig.add_bar(x=names, y=y, **style, row=1, col=1)
+        y = []
+        for each in rows:
+            y.append(each["perplexity"])
+        fig.add_bar(x=names, y=y, **style, showlegend=False, row=1, col=2)
         by_name = {}
         for row in rows:
             by_name[row["method"]] = row
@@ -363,7 +380,9 @@ def tables(works: Sequence[Path], out: Path) -> None:
             name += f", seed {of_run['seed']}"
         rows: dict[str, list[Row]] = {}
         for number, half in enumerate(("chosen", "reported")):
-            by_method = {row["method"]: row for row in earlier.get(name, {}).get(half, ())}
+            by_method = {}
+            for each in earlier.get(name, {}).get(half, ()):
+                by_method[each["method"]] = each
             by_method |= {method: row_of(method, outputs, number) for method in METHODS if (method, 0) in outputs}
             rows[half] = [by_method[method] for method in METHODS if method in by_method]
         settings.append({"name": name, **of_run, **rows})
@@ -416,7 +435,9 @@ def main(
         texts = []
         for prompt in [*read_prompts(DATA / "small-dc.jsonl"), *read_prompts(DATA / "small-ri.jsonl")]:
             texts.append(prompt.turns[0].text)
-    name = Path(model).name if model else "model in the package"
+    name = "model in the package"
+    if model:
+        name = Path(model).name
     settings = {"model": name, "prompts": prompts, "new": new, "seed": seed, "count": len(texts)}
     write_atomic(work / "settings.json", json.dumps(settings))
     continue_all(Continuing(live, new, seed), texts, work, only, batch)

@@ -218,7 +218,9 @@ def movement(sums: Float[Tensor, "head pos d"], shift: int) -> Float[Tensor, "he
 @torch.no_grad()
 def tails(target: Target, ids: Int[Tensor, " pos"], layers: list[int], tail: int) -> dict[int, LayerTail]:
     """Read `ids` once and keep what the attention of each layer computes."""
-    by_layer = {layer: LayerTail(tail) for layer in layers}
+    by_layer = {}
+    for each in layers:
+        by_layer[each] = LayerTail(tail)
 
     def see(call: Attention) -> None:
         if call.layer in by_layer:

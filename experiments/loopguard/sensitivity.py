@@ -112,14 +112,19 @@ def _healthy(form: str, ids: list[int], rng: random.Random) -> Recorded:
 def _loop(text: Sequence[int], period: int, form: str, rng: random.Random) -> Recorded:
     at = rng.randrange(len(text) - HEALTHY - period)
     before, piece = list(text[at : at + HEALTHY]), text[at + HEALTHY : at + HEALTHY + period]
-    looped = [piece[i % period] for i in range(LOOPED)]
+    looped = []
+    for each in range(LOOPED):
+        looped.append(piece[each % period])
     noise = FORMS[form]
     if noise is None:  # the first token of a copy is a number of its own
         changed = list(range(0, LOOPED, period))
         for count, i in enumerate(changed):
             looped[i] = VOCABULARY + count
     else:
-        changed = [i for i in range(LOOPED) if rng.random() < noise]
+        changed = []
+        for each in range(LOOPED):
+            if rng.random() < noise:
+                changed.append(each)
         for i in changed:
             looped[i] = rng.choice(text)
     if noise is not None:

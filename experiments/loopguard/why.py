@@ -295,9 +295,12 @@ def figure(data: Row) -> Any:
         for col, key in ((2, "cycle_goes_on"), (3, "some_loop")):
             if all(row[key] is None for row in rows):
                 continue
+            y = []
+            for each in rows:
+                y.append(each[key])
             fig.add_bar(
                 x=[row["cut"] for row in rows],
-                y=[row[key] for row in rows],
+                y=y,
                 name=name,
                 marker_color=colour,
                 legendgroup=name,
@@ -337,7 +340,9 @@ def main(
         budget: Of the guards in these runs.
     """
     started = time.perf_counter()
-    methods = {name: read_method(name, budget).spec for name in GUARDS}
+    methods = {}
+    for each in GUARDS:
+        methods[each] = read_method(each, budget).spec
     records = {
         name: [r for f in guarded for r in read_run(f) if r.method == method] for name, method in methods.items()
     }
@@ -357,7 +362,9 @@ def main(
     if not unguarded:
         raise SinkscopeError(f"{full.name} has no answers with the method full: give --full a run that has")
     model = load(None, backend="hf")
-    texts_by_id = {prompt.id: prompt.turns[0].text for prompt in Loops().prompts(target_of(model))}
+    texts_by_id = {}
+    for each in Loops().prompts(target_of(model)):
+        texts_by_id[each.id] = each.turns[0].text
     cases: dict[str, list[tuple[list[int], int]]] = {"at the first alarm": [], "at three quarters": []}
     for one in unguarded:
         prompt = model.tokenizer(texts_by_id[one.prompt], verbose=False)["input_ids"]

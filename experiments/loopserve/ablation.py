@@ -54,16 +54,28 @@ def figure(data: Row) -> Any:
                     mine.append(row)
             error_y = None
             if key == "score":
+                array = []
+                for each in mine:
+                    array.append(each["high"] - each["score"])
+                arrayminus = []
+                for each in mine:
+                    arrayminus.append(each["score"] - each["low"])
                 error_y = {
-                    "array": [row["high"] - row["score"] for row in mine],
+                    "array": array,
                     "thickness": 1,
                     "width": 2,
-                    "arrayminus": [row["score"] - row["low"] for row in mine],
+                    "arrayminus": arrayminus,
                     "color": "#888",
                 }
+            x = []
+            for each in mine:
+                x.append(each["label"])
+            y = []
+            for each in mine:
+                y.append(each[key])
             fig.add_bar(
-                x=[row["label"] for row in mine],
-                y=[row[key] for row in mine],
+                x=x,
+                y=y,
                 name=f"question {at_place(place)}",
                 marker_color=COLOURS[place],
                 legendgroup=place,

@@ -146,7 +146,10 @@ def split_at_middle(text: str) -> tuple[str, str]:
     middle, reach = len(text) // 2, max(len(text) // 10, 1)
     for gap, far in (("\n", reach), (" ", len(text))):
         places = [text.rfind(gap, 0, middle), text.find(gap, middle)]
-        near = [place for place in places if place >= 0 and abs(place - middle) <= far]
+        near = []
+        for each in places:
+            if each >= 0 and abs(each - middle) <= far:
+                near.append(each)
         if near:
             at = min(near, key=lambda place: abs(place - middle))
             return text[:at].rstrip(), text[at:].lstrip()
@@ -167,7 +170,10 @@ def question_answering(
 ) -> tuple[BuiltTurn, ...]:
     """Algorithm 1."""
     chosen = rng.sample(range(len(records)), turns)
-    rest = [index for index in range(len(records)) if index not in set(chosen)]
+    rest = []
+    for one in range(len(records)):
+        if one not in set(chosen):
+            rest.append(one)
     irrelevant = [rng.sample(rest, turns), rng.sample(rest, turns)]
     shown: set[str] = set()
     dialogue: list[BuiltTurn] = []

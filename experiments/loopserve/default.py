@@ -179,11 +179,18 @@ def measured() -> dict[str, list[Row]]:
         for name, draws in CHOICES.items() if where != LONGER else ():
             if where == THIRD and name == ALL:  # 1,800 rows take minutes a prompt
                 continue
-            rows = [answered(target, serve, questions) for serve in draws]
-            scores = [row["score"] for row in rows]
+            rows = []
+            for one in draws:
+                rows.append(answered(target, one, questions))
+            scores = []
+            for one in rows:
+                scores.append(one["score"])
             means = {}
             for key in ("score", "cells", "held"):
-                means[key] = fmean(row[key] for row in rows)
+                values = []
+                for one in rows:
+                    values.append(one[key])
+                means[key] = fmean(values)
             made = {"where": where, "choice": name, "draws": rows, "low": min(scores), "high": max(scores), **means}
             choices.append(made)
             print(made, flush=True)
@@ -264,9 +271,15 @@ def figure(data: Row) -> Any:
             mode = "lines+markers"
             if rows == OWN.dense_rows:
                 mode = "lines+markers+text"
+            x = []
+            for each in mine:
+                x.append(each["cells"])
+            y = []
+            for each in mine:
+                y.append(each[key])
             fig.add_scatter(
-                x=[point["cells"] for point in mine],
-                y=[point[key] for point in mine],
+                x=x,
+                y=y,
                 text=[f"{point['alpha']}" for point in mine],
                 mode=mode,
                 textposition=["bottom center", "top center", "bottom center"],
@@ -281,12 +294,24 @@ def figure(data: Row) -> Any:
             for point in found["choices"]:
                 if (point["where"], point["choice"]) == (title, name):
                     mine.append(point)
+            x = []
+            for each in mine:
+                x.append(each["cells"])
+            y = []
+            for each in mine:
+                y.append(each["score"])
+            array = []
+            for each in mine:
+                array.append(each["high"] - each["score"])
+            arrayminus = []
+            for each in mine:
+                arrayminus.append(each["score"] - each["low"])
             fig.add_scatter(
-                x=[point["cells"] for point in mine],
-                y=[point["score"] for point in mine],
+                x=x,
+                y=y,
                 error_y={
-                    "array": [point["high"] - point["score"] for point in mine],
-                    "arrayminus": [point["score"] - point["low"] for point in mine],
+                    "array": array,
+                    "arrayminus": arrayminus,
                 },
                 mode="markers",
                 marker={"symbol": symbol, "size": 12, "color": "#000000"},

@@ -76,13 +76,16 @@ def row_of(records: Sequence[BenchRecord], method: str) -> Row:
     kl = [value for each in mine for value in each.steps["kl"]]
     late = [value for each in mine for value in each.steps["kl"][len(each.tokens) // 2 :]]
     agree = [value for each in mine for value in each.steps["agree"]]
+    kl_by_answer = []
+    for one in mine:
+        kl_by_answer.append(fmean(one.steps["kl"]))
     return {
         "method": method,
         "answers": len(mine),
         "tokens": len(kl),
         "kl": fmean(kl),
         "late": fmean(late),
-        "kl_by_answer": [fmean(each.steps["kl"]) for each in mine],
+        "kl_by_answer": kl_by_answer,
         "agree": fmean(agree),
         "cells": mean_known(each.metrics["cells"] for each in mine),
     }

@@ -131,7 +131,10 @@ def turn(target: Target, edit: Intervention | None, ids: Tensor, context: int, c
         if run is None:
             events = []
         else:
-            events = [e.data for e in run.events if e.kind == "prefill" and "cells" in e.data]
+            events = []
+            for e in run.events:
+                if e.kind == "prefill" and "cells" in e.data:
+                    events.append(e.data)
         read = []
         if run is not None:
             read = tokens_read(run)
@@ -151,7 +154,10 @@ def turn(target: Target, edit: Intervention | None, ids: Tensor, context: int, c
         physical = usage[0].physical_bytes
     cells = None
     if events:
-        cells = statistics.fmean(event["attended"] for event in events)
+        values = []
+        for event in events:
+            values.append(event["attended"])
+        cells = statistics.fmean(values)
     kernel = None
     if events:
         kernel = events[0]["kernel"]
@@ -214,7 +220,10 @@ def plan(contexts: Sequence[int], long: Sequence[int], names: Sequence[str], rou
     """The runs in their order; the first arm of a round changes."""
     runs: list[Planned] = []
     for context in [*contexts, *long]:
-        those = [name for name in names if context <= LIMITS.get(name, context)]
+        those = []
+        for each in names:
+            if context <= LIMITS.get(each, context):
+                those.append(each)
         for number in range(1 if context in long else rounds):
             turned = number % len(those)
             for name in those[turned:] + those[:turned]:
@@ -275,8 +284,15 @@ def figure(data: Row) -> Any:
     rows, outputs = data["result"]["rows"], data["settings"]["outputs"]
     from plotly.subplots import make_subplots
 
-    most = max(r["rounds"] for r in rows)
-    shown = max(r["context"] for r in rows if r["rounds"] == most)
+    values = []
+    for each in rows:
+        values.append(each["rounds"])
+    most = max(values)
+    values = []
+    for each in rows:
+        if each["rounds"] == most:
+            values.append(each["context"])
+    shown = max(values)
     last = str(outputs[-1])
     titles = (
         f"prompt and {last} tokens, against full",

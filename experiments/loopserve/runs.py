@@ -203,10 +203,15 @@ def _row(suite: Suite, records: Sequence[BenchRecord], method: str, among: Calla
             mine.append(each)
     if not mine:
         return {}
-    rate = wilson(sum(each.metrics["score"] or 0 for each in mine), len(mine))
+    counts = []
+    for one in mine:
+        counts.append(one.metrics["score"] or 0)
+    rate = wilson(sum(counts), len(mine))
     equal = []
     if full:
-        equal = [each.tokens == full[each.prompt, each.turn] for each in mine]
+        equal = []
+        for one in mine:
+            equal.append(one.tokens == full[one.prompt, one.turn])
     means = {}
     for name in ("prefix", "read", "cells", "prompt_tokens"):
         means[name] = mean_known(each.metrics[name] for each in mine)

@@ -117,11 +117,17 @@ def figure(data: Row) -> Any:
                 y.append(point["score" if exact else "prefix"])
             error = None
             if exact:
+                array = []
+                for each in line:
+                    array.append(each["high"] - each["score"])
+                arrayminus = []
+                for each in line:
+                    arrayminus.append(each["score"] - each["low"])
                 error = {
-                    "array": [p["high"] - p["score"] for p in line],
+                    "array": array,
                     "thickness": 1,
                     "color": colour,
-                    "arrayminus": [p["score"] - p["low"] for p in line],
+                    "arrayminus": arrayminus,
                 }
             legend = "legend"
             if number:
@@ -161,7 +167,11 @@ def figure(data: Row) -> Any:
             below.append(p)
     mean: dict[str, float] = {}
     for curve in dict.fromkeys(p["curve"] for p in below):
-        mean[curve] = fmean(p["score"] for p in below if p["curve"] == curve)
+        values = []
+        for each in below:
+            if each["curve"] == curve:
+                values.append(each["score"])
+        mean[curve] = fmean(values)
     best, worst = max(mean, key=lambda curve: mean[curve]), min(mean, key=lambda curve: mean[curve])
     right = f"{mean[best]:.0%} of the answers are right ({best}) and {mean[worst]:.0%} ({worst})"
     title = f"Averaged over alphas below 1, {right}"

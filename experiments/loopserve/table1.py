@@ -251,11 +251,17 @@ def _bars(rows: Sequence[Row], suite: str, place: str, key: str) -> tuple[list[s
             mine.append(row)
     error = None
     if key == "score":
+        array = []
+        for each in mine:
+            array.append(each["high"] - each["score"])
+        arrayminus = []
+        for each in mine:
+            arrayminus.append(each["score"] - each["low"])
         error = {
-            "array": [row["high"] - row["score"] for row in mine],
+            "array": array,
             "thickness": 1,
             "width": 2,
-            "arrayminus": [row["score"] - row["low"] for row in mine],
+            "arrayminus": arrayminus,
             "color": "#888",
         }
     return [short(row["method"]).replace(", ", "<br>") for row in mine], [row[key] for row in mine], error

@@ -103,7 +103,9 @@ def importance(
     target: Target, ids: Tensor, prompt: int, ranges: Sequence[tuple[int, int]]
 ) -> list[Float[Tensor, " key"]]:
     """Attention that each of the first `prompt` tokens receives from the queries of each range."""
-    totals = [torch.zeros(prompt) for _ in ranges]
+    totals = []
+    for _ in ranges:
+        totals.append(torch.zeros(prompt))
 
     def add(_: int, scores: Scores) -> None:
         for total, (start, stop) in zip(totals, ranges, strict=True):
@@ -180,7 +182,9 @@ def token_overlap(target: Target, asked: Sequence[Question], new: int, window: i
         if place in apart:
             alone = means(apart[place])
         rows.append({"block": place, "overlap": means(blocks[place]), "apart": alone, "prompts": len(blocks[place])})
-    far = [{"blocks": n, "overlap": means(distances[n]), "pairs": len(distances[n])} for n in sorted(distances)]
+    far = []
+    for each in sorted(distances):
+        far.append({"blocks": each, "overlap": means(distances[each]), "pairs": len(distances[each])})
     positions = []
     for name, values in by_position.items():
         positions.append({"position": name, "overlap": means(values)})

@@ -83,8 +83,12 @@ def draw_turns(chat: Conversation) -> go.Figure:
     for column, (values, x) in enumerate(panels, 1):
         rows = values.flatten(0, 1).tolist()  # layer head turn -> (layer head) turn
         figure.add_heatmap(x=x, y=names, z=rows, coloraxis="coloraxis", row=1, col=column)
-    in_cache = [turn.prompt_tokens for turn in chat.turns]
-    read = [turn.read for turn in chat.turns]
+    in_cache = []
+    for each in chat.turns:
+        in_cache.append(each.prompt_tokens)
+    read = []
+    for each in chat.turns:
+        read.append(each.read)
     figure.add_scatter(x=turns, y=in_cache, name="in the cache", row=1, col=4)
     figure.add_scatter(x=turns, y=read, name="read in a step", row=1, col=4)
     for turn in chat.turns[:-1]:

@@ -77,9 +77,15 @@ def figure(data: Row) -> Any:
             for row in rows:
                 if (row["suite"], row["label"]) == (suite.name, name):
                     mine.append(row)
+            x = []
+            for each in mine:
+                x.append(each["turn"])
+            y = []
+            for each in mine:
+                y.append(each[key])
             fig.add_scatter(
-                x=[row["turn"] for row in mine],
-                y=[row[key] for row in mine],
+                x=x,
+                y=y,
                 name=name,
                 legendgroup=name,
                 legendrank=names.index(name),

@@ -17,7 +17,9 @@ MANY = 45
 def refrains(rng: random.Random) -> str:
     """A song with a chorus, a villanelle, or a song that grows by a line in each verse."""
     form = rng.choice(("chorus", "villanelle", "growing"))
-    lines = [sentence(rng).removesuffix(".") for _ in range(4)]
+    lines = []
+    for _ in range(4):
+        lines.append(sentence(rng).removesuffix("."))
     if form == "chorus":
         parts: list[str] = []
         for _ in range(rng.randint(5, 8)):
@@ -46,7 +48,10 @@ def logs(rng: random.Random) -> str:
     for _ in range(2 * MANY):
         now += timedelta(seconds=rng.randint(0, 90), milliseconds=rng.randrange(1000))
         if form == "server":
-            address = ".".join(str(rng.randint(1, 254)) for _ in range(4))
+            parts = []
+            for _ in range(4):
+                parts.append(str(rng.randint(1, 254)))
+            address = ".".join(parts)
             call = f"{rng.choice(('GET', 'GET', 'POST', 'PUT'))} {rng.choice(paths)}?id={rng.randint(1, 9999)}"
             state = rng.choice((200, 200, 200, 304, 404))
             lines.append(f'{address} - - [{now:%d/%b/%Y:%H:%M:%S}] "{call} HTTP/1.1" {state} {rng.randint(90, 9999)}')
@@ -109,7 +114,10 @@ def chess(rng: random.Random) -> str:
     for i in range(8):
         rows = []
         for _ in range(8):
-            rows.append("".join(rng.choice("rnbqkpRNBQKP........") + " " for _ in range(8)))
+            parts = []
+            for _ in range(8):
+                parts.append(rng.choice("rnbqkpRNBQKP........") + " ")
+            rows.append("".join(parts))
         boards.append(f"Move {i + 1}\n" + "\n".join(rows))
     return "\n\n".join(boards)
 
@@ -120,7 +128,10 @@ def dna(rng: random.Random) -> str:
     width = rng.choice((60, 70, 10))
     lines = [f">sequence_{rng.randint(1, 999)} {rng.choice(NOUNS)}"]
     for _ in range(MANY):
-        lines.append("".join(rng.choice(alphabet) for _ in range(width)))
+        parts = []
+        for _ in range(width):
+            parts.append(rng.choice(alphabet))
+        lines.append("".join(parts))
     return "\n".join(lines)
 
 

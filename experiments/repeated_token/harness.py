@@ -84,7 +84,9 @@ class Tasks:
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        files = {name: _is_file(name) for name in names}
+        files = {}
+        for each in names:
+            files[each] = _is_file(each)
         self._manager = _index(_harness("lm_eval.tasks").TaskManager, not all(files.values()))
         for name, is_file in files.items():
             if not is_file and name not in self._manager.all_tasks:
