@@ -88,7 +88,6 @@ SLOW_KINDS = (
     "written_by_a_head",
 )
 FAST = [(name, families[0], 0) for name, families in CIRCUITS.items() if name not in SLOW_KINDS]
-FAST.append(("two_stages", "neox", 0))  # layers without gates are faster
 
 
 @pytest.mark.parametrize(("name", "family", "seed"), covering(CASES, FAST))
