@@ -21,6 +21,7 @@ class EditedModules:
         self._names: dict[nn.Module, str] = {}
         self._paths: dict[nn.Module, str] = {}
         self._idle: set[nn.Module] = set()
+        self._links: dict[tuple[nn.Module, str], tuple[nn.Module, str]] = {}  # each step from the model to a module
 
     def keep(self, module: nn.Module) -> bool:
         """Refuse, from now on, to go on without this module; False if the model does not register it."""
@@ -30,6 +31,11 @@ class EditedModules:
         if path is None:
             return False
         self._paths[module] = path
+        parent = self._target.hf
+        for name in path.split("."):
+            child = getattr(parent, name)
+            self._links.setdefault((parent, name), (child, path))
+            parent = child
         return True
 
     def add(self, module: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,12 +56,8 @@ class EditedModules:
         Raises:
             UnsupportedError: Another module has taken its place.
         """
-        for module, path in self._paths.items():
-            try:
-                current = self._target.hf.get_submodule(path)
-            except AttributeError:
-                current = None
-            if current is not module:
+        for (parent, name), (child, path) in self._links.items():  # at every call, so as few steps as there are
+            if getattr(parent, name, None) is not child:
                 raise UnsupportedError(
                     f"{path} of {self._target.name} was replaced inside the `with`, so that the edit there would be "
                     "lost: replace it (or add an adapter) before the `with`",
