@@ -18,8 +18,8 @@ from einops import rearrange, reduce, repeat
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from sinkscope.display.notation import head_name
 from sinkscope.errors import UnsupportedError
-from sinkscope.files.notation import head_name
 from sinkscope.interventions.edits import expert_hook
 from sinkscope.measure.evidence import NEEDED
 from sinkscope.models.hooks import first_tensor, on_hidden, on_input, on_output

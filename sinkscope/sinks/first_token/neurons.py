@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.files.console import Progress, silent
+from sinkscope.files.progress import Progress, silent
 from sinkscope.models.hooks import first_tensor, on_input, on_output
 from sinkscope.models.norms import norm_of
 from sinkscope.models.target import LayerInput
