@@ -198,10 +198,15 @@ def repetition_limit(target: Target, requested: int | None, around: int = 1) -> 
     return requested
 
 
-def left_out_line(words: Sequence[str]) -> list[str]:
-    """A line that says which tokens a median over repetitions leaves out; no line if it leaves out none."""
+def left_out_line(words: Sequence[str], norm: str = "half of the first token's norm") -> list[str]:
+    """A line that says which tokens a median over repetitions leaves out; no line if it leaves out none.
+
+    Args:
+        words: The tokens.
+        norm: What the median is until.
+    """
     if not words:
         return []
     names = listed(list(map(repr, words)), NAMES_IN_A_LINE)
     do = agreeing(len(words), "reaches", "reach")
-    return [f"{names} {do} half of the first token's norm without repetition, and the median leaves this out."]
+    return [f"{names} {do} {norm} without repetition, and the median leaves this out."]

@@ -175,8 +175,9 @@ def test_every_number_and_every_name_stands_in_the_evidence(result):
     sink, spike = result.attention_sink, result.norm_spike
     if sink is not None and spike is not None:
         mine, its = spike.place.rules[0], sink.place.rules[0]
-        assert ("sink elsewhere" in conclusion) == (mine != its), conclusion
-        if mine != its:
+        is_elsewhere = mine != its and not (mine.position == its.position == 0)  # first tokens of all texts, or of some
+        assert ("sink elsewhere" in conclusion) == is_elsewhere, conclusion
+        if is_elsewhere:
             assert "that the heads attend to" not in conclusion and its.words in conclusion, conclusion
         elif mine != FIRST and "make" in conclusion:
             assert mine.words in conclusion, conclusion

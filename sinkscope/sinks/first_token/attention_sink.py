@@ -39,65 +39,48 @@ class MadeSpike:
     set: CausalSet | None
 
 
-@dataclass(frozen=True, eq=False)
-class _Attention:
-    """How much attention one thing receives in some cases, and from which heads.
+def _of_heads(
+    received: Float[Tensor, "head case"], rates: Float[Tensor, "head case"], readers: Bool[Tensor, " head"]
+) -> LayerAttention:
+    """The attention of some heads: of those that attend in most cases, and the share of all that attend."""
+    attention = None
+    margin = None
+    if bool(readers.any()):
+        attention = float(received[readers].mean())
+        margin = margin_of(received[readers].mean(0).numpy())
+    return LayerAttention(
+        rate=float(rates.mean()),
+        readers=int(readers.sum()),
+        attention=attention,
+        rate_margin=margin_of(rates.mean(0).numpy()),
+        attention_margin=margin,
+    )
 
-    Attributes:
-        received: Mean attention.
-        rates: Share of the places that the heads attend to.
-        readers: The heads that attend to it in most cases.
-        attending: The layers that attend.
+
+def _attention(received: AttentionReceived, rule: Rule | None, heads: Heads) -> list[LayerAttention]:
+    """The attention of all layers together, and of each, to places, or to learned sink logits.
+
+    That to places is the mean over those of each text that has one.
     """
-
-    received: Float[Tensor, "layer head case"]
-    rates: Float[Tensor, "layer head case"]
-    readers: Bool[Tensor, "layer head"]
-    attending: Bool[Tensor, " layer"]
-
-    def of(self, layers: Bool[Tensor, " layer"]) -> LayerAttention:
-        """The attention of some layers; nothing if none of them attends."""
-        if not bool((layers & self.attending).any()):
-            return LayerAttention(None)
-        rates = self.rates[layers & self.attending].flatten(0, 1)
-        readers = self.readers & layers[:, None]
-        attention = None
-        attention_margin = None
-        if bool(readers.any()):
-            attention = float(self.received[readers].mean())
-            attention_margin = margin_of(self.received[readers].mean(0).numpy())
-        return LayerAttention(
-            rate=float(rates.mean()),
-            readers=int(readers.sum()),
-            attention=attention,
-            rate_margin=margin_of(rates.mean(0).numpy()),
-            attention_margin=attention_margin,
+    attention, rates = received.learned, (received.learned > RATE_EPS).float()
+    if rule is not None:
+        there = received.places.of(rule).there
+        texts = there.any(1)
+        attention, rates = (
+            reduce(values[:, :, texts] * there[texts], "layer head text at -> layer head text", "sum")
+            / there[texts].sum(1)
+            for values in (received.received, received.above.float())
         )
-
-    def in_all(self) -> LayerAttention:
-        """The attention of all layers."""
-        return self.of(torch.ones_like(self.attending))
-
-    def by_layer(self) -> tuple[LayerAttention, ...]:
-        """The attention of each layer."""
-        return tuple(self.of(one) for one in torch.eye(len(self.attending), dtype=torch.bool))
-
-
-def _attention(received: AttentionReceived, rule: Rule | None, heads: Heads) -> _Attention:
-    """The attention to places, mean over those of each text that has one, or to learned sink logits."""
-    readers = torch.zeros(received.learned.shape[:2], dtype=torch.bool)
+    readers = torch.zeros(rates.shape[:2], dtype=torch.bool)
     for layer, head in heads:
         readers[layer, head] = True
-    if rule is None:
-        return _Attention(received.learned, (received.learned > RATE_EPS).float(), readers, received.attending)
-    there = received.places.of(rule).there
-    texts = there.any(1)
-
-    def by_text(values: Float[Tensor, "layer head text at"]) -> Float[Tensor, "layer head case"]:
-        total = reduce(values[:, :, texts] * there[texts], "layer head text at -> layer head text", "sum")
-        return total / there[texts].sum(1)
-
-    return _Attention(by_text(received.received), by_text(received.above.float()), readers, received.attending)
+    attending = received.attending
+    layers = [
+        _of_heads(attention[attending].flatten(0, 1), rates[attending].flatten(0, 1), readers[attending].flatten())
+    ]
+    for layer, attends in enumerate(attending.tolist()):
+        layers.append(_of_heads(attention[layer], rates[layer], readers[layer]) if attends else LayerAttention(None))
+    return layers
 
 
 def attention_sink(survey: Survey, made: Sequence[MadeSpike]) -> AttentionSink | None:
@@ -108,14 +91,16 @@ def attention_sink(survey: Survey, made: Sequence[MadeSpike]) -> AttentionSink |
         made: What makes the spikes.
     """
     received = survey.received
-    learned = _attention(received, None, received.learned_heads)
     length = received.ids.shape[1]
+    learned_rate = 0.0
+    if received.learned_heads:
+        learned, *layers = _attention(received, None, received.learned_heads)
+        learned_rate = learned.rate or 0.0
+        if survey.sink is None:
+            depth = len(layers)
+            return AttentionSink(learned_rate, RATE_EPS, None, (), depth, LEARNED, tuple(layers), length=length)
     if survey.sink is None:
-        if not received.learned_heads:
-            return None
-        layers = learned.by_layer()
-        rate = learned.in_all().rate or 0.0
-        return AttentionSink(rate, RATE_EPS, None, (), len(layers), LEARNED, layers, length=length)
+        return None
     rule = survey.sink.rules[0]
     heads = received.readers(rule)
     carried = Carried()
@@ -129,20 +114,16 @@ def attention_sink(survey: Survey, made: Sequence[MadeSpike]) -> AttentionSink |
         places = received.places.of(each)
         rate = float(received.above[received.attending][:, :, places.there].float().mean())
         positions.append(SinkPosition(places.earliest, each.token, rate, each.words))
-    attention = _attention(received, rule, heads)
-    everywhere = attention.in_all()
-    learned_rate = 0.0
-    if received.learned_heads:
-        learned_rate = learned.in_all().rate or 0.0
+    everywhere, *layers = _attention(received, rule, heads)
     windows = [received.windows[layer] for layer, _ in heads]
     return AttentionSink(
         rate=positions[0].rate,
         eps=RATE_EPS,
         place=survey.sink,
         positions=tuple(positions),
-        layers_read=len(received.above),
+        layers_read=len(layers),
         carried_by=carrier,
-        layers=attention.by_layer(),
+        layers=tuple(layers),
         carriers=carried.tried,
         reads=carried.reads,
         mark=carried.mark,

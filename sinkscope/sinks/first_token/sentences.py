@@ -56,6 +56,8 @@ class Found:
         """Whether heads attend to the first kind of place that has the spike."""
         if self.spike is None or self.sink is None or self.sink.place is None:
             return False
+        if self.spike.place.is_first and self.sink.place.is_first:
+            return True
         return self.spike.place.rules[0].words == self.sink.place.rules[0].words
 
 
@@ -358,7 +360,7 @@ def repeats(needed: RepeatsNeeded, spike: NormSpike | None) -> list[str]:
             never = f"; {needed.unreached} of {repeated} never {do} within {needed.max_repeats}"
         over = f"median over {counted(repeated - needed.unreached, 'token')}{never}"
         sentences.append(f"A repeated token reaches {norm} after {needed.median:g} repetitions ({over}).")
-    return sentences + left_out_line([token.token for token in needed.at_once])
+    return sentences + left_out_line([token.token for token in needed.at_once], norm)
 
 
 def repetition(each: RepetitionSpike, names: str) -> str:
