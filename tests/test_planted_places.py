@@ -11,9 +11,9 @@ from organisms.places import PlacesModel, untrue, views
 from organisms.planted_places import PLACES, places
 from organisms.readers import READERS, marking_lost, readers
 
-from sinkscope.files.notation import neuron_name
+from sinkscope.display.notation import neuron_name
 from sinkscope.sinks.first_token.circuit import Circuit, circuit
-from sinkscope.sinks.first_token.marking_heads import marking_heads
+from sinkscope.sinks.first_token.marking_heads import heads
 from sinkscope.sinks.first_token.steps import MARK
 
 KINDS = {name: (places, families) for name, families in PLACES.items()}
@@ -118,12 +118,12 @@ MARKING = [("silent_twin", "phi"), slow("either_marking_head", "llama"), slow("b
 @pytest.mark.parametrize(("name", "family"), [*MARKING, slow("rises_again", "neox")])
 def test_the_heads_that_mark_a_token_suffice_and_none_of_them_is_idle(name, family, tmp_path):
     m = planted(name, family)
-    found = marking_heads(m.model, count=6, **options(m, tmp_path))
+    found = heads(m.model, count=6, **options(m, tmp_path))
     sites = tuple(site for makers in m.truth.makers for site in makers if neuron_name(*site) in found.neurons)
     everyone = set(range(len(views(m.model).layers[0].q)))
     for word, serves in zip(found.tokens, found.serves, strict=True):
-        heads = set(np.flatnonzero(serves).tolist())
+        serving = set(np.flatnonzero(serves).tolist())
         token = m.tokenizer.convert_tokens_to_ids(word)
-        for left_out in [set(), *({head} for head in heads)] if heads else []:
-            replaced = tuple(everyone - heads | left_out)
-            assert (marking_lost(m, 0, replaced, token, sites) <= 0.5) == (not left_out), (word, heads, left_out)
+        for left_out in [set(), *({head} for head in serving)] if serving else []:
+            replaced = tuple(everyone - serving | left_out)
+            assert (marking_lost(m, 0, replaced, token, sites) <= 0.5) == (not left_out), (word, serving, left_out)

@@ -16,7 +16,7 @@ from organisms import Organism, organism
 from organisms.circuits import CIRCUITS, PlantedCircuit, lost, planted
 from organisms.hard import HardModel
 
-from sinkscope.files.notation import neuron_name
+from sinkscope.display.notation import neuron_name
 from sinkscope.opening.live import target_of
 from sinkscope.sinks.first_token.circuit import Circuit, SinkCircuit, circuit
 from sinkscope.sinks.first_token.effects import Component, one_by_one
@@ -88,7 +88,6 @@ SLOW_KINDS = (
     "written_by_a_head",
 )
 FAST = [(name, families[0], 0) for name, families in CIRCUITS.items() if name not in SLOW_KINDS]
-FAST.append(("two_stages", "neox", 0))  # layers without gates are faster
 
 
 @pytest.mark.parametrize(("name", "family", "seed"), covering(CASES, FAST))

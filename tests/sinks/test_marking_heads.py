@@ -24,7 +24,7 @@ from torch.testing import assert_close
 from sinkscope.errors import SinkscopeError
 from sinkscope.opening.live import target_of
 from sinkscope.sinks.first_token import marking_heads as module
-from sinkscope.sinks.first_token.marking_heads import MarkingHeads, Replacement, marking_heads
+from sinkscope.sinks.first_token.marking_heads import MarkingHeads, Replacement, heads
 from sinkscope.trace.run import trace
 
 KINDS = ("sink", "late_mark", "spread")
@@ -33,7 +33,7 @@ BY_HEADS = [family for family in FAMILIES if family != "gpt2"]
 
 def measured(o: Organism | HardModel, folder: Path, **options) -> MarkingHeads:
     text = text_file(o, folder, 8, seed=9)
-    return marking_heads(o.model, tokenizer=o.tokenizer, text=text, **{"count": 12, **options})
+    return heads(o.model, tokenizer=o.tokenizer, text=text, **{"count": 12, **options})
 
 
 def mistakes(o: Organism, found: MarkingHeads) -> list[str]:
@@ -167,7 +167,7 @@ def test_layers_without_attention_have_no_heads(name, family, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(m.text(), encoding="utf-8")
     bos = None if m.truth.has_bos else False
-    found = marking_heads(m.model, tokenizer=m.tokenizer, text=text, bos=bos, count=4)
+    found = heads(m.model, tokenizer=m.tokenizer, text=text, bos=bos, count=4)
     named = {int(layer) for row in found.rows() for layer in re.findall(r"L(\d+)", row["head"])}
     assert named == {layer for layer in range(found.sink_layer + 1) if layer % 2 == 0}
     assert (found.marking_layer == 0) == (name == "hybrid")

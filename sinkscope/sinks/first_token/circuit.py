@@ -15,10 +15,10 @@ import plotly.graph_objects as go
 import torch
 from plotly.subplots import make_subplots
 
-from sinkscope.files.notation import agreeing, brief, counted, listed
-from sinkscope.files.tables import Table
-from sinkscope.measure import Number, Positive, Result, Setup, measurement
-from sinkscope.measure.style import BLUE, GREY, ORANGE, finished
+from sinkscope.display.notation import agreeing, brief, counted, listed
+from sinkscope.display.style import BLUE, GREY, ORANGE, finished
+from sinkscope.display.tables import Table
+from sinkscope.measure import Natural, Number, Result, ScanPart, Setup, measurement
 from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.attention_received import with_long_texts
 from sinkscope.sinks.first_token.effects import key_bias, key_projection
@@ -287,8 +287,15 @@ def _place(setup: Setup, sinks: FindSinks, rule: Rule, spike: TracedSpike) -> Tr
     return TracedPlace.of(setup, name, ids, at, spike, sinks.shared_dims)
 
 
-@measurement(group="Sinks", figure=draw, quick={"max_repeats": 64})
-def circuit(setup: Setup, *, token: str | None = None, max_repeats: Positive | None = None) -> Circuit:
+@measurement(
+    group="Sinks",
+    order=2,
+    help="Trace the circuit of the sink.",
+    scan=ScanPart(2, quick={"max_repeats": 300}, streams=False),
+    figure=draw,
+    quick={"max_repeats": 64},
+)
+def circuit(setup: Setup, *, token: str | None = None, max_repeats: Natural | None = None) -> Circuit:
     """Trace the circuit of each attention sink from its mark to the heads that read it, and verify each step.
 
     Components are replaced at the sink by what they write at a typical token (necessity), and the reverse

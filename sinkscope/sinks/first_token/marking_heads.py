@@ -20,13 +20,13 @@ from jaxtyping import Bool, Float, Int
 from plotly.subplots import make_subplots
 from torch import Tensor
 
-from sinkscope.files.console import Progress, silent
-from sinkscope.files.notation import agreeing, counted, head_name, head_names, listed, neuron_name
-from sinkscope.files.tables import Table, percent
-from sinkscope.measure import Number, Positive, Result, Setup, measurement
+from sinkscope.display.notation import agreeing, counted, head_name, head_names, listed, neuron_name
+from sinkscope.display.style import BLUE, ORANGE, finished, unfolded
+from sinkscope.display.tables import Table, percent
+from sinkscope.files.progress import Progress, silent
+from sinkscope.measure import Natural, Number, Result, ScanPart, Setup, measurement
 from sinkscope.measure.evidence import NEEDED, Evidence, beside
 from sinkscope.measure.margin import margin_of
-from sinkscope.measure.style import BLUE, ORANGE, finished, unfolded
 from sinkscope.models.hooks import on_input
 from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.absence import SpikeAbsence
@@ -168,7 +168,6 @@ class MarkingHeads(Result):
             few.
     """
 
-    kind = "heads"
     table_rows = 16
     percent = ("drop",)
     columns = ("head", "serves", "drop")
@@ -307,8 +306,15 @@ def draw(result: MarkingHeads) -> go.Figure:
     return finished(fig, result, width=1000, height=560)
 
 
-@measurement(group="Sinks", figure=draw, command="heads", quick={"count": 2})
-def marking_heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: Positive = 32) -> MarkingHeads:
+@measurement(
+    group="Sinks",
+    order=3,
+    help="Find the heads that mark the first token.",
+    scan=ScanPart(3, topic="Heads", quick={"count": 8}),
+    figure=draw,
+    quick={"count": 2},
+)
+def heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: Natural = 32) -> MarkingHeads:
     """Find the attention heads that mark the first token, by the effect of replacing their output on the sink neurons.
 
     A head's output at the first position (`hook_z`, before the output projection) is replaced by its mean over later

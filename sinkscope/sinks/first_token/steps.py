@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
-from sinkscope.files.notation import agreeing, listed
-from sinkscope.files.tables import Table
+from sinkscope.display.notation import agreeing, listed
+from sinkscope.display.style import unfolded
+from sinkscope.display.tables import Table
 from sinkscope.measure.evidence import NEEDED, Evidence, beside
-from sinkscope.measure.style import unfolded
 
 NAMED, WORDS_OF_NAMES = 3, 6  # components that a sentence names at most, and the words that they may take
 MARK, NEURONS, REPETITION, KEYS = "mark", "neurons", "repetition", "keys"

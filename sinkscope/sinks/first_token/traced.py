@@ -13,7 +13,7 @@ from einops import reduce
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.files.notation import head_name, neuron_name
+from sinkscope.display.notation import head_name, neuron_name
 from sinkscope.measure import Setup
 from sinkscope.measure.evidence import NEEDED
 from sinkscope.models.norms import norm_of
