@@ -149,7 +149,7 @@ class MarkingHeads(Result):
     fire the neurons. The arrays are None if no MLP makes a spike, and those about the marking layer if no layer marks.
 
     Attributes:
-        sink_layer: The first layer whose sink neurons write at least half as much as the largest of them. None if no MLP
+        sink_layer: The first layer whose sink neurons write at least half as much as the largest. None if no MLP
             makes a norm spike.
         absence: What there is instead, if no MLP makes a norm spike.
         neurons: The sink neurons whose activation is measured. If empty, no set of neurons makes the spike and the
