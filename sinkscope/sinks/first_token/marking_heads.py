@@ -149,7 +149,8 @@ class MarkingHeads(Result):
     fire the neurons. The arrays are None if no MLP makes a spike, and those about the marking layer if no layer marks.
 
     Attributes:
-        sink_layer: The first layer of the sink neurons, where they read the mark. None if no MLP makes a norm spike.
+        sink_layer: The first layer whose sink neurons write at least half as much as the largest. None if no MLP
+            makes a norm spike.
         absence: What there is instead, if no MLP makes a norm spike.
         neurons: The sink neurons whose activation is measured. If empty, no set of neurons makes the spike and the
             whole MLP of the sink layer stands for them.
@@ -334,7 +335,9 @@ def heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: Natural =
     sink = sink_neurons(setup)
     if sink.layer is None:
         return MarkingHeads(sink_layer=None, absence=sink.absence)
-    layer = min([neuron.layer for neuron in sink.neurons], default=sink.layer)
+    most = max([neuron.contribution_norm for neuron in sink.neurons], default=0.0)
+    large = [neuron for neuron in sink.neurons if neuron.contribution_norm >= NEEDED * most]
+    layer = min([neuron.layer for neuron in large], default=sink.layer)
     neurons = [neuron for neuron in sink.neurons if neuron.layer == layer]
     bench = Replacement.of(setup.target, layer, neurons, setup.ids, setup.progress)
     firsts = torch.tensor(words)

@@ -92,7 +92,8 @@ class PositionEffect:
             layer, head = torch.tensor(self.heads).T
             rows = torch.cat([edited.intact_attention[None], edited.attention])[:, :, layer, head]
             return rows.mean(1)
-        ids = self.ids[:, : int(max(at, source)) + 1]  # later tokens do not change norms
+        last = max(int(torch.as_tensor(place).max()) for place in (at, source))
+        ids = self.ids[:, : last + 1]  # later tokens do not change norms
         edited = effects(self.target, ids, edits, at=at, source=source, upto=self.layer, without=self.without)
         return torch.cat([edited.intact_norms[None], edited.norms])[..., -1:].mean(1)
 

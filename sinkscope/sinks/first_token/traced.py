@@ -27,7 +27,9 @@ from sinkscope.sinks.tokens import TokenRows
 from sinkscope.trace.run import trace
 
 TEXTS = 2  # pieces of typical text
-MORE_TEXTS = 8  # and if the token embedding seems to be needed: tokens that no head marks may stand in its place
+MORE_POSITIONS = (
+    8  # typical ones, if the token embedding seems to be needed: a token there may be one that is not marked
+)
 EFFECTIVE = 0.1  # components that take away at least this share are named
 PAIRED = 6  # components that are removed in pairs for heads that need none alone
 
@@ -90,6 +92,14 @@ class TracedPlace:
         """The norm of the position after a layer."""
         ids = self.ids[:TEXTS]
         return PositionEffect(self.setup.target, ids, self.at, self.other, layer, without=self.shared_dims)
+
+    def with_more_tokens(self, effect: PositionEffect) -> PositionEffect:
+        """The effect with several typical positions of each text, and so with more tokens."""
+        length = self.ids.shape[1]
+        typical = [place for place in range(length // 8, length // 2) if place != self.at]
+        typical = typical[:: max(1, len(typical) // MORE_POSITIONS)] or [self.other]
+        ids = effect.ids.repeat_interleave(len(typical), 0)
+        return replace(effect, ids=ids, other=torch.tensor(typical).repeat(len(effect.ids)))
 
     @cached_property
     def attention(self) -> PositionEffect | None:
@@ -340,7 +350,7 @@ def traced_place(position: TracedPlace) -> tuple[tuple[CircuitStep, ...], tuple[
         before = before_mlp(begun.target, made.begun)
         marks = begun.marks(before)
         if len(marks) > 1 and Component("token embedding") in marks:
-            begun = replace(begun, ids=position.ids[:MORE_TEXTS])
+            begun = position.with_more_tokens(begun)
             marks = begun.marks(before)
     neurons = {neuron_name(*site): Edit(zero=(site,)) for site in made.sites}
     removing = None
