@@ -63,6 +63,13 @@ def beside_keys(
     return in_groups(by_head, kv_heads).flatten(0, 1)
 
 
+def by_query_head(
+    products: Shaped[Tensor, "kv_head_of_batch query_of_group width"], batch: int, heads: int
+) -> Shaped[Tensor, "batch head query width"]:
+    """The inverse of `beside_keys`: what a product gives, by query head."""
+    return products.reshape(batch, heads, -1, products.shape[-1])
+
+
 def heads_of(kv_head: int, heads: int, kv_heads: int) -> slice:
     """The query heads that share a kv head."""
     group = heads // kv_heads

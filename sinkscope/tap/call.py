@@ -11,7 +11,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinkscope.models.grouped_heads import beside_keys, per_query_head
+from sinkscope.models.grouped_heads import beside_keys, by_query_head, per_query_head
 from sinkscope.tap.internals import eager_attention, sdpa_attention
 from sinkscope.tap.rows import Rows, additive, attention_probs, rows_by_view, scaling_of, shown
 from sinkscope.tap.stock import stock_attention, stock_name
@@ -221,11 +221,11 @@ class Attention:
 
     def _weighted(self, rows: Tensor) -> Tensor:
         """The values, weighted by attention rows."""
-        batch, heads, queries, keys = rows.shape
+        batch, heads, _, keys = rows.shape
         kv_heads = self.value.shape[1]
         probs = beside_keys(rows.to(self.value.dtype), kv_heads)
         output = torch.bmm(probs, self.value.reshape(batch * kv_heads, keys, -1))
-        return output.view(batch, heads, queries, -1).transpose(1, 2).contiguous()
+        return by_query_head(output, batch, heads).transpose(1, 2).contiguous()
 
     def _rows(self, part: slice, by_mask: bool) -> Rows:
         query = self.query
