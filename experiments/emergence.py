@@ -96,7 +96,7 @@ def measure(model: Any, ids: Tensor, floor: float) -> dict[str, float]:
     return {
         "idle_attention": float(torch.stack(attention).max()),  # of the head that attends to it most
         "excess_loss": float(model(ids, labels=ids).loss) - floor,
-        "sink_rate": attention_received(target_of(model), ids, EPS, batch=HELD_OUT).rate,
+        "sink_rate": attention_received(target_of(model), ids, batch=HELD_OUT).rate,
         "value_ratio": min(v for k, v in ratios.items() if k.endswith("hook_v")),  # of the most drained layer
         "residual_ratio": max(v for k, v in ratios.items() if k.endswith("resid_post")),  # of the highest peak
     }

@@ -22,7 +22,7 @@ from sinkscope.models.checks import check_loaded
 from sinkscope.models.compiler_stance import without_compiler
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
-from sinkscope.tap.internals import in_backward, in_checkpoint, is_checkpointing
+from sinkscope.tap.internals import in_backward, in_checkpoint, is_checkpointing, without_continuous_batching
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -213,6 +213,14 @@ class Run:
         self._pending.clear()
 
 
+def _no_packed_rows(target: Target) -> UnsupportedError:
+    return UnsupportedError(
+        f"continuous batching puts several texts into one row of {target.name}, where edits cannot tell their tokens "
+        "apart: use model.generate inside the `with`",
+        page="generate",
+    )
+
+
 def _repetitions() -> int:
     """1 for a pass that `torch.utils.checkpoint` will compute again, -1 for one computed again, 0 for any other."""
     if not in_checkpoint():
@@ -318,6 +326,7 @@ class Intervention(ABC):
         with run.stack:
             run.stack.enter_context(_registered(run))
             run.stack.enter_context(without_compiler())
+            run.stack.enter_context(without_continuous_batching(target.hf, _no_packed_rows(target)))
             run.watch()
             for key, part in enumerate(parts):
                 part.enter(run, key)

@@ -211,6 +211,12 @@ class Session:
             use_cache = getattr(self.target.config, "use_cache", True)
         if cache is None and use_cache:
             cache = new_cache(self.target)
+        if self.watching.watchers and getattr(cache, "is_compileable", False):
+            raise UnsupportedError(
+                f"past_key_values is {type(cache).__name__}, which holds room for tokens that are still to come: "
+                "attention is observed on a plain DynamicCache; pass `DynamicCache()` or nothing",
+                page="kv-cache",
+            )
         self.now.cache = cache
         own_masks = False
         if cache is not None:

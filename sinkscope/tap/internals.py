@@ -15,6 +15,8 @@ from torch.utils import checkpoint
 FOLLOWED = ("_prefill", "_get_candidate_generator")
 """Methods of a model that `generate` calls: to read a prompt, and to begin assisted generation."""
 
+_BATCHING = "init_continuous_batching"
+
 
 def attention_name(config: Any) -> str:
     """Name of the attention that modules with this configuration use."""
@@ -56,6 +58,31 @@ def in_checkpoint() -> bool:
 def is_checkpointing(layer: nn.Module) -> bool:
     """Whether a layer keeps no activations for the backward pass, and no cache, but is computed again in it."""
     return layer.training and bool(getattr(layer, "gradient_checkpointing", False))
+
+
+@contextmanager
+def without_continuous_batching(model: Any, error: Exception) -> Iterator[None]:
+    """Context manager in which `generate_batch` and what it is made of raise an error.
+
+    They put the tokens of several texts into one row, so that a position says nothing about its place in a text.
+
+    Args:
+        model: The causal language model.
+        error: What is raised.
+    """
+
+    def refused(*_: Any, **__: Any) -> Any:
+        raise error
+
+    before = vars(model).get(_BATCHING)
+    if hasattr(type(model), _BATCHING):
+        setattr(model, _BATCHING, refused)
+    try:
+        yield
+    finally:
+        vars(model).pop(_BATCHING, None)
+        if before is not None:
+            setattr(model, _BATCHING, before)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from sinkscope.sinks.tokens import pick_tokens, single_token
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma2", "falcon"])
-def test_sink_rate_equals_the_definition_on_dense_attention(model_type):
+def test_sink_rate_equals_the_definition_on_dense_attention(model_type, monkeypatch):
     model, tokenizer = tiny_model(model_type)
     ids = torch.randint(3, 90, (5, 24), generator=torch.Generator().manual_seed(0))
     eager = copy.deepcopy(model)
@@ -40,7 +40,8 @@ def test_sink_rate_equals_the_definition_on_dense_attention(model_type):
     eps = float(ranked[len(ranked) // 2 - 1 :][:2].mean())  # between two values, half are above
     wanted = float((to_first > eps).float().mean())
     assert 0.3 < wanted < 0.7
-    assert attention_received(target_of(model, tokenizer), ids, eps, batch=2).rate == pytest.approx(wanted)
+    monkeypatch.setattr("sinkscope.sinks.first_token.attention_received.RATE_EPS", eps)
+    assert attention_received(target_of(model, tokenizer), ids, batch=2).rate == pytest.approx(wanted)
 
 
 def test_attention_to_the_first_token_leaves_the_first_query_out_and_sees_interventions():

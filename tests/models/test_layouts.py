@@ -15,7 +15,7 @@ from sinkscope.models.hooks import first_tensor
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.sinks.first_token.layer_scan import scan_layers
-from sinkscope.sinks.first_token.layer_view import columns, flat_number, norm_without, view_layer
+from sinkscope.sinks.first_token.layer_view import flat_number, lost_without, view_layer
 
 IDS = torch.arange(20, 44).view(2, 12)
 WHERE = torch.zeros(2, 12, dtype=torch.bool).index_fill(1, torch.tensor([0, 5]), True)
@@ -45,7 +45,7 @@ def test_zeroed_neurons_are_columns_of_zeros(model_type):
         if target.has_mlp(layer, None):
             sites += [(None, 3), (None, 8)]
         numbers = torch.tensor([flat_number(target, layer, *site) for site in sites])
-        kept = norm_without(target, view, numbers[None], columns(target, layer, numbers)[None])[0]
+        kept = (1 - lost_without(target, view, numbers[None])[0]) * view.resid.norm(dim=-1)
         other = target_of(decoder(model_type))
         for expert, neuron in sites:
             if expert is None:

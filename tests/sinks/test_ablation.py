@@ -35,7 +35,7 @@ def at_layer(target: Target, ids: Tensor, layer: int, seed: int = 0) -> SinkCont
         sink_layer = layer
 
     scan = scan_layers(target, ids, whole=True)
-    return SinkContext.at_first(target, ids, Scan(scan.n_layers, scan.layers, scan.wrapped), seed)
+    return SinkContext.at_first(target, ids, Scan(scan.n_layers, scan.layers), seed)
 
 
 def context_of(shared: SharedSink, ids: Tensor | None = None, seed: int = 0) -> SinkContext:
@@ -69,8 +69,9 @@ def test_controls_count_at_the_repeated_token_too():
     first_tokens = context.ids[:, :1]
     first = view_layer(context.target, shared.sink[0], first_tokens, torch.ones_like(first_tokens, dtype=torch.bool))
     written = first.post[:, helper] * columns(context.target, shared.sink[0], torch.tensor(helper))
-    repeated = LayerView(first.layer, 1.25 * written, first.mlp, first.post)
-    verified = verify_neurons(context, 2, repeated)
+    resid = 1.25 * written
+    repeated = LayerView(first.layer, resid, first.mlp, first.post, less=lambda missing: resid - missing)
+    verified = verify_neurons(context, 2, [(repeated, text) for text in range(len(resid))])
     assert [neuron.control_drop for neuron in verified.neurons] == pytest.approx([0.8, 0.8], abs=0.01)
     assert not verified.causal
 

@@ -124,7 +124,7 @@ def test_repeats_are_those_of_one_long_pass():
     norm = trace(o.model, o.repeated(limit, grouped), [site], "norm")[site][0]
     first = int((norm[1:] >= norm[0] / 2).nonzero()[0]) + 1
     assert repeated.repeats == [first, None] and 0.6 * expected <= first <= 1.5 * expected
-    assert len(repeated.view.resid) == 1
+    assert len(repeated.views) == 1
 
 
 def test_the_scan_stops_where_the_norm_stays_flat():

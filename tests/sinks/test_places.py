@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sinkscope.sinks.first_token.places import Places, Rule, describe, sink_places, spike_places, stands_out
+from sinkscope.sinks.first_token.places import Places, Rule, describe, sink_places, spike_places
 
 TEXTS, LENGTH, VOCAB = 48, 40, 60
 BOS, COMMA = 1, 7
@@ -53,6 +53,10 @@ def test_the_simplest_words_are_taken():
     assert said(ids, comma) == "'t7' wherever it stands"
     assert said(ids, first_comma) == "the first 't7' of a text"
     assert said(ids, again) == "every token that repeats the one before it"
+    ids[:24, 20], ids[:24, 21] = 8, COMMA
+    assert said(ids, (ids == COMMA) & (ids.roll(1, 1) == 8)) == "'t7' after 't8'"
+    comma = ids == COMMA
+    first_comma = comma & (comma.cumsum(1) == 1)
     assert said(ids, (at == 0) | comma) == "the first token and 't7' wherever it stands"
     assert said(ids, torch.isin(ids, torch.tensor([11, 12, 13]))).endswith("wherever they stand")
     assert said(ids, torch.zeros_like(comma)) is None
@@ -164,6 +168,6 @@ def test_a_norm_stands_out_beside_the_typical_one_of_its_layer():
     norms[1, :, 4] *= 2.5
     norms[2, :, 5] *= 4
     assert spike_places(norms, ids).there.nonzero()[:, 1].unique().tolist() == [5]
-    assert not stands_out(norms)[:2].any()
+    assert len(spike_places(norms[:2], ids)) == 0
     norms[0, :, ::2] *= 9  # half of the positions: nothing stands out
-    assert not stands_out(norms)[0].any()
+    assert len(spike_places(norms[:1], ids)) == 0

@@ -30,7 +30,7 @@ class SpikeAbsence:
             survey: Where the sinks and the spikes are.
             context: The model at the first token.
         """
-        if context.sink_layer is not None:
+        if context.scan.sink_layer is not None:
             return None
         sink = ""
         if survey.sink is not None:

@@ -140,7 +140,7 @@ class Trial:
     @property
     def begin(self) -> int:
         """The first layer to run: before the first layer that any edit changes, all rows are the same."""
-        begin = max(self.entering.streams, default=0)
+        begin = max(self.entering.inputs, default=0)
         layers = [layer for edit in self.edits for layer in edit.layers]
         if layers:
             begin = min(layers)
@@ -228,22 +228,30 @@ def mixing(target: Target, layer: int) -> list[Component]:
 def _mixer(target: Target, layer: int) -> Any:
     """The module of a layer that is neither a norm nor a part of its MLP; None if there is none."""
     adapter = target.adapter
-    of_mlp: set[str] = set()
-    for paths in filter(None, (adapter.mlp, adapter.down, adapter.experts)):
-        of_mlp |= {path.split(".")[0] for path in paths.split("|")}
+    paths = "|".join(filter(None, (adapter.mlp, adapter.down, adapter.experts)))
+    of_mlp = {path.split(".")[0] for path in paths.split("|")}
     for name, module in target.layers[layer].named_children():
         if name not in of_mlp and any(parameter.dim() > 1 for parameter in module.parameters()):
             return module
     return None
 
 
-def attention_writer(target: Target, layer: int) -> Any:
-    """The module whose output is what a layer's attention adds to the residual stream."""
-    module = target.sub(layer, target.adapter.attn)
-    original = getattr(module, "original_component", module)  # also below a bridge's wrapper
-    if "residual" in signature(original.forward).parameters:  # BLOOM adds the residual stream inside
-        return target.output_projection(layer)
-    return module
+def writing_modules(target: Target, component: Component) -> list[Any]:
+    """The modules whose outputs are what a component adds to the residual stream."""
+    layer = component.layer or 0
+    match component.kind:
+        case "attention":
+            module = target.sub(layer, target.adapter.attn)
+            original = getattr(module, "original_component", module)  # also below a bridge's wrapper
+            if "residual" in signature(original.forward).parameters:  # BLOOM adds the residual stream inside
+                return [target.output_projection(layer)]
+            return [module]
+        case "mixer":
+            return [_mixer(target, layer)]
+        case "mlp":
+            return target.mlp_writers(layer)
+        case _:
+            return [target.embedding]
 
 
 def key_projection(target: Target, layer: int) -> Any:
@@ -287,12 +295,9 @@ class _EditedRows:
         self._received = torch.zeros(self.count, target.n_layers, target.n_heads)
         self._seeing = torch.zeros(self.count, target.n_layers)  # later queries that see the position
         self._rows = torch.arange(self.count)
-        self._at = self._in_each_text(trial.at).repeat(len(edits) + 1)
-        self._source = self._in_each_text(trial.source)
-
-    def _in_each_text(self, at: At) -> Int[Tensor, " text"]:
-        """A position of each text, counted from its beginning."""
-        return torch.as_tensor(at).expand(len(self.texts)) % self.texts.shape[1]
+        texts, length = self.texts.shape
+        self._at = (torch.as_tensor(trial.at) % length).expand(texts).repeat(len(edits) + 1)
+        self._source = (torch.as_tensor(trial.source) % length).expand(texts)
 
     @property
     def count(self) -> int:
@@ -355,20 +360,21 @@ class _EditedRows:
 
     def hooks(self) -> list[Hook]:
         """The hooks that carry out all edits, each on its own rows."""
-        silenced = {}  # (layer) or (layer, expert) -> neuron, rows
-        swapped = {}
+        silenced: dict[tuple[int, ...], list[tuple[int, range]]] = {}  # (layer) or (layer, expert): neurons, their rows
+        swapped: dict[Component, list[int]] = {}
+        texts = len(self.texts)
         for number, edit in enumerate(self.edits, start=1):
-            rows = slice(number * len(self.texts), (number + 1) * len(self.texts))
+            rows = range(number * texts, (number + 1) * texts)
             for site in edit.zero:
                 silenced.setdefault(site[:-1], []).append((site[-1], rows))
             for component in edit.swap:
-                swapped.setdefault(component, []).append(rows)
+                swapped.setdefault(component, []).extend(rows)
         hooks = [self._silence(mlp, neurons) for mlp, neurons in silenced.items()]
         for component, its_rows in swapped.items():
-            hooks += self._swap(component, its_rows)
+            hooks += self._swap(component, torch.tensor(its_rows))
         return hooks
 
-    def _silence(self, mlp: tuple[int, ...], neurons: list[tuple[int, slice]]) -> Hook:
+    def _silence(self, mlp: tuple[int, ...], neurons: list[tuple[int, range]]) -> Hook:
         numbers = list(dict.fromkeys(neuron for neuron, _ in neurons))
         mask = torch.zeros(self.count, 1, len(numbers), dtype=torch.bool)
         for neuron, rows in neurons:
@@ -386,16 +392,17 @@ class _EditedRows:
         experts = self.target.experts(mlp[0])
         return experts.module, "post", expert_hook(experts, mlp[1], numbers, "post", zeroed)
 
-    def _swap(self, component: Component, swapped_rows: list[slice]) -> list[Hook]:
+    def _swap(self, component: Component, rows: Int[Tensor, " swapped"]) -> list[Hook]:
         target = self.target
         layer = component.layer or 0
-        texts = self._rows[: len(self.texts)]
+        text = rows % len(self.texts)
+        at, source = self._at[rows], self._source[text]
+        token_embeddings = []
 
         def replaced(output: Tensor) -> Tensor:
             """What a component writes, with the source's value at the position."""
             whole = self.by_row(output).clone()
-            for rows in swapped_rows:
-                whole[self._rows[rows], self._at[rows]] = whole[texts, self._source]
+            whole[rows, at] = whole[text, source]
             return whole.reshape(output.shape)
 
         def head_replaced(z: Tensor) -> Tensor:
@@ -407,45 +414,30 @@ class _EditedRows:
             without = keys.clone()
             bias = key_bias(target, number)  # a streamed layer is there only now
             assert bias is not None
-            for rows in swapped_rows:
-                without[rows] -= bias
+            without[rows] -= bias
             return without
 
+        def embedded(output: Tensor) -> None:
+            token_embeddings[:] = [output.detach()[: len(self.texts)].clone()]
+
+        def positions_replaced(entering: Tensor) -> Tensor:
+            """The learned position embedding is what the first layer gets beyond the token embedding."""
+            hidden = entering.clone()
+            positions = hidden[: len(self.texts)] - token_embeddings[0]
+            hidden[rows, at] += positions[text, source] - positions[text, at]
+            return hidden
+
         match component.kind:
-            case "position embedding":
-                return self._swap_positions(swapped_rows)
             case "head":
                 return [(target.output_projection(layer), "pre", on_input(head_replaced))]
             case "key bias":
-                hooks = []
-                for number in range(target.n_layers):
-                    if key_bias(target, number) is not None:
-                        hooks.append((key_projection(target, number), "post", on_output(partial(unbiased, number))))
-                return hooks
-            case "attention":
-                return [(attention_writer(target, layer), "post", on_hidden(replaced))]
-            case "mixer":
-                return [(_mixer(target, layer), "post", on_hidden(replaced))]
-            case "mlp":
-                return [(writer, "post", on_hidden(replaced)) for writer in target.mlp_writers(layer)]
+                biased = [number for number in range(target.n_layers) if key_bias(target, number) is not None]
+                return [(key_projection(target, one), "post", on_output(partial(unbiased, one))) for one in biased]
+            case "position embedding":
+                first_layer = target.layers[0]
+                return [
+                    (target.embedding, "post", on_hidden(embedded)),
+                    (first_layer, "pre", on_input(positions_replaced)),
+                ]
             case _:
-                return [(target.embedding, "post", on_hidden(replaced))]
-
-    def _swap_positions(self, swapped_rows: list[slice]) -> list[Hook]:
-        """The learned position embedding is what the first layer gets beyond the token embedding."""
-        texts = self._rows[: len(self.texts)]
-        token_embeddings = []
-
-        def embedded(output: Any) -> None:
-            token_embeddings[:] = [first_tensor(output).detach()[: len(texts)].clone()]
-
-        def before(entering: Tensor) -> Tensor:
-            hidden = entering.clone()
-            positions = hidden[: len(texts)] - token_embeddings[0]
-            change = positions[texts, self._source] - positions[texts, self._at[: len(texts)]]
-            for rows in swapped_rows:
-                hidden[self._rows[rows], self._at[rows]] += change
-            return hidden
-
-        target = self.target
-        return [(target.embedding, "post", on_output(embedded)), (target.layers[0], "pre", on_input(before))]
+                return [(module, "post", on_hidden(replaced)) for module in writing_modules(target, component)]

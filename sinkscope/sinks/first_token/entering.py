@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
-
-from torch import Tensor
+from dataclasses import dataclass, field, replace
 
 from sinkscope.models.target import LayerInput
 
@@ -15,27 +12,32 @@ class Entering:
     """What entered the layers when some texts were read. Later passes over these texts begin where they differ.
 
     Attributes:
-        streams: The residual stream `[row pos d_model]` where it entered a layer, by layer.
-        wrapped: Whether the layers of the model return a tuple.
+        inputs: The residual stream where it entered a layer, by layer.
     """
 
-    streams: dict[int, Tensor] = field(default_factory=dict)
-    wrapped: bool = False
+    inputs: dict[int, LayerInput] = field(default_factory=dict)
 
-    def part(self, rows: Any, length: int) -> Entering:
-        """The same of some rows (as an index or a slice) up to a length; later tokens do not change earlier ones."""
-        streams = {layer: stream[rows, :length] for layer, stream in self.streams.items()}
-        return Entering(streams, self.wrapped)
+    def part(self, rows: slice | list[int], length: int) -> Entering:
+        """The same of some rows up to a length; later tokens do not change earlier ones."""
+        parts = {}
+        for layer, entered in self.inputs.items():
+            parts[layer] = replace(entered, hidden=entered.hidden[rows, :length])
+        return Entering(parts)
+
+    def up_to(self, layer: int) -> Entering:
+        """The same of the layers up to one."""
+        return Entering({known: entered for known, entered in self.inputs.items() if known <= layer})
 
     def latest(self, layer: int) -> int:
         """The last layer up to this one at which a pass can begin; 0 is the embedding."""
-        return max((known for known in self.streams if known <= layer), default=0)
+        return max((known for known in self.inputs if known <= layer), default=0)
 
     def at(self, layer: int, copies: int = 1) -> LayerInput | None:
         """What enters a layer, the texts several times one after another; None if that is not known."""
-        if layer not in self.streams:
+        if layer not in self.inputs:
             return None
-        return LayerInput(layer, self.streams[layer].repeat(copies, 1, 1), self.wrapped)
+        entered = self.inputs[layer]
+        return replace(entered, hidden=entered.hidden.repeat(copies, 1, 1))
 
 
 NOT_READ = Entering()

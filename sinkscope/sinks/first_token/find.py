@@ -15,12 +15,13 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Positive, Setup, measurement
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.names import published_for
-from sinkscope.sinks.first_token.attention_sink import attention_sink, made_spikes
+from sinkscope.sinks.first_token.attention_sink import MadeSpike, attention_sink
 from sinkscope.sinks.first_token.carriers import spike_maker
 from sinkscope.sinks.first_token.context import SinkContext, Survey
 from sinkscope.sinks.first_token.layer_scan import STEP_SHARE, typical_quantiles
+from sinkscope.sinks.first_token.members import CausalSet
 from sinkscope.sinks.first_token.neurons import RepeatedSinks, VerifiedNeurons, repeat_until_half, verify_neurons
-from sinkscope.sinks.first_token.places import Places, Rule
+from sinkscope.sinks.first_token.places import Places
 from sinkscope.sinks.first_token.records import (
     NormSpike,
     PlacedSpike,
@@ -64,7 +65,9 @@ def find_sinks(
     Example:
         sinkscope find-sinks --model llama-2-7b --json sinks.json
     """
-    _check_top_k(top_k, setup.target.d_mlp)
+    width = setup.target.d_mlp
+    if top_k > width:
+        raise SinkscopeError(f"--top-k {top_k} is more than the {width} neurons of a layer; give at most that")
     words = pick_tokens(setup.tokenizer, setup.ids, tokens, setup.seed)
     first_tokens = prefixes(setup, words)
     limit = repetition_limit(setup.target, max_repeats)
@@ -78,10 +81,8 @@ def find_sinks(
         # Where are the sink and the spike, and in which layers is the spike built?
         survey = Survey.of(setup, whole=whole)
         context = survey.first_spike
-        heads = []
         if survey.spike is not None:
             context = survey.context(survey.spike.rules[0])
-            heads = survey.received.readers(survey.spike.rules[0])
         scan = context.scan
         depth = len(scan.layers)
 
@@ -90,9 +91,9 @@ def find_sinks(
         if scan.stages and survey.spike is not None:
             if scan.stages != verified_stages:  # after reading further layers they are often the same
                 repeated = repeat_until_half(context, words, first_tokens, limit, setup.progress)
-                verified = verify_neurons(context, top_k, repeated.view)
+                verified = verify_neurons(context, top_k, repeated.views)
                 verified_stages = scan.stages
-            sets = causal_sets(context, verified.neurons, heads)
+            sets = causal_sets(context, verified.neurons, survey.readers)
         # If they do not carry the attention to these places, the layers read were too few.
         carries_attention = sets.minimal is not None and sets.minimal.carries_attention
         if whole or depth == scan.n_layers or carries_attention:
@@ -100,9 +101,10 @@ def find_sinks(
         whole = True
 
     # What makes the spikes, what do the heads need, and does repetition go through the same neurons?
-    spike = norm_spike(context, survey)
-    further = further_spikes(survey)
-    sink = attention_sink(survey, made_spikes(spike, sets.minimal, further))
+    made = made_spikes(survey, context, sets.minimal)
+    spike = None
+    if made:
+        spike = made[0].spike
     repetition = None
     if repeated is not None and sets.minimal is not None:
         repetition = repetition_spike(context, words, first_tokens, repeated, sets.sites, limit)
@@ -112,9 +114,9 @@ def find_sinks(
     shares = (scan.middle(scan.mlp_norms).double() / max(scan.spike_norm)).tolist()
     return FindSinks(
         norm_spike=spike,
-        attention_sink=sink,
+        attention_sink=attention_sink(survey, made),
         causal_sets=sets.sets,
-        further_spikes=tuple(each for _, each in further),
+        further_spikes=tuple(_placed(survey, each) for each in made[1:]),
         scattered=_scattered(survey.received.places.outside(survey.sink), setup),
         stray_norms=_scattered(survey.spikes.outside(survey.spike), setup),
         repetition=repetition,
@@ -138,31 +140,39 @@ def find_sinks(
     )
 
 
-def _check_top_k(top_k: int, width: int) -> None:
-    """Refuse more candidates than a layer has neurons."""
-    if top_k > width:
-        raise SinkscopeError(f"--top-k {top_k} is more than the {width} neurons of a layer; give at most that")
-
-
-def norm_spike(context: SinkContext, survey: Survey) -> NormSpike | None:
-    """The places whose norm stands out, and what makes the spike of the first kind; None if no norm stands out.
+def made_spikes(survey: Survey, context: SinkContext, minimal: CausalSet | None) -> list[MadeSpike]:
+    """The spike of each kind of place, and what makes it; none if no norm stands out at the first kind.
 
     Args:
-        context: The model at the first kind of place.
         survey: Where the spikes are.
+        context: The model at the first kind of place.
+        minimal: The neurons that make the spike there.
     """
+    made = []
+    if survey.spike is None or not context.scan.spike_layers:
+        return made
+    for rule in survey.spike.rules:
+        if made:
+            context = survey.context(rule)
+            if not context.scan.spike_layers:
+                continue
+            minimal = sets_at(context, survey.received.readers(rule)).minimal
+        made.append(MadeSpike(rule, norm_spike(context, survey), minimal))
+    return made
+
+
+def norm_spike(context: SinkContext, survey: Survey) -> NormSpike:
+    """The places whose norm stands out, and what makes the spike of the kind that a context looks at."""
     scan = context.scan
-    if survey.spike is None or not scan.spike_layers:
-        return None
+    assert survey.spike is not None
     step_up = scan.stages
     made_by = "MLP"
     if not scan.stages:
         step_up = (scan.growth >= STEP_SHARE).nonzero().flatten().tolist()
         made_by = spike_maker(context)
-    positions = [int(survey.spikes.of(rule).there.any(0).int().argmax()) for rule in survey.spike.rules]
     return NormSpike(
         place=survey.spike,
-        positions=tuple(positions),
+        positions=tuple(survey.spikes.of(rule).earliest for rule in survey.spike.rules),
         step_up=tuple(step_up),
         step_down=tuple((scan.growth <= -STEP_SHARE).nonzero().flatten().tolist()),
         ratio=float(scan.ratios.max()),
@@ -173,29 +183,11 @@ def norm_spike(context: SinkContext, survey: Survey) -> NormSpike | None:
     )
 
 
-def further_spikes(survey: Survey) -> list[tuple[Rule, PlacedSpike]]:
-    """The spikes of the other kinds of places, and what makes each."""
-    spikes = []
-    if survey.spike is None:
-        return spikes
-    for rule in survey.spike.rules[1:]:
-        context = survey.context(rule)
-        if not context.scan.spike_layers:
-            continue
-        heads = survey.received.readers(rule)
-        made_by = "MLP"
-        if not context.scan.stages:
-            made_by = spike_maker(context)
-        spike = PlacedSpike(
-            words=rule.words,
-            position=int(survey.spikes.of(rule).there.any(0).int().argmax()),
-            token=rule.token,
-            ratio=float(context.scan.ratios.max()),
-            made_by=made_by,
-            set=sets_at(context, heads).minimal,
-        )
-        spikes.append((rule, spike))
-    return spikes
+def _placed(survey: Survey, made: MadeSpike) -> PlacedSpike:
+    """The spike of a further kind of place."""
+    rule = made.rule
+    position = survey.spikes.of(rule).earliest
+    return PlacedSpike(rule.words, position, rule.token, made.spike.ratio, made.spike.made_by, made.set)
 
 
 def _scattered(places: Places, setup: Setup) -> Scattered:

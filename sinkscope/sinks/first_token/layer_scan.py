@@ -14,13 +14,12 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import Progress, silent
-from sinkscope.measure import Setup
 from sinkscope.models.hooks import first_tensor, on_hidden, on_input, on_output
 from sinkscope.models.layer_call import keep_call
 from sinkscope.models.norms import norm_of, norms_of
-from sinkscope.models.target import Target
+from sinkscope.models.target import LayerInput, Target
 from sinkscope.sinks.first_token.entering import Entering
-from sinkscope.sinks.first_token.places import SPIKE_RATIO
+from sinkscope.sinks.first_token.places import KEPT_POSITIONS, stands_out
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.trace.run import trace
 
@@ -33,7 +32,6 @@ AGAINST = 0.5  # what an MLP writes points against the spike if the cosine is be
 AS_BEFORE = 1.25  # a norm of at most this many times the norm before is as before
 STEP_SHARE = 0.05  # a step up or down changes the spike's norm by at least this share of the largest
 SMALLEST_NORM = 1e-9  # lower limit of a typical norm: in a hand-made model it can be 0, and it is a divisor
-KEPT_POSITIONS = 1024  # most positions of which it is kept what enters each layer
 SAMPLE_POSITIONS = 64  # positions of typical text whose activations are kept
 MASSIVE_RATIO = 30.0  # a dimension is massive on all tokens if it is this many times the median dimension
 
@@ -62,7 +60,7 @@ class LayerReading:
     mlp_raw: float
     written: Float[Tensor, " d_model"]
     sample: Float[Tensor, "place d_model"]
-    entering: Float[Tensor, "row pos d_model"] | None = None
+    entering: LayerInput | None = None
 
 
 @dataclass(frozen=True)
@@ -95,15 +93,13 @@ class LayerScan:
     Attributes:
         n_layers: Number of layers of the model.
         layers: The layers that were read.
-        wrapped: Whether the layers of the model return a tuple.
-        at: The place in each row. None: the first token.
+        at: The place in each row, or in all.
         beside: Typical text that gives the typical norms. None: these texts.
     """
 
     n_layers: int
     layers: list[LayerReading]
-    wrapped: bool = False
-    at: Int[Tensor, " row"] | None = None
+    at: Int[Tensor, " row"] | int = 0
     beside: LayerScan | None = None
 
     @property
@@ -128,7 +124,7 @@ class LayerScan:
         """Dimensions massive on all tokens, in their order; none if a spike is visible with them included."""
         if self.beside is not None:
             return self.beside.shared_dims
-        if bool((self.middle(self.whole_norms) > SPIKE_RATIO * typical_quantiles(self.whole_norms)[1]).any()):
+        if bool(stands_out(self.middle(self.whole_norms), typical_quantiles(self.whole_norms)[1]).any()):
             return []
         massive = []
         for layer in self.layers:
@@ -144,8 +140,6 @@ class LayerScan:
 
     def at_place(self, norms: Float[Tensor, "layer row pos"]) -> Float[Tensor, "layer row"]:
         """Norms at the place of each row."""
-        if self.at is None:
-            return norms[:, :, 0]
         return norms[:, torch.arange(norms.shape[1]), self.at]
 
     def middle(self, norms: Float[Tensor, "layer row pos"]) -> Float[Tensor, " layer"]:
@@ -171,7 +165,7 @@ class LayerScan:
     @cached_property
     def spike_layers(self) -> list[int]:
         """Layers after which the place's norm stands out; empty if there is no norm spike."""
-        return (self.ratios > SPIKE_RATIO).nonzero().flatten().tolist()
+        return stands_out(self.ratios, torch.ones(1)).nonzero().flatten().tolist()
 
     @property
     def ratios_by_text(self) -> Float[Tensor, " row"]:
@@ -242,33 +236,27 @@ class LayerScan:
     @property
     def rises(self) -> list[Rise]:
         """The parts of a spike that MLPs build: runs with a stage of their own; the one of the sink layer first."""
+        runs = self.spike_runs
+        built: dict[int, list[int]] = {}  # the stages of each run that has any
+        for stage in self.stages:
+            ends = [number for number, (_, last) in enumerate(runs) if stage <= last]
+            built.setdefault(ends[0] if ends else max(built, default=0), []).append(stage)
         written = self.middle(self.mlp_norms).tolist()
-        parts = []
-        for first, last in self.spike_runs:
-            begin = parts[-1][1] + 1 if parts else 0
-            stages = [stage for stage in self.stages if begin <= stage <= last]
-            if stages:
-                parts.append([first, last, stages])
-            elif parts:
-                parts[-1][1] = last
-        if not parts:
-            return []
-        parts[-1][2] += [stage for stage in self.stages if stage > parts[-1][1]]
-        parts[-1][1] = max(parts[-1][1], *parts[-1][2])
         rises = []
-        for number, (first, last, stages) in enumerate(parts):
+        for number, stages in built.items():
+            following = min((other for other in built if other > number), default=len(runs))
+            last = max(runs[following - 1][1], *stages)
             readable = self.n_layers
-            if number + 1 < len(parts):
+            if following < len(runs):
                 readable = last + 1
             layer = max(stages, key=lambda stage: written[stage])
-            rises.append(Rise(first, last, layer, readable, number == 0))
+            rises.append(Rise(runs[number][0], last, layer, readable, not rises))
         return sorted(rises, key=lambda rise: rise.layer != self.sink_layer)
 
     @property
     def entering(self) -> Entering:
         """What entered each layer; nothing if passes over this model cannot begin at a layer."""
-        streams = {number: layer.entering for number, layer in enumerate(self.layers) if layer.entering is not None}
-        return Entering(streams, self.wrapped)
+        return Entering({layer.entering.layer: layer.entering for layer in self.layers if layer.entering is not None})
 
     @property
     def norm_before(self) -> float:
@@ -305,11 +293,6 @@ class LayerScan:
         return above[0]
 
 
-def first_median(norms: Float[Tensor, "layer row pos"]) -> Float[Tensor, " layer"]:
-    """Norm of the first token, median over rows."""
-    return norms[:, :, 0].median(1).values
-
-
 def typical_quantiles(norms: Float[Tensor, "layer row pos"]) -> Float[Tensor, "quantile layer"]:
     """The 5 % quantile, the median and the 95 % quantile of the norm at later positions."""
     return norms[:, :, 1:].flatten(1).quantile(torch.tensor([0.05, 0.5, 0.95]), 1)
@@ -327,7 +310,7 @@ def massive_dims(resid: Float[Tensor, "row pos d_model"], place: Float[Tensor, "
     later = rearrange(resid[:, 1:], "row pos d_model -> (row pos) d_model")[:SAMPLE_POSITIONS]
     size = later.abs().median(0).values
     there = place.abs().median(0).values
-    massive = (size > MASSIVE_RATIO * size.median()) & (there < SPIKE_RATIO * size)
+    massive = (size > MASSIVE_RATIO * size.median()) & ~stands_out(there, size)
     if size[massive].square().sum() > size[~massive].square().sum():
         return massive.nonzero().flatten().tolist()
     return []
@@ -341,7 +324,7 @@ def scan_layers(
     whole: bool,
     upto: int | None = None,
     progress: Progress = silent,
-    at: Int[Tensor, " row"] | None = None,
+    at: Int[Tensor, " row"] | int = 0,
 ) -> LayerScan:
     """Run `ids` upward, layer by layer, and stop once the norm at the place has stayed flat (unless `whole`).
 
@@ -351,16 +334,14 @@ def scan_layers(
         whole: Read every layer.
         upto: The last layer to read. None: no limit.
         progress: Called after each layer.
-        at: The place in each row. None: the first token.
+        at: The place in each row, or in all.
 
     Raises:
         SinkscopeError: A layer gives infinite or NaN norms.
     """
     layers = []
     rows = torch.arange(len(ids))
-    places = torch.zeros_like(rows) if at is None else at
     parts = {}  # of the layer that runs
-    wrapped = False
     calls = []
 
     def by_row(tensor: Tensor) -> Float[Tensor, "row pos d_model"]:
@@ -368,45 +349,47 @@ def scan_layers(
         return rearrange(flat, "(row pos) d_model -> row pos d_model", row=len(ids))
 
     def mlp_done(given: Tensor) -> None:
-        parts["raw"] = float(norms_of(by_row(given)[rows, places]).median())
+        parts["raw"] = float(norms_of(by_row(given)[rows, at]).median())
+        added(given)
 
-    def mlp_normalised(given: Tensor) -> None:
+    def added(given: Tensor) -> None:
         parts["added"] = by_row(given).float() * target.adapter.write_factor
 
     def layer_begun(hidden: Tensor) -> None:
         parts["entering"] = hidden.detach().clone()  # some layers add to it in place
 
     def layer_done(output: Any) -> None:
-        nonlocal wrapped
-        wrapped = wrapped or isinstance(output, tuple)
         resid = by_row(first_tensor(output))
-        added = parts.get("added", torch.zeros_like(resid, dtype=torch.float32))  # it may have no MLP
+        written = parts.get("added", torch.zeros_like(resid, dtype=torch.float32))  # it may have no MLP
         if calls:
-            added = by_row(calls.pop().added(first_tensor(output))).float()
+            written = by_row(calls.pop().added(first_tensor(output))).float()
         norms = norms_of(resid)
         if not bool(norms.isfinite().all()):
             raise SinkscopeError(
                 f"layer {len(layers)} of {target.name} gives infinite or NaN norms in {target.dtype}; "
                 "try --dtype float32, and check the checkpoint"
             )
-        here = resid[rows, places].float()
+        here = resid[rows, at].float()
         massive = massive_dims(resid.float(), here)
-        later = rearrange(added[:, 1:], "row pos d_model -> (row pos) d_model")
+        later = rearrange(written[:, 1:], "row pos d_model -> (row pos) d_model")
+        entering = None
+        if "entering" in parts:
+            entering = LayerInput(len(layers), parts["entering"], isinstance(output, tuple))
         reading = LayerReading(
             norms=norms.cpu(),
             other_norms=norm_of(resid, massive).cpu(),
             massive_dims=massive,
             residual=here.mean(0).cpu(),
-            mlp_norms=added.norm(dim=-1).cpu(),
+            mlp_norms=written.norm(dim=-1).cpu(),
             mlp_raw=parts.get("raw", 0.0),
-            written=added[rows, places].mean(0).cpu(),
+            written=written[rows, at].mean(0).cpu(),
             sample=later[:SAMPLE_POSITIONS].cpu().clone(),
-            entering=parts.get("entering"),
+            entering=entering,
         )
         parts.clear()
         layers.append(reading)
         progress("layers", len(layers), target.n_layers)
-        if not whole and LayerScan(target.n_layers, layers, at=at).is_flat:
+        if not whole and LayerScan(target.n_layers, layers, at).is_flat:
             target.stop()
 
     adapter = target.adapter
@@ -417,25 +400,13 @@ def scan_layers(
             if not adapter.adds:
                 hooks.append(keep_call(target, number, calls))
             elif target.has_part(number, adapter.post_mlp_norm):
-                hooks.append((target.sub(number, adapter.post_mlp_norm or ""), "post", on_hidden(mlp_normalised)))
-            else:
-                hooks += target.on_mlp(number, mlp_normalised)
+                hooks.append((target.sub(number, adapter.post_mlp_norm or ""), "post", on_hidden(added)))
         if target.skips_layers and ids.numel() <= KEPT_POSITIONS:
             hooks.append((layer, "pre", on_input(layer_begun)))
         hooks.append((layer, "post", on_output(layer_done)))
     with target.hooks(*hooks):
         target.forward(ids, upto=upto)
-    return LayerScan(target.n_layers, layers, wrapped, at)
-
-
-def scan_far_enough(setup: Setup, ids: TokenRows, *, whole: bool) -> LayerScan:
-    """Scan the layers; if only the first ones of a file are in memory, load more of them until they suffice."""
-    while True:
-        scan = scan_layers(setup.target, ids, whole=whole, progress=setup.progress)
-        if len(scan.layers) == setup.target.n_layers or (scan.is_flat and not whole):
-            return scan
-        if not setup.more():
-            return scan
+    return LayerScan(target.n_layers, layers, at)
 
 
 def norms_after(

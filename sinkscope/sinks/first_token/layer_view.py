@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from einops import einsum, rearrange
+from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -29,6 +29,7 @@ from sinkscope.sinks.tokens import TokenRows
 
 NEUTRAL_ELEMENTS = 1 << 24  # most activations of typical text that are kept: 64 MB
 COLUMNS_AT_ONCE = 1024  # columns of a down projection whose norms are computed together
+Change = Callable[[Float[Tensor, "*n d_model"]], Float[Tensor, "*n d_model"]]
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class LayerView:
         up: Output of the up projection, the linear factor. None in a mixture and if the MLP has no such factor.
         routing: Weight of every expert, 0 for those not chosen; the shared expert comes last, if there is one. None if
             the layer is not a mixture.
-        again: Gives `resid` if the MLP gave this much less; None if what the MLP gives is simply added.
+        less: Gives `resid` if the MLP gave so much less.
     """
 
     layer: int
@@ -52,7 +53,7 @@ class LayerView:
     post: Float[Tensor, "n neuron"]
     up: Float[Tensor, "n neuron"] | None = None
     routing: Float[Tensor, "n expert"] | None = None
-    again: Callable[[Float[Tensor, "n d_model"]], Float[Tensor, "n d_model"]] | None = None
+    less: Callable[[Float[Tensor, "n d_model"]], Float[Tensor, "n d_model"]] | None = None
 
 
 @torch.no_grad()
@@ -115,23 +116,23 @@ def view_layer(
         parts["post"] = torch.cat([parts["post"], parts["shared"] * weight], 1)
         parts["routing"] = torch.cat([parts["routing"], weight], 1)
 
+    resid = parts["resid"]
+    mlp = parts["mlp"] * adapter.write_factor
+
     def less(written: Float[Tensor, "n d_model"]) -> Float[Tensor, "n d_model"]:
         def change(given: Tensor) -> Tensor:
             flat = given.flatten(0, -2).clone()
             flat[chosen.to(flat.device)] -= written.to(flat)
             return flat.view_as(given)
 
-        return pick(calls[0].output(change))
+        if calls:
+            return pick(calls[0].output(change))
+        if not target.has_part(layer, adapter.post_mlp_norm):
+            return resid - written
+        norm = target.sub(layer, adapter.post_mlp_norm or "")
+        return resid - norm(mlp.to(target.dtype)).float() + norm((mlp - written).to(target.dtype)).float()
 
-    return LayerView(
-        layer,
-        resid=parts["resid"],
-        mlp=parts["mlp"] * adapter.write_factor,
-        post=parts["post"],
-        up=parts.get("up"),
-        routing=parts.get("routing"),
-        again=less if calls else None,
-    )
+    return LayerView(layer, resid, mlp, parts["post"], parts.get("up"), parts.get("routing"), less)
 
 
 def _expert_activations(experts: Experts, routed: Routed, chosen: Bool[Tensor, " token"]) -> Float[Tensor, "n neuron"]:
@@ -216,37 +217,19 @@ def columns(target: Target, layer: int, neurons: Int[Tensor, " k"]) -> Float[Ten
 
 
 @torch.no_grad()
-def norm_without(
-    target: Target,
-    view: LayerView,
-    neurons: Int[Tensor, "draw k"],
-    cols: Float[Tensor, "draw k d_model"],
-    without: Sequence[int] = (),
+def lost_without(
+    target: Target, view: LayerView, sets: Int[Tensor, "draw k"], without: Sequence[int] = ()
 ) -> Float[Tensor, "draw n"]:
-    """Norm of the residual stream after the layer at every position, with each set of neurons zeroed.
+    """Share of the norm after the layer that is lost at each position with each set of neurons zeroed.
 
     Residual dimensions in `without` are left out of the norm.
     """
-    written = einsum(view.post[:, neurons], cols, "n draw k, draw k d_model -> draw n d_model")
-    if view.again is not None:
-        return torch.stack([norm_of(view.again(one), without) for one in written])
-    if not target.has_part(view.layer, target.adapter.post_mlp_norm):
-        return norm_of(view.resid - written, without)
-    norm = target.sub(view.layer, target.adapter.post_mlp_norm or "")
-    dtype = target.dtype
-    intact = norm(view.mlp.to(dtype)).float()
-    edited = norm((view.mlp - written).to(dtype)).float()
-    return norm_of(view.resid - intact + edited, without)
-
-
-@torch.no_grad()
-def lost_without(
-    target: Target, view: LayerView, sets: Int[Tensor, "draw k"], without: Sequence[int] = ()
-) -> Float[Tensor, " draw"]:
-    """Share of the norm that is lost with each set of neurons zeroed, mean over positions."""
-    cols = rearrange(columns(target, view.layer, sets.flatten()), "(draw k) d_model -> draw k d_model", draw=len(sets))
-    kept = norm_without(target, view, sets, cols, without) / norm_of(view.resid, without)
-    return (1 - kept).mean(1)
+    assert view.less is not None
+    lost = []
+    for neurons in sets:
+        left = view.less(view.post[:, neurons] @ columns(target, view.layer, neurons))
+        lost.append(1 - norm_of(left, without) / norm_of(view.resid, without))
+    return torch.stack(lost)
 
 
 def massive_activations(

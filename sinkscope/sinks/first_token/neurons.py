@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.files.console import Progress, silent
 from sinkscope.models.hooks import first_tensor, on_input, on_output
 from sinkscope.models.norms import norm_of
+from sinkscope.models.target import LayerInput
 from sinkscope.sinks.first_token.context import SinkContext
 from sinkscope.sinks.first_token.effects import BATCH_ELEMENTS, Edit, effects
 from sinkscope.sinks.first_token.entering import Entering
@@ -28,12 +30,18 @@ from sinkscope.sinks.first_token.layer_view import (
     neutral_view,
     view_layer,
 )
-from sinkscope.sinks.first_token.members import CONTROL_DRAWS, Member, Neuron
-from sinkscope.sinks.tokens import TokenRows
+from sinkscope.sinks.first_token.members import CONTROL_DRAWS, Member, Neuron, sites_of
 
 CAUSAL_DROP = 0.1  # zeroing a causal neuron removes at least this share of the norm
 STAGE_CANDIDATES = 2  # candidates of each stage other than the sink layer
 FIRST_LENGTH = 128  # repetitions of the first pass; their number doubles
+
+
+LastRepetition = tuple[LayerView, int]
+"""A layer at some positions, and the number of the one that is looked at."""
+
+
+# --- repeated tokens -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -42,12 +50,12 @@ class RepeatedSinks:
 
     Attributes:
         repeats: For each token, the first n whose norm reaches half of the spike's. None if never.
-        view: The layer at the last repetition of each token that got there. None if no token did.
+        views: The layer at some repetitions, and which is the last of them, for each token that got there.
         entering: For each token that got there, what entered the first stage in the pass that showed it.
     """
 
     repeats: list[int | None]
-    view: LayerView | None
+    views: list[LastRepetition]
     entering: dict[int, Entering]
 
 
@@ -68,60 +76,49 @@ def repeat_until_half(
     """
     target = context.target
     layer = context.layer
-    reference = None
-    if bool(context.at.any()):  # the spike is not at the first token, which stands before the repetitions
-        reference = context.scan.spike_norm[layer]
     first_stage = min([layer, *context.scan.stages])
-    repeats: list[int | None] = [None] * len(tokens)
-    parts = {}
-    entering = {}
     lengths = [min(FIRST_LENGTH, max_repeats)]
     while lengths[-1] < max_repeats:
         lengths.append(min(2 * lengths[-1], max_repeats))
-    passes = lengths
-    if not target.resident:
-        passes = list(dict.fromkeys((lengths[0], lengths[-1])))
-    for length in passes:
+    repeats: list[int | None] = [None] * len(tokens)
+    views = {}
+    entering = {}
+    outputs = []
+    entered = []
+    hooks = [(target.layers[layer], "post", on_output(outputs.append))]
+    if target.skips_layers:
+        hooks.append((target.layers[first_stage], "pre", on_input(lambda hidden: entered.append(hidden.clone()))))
+    for length in lengths:
+        if not target.resident and length not in (lengths[0], lengths[-1]):
+            continue
         waiting = torch.tensor([place for place, count in enumerate(repeats) if count is None])
         ends = lengths[: lengths.index(length) + 1]
         for places in waiting.split(max(1, BATCH_ELEMENTS // ((length + 1) * target.d_mlp))):
             ids = torch.tensor([[prefixes[place], *[tokens[place]] * length] for place in places.tolist()])
             where = torch.zeros_like(ids, dtype=torch.bool)
             where[:, ends] = True
-            view, resid, entered = _view_and_stream(context, ids, where, first_stage)
-            norms = norm_of(resid, context.scan.shared_dims)
+            with target.hooks(*hooks):
+                view = view_layer(target, layer, ids, where)
+            output = outputs.pop()
+            norms = norm_of(first_tensor(output), context.scan.shared_dims)
+            inputs = Entering()
+            if entered:
+                inputs = Entering({first_stage: LayerInput(first_stage, entered.pop(), isinstance(output, tuple))})
             for row, place in enumerate(places.tolist()):
-                count = repeats[place] = repeats_until_half(norms[row, 1:], reference or norms[row, 0])
+                half_of = norms[row, 0]
+                if bool(context.at.any()):  # the spike is not at the first token, which stands before the repetitions
+                    half_of = context.scan.spike_norm[layer]
+                count = repeats[place] = repeats_until_half(norms[row, 1:], half_of)
                 if count is not None:
-                    at = row * len(ends) + bisect_left(ends, count)
-                    parts[place] = [part[at : at + 1] for part in (view.resid, view.mlp, view.post)]
-                    entering[place] = entered.part(slice(row, row + 1), length + 1)
+                    views[place] = (view, row * len(ends) + bisect_left(ends, count))
+                    entering[place] = inputs.part(slice(row, row + 1), length + 1)
         progress("repetitions", length, max_repeats)
         if None not in repeats:
             break
-    if not parts:
-        return RepeatedSinks(repeats, None, {})
-    resid, mlp, post = map(torch.cat, zip(*(parts[place] for place in sorted(parts)), strict=True))
-    return RepeatedSinks(repeats, LayerView(layer, resid, mlp, post), entering)
+    return RepeatedSinks(repeats, [views[place] for place in sorted(views)], entering)
 
 
-def _view_and_stream(
-    context: SinkContext, ids: TokenRows, where: Bool[Tensor, "row pos"], first_stage: int
-) -> tuple[LayerView, Float[Tensor, "row pos d_model"], Entering]:
-    """The sink layer at some positions, the residual stream after it, and what entered the first stage."""
-    target = context.target
-    outputs = []
-    streams = {}
-
-    def begun(hidden: Tensor) -> None:
-        streams[first_stage] = hidden.detach().clone()
-
-    hooks = [(target.layers[context.layer], "post", on_output(outputs.append))]
-    if target.skips_layers:
-        hooks.append((target.layers[first_stage], "pre", on_input(begun)))
-    with target.hooks(*hooks):
-        view = view_layer(target, context.layer, ids, where)
-    return view, first_tensor(outputs[0]), Entering(streams, isinstance(outputs[0], tuple))
+# --- candidates ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -146,43 +143,152 @@ class VerifiedNeurons:
         return tuple(n for n in self.neurons if n.causal)
 
 
+@dataclass(frozen=True)
+class _Candidates:
+    """The neurons of a layer that write most at the place.
+
+    Attributes:
+        context: The model and its text.
+        place: The layer at the place.
+        text: The layer on typical text.
+        contribution: Norm of what each neuron of the layer writes at the place.
+        top: Numbers of the candidates in a `LayerView`.
+    """
+
+    context: SinkContext
+    place: LayerView
+    text: LayerView
+    contribution: Float[Tensor, " neuron"]
+    top: Int[Tensor, " k"]
+
+    @classmethod
+    def of(cls, context: SinkContext, layer: int, top_k: int) -> _Candidates:
+        target = context.target
+        ids = context.ids[:, : context.up_to_place]
+        where = torch.zeros_like(ids, dtype=torch.bool)
+        where[torch.arange(len(ids)), context.at] = True
+        entering = context.entering.part(slice(None), ids.shape[1])
+        typical = context.typical
+        with target.loaded(layer):
+            place = view_layer(target, layer, ids, where, entering.at(layer))
+            contribution = contribution_norms(target, place).mean(0)  # a neuron may fire in some of the texts only
+            rank = contribution
+            if target.has_part(layer, target.adapter.post_mlp_norm):
+                # The gain of the norm behind the MLP (Gemma 2, OLMo 2) can pass one residual dimension and suppress
+                # others, and a neuron that writes mostly into suppressed dimensions makes no spike.
+                rank = place.post.abs().mean(0) * column_norms_behind_the_norm(target, layer)
+            writing = int((contribution > 0).sum())
+            top = rank.topk(min(top_k, max(writing, 1))).indices
+            return cls(context, place, neutral_view(target, layer, typical.ids, typical.entering), contribution, top)
+
+    def draw(self, size: int) -> Int[Tensor, "draw k"]:
+        """Random sets of other neurons; those of an expert that was not chosen give no valid control."""
+        spare = torch.ones_like(self.contribution, dtype=torch.bool)
+        if self.place.routing is not None:
+            spare = self.contribution > 0
+        spare[self.top] = False
+        spare = spare.nonzero().flatten()
+        draws = [torch.randperm(len(spare), generator=self.context.generator)[:size] for _ in range(CONTROL_DRAWS)]
+        return spare[torch.stack(draws).to(spare.device)]
+
+    def lost(self, sets: Int[Tensor, "draw k"], upto: int | None = None) -> Float[Tensor, " draw"]:
+        """Share of the norm that is lost without each set, after the layer or a later one."""
+        context = self.context
+        layer = self.place.layer
+        without = context.scan.shared_dims
+        if upto is None or upto <= layer:
+            return lost_without(context.target, self.place, sets, without).mean(1)
+        edits = []
+        for numbers in sets.tolist():
+            members = [Member(layer, *expert_and_neuron(context.target, layer, number)) for number in numbers]
+            edits.append(Edit(zero=sites_of(members)))
+        at = int(context.at[0])
+        entering = context.entering.part(slice(1), at + 1)
+        ids = context.ids[:1, : at + 1]
+        return effects(context.target, ids, edits, at=at, upto=upto, without=without, entering=entering).drops(upto)
+
+    def verified(self, upto: int | None = None, repeated: Sequence[LastRepetition] = ()) -> tuple[Neuron, ...]:
+        """The candidates with the effect of zeroing each, and of the random neuron that had the largest effect.
+
+        Args:
+            upto: The layer after which the norm is read, if it is a later one.
+            repeated: The layer at repeated tokens, where the effect is read as well.
+        """
+        target = self.context.target
+        layer = self.place.layer
+        without = self.context.scan.shared_dims
+        count = len(self.top)
+        single = torch.cat([self.top[:, None], self.draw(1)])
+        drops = self.lost(single, upto).tolist()
+        control = max(drops[count:], default=0.0)
+        repeat_drops = [None] * count
+        if repeated:
+            lost = [lost_without(target, view, single, without)[:, at] for view, at in repeated]
+            repeat_drops = torch.stack(lost).mean(0).tolist()
+            control = max(control, *repeat_drops[count:])
+        mlp_norm = float(self.place.mlp.norm(dim=-1).median())
+        neurons = []
+        for rank, number in enumerate(self.top.tolist()):
+            contribution = float(self.contribution[number])
+            expert, neuron = expert_and_neuron(target, layer, number)
+            verified = Neuron(
+                layer=layer,
+                expert=expert,
+                neuron=neuron,
+                contribution_norm=contribution,
+                share=contribution / mlp_norm,
+                ablation_drop=drops[rank],
+                repeat_drop=repeat_drops[rank],
+                control_drop=control,
+                causal=drops[rank] > control and drops[rank] >= CAUSAL_DROP,
+                neutral_post=neutral_post(target, self.text, number),
+                neutral_up=neutral_up(self.text, number),
+            )
+            neurons.append(verified)
+        return tuple(neurons)
+
+
 @torch.no_grad()
-def verify_neurons(context: SinkContext, top_k: int, repeated: LayerView | None = None) -> VerifiedNeurons:
+def verify_neurons(context: SinkContext, top_k: int, repeated: Sequence[LastRepetition] = ()) -> VerifiedNeurons:
     """Candidate neurons of the sink layer and of other stages, and the effect of zeroing them at the sink layer.
+
+    Neurons of the sink layer need no forward pass for each ablation.
 
     Args:
         context: The model and its spike.
         top_k: Number of candidates in the sink layer.
-        repeated: The layer's view at the last repetition of each token that reached half of the spike's norm.
+        repeated: The layer at the last repetition of each token that reached half of the spike's norm.
     """
     target = context.target
     layer = context.layer
-    scan = context.scan
-    verified = verify_sink_layer(context, top_k, repeated)
+    shared_dims = context.scan.shared_dims
+    candidates = _Candidates.of(context, layer, top_k)
+    place = candidates.place
+    everywhere = torch.cat([place.resid, candidates.text.resid])
+    massive_dims = massive_activations(place.resid.median(0).values, everywhere, shared_dims)
+    with target.loaded(layer):
+        neurons = candidates.verified(repeated=repeated)
+        verified = VerifiedNeurons(neurons, massive_dims=massive_dims)
+        causal = candidates.top[[neuron.causal for neuron in neurons]]
+        if len(causal):
+            control = float(candidates.lost(candidates.draw(len(causal))).max())
+            verified = replace(verified, set_drop=float(candidates.lost(causal[None])), set_control_drop=control)
     others = []
-    for stage in scan.stages:
+    for stage in context.scan.stages:
         if stage != layer:
             others += stage_neurons(context, stage, STAGE_CANDIDATES, upto=layer)
-    verified = replace(verified, neurons=(*verified.neurons, *others))
+    verified = replace(verified, neurons=(*neurons, *others))
     if any(neuron.causal and neuron.layer < layer for neuron in others):
-        together = Edit(zero=tuple(neuron.site for neuron in verified.causal))
+        together = Edit(zero=sites_of(verified.causal))
         ids = context.ids[:, : context.up_to_place]
         entering = context.entering.part(slice(None), context.up_to_place)
-        edited = effects(
-            target, ids, [together], at=context.at, upto=layer, without=scan.shared_dims, entering=entering
-        )
+        edited = effects(target, ids, [together], at=context.at, upto=layer, without=shared_dims, entering=entering)
         verified = replace(verified, set_drop=float(edited.drops(layer)))
     return verified
 
 
 @torch.no_grad()
-def stage_neurons(
-    context: SinkContext,
-    stage: int,
-    top_k: int,
-    *,
-    upto: int | None = None,
-) -> tuple[Neuron, ...]:
+def stage_neurons(context: SinkContext, stage: int, top_k: int, *, upto: int | None = None) -> tuple[Neuron, ...]:
     """The neurons of a layer that write most at the place, and the effect of zeroing each.
 
     If an ablation is active, these are the neurons that write most under it.
@@ -193,122 +299,6 @@ def stage_neurons(
         top_k: How many neurons to return.
         upto: The layer after which the norm is read, if it is later than `stage`.
     """
-    target = context.target
-    candidates = _candidates(context, stage, min(top_k, target.d_mlp // 2))
-    spare = candidates.others(writing=True)
-    drawn = spare[torch.randperm(len(spare), generator=context.generator)[:CONTROL_DRAWS]]
-    numbers = [*candidates.top.tolist(), *drawn.tolist()]
-    edits = [Edit(zero=(Member(stage, *expert_and_neuron(target, stage, number)).site,)) for number in numbers]
-    read_after = stage if upto is None else max(stage, upto)
-    at = int(context.at[0])
-    entering = context.entering.part(slice(1), at + 1)
-    edited = effects(target, context.ids[:1, : at + 1], edits, at=at, upto=read_after, entering=entering)
-    drops = edited.drops(read_after).tolist()
-    count = len(candidates.top)
-    return candidates.verified(context, drops[:count], None, control=max(drops[count:], default=0.0))
-
-
-@dataclass(frozen=True)
-class _Candidates:
-    """The neurons of a layer that write most at a position.
-
-    Attributes:
-        first: The layer at this position.
-        text: The layer on typical text.
-        contribution: Norm of what each neuron of the layer writes at the position.
-        top: Numbers of the candidates in a `LayerView`.
-    """
-
-    first: LayerView
-    text: LayerView
-    contribution: Float[Tensor, " neuron"]
-    top: Int[Tensor, " k"]
-
-    def others(self, *, writing: bool) -> Int[Tensor, " n"]:
-        """The neurons that are no candidates; with `writing`, only those that write anything at the position."""
-        spare = torch.ones_like(self.contribution, dtype=torch.bool)
-        if writing:
-            spare = self.contribution > 0
-        spare[self.top] = False
-        return spare.nonzero().flatten().cpu()
-
-    def verified(
-        self, context: SinkContext, drops: list[float], repeat_drops: list[float] | None, control: float
-    ) -> tuple[Neuron, ...]:
-        """The candidates with the effect of zeroing each, and of the random neurons that had the largest effect."""
-        mlp_norm = float(self.first.mlp.norm(dim=-1).median())
-        neurons = []
-        for place, number in enumerate(self.top.tolist()):
-            expert, neuron = expert_and_neuron(context.target, self.first.layer, number)
-            contribution = float(self.contribution[number])
-            verified = Neuron(
-                layer=self.first.layer,
-                expert=expert,
-                neuron=neuron,
-                contribution_norm=contribution,
-                share=contribution / mlp_norm,
-                ablation_drop=drops[place],
-                repeat_drop=None if repeat_drops is None else repeat_drops[place],
-                control_drop=control,
-                causal=drops[place] > control and drops[place] >= CAUSAL_DROP,
-                neutral_post=neutral_post(context.target, self.text, number),
-                neutral_up=neutral_up(self.text, number),
-            )
-            neurons.append(verified)
-        return tuple(neurons)
-
-
-def _candidates(context: SinkContext, layer: int, top_k: int) -> _Candidates:
-    target = context.target
-    ids = context.ids[:, : context.up_to_place]
-    where = torch.zeros_like(ids, dtype=torch.bool)
-    where[torch.arange(len(ids)), context.at] = True
-    entering = context.entering
-    with target.loaded(layer):
-        first = view_layer(target, layer, ids, where, entering.part(slice(None), ids.shape[1]).at(layer))
-        contribution = contribution_norms(target, first).mean(0)  # a neuron may fire in some of the texts only
-        rank = contribution
-        if target.has_part(layer, target.adapter.post_mlp_norm):
-            # The gain of the norm behind the MLP (Gemma 2, OLMo 2) can pass one residual dimension and suppress
-            # others, and a neuron that writes mostly into suppressed dimensions makes no spike.
-            rank = first.post.abs().mean(0) * column_norms_behind_the_norm(target, layer)
-        writing = int((contribution > 0).sum())
-        top = rank.topk(min(top_k, max(writing, 1))).indices
-        neutral = neutral_view(target, layer, context.typical_ids, context.typical_entering)
-        return _Candidates(first, neutral, contribution, top)
-
-
-def verify_sink_layer(context: SinkContext, top_k: int, repeated: LayerView | None = None) -> VerifiedNeurons:
-    """Candidate neurons of the sink layer alone, without a forward pass for each ablation (see `verify_neurons`)."""
-    target = context.target
-    layer = context.layer
-    shared_dims = context.scan.shared_dims
-    candidates = _candidates(context, layer, top_k)
-    first = candidates.first
-    top = candidates.top
-    everywhere = torch.cat([first.resid, candidates.text.resid])
-    massive_dims = massive_activations(first.resid.median(0).values, everywhere, shared_dims)
-    # An expert that was not chosen gives no valid control.
-    spare = candidates.others(writing=first.routing is not None)
-
-    def draw(size: int) -> Int[Tensor, "draw k"]:
-        draws = [torch.randperm(len(spare), generator=context.generator)[:size] for _ in range(CONTROL_DRAWS)]
-        return spare[torch.stack(draws)].to(top.device)
-
-    def lost(sets: Int[Tensor, "draw k"], view: LayerView = first) -> Float[Tensor, " draw"]:
-        return lost_without(target, view, sets, shared_dims)
-
-    with target.loaded(layer):
-        drawn = draw(1)
-        single = top[:, None]
-        repeat_drops = None
-        control = float(lost(drawn).max())
-        if repeated is not None:
-            control = max(control, float(lost(drawn, repeated).max()))
-            repeat_drops = lost(single, repeated).tolist()
-        neurons = candidates.verified(context, lost(single).tolist(), repeat_drops, control)
-        causal = top[torch.tensor([neuron.causal for neuron in neurons], device=top.device)]
-        if not len(causal):
-            return VerifiedNeurons(neurons, massive_dims=massive_dims)
-        set_drop, set_control_drop = float(lost(causal[None])), float(lost(draw(len(causal))).max())
-        return VerifiedNeurons(neurons, set_drop, set_control_drop, massive_dims)
+    candidates = _Candidates.of(context, stage, min(top_k, context.target.d_mlp // 2))
+    with context.target.loaded(stage):
+        return candidates.verified(upto)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 import torch
 from einops import rearrange, reduce
@@ -27,6 +28,8 @@ LEAST_CASES = 3  # words need so many places that bear them out, and a position 
 SOME_TEXTS = 0.2  # least share of the texts in which the first token is a sink of some texts
 MOST_PARTS = 4  # rules in one description, if one or two do not suffice
 COMMON = 3  # tokens named where no words fit
+PLACE_TEXTS = 4  # texts in which a place is looked at that always has the same token; of different ones four times that
+KEPT_POSITIONS = 1024  # most positions of which it is kept what enters each layer
 Decode = Callable[[list[int]], str]
 
 
@@ -55,6 +58,11 @@ class Places:
             return self
         return Places(self.ids, self.there & ~description.means(self.ids))
 
+    @property
+    def earliest(self) -> int:
+        """The first position at which there is one in any text."""
+        return int(self.there.any(0).int().argmax())
+
     def common(self, decode: Decode) -> list[tuple[str, float]]:
         """The most common tokens at the places, with their share of the places."""
         tokens, counts = self.ids[self.there].unique(return_counts=True)
@@ -72,6 +80,7 @@ class Rule:
         tokens: Ids of the tokens that may stand there. Empty: any.
         first: Whether only the first of these tokens in a text counts; of all tokens, the first of each.
         repeated: Whether the token before has to be the same.
+        after: The token that has to stand before. None: any.
         token: The token as text, if there is only one; else empty.
     """
 
@@ -81,6 +90,7 @@ class Rule:
     first: bool = False
     repeated: bool = False
     token: str = ""
+    after: int | None = None
 
     def means(self, ids: TokenRows) -> Bool[Tensor, "text pos"]:
         """The positions of some texts that the words mean."""
@@ -95,9 +105,10 @@ class Rule:
             fits &= fits.cumsum(1) == 1
         elif self.first:
             fits &= _first_occurrences(ids)
-        if self.repeated:
+        if self.repeated or self.after is not None:
+            before = ids[:, 1:] if self.after is None else self.after
             fits[:, 0] = False
-            fits[:, 1:] &= ids[:, 1:] == ids[:, :-1]
+            fits[:, 1:] &= ids[:, :-1] == before
         return fits
 
 
@@ -144,6 +155,25 @@ def _first_occurrences(ids: TokenRows) -> Bool[Tensor, "text pos"]:
     return ~same.tril(-1).any(2)
 
 
+def texts_with(rule: Rule, places: Places, ids: Int[Tensor, "text pos"]) -> tuple[TokenRows, Int[Tensor, " row"]]:
+    """Some texts with a place that words mean, and the place in each; those in which it comes first.
+
+    Args:
+        rule: The words.
+        places: The places.
+        ids: The texts, whole.
+    """
+    there = places.of(rule).there
+    rows = there.any(1).nonzero().flatten()
+    at = there[rows].int().argmax(1)
+    order = at.argsort(stable=True)
+    rows, at = rows[order], at[order]
+    number = PLACE_TEXTS
+    if len(ids[rows, at].unique()) >= LEAST_CASES:
+        number = min(4 * PLACE_TEXTS, max(PLACE_TEXTS, KEPT_POSITIONS // ids.shape[1]))
+    return ids[rows[:number]], at[:number]
+
+
 # --- finding ---------------------------------------------------------------------------------------------------------
 
 
@@ -174,32 +204,32 @@ def _is_varied(ids: TokenRows) -> Bool[Tensor, " at"]:
     return torch.tensor(varied)
 
 
-def stands_out(norms: Float[Tensor, "layer text pos"]) -> Bool[Tensor, "layer text pos"]:
-    """Where norms are three times the typical norm of their layer, the median.
-
-    If more than a quarter of the positions are, the typical norm is the 75 % quantile.
-    """
-    by_layer = norms.flatten(1)
-    typical = by_layer.median(1).values
-    upper = by_layer.quantile(0.75, 1)
-    typical = torch.where(upper > SPIKE_RATIO * typical, upper, typical)
-    return norms > SPIKE_RATIO * rearrange(typical, "layer -> layer 1 1")
+def stands_out(norms: Float[Tensor, "*norm"], typical: Float[Tensor, "*typical"]) -> Bool[Tensor, "*norm"]:
+    """Where norms are more than three times the typical one."""
+    return norms > SPIKE_RATIO * typical
 
 
 def spike_places(norms: Float[Tensor, "layer text pos"], ids: TokenRows) -> Places:
     """The positions whose norm stands out after some layer.
 
+    The typical norm of a layer is the median or, if more than a quarter of the positions stand out from that, the 75 %
+    quantile.
+
     Args:
         norms: Norm of every position after each layer.
         ids: The texts.
     """
-    return Places(ids, stands_out(norms).any(0))
+    by_layer = norms.flatten(1)
+    typical = by_layer.median(1).values
+    upper = by_layer.quantile(0.75, 1)
+    typical = torch.where(stands_out(upper, typical), upper, typical)
+    return Places(ids, stands_out(norms, rearrange(typical, "layer -> layer 1 1")).any(0))
 
 
 # --- describing ------------------------------------------------------------------------------------------------------
 
 
-def describe(places: Places, decode: Decode, holds: Callable[[Rule], bool] | None = None) -> Description | None:
+def describe(places: Places, decode: Decode, holds: Callable[[Rule], bool] = lambda _: True) -> Description | None:
     """The simplest words that hold for the places; None if no words do.
 
     Of single rules, then of pairs, the first one is taken whose coverage is at least 0.9. If there is none, the rules
@@ -208,63 +238,28 @@ def describe(places: Places, decode: Decode, holds: Callable[[Rule], bool] | Non
     Args:
         places: The places.
         decode: Writes token ids as text.
-        holds: What else a rule has to meet. None: nothing.
+        holds: What else a rule has to meet.
     """
-    if not len(places):
-        return None
-
-    def precise(rules: Sequence[Rule]) -> list[Rule]:
-        return [
-            rule
-            for rule in rules
-            if _precision(places, rule.means(places.ids)) >= ENOUGH and (holds is None or holds(rule))
-        ]
-
-    simple = precise(_simple(places, decode))
-    chosen = _one_or_two(places, simple)
-    if not chosen:
-        every = simple + precise(_of_a_kind(places, decode))
-        chosen = _one_or_two(places, every) or _most_together(places, every)
-    if not chosen:
-        return None
-    return _described(places, chosen)
-
-
-def _meant(places: Places, rules: Sequence[Rule]) -> Float[Tensor, "rule place"]:
-    """Which of the places each rule means."""
-    return torch.stack([rule.means(places.ids)[places.there] for rule in rules]).float()
-
-
-def _one_or_two(places: Places, precise: Sequence[Rule]) -> list[Rule]:
-    """The first rule or pair of rules that means nearly all of the places; empty if there is none."""
-    if not precise:
-        return []
-    meant = _meant(places, precise)
-    count = meant.sum(1)
-    enough = ENOUGH * len(places)
-    alone = (count >= enough).nonzero().flatten().tolist()
-    if alone:
-        return [precise[alone[0]]]
-    together = rearrange(count, "rule -> rule 1") + count - meant @ meant.T
-    for one, other in (together >= enough).triu(1).nonzero().tolist():
-        return [precise[one], precise[other]]
-    return []
-
-
-def _most_together(places: Places, precise: Sequence[Rule]) -> list[Rule]:
-    """The rules that add most, as long as they add some."""
-    if not precise:
-        return []
-    meant = _meant(places, precise)
+    precise: list[Rule] = []
+    for rules in (_simple, _of_a_kind):
+        for rule in rules(places, decode):
+            if _precision(places, rule.means(places.ids)) >= ENOUGH and holds(rule):
+                precise.append(rule)
+        for few in (*combinations(precise, 1), *combinations(precise, 2)):
+            description = _described(places, few)
+            if description.coverage >= ENOUGH:
+                return description
     chosen = []
-    for _ in range(MOST_PARTS):
-        gains = meant.sum(1)
-        best = int(gains.argmax())
-        if float(gains[best]) < min(LEAST_CASES, len(places.ids)):
+    rest = places
+    while len(chosen) < MOST_PARTS and precise:
+        best = max(precise, key=lambda rule: len(rest.of(rule)))
+        if len(rest.of(best)) < min(LEAST_CASES, len(places.ids)):
             break
         chosen.append(best)
-        meant = meant * (1 - meant[best])
-    return [precise[index] for index in sorted(chosen)]
+        rest = Places(rest.ids, rest.there & ~best.means(rest.ids))
+    if not chosen:
+        return None
+    return _described(places, sorted(chosen, key=precise.index))
 
 
 def _precision(places: Places, fits: Bool[Tensor, "text pos"]) -> float:
@@ -294,6 +289,8 @@ def _simple(places: Places, decode: Decode) -> list[Rule]:
         name = decode([token])
         rules.append(Rule(f"{name!r} wherever it stands", tokens=(token,), token=name))
         rules.append(Rule(f"the first {name!r} of a text", tokens=(token,), first=True, token=name))
+        before = int(ids[:, :-1][places.there[:, 1:] & (ids[:, 1:] == token)].mode().values)
+        rules.append(Rule(f"{name!r} after {decode([before])!r}", tokens=(token,), token=name, after=before))
     rules.append(Rule("every token that repeats the one before it", repeated=True))
     rules.append(Rule("the first occurrence of every token", first=True))
     return rules

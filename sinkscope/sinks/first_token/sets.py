@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from einops import reduce
@@ -23,11 +24,10 @@ from sinkscope.sinks.first_token.effects import Edit, Effects, Trial, effects, h
 from sinkscope.sinks.first_token.entering import Entering
 from sinkscope.sinks.first_token.layer_scan import AS_BEFORE, Rise, scan_layers
 from sinkscope.sinks.first_token.members import ATTENTION_LENGTH, CausalSet, Heads, Neuron, Sites, members_of, sites_of
-from sinkscope.sinks.first_token.neurons import STAGE_CANDIDATES, RepeatedSinks, stage_neurons, verify_neurons
-from sinkscope.sinks.first_token.places import SPIKE_RATIO
+from sinkscope.sinks.first_token.neurons import RepeatedSinks, stage_neurons, verify_neurons
+from sinkscope.sinks.first_token.places import stands_out
 from sinkscope.sinks.first_token.records import RepetitionSpike
 from sinkscope.sinks.first_token.search import Removal, random_sets, random_sites, smallest_set, without_unneeded
-from sinkscope.sinks.tokens import TokenRows
 
 CANDIDATES = 8  # default number of candidates of the sink layer
 MORE_CANDIDATES = 64  # candidates of the sink layer if the first few do not suffice
@@ -67,63 +67,50 @@ class _SpikeSearch:
 
     Attributes:
         context: The model, texts with the place, and their layer scan.
-        ids: These texts, as far as attention is compared in them.
-        picked: The texts in which the norm is read.
-        rows: For each text of the context, its place in `picked`.
         rise: The part of the spike.
         heads: The heads behind its layer that attend to the place.
-        entering: What entered each layer when the texts were read.
-        before: The place's norm before the neurons amplify it, if it stands out already; else 0.
+        picked: The texts in which the norm is read, one for each different token at the place.
+        rows: For each text of the context, its place in `picked`.
         asked: The norms `[text layer]` with each set silenced that was asked about before.
     """
 
     context: SinkContext
-    ids: TokenRows
-    picked: list[int]
-    rows: Int[Tensor, " context_text"]
     rise: Rise
     heads: Heads
-    entering: Entering
-    before: float = 0.0
+    picked: list[int]
+    rows: Int[Tensor, " context_text"]
     asked: dict[Sites, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, context: SinkContext, rise: Rise, heads: Heads) -> _SpikeSearch:
-        """The search at the places of a context; one text is read for each different token there."""
-        length = max(ATTENTION_LENGTH, context.up_to_place + ATTENTION_LENGTH // 2)
-        ids = context.ids[:, :length]
-        tokens, rows = context.ids[torch.arange(len(ids)), context.at].unique(return_inverse=True)
+        """The search at the places of a context."""
+        tokens, rows = context.ids[torch.arange(len(context.ids)), context.at].unique(return_inverse=True)
         picked = [int((rows == token).nonzero()[0]) for token in range(min(len(tokens), SPIKE_TEXTS))]
         behind = [place for place in heads if rise.layer < place[0] <= rise.readable]
-        entering = context.entering.part(slice(None), length)
-        before = 0.0
-        if rise.is_first:
-            before = context.scan.norm_before
-        return cls(context, ids, picked, rows[rows < SPIKE_TEXTS], rise, behind, entering, before)
+        return cls(context, rise, behind, picked, rows[rows < SPIKE_TEXTS])
+
+    def trial(self, sets: Sequence[Sites], texts: slice | list[int], length: int, **reading: Any) -> Trial:
+        """Silences each set in some texts up to a length."""
+        context = self.context
+        return Trial(
+            context.ids[texts, :length],
+            [Edit(zero=sites) for sites in sets],
+            at=context.at[texts],
+            without=context.scan.shared_dims,
+            entering=context.entering.part(texts, length),
+            **reading,
+        )
 
     def norm_trial(self, sets: Sequence[Sites]) -> Trial:
         """Silences each set that was not asked about before; the spike is read."""
-        length = self.context.up_to_place
-        return Trial(
-            self.ids[self.picked, :length],
-            [Edit(zero=sites) for sites in dict.fromkeys(sets) if sites not in self.asked],
-            at=self.context.at[self.picked],
-            upto=self.rise.last,
-            without=self.context.scan.shared_dims,
-            entering=self.entering.part(self.picked, length),
-        )
+        new = [sites for sites in dict.fromkeys(sets) if sites not in self.asked]
+        return self.trial(new, self.picked, self.context.up_to_place, upto=self.rise.last)
 
     def attention_trial(self, sets: Sequence[Sites], texts: int) -> Trial:
         """Silences each set; the attention to the place is read, in the first texts."""
-        return Trial(
-            self.ids[:texts],
-            [Edit(zero=sites) for sites in sets],
-            at=self.context.at[:texts],
-            upto=max(self.heads)[0],
-            attention=True,
-            behind=min(self.heads)[0],
-            entering=self.entering.part(slice(texts), self.ids.shape[1]),
-        )
+        length = max(ATTENTION_LENGTH, self.context.up_to_place + ATTENTION_LENGTH // 2)
+        layers = [layer for layer, _ in self.heads]
+        return self.trial(sets, slice(texts), length, upto=max(layers), attention=True, behind=min(layers))
 
     def answer(self, *trials: Trial) -> list[Effects]:
         """Run trials in one walk, and remember the norms of the first."""
@@ -133,20 +120,12 @@ class _SpikeSearch:
             self.asked[edit.zero] = norms
         return answers
 
-    def remove(self, sets: Sequence[Sites]) -> Float[Tensor, "set text layer"]:
+    def norms(self, sets: Sequence[Sites]) -> Float[Tensor, "set text layer"]:
         """The norms with each set silenced."""
-        trial = self.norm_trial([(), *sets])
+        trial = self.norm_trial(sets)
         if trial.edits:
             self.answer(trial)
         return torch.stack([self.asked[sites] for sites in sets])
-
-    def lost(self, sets: Sequence[Sites]) -> Float[Tensor, "set text layer"]:
-        """Share of the intact norm that each set takes away."""
-        return 1 - self.remove(sets) / self.asked[()]
-
-    def drops(self, sets: Sequence[Sites], layer: int) -> list[float]:
-        """This share at a layer, mean over texts."""
-        return self.lost(sets)[..., layer].mean(1).tolist()
 
     def removals(self, sets: Sequence[Sites], *layers: int) -> list[Removal]:
         """Whether each set takes the spike away at these layers.
@@ -154,17 +133,18 @@ class _SpikeSearch:
         The spike is gone if, in nearly all texts that have it, the norm is as before it or stands out no more, and most
         of the rise is gone.
         """
-        index = torch.tensor(layers)
-        typical = torch.tensor(self.context.scan.typical_norm)[index]
-        most_left = (SPIKE_RATIO * typical).clamp(min=AS_BEFORE * self.before)
-        rest = typical.clamp(min=self.before)
-        norms = self.remove(sets)[..., index]
-        intact = self.asked[()][:, index]
-        low = norms <= most_left
-        most = intact - norms >= NEEDED * (intact - rest)
-        gone = (low & (most | (intact <= most_left))).all(2)
-        of_most = (gone.float().mean(1) >= NEARLY_ALL).tolist()
-        return list(map(Removal, of_most, self.drops(sets, layers[-1])))
+        before = self.context.scan.norm_before if self.rise.is_first else 0.0
+        typical = torch.tensor(self.context.scan.typical_norm)[list(layers)]
+        norms = self.norms(sets)[..., layers]
+        intact = self.asked[()][:, layers]
+
+        def is_low(norm: Tensor) -> Tensor:
+            return ~stands_out(norm, typical) | (norm <= AS_BEFORE * before)
+
+        most_is_gone = intact - norms >= NEEDED * (intact - typical.clamp(min=before))
+        gone = (is_low(norms) & (most_is_gone | is_low(intact))).all(2).float().mean(1)
+        drops = (1 - norms / intact)[..., -1].mean(1)
+        return list(map(Removal, (gone >= NEARLY_ALL).tolist(), drops.tolist()))
 
     def smallest(self, sites: Sites, *layers: int) -> Sites | None:
         """The smallest set that takes the spike away at these layers; None if no set that was tried does."""
@@ -196,60 +176,57 @@ class _SpikeSearch:
             others: Candidates that join the set if attention needs them as well.
         """
         sets = [chosen, *random_sets(self.context.target, chosen, excluded, self.context.generator)]
-        trials = [self.norm_trial([(), *sets])]
+        trials = [self.norm_trial(sets)]
         if self.heads:
             trials.append(self.attention_trial([*sets, chosen + others], 1))
             trials.append(self.attention_trial([chosen], ATTENTION_TEXTS))
         read = self.answer(*trials)
-        at_sink_layer, *controls = self.drops(sets, self.rise.layer)
-        at_last_layer, *later_controls = self.drops(sets, self.rise.last)
-        control = max(*controls, *later_controls)
-        drop_attention = None
-        margin_attention = None
-        lost = None
+        lost = 1 - self.norms(sets) / self.asked[()]
+        drops = lost.mean(1)[:, [self.rise.layer, self.rise.last]]
+        control = float(drops[1:].max())
+        here, last = drops[0].tolist()
+        found = CausalSet(members_of(chosen), here, last, None, None, control, "minimal")
         if self.heads:
-            drops = read[1].attention_drops(self.heads)
-            lost, *_, lost_with_others = heads_lost(drops)
-            if lost < NEEDED <= lost_with_others:
+            attention = read[1].attention_drops(self.heads)
+            of_heads = heads_lost(attention)
+            if of_heads[0] < NEEDED <= of_heads[-1]:
                 return self.compared(self.grown(chosen, others), excluded)
-            control = max(control, *drops[1:-1].mean(1).tolist())
             layer, head = torch.tensor(self.heads).T
             left = read[2].attention[0][:, layer, head] / read[2].intact_attention[:, layer, head]
             in_texts = reduce(1 - left, "text pair -> text", "mean").numpy()
-            drop_attention = float(in_texts.mean())
-            margin_attention = margin_of(in_texts)
-        if min(at_sink_layer, at_last_layer) <= control:
+            found = replace(
+                found,
+                drop_attention=float(in_texts.mean()),
+                heads_lost=of_heads[0],
+                control=max(control, float(attention[1:-1].mean(1).max())),
+                margin_attention=margin_of(in_texts),
+            )
+        if min(here, last) <= found.control:
             return None
-        margin = margin_of(self.lost([chosen])[0, self.rows, self.rise.layer].numpy())
-        drops_of_set = (at_sink_layer, at_last_layer, drop_attention)
-        return CausalSet(members_of(chosen), *drops_of_set, lost, control, "minimal", margin, margin_attention)
+        return replace(found, margin_norm=margin_of(lost[0, self.rows, self.rise.layer].numpy()))
 
     def backup(self, backups: Sites, minimal: CausalSet) -> CausalSet:
         """The part of the minimal set that writes a spike only when the rest is silenced."""
         every = minimal.edit_sites
-        rest = tuple(site for site in every if site not in backups)
-        without_rest, without_all = self.remove([rest, every])
+        without_rest, without_all = self.norms([tuple(site for site in every if site not in backups), every])
         drops = (1 - without_all / without_rest).mean(0).tolist()
-        members = members_of(backups)
-        return CausalSet(members, drops[self.rise.layer], drops[self.rise.last], None, None, minimal.control, "backup")
-
-    def returning(self, silent: Sites) -> list[Neuron]:
-        """Neurons of later layers that make a spike while these neurons are silent."""
-        neurons = []
-        context = self.context
-        with Ablate(sites=silent).on(context.target):
-            scan = scan_layers(context.target, context.ids, whole=True, upto=self.rise.last, at=context.at)
-            without = replace(context, entering=scan.entering)
-            for stage in scan.stages:
-                if stage > self.rise.layer:
-                    neurons += stage_neurons(without, stage, BACKUP_CANDIDATES)
-        return [neuron for neuron in neurons if neuron.site not in silent]
+        here, last = drops[self.rise.layer], drops[self.rise.last]
+        return CausalSet(members_of(backups), here, last, None, None, minimal.control, "backup")
 
     def with_backups(self, here: Sites) -> tuple[list[Neuron], Sites | None]:
         """Neurons that bring the spike back while a set is silent, and the set of all that remove it, if one does."""
-        backups = []
+        context = self.context
+        backups: list[Neuron] = []
         for _ in range(BACKUP_ROUNDS):
-            returning = self.returning(here + sites_of(backups))
+            silent = here + sites_of(backups)
+            returning = []
+            with Ablate(sites=silent).on(context.target):
+                scan = scan_layers(context.target, context.ids, whole=True, upto=self.rise.last, at=context.at)
+                without = replace(context, entering=scan.entering)
+                for stage in scan.stages:
+                    if stage > self.rise.layer:
+                        returning += stage_neurons(without, stage, BACKUP_CANDIDATES)
+            returning = [neuron for neuron in returning if neuron.site not in silent]
             if not returning:
                 break
             backups += returning
@@ -274,21 +251,17 @@ class _SpikeSearch:
         if here is not None and minimal is None:
             returning, minimal = self.with_backups(here)
             candidates += returning
-        best = None
-        backups = ()
-        if here is not None and minimal is not None:
-            backups = tuple(site for site in minimal if site not in here)
-            others = tuple(site for site in sites if site not in minimal)
-            best = self.compared(minimal, sites + backups, others)
+        if here is None or minimal is None:
+            return CausalSets((), tuple(neurons))
+        backups = tuple(site for site in minimal if site not in here)
+        best = self.compared(minimal, sites + backups, tuple(site for site in sites if site not in minimal))
         if best is None:
             return CausalSets((), tuple(neurons))
         sets = [replace(best, equals=members_of(self.equals(best.edit_sites, sites)))]
         if backups:
             sets.append(self.backup(backups, best))
-        added = {}
-        for neuron in candidates:
-            if neuron.site in best.edit_sites and neuron.site not in sites_of(neurons):
-                added[neuron.site] = neuron
+        known = sites_of(neurons)
+        added = {one.site: one for one in candidates if one.site in best.edit_sites and one.site not in known}
         return CausalSets(tuple(sets), (*neurons, *added.values()))
 
 
@@ -309,8 +282,7 @@ def causal_sets(context: SinkContext, neurons: Sequence[Neuron], heads: Heads = 
     members = list(found.neurons)
     for rise in others:
         own = _SpikeSearch.of(context, rise, heads).sets(stage_neurons(context, rise.layer, CANDIDATES))
-        for each in own.sets:
-            sets.append(replace(each, layers=(rise.first, rise.last)))
+        sets += [replace(each, layers=(rise.first, rise.last)) for each in own.sets]
         members += [neuron for neuron in own.members if neuron.site not in sites_of(members)]
     if others and found.sets:
         sets[0] = replace(sets[0], layers=(main.first, main.last))
@@ -324,13 +296,9 @@ def sets_at(context: SinkContext, heads: Heads) -> CausalSets:
         context: The model at these places.
         heads: The heads that attend to them.
     """
-    if context.sink_layer is None:
+    if context.scan.sink_layer is None:
         return CausalSets()
-    candidates = list(stage_neurons(context, context.layer, CANDIDATES))
-    for stage in context.scan.stages:
-        if stage != context.layer:
-            candidates += stage_neurons(context, stage, STAGE_CANDIDATES, upto=context.layer)
-    return causal_sets(context, candidates, heads)
+    return causal_sets(context, verify_neurons(context, CANDIDATES).neurons, heads)
 
 
 @dataclass(frozen=True)
@@ -357,13 +325,10 @@ class SinkNeurons:
         absence = SpikeAbsence.of(survey, context)
         if absence is not None:
             return cls(None, absence=absence)
-        heads = []
-        if survey.spike is not None:
-            heads = survey.received.readers(survey.spike.rules[0])
         verified = verify_neurons(context, CANDIDATES)
-        neurons = causal_sets(context, verified.neurons, heads).members or verified.causal
+        neurons = causal_sets(context, verified.neurons, survey.readers).members or verified.causal
         sites = sites_of(neurons)
-        return cls(context.sink_layer, neurons, random_sites(context.target, sites, sites, context.generator))
+        return cls(context.layer, neurons, random_sites(context.target, sites, sites, context.generator))
 
 
 def sink_neurons(setup: Setup) -> SinkNeurons:
@@ -406,17 +371,20 @@ def repetition_spike(
     ids = torch.tensor(rows)
     last = ids.shape[1] - 1
 
-    def without_the_neurons(row: int, layer: int, entering: Entering) -> float:
-        """Share of the norm of the last repetition that is lost without them."""
-        silent = [Edit(zero=sites)]
-        edited = effects(target, ids[row : row + 1], silent, at=last, upto=layer, entering=entering)
-        return float(edited.drops(layer))
+    def repetition(row: int, layer: int, entering: Entering) -> RepetitionSpike:
+        """What is lost after a layer of the norm of the last repetition without the neurons; long rows run alone."""
+        reading = {"at": last, "upto": layer, "entering": entering.up_to(min(sites)[0])}
+        intact = effects(target, ids[row : row + 1], [], **reading).intact_norms
+        with Ablate(sites=sites).on(target):
+            silent = effects(target, ids[row : row + 1], [], **reading).intact_norms
+        drop = float(1 - silent[0, layer] / intact[0, layer])
+        return RepetitionSpike(target.tokenizer.decode([int(ids[row, -1])]), last, drop, None, ())
 
     if reached:
         made_in = max(context.layer, *(site[0] for site in sites))
-        drop = without_the_neurons(0, made_in, repeated.entering[reached[0]].part(slice(None), last + 1))
-        if drop >= NEEDED:
-            return RepetitionSpike(target.tokenizer.decode([words[reached[0]]]), last, drop, None, ())
+        found = repetition(0, made_in, repeated.entering[reached[0]].part(slice(None), last + 1))
+        if found.same_neurons:
+            return found
     # Perhaps the repeated token's norm stands out behind the sink layer.
     spike_layers = context.scan.spike_layers
     scan = scan_layers(target, ids, whole=True, upto=spike_layers[-1])
@@ -426,11 +394,8 @@ def repetition_spike(
         return None
     row = int(heights.max(0).values.argmax())
     layer = spike_layers[int(heights[:, row].argmax())]
-    drop = without_the_neurons(row, layer, scan.entering.part(slice(row, row + 1), last + 1))
-    token = target.tokenizer.decode([int(ids[row, -1])])
-    own = CausalSets()
-    if drop < NEEDED:
-        at = torch.tensor([last])
-        there = context.elsewhere(ids[row : row + 1], at, len(scan.layers))
-        own = sets_at(there, [])
-    return RepetitionSpike(token, last, drop, own.minimal, own.members)
+    found = repetition(row, layer, scan.entering.part(slice(row, row + 1), last + 1))
+    if found.same_neurons:
+        return found
+    own = sets_at(context.elsewhere(ids[row : row + 1], torch.tensor([last])), [])
+    return replace(found, set=own.minimal, neurons=own.members)

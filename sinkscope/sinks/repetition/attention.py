@@ -20,7 +20,7 @@ from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
 from sinkscope.sinks.first_token.context import Survey
 from sinkscope.sinks.first_token.layer_scan import norms_after, typical_quantiles
-from sinkscope.sinks.first_token.places import SPIKE_RATIO
+from sinkscope.sinks.first_token.places import stands_out
 from sinkscope.sinks.repetition.sweep import Reading, Sweep, rounded
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.tap.observers import attention_rows
@@ -128,13 +128,13 @@ def read_attention(setup: Setup, sweep: Sweep, repeated: TokenRows) -> tuple[int
     ids = torch.cat([natural, torch.cat([repeated, tail_ids], dim=1)])
 
     context = Survey.of(setup).first_spike
-    layer = context.sink_layer
+    layer = context.scan.sink_layer
     first = torch.zeros(ids.shape, dtype=torch.bool)
     first[:, 0] = True
     high = torch.zeros_like(first)
     if layer is not None:
         norms = norms_after(target, layer, ids, 1, setup.progress)
-        high = first | (norms > SPIKE_RATIO * typical_quantiles(context.scan.whole_norms)[1, layer])
+        high = first | stands_out(norms, typical_quantiles(context.scan.whole_norms)[1, layer])
 
     received = []
     for row, text in enumerate(ids):

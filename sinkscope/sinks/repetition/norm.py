@@ -20,7 +20,7 @@ from sinkscope.measure.margin import margin_of
 from sinkscope.measure.style import unfolded
 from sinkscope.sinks.first_token.absence import SpikeAbsence
 from sinkscope.sinks.first_token.context import Survey
-from sinkscope.sinks.first_token.layer_scan import first_median, norms_after, repeats_until_half, typical_quantiles
+from sinkscope.sinks.first_token.layer_scan import norms_after, repeats_until_half, typical_quantiles
 from sinkscope.sinks.first_token.members import Sites, sites_of
 from sinkscope.sinks.first_token.sets import sink_neurons
 from sinkscope.sinks.repetition.sweep import NoReading, Reading, Sweep, rounded
@@ -153,7 +153,7 @@ def read_norms(setup: Setup, sweep: Sweep, ids: TokenRows, ablate: bool) -> tupl
             norms.append(norms_after(setup.target, layer, ids, SEQUENCES, setup.progress, f"repetitions, {name}"))
     table = torch.stack(norms)  # condition token pos
     norms_of_text = context.scan.whole_norms[layer : layer + 1]
-    first_norm = float(first_median(norms_of_text))
+    first_norm = float(norms_of_text[0, :, 0].median())
     repeats = [repeats_until_half(intact[len(sweep.before) :], first_norm) for intact in table[0]]
     return layer, NormReading(
         sweep,

@@ -1,0 +1,119 @@
+"""What reads a text, a stream or a session takes time in proportion to its length, and a stream no more memory."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+import tracemalloc
+from collections.abc import Callable
+
+import pytest
+
+from sinkscope.app.cli import main
+
+SMALL, LARGE = 2_000, 12_000
+"""Words."""
+
+
+def words(count: int) -> list[str]:
+    choice = random.Random(0)
+    return [f"w{choice.randrange(3000)}" for _ in range(count)]
+
+
+def one_line(count: int) -> str:
+    return " ".join(words(count))
+
+
+def lines(count: int) -> str:
+    return "\n".join(words(count))
+
+
+def a_loop(count: int) -> str:
+    return "again and " * (count // 2)
+
+
+def no_space(count: int) -> str:
+    return "".join(words(count))
+
+
+def one_json_line(count: int) -> str:
+    return json.dumps({"text": one_line(count)})
+
+
+def one_json_line_of_something_else(count: int) -> str:
+    return json.dumps({"data": words(count)}) + "\n" + json.dumps({"text": one_line(100)})
+
+
+def json_lines(count: int) -> str:
+    return "\n".join(json.dumps({"text": one_line(20)}) for _ in range(count // 20))
+
+
+def events(count: int) -> str:
+    parts = [json.dumps({"choices": [{"index": 0, "delta": {"content": word + " "}}]}) for word in words(count)]
+    return "".join(f"data: {part}\n\n" for part in parts) + "data: [DONE]\n\n"
+
+
+def one_event(count: int) -> str:
+    part = json.dumps({"choices": [{"index": 0, "delta": {"content": one_line(count)}}]})
+    return f"data: {part}\n\ndata: [DONE]\n\n"
+
+
+def session(count: int) -> str:
+    return json.dumps({"messages": [{"role": "assistant", "content": one_line(20)} for _ in range(count // 20)]})
+
+
+def one_message(count: int) -> str:
+    return json.dumps({"messages": [{"role": "assistant", "content": one_line(count)}]})
+
+
+FOLLOWED = [
+    one_line,
+    lines,
+    a_loop,
+    no_space,
+    one_json_line,
+    one_json_line_of_something_else,
+    json_lines,
+    events,
+    one_event,
+]
+WHOLE = [one_line, lines, a_loop, no_space, one_json_line, json_lines, session, one_message]
+QUICK = {("--follow", one_json_line), ("--follow", one_event), ("", one_message)}
+CASES = []
+for _case in [*[("--follow", _made) for _made in FOLLOWED], *[("", _made) for _made in WHOLE]]:
+    CASES.append(
+        pytest.param(*_case, marks=() if _case in QUICK else pytest.mark.slow, id=f"{_case[0]}{_case[1].__name__}")
+    )
+
+
+def seconds(path, option: str) -> float:
+    """Of the processor; the least of three, because others run beside."""
+    found = []
+    for _ in range(3):
+        start = time.process_time()
+        assert main(["loops", *option.split(), str(path)]) in (0, 3)
+        found.append(time.process_time() - start)
+    return min(found)
+
+
+@pytest.mark.parametrize(("option", "made"), CASES)
+def test_time_grows_as_the_input_does(option: str, made: Callable[[int], str], tmp_path, capsys):
+    for name, count in (("warm", 100), ("small", SMALL), ("large", LARGE)):
+        (tmp_path / name).write_text(made(count))
+    seconds(tmp_path / "warm", option)
+    growth = seconds(tmp_path / "large", option) / seconds(tmp_path / "small", option)
+    assert growth < 2.5 * LARGE / SMALL  # what is quadratic grows 36 times
+
+
+@pytest.mark.slow
+def test_following_holds_no_more_of_a_longer_stream(tmp_path, capsys):
+    peaks = []
+    for count in (4 * SMALL, 4 * LARGE):  # below that, the window is still filling
+        (tmp_path / "stream").write_text(events(count))
+        main(["loops", "--follow", str(tmp_path / "stream")])
+        tracemalloc.start()
+        main(["loops", "--follow", str(tmp_path / "stream")])
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 2 * peaks[0]
