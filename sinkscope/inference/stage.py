@@ -67,7 +67,7 @@ class Tap:
     def see(self, call: Any) -> None:
         """The function that the tap calls with the attention of every layer."""
         call.compute = self.compute
-        if not call.is_again:
+        if not call.is_repeated:
             self.calls.append(call)
 
 
