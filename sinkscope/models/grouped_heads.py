@@ -43,7 +43,7 @@ def per_query_head(by_kv_head: Shaped[Tensor, "batch _ *rest"], heads: int) -> S
 
 
 def in_groups(
-    by_head: Shaped[Tensor, "batch head query width"], kv_heads: int
+    by_head: Shaped[Tensor, "batch head *query width"], kv_heads: int
 ) -> Shaped[Tensor, "batch kv_head query_of_group width"]:
     """What there is of each query head, the heads that share a kv head one after another.
 
