@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import re
 
+import pytest
 import torch
 from organisms import organism
 from raw_kit import attention
 
 from sinkscope.app.readers import moved, readers_in_words
-from sinkscope.files.result import Number
+from sinkscope.display.result import Number
 from sinkscope.sinks.first_token.find import find_sinks
 from sinkscope.sinks.first_token.result import READERS_ATTENTION, SHARE_OF_HEADS, SINK_PLACE
 
@@ -36,6 +37,7 @@ def scaled(o, heads, factor: float):
     return model
 
 
+@pytest.mark.slow
 def test_half_of_the_heads_that_lost_the_sink_and_weaker_readers_are_said(tmp_path):
     o = organism("llama", 1, n_layers=6)
     text = written(o, tmp_path)

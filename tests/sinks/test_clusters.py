@@ -14,13 +14,13 @@ from torch.testing import assert_close
 from sinkscope.errors import SinkscopeError
 from sinkscope.opening.live import target_of
 from sinkscope.sinks.attack import clusters as module
-from sinkscope.sinks.attack.attack import ClusterAttack, cluster_attack
+from sinkscope.sinks.attack.attack import ClusterAttack, attack
 from sinkscope.sinks.attack.clusters import TokenClusters, head_activations, later_mean, neuron_at
 from sinkscope.sinks.first_token.marking_heads import replacing
 
 
 def measured(o: Organism, **options) -> ClusterAttack:
-    return cluster_attack(o.model, tokenizer=o.tokenizer, **{"sequences": 0, "prefix": "", **options})
+    return attack(o.model, tokenizer=o.tokenizer, **{"sequences": 0, "prefix": "", **options})
 
 
 def clusters_of(o: Organism, **options) -> TokenClusters:
@@ -77,6 +77,7 @@ def test_later_mean_is_that_of_later_positions_head_by_head():
     assert_close(later_mean(target, ids), z[0][:, 1:].reshape(-1, z[0].shape[-1]).mean(0))
 
 
+@pytest.mark.slow
 def test_no_single_head_and_not_in_layer_0_are_answers():
     spread = measured(organism("llama", 1, kind="spread"))
     assert not spread.clusters.heads and spread.clusters.unserved > 100

@@ -1,0 +1,75 @@
+"""What the commands print: results on stdout, progress and notes on stderr."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from contextlib import suppress
+from shutil import get_terminal_size
+from typing import Any
+
+from sinkscope.files.plain import visible
+
+
+class ProgressBar:
+    """A bar with the time elapsed and left on standard error; it shows nothing where standard error is not a terminal.
+
+    It is called with what is being done, how much of it is done, and how much there is.
+    """
+
+    def __enter__(self) -> ProgressBar:
+        self._bar: Any = None
+        if sys.stderr.isatty():
+            from rich import progress as rich
+            from rich.console import Console
+
+            shown = (rich.TextColumn("{task.description}", markup=False), rich.BarColumn(), rich.MofNCompleteColumn())
+            times = (rich.TimeElapsedColumn(), rich.TimeRemainingColumn())
+            console = Console(stderr=True)
+            self._bar = rich.Progress(*shown, *times, console=console, transient=True, redirect_stdout=False)
+            self._task = self._bar.add_task("")
+            self._bar.start()
+        return self
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """Show how much of a stage is done."""
+        gc.enable()  # the command line turns it off while libraries are imported
+        if self._bar is not None:
+            self._bar.update(self._task, description=visible(stage), completed=done, total=total)
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def note(message: str) -> None:
+    """A line for the reader, not for the next program; it is lost if standard error cannot be written."""
+    try:
+        print(visible(message), file=sys.stderr, flush=True)
+    except (OSError, ValueError):
+        drop(sys.stderr)
+
+
+def drop(stream: Any) -> None:
+    """Give up a stream that cannot be written: what is still in its buffer would fail again at exit."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def emit(path: str, text: str, *, force: bool = False) -> None:
+    """Write text to a file as `write_output` does, or to standard output for `-`."""
+    if path == "-":
+        sys.stdout.write(visible(text))
+    else:
+        from sinkscope.files.output import write_output
+
+        write_output(path, text, force=force)
+
+
+def print_result(result: Any, *, explain: bool = False) -> None:
+    """Print a result as text that fits a terminal of 24 lines, or with `explain` whole and explained."""
+    from sinkscope.display.tables import SCREEN  # loads what `sinkscope --help` need not wait for
+
+    width = get_terminal_size((80, 24)).columns
+    print(visible(result.text(width, None if explain else SCREEN)))

@@ -1,0 +1,202 @@
+"""Options of commands: what signatures and docstrings say about the parameters of a function."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from sinkscope.files.records import between, conform
+
+
+@dataclass(frozen=True)
+class Option:
+    """How a parameter appears on the command line, if its name and type do not determine it; used in `Annotated`.
+
+    Attributes:
+        name: Name of the option, such as "--prompt-file". None: the parameter's name, in the singular if the option may
+            be repeated.
+        metavar: Placeholder for its value in the help.
+        reads: How the value is parsed: "text" reads a file or standard input, "commas" splits at commas.
+        argument: Whether it is a positional argument.
+        hidden: Whether only Python callers can give it.
+        required: Whether the command line requires it although it has a default in Python.
+        own: Whether it belongs to the measurement alone although an option that opens the model has the same name.
+        writes: Whether it names a file or folder to write.
+    """
+
+    name: str | None = None
+    metavar: str | None = None
+    reads: Literal["text", "commas"] | None = None
+    argument: bool = False
+    hidden: bool = False
+    required: bool = False
+    own: bool = False
+    writes: bool = False
+
+
+Hidden = Annotated[Any, Option(hidden=True)]
+"""Anything; only callers from Python can give it."""
+
+C = TypeVar("C", bound=Callable[..., Any])
+
+
+def command(*, words: str, group: str, help: str, order: int = 0) -> Callable[[C], C]:
+    """Mark a function as a command that is no measurement; the table of commands reads the mark from the source.
+
+    Args:
+        words: What is typed, such as "bench table".
+        group: Heading under which the help lists it.
+        help: One line.
+        order: Place in its group; 0 is the end.
+    """
+    return lambda function: function
+
+
+_TITLE = re.compile(r"\n\n(Args|Attributes|Example|Raises|Returns):\n")
+LARGEST = {float: 1e300, int: (1 << 31) - 1}
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a function, as its signature and its docstring describe it.
+
+    Attributes:
+        name: Name in Python.
+        type: Its annotation without `Annotated` and without None.
+        option: How it appears on the command line.
+        default: Its default; `inspect.Parameter.empty` if it has none.
+        help: Its description, from the docstring.
+        many: Whether it takes several values.
+        limits: What its annotation says of a value beside the type, such as `pydantic.Field(ge=2)`.
+    """
+
+    name: str
+    type: Any
+    option: Option
+    default: Any
+    help: str
+    many: bool
+    limits: tuple[Any, ...] = ()
+
+    @property
+    def required(self) -> bool:
+        """Whether the command line requires it."""
+        return self.option.required or self.default is inspect.Parameter.empty
+
+    @property
+    def flag(self) -> str:
+        """The option's name on the command line."""
+        if self.option.name is not None:
+            return self.option.name
+        stem = self.name
+        if self.many:
+            stem = stem.removesuffix("s")
+        return "--" + stem.replace("_", "-")
+
+    @property
+    def help_with_default(self) -> str:
+        """Its description and its default, if that is not empty."""
+        if self.default in (None, False, inspect.Parameter.empty, ()):
+            return self.help
+        shown = self.default
+        if isinstance(shown, list | tuple):
+            shown = ", ".join(map(str, shown))
+        return f"{self.help} Default: {shown}."
+
+    def check(self, value: Any) -> None:
+        """Refuse a value that the annotation excludes, and a number that is too large for any work.
+
+        Raises:
+            SinkscopeError: The value is too small, too large, or not a number.
+        """
+        if value is None or self.type not in LARGEST:
+            return
+        kinds: list[Any] = []
+        if self.limits:
+            kinds.append(Annotated[(self.type, *self.limits)])
+        if not any(map(_has_largest, self.limits)):
+            kinds.append(between(self.type if self.limits else float, None, LARGEST[self.type]))
+        in_python = f" ({self.name}=... in Python)"
+        for number in value if self.many and isinstance(value, Sequence) else [value]:
+            if self.limits or isinstance(number, int | float):  # an annotation may be one of several types
+                for kind in kinds:
+                    conform(kind, number, f"{self.flag} ", strict=bool(self.limits), then=in_python)
+
+
+def _has_largest(limit: Any) -> bool:
+    """Whether a part of an annotation, such as `pydantic.Field(le=9)`, says how large a number may be."""
+    return any(hasattr(part, "le") for part in getattr(limit, "metadata", ()))
+
+
+def parameters_of(function: Callable[..., Any], *, without: Sequence[str] = ()) -> tuple[Parameter, ...]:
+    """The parameters of a function, in order, with their descriptions from the section "Args" of its docstring.
+
+    Args:
+        function: Function whose annotations can be evaluated in its module.
+        without: Names of parameters to leave out, such as the `setup` of a measurement.
+    """
+    hints = get_type_hints(function, include_extras=True)
+    descriptions = descriptions_of(inspect.getdoc(function) or "", "Args")
+    parameters: list[Parameter] = []
+    for name, one in inspect.signature(function).parameters.items():
+        if name not in without and one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL):
+            parameters.append(parameter(name, hints.get(name, Any), one.default, help=descriptions.get(name, "")))
+    return tuple(parameters)
+
+
+def parameter(name: str, hint: Any, default: Any, *, help: str = "") -> Parameter:
+    """Build a parameter from its annotation.
+
+    Args:
+        name: Name in Python.
+        hint: Its annotation, evaluated.
+        default: Its default; `inspect.Parameter.empty` if it has none.
+        help: Its description.
+    """
+    option = Option()
+    limits: list[Any] = []
+    many = False
+    while True:
+        origin, parts = get_origin(hint), get_args(hint)
+        if origin is Annotated:
+            for part in parts[1:]:
+                if isinstance(part, Option):
+                    option = part
+                else:
+                    limits.append(part)
+            hint = parts[0]
+        elif type(None) in parts:  # a union with None: the None is only the default
+            others = tuple(part for part in parts if part is not type(None))
+            hint = Union[others]  # noqa: UP007 - made of a tuple
+        elif isinstance(origin, type) and issubclass(origin, Sequence) and parts[1:] in ((), (...,)) and not many:
+            many = True
+            hint = parts[0]
+        elif len(parts) == 2 and parts[1] == Sequence[parts[0]]:  # one value, or several
+            hint = parts[1]
+        else:
+            return Parameter(name, hint, option, default, help, many, tuple(limits))
+
+
+def _section(doc: str, title: str) -> str:
+    """A section of a docstring, such as "Args" or "Example"; empty if there is none."""
+    parts = _TITLE.split(doc)
+    return dict(zip(parts[1::2], parts[2::2], strict=True)).get(title, "")
+
+
+def descriptions_of(doc: str, title: str) -> dict[str, str]:
+    """The description of each name in a section of a docstring, such as "Args" or "Attributes"."""
+    entries = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", _section(doc, title), re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in entries}
+
+
+def introduction(doc: str) -> str:
+    """A docstring without its sections, as the help of a command."""
+    return _TITLE.split(doc)[0]
+
+
+def example_lines(doc: str) -> list[str]:
+    """The lines of the section "Example" of a docstring: commands to type."""
+    return re.findall(r"^    (.+)", _section(doc, "Example"), re.MULTILINE)
