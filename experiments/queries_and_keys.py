@@ -45,7 +45,7 @@ def queries_and_keys(target: Target, observer: QKObserver, layers: list[int]) ->
 
     def see(call: Attention) -> None:
         layer = call.layer
-        if layer not in layers or call.is_again:
+        if layer not in layers or call.is_repeated:
             return
         if is_unrotated or layer not in rotary:
             observer(layer, False, call.query, call.key)

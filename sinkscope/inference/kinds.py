@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +16,8 @@ from sinkscope.models.hooks import on_input
 from sinkscope.models.stack import NotInferredError
 from sinkscope.models.target import Target
 
+Setting = str | bool | float | None
+"""What a field of an adapter holds."""
 _IF_MIXED = {"learned_sinks": True, "adds": False, "qkv_layout": None, "attn_factor": 1.0}  # where layers differ
 
 
@@ -31,24 +33,25 @@ class Kind:
 
     number: int
     parts: frozenset[str]
-    fields: dict[str, Any]
+    fields: dict[str, Setting]
 
     @classmethod
     def of(cls, stage: Stage) -> Kind:
         """Find the MLP of a layer, beside its attention."""
         heads = stage.heads
-        fields: dict[str, Any] = {"mid": None}
+        fields: dict[str, Setting] = {"mid": None}
         experts = experts_path(stage)
         mlp = mlp_of(stage, experts is None)
         write = None
         if mlp is not None:
-            of_mlp, write = mlp
-            fields |= {**of_mlp, "shared_gate": write.weight}
+            write = mlp.write
+            fields |= {"down": mlp.down, "transposed_down": mlp.transposed_down, "shared_gate": write.weight}
+            fields |= asdict(mlp.factors)
             fields["down_factor" if experts is None else "shared_factor"] = write.factor
         if experts is not None:
             routed = write_of(stage, experts)
             # A shared expert inside the mixture is part of what that gives; one beside it has to be added like it.
-            if write is not None and not contains(routed.mlp, fields["down"]):
+            if mlp is not None and write is not None and not contains(routed.mlp, mlp.down):
                 if replace(write, mlp=routed.mlp) != replace(routed, factor=1.0):
                     raise NotInferredError("its shared expert stands beside the mixture, and is not simply added to it")
             write = routed
@@ -59,10 +62,14 @@ class Kind:
         of_attention = attention_write(stage, write)
         if of_attention is not None:
             fields |= {"mid": of_attention.mid, "attn_factor": of_attention.factor}
-            fields["attn"] = heads.get("attn", of_attention.writer)
-            if fields["attn"] != of_attention.writer:
+            fields["attn"] = of_attention.writer
+            if heads is not None and heads.attn != of_attention.writer:
                 fields["attn_out"] = of_attention.writer
-        return cls(stage.number, frozenset(stage.paths.values()) - {""}, fields | heads)
+        if heads is not None:
+            fields |= asdict(heads)
+            if heads.fused_qkv is None:
+                del fields["qkv_layout"]
+        return cls(stage.number, frozenset(stage.paths.values()) - {""}, fields)
 
     def distinction(self, rivals: list[Kind]) -> str:
         """A part that layers of this kind have and layers of other kinds do not have.
@@ -70,7 +77,7 @@ class Kind:
         Raises:
             NotInferredError: There is none.
         """
-        own = [path for name, path in self.fields.items() if name in PATHS and path]
+        own = [path for name, path in self.fields.items() if name in PATHS and isinstance(path, str)]
         for part in [*own, *sorted(self.parts, key=lambda part: (part.count("."), part))]:
             if not any(part in rival.parts for rival in rivals):
                 return part
@@ -118,7 +125,7 @@ def _spec(name: str, kinds: list[Kind]) -> str | None:
     alternatives = dict[str, None]()
     for kind in kinds:
         path = kind.fields.get(name)
-        if path is None:
+        if not isinstance(path, str):
             continue
         rivals = [other for other in kinds if other.fields.get(name) != path and path in other.parts]
         if rivals:

@@ -49,12 +49,27 @@ class Write:
     adds: bool = True
 
 
-def mlp_of(stage: Stage, is_alone: bool) -> tuple[dict[str, Any], Write] | None:
-    """The MLP of a layer that all tokens go through, the widest if there are several; None if there is none.
+@dataclass(frozen=True)
+class Factors:
+    """The modules whose outputs are multiplied to the input of a down projection, by the adapter's fields."""
 
-    Returns:
-        Fields of the adapter, and where its output goes.
-    """
+    up: str | None
+    gate: str | None
+    fused_gate_up: bool
+
+
+@dataclass(frozen=True)
+class MlpParts:
+    """The MLP of a layer, by the adapter's fields, and where its output goes."""
+
+    down: str
+    transposed_down: bool
+    factors: Factors
+    write: Write
+
+
+def mlp_of(stage: Stage, is_alone: bool) -> MlpParts | None:
+    """The MLP of a layer that all tokens go through, the widest if there are several; None if there is none."""
     failure: NotInferredError | None = None
     downs = stage.linear([stage.clean.gave[""].shape[1]])
     for down in sorted(downs, key=lambda path: -stage.clean.read[path].shape[1]):
@@ -62,7 +77,7 @@ def mlp_of(stage: Stage, is_alone: bool) -> tuple[dict[str, Any], Write] | None:
             factors = _factors(stage, down)
             if factors is not None:
                 is_transposed = is_conv1d(stage.layer.get_submodule(down))
-                return {"down": down, "transposed_down": is_transposed, **factors}, write_of(stage, down, is_alone)
+                return MlpParts(down, is_transposed, factors, write_of(stage, down, is_alone))
         except NotInferredError as error:
             failure = failure or error
     if failure is not None:
@@ -70,8 +85,8 @@ def mlp_of(stage: Stage, is_alone: bool) -> tuple[dict[str, Any], Write] | None:
     return None
 
 
-def _factors(stage: Stage, down: str) -> dict[str, Any] | None:
-    """What feeds a down projection, by the adapter's fields; None if linear modules alone do not."""
+def _factors(stage: Stage, down: str) -> Factors | None:
+    """What feeds a down projection; None if linear modules alone do not."""
     width = stage.clean.read[down].shape[1]
     order = list(stage.clean.gave)
     before = [path for path in stage.linear([width, 2 * width]) if order.index(path) < order.index(down)]
@@ -91,21 +106,21 @@ def _factors(stage: Stage, down: str) -> dict[str, Any] | None:
         is_coupled = is_coupled or bool((column % width != neuron).any())
     paths = [path for path in before if path in slopes]
     is_fused = not is_coupled and any(slope.shape[1] == 2 * width for slope in slopes.values())
-    fields: dict[str, Any] = {"up": None, "gate": None, "fused_gate_up": is_fused}
     if is_coupled or len(paths) > 2 - is_fused:  # no module gives a factor
-        return fields
-    fields["up"] = paths[-1]
+        return Factors(None, None, is_fused)
+    up = paths[-1]
     for path in reversed(paths):
         if _is_linear_in(stage, down, path, width):
-            fields["up"] = path
+            up = path
             break
     else:
         if is_fused:
             raise NotInferredError(f"the two halves of {paths[0]!r} are not gate and up in this order")
+    gate = None
     if len(paths) == 2:
-        paths.remove(fields["up"])
-        (fields["gate"],) = paths
-    return fields
+        paths.remove(up)
+        (gate,) = paths
+    return Factors(up, gate, is_fused)
 
 
 def _is_linear_in(stage: Stage, down: str, path: str, width: int) -> bool:

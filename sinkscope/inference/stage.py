@@ -67,7 +67,7 @@ class Tap:
     def see(self, call: Any) -> None:
         """The function that the tap calls with the attention of every layer."""
         call.compute = self.compute
-        if not call.is_again:
+        if not call.is_repeated:
             self.calls.append(call)
 
 
@@ -88,7 +88,7 @@ class Stage:
                 linear = None if widths_of(module) is None else path
         self.clean = self.run()
         self.hidden = _flat(hidden_of(self._args, self._kwargs))
-        self.heads = dict[str, Any]()  # what is found of its attention
+        self.heads: Any = None  # what is found of its attention
 
     def run(self, *hooks: Hook, compute: Callable[[Any], Any] | None = None) -> Run:
         """Call the layer under hooks; `compute` gives the output of its attention."""

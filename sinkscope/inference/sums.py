@@ -58,7 +58,7 @@ def unproved_sites(target: Target, ids: Int[Tensor, "1 pos"], layers: list[int])
         else:
 
             def see(call: Attention) -> None:
-                if call.layer in checks and not call.is_again:
+                if call.layer in checks and not call.is_repeated:
                     checks[call.layer].see(call.query, call.key, call.value)
 
             with listening(target, see), target.hooks(*hooks):
@@ -156,16 +156,16 @@ class _LayerSums:
         off = self._off(post, *parts)
         if off <= self.tolerance:
             return
-        said = f"hook_resid_post is not {' + '.join(names)}"
+        claim = f"hook_resid_post is not {' + '.join(names)}"
         if "hook_attn_out" in names:
-            self._must(off, said, "hook_attn_out")
+            self._must(off, claim, "hook_attn_out")
         if "hook_mlp_out" in names:  # where other parts are added too, what it gives may still be added as it is
             written = parts[-1]
             passed = self.pre.rows[:, -1:]
             beside = (post - written)[:, -1:] - passed
             if bool(beside.abs().max() <= _PASSES * passed.abs().max()):
                 off = self._off(post[:1] - post[1:], written[:1] - written[1:])
-            self._must(off, said, "hook_mlp_out")
+            self._must(off, claim, "hook_mlp_out")
 
     def _prove_heads(self) -> None:
         """What the output projection gives is what attention adds, or what a norm behind it reads."""
@@ -183,11 +183,11 @@ class _LayerSums:
                     off = self._off(given, given_of)
         self._must(off, "hook_attn_out cannot be computed from it", "attn.hook_z")
 
-    def _must(self, off: float, said: str, *parts: str) -> None:
+    def _must(self, off: float, claim: str, *parts: str) -> None:
         if off <= self.tolerance:  # NaN is wrong as well
             return
         for part in parts:
-            self.problems.setdefault(part, f"{said} (off by {off:.2g})")
+            self.problems.setdefault(part, f"{claim} (off by {off:.2g})")
 
     def _off(self, total: Tensor, *parts: Tensor) -> float:
         """Largest distance from a sum, relative to the largest number in it, of any row, without the last token."""
@@ -284,7 +284,7 @@ class _Heads:
                 )
                 self._must(which, site, behind, "the scores cannot be recomputed from it")
 
-    def _must(self, which: str, site: Tensor, behind: Tensor, said: str) -> None:
+    def _must(self, which: str, site: Tensor, behind: Tensor, claim: str) -> None:
         """Refuse a site whose numbers are not a constant multiple of what attention gets."""
         square = (site * site).sum()
         off = float("inf")
@@ -294,7 +294,7 @@ class _Heads:
         elif not behind.any():
             off = 0.0
         if not off <= 2 * self.tolerance:
-            self.problems.setdefault(f"attn.hook_{which}", f"{said} (off by {off:.2g})")
+            self.problems.setdefault(f"attn.hook_{which}", f"{claim} (off by {off:.2g})")
 
     def finish(self) -> None:
         """To be called at the end of the layer: what was not compared is refused."""

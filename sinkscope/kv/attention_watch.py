@@ -105,7 +105,7 @@ class AttentionWatch:
         if self._queries_kept:
             attention.view = self._view_of(attention)
             self._row_functions[layer] = attention.row_function()
-            if not attention.is_again:
+            if not attention.is_repeated:
                 self.note_queries(layer, attention.query)
         if queries > 1 and self.owns_cache and not self.now.own_masks:
             self._check_view(attention, self._view_of(attention))
@@ -151,7 +151,7 @@ class AttentionWatch:
             UnsupportedError: It does.
         """
         last = slice(attention.queries - 1, attention.queries)
-        sees = view.part(last, slice(None)).sees().all(1, keepdim=True)
+        sees = view.section(last, slice(None)).sees().all(1, keepdim=True)
         shown = attention.shown_to_last()
         if shown is None:
             if bool((view.pos < 0).any()):

@@ -265,7 +265,7 @@ class CacheLayer(DynamicLayer):
         columns = COLUMNS.get()
         new = int(key_states.shape[-2])
         if columns is None:
-            self._check_unedited()
+            _check_unedited(self.edited)
             columns = _columns_without_session(self._columns, self.seen, key_states)
         self._columns = columns
         if self.is_initialized and self.keys.shape[-2]:
@@ -281,14 +281,6 @@ class CacheLayer(DynamicLayer):
             self.gapless = False
             self.ragged = self.ragged or (self.edited and bool((self.pos < 0).any()))
         return self.keys, self.values
-
-    def _check_unedited(self) -> None:
-        if self.edited:
-            raise UnsupportedError(
-                "this cache had tokens evicted or hidden and is used outside of the `with` that did it: stock masks "
-                "would be wrong; go on inside it, or start from a new cache",
-                page="kv-session",
-            )
 
     def get_seq_length(self) -> int:
         """Number of tokens seen, including evicted ones; it determines the positions of new tokens."""
@@ -366,6 +358,16 @@ def flat_slots(keep: Bool[Tensor, "batch kv_head slot"], most: int, ragged: bool
     head_starts = torch.arange(batch * kv_heads, device=order.device) * slots
     starts = rearrange(head_starts, "(batch kv_head) -> batch kv_head 1", batch=batch)
     return order + starts
+
+
+def _check_unedited(edited: bool) -> None:
+    """Refuse a layer with other slots than a stock one outside of a session."""
+    if edited:
+        raise UnsupportedError(
+            "this cache had tokens evicted or hidden and is used outside of the `with` that did it: stock masks would "
+            "be wrong; go on inside it, or start from a new cache",
+            page="kv-session",
+        )
 
 
 def _columns_without_session(

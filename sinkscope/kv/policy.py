@@ -157,7 +157,7 @@ class Policy(Intervention):
 
     def group(self, heads: Float[Tensor, "batch head *_ slot"], kv_heads: int) -> Float[Tensor, "batch kv_head slot"]:
         """Combine the numbers of query heads that share a kv head into one number, by `reduce`; for one query each."""
-        grouped = in_groups(heads.view(len(heads), heads.shape[1], -1, heads.shape[-1]), kv_heads)
+        grouped = in_groups(heads, kv_heads)
         if self.reduce == "mean":
             return grouped.mean(2)
         return grouped.amax(2)

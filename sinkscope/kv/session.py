@@ -27,7 +27,7 @@ from sinkscope.kv.bridge_attention import BridgeAttention
 from sinkscope.kv.cache import COLUMNS, CacheLayer
 from sinkscope.kv.cache_state import CacheState, CacheStates, CurrentCall, Moment
 from sinkscope.kv.usage import Usage
-from sinkscope.kv.windows import check_mask, check_servable
+from sinkscope.kv.windows import check_generation, check_mask, check_servable
 from sinkscope.lines.head_lines import HeadLines
 from sinkscope.tap.call import Attention
 from sinkscope.tap.internals import attention_name, following_generate
@@ -324,23 +324,7 @@ class Session:
         self.now.prompting = reads and not self.resuming
 
     def _check_generate(self, method: str, options: dict[str, Any], settings: Any) -> None:
-        """Note the settings of `generate`, and refuse kinds in which nothing could act on generated tokens.
-
-        Raises:
-            UnsupportedError: Generation is assisted, or runs without a cache.
-        """
+        """Note the settings of `generate`, and refuse kinds in which nothing could act on generated tokens."""
         self.now.settings = settings
-        if not self._before_decode and not self.followers:
-            return
-        if method != "_prefill":
-            raise UnsupportedError(
-                "assisted generation reads several tokens at a time and takes some back, and a cache policy acts on "
-                "tokens that come one by one: generate without an assistant, or use Full",
-                page="kv-session",
-            )
-        if not options.get("use_cache") and options.get("past_key_values") is None:
-            raise UnsupportedError(
-                "use_cache=False: there is no cache that a cache policy or a guard could act on: generate with "
-                "use_cache=True, or without them",
-                page="kv-session",
-            )
+        if self._before_decode or self.followers:
+            check_generation(method, options)

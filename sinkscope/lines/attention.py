@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.lines.head_lines import HeadLines
-from sinkscope.models.grouped_heads import beside_keys
+from sinkscope.models.grouped_heads import beside_keys, by_query_head
 
 _ROWS = 64  # queries whose attention is built at a time
 
@@ -24,7 +24,7 @@ def attention_of(
         scaling = float(width**-0.5)
     # A matrix product, which is faster than einsum.
     grouped = beside_keys(query.float()[None], kv_heads) * scaling
-    scores = (grouped @ key.float().mT).view(len(query), -1, keys)
+    scores = by_query_head(grouped @ key.float().mT, 1, len(query))[0]
     future = torch.arange(keys, device=at.device) > at[:, None]
     return scores.masked_fill_(future, -torch.inf).softmax(-1)
 

@@ -71,7 +71,7 @@ def scores_of(target: Target, observer: Callable[[int, Scores], None], layers: l
     refuse_opaque(target)
 
     def see(call: Attention) -> None:
-        if call.layer not in layers or call.is_again:
+        if call.layer not in layers or call.is_repeated:
             return
         if call.evicted:
             raise UnsupportedError(

@@ -221,6 +221,19 @@ def _add_one(full, own, seen, key, value, scaling, top, total, sums, width: tl.c
 
 @triton.jit
 @no_type_check
+def _seen_in_block(at, own, inside, all_seen, banded, vertical, keys):
+    """Which keys of a block the queries see, without those on vertical lines."""
+    offset = at[:, None] - own[None, :]
+    limit = tl.where(all_seen == 0, keys, 0)
+    looked_up = (offset >= 0) & (offset < limit)
+    on_band = tl.load(banded + offset, mask=looked_up, other=0)
+    on_vertical = tl.load(vertical + own, mask=inside, other=1)
+    on_no_column = inside & (on_vertical == 0)
+    return ((on_band | all_seen) != 0) & on_no_column[None, :]
+
+
+@triton.jit
+@no_type_check
 def _attend(
     out,
     query,
@@ -285,14 +298,7 @@ def _attend(
     for i in range(tl.load(block_count + at_row)):
         own = row * SIZE + keys - queries - tl.load(block_index + i) + few
         inside = (own >= 0) & (own < keys)
-        offset = at[:, None] - own[None, :]
-        all_seen = tl.load(whole + i)
-        limit = tl.where(all_seen == 0, keys, 0)
-        looked_up = (offset >= 0) & (offset < limit)
-        on_band = tl.load(banded + offset, mask=looked_up, other=0)
-        on_vertical = tl.load(vertical + own, mask=inside, other=1)
-        on_no_column = inside & (on_vertical == 0)
-        seen = ((on_band | all_seen) != 0) & on_no_column[None, :]
+        seen = _seen_in_block(at, own, inside, tl.load(whole + i), banded, vertical, keys)
         top, total, sums = _add(q, own, inside, seen, key, value, scaling, top, total, sums, width, values)
 
     seen_columns = tl.load(column_count + at_row)

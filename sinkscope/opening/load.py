@@ -97,12 +97,12 @@ def load(
     source = locate(x, revision)
     with quiet(), loading_errors(source):
         files = local_files(source, code=trust_remote_code)
-        content: dict[str, Any] = {"gguf": files.gguf, "trust_remote_code": trust_remote_code}
-        config = read_config(source.name, files.folder, layers=layers, **content)
+        name, folder, gguf = source.name, files.folder, files.gguf
+        config = read_config(name, folder, gguf=gguf, layers=layers, trust_remote_code=trust_remote_code)
         if tokenizer is None:
-            tokenizer = read_tokenizer(source.name, files.folder, **content)
+            tokenizer = read_tokenizer(name, folder, gguf=gguf, trust_remote_code=trust_remote_code)
         hf = model_with_weights(source, files, config, options, is_cut=layers is not None)
-        origin = files.commit or fingerprint(files.folder / (files.gguf or ""))
+        origin = files.commit or fingerprint(folder / (gguf or ""))
         if source.kind == "hub":
             hf.config._name_or_path = str(source.where)
             hf.config._commit_hash = files.commit
@@ -110,11 +110,11 @@ def load(
             _plant(hf, Path(source.where) / source.planted)
             hf.config.circuit = source.name
             origin = fingerprint(hf)  # not that of the model it was made from
-        hf.sinkscope_name = source.name
+        hf.sinkscope_name = name
         hf.tokenizer = tokenizer
         check_vocabulary(tokenizer, hf)
         check_finite(hf)
-        with _in_first(layers, source.name):
+        with _in_first(layers, name):
             adapter_of(Target(hf, hf, "hf", DRAFT), proves=False)  # before it is wrapped: inferred from plain modules
             model = wrap(hf, tokenizer, backend or "bridge")
             if probe:

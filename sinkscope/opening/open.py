@@ -68,12 +68,6 @@ def open_target(
     Raises:
         SinkscopeError: `model` is not a model, cannot be read, or has no tokenizer although it is `needed`.
     """
-    options: dict[str, Any] = {
-        "revision": revision,
-        "dtype": dtype,
-        "device": device,
-        "trust_remote_code": trust_remote_code,
-    }
     is_bundled = model is None or model == BUNDLED
     if not (model is None or isinstance(model, str | os.PathLike)):
         return _with_tokenizer(target_of(model, tokenizer), needed)
@@ -88,7 +82,17 @@ def open_target(
 
     def opened(layers: int | None) -> Target:
         # The bundled model needs no probe at every start, because the tests check its circuit.
-        hf = load(model, backend="hf", tokenizer=tokenizer, layers=layers, probe=not is_bundled, **options)
+        hf = load(
+            model,
+            backend="hf",
+            revision=revision,
+            layers=layers,
+            dtype=dtype,
+            device=device,
+            tokenizer=tokenizer,
+            trust_remote_code=trust_remote_code,
+            probe=not is_bundled,
+        )
         return _with_tokenizer(target_of(hf))
 
     if source.kind != "gguf":

@@ -11,7 +11,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinkscope.models.grouped_heads import beside_keys, per_query_head
+from sinkscope.models.grouped_heads import beside_keys, by_query_head, per_query_head
 from sinkscope.tap.internals import eager_attention, sdpa_attention
 from sinkscope.tap.rows import Rows, additive, attention_probs, rows_by_view, scaling_of, shown
 from sinkscope.tap.stock import stock_attention, stock_name
@@ -58,7 +58,8 @@ class Attention:
         compute: Replaces the model's own attention unless it returns None.
         indices: Slots that an indexer chose for each query, in its own layer; None if there is no indexer.
         in_blocks: Keys in the blocks that an indexer chose; None if it does not choose blocks.
-        is_again: Whether the module attends with the same queries and keys as just before, to other values (DiffLlama).
+        is_repeated: Whether the module attends with the same queries and keys as just before, to other values
+            (DiffLlama).
     """
 
     module: Any
@@ -74,7 +75,7 @@ class Attention:
     compute: Callable[[Attention], Output | None] | None = None
     indices: Int[Tensor, "batch query chosen"] | None = None
     in_blocks: Bool[Tensor, "batch head query key"] | None = None
-    is_again: bool = False
+    is_repeated: bool = False
     _listeners: dict[_RowRange, list[RowsFunction]] = field(default_factory=dict)
 
     @property
@@ -154,7 +155,7 @@ class Attention:
             first: Index of the first query to show.
             chunk: Number of queries at a time.
         """
-        if self.is_again:  # these rows were shown just before
+        if self.is_repeated:  # these rows were shown just before
             return
         rows = _RowRange(first, chunk, by_mask and not self.evicted)
         self._listeners.setdefault(rows, []).append(fn)
@@ -176,7 +177,7 @@ class Attention:
         for start in range(0, self.queries, _MASKED_CHUNK):
             part = slice(start, start + _MASKED_CHUNK)
             query = self.query[:, :, part]
-            mask = per_query_head(self.view.part(part, slice(None)).sees(), query.shape[1])
+            mask = per_query_head(self.view.section(part, slice(None)).sees(), query.shape[1])
             if is_eager:
                 mask = additive(mask, query.dtype)
             outputs.append(self._by(own, query, mask)[0])
@@ -221,11 +222,11 @@ class Attention:
 
     def _weighted(self, rows: Tensor) -> Tensor:
         """The values, weighted by attention rows."""
-        batch, heads, queries, keys = rows.shape
+        batch, heads, _, keys = rows.shape
         kv_heads = self.value.shape[1]
         probs = beside_keys(rows.to(self.value.dtype), kv_heads)
         output = torch.bmm(probs, self.value.reshape(batch * kv_heads, keys, -1))
-        return output.view(batch, heads, queries, -1).transpose(1, 2).contiguous()
+        return by_query_head(output, batch, heads).transpose(1, 2).contiguous()
 
     def _rows(self, part: slice, by_mask: bool) -> Rows:
         query = self.query
@@ -248,7 +249,7 @@ class Attention:
         assert self.view is not None
         later = self.queries - part.stop  # new tokens that none of these queries sees
         earlier = slice(0, keys - later)
-        rows = rows_by_view(self.module, query, self.key[:, :, earlier], self.view.part(part, earlier), self.scaling)
+        rows = rows_by_view(self.module, query, self.key[:, :, earlier], self.view.section(part, earlier), self.scaling)
         if later:
             return torch.nn.functional.pad(rows, (0, later))
         return rows

@@ -111,6 +111,6 @@ class OwnAttention(Attention):
             scores = scores + bias
         if not by_mask:
             assert self.view is not None
-            sees = per_query_head(self.view.part(part, slice(None)).sees(), scores.shape[1])
+            sees = per_query_head(self.view.section(part, slice(None)).sees(), scores.shape[1])
             scores = scores.masked_fill(~sees, torch.finfo(torch.float32).min)
         return torch.softmax(scores, -1)

@@ -9,7 +9,7 @@ from einops import rearrange, repeat
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinkscope.models.grouped_heads import beside_keys, per_query_head
+from sinkscope.models.grouped_heads import beside_keys, by_query_head, per_query_head
 from sinkscope.tap.attention_modules import bias_at
 from sinkscope.tap.stock import stock_name
 from sinkscope.tap.view import View
@@ -107,7 +107,7 @@ def attention_probs(
     kv_heads, keys = key.shape[1:3]
     grouped = beside_keys(query, kv_heads).float()
     scores = torch.bmm(grouped, key.float().reshape(batch * kv_heads, keys, width).mT)
-    scores = scores.view(batch, heads, queries, keys).mul_(scaling)
+    scores = by_query_head(scores, batch, heads).mul_(scaling)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if bias is not None:

@@ -132,7 +132,7 @@ def _attend(
     if idle:
         return stock_attention(module)(module, query, key, value, attention_mask, **kwargs)
     latest = _LATEST.get()
-    is_again = latest is not None and latest() is query
+    is_repeated = latest is not None and latest() is query
     _LATEST.set(ref(query))
     call = Attention(
         module,
@@ -144,7 +144,7 @@ def _attend(
         any(handler.by_mask for handler in listeners),
         indices=indices,
         in_blocks=in_blocks,
-        is_again=is_again,
+        is_repeated=is_repeated,
     )
     for handler in listeners:
         handler.see(call)

@@ -33,7 +33,7 @@ class View:
     columns: Int[Tensor, "batch column"] | None = None
     chosen: Bool[Tensor, "batch _ query position"] | None = None
 
-    def part(self, queries: slice, keys: slice) -> View:
+    def section(self, queries: slice, keys: slice) -> View:
         """Some of the queries and keys."""
         hidden = None
         if self.hidden is not None:
