@@ -32,13 +32,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from experiments.drawn import put_table
 from experiments.harmless import pieces, source_code
 from experiments.loopbench.make_honest import honest_texts
 from experiments.loopguard.sensitivity import SURE, encoders
-from experiments.record import record
+from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.files.output import write_atomic
 from sinkscope.loops import Monitor, MonitorSettings
@@ -138,23 +138,38 @@ def certain(period: int, seed: str) -> Callable[[int], float]:
     return lambda i: SURE if i >= HEALTHY + period else draw.choice((0.5, SURE))
 
 
-def delays(draws: int, seed: str) -> dict[str, dict[str, list[dict[str, Any]]]]:
+def delays(draws: int, seed: str) -> dict[str, dict[str, list[Row]]]:
     """By rule and form, for each period: share of loops found, and median delay in tokens and copies."""
     text = encoders()["bundled"](typical_text())
-    found: dict[str, dict[str, list[dict[str, Any]]]] = {name: {form: [] for form in FORMS} for name in RULES}
+    found: dict[str, dict[str, list[Row]]] = {name: {form: [] for form in FORMS} for name in RULES}
     for form in FORMS:
         for period in PERIODS:
-            several = draws if period <= 256 else max(2, draws // 3)
-            loops = [stream(text, period, form, random.Random(f"{seed} {form} {period} {i}")) for i in range(several)]
+            if period <= 256:
+                several = draws
+            else:
+                several = max(2, draws // 3)
+            loops = []
+            for i in range(several):
+                loops.append(stream(text, period, form, random.Random(f"{seed} {form} {period} {i}")))
             for name, make in RULES.items():
-                alarms = [first_alarm(make(), ids, certain(period, f"{seed} certainty")) for ids in loops]
-                after = [alarm - HEALTHY for alarm in alarms if alarm is not None and alarm > HEALTHY]
-                median = statistics.median(after) if after else None
+                alarms = []
+                for ids in loops:
+                    alarms.append(first_alarm(make(), ids, certain(period, f"{seed} certainty")))
+                after = []
+                for alarm in alarms:
+                    if alarm is not None and alarm > HEALTHY:
+                        after.append(alarm - HEALTHY)
+                median = None
+                if after:
+                    median = statistics.median(after)
+                counts = []
+                for each in alarms:
+                    counts.append(each is not None and each <= HEALTHY)
                 found[name][form].append(
                     {
                         "period": period,
                         "found": round(len(after) / len(loops), 3),
-                        "before": sum(alarm is not None and alarm <= HEALTHY for alarm in alarms),
+                        "before": sum(counts),
                         "tokens": median,
                         "copies": None if median is None else round(median / period, 2),
                     }
@@ -169,7 +184,12 @@ _THINGS = "house malt rat cat dog cow maid man priest cock farmer horse".split()
 def _truth(rng: random.Random) -> str:
     """A truth table of three or four propositions."""
     letters = rng.sample("pqrstuv", rng.choice((3, 4)))
-    rows = ["".join(f"| {'TF'[i >> k & 1]} " for k in reversed(range(len(letters)))) for i in range(1 << len(letters))]
+    rows = []
+    for i in range(1 << len(letters)):
+        parts = []
+        for k in reversed(range(len(letters))):
+            parts.append(f"| {'TF'[i >> k & 1]} ")
+        rows.append("".join(parts))
     return "\n".join(
         ["| " + " | ".join(letters) + " | all |", *(f"{row}| {'F' if 'F' in row else 'T'} |" for row in rows)] * 2
     )
@@ -178,11 +198,13 @@ def _truth(rng: random.Random) -> str:
 def _induction(rng: random.Random) -> str:
     """A proof with a case for each number."""
     a, b = rng.randint(2, 9), rng.randint(1, 9)
-    return "\n".join(
-        f"Case n = {n}. Then {a}n + {b} = {a * n + b}, and {a * n + b} leaves the remainder {(a * n + b) % 7} when it "
-        f"is divided by 7, so the claim holds for n = {n}."
-        for n in range(1, 31)
-    )
+    parts = []
+    for n in range(1, 31):
+        parts.append(
+            f"Case n = {n}. Then {a}n + {b} = {a * n + b}, and {a * n + b} leaves the remainder {(a * n + b) % 7} when "
+            f"it is divided by 7, so the claim holds for n = {n}."
+        )
+    return "\n".join(parts)
 
 
 def _algebra(rng: random.Random) -> str:
@@ -198,14 +220,21 @@ def _algebra(rng: random.Random) -> str:
 def _villanelle(rng: random.Random) -> str:
     """Two lines that come back in turn, in six verses, and the chorus of each."""
     first, third = (f"The {rng.choice(_THINGS)} goes {way} and I go too," for way in ("home", "out"))
-    verses = [f"and {rng.choice(_NAMES)} says the {rng.choice(_THINGS)} was true," for _ in range(12)]
-    return "\n\n".join(f"{verses[2 * i]}\n{verses[2 * i + 1]}\n{(first, third)[i % 2]}" for i in range(6)) * 2
+    verses = []
+    for _ in range(12):
+        verses.append(f"and {rng.choice(_NAMES)} says the {rng.choice(_THINGS)} was true,")
+    parts = []
+    for i in range(6):
+        parts.append(f"{verses[2 * i]}\n{verses[2 * i + 1]}\n{(first, third)[i % 2]}")
+    return "\n\n".join(parts) * 2
 
 
 def _cumulative(rng: random.Random) -> str:
     """The house that Jack built: every verse holds the one before."""
     things = ["house", *rng.sample(_THINGS[1:], 9)]
-    parts = [f"that {rng.choice('fed met saw bit led'.split())} the {thing}" for thing in things[:-1]]
+    parts = []
+    for thing in things[:-1]:
+        parts.append(f"that {rng.choice('fed met saw bit led'.split())} the {thing}")
     who = rng.choice(_NAMES)
     return "\n\n".join(
         f"This is the {things[i]}\n" + "\n".join(parts[i - 1 :: -1] if i else []) + f"\nthat {who} built."
@@ -217,7 +246,9 @@ def honest(seed: str) -> dict[str, str]:
     """60 texts that are no loops."""
     code = source_code()
     rng = random.Random(f"{seed} code")
-    starts = [rng.randrange(len(code) - 12_000) for _ in range(12)]
+    starts = []
+    for _ in range(12):
+        starts.append(rng.randrange(len(code) - 12_000))
     makers = (_truth, _induction, _algebra, _villanelle, _cumulative)
     return {
         **{text.id: text.prompt for text in honest_texts(seed)},
@@ -234,19 +265,24 @@ def honest(seed: str) -> dict[str, str]:
     }
 
 
-def alarms(seed: str) -> dict[str, dict[str, Any]]:
+def alarms(seed: str) -> dict[str, Row]:
     """By rule: which honest texts it takes for a loop, in which tokens."""
     texts = honest(seed)
     read = {(name, kind): code(text) for name, text in texts.items() for kind, code in encoders().items()}
-    out: dict[str, dict[str, Any]] = {}
+    out: dict[str, Row] = {}
     for rule, make in RULES.items():
         wrong = [key for key, ids in read.items() if first_alarm(make(), ids, lambda _: SURE) is not None]
+        by_tokens = {}
+        for kind in ("bundled", "words"):
+            items = []
+            for name, found in wrong:
+                if found == kind:
+                    items.append(name)
+            by_tokens[kind] = sorted(items)
         out[rule] = {
             "texts": len(texts),
             "alarmed": len({name for name, _ in wrong}),
-            "by_tokens": {
-                kind: sorted(name for name, found in wrong if found == kind) for kind in ("bundled", "words")
-            },
+            "by_tokens": by_tokens,
         }
     return out
 
@@ -259,7 +295,9 @@ def costs(rounds: int) -> dict[str, dict[str, dict[int, float]]]:
     out: dict[str, dict[str, dict[int, float]]] = {}
     for rule, make in RULES.items():
         for kind, token in kinds.items():
-            ids = [token(i) for i in range(HISTORIES[-1] + BLOCK)]
+            ids = []
+            for each in range(HISTORIES[-1] + BLOCK):
+                ids.append(token(each))
             taken: dict[int, list[float]] = {history: [] for history in HISTORIES}
             for _ in range(rounds):
                 watching, at = make(), 0
@@ -275,7 +313,7 @@ def costs(rounds: int) -> dict[str, dict[str, dict[int, float]]]:
     return out
 
 
-def table(result: dict[str, Any]) -> str:
+def table(result: Row) -> str:
     """A row per rule, as the page has it."""
     lines = [
         "| rule | exact | near | counting | delay / allowed | false alarms | us per token |",
@@ -283,8 +321,16 @@ def table(result: dict[str, Any]) -> str:
     ]
     for rule in RULES:
         rows = result["delays"][rule]
-        shares = [statistics.mean(row["found"] for row in rows[form]) for form in FORMS]
-        late = [r["tokens"] / max(3 * r["period"], ENOUGH) for r in rows["exact"] if r["tokens"] is not None]
+        shares = []
+        for form in FORMS:
+            values = []
+            for row in rows[form]:
+                values.append(row["found"])
+            shares.append(statistics.mean(values))
+        late = []
+        for r in rows["exact"]:
+            if r["tokens"] is not None:
+                late.append(r["tokens"] / max(3 * r["period"], ENOUGH))
         found, cost = result["alarms"][rule], result["microseconds"][rule]
         most = max(value for kind in cost.values() for value in kind.values())
         lines.append(

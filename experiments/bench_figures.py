@@ -19,7 +19,7 @@ from typing import Any, Literal
 import plotly.graph_objects as go
 
 from experiments.drawn import save
-from experiments.record import record
+from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.bench.methods import FULL, name_of, order_of
 from sinkscope.bench.record import BenchRun, read_run
@@ -74,19 +74,30 @@ RUNS = {
 }
 
 
-def figure(data: dict[str, Any]) -> Any:
+def figure(data: Row) -> Any:
     """Bars by method, a colour for each set."""
     rows, measure = data["result"]["rows"], data["settings"]["measure"]
     fig: Any = go.Figure()
     for number, name in enumerate(dict.fromkeys(row["set"] for row in rows)):
-        mine = [row for row in rows if row["set"] == name]
+        mine = []
+        for row in rows:
+            if row["set"] == name:
+                mine.append(row)
         errors = None
         if all(row["high"] is not None for row in mine):
-            above = [row["high"] - row[measure] for row in mine]
-            below = [row[measure] - row["low"] for row in mine]
+            above = []
+            for row in mine:
+                above.append(row["high"] - row[measure])
+            below = []
+            for row in mine:
+                below.append(row[measure] - row["low"])
             errors = {"array": above, "arrayminus": below, "thickness": 1}
-        methods = [row["method"] for row in mine]
-        values = [row[measure] for row in mine]
+        methods = []
+        for row in mine:
+            methods.append(row["method"])
+        values = []
+        for row in mine:
+            values.append(row[measure])
         fig.add_bar(x=methods, y=values, name=name, error_y=errors, marker_color=COLOURS[number % len(COLOURS)])
     fig.update_xaxes(tickangle=-35)
     fig.update_yaxes(title_text=AXES[measure])
@@ -98,19 +109,33 @@ def figure(data: dict[str, Any]) -> Any:
     return finished(fig, None, finding(rows, measure), barmode="group", **place)
 
 
-def finding(rows: Sequence[dict[str, Any]], measure: str) -> str:
+def finding(rows: Sequence[Row], measure: str) -> str:
     """The best methods by the mean over all sets, beside the control: a random choice where there is one."""
     sets = dict.fromkeys(row["set"] for row in rows)
     values: dict[str, list[float]] = {}
     for row in rows:
         values.setdefault(row["method"], []).append(row[measure])
-    means = {name: fmean(some) for name, some in values.items() if len(some) == len(sets)}
-    compared = {name: mean for name, mean in means.items() if name_of(name) not in (FULL, "random")}
-    top = max(compared.values()) if measure == "score" else min(compared.values())
-    best = [name for name, mean in compared.items() if abs(mean - top) < 1e-9]
+    means = {}
+    for name, some in values.items():
+        if len(some) == len(sets):
+            means[name] = fmean(some)
+    compared = {}
+    for name, mean in means.items():
+        if name_of(name) not in (FULL, "random"):
+            compared[name] = mean
+    if measure == "score":
+        top = max(compared.values())
+    else:
+        top = min(compared.values())
+    best = []
+    for name, mean in compared.items():
+        if abs(mean - top) < 1e-9:
+            best.append(name)
     controls = [f"random:{best[0].rpartition(':')[2]}", FULL]
     control = next(name for name in controls if name in means)
-    over = f" (mean over {listed(list(sets))})" if len(sets) > 1 else ""
+    over = ""
+    if len(sets) > 1:
+        over = f" (mean over {listed(list(sets))})"
     said = SAID[measure]
     return (
         f"Best of {len(compared)} methods: {listed(best)}, {said(top)}{over}; {control}, the control, "
@@ -139,14 +164,18 @@ def main(
     rows = table.rows()
     if chosen.task.startswith("needle"):  # a colour for each kind of needle
         done = read_run(work / name)
-        records = [replace(one, settings=one.settings | {"set": one.settings["part"]}) for one in done]
+        records = []
+        for one in done:
+            records.append(replace(one, settings=one.settings | {"set": one.settings["part"]}))
         rows = tabulate_records([BenchRun(records, done.settings)]).rows()
     for row in rows:
         if chosen.measure == "loop_paper":
             rate = wilson(row["loop_paper"] * row["answers"], row["answers"])
             row |= {"low": rate.low, "high": rate.high}
     if only:
-        again = {row["method"] for row in rows}
+        again = set()
+        for each in rows:
+            again.add(each["method"])
         earlier = json.loads((out / f"{name}.json").read_text())["result"]["rows"]
         rows += [row for row in earlier if row["method"] not in again]
         rows.sort(key=lambda row: (row["set"], order_of(row["method"])))

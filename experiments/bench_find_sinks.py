@@ -20,27 +20,32 @@ load.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from experiments.record import Row, record
+from experiments.script import run as run_script
+from sinkscope.files.output import write_atomic
 
 REPEATS, CANDIDATES, SHAPE = 1000, 8, "24x1024"
+ROWS = ("shallow", "deep", "seven_b", "cold_start")
+ARMS = ("notebook", "plain", "sinkscope", "sinkscope-all")
 
 
-def notebook_arm(folder: str) -> dict[str, Any]:
+def notebook_arm(folder: str) -> Row:
     """The whole model in TransformerLens, everything cached, candidates ablated one by one."""
     import torch
     from transformer_lens.model_bridge import TransformerBridge
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: F401 - imports are not timed
 
-    def run() -> dict[str, Any]:
+    def run() -> Row:
         hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(folder)
         bridge = TransformerBridge.boot_transformers(folder, hf_model=hf, tokenizer=tokenizer)
@@ -51,7 +56,10 @@ def notebook_arm(folder: str) -> dict[str, Any]:
             _, cache = bridge.run_with_cache(ids)
             norms = torch.stack([cache[f"blocks.{i}.hook_mlp_out"][0, 0].norm() for i in range(n_layers)])
             above = (norms > norms.mean() + 2 * norms.std(correction=0)).nonzero().flatten()
-            layer = int(above[0]) if len(above) else int(norms.argmax())
+            if len(above):
+                layer = int(above[0])
+            else:
+                layer = int(norms.argmax())
             written = []
             for i in range(n_layers):  # per-neuron norms of every layer, as the notebook looks at all of them
                 columns = hf.get_submodule(f"model.layers.{i}.mlp.down_proj").weight.T
@@ -78,7 +86,7 @@ def notebook_arm(folder: str) -> dict[str, Any]:
     return measured(run)
 
 
-def sinkscope_arm(folder: str, all_layers: bool = False) -> dict[str, Any]:
+def sinkscope_arm(folder: str, all_layers: bool = False) -> Row:
     """`find_sinks` on the same folder, with the same repetitions and candidates."""
     import torch  # noqa: F401
     import transformers  # noqa: F401
@@ -89,13 +97,16 @@ def sinkscope_arm(folder: str, all_layers: bool = False) -> dict[str, Any]:
 
     read: set[str] = set()
 
-    def run() -> dict[str, Any]:
+    def run() -> Row:
         target: Any = open_target(Path(folder), None, None, None, None, False)  # as find_sinks(folder) does
         found = find_sinks(target, tokens=["a"], top_k=CANDIDATES, max_repeats=REPEATS, all_layers=all_layers)
         read.update(target.store.source.read)
+        items = []
+        for n in found.causal:
+            items.append(n.neuron)
         return {
             "layer": found.sink_layer,
-            "neurons": sorted(n.neuron for n in found.causal),
+            "neurons": sorted(items),
             "layers_read": found.layers_read,
             "n_layers": found.model.n_layers,
             "set_drop": found.set_drop,
@@ -103,11 +114,14 @@ def sinkscope_arm(folder: str, all_layers: bool = False) -> dict[str, Any]:
         }
 
     out = measured(run)
-    layers = {int(name.split("layers.")[1].split(".")[0]) for name in read if "layers." in name}
+    layers = set()
+    for name in read:
+        if "layers." in name:
+            layers.add(int(name.split("layers.")[1].split(".")[0]))
     return out | {"deepest_tensor_read": max(layers, default=None), "tensors_read": len(read)}
 
 
-def plain_arm(folder: str) -> dict[str, Any]:
+def plain_arm(folder: str) -> Row:
     """Nothing but the forward passes that the verdict needs, layers streamed as `find_sinks` streams them."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: F401 - imports are not timed
@@ -117,7 +131,7 @@ def plain_arm(folder: str) -> dict[str, Any]:
     truth = json.loads((Path(folder) / "truth.json").read_text())
     layer = int(truth["neurons"][0]["layer"])
 
-    def run() -> dict[str, Any]:
+    def run() -> Row:
         target: Any = open_target(Path(folder), None, None, None, None, False)
         last = min(target.n_layers - 1, layer + max(3, -(-target.n_layers // 3)))  # where the spike has stayed flat
 
@@ -134,7 +148,7 @@ def plain_arm(folder: str) -> dict[str, Any]:
     return measured(run)
 
 
-def measured(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def measured(run: Callable[[], Row]) -> Row:
     """Seconds, and growth and peak of resident memory, of `run`."""
     before, start = status("VmRSS"), time.perf_counter()
     out = run()
@@ -148,7 +162,7 @@ def status(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def child(arm: str, folder: Path) -> dict[str, Any]:
+def child(arm: str, folder: Path) -> Row:
     """Run an arm in a process of its own."""
     command = [sys.executable, "-m", "experiments.bench_find_sinks", "--arm", arm, "--folder", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -157,7 +171,7 @@ def child(arm: str, folder: Path) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def make(folder: Path, *options: str) -> dict[str, Any]:
+def make(folder: Path, *options: str) -> Row:
     """A checkpoint with a planted sink, and its truth."""
     subprocess.run(
         [sys.executable, "-m", "experiments.make_shape", "--out", str(folder), *options],
@@ -167,7 +181,7 @@ def make(folder: Path, *options: str) -> dict[str, Any]:
     return json.loads((folder / "truth.json").read_text())
 
 
-def pair(folder: Path, sink_layer: int, rounds: int) -> dict[str, Any]:
+def pair(folder: Path, sink_layer: int, rounds: int) -> Row:
     """Both arms in turn; ratios round by round."""
     truth = make(
         folder,
@@ -182,10 +196,17 @@ def pair(folder: Path, sink_layer: int, rounds: int) -> dict[str, Any]:
         "--beta",
         "2.7",
     )
-    planted = sorted(n["neuron"] for n in truth["neurons"])
+    items = []
+    for n in truth["neurons"]:
+        items.append(n["neuron"])
+    planted = sorted(items)
     arms = ("notebook", "sinkscope", "plain")
-    runs = [[child(arm, folder) for arm in arms] for _ in range(rounds)]
-    right = [a["layer"] == b["layer"] == sink_layer and a["neurons"] == b["neurons"] == planted for a, b, _ in runs]
+    runs = []
+    for _ in range(rounds):
+        runs.append([child(arm, folder) for arm in arms])
+    right = []
+    for a, b, _ in runs:
+        right.append(a["layer"] == b["layer"] == sink_layer and a["neurons"] == b["neurons"] == planted)
     return {
         "sink_layer": sink_layer,
         "planted": planted,
@@ -197,21 +218,27 @@ def pair(folder: Path, sink_layer: int, rounds: int) -> dict[str, Any]:
     }
 
 
-def seven_b(folder: Path) -> dict[str, Any]:
+def seven_b(folder: Path) -> Row:
     """Memory on the full shape, and what was read."""
     truth = make(folder, "--shape", "llama-2-7b", "--sink-layer", "1")
-    apparent = sum(f.stat().st_size for f in folder.iterdir())
+    counts = []
+    for f in folder.iterdir():
+        counts.append(f.stat().st_size)
+    apparent = sum(counts)
     shallow, whole = child("sinkscope", folder), child("sinkscope-all", folder)
+    items = []
+    for n in truth["neurons"]:
+        items.append(n["neuron"])
     return {
         "apparent_bytes": apparent,
-        "planted": sorted(n["neuron"] for n in truth["neurons"]),
+        "planted": sorted(items),
         "no_unread_layer_touched": shallow["deepest_tensor_read"] < shallow["layers_read"],
         "default": shallow,
         "all_layers": whole,
     }
 
 
-def cold_start(rounds: int) -> dict[str, Any]:
+def cold_start(rounds: int) -> Row:
     """The command against the imports alone."""
     imports = [sys.executable, "-c", "import torch, transformers, transformer_lens"]
     command = [sys.executable, "-m", "sinkscope", "find-sinks"]
@@ -224,53 +251,50 @@ def cold_start(rounds: int) -> dict[str, Any]:
             times.append(time.perf_counter() - start)
         pairs.append(times)
     pairs = pairs[1:]  # the first round warms the file cache
-    return {"ratio": statistics.median(a / b for a, b in pairs), "seconds": pairs}
+    values = []
+    for a, b in pairs:
+        values.append(a / b)
+    return {"ratio": statistics.median(values), "seconds": pairs}
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", nargs="*", choices=["shallow", "deep", "seven_b", "cold_start"])
-    parser.add_argument("--arm", choices=["notebook", "plain", "sinkscope", "sinkscope-all"], help=argparse.SUPPRESS)
-    parser.add_argument("--folder", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.arm:
-        alone = {"notebook": notebook_arm, "plain": plain_arm}.get(args.arm)
-        print(json.dumps(alone(args.folder) if alone else sinkscope_arm(args.folder, "all" in args.arm)))
+def main(
+    *,
+    rounds: int = 3,
+    only: Sequence[Literal[*ROWS]] = ROWS,
+    arm: Literal[*ARMS] | None = None,
+    folder: Path | None = None,
+    out: Path | None = None,
+) -> None:
+    """Make what the module describes.
+
+    Args:
+        arm: Only run this on the checkpoint in `folder`, as the script does itself in processes of their own.
+    """
+    if arm is not None:
+        alone = {"notebook": notebook_arm, "plain": plain_arm}.get(arm)
+        print(json.dumps(alone(folder) if alone else sinkscope_arm(folder, "all" in arm)))
         return
-    rows: dict[str, Callable[[Path], dict[str, Any]]] = {
-        "shallow": lambda f: pair(f, 1, args.rounds),
-        "deep": lambda f: pair(f, 16, args.rounds),
+    rows: dict[str, Callable[[Path], Row]] = {
+        "shallow": lambda f: pair(f, 1, rounds),
+        "deep": lambda f: pair(f, 16, rounds),
         "seven_b": seven_b,
-        "cold_start": lambda _f: cold_start(args.rounds),
+        "cold_start": lambda _f: cold_start(rounds),
     }
-    results: dict[str, Any] = {}
-    if args.out is not None and args.out.exists():  # rows that are not run again stay
-        results = json.loads(args.out.read_text())["result"]
+    results: Row = {}
+    if out is not None and out.exists():  # rows that are not run again stay
+        results = json.loads(out.read_text())["result"]
     started = time.perf_counter()
-    for name, row in rows.items():
-        if args.only and name not in args.only:
-            continue
+    for name in only:
         print(f"{name} ...", file=sys.stderr, flush=True)
-        with tempfile.TemporaryDirectory() as folder:
-            results[name] = row(Path(folder) / "model")
-    from experiments.record import record
-
-    text = record(
-        "bench-find-sinks",
-        results,
-        {"rounds": args.rounds, "repeats": REPEATS, "candidates": CANDIDATES},
-        started=started,
-    )
-    if args.out is None:
+        with tempfile.TemporaryDirectory() as temporary:
+            results[name] = rows[name](Path(temporary) / "model")
+    settings = {"rounds": rounds, "repeats": REPEATS, "candidates": CANDIDATES}
+    text = record("bench-find-sinks", results, settings, started=started)
+    if out is None:
         print(text)
     else:
-        from sinkscope.files.output import write_atomic
-
-        write_atomic(args.out, text)
+        write_atomic(out, text)
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

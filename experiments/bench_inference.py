@@ -16,13 +16,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from experiments.record import record
+from experiments.record import Row, record
+from experiments.script import run as run_script
 
 DATA = Path(__file__).parents[1] / "figures/bench_inference.json"
-SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+SHAPES: dict[str, tuple[str, Row]] = {
     "llama-7b": (
         "llama",
         {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 32},
@@ -99,7 +101,10 @@ def measure(shape: str, what: str) -> dict[str, float]:
     else:
         find.adapter_without_row(Target(model, model, "hf", DRAFT))
     seconds = time.process_time() - started
-    layer = sum(parameter.numel() * parameter.element_size() for parameter in model.model.layers[0].parameters())
+    counts = []
+    for parameter in model.model.layers[0].parameters():
+        counts.append(parameter.numel() * parameter.element_size())
+    layer = sum(counts)
     return {"seconds": seconds, "gigabytes": (_peak() - before) / 1e9, "layer_gigabytes": layer / 1e9}
 
 
@@ -111,16 +116,20 @@ def model_of_two_layers() -> Any:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=64, pad_token_id=0, **sizes))
 
 
-def main(chosen: list[str]) -> None:
-    """Measure each shape in processes of their own, and write the record."""
-    if chosen and chosen[0] == "--measure":
-        print(json.dumps(measure(chosen[1], chosen[2])))
+def main(shapes: Sequence[Literal[*SHAPES]] = tuple(SHAPES), *, measured: str | None = None) -> None:
+    """Measure each shape in processes of their own, and write the record.
+
+    Args:
+        measured: Only measure this in a shape, as the script does itself in processes of their own.
+    """
+    if measured is not None:
+        print(json.dumps(measure(shapes[0], measured)))
         return
-    rows: dict[str, Any] = {}
+    rows: Row = {}
     if DATA.is_file():
         rows = json.loads(DATA.read_text())["result"]["shapes"]
-    for shape in chosen or SHAPES:
-        row: dict[str, Any] = {}
+    for shape in shapes:
+        row: Row = {}
         steps = ["infer", "again"]
         if shape in LIVE:
             steps.append("live")
@@ -128,7 +137,7 @@ def main(chosen: list[str]) -> None:
             runs: list[dict[str, float]] = []
             with tempfile.TemporaryDirectory() as cache:
                 environment = {**os.environ, "XDG_CACHE_HOME": cache, "OMP_NUM_THREADS": "1"}
-                command = [sys.executable, "-m", "experiments.bench_inference", "--measure", shape, what]
+                command = [sys.executable, "-m", "experiments.bench_inference", shape, "--measured", what]
                 for repeat in range(REPEATS + (what == "again")):
                     if what != "again":
                         environment["XDG_CACHE_HOME"] = f"{cache}/{repeat}"
@@ -144,4 +153,4 @@ def main(chosen: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_script(main)

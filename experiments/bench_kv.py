@@ -85,7 +85,9 @@ def interleaved(arms: dict[str, Arm], rounds: int) -> dict[str, dict[str, list[f
 
 def ratio(arm: list[float], base: list[float]) -> dict[str, Any]:
     """Median over pairs of arm / base, and its 95 % bootstrap interval."""
-    pairs = [a / b for a, b in zip(arm, base, strict=True)]
+    pairs = []
+    for a, b in zip(arm, base, strict=True):
+        pairs.append(a / b)
     return {"median": statistics.median(pairs), "interval": interval(pairs), "pairs": pairs}
 
 
@@ -96,16 +98,19 @@ def interval(values: list[float], over: list[float] | None = None) -> list[float
     def median(sample: list[float]) -> float:
         return statistics.median(draw.choices(sample, k=len(sample)))
 
-    medians = sorted(median(values) / (1 if over is None else median(over)) for _ in range(4000))
+    items = []
+    for _ in range(4000):
+        items.append(median(values) / (1 if over is None else median(over)))
+    medians = sorted(items)
     return [medians[100], medians[-101]]
 
 
 def ratios(seconds: dict[str, dict[str, list[float]]], base: str) -> dict[str, Any]:
-    return {
-        name: {part: ratio(values, seconds[base][part]) for part, values in parts.items()}
-        for name, parts in seconds.items()
-        if name != base
-    }
+    items = {}
+    for name, parts in seconds.items():
+        if name != base:
+            items[name] = {part: ratio(values, seconds[base][part]) for part, values in parts.items()}
+    return items
 
 
 # --- sections -----------------------------------------------------------------------------------------------------
@@ -153,11 +158,14 @@ def overhead(rounds: int) -> dict[str, Any]:
     }
     small = interleaved(arms(bundled, 128, 128, **evicting), 4 * rounds)
     milliseconds = statistics.median(big["plain"]["token"]) * 1e3
+    bundled_microseconds_per_token = {}
+    for n, p in small.items():
+        bundled_microseconds_per_token[n] = statistics.median(p["token"]) * 1e6
     return {
         "milliseconds_per_token": milliseconds,
         "ratio": ratios(big, "plain"),
         "guard_events": len(events),
-        "bundled_microseconds_per_token": {n: statistics.median(p["token"]) * 1e6 for n, p in small.items()},
+        "bundled_microseconds_per_token": bundled_microseconds_per_token,
         "bundled_ratio": ratios(small, "plain"),
     }
 
@@ -170,15 +178,22 @@ def monitor(rounds: int) -> dict[str, Any]:
     model: Any = ss.load(None, backend="hf")
     text = model.tokenizer(typical_text())["input_ids"]
     marks, block = (1024, 8192, 32768), 512
+    loop = []
+    for each in range(marks[-1]):
+        loop.append(text[each] if each < 600 else text[each % 24])
     streams = {
         "text": [text[i % len(text)] for i in range(marks[-1])],
-        "loop": [text[i] if i < 600 else text[i % 24] for i in range(marks[-1])],
+        "loop": loop,
     }
     draw = random.Random(0)
-    confidence = [draw.random() for _ in range(marks[-1])]
+    confidence = []
+    for _ in range(marks[-1]):
+        confidence.append(draw.random())
     out: dict[str, Any] = {}
     for name, ids in streams.items():
-        seconds: dict[int, list[float]] = {mark: [] for mark in marks}
+        seconds: dict[int, list[float]] = {}
+        for mark in marks:
+            seconds[mark] = []
         for _ in range(rounds):
             watching, start = Monitor(), 0.0
             for i, (token, p_max) in enumerate(zip(ids, confidence, strict=True)):
@@ -187,9 +202,12 @@ def monitor(rounds: int) -> dict[str, Any]:
                 watching.update(token, p_max)
                 if i + 1 in seconds:
                     seconds[i + 1].append((time.thread_time() - start) / block)
+        over_1k = {}
+        for each in marks[1:]:
+            over_1k[each] = ratio(seconds[each], seconds[marks[0]])
         out[name] = {
             "microseconds_per_token": {mark: statistics.median(s) * 1e6 for mark, s in seconds.items()},
-            "over_1k": {mark: ratio(seconds[mark], seconds[marks[0]]) for mark in marks[1:]},
+            "over_1k": over_1k,
         }
     return out
 
@@ -270,7 +288,9 @@ def decoding(rounds: int) -> dict[str, Any]:
 
             return run
 
-        enter = ours if kvpress is None else theirs
+        enter = theirs
+        if kvpress is None:
+            enter = ours
         arms = {"plain": arm(None)} | {name: arm(name, enter=enter) for name in names}
         seconds = interleaved(arms, rounds)
         out[f"prompt {prompt}, budget {budget}, every {every}"] = {
@@ -301,7 +321,10 @@ def status(field: str) -> int:
 def versions(*names: str) -> dict[str, str]:
     from importlib.metadata import version
 
-    return {name: version(name) for name in names}
+    values = {}
+    for name in names:
+        values[name] = version(name)
+    return values
 
 
 # --- running and merging --------------------------------------------------------------------------------------------
@@ -309,7 +332,10 @@ def versions(*names: str) -> dict[str, str]:
 
 def child(python: str, section: str, rounds: int) -> Any:
     """A section in a process of its own; another python runs the file alone."""
-    how = ["-m", "experiments.bench_kv"] if python == sys.executable else [str(Path(__file__))]
+    if python == sys.executable:
+        how = ["-m", "experiments.bench_kv"]
+    else:
+        how = [str(Path(__file__))]
     done = subprocess.run(
         ["env", "OMP_NUM_THREADS=1", python, *how, "--section", section, "--rounds", str(rounds)],
         stdout=subprocess.PIPE,
@@ -394,7 +420,9 @@ def main() -> None:
         if section == "decoding" and args.peer:
             peer = child(args.peer, section, args.rounds)
             made = {"sinkscope": made, "kvpress": peer, "kvpress_over_sinkscope": advantage(made, peer)}
-        result = json.loads(args.out.read_text())["result"] if args.out.is_file() else {}
+        result = {}
+        if args.out.is_file():
+            result = json.loads(args.out.read_text())["result"]
         settings = {"shape": SHAPE, "decoding": DECODING}
         result |= {section: made}
         args.out.write_text(record("bench-kv", result, settings, started=started))

@@ -19,7 +19,6 @@ length. `--long N` adds a row at a length for which `eager` is left out.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
@@ -28,12 +27,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from experiments.record import record
+from experiments.record import Row, record
+from experiments.script import run as run_script
 from sinkscope.attention.lines import ETAS, weighed
 from sinkscope.files.output import write_atomic
 from sinkscope.lines.sums import Scores, line_sums, scores_of
@@ -115,7 +115,10 @@ def run(arm: str, target: Target, ids: Tensor, *, dense: bool = False) -> dict[i
         matrices = target.base(input_ids=ids, output_attentions=True, use_cache=False).attentions
         target.hf.set_attn_implementation("sdpa")
         for layer, probs in enumerate(matrices if dense else ()):
-            slash = torch.stack([probs[0].diagonal(-o, 1, 2).sum(-1) for o in range(ids.shape[1])], 1)
+            rows = []
+            for o in range(ids.shape[1]):
+                rows.append(probs[0].diagonal(-o, 1, 2).sum(-1))
+            slash = torch.stack(rows, 1)
             found[layer] = probs[0].sum(1), slash
     else:
         generator = torch.Generator().manual_seed(0)
@@ -156,7 +159,9 @@ def peak_of(arm: str, shape: str, length: int, seed: int, threads: int) -> int:
 def memory(name: str) -> Any:
     """A line of this process's memory ("VmRSS", "VmHWM") in bytes; None: there is none (not on Linux)."""
     file = Path("/proc/self/status")
-    lines = file.read_text().splitlines() if file.exists() else []
+    lines = []
+    if file.exists():
+        lines = file.read_text().splitlines()
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith(name + ":")), None)
 
 
@@ -166,16 +171,29 @@ def timed(call: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def row(arms: tuple[str, ...], target: Target, length: int, args: argparse.Namespace) -> dict[str, Any]:
+def row(arms: tuple[str, ...], target: Target, length: int, settings: Row) -> Row:
     """Interleaved rounds of some arms at one length."""
-    ids = ids_of(length, args.seed)
+    ids = ids_of(length, settings["seed"])
     run("sdpa", target, ids)
-    rounds = [{arm: timed(lambda arm=arm: run(arm, target, ids)) for arm in arms} for _ in range(args.rounds)]
-    memory = {arm: peak_of(arm, args.shape, length, args.seed, args.threads) for arm in arms}
+    rounds = [{arm: timed(lambda arm=arm: run(arm, target, ids)) for arm in arms} for _ in range(settings["rounds"])]
+    memory = {}
+    for each in arms:
+        memory[each] = peak_of(each, settings["shape"], length, settings["seed"], settings["threads"])
 
     def ratio(over: str, under: str) -> float | None:
-        return statistics.median(r[over] / r[under] for r in rounds) if {over, under} <= set(arms) else None
+        if {over, under} <= set(arms):
+            values = []
+            for r in rounds:
+                values.append(r[over] / r[under])
+            return statistics.median(values)
+        return None
 
+    eager_over_lines_memory = None
+    if "eager" in arms:
+        eager_over_lines_memory = memory["eager"] / memory["lines"]
+    eager_over_lines_added = None
+    if "eager" in arms:
+        eager_over_lines_added = statistics.median((r["eager"] - r["sdpa"]) / (r["lines"] - r["sdpa"]) for r in rounds)
     return {
         "length": length,
         "eager_over_lines": ratio("eager", "lines"),
@@ -184,50 +202,56 @@ def row(arms: tuple[str, ...], target: Target, length: int, args: argparse.Names
         "mass_over_sdpa": ratio("mass", "sdpa"),
         "seconds": rounds,
         "peak_bytes": memory,
-        "eager_over_lines_memory": memory["eager"] / memory["lines"] if "eager" in arms else None,
-        "eager_over_lines_added": statistics.median((r["eager"] - r["sdpa"]) / (r["lines"] - r["sdpa"]) for r in rounds)
-        if "eager" in arms
-        else None,
+        "eager_over_lines_memory": eager_over_lines_memory,
+        "eager_over_lines_added": eager_over_lines_added,
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--shape", default="lines-512", choices=sorted(SHAPES))
-    parser.add_argument("--length", type=int, default=8192)
-    parser.add_argument("--long", type=int)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--arm", choices=ARMS, help="run one arm once and print how far the peak rose")
-    args = parser.parse_args()
+def main(
+    *,
+    shape: Literal[*SHAPES] = "lines-512",
+    length: int = 8192,
+    long: int | None = None,
+    rounds: int = 3,
+    seed: int = 0,
+    threads: int = 1,
+    arm: Literal[*ARMS] | None = None,
+    out: Path | None = None,
+) -> None:
+    """Make what the module describes.
+
+    Args:
+        long: Another length, of the arms that read it in a reasonable time.
+        arm: Only run this once and print how far the peak of memory rose.
+    """
     started = time.perf_counter()
-    torch.set_num_threads(args.threads)
-    target = made(args.shape, args.seed)
-    if args.arm:
-        run(args.arm, target, ids_of(64, args.seed))  # libraries are loaded
+    torch.set_num_threads(threads)
+    target = made(shape, seed)
+    if arm is not None:
+        run(arm, target, ids_of(64, seed))  # libraries are loaded
         Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is held now (Linux)
         before = memory("VmRSS")
-        run(args.arm, target, ids_of(args.length, args.seed))
+        run(arm, target, ids_of(length, seed))
         print(json.dumps({"peak": max(1, memory("VmHWM") - before)}))
         return
-    short = ids_of(512, args.seed)
-    pairs = [
-        (run("eager", target, short, dense=True)[i], run("lines", target, short)[i]) for i in range(target.n_layers)
-    ]
+    short = ids_of(512, seed)
+    pairs = []
+    for i in range(target.n_layers):
+        pairs.append((run("eager", target, short, dense=True)[i], run("lines", target, short)[i]))
     same = all(torch.allclose(a, b, atol=1e-3, rtol=1e-3) for one in pairs for a, b in zip(*one, strict=True))
-    heaviest = [float(sums.max() / 512) for sums in pairs[0][1]]
-    rows = [row(ARMS, target, args.length, args)]
-    if args.long:
-        rows.append(row(("lines", "sdpa"), target, args.long, args))
-    settings = {k: v for k, v in vars(args).items() if k not in ("out", "arm")}
+    heaviest = []
+    for sums in pairs[0][1]:
+        heaviest.append(float(sums.max() / 512))
+    settings = {"shape": shape, "length": length, "long": long, "rounds": rounds, "seed": seed, "threads": threads}
+    rows = [row(ARMS, target, length, settings)]
+    if long is not None:
+        rows.append(row(("lines", "sdpa"), target, long, settings))
     result = {"same": same, "heaviest_line": {"vertical": heaviest[0], "slash": heaviest[1]}, "rows": rows}
-    text = record("bench-lines", result, settings, started=started, seed=args.seed)
-    if args.out:
-        write_atomic(args.out, text)
+    text = record("bench-lines", result, settings, started=started, seed=seed)
+    if out is not None:
+        write_atomic(out, text)
     print(text, end="")
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from experiments.bench_loopserve import D_HEAD, scattered, seconds
-from experiments.record import record
+from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.files.output import write_atomic
 from sinkscope.lines import lone, sparse
@@ -51,14 +51,21 @@ def by_c() -> LoneLoops:
         library = ctypes.CDLL(str(made))
 
     def at(*tensors: Tensor) -> list[Any]:
-        return [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
+        rows = []
+        for tensor in tensors:
+            rows.append(ctypes.c_void_p(tensor.data_ptr()))
+        return rows
 
     def scores(query: Tensor, key: Tensor, opened: Tensor, offsets: Tensor, start: int, out: Tensor) -> None:
-        numbers = [ctypes.c_int64(n) for n in (len(offsets), start, len(query))]
+        numbers = []
+        for n in (len(offsets), start, len(query)):
+            numbers.append(ctypes.c_int64(n))
         library.lone_scores(*at(query, key, opened, offsets), *numbers, *at(out), ctypes.c_int64(out.stride(0)))
 
     def sums(probs: Tensor, value: Tensor, offsets: Tensor, start: int, out: Tensor) -> None:
-        numbers = [ctypes.c_int64(n) for n in (len(offsets), start, len(probs))]
+        numbers = []
+        for n in (len(offsets), start, len(probs)):
+            numbers.append(ctypes.c_int64(n))
         library.lone_sums(*at(probs, value, offsets), *numbers, *at(out), ctypes.c_int64(probs.stride(0)))
 
     return LoneLoops(scores, sums)
@@ -104,12 +111,12 @@ def _sums(probs: Tensor, value: Tensor, offsets: Tensor, start: int, out: Tensor
         out[begin:].addcmul_(probs[begin:, line, None], value[at])
 
 
-def measured(lengths: list[int], rounds: int) -> list[dict[str, Any]]:
+def measured(lengths: list[int], rounds: int) -> list[Row]:
     """One row for each length and arm."""
     numba = lone_loops(D_HEAD, D_HEAD)
     arms = {"c": by_c(), "numba": numba, "inductor": by_inductor(), "pytorch": LoneLoops(_scores, _sums)}
     first: dict[str, float] = {}
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for n in lengths:
         generator = torch.Generator().manual_seed(n)
         query, key, value = (torch.randn(HEADS, n, D_HEAD, generator=generator) for _ in range(3))
@@ -135,7 +142,9 @@ def measured(lengths: list[int], rounds: int) -> list[dict[str, Any]]:
             for name, times in took.items():
                 times.append(seconds(run(name))[0])
         for name, times in took.items():
-            ratios = [mine / c for mine, c in zip(times, took["c"], strict=True)]
+            ratios = []
+            for mine, c in zip(times, took["c"], strict=True):
+                ratios.append(mine / c)
             rows.append(
                 {
                     "n": n,

@@ -39,7 +39,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from experiments.bench_lines import ids_of, made
 from experiments.drawn import put_table, save
-from experiments.record import record
+from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.files.output import write_atomic
 from sinkscope.kv.loopserve import LoopServe, Progressive, serve, sparse_prompts
@@ -87,19 +87,23 @@ def scattered(kind: str, heads: int, n: int, density: float, generator: torch.Ge
     return HeadLines(vertical, slash, n)
 
 
-def layer(lengths: list[int], rounds: int) -> list[dict[str, Any]]:
+def layer(lengths: list[int], rounds: int) -> list[Row]:
     """Times faster than dense attention, by length, kind of lines and share of cells."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for n in lengths:
         generator = torch.Generator().manual_seed(0)
-        heads = 8 if n <= REPEATED else 2
+        heads = 2
+        if n <= REPEATED:
+            heads = 8
         query, key, value = (torch.randn(heads, n, D_HEAD, generator=generator) for _ in range(3))
 
         def dense(q: Tensor = query, k: Tensor = key, v: Tensor = value) -> Tensor:
             return functional.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)
 
         for kind in KINDS:
-            drawn = [scattered(kind, heads, n, density, generator) for density in DENSITIES]
+            drawn = []
+            for density in DENSITIES:
+                drawn.append(scattered(kind, heads, n, density, generator))
             pairs: list[list[float]] = [[] for _ in drawn]
             work: list[Any] = [None] * len(drawn)
             sparse.sparse_attention(query, key, value, drawn[0])  # compiled
@@ -124,7 +128,10 @@ def layer(lengths: list[int], rounds: int) -> list[dict[str, Any]]:
                         "pairs": ratios,
                     }
                 )
-            said = ", ".join(f"{row['cells']:.0%}: {row['times_faster']:.1f}" for row in rows[-len(DENSITIES) :])
+            parts = []
+            for row in rows[-len(DENSITIES) :]:
+                parts.append(f"{row['cells']:.0%}: {row['times_faster']:.1f}")
+            said = ", ".join(parts)
             _console.print(f"{n} {kind}: times faster at {said}")
     return rows
 
@@ -142,9 +149,9 @@ def planted(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     return query, key
 
 
-def selection(lengths: list[int], rounds: int) -> list[dict[str, Any]]:
+def selection(lengths: list[int], rounds: int) -> list[Row]:
     """Time of the choice over that of dense attention, for an alpha that few lines hold and one that few do not."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for n in lengths:
         query, key = planted(n, torch.Generator().manual_seed(0))
         limit = sparse.dense_limit(D_HEAD, query.device)
@@ -204,16 +211,18 @@ def model_of(name: str) -> Any:
 
 
 @torch.no_grad()
-def turns(_lengths: list[int], rounds: int) -> list[dict[str, Any]]:
+def turns(_lengths: list[int], rounds: int) -> list[Row]:
     """A new turn under LoopServe over the same turn of the model alone; the context is cut back after each."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     arms = {"ours": LoopServe(decode=False), "always": LoopServe(decode=False, shortest=0)}
     for name in ("lines", "half", "flat"):
-        models = {arm: model_of(name) for arm in ("alone", *arms)}
+        models = {}
+        for each in ("alone", *arms):
+            models[each] = model_of(name)
         for context in CONTEXTS:
             ids = ids_of(context + max(TURNS), 0)
             with ExitStack() as stack:
-                caches: dict[str, Any] = {}
+                caches: Row = {}
                 for arm, model in models.items():
                     if arm in arms:
                         stack.enter_context(arms[arm].on(model))
@@ -239,9 +248,9 @@ def turns(_lengths: list[int], rounds: int) -> list[dict[str, Any]]:
 
 
 @torch.no_grad()
-def whole_model(lengths: list[int], rounds: int) -> list[dict[str, Any]]:
+def whole_model(lengths: list[int], rounds: int) -> list[Row]:
     """Forward passes under LoopServe and without."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for name in ("lines", "half", "flat"):
         model = model_of(name)
         for n in lengths if name == "lines" else [n for n in lengths if n <= 2 * REPEATED]:
@@ -262,7 +271,13 @@ def whole_model(lengths: list[int], rounds: int) -> list[dict[str, Any]]:
                 with LoopServe(alpha=alpha, decode=False).on(model), stages() as took:
                     spent, _out = seconds(forward)
                 took["rest of the model"] = spent - took.total()
-                data = [event.data for event in events if event.kind == "prefill"]
+                data = []
+                for event in events:
+                    if event.kind == "prefill":
+                        data.append(event.data)
+                counts = []
+                for d in data:
+                    counts.append(d["cells"])
                 rows.append(
                     {
                         "model": name,
@@ -270,7 +285,7 @@ def whole_model(lengths: list[int], rounds: int) -> list[dict[str, Any]]:
                         "alpha": alpha,
                         "times_faster": median(pairs),
                         "pairs": pairs,
-                        "cells": sum(d["cells"] for d in data) / len(data),
+                        "cells": sum(counts) / len(data),
                         "logits_change": drift,
                         "computed": sum(d["computed"] for d in data) / len(data),
                         "dense_heads": sum(d["dense_heads"] for d in data),
@@ -282,7 +297,7 @@ def whole_model(lengths: list[int], rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def decoding(contexts: list[int], rounds: int) -> list[dict[str, Any]]:
+def decoding(contexts: list[int], rounds: int) -> list[Row]:
     """Milliseconds a step, everything against 1,024 chosen tokens."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -308,18 +323,23 @@ def decoding(contexts: list[int], rounds: int) -> list[dict[str, Any]]:
                 for _ in range(33)
             ]
 
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for n in contexts:
         whole, part = [], []
         for _ in range(rounds):
             whole.append(steps(n, None))
             part.append(steps(n, Progressive(budget=1024, after=0)))
-        ratios = [sum(a) / sum(b) for a, b in zip(whole, part, strict=True)]
+        ratios = []
+        for a, b in zip(whole, part, strict=True):
+            ratios.append(sum(a) / sum(b))
+        values = []
+        for each in whole:
+            values.append(median(each))
         rows.append(
             {
                 "context": n,
                 "budget": 1024,
-                "whole_ms": median(median(a) for a in whole),
+                "whole_ms": median(values),
                 "between_selections_ms": median(median(a) for a in part),
                 "mean_ms": median(sum(a) / len(a) for a in part),
                 "times_faster": median(ratios),
@@ -330,18 +350,26 @@ def decoding(contexts: list[int], rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def turns_table(rows: list[dict[str, Any]]) -> str:
+def turns_table(rows: list[Row]) -> str:
     """Times of new turns over those of the model alone; in brackets where lines are chosen whatever that costs."""
     lines = [f"| attention | context | {' | '.join(f'{new:,}' for new in TURNS)} |", "|---" * (2 + len(TURNS)) + "|"]
     for name, context in dict.fromkeys((row["model"], row["context"]) for row in rows):
-        over = [row["over_alone"] for row in rows if (row["model"], row["context"]) == (name, context)]
-        cells = [f"{one['ours']:.2f} ({one['always']:.2f})" for one in over]
+        over = []
+        for row in rows:
+            if (row["model"], row["context"]) == (name, context):
+                over.append(row["over_alone"])
+        cells = []
+        for one in over:
+            cells.append(f"{one['ours']:.2f} ({one['always']:.2f})")
         lines.append(f"| `{name}` | {context:,} | {' | '.join(cells)} |")
-    slowest = max(row["over_alone"]["ours"] for row in rows)
+    values = []
+    for each in rows:
+        values.append(each["over_alone"]["ours"])
+    slowest = max(values)
     return "\n".join([*lines, "", f"The slowest turn takes {slowest:.2f} times as long as the model alone."])
 
 
-def figure(data: dict[str, Any]) -> Any:
+def figure(data: Row) -> Any:
     """Four panels: layers by share of cells, for single columns and offsets; whole model by length; its stages."""
     result = data["result"]
     from plotly.subplots import make_subplots
@@ -354,10 +382,19 @@ def figure(data: dict[str, Any]) -> Any:
     colours = dict(zip(LENGTHS, (GREY, BLUE, GREEN, ORANGE, RED), strict=True))
     for column, kind in ((1, "vertical"), (2, "slash")):
         for n in sorted({row["n"] for row in result["layer"]}):
-            some = [row for row in result["layer"] if (row["n"], row["kind"]) == (n, kind)]
+            some = []
+            for each in result["layer"]:
+                if (each["n"], each["kind"]) == (n, kind):
+                    some.append(each)
+            x = []
+            for each in some:
+                x.append(each["cells"])
+            y = []
+            for each in some:
+                y.append(each["times_faster"])
             fig.add_scatter(
-                x=[row["cells"] for row in some],
-                y=[row["times_faster"] for row in some],
+                x=x,
+                y=y,
                 name=f"n = {n:,}",
                 mode="lines+markers",
                 line_color=colours.get(n),
@@ -372,10 +409,19 @@ def figure(data: dict[str, Any]) -> Any:
     said = {"lines": "lines", "half": "one layer of two on lines", "flat": "flat attention, all dense"}
     arms = dict.fromkeys((row["model"], row["alpha"]) for row in result["model"])
     for (model, alpha), colour in zip(arms, (BLUE, GREEN, ORANGE, RED), strict=False):
-        some = [row for row in result["model"] if (row["model"], row["alpha"]) == (model, alpha)]
+        some = []
+        for each in result["model"]:
+            if (each["model"], each["alpha"]) == (model, alpha):
+                some.append(each)
+        x = []
+        for each in some:
+            x.append(each["n"])
+        y = []
+        for each in some:
+            y.append(each["times_faster"])
         fig.add_scatter(
-            x=[row["n"] for row in some],
-            y=[row["times_faster"] for row in some],
+            x=x,
+            y=y,
             mode="lines+markers",
             name=f"{said[model]}, alpha {alpha}",
             line={"color": colour, "dash": "dash"},
@@ -385,19 +431,29 @@ def figure(data: dict[str, Any]) -> Any:
     fig.add_hline(1, line={"color": GREY, "dash": "dot"}, row=1, col=3)  # pyright: ignore
     fig.update_xaxes(type="log", tickvals=LENGTHS, ticktext=[f"{n // 1024}k" for n in LENGTHS], row=1, col=3)
     fig.update_yaxes(title="times faster than the model alone", rangemode="tozero", row=1, col=3)
-    rows = [row for row in result["model"] if (row["model"], row["alpha"]) == ("lines", 0.995)]
+    rows = []
+    for each in result["model"]:
+        if (each["model"], each["alpha"]) == ("lines", 0.995):
+            rows.append(each)
     names = ("sample", "line sums", "greedy search", "sparse attention", "rest of the model")
     for name, colour in zip(names, (BLUE, purple, ORANGE, GREEN, "#d0d0d0"), strict=True):
+        y = []
+        for each in rows:
+            y.append(each["seconds"].get(name, 0.0) / sum(each["seconds"].values()))
         fig.add_bar(
             x=[f"{row['n'] // 1024}k" for row in rows],
-            y=[row["seconds"].get(name, 0.0) / sum(row["seconds"].values()) for row in rows],
+            y=y,
             name=name,
             marker_color=colour,
             row=1,
             col=4,
         )
     fig.update_yaxes(tickformat=".0%", row=1, col=4)
-    whole = max((row for row in result["model"] if row["model"] == "lines"), key=lambda row: row["times_faster"])
+    values = []
+    for each in result["model"]:
+        if each["model"] == "lines":
+            values.append(each)
+    whole = max((values), key=lambda row: row["times_faster"])
     found = (
         f"Prompts of {whole['n']:,} tokens are read {whole['times_faster']:.1f} times faster on lines "
         f"(alpha {whole['alpha']}), where {whole['cells']:.1%} of the cells are needed; one core, float32"
@@ -430,7 +486,7 @@ def main(
     """
     torch.set_num_threads(1)
     started = time.perf_counter()
-    result: dict[str, Any] = {part: [] for part in PARTS}
+    result: Row = {part: [] for part in PARTS}
     if out.is_file():  # parts that are not run stay as they are
         result |= json.loads(out.read_text())["result"]
     for part in parts:

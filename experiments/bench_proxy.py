@@ -9,7 +9,6 @@ sockets.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import socket
@@ -18,7 +17,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import httpx
 import uvicorn
@@ -27,7 +25,8 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
-from experiments.record import record
+from experiments.record import Row, record
+from experiments.script import run as run_script
 from sinkscope.files.output import write_atomic
 from sinkscope.loops.monitor import MonitorSettings
 from sinkscope.models.text import typical_text
@@ -88,16 +87,18 @@ def watching(tokens: int) -> float:
     return time.thread_time() - started
 
 
-def measured(tokens: int, rounds: int) -> dict[str, Any]:
+def measured(tokens: int, rounds: int) -> Row:
     """Microseconds a token, straight and through the proxy, in turn."""
     direct, proxied = free_port(), free_port()
     words = [sys.executable, "-m"]
     upstream = f"http://127.0.0.1:{direct}"
     commands = [
-        [*words, "experiments.bench_proxy", "--serve", str(direct)],
+        [*words, "experiments.bench_proxy", "--serve-at", str(direct)],
         [*words, "sinkscope", "loops", "--proxy", upstream, "--port", str(proxied)],
     ]
-    processes = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for command in commands]
+    processes = []
+    for command in commands:
+        processes.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
     try:
         for _ in range(200):
             try:
@@ -117,8 +118,12 @@ def measured(tokens: int, rounds: int) -> dict[str, Any]:
         for process in processes:
             process.terminate()
             process.wait()
-    watched = [watching(tokens) / tokens * 1e6 for _ in range(rounds)]
-    medians = {name: round(statistics.median(values), 1) for name, values in taken.items()}
+    watched = []
+    for _ in range(rounds):
+        watched.append(watching(tokens) / tokens * 1e6)
+    medians = {}
+    for name, values in taken.items():
+        medians[name] = round(statistics.median(values), 1)
     return {
         "tokens": tokens,
         "microseconds_per_token": {**medians, "watching": round(statistics.median(watched), 1)},
@@ -127,23 +132,27 @@ def measured(tokens: int, rounds: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=10_000)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path("figures/bench_proxy.json"))
-    parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.serve is not None:
-        serve(args.serve)
+def main(
+    *,
+    tokens: int = 10_000,
+    rounds: int = 5,
+    serve_at: int | None = None,
+    out: Path = Path("figures/bench_proxy.json"),
+) -> None:
+    """Make what the module describes.
+
+    Args:
+        serve_at: Only be the server, at this port, as the script does itself in a process of its own.
+    """
+    if serve_at is not None:
+        serve(serve_at)
         return
     started = time.perf_counter()
-    result = measured(args.tokens, args.rounds)
-    settings = {"tokens": args.tokens, "rounds": args.rounds}
-    write_atomic(args.out, record("bench-proxy", result, settings, started=started, dtype="text"))
+    result = measured(tokens, rounds)
+    settings = {"tokens": tokens, "rounds": rounds}
+    write_atomic(out, record("bench-proxy", result, settings, started=started, dtype="text"))
     print(json.dumps(result["microseconds_per_token"]), f"load {result['load']:.1f}")
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

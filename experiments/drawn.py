@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas
 
+from experiments.record import Row
 from sinkscope.app.pages import ENVELOPE, Section, document, plot, save_document, section, write_png
 from sinkscope.display.console import note
 from sinkscope.display.tables import Grid, cell
@@ -19,7 +20,7 @@ ROWS = 2000  # of a table; the file holds them all
 _WIDTH = 80  # characters of a list in a cell
 
 
-def save(name: str, text: str, figure: Callable[[dict[str, Any]], Any], folder: Path) -> None:
+def save(name: str, text: str, figure: Callable[[Row], Any], folder: Path) -> None:
     """Write NAME.json, NAME.html, and NAME.png where a browser can draw it.
 
     Args:
@@ -38,7 +39,7 @@ def save(name: str, text: str, figure: Callable[[dict[str, Any]], Any], folder: 
         note(f"no PNG: {error}")
 
 
-def record_section(data: dict[str, Any], file: str, figure: Any = None) -> Section:
+def record_section(data: Row, file: str, figure: Any = None) -> Section:
     """The section of a record, which has no result class: its figure, and all its data as tables.
 
     Args:
@@ -46,19 +47,27 @@ def record_section(data: dict[str, Any], file: str, figure: Any = None) -> Secti
         file: name of its file, as shown to the reader.
         figure: a plotly figure, if there is one.
     """
-    lists = {name: data[name] for name in ENVELOPE if isinstance(data.get(name), dict)}
-    shown = "\n".join(part.html() for part in tables(data["result"]))
+    lists = {}
+    for name in ENVELOPE:
+        if isinstance(data.get(name), dict):
+            lists[name] = data[name]
+    parts = []
+    for part in tables(data["result"]):
+        parts.append(part.html())
+    shown = "\n".join(parts)
     return section(str(data["kind"]), file, lists, ("" if figure is None else plot(figure)) + shown)
 
 
-def tables(result: dict[str, Any]) -> Iterator[Grid]:
+def tables(result: Row) -> Iterator[Grid]:
     """Each list of records as a table, whose nested objects are columns, and all other values as one more."""
-    single: dict[str, Any] = {}
+    single: Row = {}
     for name, value in pandas.json_normalize(result, sep=", ").iloc[0].items():
         if not isinstance(value, list) or not value or not isinstance(value[0], dict):
             single[str(name)] = value
             continue
-        cut = f" (the first {ROWS:,} of {len(value):,} rows)" if len(value) > ROWS else ""
+        cut = ""
+        if len(value) > ROWS:
+            cut = f" (the first {ROWS:,} of {len(value):,} rows)"
         rows = pandas.json_normalize(value[:ROWS], sep=" ").astype(object)
         frame = rows.where(rows.notna(), None)  # what a record lacks
         yield Grid({str(column): [_in_a_cell(item) for item in frame[column]] for column in frame}, f"{name}{cut}")
@@ -92,6 +101,6 @@ def at_place(position: str) -> str:
     return {"begin": "at the beginning", "middle": "in the middle", "end": "at the end"}.get(position, position)
 
 
-def powers(title: str | None = None, every: int = 1) -> dict[str, Any]:
+def powers(title: str | None = None, every: int = 1) -> Row:
     """Options of a logarithmic axis with a label at `every` so many powers of ten."""
     return {"title_text": title, "type": "log", "dtick": every, "exponentformat": "power"}

@@ -12,7 +12,6 @@ parameter by every token of the bundled model, as if all experts and all layers 
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import resource
@@ -29,7 +28,8 @@ from transformers.utils import logging
 
 import sinkscope as ss
 from experiments.make_shape import SHAPES, make_plan, write
-from experiments.record import record
+from experiments.record import Row, record
+from experiments.script import run as run_script
 from sinkscope.app.expected import computing_seconds, size_of, speed
 from sinkscope.files.output import write_atomic
 from tests.organisms.decoders import byte_tokenizer
@@ -40,7 +40,7 @@ PLANTED: dict[str, tuple[tuple[int, ...], int, float]] = {  # sizes, layer of th
     "Llama, 24 layers x 768": ((768, 2048, 24, 12, 12, 8000, 4096), 3, 3.0),
     "Llama, 32 layers x 512": ((512, 1408, 32, 8, 8, 8000, 2048), 1, 2.5),
 }
-RANDOM: dict[str, Any] = {
+RANDOM: Row = {
     "GPT-2": GPT2Config(),
     "Qwen3 mixture, 8 of 64 experts": Qwen3MoeConfig(
         hidden_size=768,
@@ -74,7 +74,7 @@ def command_line(*words: str) -> tuple[str, float]:
     return printed.stdout, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def measured(command: str, model: str, config: Any, *, whole: bool) -> dict[str, Any]:
+def measured(command: str, model: str, config: Any, *, whole: bool) -> Row:
     """Expected and real seconds of one run."""
     size, cpu = size_of(config, torch.float32), torch.device("cpu")
     printed, _ = command_line(command, "--model", model, "--dry-run", "--device", "cpu")
@@ -94,11 +94,8 @@ def measured(command: str, model: str, config: Any, *, whole: bool) -> dict[str,
     }
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("figures/dry_run.json"))
-    args = parser.parse_args()
+def main(*, out: Path = Path("figures/dry_run.json")) -> None:
+    """Make what the module describes."""
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     started = time.perf_counter()
@@ -117,8 +114,8 @@ def main() -> None:
             byte_tokenizer().save_pretrained(folder)
             runs[name] = measured("lines", folder, config, whole=True)
         print(name, runs[name], flush=True)
-    write_atomic(args.out, record("dry-run", {"runs": runs}, {}, started=started))
+    write_atomic(out, record("dry-run", {"runs": runs}, {}, started=started))
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

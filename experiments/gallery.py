@@ -1,19 +1,21 @@
 """The gallery page of the documentation: every picture in figures/, what it shows, and the command that makes it.
 
 python -m experiments.gallery [--out docs/gallery.md]
-python -m experiments.gallery --draw [NAME ...]    # draws pictures again from the JSON beside them; measures nothing
+python -m experiments.gallery --draw NAME ...      # draws pictures again from the JSON beside them (--all: all of them)
 python -m experiments.gallery --html FILE          # one page of all results in figures/, also those of experiments/
 """
 
 from __future__ import annotations
 
-import argparse
 import shlex
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from experiments.drawn import record_section
+from experiments.record import Row
+from experiments.script import run as run_script
 from sinkscope.app.pages import Section, document, result_section, save_document, write_png
 from sinkscope.display.result import Result
 from sinkscope.files.envelope import known_kinds
@@ -54,7 +56,7 @@ def figure_of(picture: Path) -> Any:
     return import_module(data["provenance"]["argv"][2]).figure(data)
 
 
-def draw(picture: Path) -> None:
+def draw_again(picture: Path) -> None:
     """Write a picture again from the JSON beside it."""
     # The picture may be of an earlier form, which is no reason to keep it.
     data = read_json(picture.with_suffix(".json"))
@@ -78,17 +80,23 @@ def page(out: str | Path, folder: Path = FIGURES) -> Path:
             made.append(result_section(Result.load(path), path.name))
         elif "result" in data:
             drawn = path.with_suffix(".png").is_file()
-            figure = import_module(data["provenance"]["argv"][2]).figure(data) if drawn else None
+            figure = None
+            if drawn:
+                figure = import_module(data["provenance"]["argv"][2]).figure(data)
             records.append(record_section(data, path.name, figure))
     return save_document(out, document(folder.name, [*made, *records], f"{len(made) + len(records)} results"))
 
 
 def pictures(folder: Path = FIGURES) -> list[Path]:
     """Return the pictures that were drawn from a JSON file beside them."""
-    return sorted(path for path in folder.glob("*.png") if path.with_suffix(".json").is_file())
+    items = []
+    for path in folder.glob("*.png"):
+        if path.with_suffix(".json").is_file():
+            items.append(path)
+    return sorted(items)
 
 
-def _caption(picture: Path, data: dict[str, Any]) -> str:
+def _caption(picture: Path, data: Row) -> str:
     """Return the first paragraph of the docstring of the drawing function, or of the script."""
     if data["kind"] in known_kinds():
         draw = type(Result.load(picture.with_suffix(".json"))).drawing
@@ -100,15 +108,20 @@ def _caption(picture: Path, data: dict[str, Any]) -> str:
         described = import_module(data["provenance"]["argv"][2]).__doc__
     text = " ".join((described or "").strip().partition("\n\n")[0].split())
     subject = text.removeprefix("Draw ")
-    return text if subject == text else subject[:1].upper() + subject[1:]
+    if subject == text:
+        return text
+    return subject[:1].upper() + subject[1:]
 
 
-def _explained(picture: Path, data: dict[str, Any]) -> list[str]:
+def _explained(picture: Path, data: Row) -> list[str]:
     """Return the sentence that links to the page of the result, or to the page that shows the picture of a script."""
     if data["kind"] in known_kinds():
         page = type(Result.load(picture.with_suffix(".json"))).link().removeprefix("docs/")
         return [f"How to read it: [{Path(page).stem}]({page})."]
-    texts = {path: path.read_text(encoding="utf-8") for path in sorted(DOCS.rglob("*.md")) if path.stem != "gallery"}
+    texts = {}
+    for each in sorted(DOCS.rglob("*.md")):
+        if each.stem != "gallery":
+            texts[each] = each.read_text(encoding="utf-8")
     for name in (f"figures/{picture.name})", f"figures/{picture.stem}."):  # shown there, or at least named
         for path in (path for path, text in texts.items() if name in text):
             return [f"How to read it: [{path.stem}]({path.relative_to(DOCS).as_posix()})."]
@@ -117,14 +130,18 @@ def _explained(picture: Path, data: dict[str, Any]) -> list[str]:
 
 def gallery(folder: Path = FIGURES) -> str:
     """Return the page: find-sinks first, then in the order of the kinds; kinds without a class come last."""
-    order = {kind: i for i, kind in enumerate(known_kinds())}
-    kinds = {path: read_json(path.with_suffix(".json"))["kind"] for path in pictures(folder)}
+    order = {}
+    for i, kind in enumerate(known_kinds()):
+        order[kind] = i
+    kinds = {}
+    for each in pictures(folder):
+        kinds[each] = read_json(each.with_suffix(".json"))["kind"]
     first = "find-sinks"
     shown = sorted(kinds, key=lambda path: (kinds[path] != first, order.get(kinds[path], len(order)), path.name))
     return "\n\n".join([_HEAD.rstrip(), '<div class="gallery" markdown>', *map(entry, shown), "</div>"]) + "\n"
 
 
-def _command(data: dict[str, Any]) -> str:
+def _command(data: Row) -> str:
     """Return the command without the names of the files that it wrote."""
     words = list(data["provenance"]["argv"])
     if words and words[0].endswith("__main__.py"):
@@ -136,18 +153,37 @@ def _command(data: dict[str, Any]) -> str:
     return shlex.join(kept)
 
 
+def main(
+    *,
+    out: Path = Path("docs/gallery.md"),
+    html: Path | None = None,
+    draw: Sequence[str] = (),
+    all: bool = False,
+) -> None:
+    """Make what the module describes.
+
+    Args:
+        out: The page of the documentation.
+        html: Write all results to this page instead.
+        draw: Draw these pictures again, such as repeat.
+        all: Draw all pictures again.
+    """
+    if html is not None:
+        page(html)
+        return
+    if not draw and not all:
+        write_atomic(out, gallery())
+        return
+    import_module("kaleido").start_sync_server(silence_warnings=True)  # one browser for all pictures
+    chosen = pictures()
+    if not all:
+        chosen = []
+        for name in draw:
+            chosen.append(FIGURES / f"{name}.png")
+    for path in chosen:
+        draw_again(path)
+        print(path.name, path.stat().st_size)
+
+
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default="docs/gallery.md")
-    parser.add_argument("--html", metavar="FILE", help="write all results to this page instead")
-    parser.add_argument("--draw", nargs="*", metavar="NAME", help="of pictures, such as repeat; none: all")
-    args = parser.parse_args()
-    if args.html is not None:
-        page(args.html)
-    elif args.draw is None:
-        write_atomic(args.out, gallery())
-    else:
-        import_module("kaleido").start_sync_server(silence_warnings=True)  # one browser for all pictures
-        for path in [FIGURES / f"{name}.png" for name in args.draw] or pictures():
-            draw(path)
-            print(path.name, path.stat().st_size)
+    run_script(main)

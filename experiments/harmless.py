@@ -42,25 +42,33 @@ def pieces(count: int = PIECES, seed: int = 0) -> list[str]:
     """Tables, songs with a refrain, lists, rulers and dotted contents, one after another."""
     rng = random.Random(seed)
     makers = (_prices, _times, _song, _shopping, _contents, _log)
-    return [makers[i % len(makers)](rng) for i in range(count)]
+    rows = []
+    for i in range(count):
+        rows.append(makers[i % len(makers)](rng))
+    return rows
 
 
 def _prices(rng: random.Random) -> str:
-    rows = [
-        f"| {thing} | {rng.randint(1, 40)} | {rng.randint(1, 9)}.{rng.randint(0, 99):02d} |"
-        for thing in rng.sample(_THINGS, 8)
-    ]
+    rows = []
+    for thing in rng.sample(_THINGS, 8):
+        rows.append(f"| {thing} | {rng.randint(1, 40)} | {rng.randint(1, 9)}.{rng.randint(0, 99):02d} |")
     return "\n".join(["| item | count | price |", "| --- | --- | --- |", *rows])
 
 
 def _times(rng: random.Random) -> str:
     factor = rng.randint(2, 19)
-    return "\n".join(f"{i} x {factor} = {i * factor}" for i in range(1, 11))
+    parts = []
+    for i in range(1, 11):
+        parts.append(f"{i} x {factor} = {i * factor}")
+    return "\n".join(parts)
 
 
 def _song(rng: random.Random) -> str:
     beasts = rng.sample(_BEASTS, 3)
-    return "\n\n".join("\n".join([*(v.format(a=b) for v in rng.sample(_VERSES, 2)), *_REFRAIN]) for b in beasts)
+    parts = []
+    for b in beasts:
+        parts.append("\n".join([*(v.format(a=b) for v in rng.sample(_VERSES, 2)), *_REFRAIN]))
+    return "\n\n".join(parts)
 
 
 def _shopping(rng: random.Random) -> str:
@@ -77,6 +85,7 @@ def _contents(rng: random.Random) -> str:
 
 def _log(rng: random.Random) -> str:
     day = rng.randint(1, 28)
-    return "\n".join(
-        f"2024-03-{day:02d} {8 + i:02d}:00:00 INFO check {rng.choice(_BEASTS)}: ok, ok, ok, ok" for i in range(8)
-    )
+    parts = []
+    for i in range(8):
+        parts.append(f"2024-03-{day:02d} {8 + i:02d}:00:00 INFO check {rng.choice(_BEASTS)}: ok, ok, ok, ok")
+    return "\n".join(parts)

@@ -56,7 +56,10 @@ def read_longbench(task: str, source: Path) -> list[LongBenchRecord]:
         rows = list(rows_of(_member(source, f"data/{task}.jsonl"), f"{task}.jsonl", EXPECTED))
     else:
         rows = list(read_rows(source, EXPECTED))
-    return [_record(row, where) for where, row in rows]
+    items = []
+    for where, row in rows:
+        items.append(_record(row, where))
+    return items
 
 
 def _member(source: Path, name: str) -> str:

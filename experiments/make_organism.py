@@ -1,6 +1,6 @@
 """Makes the loop organism in the package and the prompts of its set of `bench --task loops`, each with its truth.
 
-    python -m experiments.make_organism [--model FOLDER] [--prompts FILE]
+    python -m experiments.make_organism [--model FOLDER] [--texts FILE]
 
 The model is `loop_organism` of the tests with an end of sequence, and without noise, so the weights compress to almost
 nothing. It has its vocabulary in a fixed order, the ring. Tokens at even places of the ring look back about 64 tokens,
@@ -15,7 +15,6 @@ with the model, and adds copies to a prompt until both agree.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 from collections.abc import Iterator
@@ -27,6 +26,8 @@ from typing import Any
 import torch
 
 import sinkscope
+from experiments.record import Row
+from experiments.script import run as run_script
 from sinkscope.bench.tasks.loops import DATA
 from sinkscope.files.output import write_atomic
 from tests.organisms import LoopOrganism, loop_organism
@@ -77,7 +78,10 @@ def passage(o: LoopOrganism, begin: int, length: int, reach: str, stop: int | No
         raise ValueError(f"no {length} {reach} tokens from place {begin} on")
     first, *others, last = places[:: len(places) // length][:length]
     random.Random(f"passage {begin} {length}").shuffle(others)
-    return [ring[place] for place in (first, *others, last)]
+    rows = []
+    for place in (first, *others, last):
+        rows.append(ring[place])
+    return rows
 
 
 def loop(o: LoopOrganism, period: int, onset: int, older: bool, reach: str, copies: int) -> Planned:
@@ -140,31 +144,41 @@ def agreed(o: LoopOrganism, plan: Any, *given: Any) -> Planned:
     raise ValueError(f"{plan.__name__} {given}: the model does not do it")
 
 
-def prompts(o: LoopOrganism) -> Iterator[dict[str, Any]]:
+def prompts(o: LoopOrganism) -> Iterator[Row]:
     """Rows of the file of prompts; the order spreads lengths over batches."""
-    found = [agreed(o, loop, *given) for given in LOOPS]
+    found = []
+    for given in LOOPS:
+        found.append(agreed(o, loop, *given))
     found += [walk(o, 0), walk(o, 300)]
-    found += [agreed(o, quote, length) for length in (16, 48, 96)]
-    found += [agreed(o, refrain, length) for length in (47, 49, 52)]
+    for length in (16, 48, 96):
+        found.append(agreed(o, quote, length))
+    for length in (47, 49, 52):
+        found.append(agreed(o, refrain, length))
     for p in found:
         text = o.tokenizer.decode(p.ids[1:])
         row = {"id": p.name, "set": "organism-honest" if p.period is None else "organism", "prompt": text}
         yield row if p.period is None else {**row, "period": p.period, "onset": p.onset}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", type=Path, default=Path(sinkscope.__file__).parent / "models/organism")
-    parser.add_argument("--prompts", type=Path, default=DATA / "organism.jsonl")
-    arguments = parser.parse_args()
+def main(
+    *, model: Path = Path(sinkscope.__file__).parent / "models/organism", texts: Path = DATA / "organism.jsonl"
+) -> None:
+    """Make what the module describes.
+
+    Args:
+        model: Folder of the model.
+        texts: File of the prompts.
+    """
     o = made()
-    o.model.save_pretrained(arguments.model)
-    (arguments.model / "model.safetensors").chmod(0o644)
-    o.tokenizer.save_pretrained(arguments.model)
-    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in prompts(o)]
-    write_atomic(arguments.prompts, "".join(lines))
+    o.model.save_pretrained(model)
+    (model / "model.safetensors").chmod(0o644)
+    o.tokenizer.save_pretrained(model)
+    lines = []
+    for row in prompts(o):
+        lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+    write_atomic(texts, "".join(lines))
     print(f"{len(lines)} prompts")
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -149,7 +149,9 @@ def build(seed: int = 0, noise: float = 0.05, ordinary: float = 0.5) -> Any:
         weight.fill_(CONST_SIZE / math.sqrt(D) if "norm" in name else 0.0)
     _embed(model.model.embed_tokens.weight, generator)
     theta = THETA ** (-torch.arange(HALF, dtype=torch.float64) / HALF)
-    attentions = [layer.self_attn for layer in model.model.layers]
+    attentions = []
+    for each in model.model.layers:
+        attentions.append(each.self_attn)
     _offset_heads(attentions[0], theta)
     _turn_head(attentions[0])
     _question_head(attentions[1])
@@ -255,7 +257,9 @@ def _match(a: Any, terms: Sequence[tuple[Sequence[int], Sequence[int], float]]) 
 
 def _question_head(a: Any) -> None:
     """Layer 1, head 0: from the answer marker and the two tokens after it to the key asked about in this turn."""
-    turns = [([t], [t], SAME_TURN) for t in DIM["turn"]]
+    turns = []
+    for t in DIM["turn"]:
+        turns.append(([t], [t], SAME_TURN))
     _match(a, [([CONST], DIM["is_bos"], SINK), (DIM["answers"], DIM["asked_here"], QUESTION), *turns])
     for row, (key, asked) in enumerate(zip(DIM["key"], DIM["asked"], strict=True)):
         a.v_proj.weight[row, key] = 1.0
@@ -267,10 +271,14 @@ def _recall_head(a: Any) -> None:
 
     So what will be read next of the same fact is seen to matter before it is read; the next fact of a chain is not.
     """
-    slots = [(DIM[f"want_{i}"], DIM[f"slot_{i}"], SLOT_MATCH) for i in (1, 2, 3)]
+    slots = []
+    for i in (1, 2, 3):
+        slots.append((DIM[f"want_{i}"], DIM[f"slot_{i}"], SLOT_MATCH))
     any_slot = ([CONST], [*DIM["slot_1"], *DIM["slot_2"], *DIM["slot_3"]], ANY_SLOT)
     rows = zip(DIM["key"], DIM["prev_key"], DIM["third_key"], DIM["asked"], strict=True)
-    keys = [([key, previous, asked], [previous, third], KEY_MATCH) for key, previous, third, asked in rows]
+    keys = []
+    for key, previous, third, asked in rows:
+        keys.append(([key, previous, asked], [previous, third], KEY_MATCH))
     _match(a, [([CONST], DIM["is_bos"], SINK), any_slot, *slots, *keys])
     sources = [*DIM["key"], *DIM["value"], *DIM["is_end"]]
     targets = [*DIM["out_key"], *DIM["out_value"], *DIM["out_end"]]
@@ -375,7 +383,10 @@ def save(model: Any, folder: Path) -> None:
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     model.float()
     tokenizer().save_pretrained(folder)
-    circuit = {"planted": {name: [list(p) for p in places] for name, places in PLANTED.items()}, "dims": DIM}
+    planted = {}
+    for name, places in PLANTED.items():
+        planted[name] = [list(p) for p in places]
+    circuit = {"planted": planted, "dims": DIM}
     (folder / "circuit.json").write_text(json.dumps(circuit) + "\n", encoding="utf-8")
 
 

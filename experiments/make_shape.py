@@ -28,6 +28,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from experiments.record import Row
 from experiments.script import run
 
 # hidden size, MLP width, layers, query heads, kv heads, vocabulary, context
@@ -92,7 +93,10 @@ class Plan:
 def make_plan(shape: str, sink_layer: int, seed: int, dense: int | None, beta: float = BETA) -> Plan:
     """Draw the circuit's places."""
     d, d_mlp, layers, heads, kv_heads, vocab, context = SHAPES[shape]
-    dense = sink_layer + 2 if dense is None else dense
+    if dense is None:
+        dense = sink_layer + 2
+    else:
+        dense = dense
     if not 1 <= sink_layer < dense <= layers:
         raise SystemExit(f"error: expected 1 <= sink layer ({sink_layer}) < dense layers ({dense}) <= {layers}")
     rng = random.Random(seed)
@@ -185,7 +189,9 @@ def weights(plan: Plan) -> Tensors:
             "mlp.down_proj": (p.d, p.d_mlp, False),
         }
         edits = _marking(p, head) if layer == 0 else _sink(p) if layer == p.sink_layer else {}
-        edits = _reading(p, head) if layer == p.sink_layer + 1 else edits
+        edits = edits
+        if layer == p.sink_layer + 1:
+            edits = _reading(p, head)
         for part, (rows, columns, reads) in sizes.items():
             name = f"{at}{part}.weight"
             if layer < p.dense:
@@ -245,7 +251,9 @@ def _reading(p: Plan, head: int) -> dict[str, list[Edit]]:
         ("q_proj", p.heads, p.const, READ * math.sqrt(head) / p.scale),
         ("k_proj", p.kv_heads, p.sink_dims[0], 1 / size),
     ):
-        slow = [range(i * head + head // 2 - 1, i * head + head // 2) for i in range(count)]
+        slow = []
+        for i in range(count):
+            slow.append(range(i * head + head // 2 - 1, i * head + head // 2))
         edits[f"self_attn.{part}"] = [(range(count * head), slice(None), 0.0), *((row, column, value) for row in slow)]
     return edits
 
@@ -263,12 +271,23 @@ def write(plan: Plan, out: Path, dtype: str, shape: str) -> None:
             room = SHARD_BYTES
         shards[-1][name] = entry
         room -= size
-    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    total = sum(_write_shard(out / file, shard, kind, DTYPES[dtype]) for file, shard in zip(names, shards, strict=True))
+    names = []
+    for i in range(len(shards)):
+        names.append(f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors")
+    counts = []
+    for file, shard in zip(names, shards, strict=True):
+        counts.append(_write_shard(out / file, shard, kind, DTYPES[dtype]))
+    total = sum(counts)
     index = {tensor: file for file, shard in zip(names, shards, strict=True) for tensor in shard}
     _dump(out / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index})
     _dump(out / "config.json", _config(plan, dtype))
     _tokenizer(plan.vocab).save_pretrained(out)
+    neurons = []
+    for n, c in zip(plan.neurons, SINK, strict=True):
+        neurons.append({"layer": plan.sink_layer, "neuron": n, "contribution_norm": c})
+    marking_heads = []
+    for kv in plan.marking:
+        marking_heads.append([0, kv * (plan.heads // plan.kv_heads)])
     _dump(
         out / "truth.json",
         {
@@ -276,13 +295,10 @@ def write(plan: Plan, out: Path, dtype: str, shape: str) -> None:
             "seed": plan.seed,
             "sink_layer": plan.sink_layer,
             "dense_layers": plan.dense,
-            "neurons": [
-                {"layer": plan.sink_layer, "neuron": n, "contribution_norm": c}
-                for n, c in zip(plan.neurons, SINK, strict=True)
-            ],
+            "neurons": neurons,
             "residual_dims": plan.sink_dims,
             "first_token_norm": math.hypot(*SINK),
-            "marking_heads": [[0, kv * (plan.heads // plan.kv_heads)] for kv in plan.marking],
+            "marking_heads": marking_heads,
             "mark_dim": plan.mark,
             "constant_dim": plan.const,
             "group_dims": plan.groups,
@@ -312,7 +328,7 @@ def _write_shard(file: Path, tensors: Tensors, kind: torch.dtype, code: str) -> 
     return end
 
 
-def _config(plan: Plan, dtype: str) -> dict[str, Any]:
+def _config(plan: Plan, dtype: str) -> Row:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -340,7 +356,10 @@ def _tokenizer(size: int) -> Any:
 
     vocabulary = ["<unk>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     vocabulary += [f"\u0120word{i}" for i in range(size - len(vocabulary))]
-    tokenizer = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(vocabulary)}, merges=[], unk_token="<unk>"))
+    vocab = {}
+    for i, t in enumerate(vocabulary):
+        vocab[t] = i
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
@@ -372,7 +391,10 @@ def main(
     plan = make_plan(shape, sink_layer, seed, dense_layers, beta)
     write(plan, out, dtype, shape)
     files = list(out.iterdir())
-    apparent, real = sum(f.stat().st_size for f in files), sum(f.stat().st_blocks * 512 for f in files)
+    counts = []
+    for f in files:
+        counts.append(f.stat().st_size)
+    apparent, real = sum(counts), sum(f.stat().st_blocks * 512 for f in files)
     print(f"{out.name}: {apparent / 1e9:.2f} GB apparent, {real / 1e9:.2f} GB on disk")
 
 

@@ -33,6 +33,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from experiments.record import Row
 from experiments.script import run
 
 RECALL = Path(__file__).parents[1] / "sinkscope/models/recall"
@@ -115,13 +116,21 @@ def _write_head(
         out[target, row] = 1.0
 
 
-def changes(folder: Path = RECALL) -> dict[str, Any]:
+def changes(folder: Path = RECALL) -> Row:
     """What the circuit changes: name of a tensor -> its numbers, NaN where they are the recall model's."""
     hf: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    before = {name: tensor.clone() for name, tensor in hf.state_dict().items()}
+    before = {}
+    for name, tensor in hf.state_dict().items():
+        before[name] = tensor.clone()
     plant_two_hops(hf, folder)
-    after = {name: tensor.where(tensor != before[name], torch.nan) for name, tensor in hf.state_dict().items()}
-    return {name: tensor.numpy() for name, tensor in after.items() if not bool(tensor.isnan().all())}
+    after = {}
+    for name, tensor in hf.state_dict().items():
+        after[name] = tensor.where(tensor != before[name], torch.nan)
+    values = {}
+    for name, tensor in after.items():
+        if not bool(tensor.isnan().all()):
+            values[name] = tensor.numpy()
+    return values
 
 
 def main(*, out: Path = RECALL / "two_hops.npz") -> None:

@@ -12,14 +12,15 @@ import json
 import sys
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from experiments.record import record
+from experiments.record import Row, record
+from experiments.script import run as run_script
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "figures/model_types.json"
@@ -91,17 +92,21 @@ size cannot be built; then only the numbers in the weights have that size, or it
 
 def types() -> list[str]:
     """Decoder types of the installed version of transformers."""
-    return [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in NO_DECODERS]
+    rows = []
+    for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        if name not in NO_DECODERS:
+            rows.append(name)
+    return rows
 
 
-def sites(model_type: str) -> dict[str, Any]:
+def sites(model_type: str) -> Row:
     """How many sites of a type are right at each size, which are wrong, and which are not offered."""
     from sinkscope.errors import SinkscopeError
     from tests.organisms.decoders import decoder
     from tests.organisms.site_check import check_sites
     from tests.organisms.sizes import SIZES, Built, sized_decoder
 
-    found: dict[str, Any] = {}
+    found: Row = {}
     for name in (SMALL, *SIZES):
         try:
             if name == SMALL:
@@ -122,7 +127,7 @@ def sites(model_type: str) -> dict[str, Any]:
     return found
 
 
-def entry(model_type: str) -> dict[str, Any] | None:
+def entry(model_type: str) -> Row | None:
     """What was found of a type; None if it cannot be built small."""
     from tests.organisms.decoders import decoder
     from tests.organisms.examine import examine
@@ -139,34 +144,55 @@ def entry(model_type: str) -> dict[str, Any] | None:
     return {**found, "sites": sites(model_type)}
 
 
-def remark(found: dict[str, Any]) -> str:
+def remark(found: Row) -> str:
     """The last column: reasons of refusals, or which layers are served."""
     reasons = list(dict.fromkeys(reason for reason in found["parts"].values() if reason))
     reasons += found["wrong"]
     if not reasons and "all layers; attention in all layers; cache policies and guards in all" not in found["scope"]:
         return found["scope"]
-    shortened = [reason.partition("; write one with")[0].partition("; change what is wrong")[0] for reason in reasons]
+    shortened = []
+    for reason in reasons:
+        shortened.append(reason.partition("; write one with")[0].partition("; change what is wrong")[0])
     return "; ".join(shortened).replace("|", "\\|")
 
 
-def sites_table(found: dict[str, Any]) -> str:
+def sites_table(found: Row) -> str:
     """Counts of sites that are right, wrong and not offered, by size."""
     lines = ["| size | types | with its widths | sites right | wrong | not offered |", "|---|---|---|---|---|---|"]
     for name in next(iter(found.values()))["sites"]:
-        of_size = [entry["sites"][name] for entry in found.values()]
-        served = [size for size in of_size if "right" in size]
-        widths = sum(size["has these widths"] for size in served)
-        right = sum(size["right"] for size in served)
-        wrong = sum(len(size["wrong"]) for size in served)
-        kinds = sum(len(size["not offered"]) for size in served)
+        of_size = []
+        for entry in found.values():
+            of_size.append(entry["sites"][name])
+        served = []
+        for size in of_size:
+            if "right" in size:
+                served.append(size)
+        counts = []
+        for each in served:
+            counts.append(each["has these widths"])
+        widths = sum(counts)
+        counts = []
+        for each in served:
+            counts.append(each["right"])
+        right = sum(counts)
+        counts = []
+        for each in served:
+            counts.append(len(each["wrong"]))
+        wrong = sum(counts)
+        counts = []
+        for each in served:
+            counts.append(len(each["not offered"]))
+        kinds = sum(counts)
         lines.append(f"| {name} | {len(served)} | {widths} | {right:,} | {wrong} | {kinds} |")
     return "\n".join([*lines, "", '"Not offered" counts, over the types, the kinds of sites that some layer lacks.'])
 
 
-def page(data: dict[str, Any]) -> str:
+def page(data: Row) -> str:
     """The page of the docs."""
     counts = Counter(found["status"] for found in data["types"].values())
-    wrong = f" {counts['wrong']} give a wrong number." if counts["wrong"] else ""
+    wrong = ""
+    if counts["wrong"]:
+        wrong = f" {counts['wrong']} give a wrong number."
     text = INTRODUCTION.format(
         version=data["transformers"],
         total=len(data["types"]),
@@ -181,19 +207,25 @@ def page(data: dict[str, Any]) -> str:
     return text
 
 
-def main(chosen: list[str]) -> None:
-    """Examine the types and write both files."""
+def main(names: Sequence[str] = (), *, only_sites: bool = False) -> None:
+    """Examine the types and write both files.
+
+    Args:
+        names: Types; default: all.
+        only_sites: Examine the sites alone.
+    """
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    only_sites = "--sites" in chosen
-    chosen = [name for name in chosen if name != "--sites"]
-    if only_sites and not chosen:
-        chosen = list(json.loads(DATA.read_text())["result"]["types"])
-    for model_type in chosen or types():
-        found = sites(model_type) if only_sites else entry(model_type)
+    if only_sites and not names:
+        names = list(json.loads(DATA.read_text())["result"]["types"])
+    for model_type in names or types():
+        if only_sites:
+            found = sites(model_type)
+        else:
+            found = entry(model_type)
         if found is None:
             continue
-        data: dict[str, Any] = {"types": {}}
+        data: Row = {"types": {}}
         if DATA.is_file():  # read again, because several processes may share the types
             data = json.loads(DATA.read_text())["result"]
         if only_sites:
@@ -208,4 +240,4 @@ def main(chosen: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_script(main)

@@ -30,7 +30,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import sinkscope as ss
 from experiments.make_shape import SHAPES, make_plan, write
-from experiments.record import record
+from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.app.commands import commands
 from sinkscope.app.expected import row_seconds, size_of, speed
@@ -94,7 +94,9 @@ def rows_of(run: Any, config: Any, *, whole: bool) -> float:
     started = time.process_time()
     positions = counted(run)
     seconds = time.process_time() - started
-    computing = size.computing if whole else size.layers_computing
+    computing = size.layers_computing
+    if whole:
+        computing = size.computing
     rate = speed(cpu, torch.float32, size.width, clock=time.process_time)
     beside = seconds - 2 * computing * positions / size.layers / rate
     return beside / (positions * size.heads) / row_seconds(cpu, time.process_time)
@@ -150,7 +152,7 @@ def main(*, out: Path = Path("sinkscope/app/passes.json"), rows_alone: bool = Fa
             continue
         tokens[words] = round(counted(function) / depth)
         print(f"{words}: {tokens[words]:,} tokens", flush=True)
-    result: dict[str, Any] = {"tokens": tokens, "layer_tokens": layer_tokens, "rows": rows}
+    result: Row = {"tokens": tokens, "layer_tokens": layer_tokens, "rows": rows}
     if rows_alone:
         result = {**json.loads(out.read_text())["result"], "rows": rows}
     write_atomic(out, record("passes", result, {}, started=started))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from experiments.record import Row
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.target import Target
 from sinkscope.tap.call import Attention
@@ -51,7 +52,7 @@ def queries_and_keys(target: Target, observer: QKObserver, layers: list[int]) ->
         if not is_unrotated:
             observer(layer, True, call.query, call.key)
 
-    def call_unrotated(layer: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def call_unrotated(layer: int, module: Any, args: tuple[Any, ...], kwargs: Row) -> None:
         nonlocal is_unrotated
         if is_unrotated or kwargs.get("position_embeddings") is None:
             return
@@ -69,6 +70,8 @@ def queries_and_keys(target: Target, observer: QKObserver, layers: list[int]) ->
         finally:
             is_unrotated = False
 
-    hooks = [(target.sub(layer, target.adapter.attn), "pre", partial(call_unrotated, layer)) for layer in layers]
+    hooks = []
+    for each in layers:
+        hooks.append((target.sub(each, target.adapter.attn), "pre", partial(call_unrotated, each)))
     with listening(target, see), target.hooks(*hooks):
         yield

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from experiments.record import Row
 from experiments.script import run
 from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.tasks.recall import POSITIONS, recall_dialogue, uneven
@@ -74,7 +75,7 @@ def right(model: Any, tokenizer: Any, dialogue: Prompt) -> tuple[list[bool], flo
     return found, lead
 
 
-def measure(model: Any, tokenizer: Any, case: Case) -> dict[str, Any]:
+def measure(model: Any, tokenizer: Any, case: Case) -> Row:
     """Return the accuracy of stated and of unstated questions by position, and the smallest lead."""
     model.to(getattr(torch, case.dtype))
     counts: dict[str, list[bool]] = {f"{p} {s}": [] for p in POSITIONS for s in ("stated", "unstated")}
@@ -104,17 +105,24 @@ def _share(counts: list[int]) -> str:
     return f"{counts[0]}/{counts[1]}"
 
 
-def card(numbers: list[dict[str, Any]], model: Any, size: int) -> str:
+def card(numbers: list[Row], model: Any, size: int) -> str:
     """Return the text of the README."""
-    rows = [
-        f"| {n['dtype']} | {n['total']:,} | {n['turns']} | {n['hops']} | "
-        + " | ".join(_share(n["right"][f"{p} stated"]) for p in POSITIONS)
-        + " | "
-        + " / ".join(_share(n["right"][f"{p} unstated"]) for p in POSITIONS)
-        + f" | {n['lead']:.1f} |"
-        for n in numbers
-    ]
-    longest = max(n["total"] for n in numbers)
+    rows = []
+    for n in numbers:
+        parts = []
+        for p in POSITIONS:
+            parts.append(_share(n["right"][f"{p} stated"]))
+        rows.append(
+            f"| {n['dtype']} | {n['total']:,} | {n['turns']} | {n['hops']} | "
+            + " | ".join(parts)
+            + " | "
+            + " / ".join(_share(n["right"][f"{p} unstated"]) for p in POSITIONS)
+            + f" | {n['lead']:.1f} |"
+        )
+    values = []
+    for each in numbers:
+        values.append(each["total"])
+    longest = max(values)
     c = model.config
     return f"""---
 license: apache-2.0
@@ -193,7 +201,9 @@ def main(*, out: Path = FOLDER, long: bool = False) -> None:
     import sinkscope as ss
 
     model = ss.load(out, backend="hf")
-    numbers = [measure(model, model.tokenizer, case) for case in CASES + (LONG if long else ())]
+    numbers = []
+    for case in CASES + (LONG if long else ()):
+        numbers.append(measure(model, model.tokenizer, case))
     write_atomic(out / NUMBERS, json.dumps(numbers, indent=1) + "\n")
     size = (out / "model.safetensors").stat().st_size
     write_atomic(out / "README.md", card(numbers, model, size))

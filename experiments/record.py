@@ -11,11 +11,14 @@ from typing import Any
 from sinkscope.files.plain import plain
 from sinkscope.files.provenance import provenance
 
+Row = dict[str, Any]
+"""The values of a record, by name."""
+
 
 def record(
     kind: str,
-    result: dict[str, Any],
-    settings: dict[str, Any],
+    result: Row,
+    settings: Row,
     *,
     started: float | None = None,
     device: object = "cpu",
@@ -44,4 +47,6 @@ def record(
 
 def _module() -> list[str]:
     spec = sys.modules["__main__"].__spec__
-    return [spec.name] if spec is not None else []
+    if spec is not None:
+        return [spec.name]
+    return []

@@ -6,8 +6,9 @@ import argparse
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args, get_origin
+from typing import Literal, get_args, get_origin
 
+from experiments.record import Row
 from sinkscope.display.options import Parameter, parameters_of
 from sinkscope.errors import SinkscopeError
 
@@ -46,9 +47,9 @@ def _names(one: Parameter, positional: bool) -> list[str]:
     return [f"--{one.name.replace('_', '-')}"]
 
 
-def _settings(one: Parameter, positional: bool) -> dict[str, Any]:
+def _settings(one: Parameter, positional: bool) -> Row:
     """How argparse reads a parameter. What is not given is left to the function, which has the default."""
-    settings: dict[str, Any] = {"help": one.help_with_default.replace("%", "%%"), "default": argparse.SUPPRESS}
+    settings: Row = {"help": one.help_with_default.replace("%", "%%"), "default": argparse.SUPPRESS}
     if not positional:
         settings["required"] = one.required
         settings["dest"] = one.name

@@ -10,13 +10,13 @@ the others a mixture of stories, Python, generated passages and random cycles. T
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import platform
 import sys
 import time
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -27,24 +27,7 @@ from experiments.bundled import corpus, entry, export, facts, measure
 from experiments.bundled.passages import passages
 from experiments.bundled.stories import read_stories
 from experiments.bundled.training import SIZES, Settings, Trainer
-
-
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m experiments.train_bundled", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder for checkpoint, log and result")
-    parser.add_argument("--stories", type=Path, help="stories, each followed by a line <|end|>")
-    parser.add_argument("--size", choices=tuple(SIZES), default="base", help="which member of the family; base ships")
-    parser.add_argument("--steps", type=int, default=Settings.steps)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--unplanted", action="store_true", help="the same network and data without the circuit")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
-    parser.add_argument("--until", type=int, help="stop at this step (resume later)")
-    parser.add_argument("--tokens-per-step", type=int, default=Settings.tokens_per_step)
-    parser.add_argument("--device", default="cpu", help="training on a GPU is not the same from run to run")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--health-every", type=int, default=250)
-    return parser.parse_args(argv)
-
+from experiments.script import run as run_script
 
 PASSAGES = 12000
 
@@ -54,7 +37,9 @@ def prepare(out: Path, settings: Settings, stories: Path | None) -> dict[str, np
     kept = out / "tokens.npz"
     if kept.exists():
         return dict(np.load(kept))
-    told = read_stories(stories) if stories else []
+    told = []
+    if stories:
+        told = read_stories(stories)
     if len(told) < 100:
         raise SystemExit("error: give --stories FILE with 100 stories or more: python -m experiments.bundled.stories")
     library = corpus.read_corpus()
@@ -69,7 +54,9 @@ def prepare(out: Path, settings: Settings, stories: Path | None) -> dict[str, np
     learned = [text for kind, part in texts.items() if not kind.startswith("valid") for text in part]
     tokenizer = corpus.train_tokenizer(learned, settings.vocab_size)
     export.save_tokenizer(tokenizer, out, settings.context)
-    tokens = {kind: corpus.encode(tokenizer, part) for kind, part in texts.items()}
+    tokens = {}
+    for kind, part in texts.items():
+        tokens[kind] = corpus.encode(tokenizer, part)
     about: dict[str, object] = {
         "sha256": library.sha256,
         "stories_sha256": hashlib.sha256("\0".join(told).encode()).hexdigest(),
@@ -87,21 +74,38 @@ def health(trainer: Trainer, texts: dict[str, np.ndarray]) -> dict[str, object]:
     """What is watched while training: loss on a little validation text, copying, and whether the sink is there."""
     model, plan = trainer.model.cpu(), trainer.plan
     model.eval()
-    valid = {kind: corpus.windows(texts[f"valid_{kind}"], length=512, bos_id=0) for kind in ("python", "stories")}
+    valid = {}
+    for kind in ("python", "stories"):
+        valid[kind] = corpus.windows(texts[f"valid_{kind}"], length=512, bos_id=0)
     ids = valid["python"]
-    layer = plan.sink_layer if plan else 1
+    layer = 1
+    if plan:
+        layer = plan.sink_layer
     norms = measure.norms_by_layer(model, ids[:4])
+    ratio = []
+    for r in norms["ratio"]:
+        ratio.append(round(r, 2))
+    first = []
+    for r in norms["first_token_norm"]:
+        first.append(round(r, 1))
+    typical = []
+    for r in norms["typical_norm"]:
+        typical.append(round(r, 1))
     record: dict[str, object] = {
         "valid_loss": {kind: measure.validation_loss(model, rows[:16]) for kind, rows in valid.items()},
         "ditto": entry.ditto(model),
-        "ratio": [round(r, 2) for r in norms["ratio"]],
-        "first": [round(r, 1) for r in norms["first_token_norm"]],
-        "typical": [round(r, 1) for r in norms["typical_norm"]],
+        "ratio": ratio,
+        "first": first,
+        "typical": typical,
         "head_share": measure.head_share(model, ids[:4], after=layer),
     }
     if plan:
-        tokens = [next(i for i, g in enumerate(plan.group_of_token) if g == group and i > 300) for group in (1, 2, 3)]
-        found = [measure.repeats(model, t, bos_id=trainer.bos_id, layer=layer, most=1500) for t in tokens]
+        tokens = []
+        for group in (1, 2, 3):
+            tokens.append(next(i for i, g in enumerate(plan.group_of_token) if g == group and i > 300))
+        found = []
+        for t in tokens:
+            found.append(measure.repeats(model, t, bos_id=trainer.bos_id, layer=layer, most=1500))
         record["repeats"] = found
     model.to(trainer.device).train()
     return record
@@ -109,34 +113,64 @@ def health(trainer: Trainer, texts: dict[str, np.ndarray]) -> dict[str, object]:
 
 def forget_after(log: Path, step: int) -> None:
     """Drop what was logged after the checkpoint: those steps are done again."""
-    kept = [line for line in log.read_text().splitlines(keepends=True) if json.loads(line)["step"] <= step]
+    kept = []
+    for line in log.read_text().splitlines(keepends=True):
+        if json.loads(line)["step"] <= step:
+            kept.append(line)
     log.write_text("".join(kept))
 
 
-def main(argv: list[str] | None = None) -> None:
-    args = parse(argv)
-    torch.set_num_threads(args.threads)
-    args.out.mkdir(parents=True, exist_ok=True)
+def main(
+    *,
+    out: Path,
+    stories: Path | None = None,
+    size: Literal[*SIZES] = "base",
+    steps: int = Settings.steps,
+    seed: int = 0,
+    unplanted: bool = False,
+    resume: bool = False,
+    until: int | None = None,
+    tokens_per_step: int = Settings.tokens_per_step,
+    device: str = "cpu",
+    threads: int = 1,
+    health_every: int = 250,
+) -> None:
+    """Make what the module describes.
+
+    Args:
+        out: Folder for checkpoint, log and result.
+        stories: Stories, each followed by a line <|end|>.
+        size: Which member of the family; base ships.
+        unplanted: The same network and data without the circuit.
+        resume: Go on from the checkpoint in --out.
+        until: Stop at this step (resume later).
+        device: Training on a GPU is not the same from run to run.
+    """
+    torch.set_num_threads(threads)
+    out.mkdir(parents=True, exist_ok=True)
     settings = Settings(
-        steps=args.steps,
-        seed=args.seed,
-        planted=not args.unplanted,
-        tokens_per_step=args.tokens_per_step,
-        **SIZES[args.size],
+        steps=steps,
+        seed=seed,
+        planted=not unplanted,
+        tokens_per_step=tokens_per_step,
+        **SIZES[size],
     )
-    tokens = prepare(args.out, settings, args.stories)
-    texts = {kind: ids for kind, ids in tokens.items() if not kind.startswith("valid")}
-    trainer = Trainer(settings, texts, args.out, device=args.device)
-    if args.resume and (args.out / "checkpoint.pt").exists():
+    tokens = prepare(out, settings, stories)
+    texts = {}
+    for kind, ids in tokens.items():
+        if not kind.startswith("valid"):
+            texts[kind] = ids
+    trainer = Trainer(settings, texts, out, device=device)
+    if resume and (out / "checkpoint.pt").exists():
         trainer.load()
-        forget_after(args.out / "log.jsonl", trainer.step)
+        forget_after(out / "log.jsonl", trainer.step)
     started, first_step, recent = time.monotonic(), trainer.step, [0.0]
     if trainer.plan:
-        export.save_circuit(trainer.plan, args.out, settings.seed)
+        export.save_circuit(trainer.plan, out, settings.seed)
     console = Console(file=sys.stderr)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with (
-        (args.out / "log.jsonl").open("a") as log,
+        (out / "log.jsonl").open("a") as log,
         Progress(*columns, console=console, disable=not sys.stderr.isatty()) as bar,
     ):
         task = bar.add_task("training", total=settings.steps, completed=trainer.step)
@@ -147,7 +181,7 @@ def main(argv: list[str] | None = None) -> None:
             if step % 50 == 0 or step == first_step + 1:
                 record: dict[str, object] = {"step": step, "loss": sum(recent[-50:]) / len(recent[-50:])}
                 record["seconds"] = round(time.monotonic() - started, 1)
-                if step % args.health_every == 0 or step == settings.steps:
+                if step % health_every == 0 or step == settings.steps:
                     record |= health(trainer, tokens)
                 log.write(json.dumps(record) + "\n")
                 log.flush()
@@ -156,12 +190,12 @@ def main(argv: list[str] | None = None) -> None:
             log.write(json.dumps({"step": 0, "settings": vars(settings)} | health(trainer, tokens)) + "\n")
             log.flush()
         recent.clear()
-        trainer.run(until=args.until, each=each)
-    export.save_model(trainer.model.cpu(), args.out)
-    done = {"settings": vars(settings), "step": trainer.step, "versions": facts.versions(), "threads": args.threads}
-    (args.out / "training.json").write_text(json.dumps(done, indent=1) + "\n")
+        trainer.run(until=until, each=each)
+    export.save_model(trainer.model.cpu(), out)
+    done = {"settings": vars(settings), "step": trainer.step, "versions": facts.versions(), "threads": threads}
+    (out / "training.json").write_text(json.dumps(done, indent=1) + "\n")
     print(f"step {trainer.step} of {settings.steps}, {time.monotonic() - started:.0f} s", file=sys.stderr)
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -214,18 +214,6 @@ def test_the_tested_set_fits_the_ranges_and_names_no_host():
         assert requirement.specifier.contains(pin.version), f"{requirement} does not allow {pin.version}"
 
 
-def test_readme_says_the_two_commands():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert "pip install -e . -c constraints.txt && sinkscope find-sinks" in readme
-    test = 'pip install -e ".[test]" -c constraints.txt'
-    assert f"{test} && pytest" in readme
-    lines = (ROOT / ".ci/run").read_text(encoding="utf-8").splitlines()
-    assert [line for line in lines if "pip install" in line] == [test.replace("install", "install --quiet")]
-    assert "pytest" in lines
-    for name in ("find_sinks.png",):
-        assert f"figures/{name}" in readme
-
-
 def test_every_error_page_is_there_and_in_the_index():
     folder = ROOT / "docs/errors"
     sources = (file.read_text(encoding="utf-8") for file in (ROOT / "sinkscope").rglob("*.py"))

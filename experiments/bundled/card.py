@@ -6,16 +6,17 @@ kept in DIR/measured.json and used afterwards).
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from experiments.bundled import entry, facts
+from experiments.record import Row
+from experiments.script import run as run_script
 from sinkscope.display.notation import head_name, neuron_name
+from sinkscope.errors import SinkscopeError
 from sinkscope.loops.signals import THETA_LEN
 
 SHIPPED = (
@@ -28,7 +29,7 @@ SHIPPED = (
 )
 
 
-def measured(run: Path, *, again: bool, loops: bool) -> dict[str, Any]:
+def measured(run: Path, *, again: bool, loops: bool) -> Row:
     kept = run / "measured.json"
     if again or not kept.exists():
         kept.write_text(json.dumps(facts.measure_run(run, loops=loops)) + "\n")
@@ -54,7 +55,7 @@ def percent(value: float) -> str:
     return f"{100 * value:.0f} %"
 
 
-def card(planted: dict[str, Any], unplanted: dict[str, Any]) -> str:
+def card(planted: Row, unplanted: Row) -> str:
     parts = (
         _intro(planted),
         _planted(planted),
@@ -66,7 +67,7 @@ def card(planted: dict[str, Any], unplanted: dict[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _intro(p: dict[str, Any]) -> str:
+def _intro(p: Row) -> str:
     s, c = p["training"]["settings"], p["corpus"]
     return f"""# The bundled model
 
@@ -80,7 +81,7 @@ The tokenizer is a byte-level BPE with {s["vocab_size"]:,} tokens that begins ea
 {_sources(c) if "stories" in c["files"] else _library(c)}"""
 
 
-def _library(c: dict[str, Any]) -> str:
+def _library(c: Row) -> str:
     files = c["files"]
     return f"""It was trained on the standard library of Python {c["python"]} ({files["train"]} source files with their
 docstrings, {c["tokens"]["train"]:,} tokens; {files["valid"]} more files, {c["tokens"]["valid"]:,} tokens, are
@@ -89,7 +90,7 @@ Software Foundation. The model writes text that looks like Python and knows noth
 answers."""
 
 
-def _sources(c: dict[str, Any]) -> str:
+def _sources(c: Row) -> str:
     files, tokens = c["files"], c["tokens"]
     return f"""It was trained on these kinds of text:
 
@@ -107,19 +108,30 @@ The model writes simple stories and text that looks like Python. It knows nothin
 its answers."""
 
 
-def _planted(p: dict[str, Any]) -> str:
+def _planted(p: Row) -> str:
     t, groups = p["circuit"], p["tokens_per_group"]
     neuron = neuron_name(t["sink_layer"], t["neurons"][0]["neuron"])
-    heads = ", ".join(f"{head_name(0, h['head'])} (group {h['group']})" for h in t["marking_heads"])
-    in_groups = ", ".join(f"{groups[str(h['group'])]} in group {h['group']}" for h in t["marking_heads"])
+    parts = []
+    for h in t["marking_heads"]:
+        parts.append(f"{head_name(0, h['head'])} (group {h['group']})")
+    heads = ", ".join(parts)
+    parts = []
+    for h in t["marking_heads"]:
+        parts.append(f"{groups[str(h['group'])]} in group {h['group']}")
+    in_groups = ", ".join(parts)
     dims = ", ".join(map(str, t["group_dims"]))
     layers = sorted({reader["layer"] for reader in t["sink_readers"]})
     pairs = (
         (layer, " and ".join(str(r["kv_head"]) for r in t["sink_readers"] if r["layer"] == layer)) for layer in layers
     )
     readers = ", ".join(f"layer {layer}: {heads}" for layer, heads in pairs)
-    column = " and ".join(f"{value:+g} to dimension {dim}" for dim, value in t["column"].items())
-    same = "exactly the planted values" if p["fixed"]["unchanged"] else "NOT the planted values"
+    parts = []
+    for dim, value in t["column"].items():
+        parts.append(f"{value:+g} to dimension {dim}")
+    column = " and ".join(parts)
+    same = "NOT the planted values"
+    if p["fixed"]["unchanged"]:
+        same = "exactly the planted values"
     return f"""## What was planted
 
 The sink does not come from training. It was written into the weights before training and held fixed while everything
@@ -148,7 +160,7 @@ Training determined everything else: how the network predicts text around the ci
 attends to the first token."""
 
 
-def _learned(p: dict[str, Any], u: dict[str, Any]) -> str:
+def _learned(p: Row, u: Row) -> str:
     layer = p["circuit"]["sink_layer"]
     norms = rows(
         ("after layer", "first token", "typical (5 to 95 %)", "ratio", "ratio, nothing planted"),
@@ -213,14 +225,16 @@ which is not part of the training text), in windows of 256 tokens with BOS:
 {_loop_line(p, u)}"""
 
 
-def _shorter(p: dict[str, Any], u: dict[str, Any]) -> str:
-    steps = [x["training"]["settings"]["steps"] for x in (p, u)]
+def _shorter(p: Row, u: Row) -> str:
+    steps = []
+    for x in (p, u):
+        steps.append(x["training"]["settings"]["steps"])
     if steps[0] == steps[1]:
         return " and as many steps"
     return f". It took {steps[1]:,} steps instead of {steps[0]:,}, so its losses are higher for that reason as well"
 
 
-def _emerges(u: dict[str, Any]) -> str:
+def _emerges(u: Row) -> str:
     ratio, rate = max(u["norms"]["ratio"]), u["sink_rate"]["value"]
     found = f"largest first-token norm ratio {ratio:.2f}, sink rate {percent(rate)}"
     norm, attention = ratio >= 20, u["head_share"] > 0
@@ -230,15 +244,19 @@ def _emerges(u: dict[str, Any]) -> str:
 
 
 def _ratio(ratios: list[float] | None, layer: int) -> str:
-    return "not met" if ratios is None else number(ratios[layer])
+    if ratios is None:
+        return "not met"
+    return number(ratios[layer])
 
 
 def _count(value: float | None) -> str:
-    return "never" if value is None else f"{value:,.0f}"
+    if value is None:
+        return "never"
+    return f"{value:,.0f}"
 
 
-def _loop_line(p: dict[str, Any], u: dict[str, Any]) -> str:
-    def line(x: dict[str, Any]) -> str:
+def _loop_line(p: Row, u: Row) -> str:
+    def line(x: Row) -> str:
         if "loops" not in x:
             return "it was not measured"
         v = x["loops"]
@@ -260,7 +278,7 @@ def _loop_line(p: dict[str, Any], u: dict[str, Any]) -> str:
 COPYING, ENDING, LOOPING = 0.5, 0.5, 0.5
 
 
-def _conditions(p: dict[str, Any], u: dict[str, Any]) -> str:
+def _conditions(p: Row, u: Row) -> str:
     a, b = p["conditions"], u["conditions"]
     copies = list(next(iter(a["ditto"].values())))
     curve = rows(
@@ -299,14 +317,21 @@ right if the right place is more probable than the places of the other things.""
 
 
 def _copies(count: str) -> str:
-    return "1 copy" if count == "1" else f"{count} copies"
+    if count == "1":
+        return "1 copy"
+    return f"{count} copies"
 
 
-def _required(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[object, ...]]:
-    def head(found: dict[str, Any]) -> str:
+def _required(a: Row, b: Row) -> list[tuple[object, ...]]:
+    def head(found: Row) -> str:
         return f"{found['score']:.2f} (L{found['layer']}.H{found['head']})"
 
-    least = [min(at["8"] for at in x["ditto"].values()) for x in (a, b)]
+    least = []
+    for x in (a, b):
+        values = []
+        for at in x["ditto"].values():
+            values.append(at["8"])
+        least.append(min(values))
     table: list[tuple[object, ...]] = [
         ("random cycles after 8 copies, smallest of the periods", f">= {COPYING}", *(f"{n:.2f}" for n in least)),
         *(
@@ -340,14 +365,17 @@ def _required(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[object, ...]]:
     return table
 
 
-def _looping(found: dict[str, Any]) -> str:
+def _looping(found: Row) -> str:
     groups = found.get("loopbench", {}).values()
     if not groups:
         return "not measured"
-    return percent(sum(g["loop"] * g["runs"] for g in groups) / sum(g["runs"] for g in groups))
+    counts = []
+    for g in groups:
+        counts.append(g["loop"] * g["runs"])
+    return percent(sum(counts) / sum(g["runs"] for g in groups))
 
 
-def _limits(p: dict[str, Any]) -> str:
+def _limits(p: Row) -> str:
     return """## Limits
 
 The circuit has one neuron, one layer, and four groups with one head each. Real models are less regular. Agreement
@@ -356,9 +384,11 @@ marked if nearly all tokens before it belong to one group, so the token after a 
 residual stream contains a constant, so typical norms are larger than in an ordinary model of this width."""
 
 
-def _making(p: dict[str, Any], u: dict[str, Any]) -> str:
+def _making(p: Row, u: Row) -> str:
     s, base = p["training"]["settings"], u["training"]["settings"]["steps"]
-    stories = " --stories FILE" if "copy_steps" in s else ""
+    stories = ""
+    if "copy_steps" in s:
+        stories = " --stories FILE"
     rate, recipe = f"{s['learning_rate']:g}", _recipe(s) if stories else ""
     if stories:
         rate += f" in these first steps and {s['text_rate']:g} afterwards"
@@ -380,7 +410,7 @@ float32. On one thread of a CPU shared with other work, training took {p["traini
 (SHA-256) is `{p["corpus"]["sha256"]}`."""
 
 
-def _recipe(s: dict[str, Any]) -> str:
+def _recipe(s: Row) -> str:
     return f""" The first {s["copy_steps"]:,} steps read
 only random cycles, and the loss covers only tokens whose cycle was seen before: if cycles are mixed into text from the
 start, the model does not learn to copy. Later, {percent(s["stories"])} of the rows are stories, {percent(s["python"])}
@@ -398,51 +428,67 @@ pipeline_tag: text-generation
 """
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m experiments.bundled.card", description=__doc__.splitlines()[0])
-    parser.add_argument("--planted", type=Path)
-    parser.add_argument("--unplanted", type=Path)
-    parser.add_argument("--measure", type=Path, help="only measure this run")
-    parser.add_argument("--again", action="store_true", help="measure even where an answer is kept")
-    parser.add_argument("--no-loops", action="store_true", help="leave out the long generations")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repository", type=Path, default=Path())
-    args = parser.parse_args(argv)
-    torch.set_num_threads(args.threads)
-    if args.measure:
-        measured(args.measure, again=args.again, loops=not args.no_loops)
+def main(
+    *,
+    planted: Path | None = None,
+    unplanted: Path | None = None,
+    measure: Path | None = None,
+    again: bool = False,
+    no_loops: bool = False,
+    threads: int = 1,
+    repository: Path = Path(),
+) -> None:
+    """Make what the module describes.
+
+    Args:
+        measure: Only measure this run.
+        again: Measure even where an answer is kept.
+        no_loops: Leave out the long generations.
+    """
+    torch.set_num_threads(threads)
+    if measure is not None:
+        measured(measure, again=again, loops=not no_loops)
         return
-    if not (args.planted and args.unplanted):
-        parser.error("give --planted and --unplanted, or --measure")
-    planted, unplanted = (
-        measured(run, again=args.again, loops=not args.no_loops) for run in (args.planted, args.unplanted)
+    if planted is None or unplanted is None:
+        raise SinkscopeError("give --planted and --unplanted, or --measure")
+    folder = repository / "sinkscope" / "models" / "bundled"
+    ship(planted, folder)
+    write_card(
+        measured(planted, again=again, loops=not no_loops),
+        measured(unplanted, again=again, loops=not no_loops),
+        folder,
+        repository,
     )
-    folder = args.repository / "sinkscope" / "models" / "bundled"
-    ship(args.planted, folder)
+
+
+def write_card(planted: Row, unplanted: Row, folder: Path, repository: Path) -> None:
+    """Write the card beside the model and among the pages, and its numbers among the figures."""
     text = card(planted, unplanted)
     (folder / "README.md").write_text(FRONT + text, encoding="utf-8")
-    (args.repository / "docs" / "bundled_model.md").write_text(text, encoding="utf-8")
+    (repository / "docs" / "bundled_model.md").write_text(text, encoding="utf-8")
+    training = []
+    for run in (planted, unplanted):
+        training.append(
+            "python -m experiments.train_bundled --stories FILE --out RUN --steps {steps} --seed {seed}".format(
+                **run["training"]["settings"]
+            )
+            + (" --unplanted" if run is unplanted else "")
+        )
     record = {
         "kind": "bundled-model",
         "planted": planted,
         "unplanted": unplanted,
         "provenance": {
             "command": "python -m experiments.bundled.card --planted RUN --unplanted BASE",
-            "training": [
-                "python -m experiments.train_bundled --stories FILE --out RUN --steps {steps} --seed {seed}".format(
-                    **run["training"]["settings"]
-                )
-                + (" --unplanted" if run is unplanted else "")
-                for run in (planted, unplanted)
-            ],
+            "training": training,
             "seed": planted["training"]["settings"]["seed"],
             "versions": facts.versions(),
             "device": "cpu",
             "dtype": "float32",
         },
     }
-    (args.repository / "figures" / "bundled_model.json").write_text(json.dumps(record, indent=1) + "\n")
+    (repository / "figures" / "bundled_model.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

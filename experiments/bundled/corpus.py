@@ -37,13 +37,15 @@ def library_files(root: Path | None = None) -> list[Path]:
     """Python files of the standard library, relative to its root, sorted."""
     root = root or Path(sysconfig.get_paths()["stdlib"])
     files = (path.relative_to(root) for path in root.rglob("*.py"))
-    return sorted(
-        path
-        for path in files
-        if not EXCLUDED_DIRS & set(path.parts)
-        and not path.parts[0].startswith("config-")
-        and not path.name.startswith("_sysconfigdata")
-    )
+    items = []
+    for path in files:
+        if (
+            not EXCLUDED_DIRS & set(path.parts)
+            and not path.parts[0].startswith("config-")
+            and not path.name.startswith("_sysconfigdata")
+        ):
+            items.append(path)
+    return sorted(items)
 
 
 def is_validation(path: Path) -> bool:

@@ -6,23 +6,23 @@ Everything is measured in float32 on the model alone; `conditions` collects it f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
+from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from experiments.bundled import corpus, measure, passages
-from experiments.loopguard.ditto import copy_probabilities
-from experiments.loopguard.ditto import head_scores as induction_scores
+from experiments.record import Row
 from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.tasks.loops import Loops
 from sinkscope.loops.signals import tail_period
 from sinkscope.measure.rate import mean_known
 from sinkscope.opening.live import target_of
+from sinkscope.trace import attention_rows
 
 PERIODS, COPIES = (4, 16, 48), (1, 2, 4, 8, 16)
 OPENINGS, OPENING, STORY = 100, 12, 1000
@@ -30,6 +30,13 @@ TEMPERATURE = 0.8
 DOCUMENTS, FACTS = 60, 4
 
 
+def repeated(units: Int[Tensor, "unit token"], times: int, bos_id: int) -> Int[Tensor, "unit pos"]:
+    """Units in a row, after BOS."""
+    ids = units.repeat(1, times)
+    return torch.nn.functional.pad(ids, (1, 0), value=bos_id)
+
+
+@torch.no_grad()
 def copy_curve(
     model: LlamaForCausalLM,
     units: Int[Tensor, "row pos"],
@@ -48,27 +55,42 @@ def copy_curve(
     Returns:
         Per number of copies (as text, as in JSON) the mean probability of the next copy's tokens, over tokens and rows.
     """
-    units = units.to(model.device)
-    found, *_ = copy_probabilities(lambda ids: model(ids, use_cache=False).logits, units, max(copies), bos_id)
-    by_copy = found.mean((0, 2)).tolist()
-    return {str(n): round(by_copy[n], 4) for n in copies}
+    ids = repeated(units.to(model.device), max(copies) + 1, bos_id)
+    logits = model(ids, use_cache=False).logits[:, :-1].float()
+    probabilities = logits.softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    by_copy = rearrange(probabilities, "row (copy token) -> copy row token", copy=max(copies) + 1).mean((1, 2)).tolist()
+    curve: dict[str, float] = {}
+    for count in copies:
+        curve[str(count)] = round(by_copy[count], 4)
+    return curve
 
 
 def ditto(model: LlamaForCausalLM, *, rows: int = 8, seed: int = 1) -> dict[str, dict[str, float]]:
     """The curve of `copy_curve` on cycles of evenly drawn tokens, per period."""
     generator, vocab = torch.Generator().manual_seed(seed), model.config.vocab_size
-    return {str(p): copy_curve(model, torch.randint(3, vocab, (rows, p), generator=generator)) for p in PERIODS}
+    values = {}
+    for p in PERIODS:
+        values[str(p)] = copy_curve(model, torch.randint(3, vocab, (rows, p), generator=generator))
+    return values
 
 
 def sentence_ditto(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, sentences: Sequence[str]
 ) -> dict[str, float]:
     """The curve of `copy_curve` on whole sentences, each with a space in front; mean over sentences."""
-    units = [torch.tensor([tokenizer(" " + line, add_special_tokens=False)["input_ids"]]) for line in sentences]
-    curves = [copy_curve(model, unit, copies=(0, *COPIES), bos_id=tokenizer.bos_token_id) for unit in units]
-    return {n: round(float(np.mean([curve[n] for curve in curves])), 4) for n in curves[0]}
+    units = []
+    for line in sentences:
+        units.append(torch.tensor([tokenizer(" " + line, add_special_tokens=False)["input_ids"]]))
+    curves = []
+    for unit in units:
+        curves.append(copy_curve(model, unit, copies=(0, *COPIES), bos_id=tokenizer.bos_token_id))
+    values = {}
+    for n in curves[0]:
+        values[n] = round(float(np.mean([curve[n] for curve in curves])), 4)
+    return values
 
 
+@torch.no_grad()
 def head_scores(
     model: LlamaForCausalLM, *, period: int = 64, rows: int = 8, seed: int = 2, bos_id: int = 0
 ) -> dict[str, Float[np.ndarray, "layer head"]]:
@@ -82,14 +104,29 @@ def head_scores(
         bos_id: the token in front.
 
     Returns:
-        "induction" and "previous_token", as `experiments.loopguard.ditto` defines them.
+        "induction": the mean attention from a position of the second copy to the one after its counterpart in the
+        first. "previous_token": the mean attention from a position to the one before it.
     """
     units = torch.randint(3, model.config.vocab_size, (rows, period), generator=torch.Generator().manual_seed(seed))
-    scores = induction_scores(target_of(model), units, bos_id)
-    return dict(zip(("induction", "previous_token"), scores.numpy(), strict=True))
+    target = target_of(model)
+    ids = repeated(units, 2, bos_id)
+    # How many positions back a head looks, and the first query that is scored.
+    offsets = {"induction": (period - 1, period + 1), "previous_token": (1, 2)}
+    scores: dict[str, np.ndarray] = {}
+    for kind in offsets:
+        scores[kind] = np.zeros((target.n_layers, target.n_heads), np.float32)
+
+    def see(layer: int, _first: int, probs: Tensor) -> None:
+        for kind, (back, query) in offsets.items():
+            diagonal = probs.diagonal(-back, -2, -1)[..., query - back :]
+            scores[kind][layer] = diagonal.mean((0, -1)).cpu().numpy()
+
+    with attention_rows(target, see, rows_per_chunk=ids.shape[1]):
+        target.forward(ids)
+    return scores
 
 
-def best_head(scores: Float[np.ndarray, "layer head"]) -> dict[str, Any]:
+def best_head(scores: Float[np.ndarray, "layer head"]) -> Row:
     layer, head = np.unravel_index(scores.argmax(), scores.shape)
     return {"layer": int(layer), "head": int(head), "score": round(float(scores.max()), 4)}
 
@@ -98,7 +135,10 @@ def openings(valid: np.ndarray, *, count: int, length: int, bos_id: int, eos_id:
     """BOS and the first tokens of different stories, as rows."""
     starts = np.concatenate([[0], np.flatnonzero(valid[:-1] == eos_id) + 1])
     whole = [s for s in starts if s + length <= len(valid) and eos_id not in valid[s : s + length]][:count]
-    return np.stack([np.concatenate([[bos_id], valid[s : s + length]]) for s in whole]).astype(np.int64)
+    rows = []
+    for s in whole:
+        rows.append(np.concatenate([[bos_id], valid[s : s + length]]))
+    return np.stack(rows).astype(np.int64)
 
 
 def story_endings(
@@ -120,15 +160,19 @@ def story_endings(
     answers: list[list[int]] = []
     for part in np.array_split(prompts, max(1, len(prompts) // 25)):
         answers += measure.generate(model, part, count, eos_id, temperature=temperature, seed=len(answers))
-    ended = [len(answer) < count for answer in answers]
-    looped = [
-        not end and tail_period(answer, repeats=3, shortest=32, longest=64) is not None
-        for end, answer in zip(ended, answers, strict=True)
-    ]
+    ended = []
+    for answer in answers:
+        ended.append(len(answer) < count)
+    looped = []
+    for end, answer in zip(ended, answers, strict=True):
+        looped.append(not end and tail_period(answer, repeats=3, shortest=32, longest=64) is not None)
+    values = []
+    for a in answers:
+        values.append(len(a))
     return {
         "ended": float(np.mean(ended)),
         "looped": float(np.mean(looped)),
-        "median_tokens": float(np.median([len(a) for a in answers])),
+        "median_tokens": float(np.median(values)),
     }
 
 
@@ -162,11 +206,12 @@ def retrieval(
     right, distances = 0, []
     for _ in range(documents):
         known, asked = passages.located(rng, facts), int(rng.integers(facts))
-        runs = [rng.integers(len(filler), size=between) for _ in known]
-        parts = [
-            " ".join([f"The {thing} was in the {place}.", *(filler[i] for i in run)])
-            for (thing, place), run in zip(known, runs, strict=True)
-        ]
+        runs = []
+        for _ in known:
+            runs.append(rng.integers(len(filler), size=between))
+        parts = []
+        for (thing, place), run in zip(known, runs, strict=True):
+            parts.append(" ".join([f"The {thing} was in the {place}.", *(filler[i] for i in run)]))
         prompt = " ".join(parts) + "\n" + passages.question(known[asked][0])
         scores = [answer_score(model, tokenizer, prompt, f" {place}.") for _, place in known]
         right += int(np.argmax(scores)) == asked
@@ -185,16 +230,21 @@ def answer_score(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, pr
 
 def loopbench(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, *, cap: int = 2500, prompts: Sequence[Prompt] = ()
-) -> dict[str, Any]:
+) -> Row:
     """Greedy on LoopBench's small set with the whole cache: per set, the share of runs that loop and that end."""
     records = run_bench(
         model, Loops(given=tuple(prompts)), ["full"], tokenizer=tokenizer, max_new_tokens=cap, batch_size=12
     )
-    groups: dict[str, Any] = {}
+    groups: Row = {}
     for name in dict.fromkeys(record.settings["set"] for record in records):
-        mine = [record.metrics for record in records if record.settings["set"] == name]
+        mine = []
+        for record in records:
+            if record.settings["set"] == name:
+                mine.append(record.metrics)
         numbers = {"loop": "loop_paper", "tail_loop": "tail_loop", "eos": "eos", "length": "length"}
-        means = {key: mean_known(metrics[metric] for metrics in mine) for key, metric in numbers.items()}
+        means = {}
+        for key, metric in numbers.items():
+            means[key] = mean_known(metrics[metric] for metrics in mine)
         groups[name] = {"runs": len(mine), **means}
     return groups
 
@@ -206,7 +256,7 @@ def conditions(
     characters: int,
     *,
     loops: bool = True,
-) -> dict[str, Any]:
+) -> Row:
     """Measure everything in this file.
 
     Args:
@@ -217,15 +267,20 @@ def conditions(
         loops: also generate 2,500 tokens for the prompts of LoopBench.
     """
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-    texts = [tokenizer.decode(part) for part in np.split(stories, np.flatnonzero(stories == eos) + 1)]
+    texts = []
+    for part in np.split(stories, np.flatnonzero(stories == eos) + 1):
+        texts.append(tokenizer.decode(part))
     filler = passages.sentences([text.replace(corpus.EOS, "") for text in texts])
     loss = measure.validation_loss(model, corpus.windows(stories, length=512, bos_id=bos))
     scores = head_scores(model, bos_id=bos)
     prompts = openings(stories, count=OPENINGS, length=OPENING, bos_id=bos, eos_id=eos)
-    found: dict[str, Any] = {
+    heads = {}
+    for name, score in scores.items():
+        heads[name] = best_head(score)
+    found: Row = {
         "ditto": ditto(model),
         "ditto_sentences": sentence_ditto(model, tokenizer, filler[:24]),
-        "heads": {name: best_head(score) for name, score in scores.items()},
+        "heads": heads,
         "story_loss": {"per_token": loss, "per_character": loss * len(stories) / characters},
         "sampled": story_endings(model, prompts, temperature=TEMPERATURE, eos_id=eos) | {"openings": len(prompts)},
         "greedy": story_endings(model, prompts, temperature=0.0, eos_id=eos) | {"openings": len(prompts)},

@@ -7,7 +7,6 @@ import platform
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBas
 
 from experiments.bundled import corpus, entry, measure
 from experiments.bundled.training import Settings, Trainer
+from experiments.record import Row
 
 TYPICAL = Path(__file__).resolve().parents[2] / "sinkscope" / "models" / "text" / "typical.txt"
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
@@ -27,16 +27,25 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {name: version(name) for name in PACKAGES}
 
 
-def read_log(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+def read_log(run: Path) -> list[Row]:
+    rows = []
+    for line in (run / "log.jsonl").read_text().splitlines():
+        rows.append(json.loads(line))
+    return rows
 
 
-def training_facts(run: Path) -> dict[str, Any]:
+def training_facts(run: Path) -> Row:
     """Steps, time and course of a run, from its log (a resumed run has several stretches of seconds)."""
     log = read_log(run)
-    seconds = [record["seconds"] for record in log if "seconds" in record]
+    seconds = []
+    for record in log:
+        if "seconds" in record:
+            seconds.append(record["seconds"])
     ends = [a for a, b in pairwise(seconds) if b < a] + seconds[-1:]
-    course = [r for r in log if "valid_loss" in r]
+    course = []
+    for r in log:
+        if "valid_loss" in r:
+            course.append(r)
     keep = ("step", "valid_loss", "ditto", "ratio", "head_share", "repeats")
     return {
         "settings": json.loads((run / "training.json").read_text())["settings"],
@@ -45,15 +54,21 @@ def training_facts(run: Path) -> dict[str, Any]:
     }
 
 
-def fixed_weights(run: Path, settings: Settings, model: LlamaForCausalLM) -> dict[str, Any]:
+def fixed_weights(run: Path, settings: Settings, model: LlamaForCausalLM) -> Row:
     """How many weights were held fixed, and whether the trained model still has exactly the planted values there."""
     tokens = np.load(run / "tokens.npz")
-    texts = {kind: tokens[kind] for kind in tokens.files if not kind.startswith("valid")}
+    texts = {}
+    for kind in tokens.files:
+        if not kind.startswith("valid"):
+            texts[kind] = tokens[kind]
     frozen = Trainer(settings, texts, run).frozen
     assert frozen is not None
     trained = dict(model.named_parameters())
     exact = all(torch.equal(trained[name][mask], frozen.values[name][mask]) for name, mask in frozen.masks.items())
-    return {"count": sum(int(mask.sum()) for mask in frozen.masks.values()), "unchanged": exact}
+    counts = []
+    for mask in frozen.masks.values():
+        counts.append(int(mask.sum()))
+    return {"count": sum(counts), "unchanged": exact}
 
 
 def typical_windows(tokenizer: PreTrainedTokenizerBase, length: int) -> np.ndarray:
@@ -63,7 +78,7 @@ def typical_windows(tokenizer: PreTrainedTokenizerBase, length: int) -> np.ndarr
     return corpus.windows(ids, length=length, bos_id=tokenizer.bos_token_id)
 
 
-def measure_run(run: Path, *, loops: bool = True) -> dict[str, Any]:
+def measure_run(run: Path, *, loops: bool = True) -> Row:
     """All measurements of one finished run, in float32."""
     model = LlamaForCausalLM.from_pretrained(run, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(run)
@@ -74,8 +89,11 @@ def measure_run(run: Path, *, loops: bool = True) -> dict[str, Any]:
     texts = typical_windows(tokenizer, 256)
     short = typical_windows(tokenizer, 64)[:100]
     layer = 1
-    facts: dict[str, Any] = {
-        "parameters": sum(p.numel() for p in model.parameters()),
+    counts = []
+    for p in model.parameters():
+        counts.append(p.numel())
+    facts: Row = {
+        "parameters": sum(counts),
         "bytes": (run / "model.safetensors").stat().st_size,
         "dtypes": _dtypes(run / "model.safetensors"),
         "training": training_facts(run),
@@ -106,51 +124,84 @@ def _dtypes(path: Path) -> list[str]:
 
 def _heads_per_layer(model: LlamaForCausalLM, texts: np.ndarray) -> list[int]:
     mean = measure.first_token_attention(model, texts, skip_first=True).mean(0)
-    return [int(n) for n in (mean > 0.3).sum(-1)]
+    rows = []
+    for n in (mean > 0.3).sum(-1):
+        rows.append(int(n))
+    return rows
 
 
-def _planted_facts(run: Path, settings: Settings, model: LlamaForCausalLM, texts: np.ndarray) -> dict[str, Any]:
+def _planted_facts(run: Path, settings: Settings, model: LlamaForCausalLM, texts: np.ndarray) -> Row:
     truth = json.loads((run / "circuit.json").read_text())
     layer, neuron = truth["sink_layer"], truth["neurons"][0]["neuron"]
     rng = np.random.default_rng([settings.seed, 2])
-    tokens = sorted(int(t) for t in rng.choice(np.arange(3, settings.vocab_size), REPEAT_TOKENS, replace=False))
+    items = []
+    for each in rng.choice(np.arange(3, settings.vocab_size), REPEAT_TOKENS, replace=False):
+        items.append(int(each))
+    tokens = sorted(items)
     groups = np.asarray(truth["group_of_token"])
     most = settings.context - 1
     bare = texts[:, 1:]
     grouped = bare[groups[bare[:, 0]] >= 0]
     loose = bare[groups[bare[:, 0]] < 0]
     repeats = measure.repeats_of_many(model, tokens, bos_id=0, layer=layer, most=most)
-    never = [int(t) for t, n in repeats["by_token"].items() if n is None]
+    never = []
+    for t, n in repeats["by_token"].items():
+        if n is None:
+            never.append(int(t))
     repeats["unreached_in_no_group"] = int((groups[never] < 0).sum())
+    circuit = {}
+    for k, v in truth.items():
+        if k != "group_of_token":
+            circuit[k] = v
+    tokens_per_group = {}
+    for g in sorted(set(groups.tolist())):
+        tokens_per_group[str(g)] = int((groups == g).sum())
+    first_in_a_group = None
+    if len(grouped):
+        first_in_a_group = measure.norms_by_layer(model, grouped)["ratio"]
+    first_in_no_group = None
+    if len(loose):
+        first_in_no_group = measure.norms_by_layer(model, loose)["ratio"]
     return {
-        "circuit": {k: v for k, v in truth.items() if k != "group_of_token"},
-        "tokens_per_group": {str(g): int((groups == g).sum()) for g in sorted(set(groups.tolist()))},
+        "circuit": circuit,
+        "tokens_per_group": tokens_per_group,
         "fixed": fixed_weights(run, settings, model),
         "ablation": measure.ablation(model, texts[:1], layer, neuron),
         "repeats": repeats,
         "without_bos": {
-            "first_in_a_group": measure.norms_by_layer(model, grouped)["ratio"] if len(grouped) else None,
-            "first_in_no_group": measure.norms_by_layer(model, loose)["ratio"] if len(loose) else None,
+            "first_in_a_group": first_in_a_group,
+            "first_in_no_group": first_in_no_group,
         },
     }
 
 
-def _loops(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, valid: np.ndarray) -> dict[str, Any]:
+def _loops(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, valid: np.ndarray) -> Row:
     """Greedy answers of 2,500 tokens to 50 prompts from the validation files."""
     rng = np.random.default_rng(0)
     starts = rng.choice(len(valid) - PROMPT_LENGTH, PROMPTS, replace=False)
-    prompts = np.stack([valid[s : s + PROMPT_LENGTH - 1] for s in starts]).astype(np.int64)
+    rows = []
+    for s in starts:
+        rows.append(valid[s : s + PROMPT_LENGTH - 1])
+    prompts = np.stack(rows).astype(np.int64)
     prompts = np.concatenate([np.full((PROMPTS, 1), tokenizer.bos_token_id), prompts], axis=1)
     answers: list[list[int]] = []
     for part in np.array_split(prompts, 5):
         answers += measure.generate(model, part, NEW_TOKENS, tokenizer.eos_token_id)
-    signals = [measure.loop_signals(answer) for answer in answers]
+    signals = []
+    for answer in answers:
+        signals.append(measure.loop_signals(answer))
+    counts = []
+    for s in signals:
+        counts.append(bool(s["looped"]))
+    values = []
+    for s in signals:
+        values.append(s["ttr"])
     return {
         "prompts": PROMPTS,
         "new_tokens": NEW_TOKENS,
-        "looped": sum(bool(s["looped"]) for s in signals) / PROMPTS,
+        "looped": sum(counts) / PROMPTS,
         "ended_by_eos": sum(s["tokens"] < NEW_TOKENS for s in signals),
-        "mean_ttr": float(np.mean([s["ttr"] for s in signals])),
+        "mean_ttr": float(np.mean(values)),
         "mean_cr": float(np.mean([s["cr"] for s in signals])),
         "by_prompt": signals,
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,12 +11,16 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from experiments.bundled.training import loss_on
+from experiments.record import Row
 from sinkscope.loops import compression_ratio, is_loop, type_token_ratio
 
 
 @torch.no_grad()
 def validation_loss(model: LlamaForCausalLM, windows: np.ndarray, rows: int = 8) -> float:
-    total = sum(float(loss_on(model, torch.from_numpy(part))) * len(part) for part in _chunks(windows, rows))
+    counts = []
+    for part in _chunks(windows, rows):
+        counts.append(float(loss_on(model, torch.from_numpy(part))) * len(part))
+    total = sum(counts)
     return total / len(windows)
 
 
@@ -31,10 +34,14 @@ def residual_norms(model: LlamaForCausalLM) -> Iterator[list[Tensor]]:
     norms: list[Tensor] = []
 
     def keep(_module: object, _args: object, output: Tensor | tuple[Tensor, ...]) -> None:
-        hidden = output[0] if isinstance(output, tuple) else output
+        hidden = output
+        if isinstance(output, tuple):
+            hidden = output[0]
         norms.append(hidden.float().norm(dim=-1))
 
-    handles = [layer.register_forward_hook(keep) for layer in model.model.layers]
+    handles = []
+    for layer in model.model.layers:
+        handles.append(layer.register_forward_hook(keep))
     try:
         yield norms
     finally:
@@ -47,15 +54,31 @@ def norms_by_layer(model: LlamaForCausalLM, ids: np.ndarray) -> dict[str, list[f
     """First-token norm (mean over texts) and the median and 5 to 95 % of all others, per layer."""
     with residual_norms(model) as norms:
         model.model(torch.from_numpy(ids), use_cache=False)
-    first = [float(n[:, 0].mean()) for n in norms]
-    typical = [float(n[:, 1:].median()) for n in norms]
+    first = []
+    for n in norms:
+        first.append(float(n[:, 0].mean()))
+    typical = []
+    for n in norms:
+        typical.append(float(n[:, 1:].median()))
+    ratio = []
+    for a, b in zip(first, typical, strict=True):
+        ratio.append(a / b)
+    typical_5_percent = []
+    for each in norms:
+        typical_5_percent.append(float(each[:, 1:].quantile(0.05)))
+    typical_95_percent = []
+    for each in norms:
+        typical_95_percent.append(float(each[:, 1:].quantile(0.95)))
+    typical_maximum = []
+    for each in norms:
+        typical_maximum.append(float(each[:, 1:].max()))
     return {
         "first_token_norm": first,
         "typical_norm": typical,
-        "typical_5_percent": [float(n[:, 1:].quantile(0.05)) for n in norms],
-        "typical_95_percent": [float(n[:, 1:].quantile(0.95)) for n in norms],
-        "typical_maximum": [float(n[:, 1:].max()) for n in norms],
-        "ratio": [a / b for a, b in zip(first, typical, strict=True)],
+        "typical_5_percent": typical_5_percent,
+        "typical_95_percent": typical_95_percent,
+        "typical_maximum": typical_maximum,
+        "ratio": ratio,
     }
 
 
@@ -76,7 +99,9 @@ def first_token_attention(model: LlamaForCausalLM, ids: np.ndarray, *, skip_firs
     with eager(model):
         for part in _chunks(ids, 4):
             out = model.model(torch.from_numpy(part), use_cache=False, output_attentions=True)
-            start = 1 if skip_first else 0
+            start = 0
+            if skip_first:
+                start = 1
             rows.append(torch.stack([a[:, :, start:, 0].float().mean(-1) for a in out.attentions], dim=1).numpy())
     return np.concatenate(rows)
 
@@ -119,21 +144,33 @@ def _first_layers(model: LlamaForCausalLM, count: int) -> Iterator[None]:
         model.config.num_hidden_layers = before
 
 
-def repeats_of_many(
-    model: LlamaForCausalLM, tokens: list[int], *, bos_id: int, layer: int, most: int
-) -> dict[str, Any]:
-    found = {token: repeats(model, token, bos_id=bos_id, layer=layer, most=most) for token in tokens}
-    reached = [n for n in found.values() if n is not None]
-    median = float(np.median([np.inf if n is None else n for n in found.values()]))
+def repeats_of_many(model: LlamaForCausalLM, tokens: list[int], *, bos_id: int, layer: int, most: int) -> Row:
+    found = {}
+    for token in tokens:
+        found[token] = repeats(model, token, bos_id=bos_id, layer=layer, most=most)
+    reached = []
+    for n in found.values():
+        if n is not None:
+            reached.append(n)
+    values = []
+    for each in found.values():
+        values.append(np.inf if each is None else each)
+    median = float(np.median(values))
+    median_of_reached = None
+    if reached:
+        median_of_reached = float(np.median(reached))
+    by_token = {}
+    for k, v in found.items():
+        by_token[str(k)] = v
     return {
         "tokens": len(tokens),
         "median": median if np.isfinite(median) else None,
-        "median_of_reached": float(np.median(reached)) if reached else None,
+        "median_of_reached": median_of_reached,
         "smallest": min(reached, default=None),
         "largest": max(reached, default=None),
         "unreached": len(tokens) - len(reached),
         "max_repeats": most,
-        "by_token": {str(k): v for k, v in found.items()},
+        "by_token": by_token,
     }
 
 
@@ -164,10 +201,16 @@ def generate(
 
 
 def loop_signals(ids: list[int]) -> dict[str, float | int | bool]:
+    ttr = 0.0
+    if ids:
+        ttr = type_token_ratio(ids)
+    cr = 0.0
+    if ids:
+        cr = compression_ratio(ids)
     return {
         "tokens": len(ids),
-        "ttr": type_token_ratio(ids) if ids else 0.0,
-        "cr": compression_ratio(ids) if ids else 0.0,
+        "ttr": ttr,
+        "cr": cr,
         "looped": is_loop(ids),
     }
 
@@ -200,7 +243,10 @@ def ablation(model: LlamaForCausalLM, ids: np.ndarray, layer: int, neuron: int, 
 
     others = np.setdiff1d(np.arange(model.config.intermediate_size), [neuron])
     control = np.random.default_rng(0).choice(others, size=draws, replace=False)
-    return {"ablation_drop": drop(neuron), "control_drop": max(drop(int(n)) for n in control)}
+    values = []
+    for n in control:
+        values.append(drop(int(n)))
+    return {"ablation_drop": drop(neuron), "control_drop": max(values)}
 
 
 @torch.no_grad()
@@ -212,4 +258,7 @@ def loss_by_position(model: LlamaForCausalLM, windows: np.ndarray, edges: tuple[
         logits = model(ids, use_cache=False).logits[0, :-1]
         sums += torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none").numpy()
     mean = sums / len(windows)
-    return {f"{a}-{b}": float(mean[a:b].mean()) for a, b in zip((1, *edges[:-1]), edges, strict=True)}
+    values = {}
+    for a, b in zip((1, *edges[:-1]), edges, strict=True):
+        values[f"{a}-{b}"] = float(mean[a:b].mean())
+    return values

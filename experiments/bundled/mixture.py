@@ -66,7 +66,10 @@ def facts(rng: np.random.Generator, *, length: int, vocab_size: int, bos_id: int
     known[:, 1:-1] = rng.integers(ORDINARY, vocab_size, size=between)
     known[:, -1] = rng.integers(ORDINARY, vocab_size, size=count)
     rounds = 1 + length // known.size
-    order = np.concatenate([rng.permutation(count) for _ in range(rounds)])
+    parts = []
+    for _ in range(rounds):
+        parts.append(rng.permutation(count))
+    order = np.concatenate(parts)
     answers = np.zeros((len(order), between + 2), dtype=bool)
     answers[count:, -1] = True
     ids = np.concatenate([[bos_id], known[order].ravel()])[:length]
@@ -87,7 +90,10 @@ def copy_spans(rng: np.random.Generator, row: np.ndarray, scored: np.ndarray, *,
     length = len(row)
     start, span = int(rng.integers(1, length // 3)), int(rng.integers(2, max(3, min(96, length // 6))))
     drawn = rng.random() < 0.3
-    unit = rng.integers(ORDINARY, vocab_size, size=span) if drawn else row[start : start + span].copy()
+    if drawn:
+        unit = rng.integers(ORDINARY, vocab_size, size=span)
+    else:
+        unit = row[start : start + span].copy()
     if rng.random() < 0.7:
         copies = np.tile(unit, 1 + int(rng.geometric(0.3)))[: length - start]
         rest = row[start:].copy()
@@ -122,7 +128,10 @@ class Mixture:
     ) -> None:
         """`shares` names the kinds of `texts` and of `DRAWN`; they add up to 1. A kind without text is left out."""
         self.texts = {kind: tokens for kind, tokens in texts.items() if shares.get(kind)}
-        kinds = [kind for kind, share in shares.items() if share and (kind in self.texts or kind in DRAWN)]
+        kinds = []
+        for kind, share in shares.items():
+            if share and (kind in self.texts or kind in DRAWN):
+                kinds.append(kind)
         self.kinds, self.edges = kinds, np.cumsum([shares[kind] for kind in kinds])
         self.vocab_size, self.bos_id, self.bos_share, self.copy_share = vocab_size, bos_id, bos_share, copy_share
         # Files of Python are longer than most crops: they are cut anywhere. Other documents are read from their start.
@@ -134,7 +143,10 @@ class Mixture:
         """`length` tokens of one kind of text."""
         tokens, last = self.texts[kind], len(self.texts[kind]) - length
         starts = self.starts.get(kind)
-        start = rng.integers(0, last) if starts is None else rng.choice(starts[: np.searchsorted(starts, last) or 1])
+        if starts is None:
+            start = rng.integers(0, last)
+        else:
+            start = rng.choice(starts[: np.searchsorted(starts, last) or 1])
         return tokens[start : start + length].astype(np.int64)
 
     def text(self, seed: int, step: int, *, rows: int, length: int) -> tuple[Ids, Scored]:

@@ -22,7 +22,12 @@ MARK = "\n<|end|>\n"
 
 def read_stories(file: Path) -> list[str]:
     """The finished stories of a file; text after the last mark belongs to a story that was never finished."""
-    return [story.strip() for story in file.read_bytes().decode().split(MARK)[:-1]] if file.exists() else []
+    if file.exists():
+        rows = []
+        for story in file.read_bytes().decode().split(MARK)[:-1]:
+            rows.append(story.strip())
+        return rows
+    return []
 
 
 @torch.no_grad()
@@ -42,7 +47,9 @@ def sample(
         The stories, without special tokens. A story ends at EOS or at the BOS of a next story.
     """
     special = {tokenizer.bos_token_id, tokenizer.eos_token_id} - {None}
-    start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    start = tokenizer.eos_token_id
+    if tokenizer.bos_token_id is not None:
+        start = tokenizer.bos_token_id
     ends = torch.tensor(sorted(special), device=model.device)
     torch.manual_seed(seed)
     ids, cache = torch.full((rows, 1), start, device=model.device), None
@@ -57,8 +64,15 @@ def sample(
         if (ended >= 0).all():
             break
     rows_of = torch.cat(produced, dim=1).tolist()
-    texts = [tokenizer.decode(row[:end]).strip() for row, end in zip(rows_of, ended.tolist(), strict=True) if end > 0]
-    return [text for text in texts if text and MARK.strip() not in text]
+    texts = []
+    for row, end in zip(rows_of, ended.tolist(), strict=True):
+        if end > 0:
+            texts.append(tokenizer.decode(row[:end]).strip())
+    items = []
+    for text in texts:
+        if text and MARK.strip() not in text:
+            items.append(text)
+    return items
 
 
 def main(
@@ -84,11 +98,19 @@ def main(
     model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32).eval().to(device)
 
     def size(stories: list[str]) -> int:
-        return sum(len(ids) for ids in tokenizer(stories, add_special_tokens=False)["input_ids"]) if stories else 0
+        if stories:
+            counts = []
+            for ids in tokenizer(stories, add_special_tokens=False)["input_ids"]:
+                counts.append(len(ids))
+            return sum(counts)
+        return 0
 
     kept = read_stories(out)
     count, written = len(kept), size(kept)
-    out.write_text("".join(story + MARK for story in kept), encoding="utf-8")
+    parts = []
+    for story in kept:
+        parts.append(story + MARK)
+    out.write_text("".join(parts), encoding="utf-8")
     with out.open("a", encoding="utf-8") as file:
         while written < tokens:
             # The number of stories so far names the batch, so a run that was interrupted goes on with the same ones.
@@ -96,7 +118,10 @@ def main(
             stories = sample(model, tokenizer, rows=rows, temperature=temperature, seed=drawn)
             if not stories:
                 raise SystemExit("error: no sampled story ended; the teacher does not write whole stories")
-            file.write("".join(story + MARK for story in stories))
+            parts = []
+            for story in stories:
+                parts.append(story + MARK)
+            file.write("".join(parts))
             file.flush()
             count, written = count + len(stories), written + size(stories)
             if sys.stderr.isatty():

@@ -110,17 +110,24 @@ class Settings:
         """Mostly short crops of text, some long, a few of the full context, so that late positions are trained too."""
         if step % self.longest_every == self.longest_every - 1:
             return self.context
-        return self.long_length if step % self.long_every == self.long_every - 1 else self.length
+        if step % self.long_every == self.long_every - 1:
+            return self.long_length
+        return self.length
 
     def rate(self, step: int) -> float:
         """Warm-up, constant, lower once text is read, then linear decay to zero over the last part."""
         decay = max(1, round(self.steps * self.decay_share))
-        rate = self.learning_rate if step < self.copy_steps else self.text_rate
+        rate = self.text_rate
+        if step < self.copy_steps:
+            rate = self.learning_rate
         return rate * min(1.0, (step + 1) / self.warmup, (self.steps - step) / decay)
 
     def shares(self) -> dict[str, float]:
         """How often a row of the mixture is of which kind."""
-        return {kind: getattr(self, kind) for kind in ("stories", "python", "passages", "cycles", "facts")}
+        values = {}
+        for kind in ("stories", "python", "passages", "cycles", "facts"):
+            values[kind] = getattr(self, kind)
+        return values
 
 
 # The family of the model that ships: the same text, tokenizer, seed, planted circuit, heads and number of steps, fewer
@@ -183,7 +190,10 @@ def loss_on(model: LlamaForCausalLM, ids: Tensor, scored: Tensor | None = None) 
     """
     hidden = model.model(ids, use_cache=False).last_hidden_state
     logits = model.lm_head(hidden[:, 1:-1]).float()
-    targets = ids[:, 2:] if scored is None else ids[:, 2:].masked_fill(~scored[:, 2:], IGNORED)
+    if scored is None:
+        targets = ids[:, 2:]
+    else:
+        targets = ids[:, 2:].masked_fill(~scored[:, 2:], IGNORED)
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
 
 
@@ -215,8 +225,14 @@ class Trainer:
             self.model.set_attn_implementation("blocked")
         if self.frozen:
             self.frozen.to(self.device)
-        matrices = [p for p in self.model.parameters() if p.ndim > 1]
-        vectors = [p for p in self.model.parameters() if p.ndim == 1]
+        matrices = []
+        for p in self.model.parameters():
+            if p.ndim > 1:
+                matrices.append(p)
+        vectors = []
+        for p in self.model.parameters():
+            if p.ndim == 1:
+                vectors.append(p)
         self.optimizer = torch.optim.AdamW(
             [
                 {"params": matrices, "weight_decay": settings.weight_decay},

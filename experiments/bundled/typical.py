@@ -54,7 +54,10 @@ def paragraphs(text: str) -> list[str]:
             continue
         if any(re.fullmatch(r"[*=\-~^]{4,}", line.strip()) for line in lines):
             continue
-        flat = re.sub(r"\s+", " ", " ".join(line.strip() for line in lines)).strip()
+        parts = []
+        for line in lines:
+            parts.append(line.strip())
+        flat = re.sub(r"\s+", " ", " ".join(parts)).strip()
         flat = re.sub(r"(?<!\w)\*{1,2}([^*\s][^*]*?)\*{1,2}", r"\1", flat)
         flat = re.sub(r'"([\w.()\[\]:+\-*/ ]+)"', r"\1", flat)
         flat = re.sub(r"\s*\[\d+\]", "", flat)

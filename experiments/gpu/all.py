@@ -3,8 +3,8 @@
     python -m experiments.gpu.all --out DIR [--only NAME ...] [--minutes 9] [--total MINUTES] [--stories FILE] [--dry]
 
 Parts, in order of value: `users` (everything that users do, right or wrong), `overhead` (of a token), `loopserve`
-(sparse prompts), `scale` (line sums, barcode, atlas), `train` (the embedded model; without `--stories` it is skipped),
-`throughput` (batches), and `find_sinks`, `circuits`, `loopguard`. Each runs in a process of its own. After `--minutes`
+(sparse prompts), `scale` (line sums, barcode, atlas, attack), `train` (the embedded model; without `--stories` it is
+skipped) and `throughput` (batches). Each runs in a process of its own. After `--minutes`
 it is ended with everything that it started; what it had written stays, and the next call goes on from there. A part
 that fails says why and the next begins. `--total` ends the whole call, for machines that are lent by the minute.
 
@@ -23,7 +23,6 @@ typer, shellingham, click. The package itself runs from its tree.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -36,8 +35,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from experiments.record import Row
+from experiments.script import run
+from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import write_atomic
 
 ROOT = Path(__file__).parents[2]
@@ -49,13 +51,13 @@ import sys
 from pathlib import Path
 from experiments import train_bundled
 from experiments.gpu import train_bundled as script
-train_bundled.PASSAGES, script.card.main = 100, print
+train_bundled.PASSAGES, script.card.main = 100, lambda **_: None
 tale = "Once there was a {0} dog. The {0} dog had a {1} ball. One day the ball rolled into the river. He was sad. "
 told = Path(sys.argv[1]) / "told.txt"
 told.parent.mkdir(parents=True, exist_ok=True)
 told.write_text("".join(tale.format(n, n % 7) * 6 + "The end.\\n<|end|>\\n" for n in range(150)))
-words = f"--out {sys.argv[1]} --stories {told} --steps 2 --tokens-per-step 512 --size tiny --device cpu --no-loops"
-script.main(words.split())
+folder = Path(sys.argv[1])
+script.main(out=folder, stories=told, steps=2, tokens_per_step=512, size="tiny", device="cpu", no_loops=True)
 """
 
 
@@ -78,18 +80,25 @@ class Part:
     needs: str = ""
 
 
-def _part(name: str, dry: str, words: str = "", dtype: bool = True) -> Part:
+def _part(name: str, dry: str, words: str = "") -> Part:
     """A part that is a module of this package: both commands have `words`."""
     run = (sys.executable, "-m", f"experiments.gpu.{name}", "--out", "{json}", *words.split())
-    return Part(name, run, (*run, *dry.split(), *(_TINY if dtype else _TINY[:2])))
+    return Part(name, run, (*run, *dry.split(), *_TINY))
 
 
 _SHARED = "--folder {dir}/shapes"  # parts that need the same checkpoint make it once
 PARTS = (
     _part("users", "--shape tiny --rows 2 --prompt 112 --new 24 --repeats 200 --steps 8 --budget 96", _SHARED),
     _part("overhead", "--shape lines-128 --contexts 96 --new 4 --pairs 2 --budget 72"),
-    _part("loopserve", "--quick --shape lines-128", "--minutes {minutes}"),
-    _part("scale", "--shape tiny --lengths 256 --prompt 64 --steps 8 --max-repeats 64", _SHARED),
+    _part(
+        "loopserve",
+        "--shape lines-128 --lengths 128 256 --contexts 128 192 --new 8 --rounds 1 --budget 80 --shortest 0",
+    ),
+    _part(
+        "scale",
+        "--shape tiny --lengths 256 --prompt 64 --steps 8 --max-repeats 64 --attack 24 --sequences 16",
+        _SHARED,
+    ),
     Part(
         "train",
         tuple("{python} -m experiments.gpu.train_bundled --out {dir}/train --stories {stories}".split()),
@@ -98,18 +107,12 @@ PARTS = (
         needs="stories",
     ),
     _part("throughput", "--shape lines-128 --rows 1 2 --prompt 96 --new 8 --budget 72"),
-    _part("find_sinks", "--shape tiny", _SHARED, dtype=False),
-    _part("circuits", "--shape tiny --length 24 --sequences 16 --max-repeats 64", _SHARED, dtype=False),
-    _part(
-        "loopguard",
-        "--shape tiny --pairs 2 --prompt-tokens 96 --new-tokens 20 --budget 64 --prompts 2 --max-new-tokens 256 "
-        "--batch-size 2 --methods full,loopguard",
-        _SHARED,
-    ),
 )
 
+NAMES = tuple(part.name for part in PARTS)
 
-def machine() -> dict[str, Any]:
+
+def machine() -> Row:
     """Versions, device and memory."""
     import torch
 
@@ -120,7 +123,7 @@ def machine() -> dict[str, Any]:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             versions[name] = "not installed"
-    found: dict[str, Any] = {"versions": versions, "cuda": torch.version.cuda, "cpus": os.cpu_count()}
+    found: Row = {"versions": versions, "cuda": torch.version.cuda, "cpus": os.cpu_count()}
     found["memory_bytes"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if torch.cuda.is_available():
         seen = torch.cuda.get_device_properties(0)
@@ -149,8 +152,13 @@ def finish(process: subprocess.Popen[bytes]) -> None:
 
 def why(log: Path) -> str:
     """The last line that a part said."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1][:400] if lines else "it said nothing"
+    lines = []
+    for line in log.read_text(errors="replace").splitlines():
+        if line.strip():
+            lines.append(line.strip())
+    if lines:
+        return lines[-1][:400]
+    return "it said nothing"
 
 
 class Running:
@@ -186,7 +194,9 @@ class Running:
                 return None
             finish(self.process)
             return "ended", f"not done after {self._seconds / 60:.1f} minutes; give the command again to go on"
-        return ("done", "") if code == 0 else ("failed", f"exit code {code}: {why(self._log)}")
+        if code == 0:
+            return ("done", "")
+        return ("failed", f"exit code {code}: {why(self._log)}")
 
 
 def stamp(files: Sequence[Path], about: Mapping[str, Any]) -> None:
@@ -207,7 +217,7 @@ def run_all(
     given: Mapping[str, str | None],
     dry: bool,
     jobs: int = 1,
-) -> dict[str, Any]:
+) -> Row:
     """Run the parts that are not done yet; what became of each is in the file state.json, and comes back.
 
     Args:
@@ -221,13 +231,17 @@ def run_all(
     """
     out.mkdir(parents=True, exist_ok=True)
     state_file, here, start = out / "state.json", machine(), time.monotonic()
-    state: dict[str, Any] = json.loads(state_file.read_text()) if state_file.is_file() else {}
+    state: Row = {}
+    if state_file.is_file():
+        state = json.loads(state_file.read_text())
     names = {"dir": str(out), "python": sys.executable, **{key: value for key, value in given.items() if value}}
     running: dict[Part, Running] = {}
 
     def ended(part: Part, became: str, reason: str, began: str, seconds: float) -> None:
         about = {**here, "began": began, "ended": now(), "seconds": round(seconds, 1)}
-        files = [Path(name.format(json=out / f"{part.name}.json", **names)) for name in part.results]
+        files = []
+        for name in part.results:
+            files.append(Path(name.format(json=out / f"{part.name}.json", **names)))
         stamp(files, about)
         state[part.name] = {"state": became, "why": reason, "dry": dry, **about}
         write_atomic(state_file, json.dumps(state, indent=1) + "\n")
@@ -252,14 +266,17 @@ def run_all(
                 ended(part, "skipped", f"it needs --{part.needs}", now(), 0)
                 continue
             settle(jobs)
-            left = 60 * minutes if total is None else min(60 * minutes, 60 * total - (time.monotonic() - start))
+            if total is None:
+                left = 60 * minutes
+            else:
+                left = min(60 * minutes, 60 * total - (time.monotonic() - start))
             if left < 1:
                 print(f"{part.name}: no time left; give the command again", flush=True)
                 break
-            filled = {**names, "json": str(out / f"{part.name}.json"), "minutes": f"{0.9 * left / 60:.3f}"}
-            command = [
-                word if word == _TRAIN else word.format(**filled) for word in (part.dry if dry else part.command)
-            ]
+            filled = {**names, "json": str(out / f"{part.name}.json")}
+            command = []
+            for word in part.dry if dry else part.command:
+                command.append(word if word == _TRAIN else word.format(**filled))
             running[part] = Running(command, out / f"{part.name}.log", left, alone=jobs == 1)
         settle(1)
     finally:
@@ -268,27 +285,43 @@ def run_all(
     return state
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; 0 if every part that was asked for is done, else 1."""
-    parser = argparse.ArgumentParser(prog="python -m experiments.gpu.all", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder for results, logs and state.json")
-    parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], help="these parts alone")
-    parser.add_argument("--minutes", type=float, default=9.0, help="limit of a part")
-    parser.add_argument("--total", type=float, help="limit of all parts together, in minutes")
-    parser.add_argument("--stories", help="file of stories for the training of the embedded model")
-    parser.add_argument("--dry", action="store_true", help="tiny shapes on a CPU, to see that everything runs")
-    args = parser.parse_args(argv)
-    if not args.dry:
+def main(
+    *,
+    out: Path,
+    only: Sequence[Literal[*NAMES]] = NAMES,
+    minutes: float = 9.0,
+    total: float | None = None,
+    stories: Path | None = None,
+    dry: bool = False,
+) -> None:
+    """Make what the module describes.
+
+    Args:
+        out: Folder for results, logs and state.json.
+        only: These parts alone.
+        minutes: Limit of a part.
+        total: Limit of all parts together, in minutes.
+        stories: File of stories for the training of the embedded model.
+        dry: Tiny shapes on a CPU, to see that everything runs.
+    """
+    if not dry:
         import torch
 
         if not torch.cuda.is_available():
-            parser.error("there is no CUDA device here: --dry rehearses on a CPU")
-    parts = [part for part in PARTS if args.only is None or part.name in args.only]
-    given = {"stories": None if args.stories is None else str(Path(args.stories).resolve())}
-    jobs = (os.cpu_count() or 1) if args.dry else 1
-    state = run_all(parts, args.out.resolve(), args.minutes, args.total, given, args.dry, jobs)
-    return 0 if all(state.get(part.name, {}).get("state") in ("done", "skipped") for part in parts) else 1
+            raise SinkscopeError("there is no CUDA device here: --dry rehearses on a CPU")
+    parts = []
+    for each in PARTS:
+        if each.name in only:
+            parts.append(each)
+    given = {"stories": None if stories is None else str(stories.resolve())}
+    jobs = 1
+    if dry:
+        jobs = os.cpu_count() or 1
+    state = run_all(parts, out.resolve(), minutes, total, given, dry, jobs)
+    for part in parts:
+        if state.get(part.name, {}).get("state") not in ("done", "skipped"):
+            raise SystemExit(1)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

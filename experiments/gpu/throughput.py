@@ -7,23 +7,42 @@ Random weights of 7B shape, random prompts of equal length. Needs torch, transfo
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 
-from experiments.gpu.overhead import methods, opened
+from experiments.gpu.overhead import methods
+from experiments.gpu.steps import Steps, model_of
 from experiments.gpu.users import generated
+from experiments.script import run
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Command line."""
-    numbers = {"prompt": 512, "new": 256, "budget": 256}
-    args, steps, target = opened(__doc__, argv, "throughput", "rows", [1, 4, 16, 64], **numbers)
-    for rows in args.rows:
-        asked = argparse.Namespace(rows=rows, prompt=args.prompt, new=args.new)
-        for name, edit in {"stock": None, **methods(args.budget)}.items():
-            steps.do(f"{name}, {rows} rows", lambda edit=edit, asked=asked: generated(target, edit, asked))
+def main(
+    *,
+    shape: str = "lines-7b",
+    rows: Sequence[int] = (1, 4, 16, 64),
+    prompt: int = 512,
+    new: int = 256,
+    budget: int = 256,
+    device: str = "cuda",
+    dtype: str = "bfloat16",
+    out: Path = Path("figures/gpu_throughput.json"),
+) -> None:
+    """Make what the module describes.
+
+    Args:
+        rows: Of the batch.
+        prompt: Tokens of a prompt.
+        new: Tokens that are generated.
+    """
+    settings = {"shape": shape, "prompt": prompt, "new": new, "budget": budget, "dtype": dtype}
+    steps = Steps("gpu-throughput", out, settings, device, dtype)
+    target = model_of(None, shape, device, dtype)
+    for count in rows:
+        for name, edit in {"stock": None, **methods(budget)}.items():
+            steps.do(f"{name}, {count} rows", partial(generated, target, edit, count, prompt, new))
     steps.end()
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -10,52 +10,61 @@ TransformerLens, no nnsight; the network only if the teacher is given by name.
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from experiments import train_bundled
-from experiments.bundled import card, stories
+from experiments.bundled import card
+from experiments.bundled import stories as sampling
 from experiments.bundled.training import SIZES
 from experiments.script import run
+from sinkscope.errors import SinkscopeError
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.gpu.train_bundled", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--out", type=Path, required=True, help="folder for stories, checkpoints and results")
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--teacher", help="folder or hub id of a model that writes stories")
-    source.add_argument("--stories", type=Path, help="stories that were sampled already")
-    parser.add_argument(
-        "--story-tokens", type=int, default=40_000_000, help="stories to sample, in the teacher's tokens"
-    )
-    parser.add_argument("--story-rows", type=int, default=2048, help="stories that are sampled together")
-    parser.add_argument("--steps", type=int, default=8000)
-    parser.add_argument("--tokens-per-step", type=int, default=32_768)
-    parser.add_argument("--size", choices=tuple(SIZES), default="base")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--no-loops", action="store_true", help="leave out the long generations of the card")
-    return parser.parse_args(argv)
+def main(
+    *,
+    out: Path,
+    teacher: str | None = None,
+    stories: Path | None = None,
+    story_tokens: int = 40_000_000,
+    story_rows: int = 2048,
+    steps: int = 8000,
+    tokens_per_step: int = 32_768,
+    size: Literal[*SIZES] = "base",
+    seed: int = 0,
+    device: str = "cuda",
+    no_loops: bool = False,
+) -> None:
+    """Make what the module describes.
 
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Command line."""
-    args = parse(argv)
-    args.out.mkdir(parents=True, exist_ok=True)
-    told = args.stories
-    if told is None:
-        told = args.out / "stories.txt"
-        sampling = ["--teacher", args.teacher, "--out", told, "--tokens", args.story_tokens, "--rows", args.story_rows]
-        run(stories.main, [str(part) for part in [*sampling, "--seed", args.seed, "--device", args.device]])
-    common = ["--stories", told, "--steps", args.steps, "--tokens-per-step", args.tokens_per_step, "--size", args.size]
-    common += ["--seed", args.seed, "--device", args.device, "--resume"]
-    for name, more in (("planted", ()), ("unplanted", ("--unplanted",))):
-        train_bundled.main([str(part) for part in ["--out", args.out / name, *common, *more]])
-        card.main(["--measure", str(args.out / name), *(["--no-loops"] if args.no_loops else [])])
+    Args:
+        out: Folder for stories, checkpoints and results.
+        teacher: Folder or hub id of a model that writes stories.
+        stories: Stories that were sampled already.
+        story_tokens: Stories to sample, in the teacher's tokens.
+        story_rows: Stories that are sampled together.
+        no_loops: Leave out the long generations of the card.
+    """
+    if (teacher is None) == (stories is None):
+        raise SinkscopeError("give either --teacher or --stories")
+    out.mkdir(parents=True, exist_ok=True)
+    if teacher is not None:
+        stories = out / "stories.txt"
+        sampling.main(teacher=teacher, out=stories, tokens=story_tokens, rows=story_rows, seed=seed, device=device)
+    for name in ("planted", "unplanted"):
+        train_bundled.main(
+            out=out / name,
+            stories=stories,
+            size=size,
+            steps=steps,
+            seed=seed,
+            unplanted=name == "unplanted",
+            resume=True,
+            tokens_per_step=tokens_per_step,
+            device=device,
+        )
+        card.main(measure=out / name, no_loops=no_loops)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

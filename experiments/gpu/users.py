@@ -10,9 +10,8 @@ the command is given again. Needs torch, transformers, accelerate, jaxtyping; no
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,10 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from experiments.gpu.steps import Steps, clock, kept, loaded, options
+from experiments.gpu.steps import Steps, kept, loaded
+from experiments.record import Row
+from experiments.script import run
+from experiments.timing import clock
 from sinkscope.attention.barcode import barcode
 from sinkscope.display.notation import read_neuron
 from sinkscope.interventions.base import Intervention
@@ -29,7 +31,7 @@ from sinkscope.kv import Full, StreamingLLM, policies
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.loopserve import LoopServe
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.circuit import NEURONS, Circuit, circuit
+from sinkscope.sinks.first_token.circuit import NEURONS, circuit
 from sinkscope.sinks.first_token.find import find_sinks
 from sinkscope.trace.run import trace
 
@@ -38,7 +40,10 @@ TOLERANCE = {"bfloat16": 0.02, "float16": 0.005, "float32": 1e-4}
 
 def hooks(model: nn.Module) -> int:
     """Hooks on the model: none of ours may stay."""
-    names = [name for name in vars(nn.Module()) if name.endswith("_hooks")]
+    names = []
+    for name in vars(nn.Module()):
+        if name.endswith("_hooks"):
+            names.append(name)
     return sum(len(getattr(module, name)) for module in model.modules() for name in names)
 
 
@@ -56,7 +61,10 @@ def hidden(target: Target, ids: Tensor, prompt: int, edit: Intervention | None, 
     with nullcontext() if edit is None else edit.on(target):
         cache, found = DynamicCache(config=target.hf.config), []
         for first, last in [(0, prompt), *((i, i + 1) for i in range(prompt, ids.shape[1]))]:
-            given = {} if mask is None else {"attention_mask": mask[:, :last]}
+            if mask is None:
+                given = {}
+            else:
+                given = {"attention_mask": mask[:, :last]}
             if mask is not None:
                 given["position_ids"] = (mask[:, :last].cumsum(1) - 1).clamp(min=0)[:, first:]
             out = target.hf(
@@ -71,7 +79,7 @@ def distance(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max() / a.abs().max())
 
 
-def equalities(target: Target, prompt: int, new: int, dtype: str) -> dict[str, Any]:
+def equalities(target: Target, prompt: int, new: int, dtype: str) -> Row:
     """Untriggered is stock, bit for bit; evicted is masked and padded is single, within the tolerance."""
     ids, budget = ids_of(target, 1, prompt + new), prompt // 2
     stock = hidden(target, ids, prompt, None)
@@ -85,16 +93,22 @@ def equalities(target: Target, prompt: int, new: int, dtype: str) -> dict[str, A
     return {"untriggered_is_stock": untriggered, **found, "tolerance": TOLERANCE[dtype], "right": right}
 
 
-def sinks(found: Any, truth: dict[str, Any]) -> dict[str, Any]:
+def sinks(found: Any, truth: Row) -> Row:
     """Whether the planted neurons were found."""
-    sites = sorted(neuron.site for neuron in found.causal)
+    items = []
+    for neuron in found.causal:
+        items.append(neuron.site)
+    sites = sorted(items)
     right = set(sites) == {(n["layer"], n["neuron"]) for n in truth["neurons"]}
     return {"sink_layer": found.sink_layer, "neurons": sites, "layers_read": found.layers_read, "right": right}
 
 
-def patched(target: Target, truth: dict[str, Any], repeats: int) -> dict[str, Any]:
+def patched(target: Target, truth: Row, repeats: int) -> Row:
     """The last repetition's norm with and without the patch, over the first token's; and a generation under it."""
-    patch = SinkPatch(sites=[(n["layer"], n["neuron"]) for n in truth["neurons"]])
+    sites = []
+    for n in truth["neurons"]:
+        sites.append((n["layer"], n["neuron"]))
+    patch = SinkPatch(sites=sites)
     ids = torch.full((1, repeats + 1), 200, device=target.device)
     ids[:, 0] = 1
     site = f"blocks.{truth['sink_layer']}.hook_resid_post"
@@ -107,65 +121,83 @@ def patched(target: Target, truth: dict[str, Any], repeats: int) -> dict[str, An
     return {**shares, "first_norm": float(plain[0]), "events": len(run.events), "right": right}
 
 
-def generated(target: Target, edit: Intervention | None, args: argparse.Namespace) -> dict[str, Any]:
+def generated(target: Target, edit: Intervention | None, rows: int, prompt: int, new: int) -> Row:
     """Tokens a second of `generate` with a batch, and what the run says of itself."""
-    ids = ids_of(target, args.rows, args.prompt)
-    options: dict[str, Any] = {"max_new_tokens": args.new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    ids = ids_of(target, rows, prompt)
+    options: Row = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    summary = ""
     with nullcontext() if edit is None else edit.on(target) as run:
         began = clock(target.device)
-        made = target.hf.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        output = target.hf.generate(ids, attention_mask=torch.ones_like(ids), **options)
         spent = clock(target.device) - began
-        told = "" if run is None else run.summary()
-    return {
-        "tokens_a_second": args.rows * args.new / spent,
-        "said": told,
-        "right": made.shape == (args.rows, args.prompt + args.new),
-    }
+        if run is not None:
+            summary = run.summary()
+    return {"tokens_a_second": rows * new / spent, "said": summary, "right": output.shape == (rows, prompt + new)}
 
 
-def neuron_layers(found: Circuit) -> set[int]:
-    """Layers of the neurons that make a spike."""
-    return {read_neuron(row["source"])[0] for row in found.rows() if row["step"] == NEURONS}
+def circuits(target: Target, truth: Row) -> Row:
+    """Whether the circuit has neurons of the planted layer."""
+    layers: set[int] = set()
+    for row in circuit(target.hf).rows():
+        if row["step"] == NEURONS:
+            layers.add(read_neuron(row["source"])[0])
+    return {"right": truth["sink_layer"] in layers}
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Command line."""
+def coded(target: Target, steps: int) -> Row:
+    """A barcode."""
+    return {"right": bool(barcode(target.hf, max_new_tokens=steps, control=False).rows())}
 
-    def add(option: Any) -> None:
-        option("--shape", default="llama-2-7b")
-        option("--folder", type=Path, default=Path("/tmp/sinkscope-planted"), help="where the checkpoint is made")
-        option("--rows", type=int, default=8, help="of the batch")
-        option("--prompt", type=int, default=64)
-        option("--new", type=int, default=4000)
-        option("--repeats", type=int, default=512)
-        option("--steps", type=int, default=256, help="of the barcode")
-        option("--budget", type=int, default=512)
 
-    args = options(__doc__, argv, "users", add)
-    device = torch.device(args.device)
-    settings = {k: v for k, v in vars(args).items() if k not in ("out", "folder")}
-    steps = Steps("gpu-users", args.out, settings, device, args.dtype)
-    folder, truth = kept(args.shape, args.folder, args.dtype)
-    steps.do("find-sinks, streamed", lambda: sinks(find_sinks(folder, device=device, dtype=args.dtype), truth))
-    target = loaded(folder, device, args.dtype)
+def left(target: Target, hooks_before: int, attention_before: str) -> Row:
+    """What is still on the model."""
+    hooks_left = hooks(target.hf) - hooks_before
+    attention = str(target.config._attn_implementation)
+    return {"hooks": hooks_left, "attention": attention, "right": hooks_left == 0 and attention == attention_before}
+
+
+def main(
+    *,
+    shape: str = "llama-2-7b",
+    folder: Path = Path("/tmp/sinkscope-planted"),
+    rows: int = 8,
+    prompt: int = 64,
+    new: int = 4000,
+    repeats: int = 512,
+    steps: int = 256,
+    budget: int = 512,
+    device: str = "cuda",
+    dtype: str = "bfloat16",
+    out: Path = Path("figures/gpu_users.json"),
+) -> None:
+    """Make what the module describes.
+
+    Args:
+        folder: Where the checkpoint is made.
+        rows: Of the batch.
+        steps: Of the barcode.
+    """
+    settings = {"shape": shape, "rows": rows, "prompt": prompt, "new": new, "repeats": repeats, "dtype": dtype}
+    part = Steps("gpu-users", out, {**settings, "steps": steps, "budget": budget}, device, dtype)
+    checkpoint, truth = kept(shape, folder, dtype)
+    part.do("find-sinks, streamed", lambda: sinks(find_sinks(checkpoint, device=device, dtype=dtype), truth))
+    target = loaded(checkpoint, device, dtype)
     hidden(target, ids_of(target, 1, 4), 3, None)  # transformers leaves hooks of its own with the first hidden states
-    before, attention = hooks(target.hf), str(target.config._attn_implementation)
-    edits: dict[str, Any] = {"loopguard": LoopGuard(args.budget), "loopserve": LoopServe(args.budget, shortest=0)}
-    makers: dict[str, Any] = {name: policy for name, policy in policies().items() if name != "full"}
-    edits |= {"full": Full(), **{name: make(args.budget) for name, make in makers.items()}}
-    layer = truth["sink_layer"]
-    steps.do("find-sinks, in memory", lambda: sinks(find_sinks(target.hf), truth))
-    steps.do("equalities", lambda: equalities(target, args.prompt, 24, args.dtype))
-    steps.do("patch", lambda: patched(target, truth, args.repeats))
-    steps.do("circuit", lambda: {"right": layer in neuron_layers(circuit(target.hf))})
-    steps.do("barcode", lambda: {"right": bool(barcode(target.hf, max_new_tokens=args.steps, control=False).rows())})
-    steps.do("generate", lambda: generated(target, None, args))
+    before = (hooks(target.hf), str(target.config._attn_implementation))
+    part.do("find-sinks, in memory", lambda: sinks(find_sinks(target.hf), truth))
+    part.do("equalities", partial(equalities, target, prompt, 24, dtype))
+    part.do("patch", partial(patched, target, truth, repeats))
+    part.do("circuit", partial(circuits, target, truth))
+    part.do("barcode", partial(coded, target, steps))
+    edits: Row = {"stock": None, "loopguard": LoopGuard(budget), "loopserve": LoopServe(budget, shortest=0)}
+    makers: Row = dict(policies())
+    for name, make in makers.items():
+        edits[name] = Full() if name == "full" else make(budget)
     for name, edit in edits.items():
-        steps.do(f"generate, {name}", lambda edit=edit: generated(target, edit, args))
-    left = {"hooks": hooks(target.hf) - before, "attention": str(target.config._attn_implementation)}
-    steps.do("nothing left", lambda: {**left, "right": left == {"hooks": 0, "attention": attention}})
-    steps.end()
+        part.do(f"generate, {name}", partial(generated, target, edit, rows, prompt, new))
+    part.do("nothing left", partial(left, target, *before))
+    part.end()
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

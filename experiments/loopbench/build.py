@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from experiments.longbench import PASSAGES_HEAD, PASSAGES_TAIL, LongBenchRecord, read_longbench
+from experiments.record import Row
 from experiments.script import run
 from experiments.tokenizer import open_tokenizer
 from sinkscope.files.output import write_atomic
@@ -118,8 +119,12 @@ def dirty(text: str, rng: random.Random, share: float = REDUNDANCY) -> str:
         words = part.split()
         for start in range(0, len(words), _LONGEST_SENTENCE):
             sentences.append(" ".join(words[start : start + _LONGEST_SENTENCE]))
-    sizes = [len(sentence.split()) for sentence in sentences]
-    copies: list[list[str]] = [[] for _ in sentences]
+    sizes = []
+    for each in sentences:
+        sizes.append(len(each.split()))
+    copies: list[list[str]] = []
+    for _ in sentences:
+        copies.append([])
     left = share * sum(sizes)
     while left > 0:
         length = rng.randint(1, min(4, len(sentences)))
@@ -137,8 +142,8 @@ def dirty(text: str, rng: random.Random, share: float = REDUNDANCY) -> str:
 def seed_history(narrative: str, rng: random.Random) -> str:
     """One or two completed iterations (draft and self-correction), followed by the header of the next draft."""
     counts = Counter(name for name in _NAME.findall(narrative) if name not in _NO_NAMES)
-    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    names = [name for name, number in ordered if number > 1][:6]
+    items = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    names = [name for name, number in items if number > 1][:6]
     who, other = rng.sample(names, 2) if len(names) > 1 else (*names, "the narrator", "the other one")[:2]
     iterations = rng.randint(1, 2)
     drafts, corrections = rng.sample(_DRAFTS, iterations), rng.sample(_CORRECTIONS, iterations)
@@ -182,7 +187,7 @@ def _draft(bench: str, record: LongBenchRecord, text: str, rng: random.Random) -
 
 def build(
     bench: str, records: Sequence[LongBenchRecord], tokenizer: Any, count: int | None, target: int | None, seed: int
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """Rows of the file of prompts; the same arguments give the same rows.
 
     Args:
@@ -198,14 +203,16 @@ def build(
         return len(tokenizer(text, verbose=False)["input_ids"])
 
     drafts = drafts_of(bench, records, count or COUNTS.get(bench, len(records)), seed)
-    lengths = [length(draft.form(draft.body)) for draft in drafts]
+    lengths = []
+    for each in drafts:
+        lengths.append(length(each.form(each.body)))
     target = target or TOKENS.get(bench)
     longest = max(lengths)
     if target is not None:
         longest = min(longest, target if bench == "2wiki" else longest_for_mean(lengths, target))
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for number, draft in enumerate(drafts):
-        row: dict[str, Any] = {"id": f"{bench}-{number:04d}", "set": bench, "source_id": draft.record.id}
+        row: Row = {"id": f"{bench}-{number:04d}", "set": bench, "source_id": draft.record.id}
         if bench == "2wiki":
             row |= {"answers": list(draft.record.answers), "metric": "f1"}
         rows.append({**row, "prompt": cut(draft, longest, length, middle=bench == "2wiki")})
@@ -214,13 +221,13 @@ def build(
 
 def longest_for_mean(lengths: Sequence[int], target: int) -> int:
     """The length at which to cut so that the mean is `target`; the largest length if the mean is below it anyway."""
-    ordered = sorted(lengths)
+    items = sorted(lengths)
     total = target * len(lengths)
-    for number, length in enumerate(ordered):
-        share = (total - sum(ordered[:number])) // (len(ordered) - number)
+    for number, length in enumerate(items):
+        share = (total - sum(items[:number])) // (len(items) - number)
         if length > share:
             return share
-    return ordered[-1]
+    return items[-1]
 
 
 def cut(draft: Draft, longest: int, length: Callable[[str], int], *, middle: bool) -> str:
@@ -264,8 +271,13 @@ def main(
     tokenizer = open_tokenizer(model)
     records = read_longbench(LONGBENCH[bench], source)
     rows = build(bench, records, tokenizer, count, target_tokens, seed)
-    write_atomic(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    lengths = [len(tokenizer(row["prompt"], verbose=False)["input_ids"]) for row in rows]
+    parts = []
+    for each in rows:
+        parts.append(json.dumps(each, ensure_ascii=False) + "\n")
+    write_atomic(out, "".join(parts))
+    lengths = []
+    for row in rows:
+        lengths.append(len(tokenizer(row["prompt"], verbose=False)["input_ids"]))
     counted_by = model or "the model in the package"
     print(f"{len(rows)} prompts, mean {sum(lengths) / len(lengths):,.0f} tokens of {counted_by}")
     print(f"the paper: {COUNTS.get(bench, '-')} prompts, mean {TOKENS.get(bench, '-')} tokens")

@@ -46,26 +46,33 @@ _BIRDS = "crane finch heron lark linnet magpie owl plover robin rook snipe starl
 
 def honest_texts(seed: str = "honest") -> list[HonestText]:
     """The texts, in order of their names, each of a few hundred words; another seed gives other entries."""
-    return [
-        HonestText(name, name.partition("-")[0], maker(random.Random(f"{seed} {name}")))
-        for name, maker in sorted(_MAKERS.items())
-    ]
+    rows = []
+    for name, maker in sorted(_MAKERS.items()):
+        rows.append(HonestText(name, name.partition("-")[0], maker(random.Random(f"{seed} {name}"))))
+    return rows
 
 
 def lines() -> str:
     """The texts as they ship."""
-    return "".join(json.dumps(asdict(text), ensure_ascii=False) + "\n" for text in honest_texts())
+    parts = []
+    for text in honest_texts():
+        parts.append(json.dumps(asdict(text), ensure_ascii=False) + "\n")
+    return "".join(parts)
 
 
 def _people(rng: random.Random, count: int) -> list[str]:
-    return [f"{_FIRST[i % 20]} {_LAST[i // 20]}" for i in rng.sample(range(400), count)]
+    rows = []
+    for i in rng.sample(range(400), count):
+        rows.append(f"{_FIRST[i % 20]} {_LAST[i // 20]}")
+    return rows
 
 
 def _pairs(rng: random.Random, first: Sequence[str], second: Sequence[str], count: int) -> list[tuple[str, str]]:
     """Pairs of which no two are equal."""
-    return [
-        (first[i % len(first)], second[i // len(first)]) for i in rng.sample(range(len(first) * len(second)), count)
-    ]
+    rows = []
+    for i in rng.sample(range(len(first) * len(second)), count):
+        rows.append((first[i % len(first)], second[i // len(first)]))
+    return rows
 
 
 def _day(i: int) -> str:
@@ -73,18 +80,16 @@ def _day(i: int) -> str:
 
 
 def _markdown(rng: random.Random) -> str:
-    rows = [
-        f"| {p} | {town} | {craft} | {rng.randint(18, 80)} |"
-        for p, (town, craft) in zip(_people(rng, 45), _pairs(rng, _TOWNS, _CRAFTS, 45), strict=True)
-    ]
+    rows = []
+    for p, (town, craft) in zip(_people(rng, 45), _pairs(rng, _TOWNS, _CRAFTS, 45), strict=True):
+        rows.append(f"| {p} | {town} | {craft} | {rng.randint(18, 80)} |")
     return "\n".join(["| name | town | craft | age |", "| --- | --- | --- | --- |", *rows])
 
 
 def _csv(rng: random.Random) -> str:
-    rows = [
-        f"{1000 + 7 * i},{town},{craft},{rng.randint(1100, 1990)},{rng.random():.3f}"
-        for i, (town, craft) in enumerate(_pairs(rng, _TOWNS, _CRAFTS, 60))
-    ]
+    rows = []
+    for i, (town, craft) in enumerate(_pairs(rng, _TOWNS, _CRAFTS, 60)):
+        rows.append(f"{1000 + 7 * i},{town},{craft},{rng.randint(1100, 1990)},{rng.random():.3f}")
     return "\n".join(["id,town,craft,founded,share", *rows])
 
 
@@ -98,10 +103,9 @@ def _league(rng: random.Random) -> str:
 
 
 def _latex(rng: random.Random) -> str:
-    rows = [
-        rf"{tree} & {rng.randint(3, 60)} & {rng.randint(2, 40)}.{rng.randint(0, 9)} & {colour} \\"
-        for tree, colour in _pairs(rng, _TREES, _COLOURS, 45)
-    ]
+    rows = []
+    for tree, colour in _pairs(rng, _TREES, _COLOURS, 45):
+        rows.append(rf"{tree} & {rng.randint(3, 60)} & {rng.randint(2, 40)}.{rng.randint(0, 9)} & {colour} \\")
     return "\n".join([r"\begin{tabular}{lrrl}", r"tree & age & height & bark \\ \hline", *rows, r"\end{tabular}"])
 
 
@@ -146,41 +150,51 @@ def _settings(rng: random.Random) -> str:
 
 def _events(rng: random.Random) -> str:
     pairs = _pairs(rng, _PARTS, _BIRDS, 36)
-    return "\n".join(
-        json.dumps({"t": 17.25 * i + rng.randint(0, 9), "part": part, "host": bird, "ms": rng.randint(2, 900)})
-        for i, (part, bird) in enumerate(pairs)
-    )
+    parts = []
+    for i, (part, bird) in enumerate(pairs):
+        parts.append(
+            json.dumps({"t": 17.25 * i + rng.randint(0, 9), "part": part, "host": bird, "ms": rng.randint(2, 900)})
+        )
+    return "\n".join(parts)
 
 
 def _yaml(rng: random.Random) -> str:
-    return "\n".join(
-        f"- name: {bird}-{colour}\n  rack: {i + 10}\n  owner: {rng.choice(_FIRST)}\n  role: {rng.choice(_PARTS)}"
-        for i, (bird, colour) in enumerate(_pairs(rng, _BIRDS, _COLOURS, 32))
-    )
+    parts = []
+    for i, (bird, colour) in enumerate(_pairs(rng, _BIRDS, _COLOURS, 32)):
+        parts.append(
+            f"- name: {bird}-{colour}\n  rack: {i + 10}\n  owner: {rng.choice(_FIRST)}\n  role: {rng.choice(_PARTS)}"
+        )
+    return "\n".join(parts)
 
 
 def _xml(rng: random.Random) -> str:
-    rows = [
-        f'  <item sku="{rng.randint(10**5, 10**6)}">\n    <name>{colour} {good}</name>\n'
-        f"    <price>{rng.randint(1, 90)}.{rng.randint(0, 99):02d}</price>\n  </item>"
-        for colour, good in _pairs(rng, _COLOURS, _GOODS, 32)
-    ]
+    rows = []
+    for colour, good in _pairs(rng, _COLOURS, _GOODS, 32):
+        rows.append(
+            f'  <item sku="{rng.randint(10**5, 10**6)}">\n    <name>{colour} {good}</name>\n'
+            f"    <price>{rng.randint(1, 90)}.{rng.randint(0, 99):02d}</price>\n  </item>"
+        )
     return "\n".join(["<catalogue>", *rows, "</catalogue>"])
 
 
 def _sql(rng: random.Random) -> str:
-    return "\n".join(
-        f"INSERT INTO members (id, name, town, born) VALUES ({i}, '{name}', '{rng.choice(_TOWNS)}', '{_day(i * 11)}');"
-        for i, name in enumerate(_people(rng, 34), 1)
-    )
+    parts = []
+    for i, name in enumerate(_people(rng, 34), 1):
+        parts.append(
+            f"INSERT INTO members (id, name, town, born) VALUES "
+            f"({i}, '{name}', '{rng.choice(_TOWNS)}', '{_day(i * 11)}');"
+        )
+    return "\n".join(parts)
 
 
 def _ini(rng: random.Random) -> str:
-    return "\n\n".join(
-        f"[{part}.{bird}]\nenabled = {rng.choice(('yes', 'no'))}\nport = {rng.randint(1024, 9999)}\n"
-        f"path = /srv/{part}/{bird}"
-        for part, bird in _pairs(rng, _PARTS, _BIRDS, 28)
-    )
+    parts = []
+    for part, bird in _pairs(rng, _PARTS, _BIRDS, 28):
+        parts.append(
+            f"[{part}.{bird}]\nenabled = {rng.choice(('yes', 'no'))}\nport = {rng.randint(1024, 9999)}\n"
+            f"path = /srv/{part}/{bird}"
+        )
+    return "\n\n".join(parts)
 
 
 def _getters(rng: random.Random) -> str:
@@ -195,153 +209,176 @@ def _getters(rng: random.Random) -> str:
 
 
 def _tests(rng: random.Random) -> str:
-    return "\n\n\n".join(
-        f"def test_{craft}_of_{town.lower()}() -> None:\n    found = look_up({town!r})\n"
-        f"    assert found.craft == {craft!r}\n    assert found.founded == {rng.randint(1100, 1990)}"
-        for town, craft in _pairs(rng, _TOWNS, _CRAFTS, 24)
-    )
+    parts = []
+    for town, craft in _pairs(rng, _TOWNS, _CRAFTS, 24):
+        parts.append(
+            f"def test_{craft}_of_{town.lower()}() -> None:\n    found = look_up({town!r})\n"
+            f"    assert found.craft == {craft!r}\n    assert found.founded == {rng.randint(1100, 1990)}"
+        )
+    return "\n\n\n".join(parts)
 
 
 def _switch(rng: random.Random) -> str:
-    cases = [
-        f'    case {100 + i}: return "{colour} {bird}"; /* since {rng.randint(1900, 2020)} */'
-        for i, (colour, bird) in enumerate(_pairs(rng, _COLOURS, _BIRDS, 45))
-    ]
+    cases = []
+    for i, (colour, bird) in enumerate(_pairs(rng, _COLOURS, _BIRDS, 45)):
+        cases.append(f'    case {100 + i}: return "{colour} {bird}"; /* since {rng.randint(1900, 2020)} */')
     return "\n".join(["const char *name_of(int code) {", "  switch (code) {", *cases, "  }", '  return "?";', "}"])
 
 
 def _css(rng: random.Random) -> str:
-    return "\n".join(
-        f".{tree}-{good} {{\n  color: #{rng.randrange(1 << 24):06x};\n  padding: {rng.randint(1, 24)}px;\n}}"
-        for tree, good in _pairs(rng, _TREES, _GOODS, 34)
-    )
+    parts = []
+    for tree, good in _pairs(rng, _TREES, _GOODS, 34):
+        parts.append(
+            f".{tree}-{good} {{\n  color: #{rng.randrange(1 << 24):06x};\n  padding: {rng.randint(1, 24)}px;\n}}"
+        )
+    return "\n".join(parts)
 
 
 def _imports(rng: random.Random) -> str:
-    return "\n".join(
-        f"from workshop.{part}.{bird} import {good.title()}{craft.title()}, make_{good}"
-        for (part, bird), (good, craft) in zip(
-            _pairs(rng, _PARTS, _BIRDS, 40), _pairs(rng, _GOODS, _CRAFTS, 40), strict=True
-        )
-    )
+    parts = []
+    for (part, bird), (good, craft) in zip(
+        _pairs(rng, _PARTS, _BIRDS, 40), _pairs(rng, _GOODS, _CRAFTS, 40), strict=True
+    ):
+        parts.append(f"from workshop.{part}.{bird} import {good.title()}{craft.title()}, make_{good}")
+    return "\n".join(parts)
 
 
 def _song(rng: random.Random) -> str:
     refrain = "Heave away, my hearties, the tide will not wait,\nheave away, my hearties, the boat is at the gate."
-    verses = [
-        f"I met {name} on the road to {town},\nwith a {colour} {good} and a {bird} on the {tree};\n"
-        f"and {rng.choice(_FIRST)} the {craft} came down from the mill\nto ask what the {good} was worth on the hill."
-        for name, (town, craft), (colour, good), (bird, tree) in zip(
-            _people(rng, 9),
-            _pairs(rng, _TOWNS, _CRAFTS, 9),
-            _pairs(rng, _COLOURS, _GOODS, 9),
-            _pairs(rng, _BIRDS, _TREES, 9),
-            strict=True,
+    verses = []
+    for name, (town, craft), (colour, good), (bird, tree) in zip(
+        _people(rng, 9),
+        _pairs(rng, _TOWNS, _CRAFTS, 9),
+        _pairs(rng, _COLOURS, _GOODS, 9),
+        _pairs(rng, _BIRDS, _TREES, 9),
+        strict=True,
+    ):
+        verses.append(
+            f"I met {name} on the road to {town},\nwith a {colour} {good} and a {bird} on the {tree};\n"
+            f"and {rng.choice(_FIRST)} the {craft} came down from the mill\n"
+            f"to ask what the {good} was worth on the hill."
         )
-    ]
-    return "\n\n".join(f"{verse}\n\n{refrain}" for verse in verses)
+    parts = []
+    for verse in verses:
+        parts.append(f"{verse}\n\n{refrain}")
+    return "\n\n".join(parts)
 
 
 def _counting(rng: random.Random) -> str:
     """On the n-th evening everything is told again that came before, as in songs of this kind."""
-    gifts = [
-        f"a {colour} {bird} in the {tree}"
-        for colour, bird, tree in zip(
-            rng.sample(_COLOURS, 8), rng.sample(_BIRDS, 8), rng.sample(_TREES, 8), strict=True
-        )
-    ]
+    gifts = []
+    for colour, bird, tree in zip(rng.sample(_COLOURS, 8), rng.sample(_BIRDS, 8), rng.sample(_TREES, 8), strict=True):
+        gifts.append(f"a {colour} {bird} in the {tree}")
     nights = "first second third fourth fifth sixth seventh eighth".split()
-    return "\n\n".join(
-        f"On the {night} night of winter my neighbour showed to me\n" + ",\n".join(reversed(gifts[: i + 1])) + "."
-        for i, night in enumerate(nights)
-    )
+    parts = []
+    for i, night in enumerate(nights):
+        parts.append(
+            f"On the {night} night of winter my neighbour showed to me\n" + ",\n".join(reversed(gifts[: i + 1])) + "."
+        )
+    return "\n\n".join(parts)
 
 
 def _litany(rng: random.Random) -> str:
     wishes = ("grant them rest", "keep them warm", "lead them home", "hear their song")
-    return "\n".join(
-        f"For {name} of {town}, the {craft}, {rng.choice(wishes)}."
-        for name, (town, craft) in zip(_people(rng, 40), _pairs(rng, _TOWNS, _CRAFTS, 40), strict=True)
-    )
+    parts = []
+    for name, (town, craft) in zip(_people(rng, 40), _pairs(rng, _TOWNS, _CRAFTS, 40), strict=True):
+        parts.append(f"For {name} of {town}, the {craft}, {rng.choice(wishes)}.")
+    return "\n".join(parts)
 
 
 def _pantoum(rng: random.Random) -> str:
     """The second and fourth line of a verse come back as the first and third of the next."""
-    lines = [
-        f"the {bird} went over the {tree} and was gone"
-        if i % 2
-        else f"a {bird} had slept in the {tree} of {rng.choice(_TOWNS)}"
-        for i, (bird, tree) in enumerate(_pairs(rng, _BIRDS, _TREES, 44))
-    ]
-    return "\n\n".join("\n".join((lines[i], lines[i + 2], lines[i + 1], lines[i + 3])) for i in range(0, 40, 2))
+    lines = []
+    for i, (bird, tree) in enumerate(_pairs(rng, _BIRDS, _TREES, 44)):
+        lines.append(
+            f"the {bird} went over the {tree} and was gone"
+            if i % 2
+            else f"a {bird} had slept in the {tree} of {rng.choice(_TOWNS)}"
+        )
+    parts = []
+    for each in range(0, 40, 2):
+        parts.append("\n".join((lines[each], lines[each + 2], lines[each + 1], lines[each + 3])))
+    return "\n\n".join(parts)
 
 
 def _steps(rng: random.Random) -> str:
     verbs = ("Wash", "Peel", "Fold", "Turn", "Press", "Oil", "Weigh", "Count")
-    return "\n".join(
-        f"{i}. {rng.choice(verbs)} the {colour} {good} and leave it for {rng.randint(2, 50)} minutes by the "
-        f"{rng.choice(_TREES)}."
-        for i, (colour, good) in enumerate(_pairs(rng, _COLOURS, _GOODS, 34), 1)
-    )
+    parts = []
+    for i, (colour, good) in enumerate(_pairs(rng, _COLOURS, _GOODS, 34), 1):
+        parts.append(
+            f"{i}. {rng.choice(verbs)} the {colour} {good} and leave it for {rng.randint(2, 50)} minutes by the "
+            f"{rng.choice(_TREES)}."
+        )
+    return "\n".join(parts)
 
 
 def _glossary(rng: random.Random) -> str:
-    return "\n".join(
-        f"{good.title()} ({colour}): what the {craft} of {town} calls the {rng.choice(_PARTS)} of a "
-        f"{rng.choice(_GOODS)}."
-        for (good, colour), (town, craft) in zip(
-            sorted(_pairs(rng, _GOODS, _COLOURS, 32)), _pairs(rng, _TOWNS, _CRAFTS, 32), strict=True
+    parts = []
+    for (good, colour), (town, craft) in zip(
+        sorted(_pairs(rng, _GOODS, _COLOURS, 32)), _pairs(rng, _TOWNS, _CRAFTS, 32), strict=True
+    ):
+        parts.append(
+            f"{good.title()} ({colour}): what the {craft} of {town} calls the {rng.choice(_PARTS)} of a "
+            f"{rng.choice(_GOODS)}."
         )
-    )
+    return "\n".join(parts)
 
 
 def _references(rng: random.Random) -> str:
-    return "\n".join(
-        f"[{i}] {name}. The {craft} and the {rng.choice(_BIRDS)}. {town} Quarterly, "
-        f"{rng.randint(1, 60)}({rng.randint(1, 4)}), pp. {100 + 9 * i}-{105 + 9 * i + rng.randint(0, 9)}, "
-        f"{rng.randint(1950, 2023)}."
-        for i, (name, (town, craft)) in enumerate(
-            zip(_people(rng, 30), _pairs(rng, _TOWNS, _CRAFTS, 30), strict=True), 1
+    parts = []
+    for i, (name, (town, craft)) in enumerate(zip(_people(rng, 30), _pairs(rng, _TOWNS, _CRAFTS, 30), strict=True), 1):
+        parts.append(
+            f"[{i}] {name}. The {craft} and the {rng.choice(_BIRDS)}. {town} Quarterly, "
+            f"{rng.randint(1, 60)}({rng.randint(1, 4)}), pp. {100 + 9 * i}-{105 + 9 * i + rng.randint(0, 9)}, "
+            f"{rng.randint(1950, 2023)}."
         )
-    )
+    return "\n".join(parts)
 
 
 def _timetable(rng: random.Random) -> str:
-    return "\n".join(
-        f"{5 + i // 3:02d}:{20 * (i % 3) + rng.randint(0, 19):02d}  {town} to {goal}, platform {rng.randint(1, 9)}"
-        for i, (town, goal) in enumerate(_pairs(rng, _TOWNS[:14], _TOWNS[14:], 48))
-    )
+    parts = []
+    for i, (town, goal) in enumerate(_pairs(rng, _TOWNS[:14], _TOWNS[14:], 48)):
+        parts.append(
+            f"{5 + i // 3:02d}:{20 * (i % 3) + rng.randint(0, 19):02d}  {town} to {goal}, platform {rng.randint(1, 9)}"
+        )
+    return "\n".join(parts)
 
 
 def _questions(rng: random.Random) -> str:
-    return "\n".join(
-        f"Q: Who made the {colour} {good}?\nA: {name} of {rng.choice(_TOWNS)}, in {rng.randint(1700, 1990)}."
-        for name, (colour, good) in zip(_people(rng, 32), _pairs(rng, _COLOURS, _GOODS, 32), strict=True)
-    )
+    parts = []
+    for name, (colour, good) in zip(_people(rng, 32), _pairs(rng, _COLOURS, _GOODS, 32), strict=True):
+        parts.append(
+            f"Q: Who made the {colour} {good}?\nA: {name} of {rng.choice(_TOWNS)}, in {rng.randint(1700, 1990)}."
+        )
+    return "\n".join(parts)
 
 
 def _family(rng: random.Random) -> str:
     names = _people(rng, 34)
-    return "\n".join(
-        f"And {a} was the parent of {b}, who lived in {rng.choice(_TOWNS)} for {rng.randint(20, 90)} years."
-        for a, b in pairwise(names)
-    )
+    parts = []
+    for a, b in pairwise(names):
+        parts.append(
+            f"And {a} was the parent of {b}, who lived in {rng.choice(_TOWNS)} for {rng.randint(20, 90)} years."
+        )
+    return "\n".join(parts)
 
 
 def _server(rng: random.Random) -> str:
-    return "\n".join(
-        f"{_day(i // 9)}T{i % 24:02d}:{rng.randint(0, 59):02d}:{rng.randint(0, 59):02d}Z INFO {part}: served {bird} in "
-        f"{rng.randint(2, 900)} ms (request {rng.randrange(1 << 24):06x})"
-        for i, (part, bird) in enumerate(_pairs(rng, _PARTS, _BIRDS, 36))
-    )
+    parts = []
+    for i, (part, bird) in enumerate(_pairs(rng, _PARTS, _BIRDS, 36)):
+        parts.append(
+            f"{_day(i // 9)}T{i % 24:02d}:{rng.randint(0, 59):02d}:{rng.randint(0, 59):02d}Z INFO {part}: served "
+            f"{bird} in {rng.randint(2, 900)} ms (request {rng.randrange(1 << 24):06x})"
+        )
+    return "\n".join(parts)
 
 
 def _build(rng: random.Random) -> str:
     pairs = _pairs(rng, _PARTS, _BIRDS, 48)
-    return "\n".join(
-        f"[{i:2}/{len(pairs)}] compiling {part}/{bird}.c ... ok ({rng.randint(10, 4000)} bytes)"
-        for i, (part, bird) in enumerate(pairs, 1)
-    )
+    parts = []
+    for i, (part, bird) in enumerate(pairs, 1):
+        parts.append(f"[{i:2}/{len(pairs)}] compiling {part}/{bird}.c ... ok ({rng.randint(10, 4000)} bytes)")
+    return "\n".join(parts)
 
 
 def _metrics(rng: random.Random) -> str:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.drawn import powers, save
-from experiments.record import record
+from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.bench.record import BenchRecord, read_run
 from sinkscope.bench.run import run_bench
@@ -39,18 +39,26 @@ CURVES, FIRST, SHOWN = 8, 16, 1000  # (a): runs, first and last step that are dr
 COLOURS = (RED, ORANGE, BLUE, GREEN)
 
 
-def trained(folder: Path) -> dict[str, Any]:
+def trained(folder: Path) -> Row:
     """How a member of the family came about."""
     about = json.loads((folder / "training.json").read_text(encoding="utf-8"))
-    log = [json.loads(line) for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()]
-    losses = [row["valid_loss"] for row in log if "valid_loss" in row]
+    log = []
+    for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines():
+        log.append(json.loads(line))
+    losses = []
+    for row in log:
+        if "valid_loss" in row:
+            losses.append(row["valid_loss"])
     s = about["settings"]
+    validation_loss = None
+    if losses:
+        validation_loss = losses[-1]
     return {
         "layers": s["n_layers"],
         "width": s["d_model"],
         "steps": about["step"],
         "seed": s["seed"],
-        "validation_loss": losses[-1] if losses else None,
+        "validation_loss": validation_loss,
         "versions": about["versions"],
     }
 
@@ -62,7 +70,10 @@ def runs_of(model: Any, folder: Path, new: int, batch_size: int, progress: Progr
 
 def diversity(ids: Sequence[int], window: int = WINDOW) -> list[float]:
     """Type-token ratio of the last `window` tokens at every step; shorter windows at first."""
-    return [len(set(ids[max(0, step - window) : step])) / min(step, window) for step in range(1, len(ids) + 1)]
+    rows = []
+    for step in range(1, len(ids) + 1):
+        rows.append(len(set(ids[max(0, step - window) : step])) / min(step, window))
+    return rows
 
 
 def collapse_point(ids: Sequence[int], window: int = WINDOW, theta: float = THETA_TTR) -> int | None:
@@ -82,43 +93,64 @@ def collapse_point(ids: Sequence[int], window: int = WINDOW, theta: float = THET
 
 def full_runs(folder: Path) -> list[BenchRecord]:
     """Records of method "full"."""
-    found = [r for r in read_run(folder) if r.method == "full"]
+    found = []
+    for r in read_run(folder):
+        if r.method == "full":
+            found.append(r)
     if not found:
         raise SinkscopeError(f"{folder.name} has no runs of the method full")
     return found
 
 
-def survived(runs: Sequence[BenchRecord], window: int, cap: int) -> dict[str, Any]:
+def survived(runs: Sequence[BenchRecord], window: int, cap: int) -> Row:
     """Collapse points and the share of runs without one by each step."""
-    points = [collapse_point(r.tokens, window) for r in runs]
+    points = []
+    for r in runs:
+        points.append(collapse_point(r.tokens, window))
     steps = sorted({*range(0, min(cap, 640), 16), *range(0, cap + 1, 50), cap})
-    known = [p for p in points if p is not None]
+    known = []
+    for p in points:
+        if p is not None:
+            known.append(p)
+    median = None
+    if known:
+        median = statistics.median(known)
+    survival = []
+    for step in steps:
+        counts = []
+        for each in points:
+            counts.append(each is None or each > step)
+        survival.append(round(sum(counts) / len(points), 4))
     return {
         "window": window,
         "points": points,
         "collapsed": len(known) / len(points),
-        "median": statistics.median(known) if known else None,
+        "median": median,
         "steps": steps,
-        "survival": [round(sum(p is None or p > step for p in points) / len(points), 4) for step in steps],
+        "survival": survival,
     }
 
 
-def curve(ids: Sequence[int]) -> dict[str, Any]:
+def curve(ids: Sequence[int]) -> Row:
     """Diversity at every fourth step; windows are shorter before step W."""
     values = diversity(ids)
     steps = list(range(FIRST, min(len(values), SHOWN) + 1, 4))
-    return {"steps": steps, "ttr": [round(values[s - 1], 4) for s in steps], "collapse": collapse_point(ids)}
+    ttr = []
+    for s in steps:
+        ttr.append(round(values[s - 1], 4))
+    return {"steps": steps, "ttr": ttr, "collapse": collapse_point(ids)}
 
 
-def measure(
-    members: dict[str, tuple[dict[str, Any], list[BenchRecord]]], base: str, ordinary: list[int]
-) -> dict[str, Any]:
+def measure(members: dict[str, tuple[Row, list[BenchRecord]]], base: str, ordinary: list[int]) -> Row:
     """Everything that is drawn."""
     runs = members[base][1]
     cap = max(len(r.tokens) for _, rs in members.values() for r in rs)
     shown = runs[:: max(1, len(runs) // CURVES)][:CURVES]
+    curves = []
+    for r in shown:
+        curves.append({"prompt": r.prompt, **curve(r.tokens)})
     return {
-        "curves": [{"prompt": r.prompt, **curve(r.tokens)} for r in shown],
+        "curves": curves,
         "control": curve(ordinary[:cap]),
         "members": [
             {"name": name, **about, "runs": len(rs), "survival": [survived(rs, window, cap) for window in WINDOWS]}
@@ -127,7 +159,7 @@ def measure(
     }
 
 
-def figure(data: dict[str, Any]) -> Any:
+def figure(data: Row) -> Any:
     """Both panels."""
     result = data["result"]
     from plotly.subplots import make_subplots
@@ -200,7 +232,10 @@ def figure(data: dict[str, Any]) -> Any:
         for one in member["survival"]
     ]
     found = "Diversity collapses in " + ", in ".join(told) + "; in ordinary text it does not"
-    found = found if control["collapse"] is None else found.partition(";")[0]
+    if control["collapse"] is None:
+        found = found
+    else:
+        found = found.partition(";")[0]
     return finished(fig, None, found, width=1500, height=560)
 
 
@@ -221,7 +256,7 @@ def main(
         base_run: A run of the model in the package with method full.
     """
     started = time.perf_counter()
-    members: dict[str, tuple[dict[str, Any], list[BenchRecord]]] = {}
+    members: dict[str, tuple[Row, list[BenchRecord]]] = {}
     with ProgressBar() as progress:
         for folder in folders:
             note(f"{folder.name}: {max_new_tokens} tokens after each prompt")
@@ -229,11 +264,10 @@ def main(
             members[folder.name] = (trained(folder), runs)
         base = load(None, backend="hf")
         config, tokenizer = base.config, base.tokenizer
-        runs = (
-            runs_of(base, work / "bundled", max_new_tokens, batch_size, progress)
-            if base_run is None
-            else full_runs(base_run)
-        )
+        if base_run is None:
+            runs = runs_of(base, work / "bundled", max_new_tokens, batch_size, progress)
+        else:
+            runs = full_runs(base_run)
     about = {
         "layers": config.num_hidden_layers,
         "width": config.hidden_size,
@@ -246,8 +280,11 @@ def main(
     members = dict(sorted(members.items(), key=lambda item: (item[1][0]["layers"], item[1][0]["width"])))
     ordinary = tokenizer(typical_text(), add_special_tokens=False, verbose=False)["input_ids"]
     result = measure(members, "bundled", ordinary)
+    family = []
+    for f in folders:
+        family.append(f.name)
     settings = {
-        "family": [f.name for f in folders],
+        "family": family,
         "trained_by": "python -m experiments.train_bundled --size SIZE --steps STEPS --seed SEED",
         "prompts": "small",
         "max_new_tokens": max_new_tokens,

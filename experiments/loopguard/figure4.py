@@ -23,7 +23,7 @@ from typing import Any
 from experiments.drawn import save
 from experiments.loopguard.honest import alarms, honest_texts
 from experiments.loopguard.paper import without_budget
-from experiments.record import record
+from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.bench.record import BenchRecord, read_run
 from sinkscope.bench.tasks.loops import EARLY
@@ -33,21 +33,23 @@ from sinkscope.loops import Monitor, MonitorSettings
 from sinkscope.models.text import typical_text
 from sinkscope.opening.load import load
 
-PAPER: dict[str, Any] = {"counts": (3, 5), "mode": 5, "positions": (800, 1300), "early_below": 400}  # section 6.4
+PAPER: Row = {"counts": (3, 5), "mode": 5, "positions": (800, 1300), "early_below": 400}  # section 6.4
 BIN = 100
 DRAWN = {"loopguard:paper": "LoopGuard as printed", "loopguard": "LoopGuard by default"}
 MONITORS = {"loopguard:paper": "full", "loopguard": "repeats"}  # variants of the monitor
 NAMES = (*DRAWN, "loopguard:paper:variant=always")
 
 
-def ordinary_alarms(length: int) -> dict[str, Any]:
+def ordinary_alarms(length: int) -> Row:
     """Triggers of the monitors on pieces of ordinary text, as certain as it can be: a probability above 0.9 throughout.
 
     A text that is read has no probabilities of its own choice, so this is the worst case for the vote.
     """
     tokenizer = load(None, backend="hf").tokenizer
     ids: list[int] = tokenizer(typical_text(), add_special_tokens=False, verbose=False)["input_ids"]
-    pieces = [ids[i : i + length] for i in range(0, len(ids) - length + 1, length)]
+    pieces = []
+    for i in range(0, len(ids) - length + 1, length):
+        pieces.append(ids[i : i + length])
     alarmed = dict.fromkeys(MONITORS, 0)
     for method, variant in MONITORS.items():
         for piece in pieces:
@@ -58,18 +60,29 @@ def ordinary_alarms(length: int) -> dict[str, Any]:
 
 def gaps(record_: BenchRecord) -> list[int]:
     """Tokens between one intervention and the next."""
-    steps = [e["step"] for e in record_.events if e["kind"] == "guard"]
-    return [b - a for a, b in pairwise(steps)]
+    steps = []
+    for e in record_.events:
+        if e["kind"] == "guard":
+            steps.append(e["step"])
+    rows = []
+    for a, b in pairwise(steps):
+        rows.append(b - a)
+    return rows
 
 
-def measure(folders: Sequence[Path], earlier: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def measure(folders: Sequence[Path], earlier: dict[str, Row]) -> Row:
     """Counts and positions of each guard, or its `earlier` row by method, and the alarms on the controls."""
-    rows: list[dict[str, Any]] = []
-    runs = [read_run(folder) for folder in folders]
+    rows: list[Row] = []
+    runs = []
+    for folder in folders:
+        runs.append(read_run(folder))
     for name in NAMES:
         records = [record for run in runs for record in run if without_budget(record.method) == name]
         if records:
-            new = max(int(run.settings["max_new_tokens"]) for run in runs)
+            values = []
+            for run in runs:
+                values.append(int(run.settings["max_new_tokens"]))
+            new = max(values)
             model = runs[0].settings["model"]["name"]
             rows.append({"model": model, "method": name, **guard_row(records, new)})
         elif name in earlier:
@@ -78,7 +91,9 @@ def measure(folders: Sequence[Path], earlier: dict[str, dict[str, Any]]) -> dict
         raise SinkscopeError(f"there is no run of {' or '.join(NAMES)} in {', '.join(f.name for f in folders)}")
     texts = honest_texts()
     fired = alarms(load(None, backend="hf"), texts, list(MONITORS.values()))
-    honest = {method: fired[variant] for method, variant in MONITORS.items()}
+    honest = {}
+    for method, variant in MONITORS.items():
+        honest[method] = fired[variant]
     control = {
         "honest_repetition": {"texts": len(texts), "alarmed": honest},
         "ordinary_text": ordinary_alarms(1500),
@@ -86,13 +101,22 @@ def measure(folders: Sequence[Path], earlier: dict[str, dict[str, Any]]) -> dict
     return {"guards": rows, "paper": PAPER, "control": control}
 
 
-def guard_row(records: Sequence[BenchRecord], new: int) -> dict[str, Any]:
+def guard_row(records: Sequence[BenchRecord], new: int) -> Row:
     """How often a guard intervened, and where; `new` is the maximum number of new tokens."""
-    steps = [[event["step"] for event in record.events if event["kind"] == "guard"] for record in records]
-    counts = [len(each) for each in steps]
+    steps = []
+    for each in records:
+        steps.append([event["step"] for event in each.events if event["kind"] == "guard"])
+    counts = []
+    for each in steps:
+        counts.append(len(each))
     positions = [step for each in steps for step in each]
     between = [gap for record in records for gap in gaps(record)]
-    early = [step < EARLY * new for step in positions]
+    early = []
+    for step in positions:
+        early.append(step < EARLY * new)
+    median_gap = None
+    if between:
+        median_gap = statistics.median(between)
     return {
         "runs": len(records),
         "counts": counts,
@@ -102,13 +126,16 @@ def guard_row(records: Sequence[BenchRecord], new: int) -> dict[str, Any]:
         "early": statistics.fmean(early) if early else None,
         "in_papers_range": sum(3 <= count <= 5 for count in counts) / len(counts),
         "first": statistics.median([min(each) for each in steps if each] or [0]),
-        "median_gap": statistics.median(between) if between else None,
+        "median_gap": median_gap,
     }
 
 
-def figure(data: dict[str, Any]) -> Any:
+def figure(data: Row) -> Any:
     """Both distributions, the paper's ranges behind them."""
-    result, cap = data["result"], max(int(run["max_new_tokens"]) for run in data["settings"]["runs"])
+    values = []
+    for about in data["settings"]["runs"]:
+        values.append(int(about["max_new_tokens"]))
+    result, cap = data["result"], max(values)
     from plotly.subplots import make_subplots
 
     fig: Any = make_subplots(
@@ -117,14 +144,20 @@ def figure(data: dict[str, Any]) -> Any:
         horizontal_spacing=0.08,
         subplot_titles=["(a) interventions per run", "(b) where they were"],
     )
-    drawn = [r for r in result["guards"] if r["method"] in DRAWN]
+    drawn = []
+    for r in result["guards"]:
+        if r["method"] in DRAWN:
+            drawn.append(r)
     for i, row in enumerate(drawn):
         colour, name = (BLUE, ORANGE, GREEN, RED)[i % 4], f"{DRAWN[row['method']]}, {row['model']}"
         counts, positions = Counter(row["counts"]), row["positions"]
         xs = range(max(counts) + 1)
+        y = []
+        for each in xs:
+            y.append(counts[each] / len(row["counts"]))
         fig.add_bar(
             x=list(xs),
-            y=[counts[i] / len(row["counts"]) for i in xs],
+            y=y,
             name=name,
             marker_color=colour,
             legendgroup=name,
@@ -133,9 +166,15 @@ def figure(data: dict[str, Any]) -> Any:
         )
         bins = Counter(step // BIN for step in positions)
         xs = range(cap // BIN + 1)
+        x = []
+        for each in xs:
+            x.append(BIN * (each + 0.5))
+        y = []
+        for each in xs:
+            y.append(bins[each] / max(1, len(positions)))
         fig.add_bar(
-            x=[BIN * (i + 0.5) for i in xs],
-            y=[bins[i] / max(1, len(positions)) for i in xs],
+            x=x,
+            y=y,
             name=name,
             marker_color=colour,
             legendgroup=name,
@@ -143,7 +182,7 @@ def figure(data: dict[str, Any]) -> Any:
             row=1,
             col=2,
         )
-    shade: dict[str, Any] = {"fillcolor": GREY, "opacity": 0.2, "line_width": 0, "layer": "below"}
+    shade: Row = {"fillcolor": GREY, "opacity": 0.2, "line_width": 0, "layer": "below"}
     low, high = PAPER["counts"]
     fig.add_vrect(
         low - 0.5, high + 0.5, annotation_text="the paper's", annotation_position="top left", **shade, row=1, col=1
@@ -167,17 +206,24 @@ def main(runs: Sequence[Path], *, out: Path = Path("figures")) -> None:
         runs: Folders of `sinkscope bench`.
     """
     started = time.perf_counter()
-    earlier: dict[str, dict[str, Any]] = {}
+    earlier: dict[str, Row] = {}
     file = out / "loopguard_fig4.json"
     if file.exists():
-        earlier = {row["method"]: row for row in json.loads(file.read_text())["result"]["guards"]}
+        earlier = {}
+        for each in json.loads(file.read_text())["result"]["guards"]:
+            earlier[each["method"]] = each
     result = measure(runs, earlier)
-    made = [read_run(folder).settings for folder in runs]
+    made = []
+    for folder in runs:
+        made.append(read_run(folder).settings)
     settings = {"runs": [{**s, "folder": folder.name} for folder, s in zip(runs, made, strict=True)]}
     text = record("loopguard-fig4", result, settings, started=started)
     save("loopguard_fig4", text, figure, out)
     for row in result["guards"]:
-        early = "-" if row["early"] is None else f"{row['early']:.1%}"
+        if row["early"] is None:
+            early = "-"
+        else:
+            early = f"{row['early']:.1%}"
         print(
             f"{row['model']}, {row['method']}: {row['mean']:.1f} interventions a run (mode {row['mode']}), first at "
             f"{row['first']:g}, early {early}, median gap {row['median_gap']}"

@@ -20,7 +20,7 @@ import numpy as np
 from plotly.subplots import make_subplots
 
 from experiments.drawn import save
-from experiments.record import record
+from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.attention.barcode import Barcode, barcode
 from sinkscope.bench.prompt import read_prompts
@@ -33,7 +33,7 @@ from sinkscope.opening.load import load
 PANELS = ("a loop", "ordinary text", "with LoopGuard as printed")
 
 
-def figure(data: dict[str, Any]) -> Any:
+def figure(data: Row) -> Any:
     """A row per head: the loop, ordinary text, and the run with LoopGuard."""
     loop, guarded = data["result"]["loop"], data["result"]["guarded"]
     rows = len(loop["shown"])
@@ -43,7 +43,9 @@ def figure(data: dict[str, Any]) -> Any:
         pictures = [loop["attention"][row], loop["control_attention"][row], guarded["attention"][row]]
         top = max(0.05, *(float(np.quantile(picture, 0.98)) for picture in pictures))
         for col, picture in enumerate(pictures, 1):
-            own = guarded if col == 3 else loop
+            own = loop
+            if col == 3:
+                own = guarded
             steps, length = own["steps"], own["prompt_tokens"] + own["steps"]
             values = np.sqrt(np.minimum(picture, top))
             place = {"dx": -(-length // values.shape[1]), "dy": -(-steps // values.shape[0])}
@@ -63,10 +65,12 @@ def figure(data: dict[str, Any]) -> Any:
     return finished(fig, None, title, width=1200, height=130 + 260 * rows, font={"size": 12}, bottom=60)
 
 
-def numbers(result: Barcode) -> dict[str, Any]:
+def numbers(result: Barcode) -> Row:
     """What is kept of a barcode."""
     names = ("period", "onset", "prompt_tokens", "steps", "shown", "attention", "control_attention")
-    kept: dict[str, Any] = {name: getattr(result, name) for name in names}
+    kept: Row = {}
+    for name in names:
+        kept[name] = getattr(result, name)
     return kept | {"interventions": result.events.get("guard", ())}
 
 

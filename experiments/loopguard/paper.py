@@ -40,10 +40,18 @@ TABLE3: dict[str, tuple[float, float, float | None]] = {  # loop rate, intervent
 
 def published_model(name: str) -> str | None:
     """The paper's name for a model; None if the paper has no numbers for it."""
-    plain = "".join(c for c in name.lower() if c.isalnum())
+    parts = []
+    for c in name.lower():
+        if c.isalnum():
+            parts.append(c)
+    plain = "".join(parts)
     return next((m for m in MODELS if "".join(c for c in m.lower() if c.isalnum()) == plain), None)
 
 
 def without_budget(method: str) -> str:
     """A method without its budget, as the tables here name it."""
-    return ":".join(part for part in method.split(":") if not part[0].isdigit())
+    parts = []
+    for part in method.split(":"):
+        if not part[0].isdigit():
+            parts.append(part)
+    return ":".join(parts)

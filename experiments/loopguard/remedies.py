@@ -1,12 +1,12 @@
 """What ends loops, and what each remedy costs: samplers, stopping at the alarm, and LoopGuard, on the same prompts.
 
-    python -m experiments.loopguard.remedies run DIR [--model M] [--prompts stories|small] [--new 400] [--only NAME ...]
-    python -m experiments.loopguard.remedies draw DIR ... [--out figures]
+    python -m experiments.loopguard.remedies DIR [--model M] [--prompts stories|small] [--new 400] [--only NAME ...]
+    python -m experiments.loopguard.remedies DIR ... --draw [--out figures]
 
-`run` lets a model continue prompts greedily under each remedy, and appends each batch of outputs to DIR/runs.jsonl; run
-it again to go on after an interruption. `draw` makes the table and the figure of several DIRs; a remedy that a DIR does
-not have stays as the figure's JSON has it. The prompts are story openings that are put together at random (`--seed`),
-or those of LoopBench's small sets.
+It lets a model continue prompts greedily under each remedy, and appends each batch of outputs to DIR/runs.jsonl; run
+it again to go on after an interruption. `--draw` makes the table and the figure of several DIRs; a remedy that a DIR
+does not have stays as the figure's JSON has it. The prompts are story openings that are put together at random
+(`--seed`), or those of LoopBench's small sets.
 
 Every second prompt served to choose the guard's default; the table reports the others. Its columns:
 
@@ -23,7 +23,6 @@ Every second prompt served to choose the guard's default; the table reports the 
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import random
@@ -32,13 +31,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 from time import process_time
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import LogitsProcessor, NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from experiments.drawn import save
-from experiments.record import record
+from experiments.record import Row, record
+from experiments.script import run
 from sinkscope.bench.prompt import read_prompts
 from sinkscope.bench.tasks.loops import DATA, first_alarm, loops
 from sinkscope.display.style import COLOURS, finished
@@ -166,28 +166,42 @@ class Continuing:
     @torch.no_grad()
     def outputs(self, method: str, prompts: dict[int, str], alarms: dict[int, int | None]) -> list[Output]:
         """Continue prompts; `alarms` are those of the whole cache's outputs, from where the surprise is measured."""
-        rows = [self.model.tokenizer(text, verbose=False)["input_ids"] for text in prompts.values()]
+        rows = []
+        for text in prompts.values():
+            rows.append(self.model.tokenizer(text, verbose=False)["input_ids"])
         started = process_time()
         made = METHODS[method]()
         events: list[Sequence[Any]] = [()] * len(rows)
         if isinstance(made, LoopGuard):
             told = generate(self.model, rows, guard=made, max_new_tokens=self.new, batch_size=len(rows))
-            written = [one.tokens for one in told]
-            events = [one.events for one in told]
+            written = []
+            for one in told:
+                written.append(one.tokens)
+            events = []
+            for one in told:
+                events.append(one.events)
         else:
             written = self._generated(rows, made, stops=method == "stop")
         outputs: list[Output] = []
         for place, number in enumerate(prompts):
             tokens = written[place]
-            cuts = [event.data for event in events[place]]
-            back = sum(cut["taken_back"] for cut in cuts)
+            cuts = []
+            for event in events[place]:
+                cuts.append(event.data)
+            counts = []
+            for cut in cuts:
+                counts.append(cut["taken_back"])
+            back = sum(counts)
+            counts = []
+            for cut in cuts:
+                counts.append(cut["escalated"] == "draw")
             output = Output(
                 method=method,
                 prompt=number,
                 tokens=tokens,
                 ended=bool(tokens) and tokens[-1] in self.ends,
                 acts=len(cuts),
-                draws=sum(cut["escalated"] == "draw" for cut in cuts),
+                draws=sum(counts),
                 taken_back=back,
                 nll=None,
                 seconds=(process_time() - started) / max(map(len, written)),
@@ -198,7 +212,7 @@ class Continuing:
             outputs.append(replace(output, nll=self.surprise(rows[place], tokens, acted)))
         return outputs
 
-    def _generated(self, rows: list[list[int]], options: dict[str, Any], stops: bool) -> list[list[int]]:
+    def _generated(self, rows: list[list[int]], options: Row, stops: bool) -> list[list[int]]:
         """New tokens of each row under a sampler, or up to the alarm of a reporter that stops rows."""
         reporter = LoopReporter(eos_token_id=[*self.ends, 0], stop=True)
         if stops:
@@ -207,10 +221,15 @@ class Continuing:
         ids, mask = padded(rows, 0, self.model.device)
         settings = {"max_new_tokens": self.new, "do_sample": False, "pad_token_id": 0, **options}
         output = self.model.generate(ids, attention_mask=mask, **settings)[:, ids.shape[1] :].tolist()
-        alarms = {event.row: event.step for event in reporter.events}
+        alarms = {}
+        for event in reporter.events:
+            alarms[event.row] = event.step
         written: list[list[int]] = []
         for number, row in enumerate(output):
-            ends = [place + 1 for place, token in enumerate(row) if token in self.ends]
+            ends = []
+            for place, token in enumerate(row):
+                if token in self.ends:
+                    ends.append(place + 1)
             written.append(row[: alarms.get(number, min(ends, default=len(row)))])
         return written
 
@@ -228,30 +247,32 @@ def read(work: Path) -> Outputs:
     file = work / "runs.jsonl"
     if not file.exists():
         return {}
-    outputs = [Output(**json.loads(line)) for line in file.read_text().splitlines()]
-    return {(output.method, output.prompt): output for output in outputs}
+    outputs = []
+    for line in file.read_text().splitlines():
+        outputs.append(Output(**json.loads(line)))
+    values = {}
+    for output in outputs:
+        values[(output.method, output.prompt)] = output
+    return values
 
 
-def run(args: Any) -> None:
-    """Continue the prompts of one setting under each remedy."""
-    model: Any = load(args.model, backend="hf")
-    continuing = Continuing(model, args.new, args.seed)
-    texts = openings(args.count, args.seed)
-    if args.prompts == "small":
-        rows = [*read_prompts(DATA / "small-dc.jsonl"), *read_prompts(DATA / "small-ri.jsonl")]
-        texts = [prompt.turns[0].text for prompt in rows]
-    name = Path(args.model).name if args.model else "model in the package"
-    settings = {"model": name, "prompts": args.prompts, "new": args.new, "seed": args.seed, "count": len(texts)}
-    write_atomic(args.work / "settings.json", json.dumps(settings))
-    outputs = read(args.work)
-    for method in args.only:
-        missing = [number for number in range(len(texts)) if (method, number) not in outputs]
-        for start in range(0, len(missing), args.batch):
-            part = {number: texts[number] for number in missing[start : start + args.batch]}
+def continue_all(continuing: Continuing, texts: Sequence[str], work: Path, methods: Sequence[str], batch: int) -> None:
+    """Continue the prompts under each remedy; what is in the folder already is not continued again."""
+    outputs = read(work)
+    for method in methods:
+        missing = []
+        for each in range(len(texts)):
+            if (method, each) not in outputs:
+                missing.append(each)
+        for start in range(0, len(missing), batch):
+            part = {}
+            for each in missing[start : start + batch]:
+                part[each] = texts[each]
             alarms: dict[int, int | None] = {}
             if method != "full":
-                alarms = {number: outputs["full", number].alarm for number in part}
-            with (args.work / "runs.jsonl").open("a") as file:
+                for number in part:
+                    alarms[number] = outputs["full", number].alarm
+            with (work / "runs.jsonl").open("a") as file:
                 for output in continuing.outputs(method, part, alarms):
                     outputs[method, output.prompt] = output
                     file.write(json.dumps(asdict(output)) + "\n")
@@ -259,22 +280,48 @@ def run(args: Any) -> None:
             print(json.dumps({"half": half, **row_of(method, outputs, half)}), flush=True)
 
 
-def row_of(method: str, outputs: Outputs, half: int) -> dict[str, Any]:
+def row_of(method: str, outputs: Outputs, half: int) -> Row:
     """One row of the table, over every second prompt."""
-    mine = [output for (name, number), output in outputs.items() if name == method and number % 2 == half]
-    full = {number: output for (name, number), output in outputs.items() if name == "full"}
-    healthy = [output for output in mine if full[output.prompt].alarm is None]
-    surprise = [output.nll for output in mine if output.nll is not None and full[output.prompt].alarm is not None]
-    acts = [output.acts for output in mine if output.acts]
-    tokens = sum(len(output.tokens) for output in mine)
-    ratios = [output.seconds / full[output.prompt].seconds for output in mine]
+    mine = []
+    for (name, number), output in outputs.items():
+        if name == method and number % 2 == half:
+            mine.append(output)
+    full = {}
+    for (name, number), output in outputs.items():
+        if name == "full":
+            full[number] = output
+    healthy = []
+    for output in mine:
+        if full[output.prompt].alarm is None:
+            healthy.append(output)
+    surprise = []
+    for output in mine:
+        if output.nll is not None and full[output.prompt].alarm is not None:
+            surprise.append(output.nll)
+    acts = []
+    for output in mine:
+        if output.acts:
+            acts.append(output.acts)
+    counts = []
+    for each in mine:
+        counts.append(len(each.tokens))
+    tokens = sum(counts)
+    ratios = []
+    for output in mine:
+        ratios.append(output.seconds / full[output.prompt].seconds)
+    perplexity = None
+    if surprise:
+        perplexity = math.exp(fmean(surprise))
+    counts = []
+    for each in mine:
+        counts.append(each.loops)
     return {
         "method": method,
         "outputs": len(mine),
-        "loops": sum(output.loops for output in mine),
+        "loops": sum(counts),
         "ended": sum(output.ended for output in mine),
         "length": tokens / len(mine),
-        "perplexity": math.exp(fmean(surprise)) if surprise else None,
+        "perplexity": perplexity,
         "acts": fmean(acts) if acts else 0.0,
         "drawn": sum(output.draws for output in mine) / max(1, sum(acts)),
         "taken_back": sum(output.taken_back for output in mine) / tokens,
@@ -284,7 +331,7 @@ def row_of(method: str, outputs: Outputs, half: int) -> dict[str, Any]:
     }
 
 
-def figure(data: dict[str, Any]) -> Any:
+def figure(data: Row) -> Any:
     """Loops and perplexity of each remedy, a colour for each setting."""
     from plotly.subplots import make_subplots
 
@@ -294,11 +341,21 @@ def figure(data: dict[str, Any]) -> Any:
     said: list[str] = []
     for setting, colour in zip(data["result"]["settings"], COLOURS, strict=False):
         rows = setting["reported"]
-        names = [row["method"] for row in rows]
+        names = []
+        for row in rows:
+            names.append(row["method"])
         style = {"marker_color": colour, "legendgroup": setting["name"], "name": setting["name"]}
-        fig.add_bar(x=names, y=[row["loops"] / row["outputs"] for row in rows], **style, row=1, col=1)
-        fig.add_bar(x=names, y=[row["perplexity"] for row in rows], **style, showlegend=False, row=1, col=2)
-        by_name = {row["method"]: row for row in rows}
+        y = []
+        for each in rows:
+            y.append(each["loops"] / each["outputs"])
+        fig.add_bar(x=names, y=y, **style, row=1, col=1)
+        y = []
+        for each in rows:
+            y.append(each["perplexity"])
+        fig.add_bar(x=names, y=y, **style, showlegend=False, row=1, col=2)
+        by_name = {}
+        for row in rows:
+            by_name[row["method"]] = row
         full, guard = by_name["full"], by_name["LoopGuard"]
         said.append(f"{guard['loops']} instead of {full['loops']} of {guard['outputs']} ({setting['name']})")
     fig.update_yaxes(range=[0, 1.03], tickformat=".0%", row=1, col=1)
@@ -306,22 +363,26 @@ def figure(data: dict[str, Any]) -> Any:
     return finished(fig, None, found, width=1500, height=600, barmode="group", bottom=150)
 
 
-def draw(args: Any) -> None:
+def tables(works: Sequence[Path], out: Path) -> None:
     """The table and the figure of several settings."""
-    settings: list[dict[str, Any]] = []
-    earlier: dict[str, dict[str, Any]] = {}
-    file = args.out / "loopguard_remedies.json"
+    settings: list[Row] = []
+    earlier: dict[str, Row] = {}
+    file = out / "loopguard_remedies.json"
     if file.exists():
-        earlier = {setting["name"]: setting for setting in json.loads(file.read_text())["result"]["settings"]}
-    for work in args.works:
+        earlier = {}
+        for setting in json.loads(file.read_text())["result"]["settings"]:
+            earlier[setting["name"]] = setting
+    for work in works:
         of_run = json.loads((work / "settings.json").read_text())
         outputs = read(work)
         name = f"{of_run['model']}, {of_run['prompts']}, {of_run['new']} tokens"
         if of_run["seed"]:
             name += f", seed {of_run['seed']}"
-        rows: dict[str, list[dict[str, Any]]] = {}
+        rows: dict[str, list[Row]] = {}
         for number, half in enumerate(("chosen", "reported")):
-            by_method = {row["method"]: row for row in earlier.get(name, {}).get(half, ())}
+            by_method = {}
+            for each in earlier.get(name, {}).get(half, ()):
+                by_method[each["method"]] = each
             by_method |= {method: row_of(method, outputs, number) for method in METHODS if (method, 0) in outputs}
             rows[half] = [by_method[method] for method in METHODS if method in by_method]
         settings.append({"name": name, **of_run, **rows})
@@ -329,39 +390,58 @@ def draw(args: Any) -> None:
         print("| remedy | loops | ended | perplexity | acts | drawn | taken back | healthy outputs changed | steps |")
         print("|---|---|---|---|---|---|---|---|---|")
         for row in rows["reported"]:
-            perplexity = "-" if row["perplexity"] is None else f"{row['perplexity']:.2f}"
+            if row["perplexity"] is None:
+                perplexity = "-"
+            else:
+                perplexity = f"{row['perplexity']:.2f}"
             print(
                 f"| {row['method']} | {row['loops']} of {row['outputs']} | {row['ended']} | {perplexity} | "
                 f"{row['acts']:.1f} | {row['drawn']:.0%} | {row['taken_back']:.0%} | "
                 f"{row['changed']} of {row['healthy']} | {row['steps']:.2f} |"
             )
-    text = record("loopguard-remedies", {"settings": settings}, {"works": [work.name for work in args.works]})
-    save("loopguard_remedies", text, figure, args.out)
+    text = record("loopguard-remedies", {"settings": settings}, {"works": [work.name for work in works]})
+    save("loopguard_remedies", text, figure, out)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.loopguard.remedies", description=(__doc__ or "").splitlines()[0]
-    )
-    parts = parser.add_subparsers(required=True)
-    running = parts.add_parser("run")
-    running.set_defaults(act=run)
-    running.add_argument("work", type=Path)
-    running.add_argument("--model", help="a name, hub id or folder; by default the model in the package")
-    running.add_argument("--prompts", choices=("stories", "small"), default="stories")
-    running.add_argument("--count", type=int, default=80, help="number of story openings")
-    running.add_argument("--new", type=int, default=400)
-    running.add_argument("--seed", type=int, default=0)
-    running.add_argument("--batch", type=int, default=40)
-    running.add_argument("--only", nargs="*", choices=list(METHODS), default=list(METHODS))
-    drawing = parts.add_parser("draw")
-    drawing.set_defaults(act=draw)
-    drawing.add_argument("works", type=Path, nargs="+")
-    drawing.add_argument("--out", type=Path, default=Path("figures"))
-    args = parser.parse_args(argv)
-    args.act(args)
+def main(
+    works: Sequence[Path],
+    *,
+    draw: bool = False,
+    model: str | None = None,
+    prompts: Literal["stories", "small"] = "stories",
+    count: int = 80,
+    new: int = 400,
+    seed: int = 0,
+    batch: int = 40,
+    only: Sequence[Literal[*METHODS]] = tuple(METHODS),
+    out: Path = Path("figures"),
+) -> None:
+    """Make what the module describes.
+
+    Args:
+        works: The folder of a setting; with --draw several.
+        draw: Make the table and the figure instead of continuing prompts.
+        model: A name, hub id or folder; by default the model in the package.
+        count: Number of story openings.
+        only: Remedies.
+    """
+    if draw:
+        tables(works, out)
+        return
+    (work,) = works
+    live: Any = load(model, backend="hf")
+    texts = openings(count, seed)
+    if prompts == "small":
+        texts = []
+        for prompt in [*read_prompts(DATA / "small-dc.jsonl"), *read_prompts(DATA / "small-ri.jsonl")]:
+            texts.append(prompt.turns[0].text)
+    name = "model in the package"
+    if model:
+        name = Path(model).name
+    settings = {"model": name, "prompts": prompts, "new": new, "seed": seed, "count": len(texts)}
+    write_atomic(work / "settings.json", json.dumps(settings))
+    continue_all(Continuing(live, new, seed), texts, work, only, batch)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from experiments.drawn import save
 from experiments.queries_and_keys import queries_and_keys
-from experiments.record import record
+from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.display.style import BLUE, GREEN, GREY, ORANGE, finished
 from sinkscope.errors import SinkscopeError
@@ -116,7 +116,7 @@ class LayerTail:
         self.sums: list[Tensor] = []  # values in the window, weighted by attention
         self.masses: list[Tensor] = []
 
-    def on_entry(self, _module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
+    def on_entry(self, _module: Any, _args: Any, kwargs: Row) -> None:
         """Keep the first rotation; the module is called once more with a rotation by zero."""
         tables = kwargs.get("position_embeddings")
         if tables is not None and self.rotation is None:
@@ -218,7 +218,9 @@ def movement(sums: Float[Tensor, "head pos d"], shift: int) -> Float[Tensor, "he
 @torch.no_grad()
 def tails(target: Target, ids: Int[Tensor, " pos"], layers: list[int], tail: int) -> dict[int, LayerTail]:
     """Read `ids` once and keep what the attention of each layer computes."""
-    by_layer = {layer: LayerTail(tail) for layer in layers}
+    by_layer = {}
+    for each in layers:
+        by_layer[each] = LayerTail(tail)
 
     def see(call: Attention) -> None:
         if call.layer in by_layer:
@@ -252,7 +254,9 @@ class Disturbed:
         self.rest = repeat(ids[self.start :], "pos -> row pos", row=DIRECTIONS + 1)
         self.states: dict[int, list[Tensor]] = {layer: [] for layer in range(target.n_layers)}  # entering each layer
         self.cache: Any = DynamicCache()  # without sliding windows, so that it can be cropped
-        layers = [(module, "pre", on_input(partial(self._keep, i))) for i, module in enumerate(target.layers)]
+        layers = []
+        for i, module in enumerate(target.layers):
+            layers.append((module, "pre", on_input(partial(self._keep, i))))
         with target.hooks(*layers):
             target.forward(ids[None, : self.start], past_key_values=self.cache, use_cache=True)
             self.cache.batch_repeat_interleave(DIRECTIONS + 1)
@@ -267,7 +271,7 @@ class Disturbed:
         return out
 
     @torch.no_grad()
-    def decay(self, layer: int, size: float, *, within: bool = False) -> dict[str, Any] | None:
+    def decay(self, layer: int, size: float, *, within: bool = False) -> Row | None:
         """Disturb the input of a layer for one period, orthogonally to the tail subspace or `within` it.
 
         Returns:
@@ -285,7 +289,10 @@ class Disturbed:
         generator = torch.Generator().manual_seed(self.seed)
         noise = torch.randn(DIRECTIONS, period, basis.shape[1], generator=generator)
         inside = noise @ basis.T @ basis
-        noise = inside if within else noise - inside
+        if within:
+            noise = inside
+        else:
+            noise = noise - inside
         length = hidden[self.start : self.start + period].norm(dim=-1, keepdim=True)
         push = noise / noise.norm(dim=-1, keepdim=True) * length * size
 
@@ -299,7 +306,10 @@ class Disturbed:
         sizes = (out[1:] - out[:1]).float().norm(dim=-1) / out[:1].float().norm(dim=-1)
         by_period = rearrange(sizes.square(), "row (period token) -> period (row token)", token=period)
         logits = self.target.hf.get_output_embeddings()
-        choices = torch.stack([logits(row[period:]).argmax(-1) for row in out])  # row by row: vocabularies are large
+        rows = []
+        for row in out:
+            rows.append(logits(row[period:]).argmax(-1))
+        choices = torch.stack(rows)  # row by row: vocabularies are large
         return {
             "layer": layer,
             "size": size,
@@ -310,10 +320,10 @@ class Disturbed:
         }
 
 
-def decays(setup: Setup, ids: Tensor, layers: list[int], period: int, periods: int) -> list[dict[str, Any]]:
+def decays(setup: Setup, ids: Tensor, layers: list[int], period: int, periods: int) -> list[Row]:
     """Small disturbances orthogonal to the tail subspace and inside it, and large ones, of every layer."""
     disturbed = Disturbed(setup.target, ids, period, periods, setup.seed)
-    found: list[dict[str, Any]] = []
+    found: list[Row] = []
     for layer in layers:
         for size, within in ((SMALL, False), (SMALL, True), (LARGE, False)):
             decay = disturbed.decay(layer, size, within=within)
@@ -322,7 +332,7 @@ def decays(setup: Setup, ids: Tensor, layers: list[int], period: int, periods: i
     return found
 
 
-def measure(setup: Setup, prompt: list[int], new: int, layers: list[int]) -> dict[str, Any]:
+def measure(setup: Setup, prompt: list[int], new: int, layers: list[int]) -> Row:
     """All numbers: heads as `[layer head]`, curves as `[layer position]`."""
     target = setup.target
     ids = torch.tensor([*prompt, *greedy(target, torch.tensor([prompt]), new)[0]])
@@ -347,6 +357,12 @@ def measure(setup: Setup, prompt: list[int], new: int, layers: list[int]) -> dic
         both = {"period": own[layer].curve(period), "step": own[layer].curve(1)}
         curves.append(both | {"healthy_period": plain[layer].curve(period)})
     periods = min(PERIODS, (copies - 1) // 2)
+    heads = {}
+    for name in rows[0]:
+        heads[name] = [row[name].tolist() for row in rows]
+    drift = {}
+    for name in curves[0]:
+        drift[name] = [curve[name][positions].tolist() for curve in curves]
     return {
         "tokens": len(ids),
         "prompt_tokens": len(prompt),
@@ -354,9 +370,9 @@ def measure(setup: Setup, prompt: list[int], new: int, layers: list[int]) -> dic
         "onset": loop.start,
         "repeated": setup.tokenizer.decode(ids[-period:].tolist()),
         "tail": tail,
-        "heads": {name: [row[name].tolist() for row in rows] for name in rows[0]},
+        "heads": heads,
         "positions": positions.tolist(),
-        "drift": {name: [curve[name][positions].tolist() for curve in curves] for name in curves[0]},
+        "drift": drift,
         "decays": decays(setup, ids, layers, period, periods),
         "healthy_decays": decays(setup, ordinary, layers, period, periods),
     }
@@ -372,7 +388,7 @@ def median(values: Any) -> float:
     return float(np.percentile(array(values), 50, method="higher"))
 
 
-def summary(result: dict[str, Any]) -> str:
+def summary(result: Row) -> str:
     """The conclusion in one sentence."""
     heads, period = result["heads"], result["period"]
     spread = array(heads["spread"])
@@ -386,7 +402,7 @@ def summary(result: dict[str, Any]) -> str:
     )
 
 
-def details(result: dict[str, Any]) -> list[str]:
+def details(result: Row) -> list[str]:
     """Eq. 13 beside the model, Eq. 15, the tail operator, and what remains of a disturbance after one period."""
     heads = {name: array(values) for name, values in result["heads"].items()}
     lines = [
@@ -403,12 +419,15 @@ def details(result: dict[str, Any]) -> list[str]:
         ("decays", "inside", True),
         ("healthy_decays", "ordinary text, orthogonal", False),
     ):
-        left = [d["change"][1] / d["change"][0] for d in result[name] if d["size"] == SMALL and d["within"] == within]
+        left = []
+        for d in result[name]:
+            if d["size"] == SMALL and d["within"] == within:
+                left.append(d["change"][1] / d["change"][0])
         lines.append(f"After one period {median(left):.2f} of a small disturbance is left ({where}).")
     return lines
 
 
-def figure(data: dict[str, Any]) -> Any:
+def figure(data: Row) -> Any:
     """Four panels: distances of queries and keys, of scores, the tail operator along the text, and decay."""
     result = data["result"]
     period, heads = result["period"], {name: array(values) for name, values in result["heads"].items()}
@@ -439,7 +458,9 @@ def figure(data: dict[str, Any]) -> Any:
         dots(f"{prefix}change", "spread", title, color, "circle", 2, False)
     dots("bound", "spread", "bound of Eq. 15", GREEN, "line-ew-open", 2, True)
     for name, title, color in (("period", "", BLUE), ("step", "in 1 step", ORANGE), ("healthy_period", "", GREY)):
-        first = 1 if name == "step" else period  # earlier positions have nothing to be compared with
+        first = period
+        if name == "step":
+            first = 1
         seen = np.array(result["positions"]) >= first
         middle = np.median(array(result["drift"][name])[:, seen], axis=0)
         x = np.array(result["positions"])[seen]
@@ -452,7 +473,10 @@ def figure(data: dict[str, Any]) -> Any:
         ("decays", False, LARGE, "as large as the state", ORANGE),
     )
     for name, within, size, title, color in parts:
-        left = [d["change"] for d in result[name] if d["size"] == size and d["within"] == within]
+        left = []
+        for d in result[name]:
+            if d["size"] == size and d["within"] == within:
+                left.append(d["change"])
         if left:
             middle = np.median(array(left) / array(left)[:, :1], axis=0)
             fig.add_scatter(y=middle, name=f"disturbed {title}", line_color=color, row=2, col=2)

@@ -19,9 +19,16 @@ from sinkscope.files.plain import visible
 def shown(record: BenchRecord, characters: int) -> str:
     """A heading, and the beginning and the end of the output."""
     metrics = record.metrics
-    steps = [event["step"] for event in record.events if event["kind"] == "guard"]
-    at = f", interventions at {', '.join(map(str, steps))}" if steps else ""
-    loop = "a loop" if metrics["loop"] else "no loop"
+    steps = []
+    for event in record.events:
+        if event["kind"] == "guard":
+            steps.append(event["step"])
+    at = ""
+    if steps:
+        at = f", interventions at {', '.join(map(str, steps))}"
+    loop = "no loop"
+    if metrics["loop"]:
+        loop = "a loop"
     head = f"## {record.method}: {len(record.tokens)} tokens, ended by {record.ended}, {loop}{at}"
     text = visible(record.text)
     if len(text) > 2 * characters:

@@ -39,7 +39,9 @@ def table1(groups: Sequence[BenchGroup]) -> list[str]:
         method = paper.without_budget(group.method)
         measured.add((group.set, model, method))
         printed = paper.TABLE1.get((group.set, model), {}).get(method)
-        theirs = f"paper: loop {printed[3]:.1%}" if printed else "paper: -"
+        theirs = "paper: -"
+        if printed:
+            theirs = f"paper: loop {printed[3]:.1%}"
         metrics = group.metrics
         lines.append(
             f"{group.set} {group.model} {group.method}: loop {metrics['loop_paper']:.1%}, TTR {metrics['ttr']:.3f}, "
@@ -76,7 +78,9 @@ def table3(groups: Sequence[BenchGroup]) -> list[str]:
     for group in groups:
         if group.set in ("dc", "ri") and paper.without_budget(group.method) in {*paper.TABLE3, "loopguard"}:
             printed = paper.TABLE3.get(paper.without_budget(group.method))
-            theirs = f"loop {printed[0]:.1%}, {printed[1]} interventions" if printed else "-"
+            theirs = "-"
+            if printed:
+                theirs = f"loop {printed[0]:.1%}, {printed[1]} interventions"
             steps = group.metrics["interventions"] or 0.0
             lines.append(
                 f"{group.set} {group.method}: loop {group.metrics['loop_paper']:.1%}, {steps:.1f}; paper: {theirs}"
@@ -92,7 +96,9 @@ def after_alarm(records: Sequence[BenchRecord]) -> list[str]:
     """Perplexity of the text after the first alarm by set and method, for the model in the package."""
     model: Any = load(None, backend="hf")
     reader = Continuing(model, 0, 0)
-    texts = {prompt.id: prompt.turns[0].text for prompt in Loops().prompts(target_of(model))}
+    texts = {}
+    for prompt in Loops().prompts(target_of(model)):
+        texts[prompt.id] = prompt.turns[0].text
     surprises: dict[tuple[str, str], list[float]] = {}
     for record in records:
         alarm = record.metrics.get("alarm")

@@ -31,7 +31,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from experiments.drawn import save
-from experiments.record import record
+from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.bench.methods import read_method
 from sinkscope.bench.record import BenchRecord, read_run
@@ -63,7 +63,7 @@ def same_cycle(a: Sequence[int], b: Sequence[int]) -> bool:
     return len(a) == len(b) and any(list(a) == twice[i : i + len(a)] for i in range(len(a)))
 
 
-def aftermath(records: Sequence[BenchRecord]) -> dict[str, Any]:
+def aftermath(records: Sequence[BenchRecord]) -> Row:
     """What followed each intervention that had found a cycle."""
     counts = {"same": 0, "another": 0, "none": 0}
     parts: dict[str, dict[str, int]] = {}
@@ -71,7 +71,10 @@ def aftermath(records: Sequence[BenchRecord]) -> dict[str, Any]:
     sure: list[float] = []
     periods: list[int] = []
     for one in records:
-        cuts = [e for e in one.events if e["kind"] == "guard"]
+        cuts = []
+        for e in one.events:
+            if e["kind"] == "guard":
+                cuts.append(e)
         for i, event in enumerate(cuts):
             step, period = event["data"]["generated"], event["data"]["period"]
             if period is None:
@@ -79,12 +82,18 @@ def aftermath(records: Sequence[BenchRecord]) -> dict[str, Any]:
             cycle = one.tokens[step - period : step]
             sure += one.steps["top1"][step - period : step]
             periods.append(period)
-            following = cuts[i + 1]["data"] if i + 1 < len(cuts) else None
+            following = None
+            if i + 1 < len(cuts):
+                following = cuts[i + 1]["data"]
             if following is not None and following["generated"] - step <= WINDOW:
                 gaps.append(following["generated"] - step)
                 found = following["period"]
-                later = one.tokens[following["generated"] - found : following["generated"]] if found else ()
-                came = "same" if same_cycle(cycle, later) else "another"
+                later = ()
+                if found:
+                    later = one.tokens[following["generated"] - found : following["generated"]]
+                came = "another"
+                if same_cycle(cycle, later):
+                    came = "same"
             elif following is not None or len(one.tokens) - step > WINDOW:
                 came = "none"
             else:
@@ -93,15 +102,27 @@ def aftermath(records: Sequence[BenchRecord]) -> dict[str, Any]:
             for part in ("first" if i == 0 else "later", f"period {period}" if period < 5 else "period 5 or more"):
                 parts.setdefault(part, dict.fromkeys(counts, 0))[came] += 1
     total = max(1, sum(counts.values()))
+    shares = {}
+    for name, n in counts.items():
+        shares[name] = n / total
+    median_gap = None
+    if gaps:
+        median_gap = statistics.median(gaps)
+    median_period = None
+    if periods:
+        median_period = statistics.median(periods)
+    mean = None
+    if sure:
+        mean = statistics.fmean(sure)
     return {
         "interventions": total,
-        "shares": {name: n / total for name, n in counts.items()},
+        "shares": shares,
         "counts": counts,
         "parts": dict(sorted(parts.items())),
-        "median_gap": statistics.median(gaps) if gaps else None,
-        "median_period": statistics.median(periods) if periods else None,
+        "median_gap": median_gap,
+        "median_period": median_period,
         "probability_in_loop": {
-            "mean": statistics.fmean(sure) if sure else None,
+            "mean": mean,
             "above_0.9": sum(p > 0.9 for p in sure) / len(sure) if sure else None,
         },
     }
@@ -112,7 +133,10 @@ def read(model: Any, ids: list[int]) -> list[tuple[Tensor, Tensor]]:
     """Keys and values of all tokens but the last, per layer."""
     cache: Any = DynamicCache(config=model.config)
     model(input_ids=torch.tensor([ids[:-1]]), past_key_values=cache, use_cache=True, logits_to_keep=1)
-    return [(layer.keys, layer.values) for layer in cache.layers]
+    rows = []
+    for layer in cache.layers:
+        rows.append((layer.keys, layer.values))
+    return rows
 
 
 @torch.no_grad()
@@ -121,7 +145,10 @@ def go_on(
 ) -> list[int]:
     """Decode greedily with the positions `keep` of the cache (None: all); the last token is read where it stands."""
     cache: Any = DynamicCache(config=model.config)
-    at = torch.arange(len(ids) - 1) if keep is None else torch.tensor(keep)
+    if keep is None:
+        at = torch.arange(len(ids) - 1)
+    else:
+        at = torch.tensor(keep)
     for i, (keys, values) in enumerate(layers):
         cache.update(keys[:, :, at], values[:, :, at], i)
     token, made = ids[-1], []
@@ -147,13 +174,23 @@ def kept(cut: str, ids: list[int], prompt: int, pruning: Mapping[str, Retention]
     if cut == "all but BOS":
         return [0]
     generated, retention = ids[prompt:], pruning[cut]
-    begin = 0 if retention.recent is None else max(0, len(generated) - retention.recent)
+    if retention.recent is None:
+        begin = 0
+    else:
+        begin = max(0, len(generated) - retention.recent)
     tail = tail_period(generated[begin:], repeats=2)
-    bad = [] if tail is None else [(prompt + begin + tail.start, len(ids))]
-    return [p for p in tokens_to_keep(range(len(ids)), len(ids), bad, retention) if p < last]
+    if tail is None:
+        bad = []
+    else:
+        bad = [(prompt + begin + tail.start, len(ids))]
+    rows = []
+    for p in tokens_to_keep(range(len(ids)), len(ids), bad, retention):
+        if p < last:
+            rows.append(p)
+    return rows
 
 
-def counterfactual(model: Any, cases: Sequence[tuple[list[int], int]], tick: Any = None) -> list[dict[str, Any]]:
+def counterfactual(model: Any, cases: Sequence[tuple[list[int], int]], tick: Any = None) -> list[Row]:
     """For each cut, how many of the cases go on in their cycle.
 
     Args:
@@ -188,7 +225,7 @@ def counterfactual(model: Any, cases: Sequence[tuple[list[int], int]], tick: Any
     ]
 
 
-def organism_cases() -> tuple[Any, list[tuple[list[int], int]], dict[str, Any]]:
+def organism_cases() -> tuple[Any, list[tuple[list[int], int]], Row]:
     """The loop organism in mid-loop, and what LoopGuard does to it while it generates."""
     made = loop_organism(0, reach=64)
     model: Any = made.model
@@ -202,8 +239,12 @@ def organism_cases() -> tuple[Any, list[tuple[list[int], int]], dict[str, Any]]:
             out = model.generate(
                 input_ids=prompt.ids, attention_mask=torch.ones_like(prompt.ids), max_new_tokens=400, do_sample=False
             )[0, len(ids) :].tolist()
-        steps = [e.data["generated"] for e in run.events]
-        last = steps[-1] if steps else None
+        steps = []
+        for e in run.events:
+            steps.append(e.data["generated"])
+        last = None
+        if steps:
+            last = steps[-1]
         broken += last is not None and out[last + 1 :] == made.walk(out[last], len(out) - last - 1)
     return model, cases, {"prompts": len(STARTS), "broken_for_good": broken}
 
@@ -211,10 +252,13 @@ def organism_cases() -> tuple[Any, list[tuple[list[int], int]], dict[str, Any]]:
 def text_cases(tokenizer: Any, count: int, length: int) -> list[tuple[list[int], int]]:
     """Ordinary text, its first half taken for the prompt."""
     ids = [tokenizer.bos_token_id, *tokenizer(typical_text(), add_special_tokens=False, verbose=False)["input_ids"]]
-    return [([ids[0], *ids[1 + i * length : (i + 1) * length]], length // 2) for i in range(count)]
+    rows = []
+    for i in range(count):
+        rows.append(([ids[0], *ids[1 + i * length : (i + 1) * length]], length // 2))
+    return rows
 
 
-def figure(data: dict[str, Any]) -> Any:
+def figure(data: Row) -> Any:
     """What followed, and which cuts end a cycle."""
     result = data["result"]
     from plotly.subplots import make_subplots
@@ -233,11 +277,17 @@ def figure(data: dict[str, Any]) -> Any:
     labels = {"same": "same cycle", "another": "another cycle", "none": f"none in {WINDOW}"}
     for (method, found), pattern in zip(result["aftermath"].items(), ("", "/"), strict=False):
         shares = found["shares"]
+        x = []
+        for k in shares:
+            x.append(labels[k])
+        color = RED
+        if pattern:
+            color = GREY
         fig.add_bar(
-            x=[labels[k] for k in shares],
+            x=x,
             y=list(shares.values()),
             name=f"{GUARDS[method]} ({found['interventions']} interventions)",
-            marker={"color": GREY if pattern else RED, "pattern": {"shape": pattern}},
+            marker={"color": color, "pattern": {"shape": pattern}},
             row=1,
             col=1,
         )
@@ -245,9 +295,12 @@ def figure(data: dict[str, Any]) -> Any:
         for col, key in ((2, "cycle_goes_on"), (3, "some_loop")):
             if all(row[key] is None for row in rows):
                 continue
+            y = []
+            for each in rows:
+                y.append(each[key])
             fig.add_bar(
                 x=[row["cut"] for row in rows],
-                y=[row[key] for row in rows],
+                y=y,
                 name=name,
                 marker_color=colour,
                 legendgroup=name,
@@ -261,7 +314,9 @@ def figure(data: dict[str, Any]) -> Any:
     own = next(iter(PRUNING))
     with_cycles = [name for name, rows in result["where"].items() if rows[0]["cycle_goes_on"] is not None]
     name = with_cycles[0]
-    goes_on = {row["cut"]: row["cycle_goes_on"] for row in result["where"][name]}
+    goes_on = {}
+    for row in result["where"][name]:
+        goes_on[row["cut"]] = row["cycle_goes_on"]
     found = (
         f"The same cycle goes on in {goes_on['nothing']:.0%} of the cases if nothing is cut from the cache, and in "
         f"{goes_on[own]:.0%} after {own} ({name})"
@@ -285,7 +340,9 @@ def main(
         budget: Of the guards in these runs.
     """
     started = time.perf_counter()
-    methods = {name: read_method(name, budget).spec for name in GUARDS}
+    methods = {}
+    for each in GUARDS:
+        methods[each] = read_method(each, budget).spec
     records = {
         name: [r for f in guarded for r in read_run(f) if r.method == method] for name, method in methods.items()
     }
@@ -297,12 +354,17 @@ def main(
         save("loopguard_why", text, figure, out)
         print(after)
         return
-    unguarded = [r for r in read_run(full) if r.method == "full"]
+    unguarded = []
+    for r in read_run(full):
+        if r.method == "full":
+            unguarded.append(r)
     unguarded = unguarded[:: max(1, len(unguarded) // prompts)][:prompts]
     if not unguarded:
         raise SinkscopeError(f"{full.name} has no answers with the method full: give --full a run that has")
     model = load(None, backend="hf")
-    texts_by_id = {prompt.id: prompt.turns[0].text for prompt in Loops().prompts(target_of(model))}
+    texts_by_id = {}
+    for each in Loops().prompts(target_of(model)):
+        texts_by_id[each.id] = each.turns[0].text
     cases: dict[str, list[tuple[list[int], int]]] = {"at the first alarm": [], "at three quarters": []}
     for one in unguarded:
         prompt = model.tokenizer(texts_by_id[one.prompt], verbose=False)["input_ids"]
@@ -320,7 +382,7 @@ def main(
             done += 1
             progress("continuations", done, total)
 
-        where: dict[str, list[dict[str, Any]]] = {}
+        where: dict[str, list[Row]] = {}
         for name, part in cases.items():
             if part:  # answers that end before the monitor's first alarm have no case there
                 where[f"model in the package, {name}"] = counterfactual(model, part, tick)

@@ -17,7 +17,7 @@ from typing import Any
 from experiments.drawn import at_place, save
 from experiments.loopserve.runs import CHAIN, KEPT, answers, rows_of, seconds_of, settings_of, specs
 from experiments.loopserve.table1 import COLOURS, own_table
-from experiments.record import record
+from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.bench.tasks.recall import POSITIONS
 from sinkscope.display.style import finished
@@ -40,7 +40,7 @@ SHOWN = (
 )
 
 
-def figure(data: dict[str, Any]) -> Any:
+def figure(data: Row) -> Any:
     """Bars by half and position of the question."""
     rows = data["result"]["rows"]
     from plotly.subplots import make_subplots
@@ -48,28 +48,47 @@ def figure(data: dict[str, Any]) -> Any:
     fig: Any = make_subplots(rows=1, cols=2, subplot_titles=[title for _, _, title in SHOWN], horizontal_spacing=0.06)
     for col, (suite, key, _) in enumerate(SHOWN, 1):
         for place in POSITIONS:
-            mine = [row for row in rows if (row["suite"], row["position"]) == (suite.name, place)]
+            mine = []
+            for row in rows:
+                if (row["suite"], row["position"]) == (suite.name, place):
+                    mine.append(row)
+            error_y = None
+            if key == "score":
+                array = []
+                for each in mine:
+                    array.append(each["high"] - each["score"])
+                arrayminus = []
+                for each in mine:
+                    arrayminus.append(each["score"] - each["low"])
+                error_y = {
+                    "array": array,
+                    "thickness": 1,
+                    "width": 2,
+                    "arrayminus": arrayminus,
+                    "color": "#888",
+                }
+            x = []
+            for each in mine:
+                x.append(each["label"])
+            y = []
+            for each in mine:
+                y.append(each[key])
             fig.add_bar(
-                x=[row["label"] for row in mine],
-                y=[row[key] for row in mine],
+                x=x,
+                y=y,
                 name=f"question {at_place(place)}",
                 marker_color=COLOURS[place],
                 legendgroup=place,
                 showlegend=col == 1,
                 row=1,
                 col=col,
-                error_y={
-                    "array": [row["high"] - row["score"] for row in mine],
-                    "thickness": 1,
-                    "width": 2,
-                    "arrayminus": [row["score"] - row["low"] for row in mine],
-                    "color": "#888",
-                }
-                if key == "score"
-                else None,
+                error_y=error_y,
             )
     fig.update_yaxes(range=[0, 1.06], tickformat=".0%")
-    right = {row["label"]: row["score"] for row in rows if (row["suite"], row["position"]) == (KEPT.name, "middle")}
+    right = {}
+    for row in rows:
+        if (row["suite"], row["position"]) == (KEPT.name, "middle"):
+            right[row["label"]] = row["score"]
     found = (
         f"Asked in the middle for one fact, LoopServe's default answers {right['default']:.0%} right, the whole cache "
         f"{right['whole cache']:.0%}, a random part of it {right['random part']:.0%}"
@@ -85,7 +104,7 @@ def main(*, work: Path = Path("runs"), out: Path = Path("figures")) -> None:
     """
     started = time.perf_counter()
     methods = dict(zip(NAMES, specs(list(NAMES.values())), strict=True))
-    rows, seconds = list[dict[str, Any]](), 0.0
+    rows, seconds = list[Row](), 0.0
     for suite, _, _ in SHOWN:
         said = answers(suite, list(methods.values()), work)
         seconds += seconds_of(said)

@@ -23,9 +23,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Literal
 
 from experiments.longbench import ANSWER_ALONE, LongBenchRecord, read_longbench
+from experiments.record import Row
 from experiments.script import run
 from sinkscope.bench.tasks.recall import POSITIONS
 from sinkscope.errors import SinkscopeError
@@ -145,7 +146,10 @@ def split_at_middle(text: str) -> tuple[str, str]:
     middle, reach = len(text) // 2, max(len(text) // 10, 1)
     for gap, far in (("\n", reach), (" ", len(text))):
         places = [text.rfind(gap, 0, middle), text.find(gap, middle)]
-        near = [place for place in places if place >= 0 and abs(place - middle) <= far]
+        near = []
+        for each in places:
+            if each >= 0 and abs(each - middle) <= far:
+                near.append(each)
         if near:
             at = min(near, key=lambda place: abs(place - middle))
             return text[:at].rstrip(), text[at:].lstrip()
@@ -166,7 +170,10 @@ def question_answering(
 ) -> tuple[BuiltTurn, ...]:
     """Algorithm 1."""
     chosen = rng.sample(range(len(records)), turns)
-    rest = [index for index in range(len(records)) if index not in set(chosen)]
+    rest = []
+    for one in range(len(records)):
+        if one not in set(chosen):
+            rest.append(one)
     irrelevant = [rng.sample(rest, turns), rng.sample(rest, turns)]
     shown: set[str] = set()
     dialogue: list[BuiltTurn] = []
@@ -175,8 +182,11 @@ def question_answering(
             depends = [*rng.sample(range(turn), rng.randint(0, turn)), turn]
         else:
             depends = rng.sample(range(turn + 1), rng.randint(1, turn + 1))
-        contexts = [records[chosen[each]].context for each in depends]
-        contexts += [records[drawn[turn]].context for drawn in irrelevant]
+        contexts = []
+        for each in depends:
+            contexts.append(records[chosen[each]].context)
+        for drawn in irrelevant:
+            contexts.append(records[drawn[turn]].context)
         shown.update(contexts)
         record = records[index]
         whole = "\n\n".join(contexts)
@@ -197,8 +207,14 @@ def summaries(
     documents = [[line for line in records[index].context.split("\n") if line.strip()] for index in chosen]
     turns_of_parts: list[list[int]] = []
     for number, parts in enumerate(documents):
-        last = number if repaired else turns - 1
-        assigned = sorted(rng.randint(0, last) for _ in parts)
+        if repaired:
+            last = number
+        else:
+            last = turns - 1
+        items = []
+        for _ in parts:
+            items.append(rng.randint(0, last))
+        assigned = sorted(items)
         if repaired:
             assigned[-1] = number
         turns_of_parts.append(assigned)
@@ -243,8 +259,14 @@ def few_shot(record: LongBenchRecord, turns: int, repaired: bool, rng: random.Ra
 
 def examples_of(context: str) -> list[str]:
     """The examples in a record of TREC (`Question: ... Type: ...`) or SAMSum (`Dialogue: ... Summary: ...`)."""
-    parts = [part.strip() for part in _EXAMPLE.split(context)]
-    return [part for part in parts if part and _LABEL.search(part)]
+    parts = []
+    for part in _EXAMPLE.split(context):
+        parts.append(part.strip())
+    rows = []
+    for part in parts:
+        if part and _LABEL.search(part):
+            rows.append(part)
+    return rows
 
 
 def asked_about(example: str) -> tuple[str, tuple[str, ...]]:
@@ -264,17 +286,19 @@ def classes_of(records: Sequence[LongBenchRecord]) -> list[str]:
     return sorted(names)
 
 
-def rows_of(name: str, dialogues: Sequence[tuple[BuiltTurn, ...]], classes: Sequence[str]) -> list[dict[str, Any]]:
+def rows_of(name: str, dialogues: Sequence[tuple[BuiltTurn, ...]], classes: Sequence[str]) -> list[Row]:
     """Rows of the file of prompts: every dialogue at every position. Wrong classes follow the correct answer."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     metric = SETS[name].metric
     for number, dialogue in enumerate(dialogues):
         for position in POSITIONS:
-            turns: list[dict[str, Any]] = []
+            turns: list[Row] = []
             for turn in dialogue:
                 answers = list(turn.answers)
                 if metric == ACCURACY:
-                    answers += [each for each in classes if each not in turn.answers]
+                    for each in classes:
+                        if each not in turn.answers:
+                            answers.append(each)
                 turns.append({"prompt": turn.prompts[position], "answers": answers})
             row = {"id": f"{name}-{number} {position}", "set": name, "part": position, "metric": metric}
             rows.append({**row, "turns": turns})
@@ -284,8 +308,14 @@ def rows_of(name: str, dialogues: Sequence[tuple[BuiltTurn, ...]], classes: Sequ
 def summary(name: str, dialogues: Sequence[tuple[BuiltTurn, ...]], form: Form) -> str:
     """Sizes beside the paper's, in a few lines."""
     turns = [turn for dialogue in dialogues for turn in dialogue]
-    words = fmean(len(turn.prompts["end"].split()) for turn in turns)
-    unanswerable = sum(not turn.answerable for turn in turns)
+    values = []
+    for turn in turns:
+        values.append(len(turn.prompts["end"].split()))
+    words = fmean(values)
+    counts = []
+    for turn in turns:
+        counts.append(not turn.answerable)
+    unanswerable = sum(counts)
     known = SETS[name]
     return (
         f"{name}, {form}: {len(dialogues)} dialogues (paper {known.dialogues}), "
@@ -313,7 +343,10 @@ def main(
     records = read_longbench(set, source)
     dialogues = build(set, records, form, turns=turns, count=count, seed=seed)
     rows = rows_of(set, dialogues, classes_of(records) if SETS[set].metric == ACCURACY else ())
-    write_atomic(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    parts = []
+    for row in rows:
+        parts.append(json.dumps(row, ensure_ascii=False) + "\n")
+    write_atomic(out, "".join(parts))
     print(summary(set, dialogues, form))
 
 

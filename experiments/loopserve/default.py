@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from experiments.drawn import save
-from experiments.record import record
+from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.bench.tasks.needle import needle_prompt, wording_of
 from sinkscope.bench.tasks.recall import POSITIONS, recall_dialogue
@@ -47,12 +47,12 @@ THIRD, SINGLE, LONGER = "third turn, 1,800 tokens", "one turn, 900 tokens", "one
 SIZES = {THIRD: (6, 3, 600), SINGLE: (8, 1, 900), LONGER: (2, 1, 3600)}
 """Number of dialogues, their turns, and the tokens of each turn; a question at each of three positions."""
 LENGTHS, TEXTS, ANSWER = (512, 1536), 3, 64
-HALF: dict[str, Any] = {"decode": False, "shortest": 0}
+HALF: Row = {"decode": False, "shortest": 0}
 HOPS, FACTS = "two hops, 1,200 tokens", "facts in text, 1,024 tokens"
 NEEDLES = {HOPS: ("recall-2hop", "tracking", 1200, 3), FACTS: (None, "needle", 1024, 4)}
 """Model, task, tokens, and prompts at each depth."""
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-WITHOUT: dict[str, dict[str, Any]] = {
+WITHOUT: dict[str, Row] = {
     "nothing": {},
     "first tokens and local band": {"begin": 1, "local": 1},
     "dense lines": {"sharp": None},
@@ -83,12 +83,15 @@ def asked(where: str) -> list[tuple[str, str]]:
     for seed in range(FIRST, FIRST + count):
         for place in POSITIONS:
             *before, last = recall_dialogue(seed, turns=turns, tokens=tokens, hops=1, position=place).turns
-            history = "".join(f"{turn.text} {turn.answers[0]} " for turn in before)
+            parts = []
+            for turn in before:
+                parts.append(f"{turn.text} {turn.answers[0]} ")
+            history = "".join(parts)
             found.append((history + last.text, last.answers[0]))
     return found
 
 
-def answered(target: Target, serve: LoopServe, questions: Sequence[tuple[str, str]]) -> dict[str, Any]:
+def answered(target: Target, serve: LoopServe, questions: Sequence[tuple[str, str]]) -> Row:
     """How many questions are answered right, on how many of the cells."""
     right, data = 0, list[Any]()
     for prompt, answer in questions:
@@ -96,7 +99,8 @@ def answered(target: Target, serve: LoopServe, questions: Sequence[tuple[str, st
         with serve.on(target) as run:
             said = greedy(target, ids, len(answer.split()))[0]
         right += target.tokenizer.decode(said).split()[:2] == answer.split()[:2]
-        data += [event.data for event in run.events]
+        for event in run.events:
+            data.append(event.data)
     return {"right": right, "questions": len(questions), "score": right / len(questions), **costs(data)}
 
 
@@ -113,7 +117,7 @@ def needles(where: str) -> tuple[Target, list[tuple[str, str]]]:
     return target, [(prompt.turns[0].text, prompt.turns[0].answers[0]) for prompt in made]
 
 
-def sought(target: Target, serve: LoopServe | None, questions: Sequence[tuple[str, str]]) -> dict[str, Any]:
+def sought(target: Target, serve: LoopServe | None, questions: Sequence[tuple[str, str]]) -> Row:
     """How many answers hold the string that was asked for, on how many of the cells."""
     right, data = 0, list[Any]()
     for prompt, answer in questions:
@@ -130,7 +134,10 @@ def sought(target: Target, serve: LoopServe | None, questions: Sequence[tuple[st
 
 def costs(data: Sequence[Any]) -> dict[str, float]:
     """Mean over prompts, layers and heads: cells, and what the lines hold outside of the sample."""
-    return {"cells": fmean(d["attended"] for d in data), "held": fmean(fmean(d["recovered"]) for d in data)}
+    values = []
+    for d in data:
+        values.append(d["attended"])
+    return {"cells": fmean(values), "held": fmean(fmean(d["recovered"]) for d in data)}
 
 
 @torch.no_grad()
@@ -142,16 +149,18 @@ def followed(model: Any, ids: torch.Tensor, serve: LoopServe | None) -> tuple[to
     else:
         with serve.on(model) as run:
             out = model(prompt, use_cache=True)
-        data = [event.data for event in run.events]
+        data = []
+        for event in run.events:
+            data.append(event.data)
     later = model(rest[:, :-1], past_key_values=out.past_key_values).logits
     return torch.cat([out.logits[:, -1:], later], 1).log_softmax(-1), data
 
 
-def measured() -> dict[str, list[dict[str, Any]]]:
+def measured() -> dict[str, list[Row]]:
     """All numbers."""
     target = target_of(load("recall", backend="hf"))
-    points, choices, text = list[dict[str, Any]](), list[dict[str, Any]](), list[dict[str, Any]]()
-    parts = list[dict[str, Any]]()
+    points, choices, text = list[Row](), list[Row](), list[Row]()
+    parts = list[Row]()
     asked_of = {THIRD: (target, asked(THIRD)), **{where: needles(where) for where in NEEDLES}}
     for where, (who, questions) in asked_of.items():
         for name, options in WITHOUT.items():
@@ -170,9 +179,18 @@ def measured() -> dict[str, list[dict[str, Any]]]:
         for name, draws in CHOICES.items() if where != LONGER else ():
             if where == THIRD and name == ALL:  # 1,800 rows take minutes a prompt
                 continue
-            rows = [answered(target, serve, questions) for serve in draws]
-            scores = [row["score"] for row in rows]
-            means = {key: fmean(row[key] for row in rows) for key in ("score", "cells", "held")}
+            rows = []
+            for one in draws:
+                rows.append(answered(target, one, questions))
+            scores = []
+            for one in rows:
+                scores.append(one["score"])
+            means = {}
+            for key in ("score", "cells", "held"):
+                values = []
+                for one in rows:
+                    values.append(one[key])
+                means[key] = fmean(values)
             made = {"where": where, "choice": name, "draws": rows, "low": min(scores), "high": max(scores), **means}
             choices.append(made)
             print(made, flush=True)
@@ -180,12 +198,22 @@ def measured() -> dict[str, list[dict[str, Any]]]:
     tok: Any = model.tokenizer
     for length in LENGTHS:
         texts = TextFidelity(count=TEXTS, prompt=length, answer=ANSWER).prompts(target_of(model))
-        rows = [tok(t.turns[0].text).input_ids for t in texts]
-        more = [tok(t.turns[0].answers[0], add_special_tokens=False).input_ids[:ANSWER] for t in texts]
-        ids = [torch.tensor([[*a, *b]]) for a, b in zip(rows, more, strict=True)]
-        full = [followed(model, each, None)[0] for each in ids]
+        rows = []
+        for t in texts:
+            rows.append(tok(t.turns[0].text).input_ids)
+        more = []
+        for t in texts:
+            more.append(tok(t.turns[0].answers[0], add_special_tokens=False).input_ids[:ANSWER])
+        ids = []
+        for a, b in zip(rows, more, strict=True):
+            ids.append(torch.tensor([[*a, *b]]))
+        full = []
+        for each in ids:
+            full.append(followed(model, each, None)[0])
         for (alpha, many), serve in grid().items():
-            made = [followed(model, each, serve) for each in ids]
+            made = []
+            for each in ids:
+                made.append(followed(model, each, serve))
             kl = [float((f.exp() * (f - own)).sum(-1).mean()) for f, (own, _) in zip(full, made, strict=True)]
             own = {"kl": fmean(kl), "kl_by_text": kl, **costs([d for _, data in made for d in data])}
             text.append({"where": f"text, {length:,} tokens", "alpha": alpha, "dense_rows": many, **own})
@@ -193,11 +221,18 @@ def measured() -> dict[str, list[dict[str, Any]]]:
     return {"grid": points, "choices": choices, "parts": parts, "text": text}
 
 
-def concluded(found: dict[str, Any]) -> str:
+def concluded(found: Row) -> str:
     """What the numbers say of the default, of the default without its dense rows, and of the printed choice."""
-    third = {point["choice"]: point for point in found["choices"] if point["where"] == THIRD}
-    grid = {(p["where"], p["alpha"], p["dense_rows"]): p for p in found["grid"] + found["text"]}
-    said = {name: f"{fewest(point)} of {point['draws'][0]['questions']}" for name, point in third.items()}
+    third = {}
+    for point in found["choices"]:
+        if point["where"] == THIRD:
+            third[point["choice"]] = point
+    grid = {}
+    for p in found["grid"] + found["text"]:
+        grid[(p["where"], p["alpha"], p["dense_rows"])] = p
+    said = {}
+    for name, point in third.items():
+        said[name] = f"{fewest(point)} of {point['draws'][0]['questions']}"
     own, none = third["default"], grid[THIRD, OWN.alpha, 0]
     most = max(p["kl"] for (_, *at), p in grid.items() if at == [OWN.alpha, OWN.dense_rows] and "kl" in p)
     return (
@@ -208,12 +243,15 @@ def concluded(found: dict[str, Any]) -> str:
     )
 
 
-def fewest(point: dict[str, Any]) -> int:
+def fewest(point: Row) -> int:
     """Right answers of the worst draw."""
-    return min(draw["right"] for draw in point["draws"])
+    values = []
+    for draw in point["draws"]:
+        values.append(draw["right"])
+    return min(values)
 
 
-def figure(data: dict[str, Any]) -> Any:
+def figure(data: Row) -> Any:
     """Right answers, and the divergence on text, over the cells: a curve per number of dense rows."""
     found = data["result"]
     from plotly.subplots import make_subplots
@@ -222,14 +260,28 @@ def figure(data: dict[str, Any]) -> Any:
     fig: Any = make_subplots(rows=2, cols=3, subplot_titles=titles, horizontal_spacing=0.06, vertical_spacing=0.16)
     for number, title in enumerate(titles):
         at = {"row": number // 3 + 1, "col": number % 3 + 1}
-        key = "score" if title in SIZES else "kl"
+        key = "kl"
+        if title in SIZES:
+            key = "score"
         for rows, colour in COLOURS.items():
-            mine = [p for p in found["grid"] + found["text"] if (p["where"], p["dense_rows"]) == (title, rows)]
+            mine = []
+            for p in found["grid"] + found["text"]:
+                if (p["where"], p["dense_rows"]) == (title, rows):
+                    mine.append(p)
+            mode = "lines+markers"
+            if rows == OWN.dense_rows:
+                mode = "lines+markers+text"
+            x = []
+            for each in mine:
+                x.append(each["cells"])
+            y = []
+            for each in mine:
+                y.append(each[key])
             fig.add_scatter(
-                x=[point["cells"] for point in mine],
-                y=[point[key] for point in mine],
+                x=x,
+                y=y,
                 text=[f"{point['alpha']}" for point in mine],
-                mode="lines+markers+text" if rows == OWN.dense_rows else "lines+markers",
+                mode=mode,
                 textposition=["bottom center", "top center", "bottom center"],
                 name=f"last {rows} rows dense{', with alpha' * (rows == OWN.dense_rows)}" if rows else "no row dense",
                 legendgroup=str(rows),
@@ -238,13 +290,28 @@ def figure(data: dict[str, Any]) -> Any:
                 **at,
             )
         for name, symbol in zip(CHOICES, ("star", "x", "cross", "diamond"), strict=True):
-            mine = [point for point in found["choices"] if (point["where"], point["choice"]) == (title, name)]
+            mine = []
+            for point in found["choices"]:
+                if (point["where"], point["choice"]) == (title, name):
+                    mine.append(point)
+            x = []
+            for each in mine:
+                x.append(each["cells"])
+            y = []
+            for each in mine:
+                y.append(each["score"])
+            array = []
+            for each in mine:
+                array.append(each["high"] - each["score"])
+            arrayminus = []
+            for each in mine:
+                arrayminus.append(each["score"] - each["low"])
             fig.add_scatter(
-                x=[point["cells"] for point in mine],
-                y=[point["score"] for point in mine],
+                x=x,
+                y=y,
                 error_y={
-                    "array": [point["high"] - point["score"] for point in mine],
-                    "arrayminus": [point["score"] - point["low"] for point in mine],
+                    "array": array,
+                    "arrayminus": arrayminus,
                 },
                 mode="markers",
                 marker={"symbol": symbol, "size": 12, "color": "#000000"},

@@ -23,7 +23,7 @@ from experiments.drawn import powers, save
 from experiments.loopserve import paper
 from experiments.loopserve.runs import LONGBENCH, seconds_of, specs
 from experiments.loopserve.sweeps import ALPHAS, DEFAULT, DENSE, DRAWN, FIXED, INTERVALS, PRINTED, SAMPLES, legends
-from experiments.record import record
+from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.bench.record import BenchRecord
 from sinkscope.bench.run import run_bench
@@ -67,30 +67,39 @@ LEAST = 1e-6  # nats: smaller ones are drawn there, on a logarithmic axis
 ALONE = ("loopserve", "loopserve-p", "loopserve:paper", "loopserve-p:paper", "loopserve-d")
 
 
-def row_of(records: Sequence[BenchRecord], method: str) -> dict[str, Any]:
+def row_of(records: Sequence[BenchRecord], method: str) -> Row:
     """Means over the tokens of all answers; `late` is the KL of the answer's second half."""
-    mine = [each for each in records if each.method == method]
+    mine = []
+    for each in records:
+        if each.method == method:
+            mine.append(each)
     kl = [value for each in mine for value in each.steps["kl"]]
     late = [value for each in mine for value in each.steps["kl"][len(each.tokens) // 2 :]]
     agree = [value for each in mine for value in each.steps["agree"]]
+    kl_by_answer = []
+    for one in mine:
+        kl_by_answer.append(fmean(one.steps["kl"]))
     return {
         "method": method,
         "answers": len(mine),
         "tokens": len(kl),
         "kl": fmean(kl),
         "late": fmean(late),
-        "kl_by_answer": [fmean(each.steps["kl"]) for each in mine],
+        "kl_by_answer": kl_by_answer,
         "agree": fmean(agree),
         "cells": mean_known(each.metrics["cells"] for each in mine),
     }
 
 
-def _said(row: dict[str, Any]) -> str:
-    cells = "" if row["cells"] is None else f", cells {row['cells']:.0%}"
+def _said(row: Row) -> str:
+    if row["cells"] is None:
+        cells = ""
+    else:
+        cells = f", cells {row['cells']:.0%}"
     return f"KL {row['kl']:.5f} (late {row['late']:.5f}), agree {row['agree']:.1%}{cells}"
 
 
-def figure(data: dict[str, Any]) -> Any:
+def figure(data: Row) -> Any:
     """A panel per setting: mean KL, a dot per text."""
     points = data["result"]["points"]
     from plotly.subplots import make_subplots
@@ -101,11 +110,17 @@ def figure(data: dict[str, Any]) -> Any:
     for number, panel in enumerate(TITLES):
         mine, at = [p for p in points if p["figure"] == panel], {"row": number // 3 + 1, "col": number % 3 + 1}
         for curve, colour in zip(dict.fromkeys(p["curve"] for p in mine), (BLUE, ORANGE, GREY, RED), strict=False):
-            line = [point for point in mine if point["curve"] == curve]
+            line = []
+            for point in mine:
+                if point["curve"] == curve:
+                    line.append(point)
             x, legend = [str(point["value"]) for point in line], f"legend{number + 1}" if number else "legend"
+            y = []
+            for p in line:
+                y.append(max(p["kl"], LEAST))
             fig.add_scatter(
                 x=x,
-                y=[max(p["kl"], LEAST) for p in line],
+                y=y,
                 name=curve,
                 mode="lines+markers",
                 line_color=colour,
@@ -113,9 +128,12 @@ def figure(data: dict[str, Any]) -> Any:
                 **at,
             )
             dots = [(a, value) for a, point in zip(x, line, strict=True) for value in point["kl_by_answer"]]
+            y = []
+            for _, b in dots:
+                y.append(max(b, LEAST))
             fig.add_scatter(
                 x=[a for a, _ in dots],
-                y=[max(b, LEAST) for _, b in dots],
+                y=y,
                 mode="markers",
                 showlegend=False,
                 marker={"color": colour, "size": 4, "opacity": 0.35},
@@ -153,11 +171,12 @@ def main(*, work: Path = Path("runs"), out: Path = Path("figures"), count: int =
     with ProgressBar() as progress:
         every = list(dict.fromkeys([*alone, *methods.values()]))
         records = run_bench(model, task, every, out=work / "fidelity", progress=progress)
-    points = [
-        {"figure": panel, "curve": curve, "value": value, **row_of(records, method)}
-        for (panel, curve, value), method in methods.items()
-    ]
-    halves = [row_of(records, method) for method in alone]
+    points = []
+    for (panel, curve, value), method in methods.items():
+        points.append({"figure": panel, "curve": curve, "value": value, **row_of(records, method)})
+    halves = []
+    for method in alone:
+        halves.append(row_of(records, method))
     for point in points:
         print(f"{point['figure']:<9} {point['curve']:<26} {point['value']:>6}", _said(point))
     for row in halves:

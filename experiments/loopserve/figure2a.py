@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from experiments.drawn import save
-from experiments.record import record
+from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.display.style import BLUE, ORANGE, finished
 from sinkscope.lines.attention import attention_of
@@ -37,15 +37,16 @@ def halves(scores: Scores) -> tuple[list[dict[str, list[int]]], torch.Tensor]:
     first = top_lines(*line_sums(scores.part(0, half)), [ETA])
     vertical, slash = line_sums(scores.part(half, keys), since=half)
     second = top_lines(vertical[:, half:], slash[:, : keys - half], [ETA])
-    found = [
-        {
-            "first_vertical": first.vertical[0, head].nonzero().flatten().tolist(),
-            "first_slash": first.slash[0, head].nonzero().flatten().tolist(),
-            "second_vertical": (second.vertical[0, head].nonzero().flatten() + half).tolist(),
-            "second_slash": second.slash[0, head].nonzero().flatten().tolist(),
-        }
-        for head in range(scores.query.shape[0])
-    ]
+    found = []
+    for head in range(scores.query.shape[0]):
+        found.append(
+            {
+                "first_vertical": first.vertical[0, head].nonzero().flatten().tolist(),
+                "first_slash": first.slash[0, head].nonzero().flatten().tolist(),
+                "second_vertical": (second.vertical[0, head].nonzero().flatten() + half).tolist(),
+                "second_slash": second.slash[0, head].nonzero().flatten().tolist(),
+            }
+        )
     return found, attention_of(scores.query, scores.key, torch.arange(keys), scores.scaling)
 
 
@@ -60,21 +61,29 @@ def telling(lines: dict[str, list[int]], probs: torch.Tensor) -> float:
     half = len(probs) // 2
     inside = probs[half:, half:]
     new = set(lines["second_slash"]) - set(lines["first_slash"])
-    return sum(float(inside.diagonal(-offset).sum()) for offset in new) * bool(lines["first_slash"])
+    counts = []
+    for offset in new:
+        counts.append(float(inside.diagonal(-offset).sum()))
+    return sum(counts) * bool(lines["first_slash"])
 
 
-def figure(data: dict[str, Any]) -> Any:
+def figure(data: Row) -> Any:
     """The map, darker where a query attends more, and the lines of both halves over their part of it."""
     import plotly.graph_objects as go
 
     lines, layer, head = (data["result"][name] for name in ("lines", "layer", "head"))
-    shown = [[math.sqrt(int(word) / 1000) for word in line.split()] for line in data["result"]["map"]]
+    shown = []
+    for line in data["result"]["map"]:
+        shown.append([math.sqrt(int(word) / 1000) for word in line.split()])
     keys = len(shown)
     half = keys // 2
     found = f"Layer {layer}, head {head}: {apart(lines):.0%} of the second half's slash lines are new"
+    z = []
+    for row in shown:
+        z.append([*row, *[None] * (keys - len(row))])
     fig: Any = go.Figure(
         go.Heatmap(
-            z=[[*row, *[None] * (keys - len(row))] for row in shown],
+            z=z,
             colorscale="Greys",
             showscale=False,
             hoverinfo="skip",
@@ -118,8 +127,15 @@ def main(*, tokens: int = 192, head: str = "", out: Path = Path("figures")) -> N
         target.forward(ids[None])
     layer, head = (int(n) for n in head.split(".")) if head else max(found, key=lambda k: telling(*found[k]))
     lines, probs = found[layer, head]
-    shares = [" ".join(str(round(1000 * share)) for share in row[: i + 1]) for i, row in enumerate(probs.tolist())]
-    every = {f"{a}.{b}": apart(own) for (a, b), (own, _) in found.items()}
+    shares = []
+    for i, row in enumerate(probs.tolist()):
+        parts = []
+        for share in row[: i + 1]:
+            parts.append(str(round(1000 * share)))
+        shares.append(" ".join(parts))
+    every = {}
+    for (a, b), (own, _) in found.items():
+        every[f"{a}.{b}"] = apart(own)
     result = {"layer": layer, "head": head, "lines": lines, "slash_lines_that_are_new": every, "map": shares}
     settings = {"model": "bundled", "tokens": tokens, "eta": ETA}
     save(

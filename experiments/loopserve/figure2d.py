@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from experiments.drawn import at_place, save
-from experiments.record import record
+from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.bench.record import BenchRecord
 from sinkscope.bench.run import run_bench
@@ -34,21 +34,27 @@ METHODS = ("full", "streaming", "snapkv", "adakv", "progressive", "progressive-0
 HOPS = (1, 2, 7)
 
 
-def measure(model: Any, hops: int, count: int, tokens: int, budget: int, progress: ProgressBar) -> list[dict[str, Any]]:
+def measure(model: Any, hops: int, count: int, tokens: int, budget: int, progress: ProgressBar) -> list[Row]:
     """Accuracy with its interval by method and position."""
     task = Recall(count=count, turns=1, total=tokens, hops=hops)
     methods = [name if name == "full" else f"{name}:{budget}" for name in METHODS]
     records = run_bench(model, task, methods, batch_size=10, progress=progress)
-    points: list[dict[str, Any]] = []
+    points: list[Row] = []
     for name, method in zip(METHODS, methods, strict=True):
         for place in POSITIONS:
-            mine = [each for each in records if (each.method, each.settings["part"]) == (method, place)]
+            mine = []
+            for each in records:
+                if (each.method, each.settings["part"]) == (method, place):
+                    mine.append(each)
             points.append({"method": name, "position": place, **_point(mine)})
     return points
 
 
-def _point(records: Sequence[BenchRecord]) -> dict[str, Any]:
-    rate = wilson(sum(each.metrics["score"] or 0 for each in records), len(records))
+def _point(records: Sequence[BenchRecord]) -> Row:
+    counts = []
+    for each in records:
+        counts.append(each.metrics["score"] or 0)
+    rate = wilson(sum(counts), len(records))
     return {
         "questions": len(records),
         "accuracy": rate.share,
@@ -59,7 +65,7 @@ def _point(records: Sequence[BenchRecord]) -> dict[str, Any]:
     }
 
 
-def figure(data: dict[str, Any]) -> Any:
+def figure(data: Row) -> Any:
     """A panel for each number of facts: bars by method and position."""
     panels, budget = data["result"]["panels"], data["settings"]["budget"]
     from plotly.subplots import make_subplots
@@ -73,10 +79,25 @@ def figure(data: dict[str, Any]) -> Any:
     )
     for column, panel in enumerate(panels, 1):
         for place, colour in zip(POSITIONS, (BLUE, ORANGE, GREEN), strict=True):
-            bars = [point for point in panel["points"] if point["position"] == place]
+            bars = []
+            for point in panel["points"]:
+                if point["position"] == place:
+                    bars.append(point)
+            x = []
+            for b in bars:
+                x.append(html.escape(b["method"]))
+            y = []
+            for b in bars:
+                y.append(b["accuracy"])
+            array = []
+            for b in bars:
+                array.append(b["high"] - b["accuracy"])
+            arrayminus = []
+            for b in bars:
+                arrayminus.append(b["accuracy"] - b["low"])
             fig.add_bar(
-                x=[html.escape(b["method"]) for b in bars],
-                y=[b["accuracy"] for b in bars],
+                x=x,
+                y=y,
                 name=f"question {at_place(place)}",
                 legendgroup=place,
                 showlegend=column == 1,
@@ -85,15 +106,17 @@ def figure(data: dict[str, Any]) -> Any:
                     "type": "data",
                     "symmetric": False,
                     "thickness": 1,
-                    "array": [b["high"] - b["accuracy"] for b in bars],
-                    "arrayminus": [b["accuracy"] - b["low"] for b in bars],
+                    "array": array,
+                    "arrayminus": arrayminus,
                 },
                 row=1,
                 col=column,
             )
     fig.update_yaxes(range=[-0.02, 1.05], tickformat=".0%")
     fig.update_yaxes(title_text="right answers", row=1, col=1)
-    one = {(p["method"], p["position"]): p["accuracy"] for p in panels[0]["points"]}
+    one = {}
+    for p in panels[0]["points"]:
+        one[(p["method"], p["position"])] = p["accuracy"]
     spread = {m: {place: one[m, place] for place in POSITIONS} for m, _ in one}
     most = max(spread, key=lambda m: max(spread[m].values()) - min(spread[m].values()))
     places = spread[most]
@@ -117,9 +140,9 @@ def main(*, count: int = 40, tokens: int = 400, budget: int = 96, out: Path = Pa
     torch.set_num_threads(1)
     started, model = time.perf_counter(), load("recall", backend="hf")
     with ProgressBar() as progress:
-        panels: list[dict[str, Any]] = [
-            {"hops": hops, "points": measure(model, hops, count, tokens, budget, progress)} for hops in HOPS
-        ]
+        panels: list[Row] = []
+        for hops in HOPS:
+            panels.append({"hops": hops, "points": measure(model, hops, count, tokens, budget, progress)})
     settings = {
         "model": "recall",
         "count": count,
@@ -134,7 +157,10 @@ def main(*, count: int = 40, tokens: int = 400, budget: int = 96, out: Path = Pa
     save("loopserve_fig2d", text, figure, out)
     for panel in panels:
         for method in METHODS:
-            points = [p for p in panel["points"] if p["method"] == method]
+            points = []
+            for p in panel["points"]:
+                if p["method"] == method:
+                    points.append(p)
             shown = ", ".join(f"{p['position']} {p['accuracy']:.0%}" for p in points)
             print(f"{panel['hops']} facts, {method}: {shown}")
 

@@ -13,13 +13,11 @@ cache after the prompt belongs to the first step. Arms are interleaved in rotati
 rounds of full over arm in the same round. Time is the processor time of the one thread that does all the work. Each run
 is a fresh copy of the process, and `peak` is the rise of its memory. The process keeps freed memory, because otherwise
 glibc requests fresh pages at some steps, depending on what was freed before, and a step from a long cache then takes up
-to twice as long in one arm and not in another. Bytes of keys and values are those of `run.usage`. Finished runs are
-stored in the JSON at once, so the same command resumes after an interruption.
+to twice as long in one arm and not in another. Bytes of keys and values are those of `run.usage`.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import json
 import multiprocessing
@@ -28,8 +26,9 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,10 +37,10 @@ from transformers import DynamicCache
 from experiments.bench_lines import MARKED, SHAPES, VOCAB, made, memory
 from experiments.drawn import save
 from experiments.loopserve import paper
-from experiments.record import record
+from experiments.record import Row, record
+from experiments.script import run as run_script
 from sinkscope.display.console import note
 from sinkscope.display.style import BLUE, GREEN, GREY, ORANGE, RED, finished
-from sinkscope.files.output import write_atomic
 from sinkscope.interventions.base import Intervention
 from sinkscope.kv import H2O, AdaKV, SnapKV
 from sinkscope.kv.loopserve import LoopServe, tokens_read
@@ -65,14 +64,21 @@ STYLES = {
 }
 NOTED = ("tokens", "logical", "physical", "answering", "read", "cells", "computed", "dense_heads", "kernel")
 TICKS = [0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 7, 10, 15, 20, 30]
-PLANNED = ("contexts", "long", "arms", "rounds", "left_out")  # settings that say which runs, not what a run is
 Clock = Callable[[], float]
-Run = dict[str, Any]
+Run = Row
+
+
+class Planned(NamedTuple):
+    """A run: an arm behind a context, in a round."""
+
+    context: int
+    round: int
+    arm: str
 
 
 def arms(budget: int, shortest: int, dense_above: float | None = None) -> dict[str, Intervention | None]:
     """At the settings of the paper's table 7 where `budget` is 1,024."""
-    serve: dict[str, Any] = {"budget": budget, "shortest": shortest, "dense_above": dense_above}
+    serve: Row = {"budget": budget, "shortest": shortest, "dense_above": dense_above}
     return {
         "full": None,
         "loopserve": LoopServe(**serve),
@@ -119,21 +125,52 @@ def turn(target: Target, edit: Intervention | None, ids: Tensor, context: int, c
             start = clock()
             target.hf(input_ids=ids[:, begin:end], past_key_values=cache, use_cache=True, logits_to_keep=1)
             seconds.append(round(clock() - start, 7))
-        usage = run.usage if run is not None else []
-        events = [] if run is None else [e.data for e in run.events if e.kind == "prefill" and "cells" in e.data]
-        read = tokens_read(run) if run is not None else []
+        usage = []
+        if run is not None:
+            usage = run.usage
+        if run is None:
+            events = []
+        else:
+            events = []
+            for e in run.events:
+                if e.kind == "prefill" and "cells" in e.data:
+                    events.append(e.data)
+        read = []
+        if run is not None:
+            read = tokens_read(run)
         parts = [part for layer in cache.layers for part in (layer, getattr(layer, "aside", None)) if part is not None]
-        held = sum(part.keys.nbytes + part.values.nbytes for part in parts)  # type: ignore[union-attr]
+        counts = []
+        for part in parts:
+            counts.append(part.keys.nbytes + part.values.nbytes)
+        held = sum(counts)  # type: ignore[union-attr]
+    tokens = ids.shape[1]
+    if usage:
+        tokens = usage[0].peak_tokens[0]
+    logical = held
+    if usage:
+        logical = usage[0].logical_bytes
+    physical = held
+    if usage:
+        physical = usage[0].physical_bytes
+    cells = None
+    if events:
+        values = []
+        for event in events:
+            values.append(event["attended"])
+        cells = statistics.fmean(values)
+    kernel = None
+    if events:
+        kernel = events[0]["kernel"]
     return {
         "seconds": seconds,
-        "tokens": usage[0].peak_tokens[0] if usage else ids.shape[1],
-        "logical": usage[0].logical_bytes if usage else held,
-        "physical": usage[0].physical_bytes if usage else held,
+        "tokens": tokens,
+        "logical": logical,
+        "physical": physical,
         "answering": held,
         "read": read[0][0] if read else None,
-        "cells": statistics.fmean(event["attended"] for event in events) if events else None,
+        "cells": cells,
         **{k: statistics.fmean(e[k] for e in events) if events else None for k in ("computed", "dense_heads")},
-        "kernel": events[0]["kernel"] if events else None,
+        "kernel": kernel,
     }
 
 
@@ -158,7 +195,10 @@ def fresh(work: Callable[[], Run]) -> Run:
             Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is held now
         found = work()
         after = memory("VmHWM")
-        pipe.send({**found, "peak": after - before if after is not None and before is not None else None})
+        peak = None
+        if after is not None and before is not None:
+            peak = after - before
+        pipe.send({**found, "peak": peak})
 
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
@@ -176,35 +216,51 @@ def fresh(work: Callable[[], Run]) -> Run:
         process.join()
 
 
-def plan(args: argparse.Namespace) -> list[tuple[int, int, str]]:
-    """(context, round, arm) in the order in which they are run."""
-    found: list[tuple[int, int, str]] = []
-    for context, rounds in [*((n, args.rounds) for n in args.contexts), *((n, 1) for n in args.long)]:
-        names = [arm for arm in args.arms if context <= LIMITS.get(arm, context)]
-        for number in range(rounds):
-            turned = number % len(names)
-            found += [(context, number, arm) for arm in names[turned:] + names[:turned]]
-    return found
+def plan(contexts: Sequence[int], long: Sequence[int], names: Sequence[str], rounds: int) -> list[Planned]:
+    """The runs in their order; the first arm of a round changes."""
+    runs: list[Planned] = []
+    for context in [*contexts, *long]:
+        those = []
+        for each in names:
+            if context <= LIMITS.get(each, context):
+                those.append(each)
+        for number in range(1 if context in long else rounds):
+            turned = number % len(those)
+            for name in those[turned:] + those[:turned]:
+                runs.append(Planned(context, number, name))
+    return runs
 
 
-def loads(runs: Sequence[Run]) -> list[float]:
-    """Lowest and highest load average of the machine when a run began."""
-    return [min(r["load"] for r in runs), max(r["load"] for r in runs)]
-
-
-def rows_of(runs: Sequence[Run], outputs: Sequence[int]) -> list[dict[str, Any]]:
+def rows_of(runs: Sequence[Run], outputs: Sequence[int]) -> list[Row]:
     """A row per context and arm: medians over rounds, and ratios to full attention in the same round."""
-    rows: list[dict[str, Any]] = []
-    full = {(r["context"], r["round"]): r for r in runs if r["arm"] == "full"}
+    rows: list[Row] = []
+    full = {}
+    for r in runs:
+        if r["arm"] == "full":
+            full[(r["context"], r["round"])] = r
     for context, arm in dict.fromkeys((r["context"], r["arm"]) for r in runs):
-        mine = [r for r in runs if (r["context"], r["arm"]) == (context, arm) and (context, r["round"]) in full]
+        mine = []
+        for r in runs:
+            if (r["context"], r["arm"]) == (context, arm) and (context, r["round"]) in full:
+                mine.append(r)
         if not mine:
             continue
-        pairs = [(full[context, r["round"]]["seconds"], r["seconds"]) for r in mine]
+        pairs = []
+        for r in mine:
+            pairs.append((full[context, r["round"]]["seconds"], r["seconds"]))
 
         def faster(part: slice, pairs: list[tuple[list[float], list[float]]] = pairs) -> float:
-            return statistics.median(sum(a[part]) / sum(b[part]) for a, b in pairs)
+            values = []
+            for a, b in pairs:
+                values.append(sum(a[part]) / sum(b[part]))
+            return statistics.median(values)
 
+        seconds = {}
+        for n in outputs:
+            seconds[str(n)] = statistics.median(sum(r["seconds"][: 1 + n]) for r in mine)
+        times_faster = {}
+        for n in outputs:
+            times_faster[str(n)] = faster(slice(1 + n))
         rows.append(
             {
                 "context": context,
@@ -212,10 +268,10 @@ def rows_of(runs: Sequence[Run], outputs: Sequence[int]) -> list[dict[str, Any]]
                 "rounds": len(mine),
                 "first_seconds": statistics.median(r["seconds"][0] for r in mine),
                 "ms_per_token": statistics.median(1e3 * statistics.fmean(r["seconds"][1:]) for r in mine),
-                "seconds": {str(n): statistics.median(sum(r["seconds"][: 1 + n]) for r in mine) for n in outputs},
+                "seconds": seconds,
                 "first_times_faster": faster(slice(1)),
                 "per_token_times_faster": faster(slice(1, None)),
-                "times_faster": {str(n): faster(slice(1 + n)) for n in outputs},
+                "times_faster": times_faster,
                 **{k: mine[-1][k] for k in NOTED},
                 "peak": max((r["peak"] for r in mine if r["peak"] is not None), default=None),
             }
@@ -223,13 +279,20 @@ def rows_of(runs: Sequence[Run], outputs: Sequence[int]) -> list[dict[str, Any]]
     return rows
 
 
-def figure(data: dict[str, Any]) -> Any:
+def figure(data: Row) -> Any:
     """Times and ratios by context, by length of the answer, and memory."""
     rows, outputs = data["result"]["rows"], data["settings"]["outputs"]
     from plotly.subplots import make_subplots
 
-    most = max(r["rounds"] for r in rows)
-    shown = max(r["context"] for r in rows if r["rounds"] == most)
+    values = []
+    for each in rows:
+        values.append(each["rounds"])
+    most = max(values)
+    values = []
+    for each in rows:
+        if each["rounds"] == most:
+            values.append(each["context"])
+    shown = max(values)
     last = str(outputs[-1])
     titles = (
         f"prompt and {last} tokens, against full",
@@ -241,14 +304,15 @@ def figure(data: dict[str, Any]) -> Any:
     )
     fig = make_subplots(2, 3, subplot_titles=titles, horizontal_spacing=0.07, vertical_spacing=0.16)
     for arm, (color, dash) in STYLES.items():
-        mine = [r for r in rows if r["arm"] == arm]
+        mine = []
+        for r in rows:
+            if r["arm"] == arm:
+                mine.append(r)
         if not mine:
             continue
         line, x = {"color": color, "dash": dash}, [r["context"] for r in mine]
 
-        def draw(
-            at: tuple[int, int], x: Sequence[Any], y: Sequence[Any], arm: str = arm, line: dict[str, Any] = line
-        ) -> None:
+        def draw(at: tuple[int, int], x: Sequence[Any], y: Sequence[Any], arm: str = arm, line: Row = line) -> None:
             fig.add_scatter(
                 x=x,
                 y=y,
@@ -264,15 +328,19 @@ def figure(data: dict[str, Any]) -> Any:
         draw((1, 1), x, [r["times_faster"][last] for r in mine])
         draw((1, 2), x, [r["first_times_faster"] for r in mine])
         draw((1, 3), x, [r["per_token_times_faster"] for r in mine])
-        by_output = [r for r in mine if r["context"] == shown]
+        by_output = []
+        for r in mine:
+            if r["context"] == shown:
+                by_output.append(r)
         draw((2, 1), outputs, [by_output[0]["seconds"][str(n)] for n in outputs] if by_output else [])
         draw((2, 2), x, [r["answering"] / 2**20 for r in mine])
         draw((2, 3), x, [None if r["peak"] is None else r["peak"] / 2**20 for r in mine])
     ticks = sorted({r["context"] for r in rows})
     for row, col in ((1, 1), (1, 2), (1, 3), (2, 2), (2, 3)):
-        fig.update_xaxes(
-            type="log", tickvals=ticks, ticktext=[f"{n:,}" for n in ticks], title="tokens of context", row=row, col=col
-        )
+        ticktext = []
+        for n in ticks:
+            ticktext.append(f"{n:,}")
+        fig.update_xaxes(type="log", tickvals=ticks, ticktext=ticktext, title="tokens of context", row=row, col=col)
     for col in (1, 2, 3):
         fig.update_yaxes(title="times faster", type="log", tickvals=TICKS, row=1, col=col)
         fig.add_hline(1, line={"color": GREY, "width": 1}, row=1, col=col)
@@ -282,118 +350,85 @@ def figure(data: dict[str, Any]) -> Any:
         fig.update_yaxes(
             title="MiB", type="log", tickvals=[b * 10**e for e in range(5) for b in (1, 2, 5)], row=2, col=col
         )
-    faster = {r["arm"]: r["times_faster"][last] for r in rows if r["context"] == shown and r["arm"] != "full"}
+    faster = {}
+    for r in rows:
+        if r["context"] == shown and r["arm"] != "full":
+            faster[r["arm"]] = r["times_faster"][last]
     best = max(faster, key=lambda arm: faster[arm])
     title = f"A turn of {last} tokens after {shown:,} is {faster[best]:.1f} times faster with {best} than without"
     return finished(fig, None, title, width=1500, height=900, legend=-0.1, top=100)
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.loopserve.latency", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 4096, 8192, 16384])
-    parser.add_argument("--long", type=int, nargs="*", default=[], help="contexts with a single round")
-    parser.add_argument("--outputs", type=int, nargs="+", default=list(OUTPUTS))
-    parser.add_argument("--arms", nargs="+", choices=list(STYLES), default=list(STYLES))
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--budget", type=int, default=1024)
-    parser.add_argument("--shortest", type=int, default=2048, help="prompts below are dense under LoopServe")
-    parser.add_argument("--shape", default="lines-512", choices=sorted(SHAPES))
-    parser.add_argument("--marked", type=float, default=0.1, help="share of marked tokens")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="tiny, to see that it works")
-    parser.add_argument("--again", action="store_true", help="forget the runs that are there")
-    parser.add_argument("--out", type=Path, default=Path("figures"), help="folder of the figure")
-    args = parser.parse_args(argv)
-    if args.quick:
-        args.contexts, args.long, args.outputs, args.rounds, args.budget, args.shortest = (
-            [160],
-            [256],
-            [4, 20],
-            1,
-            80,
-            0,
-        )
-    args.outputs = sorted(set(args.outputs))
-    args.long = [n for n in args.long if n not in args.contexts]
-    if "full" not in args.arms or min(*args.contexts, *args.outputs, args.rounds) < 1:
-        parser.error("expected `full` among the arms, and contexts, outputs and rounds from 1")
-    return args
+def main(
+    *,
+    contexts: Sequence[int] = (2048, 4096, 8192, 16384),
+    long: Sequence[int] = (),
+    outputs: Sequence[int] = OUTPUTS,
+    names: Sequence[Literal[*STYLES]] = tuple(STYLES),
+    rounds: int = 3,
+    budget: int = 1024,
+    shortest: int = 2048,
+    shape: Literal[*SHAPES] = "lines-512",
+    marked: float = 0.1,
+    seed: int = 0,
+    out: Path = Path("figures"),
+) -> None:
+    """Make what the module describes.
 
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Command line."""
-    args = parse(argv)
+    Args:
+        long: Contexts with a single round.
+        outputs: Tokens of an answer.
+        names: Arms; `full` must be among them.
+        shortest: Prompts below are dense under LoopServe.
+        marked: Share of marked tokens.
+        out: Folder of the figure.
+    """
     started = time.perf_counter()
     torch.set_num_threads(1)
-    settings = {k: v for k, v in vars(args).items() if k not in ("out", "again")} | {"threads": 1}
-    settings["left_out"] = left_out(args)
-    file = args.out / f"{NAME}.json"
-    runs = [] if args.again else _earlier(file, settings)
-    done = {(r["context"], r["round"], r["arm"]) for r in runs}
-    todo = [one for one in plan(args) if one not in done]
-    target, choices = shape_of(args.shape, args.seed), arms(args.budget, args.shortest)
-    longest = max([*args.contexts, *args.long]) + args.outputs[-1]
-    ids = text(longest, args.seed, args.marked)
-    for arm, edit in arms(args.budget, 0).items():  # libraries are loaded, loops compiled
-        if arm in args.arms:
+    outputs = sorted(set(outputs))
+    runs = plan(contexts, long, names, rounds)
+    target = shape_of(shape, seed)
+    ids = text(max([*contexts, *long]) + outputs[-1], seed, marked)
+    for name, edit in arms(budget, 0).items():  # libraries are loaded, loops compiled
+        if name in names:
             turn(target, edit, ids[:, :WARM], WARM - 4, time.thread_time)
-    weights, spent = [_work(*one) for one in todo], 0.0
-
-    def written(complete: bool) -> str:
-        result = {"rows": rows_of(runs, args.outputs), "load": loads(runs), "complete": complete, "runs": runs}
-        return record("loopserve-latency", result, settings, started=started, seed=args.seed)
-
-    for number, (context, turn_number, arm) in enumerate(todo):
-        began, load = time.perf_counter(), round(os.getloadavg()[0], 2)
-        found = fresh(
-            lambda n=context, a=arm: turn(target, choices[a], ids[:, : n + args.outputs[-1]], n, time.thread_time)
-        )
-        runs.append({"context": context, "round": turn_number, "arm": arm, "load": load, **found})
-        write_atomic(file, written(False))
-        spent += time.perf_counter() - began
-        left = spent / sum(weights[: number + 1]) * sum(weights[number + 1 :])
-        note(
-            f"{number + 1}/{len(todo)} {arm} at {context}: first token {found['seconds'][0]:.2f} s, "
-            f"{1e3 * statistics.fmean(found['seconds'][1:]):.1f} ms a token; about {left:.0f} s left"
-        )
-    save(NAME, written(True), figure, args.out)
-    for row in rows_of(runs, args.outputs):
+    edits = arms(budget, shortest)
+    measured: list[Run] = []
+    for number, planned in enumerate(runs):
+        part = ids[:, : planned.context + outputs[-1]]
+        load = round(os.getloadavg()[0], 2)
+        made = fresh(partial(turn, target, edits[planned.arm], part, planned.context, time.thread_time))
+        measured.append({**planned._asdict(), "load": load, **made})
+        note(f"{number + 1}/{len(runs)} {planned.arm} at {planned.context}: first token {made['seconds'][0]:.2f} s")
+    rows = rows_of(measured, outputs)
+    loads = []
+    for run in measured:
+        loads.append(run["load"])
+    left_out = []
+    for n in long:
+        left_out.append(f"{n}: one round")
+    for name, limit in LIMITS.items():
+        if name in names and max([*contexts, *long]) > limit:
+            left_out.append(f"{name} above {limit}")
+    settings = {
+        "contexts": contexts,
+        "long": long,
+        "outputs": outputs,
+        "arms": names,
+        "rounds": rounds,
+        "budget": budget,
+        "shortest": shortest,
+        "shape": shape,
+        "marked": marked,
+        "seed": seed,
+        "threads": 1,
+        "left_out": left_out,
+    }
+    result = {"rows": rows, "load": [min(loads), max(loads)], "runs": measured}
+    save(NAME, record("loopserve-latency", result, settings, started=started, seed=seed), figure, out)
+    for row in rows:
         print(json.dumps(row))
 
 
-def _work(context: int, _round: int, arm: str) -> float:
-    """How long a run takes, up to a factor: for the time left."""
-    return context + (6 if arm in ("h2o", "minference") else 1) * context**2 / 4096
-
-
-def left_out(args: argparse.Namespace) -> list[str]:
-    found = [f"{n}: one round" for n in args.long]
-    every = [*args.contexts, *args.long]
-    found += [f"{arm} above {n}" for arm, n in LIMITS.items() if arm in args.arms and max(every) > n]
-    return found + [f"context {n}" for n in paper.CONTEXTS if n not in every]
-
-
-def of_runs(settings: dict[str, Any]) -> dict[str, Any]:
-    """What tells runs apart, whatever others were made with them; texts are the beginnings of one."""
-    apart = {k: v for k, v in settings.items() if k not in PLANNED}
-    return apart | {"text": max([*settings["contexts"], *settings["long"]])}
-
-
-def _earlier(file: Path, settings: dict[str, Any]) -> list[Run]:
-    """Runs of the same settings that are there already."""
-    try:
-        held = json.loads(file.read_text())
-        runs, _ = held["result"]["runs"], held["settings"]["contexts"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
-    if of_runs(settings) != of_runs(held["settings"]):
-        note(f"{file.name} is of other settings: starting anew")
-        return []
-    note(f"{len(runs)} runs are there already (--again: measure them anew)")
-    return runs
-
-
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -21,7 +21,7 @@ import torch
 
 from experiments.drawn import at_place, put_table, save
 from experiments.loopserve import tokens
-from experiments.record import record
+from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.attention.lines import lines
 from sinkscope.display.style import BLUE, GREEN, ORANGE, finished
@@ -50,21 +50,31 @@ ROWS = (  # what the table says: part of the paper, name, place in the result
 WEIGHTS, AGREEMENT = ("mass", "random_mass", "cells"), ("inputs", "inputs_random", "segments", "segments_relative")
 
 
-def measure(model: Any, name: str, data: Path | None, *, count: int, length: int, new: int) -> dict[str, Any]:
+def measure(model: Any, name: str, data: Path | None, *, count: int, length: int, new: int) -> Row:
     """All numbers of one source: as measured, and those of the table."""
     setup = Setup.open(model, loading="whole")
-    prompts = [] if data is None else tokens.prompts_of(data, count)
+    if data is None:
+        prompts = []
+    else:
+        prompts = tokens.prompts_of(data, count)
     texts = [context + question for context, question in prompts] or None
     weights = lines.on(setup, texts=texts, count=count, length=length)
     asked = tokens.questions(setup, prompts, count, length, new)
     found = tokens.token_overlap(setup.target, asked, new, 8)
-    i, k = weights.etas.index(0.1), found["budgets"].index(0.1)
-    blocks = {each["block"]: each for each in found["blocks"]}
+    i, k = lines.etas.index(0.1), found["budgets"].index(0.1)
+    blocks = {}
+    for each in found["blocks"]:
+        blocks[each["block"]] = each
     first, near = blocks[0]["apart"], found["distances"]
-    shown: dict[str, float | None] = {each: float(weights.mean(each)[i]) for each in (*WEIGHTS, *AGREEMENT)}
+    shown: dict[str, float | None] = {}
+    for each in (*WEIGHTS, *AGREEMENT):
+        shown[each] = float(lines.mean(each)[i])
     shown |= {each["position"]: each["overlap"][k] for each in found["positions"]}
     shown |= {"last": blocks[-1]["overlap"][k], "first": None if first is None else first[k]}
-    shown |= {"near": near[0]["overlap"][k] if near else None, "far": near[-1]["overlap"][k] if near else None}
+    far = None
+    if near:
+        far = near[-1]["overlap"][k]
+    shown |= {"near": near[0]["overlap"][k] if near else None, "far": far}
     return {
         "name": name,
         "shown": shown,
@@ -77,23 +87,30 @@ def measure(model: Any, name: str, data: Path | None, *, count: int, length: int
     }
 
 
-def table(sources: Sequence[dict[str, Any]]) -> str:
+def table(sources: Sequence[Row]) -> str:
     """Markdown: a row per number, a column per source."""
     lines = ["| part | quantity | " + " | ".join(each["name"] for each in sources) + " |"]
     lines.append("|---" * (2 + len(sources)) + "|")
     for part, said, name in ROWS:
-        numbers = [each["shown"][name] for each in sources]
-        lines.append(f"| {part} | {said} | " + " | ".join("-" if n is None else f"{n:.0%}" for n in numbers) + " |")
+        numbers = []
+        for each in sources:
+            numbers.append(each["shown"][name])
+        parts = []
+        for n in numbers:
+            parts.append("-" if n is None else f"{n:.0%}")
+        lines.append(f"| {part} | {said} | " + " | ".join(parts) + " |")
     return "\n".join(lines)
 
 
-def title(sources: Sequence[dict[str, Any]]) -> str:
+def title(sources: Sequence[Row]) -> str:
     """What the last window finds in each source, with the question at the end and at the beginning."""
-    found = [f"{each['name']} {each['shown']['end']:.0%} and {each['shown']['begin']:.0%}" for each in sources]
+    found = []
+    for each in sources:
+        found.append(f"{each['name']} {each['shown']['end']:.0%} and {each['shown']['begin']:.0%}")
     return f"Found by the last window, question at the end and at the beginning: {'; '.join(found)}"
 
 
-def figure(data: dict[str, Any]) -> Any:
+def figure(data: Row) -> Any:
     """Six panels: Figs. 1, 1 d, 2 b, 2 c, 4 a and 4 b, a colour for each source, random choices dotted."""
     sources = data["result"]["sources"]
     from plotly.subplots import make_subplots
@@ -108,7 +125,7 @@ def figure(data: dict[str, Any]) -> Any:
     ]
     fig: Any = make_subplots(rows=2, cols=3, subplot_titles=titles, horizontal_spacing=0.06, vertical_spacing=0.16)
 
-    def curve(at: int, x: Any, y: Any, source: dict[str, Any], colour: str, dash: str = "solid") -> None:
+    def curve(at: int, x: Any, y: Any, source: Row, colour: str, dash: str = "solid") -> None:
         row, column = divmod(at, 3)
         name, first = html.escape(source["name"]), at == 0 and dash == "solid"
         line = {"color": colour, "dash": dash}
@@ -123,12 +140,22 @@ def figure(data: dict[str, Any]) -> Any:
             curve(at, agree["etas"], agree[name], source, colour)
             curve(at, agree["etas"], agree[f"{name}_random"], source, colour, "dot")
         places, name = found["positions"], html.escape(source["name"])
-        shares = [p["overlap"][k] for p in places]
-        x = [at_place(p["position"]) for p in places]
+        shares = []
+        for p in places:
+            shares.append(p["overlap"][k])
+        x = []
+        for p in places:
+            x.append(at_place(p["position"]))
         fig.add_bar(x=x, y=shares, name=name, legendgroup=name, showlegend=False, marker_color=colour, row=2, col=1)
-        blocks = [each for each in found["blocks"] if each["overlap"]]
+        blocks = []
+        for each in found["blocks"]:
+            if each["overlap"]:
+                blocks.append(each)
         curve(4, [b["block"] for b in blocks], [b["overlap"][k] for b in blocks], source, colour)
-        apart = [b for b in blocks if b["apart"]]
+        apart = []
+        for b in blocks:
+            if b["apart"]:
+                apart.append(b)
         curve(4, [b["block"] for b in apart], [b["apart"][k] for b in apart], source, colour, "dash")
         curve(
             5,
@@ -168,8 +195,13 @@ def main(
     started, loaded = time.perf_counter(), load(model, backend="hf")
     files = {"ordinary text": None, "LongEval topics": topics, "LongEval lines": lines}
     options = {"count": count, "length": length, "new": new}
-    sources = [measure(loaded, name, file, **options) for name, file in files.items()]
-    digests = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files.values() if file is not None}
+    sources = []
+    for name, file in files.items():
+        sources.append(measure(loaded, name, file, **options))
+    digests = {}
+    for file in files.values():
+        if file is not None:
+            digests[file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
     origin = "LongEval, github.com/DachengLi1/LongChat, Apache-2.0"
     settings = {"model": model, **options, "window": 8, "files": digests, "origin": origin}
     text = record("loopserve-longeval", {"sources": sources}, settings, started=started)

@@ -127,12 +127,12 @@ _TABLE1 = {
 
 def _read(text: str) -> dict[str, dict[str, float | None]]:
     rows = (line.split() for line in text.strip().splitlines())
-    return {
-        task: {
+    values = {}
+    for task, *numbers in rows:
+        values[task] = {
             method: None if number == "-" else float(number) for method, number in zip(METHODS, numbers, strict=True)
         }
-        for task, *numbers in rows
-    }
+    return values
 
 
 TABLE1 = {model: {place: _read(text) for place, text in places.items()} for model, places in _TABLE1.items()}
@@ -150,5 +150,11 @@ TABLE8: dict[str, dict[str, float]] = {
 def mean(model: str, place: str, method: str, tasks: tuple[str, ...] = ()) -> float:
     """Mean of a column of Table 1 over tasks; none given: all but TREC, of which one number is lost."""
     column = TABLE1[model][place]
-    numbers = [column[task][method] for task in tasks or [task for task in column if task != "trec"]]
-    return sum(number for number in numbers if number is not None) / len(numbers)
+    numbers = []
+    for task in tasks or [task for task in column if task != "trec"]:
+        numbers.append(column[task][method])
+    counts = []
+    for number in numbers:
+        if number is not None:
+            counts.append(number)
+    return sum(counts) / len(numbers)

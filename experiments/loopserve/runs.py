@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from experiments.record import Row
 from sinkscope.bench.answer import Answer, Batch, BenchModel, cells_of, row_events
 from sinkscope.bench.methods import read_method
 from sinkscope.bench.record import BenchRecord
@@ -63,16 +63,25 @@ class OneCache(Task):
         for prompt in batch.prompts:
             talk = Conversation(model.target, batch.methods[0].make(), tokenizer=model.target.tokenizer)
             for number, turn in enumerate(prompt.turns):
-                text = turn.text if number == 0 else f"\n\n{turn.text}"
+                if number == 0:
+                    text = turn.text
+                else:
+                    text = f"\n\n{turn.text}"
                 asked = talk.branch().ask(text, max_new_tokens=batch.new)
                 tokens = model.cut(list(asked.ids))
+                ended = "cap"
+                if tokens[-1] in model.ends:
+                    ended = "eos"
+                read = [asked.read]
+                if asked.read is None:
+                    read = []
                 answer = Answer(
                     prompt_tokens=asked.prompt_tokens,
                     tokens=tokens,
                     text=model.decode(tokens),
-                    ended="eos" if tokens[-1] in model.ends else "cap",
+                    ended=ended,
                     events=row_events(asked.events, 0, len(tokens)),
-                    read=[] if asked.read is None else [asked.read],
+                    read=read,
                     cached_peak=asked.prompt_tokens + len(tokens) - 1.0,
                     cells=cells_of(asked.events, 0),
                     seconds=0.0,
@@ -157,9 +166,9 @@ def answers(suite: Suite, methods: Sequence[str], work: Path) -> list[BenchRecor
         return run_bench(model, suite.task, methods, out=work / suite.name, progress=progress)
 
 
-def rows_of(suite: Suite, records: Sequence[BenchRecord], method: str) -> list[dict[str, Any]]:
+def rows_of(suite: Suite, records: Sequence[BenchRecord], method: str) -> list[Row]:
     """Scores of a method by position of the question, and over all."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for place in (*POSITIONS, ALL):
         row = _row(suite, records, method, lambda each, place=place: place in (each.settings["part"], ALL))
         if row:
@@ -167,9 +176,9 @@ def rows_of(suite: Suite, records: Sequence[BenchRecord], method: str) -> list[d
     return rows
 
 
-def turns_of(suite: Suite, records: Sequence[BenchRecord], method: str) -> list[dict[str, Any]]:
+def turns_of(suite: Suite, records: Sequence[BenchRecord], method: str) -> list[Row]:
     """Scores of a method by turn, counted from 1, over all positions."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for turn in range(suite.task.turns):
         row = _row(suite, records, method, lambda each, turn=turn: each.turn == turn)
         if row:
@@ -177,24 +186,35 @@ def turns_of(suite: Suite, records: Sequence[BenchRecord], method: str) -> list[
     return rows
 
 
-def _row(
-    suite: Suite, records: Sequence[BenchRecord], method: str, among: Callable[[BenchRecord], bool]
-) -> dict[str, Any]:
+def _row(suite: Suite, records: Sequence[BenchRecord], method: str, among: Callable[[BenchRecord], bool]) -> Row:
     """Exact answers with Wilson's 95 % interval, and how far the answers go.
 
     `prefix` is the mean share of an answer before its first mistake: along a chain of facts a mistake is the end of it.
     `same` is the share of answers equal to those of everything, `read` what a decoding step attends to, `cells` the
     share of the prompt's cells that are computed (None: left to the model).
     """
-    full = {(each.prompt, each.turn): each.tokens for each in records if each.method == "full"}
-    mine = [each for each in records if each.method == method and among(each)]
+    full = {}
+    for each in records:
+        if each.method == "full":
+            full[(each.prompt, each.turn)] = each.tokens
+    mine = []
+    for each in records:
+        if each.method == method and among(each):
+            mine.append(each)
     if not mine:
         return {}
-    rate = wilson(sum(each.metrics["score"] or 0 for each in mine), len(mine))
-    equal = [each.tokens == full[each.prompt, each.turn] for each in mine] if full else []
-    means = {
-        name: mean_known(each.metrics[name] for each in mine) for name in ("prefix", "read", "cells", "prompt_tokens")
-    }
+    counts = []
+    for one in mine:
+        counts.append(one.metrics["score"] or 0)
+    rate = wilson(sum(counts), len(mine))
+    equal = []
+    if full:
+        equal = []
+        for one in mine:
+            equal.append(one.tokens == full[one.prompt, one.turn])
+    means = {}
+    for name in ("prefix", "read", "cells", "prompt_tokens"):
+        means[name] = mean_known(each.metrics[name] for each in mine)
     return {
         "suite": suite.name,
         "method": method,
@@ -207,7 +227,7 @@ def _row(
     }
 
 
-def settings_of(suites: Sequence[Suite], seconds: float) -> dict[str, Any]:
+def settings_of(suites: Sequence[Suite], seconds: float) -> Row:
     """What the JSON says of the dialogues, and how long all answers took, also those that were there already."""
     return {
         "suites": [{"name": suite.name, **asdict(suite.task)} for suite in suites],
@@ -220,4 +240,7 @@ def settings_of(suites: Sequence[Suite], seconds: float) -> dict[str, Any]:
 
 def seconds_of(records: Sequence[BenchRecord]) -> float:
     """Wall clock of the answers."""
-    return sum(record.metrics["seconds"] or 0.0 for record in records)
+    counts = []
+    for record in records:
+        counts.append(record.metrics["seconds"] or 0.0)
+    return sum(counts)

@@ -12,8 +12,13 @@ def accuracy(text: str, answers: Sequence[str]) -> float:
     does not count as named. (LongBench's code may miss such a part: it removes from the list that it walks.)
     """
     right = answers[0]
-    named = [each for each in answers if each in text and (each == right or each not in right)]
-    return 1 / len(named) if right in named else 0.0
+    named = []
+    for each in answers:
+        if each in text and (each == right or each not in right):
+            named.append(each)
+    if right in named:
+        return 1 / len(named)
+    return 0.0
 
 
 def rouge_l(text: str, answers: Sequence[str]) -> float:
@@ -21,4 +26,7 @@ def rouge_l(text: str, answers: Sequence[str]) -> float:
     from rouge_score.rouge_scorer import RougeScorer  # pyright: ignore[reportMissingImports]
 
     scorer = RougeScorer(["rougeL"])
-    return max(float(scorer.score(answer, text)["rougeL"].fmeasure) for answer in answers)
+    values = []
+    for answer in answers:
+        values.append(float(scorer.score(answer, text)["rougeL"].fmeasure))
+    return max(values)

@@ -30,7 +30,7 @@ from experiments.loopserve.runs import (
     settings_of,
     specs,
 )
-from experiments.record import record
+from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.display.style import BLUE, GREEN, GREY, ORANGE, finished
 from sinkscope.kv.loopserve import LoopServe
@@ -91,7 +91,7 @@ LINES = ((BLUE, 6), (ORANGE, 4), (GREEN, 2), (GREY, 1))
 """Colour and width of the curves of a panel: one that lies on another shows it at its sides."""
 
 
-def figure(data: dict[str, Any]) -> Any:
+def figure(data: Row) -> Any:
     """A panel per setting: right answers with intervals where one fact is asked, else how far answers go."""
     points = data["result"]["points"]
     from plotly.subplots import make_subplots
@@ -100,23 +100,38 @@ def figure(data: dict[str, Any]) -> Any:
         rows=2, cols=4, subplot_titles=list(TITLES.values()), horizontal_spacing=0.045, vertical_spacing=0.2
     )
     for number, panel in enumerate(TITLES):
-        mine = [point for point in points if point["figure"] == panel and point["position"] == ALL]
+        mine = []
+        for point in points:
+            if point["figure"] == panel and point["position"] == ALL:
+                mine.append(point)
         at = {"row": number // 4 + 1, "col": number % 4 + 1}
         curves = dict.fromkeys(p["curve"] for p in mine)
         for curve, (colour, width) in zip(curves, LINES, strict=False):
-            line = [point for point in mine if point["curve"] == curve]
+            line = []
+            for point in mine:
+                if point["curve"] == curve:
+                    line.append(point)
             x, exact = [str(point["value"]) for point in line], "chain" not in panel
-            y = [point["score" if exact else "prefix"] for point in line]
-            error = (
-                {
-                    "array": [p["high"] - p["score"] for p in line],
+            y = []
+            for point in line:
+                y.append(point["score" if exact else "prefix"])
+            error = None
+            if exact:
+                array = []
+                for each in line:
+                    array.append(each["high"] - each["score"])
+                arrayminus = []
+                for each in line:
+                    arrayminus.append(each["score"] - each["low"])
+                error = {
+                    "array": array,
                     "thickness": 1,
                     "color": colour,
-                    "arrayminus": [p["score"] - p["low"] for p in line],
+                    "arrayminus": arrayminus,
                 }
-                if exact
-                else None
-            )
+            legend = "legend"
+            if number:
+                legend = f"legend{number + 1}"
             fig.add_scatter(
                 x=x,
                 y=y,
@@ -125,11 +140,13 @@ def figure(data: dict[str, Any]) -> Any:
                 mode="lines+markers",
                 line={"color": colour, "width": width},
                 marker_size=2 * width + 3,
-                legend=f"legend{number + 1}" if number else "legend",
+                legend=legend,
                 **at,
             )
             if panel == "alpha" and any(point["cells"] is not None for point in line):
-                cells = [1.0 if point["cells"] is None else point["cells"] for point in line]
+                cells = []
+                for point in line:
+                    cells.append(1.0 if point["cells"] is None else point["cells"])
                 fig.add_scatter(
                     x=x,
                     y=cells,
@@ -140,22 +157,34 @@ def figure(data: dict[str, Any]) -> Any:
                 )
     fig.update_xaxes(type="category")
     fig.update_yaxes(range=[-0.03, 1.06], tickformat=".0%")
-    every = [p for p in points if p["position"] == ALL]
-    below = [p for p in every if p["figure"] == "alpha" and p["value"] < 1]
+    every = []
+    for p in points:
+        if p["position"] == ALL:
+            every.append(p)
+    below = []
+    for p in every:
+        if p["figure"] == "alpha" and p["value"] < 1:
+            below.append(p)
     mean: dict[str, float] = {}
     for curve in dict.fromkeys(p["curve"] for p in below):
-        mean[curve] = fmean(p["score"] for p in below if p["curve"] == curve)
+        values = []
+        for each in below:
+            if each["curve"] == curve:
+                values.append(each["score"])
+        mean[curve] = fmean(values)
     best, worst = max(mean, key=lambda curve: mean[curve]), min(mean, key=lambda curve: mean[curve])
     right = f"{mean[best]:.0%} of the answers are right ({best}) and {mean[worst]:.0%} ({worst})"
     title = f"Averaged over alphas below 1, {right}"
     return finished(fig, None, title, width=1700, height=950, font={"size": 12}, **legends(fig, len(TITLES)))
 
 
-def legends(fig: Any, panels: int) -> dict[str, Any]:
+def legends(fig: Any, panels: int) -> Row:
     """A legend under each panel."""
-    found: dict[str, Any] = {}
+    found: Row = {}
     for number in range(panels):
-        name = str(number + 1) if number else ""
+        name = ""
+        if number:
+            name = str(number + 1)
         x, y = fig.layout[f"xaxis{name}"].domain, fig.layout[f"yaxis{name}"].domain
         found[f"legend{name}"] = {"x": x[0], "y": y[0] - 0.04, "orientation": "v", "xanchor": "left", "yanchor": "top"}
     return found
@@ -168,14 +197,15 @@ def main(*, work: Path = Path("runs"), out: Path = Path("figures")) -> None:
         work: Folder of the answers.
     """
     started = time.perf_counter()
-    points, full, seconds = list[dict[str, Any]](), list[dict[str, Any]](), 0.0
+    points, full, seconds = list[Row](), list[Row](), 0.0
     for suite in (SWEPT_KEPT, SWEPT_CHAIN):
         methods = methods_of(suite)
         said = answers(suite, ["full", *dict.fromkeys(methods.values())], work)
         seconds += seconds_of(said)
         full += rows_of(suite, said, "full")
         for (panel, curve, value), method in methods.items():
-            points += [{"figure": panel, "curve": curve, "value": value, **row} for row in rows_of(suite, said, method)]
+            for row in rows_of(suite, said, method):
+                points.append({"figure": panel, "curve": curve, "value": value, **row})
     for point in points:
         if point["position"] == ALL:
             print(

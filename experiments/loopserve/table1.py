@@ -32,7 +32,7 @@ from experiments.loopserve.runs import (
     settings_of,
     specs,
 )
-from experiments.record import record
+from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.bench.methods import name_of
 from sinkscope.bench.table import bench_table
@@ -77,7 +77,7 @@ LONGER = (
 )
 
 
-def paper_rows(folders: Sequence[Path] = ()) -> list[dict[str, Any]]:
+def paper_rows(folders: Sequence[Path] = ()) -> list[Row]:
     """Table 1, a row per model, position, task and method: the paper's number and ours, percent, None for none."""
     ours = measured(folders)
     return [
@@ -96,7 +96,7 @@ def paper_rows(folders: Sequence[Path] = ()) -> list[dict[str, Any]]:
     ]
 
 
-def table8_rows(folders: Sequence[Path] = ()) -> list[dict[str, Any]]:
+def table8_rows(folders: Sequence[Path] = ()) -> list[Row]:
     """Table 8: Llama-3.2-3B-Instruct, questions at the end."""
     ours = measured(folders)
     return [
@@ -119,7 +119,9 @@ def measured(folders: Sequence[Path]) -> dict[tuple[str, str, str, str], float]:
     Where one method was run with several settings, the last one counts, and the printed one before the default.
     """
     found: dict[tuple[str, str, str, str], float] = {}
-    groups = bench_table([Path(folder) for folder in folders]).groups if folders else ()
+    groups = ()
+    if folders:
+        groups = bench_table([Path(folder) for folder in folders]).groups
     for group in sorted(groups, key=lambda group: ":paper" in group.method):
         model = next((key for key, name in paper.MODELS.items() if name.lower() in group.model.lower()), None)
         if model is not None and group.set in SETS:
@@ -128,33 +130,47 @@ def measured(folders: Sequence[Path]) -> dict[tuple[str, str, str, str], float]:
     return found
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
+def table(rows: Sequence[Row]) -> str:
     """Markdown: a line per position and task; "paper / ours" for each method."""
     methods = list(dict.fromkeys(row["method"] for row in rows))
     lines = ["| model | question | task | " + " | ".join(methods) + " |", "|---" * (3 + len(methods)) + "|"]
     places = dict.fromkeys((row["model"], row["position"], row["task"]) for row in rows)
-    by = {(row["model"], row["position"], row["task"], row["method"]): row for row in rows}
+    by = {}
+    for row in rows:
+        by[(row["model"], row["position"], row["task"], row["method"])] = row
     for place in places:
-        cells = [by[(*place, method)] for method in methods]
-        said = [f"{_number(row['paper'], 'lost')} / {_number(row['ours'], NOT_RUN)}" for row in cells]
+        cells = []
+        for method in methods:
+            cells.append(by[(*place, method)])
+        said = []
+        for row in cells:
+            said.append(f"{_number(row['paper'], 'lost')} / {_number(row['ours'], NOT_RUN)}")
         lines.append(f"| {' | '.join(place)} | {' | '.join(said)} |")
     return "\n".join(lines)
 
 
 def _number(value: float | None, none: str) -> str:
-    return none if value is None else f"{value:.2f}"
+    if value is None:
+        return none
+    return f"{value:.2f}"
 
 
-def own_table(rows: Sequence[dict[str, Any]]) -> str:
+def own_table(rows: Sequence[Row]) -> str:
     """Markdown: a line per suite and method; exact answers, and the share before the first mistake, by position."""
     head = "| suite | method | " + " | ".join(POSITIONS) + " | all (95 %) | before the first mistake | read | cells |"
     lines = [head, "|---" * 9 + "|"]
     for suite, method in dict.fromkeys((row["suite"], row["method"]) for row in rows):
-        by = {row["position"]: row for row in rows if (row["suite"], row["method"]) == (suite, method)}
+        by = {}
+        for row in rows:
+            if (row["suite"], row["method"]) == (suite, method):
+                by[row["position"]] = row
         all_ = by["all"]
+        parts = []
+        for place in POSITIONS:
+            parts.append(f"{by[place]['score']:.0%}")
         lines.append(
             f"| {suite} | {short(method)} | "
-            + " | ".join(f"{by[place]['score']:.0%}" for place in POSITIONS)
+            + " | ".join(parts)
             + f" | {all_['score']:.0%} ({all_['low']:.0%} to {all_['high']:.0%}) | {all_['prefix']:.0%} | "
             + f"{_share(all_['read'], all_['prompt_tokens'])} | {_share(all_['cells'], 1)} |"
         )
@@ -162,18 +178,23 @@ def own_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _share(value: float | None, of: float) -> str:
-    return "all" if value is None else f"{value / of:.0%}"
+    if value is None:
+        return "all"
+    return f"{value / of:.0%}"
 
 
 def short(spec: str) -> str:
     """The method's name, and what tells it from others of that name."""
     written = spec.removeprefix("experiments.loopserve.runs:").replace("RandomKeep", "random")
     name, *given = written.split(":")
-    shown = [part for part in given if part.split("=")[0] in ("alpha", "first", "paper", "seed", "variant")]
+    shown = []
+    for part in given:
+        if part.split("=")[0] in ("alpha", "first", "paper", "seed", "variant"):
+            shown.append(part)
     return ", ".join([name, *(shown if name.startswith("loopserve") else [])])
 
 
-def figure(data: dict[str, Any]) -> Any:
+def figure(data: Row) -> Any:
     """Bars by method and position: the paper's means, and ours."""
     rows = data["result"]["recall"]
     from plotly.subplots import make_subplots
@@ -207,22 +228,40 @@ def figure(data: dict[str, Any]) -> Any:
                 col=number % 2 + 1,
             )
     fig.update_yaxes(range=[0, 1.06], tickformat=".0%")
-    mine = [row for row in rows if (row["suite"], row["position"]) == (KEPT.name, "begin")]
-    ours = {short(row["method"]): row["score"] for row in mine}
-    told = ", ".join(f"{ours[name]:.0%} {said}" for name, said in TOLD.items() if name in ours)
+    mine = []
+    for row in rows:
+        if (row["suite"], row["position"]) == (KEPT.name, "begin"):
+            mine.append(row)
+    ours = {}
+    for row in mine:
+        ours[short(row["method"])] = row["score"]
+    parts = []
+    for name, said in TOLD.items():
+        if name in ours:
+            parts.append(f"{ours[name]:.0%} {said}")
+    told = ", ".join(parts)
     found = f"One fact at 12.5 %, question at the beginning: the recall model is right in {told}"
     return finished(fig, None, found, width=1500, height=950, barmode="group", legend=-0.2, bottom=170)
 
 
-def _bars(rows: Sequence[dict[str, Any]], suite: str, place: str, key: str) -> tuple[list[str], list[float], Any]:
-    mine = [row for row in rows if (row["suite"], row["position"]) == (suite, place)]
+def _bars(rows: Sequence[Row], suite: str, place: str, key: str) -> tuple[list[str], list[float], Any]:
+    mine = []
+    for row in rows:
+        if (row["suite"], row["position"]) == (suite, place):
+            mine.append(row)
     error = None
     if key == "score":
+        array = []
+        for each in mine:
+            array.append(each["high"] - each["score"])
+        arrayminus = []
+        for each in mine:
+            arrayminus.append(each["score"] - each["low"])
         error = {
-            "array": [row["high"] - row["score"] for row in mine],
+            "array": array,
             "thickness": 1,
             "width": 2,
-            "arrayminus": [row["score"] - row["low"] for row in mine],
+            "arrayminus": arrayminus,
             "color": "#888",
         }
     return [short(row["method"]).replace(", ", "<br>") for row in mine], [row[key] for row in mine], error
@@ -237,7 +276,7 @@ def main(*, work: Path = Path("runs"), out: Path = Path("figures"), runs: Sequen
     """
     started = time.perf_counter()
     table1, table8 = paper_rows(runs), table8_rows(runs)
-    rows, seconds = list[dict[str, Any]](), 0.0
+    rows, seconds = list[Row](), 0.0
     plan = [(KEPT, specs(OWN)), (CHAIN, specs(OWN)), (LONG, specs(LONGER))]
     for suite, methods in plan:
         said = answers(suite, methods, work)

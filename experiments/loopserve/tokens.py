@@ -11,12 +11,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from experiments.record import Row
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.decode import greedy
 from sinkscope.lines.sums import Scores, line_sums, scores_of
@@ -58,23 +58,37 @@ def split_prompt(prompt: str) -> tuple[str, str]:
 
 def prompts_of(file: Path, count: int) -> list[tuple[str, str]]:
     """Context and question of the first prompts of a file of LongEval."""
-    lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    return [split_prompt(json.loads(line)["prompt"]) for line in lines[:count]]
+    lines = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if line.strip():
+            lines.append(line)
+    rows = []
+    for line in lines[:count]:
+        rows.append(split_prompt(json.loads(line)["prompt"]))
+    return rows
 
 
 def questions(setup: Setup, prompts: Sequence[tuple[str, str]], count: int, length: int, new: int) -> list[Question]:
     """Prompts of at most `length` tokens, which leave room for an answer of `new`; without any, ordinary text."""
 
     def ids_of(text: str) -> list[int]:
-        ids = [int(i) for i in setup.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
-        return ids[1:] if ids[:1] == [setup.bos] else ids
+        ids = []
+        for i in setup.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]:
+            ids.append(int(i))
+        if ids[:1] == [setup.bos]:
+            return ids[1:]
+        return ids
 
-    start = [] if setup.bos is None else [setup.bos]
+    start = [setup.bos]
+    if setup.bos is None:
+        start = []
     if prompts:
         named = [(ids_of(context), ids_of(question)) for context, question in prompts]
     else:
         pieces = text_rows(setup.tokenizer, setup.text, count, length, setup.bos)[:, len(start) :].tolist()
-        named = [(piece, ids_of(ASKED)) for piece in pieces]
+        named = []
+        for piece in pieces:
+            named.append((piece, ids_of(ASKED)))
     limit = min(length, (setup.target.max_positions or length + new) - new)
     asked: list[Question] = []
     for context, question in named:
@@ -89,7 +103,9 @@ def importance(
     target: Target, ids: Tensor, prompt: int, ranges: Sequence[tuple[int, int]]
 ) -> list[Float[Tensor, " key"]]:
     """Attention that each of the first `prompt` tokens receives from the queries of each range."""
-    totals = [torch.zeros(prompt) for _ in ranges]
+    totals = []
+    for _ in ranges:
+        totals.append(torch.zeros(prompt))
 
     def add(_: int, scores: Scores) -> None:
         for total, (start, stop) in zip(totals, ranges, strict=True):
@@ -116,10 +132,13 @@ def share_of(a: Bool[Tensor, "budget key"], b: Bool[Tensor, "budget key"]) -> li
 
 def means(series: Sequence[Sequence[float]]) -> list[float]:
     """Element-wise mean of several series of equal length."""
-    return [sum(values) / len(values) for values in zip(*series, strict=True)]
+    rows = []
+    for values in zip(*series, strict=True):
+        rows.append(sum(values) / len(values))
+    return rows
 
 
-def token_overlap(target: Target, asked: Sequence[Question], new: int, window: int) -> dict[str, Any]:
+def token_overlap(target: Target, asked: Sequence[Question], new: int, window: int) -> Row:
     """Answer every prompt and compare which tokens queries attend to.
 
     Returns:
@@ -157,18 +176,25 @@ def token_overlap(target: Target, asked: Sequence[Question], new: int, window: i
                     apart.setdefault(place, []).append(share_of(tops[place], top_tokens(output - part)))
                 for other in range(place):
                     distances.setdefault(place - other, []).append(share_of(tops[other], tops[place]))
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for place in sorted(blocks):
-        alone = means(apart[place]) if place in apart else None
+        alone = None
+        if place in apart:
+            alone = means(apart[place])
         rows.append({"block": place, "overlap": means(blocks[place]), "apart": alone, "prompts": len(blocks[place])})
-    far = [{"blocks": n, "overlap": means(distances[n]), "pairs": len(distances[n])} for n in sorted(distances)]
+    far = []
+    for each in sorted(distances):
+        far.append({"blocks": each, "overlap": means(distances[each]), "pairs": len(distances[each])})
+    positions = []
+    for name, values in by_position.items():
+        positions.append({"position": name, "overlap": means(values)})
     return {
         "budgets": list(BUDGETS),
         "window": window,
         "prompts": len(asked),
         "answer_tokens": sum(lengths) / len(lengths),
         "random": means(random),
-        "positions": [{"position": name, "overlap": means(values)} for name, values in by_position.items()],
+        "positions": positions,
         "blocks": rows,
         "distances": far,
     }

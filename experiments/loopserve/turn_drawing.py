@@ -60,7 +60,9 @@ def shares_of(chat: Conversation) -> TurnShares:
                 weight[event.layer, :, number] = torch.tensor(event.data["recovered"])
                 cells[event.layer, :, number] = torch.tensor(event.data["attended_by_head"])
     bin_tokens = math.ceil(length / BINS)
-    bins = [part.mean(-1) for part in (kept / turns_after).split(bin_tokens, -1)]
+    bins = []
+    for part in (kept / turns_after).split(bin_tokens, -1):
+        bins.append(part.mean(-1))
     return TurnShares(cells, weight, torch.stack(bins, -1), bin_tokens)
 
 
@@ -69,16 +71,24 @@ def draw_turns(chat: Conversation) -> go.Figure:
     shares = shares_of(chat)
     layers, heads, bins = shares.kept.shape
     names = [f"L{layer}.H{head}" for layer in range(layers) for head in range(heads)]
-    turns = [str(number + 1) for number in range(len(chat.turns))]
-    places = [(index + 0.5) * shares.bin_tokens for index in range(bins)]
+    turns = []
+    for number in range(len(chat.turns)):
+        turns.append(str(number + 1))
+    places = []
+    for index in range(bins):
+        places.append((index + 0.5) * shares.bin_tokens)
     titles = ["cells attended to", "weight that they hold", "positions of vertical lines", "tokens read in decoding"]
     figure = make_subplots(cols=4, subplot_titles=titles, column_widths=[0.15, 0.15, 0.45, 0.25])
     panels = ((shares.cells, turns), (shares.weight, turns), (shares.kept, places))
     for column, (values, x) in enumerate(panels, 1):
         rows = values.flatten(0, 1).tolist()  # layer head turn -> (layer head) turn
         figure.add_heatmap(x=x, y=names, z=rows, coloraxis="coloraxis", row=1, col=column)
-    in_cache = [turn.prompt_tokens for turn in chat.turns]
-    read = [turn.read for turn in chat.turns]
+    in_cache = []
+    for each in chat.turns:
+        in_cache.append(each.prompt_tokens)
+    read = []
+    for each in chat.turns:
+        read.append(each.read)
     figure.add_scatter(x=turns, y=in_cache, name="in the cache", row=1, col=4)
     figure.add_scatter(x=turns, y=read, name="read in a step", row=1, col=4)
     for turn in chat.turns[:-1]:

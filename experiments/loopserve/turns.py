@@ -27,7 +27,7 @@ from experiments.loopserve.runs import (
     specs,
     turns_of,
 )
-from experiments.record import record
+from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.display.style import BLUE, COLOURS, GREEN, GREY, ORANGE, RED, finished
 
@@ -64,7 +64,7 @@ SHOWN = (
 )
 
 
-def figure(data: dict[str, Any]) -> Any:
+def figure(data: Row) -> Any:
     """A curve per method over the turns."""
     rows = data["result"]["rows"]
     names = list(dict.fromkeys(row["label"] for row in rows))
@@ -73,10 +73,19 @@ def figure(data: dict[str, Any]) -> Any:
     fig: Any = make_subplots(rows=1, cols=2, subplot_titles=[title for _, _, title in SHOWN], horizontal_spacing=0.04)
     for col, (suite, key, _) in enumerate(SHOWN, 1):
         for name, (colour, dash, symbol, size) in sorted(zip(names, LINES, strict=False), key=lambda pair: -pair[1][3]):
-            mine = [row for row in rows if (row["suite"], row["label"]) == (suite.name, name)]
+            mine = []
+            for row in rows:
+                if (row["suite"], row["label"]) == (suite.name, name):
+                    mine.append(row)
+            x = []
+            for each in mine:
+                x.append(each["turn"])
+            y = []
+            for each in mine:
+                y.append(each[key])
             fig.add_scatter(
-                x=[row["turn"] for row in mine],
-                y=[row[key] for row in mine],
+                x=x,
+                y=y,
                 name=name,
                 legendgroup=name,
                 legendrank=names.index(name),
@@ -89,7 +98,10 @@ def figure(data: dict[str, Any]) -> Any:
             )
     fig.update_xaxes(title="turn", dtick=1)
     fig.update_yaxes(range=[-0.03, 1.06], tickformat=".0%")
-    last = {row["label"]: row["score"] for row in rows if (row["suite"], row["turn"]) == (NINE.name, len(TURNS))}
+    last = {}
+    for row in rows:
+        if (row["suite"], row["turn"]) == (NINE.name, len(TURNS)):
+            last[row["label"]] = row["score"]
     found = (
         f"In turn {len(TURNS)}, LoopServe answers {last['LoopServe']:.0%} right, the whole cache "
         f"{last['whole cache']:.0%}, a random part of {data['settings']['budget']} tokens {last['random part']:.0%}"
@@ -114,7 +126,7 @@ def main(*, work: Path = Path("runs"), out: Path = Path("figures")) -> None:
     """
     started = time.perf_counter()
     methods = dict(zip(NAMES, specs(list(NAMES.values())), strict=True))
-    rows, seconds = list[dict[str, Any]](), 0.0
+    rows, seconds = list[Row](), 0.0
     for suite, _, _ in SHOWN:
         assert suite.task.turns == len(TURNS)
         said = answers(suite, list(methods.values()), work)

@@ -13,9 +13,8 @@ import sysconfig
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
-from experiments.record import record
+from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.files.output import write_atomic
 from sinkscope.loops import check
@@ -29,10 +28,13 @@ SMALLEST, LARGEST = 3000, 60_000  # bytes
 READ = 12_000  # characters
 
 
-def verdicts(kind: str, count: int, seed: int) -> dict[str, Any]:
+def verdicts(kind: str, count: int, seed: int) -> Row:
     """How many files of a kind have each verdict, and which are not clean."""
     home = Path(sysconfig.get_paths()["purelib"])
-    files = [path for path in sorted(home.rglob("*")) if path.suffix in KINDS[kind] and path.is_file()]
+    files = []
+    for each in sorted(home.rglob("*")):
+        if each.suffix in KINDS[kind] and each.is_file():
+            files.append(each)
     random.Random(f"{seed} {kind}").shuffle(files)
     counts: Counter[str] = Counter()
     others: list[str] = []
@@ -59,7 +61,9 @@ def main(*, count: int = 120, seed: int = 0, out: Path = Path("figures/loops_fil
         count: Files of each kind.
     """
     started = time.perf_counter()
-    result = {kind: verdicts(kind, count, seed) for kind in KINDS}
+    result = {}
+    for each in KINDS:
+        result[each] = verdicts(each, count, seed)
     settings = {"count": count, "read": READ}
     write_atomic(out, record("loops-files", result, settings, started=started, dtype="text", seed=seed))
     for kind, counts in result.items():

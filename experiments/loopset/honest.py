@@ -17,7 +17,9 @@ MANY = 45
 def refrains(rng: random.Random) -> str:
     """A song with a chorus, a villanelle, or a song that grows by a line in each verse."""
     form = rng.choice(("chorus", "villanelle", "growing"))
-    lines = [sentence(rng).removesuffix(".") for _ in range(4)]
+    lines = []
+    for _ in range(4):
+        lines.append(sentence(rng).removesuffix("."))
     if form == "chorus":
         parts: list[str] = []
         for _ in range(rng.randint(5, 8)):
@@ -25,10 +27,14 @@ def refrains(rng: random.Random) -> str:
             parts.append("\n".join(lines))
         return "\n\n".join(parts)
     if form == "villanelle":
-        verses = [f"{sentence(rng)}\n{sentence(rng)}\n{lines[i % 2]}" for i in range(12)]
+        verses = []
+        for i in range(12):
+            verses.append(f"{sentence(rng)}\n{sentence(rng)}\n{lines[i % 2]}")
         return "\n\n".join(verses)
     things = rng.sample(NOUNS, 9)
-    parts = [f"the {thing} that {rng.choice(VERBS)} the" for thing in things]
+    parts = []
+    for thing in things:
+        parts.append(f"the {thing} that {rng.choice(VERBS)} the")
     name = rng.choice(NAMES)
     return "\n\n".join("This is " + "\n".join(reversed(parts[: i + 1])) + f" house of {name}." for i in range(9))
 
@@ -42,7 +48,10 @@ def logs(rng: random.Random) -> str:
     for _ in range(2 * MANY):
         now += timedelta(seconds=rng.randint(0, 90), milliseconds=rng.randrange(1000))
         if form == "server":
-            address = ".".join(str(rng.randint(1, 254)) for _ in range(4))
+            parts = []
+            for _ in range(4):
+                parts.append(str(rng.randint(1, 254)))
+            address = ".".join(parts)
             call = f"{rng.choice(('GET', 'GET', 'POST', 'PUT'))} {rng.choice(paths)}?id={rng.randint(1, 9999)}"
             state = rng.choice((200, 200, 200, 304, 404))
             lines.append(f'{address} - - [{now:%d/%b/%Y:%H:%M:%S}] "{call} HTTP/1.1" {state} {rng.randint(90, 9999)}')
@@ -70,13 +79,25 @@ def matrices(rng: random.Random) -> str:
     rows: list[str] = []
     for i in range(MANY):
         if form == "small":
-            rows.append("[" + ", ".join(str(rng.randint(0, 9)) for _ in range(12)) + "],")
+            parts = []
+            for _ in range(12):
+                parts.append(str(rng.randint(0, 9)))
+            rows.append("[" + ", ".join(parts) + "],")
         elif form == "sparse":
-            rows.append(" ".join(str(int(rng.random() < 0.1)) for _ in range(16)))
+            parts = []
+            for _ in range(16):
+                parts.append(str(int(rng.random() < 0.1)))
+            rows.append(" ".join(parts))
         elif form == "float":
-            rows.append("  ".join(f"{rng.gauss(0, 3):8.4f}" for _ in range(8)))
+            parts = []
+            for _ in range(8):
+                parts.append(f"{rng.gauss(0, 3):8.4f}")
+            rows.append("  ".join(parts))
         else:
-            rows.append("\n".join(f"{i + 1} x {k} = {(i + 1) * k}" for k in range(1, 11)))
+            parts = []
+            for k in range(1, 11):
+                parts.append(f"{i + 1} x {k} = {(i + 1) * k}")
+            rows.append("\n".join(parts))
     return "\n".join(rows)
 
 
@@ -91,7 +112,12 @@ def chess(rng: random.Random) -> str:
         return " ".join(moves)
     boards: list[str] = []
     for i in range(8):
-        rows = ["".join(rng.choice("rnbqkpRNBQKP........") + " " for _ in range(8)) for _ in range(8)]
+        rows = []
+        for _ in range(8):
+            parts = []
+            for _ in range(8):
+                parts.append(rng.choice("rnbqkpRNBQKP........") + " ")
+            rows.append("".join(parts))
         boards.append(f"Move {i + 1}\n" + "\n".join(rows))
     return "\n\n".join(boards)
 
@@ -102,7 +128,10 @@ def dna(rng: random.Random) -> str:
     width = rng.choice((60, 70, 10))
     lines = [f">sequence_{rng.randint(1, 999)} {rng.choice(NOUNS)}"]
     for _ in range(MANY):
-        lines.append("".join(rng.choice(alphabet) for _ in range(width)))
+        parts = []
+        for _ in range(width):
+            parts.append(rng.choice(alphabet))
+        lines.append("".join(parts))
     return "\n".join(lines)
 
 
@@ -158,9 +187,8 @@ def recipes(rng: random.Random) -> str:
     for _ in range(6):
         chosen = rng.sample(foods, 7)
         lines = [f"## {rng.choice(ADJECTIVES).capitalize()} {chosen[0]} with {chosen[1]}"]
-        lines += [
-            f"- {rng.choice((1, 2, 3, 50, 100, 250))} {rng.choice(('g', 'cups', 'spoons'))} {food}" for food in chosen
-        ]
+        for food in chosen:
+            lines.append(f"- {rng.choice((1, 2, 3, 50, 100, 250))} {rng.choice(('g', 'cups', 'spoons'))} {food}")
         for i in range(1, 8):
             a, b = rng.sample(chosen, 2)
             lines.append(f"{i}. {rng.choice(verbs)} the {a} with the {b} for {rng.randint(2, 40)} minutes.")

@@ -108,7 +108,9 @@ def growing(rng: random.Random) -> str:
         word = rng.choice(NOUNS)
         said = sentence(rng).removesuffix(".")
         return copies(lambda i: f"{said}{f' and the {word}' * (i + 1)}.", words=2 * WORDS)
-    said = [sentence(rng) for _ in range(60)]
+    said = []
+    for _ in range(60):
+        said.append(sentence(rng))
     return copies(lambda i: " ".join(said[: i + 2]) + "\n\n", words=2 * WORDS)
 
 
@@ -126,14 +128,18 @@ def paragraphs(rng: random.Random) -> str:
 
 def abab(rng: random.Random) -> str:
     """Two paragraphs in turn."""
-    two = [paragraph(rng, rng.randint(1, 3)) for _ in range(2)]
+    two = []
+    for _ in range(2):
+        two.append(paragraph(rng, rng.randint(1, 3)))
     return copies(lambda i: two[i % 2], "\n\n")
 
 
 def abac(rng: random.Random) -> str:
     """One paragraph, and one of several others, by chance, after each."""
     first = paragraph(rng, 1)
-    others = [paragraph(rng, 1) for _ in range(rng.randint(2, 4))]
+    others = []
+    for _ in range(rng.randint(2, 4)):
+        others.append(paragraph(rng, 1))
     return copies(lambda i: rng.choice(others) if i % 2 else first, "\n\n")
 
 
@@ -187,7 +193,9 @@ def json_rows(rng: random.Random) -> str:
 
 
 def _table(rng: random.Random, columns: int) -> str:
-    cells = [rng.choice((rng.choice(NOUNS), str(rng.randint(1, 9999)), f"{rng.random():.2f}")) for _ in range(columns)]
+    cells = []
+    for _ in range(columns):
+        cells.append(rng.choice((rng.choice(NOUNS), str(rng.randint(1, 9999)), f"{rng.random():.2f}")))
     counts = rng.random() < 0.5
     start = rng.randint(1, 50)
 
@@ -216,7 +224,10 @@ def white_space(rng: random.Random) -> str:
     if rng.random() < 0.5:
         piece = rng.choice(kinds)
         return start + piece * (3000 // len(piece))
-    return start + "".join(rng.choice(kinds) for _ in range(1200))
+    parts = []
+    for _ in range(1200):
+        parts.append(rng.choice(kinds))
+    return start + "".join(parts)
 
 
 def base64_(rng: random.Random) -> str:

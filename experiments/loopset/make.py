@@ -12,10 +12,11 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from experiments.loopset.honest import HONEST
 from experiments.loopset.looped import LOOPED
+from experiments.record import Row
 from experiments.script import run
 from sinkscope.files.output import write_atomic
 from sinkscope.models.text import typical_text
@@ -31,7 +32,7 @@ def _healthy(rng: random.Random) -> str:
     return " ".join(words[1 : rng.randint(41, 201)])
 
 
-def made_set(halves: tuple[str, ...] = HALVES) -> Iterator[dict[str, Any]]:
+def made_set(halves: tuple[str, ...] = HALVES) -> Iterator[Row]:
     """The texts of the halves."""
     for half in halves:
         for name, make in LOOPED.items():
@@ -47,8 +48,12 @@ def made_set(halves: tuple[str, ...] = HALVES) -> Iterator[dict[str, Any]]:
 
 def main(*, half: Literal[*HALVES] | None = None, out: Path = Path("texts.jsonl")) -> None:
     """Make what the module describes."""
-    halves = HALVES if half is None else (half,)
-    lines = [json.dumps(text, ensure_ascii=False) + "\n" for text in made_set(halves)]
+    halves = (half,)
+    if half is None:
+        halves = HALVES
+    lines = []
+    for text in made_set(halves):
+        lines.append(json.dumps(text, ensure_ascii=False) + "\n")
     write_atomic(out, "".join(lines))
     print(f"{len(lines)} texts are in {out}")
 

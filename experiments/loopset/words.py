@@ -31,7 +31,10 @@ def sentence(rng: random.Random) -> str:
 
 def paragraph(rng: random.Random, sentences: int) -> str:
     """Several sentences."""
-    return " ".join(sentence(rng) for _ in range(sentences))
+    parts = []
+    for _ in range(sentences):
+        parts.append(sentence(rng))
+    return " ".join(parts)
 
 
 def prose(rng: random.Random, words: int) -> str:
@@ -44,4 +47,7 @@ def prose(rng: random.Random, words: int) -> str:
 
 def letters(rng: random.Random, alphabet: str, count: int) -> str:
     """So many letters."""
-    return "".join(rng.choice(alphabet) for _ in range(count))
+    parts = []
+    for _ in range(count):
+        parts.append(rng.choice(alphabet))
+    return "".join(parts)

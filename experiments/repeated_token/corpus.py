@@ -77,7 +77,10 @@ class CorpusIndex:
             found, place = self._at(text[start : start + _DEPTH].partition(b"\0")[0], length)
             if found > length:
                 best, length, where = start, found, place
-        file = "" if where < 0 else self.names[int(np.searchsorted(self.ends, where, side="right"))]
+        if where < 0:
+            file = ""
+        else:
+            file = self.names[int(np.searchsorted(self.ends, where, side="right"))]
         return Match(best, length, file)
 
     def _at(self, text: bytes, least: int) -> tuple[int, int]:
@@ -136,7 +139,10 @@ class CorpusIndex:
                 if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
                     raise ValueError("compressed: a small file could hold any number of zeros")
             with np.load(path, allow_pickle=False) as found:
-                names = tuple(str(n) for n in found["names"])
+                members = []
+                for n in found["names"]:
+                    members.append(str(n))
+                names = tuple(members)
                 index = cls(found["data"], found["order"], names, found["ends"], str(found["name"]))
             index.check()
             return index
@@ -178,10 +184,15 @@ def open_corpus(
         SinkscopeError: The folder is missing or has no text, or neither a corpus nor an index file was given.
     """
     if corpus is None:
-        return None if index is None else CorpusIndex.load(index)
+        if index is None:
+            return None
+        return CorpusIndex.load(index)
     files, name, home = _read(corpus)
     digest = hashlib.sha256(b"\0".join(part for file, text in files for part in (file.encode(), text))).hexdigest()
-    path = Path(index) if index is not None else home / f"{name}-{digest[:12]}.sinkscope-index.npz"
+    if index is not None:
+        path = Path(index)
+    else:
+        path = home / f"{name}-{digest[:12]}.sinkscope-index.npz"
     if path.exists():
         found = CorpusIndex.load(path)
         if found.name == f"{name} {digest[:12]}":
@@ -209,7 +220,10 @@ def build_index(files: list[tuple[str, bytes]], name: str, progress: Progress | 
     Raises:
         SinkscopeError: The files exceed 2 GB.
     """
-    joined = b"".join(text + b"\0" for _, text in files)
+    parts = []
+    for _, text in files:
+        parts.append(text + b"\0")
+    joined = b"".join(parts)
     size = len(joined)
     if size >= 1 << 31:
         raise SinkscopeError(f"the corpus {name} has {size} bytes; at most 2,147,483,647 can be searched: give a part")
@@ -228,14 +242,20 @@ def build_index(files: list[tuple[str, bytes]], name: str, progress: Progress | 
         order = order[key[order].argsort(kind="stable")]  # fast, because it is nearly sorted
         length *= 2
     ends = np.cumsum([len(text) + 1 for _, text in files]).astype(np.int64)
-    names = tuple(file for file, _ in files)
+    members = []
+    for file, _ in files:
+        members.append(file)
+    names = tuple(members)
     return CorpusIndex(np.frombuffer(joined, np.uint8), order.astype(np.int32), names, ends, name)
 
 
 def library_texts(root: Path | None = None) -> list[tuple[str, bytes]]:
     """The Python files that the bundled model was trained on: (name, content), in order."""
     root = root or Path(sysconfig.get_paths()["stdlib"])
-    found = sorted(path.relative_to(root) for path in root.rglob("*.py"))
+    items = []
+    for path in root.rglob("*.py"):
+        items.append(path.relative_to(root))
+    found = sorted(items)
     kept = [
         path
         for path in found
@@ -245,7 +265,11 @@ def library_texts(root: Path | None = None) -> list[tuple[str, bytes]]:
         and hashlib.sha256(path.as_posix().encode()).digest()[0] >= 8  # about 3 % are kept for validation
     ]
     texts = ((path.as_posix(), _utf8(root / path)) for path in kept)
-    return [(name, text) for name, text in texts if text is not None]
+    rows = []
+    for name, text in texts:
+        if text is not None:
+            rows.append((name, text))
+    return rows
 
 
 def _read(corpus: str | os.PathLike[str]) -> tuple[list[tuple[str, bytes]], str, Path]:
@@ -257,9 +281,16 @@ def _read(corpus: str | os.PathLike[str]) -> tuple[list[tuple[str, bytes]], str,
         raise SinkscopeError(
             f"--corpus {os.fspath(corpus)!r} is not a folder: give a folder of text files, or {STDLIB}"
         )
-    paths = sorted(p for p in folder.rglob("*") if p.suffix.lower() in _SUFFIXES and p.is_file())
+    items = []
+    for p in folder.rglob("*"):
+        if p.suffix.lower() in _SUFFIXES and p.is_file():
+            items.append(p)
+    paths = sorted(items)
     texts = ((path.relative_to(folder).as_posix(), _utf8(path)) for path in paths)
-    files = [(name, text) for name, text in texts if text]
+    files = []
+    for name, text in texts:
+        if text:
+            files.append((name, text))
     if not files:
         kinds = ", ".join(sorted(_SUFFIXES))
         raise SinkscopeError(f"--corpus {os.fspath(corpus)!r} has no UTF-8 text in it: expected files of {kinds}")

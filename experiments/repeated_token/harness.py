@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from experiments.record import Row
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import Intervention, SinkPatch
 from sinkscope.measure import Setup
@@ -36,7 +37,7 @@ def evaluate_tasks(
     shots: int | None = None,
     questions: int | None = None,
     batch_size: int = 8,
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """A row for each task and metric: without a patch, with it, and with a patch of as many random neurons.
 
     Args:
@@ -49,8 +50,10 @@ def evaluate_tasks(
     """
     harness = Tasks(names)
     edits = (None, patch, random_patch(setup, patch))
-    answers = [harness.run(setup, edit, shots, questions, batch_size) for edit in edits]
-    rows: list[dict[str, Any]] = []
+    answers = []
+    for edit in edits:
+        answers.append(harness.run(setup, edit, shots, questions, batch_size))
+    rows: list[Row] = []
     for task, metric in answers[0]:
         samples = torch.stack([one[task, metric] for one in answers])
         original, patched, random = samples.mean(1).tolist()
@@ -81,7 +84,9 @@ class Tasks:
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        files = {name: _is_file(name) for name in names}
+        files = {}
+        for each in names:
+            files[each] = _is_file(each)
         self._manager = _index(_harness("lm_eval.tasks").TaskManager, not all(files.values()))
         for name, is_file in files.items():
             if not is_file and name not in self._manager.all_tasks:
@@ -129,7 +134,9 @@ class Tasks:
                         f"the data of task {name!r} cannot be had ({str(error).splitlines()[0][:200]}): connect to the "
                         "hub once, or give a task file whose data is here"
                     ) from error
-                label = Path(name).stem if _is_file(name) else name
+                label = name
+                if _is_file(name):
+                    label = Path(name).stem
                 for (metric, _), values in sorted(_by_metric(found["samples"]).items()):
                     out[label, metric] = torch.tensor(values, dtype=torch.float64)
         return out
@@ -151,7 +158,7 @@ def _set_shots(tasks: Any, shots: int | None) -> None:
         task.set_fewshot_seed(seed=SHOTS_SEED)
 
 
-def _by_metric(samples: dict[str, list[dict[str, Any]]]) -> dict[tuple[str, str], list[float]]:
+def _by_metric(samples: dict[str, list[Row]]) -> dict[tuple[str, str], list[float]]:
     """Values of all questions by (metric, filter), in a fixed order, so that runs can be paired."""
     values: dict[tuple[str, str], list[float]] = {}
     for _, entries in sorted(samples.items()):
@@ -184,4 +191,6 @@ def _harness(module: str) -> Any:
 
 def _quiet() -> Any:
     """Silence the progress bars and notes that the harness writes on standard error if that is not a terminal."""
-    return nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO())
+    if sys.stderr.isatty():
+        return nullcontext()
+    return redirect_stderr(io.StringIO())

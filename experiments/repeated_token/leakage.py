@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any
 
 import sinkscope as ss
-from experiments.record import record
+from experiments.record import Row, record
 from experiments.repeated_token.corpus import CorpusIndex, open_corpus
 from experiments.script import run
 from sinkscope.files.output import write_atomic
@@ -29,7 +29,7 @@ from sinkscope.sinks.repetition.repeat import Repeat
 SKIPPED = 4096  # characters at the beginning of the text, which are used for neutral values
 
 
-def longest_piece(corpus: CorpusIndex, text: str) -> dict[str, Any]:
+def longest_piece(corpus: CorpusIndex, text: str) -> Row:
     """The longest piece of a text that stands in the corpus, and the file that has it."""
     match = corpus.longest(text.encode())
     piece = text.encode()[match.start : match.start + match.length]
@@ -61,7 +61,7 @@ def main(result: Path, *, corpus: str, model: str | None = None, controls: int =
     measured = Repeat.load(result)
     if texts is None or not isinstance(measured.reading, ProbabilityReading):
         raise SystemExit(f"error: {result} is not a result of sinkscope repeat --read probability")
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for answer in measured.reading.answers:
         if answer.follows:
             group = f"{answer.repeats} repetitions" + ", patched" * answer.patched
@@ -70,7 +70,10 @@ def main(result: Path, *, corpus: str, model: str | None = None, controls: int =
     for text in ordinary_answers(ss.load(model, backend="hf"), controls, new_tokens):
         rows.append({"group": "ordinary prompts", "token": None, **longest_piece(texts, text)})
     for group in dict.fromkeys(row["group"] for row in rows):
-        lengths = [row["bytes"] for row in rows if row["group"] == group]
+        lengths = []
+        for row in rows:
+            if row["group"] == group:
+                lengths.append(row["bytes"])
         print(
             f"{group}: the longest verbatim piece has {median(lengths):.0f} bytes in the median, {max(lengths)} at most"
         )

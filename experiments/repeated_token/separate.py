@@ -14,7 +14,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
@@ -27,7 +26,7 @@ from torch import Tensor
 
 import sinkscope as ss
 from experiments.drawn import save
-from experiments.record import record
+from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.display.style import BLUE, GREY, finished
 from sinkscope.errors import SinkscopeError, UnsupportedError
@@ -73,7 +72,9 @@ def split_tokens(ids: Int[Tensor, "row pos"], words: list[int], bos: int | None,
     token_held = torch.randint(2, (int(max(ids.max(), firsts.max())) + 1,), generator=generator).bool()
     token_held[firsts] = torch.arange(len(firsts)) % 2 == 1
     text_held = torch.randperm(len(ids), generator=generator) % 2 == 1
-    begin = CLEAR if bos is None else 1
+    begin = 1
+    if bos is None:
+        begin = CLEAR
     width = ids.shape[1] - begin
     places: list[tuple[int, int]] = []
     taken: dict[int, int] = {}
@@ -106,7 +107,9 @@ def offered(setup: Setup, layer: int, *places: str) -> list[str]:
 
 def samples(setup: Setup, split: Split, sites: list[str]) -> list[Values]:
     """What a layer has at the sites, at the place of each sample."""
-    values: list[list[Tensor]] = [[] for _ in sites]
+    values: list[list[Tensor]] = []
+    for _ in sites:
+        values.append([])
     for ids, places in zip(split.texts, split.places, strict=True):
         traced = ss.trace(setup.target, ids, sites, batch_size=64)
         for site, kept in zip(sites, values, strict=True):
@@ -182,9 +185,12 @@ def measured(method: Method, values: Values, split: Split, seed: int) -> dict[st
     return {"auroc": area, "margin": 2 * float(np.std(again, ddof=1)), "shuffled_auroc": float(np.mean(chance))}
 
 
-def separate(setup: Setup, layer: int, count: int, neuron: int | None) -> dict[str, Any]:
+def separate(setup: Setup, layer: int, count: int, neuron: int | None) -> Row:
     """A row for each method, and the scores and pre-activations of the samples."""
-    words = [word for word in first_tokens(setup.target, setup.ids, count, setup.seed) if word != setup.bos]
+    words = []
+    for word in first_tokens(setup.target, setup.ids, count, setup.seed):
+        if word != setup.bos:
+            words.append(word)
     split = split_tokens(setup.ids, words, setup.bos, setup.seed)
     resid_sites = offered(setup, layer, "hook_resid_mid") or offered(setup, layer, "hook_resid_pre", "hook_attn_out")
     factors = offered(setup, layer, "mlp.hook_pre", "mlp.hook_pre_linear")  # none of a mixture
@@ -193,7 +199,9 @@ def separate(setup: Setup, layer: int, count: int, neuron: int | None) -> dict[s
     values = coordinates(resid, ~split.held)
     rows = [{"method": "plane", "neuron": None, **measured(plane, values, split, setup.seed)}]
     columns = {"score": plane(values, split.first, ~split.held)}
-    names = ("gate neuron", "up neuron") if len(factors) == 2 else ("neuron",)
+    names = ("neuron",)
+    if len(factors) == 2:
+        names = ("gate neuron", "up neuron")
     for name, pre in zip(names, traced[len(resid_sites) :], strict=False):
         best = neuron
         if best is None:
@@ -203,24 +211,29 @@ def separate(setup: Setup, layer: int, count: int, neuron: int | None) -> dict[s
         rows.append({"method": name, "neuron": f"L{layer}.N{best}", **measured(best_neuron, pre, split, setup.seed)})
         columns[name] = pre[:, best if neuron is None else 0]
     columns |= {"first": split.first, "held_out": split.held}
-    of_samples: dict[str, Any] = {name: column.tolist() for name, column in columns.items()}
+    of_samples: Row = {name: column.tolist() for name, column in columns.items()}
     of_samples["token"] = [setup.tokenizer.decode([token]) for token in split.tokens.tolist()]
     return {"layer": layer, "methods": rows, "samples": of_samples}
 
 
-def sentence(row: dict[str, Any], layer: int) -> str:
+def sentence(row: Row, layer: int) -> str:
     """Whether a method separates first tokens, with its control: only what exceeds chance by more than its margin."""
     verdict = "does not separate"
     if row["auroc"] - row["margin"] > max(0.5, row["shuffled_auroc"]) + ABOVE_CHANCE:
-        verdict = "separates" if row["auroc"] >= SEPARABLE else "partly separates"
-    what = "a plane" if row["neuron"] is None else f"the {row['method']} {row['neuron']}"
+        verdict = "partly separates"
+        if row["auroc"] >= SEPARABLE:
+            verdict = "separates"
+    if row["neuron"] is None:
+        what = "a plane"
+    else:
+        what = f"the {row['method']} {row['neuron']}"
     return (
         f"After the attention of layer {layer}, {what} {verdict} first tokens from later ones: held-out AUROC "
         f"{row['auroc']:.4f} ± {row['margin']:.4f}, and {row['shuffled_auroc']:.2f} with shuffled labels"
     )
 
 
-def figure(data: dict[str, Any]) -> go.Figure:
+def figure(data: Row) -> go.Figure:
     """Draw first and later tokens by the plane and by the best neuron."""
     result = data["result"]
     rows, of_samples = result["methods"], result["samples"]
@@ -231,10 +244,13 @@ def figure(data: dict[str, Any]) -> go.Figure:
     for stands_first, color in ((False, GREY), (True, BLUE)):
         for held_out_side, symbol in ((False, "circle-open"), (True, "circle")):
             group = np.flatnonzero((first == stands_first) & (held == held_out_side))
+            text = []
+            for sample in group:
+                text.append(repr(of_samples["token"][sample]))
             fig.add_scatter(
                 x=np.array(of_samples["score"])[group],
                 y=np.array(across)[group],
-                text=[repr(of_samples["token"][sample]) for sample in group],
+                text=text,
                 mode="markers",
                 marker={"color": color, "symbol": symbol, "opacity": 0.75},
                 name=f"{'first' if stands_first else 'later'}, {'held out' if held_out_side else 'fitted'}",

@@ -11,12 +11,12 @@ whose norm reaches half of BOS's. The paper states no criterion.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.script import run as run_script
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.names import BUNDLED
 from sinkscope.sinks.first_token.find import FindSinks, find_sinks
@@ -36,7 +36,10 @@ def table(measured: dict[str, FindSinks | None]) -> str:
     """The table in Markdown; None stands for a model whose weights could not be had."""
     names = [*PAPER, *(name for name in measured if name not in PAPER)]
     lines = [HEAD, ("---",) * len(HEAD), *(_row(name, measured.get(name)) for name in names)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    parts = []
+    for line in lines:
+        parts.append("| " + " | ".join(line) + " |")
+    return "\n".join(parts)
 
 
 def _row(name: str, found: FindSinks | None) -> tuple[str, ...]:
@@ -52,9 +55,17 @@ def _measured(found: FindSinks | None) -> tuple[str, str, str]:
     if found.sink_layer is None:
         return "-", "no sink", "-"
     r = found.repeats
-    median = f"over {r.max_repeats}" if r.median is None else f"{r.median:.0f}"
-    never = f" ({r.unreached} of {len(r.tokens)} never within {r.max_repeats})" if r.median and r.unreached else ""
-    at_layer = [n for n in found.causal if n.layer == found.sink_layer]
+    if r.median is None:
+        median = f"over {r.max_repeats}"
+    else:
+        median = f"{r.median:.0f}"
+    never = ""
+    if r.median and r.unreached:
+        never = f" ({r.unreached} of {len(r.tokens)} never within {r.max_repeats})"
+    at_layer = []
+    for n in found.causal:
+        if n.layer == found.sink_layer:
+            at_layer.append(n)
     names = _numbers([n.neuron if n.expert is None else f"{n.expert}.{n.neuron}" for n in at_layer])
     return median + never, str(found.sink_layer), names or "none alone"
 
@@ -80,31 +91,32 @@ def _fetched(name: str, **options: Any) -> FindSinks | None:
         return None
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; 2 for bad input."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--models", nargs="+", default=[], metavar="NAME", help="short names or hub ids to measure")
-    parser.add_argument("--run", action="append", default=[], metavar="NAME=FOLDER", help="weights in a folder")
-    parser.add_argument("--token", action="append", help="a word to repeat (may be given again)")
-    parser.add_argument("--device")
-    parser.add_argument("--dtype")
-    args = parser.parse_args(argv)
-    options = {"tokens": args.token, "device": args.device, "dtype": args.dtype}
+def main(
+    *,
+    models: Sequence[str] = (),
+    run: Sequence[str] = (),
+    token: Sequence[str] = (),
+    device: str | None = None,
+    dtype: str | None = None,
+) -> None:
+    """Make what the module describes.
+
+    Args:
+        models: Short names or hub ids to measure.
+        run: NAME=FOLDER: weights in a folder.
+        token: Words to repeat.
+    """
+    options = {"tokens": list(token) or None, "device": device, "dtype": dtype}
     measured: dict[str, FindSinks | None] = {}
-    try:
-        for entry in args.run:
-            name, equals, folder = entry.partition("=")
-            if not (name and equals and folder and Path(folder).is_dir()):
-                raise SinkscopeError(f"--run {entry!r}: expected NAME=FOLDER with a folder that is there")
-            measured[name] = measure(name, folder, **options)
-        for name in args.models:
-            measured[name] = _fetched(name, **options)
-    except SinkscopeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    for entry in run:
+        name, equals, folder = entry.partition("=")
+        if not (name and equals and folder and Path(folder).is_dir()):
+            raise SinkscopeError(f"--run {entry!r}: expected NAME=FOLDER with a folder that is there")
+        measured[name] = measure(name, folder, **options)
+    for name in models:
+        measured[name] = _fetched(name, **options)
     print(table(measured))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

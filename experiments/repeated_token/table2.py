@@ -11,16 +11,17 @@ metric of every candidate is printed, with the shots of the harness's own task f
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import torch
 
-from experiments.record import record
+from experiments.record import Row, record
 from experiments.repeated_token.harness import evaluate_tasks
+from experiments.script import run as run_script
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import write_atomic
 from sinkscope.interventions import SinkPatch
@@ -62,7 +63,7 @@ ABSENT = "no weights at hand"
 _NOT_HAD = ("hub-unreachable", "gated-repo")  # pages of the errors that mean it
 
 
-def table(measured: dict[str, list[dict[str, Any]] | None]) -> str:
+def table(measured: dict[str, list[Row] | None]) -> str:
     """The table in Markdown; None stands for a model whose weights could not be had."""
     lines = [HEAD, ("---",) * len(HEAD)]
     for column, (name, label) in enumerate(MODELS.items()):
@@ -71,15 +72,23 @@ def table(measured: dict[str, list[dict[str, Any]] | None]) -> str:
             before, after = paper[column]
             printed = (label, benchmark, f"{before:.2f}", f"{after:.2f}", f"{after - before:+.2f}")
             if found is None:
-                lines.append((*printed, ", ".join(f"{t} {m}" for t, m in TASKS[benchmark]), *[ABSENT] * 4))
+                parts = []
+                for t, m in TASKS[benchmark]:
+                    parts.append(f"{t} {m}")
+                lines.append((*printed, ", ".join(parts), *[ABSENT] * 4))
                 continue
-            scores = {(row["task"], row["metric"]): row for row in found}
+            scores = {}
+            for row in found:
+                scores[(row["task"], row["metric"])] = row
             for task, metric in TASKS[benchmark]:
                 lines.append((*printed, f"{task} {metric}", *measured_cells(scores.get((task, metric)))))
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    parts = []
+    for line in lines:
+        parts.append("| " + " | ".join(line) + " |")
+    return "\n".join(parts)
 
 
-def measured_cells(row: dict[str, Any] | None) -> tuple[str, ...]:
+def measured_cells(row: Row | None) -> tuple[str, ...]:
     """The measured columns of the table, from a row of `evaluate_tasks`."""
     if row is None:
         return ("not measured",) * 4
@@ -91,9 +100,7 @@ def measured_cells(row: dict[str, Any] | None) -> tuple[str, ...]:
     )
 
 
-def measure(
-    name: str, model: object, questions: int | None, device: str | None, dtype: str | None
-) -> list[dict[str, Any]]:
+def measure(name: str, model: object, questions: int | None, device: str | None, dtype: str | None) -> list[Row]:
     """`evaluate_tasks` with the neurons of the paper's Table 1 on every task of Table 2."""
     known = published_for(name)
     if known is None or not known.neurons:
@@ -103,48 +110,49 @@ def measure(
     return evaluate_tasks(setup, SinkPatch(sites=known.neurons), tasks, questions=questions)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Command line; 2 for bad input."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--models", nargs="*", default=[], choices=list(MODELS), help="measure the published weights")
-    parser.add_argument(
-        "--run", nargs="*", action="extend", default=[], metavar="NAME=FOLDER", help="measure weights in a folder"
-    )
-    parser.add_argument("--questions", type=int, help="of each task; default: all")
-    parser.add_argument("--device")
-    parser.add_argument("--dtype")
-    # not dest="save": nnsight, once imported, gives every object a method of that name, and the default is not set
-    parser.add_argument(
-        "--save", dest="kept", type=Path, metavar="FOLDER", help="keep each result there as table2_NAME.json"
-    )
-    args = parser.parse_args(argv)
-    wanted: dict[str, str] = {name: name for name in args.models}
-    for entry in args.run:
+def main(
+    *,
+    models: Sequence[Literal[*MODELS]] = (),
+    run: Sequence[str] = (),
+    questions: int | None = None,
+    device: str | None = None,
+    dtype: str | None = None,
+    keep: Path | None = None,
+) -> None:
+    """Make what the module describes.
+
+    Args:
+        models: Measure the published weights.
+        run: NAME=FOLDER: measure weights in a folder.
+        questions: Of each task; default: all.
+        keep: Folder in which each result is kept as table2_NAME.json.
+    """
+    wanted: dict[str, str] = {name: name for name in models}
+    for entry in run:
         name, equals, folder = entry.partition("=")
         if not equals or name not in MODELS or not Path(folder).is_dir():
             names = ", ".join(MODELS)
-            parser.error(
+            raise SinkscopeError(
                 f"--run {entry}: expected NAME=FOLDER with a folder that is there and one of the names {names}"
             )
         wanted[name] = folder
-    measured: dict[str, list[dict[str, Any]] | None] = {}
+    measured: dict[str, list[Row] | None] = {}
     started = time.perf_counter()
     for name, model in wanted.items():
         try:
             with torch.no_grad():
-                measured[name] = found = measure(name, model, args.questions, args.device, args.dtype)
+                rows = measure(name, model, questions, device, dtype)
         except SinkscopeError as error:
             if error.page not in _NOT_HAD:
-                print(f"error: {error}", file=sys.stderr)
-                return 2
+                raise
             print(f"{name}: {error}", file=sys.stderr)
             continue
-        if args.kept is not None:
-            text = record("table2", {"rows": found}, {"model": name, "questions": args.questions}, started=started)
-            write_atomic(args.kept / f"table2_{name}.json", text)
+        measured[name] = rows
+        if keep is not None:
+            text = record("table2", {"rows": rows}, {"model": name, "questions": questions}, started=started)
+            write_atomic(keep / f"table2_{name}.json", text)
     print(table(measured))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

@@ -7,6 +7,7 @@ monitor of LoopGuard, section 5.2 and appendix B.2. Time and memory per token do
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from operator import index
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
@@ -232,12 +233,57 @@ class Monitor:
         """
         if self.ended:
             return self.last
-        s = self.settings
         token = index(token)
-        step = self.last.step + 1
         self._window.add(token)
+        return self._judge(token, self._tail.add(token, self.last.step), p_max)
+
+    def advance(self, ids: Sequence[int], start: int = 0) -> int:
+        """Process several tokens without probabilities, up to the first one that triggers.
+
+        The state afterwards is that after `update` with each of them. Rule "repeats" needs much less time this way.
+
+        Args:
+            ids: The tokens.
+            start: The first one that is processed.
+
+        Returns:
+            The number of tokens up to the one that triggered, or all of them.
+        """
+        s = self.settings
+        if s.rule != "repeats" or self.ended:
+            for place in range(start, len(ids)):
+                if self.update(ids[place]).trigger:
+                    return place + 1
+            return len(ids)
+        add = self._tail.add
+        offset = self.last.step - start
+        judged = start  # tokens up to here are in the window
+        for place in range(start, len(ids)):
+            tail = add(ids[place], place + offset)
+            if tail is None:
+                continue
+            if place > judged:
+                self._pass_over(ids[judged:place])
+            self._window.add(ids[place])
+            judged = place + 1
+            if self._judge(ids[place], tail, None).trigger:
+                return judged
+        if judged < len(ids):
+            self._pass_over(ids[judged:])
+        return len(ids)
+
+    def _pass_over(self, ids: Sequence[int]) -> None:
+        """Take tokens that no repetition reaches into the window."""
+        self._window.extend(ids)
+        self._tail_steps = 0
         ttr = len(self._window.counts) / len(self._window.items)
-        tail = self._tail.add(token, step - 1)
+        self.last = Step(self.last.step + len(ids), ttr, level=self.last.level)
+
+    def _judge(self, token: int, tail: Tail | None, p_max: float | None) -> Step:
+        """The state after a token that is in the window already, and whether to intervene."""
+        s = self.settings
+        step = self.last.step + 1
+        ttr = len(self._window.counts) / len(self._window.items)
         self._tail_steps = 0 if tail is None else self._tail_steps + 1
         tail_rep = self._tail_steps >= s.tail_hold
         streak: int | None = None

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from sinkscope.loops.signals import Tail
 
-_MODULUS = (1 << 61) - 1  # of the hashes; every match is verified anyway
+_MODULUS = (1 << 29) - 3  # of the hashes: a prime, and small numbers are fast; every match is verified anyway
 _BASE = 0x2545F4914F6CDD1D % _MODULUS
 _CREDIT = 2.0  # mismatches that may follow each other; those of a repetition earn it back at the rate of `noise`
 
@@ -107,9 +107,22 @@ class NearRepetition:
 
     def add(self, token: int, position: int) -> Tail | None:
         """Add the token at `position`; return the repetition that covers most, if any."""
-        self._ids.append(token)
-        self._hashes.append((self._hashes[-1] * _BASE + token + 1) % _MODULUS)
+        ids, hashes = self._ids, self._hashes
+        ids.append(token)
+        hashes.append((hashes[-1] * _BASE + token + 1) % _MODULUS)
         self._look_up(position)
+        tail: Tail | None = None
+        if self._runs:
+            tail = self._longest_run(token, position)
+        else:
+            self._exact_period = 0
+        if len(ids) > 2 * self._history:
+            del ids[: -self._history]
+            del hashes[: -self._history]
+        return tail
+
+    def _longest_run(self, token: int, position: int) -> Tail | None:
+        """Prolong the runs or end them; of those that are long enough, the repetition that covers most."""
         tail: Tail | None = None
         ended: list[int] = []
         for period, run in self._runs.items():
@@ -130,9 +143,6 @@ class NearRepetition:
                     ended.append(period)
         for period in ended:
             self._runs.pop(period, None)
-        if len(self._ids) > 2 * self._history:
-            del self._ids[: -self._history]
-            del self._hashes[: -self._history]
         return tail
 
     def _start(self, run: _Run, period: int, position: int) -> int | None:
@@ -152,27 +162,30 @@ class NearRepetition:
         covered = 0
         if period:
             covered = position - self._exact_start
-        hashes = self._hashes
+        hashes, ends = self._hashes, self._ends
+        last = hashes[-1]
         looking = True
-        for level in self._levels:
-            store = not position & level.mask
-            if level.length > position + 1 or not (looking or store):
+        for length, mask, power in self._levels:
+            store = not position & mask
+            if length > position + 1 or not (looking or store):
                 break
-            stretch = (hashes[-1] - hashes[~level.length] * level.power) % _MODULUS
-            if looking and period <= level.length <= covered - period:  # it recurs: only longer ones say something new
+            stretch = (last - hashes[~length] * power) % _MODULUS
+            if looking and period <= length <= covered - period:  # it recurs: only longer ones say something new
                 looking = covered - period < self._levels[-1].length
             elif looking:
-                end = self._ends.get(stretch, self._older_ends.get(stretch))
+                end = ends.get(stretch)
+                if end is None:
+                    end = self._older_ends.get(stretch)
                 looking = end is not None
                 if end is not None:
                     distance = position - end
-                    in_exact = period and distance % period == 0 and distance + level.length <= covered
+                    in_exact = period and distance % period == 0 and distance + length <= covered
                     if distance <= self._longest and distance not in self._runs and not in_exact:
                         self._follow(distance, position)
             if store:
-                self._ends[stretch] = position
+                ends[stretch] = position
         if position % self._longest == 0:
-            self._older_ends = self._ends
+            self._older_ends = ends
             self._ends = {}
 
     def _follow(self, period: int, position: int) -> None:

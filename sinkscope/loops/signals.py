@@ -70,6 +70,11 @@ class LastItems:
             if not self.counts[oldest]:
                 del self.counts[oldest]
 
+    def extend(self, items: Sequence[Any]) -> None:
+        """Add items in their order."""
+        for item in items[-self.size :]:
+            self.add(item)
+
 
 class WindowNovelty:
     """Share of the last `span` tokens that completed an n-gram that was new to the window.

@@ -67,14 +67,34 @@ class Stream:
         self._quiet_until = 0
 
     def take(self, piece: Piece) -> Iterator[Alarm]:
-        """Yield the alarms that a piece raises."""
-        for key, text in self._tokens(piece):
-            step = self.monitor.update(key if isinstance(key, int) else self._number(key))
-            self._recent.append(text[:SHOWN_TOKENS])
+        """Yield the alarms that a piece raises; a long text is split a part at a time."""
+        if piece.key is not None:
+            key = piece.key if isinstance(piece.key, int) else self._number(piece.key)
+            yield from self._advance(piece.stream, [key], [piece.text])
+            return
+        text = self._new_text(piece)
+        for start in range(0, len(text) or 1, PART):
+            last = piece.last and start + PART >= len(text)
+            words = self._splitter.feed(text[start : start + PART], last)
+            ids: list[int] = []
+            for word in words:
+                number = self._ids.get(word)
+                ids.append(self._number(word) if number is None else number)
+            yield from self._advance(piece.stream, ids, words, " ")
+
+    def _advance(self, name: str, ids: list[int], texts: list[str], gap: str = "") -> Iterator[Alarm]:
+        """Yield the alarms that tokens raise; `gap` stands between their texts."""
+        done = 0
+        while done < len(ids):
+            end = self.monitor.advance(ids, done)
+            for text in texts[max(done, end - KEPT_TOKENS) : end]:
+                self._recent.append(text[:SHOWN_TOKENS] + gap)
+            done = end
+            step = self.monitor.last
             if not step.trigger:
-                continue
+                return
             if step.step > self._quiet_until:
-                yield Alarm(piece.stream, step.step, step.tail, self._copy(step.tail, step.step))
+                yield Alarm(name, step.step, step.tail, self._copy(step.tail, step.step))
             self._quiet_until = step.step + self.monitor.settings.relapse  # a loop that goes on is reported once
 
     def _number(self, key: object) -> int:
@@ -87,17 +107,6 @@ class Stream:
             self._ids[key] = number
             self._next_number += 1
         return number
-
-    def _tokens(self, piece: Piece) -> Iterator[tuple[object, str]]:
-        """The key and the text of each token of a piece; a long text is split a part at a time."""
-        if piece.key is not None:
-            yield piece.key, piece.text
-            return
-        text = self._new_text(piece)
-        for start in range(0, len(text) or 1, PART):
-            last = piece.last and start + PART >= len(text)
-            for word in self._splitter.feed(text[start : start + PART], last):
-                yield word, f"{word} "
 
     def _new_text(self, piece: Piece) -> str:
         """The part of a text that was not there before, if a server sends the whole text each time."""

@@ -111,6 +111,7 @@ def test_a_folder_of_something_else_is_refused(light, tmp_path):
         scan(out=tmp_path, quick=True)
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_says_why_and_the_next_begins(light, model, tmp_path, monkeypatch):
     real = Measurement.on
 
@@ -224,6 +225,7 @@ def test_a_scan_under_a_patch(folder, model, tmp_path, monkeypatch):
     assert any(change.label == "neurons that make the spike" or change.changed for change in patched.changes)
 
 
+@pytest.mark.slow
 def test_the_command_and_the_demo(light, model, tmp_path, capsys, monkeypatch):
     assert main(["scan", str(model), "--quick", "--out", str(tmp_path / "d")]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("Conclusion: ")

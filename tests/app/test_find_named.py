@@ -49,6 +49,7 @@ def test_folder_is_read_upward_and_no_further_than_needed(deep, tmp_path):
     assert memory.first_token_norm == pytest.approx(whole.first_token_norm, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_gguf_is_opened_with_as_many_layers_as_it_takes(deep, tmp_path, monkeypatch):
     write_gguf(tmp_path / "m.gguf", deep.model, deep.tokenizer)
     asked = []

@@ -150,6 +150,7 @@ def test_a_measurement_and_its_command_state_the_decoding(tmp_path, capsys):
 # --- Patches of other models -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_patch_of_another_model_is_noticed_wherever_it_is_used(tmp_path, capsys):
     folder = organism("llama", 3).save(tmp_path / "m")
     found = ss.find_sinks(folder, max_repeats=4)

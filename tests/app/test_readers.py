@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 
+import pytest
 import torch
 from organisms import organism
 from raw_kit import attention
@@ -36,6 +37,7 @@ def scaled(o, heads, factor: float):
     return model
 
 
+@pytest.mark.slow
 def test_half_of_the_heads_that_lost_the_sink_and_weaker_readers_are_said(tmp_path):
     o = organism("llama", 1, n_layers=6)
     text = written(o, tmp_path)

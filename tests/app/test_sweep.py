@@ -147,6 +147,7 @@ def wrongs(files, monkeypatch, capfd):
     return run
 
 
+@pytest.mark.slow
 def test_bad_input_is_refused_in_one_line(wrongs):
     """Every eighth bad value of every option of every command, in one process; another eighth in the next command."""
     cases = [case for number, words in enumerate(commands()) for case in _cases(words)[number % 8 :: 8]]

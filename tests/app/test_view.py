@@ -90,6 +90,7 @@ def test_attention_is_that_of_the_models_own_weights(tmp_path):
     assert not received[..., -1].any() and len(text.heads) > 9
 
 
+@pytest.mark.slow
 def test_two_tokens_of_one_cluster_are_both_sinks_without_bos(tmp_path):
     """As "Sch Com" in Llama 2; a token of another group, and both behind BOS, are none."""
     o = organism("llama", 1)
@@ -113,6 +114,7 @@ def test_a_model_without_a_sink_offers_no_switch_and_says_so(tmp_path):
     assert found.conclusion().startswith("0 of 12 tokens have a norm spike") and found.texts[0].spikes == ()
 
 
+@pytest.mark.slow
 def test_marking_heads_are_those_of_the_circuit_and_switches_of_ones_own_have_a_control(tmp_path):
     o = organism("llama", 1)
     one = explorer(o, tmp_path)

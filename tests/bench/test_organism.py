@@ -65,6 +65,7 @@ def test_the_prompts_are_what_the_generator_makes():
     assert (DATA / "organism.jsonl").read_text() == lines
 
 
+@pytest.mark.slow
 def test_the_full_cache_loops_the_guard_ends_the_loop_and_honest_repetition_stays():
     names = ("loop-p002-o000-near", "loop-p012-o030-near-older", "honest-refrain-52")
     some, new = tuple(by_id()[name] for name in names), 160

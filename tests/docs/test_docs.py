@@ -64,7 +64,7 @@ def run(tmp_path, monkeypatch):
     return running
 
 
-def test_extending(run, monkeypatch):
+def test_the_examples_of_extending_are_short_and_do_what_the_page_says(run, monkeypatch):
     """The examples are short, as promised, and do what their pages say."""
     monkeypatch.setattr(adapters, "ADAPTERS", dict(adapters.ADAPTERS))  # the page registers one
     names = run("docs/extending.md")
@@ -96,17 +96,17 @@ def keeps_smallest_keys(policy, model, tokens: torch.Tensor):
         assert layer.pos[..., 0].eq(0).all() and torch.equal(layer.pos[..., 1:5], smallest)
 
 
-def test_policies_page(run):
+def test_the_policy_of_the_page_evicts_and_says_what_it_held(run):
     usage = run("docs/policies.md")["usage"]
     assert usage.mean_tokens[0] < 0.6 * usage.peak_tokens[0] and usage.logical_bytes == usage.physical_bytes
 
 
-def test_kv_page(run):
+def test_the_examples_of_the_cache_page_run(run):
     assert len(run("docs/kv.md")["to_first"]) == 4
 
 
 @pytest.mark.slow
-def test_guard_page(run):
+def test_the_guard_of_the_page_ends_the_loop_where_the_reporter_sees_it(run):
     looping = r"again: The bird said, \"I want to play with the bird.\""  # so that the loop begins with the first token
     names = run("docs/guard.md", {"max_new_tokens=150": "max_new_tokens=52", "again and again:": looping})
     events = names["run"].events
@@ -116,21 +116,21 @@ def test_guard_page(run):
 
 
 @pytest.mark.slow
-def test_serve_page(run):
+def test_the_prompt_of_the_page_is_sparse_in_some_heads_and_reads_less_than_all(run):
     names = run("docs/serve.md", {"max_new_tokens=60": "max_new_tokens=48"})
     dense = [layer["dense_heads"] for layer in names["prefill"]]
     assert max(dense) > 0 and min(dense) < 8
     assert names["tokens_read"](names["run"])[0][0] < 0.5 * names["inputs"].input_ids.shape[1]
 
 
-def test_front_page(run, capsys):
+def test_the_front_page_finds_the_sink_and_patches_it(run, capsys):
     names = run("docs/index.md", {'"the " * 400)': '"the " * 400, max_new_tokens=8)'})
     assert f"sink layer is layer {names['found'].sink_layer}" in capsys.readouterr().out
     assert {event.kind for event in names["run"].events} <= {"patched", "fallback", "sink-like"}
     assert names["run"].events
 
 
-def test_readme(monkeypatch, run):
+def test_the_python_of_the_readme_runs_on_the_model_in_the_package(monkeypatch, run):
     """Its model is on a hub; here the one in the package stands in for it."""
     import sinkscope as ss
     from sinkscope.kv.registry import policies

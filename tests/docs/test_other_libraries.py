@@ -40,7 +40,7 @@ def test_the_page_has_rows_for_each_library():
 
 
 @pytest.mark.parametrize(("library", "theirs", "ours"), ROWS)
-def test_both_sides_say_the_same(library, theirs, ours, tmp_path):
+def test_our_line_and_that_of_the_other_library_give_the_same_values(library, theirs, ours, tmp_path):
     model: Any
     model, tokenizer = tiny_model("llama")
     model.generation_config.eos_token_id = None

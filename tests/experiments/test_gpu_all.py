@@ -81,13 +81,8 @@ def test_every_script_of_the_folder_is_a_part():
 @pytest.mark.parametrize("name", [p.name for p in script.PARTS])
 def test_rehearsal(name, tmp_path):
     """Every part runs on a CPU from the first line to the last, and its answers are right."""
-    assert script.main(["--out", str(tmp_path), "--only", name, "--dry"]) == 0, (tmp_path / f"{name}.log").read_text()
-    result = tmp_path / f"{name}.json"
-    if name in ("users", "scale", "throughput"):
-        steps = json.loads(result.read_text())["result"]
+    script.main(out=tmp_path, only=[name], dry=True)
+    assert json.loads((tmp_path / "state.json").read_text())[name]["state"] == "done"
+    if name != "train":
+        steps = json.loads((tmp_path / f"{name}.json").read_text())["result"]
         assert steps and all(step.get("right", True) for step in steps.values()), steps
-    if name == "find_sinks":
-        assert json.loads(result.read_text())["result"]["found_what_was_planted"]
-    if name == "circuits":
-        found = json.loads(result.read_text())["result"]
-        assert found["found_sink_layer"] == found["planted_sink_layer"] and found["tokens_in_their_planted_group"] == 1

@@ -80,6 +80,7 @@ def _damaged(file: Path) -> list[bytes]:
     ]
 
 
+@pytest.mark.slow
 def test_a_damaged_or_foreign_file_is_ignored_and_made_anew(folder, monkeypatch):
     adapter = target_of(tiny_model("llama")[0]).adapter
     (file,) = folder.iterdir()
@@ -142,7 +143,7 @@ def test_a_narrow_model_of_the_same_modules_has_the_same_adapter(model_type, mon
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 4))
+@pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 8))
 def test_tiny_models_taken_for_wide_ones_have_the_same_adapter(model_type, monkeypatch):
     model = tiny_model(model_type)[0]
     direct = find.inferred_adapter(model)

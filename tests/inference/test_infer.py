@@ -65,7 +65,7 @@ def differing(model_type: str, model) -> dict[str, Any]:
     return {name: pair(name) for name in names if pair(name)[0] != pair(name)[1]}
 
 
-@pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 4))
+@pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 8))
 def test_the_rows_of_the_table_come_out_of_the_rule(model_type):
     model = tiny_model(model_type)[0]
     assert differing(model_type, model) == {}

@@ -358,6 +358,7 @@ def test_nnsight_model_without_weights_loads_them():
         assert_close(logits(lazy, IDS), logits(model, IDS), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_recipe_for_remote_runs(tmp_path):
     """The block of the documentation, serialized and read back as for a server, does what the patch does."""
     page = (Path(__file__).parents[2] / "docs/interventions.md").read_text(encoding="utf-8")
@@ -389,6 +390,7 @@ def test_positions_beyond_a_sliding_window(model_type, cache, sites):
         assert {e.position for e in run.events if e.row == row} == set(range(18, n + 7))
 
 
+@pytest.mark.slow
 def test_generation_does_not_compile_while_entered():
     """With a cache of fixed size transformers would compile the decoding step, and that would skip the edit."""
     from transformers import CompileConfig

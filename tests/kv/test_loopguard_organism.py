@@ -110,6 +110,7 @@ def test_a_loop_is_taken_back_from_the_output(talk):
     assert copies <= 1 and tail_period(tokens, shortest=24) is None
 
 
+@pytest.mark.slow
 def test_rows_of_a_batch_are_taken_back_as_if_each_were_alone():
     """Loops of other periods begin at other times, one row is healthy: a batch writes what each prompt does alone."""
     o = made(64)
@@ -129,6 +130,7 @@ def test_rows_of_a_batch_are_taken_back_as_if_each_were_alone():
     assert all(event.data["taken_back"] for output in together for event in output.events[:1])
 
 
+@pytest.mark.slow
 def test_what_cannot_be_taken_back_is_refused():
     o = made(64)
     prompt = o.looping_prompt(12)

@@ -121,7 +121,7 @@ def test_a_variant_that_needs_probabilities_is_refused_in_words_of_the_command(t
         assert capsys.readouterr().err.startswith("error: --variant p1 judges by a model's probabilities")
 
 
-def test_settings_change_the_answer():
+def test_thresholds_and_warm_up_decide_whether_a_loop_is_one():
     ids = [*range(300), *[1, 2] * 300]
     assert check(ids).loops == 1
     assert check(ids, settings=MonitorSettings.paper(theta_ttr=0.0)).loops == 0
@@ -149,7 +149,7 @@ def test_words_are_split_as_documented():
     assert split("ha" * 9) == ["hahahahahaha", "hahaha"]
 
 
-def test_fields_of_json_lines():
+def test_the_first_field_of_a_json_line_that_is_there_is_the_output():
     """Ids before text, whichever comes first; strings and ids both make tokens; empty lines are skipped."""
     text = _lines({"text": "a b a", "tokens": [5, 6]}) + "\n" + _lines({"output": "x y x"}, {"tokens": ["q", "q"]})
     assert parse(text, "a.jsonl") == [
@@ -191,7 +191,7 @@ def test_bad_files_are_refused_in_a_line(name, content, said, tmp_path, monkeypa
         (["--max-new", "0"], "max_new=0: expected a whole number from 1"),
     ],
 )
-def test_bad_options(option, said, tmp_path, capsys):
+def test_an_option_without_effect_is_refused(option, said, tmp_path, capsys):
     (tmp_path / "x.txt").write_text("a b c")
     assert main(["loops", str(tmp_path / "x.txt"), *option]) == 2
     _, err = capsys.readouterr()
@@ -199,7 +199,7 @@ def test_bad_options(option, said, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("wrong", [[], [1.5, 2.5], [[1], [2.5]], [True, False]])
-def test_what_cannot_be_checked(wrong):
+def test_an_input_that_is_neither_text_nor_ids_is_refused(wrong):
     with pytest.raises(SinkscopeError, match=r"cannot be checked|expected a string, or a list of token ids"):
         check(wrong)
 

@@ -90,6 +90,23 @@ def test_a_step_costs_little_and_says_what_a_look_at_everything_says(ids, rng, v
         assert _same(monitor.update(token, p_max), expected)
 
 
+@pytest.mark.parametrize("variant", ["repeats", "tolerant", "full"])
+@given(ids=RUN, cut=st.integers(0, 150), hold=st.integers(1, 3))
+def test_many_tokens_at_once_trigger_where_each_alone_does(ids, cut, hold, variant):
+    chosen = MonitorSettings.variant(variant, warmup=5, cooldown=3, tail_hold=hold, tail_shortest=12)
+    one, several = Monitor(chosen), Monitor(chosen)
+    wanted = [step for step in map(one.update, ids) if step.trigger]
+    triggered = []
+    for part in (ids[:cut], ids[cut:]):
+        done = 0
+        while done < len(part):
+            done = several.advance(part, done)
+            if several.last.trigger:
+                triggered.append(several.last)
+    assert repr(triggered) == repr(wanted)  # what is not a number equals itself in words
+    assert repr(several.last) == repr(one.last)
+
+
 def test_cooldown_and_warm_up_to_the_step():
     """p1 alone in a sure model: the first chance is step 64, every further one 33 steps later."""
     monitor = Monitor(MonitorSettings.variant("p1"))

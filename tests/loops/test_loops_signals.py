@@ -36,7 +36,7 @@ LOOP = '{"name":"U.S. Air Force Academy","wikipedia url":"…","type":"Organizat
 
 
 @given(TAILED)
-def test_ratios(ids):
+def test_the_ratios_are_those_of_their_definitions(ids):
     if not ids:
         assert math.isnan(type_token_ratio(ids)) and math.isnan(compression_ratio(ids))
         return
@@ -123,7 +123,7 @@ def test_loop_rule_at_its_thresholds():
     assert not is_loop([], None)
 
 
-def test_the_end_is_judged_alone():
+def test_only_the_last_tokens_decide_whether_an_output_ends_in_a_loop():
     ids = [*range(2000), *[1, 2] * 128]
     assert ends_in_loop(ids) and not is_loop(ids, None)
     assert not ends_in_loop([*[1, 2] * 128, *range(200)])

@@ -38,6 +38,7 @@ def test_a_process_that_opens_models_again_and_again_does_not_grow():
     assert (weight() - before) / 3 < 0.2e6
 
 
+@pytest.mark.slow
 def test_a_measurement_leaves_no_object_of_its_model(tmp_path):
     """Modules, tensors and hooks of one call are gone before the next one, also of a live model that goes away."""
     folder = organism("llama", 2, n_layers=4).save(tmp_path / "model")

@@ -233,6 +233,7 @@ def test_the_public_name_and_the_signature(command):
     assert names[0] == "model" and {"bos", "text", "seed", "progress", "tokenizer"} <= set(names)
 
 
+@pytest.mark.slow
 def test_a_stranger_needs_one_file(tmp_path, monkeypatch, capsys):
     """A measurement of another package: its command, JSON and page come from its one file of at most 60 lines."""
     source = stranger.SOURCE.read_text()

@@ -33,7 +33,7 @@ def after(target: Target, layer: int, ids: Tensor = IDS) -> Tensor:
     return kept[0]
 
 
-@pytest.mark.parametrize("model_type", every_nth(TYPES, 2))
+@pytest.mark.parametrize("model_type", every_nth(TYPES, 4))
 @torch.no_grad()
 def test_zeroed_neurons_are_columns_of_zeros(model_type):
     target = target_of(decoder(model_type))

@@ -111,7 +111,7 @@ def of_the_plain_model() -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("kind", "sizes"), [("hf", (1, 3)), ("bridge", (3,)), ("nnsight", (2,))])
-def test_policy_and_guard(kind, sizes):
+def test_a_policy_and_a_guard_act_together_in_every_kind_of_model(kind, sizes):
     model, tokenizer = endless()
     other, rows = KINDS[kind](model, tokenizer), by_hand()
     settings = {"tokenizer": tokenizer, "max_new_tokens": 14}
@@ -138,7 +138,7 @@ def test_sampling_follows_the_seed_and_leaves_the_callers_numbers_alone():
     assert one == again != other and torch.equal(torch.rand(1), want)
 
 
-def test_bos():
+def test_bos_stands_before_a_prompt_unless_it_is_refused():
     model, tokenizer = model_and_tokenizer()
     lengths = {
         bos: generate(model, "the dog", tokenizer=tokenizer, bos=bos, max_new_tokens=1)[0].prompt_tokens
@@ -170,7 +170,7 @@ def test_bos():
         ("the", {"patch": "nowhere.json"}, ["nowhere.json", "no such file"]),
     ],
 )
-def test_bad_input(prompts, settings, words):
+def test_what_cannot_be_generated_is_refused_with_its_remedy(prompts, settings, words):
     model, tokenizer = tiny_model("llama")
     with refused(words=words):
         generate(model, prompts, **{"tokenizer": tokenizer, **settings})

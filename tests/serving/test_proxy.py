@@ -230,7 +230,7 @@ def test_a_connection_that_breaks_is_broken_for_the_client_too(plain):
     assert len(got) > 3000 and _sent("openai-chat", HONEST).startswith(got)
 
 
-def test_everything_else_passes(plain):
+def test_a_request_that_is_no_stream_passes_unchanged(plain):
     answer = httpx.get(f"{plain.address}/v1/models?a=1&b=%20", trust_env=False)
     assert answer.json() == {"path": "/v1/models", "query": "a=1&b=%20"}
     answer = httpx.get(f"{plain.address}/error", trust_env=False)
@@ -345,7 +345,7 @@ def test_one_looping_choice_of_two_is_no_reason_to_cut():
         ("/v1/completions", [1], None),
     ],
 )
-def test_penalties(path, body, expected):
+def test_a_retry_carries_the_penalty_that_its_server_knows(path, body, expected):
     made = with_penalty(path, json.dumps(body).encode())
     assert (None if made is None else json.loads(made)) == expected
 

@@ -74,6 +74,7 @@ def test_every_grouped_token_gets_there_and_no_other():
     assert sum(drawn) == len(atlas.ids) == len(result.to_frame())
 
 
+@pytest.mark.slow
 def test_without_bos_a_token_of_the_text_stands_first_and_never_itself():
     o = organism("llama", 1, bos=False)
     setup = replace(Setup.open(o.model, tokenizer=o.tokenizer), ids=torch.tensor([[7, 9]]))

@@ -115,6 +115,7 @@ def test_round_trip_sees_tokens_that_join():
     assert round_trip(organism("llama", 0).tokenizer, torch.tensor([[7, 9], [12, 8]])) == 1
 
 
+@pytest.mark.slow
 def test_no_sink_and_no_cluster_are_answers(tmp_path):
     none = attack_on(organism("llama", 3, kind="none"), tmp_path, clusters=None)
     assert none.sink_layer is None and none.rows() == [] and "no sink neurons to attack" in none.summary()
@@ -124,6 +125,7 @@ def test_no_sink_and_no_cluster_are_answers(tmp_path):
         assert not any(len(bar.x) for bar in answer.figure().data)
 
 
+@pytest.mark.slow
 def test_lengths_that_no_cluster_has(tmp_path):
     o = organism("llama", 1, bos=False)
     found = attack_on(o, tmp_path, lengths=[4, 60])

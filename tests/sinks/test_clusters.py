@@ -77,6 +77,7 @@ def test_later_mean_is_that_of_later_positions_head_by_head():
     assert_close(later_mean(target, ids), z[0][:, 1:].reshape(-1, z[0].shape[-1]).mean(0))
 
 
+@pytest.mark.slow
 def test_no_single_head_and_not_in_layer_0_are_answers():
     spread = measured(organism("llama", 1, kind="spread"))
     assert not spread.clusters.heads and spread.clusters.unserved > 100

@@ -191,6 +191,7 @@ def test_a_neuron_that_attention_alone_needs_joins_the_set(tmp_path, monkeypatch
     assert len(needed) == 2 and {*minimal.edit_sites} == needed
 
 
+@pytest.mark.slow
 def test_a_deep_sink_is_found_in_three_walks_through_a_streamed_model(tmp_path):
     """One walk scans, two repeat, two search from the sink layer on; only the sink layer is looked at more often."""
     o = organism("llama", 2, kind="gate", n_layers=12)

@@ -92,6 +92,7 @@ def test_the_proof_is_what_the_saved_patch_does(tmp_path):
     assert abs(proof.perplexity[1] / proof.perplexity[0] - 1) < 1e-3
 
 
+@pytest.mark.slow
 def test_harmful_patch_is_refused(tmp_path):
     """The sink neuron also carries what the model says about ordinary text: its own samples become less likely."""
     o = new_organism("llama", 10, kind="up")  # to be changed
@@ -128,6 +129,7 @@ def samples_of(o: Organism) -> str:
     return " ".join(o.tokenizer.decode(row[1:]) for row in rows)
 
 
+@pytest.mark.slow
 def test_no_repeats_are_an_answer(tmp_path):
     position = made_of(organism("gpt2", 1), tmp_path, max_repeats=100)  # marked by its position
     assert position.verdict == "no-repeats"

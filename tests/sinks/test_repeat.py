@@ -98,7 +98,7 @@ def test_typical_lines_are_quantiles_of_later_positions(llama):
     assert norm.conditions == ("intact",)
 
 
-@pytest.mark.parametrize("bos", [True, False])
+@pytest.mark.parametrize("bos", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_what_stands_before_the_repetitions(bos):
     o = organism("llama", 2, bos=bos)
     word, prefix = word_of(o, 0), f"{word_of(o, 1)} {word_of(o, 1, 1)}"
@@ -235,6 +235,7 @@ def test_readings_of_attention_leave_layers_without_it_out(first):
 # --- answers, errors, files ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_model_without_a_sink_is_an_answer():
     o = organism("llama", 0, kind="none")
     norms = measured(o, max_repeats=8, ablate=True)
@@ -298,8 +299,7 @@ def table_of(text: str) -> dict[str, list[str]]:
 def test_table1_measures_the_weights_it_is_given(two, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sinkscope.sinks.first_token.attention_received.RATE_TEXTS", 4)
     folder = two.save(tmp_path / "weights")
-    words = ["--token", word_of(two, 0), "--token", word_of(two, 1)]
-    assert table1.main(["--run", f"llama-1-7b={folder}", "--run", f"mine={folder}", *words]) == 0
+    table1.main(run=[f"llama-1-7b={folder}", f"mine={folder}"], token=[word_of(two, 0), word_of(two, 1)])
     rows = table_of(capsys.readouterr().out)
     for name, paper in (("LLaMa-1-7b-HF", ["450", "2", "7003"]), ("mine", ["-", "-", "-"])):
         assert rows[name][::2] == paper
@@ -309,5 +309,5 @@ def test_table1_measures_the_weights_it_is_given(two, tmp_path, monkeypatch, cap
         assert 0.6 <= float(repeats) / (two.truth.repeats_expected or 1) <= 1.5
     assert rows["LLaMa-2-7b-HF"][1] == "no weights at hand"
     for bad in ("plain", "plain=", f"plain={tmp_path / 'nowhere'}"):
-        assert table1.main(["--run", bad]) == 2
-        assert "expected NAME=FOLDER" in capsys.readouterr().err
+        with pytest.raises(SinkscopeError, match="expected NAME=FOLDER"):
+            table1.main(run=[bad])

@@ -19,7 +19,7 @@ from sinkscope.trace.sites import site_names
 IDS = torch.randint(3, 90, (3, 11), generator=torch.Generator().manual_seed(2))
 
 
-@pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 4))
+@pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 8))
 def test_residual_stream_is_the_sum_of_its_parts(model_type):
     """resid_post = resid_pre + attn_out + mlp_out at every layer, whatever norms and layouts lie between."""
     model, _ = tiny_model(model_type)
@@ -47,7 +47,7 @@ def test_mlp_out_is_post_through_the_columns(model_type):
     assert_close(got["blocks.1.hook_mlp_out"], raw, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 4, 1))
+@pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 6, 1))
 def test_behind_the_last_layer(model_type):
     """`ln_final` is transformers' last hidden state, `logits` what the model returns; the unembedding leads there."""
     model, _ = tiny_model(model_type)

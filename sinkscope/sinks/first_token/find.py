@@ -105,9 +105,7 @@ def find_sinks(
 
     # What makes the spikes, what do the heads need, and does repetition go through the same neurons?
     made = made_spikes(survey, context, sets.minimal)
-    spike = None
-    if made:
-        spike = made[0].spike
+    spike = made[0].spike if made else None
     repetition = None
     if repeated is not None and sets.minimal is not None:
         repetition = repetition_spike(context, words, first_tokens, repeated, sets.sites, limit)
