@@ -1,4 +1,4 @@
-"""For the site only: `sinkscope.models` is a package and a function; its package is what paths lead through."""
+"""For the site only: `sinkscope.models` is a function and a package; its package is what paths lead through."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ class PackagesFirst(griffe.Extension):
     def on_module_members(self, *, mod: griffe.Module, **_: Any) -> None:
         """Called when `sinkscope/__init__.py` has been read and its submodules have not."""
         if mod.path == "sinkscope":
-            for name in ("models", "trace", "generate"):
+            for name in ("lines", "models", "trace"):
                 mod.members.pop(name, None)

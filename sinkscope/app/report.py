@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Annotated
 
 from sinkscope.app.card import CARD
+from sinkscope.app.commands import commands
 from sinkscope.app.pages import Section, document, result_section, save_document
 from sinkscope.display.console import note
 from sinkscope.display.notation import counted
 from sinkscope.display.options import Hidden, Option, command
 from sinkscope.display.result import Result
 from sinkscope.errors import SinkscopeError, one_line
-from sinkscope.files.envelope import known_kinds
 from sinkscope.files.output import check_output, read_json
 from sinkscope.files.plain import visible
 from sinkscope.files.progress import silent
@@ -68,8 +68,8 @@ def report(
         raise SinkscopeError(
             f"no results in {folder}: it should hold what --json or .save() wrote; {'; '.join(reasons[:1])}"
         )
-    kinds = known_kinds()
-    sections.sort(key=lambda section: (kinds.index(section.kind), section.file))
+    places = {words.replace(" ", "-"): place for place, words in enumerate(commands())}
+    sections.sort(key=lambda section: (places.get(section.kind, len(places)), section.file))
     count = counted(len(sections), "result")
     save_document(target, document(visible(root.resolve().name), sections, count, left_out))
     print(visible(f"{out or root / 'report.html'}: {count}"))

@@ -19,13 +19,13 @@ from sinkscope.bench.methods import Method
 from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.record import BenchRecord, Ending, Metrics
 from sinkscope.files.plain import plain
-from sinkscope.files.provenance import ModelInfo
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.interventions.decode import ForcedAnswer, decoding, noted_decoding
 from sinkscope.kv.loopguard.detect import largest_probability
 from sinkscope.kv.loopserve.serve import LoopServe
 from sinkscope.kv.session import Session
 from sinkscope.measure.rate import mean_known
+from sinkscope.measure.setup import model_info
 from sinkscope.models.checks import check_length, tokenizer_of
 from sinkscope.models.origin import fingerprint_of
 from sinkscope.models.target import Target
@@ -69,11 +69,8 @@ class BenchModel:
         target = self.target
         with noted_decoding() as used:
             decoding(target, do_sample=False)
-        info = ModelInfo(
-            target.name, target.config.model_type, target.n_layers, target.d_model, target.d_mlp, self.fingerprint
-        )
         return {
-            "model": asdict(info),
+            "model": asdict(model_info(target)),
             "kind": target.kind,
             "device": target.device.type,
             "dtype": str(target.dtype).removeprefix("torch."),

@@ -31,8 +31,20 @@ from sinkscope.opening.open import PartTarget, open_target
 from sinkscope.trace import attention_rows
 
 PIECE = 64
-WITHOUT_BOS = 4  # times as many pieces of text where no BOS stands first
 """Tokens in one piece of typical text."""
+WITHOUT_BOS = 4  # times as many pieces of text where no BOS stands first
+
+
+def model_info(target: Target) -> ModelInfo:
+    """The model, for a result."""
+    return ModelInfo(
+        name=target.name,
+        family=target.config.model_type,
+        n_layers=target.n_layers,
+        d_model=target.d_model,
+        d_mlp=target.d_mlp,
+        fingerprint=fingerprint_of(target),
+    )
 
 
 @dataclass(frozen=True)
@@ -226,15 +238,7 @@ class Setup:
 
     def info(self) -> ModelInfo:
         """The model that was measured, for the result."""
-        target = self.target
-        return ModelInfo(
-            name=target.name,
-            family=target.config.model_type,
-            n_layers=target.n_layers,
-            d_model=target.d_model,
-            d_mlp=target.d_mlp,
-            fingerprint=fingerprint_of(target),
-        )
+        return model_info(self.target)
 
     def provenance(self) -> Provenance:
         """How, when and on which device the result was made."""
