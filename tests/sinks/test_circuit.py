@@ -135,6 +135,7 @@ def test_an_ordinary_circuit_is_found_from_end_to_end(family, seed, tmp_path):
     assert readers.attention_without.mean() < 0.2 < 0.8 < min(readers.attention.mean(), readers.control or 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["and", "or"])
 def test_marks_of_two_layers_are_told_apart(rule, tmp_path):
     """If both are needed, each is needed alone; if either suffices, none is, and the smallest set has both."""
