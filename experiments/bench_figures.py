@@ -76,7 +76,8 @@ RUNS = {
 
 def figure(data: Row) -> Any:
     """Bars by method, a colour for each set."""
-    rows, measure = data["result"]["rows"], data["settings"]["measure"]
+    rows = data["result"]["rows"]
+    measure = data["settings"]["measure"]
     fig: Any = go.Figure()
     for number, name in enumerate(dict.fromkeys(row["set"] for row in rows)):
         mine = []
@@ -151,7 +152,8 @@ def main(
     Args:
         only: Methods to run again; the rows of the others stay as the figure's JSON has them.
     """
-    started, chosen = time.perf_counter(), RUNS[name]
+    started = time.perf_counter()
+    chosen = RUNS[name]
     with ProgressBar() as progress:
         table = bench(
             task=chosen.task,

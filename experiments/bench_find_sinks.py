@@ -150,9 +150,11 @@ def plain_arm(folder: str) -> Row:
 
 def measured(run: Callable[[], Row]) -> Row:
     """Seconds, and growth and peak of resident memory, of `run`."""
-    before, start = status("VmRSS"), time.perf_counter()
+    before = status("VmRSS")
+    start = time.perf_counter()
     out = run()
-    seconds, peak = time.perf_counter() - start, status("VmHWM")
+    seconds = time.perf_counter() - start
+    peak = status("VmHWM")
     return {**out, "seconds": seconds, "rss_growth_bytes": peak - before, "peak_rss_bytes": peak}
 
 
@@ -225,7 +227,8 @@ def seven_b(folder: Path) -> Row:
     for f in folder.iterdir():
         counts.append(f.stat().st_size)
     apparent = sum(counts)
-    shallow, whole = child("sinkscope", folder), child("sinkscope-all", folder)
+    shallow = child("sinkscope", folder)
+    whole = child("sinkscope-all", folder)
     items = []
     for n in truth["neurons"]:
         items.append(n["neuron"])

@@ -139,7 +139,8 @@ def layer(lengths: list[int], rounds: int) -> list[Row]:
 def planted(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Queries and keys with 20 heavy columns and a local pattern."""
     query, key = (torch.randn(8, n, D_HEAD, generator=generator) * 0.5 for _ in range(2))
-    columns, direction = torch.randperm(n, generator=generator)[:20], torch.randn(D_HEAD, generator=generator)
+    columns = torch.randperm(n, generator=generator)[:20]
+    direction = torch.randn(D_HEAD, generator=generator)
     query += direction * 0.55
     key[:, columns] += direction * 0.9
     turn = torch.arange(n)[:, None] * torch.arange(1, 17) / 40.0
@@ -260,7 +261,9 @@ def whole_model(lengths: list[int], rounds: int) -> list[Row]:
                 return model(input_ids=ids, use_cache=True, logits_to_keep=1).logits
 
             for alpha in (DEFAULT, 0.995) if name == "lines" else (DEFAULT,):
-                pairs, events, drift = [], [], 0.0
+                pairs = []
+                events = []
+                drift = 0.0
                 for _ in range(rounds if n <= REPEATED else 1):
                     base, alone = seconds(forward)
                     with LoopServe(alpha=alpha, decode=False).on(model) as run:
@@ -325,7 +328,8 @@ def decoding(contexts: list[int], rounds: int) -> list[Row]:
 
     rows: list[Row] = []
     for n in contexts:
-        whole, part = [], []
+        whole = []
+        part = []
         for _ in range(rounds):
             whole.append(steps(n, None))
             part.append(steps(n, Progressive(budget=1024, after=0)))

@@ -54,7 +54,8 @@ def record_section(data: Row, file: str, figure: Any = None) -> Section:
 def put_table(page: Path, module: str, made: str) -> None:
     """Replace what stands in a page between the two comments that name a module of `experiments`."""
     text = page.read_text(encoding="utf-8")
-    begin, end = f"<!-- made by experiments.{module} -->", f"<!-- end of experiments.{module} -->"
+    begin = f"<!-- made by experiments.{module} -->"
+    end = f"<!-- end of experiments.{module} -->"
     before, found, rest = text.partition(begin)
     _, ends, after = rest.partition(end)
     if not found or not ends:

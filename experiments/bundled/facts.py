@@ -84,7 +84,8 @@ def measure_run(run: Path, *, loops: bool = True) -> Row:
     tokenizer = AutoTokenizer.from_pretrained(run)
     settings = Settings(**json.loads((run / "training.json").read_text())["settings"])
     tokens = np.load(run / "tokens.npz")
-    valid, about = tokens["valid_python"], json.loads((run / "corpus.json").read_text())
+    valid = tokens["valid_python"]
+    about = json.loads((run / "corpus.json").read_text())
     bos = tokenizer.bos_token_id
     texts = typical_windows(tokenizer, 256)
     short = typical_windows(tokenizer, 64)[:100]
@@ -132,7 +133,8 @@ def _heads_per_layer(model: LlamaForCausalLM, texts: np.ndarray) -> list[int]:
 
 def _planted_facts(run: Path, settings: Settings, model: LlamaForCausalLM, texts: np.ndarray) -> Row:
     truth = json.loads((run / "circuit.json").read_text())
-    layer, neuron = truth["sink_layer"], truth["neurons"][0]["neuron"]
+    layer = truth["sink_layer"]
+    neuron = truth["neurons"][0]["neuron"]
     rng = np.random.default_rng([settings.seed, 2])
     items = []
     for each in rng.choice(np.arange(3, settings.vocab_size), REPEAT_TOKENS, replace=False):

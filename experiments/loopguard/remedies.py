@@ -77,7 +77,10 @@ class Dry(LogitsProcessor):
     """DRY (p-e-w 2024): a token that prolongs a repetition of n tokens loses `strength * base ** (n - allowed)`."""
 
     def __init__(self, strength: float = 0.8, base: float = 1.75, allowed: int = 2, longest: int = 64) -> None:
-        self._strength, self._base, self._allowed, self._longest = strength, base, allowed, longest
+        self._strength = strength
+        self._base = base
+        self._allowed = allowed
+        self._longest = longest
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         """Scores with the penalties."""
@@ -356,7 +359,8 @@ def figure(data: Row) -> Any:
         by_name = {}
         for row in rows:
             by_name[row["method"]] = row
-        full, guard = by_name["full"], by_name["LoopGuard"]
+        full = by_name["full"]
+        guard = by_name["LoopGuard"]
         said.append(f"{guard['loops']} instead of {full['loops']} of {guard['outputs']} ({setting['name']})")
     fig.update_yaxes(range=[0, 1.03], tickformat=".0%", row=1, col=1)
     found = f"With LoopGuard, outputs that loop: {', '.join(said)}"

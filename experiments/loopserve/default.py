@@ -93,7 +93,8 @@ def asked(where: str) -> list[tuple[str, str]]:
 
 def answered(target: Target, serve: LoopServe, questions: Sequence[tuple[str, str]]) -> Row:
     """How many questions are answered right, on how many of the cells."""
-    right, data = 0, list[Any]()
+    right = 0
+    data = list[Any]()
     for prompt, answer in questions:
         ids = target.tokenizer(prompt, return_tensors="pt").input_ids
         with serve.on(target) as run:
@@ -119,7 +120,8 @@ def needles(where: str) -> tuple[Target, list[tuple[str, str]]]:
 
 def sought(target: Target, serve: LoopServe | None, questions: Sequence[tuple[str, str]]) -> Row:
     """How many answers hold the string that was asked for, on how many of the cells."""
-    right, data = 0, list[Any]()
+    right = 0
+    data = list[Any]()
     for prompt, answer in questions:
         ids = target.tokenizer(prompt, return_tensors="pt").input_ids
         with nullcontext() if serve is None else serve.on(target) as run:
@@ -143,9 +145,11 @@ def costs(data: Sequence[Any]) -> dict[str, float]:
 @torch.no_grad()
 def followed(model: Any, ids: torch.Tensor, serve: LoopServe | None) -> tuple[torch.Tensor, list[Any]]:
     """Log-probabilities of the tokens after a prompt that is read along lines; what follows attends to everything."""
-    prompt, rest = ids[:, :-ANSWER], ids[:, -ANSWER:]
+    prompt = ids[:, :-ANSWER]
+    rest = ids[:, -ANSWER:]
     if serve is None:
-        out, data = model(prompt, use_cache=True), []
+        out = model(prompt, use_cache=True)
+        data = []
     else:
         with serve.on(model) as run:
             out = model(prompt, use_cache=True)
@@ -159,7 +163,9 @@ def followed(model: Any, ids: torch.Tensor, serve: LoopServe | None) -> tuple[to
 def measured() -> dict[str, list[Row]]:
     """All numbers."""
     target = target_of(load("recall", backend="hf"))
-    points, choices, text = list[Row](), list[Row](), list[Row]()
+    points = list[Row]()
+    choices = list[Row]()
+    text = list[Row]()
     parts = list[Row]()
     asked_of = {THIRD: (target, asked(THIRD)), **{where: needles(where) for where in NEEDLES}}
     for where, (who, questions) in asked_of.items():
@@ -233,7 +239,8 @@ def concluded(found: Row) -> str:
     said = {}
     for name, point in third.items():
         said[name] = f"{fewest(point)} of {point['draws'][0]['questions']}"
-    own, none = third["default"], grid[THIRD, OWN.alpha, 0]
+    own = third["default"]
+    none = grid[THIRD, OWN.alpha, 0]
     most = max(p["kl"] for (_, *at), p in grid.items() if at == [OWN.alpha, OWN.dense_rows] and "kl" in p)
     return (
         f"{THIRD.capitalize()}: the default (alpha {OWN.alpha}, last {OWN.dense_rows} rows dense) answers "

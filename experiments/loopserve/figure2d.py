@@ -67,7 +67,8 @@ def _point(records: Sequence[BenchRecord]) -> Row:
 
 def figure(data: Row) -> Any:
     """A panel for each number of facts: bars by method and position."""
-    panels, budget = data["result"]["panels"], data["settings"]["budget"]
+    panels = data["result"]["panels"]
+    budget = data["settings"]["budget"]
     from plotly.subplots import make_subplots
 
     fig: Any = make_subplots(
@@ -120,7 +121,8 @@ def figure(data: Row) -> Any:
     spread = {m: {place: one[m, place] for place in POSITIONS} for m, _ in one}
     most = max(spread, key=lambda m: max(spread[m].values()) - min(spread[m].values()))
     places = spread[most]
-    best, worst = max(places, key=lambda place: places[place]), min(places, key=lambda place: places[place])
+    best = max(places, key=lambda place: places[place])
+    worst = min(places, key=lambda place: places[place])
     found = (
         f"With {budget} cached tokens, {most} answers {places[best]:.0%} of the questions {at_place(best)} and "
         f"{places[worst]:.0%} of those {at_place(worst)}; the whole cache answers {min(spread['full'].values()):.0%} "
@@ -138,7 +140,8 @@ def main(*, count: int = 40, tokens: int = 400, budget: int = 96, out: Path = Pa
         budget: Cached tokens per layer and kv head.
     """
     torch.set_num_threads(1)
-    started, model = time.perf_counter(), load("recall", backend="hf")
+    started = time.perf_counter()
+    model = load("recall", backend="hf")
     with ProgressBar() as progress:
         panels: list[Row] = []
         for hops in HOPS:

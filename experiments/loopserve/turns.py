@@ -126,7 +126,8 @@ def main(*, work: Path = Path("runs"), out: Path = Path("figures")) -> None:
     """
     started = time.perf_counter()
     methods = dict(zip(NAMES, specs(list(NAMES.values())), strict=True))
-    rows, seconds = list[Row](), 0.0
+    rows = list[Row]()
+    seconds = 0.0
     for suite, _, _ in SHOWN:
         assert suite.task.turns == len(TURNS)
         said = answers(suite, list(methods.values()), work)
