@@ -39,7 +39,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from experiments.bench_lines import ids_of, made
 from experiments.drawn import put_table, save
-from experiments.record import Row, record
+from experiments.record import Row, column, record
 from experiments.script import run
 from sinkscope.files.output import write_atomic
 from sinkscope.kv.loopserve import LoopServe, Progressive, serve, sparse_prompts
@@ -278,9 +278,7 @@ def whole_model(lengths: list[int], rounds: int) -> list[Row]:
                 for event in events:
                     if event.kind == "prefill":
                         data.append(event.data)
-                counts = []
-                for d in data:
-                    counts.append(d["cells"])
+                counts = column(data, "cells")
                 rows.append(
                     {
                         "model": name,
@@ -384,31 +382,27 @@ def figure(data: Row) -> Any:
     titles = ("single columns", "single offsets", "whole prompt, 2 layers", "stages at alpha 0.995, share of the pass")
     fig = make_subplots(1, 4, subplot_titles=titles, horizontal_spacing=0.06)
     colours = dict(zip(LENGTHS, (GREY, BLUE, GREEN, ORANGE, RED), strict=True))
-    for column, kind in ((1, "vertical"), (2, "slash")):
+    for place, kind in ((1, "vertical"), (2, "slash")):
         for n in sorted({row["n"] for row in result["layer"]}):
             some = []
             for each in result["layer"]:
                 if (each["n"], each["kind"]) == (n, kind):
                     some.append(each)
-            x = []
-            for each in some:
-                x.append(each["cells"])
-            y = []
-            for each in some:
-                y.append(each["times_faster"])
+            x = column(some, "cells")
+            y = column(some, "times_faster")
             fig.add_scatter(
                 x=x,
                 y=y,
                 name=f"n = {n:,}",
                 mode="lines+markers",
                 line_color=colours.get(n),
-                showlegend=column == 1,
+                showlegend=place == 1,
                 row=1,
-                col=column,
+                col=place,
             )
-        fig.update_xaxes(type="log", title="cells on lines", tickformat=".0%", tickvals=DENSITIES, row=1, col=column)
-        fig.update_yaxes(type="log", range=[-0.3, 1.8], tickvals=[0.5, 1, 3, 10, 30], row=1, col=column)
-        fig.add_hline(1, line={"color": GREY, "dash": "dot"}, row=1, col=column)  # pyright: ignore
+        fig.update_xaxes(type="log", title="cells on lines", tickformat=".0%", tickvals=DENSITIES, row=1, col=place)
+        fig.update_yaxes(type="log", range=[-0.3, 1.8], tickvals=[0.5, 1, 3, 10, 30], row=1, col=place)
+        fig.add_hline(1, line={"color": GREY, "dash": "dot"}, row=1, col=place)  # pyright: ignore
     fig.update_yaxes(title="times faster than dense attention", row=1, col=1)
     said = {"lines": "lines", "half": "one layer of two on lines", "flat": "flat attention, all dense"}
     arms = dict.fromkeys((row["model"], row["alpha"]) for row in result["model"])
@@ -417,12 +411,8 @@ def figure(data: Row) -> Any:
         for each in result["model"]:
             if (each["model"], each["alpha"]) == (model, alpha):
                 some.append(each)
-        x = []
-        for each in some:
-            x.append(each["n"])
-        y = []
-        for each in some:
-            y.append(each["times_faster"])
+        x = column(some, "n")
+        y = column(some, "times_faster")
         fig.add_scatter(
             x=x,
             y=y,

@@ -37,7 +37,7 @@ import torch
 from transformers import LogitsProcessor, NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from experiments.drawn import save
-from experiments.record import Row, record
+from experiments.record import Row, column, record
 from experiments.script import run
 from sinkscope.bench.prompt import read_prompts
 from sinkscope.bench.tasks.loops import DATA, first_alarm, loops
@@ -191,9 +191,7 @@ class Continuing:
             cuts = []
             for event in events[place]:
                 cuts.append(event.data)
-            counts = []
-            for cut in cuts:
-                counts.append(cut["taken_back"])
+            counts = column(cuts, "taken_back")
             back = sum(counts)
             counts = []
             for cut in cuts:
@@ -344,17 +342,13 @@ def figure(data: Row) -> Any:
     said: list[str] = []
     for setting, colour in zip(data["result"]["settings"], COLOURS, strict=False):
         rows = setting["reported"]
-        names = []
-        for row in rows:
-            names.append(row["method"])
+        names = column(rows, "method")
         style = {"marker_color": colour, "legendgroup": setting["name"], "name": setting["name"]}
         y = []
         for each in rows:
             y.append(each["loops"] / each["outputs"])
         fig.add_bar(x=names, y=y, **style, row=1, col=1)
-        y = []
-        for each in rows:
-            y.append(each["perplexity"])
+        y = column(rows, "perplexity")
         fig.add_bar(x=names, y=y, **style, showlegend=False, row=1, col=2)
         by_name = {}
         for row in rows:

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from experiments.drawn import save
-from experiments.record import Row, record
+from experiments.record import Row, column, record
 from experiments.script import run
 from sinkscope.bench.tasks.needle import needle_prompt, wording_of
 from sinkscope.bench.tasks.recall import POSITIONS, recall_dialogue
@@ -136,9 +136,7 @@ def sought(target: Target, serve: LoopServe | None, questions: Sequence[tuple[st
 
 def costs(data: Sequence[Any]) -> dict[str, float]:
     """Mean over prompts, layers and heads: cells, and what the lines hold outside of the sample."""
-    values = []
-    for d in data:
-        values.append(d["attended"])
+    values = column(data, "attended")
     return {"cells": fmean(values), "held": fmean(fmean(d["recovered"]) for d in data)}
 
 
@@ -188,9 +186,7 @@ def measured() -> dict[str, list[Row]]:
             rows = []
             for one in draws:
                 rows.append(answered(target, one, questions))
-            scores = []
-            for one in rows:
-                scores.append(one["score"])
+            scores = column(rows, "score")
             means = {}
             for key in ("score", "cells", "held"):
                 values = []
@@ -252,9 +248,7 @@ def concluded(found: Row) -> str:
 
 def fewest(point: Row) -> int:
     """Right answers of the worst draw."""
-    values = []
-    for draw in point["draws"]:
-        values.append(draw["right"])
+    values = column(point["draws"], "right")
     return min(values)
 
 
@@ -278,9 +272,7 @@ def figure(data: Row) -> Any:
             mode = "lines+markers"
             if rows == OWN.dense_rows:
                 mode = "lines+markers+text"
-            x = []
-            for each in mine:
-                x.append(each["cells"])
+            x = column(mine, "cells")
             y = []
             for each in mine:
                 y.append(each[key])
@@ -301,12 +293,8 @@ def figure(data: Row) -> Any:
             for point in found["choices"]:
                 if (point["where"], point["choice"]) == (title, name):
                     mine.append(point)
-            x = []
-            for each in mine:
-                x.append(each["cells"])
-            y = []
-            for each in mine:
-                y.append(each["score"])
+            x = column(mine, "cells")
+            y = column(mine, "score")
             array = []
             for each in mine:
                 array.append(each["high"] - each["score"])

@@ -87,9 +87,7 @@ def figure(data: Row) -> Any:
             x = []
             for b in bars:
                 x.append(html.escape(b["method"]))
-            y = []
-            for b in bars:
-                y.append(b["accuracy"])
+            y = column(bars, "accuracy")
             array = []
             for b in bars:
                 array.append(b["high"] - b["accuracy"])

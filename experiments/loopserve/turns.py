@@ -27,7 +27,7 @@ from experiments.loopserve.runs import (
     specs,
     turns_of,
 )
-from experiments.record import Row, record
+from experiments.record import Row, column, record
 from experiments.script import run
 from sinkscope.measure.style import BLUE, COLOURS, GREEN, GREY, ORANGE, RED, finished
 
@@ -77,9 +77,7 @@ def figure(data: Row) -> Any:
             for row in rows:
                 if (row["suite"], row["label"]) == (suite.name, name):
                     mine.append(row)
-            x = []
-            for each in mine:
-                x.append(each["turn"])
+            x = column(mine, "turn")
             y = []
             for each in mine:
                 y.append(each[key])
