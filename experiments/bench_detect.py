@@ -38,7 +38,7 @@ from experiments.drawn import put_table
 from experiments.harmless import pieces, source_code
 from experiments.loopbench.make_honest import honest_texts
 from experiments.loopguard.sensitivity import SURE, encoders
-from experiments.record import Row, column, record
+from experiments.record import Row, record, value_of_each
 from experiments.script import run
 from sinkscope.files.output import write_atomic
 from sinkscope.loops import Monitor, MonitorSettings
@@ -333,7 +333,7 @@ def table(result: Row) -> str:
         rows = result["delays"][rule]
         shares = []
         for form in FORMS:
-            values = column(rows[form], "found")
+            values = value_of_each(rows[form], "found")
             shares.append(statistics.mean(values))
         late = []
         for r in rows["exact"]:

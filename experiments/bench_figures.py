@@ -19,7 +19,7 @@ from typing import Any, Literal
 import plotly.graph_objects as go
 
 from experiments.drawn import save
-from experiments.record import Row, column, record
+from experiments.record import Row, record, value_of_each
 from experiments.script import run
 from sinkscope.bench.methods import FULL, name_of, order_of
 from sinkscope.bench.record import BenchRun, read_run
@@ -93,7 +93,7 @@ def figure(data: Row) -> Any:
             for row in mine:
                 below.append(row[measure] - row["low"])
             errors = {"array": above, "arrayminus": below, "thickness": 1}
-        methods = column(mine, "method")
+        methods = value_of_each(mine, "method")
         values = []
         for row in mine:
             values.append(row[measure])

@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from experiments.record import Row, column, record
+from experiments.record import Row, record, value_of_each
 from experiments.script import run as run_script
 from sinkscope.files.output import write_atomic
 
@@ -198,7 +198,7 @@ def pair(folder: Path, sink_layer: int, rounds: int) -> Row:
         "--beta",
         "2.7",
     )
-    items = column(truth["neurons"], "neuron")
+    items = value_of_each(truth["neurons"], "neuron")
     planted = sorted(items)
     arms = ("notebook", "sinkscope", "plain")
     runs = []
@@ -227,7 +227,7 @@ def seven_b(folder: Path) -> Row:
     apparent = sum(counts)
     shallow = child("sinkscope", folder)
     whole = child("sinkscope-all", folder)
-    items = column(truth["neurons"], "neuron")
+    items = value_of_each(truth["neurons"], "neuron")
     return {
         "apparent_bytes": apparent,
         "planted": sorted(items),

@@ -39,7 +39,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from experiments.bench_lines import ids_of, made
 from experiments.drawn import put_table, save
-from experiments.record import Row, column, record
+from experiments.record import Row, record, value_of_each
 from experiments.script import run
 from sinkscope.files.output import write_atomic
 from sinkscope.kv.loopserve import LoopServe, Progressive, serve, sparse_prompts
@@ -278,7 +278,7 @@ def whole_model(lengths: list[int], rounds: int) -> list[Row]:
                 for event in events:
                     if event.kind == "prefill":
                         data.append(event.data)
-                counts = column(data, "cells")
+                counts = value_of_each(data, "cells")
                 rows.append(
                     {
                         "model": name,
@@ -388,8 +388,8 @@ def figure(data: Row) -> Any:
             for each in result["layer"]:
                 if (each["n"], each["kind"]) == (n, kind):
                     some.append(each)
-            x = column(some, "cells")
-            y = column(some, "times_faster")
+            x = value_of_each(some, "cells")
+            y = value_of_each(some, "times_faster")
             fig.add_scatter(
                 x=x,
                 y=y,
@@ -411,8 +411,8 @@ def figure(data: Row) -> Any:
         for each in result["model"]:
             if (each["model"], each["alpha"]) == (model, alpha):
                 some.append(each)
-        x = column(some, "n")
-        y = column(some, "times_faster")
+        x = value_of_each(some, "n")
+        y = value_of_each(some, "times_faster")
         fig.add_scatter(
             x=x,
             y=y,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from experiments.record import Row, column
+from experiments.record import Row, value_of_each
 from experiments.script import run
 from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.tasks.recall import POSITIONS, recall_dialogue, uneven
@@ -121,7 +121,7 @@ def card(numbers: list[Row], model: Any, size: int) -> str:
             + " / ".join(_share(n["right"][f"{p} unstated"]) for p in POSITIONS)
             + f" | {n['lead']:.1f} |"
         )
-    values = column(numbers, "total")
+    values = value_of_each(numbers, "total")
     longest = max(values)
     c = model.config
     return f"""---

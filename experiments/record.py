@@ -16,7 +16,7 @@ Row = dict[str, Any]
 """The values of a record, by name."""
 
 
-def column(rows: Iterable[Row], name: str) -> list[Any]:
+def value_of_each(rows: Iterable[Row], name: str) -> list[Any]:
     """One value of each row."""
     values: list[Any] = []
     for row in rows:

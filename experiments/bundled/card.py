@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from experiments.bundled import entry, facts
-from experiments.record import Row, column
+from experiments.record import Row, value_of_each
 from experiments.script import run as run_script
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.notation import head_name, neuron_name
@@ -335,7 +335,7 @@ def _required(a: Row, b: Row) -> list[tuple[object, ...]]:
 
     least = []
     for x in (a, b):
-        values = column(x["ditto"].values(), "8")
+        values = value_of_each(x["ditto"].values(), "8")
         least.append(min(values))
     table: list[tuple[object, ...]] = [
         ("random cycles after 8 copies, smallest of the periods", f">= {COPYING}", *(f"{n:.2f}" for n in least)),

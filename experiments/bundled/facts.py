@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBas
 
 from experiments.bundled import corpus, entry, measure
 from experiments.bundled.training import Settings, Trainer
-from experiments.record import Row, column
+from experiments.record import Row, value_of_each
 
 TYPICAL = Path(__file__).resolve().parents[2] / "sinkscope" / "models" / "text" / "typical.txt"
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
@@ -195,7 +195,7 @@ def _loops(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, valid: n
     counts = []
     for s in signals:
         counts.append(bool(s["looped"]))
-    values = column(signals, "ttr")
+    values = value_of_each(signals, "ttr")
     return {
         "prompts": PROMPTS,
         "new_tokens": NEW_TOKENS,

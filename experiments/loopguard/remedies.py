@@ -37,7 +37,7 @@ import torch
 from transformers import LogitsProcessor, NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from experiments.drawn import save
-from experiments.record import Row, column, record
+from experiments.record import Row, record, value_of_each
 from experiments.script import run
 from sinkscope.bench.prompt import read_prompts
 from sinkscope.bench.tasks.loops import DATA, first_alarm, loops
@@ -191,7 +191,7 @@ class Continuing:
             cuts = []
             for event in events[place]:
                 cuts.append(event.data)
-            counts = column(cuts, "taken_back")
+            counts = value_of_each(cuts, "taken_back")
             back = sum(counts)
             counts = []
             for cut in cuts:
@@ -342,13 +342,13 @@ def figure(data: Row) -> Any:
     said: list[str] = []
     for setting, colour in zip(data["result"]["settings"], COLOURS, strict=False):
         rows = setting["reported"]
-        names = column(rows, "method")
+        names = value_of_each(rows, "method")
         style = {"marker_color": colour, "legendgroup": setting["name"], "name": setting["name"]}
         y = []
         for each in rows:
             y.append(each["loops"] / each["outputs"])
         fig.add_bar(x=names, y=y, **style, row=1, col=1)
-        y = column(rows, "perplexity")
+        y = value_of_each(rows, "perplexity")
         fig.add_bar(x=names, y=y, **style, showlegend=False, row=1, col=2)
         by_name = {}
         for row in rows:

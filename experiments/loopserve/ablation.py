@@ -17,7 +17,7 @@ from typing import Any
 from experiments.drawn import at_place, save
 from experiments.loopserve.runs import CHAIN, KEPT, answers, rows_of, seconds_of, settings_of, specs
 from experiments.loopserve.table1 import COLOURS, own_table
-from experiments.record import Row, column, record
+from experiments.record import Row, record, value_of_each
 from experiments.script import run
 from sinkscope.bench.tasks.recall import POSITIONS
 from sinkscope.measure.style import finished
@@ -67,7 +67,7 @@ def figure(data: Row) -> Any:
                     "arrayminus": arrayminus,
                     "color": "#888",
                 }
-            x = column(mine, "label")
+            x = value_of_each(mine, "label")
             y = []
             for each in mine:
                 y.append(each[key])

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from experiments.drawn import save
-from experiments.record import Row, column, record
+from experiments.record import Row, record, value_of_each
 from experiments.script import run
 from sinkscope.bench.tasks.needle import needle_prompt, wording_of
 from sinkscope.bench.tasks.recall import POSITIONS, recall_dialogue
@@ -136,7 +136,7 @@ def sought(target: Target, serve: LoopServe | None, questions: Sequence[tuple[st
 
 def costs(data: Sequence[Any]) -> dict[str, float]:
     """Mean over prompts, layers and heads: cells, and what the lines hold outside of the sample."""
-    values = column(data, "attended")
+    values = value_of_each(data, "attended")
     return {"cells": fmean(values), "held": fmean(fmean(d["recovered"]) for d in data)}
 
 
@@ -186,7 +186,7 @@ def measured() -> dict[str, list[Row]]:
             rows = []
             for one in draws:
                 rows.append(answered(target, one, questions))
-            scores = column(rows, "score")
+            scores = value_of_each(rows, "score")
             means = {}
             for key in ("score", "cells", "held"):
                 values = []
@@ -248,7 +248,7 @@ def concluded(found: Row) -> str:
 
 def fewest(point: Row) -> int:
     """Right answers of the worst draw."""
-    values = column(point["draws"], "right")
+    values = value_of_each(point["draws"], "right")
     return min(values)
 
 
@@ -272,7 +272,7 @@ def figure(data: Row) -> Any:
             mode = "lines+markers"
             if rows == OWN.dense_rows:
                 mode = "lines+markers+text"
-            x = column(mine, "cells")
+            x = value_of_each(mine, "cells")
             y = []
             for each in mine:
                 y.append(each[key])
@@ -293,8 +293,8 @@ def figure(data: Row) -> Any:
             for point in found["choices"]:
                 if (point["where"], point["choice"]) == (title, name):
                     mine.append(point)
-            x = column(mine, "cells")
-            y = column(mine, "score")
+            x = value_of_each(mine, "cells")
+            y = value_of_each(mine, "score")
             array = []
             for each in mine:
                 array.append(each["high"] - each["score"])

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from experiments.drawn import at_place, save
-from experiments.record import Row, record
+from experiments.record import Row, record, value_of_each
 from experiments.script import run
 from sinkscope.bench.record import BenchRecord
 from sinkscope.bench.run import run_bench
@@ -87,7 +87,7 @@ def figure(data: Row) -> Any:
             x = []
             for b in bars:
                 x.append(html.escape(b["method"]))
-            y = column(bars, "accuracy")
+            y = value_of_each(bars, "accuracy")
             array = []
             for b in bars:
                 array.append(b["high"] - b["accuracy"])

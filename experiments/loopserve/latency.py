@@ -37,7 +37,7 @@ from transformers import DynamicCache
 from experiments.bench_lines import MARKED, SHAPES, VOCAB, made, memory
 from experiments.drawn import save
 from experiments.loopserve import paper
-from experiments.record import Row, column, record
+from experiments.record import Row, record, value_of_each
 from experiments.script import run as run_script
 from sinkscope.files.console import note
 from sinkscope.interventions.base import Intervention
@@ -155,7 +155,7 @@ def turn(target: Target, edit: Intervention | None, ids: Tensor, context: int, c
         physical = usage[0].physical_bytes
     cells = None
     if events:
-        values = column(events, "attended")
+        values = value_of_each(events, "attended")
         cells = statistics.fmean(values)
     kernel = None
     if events:
@@ -285,7 +285,7 @@ def figure(data: Row) -> Any:
     outputs = data["settings"]["outputs"]
     from plotly.subplots import make_subplots
 
-    values = column(rows, "rounds")
+    values = value_of_each(rows, "rounds")
     most = max(values)
     values = []
     for each in rows:
@@ -401,7 +401,7 @@ def main(
         measured.append({**planned._asdict(), "load": load, **made})
         note(f"{number + 1}/{len(runs)} {planned.arm} at {planned.context}: first token {made['seconds'][0]:.2f} s")
     rows = rows_of(measured, outputs)
-    loads = column(measured, "load")
+    loads = value_of_each(measured, "load")
     left_out = []
     for n in long:
         left_out.append(f"{n}: one round")

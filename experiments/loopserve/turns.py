@@ -27,7 +27,7 @@ from experiments.loopserve.runs import (
     specs,
     turns_of,
 )
-from experiments.record import Row, column, record
+from experiments.record import Row, record, value_of_each
 from experiments.script import run
 from sinkscope.measure.style import BLUE, COLOURS, GREEN, GREY, ORANGE, RED, finished
 
@@ -77,7 +77,7 @@ def figure(data: Row) -> Any:
             for row in rows:
                 if (row["suite"], row["label"]) == (suite.name, name):
                     mine.append(row)
-            x = column(mine, "turn")
+            x = value_of_each(mine, "turn")
             y = []
             for each in mine:
                 y.append(each[key])
