@@ -16,7 +16,7 @@ from plotly.offline import get_plotlyjs
 
 from sinkscope.app.cli import EXPLAIN_HELP, FORCE_HELP, RESULT_OPTIONS
 from sinkscope.app.commands import Command, commands
-from sinkscope.files.options import Parameter, introduction, parameters_of
+from sinkscope.display.options import Parameter, introduction, parameters_of
 from sinkscope.measure import EDIT_PARAMETERS, SETUP_PARAMETERS, Measurement, Output
 
 PLOTLY = "plotly.min.js"

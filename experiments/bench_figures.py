@@ -25,10 +25,10 @@ from sinkscope.bench.methods import FULL, name_of, order_of
 from sinkscope.bench.record import BenchRun, read_run
 from sinkscope.bench.run import bench
 from sinkscope.bench.table import PERCENT, tabulate_records
-from sinkscope.files.console import ProgressBar
-from sinkscope.files.notation import listed
-from sinkscope.files.rate import wilson
-from sinkscope.measure.style import COLOURS, finished
+from sinkscope.display.console import ProgressBar
+from sinkscope.display.notation import listed
+from sinkscope.display.style import COLOURS, finished
+from sinkscope.measure.rate import wilson
 
 NEEDLE = (
     "full,streaming,h2o,snapkv,adakv,tova,a-shape,minference,loopserve,loopserve:paper,loopserve-d,loopserve-d:first=0"

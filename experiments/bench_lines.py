@@ -6,9 +6,9 @@ The model has random weights and planted lines (in each layer half of the heads 
 marked tokens), so that attention is as sparse as it is in trained models. Arms, with the same threads:
 
 - `eager`: a forward pass with `output_attentions=True`; the time to add up lines afterwards is not counted;
-- `lines`: a forward pass during which the lines are weighed, as `line_weights` does before it chooses any;
+- `lines`: a forward pass during which the lines are weighed, as `lines` does before it chooses any;
 - `mass`: `lines`, and then the attention on the heaviest and on random lines at six etas, which is all of
-  `line_weights`;
+  `lines`;
 - `sdpa`: the forward pass alone.
 
 Times are medians of ratios over interleaved rounds. Compare only ratios, because absolute times depend on the machine.

@@ -376,7 +376,7 @@ def figure(data: Row) -> Any:
     result = data["result"]
     from plotly.subplots import make_subplots
 
-    from sinkscope.measure.style import BLUE, GREEN, GREY, ORANGE, RED, finished
+    from sinkscope.display.style import BLUE, GREEN, GREY, ORANGE, RED, finished
 
     purple = "#cc79a7"
     titles = ("single columns", "single offsets", "whole prompt, 2 layers", "stages at alpha 0.995, share of the pass")

@@ -9,8 +9,8 @@ from typing import Any
 
 from experiments.record import Row
 from sinkscope.app.pages import ENVELOPE, Section, document, plot, save_document, section, write_png
+from sinkscope.display.console import note
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.console import note
 from sinkscope.files.output import write_atomic
 
 

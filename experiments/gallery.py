@@ -17,8 +17,9 @@ from experiments.drawn import record_section
 from experiments.record import Row
 from experiments.script import run as run_script
 from sinkscope.app.pages import Section, document, result_section, save_document, write_png
+from sinkscope.display.result import Result
+from sinkscope.files.envelope import known_kinds
 from sinkscope.files.output import read_json, write_atomic
-from sinkscope.files.result import Result, known_kinds
 
 FIGURES = Path(__file__).parents[1] / "figures"
 DOCS = FIGURES.with_name("docs")

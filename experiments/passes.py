@@ -143,7 +143,7 @@ def main(*, out: Path = Path("sinkscope/app/passes.json"), rows_alone: bool = Fa
             continue  # it is no measurement of a model
         whole = function.loading == "whole"
         if words == "patch eval":
-            function = partial(function, patch=ss.make_patch().patch)
+            function = partial(function, patch=ss.patch_make().patch)
         rows[words] = max(0.0, round(timed(words, function, whole), 3))
         print(f"{words}: {rows[words]} rows", flush=True)
         if rows_alone:

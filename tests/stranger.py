@@ -9,8 +9,9 @@ from importlib import invalidate_caches
 from pathlib import Path
 
 import sinkscope
-from sinkscope.app.commands import commands, kind_modules
-from sinkscope.files.result import _RESULT_CLASSES
+from sinkscope.app.commands import commands
+from sinkscope.files.catalog import kind_modules, marked
+from sinkscope.files.envelope import _CLASSES
 
 SOURCE = Path(__file__).parent / "fixtures" / "attention_entropy.py"
 KIND, NAME, MODULE = "attention-entropy", "attention_entropy", "stranger_entropy"
@@ -24,7 +25,7 @@ def installed(folder: Path, source: str, name: str = NAME) -> Iterator[None]:
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: stranger\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(f"[sinkscope.measurements]\nentropy = {MODULE}:{name}\n")
-    earlier = _RESULT_CLASSES.pop(KIND, None)  # a page of the documentation defines the same one
+    earlier = _CLASSES.pop(KIND, None)  # a page of the documentation defines the same one
     sys.path.insert(0, str(folder))
     _look_again()
     try:
@@ -33,13 +34,14 @@ def installed(folder: Path, source: str, name: str = NAME) -> Iterator[None]:
         sys.path.remove(str(folder))
         sys.modules.pop(MODULE, None)
         vars(sinkscope).pop(NAME, None)
-        _RESULT_CLASSES.pop(KIND, None)
+        _CLASSES.pop(KIND, None)
         if earlier is not None:
-            _RESULT_CLASSES[KIND] = earlier
+            _CLASSES[KIND] = earlier
         _look_again()
 
 
 def _look_again() -> None:
     invalidate_caches()
     commands.cache_clear()
+    marked.cache_clear()
     kind_modules.cache_clear()

@@ -1,39 +1,74 @@
-"""Planted places: first the plain model is shown to be as planted, then the circuit is held against that."""
+"""Planted places, readers and marking heads: first the plain model is shown to be as planted, then it is measured."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 from covering import covering, slow
-from organisms.places import untrue
+from organisms.places import PlacesModel, untrue, views
 from organisms.planted_places import PLACES, places
+from organisms.readers import READERS, marking_lost, readers
 
-from sinkscope.files.notation import neuron_name
-from sinkscope.sinks.first_token.circuit import circuit
+from sinkscope.display.notation import neuron_name
+from sinkscope.sinks.first_token.circuit import Circuit, circuit
+from sinkscope.sinks.first_token.marking_heads import heads
+from sinkscope.sinks.first_token.steps import MARK
 
-FAST = (("alibi", "falcon"), ("half_of_the_heads_each", "gpt2"), ("convolution_marks", "lfm2"))
-CASES = covering([(name, family) for name, families in PLACES.items() for family in families], FAST)
+KINDS = {name: (places, families) for name, families in PLACES.items()}
+KINDS |= {name: (readers, families) for name, families in READERS.items()}
+FAST = (
+    ("alibi", "falcon"),
+    ("half_of_the_heads_each", "gpt2"),
+    ("convolution_marks", "lfm2"),
+    ("spike_or_embedding", "gpt2"),
+    ("silent_twin", "phi"),
+)
+CASES = covering([(name, family) for name, (_, families) in KINDS.items() for family in families], FAST)
+
+
+def planted(name: str, family: str) -> PlacesModel:
+    build, _ = KINDS[name]
+    return build(name, family)
+
+
+def options(m: PlacesModel, folder) -> dict[str, Any]:
+    text = folder / "text.txt"
+    text.write_text(m.text(), encoding="utf-8")
+    return {"tokenizer": m.tokenizer, "text": text, "bos": None if m.truth.has_bos else False}
+
+
+def traced(m: PlacesModel, folder) -> Circuit:
+    return circuit(m.model, max_repeats=8, **options(m, folder))
 
 
 @pytest.mark.parametrize(("name", "family"), CASES)
 def test_a_planted_model_is_what_it_is_said_to_be(name, family):
-    assert untrue(places(name, family)) == []
+    assert untrue(planted(name, family)) == []
 
 
 def needed(parts, makers) -> tuple[str, ...]:
     """Names of the parts of a planted group, as a circuit gives them."""
     names = []
     for part in parts:
-        if isinstance(part, tuple):
+        if isinstance(part, tuple) and makers:
             names.append(neuron_name(*part))
+        elif isinstance(part, tuple):
+            names.append(f"MLP of layer {part[0]}")
+        elif isinstance(part, int):
+            names.append("token embedding")
         elif not (part == "position embedding" and "spike" in parts):
             names.append(part)
-    if set(names) == {neuron_name(*site) for sites in makers for site in sites}:
+    if makers and set(names) == {neuron_name(*site) for sites in makers for site in sites}:
         return ("spike",)
     return tuple(sorted(names))
 
 
 GROUPS = [
     ("half_of_the_heads_each", "gpt2"),
+    ("decoy_spike", "neox"),
+    ("neuron_half_position_half", "opt"),
     slow("half_of_the_heads_each", "llama"),
     slow("position_or_spike", "gpt2"),
     slow("embedding_half_position_half", "opt"),
@@ -44,18 +79,51 @@ GROUPS = [
     slow("hybrid_bos", "lfm2"),
     slow("alibi", "bloom"),
     slow("silent_heads", "llama"),
+    slow("mark_half_embedding_half", "llama"),
+    slow("key_bias_half_embedding_half", "qwen2"),
+    slow("marks_of_two_layers", "neox"),
+    slow("unread_spike", "llama"),
+    slow("mark_of_a_delimiter", "neox"),
 ]
 
 
 @pytest.mark.parametrize(("name", "family"), GROUPS)
 def test_heads_are_grouped_by_what_they_need(name, family, tmp_path):
-    m = places(name, family)
-    text = tmp_path / "text.txt"
-    text.write_text(m.text(), encoding="utf-8")
-    bos = None if m.truth.has_bos else False
-    found = circuit(m.model, tokenizer=m.tokenizer, text=text, bos=bos, max_repeats=8)
+    m = planted(name, family)
+    found = traced(m, tmp_path)
     said = [one for sink in (found, *found.later) for one in sink.readers if one.evidence.holds]
     for group in m.truth.groups:
         heads = {f"L{layer}.H{head}" for layer, head in group.heads}
         needs = needed(group.needs, m.truth.makers)
         assert (needs, heads) in [(tuple(sorted(one.needs)), set(one.heads)) for one in said], (needs, heads, said)
+
+
+MARKS = [
+    ("either_marking_head", "neox", ("L0.H0", "L0.H1"), ()),
+    ("rises_again", "llama", ("L0.H2",), ("L0.H2",)),
+    slow("unread_spike_alone", "llama", ("L0.H3",), ("L0.H3",)),
+]
+
+
+@pytest.mark.parametrize(("name", "family", "chosen", "alone"), MARKS)
+def test_the_mark_of_a_spike_is_what_every_typical_token_lacks_where_it_begins(name, family, chosen, alone, tmp_path):
+    mark = traced(planted(name, family), tmp_path).step(MARK)
+    assert mark is not None and not mark.undecided
+    assert mark.chosen == chosen and mark.needed_alone == alone
+
+
+MARKING = [("silent_twin", "phi"), slow("either_marking_head", "llama"), slow("both_marking_heads", "neox")]
+
+
+@pytest.mark.parametrize(("name", "family"), [*MARKING, slow("rises_again", "neox")])
+def test_the_heads_that_mark_a_token_suffice_and_none_of_them_is_idle(name, family, tmp_path):
+    m = planted(name, family)
+    found = heads(m.model, count=6, **options(m, tmp_path))
+    sites = tuple(site for makers in m.truth.makers for site in makers if neuron_name(*site) in found.neurons)
+    everyone = set(range(len(views(m.model).layers[0].q)))
+    for word, serves in zip(found.tokens, found.serves, strict=True):
+        serving = set(np.flatnonzero(serves).tolist())
+        token = m.tokenizer.convert_tokens_to_ids(word)
+        for left_out in [set(), *({head} for head in serving)] if serving else []:
+            replaced = tuple(everyone - serving | left_out)
+            assert (marking_lost(m, 0, replaced, token, sites) <= 0.5) == (not left_out), (word, serving, left_out)

@@ -19,8 +19,8 @@ from experiments.record import Row
 from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.tasks.loops import Loops
-from sinkscope.files.rate import mean_known
 from sinkscope.loops.signals import tail_period
+from sinkscope.measure.rate import mean_known
 from sinkscope.opening.live import target_of
 from sinkscope.trace import attention_rows
 

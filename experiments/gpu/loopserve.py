@@ -41,7 +41,7 @@ from experiments.loopserve.latency import arms, text, turn
 from experiments.record import Row
 from experiments.script import run
 from experiments.timing import clock, faster, pairs_of
-from sinkscope.files.console import note
+from sinkscope.display.console import note
 from sinkscope.interventions.base import Intervention, Run
 from sinkscope.kv.loopserve import LoopServe
 from sinkscope.kv.session import Session

@@ -24,7 +24,7 @@ from experiments.script import run
 from sinkscope.attention.barcode import barcode
 from sinkscope.lines.sums import Scores, line_sums
 from sinkscope.models.target import Target
-from sinkscope.sinks.attack.attack import cluster_attack
+from sinkscope.sinks.attack.attack import attack
 from sinkscope.sinks.attack.clusters import TokenClusters
 from sinkscope.sinks.repetition.atlas import AtlasReading
 from sinkscope.sinks.repetition.repeat import repeat
@@ -64,14 +64,14 @@ def atlas(target: Target, max_repeats: int | None) -> Row:
 
 def attacked(target: Target, truth: Row, length: int, sequences: int) -> Row:
     """Clusters of all tokens, and an attack with long sequences of each."""
-    clusters = cluster_attack(target.hf, sequences=0, lengths=[2]).clusters
+    clusters = attack(target.hf, sequences=0, lengths=[2]).clusters
     assert clusters is not None
     pools = {}
     for head in clusters.heads:
         pools[head] = clusters.tokens_of(head)
-    attack = cluster_attack(target.hf, clusters=pools, lengths=[length], sequences=sequences)
+    result = attack(target.hf, clusters=pools, lengths=[length], sequences=sequences)
     share = agreement(clusters)
-    right = share == 1 and attack.sink_layer == truth["sink_layer"]
+    right = share == 1 and result.sink_layer == truth["sink_layer"]
     return {"tokens": len(clusters.ids), "tokens_in_their_planted_group": share, "right": right}
 
 

@@ -24,7 +24,7 @@ from experiments.record import Row
 from experiments.script import run
 from experiments.timing import clock
 from sinkscope.attention.barcode import barcode
-from sinkscope.files.notation import read_neuron
+from sinkscope.display.notation import read_neuron
 from sinkscope.interventions.base import Intervention
 from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.kv import Full, StreamingLLM, policies

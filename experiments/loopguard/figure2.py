@@ -27,10 +27,10 @@ from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.bench.record import BenchRecord, read_run
 from sinkscope.bench.run import run_bench
+from sinkscope.display.console import ProgressBar, note
+from sinkscope.display.style import BLUE, GREEN, GREY, ORANGE, RED, finished
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.console import ProgressBar, note
 from sinkscope.loops.signals import THETA_TTR, WINDOW
-from sinkscope.measure.style import BLUE, GREEN, GREY, ORANGE, RED, finished
 from sinkscope.models.text import typical_text
 from sinkscope.opening.load import load
 

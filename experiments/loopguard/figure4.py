@@ -27,9 +27,9 @@ from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.bench.record import BenchRecord, read_run
 from sinkscope.bench.tasks.loops import EARLY
+from sinkscope.display.style import BLUE, GREEN, GREY, ORANGE, RED, finished
 from sinkscope.errors import SinkscopeError
 from sinkscope.loops import Monitor, MonitorSettings
-from sinkscope.measure.style import BLUE, GREEN, GREY, ORANGE, RED, finished
 from sinkscope.models.text import typical_text
 from sinkscope.opening.load import load
 

@@ -25,9 +25,9 @@ from experiments.script import run
 from sinkscope.attention.barcode import Barcode, barcode
 from sinkscope.bench.prompt import read_prompts
 from sinkscope.bench.tasks.loops import DATA
-from sinkscope.files.console import ProgressBar
+from sinkscope.display.console import ProgressBar
+from sinkscope.display.style import ORANGE, finished
 from sinkscope.kv.loopguard import LoopGuard
-from sinkscope.measure.style import ORANGE, finished
 from sinkscope.opening.load import load
 
 PANELS = ("a loop", "ordinary text", "with LoopGuard as printed")

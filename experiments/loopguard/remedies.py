@@ -41,9 +41,9 @@ from experiments.record import Row, record, value_of_each
 from experiments.script import run
 from sinkscope.bench.prompt import read_prompts
 from sinkscope.bench.tasks.loops import DATA, first_alarm, loops
+from sinkscope.display.style import COLOURS, finished
 from sinkscope.files.output import write_atomic
 from sinkscope.kv.loopguard import LoopGuard, LoopReporter
-from sinkscope.measure.style import COLOURS, finished
 from sinkscope.opening.load import load
 from sinkscope.serving.generate import generate, padded
 

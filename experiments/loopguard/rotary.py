@@ -30,11 +30,11 @@ from experiments.drawn import save
 from experiments.queries_and_keys import queries_and_keys
 from experiments.record import Row, record
 from experiments.script import run
+from sinkscope.display.style import BLUE, GREEN, GREY, ORANGE, finished
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.decode import greedy
 from sinkscope.loops.signals import tail_period
 from sinkscope.measure import Setup
-from sinkscope.measure.style import BLUE, GREEN, GREY, ORANGE, finished
 from sinkscope.models.checks import attending_layers
 from sinkscope.models.hooks import first_tensor, on_input
 from sinkscope.models.target import Target

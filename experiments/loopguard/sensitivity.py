@@ -21,14 +21,15 @@ import time
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from experiments.loopguard.honest import honest_texts
 from experiments.record import Row, record
 from experiments.script import run
+from sinkscope.display.console import ProgressBar
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.console import ProgressBar
 from sinkscope.files.output import write_atomic
 from sinkscope.loops import VARIANTS, Monitor, MonitorSettings
 from sinkscope.loops.outputs import split
@@ -74,9 +75,7 @@ def encoders() -> Row:
     """The two vocabularies: text -> ids."""
     from tokenizers import Tokenizer
 
-    import sinkscope.models as models
-
-    small = Tokenizer.from_file(str(Path(models.__file__).parent / "bundled/tokenizer.json"))
+    small = Tokenizer.from_file(str(files("sinkscope.models") / "bundled/tokenizer.json"))
     return {
         "words": lambda text: [zlib.crc32(word.encode()) % VOCABULARY for word in split(text)],
         "bundled": lambda text: small.encode(text, add_special_tokens=False).ids,

@@ -23,7 +23,7 @@ from experiments.script import run
 from sinkscope.bench.record import BenchRecord, read_run
 from sinkscope.bench.table import BenchGroup, bench_table
 from sinkscope.bench.tasks.loops import Loops
-from sinkscope.files.tables import percent
+from sinkscope.display.tables import percent
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
 

@@ -36,13 +36,13 @@ from experiments.script import run
 from sinkscope.bench.methods import read_method
 from sinkscope.bench.record import BenchRecord, read_run
 from sinkscope.bench.tasks.loops import Loops, first_alarm
+from sinkscope.display.console import ProgressBar
+from sinkscope.display.style import BLUE, GREEN, GREY, ORANGE, RED, finished
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.console import ProgressBar
 from sinkscope.files.output import read_json
 from sinkscope.kv.loopguard import LoopGuard, Retention, tokens_to_keep
 from sinkscope.loops import tail_period
 from sinkscope.loops.signals import WINDOW
-from sinkscope.measure.style import BLUE, GREEN, GREY, ORANGE, RED, finished
 from sinkscope.models.text import typical_text
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load

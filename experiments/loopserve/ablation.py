@@ -20,7 +20,7 @@ from experiments.loopserve.table1 import COLOURS, own_table
 from experiments.record import Row, record, value_of_each
 from experiments.script import run
 from sinkscope.bench.tasks.recall import POSITIONS
-from sinkscope.measure.style import finished
+from sinkscope.display.style import finished
 
 NAMES = {
     "whole cache": "full",

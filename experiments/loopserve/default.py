@@ -34,9 +34,9 @@ from experiments.script import run
 from sinkscope.bench.tasks.needle import needle_prompt, wording_of
 from sinkscope.bench.tasks.recall import POSITIONS, recall_dialogue
 from sinkscope.bench.tasks.text import TextFidelity
+from sinkscope.display.style import BLUE, GREEN, RED, finished
 from sinkscope.interventions.decode import greedy
 from sinkscope.kv.loopserve import LoopServe
-from sinkscope.measure.style import BLUE, GREEN, RED, finished
 from sinkscope.models.names import BUNDLED
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of

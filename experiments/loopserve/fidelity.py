@@ -28,9 +28,9 @@ from experiments.script import run
 from sinkscope.bench.record import BenchRecord
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.tasks.text import TextFidelity
-from sinkscope.files.console import ProgressBar
-from sinkscope.files.rate import mean_known
-from sinkscope.measure.style import BLUE, GREY, ORANGE, RED, finished
+from sinkscope.display.console import ProgressBar
+from sinkscope.display.style import BLUE, GREY, ORANGE, RED, finished
+from sinkscope.measure.rate import mean_known
 from sinkscope.opening.load import load
 
 PROMPT, ANSWER = 1024, 96

@@ -19,10 +19,10 @@ import torch
 from experiments.drawn import save
 from experiments.record import Row, record
 from experiments.script import run
+from sinkscope.display.style import BLUE, ORANGE, finished
 from sinkscope.lines.attention import attention_of
 from sinkscope.lines.sums import Scores, line_sums, scores_of
 from sinkscope.lines.votes import top_lines
-from sinkscope.measure.style import BLUE, ORANGE, finished
 from sinkscope.models.text import text_rows, typical_text
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load

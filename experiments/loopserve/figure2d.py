@@ -25,9 +25,9 @@ from experiments.script import run
 from sinkscope.bench.record import BenchRecord
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.tasks.recall import POSITIONS, Recall
-from sinkscope.files.console import ProgressBar
-from sinkscope.files.rate import mean_known, wilson
-from sinkscope.measure.style import BLUE, GREEN, ORANGE, finished
+from sinkscope.display.console import ProgressBar
+from sinkscope.display.style import BLUE, GREEN, ORANGE, finished
+from sinkscope.measure.rate import mean_known, wilson
 from sinkscope.opening.load import load
 
 METHODS = ("full", "streaming", "snapkv", "adakv", "progressive", "progressive-0")

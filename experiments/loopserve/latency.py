@@ -39,12 +39,12 @@ from experiments.drawn import save
 from experiments.loopserve import paper
 from experiments.record import Row, record, value_of_each
 from experiments.script import run as run_script
-from sinkscope.files.console import note
+from sinkscope.display.console import note
+from sinkscope.display.style import BLUE, GREEN, GREY, ORANGE, RED, finished
 from sinkscope.interventions.base import Intervention
 from sinkscope.kv import H2O, AdaKV, SnapKV
 from sinkscope.kv.loopserve import LoopServe, tokens_read
 from sinkscope.kv.shapes import MInference
-from sinkscope.measure.style import BLUE, GREEN, GREY, ORANGE, RED, finished
 from sinkscope.models.target import Target
 
 NAME = "loopserve_latency"

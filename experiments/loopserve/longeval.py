@@ -23,9 +23,9 @@ from experiments.drawn import at_place, put_table, save
 from experiments.loopserve import tokens
 from experiments.record import Row, record
 from experiments.script import run
-from sinkscope.attention.lines import line_weights
+from sinkscope.attention.lines import lines
+from sinkscope.display.style import BLUE, GREEN, ORANGE, finished
 from sinkscope.measure import Setup
-from sinkscope.measure.style import BLUE, GREEN, ORANGE, finished
 from sinkscope.opening.load import load
 
 COLOURS = (BLUE, ORANGE, GREEN)
@@ -58,7 +58,7 @@ def measure(model: Any, name: str, data: Path | None, *, count: int, length: int
     else:
         prompts = tokens.prompts_of(data, count)
     texts = [context + question for context, question in prompts] or None
-    lines = line_weights.on(setup, texts=texts, count=count, length=length)
+    weights = lines.on(setup, texts=texts, count=count, length=length)
     asked = tokens.questions(setup, prompts, count, length, new)
     found = tokens.token_overlap(setup.target, asked, new, 8)
     i = lines.etas.index(0.1)
@@ -80,10 +80,10 @@ def measure(model: Any, name: str, data: Path | None, *, count: int, length: int
     return {
         "name": name,
         "shown": shown,
-        "weights": {"etas": lines.etas, **{each: lines.mean(each).tolist() for each in WEIGHTS}},
+        "weights": {"etas": weights.etas, **{each: weights.mean(each).tolist() for each in WEIGHTS}},
         "overlap": {
-            "etas": lines.etas,
-            **{each: lines.mean(each).tolist() for each in (*AGREEMENT, "segments_random")},
+            "etas": weights.etas,
+            **{each: weights.mean(each).tolist() for each in (*AGREEMENT, "segments_random")},
         },
         "tokens": found,
     }

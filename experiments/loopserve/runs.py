@@ -25,12 +25,12 @@ from sinkscope.bench.record import BenchRecord
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.task import Task
 from sinkscope.bench.tasks.recall import POSITIONS, Recall
-from sinkscope.files.console import ProgressBar
-from sinkscope.files.rate import mean_known, wilson
+from sinkscope.display.console import ProgressBar
 from sinkscope.files.records import Natural, Whole
 from sinkscope.kv import Progressive, SnapKV
 from sinkscope.kv.loopserve.conversation import Conversation
 from sinkscope.kv.policy import LayerMoment
+from sinkscope.measure.rate import mean_known, wilson
 from sinkscope.opening.load import load
 
 ALL = "all"

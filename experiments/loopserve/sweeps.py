@@ -32,8 +32,8 @@ from experiments.loopserve.runs import (
 )
 from experiments.record import Row, record
 from experiments.script import run
+from sinkscope.display.style import BLUE, GREEN, GREY, ORANGE, finished
 from sinkscope.kv.loopserve import LoopServe
-from sinkscope.measure.style import BLUE, GREEN, GREY, ORANGE, finished
 
 DEFAULT = LoopServe()
 PRINTED, DRAWN = "as printed", "exact weights, rows drawn"

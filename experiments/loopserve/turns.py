@@ -29,7 +29,7 @@ from experiments.loopserve.runs import (
 )
 from experiments.record import Row, record, value_of_each
 from experiments.script import run
-from sinkscope.measure.style import BLUE, COLOURS, GREEN, GREY, ORANGE, RED, finished
+from sinkscope.display.style import BLUE, COLOURS, GREEN, GREY, ORANGE, RED, finished
 
 BUDGET = 128
 PURPLE, SKY = COLOURS[3:5]

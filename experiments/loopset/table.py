@@ -9,7 +9,7 @@ from pathlib import Path
 
 from experiments.drawn import put_table
 from experiments.script import run
-from sinkscope.files.tables import percent
+from sinkscope.display.tables import percent
 from sinkscope.loops.compare import DetectorScore, LoopComparison
 
 COLUMNS = (

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.console import Progress
 from sinkscope.files.output import check_writable, write_atomic
+from sinkscope.files.progress import Progress
 
 STDLIB = "stdlib"
 _SUFFIXES = frozenset({".txt", ".md", ".rst", ".py", ".json", ".jsonl", ".csv", ".html", ".tex", ".c", ".h", ".js"})

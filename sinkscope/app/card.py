@@ -10,23 +10,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from sinkscope.app.readers import moved, readers_in_words
+from sinkscope.display.notation import agreeing
+from sinkscope.display.result import Number, Result
+from sinkscope.display.tables import Grid, cell, strings
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.notation import agreeing
 from sinkscope.files.output import path_of
 from sinkscope.files.plain import visible
-from sinkscope.files.result import Number, Result
-from sinkscope.files.tables import Grid, cell, strings
 
 CARD = "card.json"
-VERDICTS = (  # the first screen: what a line is about, and the parts of which the first that has a result is quoted
-    ("Sink", ("find_sinks",)),
-    ("Heads", ("marking_heads",)),
-    ("Repetition", ("make_patch", "repeat")),
-    ("Loops", ("loops", "barcode")),
-    ("Cache", ("policies",)),
-)
-PROVISIONAL = ("loops", "policies")
-"""Parts in which --quick runs so few prompts that a full scan may find otherwise."""
 NEXT_STEPS = (
     ("Explore it on a text of yours", "sinkscope view {model} --text FILE"),
     ("Make the patch that repairs repetition", "sinkscope patch make --model {model} --out patch.json"),
@@ -52,6 +43,8 @@ class CardPart:
         seconds: Time it took, in seconds.
         peak_memory_bytes: Largest memory of the process until its end.
         numbers: Its numbers and words, each with its control.
+        topic: What its conclusion is about on the first screen. Empty: it is not there.
+        provisional: Whether a full scan may find otherwise than --quick.
     """
 
     name: str
@@ -61,6 +54,8 @@ class CardPart:
     seconds: float = 0.0
     peak_memory_bytes: int | None = None
     numbers: tuple[Number, ...] = ()
+    topic: str = ""
+    provisional: bool = False
 
 
 @dataclass(frozen=True)
@@ -143,19 +138,19 @@ class SinkCard(Result):
         return lines
 
     def verdicts(self) -> list[tuple[str, str, str]]:
-        """At most five lines: what it is about, what the first of its parts with a result says, and its command."""
-        named = {part.name: part for part in self.parts}
+        """A line for each topic: what it is about, what the last of its parts with a result says, and its command."""
+        speakers: dict[str, CardPart] = {}
+        for part in self.parts:
+            if part.topic and (part.problem is None or part.topic not in speakers):
+                speakers[part.topic] = part
         lines: list[tuple[str, str, str]] = []
-        for label, names in VERDICTS:
-            parts = [named[name] for name in names if name in named]
-            parts.sort(key=lambda part: part.problem is not None)
-            for part in parts[:1]:
-                sentence = part.conclusion
-                if part.problem is not None:
-                    sentence = f"Not measured: {part.problem}"
-                elif self.quick and part.name in PROVISIONAL:
-                    sentence += " This is provisional: --quick runs few prompts."
-                lines.append((label, sentence, part.command))
+        for topic, part in speakers.items():
+            sentence = part.conclusion
+            if part.problem is not None:
+                sentence = f"Not measured: {part.problem}"
+            elif self.quick and part.provisional:
+                sentence += " This is provisional: --quick runs few prompts."
+            lines.append((topic, sentence, part.command))
         return lines
 
     def first_screen(self, folder: str) -> str:

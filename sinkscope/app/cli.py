@@ -22,13 +22,13 @@ from click.shell_completion import CompletionItem
 
 from sinkscope import __version__
 from sinkscope.app.commands import Command, commands
+from sinkscope.display.console import ProgressBar, drop, emit, note, print_result
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, is_out_of_memory, one_line
-from sinkscope.files.console import ProgressBar, drop, emit, note, print_result
 from sinkscope.files.provenance import documentation_address, documented_at
 
 if TYPE_CHECKING:
-    from sinkscope.files.options import Parameter
-    from sinkscope.files.result import Result
+    from sinkscope.display.options import Parameter
+    from sinkscope.display.result import Result
 
 __all__ = ["main"]
 
@@ -121,7 +121,7 @@ def function_command(function: Callable[..., Any], name: str, page: str = "") ->
         name: Name of the command.
         page: Page of the documentation about it.
     """
-    from sinkscope.files.options import example_lines, introduction
+    from sinkscope.display.options import example_lines, introduction
 
     run = CommandRun.of(function)
     doc = inspect.getdoc(function) or ""
@@ -160,7 +160,7 @@ class CommandRun:
     @classmethod
     def of(cls, function: Any) -> CommandRun:
         """Read the signature of a function."""
-        from sinkscope.files.options import parameters_of
+        from sinkscope.display.options import parameters_of
 
         parameters = getattr(function, "all_parameters", None)
         measures = parameters is not None
@@ -219,7 +219,7 @@ class CommandRun:
 
     def _check_files(self, files: Mapping[str, str], arguments: Mapping[str, Any], force: bool) -> None:
         """Refuse, before any work begins, outputs that cannot be written or would replace other files."""
-        from sinkscope.files.output import check_outputs
+        from sinkscope.app.outputs import check_outputs
 
         if "png" in files:
             from sinkscope.app.pages import check_png

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+from pydantic import Field
+
+from sinkscope.display.console import note
+from sinkscope.display.notation import counted
+from sinkscope.display.options import Option, command
+from sinkscope.display.tables import cell
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.console import note
-from sinkscope.files.notation import counted
-from sinkscope.files.options import Count, Option, Positive
 from sinkscope.files.plain import visible
-from sinkscope.files.tables import cell
+from sinkscope.files.records import Natural, Whole
 from sinkscope.interventions.base import Event
 from sinkscope.kv.edit_options import edit_from_options
 from sinkscope.kv.loopguard import LoopGuard
@@ -18,6 +21,12 @@ from sinkscope.opening.load import load
 from sinkscope.serving.generate import Generated, generate
 
 
+@command(
+    words="generate",
+    group="Look",
+    order=5,
+    help="Continue a prompt under a patch, policy or guard.",
+)
 def print_generated(
     prompt: Annotated[str | None, Option(metavar="[PROMPT]", argument=True)] = None,
     *,
@@ -32,9 +41,9 @@ def print_generated(
     policy: Annotated[str | None, Option(metavar="NAME[:BUDGET]")] = None,
     guard: bool = False,
     rewind: bool | None = None,
-    max_new_tokens: Positive = 100,
-    temperature: Annotated[float, Option(min=0)] = 0.0,
-    seed: Count = 0,
+    max_new_tokens: Natural = 100,
+    temperature: Annotated[float, Field(ge=0)] = 0.0,
+    seed: Whole = 0,
     raw: bool = False,
 ) -> None:
     """Continue a prompt, under a patch, a cache policy or a guard if asked: text on stdout, events on stderr.

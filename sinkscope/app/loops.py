@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Annotated
 
 import click
+from pydantic import Field
 
+from sinkscope.display.console import note
+from sinkscope.display.options import Hidden, Option, command
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.console import note
-from sinkscope.files.options import Hidden, Option
 from sinkscope.files.output import read_text, write_output
 from sinkscope.files.plain import visible
 from sinkscope.files.records import rows_of
@@ -28,6 +29,12 @@ PROXY_HOST, PROXY_PORT = "127.0.0.1", 8790
 LOOP_IN_STREAM = 3  # exit status of --follow if there was a loop
 
 
+@command(
+    words="loops",
+    group="Loops",
+    order=1,
+    help="Check outputs for repetition, or watch a stream.",
+)
 def check_loops(
     file: Annotated[str | None, Option(argument=True, metavar="FILE|-")] = None,
     *,
@@ -40,7 +47,7 @@ def check_loops(
     tee: bool = False,
     clean: Annotated[str | None, Option(metavar="OUT", writes=True)] = None,
     proxy: Annotated[str | None, Option(metavar="URL")] = None,
-    port: Annotated[int | None, Option(min=0, max=65535)] = None,
+    port: Annotated[int | None, Field(ge=0, le=65535)] = None,
     host: Annotated[str | None, Option(metavar="ADDRESS")] = None,
     retry: bool = False,
     progress: Hidden = None,
@@ -113,6 +120,12 @@ def _refuse(options: dict[str, object], where: str) -> None:
             raise SinkscopeError(f"{option} has no effect {where}: leave it out")
 
 
+@command(
+    words="loops compare",
+    group="Loops",
+    order=2,
+    help="Compare detectors of loops on texts whose truth is known.",
+)
 def compare_loops(
     file: Annotated[str, Option(argument=True, metavar="FILE", required=True)],
     *,

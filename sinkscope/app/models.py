@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from sinkscope.files.options import Option
-from sinkscope.files.tables import SCREEN, Grid
+from sinkscope.display.options import Option, command
+from sinkscope.display.tables import SCREEN, Grid
 from sinkscope.models.names import models
 
 SHOWN_MODELS = SCREEN - 4
 """Rows that leave room on a screen for the head, the note and the conclusion."""
 
 
+@command(
+    words="models",
+    group="Look",
+    order=4,
+    help="List the short names of public models.",
+)
 def print_models(
     *,
     check: Annotated[str | None, Option("--check", metavar="MODEL")] = None,

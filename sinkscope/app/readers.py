@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import hypot
 
-from sinkscope.files.notation import listed
-from sinkscope.files.result import Number
+from sinkscope.display.notation import listed
+from sinkscope.display.result import Number
 from sinkscope.sinks.first_token.result import READERS_ATTENTION, SHARE_OF_HEADS, SINK_PLACE
 
 MOST_LAYERS = 6  # layers that a sentence names

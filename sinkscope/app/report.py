@@ -7,16 +7,24 @@ from typing import Annotated
 
 from sinkscope.app.card import CARD
 from sinkscope.app.pages import Section, document, result_section, save_document
+from sinkscope.display.console import note
+from sinkscope.display.notation import counted
+from sinkscope.display.options import Hidden, Option, command
+from sinkscope.display.result import Result
 from sinkscope.errors import SinkscopeError, one_line
-from sinkscope.files.console import note, silent
-from sinkscope.files.notation import counted
-from sinkscope.files.options import Hidden, Option
+from sinkscope.files.envelope import known_kinds
 from sinkscope.files.output import check_output, read_json
 from sinkscope.files.plain import visible
-from sinkscope.files.result import Result, known_kinds
+from sinkscope.files.progress import silent
 from sinkscope.files.store import RECORDS, SETTINGS
 
 
+@command(
+    words="report",
+    group="Look",
+    order=6,
+    help="Write all results of a folder as one HTML file.",
+)
 def report(
     folder: Annotated[str | Path, Option(metavar="DIR", argument=True)],
     out: Annotated[str | Path | None, Option(metavar="FILE", writes=True)] = None,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from pkgutil import resolve_name
 from textwrap import fill
@@ -19,15 +20,18 @@ from sinkscope.app.pages import document, folded, plot, result_section, save_doc
 from sinkscope.app.pages import text as text_as_html
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.table import BenchTable, tabulate_records
+from sinkscope.display.console import note
+from sinkscope.display.options import command
+from sinkscope.display.result import Result
+from sinkscope.display.tables import WIDTH
 from sinkscope.errors import SinkscopeError, is_out_of_memory
-from sinkscope.files.console import Progress, note, silent
+from sinkscope.files.catalog import marked
 from sinkscope.files.plain import pathless, visible
-from sinkscope.files.result import Result
+from sinkscope.files.progress import Progress, silent
 from sinkscope.files.store import Folder, Keyed
-from sinkscope.files.tables import WIDTH
 from sinkscope.interventions import SinkPatch
 from sinkscope.interventions.base import Intervention
-from sinkscope.measure import Count, Hidden, Measurement, Option, Setup
+from sinkscope.measure import Hidden, Measurement, Option, ScanPart, Setup, Whole
 from sinkscope.models.target import Target
 from sinkscope.sinks.chunks import digest_of
 
@@ -38,36 +42,25 @@ QUICK_BYTES = 2 << 30  # weights of a model that --quick loads whole
 
 
 @dataclass(frozen=True)
-class ScanPart:
+class Part:
     """A measurement of a scan.
 
     Attributes:
-        measurement: Where it is, as "module:function".
+        name: Name of its function.
         command: Command that runs it alone.
-        full: Its arguments.
-        quick: Its arguments with --quick. None: it is then left out.
-        streams: Whether it can run on a model that is read layer by layer.
+        measure: The measurement, or a function of a `Setup`.
+        scan: How it takes part.
     """
 
-    measurement: str
+    name: str
     command: str
-    full: dict[str, Any] = field(default_factory=dict)
-    quick: dict[str, Any] | None = field(default_factory=dict)
-    streams: bool = True
-
-    @property
-    def name(self) -> str:
-        """Name of the function."""
-        return self.measurement.partition(":")[2]
+    measure: Any
+    scan: ScanPart
 
     @property
     def file(self) -> str:
         """Its file in the folder of a scan."""
         return self.name.replace("_", "-") + ".json"
-
-    def load(self) -> Any:
-        """The measurement, or the function of a `Setup`; this imports its module."""
-        return resolve_name(self.measurement)
 
 
 def loops(setup: Setup, *, count: int, max_new_tokens: int) -> BenchTable:
@@ -84,31 +77,45 @@ def policies(setup: Setup, *, count: int, prompt: int) -> BenchTable:
     return tabulate_records([run_bench(setup.target, f"text:count={count}:prompt={prompt}", methods, seed=setup.seed)])
 
 
-PARTS: tuple[ScanPart, ...] = (
-    ScanPart("sinkscope.sinks.first_token.find:find_sinks", "find-sinks", {"all_layers": True}),
-    ScanPart("sinkscope.sinks.first_token.circuit:circuit", "circuit", quick={"max_repeats": 300}, streams=False),
-    ScanPart("sinkscope.sinks.first_token.marking_heads:marking_heads", "heads", quick={"count": 8}),
-    ScanPart("sinkscope.sinks.repetition.repeat:repeat", "repeat --ablate", {"ablate": True}, {"ablate": True}),
-    ScanPart("sinkscope.sinks.attack.attack:cluster_attack", "attack", quick={"sequences": 20}, streams=False),
-    ScanPart("sinkscope.sinks.patch.make:make_patch", "patch make", quick=None, streams=False),
-    ScanPart("sinkscope.attention.barcode:barcode", "barcode", quick={"max_new_tokens": 96}, streams=False),
-    ScanPart("sinkscope.attention.lines:line_weights", "lines", quick={"count": 3, "length": 192}, streams=False),
-    ScanPart(
-        "sinkscope.app.scan:loops",
+BENCHMARKS = (
+    Part(
+        "loops",
         "bench --task loops:source=text",
-        {"count": 16, "max_new_tokens": 384},
-        {"count": 4, "max_new_tokens": 128},
-        streams=False,
+        loops,
+        ScanPart(
+            9,
+            topic="Loops",
+            full={"count": 16, "max_new_tokens": 384},
+            quick={"count": 4, "max_new_tokens": 128},
+            streams=False,
+            provisional=True,
+        ),
     ),
-    ScanPart(
-        "sinkscope.app.scan:policies",
+    Part(
+        "policies",
         "bench --task text",
-        {"count": 4, "prompt": 768},
-        {"count": 1, "prompt": 256},
-        streams=False,
+        policies,
+        ScanPart(
+            10,
+            topic="Cache",
+            full={"count": 4, "prompt": 768},
+            quick={"count": 1, "prompt": 256},
+            streams=False,
+            provisional=True,
+        ),
     ),
 )
-"""The measurements of a scan, in the order of the card."""
+"""Parts of a scan that are benchmarks."""
+
+
+def scan_parts() -> list[Part]:
+    """The parts of a scan in the order of the card: measurements that say so, and benchmarks."""
+    parts = list(BENCHMARKS)
+    for one in marked("measurement"):
+        measurement = resolve_name(one.target)
+        if measurement.scan is not None:
+            parts.append(Part(one.name, measurement.scan.command or one.words, measurement, measurement.scan))
+    return sorted(parts, key=lambda part: part.scan.order)
 
 
 @dataclass(frozen=True)
@@ -118,6 +125,12 @@ class FinishedPart(Keyed):
     name: str
 
 
+@command(
+    words="scan",
+    group="Look",
+    order=1,
+    help="Run all measurements on a model and write its sink card.",
+)
 def scan(
     model: Annotated[Any, Option(argument=True, metavar="MODEL")] = None,
     *,
@@ -130,7 +143,7 @@ def scan(
     dtype: str | None = None,
     bos: bool | None = None,
     text: Annotated[str | Path | None, Option(metavar="FILE")] = None,
-    seed: Count = 0,
+    seed: Whole = 0,
     tokenizer: Hidden = None,
     progress: Hidden = None,
 ) -> SinkCard:
@@ -170,8 +183,8 @@ def scan(
     settings = _settings(setup, quick, patch)
     parts: list[CardPart] = []
     results: dict[str, Result] = {}
-    chosen = [part for part in PARTS if not quick or part.quick is not None]
-    with Folder(folder, settings, FinishedPart) as kept:
+    chosen = [part for part in scan_parts() if not quick or part.scan.quick is not None]
+    with Folder(folder, settings, FinishedPart, option="--out") as kept:
         for number, part in enumerate(chosen):
             progress(f"scan: {part.command}", number, len(chosen))
             outcome: Result | str | None = None
@@ -211,7 +224,7 @@ def _page(card: SinkCard, results: dict[str, Result], folder: Path) -> str:
     return document(f"Sink card of {card.model.name}", sections, card.costs(), kind=card.kind, first=first)
 
 
-def _inside(progress: Progress, part: ScanPart, number: int, count: int) -> Progress:
+def _inside(progress: Progress, part: Part, number: int, count: int) -> Progress:
     """Progress of one part, shown as that of the whole scan."""
     return lambda what, *_: progress(f"scan: {part.command}, {what}", number, count)
 
@@ -235,13 +248,16 @@ def _settings(setup: Setup, quick: bool, patch: str | Path | None) -> dict[str, 
     }
 
 
-def _measured(part: ScanPart, setup: Setup, edit: Intervention | None, quick: bool) -> Result | str:
+def _measured(part: Part, setup: Setup, edit: Intervention | None, quick: bool) -> Result | str:
     """The result of a part, or why there is none: whatever goes wrong in it, the next one begins."""
-    measurement = part.load()
-    whole = not part.streams or (isinstance(measurement, Measurement) and measurement.loading == "whole")
+    measurement = part.measure
+    whole = not part.scan.streams or (isinstance(measurement, Measurement) and measurement.loading == "whole")
     if whole and not setup.target.resident:
         return f"it needs the whole model in memory, and its weights take {weight_bytes(setup.target) / 1e9:.1f} GB"
-    arguments = fitted((part.quick if quick else part.full) or {}, setup.target.max_positions)
+    arguments = part.scan.full
+    if quick:
+        arguments = part.scan.quick or {}
+    arguments = context_arguments(arguments, setup.target.max_positions)
     setup = replace(setup, settings={}, started=time.perf_counter())
     try:
         with nullcontext() if edit is None else edit.on(setup.target):
@@ -257,26 +273,40 @@ def _measured(part: ScanPart, setup: Setup, edit: Intervention | None, quick: bo
         return f"it failed ({type(error).__name__}: {message:.200})"
 
 
-def fitted(arguments: dict[str, Any], context: int | None) -> dict[str, Any]:
+def context_arguments(arguments: Mapping[str, Any], context: int | None) -> dict[str, Any]:
     """The arguments of a part with lengths that the context of the model holds; None: any.
 
     A text and what is generated behind it share the context, so each gets at most half of it, and repetitions all but
     what stands before them.
     """
     if context is None:
-        return arguments
+        return dict(arguments)
     most: dict[str, int] = dict.fromkeys(("length", "prompt", "max_new_tokens"), context // 2)
     most["max_repeats"] = context - BEFORE_REPEATS
     return {name: min(value, most.get(name, value)) for name, value in arguments.items()}
 
 
-def card_part(part: ScanPart, outcome: Result | str) -> CardPart:
+def card_part(part: Part, outcome: Result | str) -> CardPart:
     """A part of the card: its conclusion and numbers, or why it has no result."""
     if isinstance(outcome, str):
-        return CardPart(part.name, part.command, "", outcome.rstrip(".") + ".")
-    made, numbers = outcome.provenance, tuple(number for number in outcome.numbers() if number.value is not None)
-    conclusion, peak = outcome.conclusion(), made.peak_memory_bytes
-    return CardPart(part.name, part.command, conclusion, None, made.seconds, peak, numbers)
+        return CardPart(
+            part.name,
+            part.command,
+            "",
+            outcome.rstrip(".") + ".",
+            topic=part.scan.topic,
+            provisional=part.scan.provisional,
+        )
+    return CardPart(
+        part.name,
+        part.command,
+        outcome.conclusion(),
+        seconds=outcome.provenance.seconds,
+        peak_memory_bytes=outcome.provenance.peak_memory_bytes,
+        numbers=tuple(number for number in outcome.numbers() if number.value is not None),
+        topic=part.scan.topic,
+        provisional=part.scan.provisional,
+    )
 
 
 def _opened(model: object, quick: bool, options: dict[str, Any]) -> Setup:
@@ -308,6 +338,12 @@ def _memory_limit(target: Target, quick: bool) -> float:
     return free / 2
 
 
+@command(
+    words="demo",
+    group="Look",
+    order=2,
+    help="Take a two-minute tour of the bundled model.",
+)
 def demo(
     *,
     out: Annotated[Path, Option(metavar="FOLDER", writes=True)] = Path("sinkscope-demo"),
@@ -325,5 +361,5 @@ def demo(
     note("sinkscope looks at the small model in the package with each of its measurements.")
     card = scan(out=out, quick=True, progress=progress)
     print(visible(f"All results, with figures: {out / PAGE}") + "\nThe same for another model: sinkscope scan MODEL")
-    for label, sentence, command in reversed(card.verdicts()):
-        print(fill(visible(f"{label}, by `sinkscope {command}`: {sentence}"), WIDTH, subsequent_indent="  "))
+    for label, sentence, words in reversed(card.verdicts()):
+        print(fill(visible(f"{label}, by `sinkscope {words}`: {sentence}"), WIDTH, subsequent_indent="  "))

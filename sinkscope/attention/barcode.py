@@ -18,15 +18,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sinkscope.attention.texts import end_loop, ordinary_ids, prompt_ids
+from sinkscope.display.notation import agreeing, head_name, head_names, listed
+from sinkscope.display.style import BLUE, GREEN, GREY, ORANGE, finished, unfolded
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.notation import agreeing, head_name, head_names, listed
 from sinkscope.interventions.base import Event
 from sinkscope.interventions.decode import decode, watched
 from sinkscope.interventions.sites import head_of
 from sinkscope.kv.attention_rows import AttentionRows
 from sinkscope.kv.observe import Observe
-from sinkscope.measure import Number, Option, Positive, Result, Setup, measurement
-from sinkscope.measure.style import BLUE, GREEN, GREY, ORANGE, finished, unfolded
+from sinkscope.measure import Natural, Number, Option, Result, ScanPart, Setup, Whole, measurement
 from sinkscope.models.checks import attending_layers, check_length, check_site
 from sinkscope.models.inputs import read_row
 from sinkscope.tap.internals import attention_name
@@ -142,7 +142,6 @@ class Barcode(Result):
         ids: The tokens, the prompt first.
     """
 
-    kind: ClassVar[str] = "barcode"
     percent: ClassVar[tuple[str, ...]] = ("score", "control_score", "gain", "mass")
     columns: ClassVar[tuple[str, ...]] = ("head", "score", "control_score", "gain", "mass")
     table_rows: ClassVar[int] = 16
@@ -278,14 +277,23 @@ def draw(result: Barcode) -> go.Figure:
     return finished(fig, result, width=1100, height=260 * rows + 120, legend=-0.04, bottom=70)
 
 
-@measurement(group="Loops", figure=draw, loading="whole", edits=True, quick={"max_new_tokens": 24, "layers": [0]})
+@measurement(
+    group="Loops",
+    order=3,
+    help="Show attention in a loop, and what locks onto it.",
+    scan=ScanPart(7, topic="Loops", quick={"max_new_tokens": 96}, streams=False),
+    figure=draw,
+    loading="whole",
+    edits=True,
+    quick={"max_new_tokens": 24, "layers": [0]},
+)
 def barcode(
     setup: Setup,
     prompt: Annotated[str | Sequence[int] | None, Option("--prompt-file", metavar="FILE|-", reads="text")] = None,
     *,
     ids: Annotated[Sequence[int] | None, Option(hidden=True)] = None,
-    max_new_tokens: Positive | None = None,
-    layers: Annotated[Sequence[int] | None, Option(min=0)] = None,
+    max_new_tokens: Natural | None = None,
+    layers: Sequence[Whole] | None = None,
     heads: Annotated[Sequence[str | tuple[int, int]] | None, Option(metavar="L0.H4")] = None,
     control: bool | Sequence[int] = True,
 ) -> Barcode:
@@ -326,16 +334,17 @@ def barcode(
     setup.progress("texts", 1, 2)
     score, mass = _means(own, late)
     gain = score
-    compared: dict[str, Any] = {}
+    control_score: Float[np.ndarray, "layer head"] | None = None
+    control_attention: Float[np.ndarray, "shown row bin"] | None = None
     plain: dict[int, HeadTracks] = {}
     ordinary = _control(setup, control, length)
     if ordinary is not None:
         plain = _recorded(setup, ordinary, prompt_tokens, wanted, shift)
-        compared["control_score"] = _means(plain, late)[0]
-        gain = score - compared["control_score"]
+        control_score = _means(plain, late)[0]
+        gain = score - control_score
     named = named or _most_changed(gain, wanted)
     if plain:
-        compared["control_attention"] = _shown(plain, named)
+        control_attention = _shown(plain, named)
     setup.progress("texts", 2, 2)
     locked = (gain >= LOCK_GAIN) & (loop is not None)
     curves: dict[str, Float[np.ndarray, " pos"]] = {}
@@ -363,7 +372,8 @@ def barcode(
         attention=_shown(own, named),
         events=_steps_by_kind(events),
         ids=tuple(own_ids),
-        **compared,
+        control_score=control_score,
+        control_attention=control_attention,
     )
 
 

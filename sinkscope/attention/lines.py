@@ -21,14 +21,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from sinkscope.attention.texts import texts_of
-from sinkscope.files.notation import counted
+from sinkscope.display.notation import counted
+from sinkscope.display.style import BLUE, GREEN, GREY, ORANGE, finished, unfolded
 from sinkscope.files.records import Part, conform
 from sinkscope.lines.head_lines import HeadLines
 from sinkscope.lines.sums import Scores, crossings, line_sums, scores_of
 from sinkscope.lines.votes import top_lines
-from sinkscope.measure import Hidden, Number, Positive, Result, Setup, measurement
+from sinkscope.measure import Hidden, Natural, Number, Result, ScanPart, Setup, measurement
 from sinkscope.measure.margin import margin_of
-from sinkscope.measure.style import BLUE, GREEN, GREY, ORANGE, finished, unfolded
 from sinkscope.models.checks import attending_layers
 
 ETAS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
@@ -178,14 +178,21 @@ def draw(result: LineWeights) -> go.Figure:
 
 
 @measurement(
-    group="Dialogues", figure=draw, loading="whole", edits=True, quick={"count": 2, "length": 48, "layers": [1]}
+    group="Dialogues",
+    order=1,
+    help="Measure attention on the heaviest lines.",
+    scan=ScanPart(8, quick={"count": 3, "length": 192}, streams=False),
+    figure=draw,
+    loading="whole",
+    edits=True,
+    quick={"count": 2, "length": 48, "layers": [1]},
 )
-def line_weights(
+def lines(
     setup: Setup,
     texts: Hidden = None,
     *,
     data: str | Path | None = None,
-    count: Positive = 4,
+    count: Natural = 4,
     length: int | None = None,
     etas: Sequence[float] = ETAS,
     layers: Sequence[int] | None = None,

@@ -20,12 +20,12 @@ from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.record import BenchRecord, Ending, Metrics
 from sinkscope.files.plain import plain
 from sinkscope.files.provenance import ModelInfo
-from sinkscope.files.rate import mean_known
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.interventions.decode import ForcedAnswer, decoding, noted_decoding
 from sinkscope.kv.loopguard.detect import largest_probability
 from sinkscope.kv.loopserve.serve import LoopServe
 from sinkscope.kv.session import Session
+from sinkscope.measure.rate import mean_known
 from sinkscope.models.checks import check_length, tokenizer_of
 from sinkscope.models.origin import fingerprint_of
 from sinkscope.models.target import Target

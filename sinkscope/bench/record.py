@@ -83,9 +83,8 @@ def open_run(
     """
     stored = lines(prompts)
     digest = hashlib.sha256(stored.encode()).hexdigest()[:16]
-    return Folder(
-        folder, {"command": COMMAND, **settings, "prompts": digest}, BenchRecord, also={"prompts.jsonl": stored}
-    )
+    decisive = {"command": COMMAND, **settings, "prompts": digest}
+    return Folder(folder, decisive, BenchRecord, also={"prompts.jsonl": stored}, option="--out")
 
 
 def read_run(folder: str | os.PathLike[str]) -> BenchRun:

@@ -10,15 +10,17 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from pydantic import Field
+
 from sinkscope.bench.answer import Batch, BenchModel, check_prompt
 from sinkscope.bench.methods import Method, read_methods
 from sinkscope.bench.record import BenchRecord, BenchRun, open_run
 from sinkscope.bench.table import BenchTable, tabulate_records
 from sinkscope.bench.task import Task, read_task
+from sinkscope.display.options import Hidden, Option, command
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.files.console import Progress
 from sinkscope.files.jobs import Workers, check_workers, finish
-from sinkscope.files.options import Count, Hidden, Option, Positive
+from sinkscope.files.progress import Progress
 from sinkscope.files.records import Natural, Whole, check_values
 from sinkscope.models.config import float32_by_default
 from sinkscope.models.target import Target
@@ -29,6 +31,12 @@ VERSION = 5
 """Version of the records; a change of what they hold is another setting."""
 
 
+@command(
+    words="bench",
+    group="Benchmark",
+    order=1,
+    help="Compare methods on prompts: scores beside costs.",
+)
 def bench(
     *,
     task: Annotated[str, Option(metavar="TASK|FILE")],
@@ -39,12 +47,12 @@ def bench(
     backend: Literal["bridge", "hf", "nnsight"] = "hf",
     device: str | None = None,
     dtype: str | None = None,
-    max_new_tokens: Positive | None = None,
-    batch_size: Positive = 1,
-    temperature: Annotated[float, Option(min=0)] = 0.0,
-    seed: Count = 0,
-    seeds: Positive = 1,
-    workers: Positive = 1,
+    max_new_tokens: Natural | None = None,
+    batch_size: Natural = 1,
+    temperature: Annotated[float, Field(ge=0)] = 0.0,
+    seed: Whole = 0,
+    seeds: Natural = 1,
+    workers: Natural = 1,
     progress: Hidden = None,
 ) -> BenchTable:
     """Answer the prompts of a task with every method, and show scores beside costs. The same command resumes.

@@ -15,11 +15,11 @@ from sinkscope.bench.methods import FULL, name_of, order_of
 from sinkscope.bench.record import BenchRecord, BenchRun, Metrics, read_run
 from sinkscope.bench.scores import PERCENT
 from sinkscope.bench.task import task_class
-from sinkscope.files.options import Option
+from sinkscope.display.options import Option, command
+from sinkscope.display.result import Number, Result
+from sinkscope.display.tables import Grid, strings
 from sinkscope.files.provenance import ModelInfo, provenance
-from sinkscope.files.rate import mean_known, wilson
-from sinkscope.files.result import Number, Result
-from sinkscope.files.tables import Grid, strings
+from sinkscope.measure.rate import mean_known, wilson
 
 CONTROLS = (FULL, "random", "sampling")
 """Methods that a conclusion does not name as the best."""
@@ -160,6 +160,12 @@ class BenchTable(Result):
         return numbers
 
 
+@command(
+    words="bench table",
+    group="Benchmark",
+    order=2,
+    help="Show the tables of finished runs.",
+)
 def bench_table(
     folders: Annotated[Sequence[Path], Option(argument=True, metavar="DIR...")],
     *,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.console import Progress, silent
+from sinkscope.files.progress import Progress, silent
 from sinkscope.files.store import Folder
 
 CLUSTER_ANSWERS_WITHIN = 10.0
@@ -35,7 +35,7 @@ def check_workers(workers: int) -> None:
         SinkscopeError: There is less than one worker, or Ray is not installed.
     """
     if workers < 1:
-        raise SinkscopeError(f"--workers {workers}: at least one process is needed; give 1 or more")
+        raise SinkscopeError(f"workers={workers}: at least one process is needed; give 1 or more")
     if workers > 1:
         _ray()
 
@@ -171,6 +171,4 @@ def _ray() -> Any:
     try:
         return importlib.import_module("ray")
     except ImportError:
-        raise SinkscopeError(
-            'more than one worker needs Ray: pip install "sinkscope[ray]", or leave out --workers'
-        ) from None
+        raise SinkscopeError('more than one worker needs Ray: pip install "sinkscope[ray]", or give one') from None

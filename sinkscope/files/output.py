@@ -9,7 +9,6 @@ import secrets
 import stat
 import sys
 import tempfile
-from collections.abc import Mapping
 from contextlib import suppress
 from io import StringIO
 from pathlib import Path
@@ -24,6 +23,8 @@ MARKS = (  # what the files of sinkscope say about their kind: JSON, HTML, PNG
     re.compile(rb"\x89PNG\r\n\x1a\n.{29}tEXtSoftware\0sinkscope ([\w-]{1,80})\.", re.DOTALL),
 )
 
+FORMER_KINDS = {"line-weights": "lines"}
+"""Kinds under which earlier versions wrote results, with their names now."""
 OF_THE_SHELL = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
 """Pipes that a shell makes, as in `<(command)`; nobody may ever read or write any other."""
 
@@ -45,13 +46,16 @@ def write_output(path: str | os.PathLike[str], data: bytes | str, *, force: bool
     return write_atomic(path, data)
 
 
-def check_output(path: str | os.PathLike[str], kind: str | None, *, force: bool = False) -> Path:
+def check_output(
+    path: str | os.PathLike[str], kind: str | None, *, force: bool = False, remedy: str = "give another name"
+) -> Path:
     """Return the path that `write_output` will write, after checking that it can and that no foreign file is lost.
 
     Args:
         path: A file that is new, empty, or an earlier output.
         kind: Kind of the output, such as "find-sinks".
         force: Allow any file.
+        remedy: What to do about a file that holds anything else.
 
     Raises:
         SinkscopeError: As for `check_writable`; also if the file holds anything else.
@@ -66,38 +70,8 @@ def check_output(path: str | os.PathLike[str], kind: str | None, *, force: bool 
         content = "something that sinkscope did not write"
         if present is not None:
             content = f"an output of kind {present}"
-        raise SinkscopeError(
-            f"{path} is there already and holds {content}: give another name, or --force to replace it"
-        )
+        raise SinkscopeError(f"{path} is there already and holds {content}: {remedy}")
     return target
-
-
-def check_outputs(
-    paths: Mapping[str, str], kinds: Mapping[str, str | None], inputs: Mapping[str | None, str], *, force: bool = False
-) -> None:
-    """Refuse outputs of a command, before its work begins, that cannot be written or would replace one another.
-
-    Args:
-        paths: Files and folders that will be written, by option.
-        kinds: Kind of each file that `write_output` will write, by option.
-        inputs: Values of the other options; none of the files among them is ever replaced.
-        force: Allow them to replace any file.
-
-    Raises:
-        SinkscopeError: One of them is refused.
-    """
-    options: dict[Path, str | None] = {}
-    for flag, name in inputs.items():
-        if os.path.isfile(name):
-            options[Path(os.path.realpath(name))] = flag
-    for flag, path in paths.items():
-        if flag in kinds:
-            target = check_output(path, kinds[flag], force=force)
-        else:
-            target = check_writable(path, folder=True)
-        if target in options and not _is_device(target):
-            raise SinkscopeError(f"{target.name} is given for {options[target]} and {flag}: give each its own file")
-        options[target] = flag
 
 
 def kind_of(content: bytes) -> str | None:
@@ -105,7 +79,8 @@ def kind_of(content: bytes) -> str | None:
     for mark in MARKS:
         match = mark.match(content)
         if match is not None:
-            return match[1].decode(errors="replace")
+            kind = match[1].decode(errors="replace")
+            return FORMER_KINDS.get(kind, kind)
     return None
 
 
@@ -126,9 +101,9 @@ def check_writable(path: str | os.PathLike[str], *, folder: bool = False) -> Pat
         if not name:
             raise FileNotFoundError(errno.ENOENT, "a file needs a name")
         target = Path(name)
-        if not _is_device(target):
+        if not is_device(target):
             target = Path(os.path.realpath(name))  # a link stays a link: its target is replaced
-        if target.is_symlink():
+        if target.is_symlink() and not is_device(target):
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
         if not folder and (target.is_dir() or name.endswith(("/", os.sep))):
             raise SinkscopeError(f"{name} is a folder: give the name of a file to write")
@@ -143,7 +118,7 @@ def check_writable(path: str | os.PathLike[str], *, folder: bool = False) -> Pat
             raise SinkscopeError(f"cannot write {name}: it is a named pipe; choose a file, or redirect standard output")
         if target.is_socket():
             raise SinkscopeError(f"cannot write {name}: it is a socket; choose a file")
-        if not _is_device(target):
+        if not is_device(target):
             tempfile.TemporaryFile(dir=home).close()  # the only sure way to know
     except OSError as error:
         raise _cannot_write(name, error) from None
@@ -154,7 +129,7 @@ def check_writable(path: str | os.PathLike[str], *, folder: bool = False) -> Pat
     return target
 
 
-def _is_device(target: Path) -> bool:
+def is_device(target: Path) -> bool:
     """Whether it is a device or pipe such as /dev/null, which is written in place and never replaced."""
     return target.exists() and not target.is_file() and not target.is_dir()
 
@@ -175,7 +150,7 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> Path:
         data = data.encode()
     temporary = target.with_name(f".sinkscope-{secrets.token_hex(6)}.tmp")
     try:
-        if _is_device(target):
+        if is_device(target):
             target.write_bytes(data)
             return target
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -252,7 +227,7 @@ def read_bytes(path: str | os.PathLike[str], remedy: str, *, page: str | None = 
     shown = pathless(name) or "a file without a name"
     file = path_of(name, remedy)
     try:
-        if _is_device(file) and not name.startswith(OF_THE_SHELL):
+        if is_device(file) and not name.startswith(OF_THE_SHELL):
             raise SinkscopeError(f"cannot read {shown}: it is a named pipe or a device; {remedy}", page=page)
         return file.read_bytes()
     except OSError as error:
@@ -276,7 +251,7 @@ def read_text(
 
 
 def read_json(
-    path: str | os.PathLike[str], remedy: str = "expected what --json or .save() wrote", *, page: str | None = None
+    path: str | os.PathLike[str], remedy: str = "expected a file that sinkscope wrote", *, page: str | None = None
 ) -> Any:
     """The content of a JSON file; the arguments are those of `read_bytes`.
 

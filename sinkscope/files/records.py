@@ -30,7 +30,7 @@ def said(words: str, page: str | None = None) -> GetPydanticSchema:
     )
 
 
-Number = Annotated[float, Strict(), Field(allow_inf_nan=False), said("a finite number")]
+Finite = Annotated[float, Strict(), Field(allow_inf_nan=False), said("a finite number")]
 Share = Annotated[float, Strict(), Field(ge=0, le=1), said("a number from 0 to 1")]
 Part = Annotated[float, Strict(), Field(gt=0, le=1), said("a share above 0 and up to 1")]
 Whole = Annotated[int, Strict(), Field(ge=0), said("a whole number from 0")]

@@ -60,7 +60,7 @@ class Folder(Generic[R]):
         kind: type[R],
         *,
         also: Mapping[str, str] | None = None,
-        option: str = "--out",
+        option: str = "folder",
     ) -> None:
         self.folder = None if folder is None else Path(folder)
         self.name = "" if folder is None else pathless(os.fspath(folder))

@@ -14,8 +14,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from sinkscope.display.notation import counted
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.files.notation import counted
 from sinkscope.interventions.edited_modules import EditedModules
 from sinkscope.interventions.positions import Call, Tracker
 from sinkscope.models.checks import check_loaded

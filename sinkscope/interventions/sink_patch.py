@@ -15,21 +15,21 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError, warn
 from sinkscope.files.output import read_json, write_output
-from sinkscope.files.records import Number, Whole, check, conform
+from sinkscope.files.records import Finite, Whole, check, conform
 from sinkscope.interventions.edits import NeuronEdit, NeuronValues
 from sinkscope.interventions.sites import NeuronSite, Where, site_of
 from sinkscope.models.origin import is_checkpoint
 from sinkscope.models.target import Target
 
 _PAGE = "patch-file"
-Value = Literal["second", "calibrated"] | Number
+Value = Literal["second", "calibrated"] | Finite
 
 
 class _FileSite(BaseModel):
     layer: Whole
     neuron: Whole
     expert: Whole | None = None
-    calibrated: Number | None = None
+    calibrated: Finite | None = None
 
 
 class _File(BaseModel):
@@ -93,7 +93,7 @@ class SinkPatch(NeuronEdit):
         conform(Value, self.value, "value", page=_PAGE)
         calibrated = {site_of(site): value for site, value in self.calibrated.items()}
         for site, value in calibrated.items():
-            conform(Number, value, f"calibrated value of {site}", page=_PAGE)
+            conform(Finite, value, f"calibrated value of {site}", page=_PAGE)
         object.__setattr__(self, "calibrated", calibrated)
         missing = self._uncalibrated()
         if self.value == "calibrated" and missing:

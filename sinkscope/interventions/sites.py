@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from sinkscope.display.notation import neuron_name, read_head, read_neuron
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.notation import neuron_name, read_head, read_neuron
 from sinkscope.files.records import Whole, conform
 
 SiteLike = Sequence[int | None] | str

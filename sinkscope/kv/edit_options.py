@@ -7,8 +7,8 @@ import os
 from operator import or_
 from typing import Annotated, Any
 
+from sinkscope.display.options import Hidden, Option
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.options import Hidden, Option
 from sinkscope.interventions.base import Intervention
 from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.kv.loopguard import LoopGuard

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from sinkscope.display.notation import counted
 from sinkscope.errors import UnsupportedError
-from sinkscope.files.notation import counted
 from sinkscope.interventions.positions import Call
 from sinkscope.kv.scope import cache_layers
 from sinkscope.models.target import Target

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from sinkscope.files.console import silent
-from sinkscope.files.notation import agreeing, counted
+from sinkscope.display.notation import agreeing, counted
+from sinkscope.display.result import Result
+from sinkscope.files.progress import silent
 from sinkscope.files.provenance import ModelInfo, provenance
 from sinkscope.files.records import Natural, check_values
-from sinkscope.files.result import Result
 from sinkscope.loops.figure import draw_check
 from sinkscope.loops.monitor import Monitor, MonitorSettings
 from sinkscope.loops.near_copies import counting_rows, echoes

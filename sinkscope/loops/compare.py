@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Any, ClassVar, cast
 
+from sinkscope.display.result import Result
+from sinkscope.display.tables import Grid, percent, strings
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.provenance import ModelInfo, provenance
-from sinkscope.files.result import Result
-from sinkscope.files.tables import Grid, percent, strings
 from sinkscope.loops.figure import draw_comparison
 from sinkscope.loops.rivals import DETECTORS, Detector
 

@@ -21,7 +21,7 @@ def draw_check(result: Any) -> go.Figure:
     import pandas as pd
     import plotly.express as px
 
-    from sinkscope.files.style import BLUE, GREY, ORANGE, RED, finished
+    from sinkscope.display.style import BLUE, GREY, ORANGE, RED, finished
 
     colours = {"clean": GREY, "suspicious": BLUE, "looped": ORANGE, "loops": RED}
     if result.model.family == "session":
@@ -58,7 +58,7 @@ def draw_comparison(result: Any) -> go.Figure:
     """
     import plotly.express as px
 
-    from sinkscope.files.style import BLUE, finished
+    from sinkscope.display.style import BLUE, finished
 
     names = [html.escape(score.detector) for score in result.detectors]
     kinds = list(result.detectors[0].by_class)

@@ -13,8 +13,8 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.console import silent
 from sinkscope.files.plain import parse_json
+from sinkscope.files.progress import silent
 from sinkscope.files.provenance import ModelInfo
 from sinkscope.files.records import rows_of
 from sinkscope.loops.check import CheckedOutput, LoopCheck, Verdict, checked_output, loop_check

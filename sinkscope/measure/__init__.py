@@ -1,28 +1,30 @@
 """The form of every measurement: a frozen `Result`, a function of a `Setup`, and a figure, under one decorator."""
 
-from sinkscope.files.console import Progress
-from sinkscope.files.options import Count, Hidden, Option, Positive
+from sinkscope.display.options import Hidden, Option
+from sinkscope.display.result import Number, Result
+from sinkscope.files.progress import Progress
 from sinkscope.files.provenance import ModelInfo, Provenance
-from sinkscope.files.result import Number, Result
-from sinkscope.measure.measurement import EDIT_PARAMETERS, SETUP_PARAMETERS, Measurement, Output, measurement
+from sinkscope.files.records import Natural, Whole
+from sinkscope.measure.measurement import EDIT_PARAMETERS, SETUP_PARAMETERS, Measurement, Output, ScanPart, measurement
 from sinkscope.measure.setup import PIECE, Setup, TextAttention
 
 __all__ = [
     "EDIT_PARAMETERS",
     "PIECE",
     "SETUP_PARAMETERS",
-    "Count",
     "Hidden",
     "Measurement",
     "ModelInfo",
+    "Natural",
     "Number",
     "Option",
     "Output",
-    "Positive",
     "Progress",
     "Provenance",
     "Result",
+    "ScanPart",
     "Setup",
     "TextAttention",
+    "Whole",
     "measurement",
 ]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, get_type_hints
 
-from sinkscope.files.options import Parameter, parameters_of
-from sinkscope.files.result import Result
+from sinkscope.display.options import Parameter, parameters_of
+from sinkscope.display.result import Result
 from sinkscope.interventions.decode import noted_decoding
 from sinkscope.kv.edit_options import edit_from_options
 from sinkscope.measure.setup import Setup
@@ -49,6 +49,30 @@ class Output:
     kind: str | None = None
 
 
+@dataclass(frozen=True)
+class ScanPart:
+    """How a measurement takes part in `sinkscope scan`.
+
+    Attributes:
+        order: Place on the card.
+        topic: What its conclusion is about on the first screen of the card. Of several measurements of a topic, the
+            last one with a result is quoted. Empty: it is not on the first screen.
+        full: Its arguments.
+        quick: Its arguments with --quick. None: it is then left out.
+        streams: Whether it can run on a model that is read layer by layer.
+        provisional: Whether a full scan may find otherwise than --quick.
+        command: Command that runs it alone. Empty: the words of the measurement.
+    """
+
+    order: int = 100
+    topic: str = ""
+    full: Mapping[str, Any] = field(default_factory=dict)
+    quick: Mapping[str, Any] | None = field(default_factory=dict)
+    streams: bool = True
+    provisional: bool = False
+    command: str = ""
+
+
 @dataclass(eq=False)
 class Measurement(Generic[P, R]):
     """A measurement that can be called with a model; made by `@measurement`.
@@ -59,12 +83,12 @@ class Measurement(Generic[P, R]):
 
     function: Callable[Concatenate[Setup, P], R]
     group: str
-    command: str | None
     loading: Loading
     edits: bool
     quick: dict[str, Any]
     outputs: Sequence[Output]
     check: Callable[..., object] | None
+    scan: ScanPart | None
 
     def __post_init__(self) -> None:
         functools.update_wrapper(self, self.function)
@@ -165,12 +189,15 @@ def measurement(
     *,
     group: str,
     figure: Callable[[Any], go.Figure] | str | None = None,
-    command: str | None = None,
+    words: str | None = None,
+    order: int = 0,
+    help: str = "",
     loading: Loading = "stream",
     edits: bool = False,
     quick: dict[str, Any] | None = None,
     outputs: Sequence[Output] = (),
     check: Callable[..., object] | None = None,
+    scan: ScanPart | None = None,
 ) -> Callable[[Callable[Concatenate[Setup, P], R]], Measurement[P, R]]:
     """Turn a function that takes a `Setup` and returns a `Result` into a measurement.
 
@@ -180,20 +207,23 @@ def measurement(
     Args:
         group: The documentation lists measurements of one group together.
         figure: Function that draws the result; "module:function" is imported when it is needed.
-        command: Words of the command. None: the function's name with dashes.
+        words: Words of the command. None: the function's name with dashes.
+        order: Place in its group; 0 is the end.
+        help: One line for the list of commands.
         loading: As in `Setup.open`.
         edits: Whether it can run under a patch, a policy or a guard; `setup.edit` holds those requested.
         quick: Arguments with which it takes about a second on a small model, for the tests of the matrix.
         outputs: Additional files that its command writes.
         check: Called with the measurement's own arguments, by name, before a model is opened. It raises
             `SinkscopeError` for errors that types and ranges do not exclude.
+        scan: How it takes part in `sinkscope scan`. None: it does not.
     """
 
     def wrap(function: Callable[Concatenate[Setup, P], R]) -> Measurement[P, R]:
         result_class = get_type_hints(function)["return"]
         if "kind" not in vars(result_class):
-            result_class.claim(function.__name__.replace("_", "-"))
+            result_class.claim((words or function.__name__).replace("_", "-").replace(" ", "-"))
         result_class.drawing = figure
-        return Measurement(function, group, command, loading, edits, quick or {}, outputs, check)
+        return Measurement(function, group, loading, edits, quick or {}, outputs, check, scan)
 
     return wrap

@@ -13,10 +13,11 @@ from typing import Annotated, Any, Literal
 import torch
 from einops import repeat
 from jaxtyping import Float, Int
+from pydantic import Field
 from torch import Tensor
 
-from sinkscope.files.console import Progress, silent
-from sinkscope.files.options import Hidden, Option
+from sinkscope.display.options import Hidden, Option
+from sinkscope.files.progress import Progress, silent
 from sinkscope.files.provenance import ModelInfo, Provenance, provenance
 from sinkscope.interventions.base import Intervention
 from sinkscope.interventions.decode import decode, watched
@@ -89,9 +90,9 @@ class Setup:
         dtype: torch.dtype | str | None = None,
         bos: bool | None = None,
         text: str | Path | None = None,
-        seed: Annotated[int, Option(min=0, max=(1 << 63) - 1)] = 0,
+        seed: Annotated[int, Field(ge=0, le=(1 << 63) - 1)] = 0,
         tokenizer: Hidden = None,
-        texts: Annotated[int, Option(min=1, hidden=True)] = 4,
+        texts: Annotated[int, Field(ge=1), Option(hidden=True)] = 4,
         trust_remote_code: Annotated[bool, Option(hidden=True)] = False,
         progress: Hidden = None,
         loading: Annotated[Literal["stream", "enough", "whole"], Option(hidden=True)] = "stream",

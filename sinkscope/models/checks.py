@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from sinkscope.display.notation import neuron_name
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.files.notation import neuron_name
 from sinkscope.files.records import between, conform
 from sinkscope.models.sizes import Sizes
 

@@ -7,8 +7,8 @@ import io
 import sys
 from typing import Any
 
+from sinkscope.display.console import note
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.console import note
 from sinkscope.models.checkpoint import LocalFiles, weight_files
 from sinkscope.models.config import causal_class, reads_images
 from sinkscope.models.locate import ModelSource

@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from sinkscope.display.notation import agreeing, listed
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.notation import agreeing, listed
 from sinkscope.files.plain import check_encodable
 from sinkscope.measure import Setup
 from sinkscope.models.checks import check_length

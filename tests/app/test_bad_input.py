@@ -109,7 +109,7 @@ SPOILED = [  # entries of config.json, or what is done to the folder; what is sa
 
 
 @pytest.mark.parametrize(("command", "spoiling"), each_other(["find-sinks", "generate"], SPOILED))
-def test_spoiled_folder(error, tmp_path, spoiling, command):
+def test_a_spoiled_model_folder_is_refused_in_one_line(error, tmp_path, spoiling, command):
     """Streamed (find-sinks) and loaded whole (generate), a checkpoint is refused in the same words."""
     change, says = spoiling
     folder = spoiled(tmp_path / "m", **(change if isinstance(change, dict) else {}))
@@ -126,7 +126,7 @@ def command_on(command: str, folder: Path) -> list[str]:
     return [command, "--model", str(folder), *more]
 
 
-def test_weights_without_a_tokenizer(error, tmp_path):
+def test_weights_without_a_tokenizer_are_refused(error, tmp_path):
     """For some families transformers makes a tokenizer of no files, and that knows no token."""
     tiny_model("qwen2")[0].save_pretrained(tmp_path / "m")
     message = error("barcode", "--model", str(tmp_path / "m"), "--max-new-tokens", "5")
@@ -156,7 +156,7 @@ def test_code_in_a_checkpoint_is_not_run(error, tmp_path, command, own):
     assert not (tmp_path / "ran").exists()
 
 
-def test_gguf_that_is_none(error, tmp_path):
+def test_a_file_that_is_no_gguf_is_refused(error, tmp_path):
     pytest.importorskip("gguf")
     whole = tmp_path / "whole.gguf"
     write_gguf(whole, *tiny_model("llama"))
@@ -185,7 +185,7 @@ def test_gguf_that_is_none(error, tmp_path):
         (["--revision", "v2"], ("revision 'v2' means nothing for the folder", "hub ids")),
     ],
 )
-def test_find_sinks_refuses(error, nobos, words, says):
+def test_find_sinks_refuses_what_it_cannot_measure(error, nobos, words, says):
     model = ["--model", str(nobos)]
     message = error("find-sinks", *([] if "--model" in words else model), *words)
     assert all(part in message for part in says), message
@@ -199,7 +199,7 @@ def test_find_sinks_refuses(error, nobos, words, says):
         ("poem", ["--bos"], ("--bos: the tokenizer of this llama model has no BOS token", "use --no-bos")),
     ],
 )
-def test_generate_refuses(error, nobos, tmp_path, prompt, words, says):
+def test_generate_refuses_what_it_cannot_continue(error, nobos, tmp_path, prompt, words, says):
     (tmp_path / "p.txt").write_text(prompt)
     message = error("generate", "--model", str(nobos), "--prompt-file", str(tmp_path / "p.txt"), *words)
     assert all(part in message for part in says), message
@@ -225,7 +225,7 @@ only_root = pytest.mark.skipif(not hasattr(os, "seteuid") or os.geteuid() != 0, 
 
 
 @only_root
-def test_files_of_somebody_else(error, tmp_path):
+def test_files_of_another_program_are_refused_and_kept(error, tmp_path):
     folder = spoiled(tmp_path / "m")
     shutil.copy(folder / "config.json", tmp_path / "m.gguf")
     for path, mode in ((tmp_path / "m.gguf", 0o600), (folder, 0o700)):
@@ -246,7 +246,7 @@ def test_files_of_somebody_else(error, tmp_path):
         ["--methods", "full", "--task", "loops", "--out", "{}/runs/new"],
     ],
 )
-def test_runs_of_somebody_else(error, tmp_path, words):
+def test_folders_of_another_program_are_refused_and_kept(error, tmp_path, words):
     (tmp_path / "closed" / "runs").mkdir(parents=True)
     (tmp_path / "closed" / "prompts.jsonl").write_text("{}")
     (tmp_path / "closed").chmod(0o700)
@@ -256,7 +256,7 @@ def test_runs_of_somebody_else(error, tmp_path, words):
         assert "permission denied" in error("bench", *[word.format(tmp_path / "closed") for word in words])
 
 
-def test_a_working_folder_that_is_gone(error, tmp_path):
+def test_a_working_folder_that_is_gone_is_refused_in_one_line(error, tmp_path):
     here = Path.cwd()
     (tmp_path / "gone").mkdir()
     os.chdir(tmp_path / "gone")

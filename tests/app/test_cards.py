@@ -15,19 +15,20 @@ from report_kit import files_shown, made_report
 from sinkscope.app import scan as scanning
 from sinkscope.app.card import CardPart, SinkCard, read_card
 from sinkscope.app.cli import main
-from sinkscope.app.scan import PARTS, fitted, scan
+from sinkscope.app.scan import context_arguments, scan, scan_parts
+from sinkscope.display.result import Number, Result
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.result import Number, Result
 from sinkscope.interventions import SinkPatch
 from sinkscope.measure import Measurement, Setup
 
-FEW = ("find_sinks", "marking_heads", "repeat")
-LIGHT = ("marking_heads", "repeat")
+FEW = ("find_sinks", "heads", "repeat")
+LIGHT = ("heads", "repeat")
 
 
 def only(monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]):
     """Scan with these parts alone."""
-    monkeypatch.setattr(scanning, "PARTS", [part for part in PARTS if part.name in names])
+    parts = [part for part in scan_parts() if part.name in names]
+    monkeypatch.setattr(scanning, "scan_parts", lambda: parts)
 
 
 @pytest.fixture
@@ -115,7 +116,7 @@ def test_a_part_that_fails_says_why_and_the_next_begins(light, model, tmp_path, 
     real = Measurement.on
 
     def on(self, setup, **options):
-        if self.__name__ == "marking_heads":
+        if self.__name__ == "heads":
             raise ZeroDivisionError("<b>by zero</b>\nand more")
         return real(self, setup, **options)
 
@@ -131,7 +132,7 @@ def test_a_part_that_fails_says_why_and_the_next_begins(light, model, tmp_path, 
 
 
 def test_a_model_that_does_not_fit_is_streamed_and_opened_once(model, tmp_path, monkeypatch):
-    only(monkeypatch, ("marking_heads", "circuit"))
+    only(monkeypatch, ("heads", "circuit"))
     opened = []
     real = Setup.open
 
@@ -144,7 +145,7 @@ def test_a_model_that_does_not_fit_is_streamed_and_opened_once(model, tmp_path, 
     card = scan(model, out=tmp_path / "small", quick=True)
     assert opened == ["stream"]
     problems = {part.name: part.problem for part in card.parts}
-    assert problems["marking_heads"] is None and "whole model in memory" in str(problems["circuit"])
+    assert problems["heads"] is None and "whole model in memory" in str(problems["circuit"])
 
 
 def test_a_report_takes_its_parts_and_leaves_nothing_out(folder, tmp_path):
@@ -178,8 +179,8 @@ def test_a_change_counts_beyond_both_margins(folder, by, moved):
 
 def test_lengths_fit_the_context():
     quick = {"max_repeats": 300, "length": 192, "prompt": 96, "count": 400}
-    assert fitted(quick, 256) == {"max_repeats": 240, "length": 128, "prompt": 96, "count": 400}
-    assert fitted(quick, 2048) == fitted(quick, None) == quick
+    assert context_arguments(quick, 256) == {"max_repeats": 240, "length": 128, "prompt": 96, "count": 400}
+    assert context_arguments(quick, 2048) == context_arguments(quick, None) == quick
 
 
 @pytest.mark.slow

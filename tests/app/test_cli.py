@@ -29,13 +29,13 @@ import sinkscope.opening.load
 from sinkscope.app.cli import click_command, main
 from sinkscope.app.commands import commands
 from sinkscope.app.expected import size_of
+from sinkscope.display.console import ProgressBar
+from sinkscope.display.options import example_lines
+from sinkscope.display.result import Result
+from sinkscope.display.tables import SCREEN
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.console import ProgressBar
-from sinkscope.files.options import example_lines
 from sinkscope.files.output import read_text
 from sinkscope.files.provenance import documentation_address
-from sinkscope.files.result import Result
-from sinkscope.files.tables import SCREEN
 from sinkscope.interventions import SinkPatch
 from sinkscope.interventions.base import Event
 from sinkscope.measure import Measurement
@@ -123,7 +123,7 @@ def test_the_shell_completes(typed, word):
 # What arrives and what comes back
 
 
-def test_arguments_arrive(calls):
+def test_options_reach_the_function_as_they_are_typed(calls):
     assert main(["find-sinks"]) == 0
     assert set(calls.pop()) == {"progress"}  # the function's own defaults are the command's
     words = "find-sinks --model m --dtype float16 --no-bos --all-layers --top-k 3 --text t.txt --token cat --token dog"
@@ -134,7 +134,7 @@ def test_arguments_arrive(calls):
     assert arguments == {**typed, "tokens": ["cat", "dog"]}
 
 
-def test_pointers_lead_to_the_published_pages(monkeypatch, capsys):
+def test_help_and_errors_point_to_the_published_pages(monkeypatch, capsys):
     """What `project.urls` says is where help and errors point to; without it they name the files of the repository."""
     assert main(["find-sinks", "--help"]) == 0
     assert "Documentation: docs/cli.md#sinkscope-find-sinks" in capsys.readouterr().out
@@ -187,7 +187,7 @@ def test_sizes_are_those_of_the_model():
         assert size.computing == size.parameters - looked_up - idle
 
 
-def test_backend_loads_that_kind_of_object(calls, monkeypatch):
+def test_backend_loads_the_kind_of_object_that_it_names(calls, monkeypatch):
     loads = []
     monkeypatch.setattr(sinkscope.opening.load, "load", lambda *args, **given: loads.append((args, given)) or "object")
     assert main(["find-sinks", "--model", "m", "--backend", "bridge", "--dtype", "float16"]) == 0
@@ -218,7 +218,7 @@ def test_csv_has_the_columns_for_which_the_table_has_no_room(tmp_path, monkeypat
     assert "Not shown" not in capsys.readouterr().out
 
 
-def test_models_agree_in_both_forms(capsys):
+def test_the_command_lists_the_models_that_python_lists(capsys):
     assert main(["models"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= SCREEN and lines[-1].startswith("Conclusion: ")
@@ -268,7 +268,7 @@ def test_interrupted_generation_keeps_its_text(monkeypatch, tmp_path, capsys):
     ("words", "message"),
     [
         ("find-sink", "No such command 'find-sink'"),
-        ("find-sinks --top-k 0", "--top-k 0: expected a number from 1"),
+        ("find-sinks --top-k 0", "--top-k 0: expected a whole number from 1"),
         ("find-sinks --backend jax", "'jax' is not one of 'bridge', 'hf', 'nnsight'"),
         ("find-sinks --json", "'--json' requires an argument"),
         ("find-sinks --json folder", "folder is a folder"),
@@ -362,7 +362,7 @@ def test_a_file_that_ends_early_is_no_interruption(monkeypatch, capsys):
     assert "error: EOFError: marshal data too short" in capsys.readouterr().err
 
 
-def test_full_disk_after_the_work(calls, monkeypatch, capsys):
+def test_a_full_disk_loses_no_printed_result(calls, monkeypatch, capsys):
     old = '{"schema": 1, "kind": "find-sinks"}'
     Path("x.json").write_text(old)
 

@@ -11,9 +11,9 @@ import pytest
 from sample_results import sample_find_sinks
 
 from sinkscope import loops
-from sinkscope.app.commands import kind_modules as kinds
 from sinkscope.bench.table import BenchGroup, BenchTable
-from sinkscope.files.result import Result
+from sinkscope.display.result import Result
+from sinkscope.files.catalog import kind_modules as kinds
 
 CHOICES = {  # one of a few words, or packed numbers
     "contexts",

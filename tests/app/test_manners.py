@@ -22,9 +22,9 @@ import sinkscope as ss
 import sinkscope.app.pages as pages
 from sinkscope.app.cli import main
 from sinkscope.bench.answer import BenchModel, answer_rows
+from sinkscope.display.result import Result
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
 from sinkscope.files.output import kind_of, write_output
-from sinkscope.files.result import Result
 from sinkscope.inference.infer import infer
 from sinkscope.interventions.decode import greedy, noted_decoding
 from sinkscope.models.down_projections import w_out
@@ -39,7 +39,7 @@ PICTURE = bytes.fromhex(
 # --- Outputs ---------------------------------------------------------------------------------------------------------
 
 
-def test_pictures_carry_a_mark(tmp_path):
+def test_a_png_says_its_kind(tmp_path):
     (tmp_path / "photo.png").write_bytes(PICTURE)
     with pytest.raises(SinkscopeError, match=r"photo\.png is there already"):
         write_output(tmp_path / "photo.png", PICTURE)
@@ -61,7 +61,7 @@ def test_saving_from_python_spares_foreign_files(tmp_path):
     for content in ('{"mine": 1}', "words", "<html></html>"):
         (tmp_path / "x").write_text(content)
         for save in (found.save, ss.SinkPatch(layer=1, neurons=[2]).save):
-            with pytest.raises(SinkscopeError, match="give another name, or --force"):
+            with pytest.raises(SinkscopeError, match="give another name"):
                 save(tmp_path / "x")
         assert (tmp_path / "x").read_text() == content
     (tmp_path / "empty").write_text("")  # as a temporary file is made
@@ -167,7 +167,7 @@ def test_a_patch_of_another_model_is_noticed_wherever_it_is_used(tmp_path, capsy
     for use in (
         lambda: patch.on(model).__enter__(),
         lambda: ss.generate(model, "poem", patch=here, max_new_tokens=2),
-        lambda: ss.evaluate_patch(model, patch=here, pieces=2, length=16),
+        lambda: ss.patch_eval(model, patch=here, pieces=2, length=16),
     ):
         with pytest.warns(SinkscopeWarning, match="has the same shape and other weights"):
             use()
@@ -196,7 +196,7 @@ def test_a_patch_of_another_model_is_noticed_wherever_it_is_used(tmp_path, capsy
         (None, "has no chat template"),
     ],
 )
-def test_chat_templates_that_fail(template, says):
+def test_a_chat_template_that_fails_is_refused_in_one_line(template, says):
     tokenizer = organism("llama", 0).tokenizer
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = template
@@ -205,7 +205,7 @@ def test_chat_templates_that_fail(template, says):
     assert says in str(caught.value) and "leave out chat" in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_chat_template_is_written():
+def test_a_chat_is_written_by_the_tokenizers_template():
     tokenizer = copy.deepcopy(organism("llama", 0).tokenizer)
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     assert chat_text(tokenizer, [{"role": "user", "content": "poem"}]) == "<user>poem"
@@ -246,7 +246,7 @@ class Wrapped(nn.Module):
         return self.base_model.generate(*args, **kwargs)
 
 
-def test_adapters_of_peft():
+def test_a_peft_model_is_measured_with_its_adapter():
     made = organism("llama", 3)
     model = copy.deepcopy(made.model)
     down = model.model.layers[1].mlp.down_proj
@@ -277,7 +277,7 @@ def test_adapters_of_peft():
         lambda model, tok: ss.Conversation(model, ss.LoopGuard(budget=64), tokenizer=tok).ask("poem"),
     ],
 )
-def test_a_model_without_weights(use):
+def test_a_model_without_weights_is_refused(use):
     made = organism("llama", 3)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(made.model.config)
@@ -285,7 +285,7 @@ def test_a_model_without_weights(use):
         use(model, made.tokenizer)
 
 
-def test_copies_inside_a_context():
+def test_a_model_is_not_copied_while_interventions_act():
     model = tiny_model("llama")[0]
     with ss.SinkPatch(layer=1, neurons=[3], value=0.0).on(model):
         for copied in (copy.deepcopy, lambda m: torch.save(m, os.devnull)):

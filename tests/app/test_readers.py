@@ -11,7 +11,7 @@ from organisms import organism
 from raw_kit import attention
 
 from sinkscope.app.readers import moved, readers_in_words
-from sinkscope.files.result import Number
+from sinkscope.display.result import Number
 from sinkscope.sinks.first_token.find import find_sinks
 from sinkscope.sinks.first_token.result import READERS_ATTENTION, SHARE_OF_HEADS, SINK_PLACE
 

@@ -13,8 +13,8 @@ import sinkscope.app.report as page
 from sinkscope.app.cli import main
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.table import bench_table
+from sinkscope.display.result import Result
 from sinkscope.files.plain import visible
-from sinkscope.files.result import Result
 from sinkscope.opening.load import load
 
 

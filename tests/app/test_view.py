@@ -21,14 +21,16 @@ from starlette.testclient import TestClient
 import sinkscope as ss
 from sinkscope.app.cli import main
 from sinkscope.app.view import notebook, server
-from sinkscope.app.view.explorer import Explorer, Request, heads_that_fit
+from sinkscope.app.view.explorer import Explorer, Request
 from sinkscope.app.view.packed import Packed, codes_of
 from sinkscope.app.view.page import view_page
+from sinkscope.app.view.readings import heads_that_fit, read_text
 from sinkscope.app.view.result import ModelView, ViewedText
 from sinkscope.app.view.server import LARGEST_REQUEST, application, serve
+from sinkscope.app.view.writing import generation_of
+from sinkscope.display.notation import neuron_name
+from sinkscope.display.result import Result
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.notation import neuron_name
-from sinkscope.files.result import Result
 from sinkscope.sinks.first_token.circuit import Circuit, circuit
 
 CLICK = "document.querySelector('{}').click()"
@@ -106,7 +108,7 @@ def test_two_tokens_of_one_cluster_are_both_sinks_without_bos(tmp_path):
 def test_a_model_without_a_sink_offers_no_switch_and_says_so(tmp_path):
     o = organism("llama", 1, kind="none")
     one = explorer(o, tmp_path)
-    one.measure_circuit()
+    one.sink.measure_circuit()
     found = one.view(o.tokenizer.decode(o.natural(1, 12)[0, 1:].tolist()))
     assert found.neurons == () and [variant.name for variant in found.texts[0].variants] == ["intact"]
     assert found.conclusion().startswith("0 of 12 tokens have a norm spike") and found.texts[0].spikes == ()
@@ -116,9 +118,9 @@ def test_a_model_without_a_sink_offers_no_switch_and_says_so(tmp_path):
 def test_marking_heads_are_those_of_the_circuit_and_switches_of_ones_own_have_a_control(tmp_path):
     o = organism("llama", 1)
     one = explorer(o, tmp_path)
-    one.circuit = circuit.on(one.setup, max_repeats=8)
+    one.sink.circuit = circuit.on(one.sink.setup, max_repeats=8)
     ids = o.natural(1, 24)[0].tolist()
-    marks = [f"L{layer}.H{head}" for layer, head in one.marks]
+    marks = [f"L{layer}.H{head}" for layer, head in one.sink.marks]
     text = o.tokenizer.decode(ids[1:])
     found = one.view(text)
     variants = {variant.name: variant for variant in found.texts[0].variants}
@@ -140,7 +142,7 @@ def test_values_are_packed_in_eight_bits_and_rows_only_as_far_as_there_is_room(t
     assert Packed.of(codes_of(torch.tensor([-1.0, torch.nan, 9.0]))).array().tolist() == [0, 0, 1]
     o = organism("llama", 1)
     one = explorer(o, tmp_path)
-    reading = one.read(o.natural(1, 24)[0].tolist())
+    reading = read_text(one.sink, o.natural(1, 24)[0].tolist())
     every = heads_that_fit(reading, 1 << 20)
     some = heads_that_fit(reading, sum(len(Packed.of(reading.rows[head]).codes) for head in every) // 2)
     least = min(reading.received[place][0] for place in some)
@@ -160,9 +162,9 @@ def bundled():
 @pytest.fixture(scope="module")
 def view(bundled):
     """The model in the package on a short text, with its circuit and a generation."""
-    bundled.circuit = Circuit.load(Path(__file__).parents[2] / "figures/circuit.json")
+    bundled.sink.circuit = Circuit.load(Path(__file__).parents[2] / "figures/circuit.json")
     text = "A class is a block. A block is a piece of text."
-    return replace(bundled.view(text), generation=bundled.generation(12))
+    return replace(bundled.view(text), generation=generation_of(bundled.sink.setup, 12))
 
 
 @pytest.fixture(scope="module")
@@ -258,7 +260,7 @@ def test_the_live_page_answers_only_under_its_address(bundled):
     assert client.get("/secret/", headers={"Host": "evil.example"}).status_code == 400
     assert client.get("/secret/view").status_code == 405
     passes = []
-    inner = bundled.setup.target.base.register_forward_pre_hook(lambda *_: passes.append(1))
+    inner = bundled.sink.setup.target.base.register_forward_pre_hook(lambda *_: passes.append(1))
     client.post("/secret/view", json={"text": "a block"})
     passes.clear()
     off = client.post("/secret/view", json={"text": "a block", "off": ["L1.N338"]}).json()["result"]

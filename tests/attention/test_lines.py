@@ -15,7 +15,7 @@ from torch import Tensor
 
 import sinkscope as ss
 from sinkscope.app.cli import main
-from sinkscope.attention.lines import LineWeights, agreement, line_weights, shared_by_second
+from sinkscope.attention.lines import LineWeights, agreement, lines, shared_by_second
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.kv import H2O
 from sinkscope.lines.head_lines import HeadLines
@@ -33,7 +33,7 @@ def ids_of(length: int, seed: int = 0) -> list[int]:
 @pytest.mark.parametrize(("seed", "window"), [(0, None), (1, 30)])
 def test_planted_lines_come_out_on_top(seed, window):
     o = line_organism(seed, window)
-    result = line_weights(o.model, [o.text(160, COLUMNS)], etas=[0.02], tokenizer=o.tokenizer)
+    result = lines(o.model, [o.text(160, COLUMNS)], etas=[0.02], tokenizer=o.tokenizer)
     for place in ((layer, head) for layer in range(2) for head in range(4)):
         mass = float(result.mass[0][place])
         random = float(result.random_mass[0][place])
@@ -65,7 +65,7 @@ def test_all_numbers_equal_those_of_the_whole_matrix(model_type):
     texts = [ids_of(30), ids_of(41, 1), ids_of(33, 2)]
     etas = (0.05, 0.2, 1.0)
     layers = [0, 2]
-    result = line_weights(model, texts, etas=etas, layers=layers, tokenizer=tokenizer)
+    result = lines(model, texts, etas=etas, layers=layers, tokenizer=tokenizer)
     expected = {}
 
     def add(name, value, *place):
@@ -156,13 +156,13 @@ def test_shares_of_lines_lose_none_to_rounding_and_lines_without_weight_are_neve
 def test_the_result_survives_a_file_and_repeats(tmp_path):
     model, tokenizer = tiny_model("qwen2")
     ids = ids_of(110)
-    result = line_weights(model, [ids], etas=[0.1, 0.05], tokenizer=tokenizer)
+    result = lines(model, [ids], etas=[0.1, 0.05], tokenizer=tokenizer)
     assert result.etas == (0.05, 0.1)
     loaded = LineWeights.load(result.save(tmp_path / "x.json"))
     assert loaded.to_dict() == result.to_dict()
     (heat,) = [trace for trace in loaded.figure().data if trace.type == "heatmap"]
     np.testing.assert_allclose(heat.z, result.mass[1])
-    again = line_weights(model, [ids], etas=[0.1, 0.05], tokenizer=tokenizer)
+    again = lines(model, [ids], etas=[0.1, 0.05], tokenizer=tokenizer)
     assert again.to_dict()["result"] == result.to_dict()["result"]
 
 
@@ -170,12 +170,12 @@ def test_ids_need_no_tokenizer_and_texts_do():
     model, tokenizer = tiny_model("qwen2")
     model.config._name_or_path = ""
     ids = [ids_of(40, i) for i in range(2)]
-    alone = line_weights(model, texts=ids)
-    beside = line_weights(model, texts=ids, tokenizer=tokenizer)
+    alone = lines(model, texts=ids)
+    beside = lines(model, texts=ids, tokenizer=tokenizer)
     assert (alone.mass == beside.mass).all()
     for texts in (["a text"], [ids[0], "a text"], None):
         with pytest.raises(SinkscopeError, match="carries no tokenizer"):
-            line_weights(model, texts)
+            lines(model, texts)
 
 
 def test_a_file_of_texts_and_the_command(tmp_path, capsys):
@@ -188,7 +188,7 @@ def test_a_file_of_texts_and_the_command(tmp_path, capsys):
     printed = LineWeights.load(out)
     assert printed.tokens == (64, 64) and str(tmp_path) not in out.read_text()
     assert "carry" in capsys.readouterr().out
-    result = line_weights(None, data=file, count=2, length=64, layers=[2], etas=[0.1])
+    result = lines(None, data=file, count=2, length=64, layers=[2], etas=[0.1])
     assert printed.to_dict()["result"] == result.to_dict()["result"]
 
 
@@ -212,16 +212,16 @@ def test_a_wrapped_model_half_precision_and_interventions():
     """What evicts nothing in one pass changes nothing; a patch of the neurons changes the attention behind them."""
     model, tokenizer = tiny_model("llama")
     ids = ids_of(40)
-    own = line_weights(model, [ids], tokenizer=tokenizer).mass
-    assert (line_weights(nnsight_of(model, tokenizer), [ids], tokenizer=tokenizer).mass == own).all()
+    own = lines(model, [ids], tokenizer=tokenizer).mass
+    assert (lines(nnsight_of(model, tokenizer), [ids], tokenizer=tokenizer).mass == own).all()
     for edit in (ss.LoopGuard(budget=64), H2O(budget=64)):
-        under = line_weights(model, [ids], tokenizer=tokenizer, interventions=edit)
+        under = lines(model, [ids], tokenizer=tokenizer, interventions=edit)
         np.testing.assert_allclose(under.mass, own, atol=1e-5)
     patch = ss.Ablate(sites=[(0, neuron) for neuron in range(16)])
-    patched = line_weights(model, [ids], tokenizer=tokenizer, interventions=patch).mass
+    patched = lines(model, [ids], tokenizer=tokenizer, interventions=patch).mass
     np.testing.assert_allclose(patched[:, 0], own[:, 0], atol=1e-6)
     assert np.abs(patched[:, 1:] - own[:, 1:]).max() > 1e-6
-    half = line_weights(model.to(torch.bfloat16), [ids], tokenizer=tokenizer)
+    half = lines(model.to(torch.bfloat16), [ids], tokenizer=tokenizer)
     np.testing.assert_allclose(half.mass, own, atol=0.05)
 
 
@@ -235,7 +235,7 @@ def test_short_texts_and_other_models_are_refused():
     ]
     for options, message in cases:
         with pytest.raises(SinkscopeError, match=message):
-            line_weights(model, tokenizer=tokenizer, **options)
+            lines(model, tokenizer=tokenizer, **options)
     for other in (tiny_model("falcon")[0], bridge_of(model, tokenizer)):
         with pytest.raises(UnsupportedError, match="are not offered"):
-            line_weights(other, [ids_of(40)], tokenizer=tokenizer)
+            lines(other, [ids_of(40)], tokenizer=tokenizer)

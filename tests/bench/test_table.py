@@ -12,8 +12,8 @@ from bench_kit import SETTINGS, made_record
 
 from sinkscope.bench.record import BenchRun, open_run
 from sinkscope.bench.table import BenchTable, bench_table, tabulate_records
-from sinkscope.files.rate import wilson
-from sinkscope.files.result import Result
+from sinkscope.display.result import Result
+from sinkscope.measure.rate import wilson
 
 
 def table(*records, by: str = "part") -> BenchTable:

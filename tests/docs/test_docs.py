@@ -20,7 +20,8 @@ import torch
 import sinkscope
 from sinkscope.app.cli import main
 from sinkscope.app.commands import commands
-from sinkscope.files.result import Result, known_kinds
+from sinkscope.display.result import Result
+from sinkscope.files.envelope import known_kinds
 from sinkscope.kv import registry
 from sinkscope.models import adapters
 

@@ -10,7 +10,7 @@ import pytest
 from refusals import refused
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.records import Natural, Number, Share, Whole, checked, conform
+from sinkscope.files.records import Finite, Natural, Share, Whole, checked, conform
 
 
 @checked
@@ -20,7 +20,7 @@ class Settings:
     share: Share = 0.5
     count: Natural = 3
     names: tuple[Literal["a", "b"], ...] = ("a",)
-    value: Literal["second"] | Number = "second"
+    value: Literal["second"] | Finite = "second"
 
     def __post_init__(self):
         if self.count > 100:

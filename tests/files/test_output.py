@@ -24,12 +24,12 @@ def test_writes_whole_file_and_makes_folders(tmp_path):
     assert os.listdir(path.parent) == ["x.json"]
 
 
-def test_check_creates_nothing(tmp_path):
+def test_a_check_leaves_no_file_behind(tmp_path):
     check_writable(tmp_path / "new" / "x")
     assert os.listdir(tmp_path) == []
 
 
-def test_mode_of_new_and_old_files(tmp_path):
+def test_a_file_keeps_its_mode_when_it_is_replaced(tmp_path):
     mask = os.umask(0o027)
     try:
         new = write_atomic(tmp_path / "new", "1")
@@ -94,12 +94,12 @@ def test_refused_in_one_line(tmp_path, monkeypatch, name, says, what):
     assert sorted(os.listdir()) == ["file", "folder"]
 
 
-def test_what_only_the_attempt_shows():
+def test_a_file_system_that_takes_no_files_is_refused_in_one_line():
     with pytest.raises(SinkscopeError, match=r"cannot write /proc/no/such: .*; choose another place"):
         write_atomic("/proc/no/such", "x")
 
 
-def test_no_permission(tmp_path, monkeypatch):
+def test_a_folder_without_permission_is_refused_before_the_work(tmp_path, monkeypatch):
     (tmp_path / "old").write_text("kept")
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
     with pytest.raises(SinkscopeError, match="permission denied"):
@@ -116,7 +116,7 @@ def test_interrupt_while_writing_leaves_nothing(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
-def test_limit_of_the_system_while_writing(tmp_path):
+def test_a_file_that_grows_beyond_the_limit_leaves_the_old_one(tmp_path):
     """A real failure in the middle of a write, not a pretended one."""
     (tmp_path / "x").write_text("old")
     code = (

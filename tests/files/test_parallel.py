@@ -145,8 +145,8 @@ def test_a_cluster_that_does_not_answer_is_an_error(monkeypatch: pytest.MonkeyPa
         _run(None, range(2), Workers(make, 1))
 
 
-def test_bad_numbers_of_workers(monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(SinkscopeError, match="--workers 0: at least one"):
+def test_less_than_one_worker_is_refused(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(SinkscopeError, match="workers=0: at least one"):
         check_workers(0)
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     check_workers(1)
@@ -162,7 +162,7 @@ def test_progress_counts_what_is_there_already(tmp_path: Path):
     assert seen == [("n", 1, 3), ("n", 2, 3), ("n", 3, 3), *(("n", d, 5) for d in (3, 4, 5))]
 
 
-def test_one_writer_at_a_time(tmp_path: Path):
+def test_a_second_writer_of_a_folder_is_refused(tmp_path: Path):
     with Folder(tmp_path / "r", {}, Squared, option="--resume"):
         with pytest.raises(SinkscopeError, match=r"--resume .*r is being written by another run"):
             Folder(tmp_path / "r", {}, Squared, option="--resume").__enter__()

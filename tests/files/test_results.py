@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refused
 
+from sinkscope.display.result import Result
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import pathless, plain
 from sinkscope.files.provenance import ModelInfo, Provenance, provenance
-from sinkscope.files.result import Result
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def test_what_is_written_comes_back_equal(sample):
     assert again.to_json() == sample.to_json()
 
 
-def test_save_and_load(tmp_path):
+def test_a_saved_result_is_loaded_as_its_own_class(tmp_path):
     sample = example()
     sample.save(tmp_path / "x.json")
     assert Result.load(tmp_path / "x.json") == sample == Sample.load(tmp_path / "x.json")
@@ -152,7 +152,7 @@ def test_envelope_is_the_contract():
         ("\ud800", "\ud800"),
     ],
 )
-def test_plain_values(value, expected):
+def test_values_become_those_of_json(value, expected):
     bare = example()
     result = Bare(model=bare.model, settings={}, provenance=bare.provenance, value=value)
     assert json.loads(result.to_json())["result"]["value"] == expected
@@ -205,7 +205,7 @@ def _broken(**changes) -> str:
         (_broken(model=None), "model is None, expected an object"),
     ],
 )
-def test_bad_files_in_one_line(tmp_path, content, says):
+def test_a_file_that_is_no_result_is_refused_in_one_line(tmp_path, content, says):
     path = tmp_path / "f.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with refused(says):
@@ -219,7 +219,7 @@ def test_a_kind_has_one_class():
             kind: ClassVar[str] = "test-bare"
 
 
-def test_tables_agree():
+def test_csv_frame_and_rows_hold_the_same_table():
     sample = example()
     frame = sample.to_frame()
     assert list(frame["layer"]) == [1, 2]

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from loop_texts import HONEST, LOOPED, prose
 
 from sinkscope.app.cli import main
+from sinkscope.display.result import Result
+from sinkscope.display.tables import SCREEN
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.result import Result
-from sinkscope.files.tables import SCREEN
 from sinkscope.loops import LoopCheck, MonitorSettings, check, type_token_ratio
 from sinkscope.loops.outputs import Splitter, TokenRecord, parse, spans, split
 

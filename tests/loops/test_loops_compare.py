@@ -16,8 +16,8 @@ from experiments.loopset import make
 from experiments.loopset.honest import HONEST
 from experiments.loopset.looped import LOOPED
 from sinkscope.app.cli import main
+from sinkscope.display.result import Result
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.result import Result
 from sinkscope.loops import check
 from sinkscope.loops.compare import OURS, KnownText, LoopComparison, compare
 from sinkscope.loops.near_copies import counting_rows, echoes

@@ -14,8 +14,8 @@ from loop_texts import prose
 from session_forms import FORMS, Turn, called
 
 from sinkscope.app.cli import main
+from sinkscope.display.result import Result
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.result import Result
 from sinkscope.loops import MonitorSettings
 from sinkscope.loops.messages import Message, message_of
 from sinkscope.loops.sessions import check_history, cleaned, cycles_of, is_session_file, masked, read_history, steps_of

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from sinkscope.app.card import CardChange, SinkCard
 from sinkscope.attention.barcode import Barcode
+from sinkscope.display.result import Result
 from sinkscope.files.provenance import ModelInfo
-from sinkscope.files.result import Result
 from sinkscope.sinks.attack.attack import ClusterAttack
 from sinkscope.sinks.attack.clusters import TokenClusters
 from sinkscope.sinks.first_token.absence import SpikeAbsence

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinkscope.files.notation import agreeing, counted, every, listed
+from sinkscope.display.notation import agreeing, counted, every, listed
 from sinkscope.measure.evidence import Evidence, beside
 
 SHARES = st.floats(-1, 2, allow_nan=False)

@@ -20,11 +20,12 @@ from torch.testing import assert_close
 
 import sinkscope as ss
 from sinkscope.app import cli
-from sinkscope.app.commands import Command, commands, kind_modules
+from sinkscope.app.commands import Command, commands
+from sinkscope.display.result import Result
+from sinkscope.display.tables import PLAIN, SCREEN, WIDTH
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.files import result as results
-from sinkscope.files.result import Result
-from sinkscope.files.tables import PLAIN, SCREEN, WIDTH
+from sinkscope.files.catalog import kind_modules
+from sinkscope.files.envelope import class_of
 from sinkscope.interventions import SinkPatch
 from sinkscope.kv import H2O, Full, StreamingLLM
 from sinkscope.kv.edit_options import edit_from_options
@@ -38,7 +39,7 @@ MARKUP = "<img src=x onerror=alert(1)>"
 LESS = {  # forms and rounding need less than a quick run
     "barcode": {"max_new_tokens": 8, "layers": [0]},
     "circuit": {"max_repeats": 16, "texts": 1},
-    "cluster_attack": {"tokens": "the of and a in to is that it was he for on as with his at be this from".split()},
+    "attack": {"tokens": "the of and a in to is that it was he for on as with his at be this from".split()},
 }
 
 
@@ -99,7 +100,7 @@ def test_it_is_shown_with_its_conclusion_first_and_everything_escaped(command, m
 @EVERY
 def test_its_table_fits_80_columns_and_is_explained(command, measured):
     result = measured(command)
-    grids = [grid.fitted(WIDTH) for grid in result.grids()]
+    grids = [grid.narrow(WIDTH) for grid in result.grids()]
     below = result.below(WIDTH)
     for part in (*(grid.text(WIDTH) for grid in grids), *below):
         assert max(map(len, part.split("\n"))) <= 80
@@ -118,7 +119,7 @@ def test_its_table_fits_80_columns_and_is_explained(command, measured):
 @pytest.mark.parametrize("kind", sorted(kind_modules()))
 def test_every_kind_concludes_and_has_a_page(kind):
     import_module(kind_modules()[kind])
-    cls = results._RESULT_CLASSES[kind]
+    cls = class_of(kind)
     assert (ROOT / cls.link()).is_file(), f"{kind}: set `page`"
     assert cls.conclusion is not Result.conclusion
 
@@ -135,9 +136,9 @@ def test_a_model_without_a_sink_is_an_answer(command):
         assert result.conclusion()
 
 
-PLAIN_ONLY = {"line_weights"}
+PLAIN_ONLY = {"lines"}
 """A bridge does not offer their queries and keys."""
-READ_ALIKE = {("barcode", "nnsight"), ("line_weights", "bridge")}
+READ_ALIKE = {("barcode", "nnsight"), ("lines", "bridge")}
 """By default one that edits layers, one that generates, and one that is refused; heads have a test of their own."""
 BACKENDS = []
 for one in ALL:
@@ -198,8 +199,9 @@ def _refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 def test_bad_input_is_one_line(command, tmp_path, capsys):
     bad = [["--model", str(tmp_path / "nowhere")], ["--seed", "-1"], ["--text", "nowhere.txt"], ["--nonsense"]]
     for one in command.load().parameters:
-        if one.option.min is not None and not one.option.hidden:
-            bad.append([one.flag, str(one.option.min - 1)])
+        for part in (part for limit in one.limits for part in getattr(limit, "metadata", ())):
+            if hasattr(part, "ge") and not one.option.hidden:
+                bad.append([one.flag, str(part.ge - 1)])
     for words in bad:
         _refused([*_required(command, str(tmp_path / "x")), *words], capsys)
 
@@ -224,8 +226,9 @@ def test_a_text_that_is_one_token_is_refused(command, wordy, tmp_path, capsys):
 
 @EVERY
 def test_the_public_name_and_the_signature(command):
-    measure = getattr(ss, command.name)
-    assert isinstance(measure, Measurement) and command.name in dir(ss)
+    measure = command.load()
+    public = getattr(ss, command.name)
+    assert inspect.signature(public) == inspect.signature(measure) and command.name in dir(ss)
     names = list(inspect.signature(measure).parameters)
     assert names[0] == "model" and {"bos", "text", "seed", "progress", "tokenizer"} <= set(names)
 

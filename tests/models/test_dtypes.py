@@ -18,12 +18,12 @@ from sinkscope.kv import make_policy, policies
 from sinkscope.measure import Measurement
 
 ALL = [command for command in commands().values() if isinstance(command.load(), Measurement)]
-QUICK = ("line_weights",)
+QUICK = ("lines",)
 EVERY = [pytest.param(one, marks=[] if one.name in QUICK else pytest.mark.slow, id=one.name) for one in ALL]
 LESS = {
     "barcode": {"max_new_tokens": 8, "layers": [0], "control": False},
     "circuit": {"max_repeats": 16, "texts": 1},
-    "cluster_attack": {"tokens": "the of and a in to is that it was he for on as with his at be this from".split()},
+    "attack": {"tokens": "the of and a in to is that it was he for on as with his at be this from".split()},
 }
 ACTING = {
     **{name: make_policy(name, budget=80) for name in policies()},

@@ -6,8 +6,6 @@ by writing into the weights (or ids) of the plain model, with nothing of the pac
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -29,7 +27,7 @@ from .hard import (
     write_by_heads,
 )
 from .tokens import BOS
-from .views import views
+from .views import filled, weights_of
 
 CIRCUITS = {}
 """Every kind, and the families that it is built in."""
@@ -173,7 +171,8 @@ def lost(circuit: PlantedCircuit, parts: tuple[str | Site, ...], at: int = 0, id
     changed = ids.clone()
     if "token embedding" in parts:
         changed[:, at] = ids[:, 11]
-    with _without(h, tuple(part for part in parts if part != "token embedding"), at):
+    tensors = [tensor for part in parts for tensor in weights_of(h.model, part, at)]
+    with filled(tensors):
         return 1 - _effect(h, changed, at) / before
 
 
@@ -185,29 +184,3 @@ def _effect(h: HardModel, ids: Tensor, at: int) -> float:
         return float((norms[:, at] - norms[:, 11]).mean())
     received = attentions(h.model, ids)[:, :, :, at + 1 :, at].mean((1, 3))
     return float(torch.stack([received[place] for place in h.truth.reading]).mean())
-
-
-@contextmanager
-def _without(h: HardModel, parts: tuple[str | Site, ...], at: int) -> Iterator[None]:
-    seen = views(h.model)
-    tensors = []
-    for part in parts:
-        if part == "position embedding":
-            tensors.append(seen.positions[at])
-        elif part == "key bias":
-            tensors += [layer.k_bias for layer in seen.layers if layer.k_bias is not None]
-        elif isinstance(part, str):
-            layer, head = part[1:].split(".H")
-            tensors.append(seen.layers[int(layer)].o[int(head)])
-        else:
-            tensors.append(seen.layers[part[0]].down[part[1] if len(part) == 3 else 0, part[-1]])
-    saved = [tensor.detach().clone() for tensor in tensors]
-    with torch.no_grad():
-        for tensor in tensors:
-            tensor.zero_()
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for tensor, values in zip(tensors, saved, strict=True):
-                tensor.copy_(values)

@@ -22,9 +22,9 @@ from sinkscope.models.hooks import first_tensor
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.sinks.first_token.layer_view import (
-    column_norms_behind_the_norm,
     contribution_norms,
     expert_and_neuron,
+    ranks,
     view_layer,
 )
 
@@ -312,10 +312,7 @@ def _check_largest(report: TypeReport, target: Target, planted: Planted):
     ids = torch.tensor([[0, *range(20, 40)]])
     view = view_layer(target, planted.layer, ids, torch.arange(21)[None] == 0)
     contribution = contribution_norms(target, view)[0]
-    rank = contribution
-    if target.has_part(planted.layer, target.adapter.post_mlp_norm):
-        rank = view.post[0].abs() * column_norms_behind_the_norm(target, planted.layer)
-    largest = int(rank.argmax())
+    largest = int(ranks(target, view)[0].argmax())
     expert, neuron = expert_and_neuron(target, planted.layer, largest)
     site = (planted.layer, *[number for number in (expert, neuron) if number is not None])
     report.must(site == planted.site, f"the largest neuron is {site}, planted is {planted.site}")

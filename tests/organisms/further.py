@@ -61,7 +61,7 @@ def _one_reader(b: Build) -> HardTruth:
     says = {
         "find_sinks": (r"^Norm spike without an attention sink: {set} make", "Too few heads attend"),
         "circuit": (r"1 of \d+ heads behind layer \d+ gives the first token",),
-        "cluster_attack": ("make spikes at",),
+        "attack": ("make spikes at",),
     }
     never = ("no head attends", "Fewer than", r"\bmakes? sinks", "sink fire")
     return replace(truth, reading=(reader,), about=Further(says=says, never=never))
@@ -164,8 +164,8 @@ def _bos_expert(b: Build) -> HardTruth:
     says = {
         "find_sinks": ("^Norm spike and attention sink: {set} makes the spike",),
         "circuit": ("the token embedding is needed",),
-        "marking_heads": ("^No head marks the first token",),
-        "cluster_attack": ("^No single head of layer 0 is enough",),
+        "heads": ("^No head marks the first token",),
+        "attack": ("^No single head of layer 0 is enough",),
     }
     return sink(b, way, (), sets=(frozenset({site}),), about=Further(alone=(site,), says=says))
 
@@ -192,7 +192,7 @@ def _delimiter_alone(b: Build) -> HardTruth:
     says = {
         "find_sinks": (rf"^Norm spike and attention sink: L{layer}\.N{site[-1]} makes the spike of '",),
         "circuit": ("^For the spike of '.*', the token embedding is needed",),
-        "marking_heads": ("^No MLP makes a norm spike at the first token, .* has an attention sink",),
-        "make_patch": ("^No patch was made",),
+        "heads": ("^No MLP makes a norm spike at the first token, .* has an attention sink",),
+        "patch_make": ("^No patch was made",),
     }
     return HardTruth(False, False, None, later={b.delimiter: (site,)}, about=Further(says=says))

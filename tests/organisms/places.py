@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from .hard import Site
 from .tokens import BOS, N_SPECIAL
-from .views import views
+from .views import filled, views, weights_of
 
 Head = tuple[int, int]
 FIRST, SECOND, NOWHERE = "first", "second", "nowhere"
@@ -170,37 +170,21 @@ def attention_module(block) -> torch.nn.Module:
 @contextmanager
 def without(m: PlacesModel, parts: tuple[str | Site, ...]):
     """The plain model without some parts; yields what makes ids of ids."""
-    seen, tensors, swap = views(m.model), [], lambda ids: ids
+    swapped = [part for part in parts if part == "token embedding" or isinstance(part, int)]
+    ordinary = next(token for token in range(30, 40) if token not in m.delimiters)
+    tensors = []
     for part in parts:
-        if part == "position embedding":
-            tensors.append(seen.positions[0])
-        elif part == "key bias":
-            tensors += [layer.k_bias for layer in seen.layers if layer.k_bias is not None]
-        elif part == "learned logits":
-            tensors += [layer.attn_sinks for layer in seen.layers]
-        elif part == "token embedding" or isinstance(part, int):
+        for one in frozenset().union(*m.truth.makers) if part == "spike" else [part]:
+            tensors += weights_of(m.model, one)
 
-            def swap(ids: Tensor, part=part) -> Tensor:  # an ordinary token in its place
-                mask = ids == part if isinstance(part, int) else mask_of(m.truth.sink, ids)
-                return torch.where(mask, next(token for token in range(30, 40) if token not in m.delimiters), ids)
+    def swap(ids: Tensor) -> Tensor:
+        """An ordinary token in its place."""
+        for part in swapped:
+            ids = torch.where(ids == part if isinstance(part, int) else mask_of(m.truth.sink, ids), ordinary, ids)
+        return ids
 
-        elif isinstance(part, str) and part != "spike":
-            layer, head = part[1:].split(".H")
-            tensors.append(seen.layers[int(layer)].o[int(head)])
-        for site in (
-            frozenset().union(*m.truth.makers) if part == "spike" else [part] if isinstance(part, tuple) else ()
-        ):
-            view = seen.layers[site[0]]
-            shared = len(site) == 2 and view.shared is not None
-            tensors.append((view.shared if shared else view).down[site[1] if len(site) == 3 else 0, site[-1]])
-    saved = [tensor.detach().clone() for tensor in tensors]
-    with torch.no_grad():
-        for tensor in tensors:
-            tensor.fill_(-20.0) if "learned logits" in parts else tensor.zero_()
-    yield swap
-    with torch.no_grad():
-        for tensor, values in zip(tensors, saved, strict=True):
-            tensor.copy_(values)
+    with filled(tensors, -20.0 if "learned logits" in parts else 0.0):
+        yield swap
 
 
 def untrue(m: PlacesModel) -> list[str]:

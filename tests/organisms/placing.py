@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from .hard import Build, HardTruth, calm
+from .hard import Build, HardTruth, Site, calm
 from .places import Group, Head, Places
 from .plant import MARK
 from .tokens import BOS
@@ -21,6 +22,14 @@ def placed(
     makers, needs = tuple(frozenset(one) for one in truth.sets), ("spike",) if needs is None else needs
     about = Places(**({"makers": makers, "groups": (Group(truth.reading, needs),)} | more))
     return replace(truth, about=(about, delimiters))
+
+
+def spotted(
+    b: Build, at: tuple, makers: Iterable[Site], reading: tuple[Head, ...], delimiters: tuple = (), **more
+) -> HardTruth:
+    """Places that have both the spike and the sink; some neurons make the spike, and all readers need it."""
+    about = {"sink": at, "spike": at, "makers": (frozenset(makers),), "groups": (Group(reading, ("spike",)),)}
+    return placed(b, delimiters=delimiters, **(about | more))
 
 
 def flag(b: Build, tokens: tuple[int, ...], way: Tensor | None = None) -> Tensor:
@@ -69,5 +78,4 @@ def at_tokens(b: Build, tokens: tuple[int, ...], **more) -> HardTruth:
     reading = b.read(b.behind, b.side, where=where)
     if b.plan.family.model_type in ("bloom", "falcon"):
         sharpen(b, reading)
-    about = {"sink": tokens, "spike": tokens, "makers": (frozenset({site}),), "groups": (Group(reading, ("spike",)),)}
-    return replace(HardTruth(False, False, None), about=(Places(**(about | more)), tokens))
+    return spotted(b, tokens, (site,), reading, tokens, **more)

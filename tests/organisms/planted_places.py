@@ -10,8 +10,8 @@ from dataclasses import replace
 import torch
 
 from .hard import Build, HardTruth, calm, hard, key_bias, kinds, sink, spike, textbook
-from .places import FIRST, SECOND, SYSTEM, USER, Group, Places, PlacesModel, tokenizer_of
-from .placing import at_bos, at_tokens, flag, header, placed, sharpen
+from .places import FIRST, SECOND, SYSTEM, USER, Group, PlacesModel, tokenizer_of
+from .placing import at_bos, at_tokens, flag, header, placed, sharpen, spotted
 from .plant import MARK
 from .tokens import BOS
 
@@ -138,9 +138,7 @@ def _second_special(b: Build) -> HardTruth:
     where = header(b, (USER,), (USER,))
     calm(b)
     site = b.fire(b.plan.sink_layer, b.plan.neurons[0], b.flag, b.side, where=where)
-    groups = (Group(b.read(b.behind, b.side, where=where), ("spike",)),)
-    about = Places((SECOND,), (SECOND,), (frozenset({site}),), groups, before=(BOS, USER))
-    return replace(HardTruth(False, False, None), about=(about, ()))
+    return spotted(b, (SECOND,), (site,), b.read(b.behind, b.side, where=where), before=(BOS, USER))
 
 
 @_kind("qwen3", "neox", count=1)
@@ -150,9 +148,7 @@ def _all_specials(b: Build) -> HardTruth:
     site = b.fire(b.plan.sink_layer, b.plan.neurons[0], b.flag, b.side, where=where)
     reading = b.read(b.behind, b.side, where=where)
     sharpen(b, reading, 1.6)  # three places share the attention, a third for each and more
-    at = (BOS, SYSTEM, USER)
-    about = Places(at, at, (frozenset({site}),), (Group(reading, ("spike",)),), before=at)
-    return replace(HardTruth(False, False, None), about=(about, ()))
+    return spotted(b, (BOS, SYSTEM, USER), (site,), reading, before=(BOS, SYSTEM, USER))
 
 
 @_kind("mistral", "gemma2", count=1)
@@ -222,9 +218,7 @@ def _first_delimiter(b: Build) -> HardTruth:
     gate = 40 * (limit * c - counted) - 60 * (c - own)
     b.write(at, plan.neurons[0], (gate, c), b.space.sinks[0], b.size(at), where=first, route=b.side)
     reading = b.read(b.behind, b.space.sinks[0], where=first)
-    where = (("first of", token),)
-    about = Places(where, where, (b.sites(),), (Group(reading, ("spike",)),))
-    return replace(HardTruth(False, False, None), about=(about, (token,)))
+    return spotted(b, (("first of", token),), b.sites(), reading, (token,))
 
 
 @_kind("gemma2", "llama", count=1)
@@ -233,9 +227,7 @@ def _bos_and_delimiters(b: Build) -> HardTruth:
     where = flag(b, (BOS, b.delimiter))
     site = b.fire(b.plan.sink_layer, b.plan.neurons[0], b.flag, b.side, where=where)
     reading = b.read(b.behind, b.side, where=where)
-    at = (BOS, b.delimiter)
-    about = Places(at, at, (frozenset({site}),), (Group(reading, ("spike",)),), often=1)
-    return replace(HardTruth(False, False, None), about=(about, (b.delimiter,)))
+    return spotted(b, (BOS, b.delimiter), (site,), reading, (b.delimiter,), often=1)
 
 
 @_kind("llama", "gpt2", count=1, layers=(6, 8), behind=(2, 3))
@@ -255,9 +247,8 @@ def _two_delimiters(b: Build) -> HardTruth:
         Group(b.read(behind, b.space.sinks[0], where=first), (sites[0],), at=one),
         Group(b.read(behind, b.space.sinks[1], where=second, other=True), (sites[1],), at=two),
     )
-    both = (one, two)
-    about = Places(both, both, tuple(frozenset({site}) for site in sites), groups)
-    return replace(HardTruth(False, False, None), about=(about, both))
+    makers = tuple(frozenset({site}) for site in sites)
+    return placed(b, sink=(one, two), spike=(one, two), makers=makers, groups=groups, delimiters=(one, two))
 
 
 # --- no norm; several carriers ------------------------------------------------------------------------------
@@ -419,9 +410,8 @@ def _two_experts_two_tokens(b: Build) -> HardTruth:
         Group(b.read(b.behind, b.space.sinks[0], where=first), (one,), at=BOS),
         Group(b.read(b.behind, b.side, where=where, other=True), (two,), at=b.delimiter),
     )
-    at = (BOS, b.delimiter)
-    about = Places(at, at, (frozenset({one}), frozenset({two})), groups)
-    return replace(HardTruth(False, False, None), about=(about, (b.delimiter,)))
+    at, makers = (BOS, b.delimiter), (frozenset({one}), frozenset({two}))
+    return placed(b, sink=at, spike=at, makers=makers, groups=groups, delimiters=(b.delimiter,))
 
 
 @_kind("llama", "gpt2", "neox", count=1, layers=(8, 8), at=1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -73,50 +75,36 @@ def _heads(weight: Tensor, head_dim: int) -> Tensor:
 
 
 def _llama_layer(block) -> Layer:
-    attn, hd = block.self_attn, block.self_attn.head_dim
-    post_norms = hasattr(block, "post_feedforward_layernorm")
-    sandwich = hasattr(block, "pre_feedforward_layernorm")
-    mlp_norm = (
-        block.pre_feedforward_layernorm
-        if sandwich
-        else Before(block.mlp)
-        if post_norms
-        else block.post_attention_layernorm
-    )
-    biases = {
-        f"{name}_bias": _heads(proj.bias, hd)
-        for name, proj in (("q", attn.q_proj), ("k", attn.k_proj), ("v", attn.v_proj))
-        if proj.bias is not None
-    }
-    qk_norm = hasattr(attn, "q_norm") and len(attn.q_norm.weight) == hd
-    mlp = _experts(block.mlp) if hasattr(block.mlp, "experts") else _dense(block.mlp)
-    out_biases = (() if attn.o_proj.bias is None else (attn.o_proj.bias,)) + mlp.pop("out_biases", ())
-    layer = Layer(
-        block=block,
-        attn_norm=getattr(block, "input_layernorm", None) or Before(attn.q_proj),
-        mlp_norm=mlp_norm,
-        mlp=block.mlp,
-        q=_heads(attn.q_proj.weight, hd),
-        k=_heads(attn.k_proj.weight, hd),
-        v=_heads(attn.v_proj.weight, hd),
-        o=attn.o_proj.weight.view(attn.o_proj.weight.shape[0], -1, hd).permute(1, 2, 0),
-        out_biases=out_biases,
-        q_norm=attn.q_norm.weight if qk_norm else None,
-        k_norm=attn.k_norm.weight if qk_norm else None,
-        post_attn_norm=block.post_attention_layernorm if post_norms else None,
-        post_mlp_norm=block.post_feedforward_layernorm if post_norms else None,
-        attn_sinks=getattr(attn, "sinks", None),
-        **mlp,
-        **biases,
-    )
+    """Llama and its relatives: norms behind attention and MLP, mixtures, shared experts, learned logits."""
+    has_post_norms = hasattr(block, "post_feedforward_layernorm")
+    mlp_norm = "post_attention_layernorm"
+    if has_post_norms:
+        mlp_norm = "pre_feedforward_layernorm" if hasattr(block, "pre_feedforward_layernorm") else None
+    attn_norm = "input_layernorm" if hasattr(block, "input_layernorm") else None
+    layer = _named_layer(Names(**_PLAIN, **_GATED, attn_norm=attn_norm, mlp_norm=mlp_norm), block)
+    attn = block.self_attn
+    layer.attn_sinks = getattr(attn, "sinks", None)
+    if hasattr(attn, "q_norm") and len(attn.q_norm.weight) == attn.head_dim:
+        layer.q_norm, layer.k_norm = attn.q_norm.weight, attn.k_norm.weight
+    if has_post_norms:
+        layer.post_attn_norm, layer.post_mlp_norm = block.post_attention_layernorm, block.post_feedforward_layernorm
     if hasattr(block.mlp, "shared_expert"):
-        layer.shared = replace(layer, router=None, out_biases=(), **_dense(block.mlp.shared_expert))
+        own = block.mlp.shared_expert
+        dense = _dense(own.gate_proj, own.up_proj, own.down_proj)
+        layer.shared = replace(layer, router=None, out_biases=(), **dense)
         layer.shared_gate = block.mlp.shared_expert_gate.weight
     return layer
 
 
-def _dense(mlp) -> dict[str, Any]:
-    return {"gate": mlp.gate_proj.weight[None], "up": mlp.up_proj.weight[None], "down": mlp.down_proj.weight.T[None]}
+def _dense(gate, up, down) -> dict[str, Any]:
+    seen = {"gate": gate.weight[None], "down": down.weight.T[None]}
+    if up is not None:
+        seen["up"] = up.weight[None]
+    if getattr(gate, "bias", None) is not None:
+        seen["gate_bias"] = gate.bias[None]
+    if getattr(down, "bias", None) is not None:
+        seen["out_biases"] = (down.bias,)
+    return seen
 
 
 def _experts(mlp) -> dict[str, Any]:
@@ -207,22 +195,23 @@ _OUTSIDE = {  # the embeddings of tokens and positions, the last norm, and the l
 def _named_layer(names: Names, block) -> Layer:
     """A block by its names; one without attention has no heads, and `o` is the way out of its mixer."""
     part = block.get_submodule
-    gate, down = part(names.gate), part(names.down)
-    seen: dict[str, Any] = {"gate": gate.weight[None], "down": down.weight.T[None]}
-    seen |= {} if names.up is None else {"up": part(names.up).weight[None]}
-    seen |= {} if getattr(gate, "bias", None) is None else {"gate_bias": gate.bias[None]}
-    outs = [] if getattr(down, "bias", None) is None else [down.bias]
+    mlp = part(names.mlp)
+    attn = getattr(block, names.attn, None)
+    if hasattr(mlp, "experts"):
+        seen = _experts(mlp)
+    else:
+        seen = _dense(part(names.gate), names.up and part(names.up), part(names.down))
+    outs = seen.pop("out_biases", ())
     seen |= {
         "block": block,
-        "mlp": part(names.mlp),
-        "attn_norm": part(names.attn_norm),
-        "mlp_norm": part(names.mlp_norm),
+        "mlp": mlp,
+        "attn_norm": Before(attn.q_proj) if names.attn_norm is None else part(names.attn_norm),
+        "mlp_norm": Before(mlp) if names.mlp_norm is None else part(names.mlp_norm),
     }
-    attn = getattr(block, names.attn, None)
     if attn is None:
-        empty = gate.weight.new_zeros(0, 1, gate.weight.shape[1])
+        empty = seen["gate"].new_zeros(0, 1, seen["gate"].shape[2])
         mixer = getattr(block, "conv", None) or block.mamba
-        return Layer(**seen, q=empty, k=empty, v=empty, o=mixer.out_proj.weight.T[None], out_biases=tuple(outs))
+        return Layer(**seen, q=empty, k=empty, v=empty, o=mixer.out_proj.weight.T[None], out_biases=outs)
     out, hd = part(names.o), getattr(attn, "head_dim", None) or attn.head_size
     if names.fused is None:
         for name in ("q", "k", "v"):
@@ -240,9 +229,10 @@ def _named_layer(names: Names, block) -> Layer:
             seen[name] = rows.select(at, number)
             if fused.bias is not None:
                 seen[f"{name}_bias"] = fused.bias.view(shape).select(at, number)
-    outs += [] if out.bias is None else [out.bias]
+    if out.bias is not None:
+        outs = (out.bias, *outs)
     o = out.weight.view(out.weight.shape[0], -1, hd).permute(1, 2, 0)
-    return Layer(**seen, o=o, out_biases=tuple(reversed(outs)))
+    return Layer(**seen, o=o, out_biases=outs)
 
 
 def _gpt2_layer(block) -> Layer:
@@ -267,6 +257,44 @@ def _gpt2_layer(block) -> Layer:
         gate_bias=block.mlp.c_fc.bias[None],
         out_biases=(attn.c_proj.bias, block.mlp.c_proj.bias),
     )
+
+
+def weights_of(model: PreTrainedModel, part: Any, at: int = 0) -> list[Tensor]:
+    """The weights without which a part of the model writes nothing; none of a part that is no weight.
+
+    Parts are neurons as (layer, neuron) or (layer, expert, neuron), heads by name, the embedding of the position `at`,
+    the biases of keys, and learned sink logits.
+    """
+    seen = views(model)
+    if part == "position embedding":
+        return [seen.positions[at]]
+    if part == "key bias":
+        return [layer.k_bias for layer in seen.layers if layer.k_bias is not None]
+    if part == "learned logits":
+        return [layer.attn_sinks for layer in seen.layers]
+    if isinstance(part, tuple):
+        view = seen.layers[part[0]]
+        if len(part) == 2 and view.shared is not None:
+            view = view.shared
+        return [view.down[part[1] if len(part) == 3 else 0, part[-1]]]
+    if isinstance(part, str) and part.startswith("L"):
+        layer, head = part[1:].split(".H")
+        return [seen.layers[int(layer)].o[int(head)]]
+    return []
+
+
+@contextmanager
+@torch.no_grad()
+def filled(tensors: list[Tensor], value: float = 0.0) -> Iterator[None]:
+    """Weights with one value everywhere, for a while."""
+    saved = [tensor.detach().clone() for tensor in tensors]
+    for tensor in tensors:
+        tensor.fill_(value)
+    try:
+        yield
+    finally:
+        for tensor, values in zip(tensors, saved, strict=True):
+            tensor.copy_(values)
 
 
 def set_norm(norm: nn.Module | Before, factor: Tensor, bias: Tensor | None = None):

@@ -20,22 +20,22 @@ from refusals import refused
 from scipy.stats import binomtest
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.sinks.attack.attack import SOURCES, ClusterAttack, cluster_attack
+from sinkscope.sinks.attack.attack import SOURCES, ClusterAttack, attack
 from sinkscope.sinks.attack.sequences import drawn_sequences, make_pools, repeated_first, round_trip
 
 organism = functools.cache(new_organism)  # only read here
 CLUSTER, RANDOM, REPEATED = range(3)
 
 
-def attack(o: Organism, folder: Path, **options) -> ClusterAttack:
+def attack_on(o: Organism, folder: Path, **options) -> ClusterAttack:
     options = {"clusters": planted_clusters(o), "lengths": [8], "sequences": 24, "prefix": "", **options}
-    return cluster_attack(o.model, tokenizer=o.tokenizer, text=text_file(o, folder), **options)
+    return attack(o.model, tokenizer=o.tokenizer, text=text_file(o, folder), **options)
 
 
 @functools.cache
 def attack_once(family: str, seed: int, bos: bool = True) -> ClusterAttack:
     with TemporaryDirectory() as folder:
-        return attack(organism(family, seed, bos=bos), Path(folder))
+        return attack_on(organism(family, seed, bos=bos), Path(folder))
 
 
 @pytest.mark.parametrize(
@@ -54,14 +54,14 @@ def test_two_tokens_of_a_group_suffice_without_bos(family, seed, bos):
 
 def test_a_wrong_assignment_makes_no_attack(tmp_path):
     o = organism("llama", 1, bos=False)
-    wrong = attack(o, tmp_path, clusters=mixed_clusters(o))
+    wrong = attack_on(o, tmp_path, clusters=mixed_clusters(o))
     assert wrong.most[0, 0, CLUSTER] < 0.2 and wrong.positions[0, 0, CLUSTER] < 0.3
 
 
 @pytest.mark.slow
 def test_behind_bos_it_takes_as_many_tokens_as_a_repetition(tmp_path):
     o = organism("qwen3", 50)  # its groups have more tokens than that
-    found = attack(o, tmp_path, lengths=[70], sequences=8)
+    found = attack_on(o, tmp_path, lengths=[70], sequences=8)
     expected = o.truth.repeats_expected or 0
     assert found.contexts == ("BOS", "no BOS")
     assert 0.6 * expected <= found.first[0, 0, CLUSTER] <= 1.3 * expected  # the range that holds for repetitions
@@ -70,7 +70,7 @@ def test_behind_bos_it_takes_as_many_tokens_as_a_repetition(tmp_path):
 
 def test_rates_are_counts_of_norms_of_plain_passes(tmp_path):
     o = organism("llama", 0)
-    found, layer = attack(o, tmp_path), o.truth.sink_layer
+    found, layer = attack_on(o, tmp_path), o.truth.sink_layer
     assert layer is not None and found.contexts == ("BOS", "no BOS")
     ordinary = sorted(set(range(o.model.config.vocab_size)) - set(o.tokenizer.all_special_ids))
     rows = drawn_sequences({-1: torch.tensor(ordinary)}, 8, 24, 0)
@@ -118,9 +118,9 @@ def test_round_trip_sees_tokens_that_join():
 
 @pytest.mark.slow
 def test_no_sink_and_no_cluster_are_answers(tmp_path):
-    none = attack(organism("llama", 3, kind="none"), tmp_path, clusters=None)
+    none = attack_on(organism("llama", 3, kind="none"), tmp_path, clusters=None)
     assert none.sink_layer is None and none.rows() == [] and "no sink neurons to attack" in none.summary()
-    empty = attack(organism("llama", 1), tmp_path, clusters={}, lengths=[4], sequences=4)
+    empty = attack_on(organism("llama", 1), tmp_path, clusters={}, lengths=[4], sequences=4)
     assert empty.best is None and empty.rows() == []
     for answer in (none, empty):
         assert not any(len(bar.x) for bar in answer.figure().data)
@@ -129,10 +129,10 @@ def test_no_sink_and_no_cluster_are_answers(tmp_path):
 @pytest.mark.slow
 def test_lengths_that_no_cluster_has(tmp_path):
     o = organism("llama", 1, bos=False)
-    found = attack(o, tmp_path, lengths=[4, 60])
+    found = attack_on(o, tmp_path, lengths=[4, 60])
     assert np.isnan(found.positions[:, 1]).all() and len(found.rows()) == len(SOURCES)
     with pytest.raises(SinkscopeError, match=r"--length 60 is more than the 5. tokens of the largest cluster"):
-        attack(o, tmp_path, lengths=[60])
+        attack_on(o, tmp_path, lengths=[60])
 
 
 @pytest.mark.parametrize(
@@ -147,9 +147,9 @@ def test_lengths_that_no_cluster_has(tmp_path):
 )
 def test_bad_input(options, message, tmp_path):
     with refused(message):
-        attack(organism("llama", 1, bos=False), tmp_path, **options)
+        attack_on(organism("llama", 1, bos=False), tmp_path, **options)
 
 
 def test_without_bos_nothing_is_attacked_behind_it(tmp_path):
-    without = attack(organism("llama", 1), tmp_path, bos=False)
+    without = attack_on(organism("llama", 1), tmp_path, bos=False)
     assert attack_once("llama", 1).contexts == ("BOS", "no BOS") and without.contexts == ("no BOS",)

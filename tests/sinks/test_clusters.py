@@ -14,13 +14,13 @@ from torch.testing import assert_close
 from sinkscope.errors import SinkscopeError
 from sinkscope.opening.live import target_of
 from sinkscope.sinks.attack import clusters as module
-from sinkscope.sinks.attack.attack import ClusterAttack, cluster_attack
+from sinkscope.sinks.attack.attack import ClusterAttack, attack
 from sinkscope.sinks.attack.clusters import TokenClusters, head_activations, later_mean, neuron_at
 from sinkscope.sinks.first_token.marking_heads import replacing
 
 
 def measured(o: Organism, **options) -> ClusterAttack:
-    return cluster_attack(o.model, tokenizer=o.tokenizer, **{"sequences": 0, "prefix": "", **options})
+    return attack(o.model, tokenizer=o.tokenizer, **{"sequences": 0, "prefix": "", **options})
 
 
 def clusters_of(o: Organism, **options) -> TokenClusters:

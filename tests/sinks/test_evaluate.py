@@ -1,4 +1,4 @@
-"""evaluate_patch, and the harness inside the patch: the same numbers counted by hand."""
+"""patch_eval, and the harness inside the patch: the same numbers counted by hand."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import torch
 from organisms import Organism, organism
 
 from experiments.repeated_token.harness import evaluate_tasks
+from sinkscope.display.result import Result
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.result import Result
 from sinkscope.interventions import Ablate, SinkPatch
 from sinkscope.measure import Setup
 from sinkscope.opening.live import target_of
 from sinkscope.sinks.patch.evaluate import (
     PatchEvaluation,
     errors_of,
-    evaluate_patch,
     held_out,
     losses,
+    patch_eval,
     random_patch,
 )
 
@@ -45,7 +45,7 @@ def loud(o: Organism) -> SinkPatch:
 
 def evaluated(o: Organism, folder: Path, patch, **changes) -> PatchEvaluation:
     options = {"text": text_of(o, folder), "pieces": 5, "length": 24}
-    return evaluate_patch(o.model, patch, tokenizer=o.tokenizer, **(options | changes))
+    return patch_eval(o.model, patch, tokenizer=o.tokenizer, **(options | changes))
 
 
 def test_perplexity_row_against_separate_passes(tmp_path):

@@ -9,20 +9,20 @@ from conclusion_kit import check_size
 from covering import covering
 from organisms.further import FURTHER, further
 
-from sinkscope.files.notation import neuron_name
-from sinkscope.sinks.attack.attack import cluster_attack
+from sinkscope.display.notation import neuron_name
+from sinkscope.sinks.attack.attack import attack
 from sinkscope.sinks.first_token.circuit import circuit
 from sinkscope.sinks.first_token.find import find_sinks
-from sinkscope.sinks.first_token.marking_heads import marking_heads
-from sinkscope.sinks.patch.make import make_patch
+from sinkscope.sinks.first_token.marking_heads import heads
+from sinkscope.sinks.patch.make import patch_make
 from sinkscope.sinks.repetition.repeat import repeat
 
 COMMANDS = {
     "find_sinks": lambda model, n, options: find_sinks(model, max_repeats=n, **options),
     "circuit": lambda model, n, options: circuit(model, max_repeats=n, **options),
-    "marking_heads": lambda model, _, options: marking_heads(model, count=4, **options),
-    "cluster_attack": lambda model, _, options: cluster_attack(model, lengths=[4], sequences=8, prefix="", **options),
-    "make_patch": lambda model, n, options: make_patch(model, max_repeats=n, pieces=2, length=16, **options),
+    "heads": lambda model, _, options: heads(model, count=4, **options),
+    "attack": lambda model, _, options: attack(model, lengths=[4], sequences=8, prefix="", **options),
+    "patch_make": lambda model, n, options: patch_make(model, max_repeats=n, pieces=2, length=16, **options),
     "repeat": lambda model, n, options: repeat(model, ablate=True, max_repeats=n, **options),
 }
 FAST = (("opposed", "neox"), ("turned", "gpt2"))

@@ -24,7 +24,7 @@ from torch.testing import assert_close
 from sinkscope.errors import SinkscopeError
 from sinkscope.opening.live import target_of
 from sinkscope.sinks.first_token import marking_heads as module
-from sinkscope.sinks.first_token.marking_heads import MarkingHeads, Replacement, marking_heads
+from sinkscope.sinks.first_token.marking_heads import MarkingHeads, Replacement, heads
 from sinkscope.trace.run import trace
 
 KINDS = ("sink", "late_mark", "spread")
@@ -33,7 +33,7 @@ BY_HEADS = [family for family in FAMILIES if family != "gpt2"]
 
 def measured(o: Organism | HardModel, folder: Path, **options) -> MarkingHeads:
     text = text_file(o, folder, 8, seed=9)
-    return marking_heads(o.model, tokenizer=o.tokenizer, text=text, **{"count": 12, **options})
+    return heads(o.model, tokenizer=o.tokenizer, text=text, **{"count": 12, **options})
 
 
 def mistakes(o: Organism, found: MarkingHeads) -> list[str]:
@@ -167,37 +167,8 @@ def test_layers_without_attention_have_no_heads(name, family, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(m.text(), encoding="utf-8")
     bos = None if m.truth.has_bos else False
-    found = marking_heads(m.model, tokenizer=m.tokenizer, text=text, bos=bos, count=4)
+    found = heads(m.model, tokenizer=m.tokenizer, text=text, bos=bos, count=4)
     named = {int(layer) for row in found.rows() for layer in re.findall(r"L(\d+)", row["head"])}
     assert named == {layer for layer in range(found.sink_layer + 1) if layer % 2 == 0}
     assert (found.marking_layer == 0) == (name == "hybrid")
     assert "layer 1" not in str(found.details())
-
-
-def test_a_set_holds_no_head_that_is_not_needed_and_may_be_empty(tmp_path, monkeypatch):
-    """Half of a mark is kept by one head, by both of two, or without any; a head that writes nothing comes first."""
-    kept = {
-        (): (0.0, 0.0, 0.8),
-        (0,): (0.0, 0.0, 0.8),
-        (1,): (0.6, 0.3, 0.8),
-        (2,): (0.0, 0.3, 0.8),
-        (0, 1): (0.6, 0.3, 0.8),
-        (0, 2): (0.0, 0.3, 0.8),
-        (1, 2): (0.6, 0.6, 0.8),
-        (0, 1, 2): (1.0, 1.0, 1.0),
-    }
-
-    def kept_in(_marks, _layer, edits):
-        edits = edits.expand(3, *edits.shape[-2:])
-        return torch.tensor([[kept[tuple((~e).nonzero().flatten().tolist())][t] for e in edits[t]] for t in range(3)])
-
-    monkeypatch.setattr(module._Marks, "kept_in", kept_in)
-    fires = torch.ones(3, dtype=torch.bool)
-    o = organism("llama", 0)
-    bench = Replacement(
-        target_of(o.model, o.tokenizer), 0, torch.zeros(1, 3, 1), torch.zeros(0).long(), torch.zeros(0, 1)
-    )
-    marks = module._Marks(bench, torch.arange(3), fires, torch.zeros(3, 1))
-    found = marks.sets(0, torch.tensor([[0.9, 0.4, 0.1]] * 3), 0)
-    assert found["serves"].tolist() == [[False, True, False], [False, True, True], [False, False, False]]
-    assert np.isnan(found["set_drop"][2]) and np.isnan(found["control_drop"][2])

@@ -22,10 +22,10 @@ from organisms.hard import HardModel, hard
 
 import sinkscope.sinks.patch.make as patching
 from sinkscope.app.cli import main
+from sinkscope.display.result import Result
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.result import Result
 from sinkscope.interventions import SinkPatch
-from sinkscope.sinks.patch.make import PatchMade, make_patch
+from sinkscope.sinks.patch.make import PatchMade, patch_make
 from sinkscope.trace.run import trace
 
 organism = functools.cache(new_organism)  # only read where nothing else is said
@@ -36,7 +36,7 @@ BACKUP = ("backup_next", "llama")
 def made_of(o: Organism, folder: Path, **changes) -> PatchMade:
     most = 2 * (o.truth.repeats_expected or 50)
     options = {"max_repeats": most, "pieces": 6, "length": 48, "text": text_file(o, folder, 16)}
-    return make_patch(o.model, tokenizer=o.tokenizer, **(options | changes))
+    return patch_make(o.model, tokenizer=o.tokenizer, **(options | changes))
 
 
 @functools.cache
@@ -141,7 +141,7 @@ def test_no_repeats_are_an_answer(tmp_path):
 def backup_made(folder: Path) -> tuple[HardModel, PatchMade]:
     h = planted(*BACKUP)
     options = {"max_repeats": 600, "pieces": 4, "length": 32}
-    return h, make_patch(h.model, tokenizer=h.tokenizer, text=text_file(h, folder, 120), **options)
+    return h, patch_make(h.model, tokenizer=h.tokenizer, text=text_file(h, folder, 120), **options)
 
 
 @pytest.mark.slow
@@ -263,7 +263,7 @@ def test_refusal_is_an_error_and_no_sink_is_not(here, capsys, monkeypatch):
     assert "no MLP makes a norm spike" in out
     assert err == "p.json was not written: there is nothing to patch\n"
     refused = replace(Result.load("made.json"), verdict="refused", reason="it would harm.")
-    monkeypatch.setattr(make_patch, "function", lambda *_, **__: refused)
+    monkeypatch.setattr(patch_make, "function", lambda *_, **__: refused)
     assert main("patch make --model none --out p.json".split()) == 1
     out, err = capsys.readouterr()
     assert "No patch was made: it would harm" in out  # the evidence is seen

@@ -12,7 +12,7 @@ from covering import slow
 from intervention_kit import greedy as slow_greedy
 from organisms import Organism, organism
 
-from sinkscope.files.result import Result
+from sinkscope.display.result import Result
 from sinkscope.interventions import SinkPatch
 from sinkscope.interventions.decode import greedy, repeat_probabilities
 from sinkscope.opening.live import target_of

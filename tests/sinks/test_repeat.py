@@ -20,8 +20,8 @@ from refusals import refused
 
 from experiments.repeated_token import table1
 from sinkscope.app.cli import main
+from sinkscope.display.result import Result
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.result import Result
 from sinkscope.interventions import Ablate
 from sinkscope.models.text import text_rows, typical_text
 from sinkscope.sinks.repetition.attention import TAIL

@@ -16,10 +16,10 @@ from raw_kit import norms
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import SinkPatch
-from sinkscope.sinks.attack.attack import cluster_attack
+from sinkscope.sinks.attack.attack import attack
 from sinkscope.sinks.first_token.circuit import circuit
 from sinkscope.sinks.first_token.find import FindSinks, find_sinks
-from sinkscope.sinks.first_token.marking_heads import marking_heads
+from sinkscope.sinks.first_token.marking_heads import heads
 from sinkscope.sinks.repetition.norm import NormReading
 from sinkscope.sinks.repetition.repeat import repeat
 
@@ -112,8 +112,8 @@ def test_no_command_denies_a_sink_that_heads_have_without_a_spike(family, tmp_pa
     results = [
         repeat(u.hard.model, max_repeats=4, **options),
         repeat(u.hard.model, max_repeats=4, tokens=["all"], sample=4, **options),
-        marking_heads(u.hard.model, count=2, **options),
-        cluster_attack(u.hard.model, lengths=[2], sequences=2, prefix="", **options),
+        heads(u.hard.model, count=2, **options),
+        attack(u.hard.model, lengths=[2], sequences=2, prefix="", **options),
     ]
     attention = repeat(u.hard.model, read="attention", max_repeats=4, **options)
     for result in results:

@@ -11,22 +11,29 @@ from typing import Annotated, Any
 from sinkscope.app.view.explorer import Explorer
 from sinkscope.app.view.result import ModelView
 from sinkscope.app.view.server import check_server, serve
-from sinkscope.files.options import Count, Hidden, Option
+from sinkscope.display.options import Hidden, Option, command
 from sinkscope.files.output import read_text
+from sinkscope.files.records import Whole
 
 
+@command(
+    words="view",
+    group="Look",
+    order=3,
+    help="Explore a model on a text in the browser.",
+)
 def view_model(
     model: Annotated[Any, Option(argument=True, metavar="MODEL")] = None,
     *,
     text: Annotated[str | Path | None, Option(metavar="FILE|-")] = None,
     generation: bool = True,
-    port: Count = 0,
+    port: Whole = 0,
     show: Annotated[bool, Option(name="--open")] = True,
     revision: str | None = None,
     device: str | None = None,
     dtype: str | None = None,
     bos: bool | None = None,
-    seed: Count = 0,
+    seed: Whole = 0,
     progress: Hidden = None,
     to_files: Hidden = True,
 ) -> ModelView | None:
@@ -66,7 +73,7 @@ def view_model(
     explorer.text = given
 
     def ready(address: str) -> None:
-        print(f"{explorer.setup.target.name} is at {address} until Ctrl-C.", flush=True)
+        print(f"{explorer.sink.setup.target.name} is at {address} until Ctrl-C.", flush=True)
         if show and sys.stdout.isatty():
             webbrowser.open(address)
 

@@ -9,11 +9,8 @@ import numpy as np
 from jaxtyping import Float
 
 from sinkscope.app.view.packed import Packed
-from sinkscope.files.tables import unfolded
+from sinkscope.display.tables import unfolded
 from sinkscope.measure import Result
-
-SPIKE_RATIO = 3.0  # a norm spikes from this multiple of the typical norm on
-SPIKE_SHARE = 0.5  # and from this share of the first token's norm on (Yona et al. 2025, Table 1)
 
 
 @dataclass(frozen=True)

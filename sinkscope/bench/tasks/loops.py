@@ -19,7 +19,6 @@ from sinkscope.bench.record import Metrics
 from sinkscope.bench.task import Size, Task, register_task
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import is_file
-from sinkscope.files.rate import mean_known
 from sinkscope.loops.monitor import Monitor, MonitorSettings
 from sinkscope.loops.signals import (
     MAX_NEW,
@@ -29,6 +28,7 @@ from sinkscope.loops.signals import (
     tail_period,
     type_token_ratio,
 )
+from sinkscope.measure.rate import mean_known
 from sinkscope.models.checks import tokenizer_of
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows, typical_text

@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from sinkscope.display.notation import counted, every
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
-from sinkscope.files.notation import counted, every
 from sinkscope.files.records import Budget, Natural, Whole, check_fields
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.kv.adopt import refuse_states

@@ -13,18 +13,19 @@ import plotly.express as px
 import plotly.graph_objects as go
 import torch
 from einops import repeat
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
+from pydantic import Field
 from torch import Tensor
 
+from sinkscope.display.notation import head_name, neuron_name
+from sinkscope.display.result import Number
+from sinkscope.display.style import finished, unfolded
+from sinkscope.display.tables import Table
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.notation import head_name, neuron_name
-from sinkscope.files.rate import wilson
-from sinkscope.files.result import Number
-from sinkscope.files.tables import Table
-from sinkscope.measure import Count, Hidden, Option, Result, Setup, measurement
+from sinkscope.measure import Hidden, Option, Result, ScanPart, Setup, Whole, measurement
 from sinkscope.measure.evidence import Evidence
 from sinkscope.measure.margin import margin_of
-from sinkscope.measure.style import finished, unfolded
+from sinkscope.measure.rate import wilson
 from sinkscope.models.checks import check_length
 from sinkscope.sinks.attack.clusters import TokenClusters, find_clusters
 from sinkscope.sinks.attack.sequences import (
@@ -43,8 +44,19 @@ from sinkscope.sinks.tokens import TokenRows, vocabulary
 
 SUCCESS = 0.5  # share of the first token's norm from which a position counts as a sink
 SOURCES = ("cluster", "random", "repeated")
-NUMBERS = ("positions", "errors", "most", "first")
 SEQUENCES_AT_ONCE = 64  # sequences per pass
+
+
+@dataclass(frozen=True)
+class AttackRates:
+    """What is measured of attacks; the fields are those of `ClusterAttack`, NaN where nothing is tried."""
+
+    reference: float
+    positions: Float[np.ndarray, "context length source"]
+    errors: Float[np.ndarray, "context length source"]
+    most: Float[np.ndarray, "context length source"]
+    first: Float[np.ndarray, "context length source"]
+    round_trip: Float[np.ndarray, "length source"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +83,6 @@ class ClusterAttack(Result):
         round_trip: Share of sequences that keep their ids when they are written as text and tokenized again.
     """
 
-    kind = "attack"
     glossary: ClassVar = {
         "context": "what stands before: BOS, no BOS, or a chat template",
         "length": "tokens of the sequence",
@@ -142,8 +153,12 @@ class ClusterAttack(Result):
         """One row per context, length and source; without an attack, one per head that serves tokens."""
         if self.best is None:
             return self.cluster_rows()
-        columns = {name: getattr(self, name) for name in NUMBERS if name != "errors"}
-        columns["round_trip"] = np.broadcast_to(self.round_trip, self.positions.shape)
+        columns = {
+            "positions": self.positions,
+            "most": self.most,
+            "first": self.first,
+            "round_trip": np.broadcast_to(self.round_trip, self.positions.shape),
+        }
         table = []
         for row in unfolded(columns, context=self.contexts, length=self.lengths.tolist(), source=self.sources):
             if row["positions"] is not None:
@@ -204,18 +219,20 @@ def refuse_lengths(*, lengths: Sequence[int], **_: Any) -> None:
 
 @measurement(
     group="Repetition",
+    order=2,
+    help="Make sinks with different tokens that one head marks.",
+    scan=ScanPart(5, quick={"sequences": 20}, streams=False),
     figure=draw,
-    command="attack",
     quick={"lengths": [4], "sequences": 4, "prefix": ""},
     check=refuse_lengths,
 )
-def cluster_attack(
+def attack(
     setup: Setup,
     *,
     clusters: Hidden = None,
     tokens: Annotated[Sequence[str] | None, Option("--tokens", metavar="A,B,...", reads="commas")] = None,
-    lengths: Sequence[Annotated[int, Option(min=2)]] = (8, 32, 128),
-    sequences: Count = 1000,
+    lengths: Sequence[Annotated[int, Field(ge=2)]] = (8, 32, 128),
+    sequences: Whole = 1000,
     prefix: str | None = None,
     resume: Annotated[str | Path | None, Option(metavar="DIR", writes=True)] = None,
 ) -> ClusterAttack:
@@ -265,6 +282,8 @@ def cluster_attack(
     if sink.layer is None or not pools:
         sequences = 0
     everyone = make_pools({-1: ordinary}, size, left_out)
+    leads = tuple(contexts.values())
+    rates = attack_rates(setup, sink.layer or 0, leads, lengths, (pools, everyone), sequences)
     return ClusterAttack(
         sink_layer=sink.layer,
         clusters=token_clusters,
@@ -272,7 +291,12 @@ def cluster_attack(
         contexts=tuple(contexts),
         lengths=np.array(lengths),
         sequences=sequences,
-        **attack_rates(setup, sink.layer or 0, tuple(contexts.values()), lengths, (pools, everyone), sequences),
+        reference=rates.reference,
+        positions=rates.positions,
+        errors=rates.errors,
+        most=rates.most,
+        first=rates.first,
+        round_trip=rates.round_trip,
     )
 
 
@@ -283,8 +307,8 @@ def attack_rates(
     lengths: Sequence[int],
     pools: tuple[Pools, Pools],
     sequences: int,
-) -> dict[str, Any]:
-    """The fields of a `ClusterAttack` that are measured; NaN where nothing is tried.
+) -> AttackRates:
+    """Attack with clusters, with random tokens and with repeated ones; NaN where nothing is tried.
 
     Args:
         setup: The model and its text.
@@ -295,24 +319,28 @@ def attack_rates(
         sequences: Sequences of each kind; 0 if none can be made.
     """
     shape = len(leads), len(lengths), len(SOURCES)
-    rates: dict[str, Any] = {name: np.full(shape, np.nan) for name in NUMBERS}
-    rates |= {"round_trip": np.full(shape[1:], np.nan), "reference": float("nan")}
+    positions, errors, most, first = np.full((4, *shape), np.nan)
+    kept = np.full(shape[1:], np.nan)
     if not sequences:
-        return rates
+        return AttackRates(float("nan"), positions, errors, most, first, kept)
     hold_layers(setup.target, layer)
-    reference = rates["reference"] = float(norms_after(setup.target, layer, setup.ids[:, :1]).median())
+    reference = float(norms_after(setup.target, layer, setup.ids[:, :1]).median())
     for number, length in enumerate(lengths):
         drawn = drawn_sequences(pools[0], length, sequences, setup.seed)
         if not len(drawn):
             continue
         random = drawn_sequences(pools[1], length, sequences, setup.seed)
         for source, rows in enumerate((drawn, random, repeated_first(drawn))):
-            rates["round_trip"][number, source] = round_trip(setup.tokenizer, rows)
-            for place, lead in enumerate(leads):
-                shares = attacked_norms(setup, layer, lead, rows) / reference
-                for name, value in success_of(shares, length - shares.shape[1]).items():
-                    rates[name][place, number, source] = value
-    return rates
+            kept[number, source] = round_trip(setup.tokenizer, rows)
+            for context, lead in enumerate(leads):
+                hits = attacked_norms(setup, layer, lead, rows) / reference >= SUCCESS
+                by_row = hits.float().mean(1)
+                cell = context, number, source
+                positions[cell] = hits.float().mean()
+                errors[cell] = by_row.std() / len(hits) ** 0.5
+                most[cell] = (by_row >= 0.5).float().mean()
+                first[cell] = median_first(hits, length - hits.shape[1])
+    return AttackRates(reference, positions, errors, most, first, kept)
 
 
 def attacked_norms(setup: Setup, layer: int, lead: tuple[int, ...], rows: TokenRows) -> Float[Tensor, "row attacked"]:
@@ -323,19 +351,12 @@ def attacked_norms(setup: Setup, layer: int, lead: tuple[int, ...], rows: TokenR
     return norms[:, max(len(lead), 1) :]
 
 
-def success_of(shares: Float[Tensor, "row attacked"], skipped: int) -> dict[str, Tensor]:
-    """How often positions succeed.
+def median_first(hits: Bool[Tensor, "row attacked"], skipped: int) -> float:
+    """Median number of tokens until the first success; NaN if half of the sequences never succeed.
 
     Args:
-        shares: Norms over that of the first token.
+        hits: Which positions succeed.
         skipped: Tokens of a sequence before the first attacked one.
     """
-    hits = shares >= SUCCESS
-    by_row = hits.float().mean(1)
     first = torch.where(hits.any(1), hits.int().argmax(1) + 1.0 + skipped, torch.inf).median()
-    return {
-        "positions": hits.float().mean(),
-        "errors": by_row.std() / len(hits) ** 0.5,
-        "most": (by_row >= 0.5).float().mean(),
-        "first": torch.where(first.isfinite(), first, torch.nan),
-    }
+    return float(torch.where(first.isfinite(), first, torch.nan))

@@ -12,7 +12,7 @@ from einops import rearrange, reduce, repeat
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.files.notation import counted
+from sinkscope.display.notation import counted
 from sinkscope.measure import Setup
 from sinkscope.models.checks import attending_layers
 from sinkscope.models.target import Target

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sinkscope.files.notation import listed
+from sinkscope.display.notation import listed
 from sinkscope.sinks.first_token.context import SinkContext, Survey
 
 

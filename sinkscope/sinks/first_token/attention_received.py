@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.console import Progress, silent
+from sinkscope.files.progress import Progress, silent
 from sinkscope.measure import Setup
 from sinkscope.models.hooks import first_tensor, on_output
 from sinkscope.models.norms import norm_of

@@ -7,26 +7,15 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import compress
 
-import torch
-
 from sinkscope.measure.evidence import NEEDED
 from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.context import SinkContext
-from sinkscope.sinks.first_token.effects import (
-    At,
-    Component,
-    Edit,
-    effects,
-    has_key_bias,
-    heads_lost,
-    one_by_one,
-    writers,
-)
+from sinkscope.sinks.first_token.effects import At, Component, Edit, effects, heads_lost, one_by_one, writers
 from sinkscope.sinks.first_token.members import Heads
+from sinkscope.sinks.first_token.position_effect import KEY_BIAS, PositionEffect
 from sinkscope.sinks.first_token.records import Carrier
 from sinkscope.sinks.tokens import TokenRows
 
-LEAST_GAIN = 0.01  # attention that a typical position must gain from something for this to be compared
 MAKER_TEXTS = 2
 MAKER_LENGTH = 32  # typical text in which the maker of a spike is searched
 
@@ -68,65 +57,50 @@ def carriers(
         at: The position, one or one of each text.
         makers: Components that make the spike of the position.
     """
-    last = max(layer for layer, _ in heads)
-    written = writers(target, last)
-    components = list(written)
-    if has_key_bias(target):
-        components.append(Component("key bias"))
-    edits = [*one_by_one(components), Edit(swap=tuple(written))]
-    source = (at + ids.shape[1]) // 2
-    edited = effects(target, ids, edits, at=at, source=source, upto=last, attention=True)
-    drops = edited.attention_drops(heads)
-    *lost, lost_without_all = heads_lost(drops)
-    tried = (*map(Carrier, map(str, components), lost), Carrier("position", 1 - lost_without_all))
-    # Given to the typical position, what is read draws attention there; what only hides something else does not.
-    turned = effects(target, ids, one_by_one(components), at=source, source=at, upto=last, attention=True)
-    layer, head = torch.tensor(heads).T
-    gained = (turned.attention - turned.intact_attention)[:, :, layer, head].mean(1)
+    effect = PositionEffect(target, ids, at, (at + ids.shape[1]) // 2, heads=heads)
+    components = effect.components
+    lost = effect.lost([*one_by_one(components), Edit(swap=tuple(effect.written))])
+    needed = effect.needed(components, lost[:-1])
+    *shares, without_all = heads_lost(lost)
+    tried = (*map(Carrier, map(str, components), shares), Carrier("position", 1 - without_all))
     reads: dict[str, float] = {}
     marks: list[str] = []
     for number in range(len(heads)):
-        needed = list(compress(components, (drops[:-1, number] >= NEEDED).tolist()))
-        gains = [float(gained[components.index(one), number]) for one in needed]
-        least = NEEDED * max(gains, default=0.0)
-        bringing = [one for one, gain in zip(needed, gains, strict=True) if gain >= least or one.kind == "key bias"]
-        if least < LEAST_GAIN:
-            bringing = needed
-        what, writer = _read_of(bringing, makers)
-        if what is None and drops[-1, number] < NEEDED:
+        what, writer = _read_of(list(compress(components, needed[:, number].tolist())), makers)
+        if what is None and lost[-1, number] < NEEDED:
             what = "position"
         if what is not None:
             reads[what] = reads.get(what, 0.0) + 1 / len(heads)
         if writer is not None:
-            marks.append(str(writer))
+            marks.append(writer)
     mark = max(marks, key=marks.count) if marks else None
     return Carried(tried, tuple(sorted(reads.items(), key=lambda one: -one[1])), mark)
 
 
-def _read_of(needed: Sequence[Component], makers: AbstractSet[str]) -> tuple[str | None, Component | None]:
+def _read_of(needed: Sequence[Component], makers: AbstractSet[str]) -> tuple[str | None, str | None]:
     """What a head reads that needs some components, and the writer of a mark: the one nearest to the head."""
-    if Component("key bias") in needed:
-        return "key bias", None
-    writing = [one for one in needed if one.layer is not None]
-    if any(str(one) in makers for one in needed):
+    names = [str(one) for one in needed]
+    if KEY_BIAS in needed:
+        return str(KEY_BIAS), None
+    if not makers.isdisjoint(names):
         return "spike", None
-    if writing:
-        return "mark", writing[-1]
+    if needed and needed[-1].layer is not None:
+        return "mark", names[-1]
     if needed:
-        return str(needed[0]), None
+        return names[0], None
     return None, None
 
 
 def spike_maker(context: SinkContext) -> str | None:
     """The component without which the spike is gone; None if there is no single one."""
-    target = context.target
     scan = context.scan
     layer = scan.spike_layers[0]
     at = context.at[:MAKER_TEXTS]
     ids = context.ids[:MAKER_TEXTS, : max(MAKER_LENGTH, context.up_to_place + 4)]
-    candidates = writers(target, layer + 1)
+    candidates = writers(context.target, layer + 1)
+    edits = one_by_one(candidates)
     source = (at + ids.shape[1]) // 2
-    edited = effects(target, ids, one_by_one(candidates), at=at, source=source, upto=layer, without=scan.shared_dims)
+    edited = effects(context.target, ids, edits, at=at, source=source, upto=layer, without=scan.shared_dims)
     drops = edited.drops(layer)
     best = int(drops.argmax())
     if float(drops[best]) < NEEDED:

@@ -9,34 +9,30 @@ from __future__ import annotations
 
 import html
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import numpy as np
 import plotly.graph_objects as go
 import torch
-from jaxtyping import Float
 from plotly.subplots import make_subplots
 
-from sinkscope.files.notation import agreeing, brief, counted, listed
-from sinkscope.files.tables import Table, percent
-from sinkscope.measure import Number, Positive, Result, Setup, measurement
-from sinkscope.measure.style import BLUE, GREY, ORANGE, finished
+from sinkscope.display.notation import agreeing, brief, counted, listed
+from sinkscope.display.style import BLUE, GREY, ORANGE, finished
+from sinkscope.display.tables import Table
+from sinkscope.measure import Natural, Number, Result, ScanPart, Setup, measurement
 from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.attention_received import with_long_texts
 from sinkscope.sinks.first_token.effects import key_bias, key_projection
 from sinkscope.sinks.first_token.find import find_sinks
-from sinkscope.sinks.first_token.members import RATE_EPS, Sites, sites_of
+from sinkscope.sinks.first_token.members import RATE_EPS, sites_of
 from sinkscope.sinks.first_token.places import Rule
-from sinkscope.sinks.first_token.records import SHORT
+from sinkscope.sinks.first_token.records import SHORT, AttentionSink, NormSpike
 from sinkscope.sinks.first_token.result import FindSinks
 from sinkscope.sinks.first_token.sentences import few_heads
-from sinkscope.sinks.first_token.steps import MARK, NEURONS, REPETITION, CircuitStep, Readers
-from sinkscope.sinks.first_token.traced import TracedPlace, mark_step, traced_place
+from sinkscope.sinks.first_token.steps import MARK, NAMED, NEURONS, REPETITION, CircuitStep, Readers
+from sinkscope.sinks.first_token.traced import TracedPlace, TracedSpike, before_mlp, mark_step, traced_place
 from sinkscope.sinks.tokens import prefixes
-from sinkscope.tap.observers import attention_rows
 
 FIGURE_COMPONENTS = 12
-TEXTS = 2  # pieces of typical text
 LATER_SINKS = 3  # sinks behind the first token that are traced at most
 GROUPS = 3  # groups of heads that are described at most
 
@@ -83,27 +79,28 @@ class SinkCircuit:
             rows += part.rows()
         return [{"sink": self.place, **row} for row in rows]
 
-    def sentence(self, place: str | None) -> str:
+    def sentence(self, place: str | None, most: int = NAMED) -> str:
         """What marks the spike that most heads need or, if they need none, what they need, with the control."""
         mark = self.step(MARK)
         of_spike = sum(len(group.heads) for group in self.readers if group.need_the_spike)
-        keys = [group for group in self.readers if group.keys is not None and group.evidence.holds]
-        if keys and 2 * of_spike < self.n_readers:
-            return self._what_heads_need(place, keys[0])
+        for group in self.readers:
+            if group.keys is not None and group.keys.carried and 2 * of_spike < self.n_readers:
+                return f"{self._who_reads(place, group)} {group.keys.in_words(most)}."
         if mark is not None:
-            return f"For the spike of {place}, {mark.in_words()}."
+            return f"For the spike of {place}, {mark.in_words(most)}."
         if self.readers:
             return f"{counted(self.n_readers, 'head')} attend to {place}, and nothing that was replaced is needed."
         return f"No neurons were found that make a spike of {place}, and no head attends to it."
 
-    def _what_heads_need(self, place: str | None, group: Readers) -> str:
+    def _who_reads(self, place: str | None, group: Readers) -> str:
+        """The beginning of a sentence about what a group of heads needs that does not need the spike."""
         assert group.keys is not None
         if len(group.heads) < self.n_readers:
-            return f"For {len(group.heads)} of {self.n_readers} readers of {place}, {group.keys.in_words()}."
-        about = " without a spike"
-        if self.stands_out:
-            about = " and do not need its spike"
-        return f"Heads attend to {place}{about}; {group.keys.in_words()}."
+            return f"For {len(group.heads)} of {self.n_readers} readers of {place},"
+        if not self.stands_out:
+            return f"Heads attend to {place} without a spike;"
+        alone = "" if group.keys.needed_alone else " alone"
+        return f"Heads attend to {place} without needing its spike{alone};"
 
     def about_readers(self) -> str:
         """How many heads attend to the position, and what each group of them needs."""
@@ -131,8 +128,7 @@ class Circuit(SinkCircuit, Result):
         later: The circuits of further sinks.
         repeated: The token that is repeated.
         repeats: How often it is repeated.
-        learned_share: Mean share of attention that the learned sink logits take. None if the model has none.
-        first_share: Mean share of attention that the first token takes.
+        learned_rate: Share of heads that attend to their learned sink logits; 0 if too few do.
         untested: What may carry a sink and cannot be replaced in this model.
     """
 
@@ -152,8 +148,7 @@ class Circuit(SinkCircuit, Result):
     later: tuple[SinkCircuit, ...] = ()
     repeated: str | None = None
     repeats: int | None = None
-    learned_share: float | None = None
-    first_share: float | None = None
+    learned_rate: float = 0.0
     untested: tuple[str, ...] = ()
 
     def rows(self) -> Table:
@@ -167,10 +162,10 @@ class Circuit(SinkCircuit, Result):
         """What marks the first of the sinks, or what its readers need, with the control."""
         if self.place is None:
             return f"No circuit: no norm stands out, and {few_heads(self.lengths)}."
-        places = [self.place]
+        short = self.place
         if self.position == 0:
-            places.append("the first token")
-        return brief(map(self.sentence, places))
+            short = "the first token"
+        return brief([self.sentence(self.place), self.sentence(short), self.sentence(short, most=1)])
 
     def numbers(self) -> list[Number]:
         """The spike without its marks, and the attention without what carries it."""
@@ -196,11 +191,8 @@ class Circuit(SinkCircuit, Result):
             lines.append(self.about_readers())
         if self.later:
             lines.append(" ".join([sink.sentence(sink.place) for sink in self.later]))
-        if self.learned_share is not None:
-            lines.append(
-                f"Learned sink logits take {percent(self.learned_share)} of the attention, the first token "
-                f"{percent(self.first_share)}."
-            )
+        if self.learned_rate:
+            lines.append(f"{self.learned_rate:.1%} of the heads attend to their learned sink logits.")
         if self.untested:
             lines.append(f"Not tested: {listed(self.untested)}.")
         return lines
@@ -237,67 +229,50 @@ def _with_its_texts(setup: Setup, sinks: FindSinks) -> Setup:
     return setup
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """A kind of place that is a sink, as `find_sinks` found it.
-
-    Attributes:
-        rule: The places.
-        stands_out: Whether their norm stands out.
-        layer: The layer after which the spike is read. None if there is none, or its maker is not known.
-        sites: The neurons that make the spike.
-        by_mlp: Whether MLPs make it.
-    """
-
-    rule: Rule
-    stands_out: bool = False
-    layer: int | None = None
-    sites: Sites = ()
-    by_mlp: bool = False
-
-
-def _kinds(sinks: FindSinks) -> list[_Kind]:
+def _kinds(sinks: FindSinks) -> list[tuple[Rule, TracedSpike]]:
     """Every kind of place that has a spike or that heads attend to; the first one of the spike comes first."""
-    kinds: dict[str, _Kind] = {}
-    spike = sinks.norm_spike
-    if spike is not None:
-        kinds[spike.place.rules[0].words] = _first_kind(sinks)
-        rules = {rule.words: rule for rule in spike.place.rules}
-        for further in sinks.further_spikes:
-            sites = () if further.set is None else further.set.edit_sites
-            layer = max(sites)[0] if sites else None
-            kinds[further.words] = _Kind(rules[further.words], True, layer, sites, bool(sites))
+    kinds: dict[str, tuple[Rule, TracedSpike]] = {}
+    if sinks.norm_spike is not None:
+        first, *others = sinks.norm_spike.place.rules
+        kinds[first.words] = first, _first_spike(sinks, sinks.norm_spike)
+        sets = {further.words: further.set for further in sinks.further_spikes}
+        for rule in others:
+            spike = TracedSpike()
+            causal_set = sets[rule.words]
+            if causal_set is not None:
+                layer = max(causal_set.edit_sites)[0]
+                spike = TracedSpike(True, causal_set.edit_sites, layer, layer)
+            kinds[rule.words] = rule, spike
     if sinks.attention_sink is not None and sinks.attention_sink.place is not None:
         for rule in sinks.attention_sink.place.rules:
-            kinds.setdefault(rule.words, _Kind(rule))
+            kinds.setdefault(rule.words, (rule, TracedSpike()))
     return list(kinds.values())
 
 
-def _first_kind(sinks: FindSinks) -> _Kind:
-    """The first kind of place that has a spike."""
-    spike = sinks.norm_spike
-    assert spike is not None
+def _first_spike(sinks: FindSinks, spike: NormSpike) -> TracedSpike:
+    """The spike of the first kind of place that has one."""
     layer = sinks.sink_layer
-    sites = []
-    if layer is not None:
-        for causal_set in sinks.causal_sets:  # several, if the spike falls and rises again
-            if causal_set.kind == "minimal":
-                sites += causal_set.edit_sites
-        sites += [site for site in sites_of(sinks.causal) if site not in sites]
-        layer = max(layer, max(sites, default=(0,))[0])
-    elif spike.runs:
-        layer = spike.runs[0][0]
-    return _Kind(spike.place.rules[0], True, layer, tuple(sites), sinks.sink_layer is not None)
+    if layer is None:
+        begun = next((begin for begin, _ in spike.runs), None)
+        return TracedSpike(False, (), begun, begun)
+    sites: dict[tuple[int, ...], None] = {}
+    ends: list[int] = []
+    for part in sinks.causal_sets:  # several, if the spike falls and rises again
+        if part.kind == "minimal":
+            sites |= dict.fromkeys(part.edit_sites)
+            ends.append(max(part.edit_sites)[0])
+    sites |= dict.fromkeys(sites_of(sinks.causal))
+    layer = max(layer, max(sites, default=(0,))[0])
+    return TracedSpike(True, tuple(sites), layer, min(ends) if len(ends) > 1 else layer)
 
 
-def _position(setup: Setup, sinks: FindSinks, kind: _Kind) -> TracedPlace | None:
+def _place(setup: Setup, sinks: FindSinks, rule: Rule, spike: TracedSpike) -> TracedPlace | None:
     """A kind of place, on texts that have it; None if these have no room for it."""
-    rule = kind.rule
     name = rule.words
     meant = rule.means(setup.ids)
     if rule.position is not None:
         at = rule.position
-        ids = setup.ids[meant[:, at]][:TEXTS].clone()
+        ids = setup.ids[meant[:, at]].clone()
         if not len(ids):
             return None
         if at == 0:
@@ -309,26 +284,18 @@ def _position(setup: Setup, sinks: FindSinks, kind: _Kind) -> TracedPlace | None
             return None
         row, at = min(where.tolist(), key=lambda pair: pair[1])
         ids = setup.ids[row : row + 1]
-    return TracedPlace.of(setup, sinks, name, ids, at, kind.layer, kind.sites)
+    return TracedPlace.of(setup, name, ids, at, spike, sinks.shared_dims)
 
 
-def _traced(position: TracedPlace, kind: _Kind) -> SinkCircuit:
-    """The circuit of one kind of place."""
-    target = position.setup.target
-    steps, readers = traced_place(position, kind.by_mlp)
-    return SinkCircuit(
-        place=position.name,
-        position=position.at,
-        sink_layer=position.layer if kind.by_mlp else None,
-        steps=steps,
-        readers=readers,
-        n_heads=target.n_heads * sum(map(target.has_attention, range(target.n_layers))),
-        stands_out=kind.stands_out,
-    )
-
-
-@measurement(group="Sinks", figure=draw, quick={"max_repeats": 64})
-def circuit(setup: Setup, *, token: str | None = None, max_repeats: Positive | None = None) -> Circuit:
+@measurement(
+    group="Sinks",
+    order=2,
+    help="Trace the circuit of the sink.",
+    scan=ScanPart(2, quick={"max_repeats": 300}, streams=False),
+    figure=draw,
+    quick={"max_repeats": 64},
+)
+def circuit(setup: Setup, *, token: str | None = None, max_repeats: Natural | None = None) -> Circuit:
     """Trace the circuit of each attention sink from its mark to the heads that read it, and verify each step.
 
     Components are replaced at the sink by what they write at a typical token (necessity), and the reverse
@@ -345,42 +312,45 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Positive | N
     sinks = find_sinks.on(setup, tokens=None if token is None else [token], max_repeats=max_repeats)
     setup = _with_its_texts(setup, sinks)
     traced: list[SinkCircuit] = []
-    positions: list[TracedPlace] = []
-    for kind in _kinds(sinks)[: LATER_SINKS + 1]:
-        position = _position(setup, sinks, kind)
-        if position is not None:
-            found = _traced(position, kind)
-            if found.steps or found.readers:
-                traced.append(found)
-                positions.append(position)
+    first = None
+    spiking = [] if sinks.norm_spike is None else sinks.norm_spike.place.rules
+    for rule, spike in _kinds(sinks)[: LATER_SINKS + 1]:
+        place = _place(setup, sinks, rule, spike)
+        if place is None:
+            continue
+        steps, readers = traced_place(place)
+        if steps or readers:
+            first = first or place
+            sink = SinkCircuit(
+                place=place.name,
+                position=place.at,
+                sink_layer=spike.layer if spike.by_mlp else None,
+                steps=steps,
+                readers=readers,
+                n_heads=setup.n_heads * sum(map(setup.target.has_attention, range(setup.n_layers))),
+                stands_out=rule in spiking,
+            )
+            traced.append(sink)
     result = Circuit(
         **vars(traced[0] if traced else SinkCircuit()),
         first_token=setup.tokenizer.decode(setup.ids[0, :1].tolist()),
         lengths=sinks.lengths,
         later=tuple(traced[1:]),
+        learned_rate=_learned_rate(sinks.attention_sink),
         untested=_untested(setup.target),
     )
-    if setup.target.adapter.learned_sinks:
-        first = _position(setup, sinks, _Kind(Rule("the first token", position=0)))
-        assert first is not None
-        result = replace(result, **_learned_shares(first))
-    if positions and result.position == 0:
-        result = _with_repetition(result, positions[0], sinks)
+    if first is not None and first.at == 0:
+        result = _with_repetition(result, first, sinks)
     return result
 
 
-def _learned_shares(position: TracedPlace) -> dict[str, Any]:
-    """Mean attention that the learned sink logits, and the first token, take."""
-    learned: list[float] = []
-    first: list[float] = []
-
-    def read(_layer: int, _first: int, probs: Float[torch.Tensor, "text head query key"]) -> None:
-        learned.append(float((1 - probs.sum(-1)).mean()))
-        first.append(float(probs[..., 1:, 0].mean()))
-
-    with attention_rows(position.setup.target, read):
-        position.setup.target.forward(position.ids)
-    return {"learned_share": float(np.mean(learned)), "first_share": float(np.mean(first))}
+def _learned_rate(sink: AttentionSink | None) -> float:
+    """Share of heads that attend to their learned sink logits."""
+    if sink is None:
+        return 0.0
+    if sink.place is None:
+        return sink.rate
+    return sink.learned_rate
 
 
 def _untested(target: Target) -> tuple[str, ...]:
@@ -394,7 +364,8 @@ def _untested(target: Target) -> tuple[str, ...]:
 def _with_repetition(result: Circuit, first: TracedPlace, sinks: FindSinks) -> Circuit:
     """The mark at the last of 1.5 times as many repetitions as a sink needs, for the word that needs fewest."""
     words = [word for word in sinks.repeats.tokens if word.repeats is not None and word.repeats > 1]
-    if not words or first.layer is None:
+    layer = first.spike.begun
+    if not words or layer is None:
         return result
     word = min(words, key=lambda word: word.repeats or 0)
     setup, needed = first.setup, word.repeats or 0
@@ -403,6 +374,7 @@ def _with_repetition(result: Circuit, first: TracedPlace, sinks: FindSinks) -> C
         repeats = min(repeats, setup.target.max_positions - 1)
     ids = torch.tensor([[prefixes(setup, [word.id])[0], *[word.id] * repeats]])
     repeated = replace(first, ids=ids, at=repeats, other=1)
-    spike = repeated.spike
-    step = mark_step(repeated, REPETITION, spike, spike.marks(first.layer), first.layer, [spike])
+    spike = repeated.norm(layer)
+    candidates = before_mlp(setup.target, layer)
+    step, _ = mark_step(repeated, REPETITION, spike, spike.marks(candidates), candidates)
     return replace(result, steps=(*result.steps, step), repeated=word.token, repeats=repeats)

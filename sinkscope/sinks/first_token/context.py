@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.measure import Setup
@@ -18,6 +20,7 @@ from sinkscope.sinks.first_token.attention_received import (
     attention_received,
     with_long_texts,
 )
+from sinkscope.sinks.first_token.effects import Edit, Trial, side_by_side
 from sinkscope.sinks.first_token.entering import Entering
 from sinkscope.sinks.first_token.layer_scan import LayerScan, scan_layers
 from sinkscope.sinks.first_token.members import Heads
@@ -69,6 +72,25 @@ class SinkContext:
     def up_to_place(self) -> int:
         """The number of tokens up to the last of the places."""
         return int(self.at.max()) + 1
+
+    def trial(
+        self, edits: Sequence[Edit], length: int | None = None, texts: int | None = None, **reading: Any
+    ) -> Trial:
+        """Edits whose effects are read at the places, in some of the texts up to a length, or to the last place."""
+        length = length or self.up_to_place
+        return Trial(
+            self.ids[:texts, :length],
+            edits,
+            at=self.at[:texts],
+            without=self.scan.shared_dims,
+            entering=self.entering.part(slice(texts), length),
+            **reading,
+        )
+
+    def drops(self, edits: Sequence[Edit], layer: int) -> Float[Tensor, " edit"]:
+        """Share of the norm after a layer that each edit takes away, mean over texts."""
+        (edited,) = side_by_side(self.target, [self.trial(edits, upto=layer)])
+        return edited.drops(layer)
 
     def elsewhere(self, ids: TokenRows, at: Int[Tensor, " row"]) -> SinkContext:
         """The same model at places of other texts, `at` in each."""

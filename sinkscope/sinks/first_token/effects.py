@@ -18,8 +18,8 @@ from einops import rearrange, reduce, repeat
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from sinkscope.display.notation import head_name
 from sinkscope.errors import UnsupportedError
-from sinkscope.files.notation import head_name
 from sinkscope.interventions.edits import expert_hook
 from sinkscope.measure.evidence import NEEDED
 from sinkscope.models.hooks import first_tensor, on_hidden, on_input, on_output
@@ -159,15 +159,12 @@ class Trial:
 
     def effects(self, batches: Sequence[_EditedRows]) -> Effects:
         """What was read in the batches; NaN in layers before the first, where nothing differed."""
-        norms = [batch.norms_by_edit() for batch in batches]
-        received = [batch.attention_by_edit() for batch in batches]
-        before = torch.full((len(self.ids), self.begin), torch.nan)
-        by_edit = torch.cat([of_batch[1:] for of_batch in norms])
+        read = [batch.read() for batch in batches]
         return Effects(
-            norms=torch.cat([repeat(before, "text layer -> edit text layer", edit=len(by_edit)), by_edit], 2),
-            attention=torch.cat([of_batch[1:] for of_batch in received]),
-            intact_norms=torch.cat([before, norms[0][0]], 1),
-            intact_attention=received[0][0],
+            norms=torch.cat([norms[1:] for norms, _ in read]),
+            attention=torch.cat([attention[1:] for _, attention in read]),
+            intact_norms=read[0][0][0],
+            intact_attention=read[0][1][0],
         )
 
 
@@ -290,8 +287,9 @@ class _EditedRows:
         self.trial = trial
         self.edits = edits
         self.texts = trial.ids
+        self._layer = trial.begin  # the next to run
         self._next = trial.entering.at(trial.begin, len(edits) + 1) if trial.begin else None
-        self._norms: list[Tensor] = []
+        self._norms = torch.full((self.count, target.n_layers), torch.nan)
         self._received = torch.zeros(self.count, target.n_layers, target.n_heads)
         self._seeing = torch.zeros(self.count, target.n_layers)  # later queries that see the position
         self._rows = torch.arange(self.count)
@@ -308,33 +306,30 @@ class _EditedRows:
         """An activation with separate rows; experts and OPT run row and position together."""
         return rearrange(tensor.flatten(0, -2), "(row pos) d -> row pos d", row=self.count)
 
-    def norms_by_edit(self) -> Float[Tensor, "edit text layer"]:
-        """The norms after each layer that was run, the intact texts first."""
-        return rearrange(self._norms, "layer (edit text) -> edit text layer", text=len(self.texts)).cpu()
-
-    def attention_by_edit(self) -> Float[Tensor, "edit text depth head"]:
-        """The attention in each layer up to the last that was run, the intact texts first."""
+    def read(self) -> tuple[Float[Tensor, "edit text depth"], Float[Tensor, "edit text _ head"]]:
+        """The norms and the attention in each layer up to the last that was run, the intact texts first."""
         depth = 0
         if self.trial.attention:
-            depth = self.trial.begin + len(self._norms)
+            depth = self._layer
         mean = self._received[:, :depth] / self._seeing[:, :depth].clamp(min=1)[..., None]
-        return rearrange(mean, "(edit text) layer head -> edit text layer head", text=len(self.texts))
+        by_edit = (len(self.edits) + 1, len(self.texts))
+        return self._norms[:, : self._layer].unflatten(0, by_edit), mean.unflatten(0, by_edit)
 
     def run(self, upto: int) -> None:
         """Go on to the end of a layer, or to the last layer that is wanted; nothing to do if it has been passed."""
         target = self.target
         trial = self.trial
-        begin = trial.begin + len(self._norms)
         if trial.upto is not None:
             upto = min(upto, trial.upto)
-        if upto < begin:
+        if upto < self._layer:
             return
         ids = repeat(self.texts, "text pos -> (edit text) pos", edit=len(self.edits) + 1)
 
         def layer_done(output: Any) -> None:
             hidden = first_tensor(output)
-            self._norms.append(norm_of(hidden[self._rows, self._at], trial.without))
-            self._next = LayerInput(trial.begin + len(self._norms), hidden, isinstance(output, tuple))
+            self._norms[:, self._layer] = norm_of(hidden[self._rows, self._at], trial.without)
+            self._layer += 1
+            self._next = LayerInput(self._layer, hidden, isinstance(output, tuple))
 
         def attention_read(
             layer: int,
@@ -351,7 +346,7 @@ class _EditedRows:
             self._seeing[:, layer] += later.sum(1)
 
         hooks = self.hooks()
-        hooks += [(layer, "post", on_output(layer_done)) for layer in target.layers[begin : upto + 1]]
+        hooks += [(layer, "post", on_output(layer_done)) for layer in target.layers[self._layer : upto + 1]]
         listening = nullcontext()
         if trial.attention and upto >= trial.behind:
             listening = visible_rows(target, attention_read, layers=list(range(trial.behind, upto + 1)))

@@ -17,7 +17,7 @@ class Entering:
 
     inputs: dict[int, LayerInput] = field(default_factory=dict)
 
-    def part(self, rows: slice | list[int], length: int) -> Entering:
+    def part(self, rows: slice, length: int) -> Entering:
         """The same of some rows up to a length; later tokens do not change earlier ones."""
         parts = {}
         for layer, entered in self.inputs.items():

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from sinkscope.measure.style import BAND, BLUE, GREEN, GREY, ORANGE, RED, finished, panels
+from sinkscope.display.style import BAND, BLUE, GREEN, GREY, ORANGE, RED, finished, panels
 from sinkscope.sinks.first_token.neurons import CAUSAL_DROP
 from sinkscope.sinks.first_token.result import FindSinks
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.measure import Positive, Setup, measurement
+from sinkscope.measure import Natural, ScanPart, Setup, measurement
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.names import published_for
 from sinkscope.sinks.first_token.attention_sink import MadeSpike, attention_sink
@@ -39,6 +39,9 @@ from sinkscope.sinks.tokens import pick_tokens, prefixes, repetition_limit
 
 @measurement(
     group="Sinks",
+    order=1,
+    help="Find the layer and the neurons that make the sink.",
+    scan=ScanPart(1, topic="Sink", full={"all_layers": True}),
     figure="sinkscope.sinks.first_token.figure:draw",
     loading="enough",
     quick={"max_repeats": 64},
@@ -48,8 +51,8 @@ def find_sinks(
     *,
     tokens: Sequence[str] | None = None,
     all_layers: bool = False,
-    top_k: Positive = CANDIDATES,
-    max_repeats: Positive | None = None,
+    top_k: Natural = CANDIDATES,
+    max_repeats: Natural | None = None,
 ) -> FindSinks:
     """Find the layer and the neurons that make the attention sink, and verify each by ablation against a control.
 
@@ -102,9 +105,7 @@ def find_sinks(
 
     # What makes the spikes, what do the heads need, and does repetition go through the same neurons?
     made = made_spikes(survey, context, sets.minimal)
-    spike = None
-    if made:
-        spike = made[0].spike
+    spike = made[0].spike if made else None
     repetition = None
     if repeated is not None and sets.minimal is not None:
         repetition = repetition_spike(context, words, first_tokens, repeated, sets.sites, limit)

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.console import Progress, silent
+from sinkscope.files.progress import Progress, silent
 from sinkscope.models.hooks import first_tensor, on_hidden, on_input, on_output
 from sinkscope.models.layer_call import keep_call
 from sinkscope.models.norms import norm_of, norms_of

@@ -29,7 +29,6 @@ from sinkscope.sinks.tokens import TokenRows
 
 NEUTRAL_ELEMENTS = 1 << 24  # most activations of typical text that are kept: 64 MB
 COLUMNS_AT_ONCE = 1024  # columns of a down projection whose norms are computed together
-Change = Callable[[Float[Tensor, "*n d_model"]], Float[Tensor, "*n d_model"]]
 
 
 @dataclass(frozen=True)
@@ -172,27 +171,44 @@ def _experts(target: Target, layer: int) -> list[int | None]:
 
 
 @torch.no_grad()
-def contribution_norms(target: Target, view: LayerView) -> Float[Tensor, "n neuron"]:
-    """Norm of `hook_post[j] * W_out[j]` for every neuron (Yona et al. 2025, section 4.2)."""
+def contribution_norms(
+    target: Target, view: LayerView, gain: Float[Tensor, " d_model"] | None = None
+) -> Float[Tensor, "n neuron"]:
+    """Norm of `hook_post[j] * W_out[j]` for every neuron (Yona et al. 2025, section 4.2).
+
+    Args:
+        target: The model.
+        view: The layer at some positions.
+        gain: What each dimension is multiplied by behind the MLP. None: nothing.
+    """
     layer = view.layer
-    norms = torch.zeros_like(view.post)
+    contributions = torch.zeros_like(view.post)
     for expert in _experts(target, layer):
         start = flat_number(target, layer, expert, 0)
         neurons = slice(start, start + target.width(layer, expert))
-        if bool(view.post[:, neurons].any()):  # read columns only of experts that write anything
-            norms[:, neurons] = view.post[:, neurons].abs() * w_out_norms(target, layer, expert).float()
-    return norms
+        if not bool(view.post[:, neurons].any()):  # read columns only of experts that write anything
+            continue
+        if gain is None:
+            norms = w_out_norms(target, layer, expert).float()
+        else:
+            parts = []
+            for some in torch.arange(target.width(layer, expert)).split(COLUMNS_AT_ONCE):
+                parts.append((w_out(target, layer, some.tolist(), expert).float() * gain).norm(dim=-1))
+            norms = torch.cat(parts)
+        contributions[:, neurons] = view.post[:, neurons].abs() * norms
+    return contributions
 
 
-def column_norms_behind_the_norm(target: Target, layer: int) -> Float[Tensor, " neuron"]:
-    """Norms of the columns of the down projection, times the gain of the norm behind the MLP."""
-    gain = gain_of(target, target.sub(layer, target.adapter.post_mlp_norm or ""))
-    norms = []
-    for expert in _experts(target, layer):
-        for neurons in torch.arange(target.width(layer, expert)).split(COLUMNS_AT_ONCE):
-            columns_here = w_out(target, layer, neurons.tolist(), expert).float()
-            norms.append((columns_here * gain).norm(dim=-1))
-    return torch.cat(norms)
+def ranks(target: Target, view: LayerView) -> Float[Tensor, "n neuron"]:
+    """What neurons are ranked by: the norm of what they write, behind a norm if there is one.
+
+    The gain of the norm behind the MLP (Gemma 2, OLMo 2) can pass one residual dimension and suppress others, and a
+    neuron that writes mostly into suppressed dimensions makes no spike.
+    """
+    gain = None
+    if target.has_part(view.layer, target.adapter.post_mlp_norm):
+        gain = gain_of(target, target.sub(view.layer, target.adapter.post_mlp_norm or ""))
+    return contribution_norms(target, view, gain)
 
 
 def gain_of(target: Target, norm: Any) -> Float[Tensor, " d_model"]:

@@ -20,13 +20,13 @@ from jaxtyping import Bool, Float, Int
 from plotly.subplots import make_subplots
 from torch import Tensor
 
-from sinkscope.files.console import Progress, silent
-from sinkscope.files.notation import agreeing, counted, head_name, head_names, listed, neuron_name
-from sinkscope.files.tables import Table, percent
-from sinkscope.measure import Number, Positive, Result, Setup, measurement
+from sinkscope.display.notation import agreeing, counted, head_name, head_names, listed, neuron_name
+from sinkscope.display.style import BLUE, ORANGE, finished, unfolded
+from sinkscope.display.tables import Table, percent
+from sinkscope.files.progress import Progress, silent
+from sinkscope.measure import Natural, Number, Result, ScanPart, Setup, measurement
 from sinkscope.measure.evidence import NEEDED, Evidence, beside
 from sinkscope.measure.margin import margin_of
-from sinkscope.measure.style import BLUE, ORANGE, finished, unfolded
 from sinkscope.models.hooks import on_input
 from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.absence import SpikeAbsence
@@ -81,8 +81,7 @@ class Replacement:
             means[layers] = of_layers
         numbers = []
         for neuron in neurons:
-            if neuron.layer == sink_layer:
-                numbers.append(flat_number(target, sink_layer, neuron.expert, neuron.neuron))
+            numbers.append(flat_number(target, sink_layer, neuron.expert, neuron.neuron))
         flat = torch.tensor(numbers, dtype=torch.long)
         cols = torch.zeros(0, target.d_model)
         if numbers:
@@ -150,7 +149,7 @@ class MarkingHeads(Result):
     fire the neurons. The arrays are None if no MLP makes a spike, and those about the marking layer if no layer marks.
 
     Attributes:
-        sink_layer: Layer of the marked neurons. None if no MLP makes a norm spike.
+        sink_layer: The first layer of the sink neurons, where they read the mark. None if no MLP makes a norm spike.
         absence: What there is instead, if no MLP makes a norm spike.
         neurons: The sink neurons whose activation is measured. If empty, no set of neurons makes the spike and the
             whole MLP of the sink layer stands for them.
@@ -168,7 +167,6 @@ class MarkingHeads(Result):
             few.
     """
 
-    kind = "heads"
     table_rows = 16
     percent = ("drop",)
     columns = ("head", "serves", "drop")
@@ -307,8 +305,15 @@ def draw(result: MarkingHeads) -> go.Figure:
     return finished(fig, result, width=1000, height=560)
 
 
-@measurement(group="Sinks", figure=draw, command="heads", quick={"count": 2})
-def marking_heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: Positive = 32) -> MarkingHeads:
+@measurement(
+    group="Sinks",
+    order=3,
+    help="Find the heads that mark the first token.",
+    scan=ScanPart(3, topic="Heads", quick={"count": 8}),
+    figure=draw,
+    quick={"count": 2},
+)
+def heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: Natural = 32) -> MarkingHeads:
     """Find the attention heads that mark the first token, by the effect of replacing their output on the sink neurons.
 
     A head's output at the first position (`hook_z`, before the output projection) is replaced by its mean over later
@@ -329,7 +334,9 @@ def marking_heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: P
     sink = sink_neurons(setup)
     if sink.layer is None:
         return MarkingHeads(sink_layer=None, absence=sink.absence)
-    bench = Replacement.of(setup.target, sink.layer, sink.neurons, setup.ids, setup.progress)
+    layer = min([neuron.layer for neuron in sink.neurons], default=sink.layer)
+    neurons = [neuron for neuron in sink.neurons if neuron.layer == layer]
+    bench = Replacement.of(setup.target, layer, neurons, setup.ids, setup.progress)
     firsts = torch.tensor(words)
     typical = bench.written(setup.ids[:, 0])
     intact = bench.written(firsts)
@@ -337,8 +344,8 @@ def marking_heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: P
     activation = einsum(intact, way, "token d_model, d_model -> token") / typical.norm(dim=-1).median()
     fires = activation >= PRESENT
     result = MarkingHeads(
-        sink_layer=sink.layer,
-        neurons=tuple(neuron_name(*neuron.site) for neuron in sink.neurons if neuron.layer == sink.layer),
+        sink_layer=layer,
+        neurons=tuple(neuron_name(*neuron.site) for neuron in neurons),
         tokens=tuple(setup.tokenizer.decode([word]) for word in words),
         activation=activation.numpy(),
     )
@@ -350,19 +357,17 @@ def marking_heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: P
     every_head = torch.eye(layers * heads).bool().view(-1, layers, heads)
     edits = torch.cat([torch.ones_like(every_head[:1]), every_layer, every_head])
     all_drop, layer_drop, drop = (1 - marks.kept(edits)).split([1, layers, layers * heads], 1)
-    drop = rearrange(drop, "token (layer head) -> token layer head", layer=layers).clone()
-    layer_drop = layer_drop.clone()
-    for number in range(layers):
-        if not setup.target.has_attention(number):
-            layer_drop[:, number] = torch.nan
-            drop[:, number] = torch.nan
+    drop = rearrange(drop, "token (layer head) -> token layer head", layer=layers)
+    without = [not setup.target.has_attention(number) for number in range(layers)]
+    layer_drop[:, without] = torch.nan
+    drop[:, without] = torch.nan
     drops = {"layer_drop": marks.of_all(layer_drop), "drop": marks.of_all(drop)}
     result = replace(result, all_drop=float(all_drop.median()), **drops)
     medians = layer_drop.median(0).values.nan_to_num()
     if float(medians.max()) < NEEDED:
         return result
-    layer = int(medians.argmax())
-    return replace(result, marking_layer=layer, **marks.sets(layer, drop[:, layer], setup.seed))
+    marking = int(medians.argmax())
+    return replace(result, marking_layer=marking, **marks.sets(marking, drop[:, marking], setup.seed))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from sinkscope.files.notation import listed, neuron_name
+from sinkscope.display.notation import listed, neuron_name
 from sinkscope.measure.evidence import NEEDED, Evidence
 
 CONTROL_DRAWS = 20  # random control sets of the same size for every ablation

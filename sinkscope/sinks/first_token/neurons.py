@@ -10,17 +10,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.files.console import Progress, silent
+from sinkscope.files.progress import Progress, silent
 from sinkscope.models.hooks import first_tensor, on_input, on_output
 from sinkscope.models.norms import norm_of
 from sinkscope.models.target import LayerInput
 from sinkscope.sinks.first_token.context import SinkContext
-from sinkscope.sinks.first_token.effects import BATCH_ELEMENTS, Edit, effects
+from sinkscope.sinks.first_token.effects import BATCH_ELEMENTS, Edit
 from sinkscope.sinks.first_token.entering import Entering
 from sinkscope.sinks.first_token.layer_scan import repeats_until_half
 from sinkscope.sinks.first_token.layer_view import (
     LayerView,
-    column_norms_behind_the_norm,
     contribution_norms,
     expert_and_neuron,
     lost_without,
@@ -28,6 +27,7 @@ from sinkscope.sinks.first_token.layer_view import (
     neutral_post,
     neutral_up,
     neutral_view,
+    ranks,
     view_layer,
 )
 from sinkscope.sinks.first_token.members import CONTROL_DRAWS, Member, Neuron, sites_of
@@ -172,11 +172,7 @@ class _Candidates:
         with target.loaded(layer):
             place = view_layer(target, layer, ids, where, entering.at(layer))
             contribution = contribution_norms(target, place).mean(0)  # a neuron may fire in some of the texts only
-            rank = contribution
-            if target.has_part(layer, target.adapter.post_mlp_norm):
-                # The gain of the norm behind the MLP (Gemma 2, OLMo 2) can pass one residual dimension and suppress
-                # others, and a neuron that writes mostly into suppressed dimensions makes no spike.
-                rank = place.post.abs().mean(0) * column_norms_behind_the_norm(target, layer)
+            rank = ranks(target, place).mean(0)
             writing = int((contribution > 0).sum())
             top = rank.topk(min(top_k, max(writing, 1))).indices
             return cls(context, place, neutral_view(target, layer, typical.ids, typical.entering), contribution, top)
@@ -193,19 +189,16 @@ class _Candidates:
 
     def lost(self, sets: Int[Tensor, "draw k"], upto: int | None = None) -> Float[Tensor, " draw"]:
         """Share of the norm that is lost without each set, after the layer or a later one."""
-        context = self.context
+        target = self.context.target
         layer = self.place.layer
-        without = context.scan.shared_dims
         if upto is None or upto <= layer:
-            return lost_without(context.target, self.place, sets, without).mean(1)
+            return lost_without(target, self.place, sets, self.context.scan.shared_dims).mean(1)
         edits = []
         for numbers in sets.tolist():
-            members = [Member(layer, *expert_and_neuron(context.target, layer, number)) for number in numbers]
-            edits.append(Edit(zero=sites_of(members)))
-        at = int(context.at[0])
-        entering = context.entering.part(slice(1), at + 1)
-        ids = context.ids[:1, : at + 1]
-        return effects(context.target, ids, edits, at=at, upto=upto, without=without, entering=entering).drops(upto)
+            edits.append(
+                Edit(zero=sites_of([Member(layer, *expert_and_neuron(target, layer, one)) for one in numbers]))
+            )
+        return self.context.drops(edits, upto)
 
     def verified(self, upto: int | None = None, repeated: Sequence[LastRepetition] = ()) -> tuple[Neuron, ...]:
         """The candidates with the effect of zeroing each, and of the random neuron that had the largest effect.
@@ -280,10 +273,7 @@ def verify_neurons(context: SinkContext, top_k: int, repeated: Sequence[LastRepe
     verified = replace(verified, neurons=(*neurons, *others))
     if any(neuron.causal and neuron.layer < layer for neuron in others):
         together = Edit(zero=sites_of(verified.causal))
-        ids = context.ids[:, : context.up_to_place]
-        entering = context.entering.part(slice(None), context.up_to_place)
-        edited = effects(target, ids, [together], at=context.at, upto=layer, without=shared_dims, entering=entering)
-        verified = replace(verified, set_drop=float(edited.drops(layer)))
+        verified = replace(verified, set_drop=float(context.drops([together], layer)))
     return verified
 
 

@@ -15,7 +15,7 @@ from einops import rearrange, reduce
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinkscope.files.notation import listed
+from sinkscope.display.notation import listed
 from sinkscope.sinks.tokens import TokenRows
 
 ENOUGH = 0.9  # least coverage and precision of words

@@ -1,4 +1,8 @@
-"""Path patching in both directions: what an effect at a position needs, and what transfers it to another position."""
+"""Path patching in both directions: what an effect at a position needs, and what transfers it to another position.
+
+The effect is the norm of the position, or the attention that some heads pay to it. `find_sinks` and `circuit` both
+remove components here and read what is left.
+"""
 
 from __future__ import annotations
 
@@ -7,47 +11,40 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import compress
 
-import numpy as np
 import torch
-from einops import reduce
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinkscope.measure.evidence import NEEDED
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.effects import Component, Edit, effects, key_bias, mixing, one_by_one, writers
-from sinkscope.sinks.first_token.members import CONTROL_DRAWS
+from sinkscope.sinks.first_token.effects import (
+    At,
+    Component,
+    Edit,
+    effects,
+    has_key_bias,
+    one_by_one,
+    writers,
+)
+from sinkscope.sinks.first_token.members import Heads
 from sinkscope.sinks.first_token.search import Removal, smallest_set
 from sinkscope.sinks.tokens import TokenRows
 
 NEARLY = 0.75  # of several components, those are needed that lose at least this share of the largest loss
-EFFECTIVE = 0.1  # components that lose at least this share are named
 SET_CANDIDATES = 8  # components that are tried in sets if none is needed alone
+KEY_BIAS = Component("key bias")
 Components = tuple[Component, ...]
 
 
-@dataclass(frozen=True)
-class Marks:
-    """What an effect needs.
-
-    Attributes:
-        chosen: The components that are needed alone or, if none is, the smallest set found; empty if no set is needed.
-        effective: Components that alone take away at least a tenth, or else the one that takes away most.
-    """
-
-    chosen: Components
-    effective: Components
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PositionEffect:
     """An effect at a position, scaled so that a typical position has 0 and this position has 1.
 
     Attributes:
         target: The model.
         ids: The texts.
-        at: The position.
-        other: The typical position.
+        at: The position, one or one of each text.
+        other: The typical position, in the same way.
         layer: The effect is the norm after this layer, unless `heads` are given.
         heads: If given, the effect is the attention that these heads pay to the position.
         without: Residual dimensions that norms leave out.
@@ -55,90 +52,124 @@ class PositionEffect:
 
     target: Target
     ids: TokenRows
-    at: int
-    other: int
+    at: At
+    other: At
     layer: int | None = None
-    heads: Bool[Tensor, "layer head"] | None = None
+    heads: Heads = ()
     without: tuple[int, ...] = ()
 
-    @cached_property
-    def reversed(self) -> PositionEffect:
-        """The same with both positions exchanged: edits act at the typical position."""
-        return replace(self, at=self.other, other=self.at)
+    def only(self, parts: Sequence[int]) -> PositionEffect:
+        """The same with some of the heads."""
+        return replace(self, heads=[self.heads[part] for part in parts])
+
+    @property
+    def depth(self) -> int:
+        """The last layer of a head."""
+        return max(layer for layer, _ in self.heads)
+
+    @property
+    def written(self) -> list[Component]:
+        """What writes at the position before the keys of the last head are read."""
+        return writers(self.target, self.depth)
+
+    @property
+    def components(self) -> list[Component]:
+        """What may carry the attention of the heads."""
+        if has_key_bias(self.target):
+            return [*self.written, KEY_BIAS]
+        return self.written
+
+    def values(self, edits: Sequence[Edit], reverse: bool = False) -> Float[Tensor, "state part"]:
+        """The norm, or the attention of each head, without an edit and then under each; mean over texts.
+
+        Args:
+            edits: The edits; they act at the position.
+            reverse: Whether both positions are exchanged: edits act at the typical position, which is read.
+        """
+        at, source = (self.other, self.at) if reverse else (self.at, self.other)
+        if self.heads:
+            edited = effects(self.target, self.ids, edits, at=at, source=source, upto=self.depth, attention=True)
+            layer, head = torch.tensor(self.heads).T
+            rows = torch.cat([edited.intact_attention[None], edited.attention])[:, :, layer, head]
+            return rows.mean(1)
+        ids = self.ids[:, : int(max(at, source)) + 1]  # later tokens do not change norms
+        edited = effects(self.target, ids, edits, at=at, source=source, upto=self.layer, without=self.without)
+        return torch.cat([edited.intact_norms[None], edited.norms])[..., -1:].mean(1)
 
     @cached_property
-    def intact(self) -> Float[Tensor, "text part"]:
-        """The norm, or the attention of each head, without an edit."""
-        return self.values([])[1]
+    def typical(self) -> Float[Tensor, " part"]:
+        """The norm, or the attention of each head, at the typical position without an edit."""
+        return self.values([], reverse=True)[0]
 
-    def values(self, edits: Sequence[Edit]) -> tuple[Float[Tensor, "edit text part"], Float[Tensor, "text part"]]:
-        """Norms, or the attention of each head, under edits at the position; and the same without an edit."""
-        ids = self.ids
-        if self.heads is None:
-            ids = ids[:, : max(self.at, self.other) + 1]  # later tokens do not change norms
-        edited = effects(
-            self.target,
-            ids,
-            edits,
-            at=self.at,
-            source=self.other,
-            upto=self.layer,
-            attention=self.heads is not None,
-            without=self.without,
-        )
-        if self.heads is None:
-            return edited.norms[..., -1:], edited.intact_norms[..., -1:]
-        return edited.attention[..., self.heads], edited.intact_attention[..., self.heads]
-
-    def removed(self, edits: Sequence[Edit]) -> Float[Tensor, "edit text part"]:
-        """What each edit takes away at the position."""
-        return self.intact - self.values(edits)[0]
-
-    def shares(self, change: Float[Tensor, "edit text part"]) -> list[float]:
-        """Changes as shares of the whole effect."""
-        whole = (self.intact - self.reversed.intact).mean()
-        return (reduce(change, "edit text part -> edit", "mean") / whole).tolist()
+    def lost(self, edits: Sequence[Edit]) -> Float[Tensor, "edit part"]:
+        """Share of its own value that each part loses under each edit."""
+        intact, *edited = self.values(edits)
+        return 1 - torch.stack(edited) / intact
 
     def necessity(self, edits: Sequence[Edit]) -> list[float]:
         """The share of the effect that is lost under each edit."""
         if not edits:
             return []
-        return self.shares(self.removed(edits))
+        values = self.values(edits)
+        return ((values[0] - values[1:]).mean(1) / (values[0] - self.typical).mean()).tolist()
 
-    def sufficiency(self, edits: Sequence[Edit]) -> list[float]:
-        """The share of the effect that each edit gives to the typical position; NaN for neurons and biases of keys."""
-        if not edits:
-            return []
-        shares = self.shares(-self.reversed.removed(edits))
+    def sufficiency(self, edits: Sequence[Edit], whole: float) -> list[float]:
+        """The share of the whole effect that each edit gives to the typical position.
+
+        It is NaN for neurons and biases of keys, which are not written at a position.
+        """
+        values = self.values(edits, reverse=True)
+        shares = ((values[1:] - values[0]).mean(1) / whole).tolist()
         for place, edit in enumerate(edits):
-            if edit.zero or Component("key bias") in edit.swap:
+            if edit.zero or KEY_BIAS in edit.swap:
                 shares[place] = float("nan")
         return shares
 
-    def marks(self, depth: int) -> Marks:
-        """The components that make the effect, with heads in place of attention layers.
+    def needed(
+        self, components: Sequence[Component], lost: Float[Tensor, "component part"]
+    ) -> Bool[Tensor, "component part"]:
+        """Which components each head needs alone.
 
-        Components before the MLP of a layer are candidates, or before its keys if heads are given.
+        A head may lose its attention because a component hid something else that now stands out. What is read also
+        draws attention to the typical position if it is written there; what only hides something does not. The control
+        is what is drawn there by components that the head does not need. If nothing draws more, this says nothing.
+
+        Args:
+            components: The components.
+            lost: Share of its attention that each head loses without each of them.
         """
-        candidates = writers(self.target, depth)
-        if self.heads is None:
-            candidates += mixing(self.target, depth)
-        elif key_bias(self.target, depth) is not None:
-            candidates.append(Component("key bias"))
-        alone = self.necessity(one_by_one(candidates))
-        bar = min(EFFECTIVE, max(alone))
-        effective = tuple(compress(candidates, np.array(alone) >= bar))
-        return Marks(self.with_heads(self.smallest(candidates, alone)), effective)
+        needed = lost >= (NEARLY * lost.amax(0)).clamp(min=NEEDED)
+        if not bool((needed.sum(0) > 1).any()):
+            return needed
+        typical, *changed = self.values(one_by_one(components), reverse=True)
+        gained = torch.stack(changed) - typical
+        most = gained.masked_fill(~needed, 0).amax(0)
+        by_chance = gained.masked_fill(needed, 0).amax(0)
+        draws = (gained >= NEEDED * most) | (most <= by_chance)
+        if KEY_BIAS in components:
+            draws[components.index(KEY_BIAS)] = True
+        return needed & draws
 
-    def with_heads(self, whole: Components) -> Components:
-        """The same components with heads in place of attention layers, where some heads of one are enough."""
-        needed_alone = min(self.necessity(one_by_one(whole)), default=0.0) >= NEEDED
+    def marks(self, candidates: Sequence[Component]) -> Components:
+        """The candidates that make the effect, with heads in place of attention layers."""
+        alone = self.necessity(one_by_one(candidates))
+        chosen = self.smallest(candidates, alone)
+        losses = [alone[candidates.index(one)] for one in chosen]
+        return self.with_heads(chosen, min(losses, default=0.0) >= NEEDED)
+
+    def with_heads(self, whole: Components, alone: bool) -> Components:
+        """The same components with heads in place of attention layers, where some heads of one are enough.
+
+        Args:
+            whole: The components.
+            alone: Whether each of them is needed alone, and not only all together.
+        """
         chosen = []
         for member in whole:
             own = (member,)
             if member.kind == "attention":
-                heads = [Component("head", member.layer, head) for head in range(self.target.n_heads)]
-                others = tuple(component for component in whole if component != member and not needed_alone)
+                heads = heads_of(self.target, member.layer or 0)
+                others = tuple(component for component in whole if component != member and not alone)
                 of_heads = self.necessity([Edit(swap=(*others, head)) for head in heads])
                 own = self.smallest(heads, of_heads, others) or own
             chosen += own
@@ -155,7 +186,7 @@ class PositionEffect:
             removed_too: Components that are replaced all the time.
         """
         bar = max(NEEDED, NEARLY * max(alone))
-        needed = tuple(compress(candidates, np.array(alone) >= bar))
+        needed = tuple(compress(candidates, [share >= bar for share in alone]))
         if needed:
             return needed
         order = sorted(range(len(candidates)), key=lambda index: -alone[index])
@@ -168,13 +199,6 @@ class PositionEffect:
         return smallest_set(promising, remove) or ()
 
 
-def random_swaps(pool: Sequence[Component], size: int, seed: int) -> list[Edit]:
-    """Random sets of so many components replaced, as controls; none if the pool is too small."""
-    if not 0 < size <= len(pool):
-        return []
-    generator = torch.Generator().manual_seed(seed)
-    edits = []
-    for _ in range(CONTROL_DRAWS):
-        drawn = torch.randperm(len(pool), generator=generator)[:size].tolist()
-        edits.append(Edit(swap=tuple(pool[index] for index in drawn)))
-    return edits
+def heads_of(target: Target, layer: int) -> list[Component]:
+    """The heads of a layer."""
+    return [Component("head", layer, head) for head in range(target.n_heads)]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sinkscope.files.notation import listed
-from sinkscope.files.result import Number
+from sinkscope.display.notation import listed
+from sinkscope.display.result import Number
 from sinkscope.measure import Result
 from sinkscope.sinks.first_token import sentences
 from sinkscope.sinks.first_token.members import CausalSet, Neuron

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from sinkscope.files.notation import agreeing, brief, counted, listed
+from sinkscope.display.notation import agreeing, brief, counted, listed
 from sinkscope.sinks.first_token.members import ATTENTION_LENGTH, CausalSet
 from sinkscope.sinks.first_token.records import (
     SHORT,

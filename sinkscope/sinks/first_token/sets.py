@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from einops import reduce
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.interventions import Ablate
@@ -33,9 +32,13 @@ CANDIDATES = 8  # default number of candidates of the sink layer
 MORE_CANDIDATES = 64  # candidates of the sink layer if the first few do not suffice
 BACKUP_ROUNDS = 4  # rounds of searching for backups before the search ends
 BACKUP_CANDIDATES = 4  # candidates of each layer that brings the spike back
-SPIKE_TEXTS = 16  # most different tokens whose spike is compared
 ATTENTION_TEXTS = 4  # texts in which attention is compared
 NEARLY_ALL = 0.9  # share of the texts in which the spike has to be gone
+
+
+def silencing(sets: Sequence[Sites]) -> list[Edit]:
+    """Edits that silence a set of neurons each."""
+    return [Edit(zero=sites) for sites in sets]
 
 
 @dataclass(frozen=True)
@@ -69,48 +72,30 @@ class _SpikeSearch:
         context: The model, texts with the place, and their layer scan.
         rise: The part of the spike.
         heads: The heads behind its layer that attend to the place.
-        picked: The texts in which the norm is read, one for each different token at the place.
-        rows: For each text of the context, its place in `picked`.
         asked: The norms `[text layer]` with each set silenced that was asked about before.
     """
 
     context: SinkContext
     rise: Rise
     heads: Heads
-    picked: list[int]
-    rows: Int[Tensor, " context_text"]
     asked: dict[Sites, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, context: SinkContext, rise: Rise, heads: Heads) -> _SpikeSearch:
         """The search at the places of a context."""
-        tokens, rows = context.ids[torch.arange(len(context.ids)), context.at].unique(return_inverse=True)
-        picked = [int((rows == token).nonzero()[0]) for token in range(min(len(tokens), SPIKE_TEXTS))]
-        behind = [place for place in heads if rise.layer < place[0] <= rise.readable]
-        return cls(context, rise, behind, picked, rows[rows < SPIKE_TEXTS])
-
-    def trial(self, sets: Sequence[Sites], texts: slice | list[int], length: int, **reading: Any) -> Trial:
-        """Silences each set in some texts up to a length."""
-        context = self.context
-        return Trial(
-            context.ids[texts, :length],
-            [Edit(zero=sites) for sites in sets],
-            at=context.at[texts],
-            without=context.scan.shared_dims,
-            entering=context.entering.part(texts, length),
-            **reading,
-        )
+        return cls(context, rise, [place for place in heads if rise.layer < place[0] <= rise.readable])
 
     def norm_trial(self, sets: Sequence[Sites]) -> Trial:
         """Silences each set that was not asked about before; the spike is read."""
         new = [sites for sites in dict.fromkeys(sets) if sites not in self.asked]
-        return self.trial(new, self.picked, self.context.up_to_place, upto=self.rise.last)
+        return self.context.trial(silencing(new), upto=self.rise.last)
 
     def attention_trial(self, sets: Sequence[Sites], texts: int) -> Trial:
         """Silences each set; the attention to the place is read, in the first texts."""
         length = max(ATTENTION_LENGTH, self.context.up_to_place + ATTENTION_LENGTH // 2)
         layers = [layer for layer, _ in self.heads]
-        return self.trial(sets, slice(texts), length, upto=max(layers), attention=True, behind=min(layers))
+        reading = {"upto": max(layers), "attention": True, "behind": min(layers)}
+        return self.context.trial(silencing(sets), length, texts, **reading)
 
     def answer(self, *trials: Trial) -> list[Effects]:
         """Run trials in one walk, and remember the norms of the first."""
@@ -203,7 +188,7 @@ class _SpikeSearch:
             )
         if min(here, last) <= found.control:
             return None
-        return replace(found, margin_norm=margin_of(lost[0, self.rows, self.rise.layer].numpy()))
+        return replace(found, margin_norm=margin_of(lost[0, :, self.rise.layer].numpy()))
 
     def backup(self, backups: Sites, minimal: CausalSet) -> CausalSet:
         """The part of the minimal set that writes a spike only when the rest is silenced."""

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
-from sinkscope.files.notation import agreeing, listed
-from sinkscope.files.tables import Table
+from sinkscope.display.notation import agreeing, listed
+from sinkscope.display.style import unfolded
+from sinkscope.display.tables import Table
 from sinkscope.measure.evidence import NEEDED, Evidence, beside
-from sinkscope.measure.style import unfolded
 
 NAMED, WORDS_OF_NAMES = 3, 6  # components that a sentence names at most, and the words that they may take
 MARK, NEURONS, REPETITION, KEYS = "mark", "neurons", "repetition", "keys"
@@ -74,8 +74,8 @@ class CircuitStep:
         target = "keys" if self.name == KEYS else "spike"
         return unfolded(columns, step=[self.name], source=self.components, target=[target])
 
-    def in_words(self) -> str:
-        """What is lost without the chosen components, beside random ones."""
+    def in_words(self, most: int = NAMED) -> str:
+        """What is lost without the chosen components, of which so many are named, beside random ones."""
         if not self.carried and np.isnan(self.necessity).all():
             return "nothing tried is needed"
         if not self.carried:
@@ -86,8 +86,8 @@ class CircuitStep:
             )
         lost, control = self._beside_random(self.together or 0.0, self.together_control)
         if self.undecided:
-            return f"it is undecided what the effect needs: {lost} is lost without {named(self.chosen)}{control}"
-        count, names, alone = len(self.chosen), named(self.chosen), self.needed_alone
+            return f"it is undecided what the effect needs: {lost} is lost without {named(self.chosen, most)}{control}"
+        count, names, alone = len(self.chosen), named(self.chosen, most), self.needed_alone
         if self.name == MARK and count == 1 and self.alone[0] < NEEDED:  # which is a loss of attention
             return f"{lost} is lost without {names}{control}, but the attention stays"
         if len(alone) == count:
@@ -97,7 +97,7 @@ class CircuitStep:
             return f"none is needed alone; {lost} is lost without {names}{control}"
         every = "both" if count == 2 else f"all {count}"
         are = agreeing(len(alone), "is", "are")
-        return f"only {named(alone)} {are} needed alone; {lost} is lost without {every}{control}"
+        return f"only {named(alone, most)} {are} needed alone; {lost} is lost without {every}{control}"
 
     def _beside_random(self, lost: float, control: float | None) -> tuple[str, str]:
         """A loss, and its control in brackets."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import combinations, compress
+from itertools import combinations
 
 import numpy as np
 import torch
@@ -13,27 +13,40 @@ from einops import reduce
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.files.notation import head_name, neuron_name
+from sinkscope.display.notation import head_name, neuron_name
 from sinkscope.measure import Setup
 from sinkscope.measure.evidence import NEEDED
 from sinkscope.models.norms import norm_of
-from sinkscope.sinks.first_token.effects import Component, Edit, effects, has_key_bias, one_by_one, writers
-from sinkscope.sinks.first_token.members import RATE_EPS, Sites
-from sinkscope.sinks.first_token.position_effect import (
-    EFFECTIVE,
-    NEARLY,
-    Components,
-    Marks,
-    PositionEffect,
-    random_swaps,
-)
-from sinkscope.sinks.first_token.result import FindSinks
+from sinkscope.models.target import Target
+from sinkscope.sinks.first_token.effects import Component, Edit, effects, mixing, writers
+from sinkscope.sinks.first_token.members import CONTROL_DRAWS, RATE_EPS, Sites
+from sinkscope.sinks.first_token.position_effect import Components, PositionEffect, heads_of
 from sinkscope.sinks.first_token.search import random_sets
 from sinkscope.sinks.first_token.steps import KEYS, MARK, NEURONS, SPIKE, CircuitStep, Readers
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.trace.run import trace
 
-PAIRED = 6  # parts that are removed in pairs for heads that need none alone
+TEXTS = 2  # pieces of typical text
+MORE_TEXTS = 8  # and if the token embedding seems to be needed: tokens that no head marks may stand in its place
+EFFECTIVE = 0.1  # components that take away at least this share are named
+PAIRED = 6  # components that are removed in pairs for heads that need none alone
+
+
+@dataclass(frozen=True)
+class TracedSpike:
+    """What makes the spike of a place.
+
+    Attributes:
+        by_mlp: Whether MLPs make it.
+        sites: The neurons. If there are none, components that are needed stand for them.
+        layer: The layer after which the spike is read. None if there is no spike, or its maker is not known.
+        begun: The layer after which it has begun: an earlier one, if it falls and rises again.
+    """
+
+    by_mlp: bool = False
+    sites: Sites = ()
+    layer: int | None = None
+    begun: int | None = None
 
 
 @dataclass(frozen=True)
@@ -46,8 +59,7 @@ class TracedPlace:
         ids: Texts that have the same sink at the same position.
         at: The position.
         other: The typical position that it trades places with.
-        layer: The layer after which the spike is read. None if there is no spike.
-        sites: The neurons that make the spike. If there are none, components that are needed stand for them.
+        spike: What makes the spike.
         shared_dims: Residual dimensions that are massive on all tokens and left out of norms.
     """
 
@@ -56,55 +68,65 @@ class TracedPlace:
     ids: TokenRows
     at: int
     other: int
-    layer: int | None
-    sites: Sites
+    spike: TracedSpike
     shared_dims: tuple[int, ...]
 
     @classmethod
     def of(
-        cls, setup: Setup, sinks: FindSinks, name: str, ids: TokenRows, at: int, layer: int | None, sites: Sites
+        cls, setup: Setup, name: str, ids: TokenRows, at: int, spike: TracedSpike, shared_dims: tuple[int, ...]
     ) -> TracedPlace:
         """Chooses the typical position: its norms after the layer are nearest to the median of their text."""
-        shared_dims = sinks.shared_dims
-        site = f"blocks.{setup.n_layers - 1 if layer is None else layer}.hook_resid_post"
-        norms = trace(setup.target, ids, [site], lambda resid: norm_of(resid, shared_dims))[site]
+        layer = setup.n_layers - 1 if spike.layer is None else spike.layer
+        site = f"blocks.{layer}.hook_resid_post"
+        norms = trace(setup.target, ids[:TEXTS], [site], lambda resid: norm_of(resid, shared_dims))[site]
         distance = (norms / norms[:, 1:].median(1, keepdim=True).values).log().abs()
         distance[:, at] = torch.inf
         length = ids.shape[1]
         begin, end = length // 8, max(length // 2, length // 8 + 1)
         other = begin + int(distance[:, begin:end].amax(0).argmin())
-        return cls(setup, name, ids, at, other, layer, sites, shared_dims)
+        return cls(setup, name, ids, at, other, spike, shared_dims)
 
-    @property
-    def spike(self) -> PositionEffect:
-        """The norm of the position after the layer."""
-        return PositionEffect(self.setup.target, self.ids, self.at, self.other, self.layer, without=self.shared_dims)
+    def norm(self, layer: int | None) -> PositionEffect:
+        """The norm of the position after a layer."""
+        ids = self.ids[:TEXTS]
+        return PositionEffect(self.setup.target, ids, self.at, self.other, layer, without=self.shared_dims)
 
-    def random_heads(self, depth: int, excluded: Sequence[Component], size: int) -> list[Edit]:
-        """Edits that replace random heads of the layers up to one, except these."""
-        layers = filter(self.setup.target.has_attention, range(depth + 1))
-        heads = [Component("head", layer, head) for layer in layers for head in range(self.setup.n_heads)]
-        return random_swaps([head for head in heads if head not in excluded], size, self.setup.seed)
+    @cached_property
+    def attention(self) -> PositionEffect | None:
+        """The attention to the position of all heads that attend to it; None if there are none."""
+        target, ids = self.setup.target, self.ids[:TEXTS]
+        received = effects(target, ids, [], at=self.at, attention=True).intact_attention
+        reading = reduce(received, "text layer head -> layer head", "mean") > RATE_EPS
+        if not bool(reading.any()):
+            return None
+        heads = [(layer, head) for layer, head in reading.nonzero().tolist()]
+        return PositionEffect(target, ids, self.at, self.other, heads=heads)
 
-    def swapped(self, depth: int, chosen: tuple[Component, ...]) -> list[Edit]:
-        """Edits that replace the chosen components, and as many random heads; none if nothing was chosen."""
-        if not chosen:
+    def random_heads(self, depth: int, excluded: Components, size: int) -> list[Edit]:
+        """Edits that replace random heads of the layers up to one, except these; none if there are too few."""
+        pool: list[Component] = []
+        for layer in filter(self.setup.target.has_attention, range(depth + 1)):
+            pool += heads_of(self.setup.target, layer)
+        pool = [head for head in pool if head not in excluded]
+        if not 0 < size <= len(pool):
             return []
+        generator = torch.Generator().manual_seed(self.setup.seed)
+        edits = []
+        for _ in range(CONTROL_DRAWS):
+            drawn = torch.randperm(len(pool), generator=generator)[:size].tolist()
+            edits.append(Edit(swap=tuple(pool[index] for index in drawn)))
+        return edits
+
+    def swapped(self, depth: int, chosen: Components) -> list[Edit]:
+        """Edits that replace the chosen components, and as many random heads."""
         return [Edit(swap=chosen), *self.random_heads(depth, chosen, len(chosen))]
 
     def silenced(self, sites: Sites) -> list[Edit]:
         """Edits that silence the neurons, and random sets of as many neurons of the same layers (and experts)."""
         generator = torch.Generator().manual_seed(self.setup.seed)
-        return [Edit(zero=zero) for zero in (sites, *random_sets(self.setup.target, sites, self.sites, generator))]
-
-    def attention(self) -> PositionEffect | None:
-        """The attention to the position of all heads that attend to it; None if there are none."""
-        target = self.setup.target
-        received = effects(target, self.ids, [], at=self.at, attention=True).intact_attention
-        reading = reduce(received, "text layer head -> layer head", "mean") > RATE_EPS
-        if not bool(reading.any()):
-            return None
-        return PositionEffect(target, self.ids, self.at, self.other, heads=reading)
+        return [
+            Edit(zero=zero) for zero in (sites, *random_sets(self.setup.target, sites, self.spike.sites, generator))
+        ]
 
 
 def _step(
@@ -113,46 +135,68 @@ def _step(
     edits: dict[str, Edit],
     chosen: Sequence[str],
     together: Sequence[Edit],
-    judges: Sequence[PositionEffect],
-    control: float | None = None,
-) -> CircuitStep:
+    judges: Sequence[PositionEffect] = (),
+    single: Sequence[Edit] = (),
+) -> tuple[CircuitStep, Float[Tensor, "state part"]]:
     """What is lost of an effect under each of some edits, and without all that were chosen.
+
+    The effect itself comes second: without an edit, without all that were chosen, and under the controls of that.
 
     Args:
         name: Name of the step.
         effect: The effect.
-        edits: What removes each component or neuron, by its name.
+        edits: What removes each component or neuron, by its name, the chosen ones first.
         chosen: Those that are called needed.
         together: The edit that removes all of these, and its controls.
-        judges: Effects by which they are called needed alone: at least one has to need them.
-        control: The control of a single edit. None: that of all together.
+        judges: Effects by which they are called needed alone, if not by this one: at least one has to need them.
+        single: The controls of a single edit, if they are others.
     """
-    single = list(edits.values())
-    lost = effect.necessity([*single, *together])
-    together_control = max(lost[len(single) + 1 :], default=None)
-    return CircuitStep(
+    values = effect.values([*edits.values(), *together, *single])
+    whole = float((values[0] - effect.typical).mean())
+    lost = ((values[0] - values[1:]).mean(1) / whole).tolist()
+    each, end = len(edits), len(edits) + len(together)
+    bar = min(EFFECTIVE, max(lost[:each]))
+    named = {one: share for one, share in zip(edits, lost, strict=False) if one in chosen or share >= bar}
+    together_control = max(lost[each + 1 : end], default=None)
+    alone = [[named[one] for one in chosen]]
+    if judges:
+        alone = [judge.necessity([edits[one] for one in chosen]) for judge in judges]
+    step = CircuitStep(
         name=name,
-        components=tuple(edits),
-        necessity=np.array(lost[: len(single)]),
-        sufficiency=np.array(effect.sufficiency(single)),
-        control=together_control if control is None else control,
+        components=tuple(named),
+        necessity=np.array(list(named.values())),
+        sufficiency=np.array(effect.sufficiency([edits[one] for one in named], whole)),
+        control=max(lost[end:], default=together_control),
         chosen=tuple(chosen),
-        alone=np.max([judge.necessity([edits[one] for one in chosen]) for judge in judges], axis=0),
-        together=lost[len(single)] if together else None,
+        alone=np.max(alone, axis=0),
+        together=lost[each] if together else None,
         together_control=together_control,
     )
+    return step, torch.cat([values[:1], values[1 + each : 1 + end]])
+
+
+def before_mlp(target: Target, layer: int) -> list[Component]:
+    """What writes before the MLP of a layer."""
+    return [*writers(target, layer), *mixing(target, layer)]
 
 
 def mark_step(
-    position: TracedPlace, name: str, effect: PositionEffect, marks: Marks, depth: int, judges: Sequence[PositionEffect]
-) -> CircuitStep:
-    """What an effect needs of the components before a layer, which reads it by its MLP or by its keys."""
-    control = None
-    if len(marks.chosen) != 1:  # for one component, the controls of all together are those of a single one
-        control = max(effect.necessity(position.random_heads(depth, marks.chosen, 1)), default=None)
-    edits = {str(one): Edit(swap=(one,)) for one in (*marks.chosen, *marks.effective)}
-    together = position.swapped(depth, marks.chosen)
-    return _step(name, effect, edits, tuple(map(str, marks.chosen)), together, judges, control)
+    position: TracedPlace,
+    name: str,
+    effect: PositionEffect,
+    chosen: Components,
+    candidates: Sequence[Component],
+    judges: Sequence[PositionEffect] = (),
+) -> tuple[CircuitStep, Float[Tensor, "state part"]]:
+    """What an effect needs of components before the layer that reads it by its MLP or by its keys, as `_step` says."""
+    edits = {str(one): Edit(swap=(one,)) for one in (*chosen, *candidates)}
+    depth = max(one.layer or 0 for one in candidates)
+    together, single = [], []
+    if chosen:
+        together = position.swapped(depth, chosen)
+    if len(chosen) != 1:  # for one component, the controls of all together are those of a single one
+        single = position.random_heads(depth, chosen, 1)
+    return _step(name, effect, edits, tuple(map(str, chosen)), together, judges, single)
 
 
 @dataclass(frozen=True)
@@ -165,91 +209,78 @@ class Needs:
 
 @dataclass(frozen=True)
 class HeadByHead:
-    """What each head that attends to a position loses.
+    """What each head that attends to a position needs.
 
     Attributes:
         position: The position.
-        effect: The attention of these heads.
+        heads: The attention of these heads.
         spike: What removes the spike; None if there is none.
         neurons: What removes each neuron that makes it, by its name.
     """
 
     position: TracedPlace
-    effect: PositionEffect
+    heads: PositionEffect
     spike: Edit | None
     neurons: dict[str, Edit]
 
     @cached_property
-    def components(self) -> Components:
-        """What may carry the position without a spike."""
-        target = self.position.setup.target
-        components = writers(target, self.depth)
-        if has_key_bias(target):
-            components.append(Component("key bias"))
-        return tuple(components)
-
-    @property
-    def places(self) -> list[list[int]]:
-        """Layer and number of each head."""
-        assert self.effect.heads is not None
-        return self.effect.heads.nonzero().tolist()
-
-    @property
-    def depth(self) -> int:
-        """The last layer of a head."""
-        return max(layer for layer, _ in self.places)
-
-    def lost(self, edits: Sequence[Edit]) -> Float[Tensor, "edit head"]:
-        """Share of its attention that each head loses under each edit."""
-        if not edits:
-            return torch.zeros(0, len(self.places))
-        removed = reduce(self.effect.removed(edits), "edit text head -> edit head", "mean")
-        return removed / self.effect.intact.mean(0)
+    def parts(self) -> dict[str, Edit]:
+        """What removes each part that a head may need: the spike, its neurons and the components."""
+        parts = dict(self.neurons)
+        if self.spike is not None:
+            parts[SPIKE] = self.spike
+        for component in self.heads.components:
+            parts[str(component)] = Edit(swap=(component,))
+        return parts
 
     def needs(self) -> list[Needs]:
         """What each head needs: the spike, or else components, or else two of these together."""
-        spikes = [] if self.spike is None else [self.spike]
-        without_spike = self.lost(spikes)
-        without_neuron = self.lost(list(self.neurons.values()))
-        without_component = self.lost(one_by_one(self.components))
-        bar = (NEARLY * without_component.amax(0)).clamp(min=NEEDED)
+        components = self.heads.components
+        lost = self.heads.lost(list(self.parts.values()))
+        needed = lost >= NEEDED
+        first = len(self.parts) - len(components)
+        needed[first:] = self.heads.needed(components, lost[first:])
         needs: list[Needs] = []
-        for head in range(len(self.places)):
-            lost = (without_component[:, head] >= bar[head]).tolist()
-            parts = list(map(str, compress(self.components, lost)))
-            if spikes and float(without_spike[0, head]) >= NEEDED:
-                own = zip(self.neurons, without_neuron[:, head].tolist(), strict=True)
-                parts = [name for name, share in own if share >= NEEDED]
-                parts = parts or [SPIKE]
-            needs.append(Needs(tuple(parts)))
-        self._add_pairs(needs, without_component)
+        for head in range(lost.shape[1]):
+            own = [name for name, of_head in zip(self.parts, needed[:, head].tolist(), strict=True) if of_head]
+            if SPIKE in own:
+                own = [name for name in own if name in self.neurons] or [SPIKE]
+            else:
+                own = [name for name in own if name not in self.neurons]
+            needs.append(Needs(tuple(own)))
+        self._add_pairs(needs, lost[first:])
         return self._as_one_spike(needs)
 
-    def _add_pairs(self, needs: list[Needs], without_component: Float[Tensor, "edit head"]) -> None:
+    def _add_pairs(self, needs: list[Needs], lost: Float[Tensor, "component head"]) -> None:
         """Pairs of parts that heads need which need none alone, the pair that takes most."""
         open_heads = [head for head, own in enumerate(needs) if not own.parts]
-        if not open_heads:
-            return
-        order = without_component[:, open_heads].mean(1).argsort(descending=True, stable=True)[:PAIRED].tolist()
-        parts = [Edit(swap=(self.components[index],)) for index in order]
-        names = [str(self.components[index]) for index in order]
+        order = lost[:, open_heads].mean(1).nan_to_num().argsort(descending=True, stable=True)[:PAIRED].tolist()
+        names = [str(self.heads.components[index]) for index in order]
         if self.spike is not None:
-            parts.append(self.spike)
             names.append(SPIKE)
-        pairs = list(combinations(range(len(parts)), 2))
-        both = [Edit((*parts[i].zero, *parts[j].zero), (*parts[i].swap, *parts[j].swap)) for i, j in pairs]
-        lost = self.lost(both)
+        pairs = list(combinations(names, 2))
+        if not pairs or not open_heads:
+            return
+        without_both = self.heads.lost([self.removal(pair) for pair in pairs])
         for head in open_heads:
-            best = int(lost[:, head].argmax()) if pairs else 0
-            if pairs and float(lost[best, head]) >= NEEDED:
-                needs[head] = Needs(tuple(names[index] for index in pairs[best]), alone=False)
+            best = int(without_both[:, head].argmax())
+            if float(without_both[best, head]) >= NEEDED:
+                needs[head] = Needs(pairs[best], alone=False)
 
     def _as_one_spike(self, needs: list[Needs]) -> list[Needs]:
         """The same, where neurons are named only if heads need different ones."""
-        of_spike = {own for own in needs if set(own.parts) <= {SPIKE, *self.neurons} and own.parts}
+        of_spike = {own for own in needs if own.parts and {SPIKE, *self.neurons}.issuperset(own.parts)}
         if len(of_spike) > 1:
             return needs
         return [Needs((SPIKE,)) if own in of_spike else own for own in needs]
+
+    def removal(self, names: Sequence[str]) -> Edit:
+        """What removes all of these parts."""
+        zero, swap = [], []
+        for name in names:
+            zero += self.parts[name].zero
+            swap += self.parts[name].swap
+        return Edit(tuple(zero), tuple(swap))
 
     def groups(self) -> list[tuple[Readers, PositionEffect]]:
         """The heads by what they need, the largest group first, with the attention of each group."""
@@ -259,81 +290,74 @@ class HeadByHead:
         groups = [self._group(own, heads) for own, heads in by_needs.items()]
         return sorted(groups, key=lambda group: -len(group[0].heads))
 
-    def _group(self, needs: Needs, heads: list[int]) -> tuple[Readers, PositionEffect]:
+    def _group(self, needs: Needs, numbers: Sequence[int]) -> tuple[Readers, PositionEffect]:
         """The heads that need the same, without it and under its controls."""
-        assert self.effect.heads is not None
-        mask = torch.zeros_like(self.effect.heads)
-        for head in heads:
-            mask[tuple(self.places[head])] = True
-        one = replace(self, effect=replace(self.effect, heads=mask))
-        names, step, edits = needs.parts, None, []
-        if set(names) <= {SPIKE, *self.neurons}:
-            edits = one.without_spike(names) if names else []
+        heads = self.heads.only(numbers)
+        components = tuple(one for one in heads.components if str(one) in needs.parts)
+        if components and needs.alone:
+            components = heads.with_heads(components, alone=True)
+        names, keys = needs.parts, None
+        if components and SPIKE not in names:
+            names = tuple(map(str, components))
+            keys, values = mark_step(self.position, KEYS, heads, components, heads.components)
+        elif components:
+            names = (*map(str, components), SPIKE)
+            _, *random = self.position.swapped(heads.depth - 1, components)
+            values = heads.values([Edit(self.parts[SPIKE].zero, components), *random])
         else:
-            names, step, edits = one.without_components(needs)
-        intact = one.effect.intact.mean(0)
-        left = intact[None] * (1 - one.lost(edits)) if edits else intact[None]
+            values = heads.values(self._without_spike(names) if names else [])
+        intact, *without = values
         ranked = intact.argsort(descending=True, stable=True)
         readers = Readers(
             needs=names,
-            heads=tuple(head_name(*one.places[number]) for number in ranked.tolist()),
-            length=one.effect.ids.shape[1],
+            heads=tuple(head_name(*heads.heads[number]) for number in ranked.tolist()),
+            length=heads.ids.shape[1],
             attention=intact[ranked].double().numpy(),
-            attention_without=left[0, ranked].double().numpy(),
-            control=float(left[1:].mean(1).min()) if len(left) > 1 else None,
-            keys=step,
+            attention_without=(without[0] if without else intact)[ranked].double().numpy(),
+            control=min([float(attention.mean()) for attention in without[1:]], default=None),
+            keys=keys,
         )
-        return readers, one.effect
+        return readers, heads
 
-    def without_spike(self, names: Sequence[str]) -> list[Edit]:
-        """What removes the spike or some of its neurons, and as many random neurons."""
-        assert self.spike is not None
-        if self.spike.zero:
-            sites = self.spike.zero
-            if tuple(names) != (SPIKE,):
-                sites = tuple(site for name in names for site in self.neurons[name].zero)
-            return self.position.silenced(sites)
-        if self.position.layer is None or self.spike.swap[0].kind == "mlp":
-            return [self.spike]
-        return self.position.swapped(self.position.layer, self.spike.swap)
-
-    def without_components(self, needs: Needs) -> tuple[tuple[str, ...], CircuitStep | None, list[Edit]]:
-        """Components with heads in place of attention layers; the step; what removes them, and random heads."""
-        members = tuple(one for one in self.components if str(one) in needs.parts)
-        zero = self.spike.zero if self.spike is not None and SPIKE in needs.parts else ()
-        chosen = members
-        if needs.alone:
-            chosen = self.effect.with_heads(members)
-        lost = np.array(self.effect.necessity(one_by_one(self.components)))
-        effective = tuple(one for one, share in zip(self.components, lost, strict=True) if share >= EFFECTIVE)
-        step = mark_step(self.position, KEYS, self.effect, Marks(chosen, effective), self.depth - 1, [self.effect])
-        edits = self.position.swapped(self.depth - 1, chosen)
-        names = tuple(map(str, chosen))
-        if SPIKE not in needs.parts:
-            return names, step, edits
-        return (*names, SPIKE), None, [Edit(zero, chosen), *edits[1:]]
+    def _without_spike(self, names: Sequence[str]) -> list[Edit]:
+        """What removes the spike or some of its neurons, and as many random neurons or heads."""
+        removal = self.removal(names)
+        if removal.zero:
+            return self.position.silenced(removal.zero)
+        layer = self.position.spike.layer
+        if layer is None or removal.swap[0].kind == "mlp":
+            return [removal]
+        return self.position.swapped(layer, removal.swap)
 
 
-def traced_place(position: TracedPlace, made_by_mlp: bool) -> tuple[tuple[CircuitStep, ...], tuple[Readers, ...]]:
-    """The steps of a sink and the groups of its readers; `made_by_mlp` says whether MLPs make its spike."""
-    spike, layer, sites = position.spike, position.layer, position.sites
-    marks = Marks((), ()) if layer is None else spike.marks(layer)
-    neurons = {neuron_name(*site): Edit(zero=(site,)) for site in sites}
+def traced_place(position: TracedPlace) -> tuple[tuple[CircuitStep, ...], tuple[Readers, ...]]:
+    """The steps of a sink and the groups of its readers."""
+    made = position.spike
+    spike, begun = position.norm(made.layer), position.norm(made.begun)
+    before: list[Component] = []
+    marks: Components = ()
+    if made.begun is not None:
+        before = before_mlp(begun.target, made.begun)
+        marks = begun.marks(before)
+        if len(marks) > 1 and Component("token embedding") in marks:
+            begun = replace(begun, ids=position.ids[:MORE_TEXTS])
+            marks = begun.marks(before)
+    neurons = {neuron_name(*site): Edit(zero=(site,)) for site in made.sites}
     removing = None
-    if sites:
-        removing = Edit(zero=sites)
-    elif layer is not None and made_by_mlp:
-        removing = Edit(swap=(Component("mlp", layer),))
-    elif marks.chosen:
-        removing = Edit(swap=marks.chosen)
-    attention = position.attention()
+    if made.sites:
+        removing = Edit(zero=made.sites)
+    elif made.layer is not None and made.by_mlp:
+        removing = Edit(swap=(Component("mlp", made.layer),))
+    elif marks:
+        removing = Edit(swap=marks)
     groups: list[tuple[Readers, PositionEffect]] = []
-    if attention is not None:
-        groups = HeadByHead(position, attention, removing, neurons).groups()
-    judges = [effect for readers, effect in groups if readers.need_the_spike] or [spike]
+    if position.attention is not None:
+        groups = HeadByHead(position, position.attention, removing, neurons).groups()
+    judges = [heads for readers, heads in groups if readers.need_the_spike]
     steps: list[CircuitStep] = []
-    if layer is not None:
-        steps.append(mark_step(position, MARK, spike, marks, layer, judges))
-    if sites:
-        steps.append(_step(NEURONS, spike, neurons, tuple(neurons), position.silenced(sites), judges))
+    if before:
+        steps.append(mark_step(position, MARK, begun, marks, before, judges)[0])
+    if made.sites:
+        silenced = position.silenced(made.sites)
+        steps.append(_step(NEURONS, spike, neurons, tuple(neurons), silenced, judges)[0])
     return tuple(steps), tuple(readers for readers, _ in groups)

@@ -15,18 +15,19 @@ import plotly.graph_objects as go
 import torch
 from einops import rearrange
 from jaxtyping import Float
+from pydantic import Field
 from torch import Tensor
 from torch.nn import functional
 
+from sinkscope.display.notation import neuron_names
+from sinkscope.display.style import finished, unfolded
+from sinkscope.display.tables import Table
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.console import Progress, silent
-from sinkscope.files.notation import neuron_names
-from sinkscope.files.tables import Table
+from sinkscope.files.progress import Progress, silent
 from sinkscope.interventions import NeuronSite
 from sinkscope.interventions.base import Intervention
 from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.measure import PIECE, Option, Result, Setup, measurement
-from sinkscope.measure.style import finished, unfolded
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
 from sinkscope.sinks.first_token.layer_view import flat_number, neutral_post, neutral_up, neutral_view
@@ -109,7 +110,6 @@ class PatchEvaluation(Result):
     """
 
     page = "measure/patch"
-    kind = "patch-eval"
     percent = ("change", "two_errors")
     glossary: ClassVar = {
         "change": "difference to the perplexity without a patch, as a share of it",
@@ -174,18 +174,20 @@ def refuse_unknown(patch: SinkPatch | str | os.PathLike[str] | None, **_: object
 
 @measurement(
     group="Sinks",
+    order=5,
+    help="Measure what a patch costs.",
     figure=draw,
-    command="patch eval",
+    words="patch eval",
     loading="whole",
     check=refuse_unknown,
     quick={"patch": SinkPatch(layer=1, neurons=[3]), "pieces": 2, "length": 16},
 )
-def evaluate_patch(
+def patch_eval(
     setup: Setup,
     patch: Annotated[Any, Option(metavar="FILE", required=True)] = None,
     *,
-    pieces: Annotated[int, Option(min=2)] = 32,
-    length: Annotated[int, Option(min=8)] = 256,
+    pieces: Annotated[int, Field(ge=2)] = 32,
+    length: Annotated[int, Field(ge=8)] = 256,
 ) -> PatchEvaluation:
     """Measure the perplexity without a patch, with it, and with a patch of as many random neurons of the same layers.
 

@@ -11,17 +11,18 @@ import plotly.express as px
 import plotly.graph_objects as go
 import torch
 from jaxtyping import Bool, Float, Int
+from pydantic import Field
 from torch import Tensor
 
+from sinkscope.display.notation import brief, counted, neuron_names
+from sinkscope.display.result import Number
+from sinkscope.display.style import finished, unfolded
+from sinkscope.display.tables import Table
 from sinkscope.errors import RefusedError, SinkscopeError
-from sinkscope.files.notation import counted, neuron_names
-from sinkscope.files.result import Number
-from sinkscope.files.tables import Table
 from sinkscope.interventions.base import Intervention
 from sinkscope.interventions.sink_patch import SinkPatch
-from sinkscope.measure import Option, Output, Result, Setup, measurement
+from sinkscope.measure import Output, Result, ScanPart, Setup, measurement
 from sinkscope.measure.margin import margin_of
-from sinkscope.measure.style import finished, unfolded
 from sinkscope.models.norms import norm_of
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
@@ -135,7 +136,6 @@ class PatchMade(Result):
     """
 
     page = "measure/patch"
-    kind = "patch-make"
     glossary: ClassVar = {
         "intact": "value without a patch",
         "patched": "value under the patch",
@@ -169,10 +169,13 @@ class PatchMade(Result):
         if self.proof.as_before:
             norm = f"stays typical or, for {self.proof.as_before}, as before the spike"
         words = counted(int(self.proof.failing.sum()), "word")
-        return (
-            f"The patch of {neuron_names(self.sites, NAMED)} repairs repetition: of {words} whose norm stands out when "
-            f"repeated, the norm of {patched} {norm} (with random neurons {random})."
-        )
+        sentences: list[str] = []
+        for names in (NAMED, 1):
+            sentences.append(
+                f"The patch of {neuron_names(self.sites, names)} repairs repetition: of {words} whose norm stands out "
+                f"when repeated, the norm of {patched} {norm} (with random neurons {random})."
+            )
+        return brief(sentences)
 
     def details(self) -> list[str]:
         """Norms and perplexity."""
@@ -246,21 +249,24 @@ def write_patch(made: PatchMade, path: str) -> str | None:
 
 @measurement(
     group="Sinks",
+    order=4,
+    help="Make a patch and prove that it repairs repetition.",
+    scan=ScanPart(6, topic="Repetition", quick=None, streams=False),
     figure=draw,
-    command="patch make",
+    words="patch make",
     loading="whole",
     quick={"max_repeats": 300, "pieces": 2, "length": 16},
     outputs=[
         Output("out", "Where the patch is written, if one is made.", write_patch, required=True, kind="json sink-patch")
     ],
 )
-def make_patch(
+def patch_make(
     setup: Setup,
     *,
-    max_repeats: Annotated[int, Option(min=2)] | None = None,
-    limit: Annotated[float, Option(min=0, max=1e6)] = 0.01,
-    pieces: Annotated[int, Option(min=2)] = 32,
-    length: Annotated[int, Option(min=8)] = 256,
+    max_repeats: Annotated[int, Field(ge=2)] | None = None,
+    limit: Annotated[float, Field(ge=0, le=1e6)] = 0.01,
+    pieces: Annotated[int, Field(ge=2)] = 32,
+    length: Annotated[int, Field(ge=8)] = 256,
 ) -> PatchMade:
     """Make a patch of the sink neurons, and prove that it keeps repeated words from becoming sinks.
 

@@ -12,10 +12,10 @@ import plotly.express as px
 import torch
 from jaxtyping import Float, Int
 
-from sinkscope.files.notation import agreeing, head_name
-from sinkscope.files.tables import Table
+from sinkscope.display.notation import agreeing, head_name
+from sinkscope.display.style import unfolded
+from sinkscope.display.tables import Table
 from sinkscope.measure import Setup
-from sinkscope.measure.style import unfolded
 from sinkscope.sinks.attack.clusters import find_clusters
 from sinkscope.sinks.chunks import Columns, hold_layers, in_chunks, token_texts
 from sinkscope.sinks.first_token.layer_scan import norms_after, repeats_until_half
@@ -37,7 +37,7 @@ class AtlasReading(Reading):
         ids: Their ids.
         repeats: First number of repetitions whose norm at the sink layer reaches half of the first token's.
         norm: Norm at that repetition over the first token's; the largest norm for tokens that never become a sink.
-        head: Head of layer 0 that serves the token, as in `cluster_attack`.
+        head: Head of layer 0 that serves the token, as in `attack`.
         max_repeats: Largest number of repetitions tried.
     """
 

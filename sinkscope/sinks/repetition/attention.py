@@ -12,10 +12,10 @@ from einops import einsum, reduce
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.files.notation import counted, listed
-from sinkscope.files.tables import Table
+from sinkscope.display.notation import counted, listed
+from sinkscope.display.style import unfolded
+from sinkscope.display.tables import Table
 from sinkscope.measure import Setup
-from sinkscope.measure.style import unfolded
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
 from sinkscope.sinks.first_token.context import Survey

@@ -16,10 +16,10 @@ from einops import einsum, rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sinkscope.display.style import unfolded
+from sinkscope.display.tables import Table
 from sinkscope.errors import UnsupportedError
-from sinkscope.files.tables import Table
 from sinkscope.measure import Setup
-from sinkscope.measure.style import unfolded
 from sinkscope.models.down_projections import input_columns
 from sinkscope.models.target import Target
 from sinkscope.sinks.repetition.sweep import Reading, Sweep, rounded

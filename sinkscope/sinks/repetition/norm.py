@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
-from sinkscope.files.notation import agreeing, counted, neuron_names
-from sinkscope.files.result import Number
-from sinkscope.files.tables import Table, cell
+from sinkscope.display.notation import agreeing, counted, neuron_names
+from sinkscope.display.result import Number
+from sinkscope.display.style import unfolded
+from sinkscope.display.tables import Table, cell
 from sinkscope.interventions import Ablate
 from sinkscope.measure import Setup
 from sinkscope.measure.evidence import Evidence
 from sinkscope.measure.margin import margin_of
-from sinkscope.measure.style import unfolded
 from sinkscope.sinks.first_token.absence import SpikeAbsence
 from sinkscope.sinks.first_token.context import Survey
 from sinkscope.sinks.first_token.layer_scan import norms_after, repeats_until_half, typical_quantiles

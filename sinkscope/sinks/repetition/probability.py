@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinkscope.files.notation import counted, neuron_names
-from sinkscope.files.tables import Table
+from sinkscope.display.notation import counted, neuron_names
+from sinkscope.display.tables import Table
 from sinkscope.interventions import SinkPatch
 from sinkscope.interventions.decode import greedy, repeat_probabilities
 from sinkscope.measure import Setup

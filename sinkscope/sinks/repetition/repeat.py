@@ -9,11 +9,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import plotly.graph_objects as go
 
+from sinkscope.display.result import Number
+from sinkscope.display.style import finished
+from sinkscope.display.tables import Table
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.result import Number
-from sinkscope.files.tables import Table
-from sinkscope.measure import Option, Positive, Result, Setup, measurement
-from sinkscope.measure.style import finished
+from sinkscope.measure import Natural, Option, Result, ScanPart, Setup, measurement
 from sinkscope.sinks.repetition.atlas import AtlasReading, read_vocabulary
 from sinkscope.sinks.repetition.attention import TAIL, AttentionReading, read_attention
 from sinkscope.sinks.repetition.distance import DistanceReading, read_distances
@@ -37,7 +37,6 @@ class Repeat(Result):
             reading needs one.
     """
 
-    kind = "repeat"
     percent = (
         "of_first",
         "lost_set",
@@ -111,8 +110,10 @@ def refuse_unused(
 
 @measurement(
     group="Repetition",
+    order=1,
+    help="Measure what repeated tokens do to norm, attention or output.",
+    scan=ScanPart(4, topic="Repetition", full={"ablate": True}, quick={"ablate": True}, command="repeat --ablate"),
     figure=draw,
-    command="repeat",
     quick={"max_repeats": 24, "ablate": True},
     check=refuse_unused,
 )
@@ -122,13 +123,13 @@ def repeat(
     read: Literal["norm", "attention", "distance", "probability"] = "norm",
     tokens: Annotated[Sequence[str] | None, Option("--tokens", metavar="A,B,...|all", reads="commas")] = None,
     prefix: str | None = None,
-    max_repeats: Positive | None = None,
+    max_repeats: Natural | None = None,
     ablate: bool = False,
     all_layers: bool = False,
     patch: Annotated[Any, Option(metavar="FILE")] = None,
-    answer_after: Sequence[Annotated[int, Option(name="--answer-after", min=1)]] | None = None,
-    new_tokens: Positive | None = None,
-    sample: Positive | None = None,
+    answer_after: Sequence[Annotated[Natural, Option(name="--answer-after")]] | None = None,
+    new_tokens: Natural | None = None,
+    sample: Natural | None = None,
     resume: Annotated[str | Path | None, Option(metavar="DIR", writes=True)] = None,
 ) -> Repeat:
     """Measure what n repetitions of a token do to its norm, its attention, its output or the next token's probability.

@@ -13,12 +13,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sinkscope.display.notation import agreeing, listed
+from sinkscope.display.result import Number
+from sinkscope.display.style import unfolded
+from sinkscope.display.tables import Table
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.notation import agreeing, listed
-from sinkscope.files.result import Number
-from sinkscope.files.tables import Table
 from sinkscope.measure import Setup
-from sinkscope.measure.style import unfolded
 from sinkscope.sinks.chunks import token_texts
 from sinkscope.sinks.first_token.absence import SpikeAbsence
 from sinkscope.sinks.tokens import (

@@ -3,42 +3,26 @@
 from __future__ import annotations
 
 import html
-import json
-import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
-from importlib import import_module
-from pathlib import Path
+from dataclasses import dataclass, is_dataclass
 from pkgutil import resolve_name
 from textwrap import fill
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_type_hints
 
+from sinkscope.display.tables import WIDTH, Grid, glossary, height, shortened, strings, unfolded
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.output import read_json, write_output
+from sinkscope.files.envelope import Envelope
 from sinkscope.files.plain import plain, visible
-from sinkscope.files.provenance import (
-    UNKNOWN_MODEL,
-    UNKNOWN_PROVENANCE,
-    ModelInfo,
-    Provenance,
-    documented_at,
-)
-from sinkscope.files.records import build
-from sinkscope.files.tables import WIDTH, Grid, glossary, height, shortened, strings, unfolded
+from sinkscope.files.provenance import documented_at
 
 if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
 
-SCHEMA = 1
 UNKNOWN_TOKENS_TO_WARN = 0.1
 """Share of unknown tokens in the reference text from which results carry a warning."""
 LEAST_TABLE = 10
 """Lines that tables have before details take the rest."""
-ENVELOPE_FIELDS = ("model", "settings", "provenance")
-_RESULT_CLASSES: dict[str, type[Result]] = {}
-
-R = TypeVar("R", bound="Result")  # the shape checks of the tests refuse typing.Self
 
 
 @dataclass(frozen=True)
@@ -59,7 +43,7 @@ class Number:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class Result(Envelope):
     """Base of all results. A subclass is a frozen dataclass; its own fields are the result.
 
     Fields are arrays with named axes (`Float[np.ndarray, "layer head"]`), numbers, strings, None, tuples, dicts with
@@ -72,8 +56,6 @@ class Result:
         provenance: How, when and on which device it was made.
     """
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"arbitrary_types_allowed": True}  # arrays
-    kind: ClassVar[str] = "result"
     percent: ClassVar[tuple[str, ...]] = ()  # columns that tables show in per cent
     table_of: ClassVar[str] = ""  # field whose records are the rows; empty: arrays, else the first field with records
     table_without: ClassVar[tuple[str, ...]] = ()  # fields of a record that are not shown as columns
@@ -82,90 +64,6 @@ class Result:
     glossary: ClassVar[dict[str, str]] = {}  # meaning of columns that no docstring describes
     page: ClassVar[str] = ""  # page of the documentation, relative to docs/, without .md; empty: measure/KIND
     drawing: ClassVar[Callable[[Any], Any] | str | None] = None  # or module:function, imported when it is drawn
-
-    model: ModelInfo = UNKNOWN_MODEL
-    settings: dict[str, Any] = field(default_factory=dict)
-    provenance: Provenance = UNKNOWN_PROVENANCE
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "kind" in vars(cls):
-            cls.claim(cls.kind)
-
-    @classmethod
-    def claim(cls, kind: str) -> None:
-        """Register this class for the results of a kind.
-
-        Raises:
-            SinkscopeError: The kind belongs to another class.
-        """
-        owner = _RESULT_CLASSES.get(kind, cls)
-        if (owner.__module__, owner.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise SinkscopeError(f"kind {kind!r} already belongs to {owner.__qualname__}: give the new result its own")
-        cls.kind = kind
-        _RESULT_CLASSES[kind] = cls
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "settings", plain(self.settings, scrub=True))
-
-    # Files
-
-    def own_fields(self) -> dict[str, Any]:
-        """The fields of the subclass and their values."""
-        return {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ENVELOPE_FIELDS}
-
-    def to_dict(self) -> dict[str, Any]:
-        """The envelope: schema, kind, model, result, settings, provenance. Plain JSON: NaN and inf become None."""
-        return {
-            "schema": SCHEMA,
-            "kind": self.kind,
-            "model": plain(self.model),
-            "result": plain(self.own_fields()),
-            "settings": plain(self.settings),
-            "provenance": plain(self.provenance),
-        }
-
-    def to_json(self) -> str:
-        """`to_dict` as one indented JSON object with a final newline."""
-        return json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
-
-    def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write `to_json` to `path`, completely or not at all. It may replace an earlier result of its kind.
-
-        Raises:
-            SinkscopeError: The file cannot be written, or holds something else; it is then unchanged.
-        """
-        return write_output(path, self.to_json())
-
-    @classmethod
-    def load(cls: type[R], path: str | os.PathLike[str]) -> R:
-        """Read a file written by `save` or `--json`; the result has the class of its kind.
-
-        Raises:
-            SinkscopeError: The file cannot be read, is not such a file, or holds another kind than this class.
-        """
-        return cls.from_dict(read_json(path), Path(path).name)
-
-    @classmethod
-    def from_dict(cls: type[R], data: Any, name: str = "data") -> R:
-        """The result whose `to_dict` is `data`. Error messages refer to it as `name`.
-
-        Raises:
-            SinkscopeError: `data` is not such an envelope.
-        """
-        if not isinstance(data, dict) or not {"schema", "kind"} <= data.keys() or type(data.get("result")) is not dict:
-            raise SinkscopeError(
-                f"{name} is not a result of sinkscope: expected an object with schema, kind and result"
-            )
-        if data["schema"] != SCHEMA:
-            raise SinkscopeError(
-                f"{name} has schema {data['schema']!r}, this version reads {SCHEMA}: install the version that wrote it "
-                "or make it again"
-            )
-        result_class = _class_of(str(data["kind"]), name)
-        if not issubclass(result_class, cls):
-            raise SinkscopeError(f"{name} holds {data['kind']!r}, expected {cls.kind!r}: use Result.load for any kind")
-        return build(result_class, data["result"] | {key: data.get(key) for key in ENVELOPE_FIELDS}, name)
 
     # What it says
 
@@ -353,23 +251,3 @@ def _long_rows(own: dict[str, Any], axes: dict[str, tuple[str, ...]]) -> list[di
                 labels[axis] = entries
     columns = {name: own[name] for name in axes if axes[name] == axes[largest] and own[name].shape == shape}
     return unfolded(columns, **labels)
-
-
-def _class_of(kind: str, name: str) -> type[Result]:
-    """The class of a kind of result; its module is imported if it was not yet."""
-    modules = _kind_modules()
-    if kind not in _RESULT_CLASSES and kind in modules:
-        import_module(modules[kind])
-    if kind not in _RESULT_CLASSES:
-        raise SinkscopeError(f"{name} holds the unknown kind {kind!r}: this version knows {', '.join(known_kinds())}")
-    return _RESULT_CLASSES[kind]
-
-
-def known_kinds() -> tuple[str, ...]:
-    """Kinds that `Result.load` can read: those of sinkscope, then those defined elsewhere and imported so far."""
-    return tuple(dict.fromkeys((*_kind_modules(), *_RESULT_CLASSES)))
-
-
-def _kind_modules() -> dict[str, str]:
-    """Each kind of result that sinkscope has, with the module that defines it; the table of commands says so."""
-    return import_module("sinkscope.app.commands").kind_modules()

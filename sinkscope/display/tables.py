@@ -11,8 +11,8 @@ from itertools import product
 from textwrap import fill, wrap
 from typing import Any, get_args, get_type_hints
 
-from sinkscope.files.notation import head_name, neuron_name
-from sinkscope.files.options import described
+from sinkscope.display.notation import head_name, neuron_name
+from sinkscope.display.options import descriptions_of
 from sinkscope.files.plain import plain, visible
 
 WIDTH = 80
@@ -48,7 +48,7 @@ class Grid:
     note: str = ""
     important: Sequence[str] = ()
 
-    def fitted(self, width: int | None) -> Grid:
+    def narrow(self, width: int | None) -> Grid:
         """The table with the columns that fit into a width; None: every column.
 
         A column with the same value in all rows moves into the note, which also names the columns left out.
@@ -89,7 +89,7 @@ class Grid:
         """
         from rich.cells import set_cell_size  # some characters take two places
 
-        shown = self.fitted(width)
+        shown = self.narrow(width)
         note = shown.note
         heads: list[list[str]] = []
         for name, cells in shown.columns.items():
@@ -248,7 +248,7 @@ def glossary(cls: type[Any], names: Sequence[str], own: Mapping[str, str]) -> di
     for one in (*parts, cls):
         for base in getattr(one, "__mro__", ()):
             if is_dataclass(base):
-                by_class.append(described(inspect.cleandoc(base.__doc__ or ""), "Attributes"))
+                by_class.append(descriptions_of(inspect.cleandoc(base.__doc__ or ""), "Attributes"))
     by_class.reverse()  # of several that describe as many columns, the first counts
     by_class.sort(key=lambda own_words: len(own_words.keys() & set(names)))
     descriptions: dict[str, str] = {}

@@ -5,19 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from shutil import get_terminal_size
 from typing import Any
 
 from sinkscope.files.plain import visible
-
-Progress = Callable[[str, int, int], None]
-"""Called as `progress(what, done, total)`."""
-
-
-def silent(what: str, done: int, total: int) -> None:
-    """Show nothing; the progress of a measurement that nobody watches."""
 
 
 class ProgressBar:
@@ -51,9 +43,6 @@ class ProgressBar:
             self._bar.stop()
 
 
-__all__ = ["Progress", "drop", "emit", "note", "print_result"]
-
-
 def note(message: str) -> None:
     """A line for the reader, not for the next program; it is lost if standard error cannot be written."""
     try:
@@ -80,7 +69,7 @@ def emit(path: str, text: str, *, force: bool = False) -> None:
 
 def print_result(result: Any, *, explain: bool = False) -> None:
     """Print a result as text that fits a terminal of 24 lines, or with `explain` whole and explained."""
-    from sinkscope.files.tables import SCREEN  # loads what `sinkscope --help` need not wait for
+    from sinkscope.display.tables import SCREEN  # loads what `sinkscope --help` need not wait for
 
     width = get_terminal_size((80, 24)).columns
     print(visible(result.text(width, None if explain else SCREEN)))

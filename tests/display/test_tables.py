@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jaxtyping import Float
 
+from sinkscope.display.notation import head_name, neuron_name, neuron_names, read_head, read_neuron
+from sinkscope.display.result import Result
+from sinkscope.display.tables import Grid, glossary, strings
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.notation import head_name, neuron_name, neuron_names, read_head, read_neuron
-from sinkscope.files.result import Result
-from sinkscope.files.tables import Grid, glossary, strings
 from sinkscope.sinks.first_token.result import FindSinks
 from sinkscope.sinks.repetition.repeat import Repeat
 
@@ -77,13 +77,13 @@ def _columns(rows: list[list[str]]) -> dict[str, list[str]]:
 def test_the_narrow_table_keeps_what_matters_and_names_the_rest():
     columns = _columns([[f"{i}{j:07}" for j in range(12)] + ["same"] for i in range(3)])
     grid = Grid(columns, important=["column_l", "column_b"])
-    text = grid.fitted(80).text(80)
+    text = grid.narrow(80).text(80)
     assert text.splitlines()[0].split() == ["column", "l", "column", "b"] and max(map(len, text.splitlines())) <= 80
     assert "In every row: column m same." in text and "column a, column c" in text and "--csv FILE" in text
-    plain = Grid(columns).fitted(80)
+    plain = Grid(columns).narrow(80)
     assert list(plain.columns) == WORDS[:8] and "column i, column j, column k, column l" in plain.note
-    assert list(Grid(columns).fitted(200).columns) == WORDS[:12]  # the constant column stands in the note
-    wide = grid.fitted(None)
+    assert list(Grid(columns).narrow(200).columns) == WORDS[:12]  # the constant column stands in the note
+    wide = grid.narrow(None)
     assert wide.columns == columns and len(wide.text(None).splitlines()) == 5
 
 
@@ -91,13 +91,13 @@ def test_the_narrow_table_keeps_what_matters_and_names_the_rest():
 def test_no_line_is_too_wide_and_no_cell_is_cut(rows):
     from rich.cells import cell_len
 
-    shown = Grid(_columns(rows)).fitted(80)
+    shown = Grid(_columns(rows)).narrow(80)
     assert all(cell_len(line) <= 80 for line in replace(shown, note="").text(80).splitlines())
     assert shown.columns.items() <= _columns(rows).items()
 
 
 def test_one_row_has_no_constant_columns():
-    assert list(Grid({"a": ["1"], "b": ["2"]}).fitted(80).columns) == ["a", "b"]
+    assert list(Grid({"a": ["1"], "b": ["2"]}).narrow(80).columns) == ["a", "b"]
 
 
 def test_a_result_explains_its_columns_from_its_docstrings():

@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from sinkscope.files.records import between, conform
 
@@ -19,8 +19,6 @@ class Option:
         name: Name of the option, such as "--prompt-file". None: the parameter's name, in the singular if the option may
             be repeated.
         metavar: Placeholder for its value in the help.
-        min: Smallest value, also for callers from Python.
-        max: Largest value, also for callers from Python.
         reads: How the value is parsed: "text" reads a file or standard input, "commas" splits at commas.
         argument: Whether it is a positional argument.
         hidden: Whether only Python callers can give it.
@@ -31,8 +29,6 @@ class Option:
 
     name: str | None = None
     metavar: str | None = None
-    min: int | float | None = None
-    max: int | float | None = None
     reads: Literal["text", "commas"] | None = None
     argument: bool = False
     hidden: bool = False
@@ -41,12 +37,23 @@ class Option:
     writes: bool = False
 
 
-Positive = Annotated[int, Option(min=1)]
-"""A whole number of at least 1."""
-Count = Annotated[int, Option(min=0)]
-"""A whole number of at least 0."""
 Hidden = Annotated[Any, Option(hidden=True)]
 """Anything; only callers from Python can give it."""
+
+C = TypeVar("C", bound=Callable[..., Any])
+
+
+def command(*, words: str, group: str, help: str, order: int = 0) -> Callable[[C], C]:
+    """Mark a function as a command that is no measurement; the table of commands reads the mark from the source.
+
+    Args:
+        words: What is typed, such as "bench table".
+        group: Heading under which the help lists it.
+        help: One line.
+        order: Place in its group; 0 is the end.
+    """
+    return lambda function: function
+
 
 _TITLE = re.compile(r"\n\n(Args|Attributes|Example|Raises|Returns):\n")
 LARGEST = {float: 1e300, int: (1 << 31) - 1}
@@ -63,6 +70,7 @@ class Parameter:
         default: Its default; `inspect.Parameter.empty` if it has none.
         help: Its description, from the docstring.
         many: Whether it takes several values.
+        limits: What its annotation says of a value beside the type, such as `pydantic.Field(ge=2)`.
     """
 
     name: str
@@ -71,6 +79,7 @@ class Parameter:
     default: Any
     help: str
     many: bool
+    limits: tuple[Any, ...] = ()
 
     @property
     def required(self) -> bool:
@@ -98,18 +107,28 @@ class Parameter:
         return f"{self.help} Default: {shown}."
 
     def check(self, value: Any) -> None:
-        """Refuse a value outside the option's range.
+        """Refuse a value that the annotation excludes, and a number that is too large for any work.
 
         Raises:
             SinkscopeError: The value is too small, too large, or not a number.
         """
         if value is None or self.type not in LARGEST:
             return
-        limited = self.option.min is not None or self.option.max is not None
-        range_ = between(self.type if limited else float, self.option.min, self.option.max or LARGEST[self.type])
+        kinds: list[Any] = []
+        if self.limits:
+            kinds.append(Annotated[(self.type, *self.limits)])
+        if not any(map(_has_largest, self.limits)):
+            kinds.append(between(self.type if self.limits else float, None, LARGEST[self.type]))
+        in_python = f" ({self.name}=... in Python)"
         for number in value if self.many and isinstance(value, Sequence) else [value]:
-            if limited or isinstance(number, int | float):  # an annotation may be one of several types
-                conform(range_, number, f"{self.flag} ", strict=limited, then=f" ({self.name}=... in Python)")
+            if self.limits or isinstance(number, int | float):  # an annotation may be one of several types
+                for kind in kinds:
+                    conform(kind, number, f"{self.flag} ", strict=bool(self.limits), then=in_python)
+
+
+def _has_largest(limit: Any) -> bool:
+    """Whether a part of an annotation, such as `pydantic.Field(le=9)`, says how large a number may be."""
+    return any(hasattr(part, "le") for part in getattr(limit, "metadata", ()))
 
 
 def parameters_of(function: Callable[..., Any], *, without: Sequence[str] = ()) -> tuple[Parameter, ...]:
@@ -120,7 +139,7 @@ def parameters_of(function: Callable[..., Any], *, without: Sequence[str] = ()) 
         without: Names of parameters to leave out, such as the `setup` of a measurement.
     """
     hints = get_type_hints(function, include_extras=True)
-    descriptions = described(inspect.getdoc(function) or "", "Args")
+    descriptions = descriptions_of(inspect.getdoc(function) or "", "Args")
     parameters: list[Parameter] = []
     for name, one in inspect.signature(function).parameters.items():
         if name not in without and one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL):
@@ -138,6 +157,7 @@ def parameter(name: str, hint: Any, default: Any, *, help: str = "") -> Paramete
         help: Its description.
     """
     option = Option()
+    limits: list[Any] = []
     many = False
     while True:
         origin, parts = get_origin(hint), get_args(hint)
@@ -145,6 +165,8 @@ def parameter(name: str, hint: Any, default: Any, *, help: str = "") -> Paramete
             for part in parts[1:]:
                 if isinstance(part, Option):
                     option = part
+                else:
+                    limits.append(part)
             hint = parts[0]
         elif type(None) in parts:  # a union with None: the None is only the default
             others = tuple(part for part in parts if part is not type(None))
@@ -155,7 +177,7 @@ def parameter(name: str, hint: Any, default: Any, *, help: str = "") -> Paramete
         elif len(parts) == 2 and parts[1] == Sequence[parts[0]]:  # one value, or several
             hint = parts[1]
         else:
-            return Parameter(name, hint, option, default, help, many)
+            return Parameter(name, hint, option, default, help, many, tuple(limits))
 
 
 def _section(doc: str, title: str) -> str:
@@ -164,7 +186,7 @@ def _section(doc: str, title: str) -> str:
     return dict(zip(parts[1::2], parts[2::2], strict=True)).get(title, "")
 
 
-def described(doc: str, title: str) -> dict[str, str]:
+def descriptions_of(doc: str, title: str) -> dict[str, str]:
     """The description of each name in a section of a docstring, such as "Args" or "Attributes"."""
     entries = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", _section(doc, title), re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in entries}

@@ -11,7 +11,7 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from sinkscope.files.tables import unfolded as unfolded
+from sinkscope.display.tables import unfolded as unfolded
 
 # Okabe and Ito's colours, which readers without colour vision can also distinguish
 BLUE, ORANGE, GREEN, GREY, RED = "#0072b2", "#e69f00", "#009e73", "#8c8c8c", "#d55e00"

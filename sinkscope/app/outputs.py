@@ -1,0 +1,40 @@
+"""The files that a command will write, checked before its work begins."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.output import check_output, check_writable, is_device
+
+REPLACE = "give another name, or --force to replace it"
+
+
+def check_outputs(
+    paths: Mapping[str, str], kinds: Mapping[str, str | None], inputs: Mapping[str | None, str], *, force: bool = False
+) -> None:
+    """Refuse outputs of a command, before its work begins, that cannot be written or would replace one another.
+
+    Args:
+        paths: Files and folders that will be written, by option.
+        kinds: Kind of each file that `write_output` will write, by option.
+        inputs: Values of the other options; none of the files among them is ever replaced.
+        force: Allow them to replace any file.
+
+    Raises:
+        SinkscopeError: One of them is refused.
+    """
+    options: dict[Path, str | None] = {}
+    for flag, name in inputs.items():
+        if os.path.isfile(name):
+            options[Path(os.path.realpath(name))] = flag
+    for flag, path in paths.items():
+        if flag in kinds:
+            target = check_output(path, kinds[flag], force=force, remedy=REPLACE)
+        else:
+            target = check_writable(path, folder=True)
+        if target in options and not is_device(target):
+            raise SinkscopeError(f"{target.name} is given for {options[target]} and {flag}: give each its own file")
+        options[target] = flag

@@ -1,0 +1,75 @@
+"""An open model, and what is known of its sink: the norms, the neurons that make it, and the circuit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sinkscope.interventions.sites import head_of
+from sinkscope.measure import Setup
+from sinkscope.sinks.first_token.circuit import MARK, REPETITION, Circuit, circuit
+from sinkscope.sinks.first_token.find import find_sinks
+from sinkscope.sinks.first_token.layer_scan import LayerScan, scan_layers
+from sinkscope.sinks.first_token.result import FindSinks
+
+
+@dataclass
+class ModelSink:
+    """An open model and what is known of its sink.
+
+    Attributes:
+        setup: The model and typical text.
+        scan: Norms on typical text, without dimensions that are massive on all tokens.
+        sinks: Where its sink is made. None until `measure_sinks` was called.
+        circuit: The circuit of the sink. None until `measure_circuit` was called.
+    """
+
+    setup: Setup
+    scan: LayerScan
+    sinks: FindSinks | None = None
+    circuit: Circuit | None = None
+
+    @classmethod
+    def open(cls, model: object = None, **options: Any) -> ModelSink:
+        """Open a model as `Setup.open` does, whole, and find the layer that makes its sink."""
+        setup = Setup.open(model, **options, loading="whole")
+        return cls(setup, scan_layers(setup.target, setup.ids, whole=True))
+
+    def measure_sinks(self) -> FindSinks:
+        """Find the sink neurons, once."""
+        if self.sinks is None:
+            self.sinks = find_sinks.on(self.setup)
+        return self.sinks
+
+    def measure_circuit(self) -> None:
+        """Trace the circuit of the sink, once."""
+        if self.circuit is None:
+            self.circuit = circuit.on(self.setup)
+
+    @property
+    def layer(self) -> int:
+        """The sink layer, or the layer after which the first token stands out most."""
+        if self.scan.sink_layer is not None:
+            return self.scan.sink_layer
+        return int((np.array(self.scan.spike_norm) / np.array(self.scan.typical_norm)).argmax())
+
+    @property
+    def neurons(self) -> list[tuple[int, ...]]:
+        """The sink neurons: the smallest set that makes the spike, or those that are causal alone."""
+        if self.sinks is None:
+            return []
+        for causal_set in self.sinks.causal_sets:
+            if causal_set.kind == "minimal":
+                return list(causal_set.edit_sites)
+        return [neuron.site for neuron in self.sinks.causal]
+
+    @property
+    def marks(self) -> list[tuple[int, int]]:
+        """The heads that mark the first token, and those that mark a repetition."""
+        names: list[str] = []
+        if self.circuit is not None and self.circuit.position == 0:
+            for step in filter(None, map(self.circuit.step, (MARK, REPETITION))):
+                names += step.chosen
+        return [head_of(name) for name in dict.fromkeys(names) if ".H" in name]

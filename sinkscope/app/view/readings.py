@@ -1,0 +1,106 @@
+"""One pass of an open model over a text: norms, attention, sink neurons, and what an edit changes in them."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from einops import rearrange, reduce
+from jaxtyping import Float, UInt8
+from torch import Tensor
+
+from sinkscope.app.view.model_sink import ModelSink
+from sinkscope.app.view.packed import Packed, codes_of
+from sinkscope.interventions.base import Intervention
+from sinkscope.models.hooks import on_input
+from sinkscope.models.norms import norm_of
+from sinkscope.sinks.first_token.layer_view import flat_number, view_layer
+from sinkscope.sinks.first_token.places import SPIKE_RATIO
+from sinkscope.trace import attention_rows, trace
+
+SPIKE_SHARE = 0.5  # a norm spikes from this share of the first token's norm on (Yona et al. 2025, Table 1)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one pass over a text shows.
+
+    Attributes:
+        norm: L2 norm of the residual stream after each layer.
+        rows: Attention, in the codes of `Packed`.
+        received: Attention that each position receives from later queries, on average.
+        activation: Values of the sink neurons.
+    """
+
+    norm: Float[np.ndarray, "layer pos"]
+    rows: UInt8[np.ndarray, "layer head query key"]
+    received: Float[Tensor, "layer head pos"]
+    activation: Float[np.ndarray, "neuron pos"]
+
+
+@torch.no_grad()
+def read_text(sink: ModelSink, ids: list[int], edit: Intervention | None = None) -> Reading:
+    """Read a text under an edit, or intact (None), in one pass; sink neurons of a mixture take another one."""
+    target, length, row = sink.setup.target, len(ids), torch.tensor([ids])
+    shape = (sink.setup.n_layers, sink.setup.n_heads, length)
+    rows, received = np.zeros((*shape, length), np.uint8), torch.zeros(shape)
+    activation = np.zeros((len(sink.neurons), length))
+
+    def see(layer: int, first_query: int, probs: Float[Tensor, "1 head query key"]) -> None:
+        rows[layer, :, first_query : first_query + probs.shape[2], : probs.shape[3]] = codes_of(probs[0])
+        received[layer, :, : probs.shape[3]] += reduce(probs, "1 head query key -> head key", "sum").cpu()
+        itself = probs[0].diagonal(first_query, 1, 2).cpu()
+        received[layer, :, first_query : first_query + probs.shape[2]] -= itself
+
+    posts: dict[int, Tensor] = {}
+    hooks: list[tuple[Any, str, Any]] = []
+    for layer in {site[0] for site in sink.neurons}:
+        if not target.is_mixture(layer):
+            keep = on_input(partial(posts.__setitem__, layer))
+            hooks.append((target.sub(layer, target.adapter.down), "pre", keep))
+    with nullcontext() if edit is None else edit.on(target):
+        with attention_rows(target, see), target.hooks(*hooks):
+            norm = norms_of(sink, ids)
+        for number, (layer, *expert, neuron) in enumerate(sink.neurons):
+            if layer not in posts:
+                posts[layer] = view_layer(target, layer, row, torch.ones_like(row, dtype=torch.bool)).post
+            column = flat_number(target, layer, expert[0] if expert else None, neuron)
+            activation[number] = posts[layer].flatten(0, -2)[:, column].float().cpu()
+    received /= torch.arange(length - 1, -1, -1).clamp(min=1)  # later queries
+    return Reading(norm, rows, received, activation)
+
+
+def norms_of(sink: ModelSink, ids: list[int], layers: str | int = "*") -> Float[np.ndarray, "layer pos"]:
+    """Norms after these layers of a pass."""
+    norm = partial(norm_of, without=sink.scan.shared_dims)
+    norms = trace(sink.setup.target, [ids], f"blocks.{layers}.hook_resid_post", norm)
+    return rearrange([*norms.values()], "layer 1 pos -> layer pos").numpy()
+
+
+def spikes_of(sink: ModelSink, reading: Reading) -> tuple[int, ...]:
+    """Positions with at least half of the first token's norm and three times the typical one."""
+    bar = SPIKE_RATIO * sink.scan.typical_norm[sink.layer]
+    first = sink.scan.spike_norm[sink.layer]
+    if first > bar:
+        bar = max(bar, SPIKE_SHARE * first)
+    return tuple(np.flatnonzero(reading.norm[sink.layer] >= bar).tolist())
+
+
+def heads_that_fit(reading: Reading, room: int) -> tuple[tuple[int, int], ...]:
+    """The heads whose packed rows fit into so many bytes; those with most attention to the first token come first.
+
+    There is at least one.
+    """
+    order = reading.received[..., 0].flatten().argsort(descending=True, stable=True)
+    heads: list[tuple[int, int]] = []
+    for number in order.tolist():
+        layer, head = divmod(number, reading.received.shape[1])
+        room -= len(Packed.of(reading.rows[layer, head]).codes)
+        if heads and room < 0:
+            break
+        heads.append((layer, head))
+    return tuple(sorted(heads))

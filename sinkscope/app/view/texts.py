@@ -1,0 +1,49 @@
+"""The texts of a view: those that a model shows by default, and one that is typed."""
+
+from __future__ import annotations
+
+from sinkscope.app.view.model_sink import ModelSink
+from sinkscope.errors import SinkscopeError
+from sinkscope.measure import Setup
+from sinkscope.models.checks import check_length
+from sinkscope.sinks.tokens import prefixes
+
+MOST_TOKENS = 512
+TYPICAL_TOKENS = 64  # of the text that is shown by default
+AFTER_SINK = 16  # further repetitions that are shown behind the one that makes a sink
+
+
+def default_texts(sink: ModelSink) -> dict[str, list[int]]:
+    """Typical text and, if repeating a word makes a sink, the word that needs fewest repetitions."""
+    texts = {"typical text": sink.setup.ids[0, :TYPICAL_TOKENS].tolist()}
+    sinks: list[tuple[int, int, str]] = []
+    if sink.sinks is not None:
+        for word in sink.sinks.repeats.tokens:
+            if word.repeats is not None and word.repeats > 1:
+                sinks.append((word.repeats, word.id, word.token))
+    if sinks:
+        repeats, number, token = min(sinks)
+        count = repeats + AFTER_SINK
+        ids = [*prefixes(sink.setup, [number]), *[number] * count]
+        if len(ids) <= min(MOST_TOKENS, sink.setup.target.max_positions or MOST_TOKENS):
+            texts[f"{token!r} {count} times"] = ids
+    return texts
+
+
+def ids_of(setup: Setup, text: str) -> list[int]:
+    """The tokens of a text, after BOS if there is one.
+
+    Raises:
+        SinkscopeError: The text is empty, unknown to the tokenizer, or too long.
+    """
+    ids = setup.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    if not text.strip() or set(ids) <= {setup.tokenizer.unk_token_id}:
+        raise SinkscopeError(f"the text {text[:40]!r} has no word that this tokenizer knows: give another text")
+    if setup.bos is not None and ids[0] != setup.bos:
+        ids = [setup.bos, *ids]
+    if len(ids) > MOST_TOKENS:
+        raise SinkscopeError(
+            f"the text has {len(ids)} tokens and a view shows {MOST_TOKENS} at most: give a shorter text"
+        )
+    check_length(setup.target, "the text", len(ids))
+    return ids

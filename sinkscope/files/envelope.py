@@ -1,0 +1,145 @@
+"""How results are stored: an envelope of JSON around the fields of a frozen dataclass, checked when it is read."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field, fields
+from importlib import import_module
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.catalog import kind_modules
+from sinkscope.files.output import FORMER_KINDS, read_json, write_output
+from sinkscope.files.plain import plain
+from sinkscope.files.provenance import UNKNOWN_MODEL, UNKNOWN_PROVENANCE, ModelInfo, Provenance
+from sinkscope.files.records import build
+
+SCHEMA = 1
+ENVELOPE_FIELDS = ("model", "settings", "provenance")
+ANY_KIND = "result"
+"""Kind of a class that states none."""
+_CLASSES: dict[str, type[Envelope]] = {}
+
+E = TypeVar("E", bound="Envelope")  # the shape checks of the tests refuse typing.Self
+
+
+@dataclass(frozen=True, kw_only=True)
+class Envelope:
+    """A result as it is stored. A subclass is a frozen dataclass; its own fields are the result.
+
+    Attributes:
+        model: The model that was measured.
+        settings: The arguments that produced the result.
+        provenance: How, when and on which device it was made.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"arbitrary_types_allowed": True}  # arrays
+    kind: ClassVar[str] = ANY_KIND
+
+    model: ModelInfo = UNKNOWN_MODEL
+    settings: dict[str, Any] = field(default_factory=dict)
+    provenance: Provenance = UNKNOWN_PROVENANCE
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "kind" in vars(cls):
+            cls.claim(cls.kind)
+
+    @classmethod
+    def claim(cls, kind: str) -> None:
+        """Register this class for the results of a kind.
+
+        Raises:
+            SinkscopeError: The kind belongs to another class.
+        """
+        owner = _CLASSES.get(kind, cls)
+        if (owner.__module__, owner.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise SinkscopeError(f"kind {kind!r} already belongs to {owner.__qualname__}: give the new result its own")
+        cls.kind = kind
+        _CLASSES[kind] = cls
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "settings", plain(self.settings, scrub=True))
+
+    def own_fields(self) -> dict[str, Any]:
+        """The fields of the subclass and their values."""
+        return {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ENVELOPE_FIELDS}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The envelope: schema, kind, model, result, settings, provenance. Plain JSON: NaN and inf become None."""
+        return {
+            "schema": SCHEMA,
+            "kind": self.kind,
+            "model": plain(self.model),
+            "result": plain(self.own_fields()),
+            "settings": plain(self.settings),
+            "provenance": plain(self.provenance),
+        }
+
+    def to_json(self) -> str:
+        """`to_dict` as one indented JSON object with a final newline."""
+        return json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write `to_json` to `path`, completely or not at all. It may replace an earlier result of its kind.
+
+        Raises:
+            SinkscopeError: The file cannot be written, or holds something else; it is then unchanged.
+        """
+        return write_output(path, self.to_json())
+
+    @classmethod
+    def load(cls: type[E], path: str | os.PathLike[str]) -> E:
+        """Read a file written by `save` or `--json`; the result has the class of its kind.
+
+        Raises:
+            SinkscopeError: The file cannot be read, is not such a file, or holds another kind than this class.
+        """
+        return cls.from_dict(read_json(path), Path(path).name)
+
+    @classmethod
+    def from_dict(cls: type[E], data: Any, name: str = "data") -> E:
+        """The result whose `to_dict` is `data`. Error messages refer to it as `name`.
+
+        Raises:
+            SinkscopeError: `data` is not such an envelope.
+        """
+        if not isinstance(data, dict) or not {"schema", "kind"} <= data.keys() or type(data.get("result")) is not dict:
+            raise SinkscopeError(
+                f"{name} is not a result of sinkscope: expected an object with schema, kind and result"
+            )
+        if data["schema"] != SCHEMA:
+            raise SinkscopeError(
+                f"{name} has schema {data['schema']!r}, this version reads {SCHEMA}: install the version that wrote it "
+                "or make it again"
+            )
+        result_class = class_of(str(data["kind"]), name)
+        if not issubclass(result_class, cls):
+            raise SinkscopeError(f"{name} holds {data['kind']!r}, expected {cls.kind!r}: use Result.load for any kind")
+        return build(result_class, data["result"] | {key: data.get(key) for key in ENVELOPE_FIELDS}, name)
+
+
+def class_of(kind: str, name: str = "data") -> type[Envelope]:
+    """The class of a kind of result; its module is imported if it was not yet.
+
+    Args:
+        kind: The kind, as JSON states it.
+        name: Name of the file, for the error.
+
+    Raises:
+        SinkscopeError: There is no such kind.
+    """
+    kind = FORMER_KINDS.get(kind, kind)
+    modules = kind_modules()
+    if kind not in _CLASSES and kind in modules:
+        import_module(modules[kind])
+    if kind not in _CLASSES:
+        raise SinkscopeError(f"{name} holds the unknown kind {kind!r}: this version knows {', '.join(known_kinds())}")
+    return _CLASSES[kind]
+
+
+def known_kinds() -> tuple[str, ...]:
+    """Kinds that `Result.load` can read: those of sinkscope, then those defined elsewhere and imported so far."""
+    return tuple(dict.fromkeys((*kind_modules(), *_CLASSES)))
