@@ -38,7 +38,7 @@ from experiments.drawn import put_table
 from experiments.harmless import pieces, source_code
 from experiments.loopbench.make_honest import honest_texts
 from experiments.loopguard.sensitivity import SURE, encoders
-from experiments.record import Row, record
+from experiments.record import Row, record, value_of_each
 from experiments.script import run
 from sinkscope.files.output import write_atomic
 from sinkscope.loops import Monitor, MonitorSettings
@@ -76,8 +76,13 @@ class Server:
     def __init__(
         self, smallest: int, largest: int, copies: int, *, tokens: int = 0, every: int = 1, after: int = 0
     ) -> None:
-        self.sizes, self.copies, self.tokens = range(smallest, largest + 1), copies, tokens
-        self.every, self.after, self.ids, self.seen = every, after, list[int](), 0
+        self.sizes = range(smallest, largest + 1)
+        self.copies = copies
+        self.tokens = tokens
+        self.every = every
+        self.after = after
+        self.ids = list[int]()
+        self.seen = 0
         self.most = max(copies * largest, tokens)
 
     def add(self, token: int, p_max: float) -> bool:
@@ -116,7 +121,8 @@ RULES: dict[str, Callable[[], Rule]] = {
 def stream(text: Sequence[int], period: int, form: str, rng: random.Random) -> list[int]:
     """Prose, then a loop."""
     at = rng.randrange(len(text) - HEALTHY - period)
-    made, piece = list(text[at : at + HEALTHY]), text[at + HEALTHY : at + HEALTHY + period]
+    made = list(text[at : at + HEALTHY])
+    piece = text[at + HEALTHY : at + HEALTHY + period]
     for _ in range(max(COPIES, -(-LEAST // period))):
         copy = list(piece)
         if form == "near":
@@ -197,7 +203,8 @@ def _truth(rng: random.Random) -> str:
 
 def _induction(rng: random.Random) -> str:
     """A proof with a case for each number."""
-    a, b = rng.randint(2, 9), rng.randint(1, 9)
+    a = rng.randint(2, 9)
+    b = rng.randint(1, 9)
     parts = []
     for n in range(1, 31):
         parts.append(
@@ -211,7 +218,9 @@ def _algebra(rng: random.Random) -> str:
     """An equation that is solved a step at a time, several times."""
     lines: list[str] = []
     for i in range(20):
-        a, x, b = rng.randint(2, 12), rng.randint(1, 20), rng.randint(1, 30)
+        a = rng.randint(2, 12)
+        x = rng.randint(1, 20)
+        b = rng.randint(1, 30)
         lines += [f"({i + 1}) {a}x + {b} = {a * x + b}", f"<=> {a}x = {a * x + b} - {b}", f"<=> {a}x = {a * x}"]
         lines += [f"<=> x = {a * x} / {a}", f"<=> x = {x}"]
     return "\n".join(lines)
@@ -300,7 +309,8 @@ def costs(rounds: int) -> dict[str, dict[str, dict[int, float]]]:
                 ids.append(token(each))
             taken: dict[int, list[float]] = {history: [] for history in HISTORIES}
             for _ in range(rounds):
-                watching, at = make(), 0
+                watching = make()
+                at = 0
                 for history in HISTORIES:
                     for i in range(at, history):
                         watching.add(ids[i], SURE)
@@ -323,15 +333,14 @@ def table(result: Row) -> str:
         rows = result["delays"][rule]
         shares = []
         for form in FORMS:
-            values = []
-            for row in rows[form]:
-                values.append(row["found"])
+            values = value_of_each(rows[form], "found")
             shares.append(statistics.mean(values))
         late = []
         for r in rows["exact"]:
             if r["tokens"] is not None:
                 late.append(r["tokens"] / max(3 * r["period"], ENOUGH))
-        found, cost = result["alarms"][rule], result["microseconds"][rule]
+        found = result["alarms"][rule]
+        cost = result["microseconds"][rule]
         most = max(value for kind in cost.values() for value in kind.values())
         lines.append(
             f"| {rule} | {' | '.join(f'{share:.0%}' for share in shares)} | {statistics.median(late):.2f} | "

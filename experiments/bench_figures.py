@@ -19,7 +19,7 @@ from typing import Any, Literal
 import plotly.graph_objects as go
 
 from experiments.drawn import save
-from experiments.record import Row, record
+from experiments.record import Row, record, value_of_each
 from experiments.script import run
 from sinkscope.bench.methods import FULL, name_of, order_of
 from sinkscope.bench.record import BenchRun, read_run
@@ -76,7 +76,8 @@ RUNS = {
 
 def figure(data: Row) -> Any:
     """Bars by method, a colour for each set."""
-    rows, measure = data["result"]["rows"], data["settings"]["measure"]
+    rows = data["result"]["rows"]
+    measure = data["settings"]["measure"]
     fig: Any = go.Figure()
     for number, name in enumerate(dict.fromkeys(row["set"] for row in rows)):
         mine = []
@@ -92,9 +93,7 @@ def figure(data: Row) -> Any:
             for row in mine:
                 below.append(row[measure] - row["low"])
             errors = {"array": above, "arrayminus": below, "thickness": 1}
-        methods = []
-        for row in mine:
-            methods.append(row["method"])
+        methods = value_of_each(mine, "method")
         values = []
         for row in mine:
             values.append(row[measure])
@@ -151,7 +150,8 @@ def main(
     Args:
         only: Methods to run again; the rows of the others stay as the figure's JSON has them.
     """
-    started, chosen = time.perf_counter(), RUNS[name]
+    started = time.perf_counter()
+    chosen = RUNS[name]
     with ProgressBar() as progress:
         table = bench(
             task=chosen.task,

@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from experiments.record import Row, record
+from experiments.record import Row, record, value_of_each
 from experiments.script import run as run_script
 from sinkscope.files.output import write_atomic
 
@@ -150,9 +150,11 @@ def plain_arm(folder: str) -> Row:
 
 def measured(run: Callable[[], Row]) -> Row:
     """Seconds, and growth and peak of resident memory, of `run`."""
-    before, start = status("VmRSS"), time.perf_counter()
+    before = status("VmRSS")
+    start = time.perf_counter()
     out = run()
-    seconds, peak = time.perf_counter() - start, status("VmHWM")
+    seconds = time.perf_counter() - start
+    peak = status("VmHWM")
     return {**out, "seconds": seconds, "rss_growth_bytes": peak - before, "peak_rss_bytes": peak}
 
 
@@ -196,9 +198,7 @@ def pair(folder: Path, sink_layer: int, rounds: int) -> Row:
         "--beta",
         "2.7",
     )
-    items = []
-    for n in truth["neurons"]:
-        items.append(n["neuron"])
+    items = value_of_each(truth["neurons"], "neuron")
     planted = sorted(items)
     arms = ("notebook", "sinkscope", "plain")
     runs = []
@@ -225,10 +225,9 @@ def seven_b(folder: Path) -> Row:
     for f in folder.iterdir():
         counts.append(f.stat().st_size)
     apparent = sum(counts)
-    shallow, whole = child("sinkscope", folder), child("sinkscope-all", folder)
-    items = []
-    for n in truth["neurons"]:
-        items.append(n["neuron"])
+    shallow = child("sinkscope", folder)
+    whole = child("sinkscope-all", folder)
+    items = value_of_each(truth["neurons"], "neuron")
     return {
         "apparent_bytes": apparent,
         "planted": sorted(items),

@@ -49,7 +49,9 @@ def model_of(shape: str) -> Any:
 
     model_type, sizes = SHAPES[shape]
     config = AutoConfig.for_model(model_type, **sizes)
-    config.num_hidden_layers, config.vocab_size, config.pad_token_id = 2, 512, 0
+    config.num_hidden_layers = 2
+    config.vocab_size = 512
+    config.pad_token_id = 0
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:2]
     with torch.device("meta"):
@@ -95,7 +97,8 @@ def measure(shape: str, what: str) -> dict[str, float]:
     small = model_of_two_layers()
     infer(small)  # so that imports are not counted
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before, started = _peak(), time.process_time()
+    before = _peak()
+    started = time.process_time()
     if what == "live":
         target_of(model)
     else:

@@ -177,7 +177,8 @@ def monitor(rounds: int) -> dict[str, Any]:
 
     model: Any = ss.load(None, backend="hf")
     text = model.tokenizer(typical_text())["input_ids"]
-    marks, block = (1024, 8192, 32768), 512
+    marks = (1024, 8192, 32768)
+    block = 512
     loop = []
     for each in range(marks[-1]):
         loop.append(text[each] if each < 600 else text[each % 24])
@@ -195,7 +196,8 @@ def monitor(rounds: int) -> dict[str, Any]:
         for mark in marks:
             seconds[mark] = []
         for _ in range(rounds):
-            watching, start = Monitor(), 0.0
+            watching = Monitor()
+            start = 0.0
             for i, (token, p_max) in enumerate(zip(ids, confidence, strict=True)):
                 if i + block in seconds:
                     start = time.thread_time()
@@ -232,7 +234,8 @@ def decoded(model: Any, ids: Any, prompt: int) -> dict[str, float]:
 def h2o(rounds: int) -> dict[str, Any]:
     from sinkscope.kv import H2O
 
-    model, prompt = llama(4), 4096
+    model = llama(4)
+    prompt = 4096
     ids = tokens(prompt + 33)
 
     def arm(attention: str, policy: Any) -> Arm:
@@ -266,7 +269,8 @@ def decoding(rounds: int) -> dict[str, Any]:
         import kvpress
     except ImportError:
         kvpress = None
-    model, out = llama(12), {}
+    model = llama(12)
+    out = {}
     for prompt, budget, new, every, names in DECODING:
         ids = tokens(prompt + new + 1)
 

@@ -72,7 +72,8 @@ def made(shape: str, seed: int) -> Target:
             rope_parameters={"rope_type": "default", "rope_theta": THETA},
         )
     ).eval()
-    half, body = width // 2, model.model
+    half = width // 2
+    body = model.model
     angles = THETA ** (-torch.arange(FAST) / half)
     with torch.no_grad():
         body.embed_tokens.weight[:, :2] = 0.0

@@ -39,7 +39,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from experiments.bench_lines import ids_of, made
 from experiments.drawn import put_table, save
-from experiments.record import Row, record
+from experiments.record import Row, record, value_of_each
 from experiments.script import run
 from sinkscope.files.output import write_atomic
 from sinkscope.kv.loopserve import LoopServe, Progressive, serve, sparse_prompts
@@ -139,7 +139,8 @@ def layer(lengths: list[int], rounds: int) -> list[Row]:
 def planted(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Queries and keys with 20 heavy columns and a local pattern."""
     query, key = (torch.randn(8, n, D_HEAD, generator=generator) * 0.5 for _ in range(2))
-    columns, direction = torch.randperm(n, generator=generator)[:20], torch.randn(D_HEAD, generator=generator)
+    columns = torch.randperm(n, generator=generator)[:20]
+    direction = torch.randn(D_HEAD, generator=generator)
     query += direction * 0.55
     key[:, columns] += direction * 0.9
     turn = torch.arange(n)[:, None] * torch.arange(1, 17) / 40.0
@@ -260,7 +261,9 @@ def whole_model(lengths: list[int], rounds: int) -> list[Row]:
                 return model(input_ids=ids, use_cache=True, logits_to_keep=1).logits
 
             for alpha in (DEFAULT, 0.995) if name == "lines" else (DEFAULT,):
-                pairs, events, drift = [], [], 0.0
+                pairs = []
+                events = []
+                drift = 0.0
                 for _ in range(rounds if n <= REPEATED else 1):
                     base, alone = seconds(forward)
                     with LoopServe(alpha=alpha, decode=False).on(model) as run:
@@ -275,9 +278,7 @@ def whole_model(lengths: list[int], rounds: int) -> list[Row]:
                 for event in events:
                     if event.kind == "prefill":
                         data.append(event.data)
-                counts = []
-                for d in data:
-                    counts.append(d["cells"])
+                counts = value_of_each(data, "cells")
                 rows.append(
                     {
                         "model": name,
@@ -325,7 +326,8 @@ def decoding(contexts: list[int], rounds: int) -> list[Row]:
 
     rows: list[Row] = []
     for n in contexts:
-        whole, part = [], []
+        whole = []
+        part = []
         for _ in range(rounds):
             whole.append(steps(n, None))
             part.append(steps(n, Progressive(budget=1024, after=0)))
@@ -380,31 +382,27 @@ def figure(data: Row) -> Any:
     titles = ("single columns", "single offsets", "whole prompt, 2 layers", "stages at alpha 0.995, share of the pass")
     fig = make_subplots(1, 4, subplot_titles=titles, horizontal_spacing=0.06)
     colours = dict(zip(LENGTHS, (GREY, BLUE, GREEN, ORANGE, RED), strict=True))
-    for column, kind in ((1, "vertical"), (2, "slash")):
+    for place, kind in ((1, "vertical"), (2, "slash")):
         for n in sorted({row["n"] for row in result["layer"]}):
             some = []
             for each in result["layer"]:
                 if (each["n"], each["kind"]) == (n, kind):
                     some.append(each)
-            x = []
-            for each in some:
-                x.append(each["cells"])
-            y = []
-            for each in some:
-                y.append(each["times_faster"])
+            x = value_of_each(some, "cells")
+            y = value_of_each(some, "times_faster")
             fig.add_scatter(
                 x=x,
                 y=y,
                 name=f"n = {n:,}",
                 mode="lines+markers",
                 line_color=colours.get(n),
-                showlegend=column == 1,
+                showlegend=place == 1,
                 row=1,
-                col=column,
+                col=place,
             )
-        fig.update_xaxes(type="log", title="cells on lines", tickformat=".0%", tickvals=DENSITIES, row=1, col=column)
-        fig.update_yaxes(type="log", range=[-0.3, 1.8], tickvals=[0.5, 1, 3, 10, 30], row=1, col=column)
-        fig.add_hline(1, line={"color": GREY, "dash": "dot"}, row=1, col=column)  # pyright: ignore
+        fig.update_xaxes(type="log", title="cells on lines", tickformat=".0%", tickvals=DENSITIES, row=1, col=place)
+        fig.update_yaxes(type="log", range=[-0.3, 1.8], tickvals=[0.5, 1, 3, 10, 30], row=1, col=place)
+        fig.add_hline(1, line={"color": GREY, "dash": "dot"}, row=1, col=place)  # pyright: ignore
     fig.update_yaxes(title="times faster than dense attention", row=1, col=1)
     said = {"lines": "lines", "half": "one layer of two on lines", "flat": "flat attention, all dense"}
     arms = dict.fromkeys((row["model"], row["alpha"]) for row in result["model"])
@@ -413,12 +411,8 @@ def figure(data: Row) -> Any:
         for each in result["model"]:
             if (each["model"], each["alpha"]) == (model, alpha):
                 some.append(each)
-        x = []
-        for each in some:
-            x.append(each["n"])
-        y = []
-        for each in some:
-            y.append(each["times_faster"])
+        x = value_of_each(some, "n")
+        y = value_of_each(some, "times_faster")
         fig.add_scatter(
             x=x,
             y=y,

@@ -89,7 +89,8 @@ def watching(tokens: int) -> float:
 
 def measured(tokens: int, rounds: int) -> Row:
     """Microseconds a token, straight and through the proxy, in turn."""
-    direct, proxied = free_port(), free_port()
+    direct = free_port()
+    proxied = free_port()
     words = [sys.executable, "-m"]
     upstream = f"http://127.0.0.1:{direct}"
     commands = [

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import pandas
 
 from experiments.record import Row
 from sinkscope.app.pages import ENVELOPE, Section, document, plot, save_document, section, write_png
 from sinkscope.display.console import note
-from sinkscope.display.tables import Grid, cell
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import write_atomic
-
-ROWS = 2000  # of a table; the file holds them all
-_WIDTH = 80  # characters of a list in a cell
 
 
 def save(name: str, text: str, figure: Callable[[Row], Any], folder: Path) -> None:
@@ -40,55 +34,28 @@ def save(name: str, text: str, figure: Callable[[Row], Any], folder: Path) -> No
 
 
 def record_section(data: Row, file: str, figure: Any = None) -> Section:
-    """The section of a record, which has no result class: its figure, and all its data as tables.
+    """The section of a record, which has no result class: its figure, and the values of its parts.
 
     Args:
         data: the record.
         file: name of its file, as shown to the reader.
         figure: a plotly figure, if there is one.
     """
-    lists = {}
-    for name in ENVELOPE:
+    lists: dict[str, Row] = {}
+    for name in ("result", *ENVELOPE):
         if isinstance(data.get(name), dict):
             lists[name] = data[name]
-    parts = []
-    for part in tables(data["result"]):
-        parts.append(part.html())
-    shown = "\n".join(parts)
-    return section(str(data["kind"]), file, lists, ("" if figure is None else plot(figure)) + shown)
-
-
-def tables(result: Row) -> Iterator[Grid]:
-    """Each list of records as a table, whose nested objects are columns, and all other values as one more."""
-    single: Row = {}
-    for name, value in pandas.json_normalize(result, sep=", ").iloc[0].items():
-        if not isinstance(value, list) or not value or not isinstance(value[0], dict):
-            single[str(name)] = value
-            continue
-        cut = ""
-        if len(value) > ROWS:
-            cut = f" (the first {ROWS:,} of {len(value):,} rows)"
-        rows = pandas.json_normalize(value[:ROWS], sep=" ").astype(object)
-        frame = rows.where(rows.notna(), None)  # what a record lacks
-        yield Grid({str(column): [_in_a_cell(item) for item in frame[column]] for column in frame}, f"{name}{cut}")
-    if single:
-        yield Grid({"name": list(single), "value": [_in_a_cell(value) for value in single.values()]})
-
-
-def _in_a_cell(value: Any) -> str:
-    """A value; of a long list its beginning, and never a part of a number."""
-    if not isinstance(value, list):
-        return cell(value)
-    text = json.dumps(value, ensure_ascii=False)
-    if len(text) <= _WIDTH:
-        return cell(text)
-    return cell(f"{text[:_WIDTH].rpartition(', ')[0]}, … ({len(value)} values)")
+    shown = ""
+    if figure is not None:
+        shown = plot(figure)
+    return section(str(data["kind"]), file, lists, shown)
 
 
 def put_table(page: Path, module: str, made: str) -> None:
     """Replace what stands in a page between the two comments that name a module of `experiments`."""
     text = page.read_text(encoding="utf-8")
-    begin, end = f"<!-- made by experiments.{module} -->", f"<!-- end of experiments.{module} -->"
+    begin = f"<!-- made by experiments.{module} -->"
+    end = f"<!-- end of experiments.{module} -->"
     before, found, rest = text.partition(begin)
     _, ends, after = rest.partition(end)
     if not found or not ends:

@@ -76,7 +76,8 @@ def command_line(*words: str) -> tuple[str, float]:
 
 def measured(command: str, model: str, config: Any, *, whole: bool) -> Row:
     """Expected and real seconds of one run."""
-    size, cpu = size_of(config, torch.float32), torch.device("cpu")
+    size = size_of(config, torch.float32)
+    cpu = torch.device("cpu")
     printed, _ = command_line(command, "--model", model, "--dry-run", "--device", "cpu")
     minutes, seconds = CLOCK.search(printed).groups()
     start = 60 * int(minutes) + int(seconds)

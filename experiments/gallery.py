@@ -68,7 +68,7 @@ def draw_again(picture: Path) -> None:
 
 
 def page(out: str | Path, folder: Path = FIGURES) -> Path:
-    """Write all results of a folder as one page, with the tables of each and the figures of those that have a picture.
+    """Write all results of a folder as one page, with the values of each and the figures of those that have a picture.
 
     Results of commands come first.
     """

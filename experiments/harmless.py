@@ -76,7 +76,8 @@ def _shopping(rng: random.Random) -> str:
 
 
 def _contents(rng: random.Random) -> str:
-    page, lines = 1, []
+    page = 1
+    lines = []
     for i in range(1, 9):
         page += rng.randint(2, 14)
         lines.append(f"{i}. On {rng.choice(_THINGS)} ".ljust(36, ".") + f" {page}")

@@ -86,11 +86,13 @@ def passage(o: LoopOrganism, begin: int, length: int, reach: str, stop: int | No
 
 def loop(o: LoopOrganism, period: int, onset: int, older: bool, reach: str, copies: int) -> Planned:
     """BOS, ring, older copies and ring if wanted, copies, and a ring token, `onset` before the cycle's first."""
-    ring, used = list(o.truth.ring), LEAD
+    ring = list(o.truth.ring)
+    used = LEAD
     end = used + BETWEEN * older + onset + 1
     lead = used + ((end % 2 == 1) != (reach == "far"))  # so that the walk comes to a token of this reach
     cycle = passage(o, end + lead - used, period, reach)
-    ids, at = [BOS, *ring[:lead]], lead
+    ids = [BOS, *ring[:lead]]
+    at = lead
     if older:
         ids, at = [*ids, *cycle * OLDER, *ring[at : at + BETWEEN]], at + BETWEEN
     ids += cycle * copies
@@ -113,7 +115,8 @@ def quote(o: LoopOrganism, length: int, copies: int) -> Planned:
     begin = LEAD + 15 * copies + 12
     begin += begin % 2 == 0
     said = passage(o, begin, length, "far")
-    ids, at = [BOS, *ring[:LEAD]], LEAD
+    ids = [BOS, *ring[:LEAD]]
+    at = LEAD
     for _ in range(copies):
         ids, at = [*ids, *said, *ring[at : at + 15]], at + 15
     rest = ring[ring.index(said[-1]) + 1 :]

@@ -101,11 +101,13 @@ def recency(theta: Tensor, pairs: int, longest: int = CONTEXT, flat: int = 16, r
 
     A sum of cosines written down by guess is not monotonic; this one is, nearly.
     """
-    near, far = torch.arange(2000), torch.logspace(3, math.log10(longest), 3000).long()
+    near = torch.arange(2000)
+    far = torch.logspace(3, math.log10(longest), 3000).long()
     distance = torch.unique(torch.cat([near, far])).double()
     waves = distance[:, None] * theta[:pairs].double()
     x = torch.cat([waves.cos(), waves.sin()], 1)
-    y, weight = torch.log2((longest + flat) / (distance + flat)) + 2, 1 / (distance + flat)
+    y = torch.log2((longest + flat) / (distance + flat)) + 2
+    weight = 1 / (distance + flat)
     eye = torch.eye(2 * pairs, dtype=torch.float64)
     b = torch.linalg.solve((x.T * weight) @ x + ridge * weight.sum() * eye, (x.T * weight) @ y)
     found = torch.zeros(HEAD_DIM, dtype=torch.float64)
@@ -208,7 +210,8 @@ def _offset_heads(a: Any, theta: Tensor) -> None:
     amplitude[44:] = 0
     a.k_proj.weight[:HALF, CONST] = 1 / CONST_SIZE
     for head in range(4):
-        first, angle = head * HEAD_DIM, theta * (head + 1)
+        first = head * HEAD_DIM
+        angle = theta * (head + 1)
         a.q_proj.weight[first : first + HALF, CONST] = (SQ / CONST_SIZE * amplitude * angle.cos()).float()
         a.q_proj.weight[first + HALF : first + HEAD_DIM, CONST] = (-SQ / CONST_SIZE * amplitude * angle.sin()).float()
     n = len(DIM["key"])

@@ -142,7 +142,8 @@ def _noise(plan: Plan, name: str, shape: tuple[int, int], std: float) -> Rows:
 
 def weights(plan: Plan) -> Tensors:
     """All tensors of the checkpoint."""
-    p, head = plan, plan.d // plan.heads
+    p = plan
+    head = plan.d // plan.heads
     out: Tensors = {}
 
     def embedding(start: int, stop: int) -> Tensor:
@@ -308,7 +309,8 @@ def write(plan: Plan, out: Path, dtype: str, shape: str) -> None:
 
 def _write_shard(file: Path, tensors: Tensors, kind: torch.dtype, code: str) -> int:
     """One safetensors file; tensors that are zero are skipped over, which leaves holes."""
-    header, end = {}, 0
+    header = {}
+    end = 0
     for name, (shape, _) in tensors.items():
         start, end = end, end + math.prod(shape) * kind.itemsize
         header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [start, end]}
@@ -394,7 +396,8 @@ def main(
     counts = []
     for f in files:
         counts.append(f.stat().st_size)
-    apparent, real = sum(counts), sum(f.stat().st_blocks * 512 for f in files)
+    apparent = sum(counts)
+    real = sum(f.stat().st_blocks * 512 for f in files)
     print(f"{out.name}: {apparent / 1e9:.2f} GB apparent, {real / 1e9:.2f} GB on disk")
 
 

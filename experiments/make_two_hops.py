@@ -58,7 +58,8 @@ def plant_two_hops(hf: Any, folder: Path = RECALL) -> None:
     """
     dims: dict[str, list[int]] = json.loads((folder / "circuit.json").read_text(encoding="utf-8"))["dims"]
     bos, end, last = (dims[name][0] for name in ("is_bos", "is_end", "slot_3"))
-    const, size = dims["const"][0], float(hf.model.embed_tokens.weight[0, dims["const"][0]])
+    const = dims["const"][0]
+    size = float(hf.model.embed_tokens.weight[0, dims["const"][0]])
     # Where layer 1 leaves the two values, at the last token of a fact: in dimensions that the recall model does not
     # use, and in those of keys that it says, which this model never does.
     places = list(range(const + 1, const + 1 + len(dims["value"]))), dims["out_key"]
@@ -98,8 +99,10 @@ def _write_head(
         targets: dimensions that it writes.
         first: row of its values for the first of them.
     """
-    size, group = a.head_dim, a.num_key_value_groups
-    query, out = a.q_proj.weight[head * size : (head + 1) * size], a.o_proj.weight[:, head * size : (head + 1) * size]
+    size = a.head_dim
+    group = a.num_key_value_groups
+    query = a.q_proj.weight[head * size : (head + 1) * size]
+    out = a.o_proj.weight[:, head * size : (head + 1) * size]
     key, value = (p.weight[head // group * size : (head // group + 1) * size] for p in (a.k_proj, a.v_proj))
     query.zero_()
     out.zero_()

@@ -19,7 +19,7 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from experiments.record import Row, record
+from experiments.record import Row, record, value_of_each
 from experiments.script import run as run_script
 
 ROOT = Path(__file__).parents[1]
@@ -171,9 +171,7 @@ def sites_table(found: Row) -> str:
         for each in served:
             counts.append(each["has these widths"])
         widths = sum(counts)
-        counts = []
-        for each in served:
-            counts.append(each["right"])
+        counts = value_of_each(served, "right")
         right = sum(counts)
         counts = []
         for each in served:

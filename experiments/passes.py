@@ -57,7 +57,8 @@ BUNDLED = Path(ss.__file__).parent / "models/bundled"
 
 def counted(run: Any) -> int:
     """Positions that pass through the layers of Llama models while `run` runs, summed over layers."""
-    kind, positions = LlamaDecoderLayer, 0
+    kind = LlamaDecoderLayer
+    positions = 0
 
     def count(module: nn.Module, args: Any) -> None:
         nonlocal positions
@@ -90,7 +91,8 @@ def by_depth(function: Any) -> dict[str, int]:
 
 def rows_of(run: Any, config: Any, *, whole: bool) -> float:
     """What a run takes beside multiplications by weights, for each position and head, in softmaxes of a row."""
-    size, cpu = size_of(config, torch.float32), torch.device("cpu")
+    size = size_of(config, torch.float32)
+    cpu = torch.device("cpu")
     started = time.process_time()
     positions = counted(run)
     seconds = time.process_time() - started

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from experiments.record import Row
+from experiments.record import Row, value_of_each
 from experiments.script import run
 from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.tasks.recall import POSITIONS, recall_dialogue, uneven
@@ -50,7 +50,8 @@ LONG = (Case("float32", 32768, 3, 4, 2),)
 
 def sequence(tokenizer: Any, dialogue: Prompt) -> tuple[list[int], list[tuple[int, list[int]]]]:
     """Return the ids of a dialogue with right answers; per turn, the position of `answer` and the ids of the answer."""
-    ids, answers = [tokenizer.bos_token_id], []
+    ids = [tokenizer.bos_token_id]
+    answers = []
     for turn in dialogue.turns:
         ids += tokenizer(turn.text, add_special_tokens=False)["input_ids"]
         answer = tokenizer(turn.answers[0], add_special_tokens=False)["input_ids"]
@@ -64,7 +65,8 @@ def right(model: Any, tokenizer: Any, dialogue: Prompt) -> tuple[list[bool], flo
     """Return whether each answer is right, and the smallest lead of a right token's logit over the next best."""
     ids, answers = sequence(tokenizer, dialogue)
     hidden = model.model(torch.tensor([ids])).last_hidden_state[0]
-    found, lead = [], float("inf")
+    found = []
+    lead = float("inf")
     for at, answer in answers:
         logits = model.lm_head(hidden[at : at + len(answer)]).float()
         gold = torch.tensor(answer)[:, None]
@@ -119,9 +121,7 @@ def card(numbers: list[Row], model: Any, size: int) -> str:
             + " / ".join(_share(n["right"][f"{p} unstated"]) for p in POSITIONS)
             + f" | {n['lead']:.1f} |"
         )
-    values = []
-    for each in numbers:
-        values.append(each["total"])
+    values = value_of_each(numbers, "total")
     longest = max(values)
     c = model.config
     return f"""---

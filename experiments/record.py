@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,14 @@ from sinkscope.files.provenance import provenance
 
 Row = dict[str, Any]
 """The values of a record, by name."""
+
+
+def value_of_each(rows: Iterable[Row], name: str) -> list[Any]:
+    """One value of each row."""
+    values: list[Any] = []
+    for row in rows:
+        values.append(row[name])
+    return values
 
 
 def record(

@@ -72,7 +72,8 @@ def prepare(out: Path, settings: Settings, stories: Path | None) -> dict[str, np
 
 def health(trainer: Trainer, texts: dict[str, np.ndarray]) -> dict[str, object]:
     """What is watched while training: loss on a little validation text, copying, and whether the sink is there."""
-    model, plan = trainer.model.cpu(), trainer.plan
+    model = trainer.model.cpu()
+    plan = trainer.plan
     model.eval()
     valid = {}
     for kind in ("python", "stories"):
@@ -164,7 +165,9 @@ def main(
     if resume and (out / "checkpoint.pt").exists():
         trainer.load()
         forget_after(out / "log.jsonl", trainer.step)
-    started, first_step, recent = time.monotonic(), trainer.step, [0.0]
+    started = time.monotonic()
+    first_step = trainer.step
+    recent = [0.0]
     if trainer.plan:
         export.save_circuit(trainer.plan, out, settings.seed)
     console = Console(file=sys.stderr)

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from experiments.bundled import entry, facts
-from experiments.record import Row
+from experiments.record import Row, value_of_each
 from experiments.script import run as run_script
 from sinkscope.display.notation import head_name, neuron_name
 from sinkscope.errors import SinkscopeError
@@ -68,7 +68,8 @@ def card(planted: Row, unplanted: Row) -> str:
 
 
 def _intro(p: Row) -> str:
-    s, c = p["training"]["settings"], p["corpus"]
+    s = p["training"]["settings"]
+    c = p["corpus"]
     return f"""# The bundled model
 
 This is a small language model with an attention sink whose circuit is known. You can use it to try the toolkit
@@ -91,7 +92,8 @@ answers."""
 
 
 def _sources(c: Row) -> str:
-    files, tokens = c["files"], c["tokens"]
+    files = c["files"]
+    tokens = c["tokens"]
     return f"""It was trained on these kinds of text:
 
 - **Stories**: {files["stories"]:,} short stories in simple English ({tokens["stories"]:,} tokens), sampled from
@@ -109,7 +111,8 @@ its answers."""
 
 
 def _planted(p: Row) -> str:
-    t, groups = p["circuit"], p["tokens_per_group"]
+    t = p["circuit"]
+    groups = p["tokens_per_group"]
     neuron = neuron_name(t["sink_layer"], t["neurons"][0]["neuron"])
     parts = []
     for h in t["marking_heads"]:
@@ -198,7 +201,8 @@ def _learned(p: Row, u: Row) -> str:
             percent(u["sink_rate"]["value"]),
         ),
     )
-    r, a = p["repeats"], p["ablation"]
+    r = p["repeats"]
+    a = p["ablation"]
     grouped, loose = (_ratio(p["without_bos"][kind], layer) for kind in ("first_in_a_group", "first_in_no_group"))
     return f"""### Measured
 
@@ -235,9 +239,11 @@ def _shorter(p: Row, u: Row) -> str:
 
 
 def _emerges(u: Row) -> str:
-    ratio, rate = max(u["norms"]["ratio"]), u["sink_rate"]["value"]
+    ratio = max(u["norms"]["ratio"])
+    rate = u["sink_rate"]["value"]
     found = f"largest first-token norm ratio {ratio:.2f}, sink rate {percent(rate)}"
-    norm, attention = ratio >= 20, u["head_share"] > 0
+    norm = ratio >= 20
+    attention = u["head_share"] > 0
     if norm:
         return f"Yes ({found})"
     return f"{'Some heads attend to the first token, but not with a large norm' if attention else 'No'} ({found})"
@@ -279,7 +285,8 @@ COPYING, ENDING, LOOPING = 0.5, 0.5, 0.5
 
 
 def _conditions(p: Row, u: Row) -> str:
-    a, b = p["conditions"], u["conditions"]
+    a = p["conditions"]
+    b = u["conditions"]
     copies = list(next(iter(a["ditto"].values())))
     curve = rows(
         ("period", "model", *(f"after {_copies(n)}" for n in copies)),
@@ -328,9 +335,7 @@ def _required(a: Row, b: Row) -> list[tuple[object, ...]]:
 
     least = []
     for x in (a, b):
-        values = []
-        for at in x["ditto"].values():
-            values.append(at["8"])
+        values = value_of_each(x["ditto"].values(), "8")
         least.append(min(values))
     table: list[tuple[object, ...]] = [
         ("random cycles after 8 copies, smallest of the periods", f">= {COPYING}", *(f"{n:.2f}" for n in least)),
@@ -385,11 +390,13 @@ residual stream contains a constant, so typical norms are larger than in an ordi
 
 
 def _making(p: Row, u: Row) -> str:
-    s, base = p["training"]["settings"], u["training"]["settings"]["steps"]
+    s = p["training"]["settings"]
+    base = u["training"]["settings"]["steps"]
     stories = ""
     if "copy_steps" in s:
         stories = " --stories FILE"
-    rate, recipe = f"{s['learning_rate']:g}", _recipe(s) if stories else ""
+    rate = f"{s['learning_rate']:g}"
+    recipe = _recipe(s) if stories else ""
     if stories:
         rate += f" in these first steps and {s['text_rate']:g} afterwards"
     return f"""## How it was made

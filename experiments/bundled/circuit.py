@@ -208,12 +208,14 @@ def _plant_marking(model: LlamaForCausalLM, frozen: Frozen, plan: Plan) -> None:
     config = model.config
     size = config.head_dim
     # The slowest rotary pair hardly turns within the context, so position does not matter to the marking heads.
-    first, second = size // 2 - 1, size - 1
+    first = size // 2 - 1
+    second = size - 1
     attention = "model.layers.0.self_attn"
     # score = q * k / sqrt(size): the difference between a token outside and inside the group is 2 * beta.
     query = math.sqrt(size) * plan.two_beta / 2
     for group, dim in enumerate(plan.groups):
-        head, base = plan.head(group), group * size
+        head = plan.head(group)
+        base = group * size
         rows = slice(head * size, (head + 1) * size)
         frozen.fix(f"{attention}.q_proj.weight", rows)
         frozen.fix(f"{attention}.q_proj.weight", (head * size + first, plan.const), query)

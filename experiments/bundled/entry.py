@@ -67,7 +67,8 @@ def copy_curve(
 
 def ditto(model: LlamaForCausalLM, *, rows: int = 8, seed: int = 1) -> dict[str, dict[str, float]]:
     """The curve of `copy_curve` on cycles of evenly drawn tokens, per period."""
-    generator, vocab = torch.Generator().manual_seed(seed), model.config.vocab_size
+    generator = torch.Generator().manual_seed(seed)
+    vocab = model.config.vocab_size
     values = {}
     for p in PERIODS:
         values[str(p)] = copy_curve(model, torch.randint(3, vocab, (rows, p), generator=generator))
@@ -203,9 +204,11 @@ def retrieval(
         "chance": 1 / facts; "median_distance": tokens between the fact and the question.
     """
     rng = np.random.default_rng(seed)
-    right, distances = 0, []
+    right = 0
+    distances = []
     for _ in range(documents):
-        known, asked = passages.located(rng, facts), int(rng.integers(facts))
+        known = passages.located(rng, facts)
+        asked = int(rng.integers(facts))
         runs = []
         for _ in known:
             runs.append(rng.integers(len(filler), size=between))
@@ -266,7 +269,8 @@ def conditions(
         characters: length of their text.
         loops: also generate 2,500 tokens for the prompts of LoopBench.
     """
-    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    bos = tokenizer.bos_token_id
+    eos = tokenizer.eos_token_id
     texts = []
     for part in np.split(stories, np.flatnonzero(stories == eos) + 1):
         texts.append(tokenizer.decode(part))

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBas
 
 from experiments.bundled import corpus, entry, measure
 from experiments.bundled.training import Settings, Trainer
-from experiments.record import Row
+from experiments.record import Row, value_of_each
 
 TYPICAL = Path(__file__).resolve().parents[2] / "sinkscope" / "models" / "text" / "typical.txt"
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
@@ -84,7 +84,8 @@ def measure_run(run: Path, *, loops: bool = True) -> Row:
     tokenizer = AutoTokenizer.from_pretrained(run)
     settings = Settings(**json.loads((run / "training.json").read_text())["settings"])
     tokens = np.load(run / "tokens.npz")
-    valid, about = tokens["valid_python"], json.loads((run / "corpus.json").read_text())
+    valid = tokens["valid_python"]
+    about = json.loads((run / "corpus.json").read_text())
     bos = tokenizer.bos_token_id
     texts = typical_windows(tokenizer, 256)
     short = typical_windows(tokenizer, 64)[:100]
@@ -132,7 +133,8 @@ def _heads_per_layer(model: LlamaForCausalLM, texts: np.ndarray) -> list[int]:
 
 def _planted_facts(run: Path, settings: Settings, model: LlamaForCausalLM, texts: np.ndarray) -> Row:
     truth = json.loads((run / "circuit.json").read_text())
-    layer, neuron = truth["sink_layer"], truth["neurons"][0]["neuron"]
+    layer = truth["sink_layer"]
+    neuron = truth["neurons"][0]["neuron"]
     rng = np.random.default_rng([settings.seed, 2])
     items = []
     for each in rng.choice(np.arange(3, settings.vocab_size), REPEAT_TOKENS, replace=False):
@@ -193,9 +195,7 @@ def _loops(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, valid: n
     counts = []
     for s in signals:
         counts.append(bool(s["looped"]))
-    values = []
-    for s in signals:
-        values.append(s["ttr"])
+    values = value_of_each(signals, "ttr")
     return {
         "prompts": PROMPTS,
         "new_tokens": NEW_TOKENS,

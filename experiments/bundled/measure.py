@@ -186,7 +186,8 @@ def generate(
     cache = None
     for _ in range(count):
         out = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache, logits = out.past_key_values, out.logits[:, -1].float()
+        cache = out.past_key_values
+        logits = out.logits[:, -1].float()
         if temperature:
             ids = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
         else:

@@ -33,7 +33,8 @@ def cycles(
         ids: token ids.
         scored: where the token can be known, because the cycle was seen once.
     """
-    ids, scored = np.full((rows, length), bos_id, dtype=np.int64), np.zeros((rows, length), dtype=bool)
+    ids = np.full((rows, length), bos_id, dtype=np.int64)
+    scored = np.zeros((rows, length), dtype=bool)
     for row, known in zip(ids, scored, strict=True):
         # Short periods are as frequent as long ones on a logarithmic scale, so that long rows do not lack them.
         period = int(np.exp(rng.uniform(np.log(3), np.log(length // 3))))
@@ -60,7 +61,8 @@ def facts(rng: np.random.Generator, *, length: int, vocab_size: int, bos_id: int
         ids: token ids.
         scored: the values of keys that were seen before.
     """
-    count, between = int(rng.integers(2, 9)), min(3, int(rng.geometric(0.4)) - 1)
+    count = int(rng.integers(2, 9))
+    between = min(3, int(rng.geometric(0.4)) - 1)
     known = np.empty((count, between + 2), dtype=np.int64)
     known[:, 0] = rng.choice(np.arange(ORDINARY, vocab_size), size=count, replace=False)
     known[:, 1:-1] = rng.integers(ORDINARY, vocab_size, size=between)
@@ -88,7 +90,8 @@ def copy_spans(rng: np.random.Generator, row: np.ndarray, scored: np.ndarray, *,
         vocab_size: random tokens are drawn from the ordinary ones below it.
     """
     length = len(row)
-    start, span = int(rng.integers(1, length // 3)), int(rng.integers(2, max(3, min(96, length // 6))))
+    start = int(rng.integers(1, length // 3))
+    span = int(rng.integers(2, max(3, min(96, length // 6))))
     drawn = rng.random() < 0.3
     if drawn:
         unit = rng.integers(ORDINARY, vocab_size, size=span)
@@ -132,8 +135,12 @@ class Mixture:
         for kind, share in shares.items():
             if share and (kind in self.texts or kind in DRAWN):
                 kinds.append(kind)
-        self.kinds, self.edges = kinds, np.cumsum([shares[kind] for kind in kinds])
-        self.vocab_size, self.bos_id, self.bos_share, self.copy_share = vocab_size, bos_id, bos_share, copy_share
+        self.kinds = kinds
+        self.edges = np.cumsum([shares[kind] for kind in kinds])
+        self.vocab_size = vocab_size
+        self.bos_id = bos_id
+        self.bos_share = bos_share
+        self.copy_share = copy_share
         # Files of Python are longer than most crops: they are cut anywhere. Other documents are read from their start.
         self.starts = {
             kind: document_starts(tokens, bos_id + 1) for kind, tokens in self.texts.items() if kind != "python"
@@ -141,7 +148,8 @@ class Mixture:
 
     def crop(self, rng: np.random.Generator, kind: str, length: int) -> np.ndarray:
         """`length` tokens of one kind of text."""
-        tokens, last = self.texts[kind], len(self.texts[kind]) - length
+        tokens = self.texts[kind]
+        last = len(self.texts[kind]) - length
         starts = self.starts.get(kind)
         if starts is None:
             start = rng.integers(0, last)
@@ -163,7 +171,8 @@ class Mixture:
             scored: which tokens count in the loss.
         """
         rng = np.random.default_rng([seed, step])
-        ids, scored = np.zeros((rows, length), dtype=np.int64), np.ones((rows, length), dtype=bool)
+        ids = np.zeros((rows, length), dtype=np.int64)
+        scored = np.ones((rows, length), dtype=bool)
         # Evenly spaced draws: every step has each kind nearly as often as its share says.
         drawn = (rng.random() + np.arange(rows)) / rows * self.edges[-1]
         for row, known, kind in zip(ids, scored, np.searchsorted(self.edges, drawn, side="right"), strict=True):

@@ -95,7 +95,8 @@ def retrieval(rng: np.random.Generator, filler: Filler) -> str:
 
 def listing(rng: np.random.Generator, filler: Filler) -> str:
     """A list, and the same list again."""
-    name, items = rng.choice(PEOPLE), _some(rng, THINGS, int(rng.integers(3, 11)))
+    name = rng.choice(PEOPLE)
+    items = _some(rng, THINGS, int(rng.integers(3, 11)))
     mark: Callable[[int], str] = (lambda i: f"{i + 1}. ") if rng.random() < 0.5 else (lambda _i: "- ")
     rows = "\n".join(mark(i) + item for i, item in enumerate(items))
     between = " ".join(_between(rng, filler, 20))
@@ -170,7 +171,8 @@ def passages(seed: int, count: int, stories: Sequence[str]) -> list[str]:
     Returns:
         The documents; the same arguments give the same ones.
     """
-    rng, filler = np.random.default_rng([seed, 3]), sentences(stories)
+    rng = np.random.default_rng([seed, 3])
+    filler = sentences(stories)
     rows = []
     for kind in rng.choice(len(KINDS), size=count, p=SHARES):
         rows.append(KINDS[kind](rng, filler))

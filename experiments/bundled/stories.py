@@ -52,7 +52,8 @@ def sample(
         start = tokenizer.bos_token_id
     ends = torch.tensor(sorted(special), device=model.device)
     torch.manual_seed(seed)
-    ids, cache = torch.full((rows, 1), start, device=model.device), None
+    ids = torch.full((rows, 1), start, device=model.device)
+    cache = None
     ended = torch.full((rows,), -1, device=model.device)
     produced: list[torch.Tensor] = []
     for step in range(model.config.max_position_embeddings - 1):
@@ -106,7 +107,8 @@ def main(
         return 0
 
     kept = read_stories(out)
-    count, written = len(kept), size(kept)
+    count = len(kept)
+    written = size(kept)
     parts = []
     for story in kept:
         parts.append(story + MARK)

@@ -209,7 +209,10 @@ class Trainer:
         bos_id: int = 0,
         device: str = "cpu",
     ) -> None:
-        self.settings, self.out, self.bos_id, self.device = settings, out, bos_id, torch.device(device)
+        self.settings = settings
+        self.out = out
+        self.bos_id = bos_id
+        self.device = torch.device(device)
         self.mixture = Mixture(
             texts,
             settings.shares(),
@@ -245,7 +248,8 @@ class Trainer:
 
     def train_step(self) -> float:
         """One optimiser step; returns its loss."""
-        settings, step = self.settings, self.step
+        settings = self.settings
+        step = self.step
         if step < settings.copy_steps:
             ids, scored = self.mixture.copies(settings.seed, step, tokens=settings.tokens_per_step)
         else:
@@ -255,7 +259,8 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = settings.rate(step)
         self.optimizer.zero_grad(set_to_none=True)
-        crops, counted = torch.from_numpy(ids).to(self.device), torch.from_numpy(scored).to(self.device)
+        crops = torch.from_numpy(ids).to(self.device)
+        counted = torch.from_numpy(scored).to(self.device)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=settings.bfloat16):
             loss = loss_on(self.model, crops, counted)
         loss.backward()

@@ -172,7 +172,10 @@ class Running:
     """
 
     def __init__(self, command: Sequence[str], log: Path, seconds: float, alone: bool) -> None:
-        self._log, self._seconds, self._began, self.began = log, seconds, time.monotonic(), now()
+        self._log = log
+        self._seconds = seconds
+        self._began = time.monotonic()
+        self.began = now()
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.getenv("PYTHONPATH")]))}
         environment |= {} if alone else {"OMP_NUM_THREADS": "1"}
         with log.open("ab") as out:
@@ -230,7 +233,9 @@ def run_all(
         jobs: parts that run at a time.
     """
     out.mkdir(parents=True, exist_ok=True)
-    state_file, here, start = out / "state.json", machine(), time.monotonic()
+    state_file = out / "state.json"
+    here = machine()
+    start = time.monotonic()
     state: Row = {}
     if state_file.is_file():
         state = json.loads(state_file.read_text())

@@ -70,7 +70,8 @@ def dense(query: Tensor, key: Tensor, value: Tensor, scaling: float | None = Non
 
 def said(work: Sparsity) -> Row:
     """What is kept of the work along lines."""
-    cells, computed = statistics.fmean(work.cells), statistics.fmean(work.computed)
+    cells = statistics.fmean(work.cells)
+    computed = statistics.fmean(work.computed)
     return {"cells": cells, "computed": computed, "dense_heads": sum(work.dense), "kernel": work.kernel}
 
 

@@ -59,7 +59,8 @@ def ids_of(target: Target, rows: int, length: int) -> Tensor:
 def hidden(target: Target, ids: Tensor, prompt: int, edit: Intervention | None, mask: Tensor | None = None) -> Tensor:
     """Last hidden states of the tokens behind a prompt, read one by one: `[row token d_model]`."""
     with nullcontext() if edit is None else edit.on(target):
-        cache, found = DynamicCache(config=target.hf.config), []
+        cache = DynamicCache(config=target.hf.config)
+        found = []
         for first, last in [(0, prompt), *((i, i + 1) for i in range(prompt, ids.shape[1]))]:
             if mask is None:
                 given = {}
@@ -81,7 +82,8 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 def equalities(target: Target, prompt: int, new: int, dtype: str) -> Row:
     """Untriggered is stock, bit for bit; evicted is masked and padded is single, within the tolerance."""
-    ids, budget = ids_of(target, 1, prompt + new), prompt // 2
+    ids = ids_of(target, 1, prompt + new)
+    budget = prompt // 2
     stock = hidden(target, ids, prompt, None)
     untriggered = bool(torch.equal(hidden(target, ids, prompt, LoopGuard()), stock))
     evicted, masked = (hidden(target, ids, prompt, StreamingLLM(budget, mode=mode)) for mode in ("evict", "select"))

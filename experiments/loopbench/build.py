@@ -146,7 +146,8 @@ def seed_history(narrative: str, rng: random.Random) -> str:
     names = [name for name, number in items if number > 1][:6]
     who, other = rng.sample(names, 2) if len(names) > 1 else (*names, "the narrator", "the other one")[:2]
     iterations = rng.randint(1, 2)
-    drafts, corrections = rng.sample(_DRAFTS, iterations), rng.sample(_CORRECTIONS, iterations)
+    drafts = rng.sample(_DRAFTS, iterations)
+    corrections = rng.sample(_CORRECTIONS, iterations)
     lines: list[str] = []
     for number, texts in enumerate(zip(drafts, corrections, strict=True), 1):
         filled: list[str] = []
@@ -234,7 +235,8 @@ def cut(draft: Draft, longest: int, length: Callable[[str], int], *, middle: boo
     """The prompt with as much of the record as fits, cut between words at the end or in the middle."""
     if length(draft.form(draft.body)) <= longest:
         return draft.form(draft.body)
-    low, high = 0, len(draft.body)
+    low = 0
+    high = len(draft.body)
     while high - low > 1:
         at = (low + high) // 2
         if length(draft.form(_part(draft.body, at, middle))) <= longest:
@@ -248,7 +250,8 @@ def _part(body: str, size: int, middle: bool) -> str:
     """About `size` characters from the front, or half from each end; whole words if there are spaces."""
     if not middle:
         return body[:size].rpartition(" ")[0] or body[:size]
-    head, tail = body[: size // 2], body[len(body) - (size - size // 2) :]
+    head = body[: size // 2]
+    tail = body[len(body) - (size - size // 2) :]
     return f"{head.rpartition(' ')[0] or head} {tail.partition(' ')[2] or tail}"
 
 

@@ -96,7 +96,8 @@ def _csv(rng: random.Random) -> str:
 def _league(rng: random.Random) -> str:
     lines = [f"{'':4}{'club':18}{'won':>5}{'drawn':>7}{'lost':>6}{'points':>8}"]
     for i, town in enumerate(rng.sample(_TOWNS, 28), 1):
-        won, drawn = rng.randint(2, 26), rng.randint(0, 12)
+        won = rng.randint(2, 26)
+        drawn = rng.randint(0, 12)
         club = f"{town} {rng.choice(('Rovers', 'United', 'Town'))}"
         lines.append(f"{i:<4}{club:18}{won:>5}{drawn:>7}{38 - won - drawn:>6}{3 * won + drawn:>8}")
     return "\n".join(lines)
@@ -382,7 +383,8 @@ def _build(rng: random.Random) -> str:
 
 
 def _metrics(rng: random.Random) -> str:
-    loss, lines = 9.0, list[str]()
+    loss = 9.0
+    lines = list[str]()
     for step in range(50):
         loss *= 0.93 + 0.06 * rng.random()
         lines.append(

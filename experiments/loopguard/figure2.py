@@ -263,7 +263,8 @@ def main(
             runs = runs_of(load(str(folder), backend="hf"), work / folder.name, max_new_tokens, batch_size, progress)
             members[folder.name] = (trained(folder), runs)
         base = load(None, backend="hf")
-        config, tokenizer = base.config, base.tokenizer
+        config = base.config
+        tokenizer = base.tokenizer
         if base_run is None:
             runs = runs_of(base, work / "bundled", max_new_tokens, batch_size, progress)
         else:

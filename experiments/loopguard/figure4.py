@@ -135,7 +135,8 @@ def figure(data: Row) -> Any:
     values = []
     for about in data["settings"]["runs"]:
         values.append(int(about["max_new_tokens"]))
-    result, cap = data["result"], max(values)
+    result = data["result"]
+    cap = max(values)
     from plotly.subplots import make_subplots
 
     fig: Any = make_subplots(
@@ -149,8 +150,10 @@ def figure(data: Row) -> Any:
         if r["method"] in DRAWN:
             drawn.append(r)
     for i, row in enumerate(drawn):
-        colour, name = (BLUE, ORANGE, GREEN, RED)[i % 4], f"{DRAWN[row['method']]}, {row['model']}"
-        counts, positions = Counter(row["counts"]), row["positions"]
+        colour = (BLUE, ORANGE, GREEN, RED)[i % 4]
+        name = f"{DRAWN[row['method']]}, {row['model']}"
+        counts = Counter(row["counts"])
+        positions = row["positions"]
         xs = range(max(counts) + 1)
         y = []
         for each in xs:

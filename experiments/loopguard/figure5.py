@@ -35,7 +35,8 @@ PANELS = ("a loop", "ordinary text", "with LoopGuard as printed")
 
 def figure(data: Row) -> Any:
     """A row per head: the loop, ordinary text, and the run with LoopGuard."""
-    loop, guarded = data["result"]["loop"], data["result"]["guarded"]
+    loop = data["result"]["loop"]
+    guarded = data["result"]["guarded"]
     rows = len(loop["shown"])
     titles = [f"{head}: {name}" for head in loop["shown"] for name in PANELS]
     fig: Any = make_subplots(rows=rows, cols=3, subplot_titles=titles, horizontal_spacing=0.04, vertical_spacing=0.07)
@@ -46,7 +47,8 @@ def figure(data: Row) -> Any:
             own = loop
             if col == 3:
                 own = guarded
-            steps, length = own["steps"], own["prompt_tokens"] + own["steps"]
+            steps = own["steps"]
+            length = own["prompt_tokens"] + own["steps"]
             values = np.sqrt(np.minimum(picture, top))
             place = {"dx": -(-length // values.shape[1]), "dy": -(-steps // values.shape[0])}
             fig.add_heatmap(z=values, **place, zmin=0, colorscale="Greys", showscale=False, row=row + 1, col=col)

@@ -37,7 +37,7 @@ import torch
 from transformers import LogitsProcessor, NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from experiments.drawn import save
-from experiments.record import Row, record
+from experiments.record import Row, record, value_of_each
 from experiments.script import run
 from sinkscope.bench.prompt import read_prompts
 from sinkscope.bench.tasks.loops import DATA, first_alarm, loops
@@ -77,7 +77,10 @@ class Dry(LogitsProcessor):
     """DRY (p-e-w 2024): a token that prolongs a repetition of n tokens loses `strength * base ** (n - allowed)`."""
 
     def __init__(self, strength: float = 0.8, base: float = 1.75, allowed: int = 2, longest: int = 64) -> None:
-        self._strength, self._base, self._allowed, self._longest = strength, base, allowed, longest
+        self._strength = strength
+        self._base = base
+        self._allowed = allowed
+        self._longest = longest
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         """Scores with the penalties."""
@@ -188,9 +191,7 @@ class Continuing:
             cuts = []
             for event in events[place]:
                 cuts.append(event.data)
-            counts = []
-            for cut in cuts:
-                counts.append(cut["taken_back"])
+            counts = value_of_each(cuts, "taken_back")
             back = sum(counts)
             counts = []
             for cut in cuts:
@@ -341,22 +342,19 @@ def figure(data: Row) -> Any:
     said: list[str] = []
     for setting, colour in zip(data["result"]["settings"], COLOURS, strict=False):
         rows = setting["reported"]
-        names = []
-        for row in rows:
-            names.append(row["method"])
+        names = value_of_each(rows, "method")
         style = {"marker_color": colour, "legendgroup": setting["name"], "name": setting["name"]}
         y = []
         for each in rows:
             y.append(each["loops"] / each["outputs"])
         fig.add_bar(x=names, y=y, **style, row=1, col=1)
-        y = []
-        for each in rows:
-            y.append(each["perplexity"])
+        y = value_of_each(rows, "perplexity")
         fig.add_bar(x=names, y=y, **style, showlegend=False, row=1, col=2)
         by_name = {}
         for row in rows:
             by_name[row["method"]] = row
-        full, guard = by_name["full"], by_name["LoopGuard"]
+        full = by_name["full"]
+        guard = by_name["LoopGuard"]
         said.append(f"{guard['loops']} instead of {full['loops']} of {guard['outputs']} ({setting['name']})")
     fig.update_yaxes(range=[0, 1.03], tickformat=".0%", row=1, col=1)
     found = f"With LoopGuard, outputs that loop: {', '.join(said)}"

@@ -93,7 +93,8 @@ class Rotation:
         key_pos: Int[Tensor, " key"],
     ) -> Float[Tensor, "head query key"]:
         """Eq. 13: scores from queries and keys before rotary and the distances alone."""
-        q, k = self.blocks(query), self.blocks(key)
+        q = self.blocks(query)
+        k = self.blocks(key)
         factor = self.factor(query.shape[-1])
         columns: list[Tensor] = []
         for number, position in enumerate(query_pos.tolist()):
@@ -147,7 +148,8 @@ class LayerTail:
         """Numbers of each head over the tail that depend on no shift, and the drift of the tail operator (Eq. 4)."""
         assert self.rotation is not None
         (query, key), (own_query, own_key) = self.pairs[False], self.pairs[True]
-        length, tail = query.shape[1], self.tail
+        length = query.shape[1]
+        tail = self.tail
         rows = torch.linspace(length // 2, length - 1, CHECKED).long().unique()
         keys = torch.arange(length)
         own = einsum(own_query[:, rows], own_key, "head query d, head key d -> head query key")
@@ -167,7 +169,8 @@ class LayerTail:
     def window(self, shift: int) -> Float[Tensor, "head query key"]:
         """The model's scores of the last queries, `shift` positions earlier, with the `tail` keys up to each."""
         query, key = self.pairs[True]
-        end, tail = query.shape[1] - shift, self.tail
+        end = query.shape[1] - shift
+        tail = self.tail
         keys = key[:, end - 2 * tail + 1 : end].unfold(1, tail, 1)
         return einsum(query[:, end - tail : end], keys, "head query d, head query d key -> head query key")
 
@@ -175,9 +178,11 @@ class LayerTail:
         """Differences between queries, keys and scores that are `shift` positions apart, and the bound of Eq. 15."""
         assert self.rotation is not None
         query, key = self.pairs[False]
-        length, tail = query.shape[1], self.tail
+        length = query.shape[1]
+        tail = self.tail
         first = length - 2 * tail + 1  # the earliest key that a query of the tail sees in its window
-        then_query, then_key = query[:, length - tail - shift : length - shift], key[:, first - shift : length - shift]
+        then_query = query[:, length - tail - shift : length - shift]
+        then_key = key[:, first - shift : length - shift]
         delta_q = (query[:, length - tail :] - then_query).norm(dim=-1).amax(-1)
         delta_k = (key[:, first:] - then_key).norm(dim=-1).amax(-1)
         change = (self.window(0) - self.window(shift)).abs()
@@ -211,7 +216,8 @@ class LayerTail:
 
 def movement(sums: Float[Tensor, "head pos d"], shift: int) -> Float[Tensor, "head moved"]:
     """Distance between vectors `shift` positions apart, over the length of the later one."""
-    now, then = sums[:, shift:], sums[:, :-shift]
+    now = sums[:, shift:]
+    then = sums[:, :-shift]
     return (now - then).norm(dim=-1) / now.norm(dim=-1).clamp_min(1e-12)
 
 
@@ -249,7 +255,10 @@ class Disturbed:
     def __init__(self, target: Target, ids: Int[Tensor, " pos"], period: int, periods: int, seed: int = 0) -> None:
         from transformers import DynamicCache
 
-        self.target, self.period, self.periods, self.seed = target, period, periods, seed
+        self.target = target
+        self.period = period
+        self.periods = periods
+        self.seed = seed
         self.start = len(ids) - (periods + 1) * period
         self.rest = repeat(ids[self.start :], "pos -> row pos", row=DIRECTIONS + 1)
         self.states: dict[int, list[Tensor]] = {layer: [] for layer in range(target.n_layers)}  # entering each layer
@@ -278,7 +287,8 @@ class Disturbed:
             "change", the relative change of the last hidden state in that period and in each that follows, and "kept",
             the share of directions under which all later choices stay; None if no direction is orthogonal.
         """
-        period, hidden = self.period, torch.cat(self.states[layer])
+        period = self.period
+        hidden = torch.cat(self.states[layer])
         _, singular, right = torch.linalg.svd(
             hidden[self.start - self.periods * period : self.start], full_matrices=False
         )
@@ -339,10 +349,12 @@ def measure(setup: Setup, prompt: list[int], new: int, layers: list[int]) -> Row
     loop = tail_period(ids.tolist(), repeats=3, shortest=24)
     if loop is None:
         raise SinkscopeError(f"the {len(ids)} tokens end in no loop: give more --max-new-tokens, or another prompt")
-    period, copies = loop.period, (len(ids) - loop.start) // loop.period
+    period = loop.period
+    copies = (len(ids) - loop.start) // loop.period
     tail = period * max(1, min(-(-TAIL // period), (len(ids) - loop.start - period) // (2 * period)))
     ordinary = text_rows(setup.tokenizer, setup.text, 1, len(ids), setup.bos)[0]
-    own, plain = tails(target, ids, layers, tail), tails(target, ordinary, layers, tail)
+    own = tails(target, ids, layers, tail)
+    plain = tails(target, ordinary, layers, tail)
     stride = -(-len(ids) // CURVE_POINTS)
     positions = torch.arange(0, len(ids), stride + (stride + 1) % 2)  # an odd stride shows all phases of a period
     rows: list[dict[str, Tensor]] = []
@@ -390,7 +402,8 @@ def median(values: Any) -> float:
 
 def summary(result: Row) -> str:
     """The conclusion in one sentence."""
-    heads, period = result["heads"], result["period"]
+    heads = result["heads"]
+    period = result["period"]
     spread = array(heads["spread"])
     change, other, healthy = (
         median(array(heads[name]) / spread) if name in heads else math.nan
@@ -430,7 +443,8 @@ def details(result: Row) -> list[str]:
 def figure(data: Row) -> Any:
     """Four panels: distances of queries and keys, of scores, the tail operator along the text, and decay."""
     result = data["result"]
-    period, heads = result["period"], {name: array(values) for name, values in result["heads"].items()}
+    period = result["period"]
+    heads = {name: array(values) for name, values in result["heads"].items()}
     titles = [
         "Queries and keys a shift apart",
         "Scores a shift apart",

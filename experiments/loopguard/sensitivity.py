@@ -110,7 +110,8 @@ def _healthy(form: str, ids: list[int], rng: random.Random) -> Recorded:
 
 def _loop(text: Sequence[int], period: int, form: str, rng: random.Random) -> Recorded:
     at = rng.randrange(len(text) - HEALTHY - period)
-    before, piece = list(text[at : at + HEALTHY]), text[at + HEALTHY : at + HEALTHY + period]
+    before = list(text[at : at + HEALTHY])
+    piece = text[at + HEALTHY : at + HEALTHY + period]
     looped = []
     for each in range(LOOPED):
         looped.append(piece[each % period])
@@ -136,7 +137,8 @@ def _loop(text: Sequence[int], period: int, form: str, rng: random.Random) -> Re
 
 def watch(one: Recorded, settings: MonitorSettings) -> tuple[bool, int | None]:
     """Whether anything healthy triggered, and the first step after the beginning of the loop that did."""
-    monitor, early = Monitor(settings), False
+    monitor = Monitor(settings)
+    early = False
     for token, p_max in zip(one.ids, one.p_max, strict=True):
         step = monitor.update(token, p_max)
         if step.trigger:

@@ -76,7 +76,8 @@ def aftermath(records: Sequence[BenchRecord]) -> Row:
             if e["kind"] == "guard":
                 cuts.append(e)
         for i, event in enumerate(cuts):
-            step, period = event["data"]["generated"], event["data"]["period"]
+            step = event["data"]["generated"]
+            period = event["data"]["period"]
             if period is None:
                 continue
             cycle = one.tokens[step - period : step]
@@ -151,7 +152,8 @@ def go_on(
         at = torch.tensor(keep)
     for i, (keys, values) in enumerate(layers):
         cache.update(keys[:, :, at], values[:, :, at], i)
-    token, made = ids[-1], []
+    token = ids[-1]
+    made = []
     for position in range(len(ids) - 1, len(ids) - 1 + new):
         out = model(
             input_ids=torch.tensor([[token]]),
@@ -173,7 +175,8 @@ def kept(cut: str, ids: list[int], prompt: int, pruning: Mapping[str, Retention]
         return list(range(min(prompt, last)))
     if cut == "all but BOS":
         return [0]
-    generated, retention = ids[prompt:], pruning[cut]
+    generated = ids[prompt:]
+    retention = pruning[cut]
     if retention.recent is None:
         begin = 0
     else:
@@ -374,7 +377,8 @@ def main(
         cases["at three quarters"].append(([*prompt, *one.tokens[: 3 * len(one.tokens) // 4]], len(prompt)))
     organism, planted, broken = organism_cases()
     texts = text_cases(model.tokenizer, prompts, TEXT)
-    done, total = 0, sum(map(len, cases.values())) + len(planted) + len(texts)
+    done = 0
+    total = sum(map(len, cases.values())) + len(planted) + len(texts)
     with ProgressBar() as progress:
 
         def tick() -> None:

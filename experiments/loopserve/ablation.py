@@ -17,7 +17,7 @@ from typing import Any
 from experiments.drawn import at_place, save
 from experiments.loopserve.runs import CHAIN, KEPT, answers, rows_of, seconds_of, settings_of, specs
 from experiments.loopserve.table1 import COLOURS, own_table
-from experiments.record import Row, record
+from experiments.record import Row, record, value_of_each
 from experiments.script import run
 from sinkscope.bench.tasks.recall import POSITIONS
 from sinkscope.display.style import finished
@@ -67,9 +67,7 @@ def figure(data: Row) -> Any:
                     "arrayminus": arrayminus,
                     "color": "#888",
                 }
-            x = []
-            for each in mine:
-                x.append(each["label"])
+            x = value_of_each(mine, "label")
             y = []
             for each in mine:
                 y.append(each[key])
@@ -104,7 +102,8 @@ def main(*, work: Path = Path("runs"), out: Path = Path("figures")) -> None:
     """
     started = time.perf_counter()
     methods = dict(zip(NAMES, specs(list(NAMES.values())), strict=True))
-    rows, seconds = list[Row](), 0.0
+    rows = list[Row]()
+    seconds = 0.0
     for suite, _, _ in SHOWN:
         said = answers(suite, list(methods.values()), work)
         seconds += seconds_of(said)

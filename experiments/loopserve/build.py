@@ -143,7 +143,8 @@ def build(
 
 def split_at_middle(text: str) -> tuple[str, str]:
     """Split a text in two at the line break nearest to the middle or, if none is near, at the nearest space."""
-    middle, reach = len(text) // 2, max(len(text) // 10, 1)
+    middle = len(text) // 2
+    reach = max(len(text) // 10, 1)
     for gap, far in (("\n", reach), (" ", len(text))):
         places = [text.rfind(gap, 0, middle), text.find(gap, middle)]
         near = []
@@ -248,7 +249,8 @@ def few_shot(record: LongBenchRecord, turns: int, repaired: bool, rng: random.Ra
     dialogue: list[BuiltTurn] = []
     for turn in range(turns):
         own = examples[turn * len(examples) // turns : (turn + 1) * len(examples) // turns]
-        question, answers = record.question, record.answers or ("",)
+        question = record.question
+        answers = record.answers or ("",)
         if turn < len(held_out):
             question, answers = asked_about(held_out[turn])
         halves = "\n".join(own[: len(own) // 2]), "\n".join(own[len(own) // 2 :])

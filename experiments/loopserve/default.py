@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from experiments.drawn import save
-from experiments.record import Row, record
+from experiments.record import Row, record, value_of_each
 from experiments.script import run
 from sinkscope.bench.tasks.needle import needle_prompt, wording_of
 from sinkscope.bench.tasks.recall import POSITIONS, recall_dialogue
@@ -93,7 +93,8 @@ def asked(where: str) -> list[tuple[str, str]]:
 
 def answered(target: Target, serve: LoopServe, questions: Sequence[tuple[str, str]]) -> Row:
     """How many questions are answered right, on how many of the cells."""
-    right, data = 0, list[Any]()
+    right = 0
+    data = list[Any]()
     for prompt, answer in questions:
         ids = target.tokenizer(prompt, return_tensors="pt").input_ids
         with serve.on(target) as run:
@@ -119,7 +120,8 @@ def needles(where: str) -> tuple[Target, list[tuple[str, str]]]:
 
 def sought(target: Target, serve: LoopServe | None, questions: Sequence[tuple[str, str]]) -> Row:
     """How many answers hold the string that was asked for, on how many of the cells."""
-    right, data = 0, list[Any]()
+    right = 0
+    data = list[Any]()
     for prompt, answer in questions:
         ids = target.tokenizer(prompt, return_tensors="pt").input_ids
         with nullcontext() if serve is None else serve.on(target) as run:
@@ -134,18 +136,18 @@ def sought(target: Target, serve: LoopServe | None, questions: Sequence[tuple[st
 
 def costs(data: Sequence[Any]) -> dict[str, float]:
     """Mean over prompts, layers and heads: cells, and what the lines hold outside of the sample."""
-    values = []
-    for d in data:
-        values.append(d["attended"])
+    values = value_of_each(data, "attended")
     return {"cells": fmean(values), "held": fmean(fmean(d["recovered"]) for d in data)}
 
 
 @torch.no_grad()
 def followed(model: Any, ids: torch.Tensor, serve: LoopServe | None) -> tuple[torch.Tensor, list[Any]]:
     """Log-probabilities of the tokens after a prompt that is read along lines; what follows attends to everything."""
-    prompt, rest = ids[:, :-ANSWER], ids[:, -ANSWER:]
+    prompt = ids[:, :-ANSWER]
+    rest = ids[:, -ANSWER:]
     if serve is None:
-        out, data = model(prompt, use_cache=True), []
+        out = model(prompt, use_cache=True)
+        data = []
     else:
         with serve.on(model) as run:
             out = model(prompt, use_cache=True)
@@ -159,7 +161,9 @@ def followed(model: Any, ids: torch.Tensor, serve: LoopServe | None) -> tuple[to
 def measured() -> dict[str, list[Row]]:
     """All numbers."""
     target = target_of(load("recall", backend="hf"))
-    points, choices, text = list[Row](), list[Row](), list[Row]()
+    points = list[Row]()
+    choices = list[Row]()
+    text = list[Row]()
     parts = list[Row]()
     asked_of = {THIRD: (target, asked(THIRD)), **{where: needles(where) for where in NEEDLES}}
     for where, (who, questions) in asked_of.items():
@@ -182,9 +186,7 @@ def measured() -> dict[str, list[Row]]:
             rows = []
             for one in draws:
                 rows.append(answered(target, one, questions))
-            scores = []
-            for one in rows:
-                scores.append(one["score"])
+            scores = value_of_each(rows, "score")
             means = {}
             for key in ("score", "cells", "held"):
                 values = []
@@ -233,7 +235,8 @@ def concluded(found: Row) -> str:
     said = {}
     for name, point in third.items():
         said[name] = f"{fewest(point)} of {point['draws'][0]['questions']}"
-    own, none = third["default"], grid[THIRD, OWN.alpha, 0]
+    own = third["default"]
+    none = grid[THIRD, OWN.alpha, 0]
     most = max(p["kl"] for (_, *at), p in grid.items() if at == [OWN.alpha, OWN.dense_rows] and "kl" in p)
     return (
         f"{THIRD.capitalize()}: the default (alpha {OWN.alpha}, last {OWN.dense_rows} rows dense) answers "
@@ -245,9 +248,7 @@ def concluded(found: Row) -> str:
 
 def fewest(point: Row) -> int:
     """Right answers of the worst draw."""
-    values = []
-    for draw in point["draws"]:
-        values.append(draw["right"])
+    values = value_of_each(point["draws"], "right")
     return min(values)
 
 
@@ -271,9 +272,7 @@ def figure(data: Row) -> Any:
             mode = "lines+markers"
             if rows == OWN.dense_rows:
                 mode = "lines+markers+text"
-            x = []
-            for each in mine:
-                x.append(each["cells"])
+            x = value_of_each(mine, "cells")
             y = []
             for each in mine:
                 y.append(each[key])
@@ -294,12 +293,8 @@ def figure(data: Row) -> Any:
             for point in found["choices"]:
                 if (point["where"], point["choice"]) == (title, name):
                     mine.append(point)
-            x = []
-            for each in mine:
-                x.append(each["cells"])
-            y = []
-            for each in mine:
-                y.append(each["score"])
+            x = value_of_each(mine, "cells")
+            y = value_of_each(mine, "score")
             array = []
             for each in mine:
                 array.append(each["high"] - each["score"])

@@ -108,13 +108,15 @@ def figure(data: Row) -> Any:
         rows=2, cols=3, subplot_titles=list(TITLES.values()), horizontal_spacing=0.05, vertical_spacing=0.22
     )
     for number, panel in enumerate(TITLES):
-        mine, at = [p for p in points if p["figure"] == panel], {"row": number // 3 + 1, "col": number % 3 + 1}
+        mine = [p for p in points if p["figure"] == panel]
+        at = {"row": number // 3 + 1, "col": number % 3 + 1}
         for curve, colour in zip(dict.fromkeys(p["curve"] for p in mine), (BLUE, ORANGE, GREY, RED), strict=False):
             line = []
             for point in mine:
                 if point["curve"] == curve:
                     line.append(point)
-            x, legend = [str(point["value"]) for point in line], f"legend{number + 1}" if number else "legend"
+            x = [str(point["value"]) for point in line]
+            legend = f"legend{number + 1}" if number else "legend"
             y = []
             for p in line:
                 y.append(max(p["kl"], LEAST))

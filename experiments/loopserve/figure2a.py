@@ -90,7 +90,8 @@ def figure(data: Row) -> Any:
         )
     )
     for name, colour, (begin, end) in (("first", BLUE, (0, half)), ("second", ORANGE, (half, keys))):
-        x, y = list[float | None](), list[float | None]()
+        x = list[float | None]()
+        y = list[float | None]()
         for key in lines[f"{name}_vertical"]:
             x += [key, key, None]
             y += [max(key, begin), end - 1, None]

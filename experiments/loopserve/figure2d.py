@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from experiments.drawn import at_place, save
-from experiments.record import Row, record
+from experiments.record import Row, record, value_of_each
 from experiments.script import run
 from sinkscope.bench.record import BenchRecord
 from sinkscope.bench.run import run_bench
@@ -67,7 +67,8 @@ def _point(records: Sequence[BenchRecord]) -> Row:
 
 def figure(data: Row) -> Any:
     """A panel for each number of facts: bars by method and position."""
-    panels, budget = data["result"]["panels"], data["settings"]["budget"]
+    panels = data["result"]["panels"]
+    budget = data["settings"]["budget"]
     from plotly.subplots import make_subplots
 
     fig: Any = make_subplots(
@@ -86,9 +87,7 @@ def figure(data: Row) -> Any:
             x = []
             for b in bars:
                 x.append(html.escape(b["method"]))
-            y = []
-            for b in bars:
-                y.append(b["accuracy"])
+            y = value_of_each(bars, "accuracy")
             array = []
             for b in bars:
                 array.append(b["high"] - b["accuracy"])
@@ -120,7 +119,8 @@ def figure(data: Row) -> Any:
     spread = {m: {place: one[m, place] for place in POSITIONS} for m, _ in one}
     most = max(spread, key=lambda m: max(spread[m].values()) - min(spread[m].values()))
     places = spread[most]
-    best, worst = max(places, key=lambda place: places[place]), min(places, key=lambda place: places[place])
+    best = max(places, key=lambda place: places[place])
+    worst = min(places, key=lambda place: places[place])
     found = (
         f"With {budget} cached tokens, {most} answers {places[best]:.0%} of the questions {at_place(best)} and "
         f"{places[worst]:.0%} of those {at_place(worst)}; the whole cache answers {min(spread['full'].values()):.0%} "
@@ -138,7 +138,8 @@ def main(*, count: int = 40, tokens: int = 400, budget: int = 96, out: Path = Pa
         budget: Cached tokens per layer and kv head.
     """
     torch.set_num_threads(1)
-    started, model = time.perf_counter(), load("recall", backend="hf")
+    started = time.perf_counter()
+    model = load("recall", backend="hf")
     with ProgressBar() as progress:
         panels: list[Row] = []
         for hops in HOPS:

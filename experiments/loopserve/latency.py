@@ -37,7 +37,7 @@ from transformers import DynamicCache
 from experiments.bench_lines import MARKED, SHAPES, VOCAB, made, memory
 from experiments.drawn import save
 from experiments.loopserve import paper
-from experiments.record import Row, record
+from experiments.record import Row, record, value_of_each
 from experiments.script import run as run_script
 from sinkscope.display.console import note
 from sinkscope.display.style import BLUE, GREEN, GREY, ORANGE, RED, finished
@@ -119,7 +119,8 @@ def turn(target: Target, edit: Intervention | None, ids: Tensor, context: int, c
         attended to and "computed" in the prompt, and "dense_heads", mean over layers, and "kernel" (None: plain
         attention).
     """
-    cache, seconds = DynamicCache(config=target.hf.config), list[float]()
+    cache = DynamicCache(config=target.hf.config)
+    seconds = list[float]()
     with edit.on(target) if edit is not None else nullcontext() as run:
         for begin, end in [(0, context), *((i, i + 1) for i in range(context, ids.shape[1]))]:
             start = clock()
@@ -154,9 +155,7 @@ def turn(target: Target, edit: Intervention | None, ids: Tensor, context: int, c
         physical = usage[0].physical_bytes
     cells = None
     if events:
-        values = []
-        for event in events:
-            values.append(event["attended"])
+        values = value_of_each(events, "attended")
         cells = statistics.fmean(values)
     kernel = None
     if events:
@@ -177,7 +176,8 @@ def turn(target: Target, edit: Intervention | None, ids: Tensor, context: int, c
 def _keep_pages() -> None:
     """Let glibc give back what is free now, and keep what is freed from here on; other libraries are left alone."""
     library = ctypes.CDLL(None)
-    mallopt, trim = getattr(library, "mallopt", None), getattr(library, "malloc_trim", None)
+    mallopt = getattr(library, "mallopt", None)
+    trim = getattr(library, "malloc_trim", None)
     if trim is not None:
         trim(0)  # else a run would use pages of its parent, and its memory would not rise
     if mallopt is not None:
@@ -281,12 +281,11 @@ def rows_of(runs: Sequence[Run], outputs: Sequence[int]) -> list[Row]:
 
 def figure(data: Row) -> Any:
     """Times and ratios by context, by length of the answer, and memory."""
-    rows, outputs = data["result"]["rows"], data["settings"]["outputs"]
+    rows = data["result"]["rows"]
+    outputs = data["settings"]["outputs"]
     from plotly.subplots import make_subplots
 
-    values = []
-    for each in rows:
-        values.append(each["rounds"])
+    values = value_of_each(rows, "rounds")
     most = max(values)
     values = []
     for each in rows:
@@ -310,7 +309,8 @@ def figure(data: Row) -> Any:
                 mine.append(r)
         if not mine:
             continue
-        line, x = {"color": color, "dash": dash}, [r["context"] for r in mine]
+        line = {"color": color, "dash": dash}
+        x = [r["context"] for r in mine]
 
         def draw(at: tuple[int, int], x: Sequence[Any], y: Sequence[Any], arm: str = arm, line: Row = line) -> None:
             fig.add_scatter(
@@ -401,9 +401,7 @@ def main(
         measured.append({**planned._asdict(), "load": load, **made})
         note(f"{number + 1}/{len(runs)} {planned.arm} at {planned.context}: first token {made['seconds'][0]:.2f} s")
     rows = rows_of(measured, outputs)
-    loads = []
-    for run in measured:
-        loads.append(run["load"])
+    loads = value_of_each(measured, "load")
     left_out = []
     for n in long:
         left_out.append(f"{n}: one round")

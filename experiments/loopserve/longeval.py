@@ -61,11 +61,13 @@ def measure(model: Any, name: str, data: Path | None, *, count: int, length: int
     weights = lines.on(setup, texts=texts, count=count, length=length)
     asked = tokens.questions(setup, prompts, count, length, new)
     found = tokens.token_overlap(setup.target, asked, new, 8)
-    i, k = lines.etas.index(0.1), found["budgets"].index(0.1)
+    i = lines.etas.index(0.1)
+    k = found["budgets"].index(0.1)
     blocks = {}
     for each in found["blocks"]:
         blocks[each["block"]] = each
-    first, near = blocks[0]["apart"], found["distances"]
+    first = blocks[0]["apart"]
+    near = found["distances"]
     shown: dict[str, float | None] = {}
     for each in (*WEIGHTS, *AGREEMENT):
         shown[each] = float(lines.mean(each)[i])
@@ -127,19 +129,23 @@ def figure(data: Row) -> Any:
 
     def curve(at: int, x: Any, y: Any, source: Row, colour: str, dash: str = "solid") -> None:
         row, column = divmod(at, 3)
-        name, first = html.escape(source["name"]), at == 0 and dash == "solid"
+        name = html.escape(source["name"])
+        first = at == 0 and dash == "solid"
         line = {"color": colour, "dash": dash}
         fig.add_scatter(x=x, y=y, name=name, legendgroup=name, showlegend=first, line=line, row=row + 1, col=column + 1)
 
     for source, colour in zip(sources, COLOURS, strict=False):
-        lines, agree, found = source["weights"], source["overlap"], source["tokens"]
+        lines = source["weights"]
+        agree = source["overlap"]
+        found = source["tokens"]
         k = found["budgets"].index(0.1)
         curve(0, lines["etas"], lines["mass"], source, colour)
         curve(0, lines["etas"], lines["random_mass"], source, colour, "dot")
         for at, name in ((1, "inputs"), (2, "segments")):
             curve(at, agree["etas"], agree[name], source, colour)
             curve(at, agree["etas"], agree[f"{name}_random"], source, colour, "dot")
-        places, name = found["positions"], html.escape(source["name"])
+        places = found["positions"]
+        name = html.escape(source["name"])
         shares = []
         for p in places:
             shares.append(p["overlap"][k])
@@ -192,7 +198,8 @@ def main(
         page: Replace the table in this page.
     """
     torch.set_num_threads(1)
-    started, loaded = time.perf_counter(), load(model, backend="hf")
+    started = time.perf_counter()
+    loaded = load(model, backend="hf")
     files = {"ordinary text": None, "LongEval topics": topics, "LongEval lines": lines}
     options = {"count": count, "length": length, "new": new}
     sources = []

@@ -111,7 +111,8 @@ def figure(data: Row) -> Any:
             for point in mine:
                 if point["curve"] == curve:
                     line.append(point)
-            x, exact = [str(point["value"]) for point in line], "chain" not in panel
+            x = [str(point["value"]) for point in line]
+            exact = "chain" not in panel
             y = []
             for point in line:
                 y.append(point["score" if exact else "prefix"])
@@ -172,7 +173,8 @@ def figure(data: Row) -> Any:
             if each["curve"] == curve:
                 values.append(each["score"])
         mean[curve] = fmean(values)
-    best, worst = max(mean, key=lambda curve: mean[curve]), min(mean, key=lambda curve: mean[curve])
+    best = max(mean, key=lambda curve: mean[curve])
+    worst = min(mean, key=lambda curve: mean[curve])
     right = f"{mean[best]:.0%} of the answers are right ({best}) and {mean[worst]:.0%} ({worst})"
     title = f"Averaged over alphas below 1, {right}"
     return finished(fig, None, title, width=1700, height=950, font={"size": 12}, **legends(fig, len(TITLES)))
@@ -185,7 +187,8 @@ def legends(fig: Any, panels: int) -> Row:
         name = ""
         if number:
             name = str(number + 1)
-        x, y = fig.layout[f"xaxis{name}"].domain, fig.layout[f"yaxis{name}"].domain
+        x = fig.layout[f"xaxis{name}"].domain
+        y = fig.layout[f"yaxis{name}"].domain
         found[f"legend{name}"] = {"x": x[0], "y": y[0] - 0.04, "orientation": "v", "xanchor": "left", "yanchor": "top"}
     return found
 
@@ -197,7 +200,9 @@ def main(*, work: Path = Path("runs"), out: Path = Path("figures")) -> None:
         work: Folder of the answers.
     """
     started = time.perf_counter()
-    points, full, seconds = list[Row](), list[Row](), 0.0
+    points = list[Row]()
+    full = list[Row]()
+    seconds = 0.0
     for suite in (SWEPT_KEPT, SWEPT_CHAIN):
         methods = methods_of(suite)
         said = answers(suite, ["full", *dict.fromkeys(methods.values())], work)

@@ -275,8 +275,10 @@ def main(*, work: Path = Path("runs"), out: Path = Path("figures"), runs: Sequen
         runs: Folders of `sinkscope bench`.
     """
     started = time.perf_counter()
-    table1, table8 = paper_rows(runs), table8_rows(runs)
-    rows, seconds = list[Row](), 0.0
+    table1 = paper_rows(runs)
+    table8 = table8_rows(runs)
+    rows = list[Row]()
+    seconds = 0.0
     plan = [(KEPT, specs(OWN)), (CHAIN, specs(OWN)), (LONG, specs(LONGER))]
     for suite, methods in plan:
         said = answers(suite, methods, work)

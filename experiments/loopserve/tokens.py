@@ -156,7 +156,8 @@ def token_overlap(target: Target, asked: Sequence[Question], new: int, window: i
         for position in POSITIONS:
             ids = question.placed(position)
             answer = greedy(target, torch.tensor([ids]), new)[0]
-            n, whole = len(ids), torch.tensor([*ids, *answer])
+            n = len(ids)
+            whole = torch.tensor([*ids, *answer])
             places: list[int] = []
             if position == "end":
                 places = [*range(-1, -1 - min(BEFORE, n // window), -1), *range(len(answer) // window)]

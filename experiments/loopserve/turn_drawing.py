@@ -42,7 +42,9 @@ def shares_of(chat: Conversation) -> TurnShares:
     """
     if not chat.turns:
         raise SinkscopeError("the conversation has no turn yet: ask something first")
-    layers, heads, turns = chat.target.n_layers, chat.target.n_heads, len(chat.turns)
+    layers = chat.target.n_layers
+    heads = chat.target.n_heads
+    turns = len(chat.turns)
     length = chat.turns[-1].prompt_tokens
     cells = torch.ones(layers, heads, turns)
     weight = torch.ones(layers, heads, turns)

@@ -27,7 +27,7 @@ from experiments.loopserve.runs import (
     specs,
     turns_of,
 )
-from experiments.record import Row, record
+from experiments.record import Row, record, value_of_each
 from experiments.script import run
 from sinkscope.display.style import BLUE, COLOURS, GREEN, GREY, ORANGE, RED, finished
 
@@ -77,9 +77,7 @@ def figure(data: Row) -> Any:
             for row in rows:
                 if (row["suite"], row["label"]) == (suite.name, name):
                     mine.append(row)
-            x = []
-            for each in mine:
-                x.append(each["turn"])
+            x = value_of_each(mine, "turn")
             y = []
             for each in mine:
                 y.append(each[key])
@@ -126,7 +124,8 @@ def main(*, work: Path = Path("runs"), out: Path = Path("figures")) -> None:
     """
     started = time.perf_counter()
     methods = dict(zip(NAMES, specs(list(NAMES.values())), strict=True))
-    rows, seconds = list[Row](), 0.0
+    rows = list[Row]()
+    seconds = 0.0
     for suite, _, _ in SHOWN:
         assert suite.task.turns == len(TURNS)
         said = answers(suite, list(methods.values()), work)

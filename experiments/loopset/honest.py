@@ -220,7 +220,9 @@ def data(rng: random.Random) -> str:
     form = rng.choice(("json", "csv", "markdown"))
     rows: list[str] = []
     for i in range(MANY):
-        name, town, noun = rng.choice(NAMES), rng.choice(PLACES), rng.choice(NOUNS)
+        name = rng.choice(NAMES)
+        town = rng.choice(PLACES)
+        noun = rng.choice(NOUNS)
         number = rng.randint(18, 990)
         if form == "json":
             rows.append(json.dumps({"id": 100 + i, "name": name, "town": town, "item": noun, "amount": number}))
@@ -250,7 +252,9 @@ def reasoning(rng: random.Random) -> str:
     lines: list[str] = []
     form = rng.choice(("algebra", "cases", "thoughts"))
     for i in range(1, 26):
-        a, x, b = rng.randint(2, 12), rng.randint(1, 20), rng.randint(1, 30)
+        a = rng.randint(2, 12)
+        x = rng.randint(1, 20)
+        b = rng.randint(1, 30)
         noun, other = rng.sample(NOUNS, 2)
         if form == "algebra":
             lines.append(f"({i}) {a}x + {b} = {a * x + b}, so {a}x = {a * x}, and x = {x}.")

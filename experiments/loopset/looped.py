@@ -263,7 +263,8 @@ def script(rng: random.Random) -> str:
 def reconsiders(rng: random.Random) -> str:
     """Reasoning that takes the same doubt up again, in words that change a little."""
     thing, other = rng.sample(NOUNS, 2)
-    verb, number = rng.choice(VERBS), rng.randint(3, 90)
+    verb = rng.choice(VERBS)
+    number = rng.randint(3, 90)
     doubts = ("Wait,", "Hmm,", "But wait,", "Hold on,", "Actually,", "No,")
     starts = (
         "let me reconsider.", "let me check this again.", "maybe I missed something.", "that cannot be right.",

@@ -69,14 +69,18 @@ class CorpusIndex:
 
     def longest(self, text: bytes) -> Match:
         """The longest piece of `text` that occurs in the corpus; the first one if there are several."""
-        best, length, where = 0, 0, -1
+        best = 0
+        length = 0
+        where = -1
         for start in range(len(text)):
             if len(text) - start <= length:
                 break
             # A zero byte ends a file: no piece reaches across one.
             found, place = self._at(text[start : start + _DEPTH].partition(b"\0")[0], length)
             if found > length:
-                best, length, where = start, found, place
+                best = start
+                length = found
+                where = place
         if where < 0:
             file = ""
         else:
@@ -85,7 +89,9 @@ class CorpusIndex:
 
     def _at(self, text: bytes, least: int) -> tuple[int, int]:
         """How many bytes from the start of `text` occur in the corpus, and one such place."""
-        data, found, where = self._bytes, 0, -1
+        data = self._bytes
+        found = 0
+        where = -1
         # The first suffix that is not below the text, or its neighbour, shares the longest start.
         order: Any = self.order
         low = bisect_left(order, text, key=lambda place: data[int(place) : int(place) + len(text)])
@@ -95,7 +101,8 @@ class CorpusIndex:
                 both = zip(text, data[place : place + len(text)], strict=False)  # a zero byte differs, at the latest
                 length = next((n for n, (one, other) in enumerate(both) if one != other), len(text))
                 if length > max(found, least):
-                    found, where = length, place
+                    found = length
+                    where = place
         return found, where
 
     def check(self) -> None:
@@ -229,7 +236,9 @@ def build_index(files: list[tuple[str, bytes]], name: str, progress: Progress | 
         raise SinkscopeError(f"the corpus {name} has {size} bytes; at most 2,147,483,647 can be searched: give a part")
     # The 8 bytes from every position on, as numbers whose first byte counts most.
     key = np.ndarray(size, ">u8", joined + bytes(_FIRST), strides=(1,)).astype(np.uint64)
-    rank, order, length = np.empty_like(key), key.argsort(kind="stable"), _FIRST
+    rank = np.empty_like(key)
+    order = key.argsort(kind="stable")
+    length = _FIRST
     while True:
         key = key[order]
         rank[order] = np.cumsum(np.append(True, key[1:] != key[:-1]))  # counts from 1

@@ -79,7 +79,8 @@ def split_tokens(ids: Int[Tensor, "row pos"], words: list[int], bos: int | None,
     places: list[tuple[int, int]] = []
     taken: dict[int, int] = {}
     for place in torch.randperm(len(ids) * width, generator=generator).tolist():
-        row, pos = place // width, place % width + begin
+        row = place // width
+        pos = place % width + begin
         token = int(ids[row, pos])
         if token != bos and token_held[token] == text_held[row] and taken.get(token, 0) < PER_TOKEN:
             taken[token] = taken.get(token, 0) + 1
@@ -236,10 +237,12 @@ def sentence(row: Row, layer: int) -> str:
 def figure(data: Row) -> go.Figure:
     """Draw first and later tokens by the plane and by the best neuron."""
     result = data["result"]
-    rows, of_samples = result["methods"], result["samples"]
+    rows = result["methods"]
+    of_samples = result["samples"]
     best = max(rows[1:] or rows, key=lambda row: row["auroc"])
     across = of_samples.get(best["method"], of_samples["score"])
-    first, held = np.array(of_samples["first"]), np.array(of_samples["held_out"])
+    first = np.array(of_samples["first"])
+    held = np.array(of_samples["held_out"])
     fig = go.Figure()
     for stands_first, color in ((False, GREY), (True, BLUE)):
         for held_out_side, symbol in ((False, "circle-open"), (True, "circle")):

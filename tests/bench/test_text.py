@@ -144,6 +144,7 @@ def test_pieces_of_the_text():
         TextFidelity(count=10**6, prompt=40, answer=9).prompts(target)
 
 
+@pytest.mark.slow
 def test_the_command_shows_the_random_control(capsys: pytest.CaptureFixture[str]):
     words_ = ["bench", "--task", "text:count=1:prompt=96:answer=4", "--methods", "full,snapkv:0.75,random:0.75"]
     assert main(words_) == 0

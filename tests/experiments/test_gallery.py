@@ -12,7 +12,6 @@ from report_kit import PIXEL, read_report
 from sample_results import sample_find_sinks
 
 from experiments import gallery
-from experiments.drawn import tables
 from experiments.record import record
 
 
@@ -47,16 +46,6 @@ def test_one_page_has_results_of_commands_and_of_experiments(tmp_path):
     read = read_report(gallery.page(tmp_path / "all.html", tmp_path))
     assert "2 results" in read.text and read.tags.count("section") == 2
     assert read.text.index(sample_find_sinks().summary().splitlines()[0]) < read.text.index("0.125")
-
-
-def test_a_record_is_shown_as_tables_of_all_its_values():
-    rows = [{"name": "a", "costs": {"seconds": 0.5}, "whole": True}, {"name": "b", "steps": list(range(100))}]
-    listed, single = tables({"runs": {"own": rows}, "ratio": {"speed": 2.5}})
-    assert listed.title == "runs, own"
-    assert listed.columns["name"] == ["a", "b"] and listed.columns["costs seconds"] == ["0.5", "-"]
-    assert listed.columns["whole"] == ["yes", "-"]
-    assert listed.columns["steps"][0] == "-" and listed.columns["steps"][1].endswith(", … (100 values)")
-    assert single.columns == {"name": ["ratio, speed"], "value": ["2.5"]}
 
 
 def test_every_measurement_says_how_it_was_made():

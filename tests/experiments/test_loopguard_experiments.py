@@ -84,6 +84,7 @@ def guarded(tmp_path):
     return tmp_path / "guards"
 
 
+@pytest.mark.slow
 def test_the_cuts_are_measured_on_a_run_whose_answers_raise_no_alarm(guarded, monkeypatch, tmp_path):
     monkeypatch.setattr(why, "STARTS", [(3, 0)])
     monkeypatch.setattr(why, "NEW", 8)

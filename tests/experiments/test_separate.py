@@ -43,6 +43,7 @@ def test_a_plane_separates_in_other_architectures(family: str, methods: int, tmp
     assert rows[0]["auroc"] > 0.999 and len(rows) == methods
 
 
+@pytest.mark.slow
 def test_where_there_is_no_mark_nothing_separates(tmp_path: Path) -> None:
     """There is none before the marking layer, and none in a model without a sink."""
     late = organism("llama", 1, kind="late_mark", bos=False)

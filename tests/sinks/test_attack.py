@@ -58,6 +58,7 @@ def test_a_wrong_assignment_makes_no_attack(tmp_path):
     assert wrong.most[0, 0, CLUSTER] < 0.2 and wrong.positions[0, 0, CLUSTER] < 0.3
 
 
+@pytest.mark.slow
 def test_behind_bos_it_takes_as_many_tokens_as_a_repetition(tmp_path):
     o = organism("qwen3", 50)  # its groups have more tokens than that
     found = attack_on(o, tmp_path, lengths=[70], sequences=8)

@@ -140,6 +140,7 @@ def test_a_killed_run_goes_on_with_the_same_table(tmp_path, monkeypatch):
         measured(o, resume=folder)
 
 
+@pytest.mark.slow
 def test_some_tokens_are_what_they_are_among_all():
     o = organism("llama", 0)
     every, token = clusters_of(o), o.tokens_of(0)[0]

@@ -139,6 +139,7 @@ def test_streamed_layers_are_read_until_attention_agrees(tmp_path):
     assert not (wrong := mistakes(h, result)), "\n".join(wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "family", "kind"),
     [

@@ -144,6 +144,7 @@ def backup_made(folder: Path) -> tuple[HardModel, PatchMade]:
     return h, patch_make(h.model, tokenizer=h.tokenizer, text=text_file(h, folder, 120), **options)
 
 
+@pytest.mark.slow
 def test_a_backup_neuron_is_patched_too(tmp_path):
     """Held still, the sink neuron alone is replaced by another in a later layer: the patch needs both."""
     h, made = backup_made(tmp_path)
@@ -167,6 +168,7 @@ def without(sites: set[Any]) -> Callable[..., SinkPatch]:
     return partial
 
 
+@pytest.mark.slow
 def test_a_sink_that_returns_is_not_repaired(tmp_path, monkeypatch):
     """Without the backup the norm is typical in the sink's layer and high after the backup's."""
     backup = planted(*BACKUP).truth.backup

@@ -63,6 +63,7 @@ def plain(prefix: str = PREFIX) -> ProbabilityReading:
     return measured(prefix=prefix).reading
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix", [slow(""), PREFIX])
 def test_it_repeats_until_the_sink_and_for_ever_with_the_patch(prefix):
     o, found = repeater(), plain(prefix)

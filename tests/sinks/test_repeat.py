@@ -98,6 +98,7 @@ def test_typical_lines_are_quantiles_of_later_positions(llama):
     assert norm.conditions == ("intact",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bos", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_what_stands_before_the_repetitions(bos):
     o = organism("llama", 2, bos=bos)
