@@ -26,8 +26,8 @@ from sinkscope.bench.record import BenchRun, read_run
 from sinkscope.bench.run import bench
 from sinkscope.bench.table import PERCENT, tabulate_records
 from sinkscope.display.console import ProgressBar
-from sinkscope.display.notation import listed
-from sinkscope.display.style import COLOURS, finished
+from sinkscope.display.notation import word_list
+from sinkscope.display.style import COLOURS, figure_of
 from sinkscope.measure.rate import wilson
 
 NEEDLE = (
@@ -105,7 +105,7 @@ def figure(data: Row) -> Any:
     longest = max(len(row["method"]) for row in rows)
     bottom = max(170, 80 + 5 * longest)  # room for names that stand at an angle
     place = {"width": 1100, "height": 350 + bottom, "bottom": bottom, "legend": (60 - bottom) / 260}
-    return finished(fig, None, finding(rows, measure), barmode="group", **place)
+    return figure_of(fig, None, finding(rows, measure), barmode="group", **place)
 
 
 def finding(rows: Sequence[Row], measure: str) -> str:
@@ -134,10 +134,10 @@ def finding(rows: Sequence[Row], measure: str) -> str:
     control = next(name for name in controls if name in means)
     over = ""
     if len(sets) > 1:
-        over = f" (mean over {listed(list(sets))})"
+        over = f" (mean over {word_list(list(sets))})"
     said = SAID[measure]
     return (
-        f"Best of {len(compared)} methods: {listed(best)}, {said(top)}{over}; {control}, the control, "
+        f"Best of {len(compared)} methods: {word_list(best)}, {said(top)}{over}; {control}, the control, "
         f"{said(means[control])}"
     )
 

@@ -376,7 +376,7 @@ def figure(data: Row) -> Any:
     result = data["result"]
     from plotly.subplots import make_subplots
 
-    from sinkscope.display.style import BLUE, GREEN, GREY, ORANGE, RED, finished
+    from sinkscope.display.style import BLUE, GREEN, GREY, ORANGE, RED, figure_of
 
     purple = "#cc79a7"
     titles = ("single columns", "single offsets", "whole prompt, 2 layers", "stages at alpha 0.995, share of the pass")
@@ -452,7 +452,7 @@ def figure(data: Row) -> Any:
         f"Prompts of {whole['n']:,} tokens are read {whole['times_faster']:.1f} times faster on lines "
         f"(alpha {whole['alpha']}), where {whole['cells']:.1%} of the cells are needed; one core, float32"
     )
-    return finished(
+    return figure_of(
         fig,
         None,
         found,

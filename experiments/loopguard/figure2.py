@@ -28,7 +28,7 @@ from experiments.script import run
 from sinkscope.bench.record import BenchRecord, read_run
 from sinkscope.bench.run import run_bench
 from sinkscope.display.console import ProgressBar, note
-from sinkscope.display.style import BLUE, GREEN, GREY, ORANGE, RED, finished
+from sinkscope.display.style import BLUE, GREEN, GREY, ORANGE, RED, figure_of
 from sinkscope.errors import SinkscopeError
 from sinkscope.loops.signals import THETA_TTR, WINDOW
 from sinkscope.models.text import typical_text
@@ -236,7 +236,7 @@ def figure(data: Row) -> Any:
         found = found
     else:
         found = found.partition(";")[0]
-    return finished(fig, None, found, width=1500, height=560)
+    return figure_of(fig, None, found, width=1500, height=560)
 
 
 def main(

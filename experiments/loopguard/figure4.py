@@ -27,7 +27,7 @@ from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.bench.record import BenchRecord, read_run
 from sinkscope.bench.tasks.loops import EARLY
-from sinkscope.display.style import BLUE, GREEN, GREY, ORANGE, RED, finished
+from sinkscope.display.style import BLUE, GREEN, GREY, ORANGE, RED, figure_of
 from sinkscope.errors import SinkscopeError
 from sinkscope.loops import Monitor, MonitorSettings
 from sinkscope.models.text import typical_text
@@ -199,7 +199,7 @@ def figure(data: Row) -> Any:
     fig.update_yaxes(title_text="share of interventions", tickformat=".0%", row=1, col=2)
     times = " and ".join(f"{row['mean']:.1f} with {DRAWN[row['method']]}" for row in drawn)
     found = f"Interventions in a run of LoopBench's small set: {times} (the paper: {low} to {high})"
-    return finished(fig, None, found, width=1400, height=540, barmode="group", bargap=0.1, legend=-0.2, bottom=110)
+    return figure_of(fig, None, found, width=1400, height=540, barmode="group", bargap=0.1, legend=-0.2, bottom=110)
 
 
 def main(runs: Sequence[Path], *, out: Path = Path("figures")) -> None:

@@ -26,7 +26,7 @@ from sinkscope.attention.barcode import Barcode, barcode
 from sinkscope.bench.prompt import read_prompts
 from sinkscope.bench.tasks.loops import DATA
 from sinkscope.display.console import ProgressBar
-from sinkscope.display.style import ORANGE, finished
+from sinkscope.display.style import ORANGE, figure_of
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.opening.load import load
 
@@ -64,7 +64,7 @@ def figure(data: Row) -> Any:
         f"{loop['steps']} new tokens end in {ends[0]}, with LoopGuard as printed in {ends[1]} after "
         f"{len(guarded['interventions'])} interventions (lines)"
     )
-    return finished(fig, None, title, width=1200, height=130 + 260 * rows, font={"size": 12}, bottom=60)
+    return figure_of(fig, None, title, width=1200, height=130 + 260 * rows, font={"size": 12}, bottom=60)
 
 
 def numbers(result: Barcode) -> Row:

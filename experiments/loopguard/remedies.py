@@ -41,7 +41,7 @@ from experiments.record import Row, record, value_of_each
 from experiments.script import run
 from sinkscope.bench.prompt import read_prompts
 from sinkscope.bench.tasks.loops import DATA, first_alarm, loops
-from sinkscope.display.style import COLOURS, finished
+from sinkscope.display.style import COLOURS, figure_of
 from sinkscope.files.output import write_atomic
 from sinkscope.kv.loopguard import LoopGuard, LoopReporter
 from sinkscope.opening.load import load
@@ -358,7 +358,7 @@ def figure(data: Row) -> Any:
         said.append(f"{guard['loops']} instead of {full['loops']} of {guard['outputs']} ({setting['name']})")
     fig.update_yaxes(range=[0, 1.03], tickformat=".0%", row=1, col=1)
     found = f"With LoopGuard, outputs that loop: {', '.join(said)}"
-    return finished(fig, None, found, width=1500, height=600, barmode="group", bottom=150)
+    return figure_of(fig, None, found, width=1500, height=600, barmode="group", bottom=150)
 
 
 def tables(works: Sequence[Path], out: Path) -> None:

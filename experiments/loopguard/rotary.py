@@ -30,7 +30,7 @@ from experiments.drawn import save
 from experiments.queries_and_keys import queries_and_keys
 from experiments.record import Row, record
 from experiments.script import run
-from sinkscope.display.style import BLUE, GREEN, GREY, ORANGE, finished
+from sinkscope.display.style import BLUE, GREEN, GREY, ORANGE, figure_of
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.decode import greedy
 from sinkscope.loops.signals import tail_period
@@ -497,7 +497,7 @@ def figure(data: Row) -> Any:
     fig.update_yaxes(type="log", exponentformat="power")
     for place, title in enumerate(("layer", "layer", "position (dotted: the loop begins)", "periods later")):
         fig.update_xaxes(title_text=title, row=place // 2 + 1, col=place % 2 + 1)
-    return finished(fig, None, summary(result), width=1400, height=950, legend=-0.08, bottom=80)
+    return figure_of(fig, None, summary(result), width=1400, height=950, legend=-0.08, bottom=80)
 
 
 def main(

@@ -37,7 +37,7 @@ from sinkscope.bench.methods import read_method
 from sinkscope.bench.record import BenchRecord, read_run
 from sinkscope.bench.tasks.loops import Loops, first_alarm
 from sinkscope.display.console import ProgressBar
-from sinkscope.display.style import BLUE, GREEN, GREY, ORANGE, RED, finished
+from sinkscope.display.style import BLUE, GREEN, GREY, ORANGE, RED, figure_of
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import read_json
 from sinkscope.kv.loopguard import LoopGuard, Retention, tokens_to_keep
@@ -324,7 +324,7 @@ def figure(data: Row) -> Any:
         f"The same cycle goes on in {goes_on['nothing']:.0%} of the cases if nothing is cut from the cache, and in "
         f"{goes_on[own]:.0%} after {own} ({name})"
     )
-    return finished(fig, None, found, width=1500, height=600, barmode="group", legend=-0.25, bottom=170)
+    return figure_of(fig, None, found, width=1500, height=600, barmode="group", legend=-0.25, bottom=170)
 
 
 def main(

@@ -20,7 +20,7 @@ from experiments.loopserve.table1 import COLOURS, own_table
 from experiments.record import Row, record, value_of_each
 from experiments.script import run
 from sinkscope.bench.tasks.recall import POSITIONS
-from sinkscope.display.style import finished
+from sinkscope.display.style import figure_of
 
 NAMES = {
     "whole cache": "full",
@@ -91,7 +91,7 @@ def figure(data: Row) -> Any:
         f"Asked in the middle for one fact, LoopServe's default answers {right['default']:.0%} right, the whole cache "
         f"{right['whole cache']:.0%}, a random part of it {right['random part']:.0%}"
     )
-    return finished(fig, None, found, width=1500, height=600, barmode="group", legend=-0.38, bottom=170)
+    return figure_of(fig, None, found, width=1500, height=600, barmode="group", legend=-0.38, bottom=170)
 
 
 def main(*, work: Path = Path("runs"), out: Path = Path("figures")) -> None:

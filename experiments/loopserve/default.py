@@ -34,7 +34,7 @@ from experiments.script import run
 from sinkscope.bench.tasks.needle import needle_prompt, wording_of
 from sinkscope.bench.tasks.recall import POSITIONS, recall_dialogue
 from sinkscope.bench.tasks.text import TextFidelity
-from sinkscope.display.style import BLUE, GREEN, RED, finished
+from sinkscope.display.style import BLUE, GREEN, RED, figure_of
 from sinkscope.interventions.decode import greedy
 from sinkscope.kv.loopserve import LoopServe
 from sinkscope.models.names import BUNDLED
@@ -321,7 +321,7 @@ def figure(data: Row) -> Any:
     fig.update_yaxes(title="right answers", row=1, col=1)
     fig.update_yaxes(title="KL to full attention, nats", row=2, col=1)
     legend = {"orientation": "v", "x": 0.72, "y": 0.36, "xanchor": "left"}
-    return finished(
+    return figure_of(
         fig,
         None,
         concluded(found).partition(";")[0],

@@ -29,7 +29,7 @@ from sinkscope.bench.record import BenchRecord
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.tasks.text import TextFidelity
 from sinkscope.display.console import ProgressBar
-from sinkscope.display.style import BLUE, GREY, ORANGE, RED, finished
+from sinkscope.display.style import BLUE, GREY, ORANGE, RED, figure_of
 from sinkscope.measure.rate import mean_known
 from sinkscope.opening.load import load
 
@@ -150,7 +150,7 @@ def figure(data: Row) -> Any:
         f"On ordinary text the {TITLES[most]} matters most: the KL to full attention goes from {min(spread[most]):.2g} "
         f"to {max(spread[most]):.2g} nats ({PROMPT} tokens and {ANSWER} more; dots: texts)"
     )
-    return finished(fig, None, found, width=1500, height=950, font={"size": 12}, **legends(fig, len(TITLES)))
+    return figure_of(fig, None, found, width=1500, height=950, font={"size": 12}, **legends(fig, len(TITLES)))
 
 
 def main(*, work: Path = Path("runs"), out: Path = Path("figures"), count: int = 4) -> None:

@@ -19,7 +19,7 @@ import torch
 from experiments.drawn import save
 from experiments.record import Row, record
 from experiments.script import run
-from sinkscope.display.style import BLUE, ORANGE, finished
+from sinkscope.display.style import BLUE, ORANGE, figure_of
 from sinkscope.lines.attention import attention_of
 from sinkscope.lines.sums import Scores, line_sums, scores_of
 from sinkscope.lines.votes import top_lines
@@ -105,7 +105,7 @@ def figure(data: Row) -> Any:
     fig.add_shape(type="rect", **corner, line={"color": ORANGE, "dash": "dot"})
     fig.update_yaxes(range=[keys - 0.5, -0.5], title="query", scaleanchor="x", constrain="domain", showgrid=False)
     fig.update_xaxes(title="key", range=[-0.5, keys - 0.5], constrain="domain", showgrid=False)
-    return finished(fig, None, found, width=900, height=940, legend=-0.08, bottom=60, top=70)
+    return figure_of(fig, None, found, width=900, height=940, legend=-0.08, bottom=60, top=70)
 
 
 def main(*, tokens: int = 192, head: str = "", out: Path = Path("figures")) -> None:

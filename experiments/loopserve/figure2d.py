@@ -26,7 +26,7 @@ from sinkscope.bench.record import BenchRecord
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.tasks.recall import POSITIONS, Recall
 from sinkscope.display.console import ProgressBar
-from sinkscope.display.style import BLUE, GREEN, ORANGE, finished
+from sinkscope.display.style import BLUE, GREEN, ORANGE, figure_of
 from sinkscope.measure.rate import mean_known, wilson
 from sinkscope.opening.load import load
 
@@ -126,7 +126,7 @@ def figure(data: Row) -> Any:
         f"{places[worst]:.0%} of those {at_place(worst)}; the whole cache answers {min(spread['full'].values()):.0%} "
         "or more at every place"
     )
-    return finished(fig, None, found, width=1500, height=560, barmode="group", legend=-0.3)
+    return figure_of(fig, None, found, width=1500, height=560, barmode="group", legend=-0.3)
 
 
 def main(*, count: int = 40, tokens: int = 400, budget: int = 96, out: Path = Path("figures")) -> None:

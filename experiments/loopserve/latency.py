@@ -40,7 +40,7 @@ from experiments.loopserve import paper
 from experiments.record import Row, record, value_of_each
 from experiments.script import run as run_script
 from sinkscope.display.console import note
-from sinkscope.display.style import BLUE, GREEN, GREY, ORANGE, RED, finished
+from sinkscope.display.style import BLUE, GREEN, GREY, ORANGE, RED, figure_of
 from sinkscope.interventions.base import Intervention
 from sinkscope.kv import H2O, AdaKV, SnapKV
 from sinkscope.kv.loopserve import LoopServe, tokens_read
@@ -356,7 +356,7 @@ def figure(data: Row) -> Any:
             faster[r["arm"]] = r["times_faster"][last]
     best = max(faster, key=lambda arm: faster[arm])
     title = f"A turn of {last} tokens after {shown:,} is {faster[best]:.1f} times faster with {best} than without"
-    return finished(fig, None, title, width=1500, height=900, legend=-0.1, top=100)
+    return figure_of(fig, None, title, width=1500, height=900, legend=-0.1, top=100)
 
 
 def main(

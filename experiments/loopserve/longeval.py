@@ -24,7 +24,7 @@ from experiments.loopserve import tokens
 from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.attention.lines import lines
-from sinkscope.display.style import BLUE, GREEN, ORANGE, finished
+from sinkscope.display.style import BLUE, GREEN, ORANGE, figure_of
 from sinkscope.measure import Setup
 from sinkscope.opening.load import load
 
@@ -173,7 +173,7 @@ def figure(data: Row) -> Any:
     for at, said in enumerate(("eta", "eta", "eta", "question", "block", "blocks apart")):
         fig.update_xaxes(title_text=said, row=at // 3 + 1, col=at % 3 + 1)
     fig.update_yaxes(range=[0, 1.02], tickformat=".0%")
-    return finished(fig, None, title(sources), width=1500, height=900, legend=-0.1)
+    return figure_of(fig, None, title(sources), width=1500, height=900, legend=-0.1)
 
 
 def main(

@@ -32,7 +32,7 @@ from experiments.loopserve.runs import (
 )
 from experiments.record import Row, record
 from experiments.script import run
-from sinkscope.display.style import BLUE, GREEN, GREY, ORANGE, finished
+from sinkscope.display.style import BLUE, GREEN, GREY, ORANGE, figure_of
 from sinkscope.kv.loopserve import LoopServe
 
 DEFAULT = LoopServe()
@@ -177,7 +177,7 @@ def figure(data: Row) -> Any:
     worst = min(mean, key=lambda curve: mean[curve])
     right = f"{mean[best]:.0%} of the answers are right ({best}) and {mean[worst]:.0%} ({worst})"
     title = f"Averaged over alphas below 1, {right}"
-    return finished(fig, None, title, width=1700, height=950, font={"size": 12}, **legends(fig, len(TITLES)))
+    return figure_of(fig, None, title, width=1700, height=950, font={"size": 12}, **legends(fig, len(TITLES)))
 
 
 def legends(fig: Any, panels: int) -> Row:

@@ -37,7 +37,7 @@ from experiments.script import run
 from sinkscope.bench.methods import name_of
 from sinkscope.bench.table import bench_table
 from sinkscope.bench.tasks.recall import POSITIONS
-from sinkscope.display.style import BLUE, GREEN, ORANGE, finished
+from sinkscope.display.style import BLUE, GREEN, ORANGE, figure_of
 
 COLOURS = dict(zip(POSITIONS, (BLUE, ORANGE, GREEN), strict=True))
 NOT_RUN = "not run"
@@ -241,7 +241,7 @@ def figure(data: Row) -> Any:
             parts.append(f"{ours[name]:.0%} {said}")
     told = ", ".join(parts)
     found = f"One fact at 12.5 %, question at the beginning: the recall model is right in {told}"
-    return finished(fig, None, found, width=1500, height=950, barmode="group", legend=-0.2, bottom=170)
+    return figure_of(fig, None, found, width=1500, height=950, barmode="group", legend=-0.2, bottom=170)
 
 
 def _bars(rows: Sequence[Row], suite: str, place: str, key: str) -> tuple[list[str], list[float], Any]:

@@ -29,7 +29,7 @@ from experiments.loopserve.runs import (
 )
 from experiments.record import Row, record, value_of_each
 from experiments.script import run
-from sinkscope.display.style import BLUE, COLOURS, GREEN, GREY, ORANGE, RED, finished
+from sinkscope.display.style import BLUE, COLOURS, GREEN, GREY, ORANGE, RED, figure_of
 
 BUDGET = 128
 PURPLE, SKY = COLOURS[3:5]
@@ -105,7 +105,7 @@ def figure(data: Row) -> Any:
         f"{last['whole cache']:.0%}, a random part of {data['settings']['budget']} tokens {last['random part']:.0%}"
     )
     legend = {"x": 0, "xanchor": "left", "y": -0.16, "entrywidth": 220, "itemwidth": 50}
-    return finished(
+    return figure_of(
         fig,
         None,
         found,

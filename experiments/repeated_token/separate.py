@@ -28,7 +28,7 @@ import sinkscope as ss
 from experiments.drawn import save
 from experiments.record import Row, record
 from experiments.script import run
-from sinkscope.display.style import BLUE, GREY, finished
+from sinkscope.display.style import BLUE, GREY, figure_of
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.measure import Setup
 from sinkscope.sinks.tokens import first_tokens
@@ -261,7 +261,7 @@ def figure(data: Row) -> go.Figure:
     fig.add_vline(0, line={"color": GREY, "dash": "dot"})
     fig.update_xaxes(title_text=f"score by the plane (AUROC {rows[0]['auroc']:.4f})")
     fig.update_yaxes(title_text=f"pre-activation of the {best['method']} {best['neuron']} (AUROC {best['auroc']:.4f})")
-    return finished(fig, None, sentence(rows[0], result["layer"]), width=900, height=560, legend=-0.17)
+    return figure_of(fig, None, sentence(rows[0], result["layer"]), width=900, height=560, legend=-0.17)
 
 
 def main(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from sinkscope.app.readers import moved, readers_in_words
-from sinkscope.display.notation import agreeing
+from sinkscope.display.notation import word_form
 from sinkscope.display.result import Number, Result
 from sinkscope.display.tables import Grid, cell, strings
 from sinkscope.errors import SinkscopeError
@@ -120,7 +120,7 @@ class SinkCard(Result):
             first = changed[0]
             finding = f"{finding}, first {first.label} ({first.before} before, {first.after} now)"
         if unjudged:
-            differ = agreeing(unjudged, "differs and was", "differ and were")
+            differ = word_form(unjudged, "differs and was", "differ and were")
             finding = f"{finding}; {unjudged} more {differ} not judged"
         return f"{finding}."
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from sinkscope.display.console import note
-from sinkscope.display.notation import counted
+from sinkscope.display.notation import count_of
 from sinkscope.display.options import Option, command
 from sinkscope.display.tables import cell
 from sinkscope.errors import SinkscopeError
@@ -94,7 +94,7 @@ def print_generated(
         note(_cache_use(policy, answer))
     acts = sum(event.kind == "guard" for event in answer.events)
     if acts:
-        note(f"The guard stepped in {counted(acts, 'time')}:")
+        note(f"The guard stepped in {count_of(acts, 'time')}:")
     elif guard:
         note(f"The guard found no loop in {len(answer.tokens)} new tokens.")
     for event in answer.events:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import hypot
 
-from sinkscope.display.notation import listed
+from sinkscope.display.notation import word_list
 from sinkscope.display.result import Number
 from sinkscope.sinks.first_token.result import READERS_ATTENTION, SHARE_OF_HEADS, SINK_PLACE
 
@@ -84,4 +84,4 @@ def _layers(before: Numbers, after: Numbers, label: str) -> str:
             layers.append(name.removesuffix(f": {label}").removeprefix("layer "))
     if not layers:
         return ""
-    return f" (layers {listed(layers, MOST_LAYERS)})"
+    return f" (layers {word_list(layers, MOST_LAYERS)})"

@@ -9,7 +9,7 @@ from sinkscope.app.card import CARD
 from sinkscope.app.commands import commands
 from sinkscope.app.pages import Section, document, result_section, save_document
 from sinkscope.display.console import note
-from sinkscope.display.notation import counted
+from sinkscope.display.notation import count_of
 from sinkscope.display.options import Hidden, Option, command
 from sinkscope.display.result import Result
 from sinkscope.errors import SinkscopeError, one_line
@@ -70,7 +70,7 @@ def report(
         )
     places = {words.replace(" ", "-"): place for place, words in enumerate(commands())}
     sections.sort(key=lambda section: (places.get(section.kind, len(places)), section.file))
-    count = counted(len(sections), "result")
+    count = count_of(len(sections), "result")
     save_document(target, document(visible(root.resolve().name), sections, count, left_out))
     print(visible(f"{out or root / 'report.html'}: {count}"))
     for reason in reasons:

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sinkscope.attention.texts import end_loop, ordinary_ids, prompt_ids
-from sinkscope.display.notation import agreeing, head_name, head_names, listed
-from sinkscope.display.style import BLUE, GREEN, GREY, ORANGE, finished, unfolded
+from sinkscope.display.notation import head_name, head_names, word_form, word_list
+from sinkscope.display.style import BLUE, GREEN, GREY, ORANGE, figure_of, long_table
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Event
 from sinkscope.interventions.decode import decode, watched
@@ -182,7 +182,7 @@ class Barcode(Result):
     def rows(self) -> list[dict[str, Any]]:
         """One row per head, largest gain first."""
         arrays = {name: getattr(self, name) for name in self.percent}
-        rows = unfolded(arrays, layer=self.layers, head=range(self.score.shape[1]))
+        rows = long_table(arrays, layer=self.layers, head=range(self.score.shape[1]))
         return sorted(rows, key=lambda row: -(row["gain"] or 0.0))
 
     def conclusion(self) -> str:
@@ -193,7 +193,7 @@ class Barcode(Result):
         control = "no control was run"
         if "control_score" in best:
             control = f"in ordinary text {best['control_score']:.0%}"
-        lock = agreeing(len(self.locked), "locks", "lock")
+        lock = word_form(len(self.locked), "locks", "lock")
         return (
             f"{len(self.locked)} of {self.score.size} heads {lock} onto the loop of period {self.period}; "
             f"L{best['layer']}.H{best['head']} puts {best['score']:.0%} of its attention at the same distances as "
@@ -212,7 +212,7 @@ class Barcode(Result):
                 since = f"stays high from position {self.locking_onset} on"
             lines.append(f"Their mean score {since}; the last 4-gram that is new ends at {self.last_new}.")
         for kind, steps in self.events.items():
-            lines.append(f"Steps at which the {kind} acted: {listed(steps, 8)}.")
+            lines.append(f"Steps at which the {kind} acted: {word_list(steps, 8)}.")
         return lines
 
     def numbers(self) -> list[Number]:
@@ -274,7 +274,7 @@ def draw(result: Barcode) -> go.Figure:
             for step in steps[:MOST_MARKS]:
                 fig.add_hline(step, line={"color": ORANGE, "width": 1}, row=row + 2, col=1)
     fig.update_xaxes(title_text="position", row=rows)
-    return finished(fig, result, width=1100, height=260 * rows + 120, legend=-0.04, bottom=70)
+    return figure_of(fig, result, width=1100, height=260 * rows + 120, legend=-0.04, bottom=70)
 
 
 @measurement(

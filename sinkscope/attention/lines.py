@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from sinkscope.attention.texts import texts_of
-from sinkscope.display.notation import counted
-from sinkscope.display.style import BLUE, GREEN, GREY, ORANGE, finished, unfolded
-from sinkscope.files.records import Part, conform
+from sinkscope.display.notation import count_of
+from sinkscope.display.style import BLUE, GREEN, GREY, ORANGE, figure_of, long_table
+from sinkscope.files.records import Part, checked_value
 from sinkscope.lines.head_lines import HeadLines
 from sinkscope.lines.sums import Scores, crossings, line_sums, scores_of
 from sinkscope.lines.votes import top_lines
@@ -92,7 +92,7 @@ class LineWeights(Result):
     def rows(self) -> list[dict[str, Any]]:
         """One row per eta and head."""
         columns = {name: getattr(self, name) for name in (*self.percent, "line_sums")}
-        return unfolded(columns, eta=self.etas, layer=self.layers, head=range(self.mass.shape[2]))
+        return long_table(columns, eta=self.etas, layer=self.layers, head=range(self.mass.shape[2]))
 
     def shown_rows(self) -> list[dict[str, Any]]:
         """The heads at eta 0.1 (or the nearest), smallest mass first."""
@@ -115,7 +115,7 @@ class LineWeights(Result):
             return f"{self.mean(name)[self.shown_eta]:.1%}"
 
         lines = [
-            f"{counted(len(self.tokens), 'text')} of at most {max(self.tokens)} tokens; {heads.size} heads.",
+            f"{count_of(len(self.tokens), 'text')} of at most {max(self.tokens)} tokens; {heads.size} heads.",
             f"The lines cover {share('cells')} of the cells.",
             f"Added up line by line, with crossings counted twice, they carry {share('line_sums')}.",
             f"{(heads >= PAPER_MASS).sum()} of {heads.size} heads reach {PAPER_MASS:.0%}.",
@@ -174,7 +174,7 @@ def draw(result: LineWeights) -> go.Figure:
     fig.update_traces(selector={"type": "heatmap"}, colorbar={"tickformat": ".0%"})
     fig.update_xaxes(title_text="head", row=1, col=2)
     fig.update_yaxes(title_text="layer", autorange="reversed", row=1, col=2)
-    return finished(fig, result, width=1300, height=1000, legend=-0.07, bottom=90)
+    return figure_of(fig, result, width=1300, height=1000, legend=-0.07, bottom=90)
 
 
 @measurement(
@@ -220,7 +220,7 @@ def lines(
     """
     shares = tuple(sorted({float(eta) for eta in etas}))
     for eta in shares or (None,):
-        conform(Part, eta, "--eta ", strict=True)
+        checked_value(Part, eta, "--eta ", strict=True)
     setup.record(etas=shares)
     target = setup.target
     wanted = attending_layers(setup.target, layers)

@@ -17,7 +17,7 @@ def draw_bench(result: Any) -> Any:
     Args:
         result: The `BenchTable`.
     """
-    from sinkscope.display.style import COLOURS, finished, panels  # with plotly, which a printed table does not need
+    from sinkscope.display.style import COLOURS, figure_of, panels  # with plotly, which a printed table does not need
 
     main = task_class(result.groups[0].task).main
     fig = panels([main, f"{main} over tokens read per decoding step"], [0.6, 0.4])
@@ -53,4 +53,4 @@ def draw_bench(result: Any) -> Any:
     fig.update_yaxes(title_text=main)
     if main in PERCENT:
         fig.update_yaxes(tickformat=".0%", range=[0, 1.05])
-    return finished(fig, result, width=1300, height=560, legend=-0.4, bottom=170, barmode="group")
+    return figure_of(fig, result, width=1300, height=560, legend=-0.4, bottom=170, barmode="group")

@@ -11,7 +11,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.records import conform, read_rows, said
+from sinkscope.files.records import checked_value, read_rows, wording
 
 FILE = 'JSON lines with "prompt" (or "turns", each with a "prompt") and "answers"'
 
@@ -70,7 +70,7 @@ def with_controls(prompts: Sequence[Prompt]) -> list[Prompt]:
 class TurnRow(TypedDict):
     """A turn as a file has it; other fields are ignored here."""
 
-    prompt: Annotated[str, Field(pattern=r"\S"), said("a text")]
+    prompt: Annotated[str, Field(pattern=r"\S"), wording("a text")]
     answers: NotRequired[tuple[str, ...]]
     metric: NotRequired[str]
 
@@ -89,7 +89,7 @@ def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
         if not isinstance(row, dict):
             raise SinkscopeError(f"{where} is no object: give {FILE}")
         turns: list[Turn] = []
-        for turn in conform(list[TurnRow], row.get("turns", [row]), where, then=f": give {FILE}"):
+        for turn in checked_value(list[TurnRow], row.get("turns", [row]), where, then=f": give {FILE}"):
             metric = str(turn.get("metric", row.get("metric", "")))
             turns.append(Turn(turn["prompt"], turn.get("answers", ()), metric))
         for name in ("turns", "prompt", "answers", "metric"):

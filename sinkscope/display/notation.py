@@ -38,15 +38,15 @@ def head_name(layer: int, head: int) -> str:
 
 def neuron_names(sites: Iterable[Sequence[int]], most: int = 8) -> str:
     """Names in a list, and how many more there are; a site is (layer, neuron) or (layer, expert, neuron)."""
-    return listed([neuron_name(*site) for site in sites], most)
+    return word_list([neuron_name(*site) for site in sites], most)
 
 
 def head_names(sites: Iterable[tuple[int, int]], most: int = 8) -> str:
     """Names in a list, and how many more there are; a site is (layer, head)."""
-    return listed([head_name(*site) for site in sites], most)
+    return word_list([head_name(*site) for site in sites], most)
 
 
-def listed(things: Sequence[object], most: int = 12) -> str:
+def word_list(things: Sequence[object], most: int = 12) -> str:
     """The items of a list joined in words: "a", "a and b", "a, b and c", "a, b and 3 more"; "none" of an empty list.
 
     Args:
@@ -61,14 +61,14 @@ def listed(things: Sequence[object], most: int = 12) -> str:
     return ", ".join(names[:-1]) + " and " + names[-1]
 
 
-def agreeing(count: int, singular: str, plural: str) -> str:
+def word_form(count: int, singular: str, plural: str) -> str:
     """The word that agrees with a number of things, such as "is" or "are"; of none it is the plural."""
     if count == 1:
         return singular
     return plural
 
 
-def brief(sentences: Iterable[str], most: int = MOST_WORDS) -> str:
+def short_sentence(sentences: Iterable[str], most: int = MOST_WORDS) -> str:
     """The first of several versions of a sentence that has at most 30 words (or `most`); if none has, the last."""
     sentence = ""
     for sentence in sentences:
@@ -77,14 +77,14 @@ def brief(sentences: Iterable[str], most: int = MOST_WORDS) -> str:
     return sentence
 
 
-def counted(count: int, noun: str, plural: str | None = None) -> str:
+def count_of(count: int, noun: str, plural: str | None = None) -> str:
     """A number of things: "no token", "1 token", "2 tokens". The plural has an "s" unless it is given."""
     if count == 0:
         return f"no {noun}"
-    return f"{count:,} {agreeing(count, noun, plural or noun + 's')}"
+    return f"{count:,} {word_form(count, noun, plural or noun + 's')}"
 
 
-def every(count: int, noun: str) -> str:
+def interval_phrase(count: int, noun: str) -> str:
     """How often something comes back: "every token", "every 2 tokens"."""
     if count == 1:
         return f"every {noun}"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from sinkscope.files.records import between, conform
+from sinkscope.files.records import between, checked_value
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Parameter:
         for number in value if self.many and isinstance(value, Sequence) else [value]:
             if self.limits or isinstance(number, int | float):  # an annotation may be one of several types
                 for kind in kinds:
-                    conform(kind, number, f"{self.flag} ", strict=bool(self.limits), then=in_python)
+                    checked_value(kind, number, f"{self.flag} ", strict=bool(self.limits), then=in_python)
 
 
 def _has_largest(limit: Any) -> bool:

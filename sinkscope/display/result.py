@@ -9,7 +9,7 @@ from pkgutil import resolve_name
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_type_hints
 
-from sinkscope.display.tables import WIDTH, Grid, glossary, height, shortened, strings, unfolded
+from sinkscope.display.tables import WIDTH, Grid, glossary, height, long_table, shortened, strings
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.envelope import Envelope
 from sinkscope.files.plain import plain, visible
@@ -250,4 +250,4 @@ def _long_rows(own: dict[str, Any], axes: dict[str, tuple[str, ...]]) -> list[di
             if isinstance(entries, list) and len(entries) == size:
                 labels[axis] = entries
     columns = {name: own[name] for name in axes if axes[name] == axes[largest] and own[name].shape == shape}
-    return unfolded(columns, **labels)
+    return long_table(columns, **labels)

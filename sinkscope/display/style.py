@@ -11,7 +11,7 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from sinkscope.display.tables import unfolded as unfolded
+from sinkscope.display.tables import long_table as long_table
 
 # Okabe and Ito's colours, which readers without colour vision can also distinguish
 BLUE, ORANGE, GREEN, GREY, RED = "#0072b2", "#e69f00", "#009e73", "#8c8c8c", "#d55e00"
@@ -35,7 +35,7 @@ def panels(titles: Sequence[str], widths: Sequence[float] | None = None, *, spac
     )
 
 
-def finished(
+def figure_of(
     fig: Any,
     result: Any,
     title: str = "",

@@ -212,7 +212,7 @@ def _with_site_names(row: Mapping[str, Any]) -> dict[str, Any]:
     return named
 
 
-def unfolded(arrays: Mapping[str, Any], **axes: Sequence[Any]) -> Table:
+def long_table(arrays: Mapping[str, Any], **axes: Sequence[Any]) -> Table:
     """A row for each entry of arrays that have the same axes, with the labels of its place; NaN becomes None.
 
     Arrays that are None are left out.

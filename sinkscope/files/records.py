@@ -21,7 +21,7 @@ from sinkscope.files.output import read_text
 from sinkscope.files.plain import parse_json
 
 
-def said(words: str, page: str | None = None) -> GetPydanticSchema:
+def wording(words: str, page: str | None = None) -> GetPydanticSchema:
     """What an error says that a type expects, and the documentation page that it names; for use in `Annotated`."""
     return GetPydanticSchema(
         lambda kind, handler: core_schema.custom_error_schema(
@@ -30,14 +30,14 @@ def said(words: str, page: str | None = None) -> GetPydanticSchema:
     )
 
 
-Finite = Annotated[float, Strict(), Field(allow_inf_nan=False), said("a finite number")]
-Share = Annotated[float, Strict(), Field(ge=0, le=1), said("a number from 0 to 1")]
-Part = Annotated[float, Strict(), Field(gt=0, le=1), said("a share above 0 and up to 1")]
-Whole = Annotated[int, Strict(), Field(ge=0), said("a whole number from 0")]
-Natural = Annotated[int, Strict(), Field(ge=1), said("a whole number from 1")]
+Finite = Annotated[float, Strict(), Field(allow_inf_nan=False), wording("a finite number")]
+Share = Annotated[float, Strict(), Field(ge=0, le=1), wording("a number from 0 to 1")]
+Part = Annotated[float, Strict(), Field(gt=0, le=1), wording("a share above 0 and up to 1")]
+Whole = Annotated[int, Strict(), Field(ge=0), wording("a whole number from 0")]
+Natural = Annotated[int, Strict(), Field(ge=1), wording("a whole number from 1")]
 Budget = Annotated[
     Natural | Part,
-    said("a number of tokens from 1, or a fraction of the prompt above 0.0 and up to 1.0", page="kv-budget"),
+    wording("a number of tokens from 1, or a fraction of the prompt above 0.0 and up to 1.0", page="kv-budget"),
 ]
 T = TypeVar("T")
 _HALF = re.compile("[\ud800-\udfff]")
@@ -61,7 +61,7 @@ _WORDS = {
 """How errors say what pydantic says."""
 
 
-def conform(
+def checked_value(
     kind: Any, value: Any, name: str, *, page: str | None = None, strict: bool | None = None, then: str = ""
 ) -> Any:
     """Return `value` if it is of the type `kind`.
@@ -96,7 +96,7 @@ def check_values(kind: Any, page: str | None = None, **values: Any) -> None:
         SinkscopeError: One of the values is of another type; the message names it.
     """
     for name, value in values.items():
-        conform(kind, value, f"{name}=", page=page, strict=True)
+        checked_value(kind, value, f"{name}=", page=page, strict=True)
 
 
 def read_setting(text: str, kind: Any, name: str) -> Any:
@@ -109,7 +109,7 @@ def read_setting(text: str, kind: Any, name: str) -> Any:
         value = literal_eval(text.capitalize())  # "true", "false" and "none" as well
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         value = text
-    return conform(kind, value, name, strict=True)
+    return checked_value(kind, value, name, strict=True)
 
 
 def read_settings(parts: Sequence[str], types: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -201,7 +201,7 @@ def check_fields(settings: Any) -> None:
             continue
         for name, hint in hints.items():
             if name in settings.__dataclass_fields__ and _checkable(hint):
-                conform(hint, getattr(settings, name), f"{type(settings).__name__}: {name}=", strict=True)
+                checked_value(hint, getattr(settings, name), f"{type(settings).__name__}: {name}=", strict=True)
 
 
 def _checkable(hint: Any) -> bool:

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from sinkscope.display.notation import counted
+from sinkscope.display.notation import count_of
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions.edited_modules import EditedModules
 from sinkscope.interventions.positions import Call, Tracker
@@ -286,7 +286,7 @@ class Intervention(ABC):
         """What the intervention did in a run, in one sentence; "" if there is nothing to say."""
         if not self.KIND:
             return ""
-        return f"{type(self).__name__} {self.KIND} {counted(run.counts[self.KIND], 'value')}."
+        return f"{type(self).__name__} {self.KIND} {count_of(run.counts[self.KIND], 'value')}."
 
     def check_prompt(self, tokens: int) -> None:  # noqa: B027 - nothing to refuse by default
         """Refuse a prompt of this length before it is read; most interventions accept any length.

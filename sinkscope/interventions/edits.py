@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.files.records import Finite, conform
+from sinkscope.files.records import Finite, checked_value
 from sinkscope.interventions.base import BridgeHook, Event, Intervention, Run
 from sinkscope.interventions.expert_edit import expert_hook
 from sinkscope.interventions.positions import Call, Memory
@@ -129,7 +129,7 @@ class NeuronEdit(Intervention):
                 "no neuron given: expected layer=1, neurons=[7890] or sites=[(layer, neuron)]", page=PAGE
             )
         object.__setattr__(self, "sites", tuple(dict.fromkeys(every)))
-        conform(Where, self.site, "site", page=PAGE)
+        checked_value(Where, self.site, "site", page=PAGE)
 
     @property
     def _heads(self) -> Sequence[tuple[int, int]]:
@@ -282,7 +282,7 @@ class Ablate(NeuronEdit):
             heads = [heads]
         object.__setattr__(self, "heads", tuple(dict.fromkeys(map(head_of, heads))))
         super().__post_init__(layer, neurons)
-        conform(Literal["zero", "mean"] | Finite, self.value, "value", page=PAGE)
+        checked_value(Literal["zero", "mean"] | Finite, self.value, "value", page=PAGE)
         object.__setattr__(self, "positions", checked_positions(self.positions))
 
     @property

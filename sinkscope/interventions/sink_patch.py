@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError, warn
 from sinkscope.files.output import read_json, write_output
-from sinkscope.files.records import Finite, Whole, check, conform
+from sinkscope.files.records import Finite, Whole, check, checked_value
 from sinkscope.interventions.edits import NeuronEdit, NeuronValues
 from sinkscope.interventions.sites import NeuronSite, Where, site_of
 from sinkscope.models.origin import is_checkpoint
@@ -90,10 +90,10 @@ class SinkPatch(NeuronEdit):
 
     def __post_init__(self, layer: int | None, neurons: int | Sequence[int]) -> None:
         super().__post_init__(layer, neurons)
-        conform(Value, self.value, "value", page=_PAGE)
+        checked_value(Value, self.value, "value", page=_PAGE)
         calibrated = {site_of(site): value for site, value in self.calibrated.items()}
         for site, value in calibrated.items():
-            conform(Finite, value, f"calibrated value of {site}", page=_PAGE)
+            checked_value(Finite, value, f"calibrated value of {site}", page=_PAGE)
         object.__setattr__(self, "calibrated", calibrated)
         missing = self._uncalibrated()
         if self.value == "calibrated" and missing:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sinkscope.display.notation import neuron_name, read_head, read_neuron
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.records import Whole, conform
+from sinkscope.files.records import Whole, checked_value
 
 SiteLike = Sequence[int | None] | str
 Where = Literal["post", "up"]
@@ -109,7 +109,7 @@ def checked_positions(positions: Any) -> Positions:
     if isinstance(positions, slice):
         numbers = (positions.start or 0, positions.stop or 0, positions.step or 0)
     try:
-        conform(Literal["first"] | Whole | tuple[Whole, ...] | None, numbers, "positions")
+        checked_value(Literal["first"] | Whole | tuple[Whole, ...] | None, numbers, "positions")
     except SinkscopeError:
         raise SinkscopeError(
             f'positions {positions!r}: expected "first", whole numbers from 0 (0 is the first token that is not '

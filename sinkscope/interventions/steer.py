@@ -13,7 +13,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.records import Finite, conform
+from sinkscope.files.records import Finite, checked_value
 from sinkscope.interventions.base import BridgeHook, Event, Intervention, Run
 from sinkscope.interventions.sites import PAGE, Positions, checked_positions, chosen_positions
 from sinkscope.models.hooks import on_hidden, on_input
@@ -64,7 +64,7 @@ class Add(Intervention):
                 "numbers, one for each dimension of the residual stream",
                 page=PAGE,
             )
-        conform(Finite, self.scale, "scale", page=PAGE)
+        checked_value(Finite, self.scale, "scale", page=PAGE)
         object.__setattr__(self, "vector", vector.float())
         object.__setattr__(self, "positions", checked_positions(self.positions))
 

@@ -25,7 +25,7 @@ from jaxtyping import Bool, Float, Int
 from pydantic import Field
 from torch import Tensor
 
-from sinkscope.files.records import Natural, Part, Whole, conform
+from sinkscope.files.records import Natural, Part, Whole, checked_value
 from sinkscope.kv.loopserve.sparse_prompts import PromptRead, PromptRow, SparsePrompts
 from sinkscope.lines.head_lines import HeadLines
 from sinkscope.lines.votes import last_votes, minference_lines
@@ -136,7 +136,7 @@ class ShapeShare(Shape):
     budget: float
 
     def __post_init__(self) -> None:
-        conform(Part, self.budget, f"{self.name}: budget=", strict=True)
+        checked_value(Part, self.budget, f"{self.name}: budget=", strict=True)
 
     @property
     def shown_name(self) -> str:

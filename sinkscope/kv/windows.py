@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sinkscope.display.notation import counted
+from sinkscope.display.notation import count_of
 from sinkscope.errors import UnsupportedError
 from sinkscope.interventions.positions import Call
 from sinkscope.kv.scope import cache_layers
@@ -69,7 +69,7 @@ def check_mask(mask: Any, call: Call, target: Target) -> None:
     hidden = (mask[:, : call.past] == 0).to(call.columns.device) & (call.columns[:, : call.past] >= 0)
     if bool(hidden.any()):
         pad = target.config.get_text_config().pad_token_id
-        tokens = counted(int(hidden.sum()), "token")
+        tokens = count_of(int(hidden.sum()), "token")
         raise UnsupportedError(
             f"the attention mask of this turn hides {tokens} that earlier calls have read; without a mask, "
             f"`generate` takes every token equal to pad_token_id={pad} for padding: pass attention_mask with 1 at "

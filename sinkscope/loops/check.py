@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from sinkscope.display.notation import agreeing, counted
+from sinkscope.display.notation import count_of, word_form
 from sinkscope.display.result import Result
 from sinkscope.files.progress import silent
 from sinkscope.files.provenance import ModelInfo, provenance
@@ -106,14 +106,14 @@ class LoopCheck(Result):
             (len(self.records) - self.loops - self.looped - self.suspicious, "is clean", "are clean"),
         ):
             if count:
-                parts.append(f"{count} {agreeing(count, one, several)}")
+                parts.append(f"{count} {word_form(count, one, several)}")
         if len(self.records) == 1:
             (part,) = parts
             return f"The {self._unit()} in {self.model.name} {part.removeprefix('1 ')}{self._ratios()}."
         said = parts[-1]
         if len(parts) > 1:
             said = f"{', '.join(parts[:-1])} and {parts[-1]}"
-        return f"Of {counted(len(self.records), self._unit())} in {self.model.name}, {said}{self._ratios()}."
+        return f"Of {count_of(len(self.records), self._unit())} in {self.model.name}, {said}{self._ratios()}."
 
     def details(self) -> list[str]:
         """Where the repetitions begin, and what they cost."""
@@ -127,7 +127,7 @@ class LoopCheck(Result):
                 lines.append(f"In {record.name}, the {record.role} repeats itself in messages {record.turns}.")
         wasted = sum(record.wasted or 0 for record in self.records)
         if wasted and self.model.family != "session":
-            lines.append(f"{counted(wasted, 'token')} behind the first copies are wasted.")
+            lines.append(f"{count_of(wasted, 'token')} behind the first copies are wasted.")
         return lines
 
     def shown_rows(self) -> list[dict[str, Any]]:

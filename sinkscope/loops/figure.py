@@ -21,7 +21,7 @@ def draw_check(result: Any) -> go.Figure:
     import pandas as pd
     import plotly.express as px
 
-    from sinkscope.display.style import BLUE, GREY, ORANGE, RED, finished
+    from sinkscope.display.style import BLUE, GREY, ORANGE, RED, figure_of
 
     colours = {"clean": GREY, "suspicious": BLUE, "looped": ORANGE, "loops": RED}
     if result.model.family == "session":
@@ -32,7 +32,7 @@ def draw_check(result: Any) -> go.Figure:
         figure = px.bar(x=names, y=[useful, wasted], color_discrete_sequence=[GREY, RED])
         figure.for_each_trace(lambda bar: bar.update(name="wasted" if bar.marker.color == RED else "other tokens"))
         figure.update_layout(xaxis_title_text="", yaxis_title_text="tokens", legend_title_text="")
-        return finished(figure, result, width=1000, height=520)
+        return figure_of(figure, result, width=1000, height=520)
     # Loops are drawn above the others.
     records = sorted(result.records, key=lambda record: [*colours].index(record.verdict))[-SHOWN_RECORDS:]
     named = [replace(record, name=html.escape(record.name)) for record in records]
@@ -47,7 +47,7 @@ def draw_check(result: Any) -> go.Figure:
     figure.add_hline(threshold, line={"color": GREY, "dash": "dot"}, annotation_text=f"threshold {threshold:g}")
     figure.update_xaxes(title_text=f"tokens ({len(records)} of {len(result.records)} records)", rangemode="tozero")
     figure.update_yaxes(title_text=f"type-token ratio of the last {window} tokens", range=[0, 1.03])
-    return finished(figure, result, width=1000, height=520)
+    return figure_of(figure, result, width=1000, height=520)
 
 
 def draw_comparison(result: Any) -> go.Figure:
@@ -58,7 +58,7 @@ def draw_comparison(result: Any) -> go.Figure:
     """
     import plotly.express as px
 
-    from sinkscope.display.style import BLUE, finished
+    from sinkscope.display.style import BLUE, figure_of
 
     names = [html.escape(score.detector) for score in result.detectors]
     kinds = list(result.detectors[0].by_class)
@@ -70,4 +70,4 @@ def draw_comparison(result: Any) -> go.Figure:
     )
     figure.add_vline(len([kind for kind in kinds if kind in result.looping]) - 0.5, line={"dash": "dot"})
     figure.update_xaxes(title_text="classes with a loop, then honest ones", tickangle=-50)
-    return finished(figure, result, width=1200, height=620, bottom=170)
+    return figure_of(figure, result, width=1200, height=620, bottom=170)

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 from pydantic import Field, Strict, StrictFloat, StrictInt
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.records import Natural, Share, Whole, between, checked, conform
+from sinkscope.files.records import Natural, Share, Whole, between, checked, checked_value
 from sinkscope.loops.repetition import NearRepetition
 from sinkscope.loops.signals import (
     THETA_CR,
@@ -106,8 +106,8 @@ class MonitorSettings:
         for names in (self.voters, self.gates):
             if len(set(names)) < len(names):
                 raise SinkscopeError(f"{names!r}: expected each name at most once")
-        conform(between(int, None, len(self.voters)), self.votes, "votes", then=", the number of voters")
-        conform(between(int, self.novelty_n, None), self.window, "window", then=", the value of novelty_n")
+        checked_value(between(int, None, len(self.voters)), self.votes, "votes", then=", the number of voters")
+        checked_value(between(int, self.novelty_n, None), self.window, "window", then=", the value of novelty_n")
         if self.rule == "repeats" and (self.tail_repeats < 3 or self.tail_shortest < 12):
             sizes = f"tail_repeats is {self.tail_repeats}, tail_shortest {self.tail_shortest}"
             raise SinkscopeError(f'{sizes}: rule "repeats" needs at least 3 and 12')

@@ -37,7 +37,7 @@ class Evidence:
         return self.change >= NEEDED * self.total and (self.control is None or self.change > self.control)
 
 
-def beside(share: float, control: float | None) -> tuple[str, str]:
+def percent_pair(share: float, control: float | None) -> tuple[str, str]:
     """A share and its control in per cent, with as many digits as it takes to tell them apart (at most three).
 
     Args:

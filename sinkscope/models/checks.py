@@ -7,7 +7,7 @@ from typing import Any
 
 from sinkscope.display.notation import neuron_name
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.files.records import between, conform
+from sinkscope.files.records import between, checked_value
 from sinkscope.models.sizes import Sizes
 
 LARGEST_ID = (1 << 63) - 1
@@ -115,7 +115,7 @@ def end_ids(target: Sizes) -> list[int]:
     if not isinstance(ends, list | tuple):
         ends = [ends]
     what = f"eos_token_id of the generation_config of {target.name}"
-    return conform(list[between(int, -LARGEST_ID, LARGEST_ID)], list(ends), what, page="generate", strict=True)
+    return checked_value(list[between(int, -LARGEST_ID, LARGEST_ID)], list(ends), what, page="generate", strict=True)
 
 
 def check_loaded(target: Sizes) -> None:

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import TextStreamer
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.records import Natural, check_values, said
+from sinkscope.files.records import Natural, check_values, wording
 from sinkscope.interventions.base import Event, Run
 from sinkscope.interventions.decode import decoding, to_end
 from sinkscope.interventions.sink_patch import SinkPatch
@@ -34,7 +34,7 @@ from sinkscope.opening.live import target_of
 COLDEST = 0.001  # temperature; scores over a smaller one leave the range of half precision
 Temperature = Annotated[
     Annotated[float, Field(ge=0, le=0)] | Annotated[float, Field(ge=COLDEST, allow_inf_nan=False)],
-    said(f"0, which is greedy, or a number from {COLDEST}"),
+    wording(f"0, which is greedy, or a number from {COLDEST}"),
 ]
 
 

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from sinkscope.display.notation import agreeing, listed
+from sinkscope.display.notation import word_form, word_list
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import check_encodable
 from sinkscope.measure import Setup
@@ -207,6 +207,6 @@ def left_out_line(words: Sequence[str], norm: str = "half of the first token's n
     """
     if not words:
         return []
-    names = listed(list(map(repr, words)), NAMES_IN_A_LINE)
-    do = agreeing(len(words), "reaches", "reach")
+    names = word_list(list(map(repr, words)), NAMES_IN_A_LINE)
+    do = word_form(len(words), "reaches", "reach")
     return [f"{names} {do} {norm} without repetition, and the median leaves this out."]

@@ -10,7 +10,7 @@ import pytest
 from refusals import refused
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.records import Finite, Natural, Share, Whole, checked, conform
+from sinkscope.files.records import Finite, Natural, Share, Whole, checked, checked_value
 
 
 @checked
@@ -65,10 +65,10 @@ def test_the_error_of_post_init_comes_out_as_it_was():
 
 
 def test_a_place_inside_of_data_is_named():
-    assert conform(list[dict[str, Whole]], [{"a": 1}], "file") == [{"a": 1}]
+    assert checked_value(list[dict[str, Whole]], [{"a": 1}], "file") == [{"a": 1}]
     with pytest.raises(SinkscopeError, match=r"^file: \[1\]\.b is -1, expected a whole number from 0$") as error:
-        conform(list[dict[str, Whole]], [{"a": 1}, {"b": -1}], "file", page="patch-file")
+        checked_value(list[dict[str, Whole]], [{"a": 1}, {"b": -1}], "file", page="patch-file")
     assert error.value.page == "patch-file"
     with pytest.raises(SinkscopeError) as error:
-        conform(Whole, "x" * 500, "name")
+        checked_value(Whole, "x" * 500, "name")
     assert len(str(error.value)) < 130

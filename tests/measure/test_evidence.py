@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinkscope.display.notation import agreeing, counted, every, listed
-from sinkscope.measure.evidence import Evidence, beside
+from sinkscope.display.notation import count_of, interval_phrase, word_form, word_list
+from sinkscope.measure.evidence import Evidence, percent_pair
 
 SHARES = st.floats(-1, 2, allow_nan=False)
 
@@ -30,7 +30,7 @@ def test_what_was_not_measured_carries_nothing(change):
 
 @given(SHARES, SHARES)
 def test_a_share_and_its_control_are_told_apart(share, control):
-    texts = beside(share, control)
+    texts = percent_pair(share, control)
     control = max(0, control)
     if abs(share - control) > 2e-5:
         assert texts[0] != texts[1]
@@ -40,7 +40,7 @@ def test_a_share_and_its_control_are_told_apart(share, control):
 
 @given(st.lists(st.text("abc", min_size=1), max_size=30), st.integers(1, 20))
 def test_lists_name_each_once_with_one_and(names, most):
-    text = listed(names, most)
+    text = word_list(names, most)
     parts = re.split(", | and ", text)
     more = max(0, len(names) - most)
     assert parts == [*names[:most], *([f"{more} more"] if more else [])] or (not names and text == "none")
@@ -50,7 +50,7 @@ def test_lists_name_each_once_with_one_and(names, most):
 @given(st.integers(0, 5000))
 def test_one_is_singular_and_nothing_else(count):
     one = count == 1
-    assert counted(count, "head").endswith("heads") == (count > 1)
-    assert every(count, "token") == ("every token" if one else f"every {count:,} tokens")
-    assert agreeing(count, "is", "are") == ("is" if one else "are")
-    assert not re.search(r"\b1 \w+s\b", counted(count, "token") + every(count, "token"))
+    assert count_of(count, "head").endswith("heads") == (count > 1)
+    assert interval_phrase(count, "token") == ("every token" if one else f"every {count:,} tokens")
+    assert word_form(count, "is", "are") == ("is" if one else "are")
+    assert not re.search(r"\b1 \w+s\b", count_of(count, "token") + interval_phrase(count, "token"))

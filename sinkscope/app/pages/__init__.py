@@ -19,7 +19,7 @@ from string import Template
 from typing import Any
 
 from sinkscope import __version__
-from sinkscope.display.notation import counted
+from sinkscope.display.notation import count_of
 from sinkscope.display.result import Result
 from sinkscope.display.tables import cell
 from sinkscope.errors import SinkscopeError
@@ -157,7 +157,7 @@ def document(
         body.append(f'<section id="r{number}">\n{title}{one.html}\n</section>')
     words = [text(about), f"sinkscope {__version__}"]
     if skipped:
-        words.append(f'<a href="#skipped">{counted(len(skipped), "file")} left out</a>')
+        words.append(f'<a href="#skipped">{count_of(len(skipped), "file")} left out</a>')
         rows = "".join(f"<li><b>{text(file)}</b>: {text(reason)}</li>" for file, reason in skipped.items())
         body.append(f'<section id="skipped">\n<h2>Left out</h2>\n<ul>{rows}</ul>\n</section>')
     contents = ""

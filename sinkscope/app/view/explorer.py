@@ -20,9 +20,9 @@ from sinkscope.app.view.result import ModelView, Variant, ViewedText
 from sinkscope.app.view.switches import Switch, switch_named, switch_without, switches_of
 from sinkscope.app.view.texts import default_texts, ids_of
 from sinkscope.app.view.writing import generation_of
-from sinkscope.display.notation import agreeing, head_name, neuron_name
+from sinkscope.display.notation import head_name, neuron_name, word_form
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.records import conform
+from sinkscope.files.records import checked_value
 
 ROOM = 3 << 20  # bytes of packed attention in a page
 
@@ -154,7 +154,7 @@ class Explorer:
         norm = text.intact.norm[layer]
         highest = int(norm.argmax())
         return (
-            f"{count} of {len(norm)} tokens {agreeing(count, 'has', 'have')} a norm spike after layer {layer}: "
+            f"{count} of {len(norm)} tokens {word_form(count, 'has', 'have')} a norm spike after layer {layer}: "
             f"the largest norm is {norm[highest]:.4g} at {text.shown.tokens[highest]!r}, where typical text has "
             f"{self.sink.scan.typical_norm[layer]:.4g}."
         )
@@ -185,7 +185,7 @@ class Explorer:
                 these.
         """
         try:
-            asked = conform(Request, request, "the request")
+            asked = checked_value(Request, request, "the request")
             with self.lock:
                 return self.answer_to(asked).to_dict()
         except SinkscopeError as error:

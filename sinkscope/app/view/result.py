@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float
 
 from sinkscope.app.view.packed import Packed
-from sinkscope.display.tables import unfolded
+from sinkscope.display.tables import long_table
 from sinkscope.measure import Result
 
 
@@ -141,7 +141,7 @@ class ModelView(Result):
             columns: dict[str, Any] = {"token": [*map(repr, text.tokens)], "norm": norm, "of_first": ratio}
             columns |= dict(zip(self.neurons, intact.activation, strict=True))
             columns["attention"] = intact.received.array().mean((0, 1))
-            rows += unfolded(columns, text=[text.name], position=range(len(norm)))
+            rows += long_table(columns, text=[text.name], position=range(len(norm)))
         return rows
 
     def shown_rows(self) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from sinkscope.app.view.model_sink import ModelSink
-from sinkscope.display.notation import listed
+from sinkscope.display.notation import word_list
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import Ablate, SinkPatch
 from sinkscope.interventions.base import Intervention
@@ -106,7 +106,7 @@ def switch_without(sink: ModelSink, names: Sequence[str]) -> Switch:
             site = site_of(name)
             check_site(target, *site)
             neurons.append(site.numbers)
-    return switch_off(sink, f"without {listed(names)}", neurons, heads)
+    return switch_off(sink, f"without {word_list(names)}", neurons, heads)
 
 
 def _off(neurons: Sequence[tuple[int, ...]], heads: Sequence[tuple[int, ...]]) -> Intervention:

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from sinkscope.display.notation import counted, every
+from sinkscope.display.notation import count_of, interval_phrase
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
 from sinkscope.files.records import Budget, Natural, Whole, check_fields
 from sinkscope.interventions.base import Event, Intervention, Run
@@ -134,7 +134,7 @@ class LoopGuard(Intervention):
         cuts = [event for event in run.events if event.kind == self.KIND]
         if not cuts:
             return "LoopGuard found no loop and changed nothing."
-        return f"{in_words(cuts[0])} It stepped in {counted(len(cuts), 'time')} in all."
+        return f"{in_words(cuts[0])} It stepped in {count_of(len(cuts), 'time')} in all."
 
     def check_prompt(self, tokens: int) -> None:
         """Refuse a budget, given as a fraction, that leaves nothing beside the anchors."""
@@ -145,7 +145,7 @@ class LoopGuard(Intervention):
         budget = self.budget if isinstance(self.budget, int) else int(self.budget * prompt)
         anchors = max(self.first_tokens(budget), min(first, budget - 1))
         if budget <= anchors:
-            share = "" if budget == self.budget else f" ({self.budget} of a prompt of {counted(prompt, 'token')})"
+            share = "" if budget == self.budget else f" ({self.budget} of a prompt of {count_of(prompt, 'token')})"
             raise SinkscopeError(
                 f"LoopGuard: budget={budget} leaves nothing beside the {anchors} anchors: expected at least "
                 f"{anchors + 1}; raise the budget or keep fewer anchors{share}",
@@ -187,10 +187,10 @@ GUARDS.update({"loopguard": LoopGuard, "loopguard:paper": LoopGuard.paper})
 def in_words(event: Event) -> str:
     """What the guard found and did in one of its events."""
     data = event.data
-    alarm = "an alarm" if data["period"] is None else f"a repetition {every(data['period'], 'token')}"
-    cached = counted(data["cached_before"], "cached token")
-    back = counted(data["taken_back"], "token")
-    new = counted(data["generated"], "new token")
+    alarm = "an alarm" if data["period"] is None else f"a repetition {interval_phrase(data['period'], 'token')}"
+    cached = count_of(data["cached_before"], "cached token")
+    back = count_of(data["taken_back"], "token")
+    new = count_of(data["generated"], "new token")
     return f"After {new} the guard found {alarm}. It kept {data['kept_count']} of {cached} and took {back} back."
 
 
@@ -324,7 +324,7 @@ class Guarding:
             self.warned = True
             states = len(moment.cache.layers) - len(moment.layers)
             warn(
-                f"{counted(states, 'layer')} of {self.run.target.name} with a state, of which LoopGuard can take "
+                f"{count_of(states, 'layer')} of {self.run.target.name} with a state, of which LoopGuard can take "
                 "nothing: it cuts the other layers and bans the loop's n-grams, and does not rewind"
             )
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sinkscope.display.notation import head_name, neuron_name
 from sinkscope.display.result import Number
-from sinkscope.display.style import finished, unfolded
+from sinkscope.display.style import figure_of, long_table
 from sinkscope.display.tables import Table
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Hidden, Option, Result, ScanPart, Setup, Whole, measurement
@@ -160,7 +160,7 @@ class ClusterAttack(Result):
             "round_trip": np.broadcast_to(self.round_trip, self.positions.shape),
         }
         table = []
-        for row in unfolded(columns, context=self.contexts, length=self.lengths.tolist(), source=self.sources):
+        for row in long_table(columns, context=self.contexts, length=self.lengths.tolist(), source=self.sources):
             if row["positions"] is not None:
                 interval = wilson(round(row["most"] * self.sequences), self.sequences)
                 table.append({**row, "most_low": interval.low, "most_high": interval.high})
@@ -204,7 +204,7 @@ def draw(result: ClusterAttack) -> go.Figure:
         labels = {"most": "sequences that succeed at half of their positions"}
         axes: dict[str, Any] = {"x": "length", "y": "most", "color": "source", "facet_col": "context"}
         fig = px.line(rows, **axes, log_x=True, markers=True, range_y=(-0.03, 1.03), labels=labels)
-    return finished(fig, result, width=1200, height=480)
+    return figure_of(fig, result, width=1200, height=480)
 
 
 def refuse_lengths(*, lengths: Sequence[int], **_: Any) -> None:

@@ -12,7 +12,7 @@ from einops import rearrange, reduce, repeat
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.display.notation import counted
+from sinkscope.display.notation import count_of
 from sinkscope.measure import Setup
 from sinkscope.models.checks import attending_layers
 from sinkscope.models.target import Target
@@ -122,7 +122,7 @@ class TokenClusters:
             return f"The heads of layer 0 do not make the mark: {share} of the tokens have it without these heads."
         if not served:
             return f"No single head of layer 0 is enough to mark a token; {control}."
-        tokens = f"{served:,} of {counted(len(self.ids), 'token')}"
+        tokens = f"{served:,} of {count_of(len(self.ids), 'token')}"
         return f"A single head of layer 0 (one of {len(self.heads)}) is enough to mark {tokens}; {control}."
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sinkscope.display.notation import listed
+from sinkscope.display.notation import word_list
 from sinkscope.sinks.first_token.context import SinkContext, Survey
 
 
@@ -48,7 +48,7 @@ class SpikeAbsence:
         Args:
             consequence: What cannot be measured, as a clause.
         """
-        attention = f"there is no attention sink in texts of {listed(self.lengths)} tokens"
+        attention = f"there is no attention sink in texts of {word_list(self.lengths)} tokens"
         if self.sink:
             attention = "the model has an attention sink, see `circuit`"
         if self.spike:

@@ -15,8 +15,8 @@ import plotly.graph_objects as go
 import torch
 from plotly.subplots import make_subplots
 
-from sinkscope.display.notation import agreeing, brief, counted, listed
-from sinkscope.display.style import BLUE, GREY, ORANGE, finished
+from sinkscope.display.notation import count_of, short_sentence, word_form, word_list
+from sinkscope.display.style import BLUE, GREY, ORANGE, figure_of
 from sinkscope.display.tables import Table
 from sinkscope.measure import Natural, Number, Result, ScanPart, Setup, measurement
 from sinkscope.models.target import Target
@@ -89,7 +89,7 @@ class SinkCircuit:
         if mark is not None:
             return f"For the spike of {place}, {mark.in_words(most)}."
         if self.readers:
-            return f"{counted(self.n_readers, 'head')} attend to {place}, and nothing that was replaced is needed."
+            return f"{count_of(self.n_readers, 'head')} attend to {place}, and nothing that was replaced is needed."
         return f"No neurons were found that make a spike of {place}, and no head attends to it."
 
     def _who_reads(self, place: str | None, group: Readers) -> str:
@@ -104,9 +104,9 @@ class SinkCircuit:
 
     def about_readers(self) -> str:
         """How many heads attend to the position, and what each group of them needs."""
-        give = agreeing(self.n_readers, "gives", "give")
+        give = word_form(self.n_readers, "gives", "give")
         who = (
-            f"In texts of {self.readers[0].length} tokens, {self.n_readers} of {counted(self.n_heads, 'head')} {give} "
+            f"In texts of {self.readers[0].length} tokens, {self.n_readers} of {count_of(self.n_heads, 'head')} {give} "
             f"{self.place} more than {RATE_EPS} of their attention"
         )
         if len(self.readers) == 1:
@@ -165,7 +165,7 @@ class Circuit(SinkCircuit, Result):
         short = self.place
         if self.position == 0:
             short = "the first token"
-        return brief([self.sentence(self.place), self.sentence(short), self.sentence(short, most=1)])
+        return short_sentence([self.sentence(self.place), self.sentence(short), self.sentence(short, most=1)])
 
     def numbers(self) -> list[Number]:
         """The spike without its marks, and the attention without what carries it."""
@@ -185,7 +185,7 @@ class Circuit(SinkCircuit, Result):
         if neurons is not None:
             lines.append(f"Of the neurons that write the spike, {neurons.in_words()}.")
         if repetition is not None:
-            times = counted(self.repeats or 0, "repetition")
+            times = count_of(self.repeats or 0, "repetition")
             lines.append(f"After {times} of {self.repeated!r}, {repetition.in_words()}.")
         if self.readers:
             lines.append(self.about_readers())
@@ -194,7 +194,7 @@ class Circuit(SinkCircuit, Result):
         if self.learned_rate:
             lines.append(f"{self.learned_rate:.1%} of the heads attend to their learned sink logits.")
         if self.untested:
-            lines.append(f"Not tested: {listed(self.untested)}.")
+            lines.append(f"Not tested: {word_list(self.untested)}.")
         return lines
 
 
@@ -214,7 +214,7 @@ def draw(result: Circuit) -> go.Figure:
             fig.add_bar(x=names, y=values, name=name, marker_color=color, showlegend=col == 1, row=1, col=col)
     fig.update_yaxes(tickformat=".0%")
     fig.update_yaxes(title_text="share of the effect", col=1)
-    return finished(fig, result, width=max(700, 350 * len(panels)), height=460)
+    return figure_of(fig, result, width=max(700, 350 * len(panels)), height=460)
 
 
 def _with_its_texts(setup: Setup, sinks: FindSinks) -> Setup:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from sinkscope.display.style import BAND, BLUE, GREEN, GREY, ORANGE, RED, finished, panels
+from sinkscope.display.style import BAND, BLUE, GREEN, GREY, ORANGE, RED, figure_of, panels
 from sinkscope.sinks.first_token.neurons import CAUSAL_DROP
 from sinkscope.sinks.first_token.result import FindSinks
 
@@ -39,7 +39,7 @@ def draw(result: FindSinks) -> go.Figure:
     if result.neurons:
         _draw_neurons(fig, result)
     width = 1600 if result.neurons else 1000
-    return finished(fig, result, width=width, height=460, barmode="group", bargap=0.25)
+    return figure_of(fig, result, width=width, height=460, barmode="group", bargap=0.25)
 
 
 def _place(result: FindSinks) -> str:

@@ -20,12 +20,12 @@ from jaxtyping import Bool, Float, Int
 from plotly.subplots import make_subplots
 from torch import Tensor
 
-from sinkscope.display.notation import agreeing, counted, head_name, head_names, listed, neuron_name
-from sinkscope.display.style import BLUE, ORANGE, finished, unfolded
+from sinkscope.display.notation import count_of, head_name, head_names, neuron_name, word_form, word_list
+from sinkscope.display.style import BLUE, ORANGE, figure_of, long_table
 from sinkscope.display.tables import Table, percent
 from sinkscope.files.progress import Progress, silent
 from sinkscope.measure import Natural, Number, Result, ScanPart, Setup, measurement
-from sinkscope.measure.evidence import NEEDED, Evidence, beside
+from sinkscope.measure.evidence import NEEDED, Evidence, percent_pair
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.hooks import on_input
 from sinkscope.models.target import Target
@@ -204,7 +204,7 @@ class MarkingHeads(Result):
         if self.serves is not None:
             serves[self.marking_layer] = self.serves.sum(0)
         names = [head_name(*place) for place in np.ndindex(drop.shape)]
-        rows = [row for row in unfolded({"serves": serves, "drop": drop}, head=names) if row["drop"] is not None]
+        rows = [row for row in long_table({"serves": serves, "drop": drop}, head=names) if row["drop"] is not None]
         return sorted(rows, key=lambda row: (-row["serves"], -row["drop"]))
 
     def conclusion(self) -> str:
@@ -225,16 +225,16 @@ class MarkingHeads(Result):
                 )
             return f"No head marks the first token: replacing all heads takes away {every} of the mark."
         heads = [(layer, head) for head in np.flatnonzero(self.serves.any(0)).tolist()]
-        lost, chance = beside(_median(self.set_drop) or 0.0, self.evidence.control)
+        lost, chance = percent_pair(_median(self.set_drop) or 0.0, self.evidence.control)
         control = "" if self.evidence.control is None else f", as many other heads at most {chance}"
-        it, heads_do = agreeing(len(heads), "it", "them"), agreeing(len(heads), "Head", "Heads")
+        it, heads_do = word_form(len(heads), "it", "them"), word_form(len(heads), "Head", "Heads")
         if not self.evidence.holds:
             return (
                 f"No head of layer {self.marking_layer} is needed alone: replacing {head_names(heads, NAMED)} takes "
                 f"away {lost} of the mark{control}."
             )
-        mark = agreeing(len(heads), "marks", "mark")
-        tokens = counted(int(self.serves.any(1).sum()), "first token")
+        mark = word_form(len(heads), "marks", "mark")
+        tokens = count_of(int(self.serves.any(1).sum()), "first token")
         return (
             f"{heads_do} {head_names(heads, NAMED)} {mark} {tokens}: replacing {it} takes away {lost} of the mark"
             f"{control} (median over tokens)."
@@ -251,14 +251,14 @@ class MarkingHeads(Result):
             return []
         where = f"the whole MLP of layer {self.sink_layer}, because no set of neurons makes the spike"
         if self.neurons:
-            where = listed(self.neurons, 8)
+            where = word_list(self.neurons, 8)
         fires = self.activation >= PRESENT
         lines = [f"The mark is read at {where}."]
-        first = agreeing(int(fires.sum()), "has it when it stands", "have it when they stand")
-        lines.append(f"{fires.sum()} of {counted(len(fires), 'token')} {first} first.")
+        first = word_form(int(fires.sum()), "has it when it stands", "have it when they stand")
+        lines.append(f"{fires.sum()} of {count_of(len(fires), 'token')} {first} first.")
         if self.layer_drop is not None:
             drops = _layer_medians(self.layer_drop)
-            changes = listed([f"{-drop:+.0%} in layer {layer}" for layer, drop in drops.items()])
+            changes = word_list([f"{-drop:+.0%} in layer {layer}" for layer, drop in drops.items()])
             every = f"{-(self.all_drop or 0):+.0%}"
             lines.append(f"Replacing all heads of a layer changes the mark by {changes}, and in all layers by {every}.")
         if self.serves is not None:
@@ -303,7 +303,7 @@ def draw(result: MarkingHeads) -> go.Figure:
         drop, scale = result.drop[firing, result.marking_layer], ["#f7f7f7", BLUE]
         fig.add_heatmap(z=drop, y=names, zmin=0, zmax=1, colorscale=scale, row=1, col=2)
         fig.update_xaxes(title_text=f"head of layer {result.marking_layer}", row=1, col=2)
-    return finished(fig, result, width=1000, height=560)
+    return figure_of(fig, result, width=1000, height=560)
 
 
 @measurement(

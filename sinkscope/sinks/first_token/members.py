@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from sinkscope.display.notation import listed, neuron_name
+from sinkscope.display.notation import neuron_name, word_list
 from sinkscope.measure.evidence import NEEDED, Evidence
 
 CONTROL_DRAWS = 20  # random control sets of the same size for every ablation
@@ -122,7 +122,7 @@ class CausalSet:
     @property
     def names(self) -> str:
         """The neurons in words, such as "L1.N3 and L1.N4"."""
-        return listed(self.sites)
+        return word_list(self.sites)
 
     @property
     def makes_the_spike(self) -> bool:

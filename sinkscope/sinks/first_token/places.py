@@ -15,7 +15,7 @@ from einops import rearrange, reduce
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinkscope.display.notation import listed
+from sinkscope.display.notation import word_list
 from sinkscope.sinks.tokens import TokenRows
 
 ENOUGH = 0.9  # least coverage and precision of words
@@ -131,7 +131,7 @@ class Description:
     @property
     def words(self) -> str:
         """The words, as part of a sentence."""
-        return listed([rule.words for rule in self.rules])
+        return word_list([rule.words for rule in self.rules])
 
     @property
     def is_first(self) -> bool:
@@ -305,10 +305,10 @@ def _of_a_kind(places: Places, decode: Decode) -> list[Rule]:
         if float(places.there[:, 1:][places.ids[:, 1:] == token].float().mean()) >= ENOUGH:
             precise.append(token)
     if len(precise) > 2:  # two have a rule each, because different neurons may make their spikes
-        names = listed([repr(decode([token])) for token in precise], COMMON)
+        names = word_list([repr(decode([token])) for token in precise], COMMON)
         rules.append(Rule(f"{names} wherever they stand", tokens=tuple(precise)))
     if len(seen) > 1:
-        names = listed([repr(decode([token])) for token in seen], COMMON)
+        names = word_list([repr(decode([token])) for token in seen], COMMON)
         rules.append(Rule(f"the first of {names} in a text", tokens=tuple(seen), first=True))
     return rules + _first_of_a_kind(places.ids, places.there)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sinkscope.display.notation import listed
+from sinkscope.display.notation import word_list
 from sinkscope.display.result import Number
 from sinkscope.measure import Result
 from sinkscope.sinks.first_token import sentences
@@ -169,7 +169,7 @@ class FindSinks(Result):
         attention += sentences.scattered(self.scattered)
         repeats = sentences.repeats(self.repeats, spike)
         if self.repetition is not None and self.minimal is not None and not self.repetition.same_neurons:
-            names = listed([each.names for each in self.causal_sets if each.kind == "minimal"])
+            names = word_list([each.names for each in self.causal_sets if each.kind == "minimal"])
             repeats.append(sentences.repetition(self.repetition, names))
         groups = [layers, sets, further, attention, repeats]
         if self.published is not None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from sinkscope.display.notation import agreeing, brief, counted, listed
+from sinkscope.display.notation import count_of, short_sentence, word_form, word_list
 from sinkscope.sinks.first_token.members import ATTENTION_LENGTH, CausalSet
 from sinkscope.sinks.first_token.records import (
     SHORT,
@@ -80,7 +80,7 @@ def conclusion(found: Found) -> str:
     if sink.carried_by != "spike":
         ignored = f"but most heads do not need the spike: {what_is_read(sink)}"
         verdicts = [f"{verdict}{where}" for verdict, where in product(_together(found), conditions(sink))]
-        return brief(f"{verdict}, {ignored}." for verdict in verdicts)
+        return short_sentence(f"{verdict}, {ignored}." for verdict in verdicts)
     return _made(found, _together(found), conditions(sink))
 
 
@@ -110,13 +110,13 @@ def _read(sink: AttentionSink, verdicts: Sequence[str]) -> str:
         read = "they read its own spike"
     versions = list(product(verdicts, [who(sink)], conditions(sink)))
     versions += [(verdicts[-1], who(sink, 1), ""), (verdicts[-1], who(sink, 0), "")]
-    return brief(f"{verdict}: {heads}{where}; {read}." for verdict, heads, where in versions)
+    return short_sentence(f"{verdict}: {heads}{where}; {read}." for verdict, heads, where in versions)
 
 
 def _made(found: Found, verdicts: Sequence[str], wheres: Sequence[str]) -> str:
     """A verdict and who makes the spike, with as many conditions and names as there is room for."""
     choices = product(_spikes(found), verdicts, wheres, (" of its norm", ""), NAMED)
-    return brief(
+    return short_sentence(
         f"{verdict}{where}: {_makers(found, spike, norm, most)}." for spike, verdict, where, norm, most in choices
     )
 
@@ -127,11 +127,11 @@ def _makers(found: Found, which: str, of_norm: str, most: int) -> str:
     assert spike is not None
     if minimal is not None and minimal.makes_the_spike:
         count = len(minimal.sites)
-        makes = f"{agreeing(count, 'makes', 'make')} {which}"
+        makes = f"{word_form(count, 'makes', 'make')} {which}"
         if spike.begun_by is not None:
-            makes = f"{agreeing(count, 'amplifies', 'amplify')} the spike that the {spike.begun_by} begins"
+            makes = f"{word_form(count, 'amplifies', 'amplify')} the spike that the {spike.begun_by} begins"
         return (
-            f"{listed(minimal.sites, most)} {makes}; zeroing {agreeing(count, 'it', 'them')} removes "
+            f"{word_list(minimal.sites, most)} {makes}; zeroing {word_form(count, 'it', 'them')} removes "
             f"{minimal.drop_sink_layer:.1%}{of_norm}, random neurons at most {minimal.control:.1%}"
         )
     place = spike.place.rules[0].words
@@ -171,14 +171,14 @@ def _spikes(found: Found) -> list[str]:
 
 def few_heads(lengths: Sequence[int]) -> str:
     """That no position is an attention sink, in texts of which lengths, as part of a sentence."""
-    return f"too few heads attend to any one position in texts of {listed(lengths)} tokens"
+    return f"too few heads attend to any one position in texts of {word_list(lengths)} tokens"
 
 
 def who(sink: AttentionSink, most: int = 4) -> str:
     """Which share of the heads attends where, as part of a sentence that names so many kinds of places at most."""
     place = "their learned sink logits"
     if sink.place is not None:
-        place = listed([rule.words for rule in sink.place.rules], max(most, 1))
+        place = word_list([rule.words for rule in sink.place.rules], max(most, 1))
     if sink.place is not None and most == 0:
         place = sink.place.rules[0].words
     return f"{sink.rate:.0%} of heads attend to {place}"
@@ -211,7 +211,7 @@ def what_is_read(sink: AttentionSink) -> str:
     }
     shared = [(what, share) for what, share in sink.reads if share >= LEAST_SHARE]
     if len(shared) > 1:
-        return "they read " + listed([f"{words.get(what, f'the {what}')} ({share:.0%})" for what, share in shared])
+        return "they read " + word_list([f"{words.get(what, f'the {what}')} ({share:.0%})" for what, share in shared])
     if sink.carried_by is None:
         return "no single component carries it"
     if sink.carried_by == "learned logits":
@@ -223,9 +223,9 @@ def scattered(places: Scattered) -> list[str]:
     """Places that receive as much attention as a sink and that no words describe."""
     if not places.count:
         return []
-    receive = agreeing(places.count, "position receives", "positions receive")
+    receive = word_form(places.count, "position receives", "positions receive")
     common = [f"{each.token!r} ({each.share:.0%})" for each in places.tokens]
-    return [f"{places.count:,} scattered {receive} as much attention, most often of {listed(common)}."]
+    return [f"{places.count:,} scattered {receive} as much attention, most often of {word_list(common)}."]
 
 
 def attention(sink: AttentionSink | None, lengths: Sequence[int]) -> list[str]:
@@ -238,7 +238,7 @@ def attention(sink: AttentionSink | None, lengths: Sequence[int]) -> list[str]:
     if sink.place is not None:
         if sink.place.words != FIRST or in_texts(sink) or sink.place.coverage < 1:
             each = [f"{place.words} ({place.rate:.1%})" for place in sink.positions]
-            sentences.append(f"Heads attend to {listed(each)}{in_texts(sink)}.")
+            sentences.append(f"Heads attend to {word_list(each)}{in_texts(sink)}.")
         if sink.place.coverage < 1:
             sentences.append(f"These are {sink.place.coverage:.0%} of the positions that receive as much attention.")
     needed = []
@@ -246,7 +246,7 @@ def attention(sink: AttentionSink | None, lengths: Sequence[int]) -> list[str]:
         if carrier.needed and carrier.name != "position":
             needed.append(f"the {carrier.name} ({carrier.heads_lost:.0%} of these heads)")
     if needed:
-        sentences.append(f"At least half of that attention is lost without {listed(needed)}.")
+        sentences.append(f"At least half of that attention is lost without {word_list(needed)}.")
     return sentences
 
 
@@ -267,7 +267,7 @@ def shared_dimensions(dims: Sequence[int]) -> list[str]:
     """Which residual dimensions are left out."""
     if not dims:
         return []
-    return [f"The verdicts leave out residual dimensions that are massive on all tokens ({listed(dims)})."]
+    return [f"The verdicts leave out residual dimensions that are massive on all tokens ({word_list(dims)})."]
 
 
 def where_the_spike_is(spike: NormSpike | None) -> list[str]:
@@ -279,9 +279,9 @@ def where_the_spike_is(spike: NormSpike | None) -> list[str]:
     first = place.rules[0]
     sentence = f"The norm stands out at {place}"
     if runs and place.words != first.words:
-        sentence += f"; at {first.words} it does after {listed(runs)}"
+        sentence += f"; at {first.words} it does after {word_list(runs)}"
     elif runs:
-        sentence += f" after {listed(runs)}"
+        sentence += f" after {word_list(runs)}"
     sentences = [f"{sentence}."]
     if place.is_first and first.tokens:
         sentences.append(f"That is so in {place.share:.0%} of texts; norms are of these.")
@@ -306,20 +306,20 @@ def causal_set(each: CausalSet, spike: NormSpike | None) -> list[str]:
     """What zeroing a set of neurons takes away."""
     count = len(each.sites)
     if each.kind == "backup":
-        role = agreeing(count, "is a backup: it brings", "are backups: they bring")
+        role = word_form(count, "is a backup: it brings", "are backups: they bring")
         return [f"{each.names} {role} the spike back when the others are silent."]
     sentences = []
     if each.layers is not None:
         first, last = each.layers
-        makes = agreeing(count, "makes", "make")
+        makes = word_form(count, "makes", "make")
         sentences.append(
             f"{each.names} {makes} the part of the spike after layers {first} to {last}: zeroing "
-            f"{agreeing(count, 'it', 'them')} removes {each.drop_sink_layer:.1%} of it (random neurons at most "
+            f"{word_form(count, 'it', 'them')} removes {each.drop_sink_layer:.1%} of it (random neurons at most "
             f"{each.control:.1%})."
         )
     if each.equals:
-        alone = agreeing(len(each.equals), "alone removes", "alone each remove")
-        sentences.append(f"Zeroing {listed(each.equals)} {alone} the spike as well.")
+        alone = word_form(len(each.equals), "alone removes", "alone each remove")
+        sentences.append(f"Zeroing {word_list(each.equals)} {alone} the spike as well.")
     if each.drop_attention is not None and each.heads_lost is not None and spike is not None:
         place = spike.place.rules[0].words
         texts = f"texts of at least {ATTENTION_LENGTH} tokens"
@@ -351,14 +351,14 @@ def repeats(needed: RepeatsNeeded, spike: NormSpike | None) -> list[str]:
     repeated = len(needed.tokens) - len(needed.at_once)
     sentences = []
     if repeated and needed.median is None:
-        within = counted(needed.max_repeats, "repetition")
-        sentences.append(f"None of {counted(repeated, 'token')} reaches {norm} at the sink layer within {within}.")
+        within = count_of(needed.max_repeats, "repetition")
+        sentences.append(f"None of {count_of(repeated, 'token')} reaches {norm} at the sink layer within {within}.")
     elif repeated:
         never = ""
         if needed.unreached:
-            do = agreeing(needed.unreached, "does", "do")
+            do = word_form(needed.unreached, "does", "do")
             never = f"; {needed.unreached} of {repeated} never {do} within {needed.max_repeats}"
-        over = f"median over {counted(repeated - needed.unreached, 'token')}{never}"
+        over = f"median over {count_of(repeated - needed.unreached, 'token')}{never}"
         sentences.append(f"A repeated token reaches {norm} after {needed.median:g} repetitions ({over}).")
     return sentences + left_out_line([token.token for token in needed.at_once], norm)
 

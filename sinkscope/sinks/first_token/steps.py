@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
-from sinkscope.display.notation import agreeing, listed
-from sinkscope.display.style import unfolded
+from sinkscope.display.notation import word_form, word_list
+from sinkscope.display.style import long_table
 from sinkscope.display.tables import Table
-from sinkscope.measure.evidence import NEEDED, Evidence, beside
+from sinkscope.measure.evidence import NEEDED, Evidence, percent_pair
 
 NAMED, WORDS_OF_NAMES = 3, 6  # components that a sentence names at most, and the words that they may take
 MARK, NEURONS, REPETITION, KEYS = "mark", "neurons", "repetition", "keys"
@@ -72,7 +72,7 @@ class CircuitStep:
             "sufficiency": self.sufficiency,
         }
         target = "keys" if self.name == KEYS else "spike"
-        return unfolded(columns, step=[self.name], source=self.components, target=[target])
+        return long_table(columns, step=[self.name], source=self.components, target=[target])
 
     def in_words(self, most: int = NAMED) -> str:
         """What is lost without the chosen components, of which so many are named, beside random ones."""
@@ -91,17 +91,17 @@ class CircuitStep:
         if self.name == MARK and count == 1 and self.alone[0] < NEEDED:  # which is a loss of attention
             return f"{lost} is lost without {names}{control}, but the attention stays"
         if len(alone) == count:
-            are, them = agreeing(count, "is", "are each"), agreeing(count, "it", "them")
+            are, them = word_form(count, "is", "are each"), word_form(count, "it", "them")
             return f"{names} {are} needed: {lost} is lost without {them}{control}"
         if not alone:
             return f"none is needed alone; {lost} is lost without {names}{control}"
         every = "both" if count == 2 else f"all {count}"
-        are = agreeing(len(alone), "is", "are")
+        are = word_form(len(alone), "is", "are")
         return f"only {named(alone, most)} {are} needed alone; {lost} is lost without {every}{control}"
 
     def _beside_random(self, lost: float, control: float | None) -> tuple[str, str]:
         """A loss, and its control in brackets."""
-        text, chance = beside(lost, control)
+        text, chance = percent_pair(lost, control)
         if control is None:
             return text, ""
         return text, f" (random {'neurons' if self.name == NEURONS else 'heads'}: at most {chance})"
@@ -148,14 +148,14 @@ class Readers:
         rows = [] if self.keys is None else self.keys.rows()
         if not self.needs:
             return rows
-        source = "marks" if self.keys is not None else listed(self.needs)
+        source = "marks" if self.keys is not None else word_list(self.needs)
         control = None if self.control is None else 1 - self.control / float(self.attention.mean())
         columns = {
             "necessity": 1 - self.attention_without / self.attention,
             "necessity_control": [control] * len(self.heads),
             "sufficiency": [None] * len(self.heads),
         }
-        return rows + unfolded(columns, step=["readers"], source=[source], target=self.heads)
+        return rows + long_table(columns, step=["readers"], source=[source], target=self.heads)
 
     def in_words(self) -> str:
         """The attention with and without what the heads need."""
@@ -171,6 +171,6 @@ def named(components: tuple[str, ...], most: int = NAMED) -> str:
     names = []
     for name in components:
         names.append(name if name.startswith("L") else f"the {name}")
-    while most > 1 and len(listed(names, most).split()) > WORDS_OF_NAMES:
+    while most > 1 and len(word_list(names, most).split()) > WORDS_OF_NAMES:
         most -= 1
-    return listed(names, most)
+    return word_list(names, most)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sinkscope.display.notation import neuron_names
-from sinkscope.display.style import finished, unfolded
+from sinkscope.display.style import figure_of, long_table
 from sinkscope.display.tables import Table
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.progress import Progress, silent
@@ -144,14 +144,14 @@ class PatchEvaluation(Result):
             "change": self.perplexity / self.perplexity[0] - 1,
             "two_errors": 2 * self.errors / self.perplexity[0],
         }
-        return unfolded(columns, patch=self.patches)
+        return long_table(columns, patch=self.patches)
 
 
 def draw(result: PatchEvaluation) -> go.Figure:
     """Draw the change by the patch and by a random patch, with two standard errors."""
     labels = {"change": "change of the perplexity", "patch": ""}
     fig = px.scatter(result.rows()[1:], x="patch", y="change", error_y="two_errors", labels=labels)
-    return finished(fig.update_yaxes(tickformat=".2%"), result, width=900, height=480)
+    return figure_of(fig.update_yaxes(tickformat=".2%"), result, width=900, height=480)
 
 
 def read_patch_argument(patch: SinkPatch | str | os.PathLike[str] | None) -> SinkPatch:

@@ -14,9 +14,9 @@ from jaxtyping import Bool, Float, Int
 from pydantic import Field
 from torch import Tensor
 
-from sinkscope.display.notation import brief, counted, neuron_names
+from sinkscope.display.notation import count_of, neuron_names, short_sentence
 from sinkscope.display.result import Number
-from sinkscope.display.style import finished, unfolded
+from sinkscope.display.style import figure_of, long_table
 from sinkscope.display.tables import Table
 from sinkscope.errors import RefusedError, SinkscopeError
 from sinkscope.interventions.base import Intervention
@@ -107,7 +107,7 @@ class PatchProof:
     def judged(self, limit: float) -> tuple[Verdict, str]:
         """The verdict and its reason."""
         if not self.failing.any():
-            return "no-repeats", f"no norm of {counted(len(self.words), 'repeated word')} stands out where it is read."
+            return "no-repeats", f"no norm of {count_of(len(self.words), 'repeated word')} stands out where it is read."
         above = (self.norms[1] > self.ceiling).any(0)
         if above.any():
             return "not-repaired", f"under the patch, norms are not typical after layer {self.layers[above.argmax()]}."
@@ -168,14 +168,14 @@ class PatchMade(Result):
         norm = "stays typical"
         if self.proof.as_before:
             norm = f"stays typical or, for {self.proof.as_before}, as before the spike"
-        words = counted(int(self.proof.failing.sum()), "word")
+        words = count_of(int(self.proof.failing.sum()), "word")
         sentences: list[str] = []
         for names in (NAMED, 1):
             sentences.append(
                 f"The patch of {neuron_names(self.sites, names)} repairs repetition: of {words} whose norm stands out "
                 f"when repeated, the norm of {patched} {norm} (with random neurons {random})."
             )
-        return brief(sentences)
+        return short_sentence(sentences)
 
     def details(self) -> list[str]:
         """Norms and perplexity."""
@@ -188,7 +188,7 @@ class PatchMade(Result):
         ]
         fine = len(self.proof.words) - int(self.proof.failing.sum())
         if 0 < fine < len(self.proof.words):
-            lines.append(f"The norm of {counted(fine, 'more word')} does not stand out intact, so it proves nothing.")
+            lines.append(f"The norm of {count_of(fine, 'more word')} does not stand out intact, so it proves nothing.")
         taken, restored = self.proof.taken
         if taken:
             lines.append(
@@ -211,7 +211,7 @@ class PatchMade(Result):
         if self.proof is None:
             return []
         intact, patched, random = self.proof.norms[:, :, 0]
-        return unfolded({"intact": intact, "patched": patched, "random": random}, token=self.proof.words)
+        return long_table({"intact": intact, "patched": patched, "random": random}, token=self.proof.words)
 
     def numbers(self) -> list[Number]:
         """The norm of repeated words under the patch, beside the intact norm."""
@@ -234,7 +234,7 @@ def draw(result: PatchMade) -> go.Figure:
         fig.update_traces(x=result.proof.layers)
         fig.update_traces(line_width=7, selector={"name": "intact"})  # random neurons leave the same curve
         fig.update_xaxes(dtick=1 + len(result.proof.layers) // 16)
-    return finished(fig, result, width=1000, height=480)
+    return figure_of(fig, result, width=1000, height=480)
 
 
 def write_patch(made: PatchMade, path: str) -> str | None:

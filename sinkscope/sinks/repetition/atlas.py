@@ -12,8 +12,8 @@ import plotly.express as px
 import torch
 from jaxtyping import Float, Int
 
-from sinkscope.display.notation import agreeing, head_name
-from sinkscope.display.style import unfolded
+from sinkscope.display.notation import head_name, word_form
+from sinkscope.display.style import long_table
 from sinkscope.display.tables import Table
 from sinkscope.measure import Setup
 from sinkscope.sinks.attack.clusters import find_clusters
@@ -58,7 +58,7 @@ class AtlasReading(Reading):
         repeated, at_once = int((self.repeats > 1).sum()), int((self.repeats == 1).sum())
         return (
             f"Repetition brings {repeated} of the {len(self.ids)} tokens to half of the first token's norm; {at_once} "
-            f"{agreeing(at_once, 'has', 'have')} it at the first occurrence."
+            f"{word_form(at_once, 'has', 'have')} it at the first occurrence."
         )
 
     def details(self) -> list[str]:
@@ -78,7 +78,7 @@ class AtlasReading(Reading):
     def rows(self) -> Table:
         """One row per token, those first that never become a sink."""
         columns = {"id": self.ids, "repeats": self.repeats, "norm": self.norm, "head": self.head}
-        rows = unfolded(columns, token=self.tokens)
+        rows = long_table(columns, token=self.tokens)
         return sorted(rows, key=lambda row: row["repeats"] is not None)
 
     def draw(self) -> Any:

@@ -12,8 +12,8 @@ from einops import einsum, reduce
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.display.notation import counted, listed
-from sinkscope.display.style import unfolded
+from sinkscope.display.notation import count_of, word_list
+from sinkscope.display.style import long_table
 from sinkscope.display.tables import Table
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
@@ -72,7 +72,7 @@ class AttentionReading(Reading):
             where = "In all layers,"
         return (
             f"{where} the mean attention to position 0 is {np.median(repeated):.1%} at the last of {self.sweep.times} "
-            f"of {listed(list(map(repr, self.sweep.tokens)), 1)}, and {natural:.1%} there in natural text."
+            f"of {word_list(list(map(repr, self.sweep.tokens)), 1)}, and {natural:.1%} there in natural text."
         )
 
     def details(self) -> list[str]:
@@ -84,7 +84,7 @@ class AttentionReading(Reading):
         for number in np.flatnonzero(self.high)[:5]:
             to_first, to_high = behind[:, number]
             line = "Over all queries of natural text" if number == 0 else f"Over those with {self.sequences[number]!r}"
-            places = counted(int(self.high[number]), "position")
+            places = count_of(int(self.high[number]), "position")
             line += (
                 f", position 0 receives {to_first:.1%} of the attention, and {places} of high norm {to_high:.1%} "
                 f"(uniform attention would give {self.uniform[number]:.1%})"
@@ -95,12 +95,12 @@ class AttentionReading(Reading):
     def rows(self) -> Table:
         """One row per layer and sequence."""
         columns = {"to_first": self.mean[0], "to_high_norm": self.mean[1]}
-        return unfolded(columns, layer=range(len(self.mean[0])), sequence=self.sequences)
+        return long_table(columns, layer=range(len(self.mean[0])), sequence=self.sequences)
 
     def draw(self) -> Any:
         """Attention to position 0 from the n-th repetition, a line per layer and a panel per sequence."""
         layers = len(self.mean[0])
-        rows = unfolded(
+        rows = long_table(
             {"attention": self.received},
             to=("position 0", "positions of high norm"),
             layer=[str(layer) for layer in range(layers)],

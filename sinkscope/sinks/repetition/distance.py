@@ -16,7 +16,7 @@ from einops import einsum, rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.display.style import unfolded
+from sinkscope.display.style import long_table
 from sinkscope.display.tables import Table
 from sinkscope.errors import UnsupportedError
 from sinkscope.measure import Setup
@@ -93,7 +93,7 @@ class DistanceReading(Reading):
     def rows(self) -> Table:
         """One row per layer and token."""
         columns = {"alone": self.alone, "first": self.distance[:, :, 0], "last": self.distance[:, :, -1]}
-        return unfolded(columns, layer=self.layers, token=self.sweep.tokens)
+        return long_table(columns, layer=self.layers, token=self.sweep.tokens)
 
     def draw(self) -> Any:
         """Distance over n in the first, a middle and the last layer read, and the bound in the first."""

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
-from sinkscope.display.notation import agreeing, counted, neuron_names
+from sinkscope.display.notation import count_of, neuron_names, word_form
 from sinkscope.display.result import Number
-from sinkscope.display.style import unfolded
+from sinkscope.display.style import long_table
 from sinkscope.display.tables import Table, cell
 from sinkscope.interventions import Ablate
 from sinkscope.measure import Setup
@@ -77,11 +77,11 @@ class NormReading(Reading):
         if not reached:
             return (
                 f"No repeated token reaches half of the first token's norm within {self.sweep.times} "
-                f"({counted(len(tried), 'token')}); {typical}."
+                f"({count_of(len(tried), 'token')}); {typical}."
             )
         if self.needed:
             return self._needed(*self.needed[1:])
-        tokens = agreeing(len(tried), "token", "tokens")
+        tokens = word_form(len(tried), "token", "tokens")
         return (
             f"A repeated token reaches half of the first token's norm after {np.median(self.repeats[reached]):.0f} "
             f"repetitions (median of {len(reached)} of {len(tried)} {tokens}); {typical}."
@@ -89,11 +89,11 @@ class NormReading(Reading):
 
     def _needed(self, lost: float, chance: float) -> str:
         count = len(self.zeroed[1])
-        verdict = f"{agreeing(count, 'makes', 'make')} the norm of repetitions"
+        verdict = f"{word_form(count, 'makes', 'make')} the norm of repetitions"
         if not Evidence(lost, chance).holds:
-            verdict = f"{agreeing(count, 'is', 'are')} not needed for the norm of repetitions"
+            verdict = f"{word_form(count, 'is', 'are')} not needed for the norm of repetitions"
         return (
-            f"{neuron_names(self.zeroed[1], NAMED)} {verdict}: zeroing {agreeing(count, 'it', 'them')} takes away "
+            f"{neuron_names(self.zeroed[1], NAMED)} {verdict}: zeroing {word_form(count, 'it', 'them')} takes away "
             f"{cell(lost, percent=True)} of it, zeroing as many random neurons {cell(chance, percent=True)}."
         )
 
@@ -113,7 +113,7 @@ class NormReading(Reading):
         columns = {"repeats": self.repeats, "last_norm": last, "of_first": last / self.first_norms[0]}
         for name, lost in zip(self.conditions[1:], self.lost[1:], strict=True):
             columns[f"lost_{name}"] = lost
-        return unfolded(columns, repeated=self.sweep.tokens)
+        return long_table(columns, repeated=self.sweep.tokens)
 
     def numbers(self) -> list[Number]:
         """The norm after the last repetition, and what ablation takes away."""

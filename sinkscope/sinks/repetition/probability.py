@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinkscope.display.notation import counted, neuron_names
+from sinkscope.display.notation import count_of, neuron_names
 from sinkscope.display.tables import Table
 from sinkscope.interventions import SinkPatch
 from sinkscope.interventions.decode import greedy, repeat_probabilities
@@ -81,7 +81,7 @@ class ProbabilityReading(Reading):
         said = f"After {self.sweep.times} the repeated token has probability {last[0]:.2g}"
         if len(last) == 1:
             return f"{said}; there is no causal sink neuron to patch."
-        tokens = counted(len(self.sweep.tokens), "token")
+        tokens = count_of(len(self.sweep.tokens), "token")
         return f"{said} in the intact model and {last[1]:.2g} under the patch (medians of {tokens})."
 
     def details(self) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import plotly.graph_objects as go
 
 from sinkscope.display.result import Number
-from sinkscope.display.style import finished
+from sinkscope.display.style import figure_of
 from sinkscope.display.tables import Table
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Natural, Option, Result, ScanPart, Setup, measurement
@@ -86,7 +86,7 @@ class Repeat(Result):
 def draw(result: Repeat) -> go.Figure:
     """Draw the reading over the number of repetitions, a line per token; of a vocabulary, a histogram."""
     fig = result.reading.draw()
-    return finished(fig, result, width=1200, height=fig.layout.height or 480)
+    return figure_of(fig, result, width=1200, height=fig.layout.height or 480)
 
 
 def refuse_unused(

@@ -13,9 +13,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.display.notation import agreeing, listed
+from sinkscope.display.notation import word_form, word_list
 from sinkscope.display.result import Number
-from sinkscope.display.style import unfolded
+from sinkscope.display.style import long_table
 from sinkscope.display.tables import Table
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Setup
@@ -58,7 +58,7 @@ class Sweep:
     @property
     def times(self) -> str:
         """The number of repetitions in words."""
-        return f"{self.max_repeats} {agreeing(self.max_repeats, 'repetition', 'repetitions')}"
+        return f"{self.max_repeats} {word_form(self.max_repeats, 'repetition', 'repetitions')}"
 
     @property
     def single(self) -> list[int]:
@@ -74,12 +74,12 @@ class Sweep:
         """A line about words that were replaced; no line if none were."""
         if not self.replaced:
             return []
-        words = listed([f"{taken!r} for {wanted!r}" for wanted, taken in self.replaced])
+        words = word_list([f"{taken!r} for {wanted!r}" for wanted, taken in self.replaced])
         return [f"Words of the paper that are not one token of this tokenizer were replaced: {words}."]
 
     def curves(self, values: Float[np.ndarray, "panel token n"], panels: Sequence[str], label: str) -> Any:
         """A line per token over the number of repetitions, one panel for each name; both axes logarithmic."""
-        rows = unfolded({label: values}, panel=panels, token=self.tokens, repetitions=self.counts.tolist())
+        rows = long_table({label: values}, panel=panels, token=self.tokens, repetitions=self.counts.tolist())
         return px.line(rows, x="repetitions", y=label, color="token", facet_col="panel", log_x=True, log_y=True)
 
 
