@@ -244,6 +244,7 @@ def test_a_model_without_a_sink_is_an_answer():
     assert "No MLP makes a norm spike" in norms.figure().layout.title.text
     attention = measured(o, read="attention", max_repeats=8)
     assert attention.sink_layer is None and "No MLP makes a norm spike" in str(attention)
+    assert "its norm spike is at" not in str(attention)
     assert not attention.reading.high.any()
     assert np.isnan(attention.reading.mean[1]).all() and np.isfinite(attention.reading.mean[0]).all()
 

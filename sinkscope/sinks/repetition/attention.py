@@ -18,6 +18,7 @@ from sinkscope.display.tables import Table
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
+from sinkscope.sinks.first_token.absence import SpikeAbsence
 from sinkscope.sinks.first_token.context import Survey
 from sinkscope.sinks.first_token.layer_scan import norms_after, typical_quantiles
 from sinkscope.sinks.first_token.places import stands_out
@@ -37,18 +38,19 @@ class AttentionReading(Reading):
     A position has a high norm if it is the first one, or if its norm at the sink layer exceeds three times the typical
     one. Repetition distributes the sink over several positions, so attention to position 0 alone falls although the
     heads still attend to sinks as before. `uniform` is what the positions of high norm would get if every query
-    attended to all visible positions alike. If no MLP makes a norm spike, no position has a high norm, and what refers
-    to such positions is NaN.
+    attended to all visible positions alike. If no MLP makes a norm spike at the first token, there is no sink layer to
+    read norms after, and what refers to positions of high norm is NaN.
 
     Attributes:
         sweep: What was repeated.
         sequences: "natural text", then the repeated tokens; the same text follows all of these.
-        high: Number of positions of high norm.
+        high: Number of positions of high norm; 0 without a sink layer.
         received: From the n-th repetition to position 0, and to all positions of high norm; in natural text, from the
             token at the same position. NaN in layers without softmax attention.
         mean: The same, averaged over all queries.
         uniform: `mean` to the positions of high norm under uniform attention.
-        first_behind: First layer behind the sink layer; 0 without a sink.
+        first_behind: First layer behind the sink layer; 0 without a sink layer.
+        absence: What there is instead, if no MLP makes a norm spike at the first token.
     """
 
     sweep: Sweep
@@ -58,6 +60,7 @@ class AttentionReading(Reading):
     mean: Float[np.ndarray, "to layer sequence"]
     uniform: Float[np.ndarray, " sequence"]
     first_behind: int
+    absence: SpikeAbsence | None = None
 
     @property
     def behind(self) -> list[int]:
@@ -76,10 +79,10 @@ class AttentionReading(Reading):
         )
 
     def details(self) -> list[str]:
-        """Attention of all queries, sequence by sequence, or that there are no positions of high norm."""
+        """Attention of all queries, sequence by sequence, or why positions of high norm were not looked for."""
         lines = []
-        if not self.high.any():
-            lines.append("No MLP makes a norm spike at the first token, so no position has a high norm.")
+        if self.absence is not None:
+            lines.append(self.absence.sentence("attention to positions of high norm was not measured"))
         behind = self.mean[:, self.behind].mean(1)
         for number in np.flatnonzero(self.high)[:5]:
             to_first, to_high = behind[:, number]
@@ -127,7 +130,8 @@ def read_attention(setup: Setup, sweep: Sweep, repeated: TokenRows) -> tuple[int
     tail_ids = natural[:, -TAIL:].expand(len(repeated), -1)
     ids = torch.cat([natural, torch.cat([repeated, tail_ids], dim=1)])
 
-    context = Survey.of(setup).first_spike
+    survey = Survey.of(setup)
+    context = survey.first_spike
     layer = context.scan.sink_layer
     first = torch.zeros(ids.shape, dtype=torch.bool)
     first[:, 0] = True
@@ -155,6 +159,7 @@ def read_attention(setup: Setup, sweep: Sweep, repeated: TokenRows) -> tuple[int
         mean=rounded(received.mean(-1)),
         uniform=rounded(fair.mean(1)),
         first_behind=0 if layer is None else min(layer + 1, target.n_layers - 1),
+        absence=SpikeAbsence.of(survey, context),
     )
 
 
