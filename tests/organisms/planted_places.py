@@ -13,9 +13,10 @@ from .hard import Build, HardTruth, calm, hard, key_bias, kinds, sink, spike, te
 from .places import FIRST, SECOND, SYSTEM, USER, Group, PlacesModel, tokenizer_of
 from .placing import at_bos, at_tokens, flag, header, placed, sharpen, spotted
 from .plant import MARK
+from .token_places import TOKEN_PLACES
 from .tokens import BOS
 
-PLACES: dict[str, tuple[str, ...]] = {}
+PLACES: dict[str, tuple[str, ...]] = dict(TOKEN_PLACES)
 """Every kind, and the families that it is built in."""
 _kind = kinds(PLACES, "places ")
 
