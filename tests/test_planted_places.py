@@ -14,7 +14,8 @@ from organisms.readers import READERS, marking_lost, readers
 from sinkscope.display.notation import neuron_name
 from sinkscope.sinks.first_token.circuit import Circuit, circuit
 from sinkscope.sinks.first_token.marking_heads import heads
-from sinkscope.sinks.first_token.steps import MARK
+from sinkscope.sinks.first_token.steps import MARK, NEURONS
+from sinkscope.sinks.repetition.repeat import repeat
 
 KINDS = {name: (places, families) for name, families in PLACES.items()}
 KINDS |= {name: (readers, families) for name, families in READERS.items()}
@@ -24,6 +25,7 @@ FAST = (
     ("convolution_marks", "lfm2"),
     ("spike_or_embedding", "gpt2"),
     ("silent_twin", "phi"),
+    ("three_delimiters", "gpt2"),
 )
 CASES = covering([(name, family) for name, (_, families) in KINDS.items() for family in families], FAST)
 
@@ -127,3 +129,36 @@ def test_the_heads_that_mark_a_token_suffice_and_none_of_them_is_idle(name, fami
         for left_out in [set(), *({head} for head in serving)] if serving else []:
             replaced = tuple(everyone - serving | left_out)
             assert (marking_lost(m, 0, replaced, token, sites) <= 0.5) == (not left_out), (word, serving, left_out)
+
+
+@pytest.mark.parametrize("family", ["gpt2", slow("llama")])
+def test_a_neuron_that_one_of_several_tokens_needs_is_needed(family, tmp_path):
+    """Each of two neurons makes the spike of its own tokens, so at no token both are needed."""
+    m = planted("three_delimiters", family)
+    step = traced(m, tmp_path).step(NEURONS)
+    assert step is not None
+    assert set(step.chosen) == set(step.needed_alone) == {neuron_name(*site) for (site,) in m.truth.makers}
+
+
+@pytest.mark.parametrize("family", [slow("bloom"), slow("mpt")])
+def test_one_first_token_is_one_sink(family, tmp_path):
+    found = traced(planted("alibi_no_bos", family), tmp_path)
+    assert found.stands_out and found.later == ()
+    assert "without a spike" not in str(found)
+
+
+@pytest.mark.slow
+def test_a_token_behind_another_one_is_named_with_both(tmp_path):
+    m = planted("conv_bigram", "lfm2")
+    before, behind = (m.tokenizer.decode([token]) for token in m.delimiters)
+    found = traced(m, tmp_path)
+    assert found.place == f"{behind!r} after {before!r}" and found.stands_out
+
+
+def test_attention_says_where_the_spike_is_that_it_does_not_look_at(tmp_path):
+    m = planted("second_special", "llama")
+    found = repeat(m.model, read="attention", max_repeats=4, **options(m, tmp_path))
+    said = str(found)
+    assert found.sink_layer is None and "no position has a high norm" not in said
+    assert "attention to positions of high norm was not measured; its norm spike is at " in said
+    assert "at position 1" in said

@@ -133,6 +133,14 @@ def test_a_model_without_a_sink_has_no_circuit(tmp_path):
     assert "no circuit" in str(found.figure().layout)
 
 
+@pytest.mark.parametrize(("stray_norms", "scattered"), [(0, 0), (9, 0), (0, 9), (9, 9)])
+def test_scattered_places_are_not_denied(stray_norms, scattered):
+    """A result without a circuit says that no norm, and no attention, stands out only if none does."""
+    said = Circuit(first_token="<s>", stray_norms=stray_norms, scattered=scattered).conclusion()
+    assert ("no norm stands out" in said) == (not stray_norms)
+    assert ("too few heads attend to any one position" in said) == (not scattered)
+
+
 def test_a_component_gives_a_position_what_it_gives_at_another():
     """Necessity and sufficiency of the token embedding are those of a text with the other token."""
     o = organism("llama", 3)

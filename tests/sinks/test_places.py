@@ -171,3 +171,29 @@ def test_a_norm_stands_out_beside_the_typical_one_of_its_layer():
     assert len(spike_places(norms[:2], ids)) == 0
     norms[0, :, ::2] *= 9  # half of the positions: nothing stands out
     assert len(spike_places(norms[:1], ids)) == 0
+
+
+RULES = st.builds(
+    Rule,
+    words=st.just("x"),
+    position=st.sampled_from([None, 0, 2]),
+    tokens=st.sampled_from([(), (1,), (1, 2)]),
+    first=st.booleans(),
+    repeated=st.booleans(),
+)
+
+
+@given(RULES, RULES, st.integers(0, 99))
+def test_words_are_within_others_that_mean_all_of_their_places(rule, other, seed):
+    ids = torch.randint(0, 4, (20, 6), generator=torch.Generator().manual_seed(seed))
+    if rule.is_within(other):
+        assert not bool((rule.means(ids) & ~other.means(ids)).any())
+
+
+def test_first_tokens_of_some_texts_are_within_those_of_all():
+    every, some = Rule("the first token", position=0), Rule("some first tokens", position=0, tokens=(1, 2))
+    assert some.is_within(every) and not every.is_within(some)
+    assert every.is_within(every)
+    assert not Rule("b", tokens=(3,)).is_within(Rule("a", tokens=(1, 2)))
+    assert Rule("a", tokens=(1,)).is_within(Rule("a and b", tokens=(1, 2)))
+    assert not Rule("a", tokens=(1,)).is_within(Rule("the first a", tokens=(1,), first=True))

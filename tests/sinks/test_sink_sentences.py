@@ -173,6 +173,8 @@ def test_every_number_and_every_name_stands_in_the_evidence(result):
         holding = [each for each in sets if each.kind == "minimal" and each.drop_sink_layer >= max(0.5, each.control)]
         assert not named or any(named <= set(map(str, each.sites)) for each in holding), conclusion
     sink, spike = result.attention_sink, result.norm_spike
+    few = "too few heads attend to any one position" in text.lower()
+    assert few == (sink is None and not result.scattered.count), text
     if sink is not None and spike is not None:
         mine, its = spike.place.rules[0], sink.place.rules[0]
         is_elsewhere = mine != its and not (mine.position == its.position == 0)  # first tokens of all texts, or of some

@@ -27,13 +27,14 @@ from sinkscope.sinks.first_token.members import RATE_EPS, sites_of
 from sinkscope.sinks.first_token.places import Rule
 from sinkscope.sinks.first_token.records import SHORT, AttentionSink, NormSpike
 from sinkscope.sinks.first_token.result import FindSinks
-from sinkscope.sinks.first_token.sentences import few_heads
+from sinkscope.sinks.first_token.sentences import nothing_found
 from sinkscope.sinks.first_token.steps import MARK, NAMED, NEURONS, REPETITION, CircuitStep, Readers
 from sinkscope.sinks.first_token.traced import TracedPlace, TracedSpike, before_mlp, mark_step, traced_place
 from sinkscope.sinks.tokens import prefixes
 
 FIGURE_COMPONENTS = 12
 LATER_SINKS = 3  # sinks behind the first token that are traced at most
+MOST_TOKENS = 6  # tokens of one kind of place that are looked at
 GROUPS = 3  # groups of heads that are described at most
 
 
@@ -125,6 +126,8 @@ class Circuit(SinkCircuit, Result):
     Attributes:
         first_token: The token that stands first in the texts.
         lengths: Lengths of the texts in which attention sinks were looked for.
+        stray_norms: Number of positions whose norm stands out and that no words describe.
+        scattered: Number of positions that heads attend to and that no words describe.
         later: The circuits of further sinks.
         repeated: The token that is repeated.
         repeats: How often it is repeated.
@@ -145,6 +148,8 @@ class Circuit(SinkCircuit, Result):
 
     first_token: str
     lengths: tuple[int, ...] = (SHORT,)
+    stray_norms: int = 0
+    scattered: int = 0
     later: tuple[SinkCircuit, ...] = ()
     repeated: str | None = None
     repeats: int | None = None
@@ -161,7 +166,7 @@ class Circuit(SinkCircuit, Result):
     def conclusion(self) -> str:
         """What marks the first of the sinks, or what its readers need, with the control."""
         if self.place is None:
-            return f"No circuit: no norm stands out, and {few_heads(self.lengths)}."
+            return f"No circuit: {nothing_found(self.lengths, self.stray_norms, self.scattered)}."
         short = self.place
         if self.position == 0:
             short = "the first token"
@@ -230,7 +235,10 @@ def _with_its_texts(setup: Setup, sinks: FindSinks) -> Setup:
 
 
 def _kinds(sinks: FindSinks) -> list[tuple[Rule, TracedSpike]]:
-    """Every kind of place that has a spike or that heads attend to; the first one of the spike comes first."""
+    """Every kind of place that has a spike or that heads attend to; the first one of the spike comes first.
+
+    Places that heads attend to are no further kind if words for the spike mean all of them.
+    """
     kinds: dict[str, tuple[Rule, TracedSpike]] = {}
     if sinks.norm_spike is not None:
         first, *others = sinks.norm_spike.place.rules
@@ -244,8 +252,11 @@ def _kinds(sinks: FindSinks) -> list[tuple[Rule, TracedSpike]]:
                 spike = TracedSpike(True, causal_set.edit_sites, layer, layer)
             kinds[rule.words] = rule, spike
     if sinks.attention_sink is not None and sinks.attention_sink.place is not None:
+        known = list(kinds.values())
         for rule in sinks.attention_sink.place.rules:
-            kinds.setdefault(rule.words, (rule, TracedSpike()))
+            within = [spike for whole, spike in known if rule.is_within(whole)]
+            if not within:
+                kinds[rule.words] = rule, TracedSpike()
     return list(kinds.values())
 
 
@@ -278,13 +289,27 @@ def _place(setup: Setup, sinks: FindSinks, rule: Rule, spike: TracedSpike) -> Tr
         if at == 0:
             ids[:, 0] = ids[0, 0]
             name = f"the first token {setup.tokenizer.decode(ids[0, :1])!r}"
-    else:  # one text, the one in which it comes first
-        where = meant[:, 1:-4].nonzero() + torch.tensor([0, 1])
-        if not len(where):
-            return None
-        row, at = min(where.tolist(), key=lambda pair: pair[1])
-        ids = setup.ids[row : row + 1]
-    return TracedPlace.of(setup, name, ids, at, spike, sinks.shared_dims)
+        return TracedPlace.of(setup, name, ids, at, spike, sinks.shared_dims)
+    # one text for each of the tokens, the one in which it comes first
+    meant[:, 0] = False
+    meant[:, -4:] = False
+    earliest = []
+    for token in rule.tokens[:MOST_TOKENS] or (None,):
+        own = meant if token is None else meant & (setup.ids == token)
+        if bool(own.any()):
+            earliest.append(min((at, row) for row, at in own.nonzero().tolist()))
+    if not earliest:
+        return None
+    places = []
+    for at, row in sorted(earliest):
+        places.append(TracedPlace.of(setup, name, setup.ids[row : row + 1], at, spike, sinks.shared_dims))
+    first, *others = places
+    return replace(first, others=tuple(others))
+
+
+def _stands_out(spike: NormSpike | None, place: TracedPlace) -> bool:
+    """Whether the words for the norm spike mean the position, in all of the texts."""
+    return spike is not None and bool(spike.place.means(place.ids)[:, place.at].all())
 
 
 @measurement(
@@ -313,10 +338,9 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Natural | No
     setup = _with_its_texts(setup, sinks)
     traced: list[SinkCircuit] = []
     first = None
-    spiking = [] if sinks.norm_spike is None else sinks.norm_spike.place.rules
     for rule, spike in _kinds(sinks)[: LATER_SINKS + 1]:
         place = _place(setup, sinks, rule, spike)
-        if place is None:
+        if place is None or place.name in [sink.place for sink in traced]:
             continue
         steps, readers = traced_place(place)
         if steps or readers:
@@ -328,13 +352,15 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Natural | No
                 steps=steps,
                 readers=readers,
                 n_heads=setup.n_heads * sum(map(setup.target.has_attention, range(setup.n_layers))),
-                stands_out=rule in spiking,
+                stands_out=_stands_out(sinks.norm_spike, place),
             )
             traced.append(sink)
     result = Circuit(
         **vars(traced[0] if traced else SinkCircuit()),
         first_token=setup.tokenizer.decode(setup.ids[0, :1].tolist()),
         lengths=sinks.lengths,
+        stray_norms=sinks.stray_norms.count,
+        scattered=sinks.scattered.count,
         later=tuple(traced[1:]),
         learned_rate=_learned_rate(sinks.attention_sink),
         untested=_untested(setup.target),

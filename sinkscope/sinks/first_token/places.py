@@ -92,6 +92,16 @@ class Rule:
     token: str = ""
     after: int | None = None
 
+    def is_within(self, other: Rule) -> bool:
+        """Whether the other words mean all positions that these mean: their conditions are fewer, or the same."""
+        if other.position not in (None, self.position):
+            return False
+        if other.tokens and not (self.tokens and set(self.tokens) <= set(other.tokens)):
+            return False
+        free = not (other.first or other.repeated or other.after is not None)
+        same = (self.first, self.repeated, self.after) == (other.first, other.repeated, other.after)
+        return free or (same and self.tokens == other.tokens)
+
     def means(self, ids: TokenRows) -> Bool[Tensor, "text pos"]:
         """The positions of some texts that the words mean."""
         fits = torch.ones_like(ids, dtype=torch.bool)

@@ -148,6 +148,7 @@ class FindSinks(Result):
             lengths=self.lengths,
             further=self.further_spikes,
             stray_norms=self.stray_norms.count,
+            scattered=self.scattered.count,
         )
         return sentences.conclusion(found)
 
@@ -165,7 +166,7 @@ class FindSinks(Result):
             sets.append("None of these neurons alone takes away a tenth of the norm.")
         further = [sentences.further_spike(each) for each in self.further_spikes]
         attention = sentences.sink_rate(self.sink_rate)
-        attention += sentences.attention(self.attention_sink, self.lengths)
+        attention += sentences.attention(self.attention_sink, self.lengths, self.scattered.count)
         attention += sentences.scattered(self.scattered)
         repeats = sentences.repeats(self.repeats, spike)
         if self.repetition is not None and self.minimal is not None and not self.repetition.same_neurons:

@@ -41,6 +41,7 @@ class Found:
         lengths: Lengths of the texts that were read.
         further: Spikes at further places.
         stray_norms: Positions whose norm stands out and that no words describe.
+        scattered: Positions that receive as much attention as a sink and that no words describe.
     """
 
     spike: NormSpike | None
@@ -50,6 +51,7 @@ class Found:
     lengths: tuple[int, ...]
     further: tuple[PlacedSpike, ...] = ()
     stray_norms: int = 0
+    scattered: int = 0
 
     @property
     def together(self) -> bool:
@@ -66,7 +68,8 @@ def conclusion(found: Found) -> str:
     spike = found.spike
     sink = found.sink
     if spike is None and sink is None:
-        return f"Neither a norm spike nor an attention sink: {_no_norm(found)}, and {few_heads(found.lengths)}."
+        nothing = nothing_found(found.lengths, found.stray_norms, found.scattered)
+        return f"Neither a norm spike nor an attention sink: {nothing}."
     if spike is None:
         assert sink is not None
         return _read(sink, ["Attention sink without a norm spike"])
@@ -84,11 +87,18 @@ def conclusion(found: Found) -> str:
     return _made(found, _together(found), conditions(sink))
 
 
-def _no_norm(found: Found) -> str:
-    """That no norm stands out, as part of a sentence."""
-    if found.stray_norms:
-        return "norms stand out at scattered positions"
-    return "no norm stands out"
+def nothing_found(lengths: Sequence[int], stray_norms: int, scattered: int) -> str:
+    """That no words describe where norms stand out or where heads attend, as part of a sentence.
+
+    Args:
+        lengths: Lengths of the texts.
+        stray_norms: Number of scattered positions whose norm stands out.
+        scattered: Number of scattered positions that receive as much attention as a sink.
+    """
+    norms = "no norm stands out"
+    if stray_norms:
+        norms = "norms stand out at scattered positions"
+    return f"{norms}, and {no_sink(lengths, scattered)}"
 
 
 def _together(found: Found) -> list[str]:
@@ -169,8 +179,10 @@ def _spikes(found: Found) -> list[str]:
 # --- attention -------------------------------------------------------------------------------------------------------
 
 
-def few_heads(lengths: Sequence[int]) -> str:
-    """That no position is an attention sink, in texts of which lengths, as part of a sentence."""
+def no_sink(lengths: Sequence[int], scattered: int) -> str:
+    """That no words describe a sink in texts of which lengths, with so many scattered positions, in a sentence."""
+    if scattered:
+        return f"only scattered positions receive as much attention as a sink in texts of {word_list(lengths)} tokens"
     return f"too few heads attend to any one position in texts of {word_list(lengths)} tokens"
 
 
@@ -228,11 +240,11 @@ def scattered(places: Scattered) -> list[str]:
     return [f"{places.count:,} scattered {receive} as much attention, most often of {word_list(common)}."]
 
 
-def attention(sink: AttentionSink | None, lengths: Sequence[int]) -> list[str]:
-    """Who attends to the sink, and what they need."""
+def attention(sink: AttentionSink | None, lengths: Sequence[int], scattered: int) -> list[str]:
+    """Who attends to the sink, and what they need; or that there is none, with so many scattered positions."""
     sentences = []
     if sink is None:
-        return [f"{few_heads(lengths).capitalize()}."]
+        return [f"{no_sink(lengths, scattered).capitalize()}."]
     if sink.learned_rate:
         sentences.append(f"{sink.learned_rate:.1%} of the heads attend to their learned sink logits.")
     if sink.place is not None:

@@ -63,6 +63,7 @@ class TracedPlace:
         other: The typical position that it trades places with.
         spike: What makes the spike.
         shared_dims: Residual dimensions that are massive on all tokens and left out of norms.
+        others: Places with other tokens that the same words mean; different neurons may make their spikes.
     """
 
     setup: Setup
@@ -72,6 +73,7 @@ class TracedPlace:
     other: int
     spike: TracedSpike
     shared_dims: tuple[int, ...]
+    others: tuple[TracedPlace, ...] = ()
 
     @classmethod
     def of(
@@ -111,6 +113,19 @@ class TracedPlace:
             return None
         heads = [(layer, head) for layer, head in reading.nonzero().tolist()]
         return PositionEffect(target, ids, self.at, self.other, heads=heads)
+
+    def judge(self, removing: Edit) -> PositionEffect:
+        """The effect by which a neuron is called needed here: the attention that needs the spike, or else the norm.
+
+        Args:
+            removing: What removes the spike.
+        """
+        if self.attention is not None:
+            lost = self.attention.lost([removing])[0]
+            needing = (lost >= NEEDED).nonzero().flatten().tolist()
+            if needing:
+                return self.attention.only(needing)
+        return self.norm(self.spike.layer)
 
     def random_heads(self, depth: int, excluded: Components, size: int) -> list[Edit]:
         """Edits that replace random heads of the layers up to one, except these; none if there are too few."""
@@ -369,5 +384,8 @@ def traced_place(position: TracedPlace) -> tuple[tuple[CircuitStep, ...], tuple[
         steps.append(mark_step(position, MARK, begun, marks, before, judges)[0])
     if made.sites:
         silenced = position.silenced(made.sites)
+        elsewhere = [other.judge(Edit(zero=made.sites)) for other in position.others]
+        if elsewhere:
+            judges = [*(judges or [spike]), *elsewhere]
         steps.append(_step(NEURONS, spike, neurons, tuple(neurons), silenced, judges)[0])
     return tuple(steps), tuple(readers for readers, _ in groups)
