@@ -13,6 +13,7 @@ from organisms.readers import READERS, marking_lost, readers
 
 from sinkscope.display.notation import neuron_name
 from sinkscope.sinks.first_token.circuit import Circuit, circuit
+from sinkscope.sinks.first_token.find import find_sinks
 from sinkscope.sinks.first_token.marking_heads import heads
 from sinkscope.sinks.first_token.steps import MARK, NEURONS
 from sinkscope.sinks.repetition.repeat import repeat
@@ -153,6 +154,24 @@ def test_a_token_behind_another_one_is_named_with_both(tmp_path):
     before, behind = (m.tokenizer.decode([token]) for token in m.delimiters)
     found = traced(m, tmp_path)
     assert found.place == f"{behind!r} after {before!r}" and found.stands_out
+
+
+def found_in(name: str, family: str, folder) -> str:
+    m = planted(name, family)
+    return find_sinks(m.model, max_repeats=8, **options(m, folder)).conclusion()
+
+
+@pytest.mark.parametrize("family", ["llama", slow("neox")])
+def test_a_mark_that_only_some_heads_read_is_not_that_of_all(family, tmp_path):
+    said = found_in("marks_of_two_layers", family, tmp_path)
+    assert said.endswith("they read marks by several components.")
+
+
+@pytest.mark.parametrize("family", ["qwen2", slow("llama"), slow("cohere")])
+def test_half_of_the_heads_are_not_the_heads(family, tmp_path):
+    """The others attend to a delimiter, whose norm does not stand out."""
+    said = found_in("secondary", family, tmp_path)
+    assert "makes the spike of the first token; zeroing it removes" in said
 
 
 def test_attention_says_where_the_spike_is_that_it_does_not_look_at(tmp_path):

@@ -28,7 +28,7 @@ class Carried:
         tried: The components that were replaced.
         reads: What heads read, with the share of the heads that do, the largest share first. What an attention layer
             or an MLP writes without making a spike is called the mark.
-        mark: The component that writes the mark. None if no head reads one.
+        mark: The component that writes the mark. None if no head reads one, or if heads read those of several.
     """
 
     tried: tuple[Carrier, ...] = ()
@@ -73,7 +73,9 @@ def carriers(
             reads[what] = reads.get(what, 0.0) + 1 / len(heads)
         if writer is not None:
             marks.append(writer)
-    mark = max(marks, key=marks.count) if marks else None
+    mark = None
+    if len(set(marks)) == 1:
+        mark = marks[0]
     return Carried(tried, tuple(sorted(reads.items(), key=lambda one: -one[1])), mark)
 
 

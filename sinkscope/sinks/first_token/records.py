@@ -202,7 +202,7 @@ class AttentionSink:
         carriers: The evidence for each component that was tried.
         reads: What heads need in the same words, with the share of the heads that do, the largest share first. Empty if
             they need the spike.
-        mark: The component that writes the mark. None if no head reads one.
+        mark: The component that writes the mark. None if no head reads one, or if heads read those of several.
         length: Length of the texts, in tokens.
         window: Positions that the attending heads see, if a window hides others.
         learned_rate: Share of heads that attend to a learned sink logit, beside the position; 0 if too few do.

@@ -169,6 +169,8 @@ def _spikes(found: Found) -> list[str]:
             return [f"the spike of {spike.place}", f"the spike of {place}"]
     if len(spike.place.rules) > 1 or place != FIRST:
         return [f"the spike of {place}"]
+    if sink is not None and sink.place is not None and len(sink.place.rules) > 1:
+        return [f"the spike of {place}"]  # heads attend elsewhere, too
     if sink is None or conditions(sink)[0]:
         return ["the spike"]
     if minimal.heads_lost is not None and minimal.heads_lost < MOST_HEADS:
@@ -221,6 +223,8 @@ def what_is_read(sink: AttentionSink) -> str:
         "position": "the position alone, through the rotary embedding",
         "key bias": "the bias of their keys",
     }
+    if sink.mark is None:
+        words["mark"] = "marks by several components"
     shared = [(what, share) for what, share in sink.reads if share >= LEAST_SHARE]
     if len(shared) > 1:
         return "they read " + word_list([f"{words.get(what, f'the {what}')} ({share:.0%})" for what, share in shared])
