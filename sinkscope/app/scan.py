@@ -20,7 +20,7 @@ from sinkscope.app.pages import document, folded, plot, result_section, save_doc
 from sinkscope.app.pages import text as text_as_html
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.table import BenchTable, tabulate_records
-from sinkscope.display.console import note
+from sinkscope.display.console import end_bar, note
 from sinkscope.display.options import command
 from sinkscope.display.result import Result
 from sinkscope.display.tables import WIDTH
@@ -360,6 +360,7 @@ def demo(
     """
     note("sinkscope looks at the small model in the package with each of its measurements.")
     card = scan(out=out, quick=True, progress=progress)
+    end_bar(progress)
     print(visible(f"All results, with figures: {out / PAGE}") + "\nThe same for another model: sinkscope scan MODEL")
     for label, sentence, words in reversed(card.verdicts()):
         print(fill(visible(f"{label}, by `sinkscope {words}`: {sentence}"), WIDTH, subsequent_indent="  "))

@@ -15,32 +15,55 @@ from sinkscope.files.plain import visible
 class ProgressBar:
     """A bar with the time elapsed and left on standard error; it shows nothing where standard error is not a terminal.
 
-    It is called with what is being done, how much of it is done, and how much there is.
+    It is called with what is being done, how much of it is done, and how much there is. It appears with the first call
+    and must end before anything is printed, because it is painted over what stands in its line.
     """
 
-    def __enter__(self) -> ProgressBar:
+    def __init__(self) -> None:
         self._bar: Any = None
-        if sys.stderr.isatty():
-            from rich import progress as rich
-            from rich.console import Console
+        self._task: Any = None
+        self._ended = False
 
-            shown = (rich.TextColumn("{task.description}", markup=False), rich.BarColumn(), rich.MofNCompleteColumn())
-            times = (rich.TimeElapsedColumn(), rich.TimeRemainingColumn())
-            console = Console(stderr=True)
-            self._bar = rich.Progress(*shown, *times, console=console, transient=True, redirect_stdout=False)
-            self._task = self._bar.add_task("")
-            self._bar.start()
+    def __enter__(self) -> ProgressBar:
         return self
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """Show how much of a stage is done."""
+        """Show how much of a stage is done; of a `total` of 0 only the time is shown."""
         gc.enable()  # the command line turns it off while libraries are imported
+        if self._bar is None and not self._ended and sys.stderr.isatty():
+            self._start()
         if self._bar is not None:
-            self._bar.update(self._task, description=visible(stage), completed=done, total=total)
+            count = f"{done}/{total}" if total else ""
+            self._bar.update(self._task, description=visible(stage), completed=done, total=total or None, count=count)
 
-    def __exit__(self, *_: object) -> None:
+    def _start(self) -> None:
+        from rich import progress as rich
+        from rich.console import Console
+
+        words = rich.TextColumn("{task.description}", markup=False)
+        count = rich.TextColumn("{task.fields[count]}", markup=False)
+        times = (rich.TimeElapsedColumn(), rich.TimeRemainingColumn())
+        console = Console(stderr=True)
+        shown = (words, rich.BarColumn(), count, *times)
+        self._bar = rich.Progress(*shown, console=console, transient=True, redirect_stdout=False)
+        self._task = self._bar.add_task("", total=None, count="")
+        self._bar.start()
+
+    def end(self) -> None:
+        """Take the bar off the screen; it does not come back."""
+        self._ended = True
         if self._bar is not None:
             self._bar.stop()
+            self._bar = None
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+
+def end_bar(progress: Any) -> None:
+    """End a progress bar before anything is printed; other progress has nothing on the screen."""
+    if isinstance(progress, ProgressBar):
+        progress.end()
 
 
 def note(message: str) -> None:
