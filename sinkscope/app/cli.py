@@ -307,7 +307,10 @@ def click_parameter(one: Parameter) -> click.Parameter:
     kind = click_type(one)
     if one.option.argument:
         number = -1 if one.many else 1
-        return click.Argument([one.name], type=kind, required=one.required, nargs=number, metavar=one.option.metavar)
+        metavar = one.option.metavar
+        if metavar is not None and not one.required:
+            metavar = f"[{metavar}]"
+        return click.Argument([one.name], type=kind, required=one.required, nargs=number, metavar=metavar)
     text = one.help_with_default
     if one.many:
         text += " It may be given several times."

@@ -29,7 +29,7 @@ from sinkscope.serving.generate import Generated, generate
     help="Continue a prompt under a patch, policy or guard.",
 )
 def print_generated(
-    prompt: Annotated[str | None, Option(metavar="[PROMPT]", argument=True)] = None,
+    prompt: Annotated[str | None, Option(metavar="PROMPT", argument=True)] = None,
     *,
     prompt_file: Annotated[str | None, Option(metavar="FILE|-", reads="text")] = None,
     model: str | None = None,

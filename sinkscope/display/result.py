@@ -65,6 +65,11 @@ class Result(Envelope):
     page: ClassVar[str] = ""  # page of the documentation, relative to docs/, without .md; empty: measure/KIND
     drawing: ClassVar[Callable[[Any], Any] | str | None] = None  # or module:function, imported when it is drawn
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__repr__" not in vars(cls):  # that of a dataclass would write every number out
+            cls.__repr__ = Result.__repr__
+
     # What it says
 
     @property
@@ -206,6 +211,10 @@ class Result(Envelope):
 
     def __str__(self) -> str:
         return self.text()
+
+    def __repr__(self) -> str:
+        more = ".rows()" if type(self).drawing is None else ".rows() and .figure()"
+        return visible(f"<{type(self).__name__}: {self.conclusion()} See {more}.>")
 
     def _repr_html_(self) -> str:
         return self.to_html()

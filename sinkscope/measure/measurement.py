@@ -115,6 +115,10 @@ class Measurement(Generic[P, R]):
             shared |= EDIT_PARAMETERS
         return (*self.parameters, *(one for name, one in shared.items() if name not in self._own))
 
+    def __get__(self, instance: object, owner: type | None = None) -> Measurement[P, R]:
+        """The measurement itself; with this method `help` describes it as a function, signature first."""
+        return self
+
     @float32_by_default()
     def __call__(self, *args: Any, **kwargs: Any) -> R:
         """Open the model and measure. The arguments are those of the signature."""

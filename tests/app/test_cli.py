@@ -106,6 +106,15 @@ def test_help_has_a_text_for_every_option_and_examples_that_exist(words, monkeyp
             assert not word.startswith("--") or f"{word} " in text or f"{word}\n" in text
 
 
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [("scan", "[MODEL]"), ("view", "[MODEL]"), ("generate", "[PROMPT]"), ("report", "DIR"), ("bench table", "DIR...")],
+)
+def test_the_usage_says_what_may_be_left_out(words, shown, capsys):
+    assert main([*words.split(), "--help"]) == 0
+    assert capsys.readouterr().out.splitlines()[0].endswith(f" [OPTIONS] {shown}")
+
+
 def test_a_page_shows_every_command():
     pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").rglob("*.md"))
     for words in commands():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import inspect
 import json
+import pydoc
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
@@ -231,6 +232,13 @@ def test_the_public_name_and_the_signature(command):
     assert inspect.signature(public) == inspect.signature(measure) and command.name in dir(ss)
     names = list(inspect.signature(measure).parameters)
     assert names[0] == "model" and {"bos", "text", "seed", "progress", "tokenizer"} <= set(names)
+
+
+@EVERY
+def test_help_of_a_measurement_begins_with_its_signature(command):
+    public = getattr(ss, command.name)
+    lines = pydoc.render_doc(public, renderer=pydoc.plaintext).splitlines()
+    assert lines[2].startswith(f"{command.name}(model") and lines[3].strip() == inspect.getdoc(public).splitlines()[0]
 
 
 @pytest.mark.slow
