@@ -27,7 +27,7 @@ from sinkscope.files.store import RECORDS, SETTINGS
 )
 def report(
     folder: Annotated[str | Path, Option(metavar="DIR", argument=True)],
-    out: Annotated[str | Path | None, Option(metavar="FILE", writes=True)] = None,
+    out: Annotated[str | Path | None, Option(metavar="FILE", writes="Page")] = None,
     *,
     progress: Hidden = None,
 ) -> None:

@@ -7,9 +7,13 @@ import os
 import sys
 from contextlib import suppress
 from shutil import get_terminal_size
+from textwrap import fill
 from typing import Any
 
 from sinkscope.files.plain import visible
+
+WIDTH = 80
+"""Characters of a line where there is no terminal."""
 
 
 class ProgressBar:
@@ -66,10 +70,28 @@ def end_bar(progress: Any) -> None:
         progress.end()
 
 
+def terminal_width() -> int:
+    """Characters of a line of the terminal; 80 where there is none."""
+    return get_terminal_size((WIDTH, 24)).columns
+
+
+def wrapped(text: str, stream: Any) -> str:
+    """Text whose long lines are broken between words if a terminal shows it; other readers get whole lines."""
+    if not stream.isatty():
+        return text
+    width = terminal_width()
+    lines: list[str] = []
+    for line in text.split("\n"):
+        if len(line) > width:
+            line = fill(line, width, break_on_hyphens=False, break_long_words=False)  # a path stays whole
+        lines.append(line)
+    return "\n".join(lines)
+
+
 def note(message: str) -> None:
     """A line for the reader, not for the next program; it is lost if standard error cannot be written."""
     try:
-        print(visible(message), file=sys.stderr, flush=True)
+        print(wrapped(visible(message), sys.stderr), file=sys.stderr, flush=True)
     except (OSError, ValueError):
         drop(sys.stderr)
 
@@ -94,5 +116,5 @@ def print_result(result: Any, *, explain: bool = False) -> None:
     """Print a result as text that fits a terminal of 24 lines, or with `explain` whole and explained."""
     from sinkscope.display.tables import SCREEN  # loads what `sinkscope --help` need not wait for
 
-    width = get_terminal_size((80, 24)).columns
-    print(visible(result.text(width, None if explain else SCREEN)))
+    text = result.text(terminal_width(), None if explain else SCREEN)
+    print(wrapped(visible(text), sys.stdout))

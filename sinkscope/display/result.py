@@ -104,6 +104,10 @@ class Result(Envelope):
             )
         return "\n".join([*lines, *self.details()])
 
+    def closing(self) -> list[str]:
+        """The lines with which the text ends; a subclass overrides it."""
+        return [f"Conclusion: {self.conclusion()}"]
+
     # Its table
 
     def rows(self) -> list[dict[str, Any]]:
@@ -173,18 +177,19 @@ class Result(Envelope):
             lines: Number of lines into which it fits: tables lose rows and the last details are left out, and a line
                 says so. None: everything, with the meaning of the columns.
         """
-        conclusion, *details = self.summary().split("\n")
+        details = self.summary().split("\n")[1:]
+        closing = self.closing()
         grids = self.grids()
         tables = [grid.text(width) for grid in grids]
         if lines is None or width is None:
-            return "\n\n".join([*tables, *self.below(width), "\n".join([*details, conclusion])])
+            return "\n\n".join([*tables, *self.below(width), "\n".join([*details, *closing])])
         hint = "--explain shows all rows and details, and the meaning of the columns."
-        room = lines - height([hint, conclusion], width)
+        room = lines - height([hint, *closing], width)
         least = min(LEAST_TABLE, height(tables, width) + len(grids))
         while details and height(details, width) > room - least:
             details.pop()
         blocks = shortened(grids, room - height(details, width), width)
-        return "\n\n".join([*blocks, "\n".join([*details, hint, conclusion])])
+        return "\n\n".join([*blocks, "\n".join([*details, hint, *closing])])
 
     def below(self, width: int | None) -> list[str]:
         """The meaning of the columns, one line each, and the page of the documentation."""

@@ -39,6 +39,7 @@ class Output:
         save: Called with the result and the path. It writes the whole file or nothing. Text that it returns is printed
             as a note on standard error.
         required: Whether the option must be given.
+        word: What stands before its path once it is written.
         kind: Kind of the file, which an earlier output that it may replace has as well. None: that of the result.
     """
 
@@ -46,6 +47,7 @@ class Output:
     help: str
     save: Callable[[Any, str], object]
     required: bool = False
+    word: str = "File"
     kind: str | None = None
 
 

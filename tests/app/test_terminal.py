@@ -8,6 +8,7 @@ import sys
 import termios
 import threading
 import time
+from textwrap import fill
 
 import pytest
 from sample_results import sample_find_sinks
@@ -18,6 +19,7 @@ from sinkscope.app.card import SinkCard
 from sinkscope.app.cli import main
 from sinkscope.app.scan import Part, card_part
 from sinkscope.display.console import ProgressBar
+from sinkscope.loops import check
 from sinkscope.loops.streams import Watch
 from sinkscope.measure import ScanPart
 
@@ -119,7 +121,9 @@ def test_a_terminal_shows_what_a_pipe_receives(name, stream, tour, tmp_path, mon
     assert piped.out
     status, shown = on_a_terminal(monkeypatch, words)
     assert status == code
-    assert sorted(seen(shown).split("\n")) == sorted(seen(piped.out + piped.err).split("\n"))
+    notes = [fill(line, WIDTH, break_on_hyphens=False) for line in piped.err.splitlines()]
+    wanted = seen(piped.out + "\n".join(notes))
+    assert sorted(seen(shown).split("\n")) == sorted(wanted.split("\n"))
     if name.startswith("generate"):
         assert "\x1b[2K" in shown and seen(shown).startswith(seen(piped.out))  # there was a bar, and it is gone
 
@@ -147,3 +151,16 @@ def test_a_bar_that_has_ended_does_not_come_back(monkeypatch):
         before = terminal.written
         progress("layers", 2, 2)
     assert terminal.written == before
+
+
+@pytest.mark.parametrize("width", [40, 61, 80])
+def test_prose_is_broken_between_words(width, tmp_path, monkeypatch):
+    """Each line of the terminal ends where a word ends, and no word is lost."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text(LOOPS)
+    monkeypatch.setattr(sys.modules[__name__], "WIDTH", width)
+    _, shown = on_a_terminal(monkeypatch, ["loops", "a.txt", "--html", "a.html"])
+    lines = seen(shown).splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("Conclusion: "))
+    said = " ".join(lines[start:])
+    assert said == f"Conclusion: {check(LOOPS, name='a.txt').conclusion()} Page: a.html"
