@@ -313,3 +313,9 @@ def test_interventions_of_a_measurement_are_given_in_any_form():
     assert edit_from_options() is None
     with pytest.raises(SinkscopeError, match="int is no intervention: give a policy"):
         edit_from_options(policy=5)
+
+
+@pytest.mark.parametrize(("wrong", "near"), [("modle", "model"), ("txt", "text"), ("max_repeat", "max_repeats")])
+def test_a_wrong_keyword_is_answered_with_the_function_and_the_nearest_one(wrong, near):
+    with pytest.raises(TypeError, match=rf"^circuit\(\) has no argument '{wrong}'; expected {near}$"):
+        ss.circuit(**{wrong: 1})
