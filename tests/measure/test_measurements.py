@@ -251,7 +251,7 @@ def test_a_stranger_needs_one_file(tmp_path, monkeypatch, capsys):
     with stranger.installed(tmp_path / "package", source):
         assert cli.main(["attention-entropy", "--last", "32", "--json", "a.json", "--html", "a.html"]) == 0
         printed = capsys.readouterr()
-        assert printed.out.splitlines()[-1].startswith("Conclusion: ") and printed.err == ""
+        assert printed.out.splitlines()[-1].startswith("Conclusion: ") and printed.err == "JSON: a.json\nPage: a.html\n"
         assert "--last 0" in _refused(["attention-entropy", "--last", "0"], capsys)
         assert cli.main(["attention-entropy", "--help"]) == 0
         help_text = capsys.readouterr().out

@@ -224,7 +224,7 @@ def test_make_then_eval(here, capsys):
     few = "--model model --text words.txt --pieces 4 --length 24"
     assert main(f"patch make {few} --out out/patch.json --max-repeats 250 --json made.json".split()) == 0
     out, err = capsys.readouterr()
-    assert err == "" and "Conclusion: The patch of" in out
+    assert err == "JSON: made.json\nPatch: out/patch.json\n" and "Conclusion: The patch of" in out
     made = Result.load("made.json")
     assert isinstance(made, PatchMade)
     sites = SinkPatch.load("out/patch.json").checked_sites
