@@ -22,7 +22,7 @@ from click.shell_completion import CompletionItem
 
 from sinkscope import __version__
 from sinkscope.app.commands import Command, commands
-from sinkscope.display.console import ProgressBar, drop, emit, note, print_result
+from sinkscope.display.console import ProgressBar, drop, emit, note, print_result, show
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, is_out_of_memory, one_line
 from sinkscope.files.provenance import documentation_address, documented_at
 
@@ -290,7 +290,7 @@ class CommandRun:
         names = ("revision", "dtype", "device")
         options = {name: arguments[name] for name in names if name in arguments}
         whole = backend is not None or self.function.loading == "whole"
-        print(expected_cost(words, arguments.get("model"), whole=whole, alone=True, **options))
+        show(expected_cost(words, arguments.get("model"), whole=whole, alone=True, **options))
 
     def _deliver(self, result: Result, files: Mapping[str, str], force: bool, explain: bool) -> None:
         """Print and write a result; standard output comes first: it is seen even if a file cannot be written."""

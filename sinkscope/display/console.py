@@ -96,6 +96,11 @@ def note(message: str) -> None:
         drop(sys.stderr)
 
 
+def show(text: str) -> None:
+    """Print text on standard output; on a terminal its long lines are broken between words."""
+    print(wrapped(visible(text), sys.stdout))
+
+
 def drop(stream: Any) -> None:
     """Give up a stream that cannot be written: what is still in its buffer would fail again at exit."""
     with suppress(OSError, ValueError):
@@ -116,5 +121,4 @@ def print_result(result: Any, *, explain: bool = False) -> None:
     """Print a result as text that fits a terminal of 24 lines, or with `explain` whole and explained."""
     from sinkscope.display.tables import SCREEN  # loads what `sinkscope --help` need not wait for
 
-    text = result.text(terminal_width(), None if explain else SCREEN)
-    print(wrapped(visible(text), sys.stdout))
+    show(result.text(terminal_width(), None if explain else SCREEN))
