@@ -153,6 +153,13 @@ class SinkCard(Result):
             lines.append((topic, sentence, part.command))
         return lines
 
+    def closing(self) -> list[str]:
+        """A line for each topic; in a comparison, what changed."""
+        verdicts = self.verdicts()
+        if self.against is not None or not verdicts:
+            return super().closing()
+        return [f"{topic}: {sentence}" for topic, sentence, _ in verdicts]
+
     def first_screen(self, folder: str) -> str:
         """The verdicts and what to do next as HTML, fully escaped; in a comparison, first what differs.
 

@@ -22,7 +22,7 @@ from click.shell_completion import CompletionItem
 
 from sinkscope import __version__
 from sinkscope.app.commands import Command, commands
-from sinkscope.display.console import ProgressBar, drop, emit, note, print_result
+from sinkscope.display.console import ProgressBar, drop, emit, note, print_result, show
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, is_out_of_memory, one_line
 from sinkscope.files.provenance import documentation_address, documented_at
 
@@ -45,6 +45,8 @@ RESULT_OPTIONS = {  # name: (metavar, help) of the files that are written from a
     "png": ("FILE", "Write the figure; this needs kaleido and a browser."),
     "csv": ("FILE|-", "Write all rows and columns of the table as CSV; - is standard output."),
 }
+FILE_WORDS = {"json": "JSON", "html": "Page", "png": "Figure", "csv": "Table"}
+"""What stands before the path of a file that was written from a result."""
 WIDEST_HELP = 120
 """Characters of a line of help where the terminal has room for them."""
 FORCE_HELP = "Replace files that are no earlier outputs of this command."
@@ -207,6 +209,11 @@ class CommandRun:
             return
         if "to_files" in self.parameters:
             arguments["to_files"] = bool(files)
+        paths: dict[str, Any] = {}
+        if "written" in self.parameters:
+            arguments["written"] = paths.__setitem__
+        else:
+            paths = self._written_paths(arguments)
         result = self._result(arguments, backend)
         if result is not None and self.returns_result:
             try:
@@ -214,6 +221,8 @@ class CommandRun:
             except BrokenPipeError:  # the reader has gone; the status is still said
                 if not result.exit_code:
                     raise
+            for what, path in paths.items():
+                note(f"{what}: {path}")
             if result.exit_code:
                 raise click.exceptions.Exit(result.exit_code)
 
@@ -242,6 +251,14 @@ class CommandRun:
             elif isinstance(value, str | Path):
                 inputs[one.option.metavar if one.option.argument else one.flag] = str(value)
         check_outputs(paths, kinds, inputs, force=force)
+
+    def _written_paths(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """What the function writes, and where."""
+        paths: dict[str, Any] = {}
+        for name, value in arguments.items():
+            if self.parameters[name].option.writes and str(value) != "-":
+                paths[self.parameters[name].option.writes] = value
+        return paths
 
     def _kind(self, name: str) -> str | None:
         """The kind of the file that an option writes."""
@@ -273,7 +290,7 @@ class CommandRun:
         names = ("revision", "dtype", "device")
         options = {name: arguments[name] for name in names if name in arguments}
         whole = backend is not None or self.function.loading == "whole"
-        print(expected_cost(words, arguments.get("model"), whole=whole, alone=True, **options))
+        show(expected_cost(words, arguments.get("model"), whole=whole, alone=True, **options))
 
     def _deliver(self, result: Result, files: Mapping[str, str], force: bool, explain: bool) -> None:
         """Print and write a result; standard output comes first: it is seen even if a file cannot be written."""
@@ -285,14 +302,14 @@ class CommandRun:
                 self._write(result, name, path, force)
 
     def _write(self, result: Result, name: str, path: str, force: bool) -> None:
-        """Write one file of a result."""
+        """Write one file of a result, and say where it is."""
         from sinkscope.app.pages import save_html, write_png
 
         if name in self.outputs:
             message = self.outputs[name].save(result, path)
-            if isinstance(message, str):
-                note(message)
-        elif name == "json":
+            note(message if isinstance(message, str) else f"{self.outputs[name].word}: {path}")
+            return
+        if name == "json":
             emit(path, result.to_json(), force=force)
         elif name == "csv":
             emit(path, result.to_csv(), force=force)
@@ -300,6 +317,8 @@ class CommandRun:
             save_html(result, path, force=force)
         else:
             write_png(result.figure(), path, kind=result.kind, force=force)
+        if path != "-":
+            note(f"{FILE_WORDS[name]}: {path}")
 
 
 def click_parameter(one: Parameter) -> click.Parameter:
@@ -307,7 +326,10 @@ def click_parameter(one: Parameter) -> click.Parameter:
     kind = click_type(one)
     if one.option.argument:
         number = -1 if one.many else 1
-        return click.Argument([one.name], type=kind, required=one.required, nargs=number, metavar=one.option.metavar)
+        metavar = one.option.metavar
+        if metavar is not None and not one.required:
+            metavar = f"[{metavar}]"
+        return click.Argument([one.name], type=kind, required=one.required, nargs=number, metavar=metavar)
     text = one.help_with_default
     if one.many:
         text += " It may be given several times."

@@ -6,12 +6,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from sinkscope.display.console import note
+from sinkscope.display.console import end_bar, note
 from sinkscope.display.notation import count_of
-from sinkscope.display.options import Option, command
+from sinkscope.display.options import Hidden, Option, command
 from sinkscope.display.tables import cell
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import visible
+from sinkscope.files.progress import silent
 from sinkscope.files.records import Natural, Whole
 from sinkscope.interventions.base import Event
 from sinkscope.kv.edit_options import edit_from_options
@@ -28,7 +29,7 @@ from sinkscope.serving.generate import Generated, generate
     help="Continue a prompt under a patch, policy or guard.",
 )
 def print_generated(
-    prompt: Annotated[str | None, Option(metavar="[PROMPT]", argument=True)] = None,
+    prompt: Annotated[str | None, Option(metavar="PROMPT", argument=True)] = None,
     *,
     prompt_file: Annotated[str | None, Option(metavar="FILE|-", reads="text")] = None,
     model: str | None = None,
@@ -45,6 +46,7 @@ def print_generated(
     temperature: Annotated[float, Field(ge=0)] = 0.0,
     seed: Whole = 0,
     raw: bool = False,
+    progress: Hidden = None,
 ) -> None:
     """Continue a prompt, under a patch, a cache policy or a guard if asked: text on stdout, events on stderr.
 
@@ -66,6 +68,7 @@ def print_generated(
         temperature: 0 takes the likeliest token.
         seed: Seed of the sampling.
         raw: Print control characters as they are; by default they are written out, so that no text steers a terminal.
+        progress: Called as `progress(what, done, total)`.
 
     Example:
         sinkscope generate "The bird sang the same song again:" --guard
@@ -75,12 +78,18 @@ def print_generated(
     if rewind is not None and not guard:
         raise SinkscopeError("--rewind and --no-rewind say what the guard does: add --guard")
 
+    progress = progress or silent
+
     def show(_: int, piece: str) -> None:
+        end_bar(progress)
         print(piece if raw else visible(piece), end="", flush=True)  # it stays on the screen, also after Ctrl-C
 
     interventions = edit_from_options(patch=patch, policy=policy, guard=guard and LoopGuard(rewind=rewind))
+    progress("loading the model", 0, 0)
+    loaded = load(model, backend=backend, revision=revision, device=device, dtype=dtype)
+    progress("writing", 0, 0)
     (answer,) = generate(
-        load(model, backend=backend, revision=revision, device=device, dtype=dtype),
+        loaded,
         prompt_file if prompt is None else prompt,
         interventions=interventions,
         max_new_tokens=max_new_tokens,
@@ -89,6 +98,7 @@ def print_generated(
         bos=bos,
         on_text=show,
     )
+    end_bar(progress)  # of an answer without text
     print()
     if policy is not None and answer.held is not None:
         note(_cache_use(policy, answer))

@@ -45,7 +45,7 @@ def check_loops(
     max_new: int | None = None,
     first: bool = False,
     tee: bool = False,
-    clean: Annotated[str | None, Option(metavar="OUT", writes=True)] = None,
+    clean: Annotated[str | None, Option(metavar="OUT", writes="Session")] = None,
     proxy: Annotated[str | None, Option(metavar="URL")] = None,
     port: Annotated[int | None, Field(ge=0, le=65535)] = None,
     host: Annotated[str | None, Option(metavar="ADDRESS")] = None,

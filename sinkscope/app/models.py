@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from sinkscope.display.console import show
 from sinkscope.display.options import Option, command
 from sinkscope.display.tables import SCREEN, Grid
 from sinkscope.models.names import models
@@ -43,7 +44,7 @@ def print_models(
         columns["hub id"].append(entry.hub_id)
         columns["sink layer"].append("-" if entry.published is None else ", ".join(map(str, entry.published.layers)))
     print(Grid(columns).text(rows=None if every else SHOWN_MODELS))
-    print(f"\nConclusion: papers report a sink or massive activation for {with_sink} of these {len(known)} models.")
+    show(f"\nConclusion: papers report a sink or massive activation for {with_sink} of these {len(known)} models.")
 
 
 def _check(name: str) -> None:
@@ -62,11 +63,11 @@ def _check(name: str) -> None:
     origin = "inferred"
     if row_of(target.hf.config.model_type) is not None:
         origin = "written"
-    print(f"Adapter, {origin}: {shown_row(target.adapter)}")
-    print(
+    show(f"Adapter, {origin}: {shown_row(target.adapter)}")
+    show(
         f"Probe: an edited neuron is off by {report.edit_error:.1e}, attention rows by {report.attention_error:.1e}, "
         f"their sums by {report.row_sum_error:.1e} (allowed {report.tolerance:.0e})"
     )
     if report.problem is not None:
-        print(f"Problem: {report.problem}")
-    print(f"\nConclusion: {target.name} ({target.hf.config.model_type}) {verdict}.")
+        show(f"Problem: {report.problem}")
+    show(f"\nConclusion: {target.name} ({target.hf.config.model_type}) {verdict}.")

@@ -8,7 +8,7 @@ from typing import Annotated
 from sinkscope.app.card import CARD
 from sinkscope.app.commands import commands
 from sinkscope.app.pages import Section, document, result_section, save_document
-from sinkscope.display.console import note
+from sinkscope.display.console import end_bar, note
 from sinkscope.display.notation import count_of
 from sinkscope.display.options import Hidden, Option, command
 from sinkscope.display.result import Result
@@ -27,7 +27,7 @@ from sinkscope.files.store import RECORDS, SETTINGS
 )
 def report(
     folder: Annotated[str | Path, Option(metavar="DIR", argument=True)],
-    out: Annotated[str | Path | None, Option(metavar="FILE", writes=True)] = None,
+    out: Annotated[str | Path | None, Option(metavar="FILE", writes="Page")] = None,
     *,
     progress: Hidden = None,
 ) -> None:
@@ -72,6 +72,7 @@ def report(
     sections.sort(key=lambda section: (places.get(section.kind, len(places)), section.file))
     count = count_of(len(sections), "result")
     save_document(target, document(visible(root.resolve().name), sections, count, left_out))
+    end_bar(progress)
     print(visible(f"{out or root / 'report.html'}: {count}"))
     for reason in reasons:
         note(f"left out: {reason}")

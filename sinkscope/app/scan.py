@@ -20,10 +20,9 @@ from sinkscope.app.pages import document, folded, plot, result_section, save_doc
 from sinkscope.app.pages import text as text_as_html
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.table import BenchTable, tabulate_records
-from sinkscope.display.console import note
+from sinkscope.display.console import end_bar, note, terminal_width
 from sinkscope.display.options import command
 from sinkscope.display.result import Result
-from sinkscope.display.tables import WIDTH
 from sinkscope.errors import SinkscopeError, is_out_of_memory
 from sinkscope.files.catalog import marked
 from sinkscope.files.plain import pathless, visible
@@ -134,7 +133,7 @@ class FinishedPart(Keyed):
 def scan(
     model: Annotated[Any, Option(argument=True, metavar="MODEL")] = None,
     *,
-    out: Annotated[str | Path | None, Option(metavar="FOLDER", writes=True)] = None,
+    out: Annotated[str | Path | None, Option(metavar="FOLDER", writes="Card")] = None,
     quick: bool = False,
     against: Annotated[str | Path | None, Option(metavar="CARD")] = None,
     patch: Annotated[str | Path | None, Option(metavar="FILE")] = None,
@@ -146,6 +145,7 @@ def scan(
     seed: Whole = 0,
     tokenizer: Hidden = None,
     progress: Hidden = None,
+    written: Hidden = None,
 ) -> SinkCard:
     """Run all measurements on a model and write its sink card: one page and a JSON file.
 
@@ -166,6 +166,7 @@ def scan(
         seed: Seed of every random choice.
         tokenizer: Tokenizer for live models that carry none.
         progress: Called as `progress(what, done, total)`.
+        written: Called as `written("Card", path)` when the page is there.
 
     Example:
         sinkscope scan llama-2-7b --out llama
@@ -210,6 +211,8 @@ def scan(
             card = card.compared(other)
         card.save(folder / CARD)
         save_document(folder / PAGE, _page(card, results, folder))
+    if written is not None:
+        written("Card", folder / PAGE)
     return card
 
 
@@ -346,7 +349,7 @@ def _memory_limit(target: Target, quick: bool) -> float:
 )
 def demo(
     *,
-    out: Annotated[Path, Option(metavar="FOLDER", writes=True)] = Path("sinkscope-demo"),
+    out: Annotated[Path, Option(metavar="FOLDER", writes="Card")] = Path("sinkscope-demo"),
     progress: Hidden = None,
 ) -> None:
     """Take a two-minute tour: scan the bundled model, and say what each command finds; a page has it all.
@@ -360,6 +363,8 @@ def demo(
     """
     note("sinkscope looks at the small model in the package with each of its measurements.")
     card = scan(out=out, quick=True, progress=progress)
-    print(visible(f"All results, with figures: {out / PAGE}") + "\nThe same for another model: sinkscope scan MODEL")
+    end_bar(progress)
+    width = terminal_width()
     for label, sentence, words in reversed(card.verdicts()):
-        print(fill(visible(f"{label}, by `sinkscope {words}`: {sentence}"), WIDTH, subsequent_indent="  "))
+        print(fill(visible(f"{label}, by `sinkscope {words}`: {sentence}"), width, subsequent_indent="  "))
+    print("The same for another model: sinkscope scan MODEL\n" + visible(f"Card, with all figures: {out / PAGE}"))

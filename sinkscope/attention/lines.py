@@ -108,7 +108,7 @@ class LineWeights(Result):
         )
 
     def details(self) -> list[str]:
-        """The cells, the sum over lines, how many heads reach the paper's share, and how far lines agree."""
+        """The cells, how many heads reach the paper's share, and how far lines agree."""
         heads = self.mass[self.shown_eta]
 
         def share(name: str) -> str:
@@ -117,7 +117,6 @@ class LineWeights(Result):
         lines = [
             f"{count_of(len(self.tokens), 'text')} of at most {max(self.tokens)} tokens; {heads.size} heads.",
             f"The lines cover {share('cells')} of the cells.",
-            f"Added up line by line, with crossings counted twice, they carry {share('line_sums')}.",
             f"{(heads >= PAPER_MASS).sum()} of {heads.size} heads reach {PAPER_MASS:.0%}.",
         ]
         if self.inputs is not None:
@@ -181,7 +180,7 @@ def draw(result: LineWeights) -> go.Figure:
     group="Dialogues",
     order=1,
     help="Measure attention on the heaviest lines.",
-    scan=ScanPart(8, quick={"count": 3, "length": 192}, streams=False),
+    scan=ScanPart(8, topic="Lines", quick={"count": 3, "length": 192}, streams=False),
     figure=draw,
     loading="whole",
     edits=True,

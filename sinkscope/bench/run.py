@@ -41,7 +41,7 @@ def bench(
     *,
     task: Annotated[str, Option(metavar="TASK|FILE")],
     methods: Annotated[Sequence[str], Option("--methods", metavar="LIST", reads="commas")],
-    out: Annotated[Path | None, Option(metavar="DIR", writes=True)] = None,
+    out: Annotated[Path | None, Option(metavar="DIR", writes="Answers")] = None,
     model: str | None = None,
     revision: str | None = None,
     backend: Literal["bridge", "hf", "nnsight"] = "hf",

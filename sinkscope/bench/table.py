@@ -11,10 +11,10 @@ from statistics import fmean, median, stdev
 from typing import Annotated, Any, ClassVar
 
 from sinkscope.bench.draw import draw_bench
-from sinkscope.bench.methods import FULL, name_of, order_of
+from sinkscope.bench.methods import FULL, GUARD, name_of, order_of
 from sinkscope.bench.record import BenchRecord, BenchRun, Metrics, read_run
 from sinkscope.bench.scores import PERCENT
-from sinkscope.bench.task import task_class
+from sinkscope.bench.task import Task, task_class
 from sinkscope.display.options import Option, command
 from sinkscope.display.result import Number, Result
 from sinkscope.display.tables import Grid, strings
@@ -133,21 +133,27 @@ class BenchTable(Result):
         first = self.groups[0]
         task = task_class(first.task)
         here = [group for group in self.groups if group.place == first.place]
-        where = f"Task {first.title}:"
+        where = f"Task {first.title}"
         if any(group.model != first.model for group in self.groups):
-            where = f"Task {first.title}, model {first.model}:"
-        control = f"{task.control} was not run"
+            where = f"{where}, model {first.model}"
+        full: BenchGroup | None = None
         for group in here:
             if name_of(group.method) == task.control:
-                control = f"{group.method}, the control, {task.said.format(group.score)}"
+                full = group
         compared = [group for group in here if name_of(group.method) not in CONTROLS]
-        if not compared:
-            return f"{where} {control}; no other method was run."
         compared.sort(key=lambda group: group.score, reverse=not task.low_is_good)
+        if task.counted:
+            finding = _counted_finding(task, compared, full)
+            return finding if len(here) == len(self.groups) else f"{where}, {finding}"
+        control = f"{task.control} was not run"
+        if full is not None:
+            control = f"{full.method}, the control, {task.said.format(full.score)}"
+        if not compared:
+            return f"{where}: {control}; no other method was run."
         best = compared[0].method
         if len(compared) > 1:
             best += f", the best of {len(compared)},"
-        return f"{where} {best} {task.said.format(compared[0].score)}; {control}."
+        return f"{where}: {best} {task.said.format(compared[0].score)}; {control}."
 
     def numbers(self) -> list[Number]:
         """The score of each method beside that of the full cache."""
@@ -158,6 +164,31 @@ class BenchTable(Result):
             margin = (group.high - group.low) / 2 or None  # of a single sample there is no error
             numbers.append(Number(label, group.score, scores.get(group.place), margin))
         return numbers
+
+
+def _counted_finding(task: type[Task], compared: Sequence[BenchGroup], full: BenchGroup | None) -> str:
+    """How many answers of the best method, the first, do what the task counts, beside those of the full cache."""
+    parts: list[str] = []
+    if compared:
+        best = compared[0]
+        name = best.method
+        if name_of(name) == GUARD and len(compared) == 1:
+            name = "LoopGuard"
+        elif len(compared) > 1:
+            name += f", the best of {len(compared)}"
+        parts.append(f"{name}: {_count(best)} answers {task.counted}")
+    if full is None:
+        parts.append(f"{task.control} was not run")
+    elif compared:
+        parts.append(f"without a guard: {_count(full)}")
+    else:
+        parts.append(f"Without a guard: {_count(full)} answers {task.counted}; no other method was run")
+    return f"{'; '.join(parts)}."
+
+
+def _count(group: BenchGroup) -> str:
+    """7 of 12, of a metric that is a share of the answers."""
+    return f"{round(group.score * group.answers)} of {group.answers}"
 
 
 @command(

@@ -35,6 +35,7 @@ class Task(ABC):
         main: Metric by which methods are compared.
         low_is_good: Whether a small value of that metric is good.
         said: What the metric says of a method, as the end of a sentence; `{}` stands for the value.
+        counted: What answers do that a conclusion counts, such as "loop". Empty: it states the metric.
         control: Method whose value a conclusion states beside the best one.
         columns: Further metrics that tables show.
         budget: Budget of methods that state none.
@@ -48,6 +49,7 @@ class Task(ABC):
     main: ClassVar[str] = "score"
     low_is_good: ClassVar[bool] = False
     said: ClassVar[str] = "scores {:.0%}"
+    counted: ClassVar[str] = ""
     control: ClassVar[str] = FULL
     columns: ClassVar[tuple[str, ...]] = ("chance",)
     budget: ClassVar[Budget] = 0.125

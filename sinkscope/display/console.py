@@ -7,48 +7,98 @@ import os
 import sys
 from contextlib import suppress
 from shutil import get_terminal_size
+from textwrap import fill
 from typing import Any
 
 from sinkscope.files.plain import visible
+
+WIDTH = 80
+"""Characters of a line where there is no terminal."""
 
 
 class ProgressBar:
     """A bar with the time elapsed and left on standard error; it shows nothing where standard error is not a terminal.
 
-    It is called with what is being done, how much of it is done, and how much there is.
+    It is called with what is being done, how much of it is done, and how much there is. It appears with the first call
+    and must end before anything is printed, because it is painted over what stands in its line.
     """
 
-    def __enter__(self) -> ProgressBar:
+    def __init__(self) -> None:
         self._bar: Any = None
-        if sys.stderr.isatty():
-            from rich import progress as rich
-            from rich.console import Console
+        self._task: Any = None
+        self._ended = False
 
-            shown = (rich.TextColumn("{task.description}", markup=False), rich.BarColumn(), rich.MofNCompleteColumn())
-            times = (rich.TimeElapsedColumn(), rich.TimeRemainingColumn())
-            console = Console(stderr=True)
-            self._bar = rich.Progress(*shown, *times, console=console, transient=True, redirect_stdout=False)
-            self._task = self._bar.add_task("")
-            self._bar.start()
+    def __enter__(self) -> ProgressBar:
         return self
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """Show how much of a stage is done."""
+        """Show how much of a stage is done; of a `total` of 0 only the time is shown."""
         gc.enable()  # the command line turns it off while libraries are imported
+        if self._bar is None and not self._ended and sys.stderr.isatty():
+            self._start()
         if self._bar is not None:
-            self._bar.update(self._task, description=visible(stage), completed=done, total=total)
+            count = f"{done}/{total}" if total else ""
+            self._bar.update(self._task, description=visible(stage), completed=done, total=total or None, count=count)
 
-    def __exit__(self, *_: object) -> None:
+    def _start(self) -> None:
+        from rich import progress as rich
+        from rich.console import Console
+
+        words = rich.TextColumn("{task.description}", markup=False)
+        count = rich.TextColumn("{task.fields[count]}", markup=False)
+        times = (rich.TimeElapsedColumn(), rich.TimeRemainingColumn())
+        console = Console(stderr=True)
+        shown = (words, rich.BarColumn(), count, *times)
+        self._bar = rich.Progress(*shown, console=console, transient=True, redirect_stdout=False)
+        self._task = self._bar.add_task("", total=None, count="")
+        self._bar.start()
+
+    def end(self) -> None:
+        """Take the bar off the screen; it does not come back."""
+        self._ended = True
         if self._bar is not None:
             self._bar.stop()
+            self._bar = None
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+
+def end_bar(progress: Any) -> None:
+    """End a progress bar before anything is printed; other progress has nothing on the screen."""
+    if isinstance(progress, ProgressBar):
+        progress.end()
+
+
+def terminal_width() -> int:
+    """Characters of a line of the terminal; 80 where there is none."""
+    return get_terminal_size((WIDTH, 24)).columns
+
+
+def wrapped(text: str, stream: Any) -> str:
+    """Text whose long lines are broken between words if a terminal shows it; other readers get whole lines."""
+    if not stream.isatty():
+        return text
+    width = terminal_width()
+    lines: list[str] = []
+    for line in text.split("\n"):
+        if len(line) > width:
+            line = fill(line, width, break_on_hyphens=False, break_long_words=False)  # a path stays whole
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def note(message: str) -> None:
     """A line for the reader, not for the next program; it is lost if standard error cannot be written."""
     try:
-        print(visible(message), file=sys.stderr, flush=True)
+        print(wrapped(visible(message), sys.stderr), file=sys.stderr, flush=True)
     except (OSError, ValueError):
         drop(sys.stderr)
+
+
+def show(text: str) -> None:
+    """Print text on standard output; on a terminal its long lines are broken between words."""
+    print(wrapped(visible(text), sys.stdout))
 
 
 def drop(stream: Any) -> None:
@@ -71,5 +121,4 @@ def print_result(result: Any, *, explain: bool = False) -> None:
     """Print a result as text that fits a terminal of 24 lines, or with `explain` whole and explained."""
     from sinkscope.display.tables import SCREEN  # loads what `sinkscope --help` need not wait for
 
-    width = get_terminal_size((80, 24)).columns
-    print(visible(result.text(width, None if explain else SCREEN)))
+    show(result.text(terminal_width(), None if explain else SCREEN))

@@ -24,7 +24,7 @@ class Option:
         hidden: Whether only Python callers can give it.
         required: Whether the command line requires it although it has a default in Python.
         own: Whether it belongs to the measurement alone although an option that opens the model has the same name.
-        writes: Whether it names a file or folder to write.
+        writes: What the file or folder is that it names for writing, as a word before its path; empty: it names none.
     """
 
     name: str | None = None
@@ -34,7 +34,7 @@ class Option:
     hidden: bool = False
     required: bool = False
     own: bool = False
-    writes: bool = False
+    writes: str = ""
 
 
 Hidden = Annotated[Any, Option(hidden=True)]

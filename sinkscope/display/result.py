@@ -65,6 +65,11 @@ class Result(Envelope):
     page: ClassVar[str] = ""  # page of the documentation, relative to docs/, without .md; empty: measure/KIND
     drawing: ClassVar[Callable[[Any], Any] | str | None] = None  # or module:function, imported when it is drawn
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__repr__" not in vars(cls):  # that of a dataclass would write every number out
+            cls.__repr__ = Result.__repr__
+
     # What it says
 
     @property
@@ -98,6 +103,10 @@ class Result(Envelope):
                 "--text."
             )
         return "\n".join([*lines, *self.details()])
+
+    def closing(self) -> list[str]:
+        """The lines with which the text ends; a subclass overrides it."""
+        return [f"Conclusion: {self.conclusion()}"]
 
     # Its table
 
@@ -168,18 +177,19 @@ class Result(Envelope):
             lines: Number of lines into which it fits: tables lose rows and the last details are left out, and a line
                 says so. None: everything, with the meaning of the columns.
         """
-        conclusion, *details = self.summary().split("\n")
+        details = self.summary().split("\n")[1:]
+        closing = self.closing()
         grids = self.grids()
         tables = [grid.text(width) for grid in grids]
         if lines is None or width is None:
-            return "\n\n".join([*tables, *self.below(width), "\n".join([*details, conclusion])])
+            return "\n\n".join([*tables, *self.below(width), "\n".join([*details, *closing])])
         hint = "--explain shows all rows and details, and the meaning of the columns."
-        room = lines - height([hint, conclusion], width)
+        room = lines - height([hint, *closing], width)
         least = min(LEAST_TABLE, height(tables, width) + len(grids))
         while details and height(details, width) > room - least:
             details.pop()
         blocks = shortened(grids, room - height(details, width), width)
-        return "\n\n".join([*blocks, "\n".join([*details, hint, conclusion])])
+        return "\n\n".join([*blocks, "\n".join([*details, hint, *closing])])
 
     def below(self, width: int | None) -> list[str]:
         """The meaning of the columns, one line each, and the page of the documentation."""
@@ -206,6 +216,10 @@ class Result(Envelope):
 
     def __str__(self) -> str:
         return self.text()
+
+    def __repr__(self) -> str:
+        more = ".rows()" if type(self).drawing is None else ".rows() and .figure()"
+        return visible(f"<{type(self).__name__}: {self.conclusion()} See {more}.>")
 
     def _repr_html_(self) -> str:
         return self.to_html()

@@ -128,10 +128,10 @@ def _width(name: str, cells: Sequence[str]) -> int:
 
 
 def height(blocks: Sequence[str], width: int) -> int:
-    """Number of lines that texts take on a terminal, which breaks the long ones."""
+    """Number of lines that texts take on a terminal, for which long ones are broken between words."""
     lines = 0
     for line in "\n".join(blocks).splitlines():
-        lines += max(1, -(-len(line) // width))
+        lines += 1 if len(line) <= width else len(wrap(line, width, break_on_hyphens=False))
     return lines
 
 

@@ -40,6 +40,7 @@ class Output:
         save: Called with the result and the path. It writes the whole file or nothing. Text that it returns is printed
             as a note on standard error.
         required: Whether the option must be given.
+        word: What stands before its path once it is written.
         kind: Kind of the file, which an earlier output that it may replace has as well. None: that of the result.
     """
 
@@ -47,6 +48,7 @@ class Output:
     help: str
     save: Callable[[Any, str], object]
     required: bool = False
+    word: str = "File"
     kind: str | None = None
 
 
@@ -115,6 +117,10 @@ class Measurement(Generic[P, R]):
         if self.edits:
             shared |= EDIT_PARAMETERS
         return (*self.parameters, *(one for name, one in shared.items() if name not in self._own))
+
+    def __get__(self, instance: object, owner: type | None = None) -> Measurement[P, R]:
+        """The measurement itself; with this method `help` describes it as a function, signature first."""
+        return self
 
     @float32_by_default()
     def __call__(self, *args: Any, **kwargs: Any) -> R:

@@ -228,12 +228,16 @@ def test_a_scan_under_a_patch(folder, model, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_the_command_and_the_demo(light, model, tmp_path, capsys, monkeypatch):
     assert main(["scan", str(model), "--quick", "--out", str(tmp_path / "d")]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("Conclusion: ")
+    printed = capsys.readouterr()
+    assert printed.err.splitlines()[-1] == f"Card: {tmp_path / 'd/card.html'}"
+    lines = printed.out.splitlines()
+    verdicts = read_card(tmp_path / "d").verdicts()
+    assert lines[-len(verdicts) :] == [f"{topic}: {sentence}" for topic, sentence, _ in verdicts]
     assert main(["scan", str(model), "--against", str(tmp_path / "nothing"), "--out", str(tmp_path / "t")]) == 2
     assert "holds no card" in capsys.readouterr().err
     monkeypatch.setattr(scanning, "scan", lambda **options: scan(model, **options))
     assert main(["demo", "--out", str(tmp_path / "d")]) == 0
     shown = capsys.readouterr().out
     assert "Heads, by `sinkscope heads`: " in shown and len(shown.splitlines()) <= 24
-    assert shown.index("All results") < shown.index("Heads, by")
+    assert shown.splitlines()[-1] == f"Card, with all figures: {tmp_path / 'd/card.html'}"
     assert (tmp_path / "d/card.html").is_file()

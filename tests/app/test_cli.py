@@ -106,6 +106,15 @@ def test_help_has_a_text_for_every_option_and_examples_that_exist(words, monkeyp
             assert not word.startswith("--") or f"{word} " in text or f"{word}\n" in text
 
 
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [("scan", "[MODEL]"), ("view", "[MODEL]"), ("generate", "[PROMPT]"), ("report", "DIR"), ("bench table", "DIR...")],
+)
+def test_the_usage_says_what_may_be_left_out(words, shown, capsys):
+    assert main([*words.split(), "--help"]) == 0
+    assert capsys.readouterr().out.splitlines()[0].endswith(f" [OPTIONS] {shown}")
+
+
 def test_a_page_shows_every_command():
     pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").rglob("*.md"))
     for words in commands():
@@ -197,7 +206,7 @@ def test_backend_loads_the_kind_of_object_that_it_names(calls, monkeypatch):
 
 def test_the_result_goes_to_standard_output_and_into_files(calls, capsys):
     assert main(["find-sinks", "--json", "a/x.json", "--html", "x.html"]) == 0
-    assert capsys.readouterr() == (sample_find_sinks().text(lines=SCREEN) + "\n", "")
+    assert capsys.readouterr() == (sample_find_sinks().text(lines=SCREEN) + "\n", "JSON: a/x.json\nPage: x.html\n")
     assert Result.load("a/x.json") == sample_find_sinks()
     assert 'class="plot"' in Path("x.html").read_text(encoding="utf-8")
     assert main(["find-sinks", "--json", "-"]) == 0
@@ -384,7 +393,7 @@ def test_a_full_disk_loses_no_printed_result(calls, monkeypatch, capsys):
         ("loops missing 2>/dev/full", 2, ""),
         ("loops loop.txt --follow >/dev/full 2>/dev/full", 3, ""),
         ("loops loop.txt --follow 2>/dev/null | true; exit ${PIPESTATUS[0]}", 3, ""),
-        ("loops loop.txt --json a.json | true; exit ${PIPESTATUS[0]}", 3, ""),  # the file is written all the same
+        ("loops loop.txt --json a.json | true; exit ${PIPESTATUS[0]}", 3, "JSON: a.json"),  # it is written all the same
     ],
 )
 def test_streams_without_listeners_and_odd_words(tmp_path, words, code, message):

@@ -79,7 +79,7 @@ def test_an_output_of_another_package_is_guarded_too(tmp_path, monkeypatch, caps
     monkeypatch.chdir(tmp_path)
     with stranger.installed(tmp_path / "package", source[:marked] + save + source[marked:]):
         assert main(["attention-entropy", "--table", "t.csv"]) == 0
-        assert Path("t.csv").read_text() == "1" and capsys.readouterr().err == ""
+        assert Path("t.csv").read_text() == "1" and capsys.readouterr().err == "File: t.csv\n"
         assert main(["attention-entropy", "--table", "t.csv"]) == 2
     told = capsys.readouterr()
     assert told.out == ""

@@ -27,6 +27,7 @@ from sinkscope.app.view.page import view_page
 from sinkscope.app.view.readings import heads_that_fit, read_text
 from sinkscope.app.view.result import ModelView, ViewedText
 from sinkscope.app.view.server import LARGEST_REQUEST, application, serve
+from sinkscope.app.view.switches import switch_off
 from sinkscope.app.view.writing import generation_of
 from sinkscope.display.notation import neuron_name
 from sinkscope.display.result import Result
@@ -231,6 +232,16 @@ def test_the_page_in_a_browser(view, tmp_path, chrome):
     chrome.run(CLICK.format("#tab-generation"))
     assert chrome.run("[...document.querySelectorAll('.written')].length") == 2
     assert chrome.errors == [] and all(url.startswith(("file:", "blob:")) for url in chrome.asked)
+
+
+def test_a_switch_that_changes_no_norm_says_what_to_try(bundled):
+    bundled.sink.measure_sinks()
+    text = bundled.texts("A class is a block.")[0]
+    switch = switch_off(bundled.sink, "without L0.H1", [], [(0, 1)])
+    wanted = f"Without L0.H1: after layer {bundled.sink.layer}, no token's norm changes; try L1.N338, or another text."
+    assert bundled.change(switch, text, text.intact) == wanted
+    neurons = switch_off(bundled.sink, "without L1.N338", [(1, 338)], [])
+    assert bundled.change(neurons, text, text.intact).endswith("; try another text.")
 
 
 def test_the_command_writes_the_page_and_refuses_bad_texts(bundled, tmp_path, monkeypatch, capsys):

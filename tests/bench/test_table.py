@@ -91,6 +91,21 @@ def test_what_a_table_says():
     assert drawn[0]["y"] == [1.0, 0.25] and drawn[1]["x"] == [9.0, 5.5]
 
 
+def test_loops_are_counted():
+    def loops(method, *ends):
+        records = []
+        for number, end in enumerate(ends):
+            records.append(made_record(method, f"p{number}", task="loops", metrics={"loop": end}))
+        return records
+
+    guard, full, other = loops("loopguard:64", 0.0, 0.0, 0.0), loops("full", 1.0, 1.0, 0.0), loops("h2o:8", 0.0, 1.0)
+    assert table(*guard, *full).conclusion() == "LoopGuard: 0 of 3 answers loop; without a guard: 2 of 3."
+    several = table(*guard, *full, *other).conclusion()
+    assert several == "loopguard:64, the best of 2: 0 of 3 answers loop; without a guard: 2 of 3."
+    assert table(*guard).conclusion() == "LoopGuard: 0 of 3 answers loop; full was not run."
+    assert table(*full).conclusion() == "without a guard: 2 of 3 answers loop; no other method was run.".capitalize()
+
+
 def test_folders_are_joined(tmp_path: Path):
     for name, records in (("a", FULL), ("b", H2O)):
         with open_run(tmp_path / name, SETTINGS, []) as folder:

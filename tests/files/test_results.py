@@ -231,6 +231,12 @@ def test_csv_frame_and_rows_hold_the_same_table():
     assert lines[2].split() == ["2", "0.25", "-", "two"]
 
 
+def test_a_result_in_a_session_is_its_conclusion():
+    """A subclass is a dataclass, and the representation of those would write every number out."""
+    sample = example()
+    assert repr(sample) == f"<{type(sample).__name__}: {sample.conclusion()} See .rows().>"
+
+
 def test_html_is_escaped():
     bad = "<script>alert('&')</script>"
     sample = example(model=replace(example().model, name=bad), parts=(Part(1, None, 0.5, None, bad),))

@@ -210,7 +210,11 @@ def test_command_writes_what_the_function_finds(tmp_path, monkeypatch, capsys):
     assert main(["loops", "runs.jsonl", "--json", "x.json", "--html", "x.html", "--max-new", "900"]) == 3
     out, err = capsys.readouterr()
     found = Result.load("x.json")
-    assert isinstance(found, LoopCheck) and out == found.text(lines=SCREEN) + "\n" and err == ""
+    assert (
+        isinstance(found, LoopCheck)
+        and out == found.text(lines=SCREEN) + "\n"
+        and err == "JSON: x.json\nPage: x.html\n"
+    )
     assert found.model.name == "runs.jsonl" and [r.verdict for r in found.records] == ["clean", "loops"]
     assert [r.loop_rule for r in found.records] == [False, False]
     assert 'class="plot"' in Path("x.html").read_text(encoding="utf-8")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import inspect
 import json
+import pydoc
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
@@ -233,6 +234,13 @@ def test_the_public_name_and_the_signature(command):
     assert names[0] == "model" and {"bos", "text", "seed", "progress", "tokenizer"} <= set(names)
 
 
+@EVERY
+def test_help_of_a_measurement_begins_with_its_signature(command):
+    public = getattr(ss, command.name)
+    lines = pydoc.render_doc(public, renderer=pydoc.plaintext).splitlines()
+    assert lines[2].startswith(f"{command.name}(model") and lines[3].strip() == inspect.getdoc(public).splitlines()[0]
+
+
 @pytest.mark.slow
 def test_a_stranger_needs_one_file(tmp_path, monkeypatch, capsys):
     """A measurement of another package: its command, JSON and page come from its one file of at most 60 lines."""
@@ -243,7 +251,7 @@ def test_a_stranger_needs_one_file(tmp_path, monkeypatch, capsys):
     with stranger.installed(tmp_path / "package", source):
         assert cli.main(["attention-entropy", "--last", "32", "--json", "a.json", "--html", "a.html"]) == 0
         printed = capsys.readouterr()
-        assert printed.out.splitlines()[-1].startswith("Conclusion: ") and printed.err == ""
+        assert printed.out.splitlines()[-1].startswith("Conclusion: ") and printed.err == "JSON: a.json\nPage: a.html\n"
         assert "--last 0" in _refused(["attention-entropy", "--last", "0"], capsys)
         assert cli.main(["attention-entropy", "--help"]) == 0
         help_text = capsys.readouterr().out

@@ -224,7 +224,7 @@ def test_make_then_eval(here, capsys):
     few = "--model model --text words.txt --pieces 4 --length 24"
     assert main(f"patch make {few} --out out/patch.json --max-repeats 250 --json made.json".split()) == 0
     out, err = capsys.readouterr()
-    assert err == "" and "Conclusion: The patch of" in out
+    assert err == "JSON: made.json\nPatch: out/patch.json\n" and "Conclusion: The patch of" in out
     made = Result.load("made.json")
     assert isinstance(made, PatchMade)
     sites = SinkPatch.load("out/patch.json").checked_sites
@@ -261,7 +261,7 @@ def test_refusal_is_an_error_and_no_sink_is_not(here, capsys, monkeypatch):
     Result.load("made.json").figure()
     out, err = capsys.readouterr()
     assert "no MLP makes a norm spike" in out
-    assert err == "p.json was not written: there is nothing to patch\n"
+    assert err == "JSON: made.json\np.json was not written: there is nothing to patch\n"
     refused = replace(Result.load("made.json"), verdict="refused", reason="it would harm.")
     monkeypatch.setattr(patch_make, "function", lambda *_, **__: refused)
     assert main("patch make --model none --out p.json".split()) == 1

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from sinkscope.app.view.explorer import Explorer
 from sinkscope.app.view.result import ModelView
 from sinkscope.app.view.server import check_server, serve
+from sinkscope.display.console import end_bar
 from sinkscope.display.options import Hidden, Option, command
 from sinkscope.files.output import read_text
 from sinkscope.files.records import Whole
@@ -78,5 +79,6 @@ def view_model(
             webbrowser.open(address)
 
     gc.enable()  # the command line turns it off while libraries are imported
+    end_bar(progress)
     serve(explorer, port, ready)
     return None

@@ -20,7 +20,7 @@ from sinkscope.app.view.result import ModelView, Variant, ViewedText
 from sinkscope.app.view.switches import Switch, switch_named, switch_without, switches_of
 from sinkscope.app.view.texts import default_texts, ids_of
 from sinkscope.app.view.writing import generation_of
-from sinkscope.display.notation import head_name, neuron_name, word_form
+from sinkscope.display.notation import head_name, neuron_name, neuron_names, word_form
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import checked_value
 
@@ -170,8 +170,15 @@ class Explorer:
                 control = norms_of(self.sink, text.ids, layer)[0]
             beside = f" (random control: {control[position]:.4g})"
         token = f"{position}, {text.shown.tokens[position]!r}"
+        name = f"{switch.name[:1].upper()}{switch.name[1:]}"
+        if f"{before[position]:.4g}" == f"{after[position]:.4g}":
+            others = neuron_names(self.sink.neurons)
+            remedy = "try another text"
+            if self.sink.neurons and others not in name:
+                remedy = f"try {others}, or another text"
+            return f"{name}: after layer {layer}, no token's norm changes; {remedy}."
         return (
-            f"{switch.name[:1].upper()}{switch.name[1:]}: after layer {layer}, the norm changes most at token "
+            f"{name}: after layer {layer}, the norm changes most at token "
             f"{token}, from {before[position]:.4g} to {after[position]:.4g}{beside}."
         )
 

@@ -64,7 +64,7 @@ class Loops(Task):
     name: ClassVar[str] = "loops"
     main: ClassVar[str] = "loop"
     low_is_good: ClassVar[bool] = True
-    said: ClassVar[str] = "ends in a loop in {:.0%} of the answers"
+    counted: ClassVar[str] = "loop"
     columns: ClassVar[tuple[str, ...]] = (
         *("loop_paper", "tail_loop", "eos", "ttr", "cr", "length"),
         *("interventions", "early", "alarm", "chance"),

@@ -234,7 +234,7 @@ def attack(
     lengths: Sequence[Annotated[int, Field(ge=2)]] = (8, 32, 128),
     sequences: Whole = 1000,
     prefix: str | None = None,
-    resume: Annotated[str | Path | None, Option(metavar="DIR", writes=True)] = None,
+    resume: Annotated[str | Path | None, Option(metavar="DIR", writes="Sequences")] = None,
 ) -> ClusterAttack:
     """Find the head of layer 0 that marks each token, and make norm spikes with different tokens of one head.
 

@@ -226,7 +226,9 @@ class MarkingHeads(Result):
             return f"No head marks the first token: replacing all heads takes away {every} of the mark."
         heads = [(layer, head) for head in np.flatnonzero(self.serves.any(0)).tolist()]
         lost, chance = percent_pair(_median(self.set_drop) or 0.0, self.evidence.control)
-        control = "" if self.evidence.control is None else f", as many other heads at most {chance}"
+        control = (
+            "" if self.evidence.control is None else f"; replacing as many other heads takes away at most {chance}"
+        )
         it, heads_do = word_form(len(heads), "it", "them"), word_form(len(heads), "Head", "Heads")
         if not self.evidence.holds:
             return (
@@ -237,7 +239,7 @@ class MarkingHeads(Result):
         tokens = count_of(int(self.serves.any(1).sum()), "first token")
         return (
             f"{heads_do} {head_names(heads, NAMED)} {mark} {tokens}: replacing {it} takes away {lost} of the mark"
-            f"{control} (median over tokens)."
+            f"{control} (medians)."
         )
 
     def numbers(self) -> list[Number]:

@@ -257,7 +257,14 @@ def write_patch(made: PatchMade, path: str) -> str | None:
     loading="whole",
     quick={"max_repeats": 300, "pieces": 2, "length": 16},
     outputs=[
-        Output("out", "Where the patch is written, if one is made.", write_patch, required=True, kind="json sink-patch")
+        Output(
+            "out",
+            "Where the patch is written, if one is made.",
+            write_patch,
+            required=True,
+            word="Patch",
+            kind="json sink-patch",
+        )
     ],
 )
 def patch_make(

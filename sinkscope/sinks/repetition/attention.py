@@ -70,12 +70,13 @@ class AttentionReading(Reading):
     def conclusion(self) -> str:
         """How much attention the last repetition gives position 0 in layers behind the sink, beside natural text."""
         natural, *repeated = self.received[0, self.behind, :, -1].mean(0)
-        where = f"Behind layer {self.first_behind - 1},"
+        where = f"After layer {self.first_behind - 1},"
         if not self.high.any():
             where = "In all layers,"
+        tokens = word_list(list(map(repr, self.sweep.tokens)), 1)
         return (
-            f"{where} the mean attention to position 0 is {np.median(repeated):.1%} at the last of {self.sweep.times} "
-            f"of {word_list(list(map(repr, self.sweep.tokens)), 1)}, and {natural:.1%} there in natural text."
+            f"{where} heads give position 0 on average {np.median(repeated):.1%} of their attention at the last of "
+            f"{self.sweep.times} of {tokens}, and {natural:.1%} there in natural text."
         )
 
     def details(self) -> list[str]:

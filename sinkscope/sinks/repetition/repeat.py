@@ -130,7 +130,7 @@ def repeat(
     answer_after: Sequence[Annotated[Natural, Option(name="--answer-after")]] | None = None,
     new_tokens: Natural | None = None,
     sample: Natural | None = None,
-    resume: Annotated[str | Path | None, Option(metavar="DIR", writes=True)] = None,
+    resume: Annotated[str | Path | None, Option(metavar="DIR", writes="Sequences")] = None,
 ) -> Repeat:
     """Measure what n repetitions of a token do to its norm, its attention, its output or the next token's probability.
 
