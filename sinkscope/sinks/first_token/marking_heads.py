@@ -239,7 +239,7 @@ class MarkingHeads(Result):
         tokens = count_of(int(self.serves.any(1).sum()), "first token")
         return (
             f"{heads_do} {head_names(heads, NAMED)} {mark} {tokens}: replacing {it} takes away {lost} of the mark"
-            f"{control} (medians)."
+            f"{control}."
         )
 
     def numbers(self) -> list[Number]:
