@@ -232,8 +232,7 @@ class MarkingHeads(Result):
         it, heads_do = word_form(len(heads), "it", "them"), word_form(len(heads), "Head", "Heads")
         if not self.evidence.holds:
             return (
-                f"No head of layer {self.marking_layer} is needed alone: replacing {head_names(heads, NAMED)} takes "
-                f"away {lost} of the mark{control}."
+                f"No head is needed alone: replacing {head_names(heads, NAMED)} takes away {lost} of the mark{control}."
             )
         mark = word_form(len(heads), "marks", "mark")
         tokens = count_of(int(self.serves.any(1).sum()), "first token")
