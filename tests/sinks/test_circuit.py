@@ -47,7 +47,9 @@ def mistakes(truth: PlantedCircuit, found: Circuit) -> list[str]:
     neurons = found.step(NEURONS)
     if set(neurons.chosen if neurons else ()) != {neuron_name(*site) for site in truth.neurons}:
         wrong.append(f"neurons {neurons and neurons.chosen}, planted {truth.neurons}")
-    needs = ("spike",) if truth.neurons else truth.marks
+    needs = truth.marks
+    if truth.neurons or (main is not None and main.rows()[0]["target"] == "spike"):  # which a head may write, too
+        needs = ("spike",)
     reading = {f"L{layer}.H{head}" for layer, head in truth.hard.truth.reading}
     own = [group for group in found.readers if group.evidence.holds and set(group.needs) == set(needs)]
     if not own or not reading <= set(own[0].heads):

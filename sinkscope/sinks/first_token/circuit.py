@@ -100,6 +100,8 @@ class SinkCircuit:
             return f"For {len(group.heads)} of {self.n_readers} readers of {place},"
         if not self.stands_out:
             return f"Heads attend to {place} without a spike;"
+        if self.step(NEURONS) is None:  # of what the spike consists is not known, so nothing is said of its need
+            return f"Heads attend to {place}, whose spike has no known neurons;"
         alone = "" if group.keys.needed_alone else " alone"
         return f"Heads attend to {place} without needing its spike{alone};"
 
