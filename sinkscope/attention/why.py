@@ -28,7 +28,6 @@ from sinkscope.loops.signals import Tail
 from sinkscope.measure import Natural, Number, Option, Result, ScanPart, Setup, measurement
 from sinkscope.measure.evidence import NEEDED, Evidence
 from sinkscope.models.checks import check_length
-from sinkscope.models.down_projections import w_out_norms
 from sinkscope.models.inputs import read_row
 from sinkscope.sinks.repetition.probability import chosen_patch
 
@@ -266,7 +265,7 @@ class Case:
                 random = Random(f"{self.setup.seed} {number}")
                 sites: list[NeuronSite] = []
                 for site in patch.checked_sites:
-                    width = len(w_out_norms(self.setup.target, site.layer, site.expert))
+                    width = self.setup.target.width(site.layer, site.expert)
                     sites.append(site._replace(neuron=random.randrange(width)))
                 patch = SinkPatch(sites=sites, value=0.0)
             edits.append(patch)
@@ -274,17 +273,18 @@ class Case:
 
     def continued(self, trials: Iterable[Trial], cuts: Sequence[int]) -> dict[Trial, list[list[int]]]:
         """What the model writes after each cut, for each trial; trials under the same edits share a batch."""
-        batches: dict[str, list[Trial]] = {}
+        batches: dict[str, tuple[list[Intervention], list[Trial]]] = {}
         for trial in trials:
-            batches.setdefault(repr(self.edits(trial)), []).append(trial)
+            edits = self.edits(trial)
+            batches.setdefault(repr(edits), (edits, []))[1].append(trial)
         written: dict[Trial, list[list[int]]] = {}
         new = max(CONTINUED, 4 * self.loop.period)
-        for number, batch in enumerate(batches.values(), 1):
+        for number, (edits, batch) in enumerate(batches.values(), 1):
             for cut in cuts:
                 removed = torch.zeros(len(batch), cut, dtype=torch.bool)
                 for row, trial in enumerate(batch):
                     removed[row, self.positions(trial, cut)] = True
-                edit = Composed((*self.edits(batch[0]), Without(removed)))
+                edit = Composed((*edits, Without(removed)))
                 rows = torch.tensor([self.ids[:cut]] * len(batch))
                 for trial, tokens in zip(batch, greedy(self.setup.target, rows, new, edit), strict=True):
                     written.setdefault(trial, []).append(tokens)

@@ -16,6 +16,14 @@ SAVING = 0.05
 """A method that saves less than this share of what the full cache reads and computes saves nothing worth naming."""
 
 
+def ranked(groups: Sequence[BenchGroup]) -> list[BenchGroup]:
+    """The groups of one task without controls, the best first."""
+    compared = [group for group in groups if name_of(group.method) not in CONTROLS]
+    if not compared:
+        return []
+    return sorted(compared, key=lambda group: group.score, reverse=not task_class(groups[0].task).low_is_good)
+
+
 def finding(groups: Sequence[BenchGroup], *, with_model: bool = False) -> str:
     """The best method of a task over all its sets, or that no difference is shown, beside the control.
 
@@ -39,8 +47,7 @@ def finding(groups: Sequence[BenchGroup], *, with_model: bool = False) -> str:
     if with_model:
         where = f"{where}, model {groups[0].model}"
     full = next((group for group in methods if group.method == FULL), None)
-    compared = [group for group in methods if name_of(group.method) not in CONTROLS]
-    compared.sort(key=lambda group: group.score, reverse=not task.low_is_good)
+    compared = ranked(methods)
     control: BenchGroup | None = None
     for group in methods:
         alike = bool(compared) and compared[0].method.endswith(group.method.removeprefix(task.control))

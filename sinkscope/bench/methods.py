@@ -76,6 +76,8 @@ def class_of(name: str) -> Any:
         SinkscopeError: There is no such method.
     """
     classes = method_classes()
+    if name not in classes and ":" not in name:
+        classes = {**classes, **policies()}  # one that was registered since
     if name in classes:
         return classes[name]
     if ":" not in name:

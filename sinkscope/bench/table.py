@@ -11,10 +11,10 @@ from statistics import fmean, median, stdev
 from typing import Annotated, Any, ClassVar
 
 from sinkscope.bench.draw import draw_bench
-from sinkscope.bench.finding import CONTROLS, finding
+from sinkscope.bench.finding import finding, ranked
 from sinkscope.bench.group import BenchGroup
 from sinkscope.bench.kvpress import is_kvpress, read_kvpress, write_kvpress
-from sinkscope.bench.methods import FULL, compression_ratio, name_of, order_of
+from sinkscope.bench.methods import FULL, compression_ratio, order_of
 from sinkscope.bench.record import BenchRecord, BenchRun, Metrics, read_run
 from sinkscope.bench.scores import PERCENT
 from sinkscope.bench.task import task_class
@@ -88,15 +88,11 @@ class BenchTable(Result):
 
     def headline(self) -> Number | None:
         """The score of the best method on the first set."""
-        best: tuple[float, Number] | None = None
+        best = ranked([group for group in self.groups if group.place == self.groups[0].place])[:1]
         for group, number in zip(self.groups, self.numbers(), strict=True):
-            score = group.score
-            if not task_class(group.task).low_is_good:
-                score = -score
-            if group.place == self.groups[0].place and name_of(group.method) not in CONTROLS:
-                if best is None or score < best[0]:
-                    best = score, number
-        return best and best[1]
+            if group in best:
+                return number
+        return None
 
     def conclusion(self) -> str:
         """What the first task says of its best method, over all its sets of one model, with its cost."""

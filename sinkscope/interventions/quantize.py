@@ -224,9 +224,14 @@ class Quantize(Intervention):
 def rounded(
     values: Float[Tensor, "*n width"], largest: Float[Tensor, "*#n #width"], bits: int
 ) -> Float[Tensor, "*n width"]:
-    """The nearest of the multiples of `largest / (2 ** (bits - 1) - 1)`."""
-    step = (largest / (2 ** (bits - 1) - 1)).clamp(min=torch.finfo(torch.float32).tiny)
+    """The nearest of the multiples of `rounding_step`."""
+    step = rounding_step(largest, bits)
     return ((values.float() / step).round() * step).to(values.dtype)
+
+
+def rounding_step(largest: Float[Tensor, "*n"], bits: int) -> Float[Tensor, "*n"]:
+    """The scale with which numbers up to `largest` are integers of so many bits, in float32 and above 0."""
+    return (largest.float() / (2 ** (bits - 1) - 1)).clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def _events(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sinkscope.files.records import check_fields
 from sinkscope.interventions.base import Intervention, Run
+from sinkscope.interventions.quantize import rounded, rounding_step
 from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.session import Session
 
@@ -56,9 +57,9 @@ class Rounded(Intervention):
         self, whole: Float[Tensor, "batch kv_head slot d"], new: int, generator: torch.Generator
     ) -> Float[Tensor, "batch kv_head slot d"]:
         before, added = whole[..., :-new, :], whole[..., -new:, :]
-        largest = added.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(added.dtype).tiny)
-        step = largest / (2 ** (self.bits - 1) - 1)
-        changed = (added / step).round() * step
+        largest = added.abs().amax(-1, keepdim=True)
+        changed = rounded(added, largest, self.bits)
         if self.noise:
-            changed = changed + step * (torch.rand(added.shape, generator=generator).to(added) - 0.5)
+            noise = torch.rand(added.shape, generator=generator).to(added.device) - 0.5
+            changed = changed + (rounding_step(largest, self.bits) * noise).to(added.dtype)
         return torch.cat([before, changed], -2)

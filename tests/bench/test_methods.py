@@ -76,6 +76,12 @@ def test_methods_are_derived_from_the_registry():
     assert [*classes][:2] == ["full", "random"] and [*classes][-1] == "sampling"
 
 
+def test_a_policy_that_is_registered_later_is_a_method(monkeypatch: pytest.MonkeyPatch):
+    method_classes()
+    monkeypatch.setattr("sinkscope.bench.methods.policies", lambda: {"late": H2O})
+    assert read_method("late:8").make() == H2O(budget=8)
+
+
 def test_names_and_order():
     assert [name_of(text) for text in ("h2o:0.5", "loopguard:paper", "a.b:C:8", "tova")] == [
         "h2o",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +21,7 @@ from sinkscope.models.hooks import on_input
 from sinkscope.models.norms import norm_of
 from sinkscope.sinks.first_token.layer_view import flat_number, view_layer
 from sinkscope.sinks.first_token.places import SPIKE_RATIO
-from sinkscope.trace import attention_rows, trace
+from sinkscope.trace import Observer, attention_rows, trace
 
 SPIKE_SHARE = 0.5  # a norm spikes from this share of the first token's norm on (Yona et al. 2025, Table 1)
 
@@ -58,6 +59,7 @@ def read_text(sink: ModelSink, ids: list[int], edit: Intervention | None = None)
         itself = probs[0].diagonal(first_query, 1, 2).cpu()
         received[layer, :, first_query : first_query + probs.shape[2]] -= itself
 
+    last = LastLogits()
     posts: dict[int, Tensor] = {}
     hooks: list[tuple[Any, str, Any]] = []
     for layer in {site[0] for site in sink.neurons}:
@@ -66,30 +68,41 @@ def read_text(sink: ModelSink, ids: list[int], edit: Intervention | None = None)
             hooks.append((target.sub(layer, target.adapter.down), "pre", keep))
     with nullcontext() if edit is None else edit.on(target):
         with attention_rows(target, see), target.hooks(*hooks):
-            norm = norms_of(sink, ids)
-        following = likeliest(sink, ids)
+            norm = norms_of(sink, ids, observers=[last])
         for number, (layer, *expert, neuron) in enumerate(sink.neurons):
             if layer not in posts:
                 posts[layer] = view_layer(target, layer, row, torch.ones_like(row, dtype=torch.bool)).post
             column = flat_number(target, layer, expert[0] if expert else None, neuron)
             activation[number] = posts[layer].flatten(0, -2)[:, column].float().cpu()
     received /= torch.arange(length - 1, -1, -1).clamp(min=1)  # later queries
-    return Reading(norm, rows, received, activation, following)
+    return Reading(norm, rows, received, activation, likeliest(sink, last.logits))
 
 
-def likeliest(sink: ModelSink, ids: list[int]) -> tuple[tuple[str, float], ...]:
-    """The five likeliest next tokens behind a text, with their probabilities."""
-    logits = trace(sink.setup.target, [ids], "logits", lambda every: every[:, -1])["logits"]
-    best = logits[0].float().softmax(-1).topk(5)
+class LastLogits:
+    """Keeps the logits behind the last token of one text, while other sites of the pass are read."""
+
+    sites: Sequence[str] = ("logits",)
+    logits: Float[Tensor, " vocab"]
+
+    def observe(self, site: str, tensor: Tensor, first_row: int) -> None:
+        """See the logits of the pass."""
+        self.logits = tensor[0, -1].float().cpu()
+
+
+def likeliest(sink: ModelSink, logits: Float[Tensor, " vocab"]) -> tuple[tuple[str, float], ...]:
+    """The five likeliest next tokens, with their probabilities."""
+    best = logits.softmax(-1).topk(5)
     decode = sink.setup.tokenizer.decode
     pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
     return tuple((decode([token]), round(probability, 4)) for token, probability in pairs)
 
 
-def norms_of(sink: ModelSink, ids: list[int], layers: str | int = "*") -> Float[np.ndarray, "layer pos"]:
-    """Norms after these layers of a pass."""
+def norms_of(
+    sink: ModelSink, ids: list[int], layers: str | int = "*", observers: Sequence[Observer] = ()
+) -> Float[np.ndarray, "layer pos"]:
+    """Norms after these layers of a pass, which observers see, too."""
     norm = partial(norm_of, without=sink.scan.shared_dims)
-    norms = trace(sink.setup.target, [ids], f"blocks.{layers}.hook_resid_post", norm)
+    norms = trace(sink.setup.target, [ids], f"blocks.{layers}.hook_resid_post", norm, observers=observers)
     return rearrange([*norms.values()], "layer 1 pos -> layer pos").numpy()
 
 

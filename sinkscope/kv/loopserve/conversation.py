@@ -60,34 +60,16 @@ _SET_BY_US = (
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Turn:
-    """One turn of a conversation.
+class Turn(SavedTurn):
+    """One turn of a conversation: what a file keeps of it (`SavedTurn`), and the rest.
 
     Attributes:
-        prompt: Token ids of the prompt.
-        ids: Token ids of the answer, including the end-of-sequence token if it was generated.
-        text: The answer as text, without special tokens and without the token that ended it. None without a tokenizer.
-        prompt_tokens: Length of the whole conversation, in tokens, when the answer begins.
-        queries: Number of tokens read in one pass before the answer: the part of the previous answer that has to be
-            read, and `prompt`.
-        held: Number of tokens in the cache after the turn, averaged over layers and kv heads.
-        summary: What the edit did, in one line.
         events: What the edit did; `step` counts the turn's forward calls. Empty in a turn that was loaded.
-        read: Tokens that a decoding step attended to, including its own, averaged over steps, layers and kv heads.
-            None if the answer is a single token, which follows from the prompt without a decoding step.
         lines: For each layer, the lines along which the queries attended, except last queries that attend to
             everything (`dense_rows`). None where attention was dense. Empty in a turn that was loaded.
         output: What `model.generate` returned; None in a turn that was loaded.
     """
 
-    prompt: tuple[int, ...]
-    ids: tuple[int, ...]
-    text: str | None
-    prompt_tokens: int
-    queries: int
-    read: float | None
-    held: float
-    summary: str
     events: tuple[Event, ...] = ()
     lines: tuple[HeadLines | None, ...] = ()
     output: Any = None

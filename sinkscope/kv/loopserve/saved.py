@@ -36,9 +36,22 @@ class SavedLayer:
     gapless: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SavedTurn:
-    """The numbers and texts of a turn."""
+    """What a file keeps of one turn of a conversation.
+
+    Attributes:
+        prompt: Token ids of the prompt.
+        ids: Token ids of the answer, including the end-of-sequence token if it was generated.
+        text: The answer as text, without special tokens and without the token that ended it. None without a tokenizer.
+        prompt_tokens: Length of the whole conversation, in tokens, when the answer begins.
+        queries: Number of tokens read in one pass before the answer: the part of the previous answer that has to be
+            read, and `prompt`.
+        read: Tokens that a decoding step attended to, including its own, averaged over steps, layers and kv heads.
+            None if the answer is a single token, which follows from the prompt without a decoding step.
+        held: Number of tokens in the cache after the turn, averaged over layers and kv heads.
+        summary: What the edit did, in one line.
+    """
 
     prompt: tuple[int, ...]
     ids: tuple[int, ...]
