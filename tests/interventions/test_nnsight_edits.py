@@ -117,17 +117,6 @@ def test_the_trace_sees_what_the_intervention_wrote_and_has_the_last_word(traced
     assert_close(logits, alone, atol=1e-4, rtol=1e-4)
 
 
-@torch.no_grad()
-def test_a_model_with_edits_of_its_own_is_edited(traced):
-    with traced.edit() as (_, edited):
-        traced.model.layers[1].mlp.output = traced.model.layers[1].mlp.output + 1
-    edit = edits()["ablate"]
-    with edit.on(edited):
-        with edited.trace(IDS):
-            logits = edited.output.logits.save()
-    assert_close(logits, by_hand(edit, IDS), atol=1e-4, rtol=1e-4)
-
-
 @pytest.mark.parametrize("kind", ["LanguageModel", pytest.param("TransformersModel", marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_a_model_made_by_name_is_loaded_when_it_is_first_used(tmp_path, folder, kind):

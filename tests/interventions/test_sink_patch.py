@@ -151,19 +151,6 @@ def test_padded_batch_equals_one_by_one(side, kind):
     assert_close(batch[1, real], alone, atol=2e-5, rtol=1e-4)
 
 
-def test_padded_generation_equals_one_by_one():
-    model, _, sites = loud_model()
-    patch, settings = SinkPatch(sites=sites), {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
-    ids = torch.tensor([[1, 20, 21, 22, 23], [3, 3, 1, 30, 31]])
-    mask = (ids != 3).long()
-    for extra in ({"prefill_chunk_size": 3}, {"num_beams": 3}):
-        with patch.on(model):
-            both = model.generate(ids, attention_mask=mask, pad_token_id=3, **settings, **extra)
-            one = model.generate(ids[:1], **settings, **extra)
-            two = model.generate(ids[1:, 2:], **settings, **extra)
-        assert torch.equal(both[0], one[0]) and torch.equal(both[1, 2:], two[0]), extra
-
-
 def test_chunks_and_later_turns_equal_one_prompt():
     o = organism("llama", 4)
     ids = o.repeated(90)

@@ -136,18 +136,6 @@ def test_an_exception_leaves_everything_as_it_was(way, hook, call, model):
     assert torch.equal(decode(model, IDS, MASK, 14), want)
 
 
-def test_a_call_that_failed_can_be_made_again(model):
-    policy = Drawn(budget=6)
-    with policy.on(model):
-        want = decode(model, IDS, MASK, 14)
-        handle = _hook("model.layers.1.mlp")(model)
-        with pytest.raises(Mine):
-            decode(model, IDS, MASK, 14)
-        handle.remove()
-        assert listeners.HANDLERS.get() == () and COLUMNS.get() is None
-        assert torch.equal(decode(model, IDS, MASK, 14), want)
-
-
 def test_many_runs_leak_nothing(model):
     way = Ragged(budget=6) | Observe(ignore, last=1)
 

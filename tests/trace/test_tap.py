@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack
-from functools import cache
 from inspect import signature
 from typing import Any
 
@@ -55,44 +54,6 @@ def decoded(model, ways: list[AbstractContextManager[Any]]) -> tuple[Tensor, lis
             logits.append(model(input_ids=ids[:, part], attention_mask=mask[:, :at], **given).logits[:, -1])
             held.append([layer.pos.clone() if hasattr(layer, "pos") else torch.empty(0) for layer in cache.layers])
     return torch.stack(logits, 1), held
-
-
-EDITS = {"full": Full(), "guard": ss.LoopGuard(), "observe": Observe(id, last=2)}
-
-
-@cache
-def shown_alone(family: str, chunk: int) -> tuple[Any, Shown, Tensor]:
-    """A model, its rows beside nothing, and its logits."""
-    model, alone = model_of(family), Shown()
-    return model, alone, decoded(model, [attention_rows(target_of(model), alone, rows_per_chunk=chunk)])[0]
-
-
-@pytest.mark.parametrize(
-    ("family", "name", "chunk"),
-    [
-        ("llama", "full", 256),
-        ("llama", "observe", 7),
-        ("gemma2", "guard", 7),
-        ("gpt_oss", "observe", 256),
-        ("opt", "full", 7),
-    ],
-)
-def test_rows_beside_what_evicts_nothing_are_those_without_it(family, name, chunk):
-    (model, alone, want), edit = shown_alone(family, chunk), EDITS[name]
-    target = target_of(model)
-    for order in (1, -1):
-        beside = Shown()
-        ways = [edit.on(model), attention_rows(target, beside, rows_per_chunk=chunk)]
-        got, _ = decoded(model, ways[::order])
-        close(got, want)
-        assert len(beside.calls) == len(alone.calls) == 1 + STEPS
-        for call, layers in enumerate(alone.calls):
-            assert [len(chunks) for chunks in layers.values()] == [len(c) for c in beside.calls[call].values()]
-            for layer in layers:
-                if isinstance(edit, Observe):  # which computes single tokens' output itself, up to rounding
-                    close(beside.rows(call, layer), alone.rows(call, layer))
-                else:
-                    assert torch.equal(beside.rows(call, layer), alone.rows(call, layer))
 
 
 def seen_by(model, mask: Tensor, held: list[list[Tensor]], layer: int) -> Tensor:
