@@ -6,41 +6,11 @@ import threading
 
 import pytest
 import torch
-from kv_kit import Drawn, Ragged, close, decode, dense, masks_of, prompts
+from kv_kit import Drawn, Ragged, decode, prompts
 from kv_kit import shallow_of as model_of
-from transformers import DynamicCache
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.kv import Full, Observe, StreamingLLM
-
-
-def test_beams_carry_their_caches():
-    """Rows change places at every step, so a cache that does not follow gives sequences other scores than these."""
-    model = model_of("gemma2")
-    ids, mask = prompts([14, 9])
-    ask = {
-        "attention_mask": mask,
-        "max_new_tokens": 6,
-        "do_sample": False,
-        "num_beams": 3,
-        "num_return_sequences": 3,
-        "return_dict_in_generate": True,
-        "output_scores": True,
-        "length_penalty": 0.0,
-    }
-    stock = model.generate(ids, **ask)
-    with Full().on(model):
-        full = model.generate(ids, **ask)
-    assert torch.equal(full.sequences, stock.sequences)
-    policy = Drawn(budget=6, rows=(1,) * 6)  # beams of one prompt keep the same
-    ones = mask.repeat_interleave(3, 0)
-    with policy.on(model):
-        out = model.generate(ids, **ask)
-    longer = torch.cat([ones, torch.ones(6, 6, dtype=torch.long)], 1)
-    logits = dense(model, out.sequences, longer, masks_of(model, policy, longer, 14))[:, 13:-1]
-    close(out.sequences_scores, logits.log_softmax(-1).gather(2, out.sequences[:, 14:, None]).sum((1, 2)))
-    moved = (out.beam_indices[:, 1:] % 3 != out.beam_indices[:, :-1] % 3).any()
-    assert moved and not torch.equal(out.sequences, stock.sequences)
 
 
 def test_assisted_generation(model):
@@ -95,23 +65,3 @@ def test_two_threads_and_two_models_at_once():
         at_once(third=models[0], fourth=models[0])  # two threads on one model share its run
     for name, number in {"first": 0, "second": 1, "third": 0, "fourth": 0}.items():
         assert torch.equal(got[name], want[number])
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
-def test_a_second_turn_sees_what_the_first_one_left(family):
-    """Evict in the first turn, read another prompt in chunks on top, evict again."""
-    model = model_of(family)
-    ids, mask = prompts([20, 15], 14)
-    policy = Ragged(budget=9, every="prefill")
-    cache = DynamicCache()
-    with policy.on(model):
-        decode(model, ids[:, :24], mask[:, :24], 20, cache)
-        got = decode(model, ids, mask, 30, cache, chunks=[4, 2])
-    # The mask of it: before columns 20 and 30 the policy acted, and all that a query saw of what was held then stays.
-    first, second = (masks_of(model, policy, mask, n, every=None) for n in (20, 30))
-    sees = []
-    for layer, both in zip(first, second, strict=True):
-        see = layer.clone()
-        see[:, :, 30:] &= both[:, :, 30:]
-        sees.append(see)
-    close(got, dense(model, ids, mask, sees)[:, 29:])

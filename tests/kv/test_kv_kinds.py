@@ -10,11 +10,12 @@ import pytest
 import torch
 from covering import every_nth
 from intervention_kit import bridge_of, nnsight_of
-from kv_kit import Drawn, Ragged, close, decode, dense, masks_of, prompts
+from kv_kit import Drawn, Ragged, close, decode, masks_of_run, prompts, run_policy
 from kv_kit import shallow_of as model_of
 from organisms.tiny import tiny_model
 from torch import Tensor
 
+from sinkscope.conformance.masked import plain_logits
 from sinkscope.kv import Full, Observe
 
 FAMILIES = every_nth("gemma2 gpt_neox opt llama gpt_oss mistral gpt2 phi3 qwen3_moe gemma3_text olmo2".split(), 6)
@@ -51,14 +52,9 @@ def test_a_bridge_with_the_whole_cache_and_with_parts_of_it(family):
         with way.on(bridge):
             close(decode(bridged, ids, mask, 20), stock)
     for policy in (Drawn(budget=8), Ragged(budget=8, mode="select")):
-        with policy.on(bridge):
-            got = decode(bridged, ids, mask, 20)
-            close(decode(bridged, ids, mask, 20, chunks=[9, 11]), got)
-        if policy.mode == "evict":
-            close(got, dense(model, ids, mask, masks_of(model, policy, mask, 20))[:, 19:])
-        else:
-            with policy.on(model):
-                close(got, decode(model, ids, mask, 20))
+        got, kept = run_policy(policy, bridge, ids, mask, (20,), called=bridged)
+        close(run_policy(policy, bridge, ids, mask, (9, 11), called=bridged)[0], got)
+        close(got, plain_logits(model, ids, mask, masks_of_run(model, kept, mask, 20))[:, 19:])
 
 
 def test_generate_on_a_bridge():

@@ -9,14 +9,14 @@ from itertools import pairwise
 import pytest
 import torch
 from covering import each_other
-from kv_kit import attended, beside_ids, close, decode, dense, prompts
+from kv_kit import attended, beside_ids, close, decode, prompts
 from kv_kit import shallow_of as model_of
 from torch import Tensor
 from torch.testing import assert_close
 from transformers import DynamicCache
 
+from sinkscope.conformance.masked import plain_logits
 from sinkscope.kv.loopserve import LoopServe, sparse_prompts
-from sinkscope.lines.choice import select_lines
 from sinkscope.lines.sample import choice_cost, draw_of, held_out, sample_queries
 from sinkscope.opening.live import target_of
 
@@ -29,31 +29,19 @@ def every_head(family: str = "llama"):
     return model_of(family, num_key_value_heads=4) if family != "gpt2" else model_of(family)
 
 
-def line_masks(model, ids: Tensor, mask: Tensor, turns: list[int], serve: LoopServe) -> list[Tensor]:
+def line_masks(model, ids: Tensor, mask: Tensor, turns: list[int], serve: LoopServe) -> dict[int, Tensor]:
     """Per layer `[row head query key]`: for each turn (columns from one entry to the next) the lines of its queries."""
     rows, total = ids.shape
     target = target_of(model)
     causal = (torch.ones(total, total).tril() * mask[:, None]).bool()
-    sees = [causal[:, None].repeat(1, target.n_heads, 1, 1) for _ in range(target.n_layers)]
+    sees = {layer: causal[:, None].repeat(1, target.n_heads, 1, 1) for layer in range(target.n_layers)}
     for layer in range(target.n_layers):
         query, key, _, scaling = attended(model, ids, mask, sees)[layer]
         for row in range(rows):
             pad = int(total - mask[row].sum())
             for start, stop in pairwise(turns):
                 begin, stop = max(start, pad), stop - serve.dense_rows
-                lines = select_lines(
-                    query[row, :, begin:stop],
-                    key[row, :, pad:stop],
-                    serve.alpha,
-                    sample=serve.sample,
-                    variant=serve.variant,
-                    scaling=scaling,
-                    seed=draw_of(serve.seed, layer, stop - begin, stop - pad),
-                    begin=serve.begin,
-                    local=serve.local,
-                    sharp=serve.sharp,
-                    checked=serve.checked,
-                )
+                lines = serve.lines(query[row, :, begin:stop], key[row, :, pad:stop], scaling, layer)
                 at = torch.arange(begin - pad, stop - pad)
                 sees[layer][row, :, begin:stop, :stop] = False
                 sees[layer][row, :, begin:stop, pad:stop] = lines.rows(at)
@@ -73,7 +61,7 @@ def test_prompts_of_two_turns_equal_passes_under_the_masks_of_their_lines(family
             given = beside_ids(model, mask, part)
             logits.append(model(input_ids=ids[:, part], past_key_values=cache, use_cache=True, **given).logits)
     sees = line_masks(model, ids, mask, [0, 50, 80], serve)
-    expected = dense(model, ids, mask, sees)
+    expected = plain_logits(model, ids, mask, sees)
     real = mask.bool()
     close(torch.cat(logits, 1)[real], expected[real])
     events = [event for event in run.events if event.kind == "prefill"]
