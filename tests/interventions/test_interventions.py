@@ -342,37 +342,3 @@ def test_the_recipe_for_remote_runs(tmp_path):
     found = runpy.run_path(str(recipe), given, run_name="__main__")["logits"]
     assert_close(found, want, atol=1e-5, rtol=1e-4)
     assert not torch.allclose(want, logits(model, IDS), atol=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("model_type", "cache", "sites"),
-    [("gemma2", "static", [(1, 3)]), ("gpt_oss", "dynamic", [(1, expert, 3) for expert in range(4)])],
-)
-def test_positions_beyond_a_sliding_window(model_type, cache, sites):
-    model, _ = tiny_model(model_type)
-    ids = torch.randint(4, 90, (2, 23))
-    ids[0, :3] = 3
-    settings = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "cache_implementation": cache}
-    with Ablate(sites=sites, value=50.0, positions=slice(18, None)).on(model) as run:
-        model.generate(ids, attention_mask=(ids != 3).long(), **settings)
-    for row, n in enumerate((20, 23)):
-        assert {e.position for e in run.events if e.row == row} == set(range(18, n + 7))
-
-
-@pytest.mark.slow
-def test_generation_does_not_compile_while_entered():
-    """With a cache of fixed size transformers would compile the decoding step, and that would skip the edit."""
-    from transformers import CompileConfig
-
-    model, _ = tiny_model("llama", num_hidden_layers=1)
-    config = CompileConfig(backend="eager", mode=None)
-    config._compile_all_devices = True  # as on a GPU
-    settings = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "cache_implementation": "static"}
-    edit = Ablate(layer=0, neurons=[3], value=50.0)
-    with edit.on(model):
-        want = model.generate(IDS, **settings)
-    model.generate(IDS, compile_config=config, **settings)  # compiled, without the edit
-    assert hasattr(model, "_compiled_call")
-    with edit.on(model) as run:
-        got = model.generate(IDS, compile_config=config, **settings)
-    assert torch.equal(got, want) and {e.position for e in run.events} == set(range(10))

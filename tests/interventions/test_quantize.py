@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from intervention_kit import KINDS, count_hooks, logits
-from organisms import Organism, organism, tiny_model
+from organisms import Organism, organism
 from raw_kit import blocks
 from refusals import refused
 from rounding_kit import ByHand, divergence, enlarge, logs_by_hand
@@ -18,7 +18,6 @@ from torch.testing import assert_close
 from sinkscope.errors import UnsupportedError
 from sinkscope.interventions import Quantize
 from sinkscope.interventions.quantize import rounded
-from sinkscope.opening.live import target_of
 
 TOKENS = {"positions": "first", "places": [(1, 7)]}
 DOWN = {"llama": "mlp.down_proj", "gpt2": "mlp.c_proj", "neox": "mlp.dense_4h_to_h"}
@@ -186,23 +185,3 @@ def test_experts_are_refused_but_their_keys_and_values_are_rounded():
     with Quantize(kv=8).on(o.model) as run, torch.no_grad():
         o.model(o.natural(1, 8))
     assert run.events
-
-
-def test_joined_projections_are_rounded():
-    model, _ = tiny_model("phi3")
-    ids = torch.tensor([[1, 5, 6, 7, 8]])
-    target = target_of(model)
-    query = target.n_heads * target.head_width
-    with torch.no_grad():
-        exact = target.sub(0, "self_attn.qkv_proj")(torch.ones(1, 1, target.d_model))
-    seen = []
-    handle = target.sub(0, "self_attn.qkv_proj").register_forward_hook(lambda _m, _a, out: seen.append(out))
-    with Quantize(kv=2).on(model), torch.no_grad():
-        handle_after = target.sub(0, "self_attn.qkv_proj").register_forward_hook(lambda _m, _a, out: seen.append(out))
-        model(ids)
-        handle_after.remove()
-    handle.remove()
-    plain, new = seen
-    assert exact.shape[-1] == plain.shape[-1] and torch.equal(plain[..., :query], new[..., :query])
-    heads = new[..., query:].reshape(1, 5, -1, target.head_width)
-    assert all(len(head.unique()) <= 3 for head in heads.flatten(0, 2))

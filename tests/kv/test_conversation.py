@@ -330,14 +330,6 @@ def test_what_cannot_be_asked(prompt, more, words):
     assert not chat.turns
 
 
-def test_what_cannot_be_begun():
-    model = model_of("llama")
-    with pytest.raises(SinkscopeError, match="answers='none'"):
-        Conversation(model, answers="none")
-    with pytest.raises(SinkscopeError, match="turn 1, the answer: there is no token id in a row"):
-        Conversation(model).say([5], [])
-
-
 @pytest.mark.parametrize(("make", "answers"), [(nnsight_of, "recompute"), (bridge_of, "keep")])
 def test_the_same_on_nnsight_and_what_a_bridge_can_do(make, answers):
     model, tokenizer = model_of("llama"), tiny_model("llama")[1]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from kv_kit import Drawn, Ragged, decode, prompts
+from kv_kit import Drawn, decode, prompts
 from kv_kit import shallow_of as model_of
 
 from sinkscope.errors import UnsupportedError
@@ -32,36 +33,21 @@ def test_assisted_generation(model):
         assert torch.equal(model.generate(ids, **ask), stock)
 
 
-def test_two_threads_and_two_models_at_once():
-    """Worker threads see the policy. Calls are made to overlap: each waits inside its own for the other."""
-    models = [model_of("llama"), model_of("llama", seed=1)]
-    policies = [Drawn(budget=6), Ragged(budget=6)]
-    ids, mask = prompts([14, 9], 5)
-    want = []
-    for model, policy in zip(models, policies, strict=True):
-        with policy.on(model):
-            want.append(decode(model, ids, mask, 14))
+def test_worker_threads_see_the_policy_and_do_not_meet():
+    """Two calls on one model overlap: each waits inside its own for the other."""
+    model, policy = model_of("llama"), Drawn(budget=6)
+    texts = [prompts([14, 9], 5, seed) for seed in (0, 1)]
     meet = threading.Barrier(2, timeout=20)
 
-    def wait(_module, _args):
+    def wait(*_):
         meet.wait()
 
-    for model in models:
+    def work(text):
+        return decode(model, *text, 14)
+
+    with policy.on(model):
+        want = [work(text) for text in texts]
         model.model.layers[1].register_forward_pre_hook(wait)
-    got = {}
-
-    def work(name: str, model):
-        got[name] = decode(model, ids, mask, 14)
-
-    def at_once(**each):
-        threads = [threading.Thread(target=work, args=item) for item in each.items()]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    with policies[0].on(models[0]), policies[1].on(models[1]):
-        at_once(first=models[0], second=models[1])
-        at_once(third=models[0], fourth=models[0])  # two threads on one model share its run
-    for name, number in {"first": 0, "second": 1, "third": 0, "fourth": 0}.items():
-        assert torch.equal(got[name], want[number])
+        with ThreadPoolExecutor(2) as threads:
+            got = list(threads.map(work, texts))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

@@ -16,10 +16,9 @@ from torch.testing import assert_close
 from transformers import DynamicCache
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.interventions import SinkPatch
 from sinkscope.kv import H2O, StreamingLLM
 from sinkscope.kv.loopguard import LoopGuard, ranges_of, tokens_to_keep
-from sinkscope.kv.loopguard.steer import Steering, copies, generate_in_pieces
+from sinkscope.kv.loopguard.steer import Steering, copies
 from sinkscope.opening.live import target_of
 
 ALWAYS = LoopGuard.paper(**SMALL, variant="always", monitor={"every": 9, "warmup": 0, "cooldown": 0})
@@ -99,20 +98,10 @@ def test_between_window_is_streaming_llm_until_a_loop_comes(model):
     assert all(mean <= 26 for usage in run.usage for mean in usage.mean_tokens)
 
 
-def test_composed_with_a_patch_and_a_policy(model):
-    model.model.layers[1].mlp.down_proj.weight.data[:, 3] *= 8
-    prompt, mask = padded(20)
-    new = torch.tensor([looping(3, 40)])
-    both = SinkPatch(sites=[(1, 3)]) | StreamingLLM(budget=28) | TAIL
-    with both.on(model) as run:
-        feed(model, prompt, mask, new)
-    assert {"patched", "guard"} <= set(run.counts) and run.usage[0].peak_tokens[0] <= 29
-    assert all(e.data["cached_before"] <= 29 for e in run.events if e.kind == "guard")
-    with (
-        pytest.raises(UnsupportedError, match="positions="),
-        (StreamingLLM(budget=28, positions="rebased") | TAIL).on(model),
-    ):
-        feed(model, prompt, mask, new)
+def test_a_policy_that_moves_positions_is_refused_beside_it(model):
+    both = StreamingLLM(budget=28, positions="rebased") | TAIL
+    with pytest.raises(UnsupportedError, match="positions="), both.on(model):
+        feed(model, *padded(20), torch.tensor([looping(3, 40)]))
 
 
 def test_a_fraction_of_the_prompt(model):
@@ -220,22 +209,6 @@ def test_the_answer_to_a_loop(penalty, needed):
     others = [i for i, token in enumerate(new) if token != 33]
     assert others[0] == 12 + needed
     assert all(after - before <= needed + 2 for before, after in pairwise(others)), "and no copy gets long again"
-
-
-def test_an_event_says_why_nothing_was_taken_back():
-    model = stubborn(40.0)  # a lead that takes 80 tokens: the loop comes back until nothing more may be taken
-    prompt, mask = padded(10)
-    options = {"attention_mask": mask, "max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
-    with eager_guard().on(model) as run:
-        generate_in_pieces(run, model, prompt, **options)
-    told = [(event.data["rung"], event.data["level"], event.data["why"]) for event in run.events]
-    assert told[:2] == [("rewind", 0, "first alarm"), ("rewind", 1, "alarm 2 in succession")]
-    assert told[2] == ("penalty", 2, "alarm 3 in succession, only 8 more tokens may be taken back")
-    with eager_guard().on(model) as run:
-        model.generate(prompt, **options)
-    assert run.events[0].data["why"] == "first alarm, no token can be taken back"
-    with pytest.raises(SinkscopeError, match="penalty=0 and rewind=True"):
-        LoopGuard(penalty=0.0, rewind=True)
 
 
 def test_anchors_keep_no_copies_and_the_copy_that_has_begun_stays(model):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,12 +10,10 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.lines import lone, sparse
+from sinkscope.lines import sparse
 from sinkscope.lines.choice import select_lines
 from sinkscope.lines.head_lines import HeadLines
 from sinkscope.lines.sparse import sparse_attention
-
-LONE = lone.lone_loops(16, 12)
 
 
 def inputs(
@@ -97,33 +93,6 @@ def test_dense_where_that_is_faster(queries, keys):
     assert what.dense == (True, True)
     everything = drawn(2, keys, queries, 1.0, 0.0)
     assert_close(out.double(), masked(query, key, value, everything), atol=1e-5, rtol=0)
-
-
-def test_only_the_parts_that_are_needed_are_computed(monkeypatch):
-    """Cells computed, counted where the products are made, are what is reported."""
-    query, key, value = inputs(1, 1, 512, 1024)
-    lines = drawn(1, 1024, 512, 0.03, 0.0)
-    lines.slash[0, :300] = lines.slash[0, 400] = lines.slash[0, 1000] = True
-    counted = [0]
-    alone = [0]
-    real = torch.mm
-
-    def mm(a, b, out):
-        counted[0] += a.shape[0] * b.shape[1]
-        return real(a, b, out=out)
-
-    def scores(query, key, opened, offsets, start, out):
-        LONE.scores(query, key, opened, offsets, start, out)
-        alone[0] += sum(min(len(query), start + len(query) - offset) for offset in offsets.tolist())
-
-    monkeypatch.setattr(lone, "lone_loops", lambda *_: replace(LONE, scores=scores))
-    monkeypatch.setattr(sparse, "BLOCK", 64)
-    monkeypatch.setattr(torch, "mm", mm)
-    _, what = sparse_attention(query, key, value, lines, dense_above=1.0)
-    every = int(lines.lengths().sum())
-    assert alone[0] == 512 + 24  # rows that reach back 400 and 1,000
-    assert counted[0] + sparse.LONE_COST * alone[0] == pytest.approx(what.computed[0] * every)
-    assert int(lines.cells()[0]) <= counted[0] + alone[0] < 0.7 * every
 
 
 def test_gradients_are_refused_where_they_would_be_lost():

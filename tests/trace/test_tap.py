@@ -11,10 +11,9 @@ from kv_kit import shallow_of as model_of
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
-import sinkscope as ss
 from sinkscope.conformance.masked import attending, positions_of
 from sinkscope.errors import UnsupportedError
-from sinkscope.kv import H2O, TOVA, AShape, Full, Observe, StreamingLLM
+from sinkscope.kv import H2O, TOVA, StreamingLLM
 from sinkscope.lines.sums import scores_of
 from sinkscope.opening.live import target_of
 from sinkscope.tap import internals, listeners, stock
@@ -62,21 +61,6 @@ def test_what_a_measurement_refuses():
         with StreamingLLM(budget=6).on(model), scores_of(target, lambda *_: None, [0]):
             decode(model, *prompts(LENGTHS, STEPS), PROMPT)
     assert model.config._attn_implementation == "sdpa" and listeners.HANDLERS.get() == ()
-
-
-@pytest.mark.parametrize(
-    ("first", "second"), [(Drawn(budget=5), AShape()), (AShape(), ss.LoopGuard()), (ss.LoopGuard(), Full())]
-)
-def test_two_that_act_are_entered_together(first, second):
-    model = model_of("llama")
-    with first.on(model):
-        with pytest.raises(UnsupportedError, match="already inside a `with` that acts on its cache"):
-            with second.on(model):
-                pass
-        with Observe(lambda _: None).on(model):
-            decode(model, *prompts([9], 2), 9)
-    with second.on(model):
-        pass
 
 
 def test_only_the_model_that_is_tapped_is_seen():
