@@ -59,7 +59,6 @@ REFUSED = [
         "budget=32 leaves nothing beside the 32 anchors: expected at least 33",
     ),
     (ss.LoopGuard, {"budget": 8, "anchors": 9}, "at least 10"),
-    (ss.LoopGuard, {"penalty": 0.0, "rewind": True}, "penalty=0 and rewind=True"),
     (ss.LoopGuard, {"variant": "p2"}, "'p2'"),
     (ss.LoopGuard, {"monitor": {"theta_ttr": 1.5}}, "theta_ttr"),
     (ss.LoopGuard, {"monitor": {"window": 9}}, "window=..."),
