@@ -51,7 +51,9 @@ def test_values_and_pattern_give_z(model_type):
     """attn.hook_v and attn.hook_pattern, from different seams, make attn.hook_z."""
     model, _ = tiny_model(model_type)
     target = target_of(model)
-    got = trace(model, IDS, ["blocks.1.attn.hook_v", "blocks.1.attn.hook_pattern", "blocks.1.attn.hook_z"])
+    names = ("attn.hook_v", "attn.hook_pattern", "attn.hook_z", "mlp.hook_post")
+    got = trace(model, IDS, [f"blocks.1.{name}" for name in names])
+    assert got["blocks.1.mlp.hook_post"].shape == (*IDS.shape, target.d_mlp)
     values = got["blocks.1.attn.hook_v"].repeat_interleave(target.n_heads // target.n_kv_heads, 2)
     z = torch.einsum("bhqk,bkhd->bqhd", got["blocks.1.attn.hook_pattern"], values)
     assert_close(z, got["blocks.1.attn.hook_z"], atol=1e-5, rtol=1e-5)
@@ -65,6 +67,16 @@ def test_reducers_batches_and_functions_agree_with_raw():
     assert_close(trace(model, IDS, [site], "mean", batch_size=2)[site], raw.mean(1))
     assert_close(trace(model, IDS, [site], "last", batch_size=1)[site], raw[:, -1])
     assert_close(trace(model, IDS, [site], lambda t: t.amax((1, 2)))[site], raw.amax((1, 2)))
+
+
+def test_padding_changes_nothing():
+    model, _ = tiny_model("llama")
+    site = "blocks.2.hook_resid_post"
+    padded = torch.cat([torch.full((3, 4), 2), IDS], 1)
+    mask = torch.cat([torch.zeros(3, 4, dtype=torch.long), torch.ones_like(IDS)], 1)
+    target = target_of(model)
+    a = trace(target, padded, [site], attention_mask=mask)[site][:, 4:]
+    assert_close(a, trace(model, IDS, [site])[site], atol=1e-5, rtol=1e-4)  # rotary is relative
 
 
 def test_observers_see_every_row_once():
