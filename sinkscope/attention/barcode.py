@@ -218,7 +218,7 @@ def draw(result: Barcode) -> go.Figure:
     for head in map(html.escape, result.shown):
         titles += [f"{head}: generated", f"{head}: ordinary text" if len(pictures) > 1 else ""]
     specs: list[list[Any]] = [[{"colspan": 2}, None], *[[{}, {}]] * len(result.shown)]
-    spaces = {"horizontal_spacing": 0.05, "vertical_spacing": 0.24 / rows}
+    spaces: dict[str, Any] = {"horizontal_spacing": 0.05, "vertical_spacing": 0.24 / rows}
     fig: Any = make_subplots(rows, 2, specs=specs, subplot_titles=titles, **spaces)
     colors = {"zmin": -1, "zmax": 1, "zmid": 0, "colorscale": "RdBu", "showscale": False}
     fig.add_heatmap(z=result.gain, y=result.layers, **colors, row=1, col=1)
