@@ -96,13 +96,6 @@ CASES = {
         "x.jsonl",
         quick=True,
     ),
-    "loopbench.make_honest": Case(
-        "--out {out}/x.jsonl",
-        lambda lines: lines == (ROOT / "experiments/loopbench/honest.jsonl").read_text().splitlines(),
-        "x.jsonl",
-        quick=True,
-    ),
-    "loopguard.figure5": Case("--max-new-tokens 24 --out {out}", lambda made: made["result"], "loopguard_fig5.json"),
     "loopguard.honest": Case("", half_of_the_honest),
     "loopguard.remedies": Case(
         "{out}/d --count 1 --new 60 --only full LoopGuard stop",
@@ -111,7 +104,7 @@ CASES = {
     "loopguard.rotary": Case(
         "--max-new-tokens 200 --layer 1 --out {out}",
         lambda made: (
-            max(made["result"]["heads"]["tightness"][0]) <= 1 and max(made["result"]["heads"]["error"][0]) < 1e-4
+            np.median(made["result"]["heads"]["change"]) < 0.01 < np.median(made["result"]["heads"]["other_change"])
         ),
         "rotary.json",
     ),
@@ -128,9 +121,6 @@ CASES = {
         lambda made: {row["score"] for row in made["result"]["rows"] if row["label"] == "whole cache"} == {1.0},
         "loopserve_ablation.json",
         {"SHOWN": SMALL, "NAMES": {"whole cache": "full", "default": "loopserve", "random part": "random:window=32"}},
-    ),
-    "loopserve.figure2a": Case(
-        "--tokens 64 --head 1.0 --out {out}", lambda made: made["result"], "loopserve_fig2a.json"
     ),
     "loopserve.figure2d": Case(
         "--count 1 --tokens 200 --budget 48 --out {out}", lambda made: made["result"], "loopserve_fig2d.json"
