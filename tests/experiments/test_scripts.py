@@ -67,7 +67,7 @@ CASES = {
         "--shape lines-128 --length 96 --rounds 1 --out {out}/x.json", lambda made: made["result"]["same"], "x.json"
     ),
     "bench_loopserve": Case(
-        "--lengths 256 --contexts 64 --rounds 1 --parts layer selection decoding --out {out}/x.json",
+        "--lengths 256 --rounds 1 --parts layer model --out {out}/x.json",
         lambda made: {row["kind"] for row in made["result"]["layer"]} == {"vertical", "slash", "groups", "mixed"},
         "x.json",
     ),
