@@ -32,6 +32,7 @@ from typing import Any, Literal
 
 from experiments.record import Row, record, value_of_each
 from experiments.script import run as run_script
+from experiments.timing import memory
 from sinkscope.files.output import write_atomic
 
 REPEATS, CANDIDATES, SHAPE = 1000, 8, "24x1024"
@@ -150,18 +151,12 @@ def plain_arm(folder: str) -> Row:
 
 def measured(run: Callable[[], Row]) -> Row:
     """Seconds, and growth and peak of resident memory, of `run`."""
-    before = status("VmRSS")
+    before = memory("VmRSS")
     start = time.perf_counter()
     out = run()
     seconds = time.perf_counter() - start
-    peak = status("VmHWM")
+    peak = memory("VmHWM")
     return {**out, "seconds": seconds, "rss_growth_bytes": peak - before, "peak_rss_bytes": peak}
-
-
-def status(field: str) -> int:
-    """A memory field of this process, in bytes."""
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field + ":"))
-    return int(line.split()[1]) * 1024
 
 
 def child(arm: str, folder: Path) -> Row:

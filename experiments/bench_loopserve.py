@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
@@ -39,6 +39,7 @@ from experiments.bench_lines import ids_of, made
 from experiments.drawn import put_table, save
 from experiments.record import Row, record, value_of_each
 from experiments.script import run
+from experiments.timing import seconds_of
 from sinkscope.files.output import write_atomic
 from sinkscope.kv.loopserve import LoopServe, serve, sparse_prompts
 from sinkscope.lines import choice, sparse
@@ -53,13 +54,6 @@ CONTEXTS = (2400, 6000)
 TURNS = (48, 200, 400, 1200)
 DEFAULT = LoopServe().alpha
 _console = Console(stderr=True)
-
-
-def seconds(fn: Callable[[], Any]) -> tuple[float, Any]:
-    """CPU time of this thread, and what came out."""
-    start = time.thread_time()
-    out = fn()
-    return time.thread_time() - start, out
 
 
 def scattered(kind: str, heads: int, n: int, density: float, generator: torch.Generator) -> HeadLines:
@@ -106,9 +100,9 @@ def layer(lengths: list[int], rounds: int) -> list[Row]:
             work: list[Any] = [None] * len(drawn)
             sparse.sparse_attention(query, key, value, drawn[0])  # compiled
             for _ in range(rounds if n <= REPEATED else 1):
-                base, _out = seconds(dense)
+                base, _out = seconds_of(dense)
                 for number, lines in enumerate(drawn):
-                    ours, (_out, work[number]) = seconds(
+                    ours, (_out, work[number]) = seconds_of(
                         lambda: sparse.sparse_attention(query, key, value, lines)  # noqa: B023
                     )
                     pairs[number].append(base / ours)
@@ -149,7 +143,7 @@ def stages() -> Iterator[Counter[str]]:
             real = getattr(module, function)
 
             def timed(*args: Any, name: str = name, real: Any = real, **kwargs: Any) -> Any:
-                spent, out = seconds(lambda: real(*args, **kwargs))
+                spent, out = seconds_of(lambda: real(*args, **kwargs))
                 took[name] += spent
                 return out
 
@@ -195,7 +189,7 @@ def turns(_lengths: list[int], rounds: int) -> list[Row]:
                     for _ in range(rounds + 1):  # the first warms up
                         for arm, model in models.items():
                             part = ids[:, context : context + new]
-                            took, _out = seconds(
+                            took, _out = seconds_of(
                                 lambda: model(input_ids=part, past_key_values=caches[arm], logits_to_keep=1)  # noqa: B023
                             )
                             spent[arm].append(took)
@@ -226,14 +220,14 @@ def whole_model(lengths: list[int], rounds: int) -> list[Row]:
                 events = []
                 drift = 0.0
                 for _ in range(rounds if n <= REPEATED else 1):
-                    base, alone = seconds(forward)
+                    base, alone = seconds_of(forward)
                     with LoopServe(alpha=alpha, decode=False).on(model) as run:
-                        spent, ours = seconds(forward)
+                        spent, ours = seconds_of(forward)
                         events = run.events
                     pairs.append(base / spent)
                     drift = float((ours - alone).norm() / alone.norm())
                 with LoopServe(alpha=alpha, decode=False).on(model), stages() as took:
-                    spent, _out = seconds(forward)
+                    spent, _out = seconds_of(forward)
                 took["rest of the model"] = spent - took.total()
                 data = []
                 for event in events:

@@ -95,8 +95,6 @@ def make_plan(shape: str, sink_layer: int, seed: int, dense: int | None, beta: f
     d, d_mlp, layers, heads, kv_heads, vocab, context = SHAPES[shape]
     if dense is None:
         dense = sink_layer + 2
-    else:
-        dense = dense
     if not 1 <= sink_layer < dense <= layers:
         raise SystemExit(f"error: expected 1 <= sink layer ({sink_layer}) < dense layers ({dense}) <= {layers}")
     rng = random.Random(seed)
@@ -189,9 +187,12 @@ def weights(plan: Plan) -> Tensors:
             "mlp.up_proj": (p.d_mlp, p.d, True),
             "mlp.down_proj": (p.d, p.d_mlp, False),
         }
-        edits = _marking(p, head) if layer == 0 else _sink(p) if layer == p.sink_layer else {}
-        edits = edits
-        if layer == p.sink_layer + 1:
+        edits: dict[str, list[Edit]] = {}
+        if layer == 0:
+            edits = _marking(p, head)
+        elif layer == p.sink_layer:
+            edits = _sink(p)
+        elif layer == p.sink_layer + 1:
             edits = _reading(p, head)
         for part, (rows, columns, reads) in sizes.items():
             name = f"{at}{part}.weight"

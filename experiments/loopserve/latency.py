@@ -34,11 +34,12 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from experiments.bench_lines import MARKED, SHAPES, VOCAB, made, memory
+from experiments.bench_lines import MARKED, SHAPES, VOCAB, made
 from experiments.drawn import save
 from experiments.loopserve import paper
 from experiments.record import Row, record, value_of_each
 from experiments.script import run as run_script
+from experiments.timing import memory_growth
 from sinkscope.display.console import note
 from sinkscope.display.style import BLUE, GREEN, GREY, ORANGE, RED, figure_of
 from sinkscope.interventions.base import Intervention
@@ -190,14 +191,7 @@ def fresh(work: Callable[[], Run]) -> Run:
 
     def child(pipe: Any) -> None:
         _keep_pages()
-        before = memory("VmRSS")
-        if before is not None:
-            Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is held now
-        found = work()
-        after = memory("VmHWM")
-        peak = None
-        if after is not None and before is not None:
-            peak = after - before
+        peak, found = memory_growth(work)
         pipe.send({**found, "peak": peak})
 
     context = multiprocessing.get_context("fork")

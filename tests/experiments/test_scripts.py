@@ -122,9 +122,6 @@ CASES = {
         "loopserve_ablation.json",
         {"SHOWN": SMALL, "NAMES": {"whole cache": "full", "default": "loopserve", "random part": "random:window=32"}},
     ),
-    "loopserve.figure2d": Case(
-        "--count 1 --tokens 200 --budget 48 --out {out}", lambda made: made["result"], "loopserve_fig2d.json"
-    ),
     "loopserve.latency": Case(
         "--contexts 192 --outputs 4 8 --names full loopserve --rounds 1 --budget 80 --shortest 0 --shape lines-128 "
         "--out {out}",
