@@ -216,10 +216,9 @@ def pair(folder: Path, sink_layer: int, rounds: int) -> Row:
 def seven_b(folder: Path) -> Row:
     """Memory on the full shape, and what was read."""
     truth = make(folder, "--shape", "llama-2-7b", "--sink-layer", "1")
-    counts = []
+    apparent = 0
     for f in folder.iterdir():
-        counts.append(f.stat().st_size)
-    apparent = sum(counts)
+        apparent += f.stat().st_size
     shallow = child("sinkscope", folder)
     whole = child("sinkscope-all", folder)
     items = value_of_each(truth["neurons"], "neuron")

@@ -94,10 +94,9 @@ def measure(shape: str, what: str) -> dict[str, float]:
     if what == "live":
         work = partial(target_of, model)
     grown, (seconds, _) = memory_growth(lambda: seconds_of(work, time.process_time))
-    counts = []
+    layer = 0
     for parameter in model.model.layers[0].parameters():
-        counts.append(parameter.numel() * parameter.element_size())
-    layer = sum(counts)
+        layer += parameter.numel() * parameter.element_size()
     return {"seconds": seconds, "gigabytes": (grown or 0) / 1e9, "layer_gigabytes": layer / 1e9}
 
 

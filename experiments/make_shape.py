@@ -276,10 +276,9 @@ def write(plan: Plan, out: Path, dtype: str, shape: str) -> None:
     names = []
     for i in range(len(shards)):
         names.append(f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors")
-    counts = []
+    total = 0
     for file, shard in zip(names, shards, strict=True):
-        counts.append(_write_shard(out / file, shard, kind, DTYPES[dtype]))
-    total = sum(counts)
+        total += _write_shard(out / file, shard, kind, DTYPES[dtype])
     index = {tensor: file for file, shard in zip(names, shards, strict=True) for tensor in shard}
     _dump(out / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index})
     _dump(out / "config.json", _config(plan, dtype))
@@ -394,10 +393,9 @@ def main(
     plan = make_plan(shape, sink_layer, seed, dense_layers, beta)
     write(plan, out, dtype, shape)
     files = list(out.iterdir())
-    counts = []
+    apparent = 0
     for f in files:
-        counts.append(f.stat().st_size)
-    apparent = sum(counts)
+        apparent += f.stat().st_size
     real = sum(f.stat().st_blocks * 512 for f in files)
     print(f"{out.name}: {apparent / 1e9:.2f} GB apparent, {real / 1e9:.2f} GB on disk")
 

@@ -344,10 +344,10 @@ def _looping(found: Row) -> str:
     groups = found.get("loopbench", {}).values()
     if not groups:
         return "not measured"
-    counts = []
+    count = 0
     for g in groups:
-        counts.append(g["loop"] * g["runs"])
-    return percent(sum(counts) / sum(g["runs"] for g in groups))
+        count += g["loop"] * g["runs"]
+    return percent(count / sum(g["runs"] for g in groups))
 
 
 def _limits(p: Row) -> str:

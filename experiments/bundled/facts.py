@@ -58,10 +58,10 @@ def fixed_weights(run: Path, settings: Settings, model: LlamaForCausalLM) -> Row
     assert frozen is not None
     trained = dict(model.named_parameters())
     exact = all(torch.equal(trained[name][mask], frozen.values[name][mask]) for name, mask in frozen.masks.items())
-    counts = []
+    count = 0
     for mask in frozen.masks.values():
-        counts.append(int(mask.sum()))
-    return {"count": sum(counts), "unchanged": exact}
+        count += int(mask.sum())
+    return {"count": count, "unchanged": exact}
 
 
 def typical_windows(tokenizer: PreTrainedTokenizerBase, length: int) -> np.ndarray:
@@ -83,11 +83,11 @@ def measure_run(run: Path, *, loops: bool = True) -> Row:
     texts = typical_windows(tokenizer, 256)
     short = typical_windows(tokenizer, 64)[:100]
     layer = 1
-    counts = []
+    count = 0
     for p in model.parameters():
-        counts.append(p.numel())
+        count += p.numel()
     facts: Row = {
-        "parameters": sum(counts),
+        "parameters": count,
         "bytes": (run / "model.safetensors").stat().st_size,
         "dtypes": _dtypes(run / "model.safetensors"),
         "training": training_facts(run),

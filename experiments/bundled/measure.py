@@ -16,10 +16,9 @@ from experiments.record import Row
 
 @torch.no_grad()
 def validation_loss(model: LlamaForCausalLM, windows: np.ndarray, rows: int = 8) -> float:
-    counts = []
+    total = 0
     for part in _chunks(windows, rows):
-        counts.append(float(loss_on(model, torch.from_numpy(part))) * len(part))
-    total = sum(counts)
+        total += float(loss_on(model, torch.from_numpy(part))) * len(part)
     return total / len(windows)
 
 

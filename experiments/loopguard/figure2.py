@@ -81,10 +81,10 @@ def survived(runs: Sequence[BenchRecord], window: int, cap: int) -> Row:
         median = statistics.median(known)
     survival = []
     for step in steps:
-        counts = []
+        count = 0
         for each in points:
-            counts.append(each is None or each > step)
-        survival.append(round(sum(counts) / len(points), 4))
+            count += each is None or each > step
+        survival.append(round(count / len(points), 4))
     return {
         "window": window,
         "points": points,
