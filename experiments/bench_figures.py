@@ -8,6 +8,7 @@ The figure shows the measure of each method with its 95 % interval, a colour for
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from experiments.record import Row, record, value_of_each
 from experiments.script import run
 from sinkscope.bench.finding import finding
 from sinkscope.bench.group import BenchGroup
+from sinkscope.bench.methods import order_of
 from sinkscope.bench.record import BenchRun, read_run
 from sinkscope.bench.run import bench
 from sinkscope.bench.table import PERCENT, tabulate_records
@@ -118,10 +120,13 @@ def groups_of(rows: Sequence[Row], measure: str) -> list[BenchGroup]:
     return groups
 
 
-def main(name: Literal[*RUNS], *, work: Path = Path("runs"), out: Path = Path("figures")) -> None:
+def main(
+    name: Literal[*RUNS], *, only: str | None = None, work: Path = Path("runs"), out: Path = Path("figures")
+) -> None:
     """Make what the module describes.
 
     Args:
+        only: Methods to run again; the rows of the others stay as the figure's JSON has them.
         work: Folder of the runs.
     """
     started = time.perf_counter()
@@ -129,7 +134,7 @@ def main(name: Literal[*RUNS], *, work: Path = Path("runs"), out: Path = Path("f
     with ProgressBar() as progress:
         table = bench(
             task=chosen.task,
-            methods=chosen.methods.split(","),
+            methods=(only or chosen.methods).split(","),
             model=chosen.model,
             out=work / name,
             batch_size=chosen.batch_size,
@@ -146,6 +151,11 @@ def main(name: Literal[*RUNS], *, work: Path = Path("runs"), out: Path = Path("f
         if chosen.measure == "loop_paper":
             rate = wilson(row["loop_paper"] * row["answers"], row["answers"])
             row |= {"low": rate.low, "high": rate.high}
+    if only:
+        again = set(value_of_each(rows, "method"))
+        earlier = json.loads((out / f"{name}.json").read_text())["result"]["rows"]
+        rows += [row for row in earlier if row["method"] not in again]
+        rows.sort(key=lambda row: (row["set"], order_of(row["method"])))
     settings = {"measure": chosen.measure, "task": chosen.task, "model": chosen.model or "bundled"}
     save(name, record("bench-figure", {"rows": rows}, settings, started=started), figure, out)
     print(table)

@@ -183,7 +183,7 @@ def figure(data: Row) -> Any:
     fig.update_yaxes(range=[-0.02, 1.03], tickformat=".0%", row=1, col=2)
     told = []
     for one in result["survival"]:
-        told.append(f"{one['collapsed']:.0%} with W = {one['window']} (median step {one['median']:g})")
+        told.append(f"{one['collapsed']:.0%} with W = {one['window']} (median step {one['median']})")
     found = f"Of {result['runs']} runs, diversity collapses in {', in '.join(told)}"
     if control["collapse"] is None:
         found = f"{found}; in ordinary text it does not"

@@ -3,9 +3,9 @@
     python -m experiments.loopguard.figure4 RUN ... [--out figures]
 
 Each RUN is a folder of `sinkscope bench --task loops` with the methods `loopguard:paper` (as printed), `loopguard` (the
-default) or both; interventions of several runs are added up. Grey areas show the paper's ranges. The controls are both monitors on texts that repeat honestly
-(`experiments.loopguard.honest`) and on ordinary text, and pruning without any signal
-(`loopguard:paper:variant=always`), if it was run.
+default) or both; interventions of several runs are added up. Grey areas show the paper's ranges. The controls are both
+monitors on texts that repeat honestly (`experiments.loopguard.honest`) and on ordinary text, and pruning without any
+signal (`loopguard:paper:variant=always`), if it was run.
 """
 
 from __future__ import annotations
