@@ -130,9 +130,10 @@ class NormReading(Reading):
         """Norm over the number of repetitions, a panel per condition."""
         titles = {"set": "sink neurons zeroed", "control": "random neurons zeroed"}
         fig = self.sweep.curves(self.norms, [titles.get(name, name) for name in self.conditions], "norm")
-        line = {"color": GREY, "width": 1}
-        fig.add_hline(self.first_norm, line=line, annotation_text="first token")
-        fig.add_hline(self.first_norm / 2, line=line | {"dash": "dot"}, annotation_text="half of it")
+        for share, dash, words in ((1, "solid", "first token"), (0.5, "dot", "half of it")):
+            level, line = share * self.first_norm, {"color": GREY, "dash": dash, "width": 1}
+            place = {"y": np.log10(level), "xanchor": "left", "x": 0}  # the axis is logarithmic
+            fig.add_hline(level, line=line, annotation={"text": words, **place})
         fig.add_hrect(self.typical[0], self.typical[2], fillcolor="grey", opacity=0.2)
         return fig
 
