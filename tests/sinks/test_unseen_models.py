@@ -54,7 +54,7 @@ def mistakes(u: UnseenModel, result: FindSinks) -> list[str]:
     attended = {rule.token for rule in sink.place.rules if rule.position is None}
     sites = {frozenset(each.set.edit_sites) for each in result.further_spikes if each.set is not None}
     planted_later = {frozenset(own) for own in truth.later.values() if own}
-    minimal = {frozenset(each.edit_sites) for each in result.causal_sets if each.kind == "minimal"}
+    minimal = {frozenset(each.edit_sites) for each in result.causal_sets}
     pairs = {
         "positions": (positions, set(beyond.positions)),
         "tokens": (attended <= tokens, True),

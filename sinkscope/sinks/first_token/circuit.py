@@ -271,9 +271,8 @@ def _first_spike(sinks: FindSinks, spike: NormSpike) -> TracedSpike:
     sites: dict[tuple[int, ...], None] = {}
     ends: list[int] = []
     for part in sinks.causal_sets:  # several, if the spike falls and rises again
-        if part.kind == "minimal":
-            sites |= dict.fromkeys(part.edit_sites)
-            ends.append(max(part.edit_sites)[0])
+        sites |= dict.fromkeys(part.edit_sites)
+        ends.append(max(part.edit_sites)[0])
     sites |= dict.fromkeys(sites_of(sinks.causal))
     layer = max(layer, max(sites, default=(0,))[0])
     return TracedSpike(True, tuple(sites), layer, min(ends) if len(ends) > 1 else layer)

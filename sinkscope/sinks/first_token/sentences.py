@@ -321,9 +321,6 @@ def sink_layer(
 def causal_set(each: CausalSet, spike: NormSpike | None) -> list[str]:
     """What zeroing a set of neurons takes away."""
     count = len(each.sites)
-    if each.kind == "backup":
-        role = word_form(count, "is a backup: it brings", "are backups: they bring")
-        return [f"{each.names} {role} the spike back when the others are silent."]
     sentences = []
     if each.layers is not None:
         first, last = each.layers
