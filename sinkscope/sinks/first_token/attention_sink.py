@@ -97,8 +97,17 @@ def attention_sink(survey: Survey, made: Sequence[MadeSpike]) -> AttentionSink |
         learned, *layers = _attention(received, None, received.learned_heads)
         learned_rate = learned.rate or 0.0
         if survey.sink is None:
-            depth = len(layers)
-            return AttentionSink(learned_rate, RATE_EPS, None, (), depth, LEARNED, tuple(layers), length=length)
+            return AttentionSink(
+                rate=learned_rate,
+                eps=RATE_EPS,
+                place=None,
+                positions=(),
+                layers_read=len(layers),
+                carried_by=LEARNED,
+                layers=tuple(layers),
+                length=length,
+                learned_rate=learned_rate,
+            )
     if survey.sink is None:
         return None
     rule = survey.sink.rules[0]

@@ -205,7 +205,7 @@ class AttentionSink:
         mark: The component that writes the mark. None if no head reads one, or if heads read those of several.
         length: Length of the texts, in tokens.
         window: Positions that the attending heads see, if a window hides others.
-        learned_rate: Share of heads that attend to a learned sink logit, beside the position; 0 if too few do.
+        learned_rate: Share of heads that attend to a learned sink logit; 0 if too few do.
         attention: Mean attention of the heads that attend in most cases. None if there is no place.
         rate_margin: Two standard errors of the rate over texts; None for too few texts.
         attention_margin: The same of the mean attention.

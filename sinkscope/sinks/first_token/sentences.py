@@ -249,7 +249,7 @@ def attention(sink: AttentionSink | None, lengths: Sequence[int], scattered: int
     sentences = []
     if sink is None:
         return [f"{no_sink(lengths, scattered).capitalize()}."]
-    if sink.learned_rate:
+    if sink.learned_rate and sink.place is not None:
         sentences.append(f"{sink.learned_rate:.1%} of the heads attend to their learned sink logits.")
     if sink.place is not None:
         if sink.place.words != FIRST or in_texts(sink) or sink.place.coverage < 1:

@@ -19,7 +19,7 @@ from sinkscope.measure.evidence import NEEDED
 from sinkscope.measure.margin import margin_of
 from sinkscope.sinks.first_token.absence import SpikeAbsence
 from sinkscope.sinks.first_token.context import SinkContext, Survey
-from sinkscope.sinks.first_token.effects import Edit, Effects, Trial, heads_lost, side_by_side
+from sinkscope.sinks.first_token.effects import Edit, Effects, Trial, heads_lost, side_by_side, silencing
 from sinkscope.sinks.first_token.layer_scan import AS_BEFORE, Rise, scan_layers
 from sinkscope.sinks.first_token.members import ATTENTION_LENGTH, CausalSet, Heads, Neuron, Sites, members_of, sites_of
 from sinkscope.sinks.first_token.neurons import stage_neurons, verify_neurons
@@ -33,11 +33,6 @@ BACKUP_ROUNDS = 4  # rounds of searching for backups before the search ends
 BACKUP_CANDIDATES = 4  # candidates of each layer that brings the spike back
 ATTENTION_TEXTS = 4  # texts in which attention is compared
 NEARLY_ALL = 0.9  # share of the texts in which the spike has to be gone
-
-
-def silencing(sets: Sequence[Sites]) -> list[Edit]:
-    """Edits that silence a set of neurons each."""
-    return [Edit(zero=sites) for sites in sets]
 
 
 @dataclass(frozen=True)
