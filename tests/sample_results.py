@@ -10,7 +10,6 @@ from sinkscope.sinks.first_token.members import CausalSet, Member, Neuron
 from sinkscope.sinks.first_token.places import Description, Rule
 from sinkscope.sinks.first_token.records import (
     AttentionSink,
-    Carrier,
     LayerAttention,
     NormSpike,
     PlacedSpike,
@@ -59,7 +58,6 @@ def sample_find_sinks(**changes) -> FindSinks:
             layers_read=4,
             carried_by="spike",
             layers=(LayerAttention(0.0), LayerAttention(0.0), *[LayerAttention(0.8, 4, 0.7, 0.02, 0.03)] * 2),
-            carriers=(Carrier("attention of layer 0", 0.9),),
             attention=0.7,
             rate_margin=0.02,
             attention_margin=0.03,

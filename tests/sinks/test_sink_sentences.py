@@ -14,7 +14,6 @@ from sinkscope.sinks.first_token.members import CausalSet, Member
 from sinkscope.sinks.first_token.places import Description, Rule
 from sinkscope.sinks.first_token.records import (
     AttentionSink,
-    Carrier,
     NormSpike,
     PlacedSpike,
     RepeatedToken,
@@ -63,7 +62,6 @@ SPIKES = st.builds(
     made_by=st.sampled_from(["MLP", None]),
     begun_by=st.sampled_from([None, "attention of layer 0"]),
 )
-CARRIER = st.builds(Carrier, st.sampled_from(["MLP of layer 1", "token embedding"]), SHARES)
 PLACE = st.builds(
     SinkPosition, st.integers(0, 9), st.sampled_from(["", "x"]), SHARES, st.sampled_from([r.words for r in RULES])
 )
@@ -75,7 +73,6 @@ ATTENTION = st.builds(
     positions=st.lists(PLACE, min_size=1, max_size=3).map(tuple),
     layers_read=st.just(4),
     carried_by=st.sampled_from(["spike", "token embedding", "position", "key bias", None]),
-    carriers=st.lists(CARRIER, max_size=3).map(tuple),
     length=st.sampled_from([64, 512]),
     window=st.none() | st.integers(8, 60),
     learned_rate=st.sampled_from([0.0]) | SHARES,

@@ -133,7 +133,6 @@ def attention_sink(survey: Survey, made: Sequence[MadeSpike]) -> AttentionSink |
         layers_read=len(layers),
         carried_by=carrier,
         layers=tuple(layers),
-        carriers=carried.tried,
         reads=carried.reads,
         mark=carried.mark,
         length=length,
