@@ -162,7 +162,7 @@ def _bos_expert(b: Build) -> HardTruth:
     says = {
         "find_sinks": ("^Norm spike and attention sink: {set} makes the spike",),
         "circuit": ("the token embedding is needed",),
-        "heads": ("^No head marks the first token",),
+        "heads": ("^The heads of no single layer mark the first token",),
         "attack": ("^No single head of layer 0 is enough",),
     }
     return sink(b, way, (), sets=(frozenset({site}),), about=Further(says=says))
