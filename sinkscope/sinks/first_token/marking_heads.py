@@ -264,7 +264,7 @@ def _median(values: Float[np.ndarray, " token"] | None) -> float | None:
 def _medians(layer_drop: Float[np.ndarray, "token layer"]) -> Float[np.ndarray, " layer"]:
     """The lower median over the tokens that fire, of each layer; NaN without softmax attention."""
     attending = np.isfinite(layer_drop).any(0)
-    medians = np.full(len(attending), np.nan)
+    medians = np.full_like(layer_drop[0], np.nan)
     medians[attending] = np.nanquantile(layer_drop[:, attending], 0.5, axis=0, method="lower")
     return medians
 

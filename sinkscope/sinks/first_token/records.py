@@ -100,14 +100,6 @@ class NormSpike:
             makers.append(self.made_by)
         return tuple(makers)
 
-    @property
-    def fallen(self) -> tuple[str, ...]:
-        """The components of layers that reduce the spike."""
-        names = []
-        for layer in self.step_down:
-            names += [f"attention of layer {layer}", f"MLP of layer {layer}"]
-        return tuple(names)
-
 
 @dataclass(frozen=True)
 class PlacedSpike:

@@ -249,10 +249,12 @@ def where_the_spike_is(spike: NormSpike | None) -> list[str]:
     if spike is None:
         return []
     runs = [f"{begin} to {end}" for begin, end in spike.runs]
-    sentences = [f"The norm stands out at {spike.place}."]
+    sentence = f"The norm stands out at {spike.place}"
+    if runs and len(spike.place.rules) > 1:
+        sentence += f"; at {spike.place.rules[0].words}"
     if runs:
-        sentences.append(f"At {spike.place.rules[0].words} it does so after layers {word_list(runs)}.")
-    return sentences
+        sentence += f" after layers {word_list(runs)}"
+    return [f"{sentence}."]
 
 
 def sink_layer(
