@@ -568,7 +568,8 @@ class View {
     const lost = (edge) => (edge.necessity === null ? "" : `${percent(edge.necessity)} lost without it${edge.necessity_control === null ? "" : ` (random: ${percent(edge.necessity_control)})`}`);
     const brings = (edge) => (edge.sufficiency === null ? "" : `brings ${percent(edge.sufficiency)} alone`);
     const part = (edge, what) => ({ name: edge.source, words: [what, lost(edge), brings(edge)] });
-    const marks = [...of("mark"), ...of("keys")].slice(0, 4).map((edge) => part(edge, edge.sink));
+    const others = new Map(of("readers").filter((edge) => edge.source !== "spike").map((edge) => [edge.sink + edge.source, edge]));
+    const marks = [...of("mark"), ...others.values()].slice(0, 4).map((edge) => part(edge, edge.sink));
     const repeated = of("repetition").slice(0, 3).map((edge) => part(edge, "a repetition"));
     const neurons = of("neurons");
     const readers = of("readers");
