@@ -89,8 +89,6 @@ def measure(shape: str, what: str) -> dict[str, float]:
     torch.set_num_threads(1)
     from sinkscope.inference import find
     from sinkscope.inference.infer import infer
-    from sinkscope.models.stack import DRAFT
-    from sinkscope.models.target import Target
     from sinkscope.opening.live import target_of
 
     model = model_of(shape)
@@ -102,7 +100,7 @@ def measure(shape: str, what: str) -> dict[str, float]:
     if what == "live":
         target_of(model)
     else:
-        find.adapter_without_row(Target(model, model, "hf", DRAFT))
+        find.inferred_adapter(model)
     seconds = time.process_time() - started
     counts = []
     for parameter in model.model.layers[0].parameters():

@@ -173,8 +173,8 @@ def test_the_smallest_set_is_found(needed):
 
 
 @pytest.mark.slow
-def test_a_deep_sink_is_found_in_three_walks_through_a_streamed_model(tmp_path):
-    """One walk scans, two repeat, two search from the sink layer on; only the sink layer is looked at more often."""
+def test_a_deep_sink_is_found_in_four_walks_through_a_streamed_model(tmp_path):
+    """One walk scans, three repeat, two search from the sink layer on; only the sink layer is looked at more often."""
     o = organism("llama", 2, kind="gate", n_layers=12)
     live = find_in(o, tmp_path)
     o.save(tmp_path / "model")
@@ -182,7 +182,7 @@ def test_a_deep_sink_is_found_in_three_walks_through_a_streamed_model(tmp_path):
     streamed = find_sinks(target, text=tmp_path / "words.txt", max_repeats=256)
     reads, (layer, _) = target.store.reads, o.truth.neurons[0]
     assert layer >= 5 and streamed.repeats.median > 128
-    assert max(count for number, count in reads.items() if number != layer) <= 3 and reads[layer] <= 5
+    assert max(count for number, count in reads.items() if number != layer) <= 4 and reads[layer] <= 6
     assert [neuron.site for neuron in streamed.neurons] == [neuron.site for neuron in live.neurons]
     for one, other in zip(streamed.causal_sets, live.causal_sets, strict=True):
         assert one.edit_sites == other.edit_sites
