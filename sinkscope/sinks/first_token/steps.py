@@ -99,17 +99,21 @@ class Readers:
         """Whether the heads need the spike, or neurons that make it."""
         return bool(self.needs) and (self.needs[0] == SPIKE or ".N" in self.needs[0])
 
-    def rows(self) -> Table:
-        """A row per head; none if nothing was found that they need."""
+    def rows(self, *, joined: bool = False) -> Table:
+        """A row per head or, if joined, one with the means of all; none if nothing was found that they need."""
         if not self.needs:
             return []
         control = None if self.control is None else 1 - self.control / float(self.attention.mean())
+        heads, before, after = self.heads, self.attention, self.attention_without
+        if joined and len(heads) > 1:
+            heads = (f"{len(heads)} heads, mean",)
+            before, after = before.mean(keepdims=True), after.mean(keepdims=True)
         columns = {
-            "necessity": 1 - self.attention_without / self.attention,
-            "necessity_control": [control] * len(self.heads),
-            "sufficiency": [None] * len(self.heads),
+            "necessity": 1 - after / before,
+            "necessity_control": [control] * len(heads),
+            "sufficiency": [None] * len(heads),
         }
-        return long_table(columns, step=["readers"], source=[word_list(self.needs)], target=self.heads)
+        return long_table(columns, step=["readers"], source=[word_list(self.needs)], target=heads)
 
     def in_words(self, most: int = NAMED) -> str:
         """The attention with and without what the heads need."""
