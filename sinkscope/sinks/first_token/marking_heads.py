@@ -277,8 +277,7 @@ def draw(result: MarkingHeads) -> go.Figure:
         firing = firing[np.lexsort(result.serves[firing].T)]  # tokens that share a head lie beside each other
         names = [html.escape(f"{result.tokens[token]!r} ({token})") for token in firing]
         drop = result.drop[firing, result.marking_layer]
-        scale = ["#f7f7f7", BLUE]
-        fig.add_heatmap(z=drop, y=names, zmin=0, zmax=1, colorscale=scale, colorbar={"tickformat": ".0%"})
+        fig.add_heatmap(z=drop, y=names, zmin=0, zmax=1, colorscale=["#f7f7f7", BLUE], colorbar={"tickformat": ".0%"})
         fig.update_xaxes(title_text=f"head of layer {result.marking_layer}")
     return figure_of(fig, result, width=700, height=560)
 

@@ -100,7 +100,7 @@ class Readers:
         return bool(self.needs) and (self.needs[0] == SPIKE or ".N" in self.needs[0])
 
     def rows(self, *, joined: bool = False) -> Table:
-        """A row per head, none if nothing was found that they need; if joined, one row with the means of all heads."""
+        """A row per head or, if joined, one with the means of all; none if nothing was found that they need."""
         if not self.needs:
             return []
         control = None if self.control is None else 1 - self.control / float(self.attention.mean())
