@@ -89,6 +89,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 FIRST = (
     "test_hard_models.py",
     "test_view.py",
+    "test_view_page.py",
     "test_package.py",
     "test_measurements.py",
     "test_cards.py",
