@@ -99,16 +99,23 @@ CASES = {
         lambda made: made["result"]["cold_start"]["ratio"] > 0,
         "x.json",
     ),
-    "bench_inference": Case("llama-7b --measured infer", lambda text: json.loads(text)["layer_gigabytes"] > 0.4),
+    "bench_inference": Case(
+        "tiny --measured live",
+        lambda text: 0 < json.loads(text)["layer_gigabytes"] < 0.001,
+        patch={"SHAPES": {"tiny": ("llama", {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2})}},
+        quick=True,
+    ),
     "bench_kv": Case(
         "--only monitor --rounds 1 --out {out}/x.json",
         lambda made: set(made["result"]["monitor"]) == {"text", "loop"},
         "x.json",
     ),
     "bundled.stories": Case(
-        "--teacher sinkscope/models/bundled --out {out}/s.txt --tokens 300 --rows 4",
-        lambda text: text.count("<|end|>") >= 2,
+        "--teacher sinkscope/models/bundled --out {out}/s.txt --tokens 50",
+        lambda text: text.count("Once there was a dog.\n<|end|>") >= 2,
         "s.txt",
+        {"sample": lambda *_, **__: ["Once there was a dog."]},
+        quick=True,
     ),
     "check_cache.table": Case(
         "--out {out}/x.json",
@@ -129,9 +136,9 @@ CASES = {
     ),
     "recall_card": Case(
         "--out {out}/recall",
-        lambda page: "| float32 | 256 | 2 | 1 | 1/1 | 1/1 | 1/1 | 1/1 / 1/1 / 1/1 |" in page,
+        lambda page: "| float32 | 256 | 2 | 1 | 3/3 | 3/3 | 3/3 | 1/1 / 1/1 / 1/1 |" in page,
         "recall/README.md",
-        {"CASES": (recall_card.Case("float32", 256, 2, 1, 1),)},
+        {"CASES": (recall_card.Case("float32", 256, 2, 1, 2),)},
     ),
     "scan_seconds": Case("--out {out}/x.json", lambda made: made["result"]["full"]["find-sinks"] > 0, "x.json"),
     "loopguard.figure2": Case("{run} --out {out}", lambda made: made["result"]["runs"] == 1, "loopguard_fig2.json"),
