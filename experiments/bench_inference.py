@@ -83,14 +83,12 @@ def measure(shape: str, what: str) -> dict[str, float]:
     torch.set_num_threads(1)
     from sinkscope.inference import find
     from sinkscope.inference.infer import infer
-    from sinkscope.models.stack import DRAFT
-    from sinkscope.models.target import Target
     from sinkscope.opening.live import target_of
 
     model = model_of(shape)
     small = model_of_two_layers()
     infer(small)  # so that imports are not counted
-    work = partial(find.adapter_without_row, Target(model, model, "hf", DRAFT))
+    work = partial(find.inferred_adapter, model)
     if what == "live":
         work = partial(target_of, model)
     grown, (seconds, _) = memory_growth(lambda: seconds_of(work, time.process_time))

@@ -15,12 +15,9 @@ from sinkscope.display.options import Hidden, Option, command
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import read_text, write_output
 from sinkscope.files.plain import visible
-from sinkscope.files.records import rows_of
 from sinkscope.loops import LoopCheck, MonitorSettings, Watch, check
-from sinkscope.loops.compare import KnownText, LoopComparison, compare, named_detector
 from sinkscope.loops.forms import StreamForm
 from sinkscope.loops.outputs import parse
-from sinkscope.loops.rivals import Detector
 from sinkscope.loops.sessions import check_history, cleaned, is_session_file, read_history
 from sinkscope.loops.streams import Tee, monitor_settings, open_bytes
 from sinkscope.serving.proxy import LOOPBACK, ProxySettings, check_proxy, serve
@@ -49,7 +46,6 @@ def check_loops(
     proxy: Annotated[str | None, Option(metavar="URL")] = None,
     port: Annotated[int | None, Field(ge=0, le=65535)] = None,
     host: Annotated[str | None, Option(metavar="ADDRESS")] = None,
-    retry: bool = False,
     progress: Hidden = None,
 ) -> LoopCheck | None:
     """Check whether texts, sessions or a stream repeat themselves, and since when. Loads no model.
@@ -71,8 +67,6 @@ def check_loops(
         proxy: Stand between clients and the server at this address, and end answers that loop.
         port: With --proxy: port to listen at. By default 8790.
         host: With --proxy: address to listen at. By default 127.0.0.1, which other machines cannot reach.
-        retry: With --proxy: ask once more for an answer that loops, with the server's own penalty. Answers are then
-            passed on when they are complete.
         progress: Called as `progress(what, done, total)`.
 
     Example:
@@ -90,8 +84,8 @@ def check_loops(
     if proxy is not None:
         ignored = {"FILE": file, "--follow": follow, "--first": first, "--tee": tee, "--clean": clean}
         _refuse({**ignored, "--max-new": max_new}, "with --proxy")
-        return _proxy(proxy, monitor, retry, host or PROXY_HOST, PROXY_PORT if port is None else port)
-    _refuse({"--port": port, "--host": host, "--retry": retry}, "without --proxy")
+        return _proxy(proxy, monitor, host or PROXY_HOST, PROXY_PORT if port is None else port)
+    _refuse({"--port": port, "--host": host}, "without --proxy")
     if follow:
         session = form == "session"
         _refuse({"--max-new": max_new, "--clean": clean, "--format session": session}, "with --follow")
@@ -120,55 +114,16 @@ def _refuse(options: dict[str, object], where: str) -> None:
             raise SinkscopeError(f"{option} has no effect {where}: leave it out")
 
 
-@command(
-    words="loops compare",
-    group="Loops",
-    order=2,
-    help="Compare detectors of loops on texts whose truth is known.",
-)
-def compare_loops(
-    file: Annotated[str, Option(argument=True, metavar="FILE", required=True)],
-    *,
-    detector: tuple[str, ...] = (),
-    half: str | None = None,
-) -> LoopComparison:
-    """Compare detectors of loops on texts whose truth is known: recall, delay and false alarms. Loads no model.
-
-    Args:
-        file: JSON lines with text, class, and start, the character at which the loop of the text begins, or null;
-            `python -m experiments.loopset.make` makes a set.
-        detector: Another detector, as module:function. It takes a text and returns the number of characters after which
-            it would stop, or None.
-        half: Only the lines whose field half is this.
-
-    Example:
-        sinkscope loops compare texts.jsonl --half report
-        sinkscope loops compare texts.jsonl --detector mine:detect
-    """
-    expected = "JSON lines with text, class and start"
-    name = _name(file)
-    texts: list[KnownText] = []
-    for where, row in rows_of(read_text(file), name, expected):
-        if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-            raise SinkscopeError(f"{where} has no text: expected {expected}")
-        if half is None or row.get("half") == half:
-            texts.append(KnownText(row["text"], str(row.get("class", "texts")), row.get("start")))
-    functions: dict[str, Detector] = {}
-    for place in detector:
-        functions[place] = named_detector(place)
-    return compare(texts, functions, name)
-
-
 def _name(file: str) -> str:
     if file == "-":
         return "standard input"
     return Path(file).name
 
 
-def _proxy(upstream: str, monitor: MonitorSettings, retry: bool, host: str, port: int) -> None:
+def _proxy(upstream: str, monitor: MonitorSettings, host: str, port: int) -> None:
     """Stand between clients and a server until Ctrl-C."""
     check_proxy()
-    settings = ProxySettings(upstream, monitor, retry, note)
+    settings = ProxySettings(upstream, monitor, note)
 
     def ready(address: str) -> None:
         print(f"{address} passes on to {upstream} until Ctrl-C.", flush=True)
