@@ -99,12 +99,6 @@ CASES = {
         lambda made: made["result"]["cold_start"]["ratio"] > 0,
         "x.json",
     ),
-    "bench_inference": Case(
-        "tiny --measured live",
-        lambda text: 0 < json.loads(text)["layer_gigabytes"] < 0.001,
-        patch={"SHAPES": {"tiny": ("llama", {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2})}},
-        quick=True,
-    ),
     "bench_kv": Case(
         "--only monitor --rounds 1 --out {out}/x.json",
         lambda made: set(made["result"]["monitor"]) == {"text", "loop"},
