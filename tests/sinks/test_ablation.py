@@ -104,15 +104,6 @@ def test_a_cause_takes_a_tenth_of_the_norm():
     assert sink.causal and not bystander.causal
 
 
-def test_drops_are_means_over_texts():
-    """One of five texts begins with a token that is no sink even where it stands first."""
-    shared = shared_sink("llama")
-    ids = shared.organism.natural(5)
-    ids[0, 0] = shared.organism.tokens_of(-1)[0]
-    verified = verify_neurons(context_of(shared, ids), 2)
-    assert verified.neurons[0].ablation_drop == pytest.approx(0.8 * shared.sink_drop, abs=0.02)
-
-
 def test_causes_of_another_stage_are_held_against_random_neurons_of_that_stage():
     """The layer after the sink layer stands in for the sink layer, so that the shared sink is an earlier stage."""
     shared = shared_sink("llama")
