@@ -249,17 +249,6 @@ def test_a_turn_prints_what_it_read_kept_and_cost():
     assert "kept 21 of 46, a step" in repr(ask(evicting, 0))
 
 
-def test_loopserve_says_that_it_did_nothing():
-    short = Conversation(model_of("llama"), LoopServe(budget=1000))
-    assert (
-        "LoopServe did nothing at this length. LoopServe left prompts to the model's own attention: fewer than 20"
-        in (repr(ask(short, 0)))
-    )
-    decoding = LoopServe(budget=12, first=0, interval=4)
-    assert "nothing" not in repr(ask(Conversation(model_of("llama"), decoding), 0))  # steps read 12 tokens
-    assert "nothing" not in repr(ask(Conversation(model_of("llama"), SMALL), 0))
-
-
 def test_the_end_token_is_not_in_the_text():
     model, tokenizer = tiny_model("llama")
     free = Conversation(model, tokenizer=tokenizer).ask([5, 17, 8], max_new_tokens=4)
@@ -339,14 +328,6 @@ def test_what_cannot_be_asked(prompt, more, words):
     with pytest.raises(SinkscopeError, match=re.escape(words)):
         chat.ask(prompt, **more)
     assert not chat.turns
-
-
-def test_what_cannot_be_begun():
-    model = model_of("llama")
-    with pytest.raises(SinkscopeError, match="answers='none'"):
-        Conversation(model, answers="none")
-    with pytest.raises(SinkscopeError, match="turn 1, the answer: there is no token id in a row"):
-        Conversation(model).say([5], [])
 
 
 @pytest.mark.parametrize(("make", "answers"), [(nnsight_of, "recompute"), (bridge_of, "keep")])

@@ -92,15 +92,6 @@ def test_the_looping_row_ends_after_the_trigger_and_no_other():
     assert out == [[*rows[0][:first], 2, *[0] * (second - first)], [*rows[1][:second], 2]]
 
 
-def test_the_top_1_streak_counts_too():
-    model = tiny()
-    ids, mask = padded(6)
-    reporter = LoopReporter(MonitorSettings.variant("p1", warmup=0), eos_token_id=2, stop=True)
-    out = run(model, ids, mask, Write([LOOPS], 6), reporter)[0, 6:].tolist()
-    # Six confident steps make the streak; the probability after token 6 comes with token 7.
-    assert reporter.events[0].step == 6 and len(out) == 7
-
-
 def test_bad_input():
     model = tiny()
     ids, mask = padded(6, 6)

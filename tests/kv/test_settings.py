@@ -47,7 +47,6 @@ REFUSED = [
     ),
     (make_policy, {"name": "scissorhands"}, "expected one of adakv, full, h2o, progressive, pyramid, snapkv"),
     (Observe, {"fn": print, "last": 0}, "last=0"),
-    # shapes
     # LoopServe
     (ss.LoopServe, {"alpha": 0}, "alpha=0: expected a share above 0 and up to 1"),
     (ss.LoopServe, {"variant": "best"}, "LoopServe: variant='best': expected 'exact' or 'faithful'"),
@@ -103,6 +102,10 @@ def test_prompts_need_no_cache():
 
 def test_what_is_no_prompt_and_no_edit():
     model = tiny_model("llama")[0]
+    with pytest.raises(SinkscopeError, match="answers='none'"):
+        ss.Conversation(model, answers="none")
+    with pytest.raises(SinkscopeError, match="turn 1, the answer: there is no token id in a row"):
+        ss.Conversation(model).say([5], [])
     for prompt in (None, 5):
         with pytest.raises(
             SinkscopeError, match=r"turn 1, the prompt: .*: expected a text, a list of texts, token ids"

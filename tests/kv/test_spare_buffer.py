@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import groupby
-
 import pytest
 import torch
 from torch import Tensor
@@ -27,17 +25,6 @@ def short(monkeypatch):
     monkeypatch.setattr(room, "SPARE", 3)
     with torch.no_grad():
         yield
-
-
-def test_tokens_are_written_behind_those_that_are_there_and_copied_when_there_is_no_more_room():
-    layer = CacheLayer()
-    layer.update(*_tokens(6, 0))
-    pointers = []
-    for number in range(9):
-        layer.update(*_tokens(1, number))
-        pointers.append(layer.keys.data_ptr())
-    assert [len(list(same)) for _, same in groupby(pointers)] == [3, 3, 3]
-    assert layer.allocated == 6 + 9
 
 
 def test_nothing_is_written_into_what_gradients_need():
