@@ -252,19 +252,6 @@ class Counted(io.BytesIO):
         return self._given(super().readline(size))
 
 
-def test_a_long_first_line_is_read_in_linear_time_and_in_few_calls():
-    """Four times the line takes about four times as long, and not sixteen times, as it would if it were read again."""
-    taken: list[float] = []
-    for size in (500_000, 2_000_000):
-        line = json.dumps({"prompt": "x " * (size // 2), "text": TEXT}).encode()
-        source = Counted(line + b"\n")
-        started = time.thread_time()
-        (alarm,) = Watch().follow(source)
-        taken.append(time.thread_time() - started)
-        assert alarm.stream == "line 1" and source.calls < 10
-    assert taken[1] < 8 * taken[0] + 0.05
-
-
 def test_a_line_that_is_too_long_is_skipped_and_the_next_one_is_read(monkeypatch):
     monkeypatch.setattr(streams, "LONGEST_LINE", 5000)
     good = json.dumps({"text": "one more cup of tea, " * 40}).encode() + b"\n"

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
 
 import pytest
-from covering import slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loop_texts import HONEST, LOOPED, novelty, prose
@@ -127,46 +124,6 @@ def test_after_the_end_nothing_is_looked_at():
     monitor.end()
     assert not any(monitor.update(0, 1.0).trigger for _ in range(500))
     assert monitor.ended and monitor.last == step._replace(trigger=False)
-
-
-@pytest.mark.parametrize("kind", ["one", "loop", "random"])
-@pytest.mark.parametrize(
-    ("settings_", "early", "late", "held"),
-    [
-        (PAPER, 1000, 8000, 8 * 256),
-        slow(MonitorSettings(), 8000, 12_000, 24 * 2048),
-    ],
-)
-def test_work_and_memory_per_token_do_not_grow(kind, settings_, early, late, held):
-    """Lines of Python run in `update`, counted over 256 steps, and what is held, soon and many steps later."""
-    rng = random.Random(0)
-    monitor = Monitor(settings_)
-    counted = {}
-    lines = 0
-
-    def count(frame, event, arg):
-        nonlocal lines
-        lines += event == "line"
-        return count
-
-    sizes = {}
-    for i in range(late + 256):
-        token = {"one": 5, "loop": i % 7, "random": rng.randrange(5000)}[kind]
-        start = i // 1000 * 1000
-        if start in (early, late) and i - start < 256:
-            lines = 0
-            before = sys.gettrace()
-            sys.settrace(count)
-            monitor.update(token, 0.95)
-            sys.settrace(before)
-            counted[start] = counted.get(start, 0) + lines
-            parts = (monitor._window, monitor._novelty, monitor._tail)
-            sizes[start] = sum(len(v) for part in parts for v in vars(part).values() if hasattr(v, "__len__"))
-        else:
-            monitor.update(token, 0.95)
-    assert counted[early] > 256
-    assert counted[late] == pytest.approx(counted[early], rel=0.05)
-    assert max(sizes.values()) < held
 
 
 @pytest.mark.parametrize("name", sorted(HONEST))
