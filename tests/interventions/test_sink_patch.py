@@ -215,22 +215,6 @@ def test_one_token_prompt():
     assert all(e.step == 1 and e.position == 1 for e in run.events if e.kind == "fallback")
 
 
-def test_rows_choose_for_themselves():
-    model, _, _ = loud_model()
-    sites = [(1, 3)]
-    patch = SinkPatch(sites=sites, calibrated={(1, 3): 0.25})
-    rows = {"bos": [1, 20, 21, 22, 23], "none": [19, 20, 21, 22, 23], "padded": [3, 3, 1, 20, 21]}
-    ids = torch.tensor(list(rows.values()))
-    mask = (ids != 3).long()
-    with patch.on(model) as run:
-        got = logits(model, ids, mask)
-    said = reasons(run)
-    assert said[1, 3] == "no BOS" and said.get((0, 3)) in (None, "sink-like second value")
-    assert_close(got[1], with_number(model, ids[1:2], sites, 0.25)[0], atol=1e-5, rtol=1e-5)
-    with patch.on(model):
-        assert_close(got[2, 2:], logits(model, ids[2:, 2:])[0], atol=1e-5, rtol=1e-4)
-
-
 def test_number_and_calibrated_values():
     model, _, _ = loud_model()
     sites, ids = [(1, 3), (1, 11)], torch.tensor([[1, 20, 21, 22, 20]])

@@ -2,51 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-from covering import slow
-from kv_kit import FAMILIES, Drawn, close, decode, masks_of_run, prompts, run_policy
+from kv_kit import Drawn, close, masks_of_run, prompts, run_policy
 from kv_kit import shallow_of as model_of
 
 from sinkscope.conformance.masked import plain_logits
 from sinkscope.kv import AttentionRows, Full, Observe, StreamingLLM
 
-QUICK = ["llama", "gpt2", "gemma2", "gpt_oss", "phi3"]
-REST = [slow(family) for family in FAMILIES if family not in QUICK]
-
 
 def ignore(_rows: AttentionRows):
     pass
-
-
-@pytest.mark.parametrize("family", QUICK + REST)
-def test_observers_change_nothing_and_rows_are_those_of_eager_attention(family):
-    model = model_of(family)
-    ids, mask = prompts([21, 18], 2)
-    stock = decode(model, ids, mask, 21)
-    seen = []
-    with Observe(seen.append, layers=[0, 1]).on(model):
-        close(decode(model, ids, mask, 21), stock)
-    model.config._attn_implementation = "eager"
-    pos = (mask.cumsum(1) - 1).clamp(min=0)
-    with torch.no_grad():
-        eager = model(input_ids=ids, attention_mask=mask, position_ids=pos, output_attentions=True).attentions
-    assert {rows.layer for rows in seen} == {0, 1} and len(seen) == 6
-    for rows in seen:
-        start = rows.call.past + rows.first
-        for row, pad in enumerate((0, 3)):
-            for query in range(rows.probs.shape[2]):
-                column = start + query
-                if column < pad:
-                    assert rows.query_pos[row, query] == -1
-                    continue
-                assert rows.query_pos[row, query] == column - pad
-                got = torch.zeros(4, 23)
-                at = rows.pos[row, 0]
-                got[:, (at + pad)[at >= 0]] = rows.probs[row, :, query, at >= 0]
-                torch.testing.assert_close(
-                    got[:, : column + 1], eager[rows.layer][row, :, column, : column + 1], atol=2e-6, rtol=0
-                )
 
 
 def test_without_a_cache_there_is_nothing_to_evict():

@@ -226,6 +226,7 @@ def test_settings_of_the_environment_hold_for_requests_without_their_own(monkeyp
         ServingSettings.of_request(None)
 
 
+@pytest.mark.slow
 def test_the_module_needs_no_server():
     code = (
         "import sys, sinkscope.serving as s\n"
