@@ -45,9 +45,7 @@ def pytest_configure(config: pytest.Config):
 
 
 # A bare GPU machine has none of these: there, tests that come to need one are skipped, and all others have to pass.
-MISSING = {
-    name for name in ("transformer_lens", "nnsight", "dill", "gguf", "numba", "pyarrow") if find_spec(name) is None
-}
+MISSING = {name for name in ("transformer_lens", "nnsight", "gguf", "numba", "pyarrow") if find_spec(name) is None}
 OF_PARAMETER = {"bridge": "transformer_lens", "nnsight": "nnsight", "parquet": "pyarrow"}
 """The library that a test needs which has this word in a parameter."""
 
@@ -91,6 +89,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 FIRST = (
     "test_hard_models.py",
     "test_view.py",
+    "test_view_page.py",
     "test_package.py",
     "test_measurements.py",
     "test_cards.py",

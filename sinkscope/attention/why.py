@@ -171,7 +171,7 @@ def draw(result: Why) -> Any:
     fig.add_bar(x=names, y=[tried.goes_on for tried in result.tried], name="without it", marker_color=BLUE)
     controls = [tried.control for tried in result.tried]
     fig.add_bar(x=names, y=controls, name="under random changes, the worst of 3", marker_color=GREY)
-    fig.add_hline(result.goes_on, line_dash="dot")
+    fig.add_hline(result.goes_on, line={"color": GREY, "dash": "dot"}, annotation_text="intact")
     fig.update_yaxes(range=[0, 1.05], tickformat=".0%")
     return figure_of(fig, result, width=1000, height=460, barmode="group", legend=-0.3, bottom=120)
 

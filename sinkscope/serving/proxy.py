@@ -5,6 +5,7 @@ It needs starlette, uvicorn and httpx, and no torch.
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -25,6 +26,8 @@ LARGEST_REQUEST = 1 << 26
 """Bytes of the body of a request."""
 LARGEST_EVENT = 1 << 20
 """Bytes of an event; a stream with a larger one is passed on unwatched from there."""
+LARGEST_HELD = 1 << 23
+"""Bytes of an answer that is held back for another try; a longer one is passed on as it comes."""
 LOOPBACK = ("127.0.0.1", "localhost")
 _HOP_BY_HOP = frozenset(
     "connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer trailers "
@@ -42,11 +45,14 @@ class ProxySettings:
     Attributes:
         upstream: Address of the server, such as http://127.0.0.1:11434.
         monitor: Settings of the monitor.
+        retry: Whether to ask once more, with the server's own penalty, for an answer that loops. Answers are then
+            passed on when they are complete.
         log: Called with a line for each answer that was cut; it has no content.
     """
 
     upstream: str
     monitor: MonitorSettings = field(default_factory=MonitorSettings)
+    retry: bool = False
     log: Callable[[str], object] = print
 
     def __post_init__(self) -> None:
@@ -109,9 +115,9 @@ class StreamWatch:
         self._held.clear()
         return rest
 
-    def ending(self) -> bytes:
+    def ending(self, **about: Any) -> bytes:
         """The events that end the answer after an alarm."""
-        return self._ending.made(self.about())
+        return self._ending.made({**self.about(), **about})
 
     def about(self) -> dict[str, Any]:
         """Where the loop is, without its text."""
@@ -171,7 +177,6 @@ def application(settings: ProxySettings, hosts: tuple[str, ...] = LOOPBACK) -> A
     from starlette.routing import Route
 
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=20)
-    waits = httpx.Timeout(None, connect=30)  # a server may think for long
     client = httpx.AsyncClient(limits=limits, trust_env=False, follow_redirects=False)
 
     async def forward(request: Request) -> Response:
@@ -180,15 +185,10 @@ def application(settings: ProxySettings, hosts: tuple[str, ...] = LOOPBACK) -> A
             body += part
             if len(body) > LARGEST_REQUEST:
                 return JSONResponse(_problem("the request is too large"), 413)
-        headers = _passed_on(request.headers.raw, without=("host", "content-length", "accept-encoding"))
-        headers.append((b"accept-encoding", b"identity"))  # the proxy has to read the answer
-        url = settings.url(request.url.path, request.url.query)
-        content = bytes(body) if body or request.method in ("POST", "PUT", "PATCH") else None
-        asked = httpx.Request(
-            request.method, url, headers=headers, content=content, extensions={"timeout": waits.as_dict()}
-        )
+        exchange = Exchange(settings, client, request.method, request.url.path, request.url.query)
+        exchange.headers = _passed_on(request.headers.raw, without=("host", "content-length", "accept-encoding"))
         try:
-            answer = await client.send(asked, stream=True)
+            answer = await exchange.ask(bytes(body))
         except httpx.HTTPError as error:
             return JSONResponse(_problem(f"the server does not answer: {type(error).__name__}"), 502)
         form = watched_form(answer.status_code, answer.headers)
@@ -196,8 +196,7 @@ def application(settings: ProxySettings, hosts: tuple[str, ...] = LOOPBACK) -> A
         parts = raw_parts(answer)
         if form is not None:
             without = ("content-length",)
-            name = f"{request.method} {request.url.path[:80]}"
-            parts = watched_parts(answer, StreamWatch(settings.monitor, form == "sse"), name, settings.log)
+            parts = exchange.watched(answer, form == "sse", bytes(body))
         response = StreamingResponse(parts, answer.status_code)
         response.raw_headers = _passed_on(answer.headers.raw, without)
         return response
@@ -209,6 +208,94 @@ def application(settings: ProxySettings, hosts: tuple[str, ...] = LOOPBACK) -> A
     return Starlette(routes=[Route("/{path:path}", forward, methods=methods)], middleware=middleware)
 
 
+@dataclass
+class Exchange:
+    """A request of a client, and the answers of the server to it.
+
+    Attributes:
+        settings: How the proxy works.
+        client: Connections to the server.
+        method: Method of the request.
+        path: Path of the request.
+        query: Query of the request.
+        headers: Headers that the server gets.
+    """
+
+    settings: ProxySettings
+    client: httpx.AsyncClient
+    method: str
+    path: str
+    query: str
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+
+    async def ask(self, body: bytes) -> httpx.Response:
+        """Send the request to the server."""
+        import httpx
+
+        headers = [*self.headers, (b"accept-encoding", b"identity")]  # the proxy has to read the answer
+        url = self.settings.url(self.path, self.query)
+        waits = httpx.Timeout(None, connect=30).as_dict()  # a server may think for long
+        content = body if body or self.method in ("POST", "PUT", "PATCH") else None
+        request = httpx.Request(self.method, url, headers=headers, content=content, extensions={"timeout": waits})
+        return await self.client.send(request, stream=True)
+
+    async def watched(self, answer: httpx.Response, events: bool, body: bytes) -> AsyncIterator[bytes]:
+        """Pass on an answer until it ends or loops; with `retry`, one that loops is replaced by another."""
+        held: list[bytes] | None = None
+        again: bytes | None = None
+        if self.settings.retry:
+            again = with_penalty(self.path, body)
+            held = [] if again is not None else None
+        watch = StreamWatch(self.settings.monitor, events)
+        size = 0
+        async for part in _until_alarm(answer, watch):
+            if held is None:
+                yield part
+                continue
+            held.append(part)
+            size += len(part)
+            if size > LARGEST_HELD:
+                yield b"".join(held)
+                held = None
+        if watch.alarm is None:
+            yield b"".join(held or ())
+            return
+        if held is None or again is None:
+            self._log("cut", watch)
+            yield watch.ending(retried=False)
+            return
+        second = await self._another(again)
+        if second is None:
+            self._log("cut, and the server refused another try", watch)
+            yield b"".join(held) + watch.ending(retried=False)
+            return
+        self._log("asked again with a penalty", watch)
+        watch = StreamWatch(self.settings.monitor, events)
+        async for part in _until_alarm(second, watch):
+            yield part
+        if watch.alarm is not None:
+            self._log("cut in the second try", watch)
+            yield watch.ending(retried=True)
+
+    async def _another(self, body: bytes) -> httpx.Response | None:
+        """A second answer; None if the server refuses."""
+        import httpx
+
+        try:
+            answer = await self.ask(body)
+        except httpx.HTTPError:
+            return None
+        if watched_form(answer.status_code, answer.headers) is None:
+            await answer.aclose()
+            return None
+        return answer
+
+    def _log(self, what: str, watch: StreamWatch) -> None:
+        about = watch.about()
+        place = f"token {about.get('token')}, period {about.get('period', 'unknown')}"
+        self.settings.log(f"{self.method} {self.path[:80]}: a loop at {place}; {what}")
+
+
 async def raw_parts(answer: httpx.Response) -> AsyncIterator[bytes]:
     """The bytes of an answer; the connection to the server is closed when they end or the client leaves."""
     try:
@@ -218,17 +305,8 @@ async def raw_parts(answer: httpx.Response) -> AsyncIterator[bytes]:
         await answer.aclose()
 
 
-async def watched_parts(
-    answer: httpx.Response, watch: StreamWatch, name: str, log: Callable[[str], object]
-) -> AsyncIterator[bytes]:
-    """The bytes of an answer; after an alarm its end, and the server need not go on.
-
-    Args:
-        answer: The answer of the server.
-        watch: What looks for loops.
-        name: Name of the request, for the log.
-        log: As in `ProxySettings`.
-    """
+async def _until_alarm(answer: httpx.Response, watch: StreamWatch) -> AsyncIterator[bytes]:
+    """The bytes of an answer up to an alarm, after which the server need not go on."""
     import httpx
 
     try:
@@ -236,10 +314,7 @@ async def watched_parts(
             passed = watch.feed(part)
             if passed:
                 yield passed
-            about = watch.about()
-            if about:
-                log(f"{name}: a loop at token {about['token']}, period {about.get('period', 'unknown')}; cut")
-                yield watch.ending()
+            if watch.alarm is not None:
                 return
         yield watch.rest()
     except httpx.HTTPError:
@@ -255,6 +330,34 @@ def watched_form(status: int, headers: Mapping[str, str]) -> str | None:
     if status != 200 or headers.get("content-encoding", "identity") != "identity":
         return None
     return {"text/event-stream": "sse", "application/x-ndjson": "jsonl", "application/jsonl": "jsonl"}.get(kind)
+
+
+def with_penalty(path: str, body: bytes) -> bytes | None:
+    """The request with the server's own penalty on repetition; None if its interface has none."""
+    try:
+        data = parse_json(body)
+    except ValueError:
+        return None
+    if not isinstance(data, dict):
+        return None
+    inner: str | None = None
+    penalty: dict[str, float] = {"frequency_penalty": 0.5}
+    if path.endswith(("/api/chat", "/api/generate")):  # Ollama
+        inner, penalty = "options", {"repeat_penalty": 1.3, "repeat_last_n": 512}
+    elif path.endswith("/completion"):  # llama.cpp
+        penalty = {"dry_multiplier": 0.8}
+    elif path.endswith("/generate_stream"):  # Text Generation Inference
+        inner, penalty = "parameters", {"repetition_penalty": 1.2}
+    elif path.endswith("/generate"):  # SGLang
+        inner = "sampling_params"
+    elif not path.endswith("/completions"):
+        return None
+    if inner is None:
+        return json.dumps({**data, **penalty}).encode()
+    options = data.get(inner)
+    if options is not None and not isinstance(options, dict):
+        return None
+    return json.dumps({**data, inner: {**(options or {}), **penalty}}).encode()
 
 
 def _passed_on(headers: list[tuple[bytes, bytes]], without: tuple[str, ...] = ()) -> list[tuple[bytes, bytes]]:

@@ -1,16 +1,12 @@
-"""`sinkscope view`: its arrays against planted circuits and the model's own values, and its page in a browser."""
+"""`sinkscope view`: its arrays against planted circuits and the own values of a model, and what it answers."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import re
-import threading
-import time
-from dataclasses import replace
 from pathlib import Path
 
-import browser
 import numpy as np
 import pytest
 import torch
@@ -23,21 +19,13 @@ from sinkscope.app.cli import main
 from sinkscope.app.view import notebook, server
 from sinkscope.app.view.explorer import Explorer, Request
 from sinkscope.app.view.packed import Packed, codes_of
-from sinkscope.app.view.page import view_page
 from sinkscope.app.view.readings import heads_that_fit, read_text
-from sinkscope.app.view.result import ModelView, ViewedText
-from sinkscope.app.view.server import LARGEST_REQUEST, application, serve
+from sinkscope.app.view.result import ViewedText
+from sinkscope.app.view.server import LARGEST_REQUEST, application
 from sinkscope.app.view.switches import switch_off
-from sinkscope.app.view.writing import generation_of
 from sinkscope.display.notation import neuron_name
-from sinkscope.display.result import Result
 from sinkscope.errors import SinkscopeError
-from sinkscope.sinks.first_token.circuit import Circuit, circuit
-
-CLICK = "document.querySelector('{}').click()"
-PICTURE = "document.querySelector('#rows').toDataURL()"
-SENTENCE = "document.querySelector('#sentence').textContent"
-LOADED = "!!document.querySelector('.token')"
+from sinkscope.sinks.first_token.circuit import circuit
 
 
 def explorer(o: Organism, folder: Path, bos: bool | None = None) -> Explorer:
@@ -173,89 +161,10 @@ def test_values_are_packed_in_eight_bits_and_rows_only_as_far_as_there_is_room(t
     assert all(reading.received[place][0] <= least for place in {*every} - {*some})
 
 
-# The page
-
-
 @pytest.fixture(scope="module")
 def bundled():
     """The model in the package, opened once."""
     return Explorer.open()
-
-
-@pytest.fixture(scope="module")
-def view(bundled):
-    """The model in the package on a short text, with its circuit and a generation."""
-    bundled.sink.circuit = Circuit.load(Path(__file__).parents[2] / "figures/circuit.json")
-    text = "A class is a block. A block is a piece of text."
-    return replace(bundled.view(text), generation=generation_of(bundled.sink.setup, 12))
-
-
-@pytest.fixture(scope="module")
-def chrome():
-    if browser.found() is None:
-        pytest.skip("needs chromium or Chrome on the PATH")
-    with browser.Browser(seconds=240) as tab:
-        yield tab
-
-
-def opened(chrome: browser.Browser, page: Path, width: int, **how: bool):
-    chrome.open(page, width, **how)
-    until = time.monotonic() + 20
-    while not chrome.run(LOADED):
-        assert time.monotonic() < until
-    chrome.run("new Promise((done) => setTimeout(done, 50))")
-
-
-def test_a_result_comes_back_from_its_file_and_makes_the_same_page(view, tmp_path):
-    view.save(tmp_path / "view.json")
-    loaded = Result.load(tmp_path / "view.json")
-    assert isinstance(loaded, ModelView)
-    page = view_page(view, "bundled")
-    assert view_page(loaded, "bundled") == page and len(page) < 5e6
-    assert "http:" not in page.replace("http://www.w3.org/2000/svg", "") and "https:" not in page
-
-
-def test_the_page_in_a_browser(view, tmp_path, chrome):
-    page = tmp_path / "view.html"
-    page.write_text(view_page(view, "</script><b>"), encoding="utf-8")
-    chrome.errors.clear()
-    for how in ({"width": 390, "phone": True}, {"width": 390, "dark": True}, {"width": 1400}):
-        opened(chrome, page, **how)
-        for tab in ("generation", "text"):
-            chrome.run(CLICK.format(f"#tab-{tab}"))
-            assert chrome.run("document.documentElement.scrollWidth <= innerWidth"), (how, tab)
-    text = view.texts[0]
-    assert chrome.run("document.querySelectorAll('.token').length") == len(text.tokens)
-    assert chrome.run(SENTENCE) == text.variants[0].sentence
-
-    before = chrome.run(PICTURE)  # a head shows its rows
-    chrome.run(CLICK.format("#head-0-1"))
-    chrome.run("new Promise((done) => setTimeout(done, 100))")
-    assert chrome.run(PICTURE) != before
-    assert chrome.run("document.querySelector('#rows-title').textContent") == "Rows of L0.H1"
-    place = text.heads.index((0, 1))
-    strongest = text.variants[0].rows[place].array()[-1].max()
-    assert f"gives {strongest:.0%} to" in chrome.run("document.querySelector('#rows-text').textContent")
-
-    for number, variant in enumerate(text.variants):  # a switch changes the sentence, the tokens and the heads
-        chrome.run(CLICK.format(f"#variant-{number}"))
-        chrome.run("new Promise((done) => setTimeout(done, 100))")
-        assert chrome.run(SENTENCE) == variant.sentence
-        said = chrome.run("document.querySelector('#readout').textContent")
-        assert f"norm {float(f'{variant.norm[view.layer, 0]:.4g}'):g} after" in said
-        attention = variant.received.array()[2, 0, 0]
-        assert chrome.run("document.querySelector('#head-2-0').title") == f"L2.H0: {round(100 * attention)}%"
-
-    assert chrome.run("location.hash").endswith(f"head=L0.H1&model={text.variants[-1].name.replace(' ', '+')}")
-
-    chrome.run("document.querySelector('#token-0').focus()")  # the keys reach everything
-    for key, there in (("ArrowRight", "token-1"), ("End", f"token-{len(text.tokens) - 1}"), ("Home", "token-0")):
-        chrome.send("Input.dispatchKeyEvent", type="keyDown", key=key)
-        assert chrome.run("document.activeElement.id") == there
-    assert chrome.run("document.querySelectorAll('.token[tabindex=\"0\"]').length") == 1
-    chrome.run(CLICK.format("#tab-generation"))
-    assert chrome.run("[...document.querySelectorAll('.written')].length") == 2
-    assert chrome.errors == [] and all(url.startswith(("file:", "blob:")) for url in chrome.asked)
 
 
 def test_a_switch_that_changes_no_norm_says_what_to_try(bundled):
@@ -347,92 +256,6 @@ def test_a_client_that_leaves_is_no_error(bundled):
     part = {"type": "http.request", "body": b"{", "more_body": True}
     answers, _ = spoken(bundled, [part, {"type": "http.disconnect"}])
     assert answers[0]["status"] == 400
-
-
-@pytest.mark.slow
-def test_the_page_says_which_heads_look_elsewhere_and_shows_both_rows(view, tmp_path, chrome):
-    page = tmp_path / "view.html"
-    page.write_text(view_page(view, "x"), encoding="utf-8")
-    text = view.texts[0]
-    intact, zeroed, random = text.variants[0], text.variants[1], text.variants[-1]
-    assert "random" in random.name
-    sink = text.spikes[0]
-    readers = intact.received.array()[..., sink] > 0.3
-    gone, control = [
-        int((readers & (one.received.array()[..., sink] < intact.received.array()[..., sink] / 2)).sum())
-        for one in (zeroed, random)
-    ]
-    assert gone > control  # the planted neurons make the sink
-    opened(chrome, page, width=1400)
-    headline = "document.querySelector('#headline').textContent"
-    named = json.dumps(text.tokens[sink])
-    assert chrome.run(headline).startswith(f"{readers.sum()} of {readers.size} heads give token {named} more than 30%")
-    shown = "[...document.querySelectorAll('.pair figure:not([hidden]) figcaption')].map((one) => one.textContent)"
-    assert chrome.run(shown) == ["intact"]
-    chrome.run(CLICK.format("#variant-1"))
-    chrome.run("new Promise((done) => setTimeout(done, 150))")
-    before, after, beside = (json.dumps(one.following[0][0]) for one in (intact, zeroed, random))
-    change = f"stays {before}" if before == after else f"changes from {before} to {after}"
-    said = f"{gone} of the {readers.sum()} heads that read {named} look elsewhere ({random.name}: {control}); "
-    said += f"the likeliest next token {change} ({random.name}: {beside})."
-    assert chrome.run(headline) == said and chrome.run(shown) == ["intact", zeroed.name]
-
-    head = text.heads[-1]  # the link opens the same view again, and the pointer reads a cell
-    chrome.run(CLICK.format(f"#head-{head[0]}-{head[1]}"))
-    chrome.run("new Promise((done) => setTimeout(done, 100))")
-    link = chrome.run("location.href")
-    chrome.send("Page.navigate", url="about:blank")
-    chrome.send("Page.navigate", url=link)
-    while not chrome.run(LOADED):
-        time.sleep(0.02)
-    chrome.run("new Promise((done) => setTimeout(done, 200))")
-    assert chrome.run(headline) == said
-    assert chrome.run("document.querySelector('#rows-title').textContent") == f"Rows of L{head[0]}.H{head[1]}"
-    chrome.run("document.querySelector('#rows-before').scrollIntoView()")
-    x, y = chrome.run(
-        "{const at = document.querySelector('#rows-before').getBoundingClientRect();[at.left + 1, at.bottom - 1]}"
-    )
-    chrome.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-    chrome.run("new Promise((done) => setTimeout(done, 50))")
-    share = intact.rows[-1].array()[-1, 0]
-    last = len(text.tokens) - 1
-    cell = f"token {last}, {json.dumps(text.tokens[-1])}, gives {share:.0%} to token 0, {json.dumps(text.tokens[0])}"
-    assert chrome.run("document.querySelector('#cell').textContent") == cell
-    chrome.run("HTMLAnchorElement.prototype.click = function () { window.saved = [this.download, this.href]; }")
-    chrome.run(CLICK.format("#save"))
-    name, data = chrome.run("window.saved")
-    assert name == f"L{head[0]}.H{head[1]}.png" and data.startswith("data:image/png;base64,") and len(data) > 500
-
-
-def test_the_live_page_in_a_browser(bundled, chrome):
-    bundled.text = "A class is a block. A block is a piece of text."
-    addresses = []
-    threading.Thread(target=serve, args=(bundled, 0, addresses.append), daemon=True).start()
-    until = time.monotonic() + 20
-    while not addresses and time.monotonic() < until:
-        time.sleep(0.01)
-    chrome.errors.clear()
-    chrome.send("Page.navigate", url=addresses[0])
-
-    def wait(condition):
-        end = time.monotonic() + 60
-        while not chrome.run(f"!!({condition})"):
-            assert time.monotonic() < end, condition
-            time.sleep(0.02)
-
-    wait("document.querySelector('.part')")  # the circuit has come
-    intact = chrome.run(SENTENCE)
-    chrome.run("document.getElementById('off-L1.N338').click()")
-    wait(f"{SENTENCE} !== {json.dumps(intact)}")
-    assert chrome.run(SENTENCE).startswith("Without L1.N338: after layer 1, the norm changes most at token 0")
-    chrome.run("document.getElementById('off-L1.N338').click()")
-    wait(f"{SENTENCE} === {json.dumps(intact)}")
-    chrome.run("document.querySelector('#typed').value = 'a function of a module'")
-    chrome.run(CLICK.format("#read"))
-    wait("[...document.querySelectorAll('.token')].some((token) => token.textContent.includes('module'))")
-    chrome.run(CLICK.format("#tab-generation"))  # it fills itself
-    wait("document.querySelectorAll('.written').length === 2")
-    assert chrome.errors == []
 
 
 def test_a_notebook_shows_a_widget_that_python_answers(bundled, monkeypatch, tmp_path):

@@ -68,6 +68,14 @@ def test_whole_numbers_are_not_rounded_down():
         assert keep.sum(-1).tolist() == [base + 2] * 2
 
 
+def test_nothing_goes_where_all_fit():
+    """The first head holds 10 slots beside the window and the second holds 2: 12 in all, which is the whole budget."""
+    pos = torch.arange(12).repeat(1, 2, 1)
+    pos[0, 1, :8] = -1
+    keep = _keep(AdaKV(budget=8, window=2), torch.ones(1, 2, 12), 8, pos)
+    assert torch.equal(keep, pos >= 0)
+
+
 def test_even_shares_are_snapkv(model):
     ids, mask = prompts([30, 22], 6)
     with SnapKV(budget=12, window=4).on(model):

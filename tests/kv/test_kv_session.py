@@ -22,8 +22,7 @@ from transformers import DynamicCache, StaticCache
 
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
 from sinkscope.interventions.base import Run
-from sinkscope.kv import H2O, TOVA, AShape, Full, Observe, Progressive, Session, SnapKV, StreamingLLM
-from sinkscope.kv.adopt import own_layers
+from sinkscope.kv import TOVA, AShape, Full, Observe, Progressive, Session, SnapKV, StreamingLLM
 from sinkscope.kv.cache import COLUMNS, CacheLayer
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.loopserve import LoopServe
@@ -255,17 +254,6 @@ def test_a_later_mask_that_hides_tokens_read_before_is_named(policy, model):
         with refused(f"hides 1 token that earlier calls have read; .*pad_token_id={pad_id} .*: pass attention_mask"):
             model.generate(both, past_key_values=cache, max_new_tokens=2)
         model.generate(both, attention_mask=torch.ones_like(both), past_key_values=cache, max_new_tokens=2)
-
-
-def test_h2o_takes_over_a_filled_cache_and_its_sums_begin_at_zero(model):
-    """All sums are 0 at first, so that the latest tokens stay."""
-    cache = DynamicCache()
-    with torch.no_grad():
-        model(IDS[:, :14], attention_mask=MASK[:, :14], past_key_values=cache)
-        with H2O(budget=6).on(model):
-            model(IDS[:, 14:15], attention_mask=MASK[:, :15], past_key_values=cache)
-    first = [[[*range(8, 15)]] * 2, [[*range(3, 10)]] * 2]  # rows of 14 and 9 tokens, and the one just read
-    assert [kv.pos.tolist() for kv in own_layers(cache)] == [first, first]
 
 
 def test_a_policy_that_never_acts_warns_at_the_end(model):

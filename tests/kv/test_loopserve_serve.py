@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from copy import deepcopy
 from itertools import pairwise
 
@@ -16,7 +15,7 @@ from torch.testing import assert_close
 from transformers import DynamicCache
 
 from sinkscope.conformance.masked import plain_logits
-from sinkscope.kv.loopserve import LoopServe, sparse_prompts
+from sinkscope.kv.loopserve import LoopServe
 from sinkscope.lines.sample import choice_cost, draw_of, held_out, sample_queries
 from sinkscope.opening.live import target_of
 
@@ -92,31 +91,6 @@ def test_alpha_one_and_a_budget_for_everything_is_the_plain_model(model):
     with LoopServe(alpha=0.9, shortest=0, dense_above=0.0, decode=False).on(model) as run:  # every head by SDPA
         close(decode(model, ids, mask, 40), plain)
     assert {event.data["dense_heads"] for event in run.events} == {4}
-
-
-def test_prompts_with_flat_attention_are_read_by_the_model_itself(monkeypatch):
-    """Where no head has lines, only the sample is computed besides: the logits are the stock ones, bit for bit."""
-    model = deepcopy(model_of("llama"))
-    with torch.no_grad():
-        for block in model.model.layers:
-            block.self_attn.q_proj.weight.zero_()
-
-    def logits(serve, *lengths):
-        ids, mask = prompts(list(lengths), 0)
-        with nullcontext() if serve is None else serve.on(model) as run, torch.no_grad():
-            out = model(input_ids=ids, **beside_ids(model, mask, slice(0, ids.shape[1]))).logits
-        return out[mask.bool()], [] if run is None else [event.data for event in run.events]
-
-    ours, events = logits(LoopServe(shortest=0), 60, 45)  # rows of a padded batch are read one by one
-    close(ours, logits(None, 60, 45)[0])
-    assert len(events) == 2 * len(model.model.layers)
-    monkeypatch.setattr(sparse_prompts, "sparse_attention", lambda *_, **__: pytest.fail("computed a second time"))
-    for dense_rows in (0, 16):
-        ours, events = logits(LoopServe(shortest=0, dense_rows=dense_rows), 60)
-        assert torch.equal(ours, logits(None, 60)[0])
-        for data in events:
-            assert (data["attended"], data["last_error"]) == (1.0, 0.0) and data["cells"] == data["computed"] > 1
-            assert data["dense_heads"] == 4 and data["recovered"] == [1.0] * 4
 
 
 @pytest.mark.parametrize("dense_rows", [0, 5])

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 import pytest
-import torch
 from kv_kit import Drawn, Everywhere
 from organisms.tiny import tiny_model
 
@@ -90,14 +89,6 @@ def test_only_numbers_switches_and_words_are_checked():
     check_fields(OtherFields(share=Fraction(1, 2), number=0.5))
     with pytest.raises(SinkscopeError, match="OtherFields: number='1': expected a number"):
         OtherFields(number="1")  # pyright: ignore[reportArgumentType]
-
-
-def test_prompts_need_no_cache():
-    model = tiny_model("llama")[0]
-    ids = torch.arange(5, 17)[None]
-    with ss.LoopServe(shortest=0, decode=False, alpha=0.5, dense_above=2.0).on(model) as run:
-        model.generate(ids, max_new_tokens=2, do_sample=False, use_cache=False)
-    assert run.counts["prefill"]
 
 
 def test_what_is_no_prompt_and_no_edit():

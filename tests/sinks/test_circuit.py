@@ -232,5 +232,14 @@ def test_no_sentence_claims_what_its_numbers_do_not_carry(seed):
             assert float(after) <= 0.5 * float(before) + 0.01, line
         for share, chance in re.findall(r"(\d[\d.]*)% is lost without (?:[^;]*?at most (-?[\d.]+)%)?", line):
             assert float(share) >= 49.99 and float(share) > float(chance or 0), line
+    readers = [row for row in found.rows() if row["step"] == "readers"]
+    for row in found.shown_rows():  # heads that need the same are one row
+        same = [one for one in readers if (one["sink"], one["source"]) == (row["sink"], row["source"])]
+        if row["step"] == "readers" and len(same) > 1:
+            losses = [one["necessity"] for one in same]
+            assert (
+                row["target"] == f"{len(same)} heads, mean"
+                and min(losses) - 1e-9 <= row["necessity"] <= max(losses) + 1e-9
+            )
     for row in found.rows():
         assert set(row) == {"sink", "step", "source", "target", "necessity", "necessity_control", "sufficiency"}

@@ -10,7 +10,7 @@ from typing import Any
 
 from sinkscope.app.pages import save_html
 from sinkscope.app.view.explorer import Explorer
-from sinkscope.app.view.page import source
+from sinkscope.app.view.page import SCRIPTS, source
 from sinkscope.app.view.result import ModelView
 from sinkscope.errors import SinkscopeError
 
@@ -40,7 +40,7 @@ class View:
         import traitlets
 
         class ViewWidget(anywidget.AnyWidget):
-            _esm = source("view.js")
+            _esm = source(*SCRIPTS)
             _css = source("view.css")
             view = traitlets.Dict().tag(sync=True)
 

@@ -17,10 +17,15 @@ START = "\nstart(document);\n"
 """The last line of the module in a page; a notebook imports the module without it."""
 
 
+SCRIPTS = ("drawing.js", "panels.js", "text.js", "view.js")
+"""The parts of the module, in their order; a page holds them as one."""
+
+
 @cache
-def source(name: str) -> str:
-    """A file beside this one: view.js, view.css or page.html."""
-    return (files("sinkscope.app.view") / name).read_text(encoding="utf-8")
+def source(*names: str) -> str:
+    """The text of files beside this one, one after the other."""
+    folder = files("sinkscope.app.view")
+    return "\n".join((folder / name).read_text(encoding="utf-8") for name in names)
 
 
 def view_page(view: Result | None, title: str) -> str:
@@ -30,11 +35,11 @@ def view_page(view: Result | None, title: str) -> str:
         view: The `ModelView` that is shown. None: the page asks the server that it came from.
         title: Name of the model.
     """
-    style, module = source("view.css"), source("view.js") + START
+    style, module = source("view.css"), source(*SCRIPTS) + START
     connect = "'self'" if view is None else "'none'"
     policy = (
         f"default-src 'none'; script-src {_hash(module)}; style-src {_hash(style)}; connect-src {connect}; "
-        "base-uri 'none'; form-action 'none'"
+        "img-src data:; base-uri 'none'; form-action 'none'"
     )
     data = "null" if view is None else json.dumps(view.to_dict(), allow_nan=False)
     return Template(source("page.html")).substitute(

@@ -68,6 +68,7 @@ class Writing:
         alarms: Numbers of the tokens that set off the guard.
         head: The head in the picture.
         steps: Steps in one row of the picture.
+        positions: Positions in one column of it.
         picture: Attention of the head at each step to each position.
     """
 
@@ -76,6 +77,7 @@ class Writing:
     alarms: tuple[int, ...]
     head: str
     steps: int
+    positions: int
     picture: Packed
 
 

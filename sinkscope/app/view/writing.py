@@ -36,11 +36,13 @@ def generation_of(setup: Setup, new: int = NEW_TOKENS) -> Generation:
 
 
 def _writing(setup: Setup, name: str, result: Barcode) -> Writing:
+    steps, positions = picture_bins(result.prompt_tokens, len(result.ids))
     return Writing(
         name=name,
         tokens=tuple(setup.tokenizer.decode([token]) for token in result.ids[result.prompt_tokens :]),
         alarms=result.events.get("guard", ()),
         head=result.shown[0],
-        steps=picture_bins(result.prompt_tokens, len(result.ids))[0],
+        steps=steps,
+        positions=positions,
         picture=Packed.of(codes_of(torch.from_numpy(result.attention[0]))),
     )

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import html
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import numpy as np
 import plotly.graph_objects as go
 import torch
 from plotly.subplots import make_subplots
@@ -18,6 +19,7 @@ from plotly.subplots import make_subplots
 from sinkscope.display.notation import count_of, short_sentence, word_form, word_list
 from sinkscope.display.style import BLUE, GREY, ORANGE, figure_of
 from sinkscope.display.tables import Table
+from sinkscope.interventions.sites import head_of
 from sinkscope.measure import Natural, Number, Result, ScanPart, Setup, measurement
 from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.attention_received import with_long_texts
@@ -73,12 +75,14 @@ class SinkCircuit:
         """Number of heads that attend to the position."""
         return sum(len(group.heads) for group in self.readers)
 
-    def edges(self) -> Table:
-        """The edges, from the mark to the heads."""
+    def edges(self, *, joined: bool = False) -> Table:
+        """The edges, from the mark to the heads; if joined, heads that need the same are one row."""
         rows = []
-        for part in (*self.steps, *self.readers):
-            rows += part.rows()
-        return [{"sink": self.place, **row} for row in rows]
+        for step in self.steps:
+            rows += step.rows()
+        for group in self.readers:
+            rows += group.rows(joined=joined)
+        return [{**row, "sink": self.place} for row in rows]
 
     def sentence(self, place: str | None, most: int = NAMED) -> str:
         """What marks the spike that most heads need or, if they need none, what they need, with the control."""
@@ -160,9 +164,16 @@ class Circuit(SinkCircuit, Result):
 
     def rows(self) -> Table:
         """The edges of every sink."""
-        rows = self.edges()
+        return self._edges_of_all(joined=False)
+
+    def shown_rows(self) -> Table:
+        """The edges of every sink, where heads that need the same are one row."""
+        return self._edges_of_all(joined=True)
+
+    def _edges_of_all(self, *, joined: bool) -> Table:
+        rows = self.edges(joined=joined)
         for sink in self.later:
-            rows += sink.edges()
+            rows += sink.edges(joined=joined)
         return rows
 
     def conclusion(self) -> str:
@@ -211,17 +222,41 @@ def draw(result: Circuit) -> go.Figure:
     for row in result.rows():
         title = f"{row['step']}, {row['sink']}" if result.later else row["step"]
         panels.setdefault(html.escape(title), []).append(row)
+    panels = {_with_control(title, rows): rows for title, rows in panels.items()}
     fig = make_subplots(cols=max(1, len(panels)), subplot_titles=list(panels) or ["no circuit"])
     for col, rows in enumerate(panels.values(), start=1):
+        if rows[0]["step"] == "readers":
+            _draw_readers(fig, rows, col)
+            continue
         shown = rows[:FIGURE_COMPONENTS]
-        names = [html.escape(row["target"] if row["step"] == "readers" else row["source"]) for row in shown]
+        names = [html.escape(row["source"]) for row in shown]
         for field, color in (("necessity", ORANGE), ("necessity_control", GREY), ("sufficiency", BLUE)):
             values = [row[field] for row in shown]
             name = field.replace("_", " ")
             fig.add_bar(x=names, y=values, name=name, marker_color=color, showlegend=col == 1, row=1, col=col)
-    fig.update_yaxes(tickformat=".0%")
-    fig.update_yaxes(title_text="share of the effect", col=1)
+        fig.update_yaxes(title_text="share of the effect", tickformat=".0%", row=1, col=col)
     return figure_of(fig, result, width=max(700, 350 * len(panels)), height=460)
+
+
+def _with_control(title: str, rows: list[dict[str, Any]]) -> str:
+    """The title of a panel; that of the readers says what random components take away at most."""
+    controls = [row["necessity_control"] for row in rows if row["necessity_control"] is not None]
+    if rows[0]["step"] == "readers" and controls:
+        return f"{title}: attention lost (random: at most {max(controls):.0%})"
+    return title
+
+
+def _draw_readers(fig: go.Figure, rows: list[dict[str, Any]], col: int) -> None:
+    """What each head loses without what it reads, layer by head, so that all heads are in sight."""
+    lost = {head_of(row["target"]): row["necessity"] for row in rows}
+    layers, heads = np.array([*lost]).max(0) + 1
+    grid = np.full((layers, heads), np.nan)
+    for place, share in lost.items():
+        grid[place] = np.nan if share is None else share
+    bar = {"tickformat": ".0%"}
+    fig.add_heatmap(z=grid, zmin=0, zmax=1, colorscale=["#f7f7f7", ORANGE], colorbar=bar, row=1, col=col)
+    fig.update_xaxes(title_text="head", row=1, col=col)
+    fig.update_yaxes(title_text="layer", row=1, col=col)
 
 
 def _with_its_texts(setup: Setup, sinks: FindSinks) -> Setup:

@@ -63,7 +63,8 @@ def _draw_norms(fig: Any, result: FindSinks) -> None:
             fig.add_vline(layer, line={"color": GREEN, "dash": "dot"}, annotation_text="falls", row=1, col=1)
     if result.sink_layer is not None:
         name = f"layer {result.sink_layer}"
-        fig.add_vline(result.sink_layer, line={"color": RED, "dash": "dash"}, annotation_text=name, row=1, col=1)
+        line = {"color": RED, "dash": "dash"}
+        fig.add_vline(result.sink_layer, line=line, annotation_text=name, annotation_yshift=-40, row=1, col=1)
     fig.update_yaxes(title_text="L2 norm", type="log", exponentformat="power", nticks=8, col=1)
 
 

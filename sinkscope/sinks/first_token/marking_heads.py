@@ -303,7 +303,7 @@ def draw(result: MarkingHeads) -> go.Figure:
         firing = firing[np.lexsort(result.serves[firing].T)]  # tokens that share a head lie beside each other
         names = [html.escape(f"{result.tokens[token]!r} ({token})") for token in firing]
         drop, scale = result.drop[firing, result.marking_layer], ["#f7f7f7", BLUE]
-        fig.add_heatmap(z=drop, y=names, zmin=0, zmax=1, colorscale=scale, row=1, col=2)
+        fig.add_heatmap(z=drop, y=names, zmin=0, zmax=1, colorscale=scale, colorbar={"tickformat": ".0%"}, row=1, col=2)
         fig.update_xaxes(title_text=f"head of layer {result.marking_layer}", row=1, col=2)
     return figure_of(fig, result, width=1000, height=560)
 

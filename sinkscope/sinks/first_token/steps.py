@@ -146,19 +146,23 @@ class Readers:
         """Whether the heads need the spike, or neurons that make it."""
         return bool(self.needs) and self.keys is None and self.evidence.holds
 
-    def rows(self) -> Table:
-        """A row per head, behind those of the components."""
+    def rows(self, *, joined: bool = False) -> Table:
+        """A row per head, behind those of the components; if joined, one row with the means of all heads."""
         rows = [] if self.keys is None else self.keys.rows()
         if not self.needs:
             return rows
         source = "marks" if self.keys is not None else word_list(self.needs)
         control = None if self.control is None else 1 - self.control / float(self.attention.mean())
+        heads, before, after = self.heads, self.attention, self.attention_without
+        if joined and len(heads) > 1:
+            heads = (f"{len(heads)} heads, mean",)
+            before, after = before.mean(keepdims=True), after.mean(keepdims=True)
         columns = {
-            "necessity": 1 - self.attention_without / self.attention,
-            "necessity_control": [control] * len(self.heads),
-            "sufficiency": [None] * len(self.heads),
+            "necessity": 1 - after / before,
+            "necessity_control": [control] * len(heads),
+            "sufficiency": [None] * len(heads),
         }
-        return rows + long_table(columns, step=["readers"], source=[source], target=self.heads)
+        return rows + long_table(columns, step=["readers"], source=[source], target=heads)
 
     def in_words(self) -> str:
         """The attention with and without what the heads need."""

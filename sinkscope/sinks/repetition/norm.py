@@ -12,7 +12,7 @@ from jaxtyping import Float
 
 from sinkscope.display.notation import count_of, neuron_names, word_form
 from sinkscope.display.result import Number
-from sinkscope.display.style import long_table
+from sinkscope.display.style import GREY, long_table
 from sinkscope.display.tables import Table, cell
 from sinkscope.interventions import Ablate
 from sinkscope.measure import Setup
@@ -130,8 +130,10 @@ class NormReading(Reading):
         """Norm over the number of repetitions, a panel per condition."""
         titles = {"set": "sink neurons zeroed", "control": "random neurons zeroed"}
         fig = self.sweep.curves(self.norms, [titles.get(name, name) for name in self.conditions], "norm")
-        fig.add_hline(self.first_norm, line_width=1)
-        fig.add_hline(self.first_norm / 2, line_dash="dot", line_width=1)
+        for share, dash, words in ((1, "solid", "first token"), (0.5, "dot", "half of it")):
+            level, line = share * self.first_norm, {"color": GREY, "dash": dash, "width": 1}
+            place = {"y": np.log10(level), "xanchor": "left", "x": 0}  # the axis is logarithmic
+            fig.add_hline(level, line=line, annotation={"text": words, **place})
         fig.add_hrect(self.typical[0], self.typical[2], fillcolor="grey", opacity=0.2)
         return fig
 

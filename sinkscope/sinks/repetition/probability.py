@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinkscope.display.notation import count_of, neuron_names
+from sinkscope.display.style import GREY
 from sinkscope.display.tables import Table
 from sinkscope.interventions import SinkPatch
 from sinkscope.interventions.decode import greedy, repeat_probabilities
@@ -110,7 +111,7 @@ class ProbabilityReading(Reading):
     def draw(self) -> Any:
         """Probability over n, a line per token and a panel per condition."""
         fig = self.sweep.curves(self.probability, self.conditions, "p(next = token)")
-        return fig.add_hline(self.uniform, line_dash="dot")
+        return fig.add_hline(self.uniform, line={"color": GREY, "dash": "dot"}, annotation_text="uniform")
 
 
 def in_memory(setup: Setup) -> Setup:
