@@ -110,7 +110,7 @@ class Why(Result):
         """What keeps the loop going, beside the control; or that this is undecided."""
         if self.period is None:
             return f"The {self.tokens - self.prompt_tokens} tokens after the prompt end in no loop."
-        loop, count = f"the loop of period {self.period}", len(self.cuts)
+        loop = f"the loop of period {self.period}"
         if self.goes_on < NEEDED:
             return f"Undecided: {loop} goes on in {self._of(self.goes_on)} continuations of the same text."
         by_name = {tried.without: tried for tried in self.tried}
@@ -127,6 +127,12 @@ class Why(Result):
                     f"Undecided: {loop} depends on none of {len(by_name)} things more than on random changes.",
                 ]
             )
+        return short_sentence(self._needs())
+
+    def _needs(self) -> list[str]:
+        """What the loop needs, in sentences from the longest to the shortest."""
+        loop, count = f"the loop of period {self.period}", len(self.cuts)
+        by_name = {tried.without: tried for tried in self.tried}
         taken = [by_name[" and ".join(self.kept_by)]] if self.either else [by_name[name] for name in self.kept_by]
         shares = word_list([str(round(tried.goes_on * count)) for tried in taken])
         control = f"{self._of(min(tried.control or 0.0 for tried in taken))} under random changes"
@@ -143,7 +149,7 @@ class Why(Result):
         things = f"each of {len(self.kept_by)} things"
         said = f"{loop.capitalize()} needs {things}: without one, it goes on in"
         sentences.append(f"{said} at most {most} of {count} cases; {control}.")
-        return short_sentence(sentences)
+        return sentences
 
     def _of(self, share: float) -> str:
         return f"{round(share * len(self.cuts))} of {len(self.cuts)}"

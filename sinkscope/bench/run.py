@@ -14,6 +14,7 @@ from pydantic import Field
 
 from sinkscope.bench.answer import Batch, BenchModel, check_prompt
 from sinkscope.bench.methods import Method, read_methods
+from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.record import BenchRecord, BenchRun, open_run
 from sinkscope.bench.table import BenchTable, tabulate_records
 from sinkscope.bench.task import Task, read_task
@@ -140,14 +141,8 @@ def run_bench(
     for method in chosen:
         method.make()  # impossible settings are refused before the run
     opened = BenchModel.of(model, tokenizer)
-    prompts = task.prompts(opened.target)
-    repeated = [name for name, count in Counter(prompt.id for prompt in prompts).items() if count > 1]
-    if repeated or not prompts:
-        raise SinkscopeError(f"prompts with the same id: {repeated[:3]}, of {len(prompts)}: give some, each its own id")
     new = max_new_tokens or task.new_tokens(opened.target)
-    for prompt in prompts:
-        for texts in task.conversations(prompt):
-            check_prompt(opened, chosen, prompt, len(opened.encode(texts, task.chat)), new)
+    prompts = _prompts(task, opened, chosen, new)
     groups: list[tuple[Method, ...]] = [(method,) for method in chosen]
     if task.together:
         groups = [chosen]
@@ -169,6 +164,18 @@ def run_bench(
     with open_run(out, settings, prompts) as folder:
         _answer(task, opened, batches, folder, progress or silent)
         return BenchRun((folder.records[key] for batch in batches for key in batch.keys), settings)
+
+
+def _prompts(task: Task, opened: BenchModel, methods: Sequence[Method], new: int) -> Sequence[Prompt]:
+    """The prompts of a task, each with an id of its own, which fit the model and every method."""
+    prompts = task.prompts(opened.target)
+    repeated = [name for name, count in Counter(prompt.id for prompt in prompts).items() if count > 1]
+    if repeated or not prompts:
+        raise SinkscopeError(f"prompts with the same id: {repeated[:3]}, of {len(prompts)}: give some, each its own id")
+    for prompt in prompts:
+        for texts in task.conversations(prompt):
+            check_prompt(opened, methods, prompt, len(opened.encode(texts, task.chat)), new)
+    return prompts
 
 
 def _answer(
