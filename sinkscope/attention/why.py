@@ -130,19 +130,19 @@ class Why(Result):
         taken = [by_name[" and ".join(self.kept_by)]] if self.either else [by_name[name] for name in self.kept_by]
         shares = word_list([str(round(tried.goes_on * count)) for tried in taken])
         control = f"{self._of(min(tried.control or 0.0 for tried in taken))} under random changes"
+        them = "it" if self.kept_by[0] in ("sink", "window", "rounding") and len(self.kept_by) == 1 else "them"
         others = round(max(tried.other_loop for tried in taken) * count)
         sentences: list[str] = []
         for other in (f" ({others} end in another loop)" if others else "", ""):
             for named in ([CAUSES[name] for name in self.kept_by], list(self.kept_by)):
-                said = f"{loop.capitalize()} needs {word_list(named)}: without, it goes on in"
+                said = f"{loop.capitalize()} needs {word_list(named)}: without {them}, it goes on in"
                 if self.either:
                     said = f"{' or '.join(named).capitalize()} keeps {loop} going: without both, in"
                 sentences.append(f"{said} {shares} of {count} cases{other}; {control}.")
         most = round(max(tried.goes_on for tried in taken) * count)
         things = f"each of {len(self.kept_by)} things"
-        sentences.append(
-            f"{loop.capitalize()} needs {things}: without one, at most {most} of {count} go on; {control}."
-        )
+        said = f"{loop.capitalize()} needs {things}: without one, it goes on in"
+        sentences.append(f"{said} at most {most} of {count} cases; {control}.")
         return short_sentence(sentences)
 
     def _of(self, share: float) -> str:

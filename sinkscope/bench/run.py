@@ -14,13 +14,14 @@ from pydantic import Field
 
 from sinkscope.bench.answer import Batch, BenchModel, check_prompt
 from sinkscope.bench.methods import Method, read_methods
-from sinkscope.bench.record import BenchRun, open_run
+from sinkscope.bench.record import BenchRecord, BenchRun, open_run
 from sinkscope.bench.table import BenchTable, tabulate_records
 from sinkscope.bench.task import Task, read_task
 from sinkscope.display.options import Hidden, Option, command
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.progress import Progress, silent
 from sinkscope.files.records import Natural, Whole, check_values
+from sinkscope.files.store import Folder
 from sinkscope.models.config import float32_by_default
 from sinkscope.opening.load import load
 from sinkscope.serving.generate import Temperature
@@ -130,7 +131,6 @@ def run_bench(
         SinkscopeError: A method or setting is unknown, a prompt does not fit, a number is invalid, or the folder was
             begun with other settings or is being written.
     """
-    report = progress or silent
     if isinstance(task, str):
         task = read_task(task)
     check_values(Natural | None, max_new_tokens=max_new_tokens, batch_size=batch_size, seeds=seeds)
@@ -167,11 +167,18 @@ def run_bench(
         "chat": task.chat,
     }
     with open_run(out, settings, prompts) as folder:
-        total = sum(len(batch.keys) for batch in batches)
-        done = 0
-        for batch in batches:
-            if not all(key in folder.records for key in batch.keys):
-                folder.append(task.answers(opened, batch))
-            done += len(batch.keys)
-            report("answers", done, total)
+        _answer(task, opened, batches, folder, progress or silent)
         return BenchRun((folder.records[key] for batch in batches for key in batch.keys), settings)
+
+
+def _answer(
+    task: Task, model: BenchModel, batches: Sequence[Batch], folder: Folder[BenchRecord], progress: Progress
+) -> None:
+    """Answer the batches of which a record is missing, and store their records as they arrive."""
+    total = sum(len(batch.keys) for batch in batches)
+    done = 0
+    for batch in batches:
+        if not all(key in folder.records for key in batch.keys):
+            folder.append(task.answers(model, batch))
+        done += len(batch.keys)
+        progress("answers", done, total)

@@ -329,13 +329,13 @@ def parameters() -> list[Any]:
 
 
 ELSEWHERE = {  # name -> the test that runs it
-    "bundled.card": "test_train_bundled.py",
+    "bundled.card": "test_bundled_model.py",
     "bundled.typical": "test_scripts.py",
     "check_cache.presses": "",  # needs kvpress, and with it another release of transformers
     "golden.make": "test_golden.py",
     "loopguard.figure4": "test_loopguard_experiments.py",
     "make_two_hops": "test_scripts.py",
-    "train_bundled": "test_train_bundled.py",
+    "train_bundled": "test_bundled_model.py",
 }
 
 

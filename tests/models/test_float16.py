@@ -28,7 +28,7 @@ def test_the_same_sink():
     assert half.sink_layer == full.sink_layer and half.residual_dims == full.residual_dims
     assert {n.site for n in half.causal} == {n.site for n in full.causal}
     assert [(s.kind, s.sites) for s in half.causal_sets] == [(s.kind, s.sites) for s in full.causal_sets]
-    assert half.set_drop == pytest.approx(full.set_drop, abs=0.02)
+    assert half.minimal.drop_sink_layer == pytest.approx(full.minimal.drop_sink_layer, abs=0.02)
     assert half.first_token_norm == pytest.approx(full.first_token_norm, rel=0.02)
     assert (
         half.repeats.median == full.repeats.median and half.attention_sink.carried_by == full.attention_sink.carried_by
