@@ -135,7 +135,6 @@ def stages() -> Iterator[Counter[str]]:
     places = {
         "choice": (serve, "select_lines"),
         "sample": (choice, "attention_of"),
-        "line sums": (choice, "slash_sums"),
         "sparse": (sparse_prompts, "sparse_attention"),
     }
     with ExitStack() as stack:
@@ -149,7 +148,7 @@ def stages() -> Iterator[Counter[str]]:
 
             stack.enter_context(patch.object(module, function, timed))
         yield took
-    took["greedy search"] = took.pop("choice") - took["sample"] - took["line sums"]
+    took["greedy search"] = took.pop("choice", 0.0) - took["sample"]
     took["sparse attention"] = took.pop("sparse", 0.0)  # of flat models the model itself reads
 
 
@@ -279,7 +278,6 @@ def figure(data: Row) -> Any:
 
     from sinkscope.display.style import BLUE, GREEN, GREY, ORANGE, RED, figure_of
 
-    purple = "#cc79a7"
     titles = ("single columns", "single offsets", "whole prompt, 2 layers", "stages at alpha 0.995, share of the pass")
     fig = make_subplots(1, 4, subplot_titles=titles, horizontal_spacing=0.06)
     colours = dict(zip(LENGTHS, (GREY, BLUE, GREEN, ORANGE, RED), strict=True))
@@ -330,8 +328,8 @@ def figure(data: Row) -> Any:
     for each in result["model"]:
         if (each["model"], each["alpha"]) == ("lines", 0.995):
             rows.append(each)
-    names = ("sample", "line sums", "greedy search", "sparse attention", "rest of the model")
-    for name, colour in zip(names, (BLUE, purple, ORANGE, GREEN, "#d0d0d0"), strict=True):
+    names = ("sample", "greedy search", "sparse attention", "rest of the model")
+    for name, colour in zip(names, (BLUE, ORANGE, GREEN, "#d0d0d0"), strict=True):
         y = []
         for each in rows:
             y.append(each["seconds"].get(name, 0.0) / sum(each["seconds"].values()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import combinations
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,11 +13,12 @@ from organisms.kept_loops import HEAD_DIM, N_HEADS, KeptLoop, kept_loop, kept_lo
 from organisms.tiny import tiny_model
 
 from experiments.loopguard.why import asked, verdict
-from sinkscope.attention.why import Why, why
+from sinkscope.attention.why import Case, Why, why
 from sinkscope.errors import SinkscopeError
 from sinkscope.kv import StreamingLLM
 from sinkscope.kv.rounded import Rounded
 from sinkscope.kv.without import Without
+from sinkscope.loops.signals import Tail
 
 ORGANISMS = kept_loops()
 NAMES = [made.name for made in ORGANISMS]
@@ -204,3 +206,28 @@ def test_prompts_as_text_begin_once():
     found = why(model, "you and it", history="the cat", tokenizer=tokenizer, max_new_tokens=4, neurons=False)
     words = tokenizer("the cat you and it")["input_ids"]
     assert list(found.ids[: found.prompt_tokens]) == words
+
+
+CYCLE = [5, 6, 7]
+LOOPED = Case(SimpleNamespace(edit=None, seed=0), [1, 2, *CYCLE * 9], 0, 2, Tail(3, 2, 9.0), 4, None)  # pyright: ignore
+
+
+def test_the_same_loop_may_begin_anywhere_and_another_one_is_another():
+    for begin in range(3):
+        assert LOOPED.goes_on([*CYCLE[begin:], *CYCLE * 22])
+        assert LOOPED.goes_on([9, *(CYCLE * 22)[: 64 + begin]])
+    assert not LOOPED.goes_on([5, 7, 6] * 22) and not LOOPED.goes_on(CYCLE * 20), "another loop, and too short a text"
+
+
+def test_the_control_is_the_worst_of_the_random_changes():
+    loop, other = CYCLE * 22, [8] * 66
+    without = frozenset({"copies"})
+    written = {(without, None): [other, other], (without, 0): [loop, loop], (without, 1): [loop, other]}
+    tried = LOOPED.tried(["copies"], "how", written, 1.0)
+    assert (tried.goes_on, tried.control, tried.other_loop) == (0.0, 0.5, 1.0)
+
+
+def test_noise_stands_for_the_rounding_that_is_taken_away():
+    assert LOOPED.edits((frozenset({"rounding"}), None)) == []
+    assert LOOPED.edits((frozenset({"rounding"}), 0)) == [Rounded(4, noise=True)]
+    assert LOOPED.edits((frozenset({"copies"}), 0)) == [Rounded(4, noise=False)]

@@ -6,6 +6,7 @@ import pytest
 from covering import every_nth
 
 from experiments.check_cache.faulty import FAULTS
+from experiments.check_cache.keepers import Keeper, cache_of
 from experiments.check_cache.right import RIGHT, ROUNDING
 from sinkscope.conformance.kit import TOLERANCE, Kit, all_checks
 
@@ -37,3 +38,17 @@ def test_right_caches_pass(factory):
 
 def test_every_check_has_a_fault_that_it_names():
     assert {fault.check for fault in FAULTS.values()} == set(all_checks()) and len(FAULTS) >= 30
+
+
+def test_bytes_count_at_every_call_and_not_at_the_last_alone():
+    """A cache that frees what it evicts with the third generated token holds too much before."""
+
+    class Late(Keeper):
+        def evict(self) -> None:
+            if self.seen >= 99:
+                super().evict()
+
+    def late(config, budget):
+        return cache_of(config, lambda: Late(budget))
+
+    assert Kit("faulty:late", late).checked("the_budget_holds_at_every_step_in_bytes").verdict == "fails"

@@ -216,8 +216,13 @@ CASES = {
         "--shape lines-128 --length 96 --rounds 1 --out {out}/x.json", lambda made: made["result"]["same"], "x.json"
     ),
     "bench_loopserve": Case(
-        "--lengths 256 --rounds 1 --parts layer model --out {out}/x.json",
+        "--lengths 256 --rounds 1 --parts layer --out {out}/x.json",
         lambda made: {row["kind"] for row in made["result"]["layer"]} == {"vertical", "slash", "groups", "mixed"},
+        "x.json",
+    ),
+    "bench_loopserve, model": Case(
+        "--lengths 2100 --rounds 1 --parts model --out {out}/x.json",
+        lambda made: made["result"]["model"][0]["seconds"]["greedy search"] > 0,
         "x.json",
     ),
     "bench_proxy": Case(

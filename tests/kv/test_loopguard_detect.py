@@ -10,6 +10,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.kv.loopguard import LoopReporter
+from sinkscope.kv.loopguard.detect import RowMonitors
+from sinkscope.kv.loopguard.steer import Rewinder
 from sinkscope.loops.monitor import Monitor, MonitorSettings
 
 TAIL = MonitorSettings.variant("tail", warmup=0, window=16, tail_shortest=6)
@@ -94,3 +96,27 @@ def test_bad_input():
     with pytest.raises(UnsupportedError, match="num_beams=1"):
         run(model, ids, mask, reporter, num_beams=4)
         _ = reporter.events
+
+
+def test_what_was_taken_back_never_arrived_and_what_stayed_did():
+    """After 30 tokens of a loop, 10 others come and go; the alarm then comes where it comes without these."""
+
+    def alarm(tokens: list[int], taken_back: int) -> int:
+        rows = RowMonitors(MonitorSettings(), 1, ())
+        for token in tokens[:taken_back]:
+            rows.push(torch.tensor([token]), None)
+        rows.take_back(0, 30)
+        for number, token in enumerate(LOOPS[30:]):
+            if rows.push(torch.tensor([token]), None):
+                return number
+        return -1
+
+    assert alarm([*LOOPS[:30], *range(20, 30)], 40) == alarm(LOOPS, 30) >= 0
+
+
+def test_a_row_that_has_ended_is_full_and_the_others_have_what_is_left():
+    rewinder = Rewinder()
+    rewinder.ended = [True, False, False]
+    rewinder.limit([3, 5, 0], 40)
+    assert rewinder.full_at == [0, 35, 40]
+    assert rewinder(torch.zeros(3, 36), None).tolist() == [True, True, False]
