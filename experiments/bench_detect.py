@@ -7,8 +7,9 @@ tokenizer: exactly, or nearly so, with a random token in place of one token of e
 counting, with another token at the start of every copy.
 The delay is counted from the first token of the first copy, so three copies of 16 tokens are a delay of 48.
 
-False alarms are counted on 60 honest texts (code, tables, logs, poems, JSON, lists, proofs), in the bundled tokenizer's
-tokens and in words. The settings of the default monitor were chosen on the seeds "0" to "4", not on "report".
+False alarms are counted on 52 honest texts, four of each class of `experiments.loopset.honest` (code, tables, logs,
+songs, JSON, lists, reasoning and others), in the bundled tokenizer's tokens and in words. The settings of the default
+monitor were chosen on other texts.
 
 The probabilities that the paper's monitor gets are made up in its favour: in a loop the model is sure (0.97), in prose
 it is for every other token, and on honest texts it always is.
@@ -35,9 +36,8 @@ from pathlib import Path
 from typing import Protocol
 
 from experiments.drawn import put_table
-from experiments.harmless import pieces, source_code
-from experiments.loopbench.make_honest import honest_texts
 from experiments.loopguard.sensitivity import SURE, encoders
+from experiments.loopset.honest import HONEST
 from experiments.record import Row, record, value_of_each
 from experiments.script import run
 from sinkscope.files.output import write_atomic
@@ -183,95 +183,13 @@ def delays(draws: int, seed: str) -> dict[str, dict[str, list[Row]]]:
     return found
 
 
-_NAMES = "Ada Bruno Clara Dov Edda Felix Greta Hugo Ilse Jonas Kaja Leon".split()
-_THINGS = "house malt rat cat dog cow maid man priest cock farmer horse".split()
-
-
-def _truth(rng: random.Random) -> str:
-    """A truth table of three or four propositions."""
-    letters = rng.sample("pqrstuv", rng.choice((3, 4)))
-    rows = []
-    for i in range(1 << len(letters)):
-        parts = []
-        for k in reversed(range(len(letters))):
-            parts.append(f"| {'TF'[i >> k & 1]} ")
-        rows.append("".join(parts))
-    return "\n".join(
-        ["| " + " | ".join(letters) + " | all |", *(f"{row}| {'F' if 'F' in row else 'T'} |" for row in rows)] * 2
-    )
-
-
-def _induction(rng: random.Random) -> str:
-    """A proof with a case for each number."""
-    a = rng.randint(2, 9)
-    b = rng.randint(1, 9)
-    parts = []
-    for n in range(1, 31):
-        parts.append(
-            f"Case n = {n}. Then {a}n + {b} = {a * n + b}, and {a * n + b} leaves the remainder {(a * n + b) % 7} when "
-            f"it is divided by 7, so the claim holds for n = {n}."
-        )
-    return "\n".join(parts)
-
-
-def _algebra(rng: random.Random) -> str:
-    """An equation that is solved a step at a time, several times."""
-    lines: list[str] = []
-    for i in range(20):
-        a = rng.randint(2, 12)
-        x = rng.randint(1, 20)
-        b = rng.randint(1, 30)
-        lines += [f"({i + 1}) {a}x + {b} = {a * x + b}", f"<=> {a}x = {a * x + b} - {b}", f"<=> {a}x = {a * x}"]
-        lines += [f"<=> x = {a * x} / {a}", f"<=> x = {x}"]
-    return "\n".join(lines)
-
-
-def _villanelle(rng: random.Random) -> str:
-    """Two lines that come back in turn, in six verses, and the chorus of each."""
-    first, third = (f"The {rng.choice(_THINGS)} goes {way} and I go too," for way in ("home", "out"))
-    verses = []
-    for _ in range(12):
-        verses.append(f"and {rng.choice(_NAMES)} says the {rng.choice(_THINGS)} was true,")
-    parts = []
-    for i in range(6):
-        parts.append(f"{verses[2 * i]}\n{verses[2 * i + 1]}\n{(first, third)[i % 2]}")
-    return "\n\n".join(parts) * 2
-
-
-def _cumulative(rng: random.Random) -> str:
-    """The house that Jack built: every verse holds the one before."""
-    things = ["house", *rng.sample(_THINGS[1:], 9)]
-    parts = []
-    for thing in things[:-1]:
-        parts.append(f"that {rng.choice('fed met saw bit led'.split())} the {thing}")
-    who = rng.choice(_NAMES)
-    return "\n\n".join(
-        f"This is the {things[i]}\n" + "\n".join(parts[i - 1 :: -1] if i else []) + f"\nthat {who} built."
-        for i in range(len(things))
-    )
-
-
 def honest(seed: str) -> dict[str, str]:
-    """60 texts that are no loops."""
-    code = source_code()
-    rng = random.Random(f"{seed} code")
-    starts = []
-    for _ in range(12):
-        starts.append(rng.randrange(len(code) - 12_000))
-    makers = (_truth, _induction, _algebra, _villanelle, _cumulative)
-    return {
-        **{text.id: text.prompt for text in honest_texts(seed)},
-        **{f"code-{i}": code[start : start + 12_000] for i, start in enumerate(starts)},
-        **{
-            f"mixed-{i}": "\n\n".join(pieces(24, random.Random(f"{seed} {i}").randrange(1 << 30))) + "\n"
-            for i in range(7)
-        },
-        **{
-            f"{make.__name__.strip('_')}-{i}": make(random.Random(f"{seed} {make.__name__} {i}"))
-            for make in makers
-            for i in range(2)
-        },
-    }
+    """Four texts of each class of honest repetition, none of which is a loop."""
+    texts = {}
+    for name, make in HONEST.items():
+        for i in range(4):
+            texts[f"{name}-{i}"] = make(random.Random(f"{seed} {name} {i}"))
+    return texts
 
 
 def alarms(seed: str) -> dict[str, Row]:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import plotly.graph_objects as go
 
-from experiments.drawn import save
+from experiments.drawn import error_bars, save
 from experiments.record import Row, record, value_of_each
 from experiments.script import run
 from sinkscope.bench.finding import finding
@@ -36,6 +36,11 @@ NEEDLE = (
 )
 POLICIES = ("streaming", "h2o", "snapkv", "adakv", "tova", "random")
 LOSSES = ["full", *(f"{name}:{budget}" for budget in (0.5, 0.25, 0.125) for name in POLICIES)]
+PARTS = (  # of LoopServe's prompt half, left out one by one
+    "full,loopserve-p,loopserve-p:begin=1:local=1,loopserve-p:sharp=none,loopserve-p:checked=0,"
+    "loopserve-p:dense_rows=0,loopserve-p:paper"
+)
+BY_PLACE = "full,streaming:96,snapkv:96,adakv:96,progressive:96,progressive-0:96"
 GUARDS = "full,streaming:256,h2o:256,loopguard:256,loopguard:paper:256"
 
 
@@ -66,6 +71,10 @@ RUNS = {
     "needle": BenchFigure("score", "needle:lengths=640,896,1152", NEEDLE),
     "needle_recall": BenchFigure("score", "needle:lengths=640,1024,2048", NEEDLE, "recall"),
     "needle_recall_2hop": BenchFigure("score", "needle:lengths=640,1024,2048", NEEDLE, "recall-2hop"),
+    "loopserve_default": BenchFigure(
+        "score", "needle:kinds=tracking,chain:lengths=1200:samples=2", PARTS, "recall-2hop"
+    ),
+    "loopserve_fig2d": BenchFigure("score", "recall:count=40:turns=1:total=400:hops=1", BY_PLACE, "recall", 10),
     "cache_loss": BenchFigure("kl", "text:prompt=767", ",".join(LOSSES)),
 }
 
@@ -82,13 +91,7 @@ def figure(data: Row) -> Any:
                 mine.append(row)
         errors = None
         if all(row["high"] is not None for row in mine):
-            above = []
-            for row in mine:
-                above.append(row["high"] - row[measure])
-            below = []
-            for row in mine:
-                below.append(row[measure] - row["low"])
-            errors = {"array": above, "arrayminus": below, "thickness": 1}
+            errors = error_bars(mine, measure)
         methods = value_of_each(mine, "method")
         values = []
         for row in mine:
@@ -124,6 +127,7 @@ def main(
 
     Args:
         only: Methods to run again; the rows of the others stay as the figure's JSON has them.
+        work: Folder of the runs.
     """
     started = time.perf_counter()
     chosen = RUNS[name]
@@ -137,7 +141,7 @@ def main(
             progress=progress,
         )
     rows = table.rows()
-    if chosen.task.startswith("needle"):  # a colour for each kind of needle
+    if chosen.task.startswith(("needle", "recall")):  # a colour for each kind of needle, or place of the question
         done = read_run(work / name)
         records = []
         for one in done:
@@ -148,9 +152,7 @@ def main(
             rate = wilson(row["loop_paper"] * row["answers"], row["answers"])
             row |= {"low": rate.low, "high": rate.high}
     if only:
-        again = set()
-        for each in rows:
-            again.add(each["method"])
+        again = set(value_of_each(rows, "method"))
         earlier = json.loads((out / f"{name}.json").read_text())["result"]["rows"]
         rows += [row for row in earlier if row["method"] not in again]
         rows.sort(key=lambda row: (row["set"], order_of(row["method"])))

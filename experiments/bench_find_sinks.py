@@ -32,6 +32,7 @@ from typing import Any, Literal
 
 from experiments.record import Row, record, value_of_each
 from experiments.script import run as run_script
+from experiments.timing import memory
 from sinkscope.files.output import write_atomic
 
 REPEATS, CANDIDATES, SHAPE = 1000, 8, "24x1024"
@@ -150,18 +151,12 @@ def plain_arm(folder: str) -> Row:
 
 def measured(run: Callable[[], Row]) -> Row:
     """Seconds, and growth and peak of resident memory, of `run`."""
-    before = status("VmRSS")
+    before = memory("VmRSS")
     start = time.perf_counter()
     out = run()
     seconds = time.perf_counter() - start
-    peak = status("VmHWM")
+    peak = memory("VmHWM")
     return {**out, "seconds": seconds, "rss_growth_bytes": peak - before, "peak_rss_bytes": peak}
-
-
-def status(field: str) -> int:
-    """A memory field of this process, in bytes."""
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field + ":"))
-    return int(line.split()[1]) * 1024
 
 
 def child(arm: str, folder: Path) -> Row:
@@ -221,10 +216,9 @@ def pair(folder: Path, sink_layer: int, rounds: int) -> Row:
 def seven_b(folder: Path) -> Row:
     """Memory on the full shape, and what was read."""
     truth = make(folder, "--shape", "llama-2-7b", "--sink-layer", "1")
-    counts = []
+    apparent = 0
     for f in folder.iterdir():
-        counts.append(f.stat().st_size)
-    apparent = sum(counts)
+        apparent += f.stat().st_size
     shallow = child("sinkscope", folder)
     whole = child("sinkscope-all", folder)
     items = value_of_each(truth["neurons"], "neuron")

@@ -17,11 +17,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from experiments.record import Row, record
 from experiments.script import run as run_script
+from experiments.timing import memory_growth, seconds_of
 
 DATA = Path(__file__).parents[1] / "figures/bench_inference.json"
 SHAPES: dict[str, tuple[str, Row]] = {
@@ -74,14 +76,6 @@ def model_of(shape: str) -> Any:
     return model
 
 
-def _peak() -> int:
-    """Largest memory of this process so far, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM"):
-            return 1024 * int(line.split()[1])
-    return 0
-
-
 def measure(shape: str, what: str) -> dict[str, float]:
     """CPU seconds of one step in this process, and how far its memory rose above what the model takes."""
     import torch
@@ -89,26 +83,19 @@ def measure(shape: str, what: str) -> dict[str, float]:
     torch.set_num_threads(1)
     from sinkscope.inference import find
     from sinkscope.inference.infer import infer
-    from sinkscope.models.stack import DRAFT
-    from sinkscope.models.target import Target
     from sinkscope.opening.live import target_of
 
     model = model_of(shape)
     small = model_of_two_layers()
     infer(small)  # so that imports are not counted
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = _peak()
-    started = time.process_time()
+    work = partial(find.inferred_adapter, model)
     if what == "live":
-        target_of(model)
-    else:
-        find.adapter_without_row(Target(model, model, "hf", DRAFT))
-    seconds = time.process_time() - started
-    counts = []
+        work = partial(target_of, model)
+    grown, (seconds, _) = memory_growth(lambda: seconds_of(work, time.process_time))
+    layer = 0
     for parameter in model.model.layers[0].parameters():
-        counts.append(parameter.numel() * parameter.element_size())
-    layer = sum(counts)
-    return {"seconds": seconds, "gigabytes": (_peak() - before) / 1e9, "layer_gigabytes": layer / 1e9}
+        layer += parameter.numel() * parameter.element_size()
+    return {"seconds": seconds, "gigabytes": (grown or 0) / 1e9, "layer_gigabytes": layer / 1e9}
 
 
 def model_of_two_layers() -> Any:

@@ -1,6 +1,6 @@
 """What cache policies, observers, the loop monitor and barcodes cost, compared with the plain model.
 
-    python -m experiments.bench_kv --out figures/bench_kv.json [--peer KVPRESS/bin/python] [--only NAME ...]
+    python -m experiments.bench_kv [--out figures/bench_kv.json] [--peer KVPRESS/bin/python] [--only NAME ...]
         [--page PAGE]
 
 Sections, each in a process of its own, on one thread:
@@ -11,7 +11,8 @@ Sections, each in a process of its own, on one thread:
 - `h2o`: time of H2O that sees every query and evicts nothing, at 4,096 tokens of context, divided by that of plain
   eager attention and of plain sdpa attention, for the prompt and for decoding, with eager or sdpa attention underneath.
 - `decoding`: evicting policies while decoding at equal budget and interval, over the plain model, here and in kvpress
-  (`DecodingPress`). kvpress needs another release of transformers, so the same script runs there too (`--peer`), both
+  (`DecodingPress`). kvpress needs another release of transformers, so the same script runs there too (`--peer`; what
+  else that environment needs says `experiments.check_cache.presses`), both
   compare with the plain model of their own environment, and only these ratios are compared.
 - `barcode`: memory of a barcode of 2,500 steps, all heads of the bundled model.
 
@@ -22,17 +23,23 @@ the machine disturb it less than wall-clock time.
 
 from __future__ import annotations
 
-import argparse
 import json
+import os
 import random
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from experiments.record import Row, record
+from experiments.script import run
+from experiments.timing import interval, memory_growth, ratio
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.output import write_atomic
 
 SHAPE = {
     "vocab_size": 8192,
@@ -81,28 +88,6 @@ def interleaved(arms: dict[str, Arm], rounds: int) -> dict[str, dict[str, list[f
                     out[name].setdefault(part, []).append(seconds)
             print(f"round {i} {name}", file=sys.stderr, flush=True)
     return out
-
-
-def ratio(arm: list[float], base: list[float]) -> dict[str, Any]:
-    """Median over pairs of arm / base, and its 95 % bootstrap interval."""
-    pairs = []
-    for a, b in zip(arm, base, strict=True):
-        pairs.append(a / b)
-    return {"median": statistics.median(pairs), "interval": interval(pairs), "pairs": pairs}
-
-
-def interval(values: list[float], over: list[float] | None = None) -> list[float]:
-    """95 % of bootstrap medians of `values`, or of quotients of medians of `values` and `over`."""
-    draw = random.Random(0)
-
-    def median(sample: list[float]) -> float:
-        return statistics.median(draw.choices(sample, k=len(sample)))
-
-    items = []
-    for _ in range(4000):
-        items.append(median(values) / (1 if over is None else median(over)))
-    medians = sorted(items)
-    return [medians[100], medians[-101]]
 
 
 def ratios(seconds: dict[str, dict[str, list[float]]], base: str) -> dict[str, Any]:
@@ -309,17 +294,8 @@ def barcode(_rounds: int) -> dict[str, Any]:
 
     model: Any = ss.load(None, backend="hf")
     ss.barcode(model, max_new_tokens=8, control=False)  # imports and caches are not counted
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
-    before = status("VmRSS")
-    result = ss.barcode(model, max_new_tokens=2500, control=False)
-    grown = status("VmHWM") - before
+    grown, result = memory_growth(lambda: ss.barcode(model, max_new_tokens=2500, control=False))
     return {"all_heads": {"steps": result.steps, "heads": result.score.size, "peak_growth_bytes": grown}}
-
-
-def status(field: str) -> int:
-    """A memory field of this process, in bytes."""
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field + ":"))
-    return int(line.split()[1]) * 1024
 
 
 def versions(*names: str) -> dict[str, str]:
@@ -335,19 +311,12 @@ def versions(*names: str) -> dict[str, str]:
 
 
 def child(python: str, section: str, rounds: int) -> Any:
-    """A section in a process of its own; another python runs the file alone."""
-    if python == sys.executable:
-        how = ["-m", "experiments.bench_kv"]
-    else:
-        how = [str(Path(__file__))]
-    done = subprocess.run(
-        ["env", "OMP_NUM_THREADS=1", python, *how, "--section", section, "--rounds", str(rounds)],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
+    """A section in a process of its own, maybe of another environment."""
+    command = [python, "-m", "experiments.bench_kv", "--section", section, "--rounds", str(rounds)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=environment)
     if done.returncode:
-        raise SystemExit(f"section {section} failed in {Path(python).name}")
+        raise SinkscopeError(f"section {section} failed in {Path(python).name}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -401,38 +370,43 @@ def tables(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="JSON file to write; sections that are not run stay as they are in it")
-    parser.add_argument("--peer", help="python of an environment with kvpress")
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--page", type=Path, help="replace the tables in this page")
-    parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.section:
-        print(json.dumps(globals()[args.section](args.rounds)))
-        return
-    if args.out is None:
-        parser.error("--out is needed")
-    from experiments.drawn import put_table
-    from experiments.record import record
+def main(
+    *,
+    peer: str | None = None,
+    only: Sequence[Literal[*SECTIONS]] = SECTIONS,
+    rounds: int = 9,
+    out: Path = Path("figures/bench_kv.json"),
+    page: Path | None = None,
+    section: Literal[*SECTIONS] | None = None,
+) -> None:
+    """Make what the module describes.
 
+    Args:
+        peer: Python of an environment with kvpress.
+        only: Sections; those that are not run stay as they are in the file.
+        page: Replace the tables in this page.
+        section: Only run this, and print what it found, as the script does itself in processes of their own.
+    """
+    if section is not None:
+        sections = {"overhead": overhead, "monitor": monitor, "h2o": h2o, "decoding": decoding, "barcode": barcode}
+        print(json.dumps(sections[section](rounds)))
+        return
     started = time.perf_counter()
-    for section in args.only:
-        made = child(sys.executable, section, args.rounds)
-        if section == "decoding" and args.peer:
-            peer = child(args.peer, section, args.rounds)
-            made = {"sinkscope": made, "kvpress": peer, "kvpress_over_sinkscope": advantage(made, peer)}
-        result = {}
-        if args.out.is_file():
-            result = json.loads(args.out.read_text())["result"]
-        settings = {"shape": SHAPE, "decoding": DECODING}
-        result |= {section: made}
-        args.out.write_text(record("bench-kv", result, settings, started=started))
-        if args.page is not None:
-            put_table(args.page, "bench_kv", tables(result))
+    for name in only:
+        made = child(sys.executable, name, rounds)
+        if name == "decoding" and peer is not None:
+            theirs = child(peer, name, rounds)
+            made = {"sinkscope": made, "kvpress": theirs, "kvpress_over_sinkscope": advantage(made, theirs)}
+        result: Row = {}
+        if out.is_file():
+            result = json.loads(out.read_text())["result"]
+        result[name] = made
+        write_atomic(out, record("bench-kv", result, {"shape": SHAPE, "decoding": DECODING}, started=started))
+        if page is not None:
+            from experiments.drawn import put_table  # not in the other environment
+
+            put_table(page, "bench_kv", tables(result))
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -25,15 +25,15 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from experiments.record import Row, record
 from experiments.script import run as run_script
+from experiments.timing import memory_growth, seconds_of
 from sinkscope.attention.lines import ETAS, weighed
 from sinkscope.files.output import write_atomic
 from sinkscope.lines.sums import Scores, line_sums, scores_of
@@ -157,26 +157,14 @@ def peak_of(arm: str, shape: str, length: int, seed: int, threads: int) -> int:
     return int(json.loads(done.stdout)["peak"])
 
 
-def memory(name: str) -> Any:
-    """A line of this process's memory ("VmRSS", "VmHWM") in bytes; None: there is none (not on Linux)."""
-    file = Path("/proc/self/status")
-    lines = []
-    if file.exists():
-        lines = file.read_text().splitlines()
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(name + ":")), None)
-
-
-def timed(call: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
 def row(arms: tuple[str, ...], target: Target, length: int, settings: Row) -> Row:
     """Interleaved rounds of some arms at one length."""
     ids = ids_of(length, settings["seed"])
     run("sdpa", target, ids)
-    rounds = [{arm: timed(lambda arm=arm: run(arm, target, ids)) for arm in arms} for _ in range(settings["rounds"])]
+    rounds = [
+        {arm: seconds_of(lambda arm=arm: run(arm, target, ids), time.perf_counter)[0] for arm in arms}
+        for _ in range(settings["rounds"])
+    ]
     memory = {}
     for each in arms:
         memory[each] = peak_of(each, settings["shape"], length, settings["seed"], settings["threads"])
@@ -230,10 +218,8 @@ def main(
     target = made(shape, seed)
     if arm is not None:
         run(arm, target, ids_of(64, seed))  # libraries are loaded
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is held now (Linux)
-        before = memory("VmRSS")
-        run(arm, target, ids_of(length, seed))
-        print(json.dumps({"peak": max(1, memory("VmHWM") - before)}))
+        grown, _ = memory_growth(lambda: run(arm, target, ids_of(length, seed)))
+        print(json.dumps({"peak": max(1, grown or 0)}))
         return
     short = ids_of(512, seed)
     pairs = []

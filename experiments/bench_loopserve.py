@@ -1,14 +1,13 @@
 """Speed of sparse prompts over PyTorch's causal attention, by layer and in a whole model, and the time of each stage.
 
-    python -m experiments.bench_loopserve [--lengths 2048 4096 8192 16384 32768] [--contexts 8192 32768] [--rounds 3]
-        [--parts layer selection model turns decoding] [--out figures/bench_loopserve.json] [--page PAGE]
+    python -m experiments.bench_loopserve [--lengths 2048 4096 8192 16384 32768] [--rounds 3]
+        [--parts layer model turns] [--out figures/bench_loopserve.json] [--page PAGE]
 
 Everything is CPU time of one thread, pairs are interleaved, and what counts is the median of their ratios; above 8,192
 there is one round, and layers have two heads. Writes a PNG beside the JSON.
 
 - `layer`: attention of 8 heads, d_head 64, on drawn lines. `vertical`: single columns; `slash`: single offsets;
   `groups`: offsets in groups of four; `mixed`: 70 % columns, a band at the diagonal, two lone offsets.
-- `selection`: the choice of lines as a share of dense attention, on planted columns and periods.
 - `model`: forward pass under `LoopServe` against the same model alone, and what the stages take. `half`: `lines-512` of
   `bench_lines` (random weights, 2 layers; in the first half of the heads attend to one offset and half to marked
   tokens; what it writes drowns that in the second layer, whose attention needs most cells). `lines`: the same with
@@ -16,7 +15,6 @@ there is one round, and layers have two heads. Writes a PNG beside the JSON.
   flat and every head has to be dense. All at the default's alpha, `lines` also at 0.995.
 - `turns`: the time of a new turn on a context that was read before, under `LoopServe` and `LoopServe(shortest=0)`, over
   that of the model alone, for the same three models. The first has to stay within 5 % of the model alone.
-- `decoding`: random weights, 2 layers, 8 heads, width 512; everything against 1,024 chosen tokens.
 """
 
 from __future__ import annotations
@@ -24,8 +22,8 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -35,14 +33,15 @@ import torch
 from rich.console import Console
 from torch import Tensor
 from torch.nn import functional
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache
 
 from experiments.bench_lines import ids_of, made
 from experiments.drawn import put_table, save
 from experiments.record import Row, record, value_of_each
 from experiments.script import run
+from experiments.timing import seconds_of
 from sinkscope.files.output import write_atomic
-from sinkscope.kv.loopserve import LoopServe, Progressive, serve, sparse_prompts
+from sinkscope.kv.loopserve import LoopServe, serve, sparse_prompts
 from sinkscope.lines import choice, sparse
 from sinkscope.lines.head_lines import HeadLines
 
@@ -50,18 +49,11 @@ D_HEAD, REPEATED = 64, 8192  # the last length with several rounds
 DENSITIES = (0.02, 0.05, 0.1, 0.2, 0.5)
 KINDS = ("vertical", "slash", "groups", "mixed")
 LENGTHS = [2048, 4096, 8192, 16384, 32768]
-PARTS = ("layer", "selection", "model", "turns", "decoding")
+PARTS = ("layer", "model", "turns")
 CONTEXTS = (2400, 6000)
 TURNS = (48, 200, 400, 1200)
 DEFAULT = LoopServe().alpha
 _console = Console(stderr=True)
-
-
-def seconds(fn: Callable[[], Any]) -> tuple[float, Any]:
-    """CPU time of this thread, and what came out."""
-    start = time.thread_time()
-    out = fn()
-    return time.thread_time() - start, out
 
 
 def scattered(kind: str, heads: int, n: int, density: float, generator: torch.Generator) -> HeadLines:
@@ -108,9 +100,9 @@ def layer(lengths: list[int], rounds: int) -> list[Row]:
             work: list[Any] = [None] * len(drawn)
             sparse.sparse_attention(query, key, value, drawn[0])  # compiled
             for _ in range(rounds if n <= REPEATED else 1):
-                base, _out = seconds(dense)
+                base, _out = seconds_of(dense)
                 for number, lines in enumerate(drawn):
-                    ours, (_out, work[number]) = seconds(
+                    ours, (_out, work[number]) = seconds_of(
                         lambda: sparse.sparse_attention(query, key, value, lines)  # noqa: B023
                     )
                     pairs[number].append(base / ours)
@@ -136,43 +128,6 @@ def layer(lengths: list[int], rounds: int) -> list[Row]:
     return rows
 
 
-def planted(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Queries and keys with 20 heavy columns and a local pattern."""
-    query, key = (torch.randn(8, n, D_HEAD, generator=generator) * 0.5 for _ in range(2))
-    columns = torch.randperm(n, generator=generator)[:20]
-    direction = torch.randn(D_HEAD, generator=generator)
-    query += direction * 0.55
-    key[:, columns] += direction * 0.9
-    turn = torch.arange(n)[:, None] * torch.arange(1, 17) / 40.0
-    wave = torch.cat([turn.cos(), turn.sin()], 1) * 1.9
-    query[..., :32] += wave
-    key[..., :32] += wave
-    return query, key
-
-
-def selection(lengths: list[int], rounds: int) -> list[Row]:
-    """Time of the choice over that of dense attention, for an alpha that few lines hold and one that few do not."""
-    rows: list[Row] = []
-    for n in lengths:
-        query, key = planted(n, torch.Generator().manual_seed(0))
-        limit = sparse.dense_limit(D_HEAD, query.device)
-        pairs: dict[float, list[float]] = {0.955: [], 0.995: []}
-        cells: dict[float, float] = {}
-        for _ in range(rounds if n <= REPEATED else 1):
-            base, _out = seconds(
-                lambda: functional.scaled_dot_product_attention(query[None], key[None], key[None], is_causal=True)  # noqa: B023
-            )
-            for alpha, ratios in pairs.items():
-                ours, lines = seconds(lambda: choice.select_lines(query, key, alpha, dense_above=limit))  # noqa: B023
-                ratios.append(ours / base)
-                cells[alpha] = float(lines.density().mean())
-        for alpha, ratios in pairs.items():
-            shares = {"cells": cells[alpha], "selection_over_dense": median(ratios), "pairs": ratios}
-            rows.append({"n": n, "alpha": alpha, **shares})
-            _console.print(f"{n}: choice at alpha {alpha} is {median(ratios):.1%} of dense attention")
-    return rows
-
-
 @contextmanager
 def stages() -> Iterator[Counter[str]]:
     """Seconds by stage while it lasts."""
@@ -188,7 +143,7 @@ def stages() -> Iterator[Counter[str]]:
             real = getattr(module, function)
 
             def timed(*args: Any, name: str = name, real: Any = real, **kwargs: Any) -> Any:
-                spent, out = seconds(lambda: real(*args, **kwargs))
+                spent, out = seconds_of(lambda: real(*args, **kwargs))
                 took[name] += spent
                 return out
 
@@ -234,7 +189,7 @@ def turns(_lengths: list[int], rounds: int) -> list[Row]:
                     for _ in range(rounds + 1):  # the first warms up
                         for arm, model in models.items():
                             part = ids[:, context : context + new]
-                            took, _out = seconds(
+                            took, _out = seconds_of(
                                 lambda: model(input_ids=part, past_key_values=caches[arm], logits_to_keep=1)  # noqa: B023
                             )
                             spent[arm].append(took)
@@ -265,14 +220,14 @@ def whole_model(lengths: list[int], rounds: int) -> list[Row]:
                 events = []
                 drift = 0.0
                 for _ in range(rounds if n <= REPEATED else 1):
-                    base, alone = seconds(forward)
+                    base, alone = seconds_of(forward)
                     with LoopServe(alpha=alpha, decode=False).on(model) as run:
-                        spent, ours = seconds(forward)
+                        spent, ours = seconds_of(forward)
                         events = run.events
                     pairs.append(base / spent)
                     drift = float((ours - alone).norm() / alone.norm())
                 with LoopServe(alpha=alpha, decode=False).on(model), stages() as took:
-                    spent, _out = seconds(forward)
+                    spent, _out = seconds_of(forward)
                 took["rest of the model"] = spent - took.total()
                 data = []
                 for event in events:
@@ -295,60 +250,6 @@ def whole_model(lengths: list[int], rounds: int) -> list[Row]:
                     }
                 )
                 _console.print(f"{name} {n}, alpha {alpha}: {median(pairs):.2f} times faster in all")
-    return rows
-
-
-def decoding(contexts: list[int], rounds: int) -> list[Row]:
-    """Milliseconds a step, everything against 1,024 chosen tokens."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=512,
-        intermediate_size=1024,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        vocab_size=256,
-        max_position_embeddings=max(contexts) + 100,
-    )
-    model = LlamaForCausalLM(config).eval()
-    token = torch.zeros(1, 1, dtype=torch.long)
-
-    def steps(n: int, policy: Progressive | None) -> list[float]:
-        cache = DynamicCache(config=model.config)
-        for number in range(2):
-            cache.update(torch.randn(1, 8, n, D_HEAD), torch.randn(1, 8, n, D_HEAD), number)
-        with nullcontext() if policy is None else policy.on(model), torch.no_grad():
-            model(input_ids=token.expand(1, 20), past_key_values=cache, use_cache=True)
-            return [
-                1e3 * seconds(lambda: model(input_ids=token, past_key_values=cache, use_cache=True))[0]
-                for _ in range(33)
-            ]
-
-    rows: list[Row] = []
-    for n in contexts:
-        whole = []
-        part = []
-        for _ in range(rounds):
-            whole.append(steps(n, None))
-            part.append(steps(n, Progressive(budget=1024, after=0)))
-        ratios = []
-        for a, b in zip(whole, part, strict=True):
-            ratios.append(sum(a) / sum(b))
-        values = []
-        for each in whole:
-            values.append(median(each))
-        rows.append(
-            {
-                "context": n,
-                "budget": 1024,
-                "whole_ms": median(values),
-                "between_selections_ms": median(median(a) for a in part),
-                "mean_ms": median(sum(a) / len(a) for a in part),
-                "times_faster": median(ratios),
-                "pairs": ratios,
-            }
-        )
-        _console.print(f"context {n}: {rows[-1]['times_faster']:.2f} times faster over all steps")
     return rows
 
 
@@ -467,7 +368,6 @@ def figure(data: Row) -> Any:
 def main(
     *,
     lengths: Sequence[int] = LENGTHS,
-    contexts: Sequence[int] = (8192, 32768),
     rounds: int = 3,
     parts: Sequence[Literal[*PARTS]] = PARTS,
     out: Path = Path("figures/bench_loopserve.json"),
@@ -483,15 +383,10 @@ def main(
     result: Row = {part: [] for part in PARTS}
     if out.is_file():  # parts that are not run stay as they are
         result |= json.loads(out.read_text())["result"]
+    made_by = {"layer": layer, "model": whole_model, "turns": turns}
     for part in parts:
-        if part == "layer":
-            result[part] = layer(lengths, rounds)
-        elif part == "decoding":
-            result[part] = decoding(contexts, rounds)
-        else:
-            made_by = {"selection": selection, "model": whole_model, "turns": turns}
-            result[part] = made_by[part](lengths, rounds)
-    settings = {"lengths": lengths, "contexts": contexts, "rounds": rounds, "parts": parts, "threads": 1}
+        result[part] = made_by[part](lengths, rounds)
+    settings = {"lengths": lengths, "rounds": rounds, "parts": parts, "threads": 1}
     if page is not None:
         put_table(page, "bench_loopserve", turns_table(result["turns"]))
     text = record("bench-loopserve", result, settings, started=started)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,16 @@ def put_table(page: Path, module: str, made: str) -> None:
     if not found or not ends:
         raise SystemExit(f"{page}: expected a part between {begin} and {end}")
     write_atomic(page, f"{before}{begin}\n\n{made}\n\n{end}{after}")
+
+
+def error_bars(rows: Sequence[Row], name: str, **style: Any) -> Row:
+    """Error bars from "low" to "high" around a value of each row."""
+    above: list[float] = []
+    below: list[float] = []
+    for row in rows:
+        above.append(row["high"] - row[name])
+        below.append(row[name] - row["low"])
+    return {"array": above, "arrayminus": below, "thickness": 1, **style}
 
 
 def at_place(position: str) -> str:

@@ -2,7 +2,6 @@
 
 python -m experiments.gallery [--out docs/gallery.md]
 python -m experiments.gallery --draw NAME ...      # draws pictures again from the JSON beside them (--all: all of them)
-python -m experiments.gallery --html FILE          # one page of all results in figures/, also those of experiments/
 """
 
 from __future__ import annotations
@@ -13,10 +12,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from experiments.drawn import record_section
 from experiments.record import Row
 from experiments.script import run as run_script
-from sinkscope.app.pages import Section, document, result_section, save_document, write_png
+from sinkscope.app.pages import write_png
 from sinkscope.display.result import Result
 from sinkscope.files.envelope import known_kinds
 from sinkscope.files.output import read_json, write_atomic
@@ -33,8 +31,7 @@ Each picture has the command that made it and a link to the page that explains h
 the package, unless the command names another. Files and folders in a command are outputs of earlier commands, which
 that page lists. On the site, a click on a picture opens it as an interactive figure. In a clone,
 `sinkscope report figures` makes one page of the results of commands with interactive figures, tables and provenance
-([report](report.md)), `python -m experiments.gallery --html all.html` makes such a page that also has the results of
-`experiments/`, and `python -m experiments.gallery` makes this page.
+([report](report.md)), and `python -m experiments.gallery` makes this page.
 """
 _OUTPUTS = ("--json", "--html", "--png", "--out", "--resume")
 
@@ -65,26 +62,6 @@ def draw_again(picture: Path) -> None:
         write_png(result.figure(), picture, kind=result.kind, force=True)
     else:
         write_png(figure_of(picture), picture, force=True)
-
-
-def page(out: str | Path, folder: Path = FIGURES) -> Path:
-    """Write all results of a folder as one page, with the values of each and the figures of those that have a picture.
-
-    Results of commands come first.
-    """
-    made: list[Section] = []
-    records: list[Section] = []
-    for path in sorted(folder.glob("*.json")):
-        data = read_json(path)
-        if data["kind"] in known_kinds():
-            made.append(result_section(Result.load(path), path.name))
-        elif "result" in data:
-            drawn = path.with_suffix(".png").is_file()
-            figure = None
-            if drawn:
-                figure = import_module(data["provenance"]["argv"][2]).figure(data)
-            records.append(record_section(data, path.name, figure))
-    return save_document(out, document(folder.name, [*made, *records], f"{len(made) + len(records)} results"))
 
 
 def pictures(folder: Path = FIGURES) -> list[Path]:
@@ -156,7 +133,6 @@ def _command(data: Row) -> str:
 def main(
     *,
     out: Path = Path("docs/gallery.md"),
-    html: Path | None = None,
     draw: Sequence[str] = (),
     all: bool = False,
 ) -> None:
@@ -164,13 +140,9 @@ def main(
 
     Args:
         out: The page of the documentation.
-        html: Write all results to this page instead.
         draw: Draw these pictures again, such as repeat.
         all: Draw all pictures again.
     """
-    if html is not None:
-        page(html)
-        return
     if not draw and not all:
         write_atomic(out, gallery())
         return

@@ -95,8 +95,6 @@ def make_plan(shape: str, sink_layer: int, seed: int, dense: int | None, beta: f
     d, d_mlp, layers, heads, kv_heads, vocab, context = SHAPES[shape]
     if dense is None:
         dense = sink_layer + 2
-    else:
-        dense = dense
     if not 1 <= sink_layer < dense <= layers:
         raise SystemExit(f"error: expected 1 <= sink layer ({sink_layer}) < dense layers ({dense}) <= {layers}")
     rng = random.Random(seed)
@@ -189,9 +187,12 @@ def weights(plan: Plan) -> Tensors:
             "mlp.up_proj": (p.d_mlp, p.d, True),
             "mlp.down_proj": (p.d, p.d_mlp, False),
         }
-        edits = _marking(p, head) if layer == 0 else _sink(p) if layer == p.sink_layer else {}
-        edits = edits
-        if layer == p.sink_layer + 1:
+        edits: dict[str, list[Edit]] = {}
+        if layer == 0:
+            edits = _marking(p, head)
+        elif layer == p.sink_layer:
+            edits = _sink(p)
+        elif layer == p.sink_layer + 1:
             edits = _reading(p, head)
         for part, (rows, columns, reads) in sizes.items():
             name = f"{at}{part}.weight"
@@ -275,10 +276,9 @@ def write(plan: Plan, out: Path, dtype: str, shape: str) -> None:
     names = []
     for i in range(len(shards)):
         names.append(f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors")
-    counts = []
+    total = 0
     for file, shard in zip(names, shards, strict=True):
-        counts.append(_write_shard(out / file, shard, kind, DTYPES[dtype]))
-    total = sum(counts)
+        total += _write_shard(out / file, shard, kind, DTYPES[dtype])
     index = {tensor: file for file, shard in zip(names, shards, strict=True) for tensor in shard}
     _dump(out / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index})
     _dump(out / "config.json", _config(plan, dtype))
@@ -393,10 +393,9 @@ def main(
     plan = make_plan(shape, sink_layer, seed, dense_layers, beta)
     write(plan, out, dtype, shape)
     files = list(out.iterdir())
-    counts = []
+    apparent = 0
     for f in files:
-        counts.append(f.stat().st_size)
-    apparent = sum(counts)
+        apparent += f.stat().st_size
     real = sum(f.stat().st_blocks * 512 for f in files)
     print(f"{out.name}: {apparent / 1e9:.2f} GB apparent, {real / 1e9:.2f} GB on disk")
 

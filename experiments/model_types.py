@@ -19,7 +19,7 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from experiments.record import Row, record, value_of_each
+from experiments.record import Row, record
 from experiments.script import run as run_script
 
 ROOT = Path(__file__).parents[1]
@@ -160,27 +160,16 @@ def sites_table(found: Row) -> str:
     """Counts of sites that are right, wrong and not offered, by size."""
     lines = ["| size | types | with its widths | sites right | wrong | not offered |", "|---|---|---|---|---|---|"]
     for name in next(iter(found.values()))["sites"]:
-        of_size = []
-        for entry in found.values():
-            of_size.append(entry["sites"][name])
         served = []
-        for size in of_size:
+        widths = right = wrong = kinds = 0
+        for entry in found.values():
+            size = entry["sites"][name]
             if "right" in size:
                 served.append(size)
-        counts = []
-        for each in served:
-            counts.append(each["has these widths"])
-        widths = sum(counts)
-        counts = value_of_each(served, "right")
-        right = sum(counts)
-        counts = []
-        for each in served:
-            counts.append(len(each["wrong"]))
-        wrong = sum(counts)
-        counts = []
-        for each in served:
-            counts.append(len(each["not offered"]))
-        kinds = sum(counts)
+                widths += size["has these widths"]
+                right += size["right"]
+                wrong += len(size["wrong"])
+                kinds += len(size["not offered"])
         lines.append(f"| {name} | {len(served)} | {widths} | {right:,} | {wrong} | {kinds} |")
     return "\n".join([*lines, "", '"Not offered" counts, over the types, the kinds of sites that some layer lacks.'])
 

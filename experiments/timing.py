@@ -6,6 +6,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from experiments.record import Row
@@ -31,6 +32,28 @@ def seconds_of(work: Callable[[], Any], clock: Callable[[], float] = time.thread
     start = clock()
     result = work()
     return clock() - start, result
+
+
+def memory(name: str) -> int | None:
+    """A line of this process's memory ("VmRSS", "VmHWM") in bytes; None: there is none (not on Linux)."""
+    file = Path("/proc/self/status")
+    if file.exists():
+        for line in file.read_text().splitlines():
+            if line.startswith(f"{name}:"):
+                return 1024 * int(line.split()[1])
+    return None
+
+
+def memory_growth(work: Callable[[], Any]) -> tuple[int | None, Any]:
+    """Bytes by which this process's peak exceeds during a function what it holds before, and what it returns."""
+    before = memory("VmRSS")
+    if before is not None:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    result = work()
+    peak = memory("VmHWM")
+    if peak is None or before is None:
+        return None, result
+    return peak - before, result
 
 
 def pairs_of(

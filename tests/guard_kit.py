@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from intervention_kit import bridge_of, nnsight_of
+from kv_kit import decode
 from organisms import tiny_model
 from torch import Tensor
 from transformers import DynamicCache
@@ -29,17 +30,13 @@ def padded(*lengths: int) -> tuple[Tensor, Tensor]:
     return ids * mask, mask
 
 
-@torch.no_grad()
 def feed(model, prompt: Tensor, mask: Tensor, tokens: Tensor, cache: DynamicCache | None = None) -> Tensor:
     """Prompt at once, then `tokens` `[row step]` one by one; logits at the end of the prompt and after each token."""
-    hf, cache = target_of(model).hf, DynamicCache() if cache is None else cache
-    seen = cache.get_seq_length()
-    mask = torch.cat([torch.ones(len(mask), seen, dtype=mask.dtype), mask], 1)
-    logits = [hf(input_ids=prompt, attention_mask=mask, past_key_values=cache).logits[:, -1]]
-    for step in tokens.T:
-        mask = torch.nn.functional.pad(mask, (0, 1), value=1)
-        logits.append(hf(input_ids=step[:, None], attention_mask=mask, past_key_values=cache).logits[:, -1])
-    return torch.stack(logits, 1)
+    seen = 0 if cache is None else cache.get_seq_length()
+    earlier = prompt.new_ones(len(prompt), seen)  # read already
+    ids = torch.cat([earlier, prompt, tokens], 1)
+    whole = torch.cat([earlier, mask, torch.ones_like(tokens)], 1)
+    return decode(target_of(model).hf, ids, whole, seen + prompt.shape[1], cache)
 
 
 @torch.no_grad()

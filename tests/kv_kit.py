@@ -1,13 +1,12 @@
 """What the tests of the cache share: policies whose choice can be told in advance, and attention under a given mask.
 
 The reference never sees a cache: one pass over the whole sequence with stock modules, in which every layer, row and kv
-head has its own bool mask query x key, made here from lists of positions.
+head has its own bool mask query x key (`conformance.masked`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any, ClassVar
@@ -15,8 +14,10 @@ from typing import Any, ClassVar
 import torch
 from organisms.tiny import tiny_model
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers import AttentionInterface, DynamicCache
 
+from sinkscope.conformance.masked import attending, positions_of, window_of
+from sinkscope.interventions.base import Intervention
 from sinkscope.kv.adopt import own_layers
 from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.opening.live import target_of
@@ -70,10 +71,6 @@ def prompts(lengths: list[int], total: int | None = None, seed: int = 0) -> tupl
     return ids * mask, mask
 
 
-def positions(mask: Tensor) -> Tensor:
-    return (mask.cumsum(1) - 1).clamp(min=0)
-
-
 def worth(pos, layer: int, head, row):
     """A number that looks random, of any integers or integer tensors."""
     return (pos * 7919 + head * 104729 + layer * 1299709 + row * 15485863 + 12345) * 2654435761 % 4294967296 % 100003
@@ -121,112 +118,28 @@ class Everywhere(Policy):
         return worth(at.kv.pos, 0, 0, 0).float()
 
 
-def held_after(policy: Drawn | Everywhere, held: list[int], layer: int, head: int, row: int, length: int) -> list[int]:
-    """What `policy` keeps of `held`, with lists."""
-    value = {pos: worth(pos, layer, head, policy.rows[row]) for pos in held}
-    if isinstance(policy, Ragged):
-        return [pos for pos in held if value[pos] > policy.bar or pos >= length - 2]
-    assert isinstance(policy.budget, int)
-    sure = [pos for pos in held if pos < policy.first or pos >= length - policy.last]
-    rest = sorted((pos for pos in held if pos not in sure), key=lambda pos: -value[pos])
-    return sorted(sure + rest[: max(0, policy.budget - len(sure))])
-
-
-_RULE = {}
-
-
-def _reference_attention(module, query: Tensor, key: Tensor, value: Tensor, _mask, **kwargs):
-    sees = _RULE[module.layer_idx].repeat_interleave(query.shape[1] // _RULE[module.layer_idx].shape[1], 1)
-    groups = query.shape[1] // key.shape[1]
-    scaling = kwargs.get("scaling")
-    scores = query @ key.repeat_interleave(groups, 1).mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    if kwargs.get("softcap") is not None:
-        scores = kwargs["softcap"] * torch.tanh(scores / kwargs["softcap"])
-    scores = torch.where(sees, scores, -1e9)
-    peak = scores.amax(-1, keepdim=True)
-    weights = torch.where(sees, (scores - peak).exp(), 0)
-    total = weights.sum(-1, keepdim=True)
-    if kwargs.get("s_aux") is not None:
-        total = total + (kwargs["s_aux"][None, :, None, None] - peak).exp()
-    probs = weights / total.clamp(min=1e-30)
-    return (probs @ value.repeat_interleave(groups, 1)).transpose(1, 2).contiguous(), probs
-
-
-@contextmanager
-def under(model, sees: list[Tensor], attention: Callable[..., Any] = _reference_attention) -> Iterator[None]:
-    """The model attends by `sees`: per layer, bool `[batch kv_head query key]`."""
-    AttentionInterface.register("kv-reference", attention)
-    AttentionMaskInterface.register("kv-reference", lambda **_: None)
-    before = model.config._attn_implementation
-    _RULE.update(enumerate(sees))
-    model.config._attn_implementation = "kv-reference"
-    try:
-        yield
-    finally:
-        model.config._attn_implementation = before
-        _RULE.clear()
-
-
 @torch.no_grad()
-def attended(model, ids: Tensor, mask: Tensor, sees: list[Tensor]) -> list[tuple[Tensor, Tensor, Tensor, float]]:
+def attended(model, ids: Tensor, mask: Tensor, sees: dict[int, Tensor]) -> list[tuple[Tensor, Tensor, Tensor, float]]:
     """Queries, keys and values `[row head pos d_head]` of every layer, and its scaling, in a pass under masks."""
     found = []
+    with attending(model, sees):
+        name = model.config._attn_implementation
+        attend = AttentionInterface()[name]
 
-    def keep(module, query: Tensor, key: Tensor, value: Tensor, *rest, **kwargs):
-        found.append((query, key, value, kwargs["scaling"]))
-        return _reference_attention(module, query, key, value, *rest, **kwargs)
+        def keep(module, query: Tensor, key: Tensor, value: Tensor, *rest, **kwargs):
+            found.append((query, key, value, kwargs["scaling"]))
+            return attend(module, query, key, value, *rest, **kwargs)
 
-    with under(model, sees, keep):
-        model(input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=False)
+        AttentionInterface.register(name, keep)
+        model(input_ids=ids, attention_mask=mask, position_ids=positions_of(mask), use_cache=False)
     return found
-
-
-def window_of(model, layer: int) -> int | None:
-    window, kinds = getattr(model.config, "sliding_window", None), getattr(model.config, "layer_types", None)
-    return window if kinds is None or kinds[layer] == "sliding_attention" else None
-
-
-def masks_of(model, policy: Drawn | None, mask: Tensor, prompt: int, every: int | None = 1) -> list[Tensor]:
-    """What each query may see if the tokens after `prompt` columns come one by one, the policy acting before them."""
-    target, (rows, total) = target_of(model), mask.shape
-    layers = []
-    for layer in range(target.n_layers):
-        sees = torch.zeros(rows, target.n_kv_heads, total, total, dtype=torch.bool)
-        for row in range(rows):
-            pad = int(total - mask[row].sum())
-            for head in range(target.n_kv_heads):
-                held = list(range(prompt - pad))
-                for query in range(total):
-                    new = query - pad
-                    due = query == prompt if every is None else (query - prompt) % every == 0
-                    if policy is not None and query >= prompt and due:
-                        held = held_after(policy, held, layer, head, row, new)
-                    if query >= prompt:
-                        held = [*held, new]
-                    sees[row, head, query, [pos + pad for pos in held if pos <= new]] = True
-                    if (window := window_of(model, layer)) is not None:
-                        sees[row, head, query, : max(0, query - window + 1)] = False
-        layers.append(sees)
-    return layers
-
-
-@torch.no_grad()
-def one_pass(model, ids: Tensor, mask: Tensor, sees: list[Tensor], **more):
-    """A pass over everything without a cache, in which the kv heads of each layer see what they may."""
-    with under(model, sees):
-        return model(input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=False, **more)
-
-
-def dense(model, ids: Tensor, mask: Tensor, sees: list[Tensor]) -> Tensor:
-    """Logits of it."""
-    return one_pass(model, ids, mask, sees).logits
 
 
 def beside_ids(model, mask: Tensor, part: slice) -> dict[str, Any]:
     """What a model is called with beside its ids; some take no positions."""
     given = {"attention_mask": mask[:, : part.stop]}
     if "position_ids" in signature(model.base_model.forward).parameters:
-        given["position_ids"] = positions(mask)[:, part]
+        given["position_ids"] = positions_of(mask)[:, part]
     return given
 
 
@@ -272,18 +185,21 @@ def read_columns(layer, mask: Tensor) -> Tensor:
 
 
 def run_policy(
-    policy: Policy, model, ids: Tensor, mask: Tensor, chunks: tuple[int, ...]
+    policy: Intervention, model, ids: Tensor, mask: Tensor, chunks: tuple[int, ...], *, called=None, cache=None
 ) -> tuple[Tensor, list[list[Tensor]]]:
-    """Logits from the last prompt token on, and what each step read: bool `[step][layer][batch kv_head column]`."""
+    """Logits from the last prompt token on, and what each step read: bool `[step][layer][batch kv_head column]`.
+
+    `called` is what is called where that is not the model itself.
+    """
     kept, prompt = [], sum(chunks)
-    cache = DynamicCache(config=model.config)
+    cache = DynamicCache(config=target_of(model).config) if cache is None else cache
 
     def keep(end: int):
         if end > prompt:
             kept.append([read_columns(layer, mask) for layer in own_layers(cache)])
 
     with policy.on(model):
-        logits = decode(model, ids, mask, prompt, cache, list(chunks), keep)
+        logits = decode(called or model, ids, mask, prompt, cache, list(chunks), keep)
     return logits, kept
 
 
@@ -295,7 +211,7 @@ def masks_of_run(model, kept: list[list[Tensor]], mask: Tensor, prompt: int) -> 
     for layer, steps in zip(filter(target.has_attention, range(target.n_layers)), zip(*kept, strict=True), strict=True):
         sees = (causal & mask.bool()[:, None, None]).repeat(1, steps[0].shape[1], 1, 1)
         sees[:, :, prompt:] = torch.stack(steps, 2)
-        if (window := window_of(target.hf, layer)) is not None:
+        if (window := window_of(target.hf.config, layer)) is not None:
             sees &= ~causal.tril(-window)
         layers[layer] = sees
     return layers

@@ -1,79 +1,59 @@
-"""Cache policies done the slow way: stock models, the whole query x key matrix, no cache at all.
+"""What cache policies keep, the slow way: each policy as a function of the attention matrix so far.
 
 A token that a policy evicted is a column of the mask that later queries of that layer and kv head do not see. So a run
-is one long sequence that is computed again for every token, with a mask per layer, row and kv head, and every policy
-is a function of the attention matrix so far. Nothing here comes from the package.
+is one pass of the stock model, without a cache, under the masks that the run says; and at every step of it the policy
+has to have kept what the function here keeps, of what it held before. The functions take nothing from the package.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
-from kv_kit import one_pass, window_of
+from kv_kit import masks_of_run
 from torch import Tensor
+from torch.testing import assert_close
+
+from sinkscope.conformance.masked import attending, positions_of
 
 # (probs [batch kv_head group query key], held [batch kv_head key], real [batch key], budget per row) -> keep
 Choose = Callable[[Tensor, Tensor, Tensor, list[int]], Tensor]
 
 
-@dataclass
-class Reference:
-    """kept[step][layer]: bool `[batch kv_head column]` before decoded token `step`; logits `[batch step vocab]`."""
-
-    kept: list[list[Tensor]]
-    logits: Tensor
-
-
 @torch.no_grad()
-def dense_run(
-    model,
-    ids: Tensor,
-    prompt: int,
-    budgets: list[int],
-    choose: Choose,
-    real: Tensor | None = None,
-    every: int | None = 1,
-) -> Reference:
-    """Feed `ids` `[batch token]`: `prompt` tokens at once, the others one by one, evicting before each of them.
+def check_run(
+    found: tuple[Tensor, list[list[Tensor]]], choose: Choose, model, ids: Tensor, mask: Tensor, policy, steps: int
+):
+    """What `run_policy` found has the logits of a stock pass, and kept what the function says, step by step.
 
     Args:
+        found: Logits and kept columns.
+        choose: The policy.
         model: stock.
         ids: prompt, padded on the left, and the tokens that follow.
-        prompt: columns of the prompt.
-        budgets: per row, in tokens.
-        choose: the policy.
-        real: `[batch prompt]`, 0 at padding.
-        every: evict before the first decoded token and then before every n-th; None: only before the first.
+        mask: 0 at padding.
+        policy: its `budget` is that of each row, in tokens or as a fraction of its prompt; its `every` says when it
+            evicts: before the first decoded token, and then before every n-th or never.
+        steps: number of decoded tokens.
     """
-    batch, total = ids.shape
-    real = torch.ones(batch, prompt) if real is None else real
-    mask = torch.cat([real.bool(), torch.ones(batch, total - prompt, dtype=torch.bool)], 1)
-    heads, kv_heads = model.config.num_attention_heads, getattr(model.config, "num_key_value_heads", None)
-    kv_heads = kv_heads or heads
-    sees, held = [], []
-    for layer in range(model.config.num_hidden_layers):
-        causal = torch.ones(total, total, dtype=torch.bool).tril()
-        if (window := window_of(model, layer)) is not None:
-            causal &= ~causal.tril(-window)
-        sees.append((causal & mask[:, None, None, :]).expand(batch, kv_heads, total, total).clone())
-        held.append(mask[:, None].expand(batch, kv_heads, total).clone())
-    kept, logits = [], []
-    for now in range(prompt, total):
-        part = ids[:, :now], mask[:, :now].long(), [s[..., :now, :now] for s in sees]
-        out = one_pass(model, *part, output_attentions=True)
-        logits.append(out.logits[:, -1])
-        due = now == prompt or (every is not None and (now - prompt) % every == 0)
-        for i, probs in enumerate(out.attentions):
-            if due:
-                grouped = probs.float().unflatten(1, (kv_heads, heads // kv_heads))
-                held[i][..., :now] &= choose(grouped, held[i][..., :now], mask[:, :now], budgets)
-            later = sees[i][:, :, now:, :now]
-            later &= held[i][:, :, None, :now]
-        kept.append([h[..., :now].clone() for h in held])
-    logits.append(one_pass(model, ids, mask.long(), sees).logits[:, -1])
-    return Reference(kept, torch.stack(logits, 1))
+    logits, kept = found
+    total = ids.shape[1]
+    prompt = total - steps
+    budgets = [policy.budget] * len(ids)
+    if isinstance(policy.budget, float):
+        budgets = [int(policy.budget * int(tokens)) for tokens in mask[:, :prompt].sum(1)]
+    with attending(model, masks_of_run(model, kept, mask, prompt)):
+        given = {"attention_mask": mask, "position_ids": positions_of(mask), "use_cache": False}
+        whole = model(input_ids=ids, output_attentions=True, **given)
+    assert_close(logits, whole.logits[:, prompt - 1 :], atol=5e-5, rtol=0)
+    for layer, probs in enumerate(whole.attentions):
+        grouped = probs.float().unflatten(1, (kept[0][layer].shape[1], -1))
+        held = mask[:, None].bool().repeat(1, grouped.shape[1], 1)
+        for now in range(prompt, total):
+            if now == prompt or (policy.every != "prefill" and (now - prompt) % policy.every == 0):
+                held[..., :now] &= choose(grouped[..., :now, :now], held[..., :now], mask[:, :now], budgets)
+            step = now - prompt
+            assert torch.equal(kept[step][layer][..., :now], held[..., :now]), f"step {step}, layer {layer}"
 
 
 def pick(scores: Tensor, held: Tensor, budgets: list[int], first: int = 0, last: list[int] | None = None) -> Tensor:

@@ -10,7 +10,6 @@ from sinkscope.sinks.first_token.members import CausalSet, Member, Neuron
 from sinkscope.sinks.first_token.places import Description, Rule
 from sinkscope.sinks.first_token.records import (
     AttentionSink,
-    Carrier,
     LayerAttention,
     NormSpike,
     PlacedSpike,
@@ -27,13 +26,13 @@ STOP = Rule("'.' wherever it stands", tokens=(13,), token=".")
 BOTH = Description((FIRST, STOP), 0.97, 1.0, 1.0)
 
 NEURONS = (
-    Neuron(2, None, 412, 905.0, 0.97, 0.93, 0.92, 0.004, True, 0.01, -0.2),
-    Neuron(2, None, 77, 130.0, 0.14, 0.12, 0.11, 0.004, True, 0.02, 0.1),
-    Neuron(2, None, 3, 4.0, 0.004, -0.01, 0.0, 0.004, False, 0.03, None),
+    Neuron(2, None, 412, 905.0, 0.97, 0.93, 0.004, True, 0.01, -0.2),
+    Neuron(2, None, 77, 130.0, 0.14, 0.12, 0.004, True, 0.02, 0.1),
+    Neuron(2, None, 3, 4.0, 0.004, -0.01, 0.004, False, 0.03, None),
 )
 
 
-MADE = CausalSet((Member(2, None, 412), Member(2, None, 77)), 0.99, 0.98, 0.9, 1.0, 0.01, "minimal")
+MADE = CausalSet((Member(2, None, 412), Member(2, None, 77)), 0.99, 0.98, 0.9, 1.0, 0.01)
 
 
 def sample_find_sinks(**changes) -> FindSinks:
@@ -59,7 +58,6 @@ def sample_find_sinks(**changes) -> FindSinks:
             layers_read=4,
             carried_by="spike",
             layers=(LayerAttention(0.0), LayerAttention(0.0), *[LayerAttention(0.8, 4, 0.7, 0.02, 0.03)] * 2),
-            carriers=(Carrier("attention of layer 0", 0.9),),
             attention=0.7,
             rate_margin=0.02,
             attention_margin=0.03,
@@ -69,8 +67,6 @@ def sample_find_sinks(**changes) -> FindSinks:
         shared_dims=(7,),
         sink_layer=2,
         neurons=NEURONS,
-        set_drop=0.99,
-        set_control_drop=0.01,
         stages=(Stage(1, 0.02), Stage(2, 0.97)),
         residual_dims=(5,),
         first_token_norm=(3.0, 20.0, 930.0, 931.0, None, None),
@@ -78,7 +74,6 @@ def sample_find_sinks(**changes) -> FindSinks:
         typical_low=(1.5, 2.5, 3.5, 4.5, None, None),
         typical_high=(2.5, 3.5, 4.5, 5.5, None, None),
         layers_read=4,
-        notebook_rule_layer=None,
         repeats=RepeatsNeeded((RepeatedToken(" the", 5, 300), RepeatedToken(" a", 6, None)), 300.0, 1, 1024),
         sink_rate=SinkRate(0.3, 64, 100, 0.4),
         published=PublishedSink("a paper", True),
@@ -96,8 +91,6 @@ def sample_without_sink() -> FindSinks:
         shared_dims=(),
         sink_layer=None,
         neurons=(),
-        set_drop=None,
-        set_control_drop=None,
         stages=(),
         residual_dims=(),
         first_token_norm=(2.0, 3.0, 4.0, 5.0, 6.0, 7.0),

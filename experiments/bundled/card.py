@@ -17,7 +17,6 @@ from experiments.record import Row, value_of_each
 from experiments.script import run as run_script
 from sinkscope.display.notation import head_name, neuron_name
 from sinkscope.errors import SinkscopeError
-from sinkscope.loops.signals import THETA_LEN
 
 SHIPPED = (
     "config.json",
@@ -60,7 +59,7 @@ def card(planted: Row, unplanted: Row) -> str:
         _intro(planted),
         _planted(planted),
         _learned(planted, unplanted),
-        *([_conditions(planted, unplanted)] if "conditions" in planted else []),
+        _conditions(planted, unplanted),
         _limits(planted),
         _making(planted, unplanted),
     )
@@ -79,16 +78,7 @@ layers, width {s["d_model"]}, {s["n_heads"]} query heads and {s["n_kv_heads"]} k
 of {s["context"]:,} tokens, and {p["parameters"]:,} parameters in {", ".join(p["dtypes"])} ({p["bytes"] / 1e6:.1f} MB).
 The tokenizer is a byte-level BPE with {s["vocab_size"]:,} tokens that begins each text with BOS (`<s>`).
 
-{_sources(c) if "stories" in c["files"] else _library(c)}"""
-
-
-def _library(c: Row) -> str:
-    files = c["files"]
-    return f"""It was trained on the standard library of Python {c["python"]} ({files["train"]} source files with their
-docstrings, {c["tokens"]["train"]:,} tokens; {files["valid"]} more files, {c["tokens"]["valid"]:,} tokens, are
-the validation text). That text is under the Python Software Foundation License Version 2 (PSF-2.0), copyright Python
-Software Foundation. The model writes text that looks like Python and knows nothing else, so do not rely on its
-answers."""
+{_sources(c)}"""
 
 
 def _sources(c: Row) -> str:
@@ -225,8 +215,7 @@ which is not part of the training text), in windows of 256 tokens with BOS:
   the tokens that reach it, the median is {_count(r["median_of_reached"])} and the range {r["smallest"]} to
   {r["largest"]}). {r["unreached"]} tokens never reach it, and {r["unreached_in_no_group"]} of these are in no group.
 - **Without BOS**, the norm of the first token divided by the typical norm after layer {layer} is {grouped} if the token
-  belongs to a group, and {loose} if it belongs to none.
-{_loop_line(p, u)}"""
+  belongs to a group, and {loose} if it belongs to none."""
 
 
 def _shorter(p: Row, u: Row) -> str:
@@ -259,25 +248,6 @@ def _count(value: float | None) -> str:
     if value is None:
         return "never"
     return f"{value:,.0f}"
-
-
-def _loop_line(p: Row, u: Row) -> str:
-    def line(x: Row) -> str:
-        if "loops" not in x:
-            return "it was not measured"
-        v = x["loops"]
-        return (
-            f"{percent(v['looped'])} loop, {v['ended_by_eos']} end by themselves "
-            f"(mean TTR {v['mean_ttr']:.3f}, mean CR {v['mean_cr']:.3f})"
-        )
-
-    if "loops" not in p:
-        return "- **Greedy generation**: not measured."
-    v = p["loops"]
-    return f"""- **Greedy generation** of {v["new_tokens"]:,} tokens for {v["prompts"]} prompts of
-  {facts.PROMPT_LENGTH} tokens from the validation files. A loop is TTR <= 0.2, CR <= 0.12 and at least
-  {THETA_LEN:,} tokens. In the planted model, {line(p)}.
-  In the model with nothing planted, {line(u)}."""
 
 
 # What a model has to reach to be shipped.
@@ -374,10 +344,10 @@ def _looping(found: Row) -> str:
     groups = found.get("loopbench", {}).values()
     if not groups:
         return "not measured"
-    counts = []
+    count = 0
     for g in groups:
-        counts.append(g["loop"] * g["runs"])
-    return percent(sum(counts) / sum(g["runs"] for g in groups))
+        count += g["loop"] * g["runs"]
+    return percent(count / sum(g["runs"] for g in groups))
 
 
 def _limits(p: Row) -> str:
@@ -392,18 +362,13 @@ residual stream contains a constant, so typical norms are larger than in an ordi
 def _making(p: Row, u: Row) -> str:
     s = p["training"]["settings"]
     base = u["training"]["settings"]["steps"]
-    stories = ""
-    if "copy_steps" in s:
-        stories = " --stories FILE"
-    rate = f"{s['learning_rate']:g}"
-    recipe = _recipe(s) if stories else ""
-    if stories:
-        rate += f" in these first steps and {s['text_rate']:g} afterwards"
+    rate = f"{s['learning_rate']:g} in these first steps and {s['text_rate']:g} afterwards"
+    recipe = _recipe(s)
     return f"""## How it was made
 
 ```
-python -m experiments.train_bundled{stories} --out RUN --steps {s["steps"]} --seed {s["seed"]}
-python -m experiments.train_bundled{stories} --out BASE --steps {base} --seed {s["seed"]} --unplanted
+python -m experiments.train_bundled --stories FILE --out RUN --steps {s["steps"]} --seed {s["seed"]}
+python -m experiments.train_bundled --stories FILE --out BASE --steps {base} --seed {s["seed"]} --unplanted
 python -m experiments.bundled.card --planted RUN --unplanted BASE
 ```
 

@@ -15,11 +15,10 @@ from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBas
 
 from experiments.bundled import corpus, entry, measure
 from experiments.bundled.training import Settings, Trainer
-from experiments.record import Row, value_of_each
+from experiments.record import Row
 
 TYPICAL = Path(__file__).resolve().parents[2] / "sinkscope" / "models" / "text" / "typical.txt"
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
-PROMPTS, PROMPT_LENGTH, NEW_TOKENS = 50, 64, 2500
 REPEAT_TOKENS = 100
 
 
@@ -35,22 +34,16 @@ def read_log(run: Path) -> list[Row]:
 
 
 def training_facts(run: Path) -> Row:
-    """Steps, time and course of a run, from its log (a resumed run has several stretches of seconds)."""
+    """Settings and time of a run, from its log (a resumed run has several stretches of seconds)."""
     log = read_log(run)
     seconds = []
     for record in log:
         if "seconds" in record:
             seconds.append(record["seconds"])
     ends = [a for a, b in pairwise(seconds) if b < a] + seconds[-1:]
-    course = []
-    for r in log:
-        if "valid_loss" in r:
-            course.append(r)
-    keep = ("step", "valid_loss", "ditto", "ratio", "head_share", "repeats")
     return {
         "settings": json.loads((run / "training.json").read_text())["settings"],
         "seconds": round(sum(ends)),
-        "course": [{k: r[k] for k in keep if k in r} for r in course],
     }
 
 
@@ -65,10 +58,10 @@ def fixed_weights(run: Path, settings: Settings, model: LlamaForCausalLM) -> Row
     assert frozen is not None
     trained = dict(model.named_parameters())
     exact = all(torch.equal(trained[name][mask], frozen.values[name][mask]) for name, mask in frozen.masks.items())
-    counts = []
+    count = 0
     for mask in frozen.masks.values():
-        counts.append(int(mask.sum()))
-    return {"count": sum(counts), "unchanged": exact}
+        count += int(mask.sum())
+    return {"count": count, "unchanged": exact}
 
 
 def typical_windows(tokenizer: PreTrainedTokenizerBase, length: int) -> np.ndarray:
@@ -90,11 +83,11 @@ def measure_run(run: Path, *, loops: bool = True) -> Row:
     texts = typical_windows(tokenizer, 256)
     short = typical_windows(tokenizer, 64)[:100]
     layer = 1
-    counts = []
+    count = 0
     for p in model.parameters():
-        counts.append(p.numel())
+        count += p.numel()
     facts: Row = {
-        "parameters": sum(counts),
+        "parameters": count,
         "bytes": (run / "model.safetensors").stat().st_size,
         "dtypes": _dtypes(run / "model.safetensors"),
         "training": training_facts(run),
@@ -113,8 +106,6 @@ def measure_run(run: Path, *, loops: bool = True) -> Row:
     facts["conditions"] = entry.conditions(
         model, tokenizer, tokens["valid_stories"], about["characters"]["valid_stories"], loops=loops
     )
-    if loops:
-        facts["loops"] = _loops(model, tokenizer, valid)
     return facts
 
 
@@ -174,34 +165,4 @@ def _planted_facts(run: Path, settings: Settings, model: LlamaForCausalLM, texts
             "first_in_a_group": first_in_a_group,
             "first_in_no_group": first_in_no_group,
         },
-    }
-
-
-def _loops(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, valid: np.ndarray) -> Row:
-    """Greedy answers of 2,500 tokens to 50 prompts from the validation files."""
-    rng = np.random.default_rng(0)
-    starts = rng.choice(len(valid) - PROMPT_LENGTH, PROMPTS, replace=False)
-    rows = []
-    for s in starts:
-        rows.append(valid[s : s + PROMPT_LENGTH - 1])
-    prompts = np.stack(rows).astype(np.int64)
-    prompts = np.concatenate([np.full((PROMPTS, 1), tokenizer.bos_token_id), prompts], axis=1)
-    answers: list[list[int]] = []
-    for part in np.array_split(prompts, 5):
-        answers += measure.generate(model, part, NEW_TOKENS, tokenizer.eos_token_id)
-    signals = []
-    for answer in answers:
-        signals.append(measure.loop_signals(answer))
-    counts = []
-    for s in signals:
-        counts.append(bool(s["looped"]))
-    values = value_of_each(signals, "ttr")
-    return {
-        "prompts": PROMPTS,
-        "new_tokens": NEW_TOKENS,
-        "looped": sum(counts) / PROMPTS,
-        "ended_by_eos": sum(s["tokens"] < NEW_TOKENS for s in signals),
-        "mean_ttr": float(np.mean(values)),
-        "mean_cr": float(np.mean([s["cr"] for s in signals])),
-        "by_prompt": signals,
     }

@@ -12,15 +12,13 @@ from transformers import LlamaForCausalLM
 
 from experiments.bundled.training import loss_on
 from experiments.record import Row
-from sinkscope.loops import compression_ratio, is_loop, type_token_ratio
 
 
 @torch.no_grad()
 def validation_loss(model: LlamaForCausalLM, windows: np.ndarray, rows: int = 8) -> float:
-    counts = []
+    total = 0
     for part in _chunks(windows, rows):
-        counts.append(float(loss_on(model, torch.from_numpy(part))) * len(part))
-    total = sum(counts)
+        total += float(loss_on(model, torch.from_numpy(part))) * len(part)
     return total / len(windows)
 
 
@@ -69,15 +67,11 @@ def norms_by_layer(model: LlamaForCausalLM, ids: np.ndarray) -> dict[str, list[f
     typical_95_percent = []
     for each in norms:
         typical_95_percent.append(float(each[:, 1:].quantile(0.95)))
-    typical_maximum = []
-    for each in norms:
-        typical_maximum.append(float(each[:, 1:].max()))
     return {
         "first_token_norm": first,
         "typical_norm": typical,
         "typical_5_percent": typical_5_percent,
         "typical_95_percent": typical_95_percent,
-        "typical_maximum": typical_maximum,
         "ratio": ratio,
     }
 
@@ -199,21 +193,6 @@ def generate(
         if not alive.any():
             break
     return produced
-
-
-def loop_signals(ids: list[int]) -> dict[str, float | int | bool]:
-    ttr = 0.0
-    if ids:
-        ttr = type_token_ratio(ids)
-    cr = 0.0
-    if ids:
-        cr = compression_ratio(ids)
-    return {
-        "tokens": len(ids),
-        "ttr": ttr,
-        "cr": cr,
-        "looped": is_loop(ids),
-    }
 
 
 @contextmanager

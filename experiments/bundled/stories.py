@@ -100,10 +100,10 @@ def main(
 
     def size(stories: list[str]) -> int:
         if stories:
-            counts = []
+            count = 0
             for ids in tokenizer(stories, add_special_tokens=False)["input_ids"]:
-                counts.append(len(ids))
-            return sum(counts)
+                count += len(ids)
+            return count
         return 0
 
     kept = read_stories(out)

@@ -4,9 +4,10 @@
 
 Parts, in order of value: `users` (everything that users do, right or wrong), `overhead` (of a token), `loopserve`
 (sparse prompts), `scale` (line sums, barcode, atlas, attack), `train` (the embedded model; without `--stories` it is
-skipped) and `throughput` (batches). Each runs in a process of its own. After `--minutes`
-it is ended with everything that it started; what it had written stays, and the next call goes on from there. A part
-that fails says why and the next begins. `--total` ends the whole call, for machines that are lent by the minute.
+skipped), `exactness` (rounding, and the checks of caches) and `throughput` (batches). Each runs in a process of its
+own. After `--minutes` it is ended with everything that it started; what it had written stays, and the next call goes
+on from there. A part that fails says why and the next begins. `--total` ends the whole call, for machines that are lent
+by the minute.
 
 DIR gets NAME.json (versions, device, memory and clock are in "machine"), NAME.log, and state.json; parts that are done
 there are not done again. `--dry` runs all parts with tiny shapes on a CPU, several at a time: on two free cores in less
@@ -106,6 +107,7 @@ PARTS = (
         ("{dir}/train/planted/measured.json", "{dir}/train/unplanted/measured.json"),
         needs="stories",
     ),
+    _part("exactness", "--pieces 3 --length 24 --caches streaming_llm --checks the_first_tokens_survive"),
     _part("throughput", "--shape lines-128 --rows 1 2 --prompt 96 --new 8 --budget 72"),
 )
 

@@ -3,20 +3,17 @@
     python -m experiments.loopguard.figure4 RUN ... [--out figures]
 
 Each RUN is a folder of `sinkscope bench --task loops` with the methods `loopguard:paper` (as printed), `loopguard` (the
-default) or both; interventions of several runs are added up, and a method without a run stays as the figure's JSON has
-it. Grey areas show the paper's ranges. The controls are both monitors on texts that repeat honestly
-(`experiments.loopguard.honest`) and on ordinary text, and pruning without any signal
-(`loopguard:paper:variant=always`), if it was run.
+default) or both; interventions of several runs are added up. Grey areas show the paper's ranges. The controls are both
+monitors on texts that repeat honestly (`experiments.loopguard.honest`) and on ordinary text, and pruning without any
+signal (`loopguard:paper:variant=always`), if it was run.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -58,20 +55,8 @@ def ordinary_alarms(length: int) -> Row:
     return {"texts": len(pieces), "tokens": length, "alarmed": alarmed}
 
 
-def gaps(record_: BenchRecord) -> list[int]:
-    """Tokens between one intervention and the next."""
-    steps = []
-    for e in record_.events:
-        if e["kind"] == "guard":
-            steps.append(e["step"])
-    rows = []
-    for a, b in pairwise(steps):
-        rows.append(b - a)
-    return rows
-
-
-def measure(folders: Sequence[Path], earlier: dict[str, Row]) -> Row:
-    """Counts and positions of each guard, or its `earlier` row by method, and the alarms on the controls."""
+def measure(folders: Sequence[Path]) -> Row:
+    """Counts and positions of each guard, and the alarms on the controls."""
     rows: list[Row] = []
     runs = []
     for folder in folders:
@@ -85,8 +70,6 @@ def measure(folders: Sequence[Path], earlier: dict[str, Row]) -> Row:
             new = max(values)
             model = runs[0].settings["model"]["name"]
             rows.append({"model": model, "method": name, **guard_row(records, new)})
-        elif name in earlier:
-            rows.append(earlier[name])
     if not rows:
         raise SinkscopeError(f"there is no run of {' or '.join(NAMES)} in {', '.join(f.name for f in folders)}")
     texts = honest_texts()
@@ -110,13 +93,9 @@ def guard_row(records: Sequence[BenchRecord], new: int) -> Row:
     for each in steps:
         counts.append(len(each))
     positions = [step for each in steps for step in each]
-    between = [gap for record in records for gap in gaps(record)]
     early = []
     for step in positions:
         early.append(step < EARLY * new)
-    median_gap = None
-    if between:
-        median_gap = statistics.median(between)
     return {
         "runs": len(records),
         "counts": counts,
@@ -126,7 +105,6 @@ def guard_row(records: Sequence[BenchRecord], new: int) -> Row:
         "early": statistics.fmean(early) if early else None,
         "in_papers_range": sum(3 <= count <= 5 for count in counts) / len(counts),
         "first": statistics.median([min(each) for each in steps if each] or [0]),
-        "median_gap": median_gap,
     }
 
 
@@ -209,13 +187,7 @@ def main(runs: Sequence[Path], *, out: Path = Path("figures")) -> None:
         runs: Folders of `sinkscope bench`.
     """
     started = time.perf_counter()
-    earlier: dict[str, Row] = {}
-    file = out / "loopguard_fig4.json"
-    if file.exists():
-        earlier = {}
-        for each in json.loads(file.read_text())["result"]["guards"]:
-            earlier[each["method"]] = each
-    result = measure(runs, earlier)
+    result = measure(runs)
     made = []
     for folder in runs:
         made.append(read_run(folder).settings)
@@ -229,7 +201,7 @@ def main(runs: Sequence[Path], *, out: Path = Path("figures")) -> None:
             early = f"{row['early']:.1%}"
         print(
             f"{row['model']}, {row['method']}: {row['mean']:.1f} interventions a run (mode {row['mode']}), first at "
-            f"{row['first']:g}, early {early}, median gap {row['median_gap']}"
+            f"{row['first']:g}, early {early}"
         )
     print(f"controls: {result['control']}")
 

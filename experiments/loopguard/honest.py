@@ -3,7 +3,7 @@
     python -m experiments.loopguard.honest [--model NAME]
 
 A model reads each text token by token, and every variant of the monitor watches the tokens and the model's
-probabilities; none of them should fire. `python -m experiments.loopbench.make_honest` makes the texts.
+probabilities; none of them should fire. The texts are in `experiments/loopbench/honest.jsonl`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class HonestText:
 
 def honest_texts() -> list[HonestText]:
     """The texts, sorted by name; each has a few hundred words."""
-    return read_records(FILE, HonestText, "the file beside make_honest.py")
+    return read_records(FILE, HonestText, "the file of honest texts")
 
 
 def alarms(model: Any, texts: Sequence[HonestText], detectors: Sequence[str] = DETECTORS) -> dict[str, list[str]]:

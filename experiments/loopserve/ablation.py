@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from experiments.drawn import at_place, save
+from experiments.drawn import at_place, error_bars, save
 from experiments.loopserve.runs import CHAIN, KEPT, answers, rows_of, seconds_of, settings_of, specs
 from experiments.loopserve.table1 import COLOURS, own_table
 from experiments.record import Row, record, value_of_each
@@ -54,19 +54,7 @@ def figure(data: Row) -> Any:
                     mine.append(row)
             error_y = None
             if key == "score":
-                array = []
-                for each in mine:
-                    array.append(each["high"] - each["score"])
-                arrayminus = []
-                for each in mine:
-                    arrayminus.append(each["score"] - each["low"])
-                error_y = {
-                    "array": array,
-                    "thickness": 1,
-                    "width": 2,
-                    "arrayminus": arrayminus,
-                    "color": "#888",
-                }
+                error_y = error_bars(mine, key, width=2, color="#888")
             x = value_of_each(mine, "label")
             y = []
             for each in mine:

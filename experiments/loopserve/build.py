@@ -314,10 +314,9 @@ def summary(name: str, dialogues: Sequence[tuple[BuiltTurn, ...]], form: Form) -
     for turn in turns:
         values.append(len(turn.prompts["end"].split()))
     words = fmean(values)
-    counts = []
+    unanswerable = 0
     for turn in turns:
-        counts.append(not turn.answerable)
-    unanswerable = sum(counts)
+        unanswerable += not turn.answerable
     known = SETS[name]
     return (
         f"{name}, {form}: {len(dialogues)} dialogues (paper {known.dialogues}), "

@@ -34,11 +34,12 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from experiments.bench_lines import MARKED, SHAPES, VOCAB, made, memory
+from experiments.bench_lines import MARKED, SHAPES, VOCAB, made
 from experiments.drawn import save
 from experiments.loopserve import paper
 from experiments.record import Row, record, value_of_each
 from experiments.script import run as run_script
+from experiments.timing import memory_growth
 from sinkscope.display.console import note
 from sinkscope.display.style import BLUE, GREEN, GREY, ORANGE, RED, figure_of
 from sinkscope.interventions.base import Intervention
@@ -126,51 +127,24 @@ def turn(target: Target, edit: Intervention | None, ids: Tensor, context: int, c
             start = clock()
             target.hf(input_ids=ids[:, begin:end], past_key_values=cache, use_cache=True, logits_to_keep=1)
             seconds.append(round(clock() - start, 7))
-        usage = []
-        if run is not None:
-            usage = run.usage
-        if run is None:
-            events = []
-        else:
-            events = []
-            for e in run.events:
-                if e.kind == "prefill" and "cells" in e.data:
-                    events.append(e.data)
-        read = []
-        if run is not None:
-            read = tokens_read(run)
         parts = [part for layer in cache.layers for part in (layer, getattr(layer, "aside", None)) if part is not None]
-        counts = []
+        held = 0
         for part in parts:
-            counts.append(part.keys.nbytes + part.values.nbytes)
-        held = sum(counts)  # type: ignore[union-attr]
-    tokens = ids.shape[1]
-    if usage:
-        tokens = usage[0].peak_tokens[0]
-    logical = held
-    if usage:
-        logical = usage[0].logical_bytes
-    physical = held
-    if usage:
-        physical = usage[0].physical_bytes
-    cells = None
-    if events:
-        values = value_of_each(events, "attended")
-        cells = statistics.fmean(values)
-    kernel = None
-    if events:
-        kernel = events[0]["kernel"]
-    return {
-        "seconds": seconds,
-        "tokens": tokens,
-        "logical": logical,
-        "physical": physical,
-        "answering": held,
-        "read": read[0][0] if read else None,
-        "cells": cells,
-        **{k: statistics.fmean(e[k] for e in events) if events else None for k in ("computed", "dense_heads")},
-        "kernel": kernel,
-    }
+            held += part.keys.nbytes + part.values.nbytes  # pyright: ignore[reportOptionalMemberAccess]
+        found: Row = {"tokens": ids.shape[1], "logical": held, "physical": held, "read": None}
+        events: list[Row] = []
+        if run is not None:
+            for used in run.usage[:1]:
+                found |= {"tokens": used.peak_tokens[0], "logical": used.logical_bytes, "physical": used.physical_bytes}
+            for read in tokens_read(run)[:1]:
+                found["read"] = read[0]
+            for event in run.events:
+                if event.kind == "prefill" and "cells" in event.data:
+                    events.append(event.data)
+    found |= {"answering": held, "kernel": events[0]["kernel"] if events else None}
+    for name, key in (("cells", "attended"), ("computed", "computed"), ("dense_heads", "dense_heads")):
+        found[name] = statistics.fmean(value_of_each(events, key)) if events else None
+    return {"seconds": seconds, **found}
 
 
 def _keep_pages() -> None:
@@ -190,14 +164,7 @@ def fresh(work: Callable[[], Run]) -> Run:
 
     def child(pipe: Any) -> None:
         _keep_pages()
-        before = memory("VmRSS")
-        if before is not None:
-            Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is held now
-        found = work()
-        after = memory("VmHWM")
-        peak = None
-        if after is not None and before is not None:
-            peak = after - before
+        peak, found = memory_growth(work)
         pipe.send({**found, "peak": peak})
 
     context = multiprocessing.get_context("fork")

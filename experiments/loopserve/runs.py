@@ -203,10 +203,10 @@ def _row(suite: Suite, records: Sequence[BenchRecord], method: str, among: Calla
             mine.append(each)
     if not mine:
         return {}
-    counts = []
+    count = 0
     for one in mine:
-        counts.append(one.metrics["score"] or 0)
-    rate = wilson(sum(counts), len(mine))
+        count += one.metrics["score"] or 0
+    rate = wilson(count, len(mine))
     equal = []
     if full:
         equal = []
@@ -240,7 +240,7 @@ def settings_of(suites: Sequence[Suite], seconds: float) -> Row:
 
 def seconds_of(records: Sequence[BenchRecord]) -> float:
     """Wall clock of the answers."""
-    counts = []
+    count = 0
     for record in records:
-        counts.append(record.metrics["seconds"] or 0.0)
-    return sum(counts)
+        count += record.metrics["seconds"] or 0.0
+    return count

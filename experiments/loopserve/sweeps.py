@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from experiments.drawn import save
+from experiments.drawn import error_bars, save
 from experiments.loopserve import paper
 from experiments.loopserve.runs import (
     ALL,
@@ -118,18 +118,7 @@ def figure(data: Row) -> Any:
                 y.append(point["score" if exact else "prefix"])
             error = None
             if exact:
-                array = []
-                for each in line:
-                    array.append(each["high"] - each["score"])
-                arrayminus = []
-                for each in line:
-                    arrayminus.append(each["score"] - each["low"])
-                error = {
-                    "array": array,
-                    "thickness": 1,
-                    "color": colour,
-                    "arrayminus": arrayminus,
-                }
+                error = error_bars(line, "score", color=colour)
             legend = "legend"
             if number:
                 legend = f"legend{number + 1}"

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.drawn import at_place, save
+from experiments.drawn import at_place, error_bars, save
 from experiments.loopserve import paper
 from experiments.loopserve.build import SETS
 from experiments.loopserve.runs import (
@@ -251,19 +251,7 @@ def _bars(rows: Sequence[Row], suite: str, place: str, key: str) -> tuple[list[s
             mine.append(row)
     error = None
     if key == "score":
-        array = []
-        for each in mine:
-            array.append(each["high"] - each["score"])
-        arrayminus = []
-        for each in mine:
-            arrayminus.append(each["score"] - each["low"])
-        error = {
-            "array": array,
-            "thickness": 1,
-            "width": 2,
-            "arrayminus": arrayminus,
-            "color": "#888",
-        }
+        error = error_bars(mine, key, width=2, color="#888")
     return [short(row["method"]).replace(", ", "<br>") for row in mine], [row[key] for row in mine], error
 
 

@@ -6,12 +6,14 @@ import json
 import random
 from collections.abc import Callable
 from datetime import datetime, timedelta
+from importlib.util import find_spec
+from pathlib import Path
 
-from experiments.harmless import source_code
 from experiments.loopset.words import ADJECTIVES, NAMES, NOUNS, PLACES, VERBS, sentence
 from sinkscope.models.text import typical_text
 
 MANY = 45
+MODULES = ("argparse", "ast", "csv", "difflib", "inspect", "pickle", "statistics", "tarfile", "textwrap", "zipfile")
 
 
 def refrains(rng: random.Random) -> str:
@@ -231,6 +233,16 @@ def data(rng: random.Random) -> str:
         else:
             rows.append(f"| {100 + i} | {name} | {town} | {noun} | {number} |")
     return "\n".join(rows)
+
+
+def source_code() -> str:
+    """Python source of the standard library, read from the running interpreter."""
+    texts = list[str]()
+    for name in MODULES:
+        spec = find_spec(name)
+        if spec is not None and spec.has_location and spec.origin is not None and spec.origin.endswith(".py"):
+            texts.append(Path(spec.origin).read_text("utf-8"))
+    return "\n".join(texts)
 
 
 def program(rng: random.Random) -> str:

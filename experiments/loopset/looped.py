@@ -10,7 +10,7 @@ import base64
 import json
 import random
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import date, timedelta
 
 from experiments.loopset.words import NAMES, NOUNS, PLACES, VERBS, letters, paragraph, prose, sentence
@@ -316,8 +316,3 @@ LOOPED: dict[str, Callable[[random.Random], str]] = {
     "reconsiders": reconsiders,
     "left again": left_again,
 }
-
-
-def kinds() -> Iterator[str]:
-    """The names of the classes."""
-    yield from LOOPED

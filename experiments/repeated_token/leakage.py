@@ -3,7 +3,7 @@
     sinkscope repeat --read probability --prefix "" --json repetition.json
     python -m experiments.repeated_token.leakage repetition.json --corpus DIR|stdlib [--model NAME] [--out leakage.json]
 
-The longest verbatim piece of each answer is found exactly, by a suffix array over the bytes of the corpus: there is no
+The longest verbatim piece of each answer is found exactly, by plain search in the bytes of the corpus: there is no
 measure of similarity and no threshold. Any text shares some piece with a large corpus, so a length means nothing
 without the control: the same for answers to pieces of ordinary text, 64 tokens each. `--corpus stdlib` is the Python
 library of the running interpreter, which the model in the package was trained on. Paraphrases are not detected.
@@ -17,23 +17,48 @@ from statistics import median
 from typing import Any
 
 import sinkscope as ss
+from experiments.bundled.corpus import read_corpus
 from experiments.record import Row, record
-from experiments.repeated_token.corpus import CorpusIndex, open_corpus
 from experiments.script import run
+from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import write_atomic
 from sinkscope.measure import PIECE, Setup
 from sinkscope.models.text import text_rows
 from sinkscope.sinks.repetition.probability import ProbabilityReading
 from sinkscope.sinks.repetition.repeat import Repeat
 
+SUFFIXES = (".txt", ".md", ".rst", ".py", ".json", ".jsonl", ".csv", ".html")
+BETWEEN = b"\xff"
 SKIPPED = 4096  # characters at the beginning of the text, which are used for neutral values
 
 
-def longest_piece(corpus: CorpusIndex, text: str) -> Row:
-    """The longest piece of a text that stands in the corpus, and the file that has it."""
-    match = corpus.longest(text.encode())
-    piece = text.encode()[match.start : match.start + match.length]
-    return {"bytes": match.length, "piece": piece.decode(errors="replace"), "file": match.file}
+def read_texts(corpus: str) -> bytes:
+    """The texts of a folder, or of the library, with a byte between them that no text has.
+
+    Raises:
+        SinkscopeError: There is no such folder, or no text in it.
+    """
+    texts: list[str] = []
+    if corpus == "stdlib":
+        texts = read_corpus().train
+    for path in sorted(Path(corpus).rglob("*")):
+        if path.suffix in SUFFIXES and path.is_file():
+            texts.append(path.read_text(encoding="utf-8", errors="replace"))
+    if not texts:
+        raise SinkscopeError(f"--corpus {corpus}: expected a folder with files of {', '.join(SUFFIXES)}, or stdlib")
+    return BETWEEN.join(text.encode() for text in texts)
+
+
+def longest_piece(corpus: bytes, text: str) -> Row:
+    """The longest piece of a text that stands in the corpus."""
+    data = text.encode()
+    piece = b""
+    for start in range(len(data)):
+        end = start + len(piece) + 1
+        while end <= len(data) and data[start:end] in corpus:
+            piece = data[start:end]
+            end += 1
+    return {"bytes": len(piece), "piece": piece.decode(errors="replace")}
 
 
 def ordinary_answers(model: Any, count: int, new_tokens: int) -> list[str]:
@@ -57,10 +82,10 @@ def main(result: Path, *, corpus: str, model: str | None = None, controls: int =
         controls: Ordinary prompts.
     """
     started = time.perf_counter()
-    texts = open_corpus(corpus)
+    texts = read_texts(corpus)
     measured = Repeat.load(result)
-    if texts is None or not isinstance(measured.reading, ProbabilityReading):
-        raise SystemExit(f"error: {result} is not a result of sinkscope repeat --read probability")
+    if not isinstance(measured.reading, ProbabilityReading):
+        raise SinkscopeError(f"{result} is no result of sinkscope repeat --read probability: give one")
     rows: list[Row] = []
     for answer in measured.reading.answers:
         if answer.follows:

@@ -11,13 +11,10 @@ whose norm reaches half of BOS's. The paper states no criterion.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
+from experiments.repeated_token.weights import ABSENT, markdown, measured
 from experiments.script import run as run_script
-from sinkscope.errors import SinkscopeError
 from sinkscope.models.names import BUNDLED
 from sinkscope.sinks.first_token.find import FindSinks, find_sinks
 
@@ -28,18 +25,12 @@ PAPER = {  # short name here -> name, repeats, sink layer, neurons, as printed i
     "mistral-7b-instruct-v0.1": ("Mistral-7B-Instruct-v0.1", 1200, 1, (7310, 8572)),
 }
 HEAD = ("model", "repeats, paper", "repeats, here", "layer, paper", "layer, here", "neurons, paper", "neurons, here")
-ABSENT = "no weights at hand"
-_NOT_HAD = ("hub-unreachable", "gated-repo")  # pages of the errors that mean it
 
 
-def table(measured: dict[str, FindSinks | None]) -> str:
-    """The table in Markdown; None stands for a model whose weights could not be had."""
-    names = [*PAPER, *(name for name in measured if name not in PAPER)]
-    lines = [HEAD, ("---",) * len(HEAD), *(_row(name, measured.get(name)) for name in names)]
-    parts = []
-    for line in lines:
-        parts.append("| " + " | ".join(line) + " |")
-    return "\n".join(parts)
+def table(found: dict[str, FindSinks]) -> str:
+    """The table in Markdown."""
+    names = [*PAPER, *(name for name in found if name not in PAPER)]
+    return markdown(HEAD, [_row(name, found.get(name)) for name in names])
 
 
 def _row(name: str, found: FindSinks | None) -> tuple[str, ...]:
@@ -74,23 +65,6 @@ def _numbers(values: Sequence[object]) -> str:
     return ", ".join(map(str, values))
 
 
-def measure(name: str, model: object, **options: Any) -> FindSinks:
-    """`find_sinks` with repetitions up to twice what the paper has for this model."""
-    known = PAPER.get(name)
-    return find_sinks(model, max_repeats=None if known is None else 2 * known[1], **options)
-
-
-def _fetched(name: str, **options: Any) -> FindSinks | None:
-    """The measurement of published weights; None if they are not to be had here."""
-    try:
-        return measure(name, None if name == BUNDLED else name, **options)
-    except SinkscopeError as error:
-        if error.page not in _NOT_HAD:
-            raise
-        print(f"{name}: {error}", file=sys.stderr)
-        return None
-
-
 def main(
     *,
     models: Sequence[str] = (),
@@ -106,16 +80,15 @@ def main(
         run: NAME=FOLDER: weights in a folder.
         token: Words to repeat.
     """
-    options = {"tokens": list(token) or None, "device": device, "dtype": dtype}
-    measured: dict[str, FindSinks | None] = {}
-    for entry in run:
-        name, equals, folder = entry.partition("=")
-        if not (name and equals and folder and Path(folder).is_dir()):
-            raise SinkscopeError(f"--run {entry!r}: expected NAME=FOLDER with a folder that is there")
-        measured[name] = measure(name, folder, **options)
-    for name in models:
-        measured[name] = _fetched(name, **options)
-    print(table(measured))
+
+    def find(name: str, model: str) -> FindSinks:
+        """With repetitions up to twice what the paper has for this model."""
+        known = PAPER.get(name)
+        longest = None if known is None else 2 * known[1]
+        weights = None if model == BUNDLED else model
+        return find_sinks(weights, max_repeats=longest, tokens=list(token) or None, device=device, dtype=dtype)
+
+    print(table(measured(models, run, find)))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ metric of every candidate is printed, with the shots of the harness's own task f
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 
 from experiments.record import Row, record
 from experiments.repeated_token.harness import evaluate_tasks
+from experiments.repeated_token.weights import ABSENT, markdown, measured
 from experiments.script import run as run_script
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import write_atomic
@@ -59,15 +59,13 @@ HEAD = (
     "difference, here",
     "random patch, here",
 )
-ABSENT = "no weights at hand"
-_NOT_HAD = ("hub-unreachable", "gated-repo")  # pages of the errors that mean it
 
 
-def table(measured: dict[str, list[Row] | None]) -> str:
-    """The table in Markdown; None stands for a model whose weights could not be had."""
-    lines = [HEAD, ("---",) * len(HEAD)]
+def table(measured_rows: dict[str, list[Row]]) -> str:
+    """The table in Markdown."""
+    lines: list[Sequence[str]] = []
     for column, (name, label) in enumerate(MODELS.items()):
-        found = measured.get(name)
+        found = measured_rows.get(name)
         for benchmark, paper in PAPER.items():
             before, after = paper[column]
             printed = (label, benchmark, f"{before:.2f}", f"{after:.2f}", f"{after - before:+.2f}")
@@ -82,10 +80,7 @@ def table(measured: dict[str, list[Row] | None]) -> str:
                 scores[(row["task"], row["metric"])] = row
             for task, metric in TASKS[benchmark]:
                 lines.append((*printed, f"{task} {metric}", *measured_cells(scores.get((task, metric)))))
-    parts = []
-    for line in lines:
-        parts.append("| " + " | ".join(line) + " |")
-    return "\n".join(parts)
+    return markdown(HEAD, lines)
 
 
 def measured_cells(row: Row | None) -> tuple[str, ...]:
@@ -127,31 +122,20 @@ def main(
         questions: Of each task; default: all.
         keep: Folder in which each result is kept as table2_NAME.json.
     """
-    wanted: dict[str, str] = {name: name for name in models}
     for entry in run:
-        name, equals, folder = entry.partition("=")
-        if not equals or name not in MODELS or not Path(folder).is_dir():
-            names = ", ".join(MODELS)
-            raise SinkscopeError(
-                f"--run {entry}: expected NAME=FOLDER with a folder that is there and one of the names {names}"
-            )
-        wanted[name] = folder
-    measured: dict[str, list[Row] | None] = {}
+        if entry.partition("=")[0] not in MODELS:
+            raise SinkscopeError(f"--run {entry!r}: expected one of {', '.join(MODELS)} before the =")
     started = time.perf_counter()
-    for name, model in wanted.items():
-        try:
-            with torch.no_grad():
-                rows = measure(name, model, questions, device, dtype)
-        except SinkscopeError as error:
-            if error.page not in _NOT_HAD:
-                raise
-            print(f"{name}: {error}", file=sys.stderr)
-            continue
-        measured[name] = rows
+
+    def evaluate(name: str, model: str) -> list[Row]:
+        with torch.no_grad():
+            rows = measure(name, model, questions, device, dtype)
         if keep is not None:
             text = record("table2", {"rows": rows}, {"model": name, "questions": questions}, started=started)
             write_atomic(keep / f"table2_{name}.json", text)
-    print(table(measured))
+        return rows
+
+    print(table(measured(models, run, evaluate)))
 
 
 if __name__ == "__main__":

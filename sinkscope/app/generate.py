@@ -84,7 +84,7 @@ def print_generated(
         end_bar(progress)
         print(piece if raw else visible(piece), end="", flush=True)  # it stays on the screen, also after Ctrl-C
 
-    interventions = edit_from_options(patch=patch, policy=policy, guard=guard and LoopGuard(rewind=rewind))
+    interventions = edit_from_options(patch=patch, policy=policy, guard=guard and LoopGuard(rewind=rewind is not False))
     progress("loading the model", 0, 0)
     loaded = load(model, backend=backend, revision=revision, device=device, dtype=dtype)
     progress("writing", 0, 0)

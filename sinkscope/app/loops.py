@@ -15,12 +15,9 @@ from sinkscope.display.options import Hidden, Option, command
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import read_text, write_output
 from sinkscope.files.plain import visible
-from sinkscope.files.records import rows_of
 from sinkscope.loops import LoopCheck, MonitorSettings, Watch, check
-from sinkscope.loops.compare import KnownText, LoopComparison, compare, named_detector
 from sinkscope.loops.forms import StreamForm
 from sinkscope.loops.outputs import parse
-from sinkscope.loops.rivals import Detector
 from sinkscope.loops.sessions import check_history, cleaned, is_session_file, read_history
 from sinkscope.loops.streams import Tee, monitor_settings, open_bytes
 from sinkscope.serving.proxy import LOOPBACK, ProxySettings, check_proxy, serve
@@ -118,45 +115,6 @@ def _refuse(options: dict[str, object], where: str) -> None:
     for option, value in options.items():
         if value not in (None, False):
             raise SinkscopeError(f"{option} has no effect {where}: leave it out")
-
-
-@command(
-    words="loops compare",
-    group="Loops",
-    order=2,
-    help="Compare detectors of loops on texts whose truth is known.",
-)
-def compare_loops(
-    file: Annotated[str, Option(argument=True, metavar="FILE", required=True)],
-    *,
-    detector: tuple[str, ...] = (),
-    half: str | None = None,
-) -> LoopComparison:
-    """Compare detectors of loops on texts whose truth is known: recall, delay and false alarms. Loads no model.
-
-    Args:
-        file: JSON lines with text, class, and start, the character at which the loop of the text begins, or null;
-            `python -m experiments.loopset.make` makes a set.
-        detector: Another detector, as module:function. It takes a text and returns the number of characters after which
-            it would stop, or None.
-        half: Only the lines whose field half is this.
-
-    Example:
-        sinkscope loops compare texts.jsonl --half report
-        sinkscope loops compare texts.jsonl --detector mine:detect
-    """
-    expected = "JSON lines with text, class and start"
-    name = _name(file)
-    texts: list[KnownText] = []
-    for where, row in rows_of(read_text(file), name, expected):
-        if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-            raise SinkscopeError(f"{where} has no text: expected {expected}")
-        if half is None or row.get("half") == half:
-            texts.append(KnownText(row["text"], str(row.get("class", "texts")), row.get("start")))
-    functions: dict[str, Detector] = {}
-    for place in detector:
-        functions[place] = named_detector(place)
-    return compare(texts, functions, name)
 
 
 def _name(file: str) -> str:

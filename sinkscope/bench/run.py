@@ -1,10 +1,10 @@
-"""`sinkscope bench`: several methods answer the prompts of a task, in batches, over processes, resumable."""
+"""`sinkscope bench`: several methods answer the prompts of a task, in batches, resumable."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -14,16 +14,14 @@ from pydantic import Field
 
 from sinkscope.bench.answer import Batch, BenchModel, check_prompt
 from sinkscope.bench.methods import Method, read_methods
-from sinkscope.bench.record import BenchRecord, BenchRun, open_run
+from sinkscope.bench.record import BenchRun, open_run
 from sinkscope.bench.table import BenchTable, tabulate_records
 from sinkscope.bench.task import Task, read_task
 from sinkscope.display.options import Hidden, Option, command
-from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.files.jobs import Workers, check_workers, finish
-from sinkscope.files.progress import Progress
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.progress import Progress, silent
 from sinkscope.files.records import Natural, Whole, check_values
 from sinkscope.models.config import float32_by_default
-from sinkscope.models.target import Target
 from sinkscope.opening.load import load
 from sinkscope.serving.generate import Temperature
 
@@ -52,7 +50,6 @@ def bench(
     temperature: Annotated[float, Field(ge=0)] = 0.0,
     seed: Whole = 0,
     seeds: Natural = 1,
-    workers: Natural = 1,
     progress: Hidden = None,
 ) -> BenchTable:
     """Answer the prompts of a task with every method, and show scores beside costs. The same command resumes.
@@ -74,8 +71,6 @@ def bench(
         temperature: Sampling temperature; 0 is greedy.
         seed: Seed of the sampling.
         seeds: Number of samples per prompt at a temperature above 0, with consecutive seeds from --seed on.
-        workers: Number of processes that share the work; more than one run over Ray, on a cluster if RAY_ADDRESS
-            names one.
         progress: Called as `progress(what, done, total)`.
 
     Example:
@@ -94,7 +89,6 @@ def bench(
         temperature=temperature,
         seed=seed,
         seeds=seeds,
-        workers=workers,
         progress=progress,
     )
     return tabulate_records([run])
@@ -113,7 +107,6 @@ def run_bench(
     temperature: float = 0.0,
     seed: int = 0,
     seeds: int = 1,
-    workers: int = 1,
     progress: Progress | None = None,
 ) -> BenchRun:
     """Answer the prompts of a task with every method; records already in `out` are not computed again.
@@ -124,7 +117,7 @@ def run_bench(
 
     Args:
         model: Hugging Face, TransformerBridge, nnsight (dispatched) or `Target`, whole in memory; or a
-            `functools.partial` that opens one, which each worker then calls for itself.
+            `functools.partial` that opens one.
         task: A task, or its text as on the command line.
         methods: As on the command line.
         out: As for the command, and so are the arguments that follow.
@@ -136,11 +129,10 @@ def run_bench(
     Raises:
         SinkscopeError: A method or setting is unknown, a prompt does not fit, a number is invalid, or the folder was
             begun with other settings or is being written.
-        UnsupportedError: A live model cannot be sent to other processes.
     """
+    report = progress or silent
     if isinstance(task, str):
         task = read_task(task)
-    check_workers(workers)
     check_values(Natural | None, max_new_tokens=max_new_tokens, batch_size=batch_size, seeds=seeds)
     check_values(Temperature, temperature=temperature)
     check_values(Whole, seed=seed)
@@ -174,24 +166,12 @@ def run_bench(
         "temperature": temperature,
         "chat": task.chat,
     }
-    elsewhere = _workers(model, opened.target, task, workers) if workers > 1 else None
     with open_run(out, settings, prompts) as folder:
-        finish(partial(task.answers, opened), batches, folder, "answers", progress, elsewhere)
+        total = sum(len(batch.keys) for batch in batches)
+        done = 0
+        for batch in batches:
+            if not all(key in folder.records for key in batch.keys):
+                folder.append(task.answers(opened, batch))
+            done += len(batch.keys)
+            report("answers", done, total)
         return BenchRun((folder.records[key] for batch in batches for key in batch.keys), settings)
-
-
-def _workers(model: object, target: Target, task: Task, count: int) -> Workers:
-    """Workers that open the model for themselves."""
-    sent = model if isinstance(model, partial) else target.hf
-    if sent is not model and target.kind != "hf":
-        raise UnsupportedError(
-            "workers need the model by its name, or a plain Hugging Face model; this is a live "
-            f"{type(model).__name__}: give its name, or workers=1"
-        )
-    opener = partial(_open_worker, sent, target.tokenizer, task)
-    return Workers(opener, count, gpu=target.device.type == "cuda")
-
-
-def _open_worker(model: object, tokenizer: Any, task: Task) -> Callable[[Batch], list[BenchRecord]]:
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    return partial(task.answers, BenchModel.of(model, tokenizer))

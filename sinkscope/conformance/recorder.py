@@ -73,8 +73,8 @@ class Recorder:
 
     def reads(self, logits: Float[Tensor, "row query vocab"]) -> dict[int, Read]:
         """What each layer read in the call that gave these logits."""
-        draw = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0))
-        (logits.float() * draw).sum().backward()
+        draw = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0), device="cpu")
+        (logits.float() * draw.to(logits.device)).sum().backward()
         found: dict[int, Read] = {}
         for layer, (keys, values) in self._handed.items():
             own_keys, own_values = self._written[layer]

@@ -1,4 +1,4 @@
-"""The adapter of a model: inferred once per configuration, kept for the next process, and proved."""
+"""The adapter of a model: inferred once per configuration, and proved."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.inference.adapter_cache import cache_adapter, cached_adapter
 from sinkscope.inference.infer import infer
 from sinkscope.inference.probe import probe, token_ids
 from sinkscope.inference.sample import has_same_parts, is_wide, sample_of
@@ -61,22 +60,11 @@ def adapter_of(target: Target, *, proves: bool = True) -> Adapter:
         sample = sample_of(hf, max(_kinds_of(hf)) + 1)
         target = Target(sample, sample, "hf", DRAFT)
     with _evaluating(target.hf):
-        adapter = row or adapter_without_row(target)
+        adapter = row or inferred_adapter(target.hf)
         adapter = _with_sites(replace(target, adapter=adapter), first_of_kinds(replace(target, adapter=adapter)))
         _KNOWN[key] = _Known(row, adapter)
         if proves and row is None:
             prove(replace(target, adapter=adapter), every_layer=False)
-    return adapter
-
-
-def adapter_without_row(target: Target) -> Adapter:
-    """The adapter that an earlier process inferred for a model of these modules, or else what is inferred now."""
-    parts = [f"{kind_of(layer)} {[name for name, _ in layer.named_modules()]}" for layer in _layers_of(target.hf)]
-    key = "\n".join([type(target.hf).__module__, _key(target.hf), *dict.fromkeys(parts)])
-    adapter = cached_adapter(key)
-    if adapter is None:
-        adapter = inferred_adapter(target.hf)
-        cache_adapter(key, adapter)
     return adapter
 
 

@@ -127,9 +127,8 @@ class SinkPatch(NeuronEdit):
         neurons = {_site(neuron): neuron for neuron in result.neurons}
         sites = list[NeuronSite]()
         for causal_set in result.causal_sets:
-            if causal_set.kind == "minimal":
-                members = map(_site, causal_set.sites)
-                sites += [member for member in members if member in neurons]
+            members = map(_site, causal_set.sites)
+            sites += [member for member in members if member in neurons]
         if not sites:
             sites = [place for place, neuron in neurons.items() if neuron.causal]
         if result.sink_layer is None or not sites:

@@ -173,11 +173,13 @@ class Policy(Intervention):
 
     def _check_room(self, budget: int, share: str) -> None:
         """Refuse a budget in tokens that is smaller than what is always kept."""
-        always_kept = max(1, sum(self.always_kept(budget)))
-        if budget < always_kept:
+        self._check_kept(budget, sum(self.always_kept(budget)), f"budget={self.budget}{share}")
+
+    def _check_kept(self, budget: int, always_kept: int, named: str) -> None:
+        if budget < max(1, always_kept):
             raise SinkscopeError(
-                f"{self.shown_name}: budget={self.budget}{share} is below the {always_kept} tokens that are always "
-                "kept: raise the budget or protect fewer",
+                f"{self.shown_name}: {named} is below the {max(1, always_kept)} tokens that are always kept: raise the "
+                "budget or protect fewer",
                 page="kv-budget",
             )
 
@@ -229,22 +231,12 @@ class Policy(Intervention):
             lowest = ranked.argsort(dim=-1, stable=True)[..., : slots - budget]
         return occupied.scatter(-1, lowest, False)
 
-    def _check_layer_room(
-        self,
-        at: LayerMoment,
-        budget: LayerBudget,
-    ) -> None:
+    def _check_layer_room(self, at: LayerMoment, budget: LayerBudget) -> None:
         """Refuse a layer's own budgets if one is smaller than what is always kept of its row."""
         fewest = torch.as_tensor(budget).reshape(-1, 1 if isinstance(budget, int) else budget.shape[1]).amin(1).tolist()
-        always_kept = [max(1, first + latest) for first, latest in zip(at.rows.first, at.rows.latest, strict=True)]
-        for row, kept in enumerate(always_kept * at.joined):
+        for row, (first, latest) in enumerate(zip(at.rows.first * at.joined, at.rows.latest * at.joined, strict=True)):
             tokens = fewest[row % len(fewest)]
-            if tokens < kept:
-                raise SinkscopeError(
-                    f"{self.shown_name}: layer {at.layer} has a budget of {tokens} tokens, which is below the {kept} "
-                    "tokens that are always kept: raise the budget or protect fewer",
-                    page="kv-budget",
-                )
+            self._check_kept(tokens, first + latest, f"layer {at.layer} has a budget of {tokens} tokens, which")
 
     @property
     def _chooses_alike(self) -> bool:

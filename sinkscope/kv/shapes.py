@@ -21,14 +21,14 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from pydantic import Field
 from torch import Tensor
 
 from sinkscope.files.records import Natural, Part, Whole, checked_value
 from sinkscope.kv.loopserve.sparse_prompts import PromptRead, PromptRow, SparsePrompts
 from sinkscope.lines.head_lines import HeadLines
-from sinkscope.lines.votes import last_votes, minference_lines
+from sinkscope.lines.votes import heaviest, last_votes, minference_lines
 
 
 class Shape(SparsePrompts):
@@ -189,31 +189,21 @@ def share_lines(
     """
     column_votes, offset_votes = last_votes(query, key, _USUAL_LINES.last, scaling)
 
-    def lines(slash: Int[Tensor, " head"]) -> HeadLines:
+    def lines(slash: Int[Tensor, "head 1"]) -> HeadLines:
         vertical = slash * _USUAL_LINES.vertical // _USUAL_LINES.slash
         nearest = (slash * 100 // _USUAL_LINES.slash).clamp(min=1)
         return HeadLines(
-            _heaviest(column_votes, vertical.clamp(min=1), vertical * 30 // _USUAL_LINES.vertical),
-            _heaviest(offset_votes, slash, nearest),
+            heaviest(column_votes, vertical.clamp(min=1), vertical * 30 // _USUAL_LINES.vertical),
+            heaviest(offset_votes, slash, nearest),
             query.shape[1],
         )
 
-    fits = torch.ones(len(query), dtype=torch.long, device=query.device)
+    fits = torch.ones(len(query), 1, dtype=torch.long, device=query.device)
     too_many = torch.full_like(fits, key.shape[1] + 1)  # all slash lines and one
     limit = share * float(lines(fits).lengths().sum())
     while bool((too_many - fits > 1).any()):
         middle = (fits + too_many) // 2
-        within = lines(middle).cells() <= limit
+        within = lines(middle).cells()[:, None] <= limit
         fits = torch.where(within, middle, fits)
         too_many = torch.where(within, too_many, middle)
     return lines(fits)
-
-
-def _heaviest(
-    weights: Float[Tensor, "head key"], count: Int[Tensor, " head"], forced: Int[Tensor, " head"]
-) -> Bool[Tensor, "head key"]:
-    """The first `forced` lines of each head and the heaviest others, `count` together."""
-    index = torch.arange(weights.shape[1], device=weights.device).expand_as(weights)
-    weights = weights.masked_fill(index < forced[:, None], torch.inf)
-    rank = weights.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-    return rank < count[:, None]

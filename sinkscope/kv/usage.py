@@ -60,10 +60,7 @@ class TokenCount:
             self._change_rows(rows)
         self.calls += 1
         self.total = self.total + tokens
-        if isinstance(tokens, int) and isinstance(self.peak, int):
-            self.peak = max(self.peak, tokens)
-        else:
-            self.peak = torch.maximum(torch.as_tensor(self.peak), torch.as_tensor(tokens))
+        self.peak = _larger(self.peak, tokens)
 
     def _change_rows(self, rows: int) -> None:
         """Go on with other rows: each has become several, or some were chosen."""
@@ -89,7 +86,7 @@ class Meter:
     in_parts: bool = False
     _held: TokenCount = field(default_factory=TokenCount)
     _read: TokenCount = field(default_factory=TokenCount)
-    _bytes: TokenCount = field(default_factory=TokenCount)
+    _largest: Tensor | int = 0  # bytes of the cached tokens of all rows, times the number of layers
     _slot_bytes: list[int] = field(default_factory=list)
     _key_dtype: torch.dtype | None = None
 
@@ -128,8 +125,8 @@ class Meter:
         self._held.add(held, rows)
         if counts_reads:
             self._read.add(read, rows)
-        of_all_rows = rows * held if isinstance(held, int) else held.double().sum(0, keepdim=True)
-        self._bytes.add(of_all_rows * sum(self._slot_bytes), 1)
+        of_all_rows = rows * held if isinstance(held, int) else held.double().sum()
+        self._largest = _larger(self._largest, of_all_rows * sum(self._slot_bytes))
 
     def usage(self) -> Usage:
         """The totals so far; there was a call."""
@@ -138,12 +135,19 @@ class Meter:
             calls=self.calls,
             mean_tokens=self._held.by_row(self._held.total, layers, self._held.calls),
             peak_tokens=self._held.by_row(self._held.peak, layers, 1),
-            logical_bytes=round(float(self._bytes.peak) / layers),
+            logical_bytes=round(float(self._largest) / layers),
             physical_bytes=self.physical_bytes,
             read_tokens=self.read_tokens,
             mean_read=self._read.by_row(self._read.total, layers, self._read.calls) if self._read.calls else [],
             in_parts=self.in_parts,
         )
+
+
+def _larger(one: Tensor | int, other: Tensor | int) -> Tensor | int:
+    """The larger number, or those of each row; plain as long as both are."""
+    if isinstance(one, int) and isinstance(other, int):
+        return max(one, other)
+    return torch.maximum(torch.as_tensor(one), torch.as_tensor(other))
 
 
 def _slot_bytes(layer: CacheLayer) -> int:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinkscope.files.records import Natural, check_values
@@ -82,12 +82,15 @@ def minference_lines(
     """
     check_values(Natural, vertical=vertical, slash=slash, last=last, local=local)
     column_votes, offset_votes = last_votes(query, key, last, scaling)
-    columns = _heaviest(column_votes, vertical, first)
-    return HeadLines(columns, _heaviest(offset_votes, slash, local), query.shape[1])
+    columns = heaviest(column_votes, vertical, min(first, vertical))
+    return HeadLines(columns, heaviest(offset_votes, slash, min(local, slash)), query.shape[1])
 
 
-def _heaviest(weights: Float[Tensor, "head line"], count: int, always: int) -> Bool[Tensor, "head line"]:
-    """The heaviest lines of each head, among them the first."""
-    weights[:, : min(always, count)] = torch.inf
-    top = weights.topk(min(count, weights.shape[1]), dim=1).indices
-    return torch.zeros_like(weights, dtype=torch.bool).scatter_(1, top, True)
+def heaviest(
+    weights: Float[Tensor, "head line"], count: int | Int[Tensor, "head 1"], always: int | Int[Tensor, "head 1"]
+) -> Bool[Tensor, "head line"]:
+    """The first lines of each head, `always` of them, and the heaviest others, `count` together."""
+    index = torch.arange(weights.shape[1], device=weights.device).expand_as(weights)
+    weights = weights.masked_fill(index < always, torch.inf)
+    rank = weights.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+    return rank < count

@@ -48,26 +48,3 @@ def draw_check(result: Any) -> go.Figure:
     figure.update_xaxes(title_text=f"tokens ({len(records)} of {len(result.records)} records)", rangemode="tozero")
     figure.update_yaxes(title_text=f"type-token ratio of the last {window} tokens", range=[0, 1.03])
     return figure_of(figure, result, width=1000, height=520)
-
-
-def draw_comparison(result: Any) -> go.Figure:
-    """The share of the texts of each class in which each detector raises an alarm.
-
-    Args:
-        result: A `LoopComparison`.
-    """
-    import plotly.express as px
-
-    from sinkscope.display.style import BLUE, figure_of
-
-    names = [html.escape(score.detector) for score in result.detectors]
-    kinds = list(result.detectors[0].by_class)
-    shares = [[score.by_class.get(kind, 0.0) for kind in kinds] for score in result.detectors]
-    labels = {"x": "class", "y": "", "color": "alarms"}
-    x = [html.escape(kind) for kind in kinds]
-    figure = px.imshow(
-        shares, x=x, y=names, labels=labels, color_continuous_scale=["white", BLUE], zmin=0, zmax=1, aspect="auto"
-    )
-    figure.add_vline(len([kind for kind in kinds if kind in result.looping]) - 0.5, line={"dash": "dot"})
-    figure.update_xaxes(title_text="classes with a loop, then honest ones", tickangle=-50)
-    return figure_of(figure, result, width=1200, height=620, bottom=170)

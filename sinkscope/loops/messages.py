@@ -1,4 +1,8 @@
-"""Chat histories and logs of agents: `message_of` has a case for each form. To add a program, add a case."""
+"""Chat histories and logs of agents: what an entry says, the calls in it and their results.
+
+All forms are read by one rule: an object with a name and arguments is a call, some fields hold results, and all else is
+text. To add a program, add what it calls these things.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +11,24 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 LISTS = ("messages", "conversations", "contents", "input", "history", "items")  # fields with the messages of a session
-_ROLES = {  # what programs call who speaks
-    "human": "user",
-    "gpt": "assistant",
-    "ai": "assistant",
-    "model": "assistant",
-    "agent": "assistant",
-    "developer": "system",
-    "function": "tool",
-    "environment": "tool",
+_INSIDE = {  # entries of logs that hold the message in a field, by their type: Codex, Claude Code, LangChain
+    "response_item": "payload",
+    **dict.fromkeys(("user", "assistant"), "message"),
+    **dict.fromkeys(("human", "ai", "tool", "system"), "data"),
 }
+_ROLES = {  # what programs call who speaks; without a role, the sender (ShareGPT), type or source of an entry says it
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "ai", "model", "agent", "function_call", "reasoning"), "assistant"),
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("tool", "function", "environment", "function_call_output"), "tool"),
+}
+_SPOKEN = ("thinking", "reasoning", "reasoning_content", "summary", "content", "value", "parts")
+_CALLS = ("tool_calls", "function_call")  # of a message, beside what is said
+_CALL = ("function", "functionCall", "toolCall")  # of a call or block: OpenAI, Gemini, Goose
+_ARGUMENTS = ("arguments", "args", "input")
+_RESULTS = ("functionResponse", "toolResult")  # of a block: Gemini, Goose
+_RETURNED = ("content", "output", "response")  # of a result
+_SAID = ("message", "think", "finish")  # actions of OpenHands that call no tool
 
 
 class Call(NamedTuple):
@@ -62,116 +74,84 @@ class Message(NamedTuple):
 
 
 def message_of(item: dict[str, Any]) -> Message | None:
-    """The message in an entry of a history; None if the entry is of no form. The first case that fits is its form.
+    """The message in an entry of a history; None if the entry is none.
 
     Raises:
-        ValueError, TypeError, LookupError, AttributeError: It has the form of a program but cannot be read.
+        ValueError, TypeError, LookupError, AttributeError: It looks like a message but cannot be read.
     """
-    match item:
-        case {"type": "response_item", "payload": dict(payload)}:  # rollouts of Codex
-            return message_of(payload)
-        case {"type": "user" | "assistant", "message": dict(message)}:  # logs of Claude Code
-            return message_of(message)
-        case {"type": "function_call", "name": name, "arguments": arguments}:  # OpenAI's Responses
-            call = Call(str(item.get("call_id") or ""), str(name), arguments)
-            return Message("assistant", calls=(call,))
-        case {"type": "function_call_output", "output": output}:
-            return Message("tool", results=(CallResult(str(item.get("call_id") or ""), _text(output)),))
-        case {"type": "reasoning"}:
-            return Message("assistant", _text(item.get("summary")) + _text(item.get("content")))
-        case {"type": "human" | "ai" | "tool" | "system" as role, "data": dict(data)}:  # LangChain's messages_to_dict
-            return _spoken(role, data)
-        case {"from": str(role), "value": value}:  # ShareGPT
-            return Message(_role(role), _text(value))
-        case {"role": str(role), "parts": list(parts)}:  # Gemini
-            return _parts(_role(role), parts)
-        case {"source": "agent", "action": str(action)}:  # OpenHands
-            return _openhands(item, action)
-        case {"observation": str(), "content": content}:
-            return Message("tool", results=(CallResult("", _text(content)),))
-        case {"source": "user", "action": "message"}:
-            return Message("user", _text((item.get("args") or {}).get("content")))
-        case {"role": str(role)}:  # OpenAI, Anthropic, Ollama, Goose, and the many that imitate them
-            return _spoken(role, item)
-        case _:
-            return None
-
-
-def _spoken(role: str, item: dict[str, Any]) -> Message:
-    """A message with `content`, which is a text or a list of blocks, and perhaps calls beside it."""
-    role = _role(role)
-    content = item.get("content")
+    kind = item.get("type")
+    inside = item.get(_INSIDE.get(str(kind), ""))
+    if isinstance(inside, dict):
+        return message_of({"role": kind, **inside} if kind in _ROLES else inside)
+    role = _role(item)
+    if role is None:
+        return None
     if role == "tool":
-        key = item.get("tool_call_id") or item.get("name") or ""
-        return Message(role, results=(CallResult(str(key), _text(content)),))
+        return Message(role, results=(_result(item, item),))
+    if "action" in item:  # OpenHands
+        arguments = item.get("args") or {}
+        if role == "assistant" and item["action"] not in _SAID:
+            return Message(role, calls=(Call("", str(item["action"]), arguments),))
+        return Message(role, _text(arguments.get("content") or arguments.get("thought")))
+    spoken: list[Any] = [item.get(field) for field in _SPOKEN]
+    if kind == "function_call":
+        spoken = [item]
     texts: list[str] = []
     calls: list[Call] = []
     results: list[CallResult] = []
-    for block in content if isinstance(content, list) else [content]:
-        part = _block(block)
+    for part in _parts([*spoken, *(item.get(field) for field in _CALLS)]):
         if isinstance(part, Call):
             calls.append(part)
         elif isinstance(part, CallResult):
             results.append(part)
         else:
             texts.append(part)
-    calls += _calls_beside(item)
-    thought = item.get("reasoning_content") or item.get("reasoning") or item.get("thinking") or ""
-    return Message(role, _text(thought) + "\n".join(filter(None, texts)), tuple(calls), tuple(results))
-
-
-def _block(block: Any) -> Call | CallResult | str:
-    """A block of a content."""
-    match block:
-        case {"type": "tool_use", "name": name}:  # Anthropic
-            return Call(str(block.get("id") or ""), str(name), block.get("input"))
-        case {"type": "tool_result"}:
-            return CallResult(str(block.get("tool_use_id") or ""), _text(block.get("content")))
-        case {"type": "toolRequest", "toolCall": dict(call)}:  # Goose
-            value = call.get("value") or {}
-            return Call(str(block.get("id") or ""), str(value.get("name")), value.get("arguments"))
-        case {"type": "toolResponse"}:
-            return CallResult(str(block.get("id") or ""), _text(block.get("toolResult")))
-        case _:
-            return _text(block)
-
-
-def _calls_beside(item: dict[str, Any]) -> Iterator[Call]:
-    """The calls of a message of OpenAI's form, and of the older one."""
-    older = item.get("function_call")
-    if older:
-        yield Call(str(older["name"]), str(older["name"]), older.get("arguments"))
-    for call in item.get("tool_calls") or ():
-        about = call.get("function") or call  # LangChain has name and args beside each other
-        yield Call(str(call.get("id") or ""), str(about["name"]), about.get("arguments", about.get("args")))
-
-
-def _parts(role: str, parts: list[Any]) -> Message:
-    """A message of Gemini."""
-    texts: list[str] = []
-    calls: list[Call] = []
-    results: list[CallResult] = []
-    for part in parts:
-        match part:
-            case {"functionCall": dict(call)}:
-                calls.append(Call(str(call.get("id") or ""), str(call["name"]), call.get("args")))
-            case {"functionResponse": dict(result)}:
-                results.append(CallResult(str(result.get("id") or ""), _text(result.get("response"))))
-            case _:
-                texts.append(_text(part))
     return Message(role, "\n".join(filter(None, texts)), tuple(calls), tuple(results))
 
 
-def _openhands(item: dict[str, Any], action: str) -> Message:
-    """An action of an agent: a message, or the call of a tool."""
-    arguments = item.get("args") or {}
-    if action in ("message", "think", "finish"):
-        return Message("assistant", _text(arguments.get("content") or arguments.get("thought")))
-    return Message("assistant", calls=(Call("", action, arguments),))
+def _role(item: dict[str, Any]) -> str | None:
+    """Who speaks; None if nothing says so."""
+    if isinstance(item.get("role"), str):
+        return _ROLES.get(item["role"].lower(), item["role"].lower())
+    if isinstance(item.get("observation"), str):
+        return "tool"
+    source = item.get("source") if "action" in item else None
+    return _ROLES.get(str(item.get("from") or source or item.get("type")).lower())
 
 
-def _role(name: str) -> str:
-    return _ROLES.get(name.lower(), name.lower())
+def _parts(value: Any) -> Iterator[Call | CallResult | str]:
+    """The calls, results and texts in a content."""
+    if isinstance(value, list):
+        for one in value:
+            yield from _parts(one)
+        return
+    if not isinstance(value, dict):
+        yield _text(value)
+        return
+    for field in _RESULTS:
+        if field in value:
+            yield _result(value, value[field])
+            return
+    if value.get("type") == "tool_result":
+        yield _result(value, value)
+        return
+    call = value
+    for field in _CALL:
+        if isinstance(value.get(field), dict):
+            call = value[field].get("value") or value[field]
+    arguments = [call[field] for field in _ARGUMENTS if field in call]
+    if "name" in call and (arguments or call is not value):
+        key = value.get("id") or value.get("call_id") or call.get("id") or ""
+        yield Call(str(key), str(call["name"]), arguments[0] if arguments else None)
+    else:
+        yield _text(value)
+
+
+def _result(item: dict[str, Any], value: Any) -> CallResult:
+    """The result in an entry or block, by the id of its call, or else by the name of the tool."""
+    keys = [item.get(field) for field in ("tool_call_id", "tool_use_id", "call_id", "id", "name") if item.get(field)]
+    returned = [value[field] for field in _RETURNED if isinstance(value, dict) and field in value]
+    return CallResult(str([*keys, ""][0]), _text(returned[0] if returned else value))
 
 
 def _text(value: Any) -> str:

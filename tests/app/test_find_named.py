@@ -31,7 +31,7 @@ def _agrees(result: FindSinks, o: Organism):
     assert result.layers_read == o.truth.sink_layer + 1 + math.ceil(LAYERS / 3)
     assert result.model.n_layers == LAYERS == len(result.first_token_norm)
     assert all(v is None for v in result.first_token_norm[result.layers_read :])
-    assert result.sink_rate is None and result.notebook_rule_layer is None
+    assert result.sink_rate is None
 
 
 def test_folder_is_read_upward_and_no_further_than_needed(deep, tmp_path):

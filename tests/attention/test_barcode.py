@@ -19,12 +19,11 @@ from torch.testing import assert_close
 
 import sinkscope as ss
 from sinkscope.app.cli import main
-from sinkscope.attention.barcode import LOCK_GAIN, LOCKED, Barcode, HeadTracks, barcode
+from sinkscope.attention.barcode import LOCK_GAIN, Barcode, HeadTracks, barcode
 from sinkscope.attention.texts import end_loop
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.kv import Full, Observe, StreamingLLM
 from sinkscope.kv.loopguard import LoopGuard
-from sinkscope.loops.signals import WindowNovelty
 
 loop_organism = partial(new_loop_organism, n_layers=3, vocab_size=1024)
 PROMPT = [1, *range(10, 30)]
@@ -124,12 +123,9 @@ def test_planted_heads_rank_first_and_are_shown():
         after = rows[len(planted)]
         assert weakest["gain"] >= LOCK_GAIN and weakest["gain"] > after["gain"] + 0.02
         assert weakest["score"] > 0.7 * weakest["mass"] and weakest["control_score"] < 0.1
-        assert result.period == period and result.locking_onset is not None
+        assert result.period == period
         assert set(result.shown) & {f"L{layer}.H{head}" for layer, head in planted}
         assert len({name.partition(".")[0] for name in result.shown}) == len(result.shown)
-        if delay:  # they lock once the loop has begun, within two periods and the smoothing
-            begins = prompt.ids.shape[1] + delay
-            assert begins - 8 <= result.locking_onset <= begins + 2 * period + 8
 
 
 def test_without_planted_heads_nothing_locks():
@@ -137,7 +133,7 @@ def test_without_planted_heads_nothing_locks():
     with_heads = loop_organism(1)
     prompt = organism.looping_prompt(5)
     walk = measured(organism, prompt.ids, 60)
-    assert walk.period is None and walk.locked == [] and walk.locking_onset is None and LOCKED not in walk.curves
+    assert walk.period is None and walk.locked == []
     assert walk.conclusion() == "The 60 generated tokens end in no loop, so no head can lock onto one."
     assert walk.numbers()[0].value is None
     ids = [*prompt.ids[0].tolist(), *prompt.cycle * 12]  # what the organism with them would say
@@ -156,7 +152,7 @@ def test_token_by_token_equals_one_pass_and_a_policy_is_seen():
     full = measured(organism, prompt, 16, interventions=Full())
     for name in ("score", "mass", "control_score", "attention"):
         np.testing.assert_allclose(getattr(full, name), getattr(plain, name), atol=1e-3)
-    assert (full.locking_onset, full.locked) == (plain.locking_onset, plain.locked)
+    assert full.locked == plain.locked
     policy = StreamingLLM(budget=10, first=2)
     short = measured(organism, prompt, 16, interventions=policy, control=False, layers=[1])
     assert "StreamingLLM" in short.settings["interventions"]
@@ -168,7 +164,7 @@ def test_token_by_token_equals_one_pass_and_a_policy_is_seen():
         assert seen <= {0, 1, *range(at - 10, at + 1)} and abs(row.sum() - 1) < 0.01
 
 
-def test_onsets_are_those_of_the_text():
+def test_the_loop_is_that_of_the_text():
     result = barcode(None, max_new_tokens=96, layers=[5])
     prompt = result.prompt_tokens
     with torch.no_grad():
@@ -176,10 +172,6 @@ def test_onsets_are_those_of_the_text():
     assert tuple(out[0].tolist()) == result.ids
     loop = end_loop(result.ids)
     assert loop and (result.period, result.onset) == (loop.period, loop.start)
-    novelty = WindowNovelty(256, 4, 1)
-    new = [i for i, token in enumerate(result.ids) if novelty.add(token) and i >= 3]
-    assert result.last_new == new[-1]
-    assert result.onset <= result.locking_onset < len(result.ids)
     assert result.locked and all(result.gain[0, head] >= LOCK_GAIN for _, head in result.locked)
     share, strongest = result.numbers()
     assert share.value == len(result.locked) / 8 and strongest.value == result.rows()[0]["score"]

@@ -11,7 +11,6 @@ from covering import slow
 
 import sinkscope as ss
 from experiments import make_two_hops
-from sinkscope.bench.record import BenchRecord
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.tasks.needle import KINDS, WORDINGS, Needle, needle_prompt, wording_of
 from sinkscope.errors import SinkscopeError
@@ -128,24 +127,6 @@ def test_script_makes_the_numbers_of_the_package():
     with np.load(make_two_hops.RECALL / "two_hops.npz") as kept:
         assert made.keys() == {*kept.keys()}
         assert all(np.array_equal(made[name], kept[name], equal_nan=True) for name in made)
-
-
-def small(*methods: str, **options) -> list[BenchRecord]:
-    """Chains at the beginning and at the end."""
-    task = Needle(lengths=(360,), depths=(0.0, 1.0), kinds=("chain",))
-    return run_bench(model(), task, list(methods), **options)
-
-
-@pytest.mark.slow
-def test_scores_show_what_methods_lose():
-    """The question needs a fact at the beginning: it is outside a window, and at the end inside."""
-    records = small("full", "streaming", "a-shape")
-    by = {(r.method, r.settings["depth"]): r.metrics for r in records}
-    assert by["full", 1.0]["score"] == by["streaming:0.125", 1.0]["score"] == 1
-    assert by["full", 0.0]["score"] == 1 and by["full", 0.0]["chance"] == 0
-    assert by["streaming:0.125", 0.0]["score"] == by["a-shape:0.125", 0.0]["score"] == 0
-    assert by["streaming:0.125", 0.0]["read"] == pytest.approx(0.125 * 360, abs=4)
-    assert {r.settings["part"] for r in records} == {"chain"} and {r.settings["length"] for r in records} == {360}
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ from organisms import LoopOrganism
 import sinkscope as ss
 from experiments.make_organism import LOOPS, loop, made, prompts, refrain
 from sinkscope.bench.prompt import Prompt, read_prompts
-from sinkscope.bench.run import run_bench
-from sinkscope.bench.tasks.loops import DATA, Loops
+from sinkscope.bench.tasks.loops import DATA
 
 PERIODS, ONSETS = ((2, 16), (24, 48), (64, 128)), (0, 30, 200, 600)
 
@@ -63,27 +62,6 @@ def test_a_prompt_is_what_its_parts_say():
 def test_the_prompts_are_what_the_generator_makes():
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in prompts(organism()))
     assert (DATA / "organism.jsonl").read_text() == lines
-
-
-@pytest.mark.slow
-def test_the_full_cache_loops_the_guard_ends_the_loop_and_honest_repetition_stays():
-    names = ("loop-p002-o000-near", "loop-p012-o030-near-older", "honest-refrain-52")
-    some, new = tuple(by_id()[name] for name in names), 160
-    model = ss.load("organism", backend="hf")
-    found = run_bench(model, Loops(given=some), ["full", "loopguard:1024"], max_new_tokens=new, batch_size=3)
-    records = {(r.method, r.prompt): r for r in found}
-    for name, prompt in zip(names[:2], some[:2], strict=True):
-        period, onset, tokens = prompt.about["period"], prompt.about["onset"], records["full", name].tokens
-        assert len(tokens) == new and len({*tokens[: onset + period]}) == onset + period
-        assert all(tokens[i] == tokens[i + period] for i in range(onset, new - period)), "from the onset to the cap"
-        assert records["full", name].metrics["loop"] == 1.0
-        guarded = records["loopguard:1024", name]
-        alarm = int(guarded.metrics["alarm"] or 0)
-        after = guarded.tokens[alarm + 1 :]  # the ring to the end of sequence or to the cap, without a token twice
-        assert guarded.metrics["loop"] == 0.0 and (guarded.metrics["interventions"] or 0) >= 1
-        assert list(after[:20]) == organism().walk(guarded.tokens[alarm], 20) and len({*after}) == len(after)
-    full, guarded = (records[method, names[2]] for method in ("full", "loopguard:1024"))
-    assert full.tokens == guarded.tokens and guarded.metrics["interventions"] == 0
 
 
 def test_sets_that_ship():

@@ -122,7 +122,6 @@ def test_scores_are_against_the_answers_and_by_chance_against_those_of_another()
         ({"max_new_tokens": 0}, "max_new_tokens=0: expected a whole number from 1"),
         ({"temperature": -1.0}, "temperature=-1.0: expected 0, which is greedy"),
         ({"seeds": 0}, "seeds=0: expected"),
-        ({"workers": 0}, "workers=0: at least one process is needed"),
         ({"given": task((*dialogues(1), *dialogues(1)))}, "prompts with the same id: ['d0'], of 2"),
         (
             {"given": task((Prompt("x", (Turn("a"), Turn("b")), "s"),))},

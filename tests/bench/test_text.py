@@ -16,7 +16,6 @@ from sinkscope.app.cli import main
 from sinkscope.bench.answer import Answer
 from sinkscope.bench.record import BenchRecord
 from sinkscope.bench.run import run_bench
-from sinkscope.bench.tasks.recall import recall_dialogue
 from sinkscope.bench.tasks.text import TextFidelity, metrics_of
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.store import lines
@@ -112,26 +111,6 @@ def test_full_is_itself_and_batches_change_nothing(tmp_path: Path):
             assert max(kl) < 1e-6 and record.metrics["agree"] == 1.0
         else:
             assert max(kl) > 1e-3, method
-
-
-def test_of_the_recall_model_what_is_lost_is_seen(tmp_path: Path):
-    """A budget that holds the end of the prompt only: the full cache's answers, of 3 and 6 tokens, are not its own."""
-    rows: list[dict[str, str]] = []
-    for hops in (1, 2):
-        for position in ("begin", "end"):
-            turn = recall_dialogue(hops, turns=1, tokens=70, hops=hops, position=position).turns[0]  # type: ignore[arg-type]
-            rows.append({"id": f"{hops} {position}", "prompt": turn.text})
-    file = tmp_path / "p.jsonl"
-    file.write_text(lines(rows))
-    model = ss.load("recall", backend="hf", probe=False)
-    methods = ["full", "streaming:12", "loopserve-d:12"]
-    records = run_bench(model, TextFidelity(source=str(file)), methods, batch_size=2)
-    by_method = {name: [r.metrics for r in records if r.method == name] for name in methods}
-    assert sorted(len(r.tokens) for r in records if r.method == "full") == [3, 3, 6, 6]
-    assert all((m["kl"] or 0) < 1e-6 for m in by_method["full"])
-    assert fmean(m["kl"] or 0 for m in by_method["streaming:12"]) > 1
-    assert all((m["first"] or 0) < 1e-5 and m["read"] == 13.0 for m in by_method["streaming:12"])
-    assert all((m["kl"] or 0) < 1e-5 for m in by_method["loopserve-d:12"]), "shorter than what it reads everything for"
 
 
 def test_pieces_of_the_text():

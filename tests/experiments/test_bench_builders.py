@@ -12,9 +12,7 @@ from bench_kit import MODEL, SETTINGS, made_record
 
 from experiments.longbench import LongBenchRecord, read_longbench
 from experiments.loopbench import build as loop_build
-from experiments.loopbench import make_honest
 from experiments.loopguard import tables
-from experiments.loopguard.honest import FILE, honest_texts
 from experiments.loopserve import build as serve_build
 from sinkscope.bench.record import BenchRun
 from sinkscope.bench.table import tabulate_records
@@ -104,11 +102,6 @@ def test_algorithm_3_asks_held_out_examples_when_repaired():
     assert sorted(rows[0]["turns"][0]["answers"]) == ["T0", "T1", "T2", "T9"]
     with pytest.raises(SinkscopeError, match="no record of trec has the 40 examples"):
         serve_build.build("trec", [record], turns=20)
-
-
-def test_honest_texts_are_what_the_generator_makes():
-    assert FILE.read_text(encoding="utf-8") == make_honest.lines()
-    assert len(honest_texts()) == 31 and honest_texts() == make_honest.honest_texts()
 
 
 def test_our_rows_come_before_those_that_were_not_run():

@@ -8,11 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from report_kit import PIXEL, read_report
+from report_kit import PIXEL
 from sample_results import sample_find_sinks
 
 from experiments import gallery
-from experiments.record import record
 
 
 def test_gallery_names_every_committed_picture_and_its_command():
@@ -37,15 +36,6 @@ def test_gallery_is_made_of_what_lies_beside_the_pictures(tmp_path):
     text = gallery.gallery(tmp_path)
     assert re.search(r"## sinks-a\n\n!\[.*\n\n[A-Z][^\n]{20,}\.\n\n`sinkscope find-sinks --top-k 3`\n", text)
     assert re.findall(r"!\[.*", text) == ["![sinks-a](../figures/sinks_a.png)"]
-
-
-def test_one_page_has_results_of_commands_and_of_experiments(tmp_path):
-    sample_find_sinks().save(tmp_path / "sinks.json")
-    (tmp_path / "a_speed.json").write_text(record("bench-speed", {"ratio": 2.5, "runs": [{"share": 0.125}]}, {}))
-    (tmp_path / "other.json").write_text('{"kind": "other"}')
-    read = read_report(gallery.page(tmp_path / "all.html", tmp_path))
-    assert "2 results" in read.text and read.tags.count("section") == 2
-    assert read.text.index(sample_find_sinks().summary().splitlines()[0]) < read.text.index("0.125")
 
 
 def test_every_measurement_says_how_it_was_made():

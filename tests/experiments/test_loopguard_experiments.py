@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 from bench_kit import made_record
@@ -18,14 +17,6 @@ from sinkscope.models.text import typical_text
 
 def looped(tokens: tuple[int, ...]) -> BenchRecord:
     return made_record("loopguard:64", tokens=tokens, steps={"top1": (0.5,) * len(tokens)})
-
-
-def test_gaps_between_interventions():
-    def event(step, period):
-        return {"step": step, "position": step, "kind": "guard", "data": {"generated": step, "period": period}}
-
-    one = replace(looped(tuple(range(400))), events=(event(99, 3), event(198, 3), event(290, 1)))
-    assert figure4.gaps(one) == [99, 92]
 
 
 def test_survival_counts_runs_without_a_collapse():

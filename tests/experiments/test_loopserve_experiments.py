@@ -7,20 +7,16 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from types import SimpleNamespace
 
 import pytest
-import torch
 from bench_kit import MODEL, SETTINGS, dialogues, made_record, tiny
 
 from experiments.drawn import put_table
 from experiments.loopserve import ablation, fidelity, longeval, runs, sweeps, table1, turns
-from experiments.loopserve.turn_drawing import shares_of
 from sinkscope.bench.methods import read_method
 from sinkscope.bench.record import BenchRecord, open_run
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.task import PromptFile
-from sinkscope.interventions.base import Event
 
 ROOT = Path(__file__).parents[2]
 
@@ -112,17 +108,3 @@ def test_on_one_cache_what_was_evicted_stays_away():
         else:
             changed += record.tokens != other.tokens
     assert changed
-
-
-def test_a_turn_that_was_read_densely_keeps_everything_and_a_position_counts_from_its_own_turn_on():
-    """Two turns of 2 and 4 tokens in one layer with two heads: the first dense, the second along lines."""
-    shares = {"recovered": [0.5, 0.75], "attended_by_head": [0.25, 1.0]}
-    vertical = torch.tensor([[True, False, False, True], [True, True, False, False]])
-    dense = SimpleNamespace(prompt_tokens=2, lines=(None,), events=())
-    prefill = Event(0, 0, 3, 0, None, "prefill", shares)
-    sparse = SimpleNamespace(prompt_tokens=4, lines=(SimpleNamespace(vertical=vertical),), events=(prefill,))
-    chat = SimpleNamespace(turns=(dense, sparse), target=SimpleNamespace(n_layers=1, n_heads=2))
-    result = shares_of(chat)
-    torch.testing.assert_close(result.cells, torch.tensor([[[1.0, 0.25], [1.0, 1.0]]]))
-    torch.testing.assert_close(result.weight, torch.tensor([[[1.0, 0.5], [1.0, 0.75]]]))
-    torch.testing.assert_close(result.kept, torch.tensor([[[1.0, 0.5, 0.0, 1.0], [1.0, 1.0, 0.0, 0.0]]]))

@@ -15,12 +15,18 @@ from typing import Any
 import numpy as np
 import pytest
 from bench_kit import SETTINGS, made_record
+from organisms.kept_loops import kept_loops
 
+from experiments import recall_card
+from experiments.bench_figures import BenchFigure
+from experiments.check_cache.faulty import FAULTS
+from experiments.check_cache.right import streaming_llm
 from experiments.loopserve import runs
+from experiments.make_shape import make_plan
 from experiments.script import run
 from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.record import open_run
-from sinkscope.bench.tasks.loops import Loops
+from sinkscope.bench.tasks.loops import DATA, Loops
 from sinkscope.bench.tasks.recall import Recall
 
 ROOT = Path(__file__).parents[2]
@@ -31,10 +37,10 @@ class Case:
     """How a script runs here.
 
     Attributes:
-        words: Its command line; `{out}` is an empty folder, `{run}` a folder of `sinkscope bench`.
+        words: Its command line; `{out}` is a folder with what `FILES` says, `{run}` a folder of `sinkscope bench`.
         right: Whether what it wrote is right: the content of `file`, or what it printed.
         file: What it writes in the folder; empty if it prints.
-        patch: Constants of the module that are smaller here.
+        patch: Constants of the module that are smaller here; `{out}` as in its words.
         quick: Whether it runs by default.
     """
 
@@ -52,11 +58,139 @@ SMALL = tuple(
 """Dialogues of the recall model, as few and as short as they can be."""
 
 
+NINE = tuple(
+    (runs.Suite(name, runs.NineTurns(count=1, turns=1, total=320, least=256, hops=hops)), key, name)
+    for name, key, hops in (("nine", "score", 1), ("nine-chain", "prefix", 2))
+)
+KEPT, CHAIN = SMALL[0][0], SMALL[1][0]
+FILES = {  # prompts of LongEval's form
+    "t.jsonl": json.dumps({"prompt": "We talked about rivers. Now the record ends. What was the first topic?"}),
+    "l.jsonl": json.dumps({"prompt": "line old-lamp: the number is 7\nNow the record is over. Tell me old-lamp."}),
+}
+
+
+def planted_neurons(printed: str) -> bool:
+    """The arms of the comparison find what the checkpoint's truth says."""
+    found = json.loads(printed)
+    return (found["layer"], found["neurons"]) == (1, sorted(make_plan("tiny", 1, 0, None, 2.7).neurons))
+
+
+def right_everywhere(made: Any) -> bool:
+    return {row["score"] for row in made["result"]["rows"] if row.get("label", row["method"]) == "full"} == {1.0}
+
+
 def half_of_the_honest(text: str) -> bool:
     return "repeats: 0 of 31" in text and "p1: " in text
 
 
 CASES = {
+    "bench_figures": Case(
+        "tiny --work {out}/w --out {out}",
+        lambda made: (
+            {row["set"] for row in made["result"]["rows"]} == {"begin", "middle", "end"} and right_everywhere(made)
+        ),
+        "tiny.json",
+        {"RUNS": {"tiny": BenchFigure("score", "recall:count=1:turns=1:total=200:hops=1", "full", "recall")}},
+    ),
+    "bench_find_sinks, notebook": Case("--arm notebook --folder {shape}", planted_neurons),
+    "bench_find_sinks, sinkscope": Case("--arm sinkscope --folder {shape}", planted_neurons),
+    "bench_find_sinks": Case(
+        "--only cold_start --rounds 1 --out {out}/x.json",
+        lambda made: made["result"]["cold_start"]["ratio"] > 0,
+        "x.json",
+    ),
+    "bench_inference": Case("llama-7b --measured infer", lambda text: json.loads(text)["layer_gigabytes"] > 0.4),
+    "bench_kv": Case(
+        "--only monitor --rounds 1 --out {out}/x.json",
+        lambda made: set(made["result"]["monitor"]) == {"text", "loop"},
+        "x.json",
+    ),
+    "bundled.stories": Case(
+        "--teacher sinkscope/models/bundled --out {out}/s.txt --tokens 300 --rows 4",
+        lambda text: text.count("<|end|>") >= 2,
+        "s.txt",
+    ),
+    "check_cache.table": Case(
+        "--out {out}/x.json",
+        lambda made: (made["result"]["caught"], made["result"]["controls"]) == (1, 1),
+        "x.json",
+        {"FAULTS": {"only_the_latest_are_kept": FAULTS["only_the_latest_are_kept"]}, "RIGHT": (streaming_llm,)},
+    ),
+    "make_organism": Case(
+        "--model {out}/m --texts {out}/x.jsonl",
+        lambda lines: lines == (DATA / "organism.jsonl").read_text(encoding="utf-8").splitlines(),
+        "x.jsonl",
+    ),
+    "model_types": Case(
+        "llama",
+        lambda page: "| `llama` | in full |" in page,
+        "p.md",
+        {"DATA": "{out}/d.json", "PAGE": "{out}/p.md"},
+    ),
+    "recall_card": Case(
+        "--out {out}/recall",
+        lambda page: "| float32 | 256 | 2 | 1 | 1/1 | 1/1 | 1/1 | 1/1 / 1/1 / 1/1 |" in page,
+        "recall/README.md",
+        {"CASES": (recall_card.Case("float32", 256, 2, 1, 1),)},
+    ),
+    "scan_seconds": Case("--out {out}/x.json", lambda made: made["result"]["full"]["find-sinks"] > 0, "x.json"),
+    "loopguard.figure2": Case("{run} --out {out}", lambda made: made["result"]["runs"] == 1, "loopguard_fig2.json"),
+    "loopguard.why": Case(
+        "--count 0 --out {out}",
+        lambda made: made["result"]["organisms"][0]["found"] == made["result"]["organisms"][0]["planted"],
+        "loopguard_why.json",
+        {"kept_loops": lambda: kept_loops()[:1]},
+    ),
+    "loopserve.build": Case(
+        "multi_news experiments/loopbench/news.jsonl --count 2 --out {out}/x.jsonl",
+        lambda lines: [json.loads(line)["part"] for line in lines] == ["begin", "middle", "end"] * 2,
+        "x.jsonl",
+        quick=True,
+    ),
+    "loopserve.fidelity": Case(
+        "--count 1 --work {out}/w --out {out}",
+        lambda made: made["result"]["points"][0]["kl"] < 0.1,
+        "loopserve_fidelity.json",
+        {
+            "CURVES": (("alpha", "printed", "loopserve-p:paper:alpha={}", (0.99,)),),
+            "TITLES": {"alpha": "alpha"},
+            "ALONE": ("loopserve",),
+            "PROMPT": 256,
+            "ANSWER": 8,
+        },
+    ),
+    "loopserve.longeval": Case(
+        "--topics {out}/t.jsonl --lines {out}/l.jsonl --count 2 --length 96 --new 16 --out {out}",
+        lambda made: len(made["result"]["sources"]) == 3,
+        "loopserve_longeval.json",
+    ),
+    "loopserve.sweeps": Case(
+        "--work {out}/w --out {out}",
+        lambda made: {row["score"] for row in made["result"]["full"]} == {1.0},
+        "loopserve_sweeps.json",
+        {
+            "CURVES": (("alpha", KEPT, "default", "loopserve-p:alpha={}", (0.75,)),),
+            "SWEPT_KEPT": KEPT,
+            "SWEPT_CHAIN": CHAIN,
+        },
+    ),
+    "loopserve.table1": Case(
+        "--work {out}/w --out {out}",
+        lambda made: {row["score"] for row in made["result"]["recall"] if row["method"] == "full"} == {1.0},
+        "loopserve_table1.json",
+        {"OWN": ("full", "snapkv"), "LONGER": ("full",), "KEPT": KEPT, "CHAIN": CHAIN, "LONG": CHAIN},
+    ),
+    "loopserve.turns": Case(
+        "--work {out}/w --out {out}",
+        lambda made: {row["score"] for row in made["result"]["rows"] if row["label"] == "whole cache"} == {1.0},
+        "loopserve_turns.json",
+        {
+            "NAMES": {"whole cache": "full", "LoopServe": "loopserve", "random part": "random:window=32"},
+            "SHOWN": NINE,
+            "NINE": NINE[0][0],
+            "TURNS": (1,),
+        },
+    ),
     "bench_detect": Case(
         "--draws 1 --rounds 1 --out {out}/x.json",
         lambda made: all(row["found"] == 1 for row in made["result"]["delays"]["default"]["exact"]),
@@ -67,7 +201,7 @@ CASES = {
         "--shape lines-128 --length 96 --rounds 1 --out {out}/x.json", lambda made: made["result"]["same"], "x.json"
     ),
     "bench_loopserve": Case(
-        "--lengths 256 --contexts 64 --rounds 1 --parts layer selection decoding --out {out}/x.json",
+        "--lengths 256 --rounds 1 --parts layer model --out {out}/x.json",
         lambda made: {row["kind"] for row in made["result"]["layer"]} == {"vertical", "slash", "groups", "mixed"},
         "x.json",
     ),
@@ -96,13 +230,6 @@ CASES = {
         "x.jsonl",
         quick=True,
     ),
-    "loopbench.make_honest": Case(
-        "--out {out}/x.jsonl",
-        lambda lines: lines == (ROOT / "experiments/loopbench/honest.jsonl").read_text().splitlines(),
-        "x.jsonl",
-        quick=True,
-    ),
-    "loopguard.figure5": Case("--max-new-tokens 24 --out {out}", lambda made: made["result"], "loopguard_fig5.json"),
     "loopguard.honest": Case("", half_of_the_honest),
     "loopguard.remedies": Case(
         "{out}/d --count 1 --new 60 --only full LoopGuard stop",
@@ -111,7 +238,7 @@ CASES = {
     "loopguard.rotary": Case(
         "--max-new-tokens 200 --layer 1 --out {out}",
         lambda made: (
-            max(made["result"]["heads"]["tightness"][0]) <= 1 and max(made["result"]["heads"]["error"][0]) < 1e-4
+            np.median(made["result"]["heads"]["change"]) < 0.01 < np.median(made["result"]["heads"]["other_change"])
         ),
         "rotary.json",
     ),
@@ -129,12 +256,6 @@ CASES = {
         "loopserve_ablation.json",
         {"SHOWN": SMALL, "NAMES": {"whole cache": "full", "default": "loopserve", "random part": "random:window=32"}},
     ),
-    "loopserve.figure2a": Case(
-        "--tokens 64 --head 1.0 --out {out}", lambda made: made["result"], "loopserve_fig2a.json"
-    ),
-    "loopserve.figure2d": Case(
-        "--count 1 --tokens 200 --budget 48 --out {out}", lambda made: made["result"], "loopserve_fig2d.json"
-    ),
     "loopserve.latency": Case(
         "--contexts 192 --outputs 4 8 --names full loopserve --rounds 1 --budget 80 --shortest 0 --shape lines-128 "
         "--out {out}",
@@ -149,10 +270,10 @@ CASES = {
         "x.jsonl",
         quick=True,
     ),
-    "loopset.table": Case(
-        "--page {out}/loops.md",
-        lambda lines: lines == (ROOT / "docs/measure/loops.md").read_text(encoding="utf-8"),
-        "loops.md",
+    "loopset.compare": Case(
+        "--count 24 --out {out}",
+        lambda made: len(made["result"]["detectors"]) == 9,
+        "loops_compare.json",
         quick=True,
     ),
     "repeated_token.cosines": Case("--layers 1", lambda text: "L0" in text, quick=True),
@@ -187,21 +308,51 @@ def parameters() -> list[Any]:
     return cases
 
 
+ELSEWHERE = {  # name -> the test that runs it
+    "bundled.card": "test_train_bundled.py",
+    "bundled.typical": "test_scripts.py",
+    "check_cache.presses": "",  # needs kvpress, and with it another release of transformers
+    "golden.make": "test_golden.py",
+    "loopguard.figure4": "test_loopguard_experiments.py",
+    "make_two_hops": "test_scripts.py",
+    "train_bundled": "test_train_bundled.py",
+}
+
+
+def test_the_function_of_every_script_runs_in_a_test() -> None:
+    scripts = set[str]()
+    for file in (ROOT / "experiments").rglob("*.py"):
+        place = file.relative_to(ROOT / "experiments").with_suffix("").parts
+        if "\ndef main(" in file.read_text(encoding="utf-8") and place[0] != "gpu":  # test_gpu_all rehearses these
+            scripts.add(".".join(place))
+    assert scripts == {name for name in CASES if "," not in name} | set(ELSEWHERE)
+    for name, file in ELSEWHERE.items():
+        if file:
+            (test,) = (ROOT / "tests").rglob(file)
+            assert name.rpartition(".")[2] in test.read_text(encoding="utf-8"), name
+
+
 @pytest.mark.parametrize("name", parameters())
 def test_a_script_writes_what_it_should(
     name: str, bench_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case, module = CASES[name], import_module(f"experiments.{name}")
-    for constant, value in (case.patch or {}).items():
-        monkeypatch.setattr(module, constant, value)
+    case, module = CASES[name], import_module(f"experiments.{name.partition(',')[0]}")
     out = tmp_path / "out"
     out.mkdir()
+    for constant, value in (case.patch or {}).items():
+        placed = Path(value.format(out=out)) if isinstance(value, str) else value
+        monkeypatch.setattr(module, constant, placed)
     monkeypatch.chdir(ROOT)
-    if name == "loopset.table":
-        shutil.copy(ROOT / "docs/measure/loops.md", out)
+    for file, text in FILES.items():
+        (out / file).write_text(text + "\n" + text)
+    if name == "recall_card":
+        shutil.copytree(ROOT / "sinkscope/models/recall", out / "recall")
+    if "{shape}" in case.words:
+        options = "--shape tiny --dtype float32 --beta 2.7 --out"
+        run(import_module("experiments.make_shape").main, [*options.split(), str(tmp_path / "shape")])
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        run(module.main, case.words.format(out=out, run=bench_run).split())
+        run(module.main, case.words.format(out=out, run=bench_run, shape=tmp_path / "shape").split())
     if not case.file:
         assert case.right(said.getvalue()), said.getvalue()[:2000]
         return

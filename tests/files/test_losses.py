@@ -114,3 +114,9 @@ def test_an_output_is_never_an_input(
         assert "is given for FILE|- and --json" in capsys.readouterr().err
     assert Path("words.txt").read_bytes() == MINE
     assert main(["loops", "words.txt", "--json", "new"]) == 0
+
+
+def test_a_second_writer_of_a_folder_is_refused(tmp_path: Path):
+    with Folder(tmp_path / "r", {}, Entry, option="--resume"):
+        with pytest.raises(SinkscopeError, match=r"--resume .*r is being written by another run"):
+            Folder(tmp_path / "r", {}, Entry, option="--resume").__enter__()

@@ -77,16 +77,10 @@ class Outside(nn.Module):
 WAYS = {
     "forward": _forward(""),
     "the model": lambda model, compile: compile(model),
-    "in place": _in_place(""),
     "a function around it": Outside,
-    "the base": _part("model"),
-    "the base's forward": _forward("model"),
-    "a layer": _part("model.layers.1"),
     "a layer's forward": _forward("model.layers.1"),
     "a layer in place": _in_place("model.layers.1"),
     "an MLP": _part("model.layers.1.mlp"),
-    "attention": _part("model.layers.0.self_attn"),
-    "a projection": _part("model.layers.1.mlp.down_proj"),
 }
 
 

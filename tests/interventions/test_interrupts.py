@@ -7,12 +7,12 @@ from contextlib import suppress
 
 import pytest
 import torch
+from edit_kit import EDITS
 from intervention_kit import count_hooks
-from kv_kit import Drawn, model_of, prompts
+from kv_kit import model_of, prompts
 from torch import nn
 
-from sinkscope import Ablate, Add, LoopGuard, LoopServe, SinkPatch
-from sinkscope.kv import H2O, TOVA, Observe, Progressive, SnapKV, StreamingLLM
+from sinkscope.kv import H2O
 from sinkscope.tap import listeners
 
 IDS, MASK = prompts([9, 6])
@@ -22,25 +22,6 @@ LAYERS = 3
 
 class Stop(BaseException):
     pass
-
-
-WAYS = {
-    "ablate": Ablate(layer=1, neurons=[3]),
-    "add": Add(torch.ones(32), "blocks.1.hook_resid_post"),
-    "patch": SinkPatch(layer=1, neurons=[3], value=0.5),
-    "observe": Observe(lambda rows: rows.probs.sum(), last=1),
-    "drawn": Drawn(budget=6),
-    "drawn, hidden": Drawn(budget=6, mode="select"),
-    "h2o": H2O(budget=6),
-    "tova": TOVA(budget=6),
-    "snapkv": SnapKV(budget=6, window=2),
-    "rebased": StreamingLLM(budget=6, first=2, positions="rebased"),
-    "progressive": Progressive(budget=6, every=2, after=1),
-    "guard": LoopGuard(budget=64),
-    "loopserve": LoopServe(budget=6, shortest=0, interval=2, first=0),
-    "patch and policy": SinkPatch(layer=1, neurons=[3], value=0.5) | H2O(budget=6) | Observe(lambda rows: None),
-    "guard and policy": LoopGuard(budget=64) | StreamingLLM(budget=6, first=2) | Ablate(layer=0, neurons=[1]),
-}
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +67,7 @@ PLACES = ["model.layers.0", "model.layers.1.self_attn.o_proj", "model.layers.2.m
 ERRORS = [KeyboardInterrupt, SystemExit, GeneratorExit, Stop, RuntimeError]
 CASES = [
     pytest.param(way, path, call, error, id=f"{way}, {path}, {call}, {error.__name__}", marks=marks)
-    for number, way in enumerate(WAYS)
+    for number, way in enumerate(EDITS)
     for index, path in enumerate(PLACES)
     for call in [1, 2, 4][(number + index) % 3 :][:1]
     for error in [ERRORS[0], ERRORS[1 + (number + index) % 4]]
@@ -98,7 +79,7 @@ CASES = [
 def test_an_interrupted_call_leaves_nothing_for_the_next(way, path, call, error, model):
     plain = generated(model)
     hooks, attention = count_hooks(model), model.config._attn_implementation
-    with WAYS[way].on(model):
+    with EDITS[way].on(model):
         expected = generated(model)
         interrupted(model, model.get_submodule(path), call, error)
         again = generated(model)

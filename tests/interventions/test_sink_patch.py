@@ -82,23 +82,6 @@ def test_which_site_repairs_which_sink(kind, seed):
 # --- the same numbers however it is called ------------------------------------------------------------------------
 
 
-def test_forward_equals_the_listing_in_every_kind():
-    o = organism("llama", 2)
-    ids = o.repeated(60)
-    wanted = {}
-    for site in ("post", "up"):
-        with listing_1(o.model, list(o.truth.neurons), site):
-            wanted[site] = logits(o.model, ids)
-    models = {name: kind(o.model, o.tokenizer) for name, kind in KINDS.items()}
-    for site, want in wanted.items():
-        patch = patch_for(o, site=site)
-        for model in models.values():
-            with patch.on(model):
-                assert_close(logits(model, ids), want, atol=1e-5, rtol=1e-5)
-        hooked = models["bridge"].run_with_hooks(ids, fwd_hooks=patch.fwd_hooks(models["bridge"]))
-        assert_close(hooked, want, atol=1e-5, rtol=1e-5)
-
-
 def loud_model() -> tuple[Any, Any, list[tuple[int, int]]]:
     """A random model with neurons so large that every patched position changes what is generated."""
     model, tokenizer = tiny_model("llama")
@@ -149,34 +132,6 @@ def test_padded_batch_equals_one_by_one(side, kind):
             batch = logits(other, ids, mask)
     assert_close(batch[0], whole, atol=2e-5, rtol=1e-4)
     assert_close(batch[1, real], alone, atol=2e-5, rtol=1e-4)
-
-
-def test_padded_generation_equals_one_by_one():
-    model, _, sites = loud_model()
-    patch, settings = SinkPatch(sites=sites), {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
-    ids = torch.tensor([[1, 20, 21, 22, 23], [3, 3, 1, 30, 31]])
-    mask = (ids != 3).long()
-    for extra in ({"prefill_chunk_size": 3}, {"num_beams": 3}):
-        with patch.on(model):
-            both = model.generate(ids, attention_mask=mask, pad_token_id=3, **settings, **extra)
-            one = model.generate(ids[:1], **settings, **extra)
-            two = model.generate(ids[1:, 2:], **settings, **extra)
-        assert torch.equal(both[0], one[0]) and torch.equal(both[1, 2:], two[0]), extra
-
-
-def test_chunks_and_later_turns_equal_one_prompt():
-    o = organism("llama", 4)
-    ids = o.repeated(90)
-    with patch_for(o).on(o.model):
-        want = logits(o.model, ids)
-    for model in (o.model, bridge_of(o.model, o.tokenizer).original_model):
-        with patch_for(o).on(model), torch.no_grad():
-            cache, parts = None, []
-            for part in ids.split([7, 1, 42, 41], 1):
-                out = model(part, past_key_values=cache, use_cache=True)
-                cache = out.past_key_values
-                parts.append(out.logits)
-        assert_close(torch.cat(parts, 1), want, atol=2e-4, rtol=1e-4)
 
 
 def test_embeddings_instead_of_ids():
@@ -258,22 +213,6 @@ def test_one_token_prompt():
     assert torch.equal(got, with_number(model, ids, sites, 0.25, **settings))
     assert set(reasons(run).values()) == {"one-token prompt"} and len(reasons(run)) == 3
     assert all(e.step == 1 and e.position == 1 for e in run.events if e.kind == "fallback")
-
-
-def test_rows_choose_for_themselves():
-    model, _, _ = loud_model()
-    sites = [(1, 3)]
-    patch = SinkPatch(sites=sites, calibrated={(1, 3): 0.25})
-    rows = {"bos": [1, 20, 21, 22, 23], "none": [19, 20, 21, 22, 23], "padded": [3, 3, 1, 20, 21]}
-    ids = torch.tensor(list(rows.values()))
-    mask = (ids != 3).long()
-    with patch.on(model) as run:
-        got = logits(model, ids, mask)
-    said = reasons(run)
-    assert said[1, 3] == "no BOS" and said.get((0, 3)) in (None, "sink-like second value")
-    assert_close(got[1], with_number(model, ids[1:2], sites, 0.25)[0], atol=1e-5, rtol=1e-5)
-    with patch.on(model):
-        assert_close(got[2, 2:], logits(model, ids[2:, 2:])[0], atol=1e-5, rtol=1e-4)
 
 
 def test_number_and_calibrated_values():

@@ -5,15 +5,11 @@ It never does nothing.
 
 from __future__ import annotations
 
-import asyncio
 import copy
-import os
 import pickle
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 
 import pytest
 import torch
@@ -127,47 +123,12 @@ def on_wrapper(wrapped: Callable[[nn.Module], nn.Module]):
     return way
 
 
-def in_thread(work):
-    answers = []
-    thread = threading.Thread(target=lambda: answers.append(work()))
-    thread.start()
-    thread.join(60)
-    return answers[0]
-
-
 def in_pool(work):
     """Of several at once, each has the same answer."""
     with ThreadPoolExecutor(3) as pool:
         answers = [task.result() for task in [pool.submit(work) for _ in range(3)]]
     assert all(torch.allclose(answer, answers[0], atol=1e-6) for answer in answers)
     return answers[0]
-
-
-def in_fork(work):
-    reader, writer = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            torch.set_num_threads(1)
-            answer = pickle.dumps(work().numpy())
-        except BaseException as error:
-            answer = pickle.dumps(f"{type(error).__name__}: {error}")
-        with os.fdopen(writer, "wb") as pipe:
-            pipe.write(answer)
-        os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader, "rb") as pipe:
-        answer = pickle.loads(pipe.read())
-    os.waitpid(child, 0)
-    assert not isinstance(answer, str), answer
-    return torch.from_numpy(answer)
-
-
-def in_task(work):
-    async def both():
-        return await asyncio.gather(asyncio.to_thread(work), asyncio.to_thread(work))
-
-    return asyncio.run(both())[1]
 
 
 def in_inference_mode(work):
@@ -178,30 +139,6 @@ def in_inference_mode(work):
 def with_gradients(work):
     with torch.enable_grad():
         return work()
-
-
-def after(error: type[BaseException]):
-    """Another call, after one that was broken off."""
-
-    def way(model, edit):
-        def stop(*_):
-            raise error
-
-        with edit.on(model):
-            handle = model.model.layers[1].register_forward_pre_hook(stop)
-            with suppress(error):
-                run(model)
-            handle.remove()
-            return run(model)
-
-    return way
-
-
-def again(model, edit):
-    with edit.on(model):
-        run(model)
-    with edit.on(model):
-        return run(model)
 
 
 def of_a_copy(model, edit):
@@ -236,15 +173,6 @@ def hooks_of_the_user(model: nn.Module) -> None:
     part.register_forward_pre_hook(lambda _module, args: args)
     part.register_forward_hook(lambda _module, _args, output: output + 0)
     model.model.register_forward_hook(lambda _module, _args, output: output)
-
-
-def own_class(model: nn.Module) -> None:
-    mlp = model.model.layers[1].mlp
-    mlp.__class__ = type("Own", (type(mlp),), {})
-
-
-def other_list(model: nn.Module) -> None:
-    model.model.layers = nn.ModuleList(list(model.model.layers))
 
 
 def shorter(model: nn.Module) -> None:
@@ -291,12 +219,6 @@ def test_a_static_cache_is_served_or_refused(name, plain):
     assert torch.equal(found, expected)
 
 
-def swap(model: nn.Module) -> None:
-    layers = model.model.layers
-    layers[0], layers[1] = layers[1], layers[0]
-    layers[0], layers[1] = layers[1], layers[0]
-
-
 def replaced(path: str):
     return lambda model: put(model, path, copy.deepcopy)
 
@@ -307,44 +229,19 @@ def offloaded(model: nn.Module) -> None:
     cpu_offload(model, execution_device=torch.device("cpu"))
 
 
-def accelerate_hook(model: nn.Module) -> None:
-    from accelerate.hooks import ModelHook, add_hook_to_module
-
-    add_hook_to_module(model.get_submodule(DOWN), ModelHook())
-
-
 WAYS = {
     "wrapped base": before(lambda model: put(model, "model", Around)),
     "wrapped layer": before(lambda model: put(model, "model.layers.1", Around)),
-    "wrapped MLP": before(lambda model: put(model, "model.layers.1.mlp", Around)),
-    "wrapped projection": before(lambda model: put(model, DOWN, Around)),
     "wrapped attention": before(lambda model: put(model, "model.layers.0.self_attn", Around)),
     "low rank": before(lambda model: put(model, DOWN, LowRank)),
-    "low rank of queries": before(lambda model: put(model, "model.layers.1.self_attn.q_proj", LowRank)),
     "parametrized": before(
         lambda model: parametrize.register_parametrization(model.get_submodule(DOWN), "weight", Same())
     ),
-    "own forward of the base": before(lambda model: new_forward(model.model)),
     "own forward of a layer": before(lambda model: new_forward(model.model.layers[1])),
-    "own forward of an MLP": before(lambda model: new_forward(model.model.layers[1].mlp)),
-    "own class": before(own_class),
     "hooks of the user": before(hooks_of_the_user),
-    "accelerate's hook": before(accelerate_hook),
     "offloaded": before(offloaded),
-    "training": before(lambda model: model.train()),
     "hooks inside": inside(hooks_of_the_user),
-    "own forward inside": inside(lambda model: new_forward(model.model.layers[1].mlp)),
-    "low rank inside": inside(lambda model: put(model, DOWN, LowRank)),
-    "wrapped layer inside": inside(lambda model: put(model, "model.layers.1", Around)),
-    "wrapped attention inside": inside(lambda model: put(model, "model.layers.0.self_attn", Around)),
-    "replaced layer inside": inside(replaced("model.layers.1")),
     "replaced attention inside": inside(replaced("model.layers.0.self_attn")),
-    "replaced base inside": inside(replaced("model")),
-    "new list inside": inside(other_list),
-    "swapped and back": inside(swap),
-    "moved inside": inside(lambda model: model.to("cpu")),
-    "converted inside": inside(lambda model: model.double().float()),
-    "weights loaded inside": inside(lambda model: model.load_state_dict(copy.deepcopy(model.state_dict()))),
     "weights assigned inside": inside(
         lambda model: model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
     ),
@@ -354,18 +251,9 @@ WAYS = {
     "edited through a wrapper": on_wrapper(Around),
     "called through a wrapper": through(Around),
     "functional": through(functional),
-    "a partial": through(lambda model: partial(model)),
-    "its forward": through(lambda model: model.forward),
-    "a thread": called(in_thread),
     "a pool": called(in_pool),
-    "a fork": called(in_fork),
-    "asyncio": called(in_task),
     "inference mode": called(in_inference_mode),
     "gradients": called(with_gradients),
-    "after an error": after(RuntimeError),
-    "after an interrupt": after(KeyboardInterrupt),
-    "after an exit": after(GeneratorExit),
-    "once more": again,
     "a copy": of_a_copy,
     "copied inside": copied_inside,
     "pickled inside": pickled_inside,

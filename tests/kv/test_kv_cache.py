@@ -156,19 +156,6 @@ def test_a_cache_that_was_filled_before():
             close(torch.cat([stock, decode(model, ids, mask, 15, one, chunks)], 1), want)
 
 
-def test_an_emptied_cache_is_a_new_one():
-    """Nothing is left of the first sequence."""
-    model = model_of("llama")
-    ids, _ = prompts([12, 12])
-    cache = DynamicCache()
-    with Drawn(budget=6).on(model) as run:
-        model.generate(ids[:, :9], past_key_values=cache, max_new_tokens=3, do_sample=False)
-        cache.reset()
-        again = model.generate(ids, past_key_values=cache, max_new_tokens=5, do_sample=False)
-        assert torch.equal(again, model.generate(ids, max_new_tokens=5, do_sample=False))
-    assert [usage.calls for usage in run.usage] == [3, 5, 5]
-
-
 def test_new_positions_need_the_same_tokens_everywhere():
     """Another policy has left other tokens in every layer."""
     model = model_of("llama")

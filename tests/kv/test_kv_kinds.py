@@ -7,14 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from covering import every_nth
-from intervention_kit import bridge_of, nnsight_of
-from kv_kit import Drawn, Ragged, close, decode, dense, masks_of, prompts
+from intervention_kit import bridge_of
+from kv_kit import Drawn, Ragged, close, decode, masks_of_run, prompts, run_policy
 from kv_kit import shallow_of as model_of
 from organisms.tiny import tiny_model
 from torch import Tensor
 
+from sinkscope.conformance.masked import plain_logits
 from sinkscope.kv import Full, Observe
 
 FAMILIES = every_nth("gemma2 gpt_neox opt llama gpt_oss mistral gpt2 phi3 qwen3_moe gemma3_text olmo2".split(), 6)
@@ -51,49 +51,6 @@ def test_a_bridge_with_the_whole_cache_and_with_parts_of_it(family):
         with way.on(bridge):
             close(decode(bridged, ids, mask, 20), stock)
     for policy in (Drawn(budget=8), Ragged(budget=8, mode="select")):
-        with policy.on(bridge):
-            got = decode(bridged, ids, mask, 20)
-            close(decode(bridged, ids, mask, 20, chunks=[9, 11]), got)
-        if policy.mode == "evict":
-            close(got, dense(model, ids, mask, masks_of(model, policy, mask, 20))[:, 19:])
-        else:
-            with policy.on(model):
-                close(got, decode(model, ids, mask, 20))
-
-
-def test_generate_on_a_bridge():
-    bridge, model = bridge_and_model("llama")
-    ids, _ = prompts([14])
-    quiet = {"max_new_tokens": 6, "do_sample": False, "stop_at_eos": False, "verbose": False}
-    policy = Drawn(budget=5)
-    stock = bridge.generate(ids, **quiet)
-    with policy.on(model):
-        want = model.generate(ids, max_new_tokens=6)
-    with policy.on(bridge) as run:
-        assert torch.equal(bridge.generate(ids, **quiet), want)
-        assert torch.equal(bridge.original_model.generate(ids, max_new_tokens=6), want)
-    assert [usage.peak_tokens for usage in run.usage] == [[14.0], [14.0]]
-    with Full().on(bridge):
-        assert torch.equal(bridge.generate(ids, **quiet), stock)
-    assert torch.equal(bridge.generate(ids, **quiet), stock)
-
-
-def test_nnsight():
-    model = model_of("gemma2")
-    tokenizer = tiny_model("gemma2")[1]
-    lm = nnsight_of(model, tokenizer)
-    lm._module.generation_config.eos_token_id = None
-    ids, mask = prompts([15, 9])
-    inputs = {"input_ids": ids, "attention_mask": mask}
-    with lm.trace(inputs):
-        stock = lm.output.logits.save()
-    for policy in (Full(), Ragged(budget=6)):
-        with policy.on(model):
-            want = model.generate(ids, attention_mask=mask, max_new_tokens=6)
-        with policy.on(lm) as run:
-            with lm.generate(inputs, max_new_tokens=6, do_sample=False):
-                got = lm.generator.output.save()
-            with lm.trace(inputs):
-                logits = lm.output.logits.save()
-        assert torch.equal(got, want) and len(run.usage) == 2
-        close(logits.detach(), stock.detach())
+        got, kept = run_policy(policy, bridge, ids, mask, (20,), called=bridged)
+        close(run_policy(policy, bridge, ids, mask, (9, 11), called=bridged)[0], got)
+        close(got, plain_logits(model, ids, mask, masks_of_run(model, kept, mask, 20))[:, 19:])

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kv_kit import Everywhere, close, decode, held_after, model_of, prompts
+from kv_kit import Everywhere, close, decode, model_of, prompts, worth
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -36,12 +36,20 @@ CASES = [
 POLICY = Everywhere(budget=7, first=1, last=2, positions="rebased")
 
 
+def held_after(policy: Everywhere, held: list[int], length: int) -> list[int]:
+    """What it keeps of `held`: the protected tokens, and those that are worth most."""
+    rest = [pos for pos in held if policy.first <= pos < length - policy.last]
+    rest.sort(key=lambda pos: -worth(pos, 0, 0, 0))
+    sure = [pos for pos in held if pos not in rest]
+    return sorted(sure + rest[: int(policy.budget) - len(sure)])
+
+
 @torch.no_grad()
 def fresh(model, row: Tensor, policy: Everywhere, prompt: int, until: int) -> tuple[Tensor, Tensor, Tensor]:
     """Logits, keys and values of a run on nothing but what is held when token `until` of the row is read."""
     held = list(range(prompt))
     for new in range(prompt, until + 1):
-        held = [*held_after(policy, held, 0, 0, 0, new), new]
+        held = [*held_after(policy, held, new), new]
     cache = DynamicCache()
     logits = model(input_ids=row[None, held], past_key_values=cache).logits[0, -1]
     return logits, cache.layers[0].keys[0], cache.layers[0].values[0]
@@ -91,7 +99,7 @@ def test_over_turns_runs_and_crops():
     model = model_of("llama", num_hidden_layers=1)
     ids, mask = prompts([16], 12)
     policy = replace(POLICY, every="prefill")
-    held = [*held_after(policy, list(range(16)), 0, 0, 0, 16), 16, 17]
+    held = [*held_after(policy, list(range(16)), 16), 16, 17]
     with torch.no_grad():
         want = model(input_ids=ids[:, [*held, *range(18, 24)]]).logits[:, -6:]
         for crop in (0, 3):

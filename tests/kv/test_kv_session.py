@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -23,8 +22,7 @@ from transformers import DynamicCache, StaticCache
 
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
 from sinkscope.interventions.base import Run
-from sinkscope.kv import H2O, TOVA, AShape, Full, Observe, Progressive, Session, SnapKV, StreamingLLM
-from sinkscope.kv.adopt import own_layers
+from sinkscope.kv import TOVA, AShape, Full, Observe, Progressive, Session, SnapKV, StreamingLLM
 from sinkscope.kv.cache import COLUMNS, CacheLayer
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.loopserve import LoopServe
@@ -134,18 +132,6 @@ def test_an_exception_leaves_everything_as_it_was(way, hook, call, model):
         handle.remove()
     assert state_of(model) == before
     assert torch.equal(decode(model, IDS, MASK, 14), want)
-
-
-def test_a_call_that_failed_can_be_made_again(model):
-    policy = Drawn(budget=6)
-    with policy.on(model):
-        want = decode(model, IDS, MASK, 14)
-        handle = _hook("model.layers.1.mlp")(model)
-        with pytest.raises(Mine):
-            decode(model, IDS, MASK, 14)
-        handle.remove()
-        assert listeners.HANDLERS.get() == () and COLUMNS.get() is None
-        assert torch.equal(decode(model, IDS, MASK, 14), want)
 
 
 def test_many_runs_leak_nothing(model):
@@ -268,34 +254,6 @@ def test_a_later_mask_that_hides_tokens_read_before_is_named(policy, model):
         with refused(f"hides 1 token that earlier calls have read; .*pad_token_id={pad_id} .*: pass attention_mask"):
             model.generate(both, past_key_values=cache, max_new_tokens=2)
         model.generate(both, attention_mask=torch.ones_like(both), past_key_values=cache, max_new_tokens=2)
-
-
-def test_h2o_takes_over_a_filled_cache_and_its_sums_begin_at_zero(model):
-    """Alone, and in two threads at once. All sums are 0 at first, so that the latest tokens stay."""
-    caches = [DynamicCache() for _ in range(3)]
-    kept: dict[int, list[list[int]]] = {}
-
-    def read_on(number: int):
-        with torch.no_grad():
-            for token in range(3):
-                more = pad(MASK[:, :14], (0, token + 1), value=1)
-                model(IDS[:, 14 + token, None], attention_mask=more, past_key_values=caches[number])
-                layers = own_layers(caches[number])
-                kept.setdefault(number, []).append([kv.pos.tolist() for kv in layers])
-
-    with torch.no_grad():
-        for cache in caches:
-            model(IDS[:, :14], attention_mask=MASK[:, :14], past_key_values=cache)
-    with H2O(budget=6).on(model):
-        read_on(0)
-        threads = [threading.Thread(target=read_on, args=(number,)) for number in (1, 2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    first = [[[*range(8, 15)]] * 2, [[*range(3, 10)]] * 2]  # rows of 14 and 9 tokens, and the one just read
-    assert kept[0][0] == [first, first]
-    assert kept[1] == kept[2] == kept[0]
 
 
 def test_a_policy_that_never_acts_warns_at_the_end(model):

@@ -2,52 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-
-import pytest
 import torch
-from covering import slow
-from kv_kit import FAMILIES, Drawn, close, decode, dense, masks_of, prompts
+from kv_kit import Drawn, close, masks_of_run, prompts, run_policy
 from kv_kit import shallow_of as model_of
 
+from sinkscope.conformance.masked import plain_logits
 from sinkscope.kv import AttentionRows, Full, Observe, StreamingLLM
-
-QUICK = ["llama", "gpt2", "gemma2", "gpt_oss", "phi3"]
-REST = [slow(family) for family in FAMILIES if family not in QUICK]
 
 
 def ignore(_rows: AttentionRows):
     pass
-
-
-@pytest.mark.parametrize("family", QUICK + REST)
-def test_observers_change_nothing_and_rows_are_those_of_eager_attention(family):
-    model = model_of(family)
-    ids, mask = prompts([21, 18], 2)
-    stock = decode(model, ids, mask, 21)
-    seen = []
-    with Observe(seen.append, layers=[0, 1]).on(model):
-        close(decode(model, ids, mask, 21), stock)
-    model.config._attn_implementation = "eager"
-    pos = (mask.cumsum(1) - 1).clamp(min=0)
-    with torch.no_grad():
-        eager = model(input_ids=ids, attention_mask=mask, position_ids=pos, output_attentions=True).attentions
-    assert {rows.layer for rows in seen} == {0, 1} and len(seen) == 6
-    for rows in seen:
-        start = rows.call.past + rows.first
-        for row, pad in enumerate((0, 3)):
-            for query in range(rows.probs.shape[2]):
-                column = start + query
-                if column < pad:
-                    assert rows.query_pos[row, query] == -1
-                    continue
-                assert rows.query_pos[row, query] == column - pad
-                got = torch.zeros(4, 23)
-                at = rows.pos[row, 0]
-                got[:, (at + pad)[at >= 0]] = rows.probs[row, :, query, at >= 0]
-                torch.testing.assert_close(
-                    got[:, : column + 1], eager[rows.layer][row, :, column, : column + 1], atol=2e-6, rtol=0
-                )
 
 
 def test_without_a_cache_there_is_nothing_to_evict():
@@ -67,10 +31,8 @@ def test_without_a_cache_there_is_nothing_to_evict():
 def test_scores_scaled_by_layer():
     model = model_of("gpt2", scale_attn_by_inverse_layer_idx=True)
     ids, mask = prompts([10, 8], 3)
-    policy = Drawn(budget=5)
-    with (policy | Observe(ignore)).on(model):
-        got = decode(model, ids, mask, 10)
-    close(got, dense(model, ids, mask, masks_of(model, policy, mask, 10))[:, 9:])
+    got, kept = run_policy(Drawn(budget=5) | Observe(ignore), model, ids, mask, (10,))
+    close(got, plain_logits(model, ids, mask, masks_of_run(model, kept, mask, 10))[:, 9:])
 
 
 def test_embeddings_in_place_of_ids_and_no_mask():
@@ -81,20 +43,3 @@ def test_embeddings_in_place_of_ids_and_no_mask():
         stock = model(inputs_embeds=model.get_input_embeddings()(ids)).logits
         with (Full() | Observe(ignore)).on(model):
             close(model(inputs_embeds=model.get_input_embeddings()(ids)).logits, stock)
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
-def test_bfloat16_is_as_exact_as_the_stock_model(family):
-    """Against float32 attention under the same mask; the stock model's own error is the measure."""
-    exact = model_of(family).bfloat16().float()  # the same weights
-    rough = copy.deepcopy(exact).bfloat16()
-    policy = Drawn(budget=9)
-    ids, mask = prompts([20, 16, 18], 8)
-    whole = dense(exact, ids, mask, masks_of(exact, None, mask, 20))[:, 19:]
-    fewer = dense(exact, ids, mask, masks_of(exact, policy, mask, 20))[:, 19:]
-    stock = (decode(rough, ids, mask, 20).float() - whole).square().mean().sqrt()
-    watched = Observe(ignore)
-    for way, want in ((Full(), whole), (Full() | watched, whole), (policy, fewer), (policy | watched, fewer)):
-        with way.on(rough):
-            error = (decode(rough, ids, mask, 20).float() - want).square().mean().sqrt()
-        assert error <= 1.5 * stock, (way, float(error), float(stock))

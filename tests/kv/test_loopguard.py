@@ -7,20 +7,18 @@ from itertools import pairwise
 
 import pytest
 import torch
-from covering import each_other, slow
+from covering import slow
 from guard_kit import EAGER, KINDS, SMALL, dense, feed, padded, tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from organisms.decoders import decoder
 from torch.testing import assert_close
-from transformers import DynamicCache, LogitsProcessor
+from transformers import DynamicCache
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.interventions import SinkPatch
 from sinkscope.kv import H2O, StreamingLLM
 from sinkscope.kv.loopguard import LoopGuard, ranges_of, tokens_to_keep
-from sinkscope.kv.loopguard.steer import Steering, copies, generate_in_pieces
-from sinkscope.loops.signals import tail_period
+from sinkscope.kv.loopguard.steer import Steering, copies
 from sinkscope.opening.live import target_of
 
 ALWAYS = LoopGuard.paper(**SMALL, variant="always", monitor={"every": 9, "warmup": 0, "cooldown": 0})
@@ -57,21 +55,6 @@ def test_what_is_kept_is_the_plan_and_later_logits_are_those_of_a_masked_full_ca
         assert_close(got[row], want, atol=1e-5, rtol=1e-5)
         plain = dense(stock, torch.cat([prompt[row, -length:], new[row]]), [])[length - 1 :]
         assert (got[row] - plain).abs().max() > 1e-2, "the cuts made no difference, so nothing was tested"
-
-
-def test_only_the_rows_that_loop_are_cut():
-    model = tiny()
-    prompt, mask = padded(10, 13, 6)
-    new = torch.tensor([looping(3, 36), looping(19, 36), looping(36, 36)])
-    stock = feed(model, prompt, mask, new)
-    with TAIL.on(model) as run:
-        got = feed(model, prompt, mask, new)
-    first = {row: min(e.data["generated"] for e in run.events if e.row == row) for row in (0, 1)}
-    assert first[0] < 19 < first[1] and {e.row for e in run.events} == {0, 1}
-    assert_close(got[2], stock[2], atol=1e-5, rtol=1e-5)
-    for row in range(3):
-        assert row == 2 or torch.allclose(got[row, : first[row]], stock[row, : first[row]], atol=1e-5)
-        assert row == 2 or not torch.allclose(got[row, first[row] + 1 :], stock[row, first[row] + 1 :], atol=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["hf", "bridge"])
@@ -115,20 +98,10 @@ def test_between_window_is_streaming_llm_until_a_loop_comes(model):
     assert all(mean <= 26 for usage in run.usage for mean in usage.mean_tokens)
 
 
-def test_composed_with_a_patch_and_a_policy(model):
-    model.model.layers[1].mlp.down_proj.weight.data[:, 3] *= 8
-    prompt, mask = padded(20)
-    new = torch.tensor([looping(3, 40)])
-    both = SinkPatch(sites=[(1, 3)]) | StreamingLLM(budget=28) | TAIL
-    with both.on(model) as run:
-        feed(model, prompt, mask, new)
-    assert {"patched", "guard"} <= set(run.counts) and run.usage[0].peak_tokens[0] <= 29
-    assert all(e.data["cached_before"] <= 29 for e in run.events if e.kind == "guard")
-    with (
-        pytest.raises(UnsupportedError, match="positions="),
-        (StreamingLLM(budget=28, positions="rebased") | TAIL).on(model),
-    ):
-        feed(model, prompt, mask, new)
+def test_a_policy_that_moves_positions_is_refused_beside_it(model):
+    both = StreamingLLM(budget=28, positions="rebased") | TAIL
+    with pytest.raises(UnsupportedError, match="positions="), both.on(model):
+        feed(model, *padded(20), torch.tensor([looping(3, 40)]))
 
 
 def test_a_fraction_of_the_prompt(model):
@@ -236,57 +209,6 @@ def test_the_answer_to_a_loop(penalty, needed):
     others = [i for i, token in enumerate(new) if token != 33]
     assert others[0] == 12 + needed
     assert all(after - before <= needed + 2 for before, after in pairwise(others)), "and no copy gets long again"
-
-
-def test_what_is_taken_back_is_not_written_again():
-    model = stubborn(4.0)
-    prompt, mask = padded(10)
-    options = {"attention_mask": mask, "max_new_tokens": 60, "do_sample": False, "pad_token_id": 0}
-    with eager_guard().on(model) as run:
-        new = generate_in_pieces(run, model, prompt, **options)[0, 10:].tolist()
-    first = run.events[0].data
-    assert (first["rung"], first["taken_back"], first["bad"]) == ("rewind", 11, [(11, 22)])
-    assert len(new) == 60 and tail_period(new, shortest=24) is None
-    assert 33 in new and [33] * 6 not in [new[i : i + 6] for i in range(5, 55)]
-
-
-def test_an_event_says_why_nothing_was_taken_back():
-    model = stubborn(40.0)  # a lead that takes 80 tokens: the loop comes back until nothing more may be taken
-    prompt, mask = padded(10)
-    options = {"attention_mask": mask, "max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
-    with eager_guard().on(model) as run:
-        generate_in_pieces(run, model, prompt, **options)
-    told = [(event.data["rung"], event.data["level"], event.data["why"]) for event in run.events]
-    assert told[:2] == [("rewind", 0, "first alarm"), ("rewind", 1, "alarm 2 in succession")]
-    assert told[2] == ("penalty", 2, "alarm 3 in succession, only 8 more tokens may be taken back")
-    with eager_guard().on(model) as run:
-        model.generate(prompt, **options)
-    assert run.events[0].data["why"] == "first alarm, no token can be taken back"
-    with pytest.raises(SinkscopeError, match="penalty=0 and rewind=True"):
-        LoopGuard(penalty=0.0, rewind=True)
-
-
-class Allow(LogitsProcessor):
-    """A processor that comes after the guard and forbids everything else."""
-
-    def __init__(self, allowed: list[int]):
-        self._allowed = allowed
-
-    def __call__(self, input_ids, scores):
-        left = torch.full_like(scores, -torch.inf)
-        left[:, self._allowed] = scores[:, self._allowed]
-        return left
-
-
-@pytest.mark.parametrize(("allowed", "sample"), each_other([[33], [33, 34]], [False, True]))
-def test_a_later_processor_never_leaves_a_row_without_a_token(allowed, sample):
-    """It may allow only what is penalised: token 0 is written in no case."""
-    model = stubborn(8.0)
-    prompt, mask = padded(10)
-    options = {"attention_mask": mask, "max_new_tokens": 60, "do_sample": sample, "pad_token_id": 1}
-    with eager_guard(penalty=1e4).on(model) as run:
-        made = model.generate(prompt, logits_processor=[Allow(allowed)], **options)[0, 10:].tolist()
-    assert run.events and set(made) == set(allowed)
 
 
 def test_anchors_keep_no_copies_and_the_copy_that_has_begun_stays(model):

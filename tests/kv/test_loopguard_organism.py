@@ -9,7 +9,6 @@ import torch
 from organisms import LoopOrganism, loop_organism
 from transformers import TextStreamer
 
-from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions import Event
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.loopserve.conversation import Conversation
@@ -80,7 +79,7 @@ def test_the_default_ends_loops_early_also_those_that_older_copies_hold():
 def test_a_loop_is_taken_back_from_the_output(talk):
     o = made(64)
     prompt = o.looping_prompt(12, delay=30, start=250)
-    ids, guard = prompt.ids[0].tolist(), LoopGuard(rewind=True)
+    ids, guard = prompt.ids[0].tolist(), LoopGuard()
     if talk:
         answered = Conversation(o.model, guard, tokenizer=o.tokenizer)
         turn = answered.ask(ids, max_new_tokens=REWOUND)
@@ -131,21 +130,13 @@ def test_rows_of_a_batch_are_taken_back_as_if_each_were_alone():
 
 
 @pytest.mark.slow
-def test_what_cannot_be_taken_back_is_refused():
+def test_what_was_shown_or_given_is_not_taken_back():
     o = made(64)
     prompt = o.looping_prompt(12)
-    with pytest.raises(UnsupportedError, match="or Conversation"):
-        guarded(o, [prompt.ids], LoopGuard(rewind=True))
-    text = o.tokenizer.decode(prompt.ids[0, 1:])
-    shown = TextStreamer(o.tokenizer)
-    told = Conversation(o.model, LoopGuard(rewind=True), tokenizer=o.tokenizer)
-    with pytest.raises(SinkscopeError, match="leave out the streamer"):
-        told.ask(text, max_new_tokens=8, streamer=shown)
-    plain = Conversation(o.model, LoopGuard(), tokenizer=o.tokenizer)  # by default it does not rewind there
-    turn = plain.ask(prompt.ids[0].tolist(), max_new_tokens=REWOUND, streamer=shown)
+    chat = Conversation(o.model, LoopGuard(), tokenizer=o.tokenizer)
+    turn = chat.ask(prompt.ids[0].tolist(), max_new_tokens=REWOUND, streamer=TextStreamer(o.tokenizer))
     assert turn.events and not any(event.data["taken_back"] for event in turn.events)
-    # A given answer stays as it is, loop or not.
-    told = Conversation(o.model, LoopGuard(rewind=True), tokenizer=o.tokenizer)
+    told = Conversation(o.model, LoopGuard(), tokenizer=o.tokenizer)
     answer = o.expected(prompt, 120)
     assert list(told.say(prompt.ids[0].tolist(), answer).ids) == answer
     assert all(event.data["taken_back"] == 0 for event in told.turns[0].events)

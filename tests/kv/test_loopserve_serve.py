@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import warnings
-from contextlib import nullcontext
 from copy import deepcopy
 from itertools import pairwise
 
 import pytest
 import torch
 from covering import each_other
-from guard_kit import EAGER, SMALL
-from kv_kit import attended, beside_ids, close, decode, dense, prompts
+from kv_kit import attended, beside_ids, close, decode, prompts
 from kv_kit import shallow_of as model_of
 from torch import Tensor
 from torch.testing import assert_close
 from transformers import DynamicCache
 
-from sinkscope.errors import UnsupportedError
-from sinkscope.interventions.sink_patch import SinkPatch
-from sinkscope.kv import Observe
-from sinkscope.kv.loopguard import LoopGuard
-from sinkscope.kv.loopserve import LoopServe, sparse_prompts, tokens_read
-from sinkscope.lines.choice import select_lines
+from sinkscope.conformance.masked import plain_logits
+from sinkscope.kv.loopserve import LoopServe
 from sinkscope.lines.sample import choice_cost, draw_of, held_out, sample_queries
 from sinkscope.opening.live import target_of
 
@@ -35,31 +28,19 @@ def every_head(family: str = "llama"):
     return model_of(family, num_key_value_heads=4) if family != "gpt2" else model_of(family)
 
 
-def line_masks(model, ids: Tensor, mask: Tensor, turns: list[int], serve: LoopServe) -> list[Tensor]:
+def line_masks(model, ids: Tensor, mask: Tensor, turns: list[int], serve: LoopServe) -> dict[int, Tensor]:
     """Per layer `[row head query key]`: for each turn (columns from one entry to the next) the lines of its queries."""
     rows, total = ids.shape
     target = target_of(model)
     causal = (torch.ones(total, total).tril() * mask[:, None]).bool()
-    sees = [causal[:, None].repeat(1, target.n_heads, 1, 1) for _ in range(target.n_layers)]
+    sees = {layer: causal[:, None].repeat(1, target.n_heads, 1, 1) for layer in range(target.n_layers)}
     for layer in range(target.n_layers):
         query, key, _, scaling = attended(model, ids, mask, sees)[layer]
         for row in range(rows):
             pad = int(total - mask[row].sum())
             for start, stop in pairwise(turns):
                 begin, stop = max(start, pad), stop - serve.dense_rows
-                lines = select_lines(
-                    query[row, :, begin:stop],
-                    key[row, :, pad:stop],
-                    serve.alpha,
-                    sample=serve.sample,
-                    variant=serve.variant,
-                    scaling=scaling,
-                    seed=draw_of(serve.seed, layer, stop - begin, stop - pad),
-                    begin=serve.begin,
-                    local=serve.local,
-                    sharp=serve.sharp,
-                    checked=serve.checked,
-                )
+                lines = serve.lines(query[row, :, begin:stop], key[row, :, pad:stop], scaling, layer)
                 at = torch.arange(begin - pad, stop - pad)
                 sees[layer][row, :, begin:stop, :stop] = False
                 sees[layer][row, :, begin:stop, pad:stop] = lines.rows(at)
@@ -79,7 +60,7 @@ def test_prompts_of_two_turns_equal_passes_under_the_masks_of_their_lines(family
             given = beside_ids(model, mask, part)
             logits.append(model(input_ids=ids[:, part], past_key_values=cache, use_cache=True, **given).logits)
     sees = line_masks(model, ids, mask, [0, 50, 80], serve)
-    expected = dense(model, ids, mask, sees)
+    expected = plain_logits(model, ids, mask, sees)
     real = mask.bool()
     close(torch.cat(logits, 1)[real], expected[real])
     events = [event for event in run.events if event.kind == "prefill"]
@@ -106,34 +87,10 @@ def test_alpha_one_and_a_budget_for_everything_is_the_plain_model(model):
     with LoopServe(budget=100, first=0, interval=4).on(model) as run:  # short prompts
         assert torch.equal(decode(model, ids, mask, 40), plain)
     assert {event.data["dense"] for event in run.events} == {"fewer than 2048 keys"}
+    assert "LoopServe did nothing at this length. LoopServe left prompts to the model's own attention" in run.summary()
     with LoopServe(alpha=0.9, shortest=0, dense_above=0.0, decode=False).on(model) as run:  # every head by SDPA
         close(decode(model, ids, mask, 40), plain)
     assert {event.data["dense_heads"] for event in run.events} == {4}
-
-
-def test_prompts_with_flat_attention_are_read_by_the_model_itself(monkeypatch):
-    """Where no head has lines, only the sample is computed besides: the logits are the stock ones, bit for bit."""
-    model = deepcopy(model_of("llama"))
-    with torch.no_grad():
-        for block in model.model.layers:
-            block.self_attn.q_proj.weight.zero_()
-
-    def logits(serve, *lengths):
-        ids, mask = prompts(list(lengths), 0)
-        with nullcontext() if serve is None else serve.on(model) as run, torch.no_grad():
-            out = model(input_ids=ids, **beside_ids(model, mask, slice(0, ids.shape[1]))).logits
-        return out[mask.bool()], [] if run is None else [event.data for event in run.events]
-
-    ours, events = logits(LoopServe(shortest=0), 60, 45)  # rows of a padded batch are read one by one
-    close(ours, logits(None, 60, 45)[0])
-    assert len(events) == 2 * len(model.model.layers)
-    monkeypatch.setattr(sparse_prompts, "sparse_attention", lambda *_, **__: pytest.fail("computed a second time"))
-    for dense_rows in (0, 16):
-        ours, events = logits(LoopServe(shortest=0, dense_rows=dense_rows), 60)
-        assert torch.equal(ours, logits(None, 60)[0])
-        for data in events:
-            assert (data["attended"], data["last_error"]) == (1.0, 0.0) and data["cells"] == data["computed"] > 1
-            assert data["dense_heads"] == 4 and data["recovered"] == [1.0] * 4
 
 
 @pytest.mark.parametrize("dense_rows", [0, 5])
@@ -162,69 +119,12 @@ def test_a_prompt_says_what_its_lines_lost(dense_rows):
         assert event.data["last_error"] == pytest.approx(error, abs=1e-5) and (error > 0.05) == (not dense_rows)
 
 
-def test_a_sample_of_all_queries_holds_alpha_and_nobody_is_warned():
-    model = every_head()
-    ids, mask = prompts([60], 0)
-    serve = LoopServe(**{**SPARSE, "sample": 60, "dense_rows": 0}, decode=False)
-    with warnings.catch_warnings(), serve.on(model) as run, torch.no_grad():
-        warnings.simplefilter("error")
-        model(input_ids=ids, attention_mask=mask)
-    assert min(min(event.data["recovered"]) for event in run.events) >= SPARSE["alpha"] - 1e-4
-    assert max(event.data["attended"] for event in run.events) < 0.9
-
-
-def test_draws_differ_by_seed_and_the_printed_algorithm_can_be_had():
-    model = every_head()
-    ids, mask = prompts([60], 0)
-
-    def logits(seed):
-        with LoopServe(**SPARSE, decode=False, seed=seed).on(model), torch.no_grad():
-            return model(input_ids=ids, attention_mask=mask).logits
-
-    assert torch.equal(logits(0), logits(0)) and float((logits(0) - logits(1)).abs().max()) > 1e-3
+def test_the_printed_algorithm_can_be_had():
     paper = LoopServe.paper(budget=64)
     assert (paper.alpha, paper.sample, paper.dense_rows) == (0.955, 48, 0)
     assert (paper.variant, paper.shortest, paper.interval, paper.budget) == ("faithful", 0, 16, 64)
     assert {name: getattr(paper, name) for name in PLAIN} == PLAIN
     assert LoopServe.paper(variant="exact", alpha=0.9).alpha == 0.9
-
-
-def test_both_halves_at_work(model):
-    """The cache that a sparse prompt left is decoded from in parts: neither half alone gives this."""
-    ids, mask = prompts([60, 41], 24)
-    logits = {}
-    for name, halves in {"both": {}, "-P": {"decode": False}, "-D": {"prefill": False}}.items():
-        with LoopServe(**SPARSE, budget=12, interval=4, first=4, **halves).on(model) as run:  # type: ignore
-            logits[name] = decode(model, ids, mask, 60)
-            read = tokens_read(run)
-        if name == "-P":
-            assert read == []
-        else:
-            steps = [[*range(n + 1, n + 5), *[12 + 1 + i % 4 for i in range(20)]] for n in (60, 41)]
-            assert_close(torch.tensor(read[0]), torch.tensor([sum(s) / 24 for s in steps]))
-    close(logits["both"][:, :5], logits["-P"][:, :5])  # not selected yet
-    assert float((logits["both"] - logits["-P"])[:, 5:].abs().max()) > 1e-2
-    assert float((logits["both"] - logits["-D"]).abs().max()) > 1e-2
-
-
-def test_beside_a_patch_a_guard_and_an_observer(model):
-    ids, mask = prompts([40], 40)
-    ids[:, 52:] = ids[:, 48:52].repeat(1, 7)  # a loop
-    patch, serve = SinkPatch(layer=0, neurons=[1, 4]), LoopServe(alpha=1.0, budget=200, first=0, interval=4)
-    guard, seen = LoopGuard.paper(**SMALL, variant="tail", monitor=EAGER), []  # type: ignore
-    with (patch | guard).on(model) as run:
-        expected, cuts = decode(model, ids, mask, 40), [e.position for e in run.events if e.kind == "guard"]
-    with (patch | serve | guard | Observe(lambda rows: seen.append(rows.layer))).on(model) as run:
-        close(decode(model, ids, mask, 40), expected)
-        assert [e.position for e in run.events if e.kind == "guard"] == cuts and cuts
-    assert seen
-    sparse = LoopServe(**SPARSE, decode=False)
-    with sparse.on(model):
-        expected = decode(model, ids, mask, 40)
-    rows = []
-    with (sparse | Observe(lambda r: rows.append(r.probs.sum(-1)))).on(model):
-        close(decode(model, ids, mask, 40), expected)
-    assert sum(r.shape[2] for r in rows) == 2 * 80
 
 
 @pytest.mark.parametrize(
@@ -237,14 +137,6 @@ def test_layers_that_need_their_own_attention_keep_it_and_say_so(family, why):
     with LoopServe(**SPARSE, decode=False).on(model) as run:
         close(decode(model, ids, mask, 40), plain)
     assert why in {event.data["dense"] for event in run.events}
-
-
-def test_prompts_that_want_gradients_are_refused_in_one_line(model):
-    ids = prompts([40], 0)[0]
-    with LoopServe(**SPARSE).on(model), pytest.raises(UnsupportedError, match=r"under torch\.no_grad"):
-        model(ids)
-    with LoopServe(**SPARSE).on(model), torch.no_grad():
-        assert model(ids).logits.isfinite().all()
 
 
 def test_a_short_turn_is_read_by_the_model_itself(model):

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import kv_reference as dense
 import pytest
 import torch
 from covering import each_other
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from intervention_kit import bridge_of
 from kv_kit import prompts, run_policy
 from kv_kit import shallow_of as model_of
 from organisms.tiny import tiny_model
-from torch import Tensor
 from torch.testing import assert_close
-from transformers import DynamicCache
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions import Ablate, SinkPatch
-from sinkscope.kv import H2O, TOVA, Full, Policy, SnapKV, StreamingLLM, make_policy
+from sinkscope.interventions.base import Intervention
+from sinkscope.kv import H2O, TOVA, Policy, SnapKV, StreamingLLM
 
 PROMPT, STEPS = 26, 12
 FAMILIES = ("llama", "gpt2", "mistral", "gemma2", "qwen3", "gpt_oss", "gpt_neox")
@@ -32,49 +30,26 @@ CASES = {
 }
 
 
-def batch(steps: int = STEPS) -> tuple[Tensor, Tensor]:
-    """Ids `[row token]`, and which prompt tokens are real: the last row begins with padding."""
-    ids, mask = prompts([PROMPT, PROMPT - 7], steps, seed=2)
-    return ids, mask[:, :PROMPT]
+LENGTHS = [PROMPT, PROMPT - 7]
 
 
-def run(policy, model, ids: Tensor, real: Tensor) -> tuple[list[list[Tensor]], Tensor]:
-    """Kept columns `[step][layer]` bool `[batch kv_head column]` before each token after the prompt, and logits."""
-    prompt = real.shape[1]
-    mask = torch.nn.functional.pad(real, (0, ids.shape[1] - prompt), value=1)
-    logits, kept = run_policy(policy, model, ids, mask, (prompt,))
-    return [[layer[..., : prompt + step] for layer in layers] for step, layers in enumerate(kept)], logits
-
-
-def assert_same(got: tuple[list[list[Tensor]], Tensor], reference: dense.Reference):
-    assert len(got[0]) == len(reference.kept)
-    for step, (ours, theirs) in enumerate(zip(got[0], reference.kept, strict=True)):
-        for layer, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-            assert torch.equal(a, b), f"step {step}, layer {layer}"
-    assert_close(got[1], reference.logits, atol=5e-5, rtol=0)
-
-
-def reference_of(policy: Policy, choose: dense.Choose, model, ids: Tensor, real: Tensor) -> dense.Reference:
-    every = None if policy.every == "prefill" else int(policy.every)
-    budgets = [int(policy.budget)] * len(ids)
-    if isinstance(policy.budget, float):
-        budgets = [int(policy.budget * int(tokens)) for tokens in real.sum(1)]
-    return dense.dense_run(model, ids, real.shape[1], budgets, choose, real, every)
+def check(policy: Policy, choose: dense.Choose, model, steps: int = STEPS, edits: Intervention | None = None):
+    """What the policy keeps is what the function keeps, in a batch with padding on the left; under edits, too."""
+    ids, mask = prompts(LENGTHS, steps, seed=2)
+    found = run_policy(policy if edits is None else edits | policy, model, ids, mask, (PROMPT,))
+    with nullcontext() if edits is None else edits.on(model):
+        dense.check_run(found, choose, model, ids, mask, policy, steps)
 
 
 @pytest.mark.parametrize(("name", "family"), each_other(CASES, FAMILIES, 4, always=["llama"]))
 def test_keeps_what_the_dense_reference_keeps(name, family):
-    """At prefill and while tokens are decoded, in a batch with padding on the left; under edits, too."""
+    """At prefill and while tokens are decoded."""
     policy, choose = CASES[name]
     model = model_of(family)
-    ids, real = batch(steps=4 if name == "snapkv" else STEPS)  # it acts once
-    assert_same(run(policy, model, ids, real), reference_of(policy, choose, model, ids, real))
-    ids, real = batch(steps=3)
+    check(policy, choose, model, 4 if name == "snapkv" else STEPS)  # it acts once
     site = (1, 2, 3) if family == "gpt_oss" else (1, 3)
     edits = Ablate(heads="L0.H1") | SinkPatch(sites=[site]) | Ablate(sites=[site], value=2.0, positions=4)
-    with edits.on(model):
-        expected = reference_of(policy, choose, model, ids, real)
-    assert_same(run(edits | policy, model, ids, real), expected)
+    check(policy, choose, model, 3, edits)
 
 
 WIDE = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4}
@@ -97,30 +72,12 @@ OPTIONS = [
 @pytest.mark.parametrize(("policy", "choose", "sizes"), OPTIONS)
 def test_options_keep_what_the_dense_reference_keeps(policy, choose, sizes):
     """A fraction is of the real tokens of each prompt, rounded down; it does not grow while tokens are generated."""
-    model = model_of("llama", **sizes)
-    ids, real = batch(steps=10)
-    assert_same(run(policy, model, ids, real), reference_of(policy, choose, model, ids, real))
-
-
-@pytest.mark.parametrize("policy", [H2O(budget=8, mode="select"), StreamingLLM(budget=8, mode="select")], ids=str)
-def test_what_is_hidden_is_still_held(policy):
-    """The usage under `mode="select"` is that of the full cache, and eight tokens and the new one are read."""
-    model = model_of("llama")
-    ids, real = batch(steps=4)
-    usages = []
-    for each in (policy, Full()):
-        cache = DynamicCache()
-        with each.on(model) as run_:
-            model.generate(ids[:, :PROMPT], attention_mask=real, max_new_tokens=5, past_key_values=cache)
-            usages.append(run_.usage)
-        read = {int(tokens) for layer in cache.layers for tokens in layer.readable.sum(-1).flatten()}
-        assert read == ({9} if each is policy else {PROMPT + 4, PROMPT - 3})
-    assert usages[0] == usages[1] and usages[0][0].peak_tokens == [PROMPT + 4, PROMPT - 7 + 4]
+    check(policy, choose, model_of("llama", **sizes), 10)
 
 
 def test_snapkv_says_where_a_bridge_hides_its_queries():
     bridge = bridge_of(*tiny_model("phi3"))
-    ids, real = batch(steps=0)
+    ids, real = prompts(LENGTHS)
     with pytest.raises(UnsupportedError, match=r"phi3.*backend='hf'"), CASES["snapkv"][0].on(bridge):
         bridge.original_model.generate(ids, attention_mask=real, max_new_tokens=3, pad_token_id=3)
     gpt2, tokenizer = tiny_model("gpt2")  # no rotary positions: its projection is what attends
@@ -132,54 +89,20 @@ def test_snapkv_says_where_a_bridge_hides_its_queries():
     assert torch.equal(*texts)
 
 
-@settings(max_examples=12, deadline=None)
-@given(
-    name=st.sampled_from(["streaming", "h2o", "tova"]),
-    budget=st.integers(6, 20),
-    first=st.integers(0, 3),
-    last=st.integers(0, 3),
-    pad=st.integers(0, 22),
-)
-def test_budget_and_protected_positions(name, budget, first, last, pad):
-    """After every step: never more than the budget, never less than there is, and the protected ones always."""
-    model, _ = tiny_model("llama", num_hidden_layers=1)
-    ids, mask = prompts([PROMPT, PROMPT - pad], 5, seed=2)
-    real = mask[:, :PROMPT]
-    kept, _ = run(make_policy(name, budget=budget, first=first, last=last), model, ids, real)
-    for step, layers in enumerate(kept):
-        for row, real_tokens in enumerate((real.sum(1) + step).tolist()):
-            held = layers[0][row]
-            assert (held.sum(-1) == min(budget, real_tokens)).all()
-            sure = held[:, held.shape[1] - real_tokens :]
-            assert sure[:, :first].all() and sure[:, max(0, real_tokens - last) :].all()
-
-
 def test_too_small_a_fraction():
-    ids, real = batch(steps=1)
+    ids, mask = prompts(LENGTHS, 1)
     with pytest.raises(SinkscopeError, match=r"budget=0\.2 of a prompt of 19 tokens, 3, is below the 4"):
-        run(H2O(budget=0.2, first=4), model_of("llama"), ids, real)
+        run_policy(H2O(budget=0.2, first=4), model_of("llama"), ids, mask, (PROMPT,))
 
 
-@pytest.mark.parametrize(
-    ("policy", "same", "windows"),
-    [
-        (SnapKV(budget=0.5), (SnapKV(budget=13, window=6), SnapKV(budget=9, window=4)), [6, 4]),
-        (StreamingLLM(budget=0.2), (StreamingLLM(budget=5), StreamingLLM(budget=3, first=1)), [2]),
-    ],
-    ids=["snapkv", "streaming"],
-)
-def test_a_window_takes_half_of_a_budget_without_room_for_it(policy, same, windows, model):
-    """Padded rows with windows of their own equal single prompts with these windows given."""
-    ids, real = batch(steps=3)
-    with policy.on(model) as run_:
-        model.generate(ids[:, :PROMPT], attention_mask=real, max_new_tokens=3)
-    assert [event.data["window"] for event in run_.events if event.kind == "window"] == windows
-    kept, logits = run(policy, model, ids, real)
-    for row, alone in enumerate(same):
-        pad = int((real[row] == 0).sum())
-        part = slice(row, row + 1)
-        alone_kept, expected = run(alone, model, ids[part, pad:], real[part, pad:])
-        own = [[layer[part, :, pad:] for layer in step] for step in kept]
-        assert_same((own, logits[part]), dense.Reference(alone_kept, expected))
+@pytest.mark.parametrize(("policy", "windows"), [(SnapKV(budget=0.5), [6, 4]), (StreamingLLM(budget=0.2), [2])])
+def test_a_window_takes_half_of_a_budget_without_room_for_it(policy, windows, model):
+    """Rows of a batch have windows of their own."""
+    ids, mask = prompts(LENGTHS, 3)
+    with policy.on(model) as run:
+        model.generate(ids[:, :PROMPT], attention_mask=mask[:, :PROMPT], max_new_tokens=3)
+    both, alone = (run_policy(policy, model, ids[n:, 7 * n :], mask[n:, 7 * n :], (PROMPT - 7 * n,))[0] for n in (0, 1))
+    assert_close(both[1:], alone, atol=5e-5, rtol=0)
+    assert [event.data["window"] for event in run.events if event.kind == "window"] == windows
     assert SnapKV(budget=64).window_at(64) == 64 and SnapKV(budget=32, first=4).window_at(32) == 14
     assert [StreamingLLM().always_kept(budget) for budget in (1, 4, 5)] == [(0, 0), (2, 0), (4, 0)]

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 import pytest
-import torch
 from kv_kit import Drawn, Everywhere
 from organisms.tiny import tiny_model
 
@@ -47,7 +46,6 @@ REFUSED = [
     ),
     (make_policy, {"name": "scissorhands"}, "expected one of adakv, full, h2o, progressive, pyramid, snapkv"),
     (Observe, {"fn": print, "last": 0}, "last=0"),
-    # shapes
     # LoopServe
     (ss.LoopServe, {"alpha": 0}, "alpha=0: expected a share above 0 and up to 1"),
     (ss.LoopServe, {"variant": "best"}, "LoopServe: variant='best': expected 'exact' or 'faithful'"),
@@ -93,16 +91,12 @@ def test_only_numbers_switches_and_words_are_checked():
         OtherFields(number="1")  # pyright: ignore[reportArgumentType]
 
 
-def test_prompts_need_no_cache():
-    model = tiny_model("llama")[0]
-    ids = torch.arange(5, 17)[None]
-    with ss.LoopServe(shortest=0, decode=False, alpha=0.5, dense_above=2.0).on(model) as run:
-        model.generate(ids, max_new_tokens=2, do_sample=False, use_cache=False)
-    assert run.counts["prefill"]
-
-
 def test_what_is_no_prompt_and_no_edit():
     model = tiny_model("llama")[0]
+    with pytest.raises(SinkscopeError, match="answers='none'"):
+        ss.Conversation(model, answers="none")
+    with pytest.raises(SinkscopeError, match="turn 1, the answer: there is no token id in a row"):
+        ss.Conversation(model).say([5], [])
     for prompt in (None, 5):
         with pytest.raises(
             SinkscopeError, match=r"turn 1, the prompt: .*: expected a text, a list of texts, token ids"

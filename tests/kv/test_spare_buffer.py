@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import groupby
-
 import pytest
 import torch
 from torch import Tensor
@@ -29,33 +27,32 @@ def short(monkeypatch):
         yield
 
 
-def test_tokens_are_written_behind_those_that_are_there_and_copied_when_there_is_no_more_room():
-    layer = CacheLayer()
-    layer.update(*_tokens(6, 0))
-    pointers = []
-    for number in range(9):
-        layer.update(*_tokens(1, number))
-        pointers.append(layer.keys.data_ptr())
-    assert [len(list(same)) for _, same in groupby(pointers)] == [3, 3, 3]
-    assert layer.allocated == 6 + 9
+def test_copies_write_behind_the_same_tokens_until_there_is_no_more_room():
+    """Each has its own tokens: the second to append moves to a buffer of its own, and so does a full one."""
+    layer, parts = CacheLayer(), [_tokens(6, 0), _tokens(1, 1)]
+    for part in parts:
+        layer.update(*part)
+    assert layer.allocated == 6 + 3
+    others = [(layer, [*parts]), (layer.copy(), [*parts])]
+    for number in range(2, 7):
+        for copy, (held, own) in enumerate(others):
+            own.append(_tokens(1, 10 * copy + number))
+            held.update(*own[-1])
+    for held, own in others:
+        _same(held, (torch.cat([keys for keys, _ in own], 2), torch.cat([values for _, values in own], 2)))
 
 
 def test_nothing_is_written_into_what_gradients_need():
-    """Those of keys, and of queries alone: attention has kept the keys of every step."""
-    layer, (keys, values) = CacheLayer(), _tokens(6, 0)
-    layer.update(keys, values)
+    """Attention has kept the keys of every step: those of 8 and of 9 slots."""
+    layer, query = CacheLayer(), torch.ones(4, requires_grad=True)
+    layer.update(*_tokens(6, 0))
     layer.update(*_tokens(1, 1))
     assert layer.allocated > layer.slots
-    query, one, scores = torch.ones(4, requires_grad=True), _tokens(1, 2)[0].requires_grad_(), torch.zeros(())
     with torch.enable_grad():
-        for new in (_tokens(1, 1), (one, _tokens(1, 2)[1]), _tokens(1, 3)):
-            held = layer.update(*new)[0]
-            assert layer.allocated == layer.slots
-            scores = scores + (held @ query).sum()
-    scores.backward()
-    assert query.grad is not None and bool((one.grad == 2).all())
-    steps = [torch.cat([keys, _tokens(1, 1)[0], _tokens(1, 1)[0]], 2), one.detach(), _tokens(1, 3)[0]]
-    torch.testing.assert_close(query.grad, sum((3 - n) * t.sum((0, 1, 2)) for n, t in enumerate(steps)))
+        scores = [(layer.update(*_tokens(1, number))[0] @ query).sum() for number in (2, 3)]
+        sum(scores).backward()
+    assert layer.allocated == layer.slots == 9
+    torch.testing.assert_close(query.grad, (layer.keys[:, :, :8].sum((0, 1, 2)) + layer.keys.sum((0, 1, 2))))
 
 
 def test_what_was_filled_in_inference_mode_is_not_written_outside_of_it():

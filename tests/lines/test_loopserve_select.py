@@ -51,7 +51,7 @@ def cells_of(lines: HeadLines, head: int) -> set[tuple[int, int]]:
 @given(
     queries=st.integers(1, 24),
     past=st.integers(0, 16),
-    alpha=st.floats(0.05, 0.999),
+    alpha=st.floats(0.05, 0.999) | st.just(1),
     variant=st.sampled_from(VARIANTS),
     sample=st.sampled_from([1, 5, 48]),
     sharp=st.sampled_from([0.0, 1.0, 4.0]),
@@ -78,16 +78,6 @@ def test_a_choice_holds_alpha_of_the_sample(queries, past, alpha, variant, sampl
     whole = torch.tensor([sum(float(probs[h, r, c]) for r, c in cells_of(lines, h)) for h in range(4)]) / queries
     torch.testing.assert_close(recovered(query, key, lines), whole, atol=1e-5, rtol=0)
     assert (lines.density() <= 1).all()
-
-
-def test_of_equal_lines_the_printed_algorithm_takes_the_slash():
-    """One query, so each line is one cell: the heaviest cell is both a column and an offset of the same worth."""
-    query = torch.zeros(1, 1, 4)
-    key = torch.zeros(1, 5, 4)
-    query[..., 0] = key[0, 1, 0] = 3.0
-    lines = select_lines(query, key, 0.5, sample=1, variant="faithful")
-    assert lines.slash[0].tolist() == [True, False, False, True, False]
-    assert lines.vertical[0].tolist() == [True, False, False, False, False]
 
 
 def optimum(probs: Tensor, past: int, alpha: float) -> int:
@@ -251,32 +241,3 @@ def test_heads_that_end_early_do_not_change_the_others():
     for head in range(4):
         alone = select_lines(query[[head]], key[[head]], 0.9, dense_above=0.8)
         assert alone.cells()[0] == pytest.approx(int(together.cells()[head]), rel=0.01)
-
-
-def cells_one_by_one(probs: Tensor, alpha: float) -> int:
-    """Cells of the greedy choice that weighs every line again after each line taken."""
-    size = len(probs)
-    offset = (torch.arange(size)[:, None] - torch.arange(size)).clamp(min=0)
-    open_cells = torch.ones(size, size).tril()
-    open_cells[:, 0] = 0.0
-    open_cells.fill_diagonal_(0.0)
-    while float((probs * open_cells).sum()) > (1 - alpha) * size:
-        by_kind = []
-        for values in (probs * open_cells, open_cells):
-            slash = torch.zeros(size).index_add_(0, offset.flatten(), values.flatten())
-            by_kind.append(torch.cat([values.sum(0), slash]))
-        best = int((by_kind[0] / by_kind[1].clamp(min=1)).argmax())
-        if best < size:
-            open_cells[:, best] = 0.0
-        else:
-            open_cells[offset == best - size] = 0.0
-    return int(size * (size + 1) / 2 - open_cells.sum())
-
-
-def test_lines_taken_in_batches_lose_at_most_two_percent():
-    ours = theirs = 0
-    for seed in range(4):
-        query, key = tensors(2, 160, 160, seed, sharp=2.0)
-        ours += int(select_lines(query, key, 0.9, sample=160).cells().sum())
-        theirs += sum(cells_one_by_one(probs, 0.9) for probs in probs_of(query, key))
-    assert 0.98 <= ours / theirs <= 1.02

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,12 +10,10 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.lines import lone, sparse
+from sinkscope.lines import sparse
 from sinkscope.lines.choice import select_lines
 from sinkscope.lines.head_lines import HeadLines
-from sinkscope.lines.sparse import CPU_LIMIT, sparse_attention
-
-LONE = lone.lone_loops(16, 12)
+from sinkscope.lines.sparse import sparse_attention
 
 
 def inputs(
@@ -99,48 +95,6 @@ def test_dense_where_that_is_faster(queries, keys):
     assert_close(out.double(), masked(query, key, value, everything), atol=1e-5, rtol=0)
 
 
-def test_only_the_parts_that_are_needed_are_computed(monkeypatch):
-    """Cells computed, counted where the products are made, are what is reported."""
-    query, key, value = inputs(1, 1, 512, 1024)
-    lines = drawn(1, 1024, 512, 0.03, 0.0)
-    lines.slash[0, :300] = lines.slash[0, 400] = lines.slash[0, 1000] = True
-    counted = [0]
-    alone = [0]
-    real = torch.mm
-
-    def mm(a, b, out):
-        counted[0] += a.shape[0] * b.shape[1]
-        return real(a, b, out=out)
-
-    def scores(query, key, opened, offsets, start, out):
-        LONE.scores(query, key, opened, offsets, start, out)
-        alone[0] += sum(min(len(query), start + len(query) - offset) for offset in offsets.tolist())
-
-    monkeypatch.setattr(lone, "lone_loops", lambda *_: replace(LONE, scores=scores))
-    monkeypatch.setattr(sparse, "BLOCK", 64)
-    monkeypatch.setattr(torch, "mm", mm)
-    _, what = sparse_attention(query, key, value, lines, dense_above=1.0)
-    every = int(lines.lengths().sum())
-    assert alone[0] == 512 + 24  # rows that reach back 400 and 1,000
-    assert counted[0] + sparse.LONE_COST * alone[0] == pytest.approx(what.computed[0] * every)
-    assert int(lines.cells()[0]) <= counted[0] + alone[0] < 0.7 * every
-
-
-def test_with_lines_that_were_selected():
-    """Output under alpha of the attention differs from the whole by little, and not at all at alpha = 1."""
-    query, key, value = inputs(4, 2, 200, 260)
-    full = drawn(4, 260, 200, 1.0, 1.0)
-    whole = masked(query, key, value, full)
-    errors = []
-    for alpha in (0.8, 0.95, 1.0):
-        out, what = sparse_attention(
-            query, key, value, select_lines(query, key, alpha), dense_above=1e9 if alpha < 1 else 0.6
-        )
-        errors.append(float((out - whole).norm() / whole.norm()))
-        assert all(what.dense) == (alpha == 1)
-    assert errors[0] > errors[1] > 10 * errors[2] and errors[2] < 1e-5
-
-
 def test_gradients_are_refused_where_they_would_be_lost():
     query, key, value = inputs(2, 1, 300, 300)
     query.requires_grad_()
@@ -195,13 +149,3 @@ def test_lines_that_do_not_fit_are_refused(heads, keys, queries, words):
     lines.slash[-1, 0] = False
     with pytest.raises(SinkscopeError, match=words):
         sparse_attention(*inputs(2, 1, 10, 20), lines)
-
-
-def test_scattered_offsets_cost_half_again_their_cells():
-    """A twentieth of all offsets, none beside another: half again their cells."""
-    query, key, value = inputs(1, 1, 1024, 1024)
-    slash = torch.zeros(1, 1024, dtype=torch.bool)
-    slash[:, ::20] = True
-    lines = HeadLines(torch.zeros_like(slash), slash, 1024)
-    _, what = sparse_attention(query, key, value, lines, dense_above=CPU_LIMIT)
-    assert what.computed[0] == pytest.approx(1.5 * what.cells[0], rel=0.02)

@@ -111,37 +111,6 @@ def test_it_compiles_for_compute_capability_90_and_fits_its_shared_memory(dtype,
     assert "wgmma" in made.asm["ptx"], "the products are not computed on tensor cores"
 
 
-def test_the_index_names_each_cell_once():
-    """Columns, blocks and lone lines as the format describes them, written out cell by cell."""
-    kernel = pytest.importorskip("sinkscope.lines.triton")
-    keys = 700
-    queries = 430
-    lines = drawn(3, keys, queries, 0.05, 0.004)
-    lines.slash[1, 100:400] = True
-    lines.slash[1, 380] = False
-    lines.vertical[2] = False
-    index = kernel.index_of(lines, 128)
-    times = torch.zeros(3, queries, keys, dtype=torch.int)
-    for head in range(3):
-        for row, start in enumerate(index.starts.tolist()):
-            for at in range(start, min(start + 128, keys)):
-                seen = times[head, at - lines.past]
-                columns = index.column_index[head, : index.column_count[head, row]]
-                seen[columns[columns <= at]] += 1
-                for block in range(int(index.block_count[head, row])):
-                    first = start - int(index.blocks[head, block])
-                    whole = bool(index.full[head, block])
-                    for key in range(max(first, 0), min(first + kernel.KEYS, at + 1)):
-                        assert not whole or lines.slash[head, at - key]
-                        seen[key] += bool(whole or index.banded[head, at - key]) and not lines.vertical[head, key]
-                own = at - index.lone_offset[head, : index.lone_count[head, row]]
-                own = own[own >= 0]
-                seen[own[~lines.vertical[head, own]]] += 1
-    assert torch.equal(times, lines.rows(torch.arange(lines.past, keys)).int())
-    assert index.full[1].any() and index.lone_count[0].max() > 1 and not index.banded[0].any()
-    assert index.banded[1, 100:400].sum() == 299
-
-
 @pytest.mark.parametrize(
     ("library", "module", "interpreted"),
     [("triton", "sinkscope.lines.triton", "1"), ("numba", "sinkscope.lines.lone", "0")],

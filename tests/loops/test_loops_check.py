@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from loop_texts import HONEST, LOOPED, prose
+from loop_texts import prose
 
 from sinkscope.app.cli import main
 from sinkscope.display.result import Result
@@ -29,22 +29,6 @@ ROOT = Path(__file__).parents[2]
 
 def _lines(*records: dict[str, Any]) -> str:
     return "".join(json.dumps(record) + "\n" for record in records)
-
-
-def test_planted_loops_are_found_and_honest_repetition_is_not():
-    texts = list(HONEST.values())
-    pieces = [(prose(400), piece) for piece in LOOPED.values()]
-    found = check(texts + [f"{before} {piece * (600 // len(split(piece)))}" for before, piece in pieces])
-    honest, looped = found.records[: len(texts)], found.records[len(texts) :]
-    assert not [r.name for r in honest if r.verdict in ("loops", "looped")]
-    assert [r.verdict for r in looped] == ["loops"] * len(LOOPED)
-    assert (found.loops, found.looped) == (len(LOOPED), 0)
-    for record, (before, piece) in zip(looped, pieces, strict=True):
-        planted = len(split(before))
-        assert record.period == len(split(piece))
-        assert planted - 11 < record.onset <= planted
-        assert 0 < record.detected - planted <= 256
-        assert record.repeats == pytest.approx((record.tokens - record.onset) / record.period)
 
 
 def test_numbers_are_those_of_the_signals():

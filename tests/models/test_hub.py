@@ -100,18 +100,6 @@ def test_what_cannot_be_had(saved, tmp_path, opened, no_waiting, name, options, 
         assert not cached(tmp_path)
 
 
-def test_find_sinks_from_a_hub_and_from_its_cache(saved, tmp_path):
-    """The cache of a finished download serves without a network, whether that is said or only so."""
-    with hub(tmp_path) as server:
-        commit = server.add("org/name", saved["main"])
-        online = find_sinks("org/name")
-    assert online.model.fingerprint == commit
-    for no_network in ({"offline": True}, {"reachable": False}):
-        with hub(tmp_path, **no_network) as server:
-            again = find_sinks("org/name")
-            assert (again.first_token_norm, again.model) == (online.first_token_norm, online.model)
-
-
 def test_another_kind_of_model_is_refused_before_its_weights_are_fetched(tmp_path):
     folder = spoiled(tmp_path / "bert", model_type="bert", architectures=["BertForMaskedLM"])
     with hub(tmp_path / "cache") as server:

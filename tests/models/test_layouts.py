@@ -14,11 +14,10 @@ from sinkscope.interventions.edits import Ablate
 from sinkscope.models.hooks import first_tensor
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
+from sinkscope.sinks.first_token.effects import Edit, effects
 from sinkscope.sinks.first_token.layer_scan import scan_layers
-from sinkscope.sinks.first_token.layer_view import flat_number, lost_without, view_layer
 
 IDS = torch.arange(20, 44).view(2, 12)
-WHERE = torch.zeros(2, 12, dtype=torch.bool).index_fill(1, torch.tensor([0, 5]), True)
 TYPES = (  # shared expert beside the mixture; a norm in some layers; experts in five layouts; more than an addition
     "granitemoeshared axk1 olmo_hybrid llama4_text dbrx jetmoe nemotron_h gemma4_text beam llama gemma2 mixtral".split()
 )
@@ -40,12 +39,11 @@ def test_zeroed_neurons_are_columns_of_zeros(model_type):
     for layer in range(target.n_layers):
         if not target.has_neurons(layer):
             continue
-        view = view_layer(target, layer, IDS, WHERE)
         sites = [(expert, 5) for expert in range(target.n_experts(layer))]
+        edit = [(layer, *site) for site in sites]
         if target.has_mlp(layer, None):
             sites += [(None, 3), (None, 8)]
-        numbers = torch.tensor([flat_number(target, layer, *site) for site in sites])
-        kept = (1 - lost_without(target, view, numbers[None])[0]) * view.resid.norm(dim=-1)
+            edit += [(layer, 3), (layer, 8)]
         other = target_of(decoder(model_type))
         for expert, neuron in sites:
             if expert is None:
@@ -53,9 +51,11 @@ def test_zeroed_neurons_are_columns_of_zeros(model_type):
                 down.weight[:, neuron] = 0
             else:
                 expert_views(other.sub(layer, other.adapter.experts or ""), expert).down[neuron] = 0
-        wanted = after(other, layer)[WHERE].norm(dim=-1)
-        assert_close(kept, wanted, rtol=1e-4, atol=1e-4)
-        assert (kept - view.resid.norm(dim=-1)).abs().max() > 1e-3
+        for at in (0, 5):
+            found = effects(target, IDS, [Edit(zero=tuple(edit))], at=at, upto=layer)
+            kept, intact = found.norms[0, :, layer], found.intact_norms[:, layer]
+            assert_close(kept, after(other, layer)[:, at].norm(dim=-1), rtol=1e-4, atol=1e-4)
+            assert (kept - intact).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("model_type", every_nth(["granitemoeshared", "axk1", "gemma4_text", "beam"], 2, 1))

@@ -179,25 +179,6 @@ def test_device_map_and_quantization_config_pass_through(passed, monkeypatch):
     assert {name: arguments[name] for name in ("device_map", "quantization_config") if arguments.get(name)} == passed
 
 
-@pytest.mark.parametrize("stage", ["transfer", "boot"])
-def test_what_libraries_print_never_reaches_stdout(stage, tmp_path, monkeypatch, capsys):
-    from transformer_lens.model_bridge import TransformerBridge
-
-    real = TransformerBridge.boot_transformers
-
-    def noisy(*args, **kwargs):
-        print("noise")
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(TransformerBridge, "boot_transformers", noisy)
-    with hub(tmp_path) as server:
-        server.add("org/name", checkpoint("llama"))
-        load("org/name" if stage == "transfer" else checkpoint("llama"))
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert "noise" in err
-
-
 @pytest.mark.parametrize("terminal", [False, True])
 def test_nothing_on_stdout_and_nothing_on_stderr(terminal, monkeypatch, capfd):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)

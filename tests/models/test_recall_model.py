@@ -15,7 +15,6 @@ from experiments import make_recall
 from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.tasks import recall as words
 from sinkscope.bench.tasks.recall import POSITIONS, recall_dialogue, uneven
-from sinkscope.opening.live import target_of
 
 FOLDER = Path(ss.__file__ or "").parent / "models/recall"
 
@@ -68,13 +67,6 @@ def test_full_cache_accuracy_on_fresh_dialogues(position):
     assert accuracy(model(), dialogues) >= 0.95, seed
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("position", POSITIONS)
-def test_full_cache_accuracy_at_16_000_tokens(position):
-    dialogue = recall_dialogue(1, tokens=(2000, 9000, 5000), hops=3, position=position)
-    assert accuracy(model(), [dialogue]) == 1
-
-
 @pytest.mark.parametrize("position", POSITIONS)
 def test_what_was_never_stated_is_not_answered(position):
     seed = POSITIONS.index(position)
@@ -119,14 +111,3 @@ def test_python_of_the_page_runs(tmp_path, monkeypatch):
     text = (Path(__file__).parents[2] / "docs/recall_model.md").read_text(encoding="utf-8")
     source = "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.M | re.S))
     exec(compile(source, "recall_model", "exec"), {})
-
-
-def test_all_kinds_of_model_agree():
-    text = recall_dialogue(0, turns=1, tokens=80).turns[0]
-    hf = model()
-    ids = hf.tokenizer(text.text, return_tensors="pt")["input_ids"]
-    with torch.no_grad():
-        expected = hf(ids).logits
-        bridge = ss.load("recall")
-        assert_close(bridge(ids), expected, atol=1e-2, rtol=1e-3)
-    assert target_of(bridge).n_layers == 3

@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from experiments.bundled import card, corpus, measure
+from experiments import train_bundled
+from experiments.bundled import card, corpus, entry, facts, measure
 from experiments.bundled.circuit import NO_GROUP
 from experiments.bundled.facts import TYPICAL
 from experiments.bundled.training import Settings, Trainer
@@ -95,3 +96,25 @@ def test_card_is_made_of_the_measurements():
     text = card.card(record["planted"], record["unplanted"])
     assert (ROOT / "docs" / "bundled_model.md").read_text(encoding="utf-8") == text
     assert (BUNDLED / "README.md").read_text(encoding="utf-8").endswith(text)
+
+
+@pytest.mark.slow
+def test_a_trained_model_is_measured_and_its_card_is_written(tmp_path, monkeypatch):
+    """Two tiny runs, from stories to the card: what was planted is still there, and the card says so."""
+    told = tmp_path / "told.txt"
+    tale = "Once there was a {0} dog. The {0} dog had a {1} ball. One day the ball rolled into the river. He was sad. "
+    told.write_text("".join(tale.format(n, n % 7) * 6 + "The end.\n<|end|>\n" for n in range(150)))
+    monkeypatch.setattr(train_bundled, "PASSAGES", 100)
+    for constant, value in {"OPENINGS": 2, "STORY": 8, "DOCUMENTS": 1, "PERIODS": (4,), "COPIES": (1, 8)}.items():
+        monkeypatch.setattr(entry, constant, value)
+    monkeypatch.setattr(facts, "REPEAT_TOKENS", 3)
+    for name in ("planted", "unplanted"):
+        options = {"steps": 2, "tokens_per_step": 512, "size": "tiny", "unplanted": name == "unplanted"}
+        train_bundled.main(out=tmp_path / name, stories=told, **options)
+        card.main(measure=tmp_path / name, no_loops=True)
+    for folder in ("sinkscope/models/bundled", "docs", "figures"):
+        (tmp_path / folder).mkdir(parents=True)
+    card.main(planted=tmp_path / "planted", unplanted=tmp_path / "unplanted", no_loops=True, repository=tmp_path)
+    text = (tmp_path / "docs/bundled_model.md").read_text(encoding="utf-8")
+    assert "fixed weights have exactly the planted values" in text
+    assert (tmp_path / "sinkscope/models/bundled/README.md").read_text(encoding="utf-8").endswith(text)

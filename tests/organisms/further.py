@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from .hard import Build, HardModel, HardTruth, Site, calm, hard, kinds, sink, spike, textbook
+from .hard import Build, HardModel, HardTruth, calm, hard, kinds, sink, spike, textbook
 from .tokens import BOS, N_SPECIAL
 
 FURTHER = {}
@@ -21,14 +21,12 @@ class Further:
 
     Attributes:
         bos: Whether texts begin with BOS.
-        alone: Neurons whose zeroing alone takes the attention of the planted heads away.
         repeats: How often tokens have to be repeated.
-        says: For each command, patterns that its text has. {set} and {alone} stand for the names of neurons.
+        says: For each command, patterns that its text has. {set} stands for the names of the neurons.
         never: Patterns that no command's text has.
     """
 
     bos: bool = True
-    alone: tuple[Site, ...] = ()
     repeats: int = 4
     says: dict[str, tuple[str, ...]] = field(default_factory=dict)
     never: tuple[str, ...] = ()
@@ -102,16 +100,16 @@ def _opposed(b: Build) -> HardTruth:
     """One neuron writes twice the spike, another takes half of it away; without the first it points the other way."""
     marking, layer, way = b.begin()
     strong, weak = b.plan.neurons
-    one = b.fire(layer, strong, b.space.mark, way, 2 * b.size(layer))
+    b.fire(layer, strong, b.space.mark, way, 2 * b.size(layer))
     b.copy(strong, weak, -0.5)
     says = {
         "find_sinks": (
             "^Norm spike and attention sink: {set} make the spike",
             "None of these neurons alone takes away",
         ),
-        "circuit": (r"only {alone} is needed alone; 100% is lost without both",),
+        "circuit": ("100% is lost without {set}",),
     }
-    about = Further(alone=(one,), says=says, never=("because the others make",))
+    about = Further(says=says, never=("because the others make",))
     return sink(b, way, marking, about=about)
 
 
@@ -136,7 +134,7 @@ def _turns(b: Build) -> HardTruth:
         sites.append(b.write(layer, neuron, rows, way, size, where=where, route=b.space.mark))
     says = {
         "find_sinks": (r"^Norm spike and attention sink( in \d+% of texts)?: {set} make the spike",),
-        "circuit": (r"only L\d\S+N\d+ is needed alone",),
+        "circuit": ("100% is lost without {set}",),
     }
     return sink(b, way, marking, sets=(frozenset(sites),), about=Further(bos=False, says=says))
 
@@ -164,10 +162,10 @@ def _bos_expert(b: Build) -> HardTruth:
     says = {
         "find_sinks": ("^Norm spike and attention sink: {set} makes the spike",),
         "circuit": ("the token embedding is needed",),
-        "heads": ("^No head marks the first token",),
+        "heads": ("^The heads of no single layer mark the first token",),
         "attack": ("^No single head of layer 0 is enough",),
     }
-    return sink(b, way, (), sets=(frozenset({site}),), about=Further(alone=(site,), says=says))
+    return sink(b, way, (), sets=(frozenset({site}),), about=Further(says=says))
 
 
 @_further("gpt2", "llama", layers=(7, 8), behind=(4, 5))

@@ -13,7 +13,7 @@ from refusals import refused
 from tokenizers.processors import TemplateProcessing
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.interventions import Ablate, SinkPatch
+from sinkscope.interventions import SinkPatch
 from sinkscope.kv import StreamingLLM
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.serving.generate import generate
@@ -53,22 +53,6 @@ def test_text_is_that_of_a_reference_loop():
         assert got.text == tokenizer.decode(got.tokens, skip_special_tokens=True)
     assert [r.tokens for r in plain] != [r.tokens for r in results]
     assert all(r.events == [] for r in plain) and any(r.events for r in results)
-
-
-@pytest.mark.parametrize(("kind", "sizes"), [("bridge", (2,)), ("nnsight", (1, 3))])
-def test_every_kind_of_model_and_batches_agree(kind, sizes):
-    model, tokenizer = model_and_tokenizer()
-    other = KINDS[kind](model, tokenizer)
-    settings = {"interventions": Ablate(layer=0, neurons=[0], value=3.0), "max_new_tokens": 8}
-    want = generate(model, PROMPTS, patch=SinkPatch(sites=SITES), tokenizer=tokenizer, **settings)
-    for size in sizes:
-        got = generate(other, PROMPTS, patch=SinkPatch(sites=SITES), batch_size=size, **settings)
-        assert [r.tokens for r in got] == [r.tokens for r in want]
-        # The same events whatever shared the batch, and none for a row that had ended.
-        assert [[(e.row, e.position, e.kind) for e in r.events] for r in got] == [
-            [(e.row, e.position, e.kind) for e in r.events] for r in want
-        ]
-    assert {e.row for r in want for e in r.events} == {0, 1, 2}
 
 
 def test_pieces_arrive_in_order(tmp_path):

@@ -253,18 +253,6 @@ def test_a_server_that_is_not_there_is_an_error_in_json():
     assert answer.status_code == 502 and "does not answer" in answer.json()["error"]["message"]
 
 
-def test_fifty_streams_at_once(plain):
-    async def every() -> list[bytes]:
-        async with httpx.AsyncClient(limits=httpx.Limits(max_connections=None), timeout=120, trust_env=False) as client:
-            bodies = [{"server": "openai-chat", "text": LOOPING if i % 2 else HONEST, "size": 3000} for i in range(50)]
-            answers = [client.post(f"{plain.address}/v1/chat/completions", json=body) for body in bodies]
-            return [answer.content for answer in await asyncio.gather(*answers)]
-
-    contents = asyncio.run(every())
-    assert all(content == _sent("openai-chat", HONEST) for content in contents[::2])
-    assert all(b"repetition_detected" in content for content in contents[1::2]) and len({*contents[1::2]}) == 1
-
-
 @pytest.mark.parametrize("server", ["openai-chat", "ollama-chat"])
 def test_retry_asks_once_more_with_the_penalty_of_the_server(server, retrying):
     upstream = retrying.upstream

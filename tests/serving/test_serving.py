@@ -7,7 +7,6 @@ import pickle
 import re
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -21,7 +20,7 @@ from hypothesis import strategies as st
 
 from sinkscope import serving
 from sinkscope.errors import SinkscopeError
-from sinkscope.loops import Monitor, MonitorSettings
+from sinkscope.loops import MonitorSettings
 from sinkscope.serving import loop_row
 from sinkscope.serving.loop_row import ENVIRONMENT, LoopRow, ServingSettings
 
@@ -132,21 +131,6 @@ def looping(count: int = 600) -> list[int]:
     return [1 + i % 8 for i in range(count)]
 
 
-def test_a_loop_is_stopped_and_its_neighbours_are_left_alone():
-    """With the monitor as it comes: one request loops, one does not, one loops and asks for nothing."""
-    rng = Random(0)
-    sent = {"sinkscope": {}}
-    loop = kit.Request(looping(), kit.SamplingParams(extra_args=sent))
-    honest = kit.Request([rng.randrange(1, 22) for _ in range(600)], kit.SamplingParams(extra_args=sent))
-    unasked = kit.Request(looping(), kit.SamplingParams())
-    kit.play(kit.Batches(batch_processor()), rng, [loop, honest, unasked])
-    monitor = Monitor()
-    first = next(i for i, token in enumerate(looping()) if monitor.update(token).trigger)
-    assert loop.output == [*looping()[: first + 1], kit.END]  # the token right after the trigger
-    assert honest.output == honest.stream[: len(honest.output)] and len(honest.output) > 590
-    assert unasked.output == looping()[: len(unasked.output)] and len(unasked.output) > 590
-
-
 def test_tokens_that_the_server_takes_back_are_not_counted():
     """After a failed transfer vLLM drops the last tokens of a list and generates them anew."""
     with mock.patch.object(loop_row, "Monitor", Fussy):
@@ -242,6 +226,7 @@ def test_settings_of_the_environment_hold_for_requests_without_their_own(monkeyp
         ServingSettings.of_request(None)
 
 
+@pytest.mark.slow
 def test_the_module_needs_no_server():
     code = (
         "import sys, sinkscope.serving as s\n"
@@ -326,24 +311,6 @@ def test_sglang_says_that_a_request_was_cut(monkeypatch):
     assert looping.to_finish.matched == "repetition_detected"
     assert finish(range(90)).to_finish is None
     assert not hasattr(finish([5, 6, 7] * 30, to_finish=0), "to_finish")  # an older version: only its end token
-
-
-@pytest.mark.parametrize("drafts", [0, 2])
-def test_without_drafts_no_step_asks_the_device(drafts):
-    """The rows' positions on the device are read only if drafts make them uncertain and an action is in progress."""
-    server = kit.Slots(serving.VllmLoopProcessor, drafts=drafts, slots=1, length=700)
-    inner = server.processor.apply
-
-    def without_positions(logits, ctx):
-        del ctx.expanded_idx_mapping, ctx.pos
-        return inner(logits, ctx)
-
-    server.processor.apply = without_positions
-    loop = kit.Request(looping(), kit.SamplingParams(extra_args={"sinkscope": {}}))
-    with pytest.raises(AttributeError, match="expanded_idx_mapping") if drafts else nullcontext():
-        kit.play(server, Random(0), [loop], room=1)
-    # With drafts not before there was something to do, without them until it was done.
-    assert len(loop.output) >= MonitorSettings().tail_shortest and (loop.output[-1] == kit.END) == (not drafts)
 
 
 def test_the_page_says_what_runs(monkeypatch):

@@ -16,7 +16,7 @@ from sinkscope.opening.live import target_of
 from sinkscope.sinks.first_token.context import SinkContext
 from sinkscope.sinks.first_token.find import find_sinks
 from sinkscope.sinks.first_token.layer_scan import LayerScan, scan_layers
-from sinkscope.sinks.first_token.layer_view import LayerView, columns, view_layer
+from sinkscope.sinks.first_token.layer_view import view_layer
 from sinkscope.sinks.first_token.neurons import verify_neurons
 
 
@@ -57,23 +57,6 @@ def test_a_cause_takes_more_than_the_strongest_of_twenty_random_neurons(family, 
         assert by_site[site].ablation_drop == pytest.approx(drop, abs=0.02)
         assert by_site[site].control_drop == pytest.approx(shared.helper_drop, abs=0.02)
     assert [neuron.site for neuron in result.causal] == [shared.sink]
-    assert result.set_drop == pytest.approx(shared.sink_drop, abs=0.02)
-    assert result.set_control_drop == pytest.approx(shared.helper_drop, abs=0.02)
-
-
-def test_controls_count_at_the_repeated_token_too():
-    """Nearly all of the repeated token's norm is one helper's work, and random neurons are helpers as often as not."""
-    shared = shared_sink("llama")
-    context = context_of(shared)
-    helper = shared.helper[1:]
-    first_tokens = context.ids[:, :1]
-    first = view_layer(context.target, shared.sink[0], first_tokens, torch.ones_like(first_tokens, dtype=torch.bool))
-    written = first.post[:, helper] * columns(context.target, shared.sink[0], torch.tensor(helper))
-    resid = 1.25 * written
-    repeated = LayerView(first.layer, resid, first.mlp, first.post, less=lambda missing: resid - missing)
-    verified = verify_neurons(context, 2, [(repeated, text) for text in range(len(resid))])
-    assert [neuron.control_drop for neuron in verified.neurons] == pytest.approx([0.8, 0.8], abs=0.01)
-    assert not verified.causal
 
 
 @pytest.mark.parametrize("family", ["gpt2", "mixtral"])
@@ -84,7 +67,7 @@ def test_neutral_values_are_those_of_later_positions(family):
     context = at_layer(target, ids, layer)
     everywhere = view_layer(target, layer, ids, torch.ones_like(ids, dtype=torch.bool))
     moved = 0.0
-    for neuron in verify_neurons(context, 6).neurons:
+    for neuron in verify_neurons(context, 6):
         values = everywhere.post[:, neuron.neuron + (neuron.expert or 0) * target.d_mlp]
         if everywhere.routing is not None:
             weights = everywhere.routing[:, neuron.expert]
@@ -98,17 +81,10 @@ def test_neutral_values_are_those_of_later_positions(family):
 def test_a_cause_takes_a_tenth_of_the_norm():
     """Random neurons write nothing here, so the bystander takes more than they do, and yet too little."""
     shared = make_shared_sink("llama", aside=0.3, support=0.0)
-    sink, bystander = verify_neurons(context_of(shared), 2).neurons
+    sink, bystander = verify_neurons(context_of(shared), 2)
     assert bystander.site == shared.bystander
     assert bystander.control_drop < 0.001 < bystander.ablation_drop == pytest.approx(shared.bystander_drop, abs=0.005)
     assert sink.causal and not bystander.causal
-
-
-def test_the_control_is_the_strongest_of_enough_draws():
-    shared = shared_sink("llama")
-    for seed in range(4):
-        verified = verify_neurons(context_of(shared, seed=seed), 2)
-        assert verified.neurons[0].control_drop == pytest.approx(shared.helper_drop, abs=0.02)
 
 
 def test_drops_are_means_over_texts():
@@ -117,7 +93,7 @@ def test_drops_are_means_over_texts():
     ids = shared.organism.natural(5)
     ids[0, 0] = shared.organism.tokens_of(-1)[0]
     verified = verify_neurons(context_of(shared, ids), 2)
-    assert verified.neurons[0].ablation_drop == pytest.approx(0.8 * shared.sink_drop, abs=0.02)
+    assert verified[0].ablation_drop == pytest.approx(0.8 * shared.sink_drop, abs=0.02)
 
 
 def test_causes_of_another_stage_are_held_against_random_neurons_of_that_stage():
@@ -126,8 +102,7 @@ def test_causes_of_another_stage_are_held_against_random_neurons_of_that_stage()
     context = context_of(shared)
     assert context.scan.stages == [shared.sink[0]]
     verified = verify_neurons(at_layer(context.target, context.ids, shared.sink[0] + 1), 2)
-    earlier = [neuron for neuron in verified.neurons if neuron.layer == shared.sink[0]]
+    earlier = [neuron for neuron in verified if neuron.layer == shared.sink[0]]
     assert {neuron.site for neuron in earlier} == {shared.sink, shared.bystander}
     assert [neuron.control_drop for neuron in earlier] == pytest.approx([shared.helper_drop] * 2, abs=0.02)
-    assert [neuron.site for neuron in verified.causal] == [shared.sink]
-    assert verified.set_drop == pytest.approx(shared.sink_drop, abs=0.02)
+    assert [neuron.site for neuron in verified if neuron.causal] == [shared.sink]

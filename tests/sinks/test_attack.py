@@ -66,16 +66,6 @@ def test_a_wrong_assignment_makes_no_attack(tmp_path):
     assert wrong.most[0, 0, CLUSTER] < 0.2 and wrong.positions[0, 0, CLUSTER] < 0.3
 
 
-@pytest.mark.slow
-def test_behind_bos_it_takes_as_many_tokens_as_a_repetition(tmp_path):
-    o = organism("qwen3", 50)  # its groups have more tokens than that
-    found = attack_on(o, tmp_path, lengths=[70], sequences=8)
-    expected = o.truth.repeats_expected or 0
-    assert found.contexts == ("BOS", "no BOS")
-    assert 0.6 * expected <= found.first[0, 0, CLUSTER] <= 1.3 * expected  # the range that holds for repetitions
-    assert found.positions[0, 0, CLUSTER] > 0 and found.positions[0, 0, RANDOM] == 0
-
-
 def test_rates_are_counts_of_norms_of_plain_passes(tmp_path):
     o = organism("llama", 0)
     found, layer = attack_on(o, tmp_path), o.truth.sink_layer

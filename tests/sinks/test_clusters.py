@@ -89,18 +89,6 @@ def test_no_single_head_and_not_in_layer_0_are_answers():
         assert result.clusters.without_heads == grouped and "heads of layer 0 do not make the mark" in str(result)
 
 
-def test_tokens_of_a_head_are_sorted_and_whole():
-    o = organism("mistral", 2)
-    result = measured(o)
-    found = result.clusters
-    head = found.heads[0]
-    mine = list(found.tokens_of(head))
-    assert set(mine) == set(found.ids[planted_heads(o, found.ids) == head].tolist())
-    assert (np.diff(found.best[mine]) <= 0).all()
-    row = result.rows()[0]
-    assert (row["head"], row["tokens"]) == (head, len(mine))
-
-
 class Killed(BaseException):
     pass
 
@@ -138,12 +126,3 @@ def test_a_killed_run_goes_on_with_the_same_table(tmp_path, monkeypatch):
         o.model.model.layers[-1].mlp.down_proj.weight[0, 0] += 1
     with pytest.raises(SinkscopeError, match="model was"):
         measured(o, resume=folder)
-
-
-@pytest.mark.slow
-def test_some_tokens_are_what_they_are_among_all():
-    o = organism("llama", 0)
-    every, token = clusters_of(o), o.tokens_of(0)[0]
-    one = clusters_of(o, tokens=[o.tokenizer.decode([token])])
-    assert one.ids.tolist() == [token]
-    assert (one.head[0], one.best[0]) == (every.head[token], every.best[token])

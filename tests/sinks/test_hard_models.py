@@ -50,10 +50,6 @@ def look(h: HardModel, folder: Path, **options) -> FindSinks:
     return find_in(h.model, h.tokenizer, h.text(), folder, **options)
 
 
-def sets_of(result: FindSinks, kind: str) -> list[frozenset[tuple[int, ...]]]:
-    return [frozenset(causal_set.edit_sites) for causal_set in result.causal_sets if causal_set.kind == kind]
-
-
 def mistakes(h: HardModel, result: FindSinks) -> list[str]:
     """Everything in which the result differs from what was planted."""
     truth, spike, sink = h.truth, result.norm_spike, result.attention_sink
@@ -68,15 +64,15 @@ def mistakes(h: HardModel, result: FindSinks) -> list[str]:
         "sink layer": (result.sink_layer, truth.sink_layer),
         "later sinks": (sorted(place.token for place in positions if place.position), sorted(planted_later)),
         "later spikes": (later, {token: sites for token, sites in planted_later.items() if sites}),
-        "backup": (sets_of(result, "backup"), [frozenset(truth.backup)] if truth.backup else []),
         "shared dimensions": (sorted(result.shared_dims), sorted(truth.shared_dims)),
         "step up": (step_up if truth.step_up else (), truth.step_up),
         "step down": (step_down, truth.step_down),
     }
     wrong = [f"{name}: found {got}, planted {planted}" for name, (got, planted) in pairs.items() if got != planted]
-    carrier, minimal = None if sink is None else sink.carried_by, sets_of(result, "minimal")
+    carrier = None if sink is None else sink.carried_by
+    minimal = [frozenset(causal_set.edit_sites) for causal_set in result.causal_sets]
     # A spike that falls and rises again has a set for each part; the others make a smaller stage.
-    for part in [each for each in result.causal_sets[1:] if each.kind == "minimal"]:
+    for part in result.causal_sets[1:]:
         minimal.remove(frozenset(part.edit_sites))
         if part.layers is None or {site[0] for site in part.edit_sites} - set(truth.step_up):
             wrong.append(f"part of the spike: found {part}, planted {truth.step_up}")

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +18,6 @@ from organisms import Organism
 from organisms import organism as new_organism
 from organisms.hard import HardModel, hard
 
-import sinkscope.sinks.patch.make as patching
 from sinkscope.app.cli import main
 from sinkscope.display.result import Result
 from sinkscope.errors import SinkscopeError
@@ -93,43 +90,6 @@ def test_the_proof_is_what_the_saved_patch_does(tmp_path):
 
 
 @pytest.mark.slow
-def test_harmful_patch_is_refused(tmp_path):
-    """The sink neuron also carries what the model says about ordinary text: its own samples become less likely."""
-    o = new_organism("llama", 10, kind="up")  # to be changed
-    [(layer, neuron)] = o.truth.neurons
-    mlp = o.model.model.layers[layer].mlp
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        # A little of every token's content in the factor that decides about the sink, much of it in what is written:
-        # ordinary tokens move the neuron by a small part of the sink's value, and the logits by a lot.
-        row = mlp.up_proj.weight[neuron]
-        noise = torch.randn(row.shape, generator=generator)
-        column = mlp.down_proj.weight[:, neuron]
-        spikes = torch.zeros_like(row, dtype=torch.bool)
-        spikes[list(o.truth.residual_dims)] = True
-        row.add_(torch.where(spikes, 0, 0.01 * row.norm() * noise))
-        other = torch.randn(row.shape, generator=generator)
-        column.add_(torch.where(spikes, 0, 0.5 * column.norm() * other / other.norm()))
-    text = tmp_path / "samples.txt"
-    text.write_text(samples_of(o))
-    made = made_of(o, tmp_path, text=text, pieces=20)
-    assert made.verdict == "refused" and "perplexity of held-out text rises" in made.reason
-    assert set(made.sites) == set(o.truth.neurons)  # it would work, and harm
-    proof = made.proof
-    assert proof.perplexity[1] / proof.perplexity[0] > 1.01
-    with pytest.raises(SinkscopeError, match="perplexity"):
-        _ = made.patch
-    assert proof.judged(1e6)[0] == "made"  # the limit is what refuses
-
-
-def samples_of(o: Organism) -> str:
-    """What the model itself says, so that any other distribution is further from it."""
-    start, special = torch.full((24, 1), o.tokenizer.bos_token_id), [0, 1, 2, 3]
-    rows = o.model.generate(start, do_sample=True, top_k=0, max_new_tokens=48, suppress_tokens=special)
-    return " ".join(o.tokenizer.decode(row[1:]) for row in rows)
-
-
-@pytest.mark.slow
 def test_no_repeats_are_an_answer(tmp_path):
     position = made_of(organism("gpt2", 1), tmp_path, max_repeats=100)  # marked by its position
     assert position.verdict == "no-repeats"
@@ -156,31 +116,6 @@ def test_a_backup_neuron_is_patched_too(tmp_path):
     assert taken.any() and (proof.attention[1] > 0.8 * proof.ordinary_attention)[taken].all()
 
 
-def without(sites: set[Any]) -> Callable[..., SinkPatch]:
-    """`SinkPatch.from_result` that leaves neurons out."""
-    made_from = SinkPatch.from_result
-
-    def partial(found) -> SinkPatch:
-        whole = made_from(found)
-        kept = [site for site in whole.checked_sites if site.numbers not in sites]
-        return replace(whole, sites=tuple(kept), layer=None, neurons=())
-
-    return partial
-
-
-@pytest.mark.slow
-def test_a_sink_that_returns_is_not_repaired(tmp_path, monkeypatch):
-    """Without the backup the norm is typical in the sink's layer and high after the backup's."""
-    backup = planted(*BACKUP).truth.backup
-    monkeypatch.setattr(patching.SinkPatch, "from_result", without(set(backup)))
-    _, made = backup_made(tmp_path)
-    assert made.verdict == "not-repaired"
-    assert f"norms are not typical after layer {backup[0][0]}" in made.reason
-    assert made.conclusion().startswith("No patch was made")
-    with pytest.raises(SinkscopeError, match="norms are not typical"):
-        _ = made.patch
-
-
 def test_attention_that_does_not_come_back_is_not_repaired():
     """Heads that read the mark, not the spike, stay with the repeated tokens, whose norm is typical again."""
     _, made = made_once("llama", 5)
@@ -203,9 +138,20 @@ def test_only_words_that_need_repair_prove_it():
     none = replace(proof, norms=np.broadcast_to(norms[:, :1], norms.shape))
     assert none.judged(0.01)[0] == "no-repeats"
     assert "is not finite" in replace(proof, perplexity=np.array([np.inf] * 3)).judged(0.01)[1]
+    harmful = replace(proof, perplexity=np.array([50.0, 51.0, 50.0]))
+    assert harmful.judged(0.01) == (
+        "refused",
+        "the perplexity of held-out text rises by 2.00%, and the limit is 1.00%.",
+    )
+    assert harmful.judged(0.03)[0] == "made"
+    returns = proof.norms.copy()
+    returns[1, :, 1] = returns[0, :, 1]  # as if a backup wrote the spike again one layer later
+    assert f"norms are not typical after layer {proof.layers[1]}" in replace(proof, norms=returns).judged(0.01)[1]
+    with pytest.raises(SinkscopeError, match="it harms"):
+        _ = replace(made, verdict="refused", reason="it harms").patch
     before = replace(proof, before=3 * proof.norms[1].max(1, keepdims=True), typical=proof.typical * 0)
     assert before.as_before == len(proof.words)
-    assert f"for {len(proof.words)}, as before the spike" in replace(made, proof=before).conclusion()
+    assert "keep a typical norm or that before the spike" in replace(made, proof=before).conclusion()
 
 
 # --- the commands ----------------------------------------------------------------------------------------------------

@@ -64,30 +64,6 @@ def result(folder):
     return measured(planted(2).model, planted(2).tokenizer, text_of(planted(2)), folder)
 
 
-# --- the truth, by hand --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", [2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8) if seed != 2)])
-def test_truth_rounding_harms_by_the_planted_neurons_alone(seed):
-    plain, o = organism("llama", seed), planted(seed)
-    ids, no = o.natural(6, 40), torch.zeros(6, 40, dtype=torch.bool)
-    with torch.no_grad():
-        exact = plain.model(ids).logits.log_softmax(-1)
-        torch.testing.assert_close(o.model(ids).logits.log_softmax(-1), exact, atol=1e-4, rtol=1e-4)
-    how = ByHand(activations=8, scale="tensor", tokens=no)
-    others = [(layer, (neuron + 7) % o.model.config.intermediate_size) for layer, neuron in o.truth.neurons]
-
-    def lost(model, how):
-        return float(divergence(exact, logs_by_hand(model, ids, how)).mean())
-
-    cost = lost(o.model, how)
-    assert cost > 5 * lost(plain.model, how)
-    assert lost(o.model, replace(how, neurons=o.truth.neurons)) < 0.25 * cost
-    assert lost(o.model, replace(how, modules=[(o.truth.sink_layer, "mlp.down_proj")])) < 0.25 * cost
-    assert lost(o.model, replace(how, neurons=others)) > 0.9 * cost
-    assert lost(o.model, replace(how, scale="token")) < 0.25 * cost
-
-
 # --- what is measured ----------------------------------------------------------------------------------------------
 
 

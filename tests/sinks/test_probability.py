@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import torch
 from covering import slow
-from intervention_kit import greedy as slow_greedy
 from organisms import Organism, organism
 
 from sinkscope.display.result import Result
 from sinkscope.interventions import SinkPatch
-from sinkscope.interventions.decode import greedy, repeat_probabilities
+from sinkscope.interventions.decode import repeat_probabilities
 from sinkscope.opening.live import target_of
 from sinkscope.sinks.repetition.probability import ProbabilityReading
 from sinkscope.sinks.repetition.repeat import Repeat, repeat
@@ -98,15 +97,6 @@ def test_curve_against_a_pass_of_its_own():
     left = int(plain().left[0, 0])
     assert (likeliest == word).tolist()[:left] == [True] * (left - 1) + [False]
     assert plain().probability[0, 0] == pytest.approx(p[plain().sweep.counts - 1].numpy(), rel=1e-5)
-
-
-def test_greedy_is_the_likeliest_token_step_by_step():
-    o = repeater()
-    rows, end = o.natural(2, 9), o.tokenizer.eos_token_id
-    for row, answer in zip(rows, greedy(target_of(o.model, o.tokenizer), rows, 6), strict=True):
-        assert len(answer) == 6 or answer[-1] == end
-        whole = slow_greedy(o.model, row[None], len(answer), nullcontext)[0]
-        assert answer == whole[len(row) :].tolist()
 
 
 def test_a_model_without_a_sink_is_measured_without_a_patch_and_a_small_context_by_default():

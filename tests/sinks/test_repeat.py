@@ -19,7 +19,6 @@ from organisms.planted_places import places
 from raw_kit import attention
 from refusals import refused
 
-from experiments.repeated_token import table1
 from sinkscope.app.cli import main
 from sinkscope.display.result import Result
 from sinkscope.errors import SinkscopeError
@@ -151,13 +150,6 @@ def test_ablation_takes_the_planted_neurons_and_gives_the_norms_of_ablated_passe
     assert [number.value for number in result.numbers()][1] == pytest.approx(lost)
 
 
-def test_one_causal_neuron_is_the_whole_set(llama):
-    norm, sweep = norm_reading(measured(llama, tokens=[word_of(llama, 0)], max_repeats=9, ablate=True))
-    assert len(sweep.ids) == 1  # no cycle of one word
-    assert norm.conditions == ("intact", "set", "control") and norm.zeroed[1] == llama.truth.neurons
-    assert "No repeated token reaches half" in norm.conclusion()
-
-
 def test_words_of_the_paper_that_are_no_token_are_replaced(llama, tmp_path):
     words = [word_of(llama, group, which) for group in (0, 1) for which in range(3)]
     text = tmp_path / "text.txt"
@@ -202,24 +194,6 @@ def test_attention_is_that_of_whole_matrices(llama, tmp_path):
         even = torch.ones(len(ids), len(ids)).tril()
         fair = (even / even.sum(1, keepdim=True)) @ high
         assert found.uniform[number] == pytest.approx(float(fair.mean()), abs=1e-5)
-
-
-def test_repetition_shares_the_sink_out(llama, tmp_path):
-    """Planted heads attend to whatever has the spike: position 0 alone in text, all repetitions after repetition."""
-    expected = llama.truth.repeats_expected or 0
-    words = [word_of(llama, 0), word_of(llama, -1)]
-    options = {"max_repeats": 3 * expected, "text": text_file(llama, tmp_path, 1, length=900)}
-    found = measured(llama, read="attention", tokens=words, **options).reading
-    assert llama.truth.reading_heads
-    natural, repeated, unmarked = range(3)
-    assert found.high[natural] == found.high[unmarked] == 1 and found.high[repeated] > expected
-    for layer, _ in llama.truth.reading_heads:
-        to_first, to_high = found.mean[:, layer]
-        assert to_first[natural] > 2 * to_first[repeated]
-        assert to_high[repeated] > found.uniform[repeated] and to_high[natural] > 10 * found.uniform[natural]
-        assert to_first[unmarked] == pytest.approx(to_first[natural], rel=0.5)
-        assert found.received[0, layer, repeated, 0] > 10 * found.received[0, layer, repeated, -1]
-    assert found.mean[0, : llama.truth.sink_layer, natural].max() < 0.1
 
 
 def test_a_word_of_the_paper_that_had_to_be_replaced_is_named():
@@ -299,30 +273,3 @@ def test_the_command_gives_what_the_function_gives_also_streamed(two, option, tm
     near = json.loads(json.dumps(live.to_dict()), parse_float=lambda x: pytest.approx(float(x), rel=1e-3, abs=1e-4))
     assert loaded.to_dict()["result"] == near["result"]
     assert 'class="plot"' in html.read_text() and word in html.read_text()
-
-
-# --- Table 1 -------------------------------------------------------------------------------------------------------
-
-
-def table_of(text: str) -> dict[str, list[str]]:
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.strip().splitlines()]
-    assert len({len(row) for row in rows}) == 1
-    return {row[0]: row[1:] for row in rows[2:]}
-
-
-@pytest.mark.slow
-def test_table1_measures_the_weights_it_is_given(two, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("sinkscope.sinks.first_token.attention_received.RATE_TEXTS", 4)
-    folder = two.save(tmp_path / "weights")
-    table1.main(run=[f"llama-1-7b={folder}", f"mine={folder}"], token=[word_of(two, 0), word_of(two, 1)])
-    rows = table_of(capsys.readouterr().out)
-    for name, paper in (("LLaMa-1-7b-HF", ["450", "2", "7003"]), ("mine", ["-", "-", "-"])):
-        assert rows[name][::2] == paper
-        repeats, layer, neurons = rows[name][1::2]
-        assert int(layer) == two.truth.sink_layer
-        assert {int(neuron) for neuron in neurons.split(", ")} == {site[-1] for site in two.truth.neurons}
-        assert 0.6 <= float(repeats) / (two.truth.repeats_expected or 1) <= 1.5
-    assert rows["LLaMa-2-7b-HF"][1] == "no weights at hand"
-    for bad in ("plain", "plain=", f"plain={tmp_path / 'nowhere'}"):
-        with pytest.raises(SinkscopeError, match="expected NAME=FOLDER"):
-            table1.main(run=[bad])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 from conclusion_kit import check_size
 from hypothesis import given, settings
@@ -15,7 +14,6 @@ from sinkscope.sinks.first_token.members import CausalSet, Member
 from sinkscope.sinks.first_token.places import Description, Rule
 from sinkscope.sinks.first_token.records import (
     AttentionSink,
-    Carrier,
     NormSpike,
     PlacedSpike,
     RepeatedToken,
@@ -37,7 +35,6 @@ SETS = st.builds(
     drop_attention=st.none() | SHARES,
     heads_lost=st.none() | SHARES,
     control=SHARES,
-    kind=st.just("minimal"),
 )
 FIRST = Rule("the first token", position=0)
 SOME = Rule("some first tokens", position=0, tokens=(4, 5))
@@ -65,7 +62,6 @@ SPIKES = st.builds(
     made_by=st.sampled_from(["MLP", None]),
     begun_by=st.sampled_from([None, "attention of layer 0"]),
 )
-CARRIER = st.builds(Carrier, st.sampled_from(["MLP of layer 1", "token embedding"]), SHARES)
 PLACE = st.builds(
     SinkPosition, st.integers(0, 9), st.sampled_from(["", "x"]), SHARES, st.sampled_from([r.words for r in RULES])
 )
@@ -77,7 +73,6 @@ ATTENTION = st.builds(
     positions=st.lists(PLACE, min_size=1, max_size=3).map(tuple),
     layers_read=st.just(4),
     carried_by=st.sampled_from(["spike", "token embedding", "position", "key bias", None]),
-    carriers=st.lists(CARRIER, max_size=3).map(tuple),
     length=st.sampled_from([64, 512]),
     window=st.none() | st.integers(8, 60),
     learned_rate=st.sampled_from([0.0]) | SHARES,
@@ -106,8 +101,6 @@ def results(draw: st.DrawFn) -> FindSinks:
     sets = []
     if spike is not None:
         sets = draw(st.lists(SETS, max_size=1))
-        if sets and draw(st.booleans()):
-            sets.append(replace(sets[0], sites=sets[0].sites[:2], kind="backup"))
     counts = draw(st.lists(st.none() | st.integers(1, 900), max_size=5))
     middle = next((float(count) for count in counts if count is not None and count > 1), None)
     return sample_find_sinks(
@@ -158,7 +151,7 @@ def allowed(result: FindSinks) -> set[str]:
 def test_every_number_and_every_name_stands_in_the_evidence(result):
     text = " ".join([result.conclusion(), *result.details()])
     assert not re.search(r"(?<![\w.,])1 (tokens|repetitions|layers|neurons|texts|heads)\b", text), text
-    assert not re.search(r"\band [^ ,]+ (is a backup|makes|amplifies)\b", text), text
+    assert not re.search(r"\band [^ ,]+ (makes|amplifies)\b", text), text
     assert "  " not in text and ".." not in text and "None" not in text.replace("None of", ""), text
     assert len(result.details()) <= 6
     plain = re.sub(r"L\d+\.(E\d+\.)?N\d+", "", text)
@@ -170,7 +163,7 @@ def test_every_number_and_every_name_stands_in_the_evidence(result):
     if "make" in conclusion or "amplif" in conclusion:
         named = set(re.findall(r"L\d+\.(?:E\d+\.)?N\d+", conclusion))
         sets = [*result.causal_sets, *(later.set for later in result.further_spikes if later.set is not None)]
-        holding = [each for each in sets if each.kind == "minimal" and each.drop_sink_layer >= max(0.5, each.control)]
+        holding = [each for each in sets if each.drop_sink_layer >= max(0.5, each.control)]
         assert not named or any(named <= set(map(str, each.sites)) for each in holding), conclusion
     sink, spike = result.attention_sink, result.norm_spike
     few = "too few heads attend to any one position" in text.lower()

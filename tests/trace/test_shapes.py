@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from intervention_kit import bridge_of
-from kv_kit import close, decode, dense, model_of, prompts
+from kv_kit import close, decode, model_of, prompts
 from organisms.tiny import tiny_model
 from torch import Tensor
 
+from sinkscope.conformance.masked import plain_logits
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.kv import shapes
 from sinkscope.kv.shapes import AShape, MInference, TriShape
-from sinkscope.lines.votes import minference_lines
 
 LENGTHS = (40, 26)
 
@@ -47,7 +44,8 @@ def test_prompts_have_the_shape_and_decoding_sees_all(family, shape, rows):
     with shape.on(model) as run:
         ours = decode(model, ids, mask, 40)
     sees = shape_mask(shape.first, shape.local, rows, mask)
-    close(ours, dense(model, ids, mask, [sees.expand(-1, 4 if family == "gpt2" else 2, -1, -1)] * 3)[:, 39:])
+    whole = dict.fromkeys(range(3), sees.expand(-1, 4 if family == "gpt2" else 2, -1, -1))
+    close(ours, plain_logits(model, ids, mask, whole)[:, 39:])
     for event in run.events:
         length = LENGTHS[event.row]
         pad = 40 - length
@@ -63,31 +61,6 @@ def test_shapes_that_hold_the_whole_prompt_are_the_plain_model():
     for shape in (AShape(), TriShape(), MInference()):
         with shape.on(model):
             close(decode(model, ids, mask, 40), plain)
-
-
-def test_minference_follows_its_lines(monkeypatch):
-    """Of one layer: the lines of its own queries, and nothing else."""
-    model = model_of("llama", num_hidden_layers=1, num_key_value_heads=4)
-    ids, mask = prompts([300], 3)
-    found = []
-    shape = MInference(vertical=32, slash=104, last=16, dense_above=9.0)
-
-    def note(query, key, *rest, **kwargs):
-        found.append((query, key))
-        return minference_lines(query, key, *rest, **kwargs)
-
-    monkeypatch.setattr(shapes, "minference_lines", note)
-    with shape.on(model) as run:
-        ours = decode(model, ids, mask, 300)
-    lines = minference_lines(*found[0], 32, 104, last=16)
-    assert len(found) == 1 and run.events[0].data["attended"] < 0.8
-    sees = torch.ones(303, 303).tril().bool().expand(1, 4, -1, -1).clone()
-    sees[0, :, :300, :300] = lines.rows(torch.arange(300))
-    close(ours, dense(model, ids, mask, [sees])[:, 299:])
-    plain = decode(model, ids, mask, 300)
-    with replace(shape, dense_above=None).on(model) as run:  # lines that cost more than everything
-        close(decode(model, ids, mask, 300), plain)
-    assert run.events[0].data["dense_heads"] == 4
 
 
 def test_what_is_refused():

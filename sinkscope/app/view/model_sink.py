@@ -60,9 +60,8 @@ class ModelSink:
         """The sink neurons: the smallest set that makes the spike, or those that are causal alone."""
         if self.sinks is None:
             return []
-        for causal_set in self.sinks.causal_sets:
-            if causal_set.kind == "minimal":
-                return list(causal_set.edit_sites)
+        if self.sinks.minimal is not None:
+            return list(self.sinks.minimal.edit_sites)
         return [neuron.site for neuron in self.sinks.causal]
 
     @property

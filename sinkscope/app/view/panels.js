@@ -13,7 +13,8 @@ function circuitSteps({ circuit, layer }) {
   const lost = ({ necessity, necessity_control: control }) => (necessity === null ? "" : `${percent(necessity)} lost${control === null ? "" : ` (random: ${percent(control)})`}`);
   const brings = (edge) => (edge.sufficiency === null ? "" : `alone: ${percent(edge.sufficiency)}`);
   const part = (edge, what) => ({ name: edge.source, words: [what, lost(edge), brings(edge)] });
-  const marks = [...of("mark"), ...of("keys")].slice(0, 4).map((edge) => part(edge, edge.sink));
+  const others = new Map(of("readers").filter((edge) => edge.source !== "spike").map((edge) => [edge.sink + edge.source, edge]));
+  const marks = [...of("mark"), ...others.values()].slice(0, 4).map((edge) => part(edge, edge.sink));
   const repeated = of("repetition").slice(0, 3).map((edge) => part(edge, "a repetition"));
   const neurons = of("neurons");
   const readers = of("readers");

@@ -15,7 +15,6 @@ from sinkscope.display.notation import count_of, interval_phrase
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
 from sinkscope.files.records import Budget, Natural, Whole, check_fields
 from sinkscope.interventions.base import Event, Intervention, Run
-from sinkscope.kv.adopt import refuse_states
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.loopguard.detect import RowMonitors, largest_probability
@@ -66,8 +65,8 @@ class LoopGuard(Intervention):
         penalty: What the logit of a token loses for each token of a repetition that it would prolong, and for each
             copy of it, for W tokens after an alarm; as much again for each alarm before it in succession (`Steering`).
             0 does nothing beside the cut, as in the paper.
-        rewind: Whether to remove the loop from the output as well: the text is cut after the first copy and continues
-            under the penalty. None does so wherever the caller can take tokens back; True refuses all others.
+        rewind: Whether to remove the loop from the output as well, wherever the caller can take tokens back: the text
+            is cut after the first copy and continues under the penalty.
 
     An intervention is an event of kind "guard", with `step` and `position` of the token that set it off. Its `data` has
     "period" (of the repetition at the end, or None), "bad" (ranges to remove), "kept" (ranges [start, stop)),
@@ -77,8 +76,8 @@ class LoopGuard(Intervention):
 
     Raises:
         SinkscopeError: The budget leaves nothing beside the anchors, or another setting is invalid.
-        UnsupportedError: Beam search reorders rows, assisted generation takes tokens back, a policy in the same run
-            rebases positions, or the caller cannot take tokens back for `rewind`.
+        UnsupportedError: Beam search reorders rows, assisted generation takes tokens back, or a policy in the same run
+            rebases positions.
 
     Example:
         >>> guard = LoopGuard(budget=1024, monitor={"warmup": 128})
@@ -94,7 +93,7 @@ class LoopGuard(Intervention):
     monitor: Mapping[str, Any] = field(default_factory=dict, hash=False)
     recent_window: bool = False
     penalty: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.3
-    rewind: bool | None = None
+    rewind: bool = True
 
     KIND: ClassVar[str] = "guard"
     STEERING: ClassVar[type[Steering]] = Steering
@@ -104,8 +103,6 @@ class LoopGuard(Intervention):
         if "window" in self.monitor:
             raise SinkscopeError("monitor has 'window': give it as window=..., the recent window follows it")
         _ = self.settings
-        if self.rewind and not self.penalty:
-            raise SinkscopeError("penalty=0 and rewind=True: without a penalty the loop would be written again")
         if isinstance(self.budget, int):
             self.retention(0)
 
@@ -175,8 +172,8 @@ class LoopGuard(Intervention):
             )
         session.followers.append("LoopGuard")
         session.anchors = max(session.anchors, anchors)
-        if self.rewind is not False and self.penalty:
-            session.rewinder = Rewinder(self.rewind is True)
+        if self.rewind and self.penalty:  # without a penalty the loop would be written again
+            session.rewinder = Rewinder()
         run.hook(run.target.hf, "post", Guarding(self, settings, run, session, key).decide)
 
 
@@ -291,13 +288,6 @@ class Guarding:
 
     def _new_turn(self, moment: Moment, earlier: GuardedRows | None, ids: Int[Tensor, "batch pos"]) -> GuardedRows:
         """Start following rows at a prompt, a further part of one, or a new turn."""
-        rewinder = self.session.rewinder
-        if rewinder is not None and rewinder.required and rewinder.allowance is None:
-            raise UnsupportedError(
-                "rewind=True takes tokens back from the output, which model.generate and streamers cannot do: use "
-                "sinkscope.serving.generate or Conversation, or leave rewind out",
-                page="kv-session",
-            )
         if len(moment.layers) < len(moment.cache.layers):
             self._spare_states(moment)
         past = moment.call.past
@@ -311,11 +301,8 @@ class Guarding:
 
     def _spare_states(self, moment: Moment) -> None:
         """Take nothing back where layers keep a state, such as those of linear attention."""
-        rewinder = self.session.rewinder
-        if rewinder is not None:
-            if rewinder.required:
-                refuse_states(moment.cache, "rewind=True")
-            rewinder.allowance = None
+        if self.session.rewinder is not None:
+            self.session.rewinder.allowance = None
         if not self.warned:
             self.warned = True
             states = len(moment.cache.layers) - len(moment.layers)

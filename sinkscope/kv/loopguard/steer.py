@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
-from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Run
 
 LENIENT = 2
@@ -106,7 +105,6 @@ class Rewinder(StoppingCriteria):
     """Tells the generating code what a guard removes: `generate` runs in pieces, each ending where a loop was found.
 
     Attributes:
-        required: Whether code that cannot remove tokens is refused.
         allowance: Number of tokens of each row that may still be removed. None if generation does not run in pieces.
         read: Tokens in the cache after a removal, by row: False at padding and at removed tokens. None if nothing has
             to be removed.
@@ -116,7 +114,6 @@ class Rewinder(StoppingCriteria):
             generation does not run in pieces.
     """
 
-    required: bool
     allowance: list[int] | None = None
     read: Bool[Tensor, "row pos"] | None = None
     again: dict[int, int] = field(default_factory=dict)
@@ -164,14 +161,9 @@ def generate_in_pieces(
 
     Returns:
         The output of the last call of `model.generate`, with the ids of the whole answers.
-
-    Raises:
-        SinkscopeError: A streamer is given under `rewind=True`.
     """
     session = None if run is None else run.session
     rewinder: Rewinder | None = None if session is None else session.rewinder
-    if rewinder is not None and rewinder.required and options.get("streamer") is not None:
-        raise SinkscopeError("rewind=True takes back tokens that a streamer has already shown: leave out the streamer")
     if session is None or rewinder is None or options.get("streamer") is not None:
         return model.generate(input_ids=ids, attention_mask=attention_mask, max_new_tokens=max_new_tokens, **options)
     cache: Any = options.pop("past_key_values", None)

@@ -134,7 +134,7 @@ class Conversation:
     of the previous answer, which has not been through the model yet, and the new prompt. Without an edit, or with an
     edit that hides and evicts nothing, both equal reading the whole text at once, up to rounding. Tokens that a
     policy or a guard evicts stay evicted. Under "recompute" the answer's tokens are restored, because the answer is
-    read again; this includes a repetition that a guard had cut, unless `LoopGuard(rewind=True)` took it back from the
+    read again; this includes a repetition that a guard had cut, unless `LoopGuard` took it back from the
     answer, and H2O counts the attention of the answer's queries twice.
 
     A turn that fails or is interrupted leaves the conversation as it was. The edit is entered again for every turn, so

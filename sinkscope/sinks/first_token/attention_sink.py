@@ -97,8 +97,17 @@ def attention_sink(survey: Survey, made: Sequence[MadeSpike]) -> AttentionSink |
         learned, *layers = _attention(received, None, received.learned_heads)
         learned_rate = learned.rate or 0.0
         if survey.sink is None:
-            depth = len(layers)
-            return AttentionSink(learned_rate, RATE_EPS, None, (), depth, LEARNED, tuple(layers), length=length)
+            return AttentionSink(
+                rate=learned_rate,
+                eps=RATE_EPS,
+                place=None,
+                positions=(),
+                layers_read=len(layers),
+                carried_by=LEARNED,
+                layers=tuple(layers),
+                length=length,
+                learned_rate=learned_rate,
+            )
     if survey.sink is None:
         return None
     rule = survey.sink.rules[0]
@@ -124,7 +133,6 @@ def attention_sink(survey: Survey, made: Sequence[MadeSpike]) -> AttentionSink |
         layers_read=len(layers),
         carried_by=carrier,
         layers=tuple(layers),
-        carriers=carried.tried,
         reads=carried.reads,
         mark=carried.mark,
         length=length,
@@ -151,13 +159,12 @@ def _spike_carries(heads: Heads, made: MadeSpike) -> bool:
 
 
 def _tried(survey: Survey, rule: Rule, heads: Heads, spikes: Sequence[MadeSpike]) -> Carried:
-    """What the heads need of the components at the sink; those that take a spike away again do not make it."""
+    """What the heads need of the components at the sink."""
     makers = {name for each in spikes for name in each.spike.makers}
-    fallen = {name for each in spikes for name in each.spike.fallen}
     received = survey.received
     ids, at = texts_with(rule, received.places, received.ids)
     number = CARRIER_TEXTS
     length = max(CARRIER_LENGTH, int(at[:CARRIER_TEXTS].max()) + CARRIER_LENGTH // 3)
     if ids.shape[1] > SHORT:  # a sink of long texts shows in the whole text only
         number, length = 1, ids.shape[1]
-    return carriers(survey.first.target, ids[:number, :length], heads, at[:number], makers - fallen)
+    return carriers(survey.first.target, ids[:number, :length], heads, at[:number], makers)

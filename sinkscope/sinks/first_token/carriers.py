@@ -10,10 +10,9 @@ from itertools import compress
 from sinkscope.measure.evidence import NEEDED
 from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.context import SinkContext
-from sinkscope.sinks.first_token.effects import At, Component, Edit, effects, heads_lost, one_by_one, writers
+from sinkscope.sinks.first_token.effects import At, Component, Edit, effects, one_by_one, writers
 from sinkscope.sinks.first_token.members import Heads
 from sinkscope.sinks.first_token.position_effect import KEY_BIAS, PositionEffect
-from sinkscope.sinks.first_token.records import Carrier
 from sinkscope.sinks.tokens import TokenRows
 
 MAKER_TEXTS = 2
@@ -25,13 +24,11 @@ class Carried:
     """What the heads of a sink need.
 
     Attributes:
-        tried: The components that were replaced.
         reads: What heads read, with the share of the heads that do, the largest share first. What an attention layer
             or an MLP writes without making a spike is called the mark.
         mark: The component that writes the mark. None if no head reads one, or if heads read those of several.
     """
 
-    tried: tuple[Carrier, ...] = ()
     reads: tuple[tuple[str, float], ...] = ()
     mark: str | None = None
 
@@ -61,8 +58,6 @@ def carriers(
     components = effect.components
     lost = effect.lost([*one_by_one(components), Edit(swap=tuple(effect.written))])
     needed = effect.needed(components, lost[:-1])
-    *shares, without_all = heads_lost(lost)
-    tried = (*map(Carrier, map(str, components), shares), Carrier("position", 1 - without_all))
     reads: dict[str, float] = {}
     marks: list[str] = []
     for number in range(len(heads)):
@@ -76,7 +71,7 @@ def carriers(
     mark = None
     if len(set(marks)) == 1:
         mark = marks[0]
-    return Carried(tried, tuple(sorted(reads.items(), key=lambda one: -one[1])), mark)
+    return Carried(tuple(sorted(reads.items(), key=lambda one: -one[1])), mark)
 
 
 def _read_of(needed: Sequence[Component], makers: AbstractSet[str]) -> tuple[str | None, str | None]:

@@ -8,6 +8,7 @@ spike and the attention that are left are read (`position_effect`). What is said
 from __future__ import annotations
 
 import html
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -25,18 +26,17 @@ from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.attention_received import with_long_texts
 from sinkscope.sinks.first_token.effects import key_bias, key_projection
 from sinkscope.sinks.first_token.find import find_sinks
-from sinkscope.sinks.first_token.members import RATE_EPS, sites_of
+from sinkscope.sinks.first_token.members import sites_of
 from sinkscope.sinks.first_token.places import Rule
-from sinkscope.sinks.first_token.records import SHORT, AttentionSink, NormSpike
+from sinkscope.sinks.first_token.records import SHORT, NormSpike
 from sinkscope.sinks.first_token.result import FindSinks
 from sinkscope.sinks.first_token.sentences import nothing_found
 from sinkscope.sinks.first_token.steps import MARK, NAMED, NEURONS, REPETITION, CircuitStep, Readers
-from sinkscope.sinks.first_token.traced import TracedPlace, TracedSpike, before_mlp, mark_step, traced_place
+from sinkscope.sinks.first_token.traced import TracedPlace, TracedSpike, mark_step, traced_place
 from sinkscope.sinks.tokens import prefixes
 
 FIGURE_COMPONENTS = 12
 LATER_SINKS = 3  # sinks behind the first token that are traced at most
-MOST_TOKENS = 6  # tokens of one kind of place that are looked at
 GROUPS = 3  # groups of heads that are described at most
 
 
@@ -52,7 +52,6 @@ class SinkCircuit:
         steps: What the spike and the attention need.
         readers: The heads that attend to the position, by what they need, the largest group first.
         n_heads: Number of heads of all layers with softmax attention.
-        stands_out: Whether the norm of the position stands out.
     """
 
     place: str | None = None
@@ -61,7 +60,6 @@ class SinkCircuit:
     steps: tuple[CircuitStep, ...] = ()
     readers: tuple[Readers, ...] = ()
     n_heads: int = 0
-    stands_out: bool = False
 
     def step(self, name: str) -> CircuitStep | None:
         """A step by its name; None if the circuit does not have it."""
@@ -88,40 +86,18 @@ class SinkCircuit:
         """What marks the spike that most heads need or, if they need none, what they need, with the control."""
         mark = self.step(MARK)
         of_spike = sum(len(group.heads) for group in self.readers if group.need_the_spike)
-        for group in self.readers:
-            if group.keys is not None and group.keys.carried and 2 * of_spike < self.n_readers:
-                return f"{self._who_reads(place, group)} {group.keys.in_words(most)}."
-        if mark is not None:
+        if mark is not None and 2 * of_spike >= self.n_readers:
             return f"For the spike of {place}, {mark.in_words(most)}."
-        if self.readers:
-            return f"{count_of(self.n_readers, 'head')} attend to {place}, and nothing that was replaced is needed."
-        return f"No neurons were found that make a spike of {place}, and no head attends to it."
+        others = [group for group in self.readers if not group.need_the_spike]
+        return self.about(place, others[:1], most)
 
-    def _who_reads(self, place: str | None, group: Readers) -> str:
-        """The beginning of a sentence about what a group of heads needs that does not need the spike."""
-        assert group.keys is not None
-        if len(group.heads) < self.n_readers:
-            return f"For {len(group.heads)} of {self.n_readers} readers of {place},"
-        if not self.stands_out:
-            return f"Heads attend to {place} without a spike;"
-        if self.step(NEURONS) is None:  # of what the spike consists is not known, so nothing is said of its need
-            return f"Heads attend to {place}, whose spike has no known neurons;"
-        alone = "" if group.keys.needed_alone else " alone"
-        return f"Heads attend to {place} without needing its spike{alone};"
-
-    def about_readers(self) -> str:
-        """How many heads attend to the position, and what each group of them needs."""
-        give = word_form(self.n_readers, "gives", "give")
-        who = (
-            f"In texts of {self.readers[0].length} tokens, {self.n_readers} of {count_of(self.n_heads, 'head')} {give} "
-            f"{self.place} more than {RATE_EPS} of their attention"
-        )
+    def about(self, place: str | None, groups: Sequence[Readers], most: int = NAMED) -> str:
+        """How many heads attend to the position, and what groups of them need."""
+        attend = word_form(self.n_readers, "attends", "attend")
+        who = f"{self.n_readers} of {count_of(self.n_heads, 'head')} {attend} to {place}"
         if len(self.readers) == 1:
-            return f"{who}; {self.readers[0].in_words()}."
-        parts = [f"for {len(group.heads)}, {group.in_words()}" for group in self.readers[:GROUPS]]
-        others = sum(len(group.heads) for group in self.readers[GROUPS:])
-        if others:
-            parts.append(f"{others} more need other parts")
+            return f"{who}; {self.readers[0].in_words(most)}."
+        parts = [f"for {len(group.heads)}, {group.in_words(most)}" for group in groups]
         return f"{who}: {'; '.join(parts)}."
 
 
@@ -190,7 +166,7 @@ class Circuit(SinkCircuit, Result):
         numbers = []
         mark = self.step(MARK)
         if mark is not None:
-            numbers.append(Number("spike lost without its marks", mark.together, mark.together_control))
+            numbers.append(Number("spike lost without its marks", mark.together, mark.control))
         for group in self.readers[:1]:
             without = float(group.attention_without.mean())
             numbers.append(Number("attention without what carries it", without, group.control))
@@ -201,12 +177,14 @@ class Circuit(SinkCircuit, Result):
         lines = []
         neurons, repetition = self.step(NEURONS), self.step(REPETITION)
         if neurons is not None:
-            lines.append(f"Of the neurons that write the spike, {neurons.in_words()}.")
+            lines.append(f"Of the norm of the spike, {neurons.in_words()}.")
         if repetition is not None:
             times = count_of(self.repeats or 0, "repetition")
             lines.append(f"After {times} of {self.repeated!r}, {repetition.in_words()}.")
         if self.readers:
-            lines.append(self.about_readers())
+            about = self.about(self.place, self.readers[:GROUPS])
+            if about != self.conclusion():
+                lines.append(about)
         if self.later:
             lines.append(" ".join([sink.sentence(sink.place) for sink in self.later]))
         if self.learned_rate:
@@ -307,9 +285,8 @@ def _first_spike(sinks: FindSinks, spike: NormSpike) -> TracedSpike:
     sites: dict[tuple[int, ...], None] = {}
     ends: list[int] = []
     for part in sinks.causal_sets:  # several, if the spike falls and rises again
-        if part.kind == "minimal":
-            sites |= dict.fromkeys(part.edit_sites)
-            ends.append(max(part.edit_sites)[0])
+        sites |= dict.fromkeys(part.edit_sites)
+        ends.append(max(part.edit_sites)[0])
     sites |= dict.fromkeys(sites_of(sinks.causal))
     layer = max(layer, max(sites, default=(0,))[0])
     return TracedSpike(True, tuple(sites), layer, min(ends) if len(ends) > 1 else layer)
@@ -328,26 +305,14 @@ def _place(setup: Setup, sinks: FindSinks, rule: Rule, spike: TracedSpike) -> Tr
             ids[:, 0] = ids[0, 0]
             name = f"the first token {setup.tokenizer.decode(ids[0, :1])!r}"
         return TracedPlace.of(setup, name, ids, at, spike, sinks.shared_dims)
-    # one text for each of the tokens, the one in which it comes first
     meant[:, 0] = False
     meant[:, -4:] = False
-    earliest = []
-    for token in rule.tokens[:MOST_TOKENS] or (None,):
-        own = meant if token is None else meant & (setup.ids == token)
-        if bool(own.any()):
-            earliest.append(min((at, row) for row, at in own.nonzero().tolist()))
-    if not earliest:
+    if not bool(meant.any()):
         return None
-    places = []
-    for at, row in sorted(earliest):
-        places.append(TracedPlace.of(setup, name, setup.ids[row : row + 1], at, spike, sinks.shared_dims))
-    first, *others = places
-    return replace(first, others=tuple(others))
-
-
-def _stands_out(spike: NormSpike | None, place: TracedPlace) -> bool:
-    """Whether the words for the norm spike mean the position, in all of the texts."""
-    return spike is not None and bool(spike.place.means(place.ids)[:, place.at].all())
+    at, row = min((at, row) for row, at in meant.nonzero().tolist())
+    if len(rule.tokens) > 1:  # different neurons may make the spikes of the others
+        name = repr(setup.tokenizer.decode(setup.ids[row, at : at + 1]))
+    return TracedPlace.of(setup, name, setup.ids[row : row + 1], at, spike, sinks.shared_dims)
 
 
 @measurement(
@@ -390,7 +355,6 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Natural | No
                 steps=steps,
                 readers=readers,
                 n_heads=setup.n_heads * sum(map(setup.target.has_attention, range(setup.n_layers))),
-                stands_out=_stands_out(sinks.norm_spike, place),
             )
             traced.append(sink)
     result = Circuit(
@@ -400,21 +364,12 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Natural | No
         stray_norms=sinks.stray_norms.count,
         scattered=sinks.scattered.count,
         later=tuple(traced[1:]),
-        learned_rate=_learned_rate(sinks.attention_sink),
+        learned_rate=0.0 if sinks.attention_sink is None else sinks.attention_sink.learned_rate,
         untested=_untested(setup.target),
     )
     if first is not None and first.at == 0:
         result = _with_repetition(result, first, sinks)
     return result
-
-
-def _learned_rate(sink: AttentionSink | None) -> float:
-    """Share of heads that attend to their learned sink logits."""
-    if sink is None:
-        return 0.0
-    if sink.place is None:
-        return sink.rate
-    return sink.learned_rate
 
 
 def _untested(target: Target) -> tuple[str, ...]:
@@ -428,8 +383,7 @@ def _untested(target: Target) -> tuple[str, ...]:
 def _with_repetition(result: Circuit, first: TracedPlace, sinks: FindSinks) -> Circuit:
     """The mark at the last of 1.5 times as many repetitions as a sink needs, for the word that needs fewest."""
     words = [word for word in sinks.repeats.tokens if word.repeats is not None and word.repeats > 1]
-    layer = first.spike.begun
-    if not words or layer is None:
+    if not words or first.spike.begun is None:
         return result
     word = min(words, key=lambda word: word.repeats or 0)
     setup, needed = first.setup, word.repeats or 0
@@ -437,8 +391,5 @@ def _with_repetition(result: Circuit, first: TracedPlace, sinks: FindSinks) -> C
     if setup.target.max_positions is not None:
         repeats = min(repeats, setup.target.max_positions - 1)
     ids = torch.tensor([[prefixes(setup, [word.id])[0], *[word.id] * repeats]])
-    repeated = replace(first, ids=ids, at=repeats, other=1)
-    spike = repeated.norm(layer)
-    candidates = before_mlp(setup.target, layer)
-    step, _ = mark_step(repeated, REPETITION, spike, spike.marks(candidates), candidates)
+    step = mark_step(replace(first, ids=ids, at=repeats, other=1), REPETITION)
     return replace(result, steps=(*result.steps, step), repeated=word.token, repeats=repeats)

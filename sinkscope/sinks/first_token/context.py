@@ -92,9 +92,11 @@ class SinkContext:
         (edited,) = side_by_side(self.target, [self.trial(edits, upto=layer)])
         return edited.drops(layer)
 
-    def elsewhere(self, ids: TokenRows, at: Int[Tensor, " row"]) -> SinkContext:
-        """The same model at places of other texts, `at` in each."""
-        scan = scan_layers(self.target, ids, whole=True, upto=len(self.scan.layers) - 1, at=at)
+    def elsewhere(self, ids: TokenRows, at: Int[Tensor, " row"], upto: int | None = None) -> SinkContext:
+        """The same model at places of other texts, `at` in each; up to a layer, or as far as this was read."""
+        if upto is None:
+            upto = len(self.scan.layers) - 1
+        scan = scan_layers(self.target, ids, whole=True, upto=upto, at=at)
         scan = replace(scan, beside=self.typical.scan)
         return replace(self, ids=ids, scan=scan, at=at, entering=scan.entering, beside=self.typical)
 

@@ -80,6 +80,11 @@ def one_by_one(components: Iterable[Component]) -> list[Edit]:
     return [Edit(swap=(component,)) for component in components]
 
 
+def silencing(sets: Iterable[Sites]) -> list[Edit]:
+    """Edits that silence a set of neurons each."""
+    return [Edit(zero=sites) for sites in sets]
+
+
 @dataclass(frozen=True)
 class Effects:
     """The state of the position under each edit.

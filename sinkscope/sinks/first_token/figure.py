@@ -5,25 +5,19 @@ from __future__ import annotations
 import html
 from typing import Any
 
-import numpy as np
 import plotly.graph_objects as go
 
 from sinkscope.display.style import BAND, BLUE, GREEN, GREY, ORANGE, RED, figure_of, panels
 from sinkscope.sinks.first_token.neurons import CAUSAL_DROP
 from sinkscope.sinks.first_token.result import FindSinks
 
-TITLES = (
-    "Norm of the residual stream",
-    "Heads that attend to the sink",
-    "What each neuron writes",
-    "Norm lost by ablation",
-)
-WIDTHS = (0.24, 0.18, 0.27, 0.31)
+TITLES = ("Norm of the residual stream", "Heads that attend to the sink", "Norm lost by ablation")
+WIDTHS = (0.35, 0.25, 0.4)
 
 
 def draw(result: FindSinks) -> go.Figure:
-    """Norms and attention per layer, contributions of the neurons, and their ablation against the control."""
-    shown = 4 if result.neurons else 2
+    """Norms and attention per layer, and the ablation of the neurons against the control."""
+    shown = 3 if result.neurons else 2
     fig = panels(TITLES[:shown], WIDTHS[:shown], spacing=0.06)
     _draw_norms(fig, result)
     rates = []
@@ -38,8 +32,7 @@ def draw(result: FindSinks) -> go.Figure:
         fig.update_xaxes(title_text="layer", dtick=dtick, col=col)
     if result.neurons:
         _draw_neurons(fig, result)
-    width = 1600 if result.neurons else 1000
-    return figure_of(fig, result, width=width, height=460, barmode="group", bargap=0.25)
+    return figure_of(fig, result, width=500 * shown, height=460, barmode="group", bargap=0.25)
 
 
 def _place(result: FindSinks) -> str:
@@ -69,31 +62,17 @@ def _draw_norms(fig: Any, result: FindSinks) -> None:
 
 
 def _draw_neurons(fig: Any, result: FindSinks) -> None:
-    frame = result.to_frame()
     names = [str(neuron).replace(".", "<br>") for neuron in result.neurons]
-    label = {"textposition": "outside", "cliponaxis": False}
-    look: dict[str, Any] = {
-        "text": [f"{share:.0%}" for share in frame.share],
-        "marker_color": np.where(frame.causal, ORANGE, GREY).tolist(),
-        "hovertemplate": "%{x}: norm %{y:.4g}, %{text} of the MLP's<extra></extra>",
-    }
-    norms = frame.contribution_norm.tolist()
-    fig.add_bar(x=names, y=norms, showlegend=False, **label, **look, row=1, col=3)
-    fig.update_yaxes(title_text="norm of its contribution", col=3)
-    drops, repeat_drops, controls = frame[["ablation_drop", "repeat_drop", "control_drop"]].T.to_numpy().tolist()
-    if result.set_drop is not None and result.set_control_drop is not None:
-        names.append("all<br>causal")
-        drops.append(result.set_drop)
-        repeat_drops.append(None)
-        controls.append(result.set_control_drop)
-    fig.add_bar(x=names, y=drops, name="lost at the spike", marker_color=BLUE, row=1, col=4)
-    fig.add_bar(x=names, y=repeat_drops, name="lost at the last repeated token", marker_color=GREEN, row=1, col=4)
-    label |= {"text": [f"{drop:.0%}" for drop in controls], "textangle": 0}  # most of these bars are too low to be seen
+    drops = [neuron.ablation_drop for neuron in result.neurons]
+    controls = [neuron.control_drop for neuron in result.neurons]
+    colors = [ORANGE if neuron.causal else BLUE for neuron in result.neurons]
+    fig.add_bar(x=names, y=drops, name="lost at the spike", marker_color=colors, row=1, col=3)
+    shown = [f"{drop:.0%}" for drop in controls]  # most of these bars are too low to be seen
+    label = {"textposition": "outside", "cliponaxis": False, "text": shown, "textangle": 0}
     name = "lost in the control: largest of 20 random draws"
-    fig.add_bar(x=names, y=controls, name=name, marker_color=GREY, **label, row=1, col=4)
-    fig.add_hline(CAUSAL_DROP, line={"color": RED, "dash": "dot", "width": 1}, row=1, col=4)
+    fig.add_bar(x=names, y=controls, name=name, marker_color=GREY, **label, row=1, col=3)
+    fig.add_hline(CAUSAL_DROP, line={"color": RED, "dash": "dot", "width": 1}, row=1, col=3)
     lowest = max(1.1 * min(0.0, *drops), -1.0)
-    fig.update_yaxes(title_text="share of the norm lost", tickformat=".0%", range=[lowest, 1.05], col=4)
-    axes = ("neuron (orange: causal; label: share)", "neuron (dotted: least drop of a causal one)")
-    for col, title in enumerate(axes, start=3):
-        fig.update_xaxes(title_text=title, type="category", tickangle=0, col=col)
+    fig.update_yaxes(title_text="share of the norm lost", tickformat=".0%", range=[lowest, 1.05], col=3)
+    title = "neuron (orange: causal; dotted: least drop of a causal one)"
+    fig.update_xaxes(title_text=title, type="category", tickangle=0, col=3)

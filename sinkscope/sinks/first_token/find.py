@@ -18,9 +18,9 @@ from sinkscope.models.names import published_for
 from sinkscope.sinks.first_token.attention_sink import MadeSpike, attention_sink
 from sinkscope.sinks.first_token.carriers import spike_maker
 from sinkscope.sinks.first_token.context import SinkContext, Survey
-from sinkscope.sinks.first_token.layer_scan import STEP_SHARE, typical_quantiles
-from sinkscope.sinks.first_token.members import CausalSet
-from sinkscope.sinks.first_token.neurons import RepeatedSinks, VerifiedNeurons, repeat_until_half, verify_neurons
+from sinkscope.sinks.first_token.layer_scan import STEP_SHARE, LayerScan, typical_quantiles
+from sinkscope.sinks.first_token.members import CausalSet, Neuron
+from sinkscope.sinks.first_token.neurons import repeat_until_half, verify_neurons
 from sinkscope.sinks.first_token.places import Places
 from sinkscope.sinks.first_token.records import (
     NormSpike,
@@ -61,7 +61,7 @@ def find_sinks(
 
     Args:
         tokens: Words to repeat, one token each. By default five words of the text.
-        all_layers: Read every layer even if the model is not in memory: late stages, sink rate, the notebook's rule.
+        all_layers: Read every layer even if the model is not in memory: late stages, and the sink rate.
         top_k: Number of candidate neurons of the sink layer; each is ablated.
         max_repeats: Largest number of repetitions. By default 1,024, or what the context holds.
 
@@ -78,8 +78,8 @@ def find_sinks(
 
     whole = all_layers or setup.target.resident
     verified_stages = None
-    repeated = None
-    verified = VerifiedNeurons()
+    repeats = None
+    verified = ()
     while True:
         # Where are the sink and the spike, and in which layers is the spike built?
         survey = Survey.of(setup, whole=whole)
@@ -93,10 +93,10 @@ def find_sinks(
         sets = CausalSets()
         if scan.stages and survey.spike is not None:
             if scan.stages != verified_stages:  # after reading further layers they are often the same
-                repeated = repeat_until_half(context, words, first_tokens, limit, setup.progress)
-                verified = verify_neurons(context, top_k, repeated.views)
+                repeats = repeat_until_half(context, words, first_tokens, limit, setup.progress)
+                verified = verify_neurons(context, top_k)
                 verified_stages = scan.stages
-            sets = causal_sets(context, verified.neurons, survey.readers)
+            sets = causal_sets(context, verified, survey.readers)
         # If they do not carry the attention to these places, the layers read were too few.
         carries_attention = sets.minimal is not None and sets.minimal.carries_attention
         if whole or depth == scan.n_layers or carries_attention:
@@ -107,8 +107,8 @@ def find_sinks(
     made = made_spikes(survey, context, sets.minimal)
     spike = made[0].spike if made else None
     repetition = None
-    if repeated is not None and sets.minimal is not None:
-        repetition = repetition_spike(context, words, first_tokens, repeated, sets.sites, limit)
+    if repeats is not None and sets.minimal is not None:
+        repetition = repetition_spike(context, words, first_tokens, repeats, sets.sites, limit)
 
     unread = [None] * (scan.n_layers - depth)
     low, typical, high = typical_quantiles(survey.first.scan.whole_norms).tolist()
@@ -125,19 +125,16 @@ def find_sinks(
         shared_dims=tuple(scan.shared_dims),
         sink_layer=scan.sink_layer if spike is not None else None,
         neurons=sets.neurons,
-        set_drop=verified.set_drop,
-        set_control_drop=verified.set_control_drop,
         stages=tuple(Stage(stage, shares[stage]) for stage in scan.stages if spike is not None),
-        residual_dims=verified.massive_dims,
+        residual_dims=tuple(scan.massive_activations),
         first_token_norm=(*scan.middle(scan.whole_norms).tolist(), *unread),
         typical_norm=(*typical, *unread),
         typical_low=(*low, *unread),
         typical_high=(*high, *unread),
         layers_read=depth,
-        notebook_rule_layer=survey.first.scan.notebook_layer,
-        repeats=_repeats_needed(setup, words, repeated, limit),
+        repeats=_repeats_needed(setup, words, repeats, limit),
         sink_rate=survey.rate,
-        published=_published(setup.target.name, scan.sink_layer, verified),
+        published=_published(setup.target.name, scan, verified),
     )
 
 
@@ -205,25 +202,25 @@ def _unknown_share(setup: Setup) -> float:
     return float((setup.ids[:, 1:] == unknown).float().mean())
 
 
-def _repeats_needed(setup: Setup, words: list[int], repeated: RepeatedSinks | None, limit: int) -> RepeatsNeeded:
+def _repeats_needed(setup: Setup, words: list[int], repeats: list[int | None] | None, limit: int) -> RepeatsNeeded:
     """The median leaves out words whose first occurrence is a sink already."""
-    if repeated is None:
+    if repeats is None:
         return RepeatsNeeded((), None, 0, limit)
-    pairs = zip(words, repeated.repeats, strict=True)
+    pairs = zip(words, repeats, strict=True)
     rows = [RepeatedToken(setup.tokenizer.decode([word]), word, count) for word, count in pairs]
-    by_repetition = [count for count in repeated.repeats if count is not None and count > 1]
+    by_repetition = [count for count in repeats if count is not None and count > 1]
     middle = float(median(by_repetition)) if by_repetition else None
-    return RepeatsNeeded(tuple(rows), middle, repeated.repeats.count(None), limit)
+    return RepeatsNeeded(tuple(rows), middle, repeats.count(None), limit)
 
 
-def _published(name: str, layer: int | None, verified: VerifiedNeurons) -> PublishedSink | None:
+def _published(name: str, scan: LayerScan, verified: Sequence[Neuron]) -> PublishedSink | None:
     published = published_for(name)
     if published is None:
         return None
-    matches = {*verified.massive_dims}.issuperset(published.residual_dims)
+    matches = {*scan.massive_activations}.issuperset(published.residual_dims)
     if published.neurons:
-        causal = {(neuron.layer, neuron.neuron) for neuron in verified.causal}
-        matches = layer in published.layers and causal.issuperset(published.neurons)
+        causal = {(neuron.layer, neuron.neuron) for neuron in verified if neuron.causal}
+        matches = scan.sink_layer in published.layers and causal.issuperset(published.neurons)
     elif not published.residual_dims:
         return None
     return PublishedSink(published.source, matches)

@@ -46,7 +46,7 @@ class LayerReading:
         massive_dims: Residual dimensions that are massive on all tokens alike.
         residual: Residual stream of the place, mean over rows.
         mlp_norms: Norm of what the MLP adds to the residual stream.
-        mlp_raw: Norm of the MLP's own output at the place, before any norm behind it; median over rows.
+        hidden: Median of the absolute residual stream at some later positions.
         written: What the MLP adds at the place, mean over rows.
         sample: What the MLP adds at some later positions.
         entering: What entered the layer.
@@ -57,7 +57,7 @@ class LayerReading:
     massive_dims: list[int]
     residual: Float[Tensor, " d_model"]
     mlp_norms: Float[Tensor, "row pos"]
-    mlp_raw: float
+    hidden: float
     written: Float[Tensor, " d_model"]
     sample: Float[Tensor, "place d_model"]
     entering: LayerInput | None = None
@@ -280,17 +280,18 @@ class LayerScan:
         return since >= max(3, math.ceil(self.n_layers / 3))
 
     @property
-    def notebook_layer(self) -> int | None:
-        """First layer whose MLP output at the place exceeds mean + 2 sd over all layers.
+    def massive_activations(self) -> list[int]:
+        """Dimensions of the place after the sink layer with |a| > 100 and > 1000 x the median |hidden state|.
 
-        This rule comes from the notebook behind Yona et al. 2025, not from the paper. With n layers no z-score exceeds
-        (n - 1) / sqrt(n), so the rule cannot fire for n < 6.
+        The definition is that of Sun et al. 2024, "Massive activations in large language models". The largest of these
+        dimensions comes first.
         """
-        norms = torch.tensor([layer.mlp_raw for layer in self.layers])
-        above = (norms > norms.mean() + 2 * norms.std(correction=0)).nonzero().flatten().tolist()
-        if len(self.layers) < self.n_layers or not above:
-            return None
-        return above[0]
+        if self.sink_layer is None:
+            return []
+        size = self._spike_after(self.sink_layer).abs()
+        massive = (size > 100) & (size > 1000 * self.typical.layers[self.sink_layer].hidden)
+        order = size.argsort(descending=True, stable=True)
+        return order[massive[order]].tolist()
 
 
 def typical_quantiles(norms: Float[Tensor, "layer row pos"]) -> Float[Tensor, "quantile layer"]:
@@ -348,10 +349,6 @@ def scan_layers(
         flat = tensor.detach().flatten(0, -2)  # some architectures run rows and positions together
         return rearrange(flat, "(row pos) d_model -> row pos d_model", row=len(ids))
 
-    def mlp_done(given: Tensor) -> None:
-        parts["raw"] = float(norms_of(by_row(given)[rows, at]).median())
-        added(given)
-
     def added(given: Tensor) -> None:
         parts["added"] = by_row(given).float() * target.adapter.write_factor
 
@@ -381,7 +378,7 @@ def scan_layers(
             massive_dims=massive,
             residual=here.mean(0).cpu(),
             mlp_norms=written.norm(dim=-1).cpu(),
-            mlp_raw=parts.get("raw", 0.0),
+            hidden=float(resid[:, 1:].flatten(0, 1)[:SAMPLE_POSITIONS].float().abs().median()),
             written=written[rows, at].mean(0).cpu(),
             sample=later[:SAMPLE_POSITIONS].cpu().clone(),
             entering=entering,
@@ -396,7 +393,7 @@ def scan_layers(
     hooks = []
     for number, layer in enumerate(target.layers):
         if target.has_neurons(number):
-            hooks += target.on_mlp(number, mlp_done)
+            hooks += target.on_mlp(number, added)
             if not adapter.adds:
                 hooks.append(keep_call(target, number, calls))
             elif target.has_part(number, adapter.post_mlp_norm):

@@ -1,15 +1,11 @@
-"""The neurons of one layer at chosen positions: their values, what each writes, and the norm without some of them.
-
-The down projection is linear, so the effect of an ablation *at the same layer* needs no second forward pass: the
-neurons' columns are subtracted from the MLP's output before any norm that stands between it and the residual stream.
-The tests compare this with real ablated passes. Effects in later layers are measured in real passes.
+"""The neurons of one layer at chosen positions: their values, and what each writes.
 
 Neurons of a mixture are numbered `expert * d_mlp + neuron`; those of a shared expert follow after all of these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +17,6 @@ from torch import Tensor
 from sinkscope.models.down_projections import w_out, w_out_norms
 from sinkscope.models.experts import Experts, Routed
 from sinkscope.models.hooks import first_tensor, on_input, on_output
-from sinkscope.models.layer_call import keep_call
-from sinkscope.models.norms import norm_of
 from sinkscope.models.target import LayerInput, Target
 from sinkscope.sinks.first_token.entering import NOT_READ, Entering
 from sinkscope.sinks.tokens import TokenRows
@@ -37,22 +31,18 @@ class LayerView:
 
     Attributes:
         layer: Number of the layer.
-        resid: Residual stream after the layer.
         mlp: Output of the MLP, before any norm behind it; times the factor that the layer puts on it.
         post: `hook_post`; in a mixture, times the weight in `routing`.
         up: Output of the up projection, the linear factor. None in a mixture and if the MLP has no such factor.
         routing: Weight of every expert, 0 for those not chosen; the shared expert comes last, if there is one. None if
             the layer is not a mixture.
-        less: Gives `resid` if the MLP gave so much less.
     """
 
     layer: int
-    resid: Float[Tensor, "n d_model"]
     mlp: Float[Tensor, "n d_model"]
     post: Float[Tensor, "n neuron"]
     up: Float[Tensor, "n neuron"] | None = None
     routing: Float[Tensor, "n expert"] | None = None
-    less: Callable[[Float[Tensor, "n d_model"]], Float[Tensor, "n d_model"]] | None = None
 
 
 @torch.no_grad()
@@ -75,7 +65,6 @@ def view_layer(
     adapter = target.adapter
     chosen = where.flatten()
     parts = {}
-    calls = []
 
     def pick(tensor: Tensor) -> Float[Tensor, "n d"]:
         return tensor.detach().flatten(0, -2)[chosen.to(tensor.device)].float()
@@ -92,9 +81,7 @@ def view_layer(
         parts["routing"] = pick(routed.weight)
         parts["post"] = _expert_activations(experts, routed, chosen)
 
-    hooks = [*target.on_mlp(layer, keep("mlp")), (target.layers[layer], "post", on_output(keep("resid")))]
-    if not adapter.adds:
-        hooks.append(keep_call(target, layer, calls))
+    hooks = [*target.on_mlp(layer, keep("mlp"))]
     if not target.is_mixture(layer):
         hooks.append((target.sub(layer, adapter.down), "pre", on_input(keep("post"))))
         if adapter.fused_gate_up or target.has_part(layer, adapter.gate):
@@ -115,23 +102,8 @@ def view_layer(
         parts["post"] = torch.cat([parts["post"], parts["shared"] * weight], 1)
         parts["routing"] = torch.cat([parts["routing"], weight], 1)
 
-    resid = parts["resid"]
     mlp = parts["mlp"] * adapter.write_factor
-
-    def less(written: Float[Tensor, "n d_model"]) -> Float[Tensor, "n d_model"]:
-        def change(given: Tensor) -> Tensor:
-            flat = given.flatten(0, -2).clone()
-            flat[chosen.to(flat.device)] -= written.to(flat)
-            return flat.view_as(given)
-
-        if calls:
-            return pick(calls[0].output(change))
-        if not target.has_part(layer, adapter.post_mlp_norm):
-            return resid - written
-        norm = target.sub(layer, adapter.post_mlp_norm or "")
-        return resid - norm(mlp.to(target.dtype)).float() + norm((mlp - written).to(target.dtype)).float()
-
-    return LayerView(layer, resid, mlp, parts["post"], parts.get("up"), parts.get("routing"), less)
+    return LayerView(layer, mlp, parts["post"], parts.get("up"), parts.get("routing"))
 
 
 def _expert_activations(experts: Experts, routed: Routed, chosen: Bool[Tensor, " token"]) -> Float[Tensor, "n neuron"]:
@@ -230,40 +202,6 @@ def columns(target: Target, layer: int, neurons: Int[Tensor, " k"]) -> Float[Ten
         expert, neuron = expert_and_neuron(target, layer, number)
         written.append(w_out(target, layer, [neuron], expert).float())
     return torch.cat(written)
-
-
-@torch.no_grad()
-def lost_without(
-    target: Target, view: LayerView, sets: Int[Tensor, "draw k"], without: Sequence[int] = ()
-) -> Float[Tensor, "draw n"]:
-    """Share of the norm after the layer that is lost at each position with each set of neurons zeroed.
-
-    Residual dimensions in `without` are left out of the norm.
-    """
-    assert view.less is not None
-    lost = []
-    for neurons in sets:
-        left = view.less(view.post[:, neurons] @ columns(target, view.layer, neurons))
-        lost.append(1 - norm_of(left, without) / norm_of(view.resid, without))
-    return torch.stack(lost)
-
-
-def massive_activations(
-    first: Float[Tensor, " d_model"], typical: Float[Tensor, "n d_model"], without: Sequence[int] = ()
-) -> tuple[int, ...]:
-    """Dimensions of the first token with |a| > 100 and > 1000 x the median |hidden state|, largest first.
-
-    The definition is that of Sun et al. 2024, "Massive activations in large language models".
-
-    Args:
-        first: Residual stream of the first token.
-        typical: Residual stream of all positions of the layer.
-        without: Dimensions to leave out.
-    """
-    size = first.abs()
-    massive = (size > 100) & (size > 1000 * typical.abs().median())
-    dims = [dim for dim in massive.nonzero().flatten().tolist() if dim not in without]
-    return tuple(sorted(dims, key=lambda dim: -float(size[dim])))
 
 
 def neutral_view(target: Target, layer: int, ids: TokenRows, entering: Entering = NOT_READ) -> LayerView:

@@ -17,11 +17,10 @@ import plotly.graph_objects as go
 import torch
 from einops import einsum, rearrange, reduce, repeat
 from jaxtyping import Bool, Float, Int
-from plotly.subplots import make_subplots
 from torch import Tensor
 
 from sinkscope.display.notation import count_of, head_name, head_names, neuron_name, word_form, word_list
-from sinkscope.display.style import BLUE, ORANGE, figure_of, long_table
+from sinkscope.display.style import BLUE, figure_of, long_table
 from sinkscope.display.tables import Table, percent
 from sinkscope.files.progress import Progress, silent
 from sinkscope.measure import Natural, Number, Result, ScanPart, Setup, measurement
@@ -217,30 +216,25 @@ class MarkingHeads(Result):
             return "None of the tokens given fires the sink neurons when it stands first; give other tokens."
         layer = self.marking_layer
         if self.serves is None or layer is None:
-            most = percent(max(_layer_medians(self.layer_drop).values(), default=0.0))
-            every = percent(max(0.0, self.all_drop or 0.0))
-            if Evidence(self.all_drop).holds:
-                return (
-                    f"The heads of no single layer mark the first token: replacing those of all layers takes away "
-                    f"{every} of the mark, those of one layer at most {most}."
-                )
-            return f"No head marks the first token: replacing all heads takes away {every} of the mark."
-        heads = [(layer, head) for head in np.flatnonzero(self.serves.any(0)).tolist()]
-        lost, chance = percent_pair(_median(self.set_drop) or 0.0, self.evidence.control)
-        control = (
-            "" if self.evidence.control is None else f"; replacing as many other heads takes away at most {chance}"
-        )
-        it, heads_do = word_form(len(heads), "it", "them"), word_form(len(heads), "Head", "Heads")
-        if not self.evidence.holds:
+            most, every = np.nanmax(_medians(self.layer_drop), initial=0.0), max(0.0, self.all_drop or 0.0)
             return (
-                f"No head is needed alone: replacing {head_names(heads, NAMED)} takes away {lost} of the mark{control}."
+                f"The heads of no single layer mark the first token: replacing those of one takes away at most "
+                f"{percent(float(most))} of the mark, those of all layers {percent(every)}."
             )
-        mark = word_form(len(heads), "marks", "mark")
-        tokens = count_of(int(self.serves.any(1).sum()), "first token")
-        return (
-            f"{heads_do} {head_names(heads, NAMED)} {mark} {tokens}: replacing {it} takes away {lost} of the mark"
-            f"{control}."
+        heads = [(layer, head) for head in np.flatnonzero(self.serves.any(0)).tolist()]
+        lost, chance = percent_pair(self.evidence.change or 0.0, self.evidence.control)
+        control = ""
+        if self.evidence.control is not None:
+            control = f"; replacing as many other heads takes away at most {chance}"
+        names = head_names(heads, NAMED)
+        if not self.evidence.holds:
+            return f"No head is needed alone: replacing {names} takes away {lost} of the mark{control}."
+        marks, it = (
+            word_form(len(heads), "Head {} marks", "Heads {} mark").format(names),
+            word_form(len(heads), "it", "them"),
         )
+        tokens = count_of(int(self.serves.any(1).sum()), "first token")
+        return f"{marks} {tokens}: replacing {it} takes away {lost} of the mark{control}."
 
     def numbers(self) -> list[Number]:
         """Share of the mark that is lost without the marking heads."""
@@ -248,29 +242,16 @@ class MarkingHeads(Result):
         return [Number("mark lost without the marking heads", self.evidence.change, self.evidence.control, margin)]
 
     def details(self) -> list[str]:
-        """The neurons, the tokens that fire, the layers, and how many heads a token needs."""
+        """The neurons, and the tokens that fire them."""
         if self.activation is None:
             return []
         where = f"the whole MLP of layer {self.sink_layer}, because no set of neurons makes the spike"
         if self.neurons:
             where = word_list(self.neurons, 8)
-        fires = self.activation >= PRESENT
-        lines = [f"The mark is read at {where}."]
-        first = word_form(int(fires.sum()), "has it when it stands", "have it when they stand")
-        lines.append(f"{fires.sum()} of {count_of(len(fires), 'token')} {first} first.")
-        if self.layer_drop is not None:
-            drops = _layer_medians(self.layer_drop)
-            changes = word_list([f"{-drop:+.0%} in layer {layer}" for layer, drop in drops.items()])
-            every = f"{-(self.all_drop or 0):+.0%}"
-            lines.append(f"Replacing all heads of a layer changes the mark by {changes}, and in all layers by {every}.")
-        if self.serves is not None:
-            sizes = self.serves[fires].sum(1)
-            single, none = percent(float((sizes == 1).mean())), percent(float((sizes == 0).mean()))
-            line = f"For {single} of these tokens, one head alone is enough for half of the mark"
-            if (sizes == 0).any():
-                line += f", and {none} have that much without a head"
-            lines.append(f"{line}.")
-        return lines
+        fires = int((self.activation >= PRESENT).sum())
+        first = word_form(fires, "has it when it stands", "have it when they stand")
+        of_all = f"{fires} of {count_of(len(self.activation), 'token')}"
+        return [f"The mark is read at {where}.", f"{of_all} {first} first."]
 
 
 def _median(values: Float[np.ndarray, " token"] | None) -> float | None:
@@ -280,32 +261,26 @@ def _median(values: Float[np.ndarray, " token"] | None) -> float | None:
     return float(np.nanquantile(values, 0.5, method="higher"))
 
 
-def _layer_medians(layer_drop: Float[np.ndarray, "token layer"]) -> dict[int, float]:
-    """The lower median over the tokens that fire, of each layer with softmax attention."""
-    medians: dict[int, float] = {}
-    for layer in np.flatnonzero(np.isfinite(layer_drop).any(0)).tolist():
-        medians[layer] = float(np.nanquantile(layer_drop[:, layer], 0.5, method="lower"))
+def _medians(layer_drop: Float[np.ndarray, "token layer"]) -> Float[np.ndarray, " layer"]:
+    """The lower median over the tokens that fire, of each layer; NaN without softmax attention."""
+    attending = np.isfinite(layer_drop).any(0)
+    medians = np.full_like(layer_drop[0], np.nan)
+    medians[attending] = np.nanquantile(layer_drop[:, attending], 0.5, axis=0, method="lower")
     return medians
 
 
 def draw(result: MarkingHeads) -> go.Figure:
-    """What each layer's heads carry, and which head marks which first token."""
-    titles = ["All heads of a layer replaced", "One head replaced, by first token"]
-    fig = make_subplots(cols=2, subplot_titles=titles, column_widths=[0.3, 0.7])
-    if result.layer_drop is not None:
-        medians = _layer_medians(result.layer_drop)
-        bars = {"x": list(medians), "y": list(medians.values())}
-        fig.add_bar(**bars, marker_color=ORANGE, showlegend=False, row=1, col=1)
-        fig.update_xaxes(title_text="layer", dtick=1, row=1, col=1)
-        fig.update_yaxes(title_text="share of the activation lost", tickformat=".0%", row=1, col=1)
+    """Which head marks which first token."""
+    fig = go.Figure()
     if result.drop is not None and result.serves is not None:
         firing = np.flatnonzero(result.serves.any(1))
         firing = firing[np.lexsort(result.serves[firing].T)]  # tokens that share a head lie beside each other
         names = [html.escape(f"{result.tokens[token]!r} ({token})") for token in firing]
-        drop, scale = result.drop[firing, result.marking_layer], ["#f7f7f7", BLUE]
-        fig.add_heatmap(z=drop, y=names, zmin=0, zmax=1, colorscale=scale, colorbar={"tickformat": ".0%"}, row=1, col=2)
-        fig.update_xaxes(title_text=f"head of layer {result.marking_layer}", row=1, col=2)
-    return figure_of(fig, result, width=1000, height=560)
+        drop = result.drop[firing, result.marking_layer]
+        scale = ["#f7f7f7", BLUE]
+        fig.add_heatmap(z=drop, y=names, zmin=0, zmax=1, colorscale=scale, colorbar={"tickformat": ".0%"})
+        fig.update_xaxes(title_text=f"head of layer {result.marking_layer}")
+    return figure_of(fig, result, width=700, height=560)
 
 
 @measurement(

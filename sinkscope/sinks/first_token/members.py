@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from sinkscope.display.notation import neuron_name, word_list
 from sinkscope.measure.evidence import NEEDED, Evidence
@@ -62,7 +61,6 @@ class Neuron(Member):
         contribution_norm: Norm of what the neuron writes at the place of the spike, `hook_post[j] * W_out[j]`.
         share: Contribution norm divided by the norm of the MLP's output at this place.
         ablation_drop: Share of the spike's norm that is lost when the neuron is zeroed.
-        repeat_drop: Share of the norm lost at the last of the repeated tokens; None if no token became a sink.
         control_drop: Largest loss when a random neuron of the layer is zeroed instead, over 20 draws.
         causal: Whether the ablation drop exceeds the control drop and is at least 0.1.
         neutral_post: Median `hook_post` on typical text, the value that SinkPatch writes instead.
@@ -72,7 +70,6 @@ class Neuron(Member):
     contribution_norm: float
     share: float
     ablation_drop: float
-    repeat_drop: float | None
     control_drop: float
     causal: bool
     neutral_post: float
@@ -92,9 +89,6 @@ class CausalSet:
             None if there are no such heads among the layers read.
         heads_lost: Share of these heads that lose at least half of that attention.
         control: The largest of these drops among 20 random sets of the same number of neurons from the same layers.
-        kind: "minimal": the smallest set found that removes the spike; "backup": neurons of the minimal set that write
-            a spike only when the other neurons of the set are silent. The drops of a backup are relative to the state
-            with the others silent.
         margin_norm: Two standard errors of the drop at the sink layer over texts; None for too few texts.
         margin_attention: The same of the drop in attention.
         equals: Neurons any one of which removes the spike as well, if the set is a single neuron.
@@ -108,7 +102,6 @@ class CausalSet:
     drop_attention: float | None
     heads_lost: float | None
     control: float
-    kind: Literal["minimal", "backup"]
     margin_norm: float | None = None
     margin_attention: float | None = None
     equals: tuple[Member, ...] = ()

@@ -100,14 +100,6 @@ class NormSpike:
             makers.append(self.made_by)
         return tuple(makers)
 
-    @property
-    def fallen(self) -> tuple[str, ...]:
-        """The components of layers that reduce the spike."""
-        names = []
-        for layer in self.step_down:
-            names += [f"attention of layer {layer}", f"MLP of layer {layer}"]
-        return tuple(names)
-
 
 @dataclass(frozen=True)
 class PlacedSpike:
@@ -148,24 +140,6 @@ class SinkPosition:
 
 
 @dataclass(frozen=True)
-class Carrier:
-    """A candidate for the signal that the heads of a sink read.
-
-    Attributes:
-        name: The component, such as "attention of layer 0" or "position embedding".
-        heads_lost: Share of the sink's heads that lose at least half of their attention to it without the component.
-    """
-
-    name: str
-    heads_lost: float
-
-    @property
-    def needed(self) -> bool:
-        """Whether at least half of the heads of the sink need it."""
-        return self.heads_lost >= NEEDED
-
-
-@dataclass(frozen=True)
 class LayerAttention:
     """The attention of one layer to the sink.
 
@@ -199,13 +173,12 @@ class AttentionSink:
             without a spike), "token embedding", "position embedding", "key bias", "position" (rotary alone), "learned
             logits". None if no single one of them.
         layers: The attention of each layer read.
-        carriers: The evidence for each component that was tried.
         reads: What heads need in the same words, with the share of the heads that do, the largest share first. Empty if
             they need the spike.
         mark: The component that writes the mark. None if no head reads one, or if heads read those of several.
         length: Length of the texts, in tokens.
         window: Positions that the attending heads see, if a window hides others.
-        learned_rate: Share of heads that attend to a learned sink logit, beside the position; 0 if too few do.
+        learned_rate: Share of heads that attend to a learned sink logit; 0 if too few do.
         attention: Mean attention of the heads that attend in most cases. None if there is no place.
         rate_margin: Two standard errors of the rate over texts; None for too few texts.
         attention_margin: The same of the mean attention.
@@ -218,7 +191,6 @@ class AttentionSink:
     layers_read: int
     carried_by: str | None
     layers: tuple[LayerAttention, ...] = ()
-    carriers: tuple[Carrier, ...] = ()
     reads: tuple[tuple[str, float], ...] = ()
     mark: str | None = None
     length: int = SHORT

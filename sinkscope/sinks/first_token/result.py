@@ -37,8 +37,8 @@ class FindSinks(Result):
     Attributes:
         norm_spike: Positions whose norm stands out. None if there are none that words describe.
         attention_sink: Positions that heads attend to. None if there are none among the layers read.
-        causal_sets: The smallest set found whose ablation removes the spike, and its backups; if the spike falls and
-            rises again, a set for each part.
+        causal_sets: The smallest set found whose ablation removes the spike; if the spike falls and rises again, a set
+            for each part.
         further_spikes: Spikes at the other places that the words for the norm spike mean.
         scattered: Positions that heads attend to and that no words describe; they do not count as a sink.
         stray_norms: Positions whose norm stands out and that no words describe.
@@ -47,8 +47,6 @@ class FindSinks(Result):
         shared_dims: Residual dimensions that are massive on all tokens alike; the verdicts leave them out.
         sink_layer: The stage that adds most to the norm. None if no MLP makes a spike.
         neurons: Candidate neurons, largest contribution first, with the effect of zeroing each.
-        set_drop: Share of the spike's norm that is lost when all causal neurons are zeroed together.
-        set_control_drop: Largest drop when the same number of random neurons is zeroed, over 20 draws.
         stages: All layers that build the spike.
         residual_dims: Massive activations of the spike at the sink layer, largest first (Sun et al. 2024).
         first_token_norm: L2 norm of the residual stream after each layer, median over texts: at the first of the places
@@ -57,14 +55,12 @@ class FindSinks(Result):
         typical_low: The 5 % quantile of these norms.
         typical_high: The 95 % quantile of these norms.
         layers_read: Number of layers read.
-        notebook_rule_layer: First layer with an MLP norm above mean + 2 sd. None if there is none, or if not all layers
-            were read.
         repeats: Repetitions after which a repeated token becomes a sink.
         sink_rate: Sink rate over 100 texts, or over 25 if layers are read from disk. None if not all layers were read.
         published: What the literature reports. None if nothing is published for the model.
     """
 
-    percent = ("share", "ablation_drop", "repeat_drop", "control_drop")
+    percent = ("share", "ablation_drop", "control_drop")
     matters, told = "causal", "ablation_drop"
     table_of = "neurons"
     table_without = ("neutral_post", "neutral_up")
@@ -80,8 +76,6 @@ class FindSinks(Result):
     shared_dims: tuple[int, ...] = ()
     sink_layer: int | None
     neurons: tuple[Neuron, ...]
-    set_drop: float | None
-    set_control_drop: float | None
     stages: tuple[Stage, ...]
     residual_dims: tuple[int, ...]
     first_token_norm: tuple[float | None, ...]
@@ -89,7 +83,6 @@ class FindSinks(Result):
     typical_low: tuple[float | None, ...]
     typical_high: tuple[float | None, ...]
     layers_read: int
-    notebook_rule_layer: int | None
     repeats: RepeatsNeeded
     sink_rate: SinkRate | None
     published: PublishedSink | None
@@ -171,7 +164,7 @@ class FindSinks(Result):
         attention += sentences.scattered(self.scattered)
         repeats = sentences.repeats(self.repeats, spike)
         if self.repetition is not None and self.minimal is not None and not self.repetition.same_neurons:
-            names = word_list([each.names for each in self.causal_sets if each.kind == "minimal"])
+            names = word_list([each.names for each in self.causal_sets])
             repeats.append(sentences.repetition(self.repetition, names))
         groups = [layers, sets, further, attention, repeats]
         if self.published is not None:

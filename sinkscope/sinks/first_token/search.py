@@ -13,7 +13,7 @@ import torch
 from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.members import CONTROL_DRAWS, Sites
 
-SETS_AT_ONCE = 128  # largest number of sets of one size that are all tried, and that are asked about together
+SETS_AT_ONCE = 128  # largest number of sets that are asked about together
 
 
 @dataclass(frozen=True)
@@ -33,39 +33,31 @@ Remove = Callable[[list[Members]], list[Removal]]
 def smallest_set(candidates: Sequence[Any], remove: Remove) -> Members | None:
     """Search for the smallest set of candidates whose removal ends an effect; None if no set that was tried does.
 
-    Sets are tried in order of their size while there are at most 128 of a size. Otherwise growing prefixes of the
-    candidates are tried, and unneeded members are left out of the first that ends the effect. Up to 128 sets are asked
-    about at once, because each question is a walk through the model.
+    All sets of the smallest sizes are tried, 128 together, because each question is a walk through the model. If none
+    of them ends the effect, growing prefixes of the candidates are tried, and unneeded members are left out of the
+    first that does.
 
     Args:
         candidates: Components that may be removed, the most promising first.
         remove: Removes sets.
     """
-    together = []
+    sets: list[Members] = []
     for size in range(1, len(candidates) + 1):
-        if comb(len(candidates), size) > SETS_AT_ONCE:
+        if len(sets) + comb(len(candidates), size) > max(SETS_AT_ONCE, len(candidates)):
             break
-        sets = list(combinations(candidates, size))
-        if len(together) + len(sets) > SETS_AT_ONCE:
-            best = _most_effective(together, remove)
-            if best is not None:
-                return best
-            together = []
-        together += sets
-    else:
-        return _most_effective(together, remove)
-    best = _most_effective(together, remove)
+        sets += combinations(candidates, size)
+    best = _most_effective(sets, remove)
     if best is not None:
         return best
     prefix = _most_effective([tuple(candidates[:size]) for size in range(2, len(candidates) + 1)], remove)
     if prefix is None:
         return None
-    return without_unneeded(prefix, remove, least=1)
+    return without_unneeded(prefix, remove)
 
 
-def without_unneeded(members: Members, remove: Remove, least: int = 0) -> Members:
+def without_unneeded(members: Members, remove: Remove) -> Members:
     """Leave out members of a set, one after another, while the removal of the others ends the effect."""
-    while len(members) > least:
+    while len(members) > 1:
         fewer = _most_effective([members[:i] + members[i + 1 :] for i in range(len(members))], remove)
         if fewer is None:
             break

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 
 from sinkscope.display.notation import count_of, short_sentence, word_form, word_list
 from sinkscope.sinks.first_token.members import ATTENTION_LENGTH, CausalSet
@@ -21,7 +20,7 @@ from sinkscope.sinks.first_token.records import (
 from sinkscope.sinks.tokens import left_out_line
 
 MOST_HEADS = 0.9  # of the attending heads lose half of their attention without a spike that "the heads" attend to
-NAMED = (5, 3, 1)  # neurons that a conclusion names; as many of these numbers as fit into it
+NAMED = (5, 3, 1)  # neurons that a conclusion names; in shorter versions fewer
 LEAST_SHARE = 0.1  # of the heads read something that is worth a word
 FIRST = "the first token"
 
@@ -65,26 +64,27 @@ class Found:
 
 def conclusion(found: Found) -> str:
     """Whether there is a norm spike and an attention sink, where, and what makes and carries them."""
-    spike = found.spike
-    sink = found.sink
-    if spike is None and sink is None:
+    return short_sentence(_version(found, shorter) for shorter in range(len(NAMED)))
+
+
+def _version(found: Found, shorter: int) -> str:
+    """The conclusion; the shorter, the fewer names and conditions it has."""
+    spike, sink = found.spike, found.sink
+    if sink is None and spike is None:
         nothing = nothing_found(found.lengths, found.stray_norms, found.scattered)
         return f"Neither a norm spike nor an attention sink: {nothing}."
-    if spike is None:
-        assert sink is not None
-        return _read(sink, ["Attention sink without a norm spike"])
     if sink is None:
-        return _made(found, ["Norm spike without an attention sink"], ("",))
+        return f"Norm spike without an attention sink: {_makers(found, shorter)}."
+    where = conditions(sink, shorter)
+    read = what_is_read(sink)
+    if spike is None:
+        return f"Attention sink without a norm spike: {who(sink, shorter)}{where}; {read}."
     if sink.place is not None and not found.together:
-        verdicts = [f"Norm spike at {spike.place}, attention sink elsewhere"]
-        if len(spike.place.rules) > 1:
-            verdicts.append(f"Norm spike at {spike.place.rules[0].words}, attention sink elsewhere")
-        return _read(sink, verdicts)
+        place = spike.place if shorter == 0 else spike.place.rules[0].words
+        return f"Norm spike at {place}, attention sink elsewhere: {who(sink, shorter)}{where}; {read}."
     if sink.carried_by != "spike":
-        ignored = f"but most heads do not need the spike: {what_is_read(sink)}"
-        verdicts = [f"{verdict}{where}" for verdict, where in product(_together(found), conditions(sink))]
-        return short_sentence(f"{verdict}, {ignored}." for verdict in verdicts)
-    return _made(found, _together(found), conditions(sink))
+        return f"Norm spike and attention sink{where}, but most heads do not need the spike: {read}."
+    return f"Norm spike and attention sink{where}: {_makers(found, shorter)}."
 
 
 def nothing_found(lengths: Sequence[int], stray_norms: int, scattered: int) -> str:
@@ -101,48 +101,19 @@ def nothing_found(lengths: Sequence[int], stray_norms: int, scattered: int) -> s
     return f"{norms}, and {no_sink(lengths, scattered)}"
 
 
-def _together(found: Found) -> list[str]:
-    """The verdict on a spike and a sink at the same places, with these places where the rest does not name them."""
-    spike, sink = found.spike, found.sink
-    assert spike is not None and sink is not None
-    short = "Norm spike and attention sink"
-    if sink.place is None or (len(spike.place.rules) == 1 and len(sink.place.rules) == 1):
-        return [short]
-    if sink.place.words == spike.place.words:
-        return [f"{short} at {spike.place}", short]
-    return [f"Norm spike at {spike.place}, attention sink at {sink.place}", short]
-
-
-def _read(sink: AttentionSink, verdicts: Sequence[str]) -> str:
-    """A verdict, who attends where, and what they read."""
-    read = what_is_read(sink)
-    if sink.carried_by == "spike":
-        read = "they read its own spike"
-    versions = list(product(verdicts, [who(sink)], conditions(sink)))
-    versions += [(verdicts[-1], who(sink, 1), ""), (verdicts[-1], who(sink, 0), "")]
-    return short_sentence(f"{verdict}: {heads}{where}; {read}." for verdict, heads, where in versions)
-
-
-def _made(found: Found, verdicts: Sequence[str], wheres: Sequence[str]) -> str:
-    """A verdict and who makes the spike, with as many conditions and names as there is room for."""
-    choices = product(_spikes(found), verdicts, wheres, (" of its norm", ""), NAMED)
-    return short_sentence(
-        f"{verdict}{where}: {_makers(found, spike, norm, most)}." for spike, verdict, where, norm, most in choices
-    )
-
-
-def _makers(found: Found, which: str, of_norm: str, most: int) -> str:
-    """What makes the spike, as the middle of a sentence that names at most so many neurons."""
+def _makers(found: Found, shorter: int) -> str:
+    """What makes the spike, as the middle of a sentence."""
     spike, minimal = found.spike, found.minimal
     assert spike is not None
     if minimal is not None and minimal.makes_the_spike:
         count = len(minimal.sites)
-        makes = f"{word_form(count, 'makes', 'make')} {which}"
+        makes = f"{word_form(count, 'makes', 'make')} {_spike(found)}"
         if spike.begun_by is not None:
             makes = f"{word_form(count, 'amplifies', 'amplify')} the spike that the {spike.begun_by} begins"
         return (
-            f"{word_list(minimal.sites, most)} {makes}; zeroing {word_form(count, 'it', 'them')} removes "
-            f"{minimal.drop_sink_layer:.1%}{of_norm}, random neurons at most {minimal.control:.1%}"
+            f"{word_list(minimal.sites, NAMED[shorter])} {makes}; zeroing {word_form(count, 'it', 'them')} removes "
+            f"{minimal.drop_sink_layer:.1%}{' of its norm' if shorter == 0 else ''}, random neurons at most "
+            f"{minimal.control:.1%}"
         )
     place = spike.place.rules[0].words
     size = f"{spike.ratio:.0f} times the typical one"
@@ -154,28 +125,21 @@ def _makers(found: Found, which: str, of_norm: str, most: int) -> str:
     return f"the {spike.made_by} makes the norm of {place}, {size}"
 
 
-def _spikes(found: Found) -> list[str]:
-    """The spike in a sentence about its neurons, the longest form first."""
+def _spike(found: Found) -> str:
+    """The spike in a sentence about its neurons."""
     spike, sink, minimal = found.spike, found.sink, found.minimal
-    assert spike is not None
+    assert spike is not None and minimal is not None
     place = spike.place.rules[0].words
-    if minimal is None:
-        return [""]
     if minimal.layers is not None:
-        return [f"the spike after layers {minimal.layers[0]} to {minimal.layers[1]}"]
-    if len(spike.place.rules) > 1:
-        sets = [each.set.edit_sites for each in found.further if each.set is not None]
-        if len(sets) == len(spike.place.rules) - 1 and {*sets} == {minimal.edit_sites}:
-            return [f"the spike of {spike.place}", f"the spike of {place}"]
-    if len(spike.place.rules) > 1 or place != FIRST:
-        return [f"the spike of {place}"]
-    if sink is not None and sink.place is not None and len(sink.place.rules) > 1:
-        return [f"the spike of {place}"]  # heads attend elsewhere, too
-    if sink is None or conditions(sink)[0]:
-        return ["the spike"]
+        return f"the spike after layers {minimal.layers[0]} to {minimal.layers[1]}"
+    several = [each.place for each in (spike, sink) if each is not None and each.place and len(each.place.rules) > 1]
+    if several or place != FIRST:  # heads may attend elsewhere, too
+        return f"the spike of {place}"
+    if sink is None or conditions(sink):
+        return "the spike"
     if minimal.heads_lost is not None and minimal.heads_lost < MOST_HEADS:
-        return ["the spike that at least half of the heads need"]
-    return ["the spike that the heads attend to"]
+        return "the spike that at least half of the heads need"
+    return "the spike that the heads attend to"
 
 
 # --- attention -------------------------------------------------------------------------------------------------------
@@ -188,13 +152,11 @@ def no_sink(lengths: Sequence[int], scattered: int) -> str:
     return f"too few heads attend to any one position in texts of {word_list(lengths)} tokens"
 
 
-def who(sink: AttentionSink, most: int = 4) -> str:
-    """Which share of the heads attends where, as part of a sentence that names so many kinds of places at most."""
+def who(sink: AttentionSink, shorter: int = 0) -> str:
+    """Which share of the heads attends where, as part of a sentence."""
     place = "their learned sink logits"
     if sink.place is not None:
-        place = word_list([rule.words for rule in sink.place.rules], max(most, 1))
-    if sink.place is not None and most == 0:
-        place = sink.place.rules[0].words
+        place = sink.place.words if shorter == 0 else sink.place.rules[0].words
     return f"{sink.rate:.0%} of heads attend to {place}"
 
 
@@ -208,12 +170,13 @@ def in_texts(sink: AttentionSink) -> str:
     return words
 
 
-def conditions(sink: AttentionSink) -> tuple[str, ...]:
-    """What a sentence says of texts and windows, the shorter forms for where there is less room."""
-    window = ""
-    if sink.window is not None:
-        window = f" (window {sink.window})"
-    return window + in_texts(sink), in_texts(sink), ""
+def conditions(sink: AttentionSink, shorter: int = 0) -> str:
+    """What a sentence says of texts and windows, if there is room."""
+    if shorter == len(NAMED) - 1:
+        return ""
+    if sink.window is None or shorter > 0:
+        return in_texts(sink)
+    return f" (window {sink.window}){in_texts(sink)}"
 
 
 def what_is_read(sink: AttentionSink) -> str:
@@ -228,6 +191,8 @@ def what_is_read(sink: AttentionSink) -> str:
     shared = [(what, share) for what, share in sink.reads if share >= LEAST_SHARE]
     if len(shared) > 1:
         return "they read " + word_list([f"{words.get(what, f'the {what}')} ({share:.0%})" for what, share in shared])
+    if sink.carried_by == "spike":
+        return "they read its own spike"
     if sink.carried_by is None:
         return "no single component carries it"
     if sink.carried_by == "learned logits":
@@ -246,23 +211,16 @@ def scattered(places: Scattered) -> list[str]:
 
 def attention(sink: AttentionSink | None, lengths: Sequence[int], scattered: int) -> list[str]:
     """Who attends to the sink, and what they need; or that there is none, with so many scattered positions."""
-    sentences = []
     if sink is None:
         return [f"{no_sink(lengths, scattered).capitalize()}."]
+    if sink.place is None:
+        return []
+    sentences = []
     if sink.learned_rate:
         sentences.append(f"{sink.learned_rate:.1%} of the heads attend to their learned sink logits.")
-    if sink.place is not None:
-        if sink.place.words != FIRST or in_texts(sink) or sink.place.coverage < 1:
-            each = [f"{place.words} ({place.rate:.1%})" for place in sink.positions]
-            sentences.append(f"Heads attend to {word_list(each)}{in_texts(sink)}.")
-        if sink.place.coverage < 1:
-            sentences.append(f"These are {sink.place.coverage:.0%} of the positions that receive as much attention.")
-    needed = []
-    for carrier in sink.carriers:
-        if carrier.needed and carrier.name != "position":
-            needed.append(f"the {carrier.name} ({carrier.heads_lost:.0%} of these heads)")
-    if needed:
-        sentences.append(f"At least half of that attention is lost without {word_list(needed)}.")
+    if sink.place.words != FIRST or in_texts(sink):
+        each = [f"{place.words} ({place.rate:.1%})" for place in sink.positions]
+        sentences.append(f"Heads attend to {word_list(each)}{in_texts(sink)}.")
     return sentences
 
 
@@ -290,20 +248,13 @@ def where_the_spike_is(spike: NormSpike | None) -> list[str]:
     """The places whose norm stands out, and after which layers it does."""
     if spike is None:
         return []
-    place = spike.place
-    runs = [f"layers {begin} to {end}" if begin < end else f"layer {begin}" for begin, end in spike.runs]
-    first = place.rules[0]
-    sentence = f"The norm stands out at {place}"
-    if runs and place.words != first.words:
-        sentence += f"; at {first.words} it does after {word_list(runs)}"
-    elif runs:
-        sentence += f" after {word_list(runs)}"
-    sentences = [f"{sentence}."]
-    if place.is_first and first.tokens:
-        sentences.append(f"That is so in {place.share:.0%} of texts; norms are of these.")
-    elif place.coverage < 1:
-        sentences.append(f"These are {place.coverage:.0%} of the positions whose norm stands out.")
-    return sentences
+    runs = [f"{begin} to {end}" for begin, end in spike.runs]
+    sentence = f"The norm stands out at {spike.place}"
+    if runs and len(spike.place.rules) > 1:
+        sentence += f"; at {spike.place.rules[0].words}"
+    if runs:
+        sentence += f" after layers {word_list(runs)}"
+    return [f"{sentence}."]
 
 
 def sink_layer(
@@ -321,9 +272,6 @@ def sink_layer(
 def causal_set(each: CausalSet, spike: NormSpike | None) -> list[str]:
     """What zeroing a set of neurons takes away."""
     count = len(each.sites)
-    if each.kind == "backup":
-        role = word_form(count, "is a backup: it brings", "are backups: they bring")
-        return [f"{each.names} {role} the spike back when the others are silent."]
     sentences = []
     if each.layers is not None:
         first, last = each.layers

@@ -19,14 +19,13 @@ from sinkscope.measure.evidence import NEEDED
 from sinkscope.measure.margin import margin_of
 from sinkscope.sinks.first_token.absence import SpikeAbsence
 from sinkscope.sinks.first_token.context import SinkContext, Survey
-from sinkscope.sinks.first_token.effects import Edit, Effects, Trial, effects, heads_lost, side_by_side
-from sinkscope.sinks.first_token.entering import Entering
+from sinkscope.sinks.first_token.effects import Edit, Effects, Trial, heads_lost, side_by_side, silencing
 from sinkscope.sinks.first_token.layer_scan import AS_BEFORE, Rise, scan_layers
 from sinkscope.sinks.first_token.members import ATTENTION_LENGTH, CausalSet, Heads, Neuron, Sites, members_of, sites_of
-from sinkscope.sinks.first_token.neurons import RepeatedSinks, stage_neurons, verify_neurons
+from sinkscope.sinks.first_token.neurons import stage_neurons, verify_neurons
 from sinkscope.sinks.first_token.places import stands_out
 from sinkscope.sinks.first_token.records import RepetitionSpike
-from sinkscope.sinks.first_token.search import Removal, random_sets, random_sites, smallest_set, without_unneeded
+from sinkscope.sinks.first_token.search import Removal, random_sets, random_sites, smallest_set
 
 CANDIDATES = 8  # default number of candidates of the sink layer
 MORE_CANDIDATES = 64  # candidates of the sink layer if the first few do not suffice
@@ -34,11 +33,6 @@ BACKUP_ROUNDS = 4  # rounds of searching for backups before the search ends
 BACKUP_CANDIDATES = 4  # candidates of each layer that brings the spike back
 ATTENTION_TEXTS = 4  # texts in which attention is compared
 NEARLY_ALL = 0.9  # share of the texts in which the spike has to be gone
-
-
-def silencing(sets: Sequence[Sites]) -> list[Edit]:
-    """Edits that silence a set of neurons each."""
-    return [Edit(zero=sites) for sites in sets]
 
 
 @dataclass(frozen=True)
@@ -143,60 +137,34 @@ class _SpikeSearch:
         removals = self.removals([(site,) for site in others], self.rise.layer, self.rise.last)
         return tuple(site for site, removal in zip(others, removals, strict=True) if removal.gone)
 
-    def grown(self, chosen: Sites, others: Sites) -> Sites:
-        """The set and those of the other candidates that attention needs as well."""
-
-        def remove(sets: list[Sites]) -> list[Removal]:
-            (edited,) = side_by_side(self.context.target, [self.attention_trial([chosen + some for some in sets], 1)])
-            return [Removal(lost >= NEEDED, lost) for lost in heads_lost(edited.attention_drops(self.heads))]
-
-        return chosen + without_unneeded(others, remove)
-
-    def compared(self, chosen: Sites, excluded: Sites, others: Sites = ()) -> CausalSet | None:
-        """A set with its effects and controls; None if a random set has as large an effect.
-
-        Args:
-            chosen: The set.
-            excluded: Neurons that are not drawn.
-            others: Candidates that join the set if attention needs them as well.
-        """
+    def compared(self, chosen: Sites, excluded: Sites) -> CausalSet | None:
+        """A set with its effects and controls; None if a random set, drawn of other neurons, has as large an effect."""
         sets = [chosen, *random_sets(self.context.target, chosen, excluded, self.context.generator)]
         trials = [self.norm_trial(sets)]
         if self.heads:
-            trials.append(self.attention_trial([*sets, chosen + others], 1))
+            trials.append(self.attention_trial(sets, 1))
             trials.append(self.attention_trial([chosen], ATTENTION_TEXTS))
         read = self.answer(*trials)
         lost = 1 - self.norms(sets) / self.asked[()]
         drops = lost.mean(1)[:, [self.rise.layer, self.rise.last]]
         control = float(drops[1:].max())
         here, last = drops[0].tolist()
-        found = CausalSet(members_of(chosen), here, last, None, None, control, "minimal")
+        found = CausalSet(members_of(chosen), here, last, None, None, control)
         if self.heads:
             attention = read[1].attention_drops(self.heads)
-            of_heads = heads_lost(attention)
-            if of_heads[0] < NEEDED <= of_heads[-1]:
-                return self.compared(self.grown(chosen, others), excluded)
             layer, head = torch.tensor(self.heads).T
             left = read[2].attention[0][:, layer, head] / read[2].intact_attention[:, layer, head]
             in_texts = reduce(1 - left, "text pair -> text", "mean").numpy()
             found = replace(
                 found,
                 drop_attention=float(in_texts.mean()),
-                heads_lost=of_heads[0],
-                control=max(control, float(attention[1:-1].mean(1).max())),
+                heads_lost=heads_lost(attention)[0],
+                control=max(control, float(attention[1:].mean(1).max())),
                 margin_attention=margin_of(in_texts),
             )
         if min(here, last) <= found.control:
             return None
         return replace(found, margin_norm=margin_of(lost[0, :, self.rise.layer].numpy()))
-
-    def backup(self, backups: Sites, minimal: CausalSet) -> CausalSet:
-        """The part of the minimal set that writes a spike only when the rest is silenced."""
-        every = minimal.edit_sites
-        without_rest, without_all = self.norms([tuple(site for site in every if site not in backups), every])
-        drops = (1 - without_all / without_rest).mean(0).tolist()
-        here, last = drops[self.rise.layer], drops[self.rise.last]
-        return CausalSet(members_of(backups), here, last, None, None, minimal.control, "backup")
 
     def with_backups(self, here: Sites) -> tuple[list[Neuron], Sites | None]:
         """Neurons that bring the spike back while a set is silent, and the set of all that remove it, if one does."""
@@ -221,13 +189,13 @@ class _SpikeSearch:
         return backups, None
 
     def sets(self, neurons: Sequence[Neuron]) -> CausalSets:
-        """The smallest set of these neurons and, if necessary, of further ones, with its backups."""
+        """The smallest set of these neurons and, if necessary, of further ones."""
         layer, last = self.rise.layer, self.rise.last
         candidates = list(neurons)
         here, minimal, sites = None, None, ()
         for more in (0, MORE_CANDIDATES):  # than the first candidates of the sink layer
             if more:
-                candidates += stage_neurons(self.context, layer, more)
+                candidates += stage_neurons(self.context, layer, min(more, self.context.target.d_mlp // 2))
             sites = tuple(dict.fromkeys(neuron.site for neuron in candidates if neuron.layer <= last))
             minimal = self.smallest(sites, layer, last)
             here = minimal or self.smallest(sites, layer)
@@ -238,16 +206,13 @@ class _SpikeSearch:
             candidates += returning
         if here is None or minimal is None:
             return CausalSets((), tuple(neurons))
-        backups = tuple(site for site in minimal if site not in here)
-        best = self.compared(minimal, sites + backups, tuple(site for site in sites if site not in minimal))
+        best = self.compared(minimal, sites_of(candidates))
         if best is None:
             return CausalSets((), tuple(neurons))
-        sets = [replace(best, equals=members_of(self.equals(best.edit_sites, sites)))]
-        if backups:
-            sets.append(self.backup(backups, best))
+        best = replace(best, equals=members_of(self.equals(best.edit_sites, sites)))
         known = sites_of(neurons)
         added = {one.site: one for one in candidates if one.site in best.edit_sites and one.site not in known}
-        return CausalSets(tuple(sets), (*neurons, *added.values()))
+        return CausalSets((best,), (*neurons, *added.values()))
 
 
 def causal_sets(context: SinkContext, neurons: Sequence[Neuron], heads: Heads = ()) -> CausalSets:
@@ -283,7 +248,7 @@ def sets_at(context: SinkContext, heads: Heads) -> CausalSets:
     """
     if context.scan.sink_layer is None:
         return CausalSets()
-    return causal_sets(context, verify_neurons(context, CANDIDATES).neurons, heads)
+    return causal_sets(context, verify_neurons(context, CANDIDATES), heads)
 
 
 @dataclass(frozen=True)
@@ -311,7 +276,9 @@ class SinkNeurons:
         if absence is not None:
             return cls(None, absence=absence)
         verified = verify_neurons(context, CANDIDATES)
-        neurons = causal_sets(context, verified.neurons, survey.readers).members or verified.causal
+        neurons = causal_sets(context, verified, survey.readers).members
+        if not neurons:
+            neurons = tuple(neuron for neuron in verified if neuron.causal)
         sites = sites_of(neurons)
         return cls(context.layer, neurons, random_sites(context.target, sites, sites, context.generator))
 
@@ -329,7 +296,7 @@ def repetition_spike(
     context: SinkContext,
     words: list[int],
     firsts: list[int],
-    repeated: RepeatedSinks,
+    repeats: list[int | None],
     sites: Sites,
     limit: int,
 ) -> RepetitionSpike | None:
@@ -339,48 +306,33 @@ def repetition_spike(
         context: The model at the places of the spike.
         words: The repeated tokens.
         firsts: The token before each.
-        repeated: When the norm of each reaches half of the spike's at the sink layer.
+        repeats: When the norm of each reaches half of the spike's at the sink layer; None if it does not.
         sites: The neurons that make the spike, all its parts.
         limit: Repetitions of a token that never gets there.
 
     Returns:
         None if no repeated token's norm stands out.
     """
-    target = context.target
-    repeats = repeated.repeats
     places = [place for place, count in enumerate(repeats) if count != 1]  # others need no repetition
     reached = [place for place in places if repeats[place] is not None][:1]
     rows = [[firsts[place], *[words[place]] * (repeats[place] or limit)] for place in reached or places]
     if not rows:
         return None
     ids = torch.tensor(rows)
-    last = ids.shape[1] - 1
-
-    def repetition(row: int, layer: int, entering: Entering) -> RepetitionSpike:
-        """What is lost after a layer of the norm of the last repetition without the neurons; long rows run alone."""
-        reading = {"at": last, "upto": layer, "entering": entering.up_to(min(sites)[0])}
-        intact = effects(target, ids[row : row + 1], [], **reading).intact_norms
-        with Ablate(sites=sites).on(target):
-            silent = effects(target, ids[row : row + 1], [], **reading).intact_norms
-        drop = float(1 - silent[0, layer] / intact[0, layer])
-        return RepetitionSpike(target.tokenizer.decode([int(ids[row, -1])]), last, drop, None, ())
-
+    last = torch.full((len(ids),), ids.shape[1] - 1)
+    layers = context.scan.spike_layers  # perhaps the repeated token's norm stands out behind the sink layer
     if reached:
-        made_in = max(context.layer, *(site[0] for site in sites))
-        found = repetition(0, made_in, repeated.entering[reached[0]].part(slice(None), last + 1))
-        if found.same_neurons:
-            return found
-    # Perhaps the repeated token's norm stands out behind the sink layer.
-    spike_layers = context.scan.spike_layers
-    scan = scan_layers(target, ids, whole=True, upto=spike_layers[-1])
-    intact = torch.tensor(context.scan.spike_norm)[: len(scan.layers), None]
-    heights = (scan.norms[:, :, -1] / intact)[spike_layers]
-    if not reached and float(heights.max()) < NEEDED:
+        layers = [max(context.layer, *(site[0] for site in sites))]
+    repeated = context.elsewhere(ids, last, layers[-1])
+    heights = repeated.scan.at_place(repeated.scan.norms)[layers] / torch.tensor(context.scan.spike_norm)[layers, None]
+    if float(heights.max()) < NEEDED:
         return None
     row = int(heights.max(0).values.argmax())
-    layer = spike_layers[int(heights[:, row].argmax())]
-    found = repetition(row, layer, scan.entering.part(slice(row, row + 1), last + 1))
-    if found.same_neurons:
-        return found
-    own = sets_at(context.elsewhere(ids[row : row + 1], torch.tensor([last])), [])
-    return replace(found, set=own.minimal, neurons=own.members)
+    if len(ids) > 1:
+        repeated = context.elsewhere(ids[row : row + 1], last[:1], layers[-1])
+    drop = float(repeated.drops([Edit(zero=sites)], layers[int(heights[:, row].argmax())]))
+    token = context.target.tokenizer.decode([int(ids[row, -1])])
+    own = CausalSets()
+    if drop < NEEDED:
+        own = sets_at(repeated, [])
+    return RepetitionSpike(token, int(last[0]), drop, own.minimal, own.members)

@@ -5,33 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import combinations
+from itertools import compress
 
 import numpy as np
 import torch
 from einops import reduce
-from jaxtyping import Float
-from torch import Tensor
 
 from sinkscope.display.notation import head_name, neuron_name
 from sinkscope.measure import Setup
 from sinkscope.measure.evidence import NEEDED
 from sinkscope.models.norms import norm_of
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.effects import Component, Edit, effects, mixing, writers
+from sinkscope.sinks.first_token.effects import Component, Edit, effects, mixing, silencing, writers
 from sinkscope.sinks.first_token.members import CONTROL_DRAWS, RATE_EPS, Sites
 from sinkscope.sinks.first_token.position_effect import Components, PositionEffect, heads_of
 from sinkscope.sinks.first_token.search import random_sets
-from sinkscope.sinks.first_token.steps import KEYS, MARK, NEURONS, SPIKE, CircuitStep, Readers
+from sinkscope.sinks.first_token.steps import MARK, NEURONS, SPIKE, CircuitStep, Readers
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.trace.run import trace
 
 TEXTS = 2  # pieces of typical text
-MORE_POSITIONS = (
-    8  # typical ones, if the token embedding seems to be needed: a token there may be one that is not marked
-)
+MORE_POSITIONS = 8  # typical positions, if the token embedding seems to be needed
 EFFECTIVE = 0.1  # components that take away at least this share are named
-PAIRED = 6  # components that are removed in pairs for heads that need none alone
 
 
 @dataclass(frozen=True)
@@ -63,7 +58,6 @@ class TracedPlace:
         other: The typical position that it trades places with.
         spike: What makes the spike.
         shared_dims: Residual dimensions that are massive on all tokens and left out of norms.
-        others: Places with other tokens that the same words mean; different neurons may make their spikes.
     """
 
     setup: Setup
@@ -73,7 +67,6 @@ class TracedPlace:
     other: int
     spike: TracedSpike
     shared_dims: tuple[int, ...]
-    others: tuple[TracedPlace, ...] = ()
 
     @classmethod
     def of(
@@ -95,14 +88,6 @@ class TracedPlace:
         ids = self.ids[:TEXTS]
         return PositionEffect(self.setup.target, ids, self.at, self.other, layer, without=self.shared_dims)
 
-    def with_more_tokens(self, effect: PositionEffect) -> PositionEffect:
-        """The effect with several typical positions of each text, and so with more tokens."""
-        length = self.ids.shape[1]
-        typical = [place for place in range(length // 8, length // 2) if place != self.at]
-        typical = typical[:: max(1, len(typical) // MORE_POSITIONS)] or [self.other]
-        ids = effect.ids.repeat_interleave(len(typical), 0)
-        return replace(effect, ids=ids, other=torch.tensor(typical).repeat(len(effect.ids)))
-
     @cached_property
     def attention(self) -> PositionEffect | None:
         """The attention to the position of all heads that attend to it; None if there are none."""
@@ -114,90 +99,69 @@ class TracedPlace:
         heads = [(layer, head) for layer, head in reading.nonzero().tolist()]
         return PositionEffect(target, ids, self.at, self.other, heads=heads)
 
-    def judge(self, removing: Edit) -> PositionEffect:
-        """The effect by which a neuron is called needed here: the attention that needs the spike, or else the norm.
+    @cached_property
+    def parts(self) -> dict[str, Edit]:
+        """What removes each neuron of the spike, and the spike."""
+        parts = {neuron_name(*site): Edit(zero=(site,)) for site in self.spike.sites}
+        if self.spike.sites:
+            parts[SPIKE] = Edit(zero=self.spike.sites)
+        elif self.spike.by_mlp:
+            parts[SPIKE] = Edit(swap=(Component("mlp", self.spike.layer),))
+        elif self.marks:
+            parts[SPIKE] = Edit(swap=self.marks)
+        return parts
 
-        Args:
-            removing: What removes the spike.
+    @property
+    def before(self) -> list[Component]:
+        """What may mark the position for the spike: everything that writes before the MLP of the layer."""
+        if self.spike.begun is None:
+            return []
+        return before_mlp(self.setup.target, self.spike.begun)
+
+    @cached_property
+    def marked(self) -> tuple[PositionEffect, Components]:
+        """The norm where the spike begins, and what marks the position for it; nothing if there is no spike.
+
+        If the token embedding seems to be needed, several typical positions of each text are looked at: a token there
+        may be one that heads do not mark.
         """
-        if self.attention is not None:
-            lost = self.attention.lost([removing])[0]
-            needing = (lost >= NEEDED).nonzero().flatten().tolist()
-            if needing:
-                return self.attention.only(needing)
-        return self.norm(self.spike.layer)
+        effect = self.norm(self.spike.begun)
+        if self.spike.begun is None:
+            return effect, ()
+        marks = effect.marks(self.before)
+        if len(marks) < 2 or Component("token embedding") not in marks:
+            return effect, marks
+        length = self.ids.shape[1]
+        typical = [place for place in range(length // 8, length // 2) if place != self.at]
+        typical = typical[:: max(1, len(typical) // MORE_POSITIONS)] or [self.other]
+        ids = effect.ids.repeat_interleave(len(typical), 0)
+        effect = replace(effect, ids=ids, other=torch.tensor(typical).repeat(len(effect.ids)))
+        return effect, effect.marks(self.before)
 
-    def random_heads(self, depth: int, excluded: Components, size: int) -> list[Edit]:
-        """Edits that replace random heads of the layers up to one, except these; none if there are too few."""
+    @property
+    def marks(self) -> Components:
+        """What marks the position for the spike; empty if there is no spike."""
+        return self.marked[1]
+
+    def beside_random(self, removal: Edit, depth: int) -> list[Edit]:
+        """An edit, and 20 with as many random neurons of the same layers, or random heads of the layers up to one.
+
+        Only the edit itself if there are too few others.
+        """
+        generator = torch.Generator().manual_seed(self.setup.seed)
+        if removal.zero:
+            sets = random_sets(self.setup.target, removal.zero, self.spike.sites, generator)
+            return [removal, *silencing(sets)]
         pool: list[Component] = []
         for layer in filter(self.setup.target.has_attention, range(depth + 1)):
             pool += heads_of(self.setup.target, layer)
-        pool = [head for head in pool if head not in excluded]
-        if not 0 < size <= len(pool):
-            return []
-        generator = torch.Generator().manual_seed(self.setup.seed)
-        edits = []
-        for _ in range(CONTROL_DRAWS):
+        pool = [head for head in pool if head not in removal.swap]
+        size = max(1, len(removal.swap))
+        edits = [removal]
+        for _ in range(CONTROL_DRAWS if size <= len(pool) else 0):
             drawn = torch.randperm(len(pool), generator=generator)[:size].tolist()
             edits.append(Edit(swap=tuple(pool[index] for index in drawn)))
         return edits
-
-    def swapped(self, depth: int, chosen: Components) -> list[Edit]:
-        """Edits that replace the chosen components, and as many random heads."""
-        return [Edit(swap=chosen), *self.random_heads(depth, chosen, len(chosen))]
-
-    def silenced(self, sites: Sites) -> list[Edit]:
-        """Edits that silence the neurons, and random sets of as many neurons of the same layers (and experts)."""
-        generator = torch.Generator().manual_seed(self.setup.seed)
-        return [
-            Edit(zero=zero) for zero in (sites, *random_sets(self.setup.target, sites, self.spike.sites, generator))
-        ]
-
-
-def _step(
-    name: str,
-    effect: PositionEffect,
-    edits: dict[str, Edit],
-    chosen: Sequence[str],
-    together: Sequence[Edit],
-    judges: Sequence[PositionEffect] = (),
-    single: Sequence[Edit] = (),
-) -> tuple[CircuitStep, Float[Tensor, "state part"]]:
-    """What is lost of an effect under each of some edits, and without all that were chosen.
-
-    The effect itself comes second: without an edit, without all that were chosen, and under the controls of that.
-
-    Args:
-        name: Name of the step.
-        effect: The effect.
-        edits: What removes each component or neuron, by its name, the chosen ones first.
-        chosen: Those that are called needed.
-        together: The edit that removes all of these, and its controls.
-        judges: Effects by which they are called needed alone, if not by this one: at least one has to need them.
-        single: The controls of a single edit, if they are others.
-    """
-    values = effect.values([*edits.values(), *together, *single])
-    whole = float((values[0] - effect.typical).mean())
-    lost = ((values[0] - values[1:]).mean(1) / whole).tolist()
-    each, end = len(edits), len(edits) + len(together)
-    bar = min(EFFECTIVE, max(lost[:each]))
-    named = {one: share for one, share in zip(edits, lost, strict=False) if one in chosen or share >= bar}
-    together_control = max(lost[each + 1 : end], default=None)
-    alone = [[named[one] for one in chosen]]
-    if judges:
-        alone = [judge.necessity([edits[one] for one in chosen]) for judge in judges]
-    step = CircuitStep(
-        name=name,
-        components=tuple(named),
-        necessity=np.array(list(named.values())),
-        sufficiency=np.array(effect.sufficiency([edits[one] for one in named], whole)),
-        control=max(lost[end:], default=together_control),
-        chosen=tuple(chosen),
-        alone=np.max(alone, axis=0),
-        together=lost[each] if together else None,
-        together_control=together_control,
-    )
-    return step, torch.cat([values[:1], values[1 + each : 1 + end]])
 
 
 def before_mlp(target: Target, layer: int) -> list[Component]:
@@ -205,31 +169,47 @@ def before_mlp(target: Target, layer: int) -> list[Component]:
     return [*writers(target, layer), *mixing(target, layer)]
 
 
-def mark_step(
-    position: TracedPlace,
-    name: str,
-    effect: PositionEffect,
-    chosen: Components,
-    candidates: Sequence[Component],
-    judges: Sequence[PositionEffect] = (),
-) -> tuple[CircuitStep, Float[Tensor, "state part"]]:
-    """What an effect needs of components before the layer that reads it by its MLP or by its keys, as `_step` says."""
-    edits = {str(one): Edit(swap=(one,)) for one in (*chosen, *candidates)}
-    depth = max(one.layer or 0 for one in candidates)
-    together, single = [], []
-    if chosen:
-        together = position.swapped(depth, chosen)
-    if len(chosen) != 1:  # for one component, the controls of all together are those of a single one
-        single = position.random_heads(depth, chosen, 1)
-    return _step(name, effect, edits, tuple(map(str, chosen)), together, judges, single)
+def measured_step(name: str, effect: PositionEffect, edits: dict[str, Edit], together: Sequence[Edit]) -> CircuitStep:
+    """What is lost of an effect under each of some edits, and without all that were chosen.
+
+    Args:
+        name: Name of the step.
+        effect: The effect.
+        edits: What removes each component or neuron, by its name, the chosen ones first.
+        together: The edit that removes all that were chosen, and its controls.
+    """
+    chosen = len(together[0].zero) or len(together[0].swap)
+    values = effect.values([*edits.values(), *together])
+    whole = float((values[0] - effect.typical).mean())
+    lost = ((values[0] - values[1:]).mean(1) / whole).tolist()
+    each = len(edits)
+    bar = min(EFFECTIVE, max(lost[:each]))
+    shown = []
+    for number, share in enumerate(lost[:each]):
+        if number < chosen or share >= bar:
+            shown.append(number)
+    names = list(edits)
+    sufficiency = effect.sufficiency([edits[names[number]] for number in shown], whole)
+    return CircuitStep(
+        name=name,
+        components=tuple(names[number] for number in shown),
+        necessity=np.array([lost[number] for number in shown]),
+        sufficiency=np.array(sufficiency),
+        chosen=tuple(names[:chosen]),
+        together=lost[each] if chosen else 0.0,
+        control=max(lost[each + 1 :], default=None),
+    )
 
 
-@dataclass(frozen=True)
-class Needs:
-    """What a head needs: every one of the parts alone, or only all of them together."""
+def mark_step(position: TracedPlace, name: str) -> CircuitStep:
+    """What the spike needs before the MLP of the layer in which it begins."""
+    edits = {str(one): Edit(swap=(one,)) for one in (*position.marks, *position.before)}
+    effect, marks = position.marked
+    together = position.beside_random(Edit(swap=marks), position.spike.begun or 0)
+    return measured_step(name, effect, edits, together)
 
-    parts: tuple[str, ...] = ()
-    alone: bool = True
+
+# --- the heads ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -239,65 +219,15 @@ class HeadByHead:
     Attributes:
         position: The position.
         heads: The attention of these heads.
-        spike: What removes the spike; None if there is none.
-        neurons: What removes each neuron that makes it, by its name.
     """
 
     position: TracedPlace
     heads: PositionEffect
-    spike: Edit | None
-    neurons: dict[str, Edit]
 
     @cached_property
     def parts(self) -> dict[str, Edit]:
-        """What removes each part that a head may need: the spike, its neurons and the components."""
-        parts = dict(self.neurons)
-        if self.spike is not None:
-            parts[SPIKE] = self.spike
-        for component in self.heads.components:
-            parts[str(component)] = Edit(swap=(component,))
-        return parts
-
-    def needs(self) -> list[Needs]:
-        """What each head needs: the spike, or else components, or else two of these together."""
-        components = self.heads.components
-        lost = self.heads.lost(list(self.parts.values()))
-        needed = lost >= NEEDED
-        first = len(self.parts) - len(components)
-        needed[first:] = self.heads.needed(components, lost[first:])
-        needs: list[Needs] = []
-        for head in range(lost.shape[1]):
-            own = [name for name, of_head in zip(self.parts, needed[:, head].tolist(), strict=True) if of_head]
-            if SPIKE in own:
-                own = [name for name in own if name in self.neurons] or [SPIKE]
-            else:
-                own = [name for name in own if name not in self.neurons]
-            needs.append(Needs(tuple(own)))
-        self._add_pairs(needs, lost[first:])
-        return self._as_one_spike(needs)
-
-    def _add_pairs(self, needs: list[Needs], lost: Float[Tensor, "component head"]) -> None:
-        """Pairs of parts that heads need which need none alone, the pair that takes most."""
-        open_heads = [head for head, own in enumerate(needs) if not own.parts]
-        order = lost[:, open_heads].mean(1).nan_to_num().argsort(descending=True, stable=True)[:PAIRED].tolist()
-        names = [str(self.heads.components[index]) for index in order]
-        if self.spike is not None:
-            names.append(SPIKE)
-        pairs = list(combinations(names, 2))
-        if not pairs or not open_heads:
-            return
-        without_both = self.heads.lost([self.removal(pair) for pair in pairs])
-        for head in open_heads:
-            best = int(without_both[:, head].argmax())
-            if float(without_both[best, head]) >= NEEDED:
-                needs[head] = Needs(pairs[best], alone=False)
-
-    def _as_one_spike(self, needs: list[Needs]) -> list[Needs]:
-        """The same, where neurons are named only if heads need different ones."""
-        of_spike = {own for own in needs if own.parts and {SPIKE, *self.neurons}.issuperset(own.parts)}
-        if len(of_spike) > 1:
-            return needs
-        return [Needs((SPIKE,)) if own in of_spike else own for own in needs]
+        """What removes each part that a head may need: the neurons, the spike and the components."""
+        return self.position.parts | {str(one): Edit(swap=(one,)) for one in self.heads.components}
 
     def removal(self, names: Sequence[str]) -> Edit:
         """What removes all of these parts."""
@@ -307,85 +237,63 @@ class HeadByHead:
             swap += self.parts[name].swap
         return Edit(tuple(zero), tuple(swap))
 
-    def groups(self) -> list[tuple[Readers, PositionEffect]]:
-        """The heads by what they need, the largest group first, with the attention of each group."""
-        by_needs: dict[Needs, list[int]] = {}
-        for head, own in enumerate(self.needs()):
-            by_needs.setdefault(own, []).append(head)
-        groups = [self._group(own, heads) for own, heads in by_needs.items()]
-        return sorted(groups, key=lambda group: -len(group[0].heads))
+    def needs(self) -> list[tuple[str, ...]]:
+        """What each head needs: the spike or neurons of it, or else components; empty if it needs nothing alone."""
+        components = self.heads.components
+        lost = self.heads.lost(list(self.parts.values()))
+        first = len(lost) - len(components)
+        of_spike, of_components = lost[:first] >= NEEDED, self.heads.needed(components, lost[first:])
+        needs: list[tuple[str, ...]] = []
+        for head in range(lost.shape[1]):
+            own = tuple(compress(self.parts, of_spike[:, head].tolist()))
+            if SPIKE not in own:
+                own = tuple(map(str, compress(components, of_components[:, head].tolist())))
+            needs.append(own)
+        return needs
 
-    def _group(self, needs: Needs, numbers: Sequence[int]) -> tuple[Readers, PositionEffect]:
-        """The heads that need the same, without it and under its controls."""
+    def groups(self) -> list[Readers]:
+        """The heads by what they need, the largest group first."""
+        needs = self.needs()
+        of_spike = {own for own in needs if SPIKE in own}
+        by_needs: dict[tuple[str, ...], list[int]] = {}
+        for head, own in enumerate(needs):
+            if SPIKE in own and len(of_spike) == 1:  # neurons are named only if heads need different ones
+                own = (SPIKE,)
+            by_needs.setdefault(own, []).append(head)
+        groups = [self.group(own, numbers) for own, numbers in by_needs.items()]
+        return sorted(groups, key=lambda group: -len(group.heads))
+
+    def group(self, needs: tuple[str, ...], numbers: Sequence[int]) -> Readers:
+        """The heads that need the same parts, without these and under the controls of that."""
         heads = self.heads.only(numbers)
-        components = tuple(one for one in heads.components if str(one) in needs.parts)
-        if components and needs.alone:
-            components = heads.with_heads(components, alone=True)
-        names, keys = needs.parts, None
-        if components and SPIKE not in names:
-            names = tuple(map(str, components))
-            keys, values = mark_step(self.position, KEYS, heads, components, heads.components)
-        elif components:
-            names = (*map(str, components), SPIKE)
-            _, *random = self.position.swapped(heads.depth - 1, components)
-            values = heads.values([Edit(self.parts[SPIKE].zero, components), *random])
-        else:
-            values = heads.values(self._without_spike(names) if names else [])
-        intact, *without = values
+        removal = self.removal(needs)
+        if SPIKE not in needs:
+            removal = Edit(swap=heads.with_heads(removal.swap, alone=True))
+            needs = tuple(map(str, removal.swap))
+        elif len(needs) > 1:
+            needs = tuple(name for name in needs if name != SPIKE)
+        intact, *without = heads.values(self.position.beside_random(removal, heads.depth - 1) if needs else [])
         ranked = intact.argsort(descending=True, stable=True)
-        readers = Readers(
-            needs=names,
+        return Readers(
+            needs=needs,
             heads=tuple(head_name(*heads.heads[number]) for number in ranked.tolist()),
-            length=heads.ids.shape[1],
             attention=intact[ranked].double().numpy(),
             attention_without=(without[0] if without else intact)[ranked].double().numpy(),
             control=min([float(attention.mean()) for attention in without[1:]], default=None),
-            keys=keys,
         )
-        return readers, heads
-
-    def _without_spike(self, names: Sequence[str]) -> list[Edit]:
-        """What removes the spike or some of its neurons, and as many random neurons or heads."""
-        removal = self.removal(names)
-        if removal.zero:
-            return self.position.silenced(removal.zero)
-        layer = self.position.spike.layer
-        if layer is None or removal.swap[0].kind == "mlp":
-            return [removal]
-        return self.position.swapped(layer, removal.swap)
 
 
 def traced_place(position: TracedPlace) -> tuple[tuple[CircuitStep, ...], tuple[Readers, ...]]:
     """The steps of a sink and the groups of its readers."""
     made = position.spike
-    spike, begun = position.norm(made.layer), position.norm(made.begun)
-    before: list[Component] = []
-    marks: Components = ()
-    if made.begun is not None:
-        before = before_mlp(begun.target, made.begun)
-        marks = begun.marks(before)
-        if len(marks) > 1 and Component("token embedding") in marks:
-            begun = position.with_more_tokens(begun)
-            marks = begun.marks(before)
-    neurons = {neuron_name(*site): Edit(zero=(site,)) for site in made.sites}
-    removing = None
-    if made.sites:
-        removing = Edit(zero=made.sites)
-    elif made.layer is not None and made.by_mlp:
-        removing = Edit(swap=(Component("mlp", made.layer),))
-    elif marks:
-        removing = Edit(swap=marks)
-    groups: list[tuple[Readers, PositionEffect]] = []
-    if position.attention is not None:
-        groups = HeadByHead(position, position.attention, removing, neurons).groups()
-    judges = [heads for readers, heads in groups if readers.need_the_spike]
     steps: list[CircuitStep] = []
-    if before:
-        steps.append(mark_step(position, MARK, begun, marks, before, judges)[0])
+    readers: list[Readers] = []
+    if position.before:
+        steps.append(mark_step(position, MARK))
     if made.sites:
-        silenced = position.silenced(made.sites)
-        elsewhere = [other.judge(Edit(zero=made.sites)) for other in position.others]
-        if elsewhere:
-            judges = [*(judges or [spike]), *elsewhere]
-        steps.append(_step(NEURONS, spike, neurons, tuple(neurons), silenced, judges)[0])
-    return tuple(steps), tuple(readers for readers, _ in groups)
+        neurons = {name: edit for name, edit in position.parts.items() if name != SPIKE}
+        together = position.beside_random(position.parts[SPIKE], 0)
+        steps.append(measured_step(NEURONS, position.norm(made.layer), neurons, together))
+    if position.attention is not None:
+        readers = HeadByHead(position, position.attention).groups()
+    return tuple(steps), tuple(readers)

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from pydantic import Field
 from torch import Tensor
 
-from sinkscope.display.notation import count_of, neuron_names, short_sentence
+from sinkscope.display.notation import count_of, neuron_names, short_sentence, word_form
 from sinkscope.display.result import Number
 from sinkscope.display.style import figure_of, long_table
 from sinkscope.display.tables import Table
@@ -165,15 +165,15 @@ class PatchMade(Result):
         if self.verdict != "made" or self.proof is None:
             return f"No patch was made: {self.reason}"
         _, patched, random = self.proof.repaired
-        norm = "stays typical"
+        norm = f"the norm of {patched} stays typical"
         if self.proof.as_before:
-            norm = f"stays typical or, for {self.proof.as_before}, as before the spike"
+            norm = f"{patched} {word_form(patched, 'keeps', 'keep')} a typical norm or that before the spike"
         words = count_of(int(self.proof.failing.sum()), "word")
         sentences: list[str] = []
-        for names in (NAMED, 1):
+        for names in (neuron_names(self.sites, NAMED), count_of(len(self.sites), "neuron")):
             sentences.append(
-                f"The patch of {neuron_names(self.sites, names)} repairs repetition: of {words} whose norm stands out "
-                f"when repeated, the norm of {patched} {norm} (with random neurons {random})."
+                f"The patch of {names} repairs repetition: of {words} whose norm stands out when repeated, {norm} "
+                f"(with random neurons {random})."
             )
         return short_sentence(sentences)
 

@@ -1,46 +1,20 @@
-"""`sinkscope loops compare`: rivals against what their rules say, scores against counting by hand, and the set."""
+"""Detectors side by side: rivals against what their rules say, scores against counting by hand, and the set."""
 
 from __future__ import annotations
 
-import json
 import random
-from pathlib import Path
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loop_texts import prose
 
-from experiments.bench_detect import Server
-from experiments.loopset import make
+from experiments.loopset import compare, make
+from experiments.loopset.compare import compression, paragraphs, suffix
 from experiments.loopset.honest import HONEST
 from experiments.loopset.looped import LOOPED
-from sinkscope.app.cli import main
-from sinkscope.display.result import Result
-from sinkscope.errors import SinkscopeError
 from sinkscope.loops import check
-from sinkscope.loops.compare import OURS, KnownText, LoopComparison, compare
 from sinkscope.loops.near_copies import counting_rows, echoes
-from sinkscope.loops.outputs import number, spans
-from sinkscope.loops.rivals import DETECTORS, compression, exact_copies, paragraphs, suffix
-
-
-@settings(max_examples=80, deadline=None)
-@given(
-    words=st.lists(st.sampled_from("abc"), max_size=80),
-    smallest=st.integers(1, 5),
-    more=st.integers(0, 10),
-    copies=st.integers(2, 4),
-    tokens=st.integers(0, 12),
-    every=st.integers(1, 4),
-)
-def test_exact_copies_are_found_where_another_way_of_counting_finds_them(words, smallest, more, copies, tokens, every):
-    """That of the benchmark of delays compares the last tokens with the ones before."""
-    text = " ".join(words)
-    server = Server(smallest, smallest + more, copies, tokens=tokens, every=every)
-    alarms = [place for place, token in enumerate(number(words)) if server.add(token, 0.5)]
-    expected = spans(text)[alarms[0]][1] if alarms else None
-    assert exact_copies(text, smallest, smallest + more, copies, tokens, every) == expected
+from sinkscope.loops.outputs import spans
 
 
 def test_rivals_alarm_where_their_rules_say():
@@ -58,48 +32,19 @@ def test_rivals_alarm_where_their_rules_say():
 
 def test_scores_are_counted_as_by_hand():
     texts = [
-        KnownText("ab" * 50, "a", 10),
-        KnownText("ab" * 50, "a", 60),
-        KnownText("cd" * 50, "c", 0),
-        KnownText("ef" * 50, "e"),
-        KnownText("gh" * 50, "g"),
+        {"text": "ab" * 50, "class": "a", "start": 10},
+        {"text": "ab" * 50, "class": "a", "start": 60},
+        {"text": "cd" * 50, "class": "c", "start": 0},
+        {"text": "ef" * 50, "class": "e", "start": None},
+        {"text": "gh" * 50, "class": "g", "start": None},
     ]
     table = {"ab": 50, "ef": 3}
-    found = compare(texts, {"mine": lambda text: table.get(text[:2])})
-    mine = found.detectors[-1]
-    assert (mine.detector, mine.recall, mine.lowest, mine.false_alarms) == ("mine", round(1 / 3, 4), 0.0, 0.5)
-    assert mine.delay == 40 and mine.by_class == {"a": 0.5, "c": 0.0, "e": 1.0, "g": 0.0}
-    assert (found.loops, found.honest, found.looping) == (3, 2, ("a", "c"))
-    assert found.detectors[1].detector == OURS and len(found.detectors) == len(DETECTORS) + 1
-    assert Result.from_dict(found.to_dict()) == found
-
-
-def test_the_command_takes_another_detector_and_refuses_what_is_none(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    Path("their_rule.py").write_text("def find(text):\n    return 5\n\ndef wrong(text):\n    return 'x'\n\nno = 3\n")
-    rows = [
-        {"text": prose(60), "class": "prose", "half": "b"},
-        {"text": prose(20) + " tea and milk, " * 40, "class": "exact", "half": "a", "start": 3},
-    ]
-    Path("set.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert main(["loops", "compare", "set.jsonl", "--detector", "their_rule:find", "--json", "x.json"]) == 0
-    found = LoopComparison.load("x.json")
-    assert found.detectors[-1].recall == 1.0 == found.detectors[-1].false_alarms and found.honest == 1
-    assert main(["loops", "compare", "set.jsonl", "--half", "a", "--json", "-"]) == 0
-    assert json.loads(capsys.readouterr().out.partition("\n{")[2].join(["{", ""]))["result"]["honest"] == 0
-    for place, said in (
-        ("their_rule:nothing", "give module:function"),
-        ("nowhere:find", "give module:function"),
-        ("their_rule:no", "is no function"),
-        ("their_rule:wrong", "returns 'x': expected a number of characters"),
-    ):
-        assert main(["loops", "compare", "set.jsonl", "--detector", place]) == 2
-        assert said in capsys.readouterr().err
-    Path("none.jsonl").write_text('{"class": "a"}\n')
-    assert main(["loops", "compare", "none.jsonl"]) == 2 and "has no text" in capsys.readouterr().err
-    with pytest.raises(SinkscopeError, match="no text"):
-        compare([])
+    found = compare.compare(texts, {compare.OURS: lambda _: 20, "mine": lambda text: table.get(text[:2])})
+    ours, mine = found["detectors"]
+    assert (mine["recall"], mine["lowest"], mine["false_alarms"]) == (round(1 / 3, 4), 0.0, 0.5)
+    assert (mine["their_delay"], mine["our_delay"], mine["we_first"]) == (40, 10, 1.0)  # of the one loop that both find
+    assert mine["by_class"] == {"a": 0.5, "c": 0.0, "e": 1.0, "g": 0.0} and ours["recall"] == round(2 / 3, 4)
+    assert (found["loops"], found["honest"], found["looping"]) == (3, 2, ["a", "c"])
 
 
 def test_the_set_says_the_truth_and_is_made_the_same_every_time():

@@ -1,0 +1,225 @@
+"""Detectors of loops side by side on the set: recall, false alarms and delay.
+
+    python -m experiments.loopset.compare [--half choose|report] [--out figures] [--page docs/measure/loops.md]
+
+A detector takes a text and returns the number of characters after which it would have stopped the generation, or None.
+Those of others are written from their public rules; all of them get the same tokens, the words of `loops.outputs`.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+import statistics
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import plotly.express as px
+
+from experiments.bench_detect import Server
+from experiments.drawn import put_table, save
+from experiments.loopset.make import HALVES, made_set
+from experiments.record import Row, record, value_of_each
+from experiments.script import run
+from sinkscope.display.style import BLUE, figure_of
+from sinkscope.display.tables import percent
+from sinkscope.loops.check import checked_output
+from sinkscope.loops.monitor import MonitorSettings
+from sinkscope.loops.outputs import TokenRecord, number, spans
+
+Detector = Callable[[str], int | None]
+OURS = "sinkscope, loops or suspicious"
+COLUMNS = (
+    *("rule", "recall", "in its worst class", "false alarms"),
+    *("its delay", "ours on the same loops", "ours not later"),
+)
+
+
+def exact_copies(smallest: int, largest: int, copies: int, text: str, **settings: int) -> int | None:
+    """The last tokens are so many exact copies of a sequence of `smallest` to `largest` tokens."""
+    server = Server(smallest, largest, copies, **settings)
+    words = spans(text)
+    for token, (_, end) in zip(number(word for word, _ in words), words, strict=True):
+        if server.add(token, 0.0):
+            return end
+    return None
+
+
+def suffix(text: str, length: int = 48) -> int | None:
+    """The last 48 tokens were there before."""
+    words = spans(text)
+    ids = number(word for word, _ in words)
+    seen: set[tuple[int, ...]] = set()
+    for end in range(length, len(ids) + 1):
+        last = tuple(ids[end - length : end])
+        if last in seen:
+            return words[end - 1][1]
+        seen.add(last)
+    return None
+
+
+def paragraphs(text: str) -> int | None:
+    """8 of the last 12 paragraphs share half of their words with one of the 32 before them (senpi#1763).
+
+    Paragraphs of fewer than 64 characters or 24 letters and digits do not count.
+    """
+    earlier: deque[frozenset[str]] = deque(maxlen=32)
+    echoes: deque[bool] = deque(maxlen=12)
+    for match in re.finditer(r"(?:[^\n]+\n?)+", text):
+        paragraph = match[0]
+        if len(paragraph) < 64 or sum(map(str.isalnum, paragraph)) < 24:
+            continue
+        words = frozenset(re.findall(r"\w+", paragraph.lower()))
+        echoes.append(any(2 * len(words & other) >= len(words | other) for other in earlier))
+        earlier.append(words)
+        if len(echoes) == 12 and sum(echoes) >= 8:
+            return match.end()
+    return None
+
+
+def compression(text: str, window: int = 1000, least: float = 2.4) -> int | None:
+    """The last 1,000 characters compress by more than 2.4 times, the threshold of Whisper; a look every 50."""
+    for end in range(window, len(text) + 1, 50):
+        raw = text[end - window : end].encode()
+        if len(raw) > least * len(zlib.compress(raw)):
+            return end
+    return None
+
+
+def ours(verdicts: tuple[str, ...], text: str) -> int | None:
+    """Where `loops.check` finds a text to have one of the verdicts."""
+    words = spans(text)
+    result = checked_output(TokenRecord("text", number(word for word, _ in words), text), MonitorSettings())
+    if result.verdict not in verdicts or result.detected is None:
+        return None
+    return words[result.detected - 1][1]
+
+
+DETECTORS: dict[str, Detector] = {
+    "sinkscope, loops": partial(ours, ("loops", "looped")),
+    OURS: partial(ours, ("loops", "looped", "suspicious")),
+    "vllm, 4 to 128, 4 copies": partial(exact_copies, 4, 128, 4),  # vllm#35451 with the sizes of vllm#52677
+    "vllm, 1 to 20, 3 copies": partial(exact_copies, 1, 20, 3),  # vllm#40097, for structured output
+    "llama.cpp, 16 to 1024, 4 copies": partial(exact_copies, 16, 1024, 4),  # llama.cpp#26039
+    "vllm-mlx, 1 to 128, 3 copies": partial(exact_copies, 1, 128, 3, tokens=48, every=16, after=64),  # vllm-mlx#723
+    "suffix of 48": suffix,
+    "8 of 12 paragraphs": paragraphs,
+    "compression above 2.4": compression,
+}
+
+
+def scored(detector: str, texts: Sequence[Row], alarms: Sequence[int | None], own: Sequence[int | None]) -> Row:
+    """What the alarms of a detector are worth, beside our own alarms.
+
+    Delays are mean numbers of characters from the beginning of a loop, of the loops that both find.
+    """
+    by_class: dict[str, list[bool]] = {}
+    found: list[bool] = []
+    false: list[bool] = []
+    theirs: list[int] = []
+    ours: list[int] = []
+    for text, alarm, our_alarm in zip(texts, alarms, own, strict=True):
+        start = text["start"]
+        hit = alarm is not None and alarm > (start or 0)
+        by_class.setdefault(text["class"], []).append(hit)
+        if start is None:
+            false.append(hit)
+            continue
+        found.append(hit)
+        if hit and our_alarm is not None and our_alarm > start:
+            theirs.append(alarm - start)
+            ours.append(our_alarm - start)
+    shares = {name: statistics.fmean(hits) for name, hits in by_class.items()}
+    looping = dict.fromkeys(text["class"] for text in texts if text["start"] is not None)
+    return {
+        "detector": detector,
+        "recall": mean(found),
+        "lowest": min((shares[name] for name in looping), default=None),
+        "false_alarms": mean(false),
+        "our_delay": mean(ours),
+        "their_delay": mean(theirs),
+        "we_first": mean([mine <= other for mine, other in zip(ours, theirs, strict=True)]),
+        "by_class": shares,
+    }
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """None of nothing."""
+    return round(statistics.fmean(values), 4) if values else None
+
+
+def compare(texts: Sequence[Row], detectors: dict[str, Detector] = DETECTORS) -> Row:
+    """Run detectors over texts whose truth is known."""
+    alarms: dict[str, list[int | None]] = {}
+    for detector, function in detectors.items():
+        alarms[detector] = list(map(function, value_of_each(texts, "text")))
+    starts = value_of_each(texts, "start")
+    honest = starts.count(None)
+    looping = dict.fromkeys(text["class"] for text in texts if text["start"] is not None)
+    rows = [scored(detector, texts, found, alarms[OURS]) for detector, found in alarms.items()]
+    return {"loops": len(texts) - honest, "honest": honest, "looping": list(looping), "detectors": rows}
+
+
+def figure(data: Row) -> Any:
+    """The share of the texts of each class in which each detector raises an alarm."""
+    scores, looping = data["result"]["detectors"], data["result"]["looping"]
+    kinds = list(scores[0]["by_class"])
+    shares = []
+    for score in scores:
+        shares.append([score["by_class"][kind] for kind in kinds])
+    fig = px.imshow(
+        shares,
+        x=list(map(html.escape, kinds)),
+        y=list(map(html.escape, value_of_each(scores, "detector"))),
+        labels={"x": "class", "y": "", "color": "alarms"},
+        color_continuous_scale=["white", BLUE],
+        zmin=0,
+        zmax=1,
+        aspect="auto",
+    )
+    fig.add_vline(len(looping) - 0.5, line={"dash": "dot"})
+    fig.update_xaxes(title_text="classes with a loop, then honest ones", tickangle=-50)
+    title = f"Alarms on {data['result']['loops']} loops and {data['result']['honest']} honest texts"
+    return figure_of(fig, None, title, width=1200, height=620, bottom=170)
+
+
+def table(result: Row) -> str:
+    """A line per rule."""
+    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    for score in result["detectors"]:
+        cells = [score["detector"], percent(score["recall"]), percent(score["lowest"]), percent(score["false_alarms"])]
+        for delay in (score["their_delay"], score["our_delay"]):
+            cells.append("-" if delay is None else f"{delay:.0f}")
+        lines.append(f"| {' | '.join([*cells, percent(score['we_first'])])} |")
+    return "\n".join(lines)
+
+
+def main(
+    *,
+    half: Literal[*HALVES] = "report",
+    count: int | None = None,
+    out: Path = Path("figures"),
+    page: Path | None = None,
+) -> None:
+    """Make what the module describes.
+
+    Args:
+        count: Only every so many-th text.
+        page: Replace the table in this page.
+    """
+    started = time.perf_counter()
+    result = compare(list(made_set((half,)))[::count])
+    settings = {"half": half, "count": count}
+    save("loops_compare", record("loops-compare", result, settings, started=started, dtype="text"), figure, out)
+    if page is not None:
+        put_table(page, "loopset.compare", table(result))
+    print(table(result))
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,41 @@
+"""Models of the paper's tables: published weights, or those in a folder, and tables of what is measured."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from sinkscope.errors import SinkscopeError
+
+ABSENT = "no weights at hand"
+_NOT_HAD = ("hub-unreachable", "gated-repo")  # pages of the errors that mean it
+Measured = TypeVar("Measured")
+
+
+def measured(models: Sequence[str], run: Sequence[str], measure: Callable[[str, str], Measured]) -> dict[str, Measured]:
+    """What `measure(name, model)` gives for published weights and for NAME=FOLDER, without what cannot be had here."""
+    wanted = {name: name for name in models}
+    for entry in run:
+        name, _, folder = entry.partition("=")
+        if not name or not folder or not Path(folder).is_dir():
+            raise SinkscopeError(f"--run {entry!r}: expected NAME=FOLDER with a folder that is there")
+        wanted[name] = folder
+    found: dict[str, Measured] = {}
+    for name, model in wanted.items():
+        try:
+            found[name] = measure(name, model)
+        except SinkscopeError as error:
+            if error.page not in _NOT_HAD:
+                raise
+            print(f"{name}: {error}", file=sys.stderr)
+    return found
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines: list[str] = []
+    for cells in (head, ["---"] * len(head), *rows):
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
