@@ -1,4 +1,4 @@
-"""How soon loops are found, what is taken for one by mistake, and what a token costs: our monitors and servers' rules.
+"""How soon loops are found, and what a token costs: our monitors and servers' rules.
 
     python -m experiments.bench_detect [--draws 10] [--seed report] [--out figures/bench_detect.json] [--page PAGE]
 
@@ -7,12 +7,8 @@ tokenizer: exactly, or nearly so, with a random token in place of one token of e
 counting, with another token at the start of every copy.
 The delay is counted from the first token of the first copy, so three copies of 16 tokens are a delay of 48.
 
-False alarms are counted on 52 honest texts, four of each class of `experiments.loopset.honest` (code, tables, logs,
-songs, JSON, lists, reasoning and others), in the bundled tokenizer's tokens and in words. The settings of the default
-monitor were chosen on other texts.
-
 The probabilities that the paper's monitor gets are made up in its favour: in a loop the model is sure (0.97), in prose
-it is for every other token, and on honest texts it always is.
+it is for every other token.
 
 Servers' rules are written from their documentation, with its numbers or, where it has none, with those of an example:
 
@@ -26,7 +22,6 @@ Their cost is that of these few lines of Python, and servers may do better.
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 import time
@@ -37,7 +32,6 @@ from typing import Protocol
 
 from experiments.drawn import put_table
 from experiments.loopguard.sensitivity import SURE, encoders
-from experiments.loopset.honest import HONEST
 from experiments.record import Row, record, value_of_each
 from experiments.script import run
 from sinkscope.files.output import write_atomic
@@ -183,37 +177,6 @@ def delays(draws: int, seed: str) -> dict[str, dict[str, list[Row]]]:
     return found
 
 
-def honest(seed: str) -> dict[str, str]:
-    """Four texts of each class of honest repetition, none of which is a loop."""
-    texts = {}
-    for name, make in HONEST.items():
-        for i in range(4):
-            texts[f"{name}-{i}"] = make(random.Random(f"{seed} {name} {i}"))
-    return texts
-
-
-def alarms(seed: str) -> dict[str, Row]:
-    """By rule: which honest texts it takes for a loop, in which tokens."""
-    texts = honest(seed)
-    read = {(name, kind): code(text) for name, text in texts.items() for kind, code in encoders().items()}
-    out: dict[str, Row] = {}
-    for rule, make in RULES.items():
-        wrong = [key for key, ids in read.items() if first_alarm(make(), ids, lambda _: SURE) is not None]
-        by_tokens = {}
-        for kind in ("bundled", "words"):
-            items = []
-            for name, found in wrong:
-                if found == kind:
-                    items.append(name)
-            by_tokens[kind] = sorted(items)
-        out[rule] = {
-            "texts": len(texts),
-            "alarmed": len({name for name, _ in wrong}),
-            "by_tokens": by_tokens,
-        }
-    return out
-
-
 def costs(rounds: int) -> dict[str, dict[str, dict[int, float]]]:
     """By rule and kind of stream: microseconds a token takes at each length of history, the median of rounds."""
     text = encoders()["bundled"](typical_text())
@@ -244,8 +207,8 @@ def costs(rounds: int) -> dict[str, dict[str, dict[int, float]]]:
 def table(result: Row) -> str:
     """A row per rule, as the page has it."""
     lines = [
-        "| rule | exact | near | counting | delay / allowed | false alarms | us per token |",
-        "|---|---|---|---|---|---|---|",
+        "| rule | exact | near | counting | delay / allowed | us per token |",
+        "|---|---|---|---|---|---|",
     ]
     for rule in RULES:
         rows = result["delays"][rule]
@@ -257,12 +220,11 @@ def table(result: Row) -> str:
         for r in rows["exact"]:
             if r["tokens"] is not None:
                 late.append(r["tokens"] / max(3 * r["period"], ENOUGH))
-        found = result["alarms"][rule]
         cost = result["microseconds"][rule]
         most = max(value for kind in cost.values() for value in kind.values())
         lines.append(
             f"| {rule} | {' | '.join(f'{share:.0%}' for share in shares)} | {statistics.median(late):.2f} | "
-            f"{found['alarmed']} of {found['texts']} | {most:.1f} |"
+            f"{most:.1f} |"
         )
     return "\n".join(lines)
 
@@ -280,13 +242,12 @@ def main(
     Args:
         draws: Loops of each period and form; a third above 256 tokens.
         rounds: Times that the cost is measured.
-        seed: Another one gives other loops and other honest texts.
+        seed: Another one gives other loops.
         page: Replace the table in this page.
     """
     started = time.perf_counter()
     result = {
         "delays": delays(draws, seed),
-        "alarms": alarms(seed),
         "microseconds": costs(rounds),
     }
     settings = {"draws": draws, "rounds": rounds, "seed": seed, "default": vars(MonitorSettings())}
@@ -294,7 +255,6 @@ def main(
     if page is not None:
         put_table(page, "bench_detect", table(result))
     print(table(result))
-    print(json.dumps(result["alarms"]))
 
 
 if __name__ == "__main__":

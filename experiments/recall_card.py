@@ -1,4 +1,4 @@
-"""Measure the recall model, and write its model card: `python -m experiments.recall_card [--out FOLDER] [--long]`.
+"""Measure the recall model, and write its model card: `python -m experiments.recall_card [--out FOLDER]`.
 
 A dialogue with right answers as its history is read once. An answer is right if each of its tokens is the most likely
 one at its place, because greedy generation would then have written it.
@@ -45,7 +45,6 @@ CASES = (
     Case("float32", 8192, 3, 4, 2),
     Case("float32", 16384, 3, 4, 2),
 )
-LONG = (Case("float32", 32768, 3, 4, 2),)
 
 
 def sequence(tokenizer: Any, dialogue: Prompt) -> tuple[list[int], list[tuple[int, list[int]]]]:
@@ -192,17 +191,12 @@ python -m experiments.recall_card{" --long" if longest > 16384 else ""}
 """
 
 
-def main(*, out: Path = FOLDER, long: bool = False) -> None:
-    """Make what the module describes.
-
-    Args:
-        long: Also 32,768 tokens: some minutes more.
-    """
+def main(*, out: Path = FOLDER) -> None:
     import sinkscope as ss
 
     model = ss.load(out, backend="hf")
     numbers = []
-    for case in CASES + (LONG if long else ()):
+    for case in CASES:
         numbers.append(measure(model, model.tokenizer, case))
     write_atomic(out / NUMBERS, json.dumps(numbers, indent=1) + "\n")
     size = (out / "model.safetensors").stat().st_size

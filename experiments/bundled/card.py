@@ -28,9 +28,9 @@ SHIPPED = (
 )
 
 
-def measured(run: Path, *, again: bool, loops: bool) -> Row:
+def measured(run: Path, *, loops: bool) -> Row:
     kept = run / "measured.json"
-    if again or not kept.exists():
+    if not kept.exists():
         kept.write_text(json.dumps(facts.measure_run(run, loops=loops)) + "\n")
     return json.loads(kept.read_text())
 
@@ -405,29 +405,26 @@ def main(
     planted: Path | None = None,
     unplanted: Path | None = None,
     measure: Path | None = None,
-    again: bool = False,
     no_loops: bool = False,
-    threads: int = 1,
     repository: Path = Path(),
 ) -> None:
     """Make what the module describes.
 
     Args:
         measure: Only measure this run.
-        again: Measure even where an answer is kept.
         no_loops: Leave out the long generations.
     """
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     if measure is not None:
-        measured(measure, again=again, loops=not no_loops)
+        measured(measure, loops=not no_loops)
         return
     if planted is None or unplanted is None:
         raise SinkscopeError("give --planted and --unplanted, or --measure")
     folder = repository / "sinkscope" / "models" / "bundled"
     ship(planted, folder)
     write_card(
-        measured(planted, again=again, loops=not no_loops),
-        measured(unplanted, again=again, loops=not no_loops),
+        measured(planted, loops=not no_loops),
+        measured(unplanted, loops=not no_loops),
         folder,
         repository,
     )

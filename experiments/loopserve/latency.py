@@ -21,7 +21,6 @@ from __future__ import annotations
 import ctypes
 import json
 import multiprocessing
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -363,18 +362,10 @@ def main(
     measured: list[Run] = []
     for number, planned in enumerate(runs):
         part = ids[:, : planned.context + outputs[-1]]
-        load = round(os.getloadavg()[0], 2)
         made = fresh(partial(turn, target, edits[planned.arm], part, planned.context, time.thread_time))
-        measured.append({**planned._asdict(), "load": load, **made})
+        measured.append({**planned._asdict(), **made})
         note(f"{number + 1}/{len(runs)} {planned.arm} at {planned.context}: first token {made['seconds'][0]:.2f} s")
     rows = rows_of(measured, outputs)
-    loads = value_of_each(measured, "load")
-    left_out = []
-    for n in long:
-        left_out.append(f"{n}: one round")
-    for name, limit in LIMITS.items():
-        if name in names and max([*contexts, *long]) > limit:
-            left_out.append(f"{name} above {limit}")
     settings = {
         "contexts": contexts,
         "long": long,
@@ -387,9 +378,8 @@ def main(
         "marked": marked,
         "seed": seed,
         "threads": 1,
-        "left_out": left_out,
     }
-    result = {"rows": rows, "load": [min(loads), max(loads)], "runs": measured}
+    result = {"rows": rows, "runs": measured}
     save(NAME, record("loopserve-latency", result, settings, started=started, seed=seed), figure, out)
     for row in rows:
         print(json.dumps(row))

@@ -61,7 +61,7 @@ def measure(model: Any, name: str, data: Path | None, *, count: int, length: int
     weights = lines.on(setup, texts=texts, count=count, length=length)
     asked = tokens.questions(setup, prompts, count, length, new)
     found = tokens.token_overlap(setup.target, asked, new, 8)
-    i = lines.etas.index(0.1)
+    i = weights.etas.index(0.1)
     k = found["budgets"].index(0.1)
     blocks = {}
     for each in found["blocks"]:
@@ -70,7 +70,7 @@ def measure(model: Any, name: str, data: Path | None, *, count: int, length: int
     near = found["distances"]
     shown: dict[str, float | None] = {}
     for each in (*WEIGHTS, *AGREEMENT):
-        shown[each] = float(lines.mean(each)[i])
+        shown[each] = float(weights.mean(each)[i])
     shown |= {each["position"]: each["overlap"][k] for each in found["positions"]}
     shown |= {"last": blocks[-1]["overlap"][k], "first": None if first is None else first[k]}
     far = None

@@ -38,7 +38,7 @@ def print_models(
         return
     known = models()
     with_sink = sum(entry.published is not None for entry in known)
-    columns: dict[str, list[str]] = {"name": [], "hub id": [], "sink layer": []}
+    columns: dict[str, list[str]] = {"name": [], "sink layer": [], "hub id": []}  # the longest last
     for entry in sorted(known, key=lambda entry: entry.published is None):
         columns["name"].append(entry.name)
         columns["hub id"].append(entry.hub_id)

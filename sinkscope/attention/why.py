@@ -110,7 +110,7 @@ class Why(Result):
         """What keeps the loop going, beside the control; or that this is undecided."""
         if self.period is None:
             return f"The {self.tokens - self.prompt_tokens} tokens after the prompt end in no loop."
-        loop, count = f"the loop of period {self.period}", len(self.cuts)
+        loop = f"the loop of period {self.period}"
         if self.goes_on < NEEDED:
             return f"Undecided: {loop} goes on in {self._of(self.goes_on)} continuations of the same text."
         by_name = {tried.without: tried for tried in self.tried}
@@ -127,23 +127,29 @@ class Why(Result):
                     f"Undecided: {loop} depends on none of {len(by_name)} things more than on random changes.",
                 ]
             )
+        return short_sentence(self._needs())
+
+    def _needs(self) -> list[str]:
+        """What the loop needs, in sentences from the longest to the shortest."""
+        loop, count = f"the loop of period {self.period}", len(self.cuts)
+        by_name = {tried.without: tried for tried in self.tried}
         taken = [by_name[" and ".join(self.kept_by)]] if self.either else [by_name[name] for name in self.kept_by]
         shares = word_list([str(round(tried.goes_on * count)) for tried in taken])
         control = f"{self._of(min(tried.control or 0.0 for tried in taken))} under random changes"
+        them = "it" if self.kept_by[0] in ("sink", "window", "rounding") and len(self.kept_by) == 1 else "them"
         others = round(max(tried.other_loop for tried in taken) * count)
         sentences: list[str] = []
         for other in (f" ({others} end in another loop)" if others else "", ""):
             for named in ([CAUSES[name] for name in self.kept_by], list(self.kept_by)):
-                said = f"{loop.capitalize()} needs {word_list(named)}: without, it goes on in"
+                said = f"{loop.capitalize()} needs {word_list(named)}: without {them}, it goes on in"
                 if self.either:
                     said = f"{' or '.join(named).capitalize()} keeps {loop} going: without both, in"
                 sentences.append(f"{said} {shares} of {count} cases{other}; {control}.")
         most = round(max(tried.goes_on for tried in taken) * count)
         things = f"each of {len(self.kept_by)} things"
-        sentences.append(
-            f"{loop.capitalize()} needs {things}: without one, at most {most} of {count} go on; {control}."
-        )
-        return short_sentence(sentences)
+        said = f"{loop.capitalize()} needs {things}: without one, it goes on in"
+        sentences.append(f"{said} at most {most} of {count} cases; {control}.")
+        return sentences
 
     def _of(self, share: float) -> str:
         return f"{round(share * len(self.cuts))} of {len(self.cuts)}"

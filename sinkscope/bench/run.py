@@ -14,13 +14,15 @@ from pydantic import Field
 
 from sinkscope.bench.answer import Batch, BenchModel, check_prompt
 from sinkscope.bench.methods import Method, read_methods
-from sinkscope.bench.record import BenchRun, open_run
+from sinkscope.bench.prompt import Prompt
+from sinkscope.bench.record import BenchRecord, BenchRun, open_run
 from sinkscope.bench.table import BenchTable, tabulate_records
 from sinkscope.bench.task import Task, read_task
 from sinkscope.display.options import Hidden, Option, command
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.progress import Progress, silent
 from sinkscope.files.records import Natural, Whole, check_values
+from sinkscope.files.store import Folder
 from sinkscope.models.config import float32_by_default
 from sinkscope.opening.load import load
 from sinkscope.serving.generate import Temperature
@@ -130,7 +132,6 @@ def run_bench(
         SinkscopeError: A method or setting is unknown, a prompt does not fit, a number is invalid, or the folder was
             begun with other settings or is being written.
     """
-    report = progress or silent
     if isinstance(task, str):
         task = read_task(task)
     check_values(Natural | None, max_new_tokens=max_new_tokens, batch_size=batch_size, seeds=seeds)
@@ -140,14 +141,8 @@ def run_bench(
     for method in chosen:
         method.make()  # impossible settings are refused before the run
     opened = BenchModel.of(model, tokenizer)
-    prompts = task.prompts(opened.target)
-    repeated = [name for name, count in Counter(prompt.id for prompt in prompts).items() if count > 1]
-    if repeated or not prompts:
-        raise SinkscopeError(f"prompts with the same id: {repeated[:3]}, of {len(prompts)}: give some, each its own id")
     new = max_new_tokens or task.new_tokens(opened.target)
-    for prompt in prompts:
-        for texts in task.conversations(prompt):
-            check_prompt(opened, chosen, prompt, len(opened.encode(texts, task.chat)), new)
+    prompts = _prompts(task, opened, chosen, new)
     groups: list[tuple[Method, ...]] = [(method,) for method in chosen]
     if task.together:
         groups = [chosen]
@@ -167,11 +162,30 @@ def run_bench(
         "chat": task.chat,
     }
     with open_run(out, settings, prompts) as folder:
-        total = sum(len(batch.keys) for batch in batches)
-        done = 0
-        for batch in batches:
-            if not all(key in folder.records for key in batch.keys):
-                folder.append(task.answers(opened, batch))
-            done += len(batch.keys)
-            report("answers", done, total)
+        _answer(task, opened, batches, folder, progress or silent)
         return BenchRun((folder.records[key] for batch in batches for key in batch.keys), settings)
+
+
+def _prompts(task: Task, opened: BenchModel, methods: Sequence[Method], new: int) -> Sequence[Prompt]:
+    """The prompts of a task, each with an id of its own, which fit the model and every method."""
+    prompts = task.prompts(opened.target)
+    repeated = [name for name, count in Counter(prompt.id for prompt in prompts).items() if count > 1]
+    if repeated or not prompts:
+        raise SinkscopeError(f"prompts with the same id: {repeated[:3]}, of {len(prompts)}: give some, each its own id")
+    for prompt in prompts:
+        for texts in task.conversations(prompt):
+            check_prompt(opened, methods, prompt, len(opened.encode(texts, task.chat)), new)
+    return prompts
+
+
+def _answer(
+    task: Task, model: BenchModel, batches: Sequence[Batch], folder: Folder[BenchRecord], progress: Progress
+) -> None:
+    """Answer the batches of which a record is missing, and store their records as they arrive."""
+    total = sum(len(batch.keys) for batch in batches)
+    done = 0
+    for batch in batches:
+        if not all(key in folder.records for key in batch.keys):
+            folder.append(task.answers(model, batch))
+        done += len(batch.keys)
+        progress("answers", done, total)

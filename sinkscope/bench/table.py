@@ -17,7 +17,7 @@ from sinkscope.bench.kvpress import is_kvpress, read_kvpress, write_kvpress
 from sinkscope.bench.methods import FULL, compression_ratio, order_of
 from sinkscope.bench.record import BenchRecord, BenchRun, Metrics, read_run
 from sinkscope.bench.scores import PERCENT
-from sinkscope.bench.task import task_class
+from sinkscope.bench.task import Task, task_class
 from sinkscope.display.options import Option, command
 from sinkscope.display.result import Number, Result
 from sinkscope.display.tables import Grid, strings
@@ -193,50 +193,58 @@ def _group(key: tuple[Any, ...], records: Sequence[BenchRecord], full: Sequence[
     """The row of a method, beside the records of the full cache."""
     task = task_class(key[0])
     values: list[float] = []
-    values_by_part: dict[str, list[float]] = {}
+    by_part: dict[str, list[float]] = {}
     for record in records:
         value = record.metrics.get(task.main)
-        if value is None:
-            continue
-        values.append(value)
-        part = str({"turn": record.turn + 1, **record.settings}.get(by, ""))
-        if part:
-            values_by_part.setdefault(part, []).append(value)
-    metrics: Metrics = {}
+        if value is not None:
+            values.append(value)
+            part = str({"turn": record.turn + 1, **record.settings}.get(by, ""))
+            by_part.setdefault(part, []).append(value)
+    by_part.pop("", None)
+    parts = {part: fmean(scores) for part, scores in by_part.items()}
+    score, low, high = _interval(task, values)
+    metrics = _metrics(task, records, full)
+    return BenchGroup(*key, answers=len(records), score=score, low=low, high=high, parts=parts, metrics=metrics)
+
+
+def _interval(task: type[Task], values: Sequence[float]) -> tuple[float, float, float]:
+    """Mean of the scores and its 95 % interval; NaN where there are too few."""
+    if not values:
+        return math.nan, math.nan, math.nan
+    score = fmean(values)
+    if min(values) >= 0 and max(values) <= 1 and not task.together:
+        rate = wilson(sum(values), len(values))
+        return score, rate.low, rate.high
+    half = math.nan
+    if len(values) > 1:
+        half = 1.96 * stdev(values) / math.sqrt(len(values))
+    return score, score - half, score + half
+
+
+def _metrics(task: type[Task], records: Sequence[BenchRecord], full: Sequence[BenchRecord]) -> Metrics:
+    """What the answers cost, and the task's further metrics."""
     ratios: list[float | None] = []
+    alarms: list[float] = []
+    same: list[bool] = []
+    answers = {(record.prompt, record.turn, record.seed): record.tokens for record in full}
     for record in records:
         ratio = compression_ratio(record.method, record.metrics.get("prompt_tokens"))
         ratios.append(record.metrics.get("compression_ratio", ratio))
-    metrics["compression_ratio"] = mean_known(ratios)
-    for name in ("read", "cells", "time", "cached_peak", "window", "same", *task.columns):
-        metrics[name] = mean_known(record.metrics.get(name) for record in records)
-    if full and _seconds_per_token(full):
-        metrics["time"] = _seconds_per_token(records) / _seconds_per_token(full)
-    answers = {(record.prompt, record.turn, record.seed): record.tokens for record in full}
-    same: list[bool] = []
-    alarms: list[float] = []
-    for record in records:
         alarm = record.metrics.get("alarm")
         if alarm is not None:
             alarms.append(alarm)
         tokens = answers.get((record.prompt, record.turn, record.seed))
         if tokens:
             same.append(tokens == record.tokens)
+    metrics: Metrics = {"compression_ratio": mean_known(ratios)}
+    for name in ("read", "cells", "time", "cached_peak", "window", "same", *task.columns):
+        metrics[name] = mean_known(record.metrics.get(name) for record in records)
+    if full and _seconds_per_token(full):
+        metrics["time"] = _seconds_per_token(records) / _seconds_per_token(full)
     metrics["same"] = mean_known(same)
     if alarms:
         metrics["alarm"] = median(alarms)  # not every run has one
-    score, low, high = math.nan, math.nan, math.nan
-    if values:
-        score = fmean(values)
-        half = math.nan
-        if len(values) > 1:
-            half = 1.96 * stdev(values) / math.sqrt(len(values))
-        low, high = score - half, score + half
-    if values and min(values) >= 0 and max(values) <= 1 and not task.together:
-        rate = wilson(sum(values), len(values))
-        low, high = rate.low, rate.high
-    parts = {part: fmean(scores) for part, scores in values_by_part.items()}
-    return BenchGroup(*key, answers=len(records), score=score, low=low, high=high, parts=parts, metrics=metrics)
+    return metrics
 
 
 def _seconds_per_token(records: Sequence[BenchRecord]) -> float:

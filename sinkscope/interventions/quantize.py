@@ -9,14 +9,14 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from einops import rearrange
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from pydantic import Field
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.records import Whole, check_fields, checked_value
-from sinkscope.interventions.base import Event, Intervention, Run
+from sinkscope.interventions.base import Intervention, Run, row_events
 from sinkscope.interventions.positions import Call, Memory
 from sinkscope.interventions.sites import (
     PAGE,
@@ -191,7 +191,8 @@ class Quantize(Intervention):
             largest = self._largest(old.masked_fill(exact, 0), memory)
             part.copy_(torch.where(exact, old, rounded(old, largest, bits)).reshape(part.shape))
             index = call.on(old.device)
-            run.log(partial(_events, place, call.step, index, (~exact).flatten(1).sum(1)))
+            at = (call.step, *place[1:])
+            run.log(partial(row_events, self.KIND, at, "numbers", (~exact).flatten(1).sum(1), index.amax(1)))
             return new
 
         return edit
@@ -232,18 +233,6 @@ def rounded(
 def rounding_step(largest: Float[Tensor, "*n"], bits: int) -> Float[Tensor, "*n"]:
     """The scale with which numbers up to `largest` are integers of so many bits, in float32 and above 0."""
     return (largest.float() / (2 ** (bits - 1) - 1)).clamp(min=torch.finfo(torch.float32).tiny)
-
-
-def _events(
-    place: tuple[int, int, str], step: int, index: Int[Tensor, "batch pos"], rounded: Int[Tensor, " batch"]
-) -> list[Event]:
-    """An event for each row of a call in which numbers were rounded, at its last position."""
-    _, layer, name = place
-    events = list[Event]()
-    for row, (count, position) in enumerate(torch.stack([rounded, index.amax(1)], 1).tolist()):
-        if count:
-            events.append(Event(row, step, position, layer, None, "rounded", {"site": name, "numbers": count}))
-    return events
 
 
 def _as_one_head(hidden: Float[Tensor, "*n width"]) -> Float[Tensor, "*n 1 width"]:

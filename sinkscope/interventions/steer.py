@@ -9,12 +9,11 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Bool, Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Finite, checked_value
-from sinkscope.interventions.base import BridgeHook, Event, Intervention, Run
+from sinkscope.interventions.base import BridgeHook, Intervention, Run, row_events
 from sinkscope.interventions.sites import PAGE, Positions, checked_positions, chosen_positions
 from sinkscope.models.hooks import on_hidden, on_input
 from sinkscope.models.target import Target
@@ -117,18 +116,9 @@ class Add(Intervention):
                 added = added.to(hidden.device, hidden.dtype)
             index = call.on(hidden.device)
             chosen = chosen_positions(index, self.positions)
-            run.log(partial(_events, site, call.step, chosen, index))
+            last = index.masked_fill(~chosen, -1).amax(1)
+            place = (call.step, site.layer, site.name)
+            run.log(partial(row_events, self.KIND, place, "positions", chosen.sum(1), last))
             return torch.where(chosen.reshape(*hidden.shape[:-1], 1), hidden + added, hidden)
 
         return edit
-
-
-def _events(site: Site, step: int, chosen: Bool[Tensor, "batch pos"], index: Int[Tensor, "batch pos"]) -> list[Event]:
-    """An event for each row of a call with an edited position, at the last one."""
-    events = list[Event]()
-    last = index.masked_fill(~chosen, -1).amax(1)
-    for row, (count, position) in enumerate(torch.stack([chosen.sum(1), last], 1).tolist()):
-        if count:
-            data = {"site": site.name, "positions": count}
-            events.append(Event(row, step, position, site.layer, None, "added", data))
-    return events

@@ -23,7 +23,6 @@ from sinkscope.attention.barcode import LOCK_GAIN, Barcode, HeadTracks, barcode
 from sinkscope.attention.texts import end_loop
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.kv import Full, Observe, StreamingLLM
-from sinkscope.kv.loopguard import LoopGuard
 
 loop_organism = partial(new_loop_organism, n_layers=3, vocab_size=1024)
 PROMPT = [1, *range(10, 30)]
@@ -176,19 +175,6 @@ def test_the_loop_is_that_of_the_text():
     share, strongest = result.numbers()
     assert share.value == len(result.locked) / 8 and strongest.value == result.rows()[0]["score"]
     assert strongest.control == result.rows()[0]["control_score"]
-
-
-@pytest.mark.slow
-def test_a_guard_leaves_its_marks():
-    guard = LoopGuard.paper(budget=96, anchors=8, window=64, variant="tail")
-    organism, _ = of_a_loop()
-    looping = organism.looping_prompt(5).ids
-    result = measured(organism, looping, 80, heads=[(1, 0)], interventions=guard, control=False)
-    steps = result.events["guard"]
-    assert steps and all(0 < step < 80 for step in steps)
-    assert f"Steps at which the guard acted: {steps[0]}" in str(result)
-    drawn = result.figure()
-    assert {shape.y0 for shape in drawn.layout.shapes} >= set(steps)
 
 
 def test_the_figure_shows_gains_and_pictures():

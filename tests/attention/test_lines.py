@@ -7,17 +7,15 @@ import json
 import numpy as np
 import pytest
 import torch
-from intervention_kit import bridge_of, nnsight_of
+from intervention_kit import bridge_of
 from kv_kit import eager_attention
 from organisms import tiny_model
 from organisms.lines import line_organism
 from torch import Tensor
 
-import sinkscope as ss
 from sinkscope.app.cli import main
 from sinkscope.attention.lines import LineWeights, agreement, lines, shared_by_second
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.kv import H2O
 from sinkscope.lines.head_lines import HeadLines
 from sinkscope.lines.votes import top_lines
 from sinkscope.measure.margin import margin_of
@@ -153,31 +151,6 @@ def test_shares_of_lines_lose_none_to_rounding_and_lines_without_weight_are_neve
     assert lines.vertical[1, 0].tolist() == [True, False, True]
 
 
-def test_the_result_survives_a_file_and_repeats(tmp_path):
-    model, tokenizer = tiny_model("qwen2")
-    ids = ids_of(110)
-    result = lines(model, [ids], etas=[0.1, 0.05], tokenizer=tokenizer)
-    assert result.etas == (0.05, 0.1)
-    loaded = LineWeights.load(result.save(tmp_path / "x.json"))
-    assert loaded.to_dict() == result.to_dict()
-    (heat,) = [trace for trace in loaded.figure().data if trace.type == "heatmap"]
-    np.testing.assert_allclose(heat.z, result.mass[1])
-    again = lines(model, [ids], etas=[0.1, 0.05], tokenizer=tokenizer)
-    assert again.to_dict()["result"] == result.to_dict()["result"]
-
-
-def test_ids_need_no_tokenizer_and_texts_do():
-    model, tokenizer = tiny_model("qwen2")
-    model.config._name_or_path = ""
-    ids = [ids_of(40, i) for i in range(2)]
-    alone = lines(model, texts=ids)
-    beside = lines(model, texts=ids, tokenizer=tokenizer)
-    assert (alone.mass == beside.mass).all()
-    for texts in (["a text"], [ids[0], "a text"], None):
-        with pytest.raises(SinkscopeError, match="carries no tokenizer"):
-            lines(model, texts)
-
-
 def test_a_file_of_texts_and_the_command(tmp_path, capsys):
     file = tmp_path / "texts.jsonl"
     out = tmp_path / "x.json"
@@ -206,23 +179,6 @@ def test_bad_input_is_one_line(argv, words, capsys):
     assert main(["lines", *argv]) == 2
     shown = capsys.readouterr()
     assert shown.out == "" and words in shown.err and shown.err.count("\n") == 1
-
-
-def test_a_wrapped_model_half_precision_and_interventions():
-    """What evicts nothing in one pass changes nothing; a patch of the neurons changes the attention behind them."""
-    model, tokenizer = tiny_model("llama")
-    ids = ids_of(40)
-    own = lines(model, [ids], tokenizer=tokenizer).mass
-    assert (lines(nnsight_of(model, tokenizer), [ids], tokenizer=tokenizer).mass == own).all()
-    for edit in (ss.LoopGuard(budget=64), H2O(budget=64)):
-        under = lines(model, [ids], tokenizer=tokenizer, interventions=edit)
-        np.testing.assert_allclose(under.mass, own, atol=1e-5)
-    patch = ss.Ablate(sites=[(0, neuron) for neuron in range(16)])
-    patched = lines(model, [ids], tokenizer=tokenizer, interventions=patch).mass
-    np.testing.assert_allclose(patched[:, 0], own[:, 0], atol=1e-6)
-    assert np.abs(patched[:, 1:] - own[:, 1:]).max() > 1e-6
-    half = lines(model.to(torch.bfloat16), [ids], tokenizer=tokenizer)
-    np.testing.assert_allclose(half.mass, own, atol=0.05)
 
 
 def test_short_texts_and_other_models_are_refused():

@@ -87,7 +87,7 @@ def _few_tokens(monkeypatch: pytest.MonkeyPatch):
         (
             ("history", "sink"),
             False,
-            "The loop of period 6 needs the earlier turns and the sink: without, it goes on in 0 ",
+            "The loop of period 6 needs the earlier turns and the sink: without them, it goes on in 0 ",
         ),
         (
             ("copies", "history"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from bench_kit import tiny
 
-from sinkscope.bench.methods import RandomSlots, method_classes, name_of, order_of, read_method, read_methods
+from sinkscope.bench.methods import RandomSlots, method_classes, read_method, read_methods
 from sinkscope.errors import SinkscopeError
 from sinkscope.kv import H2O, SnapKV
 from sinkscope.kv.loopguard import LoopGuard
@@ -80,16 +80,6 @@ def test_a_policy_that_is_registered_later_is_a_method(monkeypatch: pytest.Monke
     method_classes()
     monkeypatch.setattr("sinkscope.bench.methods.policies", lambda: {"late": H2O})
     assert read_method("late:8").make() == H2O(budget=8)
-
-
-def test_names_and_order():
-    assert [name_of(text) for text in ("h2o:0.5", "loopguard:paper", "a.b:C:8", "tova")] == [
-        "h2o",
-        "loopguard",
-        "a.b:C",
-        "tova",
-    ]
-    assert sorted(["kvpress:X:0.1", "h2o:8", "full"], key=order_of) == ["full", "h2o:8", "kvpress:X:0.1"]
 
 
 def test_random_slots_stay_once_chosen_and_differ_between_layers():

@@ -84,26 +84,6 @@ def test_positions_differ_in_the_place_of_the_question_alone(shape):
         assert places[0] == 0 and places[2] == 1 and abs(places[1] - 0.5) < 0.2
 
 
-def test_facts_come_from_all_turns_up_to_the_question():
-    """Uniformly: the last of three turns needs each of them about as often."""
-    counts = [0, 0, 0]
-    for seed in range(300):
-        turns = recall_dialogue(seed, tokens=100, hops=1).turns
-        said = turns[2].text.split()
-        key = said[said.index("ask") + 1]
-        counts[next(i for i, turn in enumerate(turns) if f"fact {key} " in turn.text)] += 1
-    assert sum(counts) == 300 and min(counts) > 70
-
-
-def test_distractors():
-    def stated(wanted):
-        dialogue = recall_dialogue(0, turns=2, tokens=200, hops=2, distractors=wanted)
-        return sum(turn.text.count("fact ") for turn in dialogue.turns)
-
-    assert [stated(0), stated(5)] == [4, 9]
-    assert stated(None) == 2 * ((200 - 7 - 3) // 8)
-
-
 @given(st.integers(1, 16), st.integers(0, 3000), st.integers(0, 99))
 def test_uneven_lengths_add_up(turns, more, seed):
     lengths = uneven(turns * 48 + more, turns, seed)

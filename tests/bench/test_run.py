@@ -80,20 +80,6 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(tmp_path):
     assert {r.method for r in more} == {"tova:16"} and len(read_run(tmp_path / "r")) == 18
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"max_new_tokens": 4}, "max_new_tokens was 6, now 4"),
-        ({"temperature": 0.5}, "temperature was 0.0, now 0.5"),
-        ({"given": task(dialogues(2))}, "prompts was"),
-    ],
-)
-def test_a_folder_of_other_settings_is_refused(tmp_path, change, message):
-    run(["full"], out=tmp_path / "r")
-    with pytest.raises(SinkscopeError, match=re.escape(message)):
-        run(["full"], **{"out": tmp_path / "r", **change})
-
-
 def test_samples_depend_on_seed_and_prompt_alone():
     records = run(["full"], temperature=1.0, seeds=2, seed=3)
     assert {r.seed for r in records} == {3, 4} and len(records) == 12

@@ -171,6 +171,18 @@ def test_one_answer_shows_no_difference():
     assert result.conclusion() == f"Task text s, divergence from full attention: {said}"
 
 
+@pytest.mark.parametrize("budgets", [(8, 4), (4, 8)])
+def test_the_control_has_the_budget_of_the_best_method(budgets):
+    """Two random parts were run; the one that keeps as much as the best method stands beside it."""
+    records = []
+    for budget in budgets:
+        for number in range(20):
+            records.append(made_record(f"random:{budget}", f"p{number}", task="text", metrics={"kl": float(budget)}))
+    for number in range(20):
+        records.append(made_record("h2o:8", f"p{number}", task="text", metrics={"kl": 1.0}))
+    assert table(*records).conclusion().endswith("random:8, the control, 8 nats.")
+
+
 def test_the_budget_in_the_words_of_kvpress():
     known = {"prompt_tokens": 40, "score": 1.0}
     rows = {}

@@ -5,6 +5,8 @@ import re
 import shutil
 import subprocess
 from dataclasses import replace
+from functools import wraps
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,11 @@ from report_kit import PIXEL
 from sample_results import sample_find_sinks
 
 from experiments import gallery
+from experiments.script import run
+from sinkscope.display.result import Result
+from sinkscope.files.envelope import known_kinds
+
+FIGURES = sorted((Path(__file__).parents[2] / "figures").glob("*.json"))
 
 
 def test_gallery_names_every_committed_picture_and_its_command():
@@ -43,3 +50,24 @@ def test_every_measurement_says_how_it_was_made():
         made = json.loads(file.read_text(encoding="utf-8"))["provenance"]
         assert (made.get("argv") or made["command"]) and isinstance(made["seed"], int), file.name
         assert {"python"} < set(made["versions"]), file.name
+
+
+def keys(data: object) -> object:
+    """The names in a record, at every depth; of a list those of its first part."""
+    if isinstance(data, dict):
+        return {name: keys(value) for name, value in data.items()}
+    return [keys(part) for part in data[:1]] if isinstance(data, list) else None
+
+
+@pytest.mark.parametrize("file", FIGURES, ids=lambda file: file.stem)
+def test_a_figure_has_the_present_form_and_its_command_is_taken(file):
+    """Its data are those that the command would write today, and the words of the command are options of today."""
+    data = json.loads(file.read_text(encoding="utf-8"))
+    words = data["provenance"].get("argv", [])
+    if data["kind"] in known_kinds():
+        assert keys(json.loads(Result.load(file).to_json())["result"]) == keys(data["result"])
+    if list(words[:2]) == ["python", "-m"]:
+        taken = []
+        main = import_module(words[2]).main
+        run(wraps(main)(lambda *args, **options: taken.append((args, options))), words[3:])
+        assert taken

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -69,6 +70,13 @@ FILES = {  # prompts of LongEval's form
 }
 
 
+def two_parts(*, out: Path, quick: bool, progress: Callable[..., None]) -> None:
+    """A scan of two parts, the first of which takes two tenths of a second."""
+    progress("scan: find-sinks, layers", 0, 2)
+    time.sleep(0.2)
+    progress("scan: repeat, tokens", 1, 2)
+
+
 def planted_neurons(printed: str) -> bool:
     """The arms of the comparison find what the checkpoint's truth says."""
     found = json.loads(printed)
@@ -99,16 +107,17 @@ CASES = {
         lambda made: made["result"]["cold_start"]["ratio"] > 0,
         "x.json",
     ),
-    "bench_inference": Case("llama-7b --measured infer", lambda text: json.loads(text)["layer_gigabytes"] > 0.4),
     "bench_kv": Case(
         "--only monitor --rounds 1 --out {out}/x.json",
         lambda made: set(made["result"]["monitor"]) == {"text", "loop"},
         "x.json",
     ),
     "bundled.stories": Case(
-        "--teacher sinkscope/models/bundled --out {out}/s.txt --tokens 300 --rows 4",
-        lambda text: text.count("<|end|>") >= 2,
+        "--teacher sinkscope/models/bundled --out {out}/s.txt --tokens 50",
+        lambda text: text.count("Once there was a dog.\n<|end|>") >= 2,
         "s.txt",
+        {"sample": lambda *_, **__: ["Once there was a dog."]},
+        quick=True,
     ),
     "check_cache.table": Case(
         "--out {out}/x.json",
@@ -129,11 +138,17 @@ CASES = {
     ),
     "recall_card": Case(
         "--out {out}/recall",
-        lambda page: "| float32 | 256 | 2 | 1 | 1/1 | 1/1 | 1/1 | 1/1 / 1/1 / 1/1 |" in page,
+        lambda page: "| float32 | 256 | 2 | 1 | 3/3 | 3/3 | 3/3 | 1/1 / 1/1 / 1/1 |" in page,
         "recall/README.md",
-        {"CASES": (recall_card.Case("float32", 256, 2, 1, 1),)},
+        {"CASES": (recall_card.Case("float32", 256, 2, 1, 2),)},
     ),
-    "scan_seconds": Case("--out {out}/x.json", lambda made: made["result"]["full"]["find-sinks"] > 0, "x.json"),
+    "scan_seconds": Case(
+        "--out {out}/x.json",
+        lambda made: made["result"]["full"] == {"find-sinks": 0.2, "repeat": 0.0},
+        "x.json",
+        {"scan": two_parts},
+        quick=True,
+    ),
     "loopguard.figure2": Case("{run} --out {out}", lambda made: made["result"]["runs"] == 1, "loopguard_fig2.json"),
     "loopguard.why": Case(
         "--count 0 --out {out}",
@@ -309,13 +324,13 @@ def parameters() -> list[Any]:
 
 
 ELSEWHERE = {  # name -> the test that runs it
-    "bundled.card": "test_train_bundled.py",
+    "bundled.card": "test_bundled_model.py",
     "bundled.typical": "test_scripts.py",
     "check_cache.presses": "",  # needs kvpress, and with it another release of transformers
     "golden.make": "test_golden.py",
     "loopguard.figure4": "test_loopguard_experiments.py",
     "make_two_hops": "test_scripts.py",
-    "train_bundled": "test_train_bundled.py",
+    "train_bundled": "test_bundled_model.py",
 }
 
 

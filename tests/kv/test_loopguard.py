@@ -120,6 +120,7 @@ def test_anchors_hold_beside_a_policy_and_its_first_tokens_beside_a_guard(model)
     new = torch.tensor([looping(3, 40)])
     for policy, anchors, first in (
         (StreamingLLM(budget=40, first=4), 12, 12),
+        (StreamingLLM(budget=40, first=16), 8, 16),
         (StreamingLLM(budget=20, first=4), 12, 10),  # half of the budget is left for the latest tokens
         (H2O(budget=40), 12, 12),
     ):

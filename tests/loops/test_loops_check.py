@@ -21,7 +21,7 @@ from sinkscope.app.cli import main
 from sinkscope.display.result import Result
 from sinkscope.display.tables import SCREEN
 from sinkscope.errors import SinkscopeError
-from sinkscope.loops import LoopCheck, MonitorSettings, check, type_token_ratio
+from sinkscope.loops import LoopCheck, check, type_token_ratio
 from sinkscope.loops.outputs import Splitter, TokenRecord, parse, spans, split
 
 ROOT = Path(__file__).parents[2]
@@ -103,15 +103,6 @@ def test_a_variant_that_needs_probabilities_is_refused_in_words_of_the_command(t
     for more in ([], ["--follow"]):
         assert main(["loops", str(tmp_path / "x.txt"), "--variant", "p1", *more]) == 2
         assert capsys.readouterr().err.startswith("error: --variant p1 judges by a model's probabilities")
-
-
-def test_thresholds_and_warm_up_decide_whether_a_loop_is_one():
-    ids = [*range(300), *[1, 2] * 300]
-    assert check(ids).loops == 1
-    assert check(ids, settings=MonitorSettings.paper(theta_ttr=0.0)).loops == 0
-    assert check(ids, settings=MonitorSettings(warmup=2000)).loops == 0
-    with pytest.raises(SinkscopeError, match="pass p_max"):
-        check(ids, settings=MonitorSettings.variant("p1"))
 
 
 def test_results_come_back_from_json(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import os
@@ -20,7 +19,7 @@ from loop_texts import prose
 from server_streams import SERVERS, chunks, events
 
 from sinkscope.app.cli import main
-from sinkscope.errors import SinkscopeError, SinkscopeWarning
+from sinkscope.errors import SinkscopeWarning
 from sinkscope.loops import Alarm, Monitor, MonitorSettings, Watch, check, streams
 from sinkscope.loops.forms import shown
 from sinkscope.loops.outputs import split
@@ -79,24 +78,8 @@ def _chat(tokens: list[str], index: int = 0) -> list[dict[str, Any]]:
     return [*sent, {**rest, "choices": [{"index": index, "delta": {}, "finish_reason": "length"}]}]
 
 
-def _completion(tokens: list[str]) -> list[dict[str, Any]]:
-    logged = [{"tokens": [token], "token_logprobs": [-0.5], "top_logprobs": None} for token in tokens]
-    return [
-        {"choices": [{"index": 0, "text": token, "logprobs": own, "finish_reason": None}]}
-        for token, own in zip(tokens, logged, strict=True)
-    ]
-
-
 def _stream(rng: random.Random, before: int, period: int, copies: int) -> list[str]:
     return [f"w{rng.randrange(500)}" for _ in range(before)] + [f"x{i}" for i in range(period)] * copies
-
-
-@pytest.mark.parametrize(("settings", "form"), each_other([PAPER, MonitorSettings()], [_chat, _completion]))
-def test_events_with_log_probabilities_give_the_tokens_of_the_model(form, settings):
-    """They have no spaces between them, so words of the same text would be others."""
-    tokens = _stream(random.Random(4), 300, 20, 30)
-    alarms = _follow(events(form(tokens), "\r\n" if form is _chat else "\n"), 40, settings)
-    assert [a.token for a in alarms] == _by_hand(tokens, settings) != []
 
 
 def test_choices_are_watched_apart():
@@ -267,29 +250,6 @@ class Counted(io.BytesIO):
 
     def readline(self, size: int | None = -1) -> bytes:
         return self._given(super().readline(size))
-
-
-def test_a_long_first_line_is_read_in_linear_time_and_in_few_calls():
-    """Four times the line takes about four times as long, and not sixteen times, as it would if it were read again."""
-    taken: list[float] = []
-    for size in (500_000, 2_000_000):
-        line = json.dumps({"prompt": "x " * (size // 2), "text": TEXT}).encode()
-        source = Counted(line + b"\n")
-        started = time.thread_time()
-        (alarm,) = Watch().follow(source)
-        taken.append(time.thread_time() - started)
-        assert alarm.stream == "line 1" and source.calls < 10
-    assert taken[1] < 8 * taken[0] + 0.05
-
-
-@pytest.mark.parametrize("start", [b"data: x", b"{", b" " * 300 + b"{", b"\n" * 100, b"dat", b"id", b"\xef\xbb\xbf{"])
-def test_no_beginning_is_read_more_than_a_few_times(start):
-    source = Counted(start + b"word " * 200)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SinkscopeWarning)
-        with contextlib.suppress(SinkscopeError):
-            list(Watch().follow(source))
-    assert source.calls < 80
 
 
 def test_a_line_that_is_too_long_is_skipped_and_the_next_one_is_read(monkeypatch):

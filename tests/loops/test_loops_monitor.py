@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
 
 import pytest
-from covering import slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loop_texts import HONEST, LOOPED, novelty, prose
@@ -107,24 +104,6 @@ def test_many_tokens_at_once_trigger_where_each_alone_does(ids, cut, hold, varia
     assert repr(several.last) == repr(one.last)
 
 
-def test_cooldown_and_warm_up_to_the_step():
-    """p1 alone in a sure model: the first chance is step 64, every further one 33 steps later."""
-    monitor = Monitor(MonitorSettings.variant("p1"))
-    assert [s.step for s in (monitor.update(i, 1.0) for i in range(200)) if s.trigger] == [64, 97, 130, 163, 196]
-
-
-def test_always_is_that_of_table_3():
-    monitor = Monitor(MonitorSettings.variant("always"))
-    assert [s.step for s in (monitor.update(i) for i in range(2500)) if s.trigger] == [*range(200, 2401, 200)]
-
-
-def test_streak_is_strictly_above_and_at_least_six():
-    monitor = Monitor(MonitorSettings.variant("p1", warmup=0, cooldown=0))
-    sure = [0.91] * 5 + [0.9] + [0.91] * 7
-    assert [monitor.update(0, p).trigger for p in sure] == [False] * 11 + [True] * 2
-    assert monitor.last.streak == 7
-
-
 def test_without_probabilities_the_other_two_vote():
     loop = [*range(1000, 1300), *[1, 2, 3] * 200]
     monitor = Monitor(PAPER)
@@ -145,46 +124,6 @@ def test_after_the_end_nothing_is_looked_at():
     monitor.end()
     assert not any(monitor.update(0, 1.0).trigger for _ in range(500))
     assert monitor.ended and monitor.last == step._replace(trigger=False)
-
-
-@pytest.mark.parametrize("kind", ["one", "loop", "random"])
-@pytest.mark.parametrize(
-    ("settings_", "early", "late", "held"),
-    [
-        (PAPER, 1000, 8000, 8 * 256),
-        slow(MonitorSettings(), 8000, 12_000, 24 * 2048),
-    ],
-)
-def test_work_and_memory_per_token_do_not_grow(kind, settings_, early, late, held):
-    """Lines of Python run in `update`, counted over 256 steps, and what is held, soon and many steps later."""
-    rng = random.Random(0)
-    monitor = Monitor(settings_)
-    counted = {}
-    lines = 0
-
-    def count(frame, event, arg):
-        nonlocal lines
-        lines += event == "line"
-        return count
-
-    sizes = {}
-    for i in range(late + 256):
-        token = {"one": 5, "loop": i % 7, "random": rng.randrange(5000)}[kind]
-        start = i // 1000 * 1000
-        if start in (early, late) and i - start < 256:
-            lines = 0
-            before = sys.gettrace()
-            sys.settrace(count)
-            monitor.update(token, 0.95)
-            sys.settrace(before)
-            counted[start] = counted.get(start, 0) + lines
-            parts = (monitor._window, monitor._novelty, monitor._tail)
-            sizes[start] = sum(len(v) for part in parts for v in vars(part).values() if hasattr(v, "__len__"))
-        else:
-            monitor.update(token, 0.95)
-    assert counted[early] > 256
-    assert counted[late] == pytest.approx(counted[early], rel=0.05)
-    assert max(sizes.values()) < held
 
 
 @pytest.mark.parametrize("name", sorted(HONEST))
@@ -216,15 +155,6 @@ def test_loops_are_found_in_time(name):
         assert len(healthy) - len(piece) < step.tail.start <= len(healthy)
     assert delays[1] <= delays[0] <= 256
     assert delays[2] <= max(3 * len(piece), 48)
-
-
-def test_the_limit_of_the_windowed_votes():
-    """A loop of more than 51 different tokens keeps a type-token ratio of 0.2 in a window of 256: one vote is left."""
-    for period, found in ((50, True), (60, False)):
-        monitor = Monitor(PAPER)
-        assert any(monitor.update(i % period * 7919 % 151_936, 1.0).trigger for i in range(1500)) is found
-    wide = Monitor(MonitorSettings.paper(window=1024, tail_longest=200))
-    assert any(wide.update(i % 200 * 7919 % 151_936, 1.0).trigger for i in range(3000))
 
 
 @pytest.mark.parametrize(

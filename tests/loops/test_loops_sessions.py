@@ -14,7 +14,6 @@ from loop_texts import prose
 from session_forms import FORMS, Turn, called
 
 from sinkscope.app.cli import main
-from sinkscope.display.result import Result
 from sinkscope.errors import SinkscopeError
 from sinkscope.loops import MonitorSettings
 from sinkscope.loops.messages import Message, message_of
@@ -46,21 +45,6 @@ def test_twelve_identical_calls_are_a_cycle_in_every_form(form, tmp_path, monkey
     assert record.wasted == 11 * one
     assert _verdict([*START, *[READ] * 12, *END], form).verdict == "looped"
     assert _verdict([*START, *[READ] * 2, SEARCH, *END], form).verdict == "clean"
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_cleaned_history_keeps_its_form_and_has_no_copies(form, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    name, write = FORMS[form]
-    out = f"clean.{name.rpartition('.')[2]}"
-    Path(name).write_text(write([*START, *[READ] * 12, *END]))
-    assert main(["loops", name, "--clean", out]) == 3
-    before = read_history(Path(name).read_text(), name).sessions[0].entries
-    after = read_history(Path(out).read_text(), out).sessions[0].entries
-    expected = read_history(write([*START, READ, *END]), name).sessions[0]
-    assert len(after) == len(expected.entries) and all(entry in before for entry in after)
-    assert main(["loops", out, "--clean", f"again-{out}"]) == 0
-    assert Path(f"again-{out}").read_text() == Path(out).read_text()
 
 
 def test_what_is_a_cycle_and_what_is_not():
@@ -215,11 +199,3 @@ def test_calls_without_any_results_are_compared_by_their_arguments():
         return check_history(read_history(json.dumps(messages), "x.json"), MonitorSettings(), "x.json").records[0]
 
     assert calls(["a.py"] * 6).verdict == "loops" and calls([f"{c}.py" for c in "abcdef"]).verdict == "clean"
-
-
-def test_the_figure_of_sessions_shows_what_is_wasted():
-    name, write = FORMS["openai"]
-    found = check_history(read_history(write([*START, *[READ] * 12]), name), MonitorSettings(), name)
-    other, wasted = found.figure().data
-    assert [*wasted.y] == [found.records[0].wasted] and other.y[0] + wasted.y[0] == found.records[0].tokens
-    assert Result.from_dict(found.to_dict()) == found

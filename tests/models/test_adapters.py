@@ -14,10 +14,8 @@ from covering import every_nth
 from intervention_kit import logits
 from organisms.tiny import MODEL_TYPES, tiny_model
 from torch.testing import assert_close
-from transformers import AutoConfig, AutoModelForImageTextToText
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.inference.probe import probe
 from sinkscope.interventions import Ablate
 from sinkscope.models import adapters
 from sinkscope.models.adapters import Adapter
@@ -187,23 +185,3 @@ def test_first_layers_alone_compute_the_same(model_type):
     assert len(getattr(target.config, "layer_types", None) or [0, 0]) == 2
     for ours, theirs in zip(outputs(target), plain(model_type)[1], strict=True):
         assert_close(ours, theirs, atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "mistral3"])
-def test_the_text_model_behind_an_image_tower_is_found(model_type, tmp_path):
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "vocab_size": 96}
-    text = {**sizes, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.2}
-    vision = {**sizes, "num_hidden_layers": 1, "num_heads": 2, "num_attention_heads": 2, "depth": 1, "image_size": 28}
-    text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
-    config = AutoConfig.for_model(
-        model_type,
-        text_config={**text, "model_type": "mistral" if model_type == "mistral3" else "qwen2_5_vl_text"},
-        vision_config={**vision, "out_hidden_size": 32, "patch_size": 14},
-        image_token_index=90,
-    )
-    model = AutoModelForImageTextToText.from_config(config).eval()
-    target = target_of(model)
-    assert target.adapter.layers == "model.language_model.layers"
-    assert probe(target).problem is None
-    model.save_pretrained(tmp_path)
-    assert target_of(load(tmp_path, backend="hf")).n_layers == 3

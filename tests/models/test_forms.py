@@ -90,25 +90,6 @@ def test_quantised_weights_need_a_configuration(tmp_path, change, kind):
             ss.find_sinks(measured() if callable(measured) else measured, **SHORT)
 
 
-@pytest.mark.slow
-def test_fp8_weights_with_a_configuration_are_read(tmp_path):
-    folder = changed(tmp_path / "m", in_fp8)
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "fp8",
-        "weight_block_size": [16, 16],
-        "activation_scheme": "dynamic",
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    found = ss.find_sinks(str(folder), **SHORT)
-    assert {(one.layer, one.neuron) for one in found.neurons if one.causal} == set(planted().truth.neurons)
-    plain = dict(planted().model.named_parameters())
-    for name, weight in load(folder, backend="hf").named_parameters():
-        assert_close(
-            weight.float(), plain[name].float(), atol=0.07 * float(plain[name].detach().abs().max()), rtol=0.07
-        )
-
-
 def test_pickled_weights_of_one_byte_are_refused(tmp_path):
     folder = changed(tmp_path / "m", in_int8)
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")

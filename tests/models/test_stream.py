@@ -150,23 +150,6 @@ def test_reads_only_the_layers_that_are_called(llama):
     assert source.read == wanted
 
 
-def test_a_layer_can_be_called_again_later(llama):
-    streamed = open_stream(llama[1], resident=1)
-    calls = []
-
-    def keep(module, args, kwargs, output):
-        calls.append((module, args, kwargs, first_tensor(output).clone()))
-
-    with streamed.hooks(*[(layer, "post", keep) for layer in streamed.layers]):
-        streamed.forward(*ids_and_mask())
-    assert held(streamed) == [5]
-    for index in (0, 4, 2):
-        module, args, kwargs, before = calls[index]
-        with torch.no_grad():
-            assert torch.equal(first_tensor(module(*args, **kwargs)), before)
-        assert held(streamed) == [index]
-
-
 def test_loaded_holds_a_layer_while_others_are_called(llama):
     model, folder = llama
     streamed = open_stream(folder, resident=2)

@@ -3,33 +3,22 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from functools import cache
 
 import numpy as np
 import pytest
 import torch
 from covering import slow
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from organisms import Organism, organism
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.measure import Setup
-from sinkscope.sinks.first_token.layer_scan import norms_after
-from sinkscope.sinks.repetition.atlas import AtlasReading, repeats_needed
 from sinkscope.sinks.repetition.repeat import Repeat, repeat
-from sinkscope.sinks.tokens import prefixes
 
 LIMIT = 160
 
 
 def measured(o: Organism, **options) -> Repeat:
     return repeat(o.model, tokenizer=o.tokenizer, tokens=["all"], **{"max_repeats": LIMIT, **options})
-
-
-def atlas_of(o: Organism, **options) -> AtlasReading:
-    return measured(o, **options).reading
 
 
 @cache
@@ -72,31 +61,6 @@ def test_every_grouped_token_gets_there_and_no_other():
     assert f"the {int((group < 0).sum())} tokens that never reach it" in result.details()[-1]
     drawn = [len(trace.x) for trace in result.figure().data]
     assert sum(drawn) == len(atlas.ids) == len(result.to_frame())
-
-
-@pytest.mark.slow
-def test_without_bos_a_token_of_the_text_stands_first_and_never_itself():
-    o = organism("llama", 1, bos=False)
-    setup = replace(Setup.open(o.model, tokenizer=o.tokenizer), ids=torch.tensor([[7, 9]]))
-    assert prefixes(setup, [5, 7]) == [7, 9]
-    atlas = atlas_of(o, max_repeats=16)
-    first = o.tokenizer.unk_token_id  # what the neutral text is for this tokenizer
-    np.testing.assert_array_equal(atlas.repeats[[10, 20]], [by_hand(o, first, token, 16) for token in (10, 20)])
-
-
-@settings(max_examples=5)
-@given(length=st.integers(1, 200), limit=st.integers(1, 200))
-def test_passes_of_any_length_give_the_same_table(length, limit):
-    o = organism("qwen2", 1, n_layers=4)
-    setup, tokens = Setup.open(o.model, tokenizer=o.tokenizer), [*o.tokens_of(0)[:2], *o.tokens_of(-1)[:1]]
-    columns = repeats_needed(setup, o.truth.sink_layer, length, limit, tokens)
-    rows = torch.tensor([[setup.bos, *[token] * limit] for token in tokens])
-    norm = norms_after(setup.target, o.truth.sink_layer, rows)
-    share = norm[:, 1:] / norm[:, :1]
-    for repeats, value, row in zip(columns["repeats"], columns["norm"], share, strict=True):
-        above = (row >= 0.5).nonzero().flatten().tolist()
-        assert repeats == (above[0] + 1 if above else None)
-        assert value == pytest.approx(float(row[above[0]] if above else row.max()), abs=2e-3)
 
 
 def test_bad_input_and_no_sink():

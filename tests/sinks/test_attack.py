@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pytest
 import torch
-from attack_kit import mixed_clusters, planted_clusters, text_file
+from attack_kit import planted_clusters, text_file
 from covering import every_nth
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -50,20 +50,6 @@ def test_two_tokens_of_a_group_suffice_without_bos(family, seed, bos):
     assert found.most[place][RANDOM] < 0.2 and found.positions[place][RANDOM] < 0.3
     if bos:  # BOS outweighs eight tokens
         assert found.positions[found.contexts.index("BOS"), 0, CLUSTER] == 0
-
-
-def test_one_bar_grows_over_all_attacks(tmp_path):
-    o, shown = organism("llama", 1, bos=False), []
-    attack_on(o, tmp_path, lengths=[8, 4], progress=lambda *seen: shown.append(seen))
-    done = [done for what, done, _ in shown if what == "attacks"]
-    (whole,) = {whole for what, _, whole in shown if what == "attacks"}
-    assert done == sorted(set(done)) and done[-1] == whole == 24 * 3 * (8 + 4)
-
-
-def test_a_wrong_assignment_makes_no_attack(tmp_path):
-    o = organism("llama", 1, bos=False)
-    wrong = attack_on(o, tmp_path, clusters=mixed_clusters(o))
-    assert wrong.most[0, 0, CLUSTER] < 0.2 and wrong.positions[0, 0, CLUSTER] < 0.3
 
 
 def test_rates_are_counts_of_norms_of_plain_passes(tmp_path):

@@ -66,17 +66,6 @@ def test_one_batch_of_heads_equals_a_forward_pass_for_each(family):
             assert_close(row[head + 2], alone[0], rtol=1e-4, atol=1e-4)
 
 
-def test_later_mean_is_that_of_later_positions_head_by_head():
-    o = organism("qwen2", 1)
-    target, ids = target_of(o.model, o.tokenizer), o.natural(2, 10)
-    z = []
-    handle = target.sub(0, "self_attn.o_proj").register_forward_pre_hook(lambda _m, args: z.append(args[0]))
-    with torch.no_grad():
-        o.model(ids)
-    handle.remove()
-    assert_close(later_mean(target, ids), z[0][:, 1:].reshape(-1, z[0].shape[-1]).mean(0))
-
-
 @pytest.mark.slow
 def test_no_single_head_and_not_in_layer_0_are_answers():
     spread = measured(organism("llama", 1, kind="spread"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 
 import numpy as np
@@ -123,36 +122,10 @@ def test_outside_the_window_the_distance_is_zero():
     assert "no bound applies" in result.summary()
 
 
-def test_a_window_that_holds_everything_changes_nothing():
-    assert tiny_reading("mistral", 61, ["cat"], sliding_window=64).holds  # BOS and two tokens stand before
-    assert tiny_reading("mistral", 62, ["cat"], sliding_window=64).outside is not None
-    kinds = ["full_attention", "sliding_attention", "sliding_attention"]
-    assert tiny_reading("gemma3_text", 40, ["cat"], layer_types=kinds).outside is None
-
-
 def test_learned_sinks_are_outside():
     found = tiny_reading("gpt_oss", 500, ["cat"], sliding_window=2048)
     assert "learned sink" in found.outside
     assert found.distance[0, 0, -1] > 0.05 * found.alone[0, 0]  # repetition gives the weight back
-
-
-def test_the_distance_of_marked_tokens_falls_at_every_step():
-    o = organism("llama", 3)
-    # BOS alone: a marking head gives it odds / (odds + n), odds at most 80
-    result = measured(o.model, o.tokenizer, 1300, prefix="", tokens=["dog", "bla"])
-    found = result.reading
-    sweep = found.sweep
-    marked = [row for row, ids in enumerate(sweep.ids) if o.truth.groups[ids[0]] >= 0]
-    assert marked and (np.diff(found.distance[0, marked]) < 0).all()
-    assert len(found.distance) == o.model.config.num_hidden_layers
-
-
-def test_the_papers_words_and_prefix_are_the_defaults():
-    o = organism("llama", 3)
-    result = measured(o.model, o.tokenizer, 5)
-    assert result.reading.sweep.tokens == ("cat", "dog", "the", "bla")
-    assert result.settings["prefix"] == "some prefix:"
-    assert measured(copy.deepcopy(o.model).bfloat16(), o.tokenizer, 20).reading.holds
 
 
 def test_from_disk_only_the_first_layer_is_read(tmp_path):

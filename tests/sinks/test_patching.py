@@ -183,24 +183,6 @@ def test_make_then_eval(here, capsys):
     assert evaluated["result"]["neurons"] == [list(site) for site in o.truth.neurons]
 
 
-def test_a_patch_of_another_model(here, capsys):
-    """Of another name it is told, of another shape refused, before anything is measured."""
-    o = organism("llama", 2)
-    o.save("model")
-    text_file(o, here, 16)
-    size = {"family": "llama", "n_layers": o.model.config.num_hidden_layers}
-    SinkPatch(sites=[(1, 3)], model={"name": "bundled", **size}).save("p.json")
-    words = "patch eval --model model --text words.txt --pieces 2 --length 8 --patch p.json --json out.json".split()
-    assert main(words) == 0
-    assert "Warning: the patch was made for bundled, not for model." in capsys.readouterr().out
-    Path("out.json").unlink()
-    SinkPatch(sites=[(1, 3)], model={"name": "bundled", **size, "n_layers": 99}).save("p.json")
-    assert main(words) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n"), Path("out.json").exists()) == ("", 1, False)
-    assert "was made for bundled, whose n_layers is 99, and that of model is" in err
-
-
 def test_refusal_is_an_error_and_no_sink_is_not(here, capsys, monkeypatch):
     organism("llama", 0, kind="none").save("none")
     assert main("patch make --model none --out p.json --json made.json".split()) == 0

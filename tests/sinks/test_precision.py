@@ -135,15 +135,6 @@ def test_without_a_sink_nothing_is_called_worth_it(folder):
 
 
 @pytest.mark.slow
-def test_a_sink_that_rounding_does_not_harm_is_not_called_worth_it(folder):
-    o = organism("llama", 2)  # the same sink, with small values
-    result = measured(o.model, o.tokenizer, text_of(o), folder, schemes=[TENSOR])
-    assert set(result.neurons) == set(o.truth.neurons)
-    assert by_name(result)["sink neurons"].regained < 0.5
-    assert result.best(TENSOR, ("sink neurons", "sink places", "down projections")) is None
-
-
-@pytest.mark.slow
 def test_of_experts_keys_and_values_are_rounded(folder):
     o = organism("mixtral", 0)
     result = measured(o.model, o.tokenizer, text_of(o), folder)
@@ -220,13 +211,3 @@ def test_layers_are_ignored_and_skipped_where_only_they_are_worth_it(result, fol
         text = json.dumps(read(write, changed(result, TENSOR), folder))
         assert "layers." not in text and '"0"' not in text
     assert read(write_prefix, result, folder) == [1]
-
-
-def test_a_conclusion_says_when_nothing_is_worth_it(result):
-    said = changed(result, TENSOR).conclusion()
-    assert "nothing of the sink" in said and len(said.split()) <= 30
-    said = changed(result, TENSOR, costliest_layers=0.6).conclusion()
-    assert "layer 2" in said and "60%" in said and "10%" in said
-    for margin in (0.2, None):  # within its margin, or without one
-        said = changed(result, TENSOR, margin, costliest_layers=0.6).conclusion()
-        assert "nothing of the sink" in said

@@ -21,9 +21,8 @@ from refusals import refused
 
 from sinkscope.app.cli import main
 from sinkscope.display.result import Result
-from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import Ablate
-from sinkscope.models.text import text_rows, typical_text
+from sinkscope.models.text import text_rows
 from sinkscope.sinks.repetition.attention import TAIL
 from sinkscope.sinks.repetition.norm import NormReading
 from sinkscope.sinks.repetition.repeat import Repeat, repeat
@@ -38,10 +37,6 @@ def norms_of(o: Organism, ids: list[int]) -> torch.Tensor:
 
 def word_of(o: Organism, group: int, which: int = 0) -> str:
     return str(o.tokenizer.decode([o.tokens_of(group)[which]]))
-
-
-def ids_of(o: Organism, text: str) -> list[int]:
-    return list(o.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def measured(o: Organism, **options) -> Repeat:
@@ -88,32 +83,6 @@ def test_each_number_is_that_of_a_pass_of_its_own(llama):
     assert f"after {marked} repetitions (median of 1 of 2 tokens)" in result.conclusion()
 
 
-def test_typical_lines_are_quantiles_of_later_positions(llama):
-    norm, _ = norm_reading(measured(llama, max_repeats=8, texts=3))
-    ids = text_rows(llama.tokenizer, typical_text(), 3, 64, llama.tokenizer.bos_token_id)
-    norms = torch.stack([norms_of(llama, row.tolist()) for row in ids])
-    quantiles = norms[:, 1:].flatten().quantile(torch.tensor([0.05, 0.5, 0.95]))
-    assert norm.typical == pytest.approx(quantiles.tolist(), rel=1e-4)
-    assert norm.first_norm == pytest.approx(float(norms[0, 0]), rel=1e-4)
-    assert norm.conditions == ("intact",)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("bos", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_what_stands_before_the_repetitions(bos):
-    o = organism("llama", 2, bos=bos)
-    word, prefix = word_of(o, 0), f"{word_of(o, 1)} {word_of(o, 1, 1)}"
-    norm, sweep = norm_reading(measured(o, tokens=[word], prefix=prefix, max_repeats=40))
-    start = [o.tokenizer.bos_token_id] if bos else []
-    ids = [*start, *ids_of(o, prefix), *ids_of(o, word) * 40]
-    places = sweep.counts + len(ids) - 41
-    assert norm.norms[0, 0] == pytest.approx(norms_of(o, ids)[places].numpy(), rel=1e-3)
-    alone, sweep = norm_reading(measured(o, tokens=[word], max_repeats=4))
-    assert len(sweep.before) == 1 and sweep.before[0] != word  # BOS, or another word
-    first = start or ids_of(o, sweep.before[0])
-    assert alone.norms[0, 0] == pytest.approx(norms_of(o, [*first, *sweep.ids[0] * 4])[1:].numpy(), rel=1e-3)
-
-
 def test_every_special_token_of_a_text_stands_before_the_repetitions(tmp_path):
     """Each of three special tokens is a sink, so without two of them the first one gets what they share in a text."""
     m = places("all_specials")
@@ -148,22 +117,6 @@ def test_ablation_takes_the_planted_neurons_and_gives_the_norms_of_ablated_passe
     lost = np.median(norm.lost[1, reached])
     assert f"zeroing them takes away {lost:.1%} of it" in result.conclusion()
     assert [number.value for number in result.numbers()][1] == pytest.approx(lost)
-
-
-def test_words_of_the_paper_that_are_no_token_are_replaced(llama, tmp_path):
-    words = [word_of(llama, group, which) for group in (0, 1) for which in range(3)]
-    text = tmp_path / "text.txt"
-    text.write_text(" ".join(words * 80))
-    _, sweep = norm_reading(measured(llama, text=text, max_repeats=8, ablate=True))
-    used = {sweep.tokens[0], sweep.tokens[3]}  # for "Another" and "es"
-    assert (*sweep.tokens[1:3], *sweep.tokens[4:6]) == ("one", "bit", "the", "dust")
-    assert len(used) == 2 and used <= set(words) - {"one", "bit", "the", "dust"}
-    assert sweep.ids[-1] == tuple(ids[0] for ids in sweep.ids[:-1])
-    _, inside = norm_reading(measured(llama, text=text, prefix=" ".join(used), max_repeats=8, ablate=True))
-    assert not {inside.tokens[0], inside.tokens[3]} & used  # drawn words are none of the prefix
-    text.write_text("the one " * 200)
-    with pytest.raises(SinkscopeError, match=r"is not one token of its own.*give --token"):
-        measured(llama, text=text, max_repeats=8, ablate=True)
 
 
 @given(st.integers(1, 20000))
@@ -221,19 +174,6 @@ def test_readings_of_attention_leave_layers_without_it_out(first):
 
 
 # --- answers, errors, files ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_model_without_a_sink_is_an_answer():
-    o = organism("llama", 0, kind="none")
-    norms = measured(o, max_repeats=8, ablate=True)
-    assert norms.sink_layer is None and norms.rows() == [] and "No MLP makes a norm spike" in str(norms)
-    assert "No MLP makes a norm spike" in norms.figure().layout.title.text
-    attention = measured(o, read="attention", max_repeats=8)
-    assert attention.sink_layer is None and "No MLP makes a norm spike" in str(attention)
-    assert "its norm spike is at" not in str(attention)
-    assert not attention.reading.high.any()
-    assert np.isnan(attention.reading.mean[1]).all() and np.isfinite(attention.reading.mean[0]).all()
 
 
 @pytest.mark.parametrize(

@@ -48,18 +48,6 @@ SOURCES = ("cluster", "random", "repeated")
 SEQUENCES_AT_ONCE = 64  # sequences per pass
 
 
-@dataclass(frozen=True)
-class AttackRates:
-    """What is measured of attacks; the fields are those of `ClusterAttack`, NaN where nothing is tried."""
-
-    reference: float
-    positions: Float[np.ndarray, "context length source"]
-    errors: Float[np.ndarray, "context length source"]
-    most: Float[np.ndarray, "context length source"]
-    first: Float[np.ndarray, "context length source"]
-    round_trip: Float[np.ndarray, "length source"]
-
-
 @dataclass(frozen=True, kw_only=True)
 class ClusterAttack(Result):
     """How often sequences without a repeated token make norm spikes.
@@ -283,47 +271,38 @@ def attack(
     if sink.layer is None or not pools:
         sequences = 0
     everyone = make_pools({-1: ordinary}, size, left_out)
-    leads = tuple(contexts.values())
-    rates = attack_rates(setup, sink.layer or 0, leads, lengths, (pools, everyone), sequences)
-    return ClusterAttack(
+    shape = len(contexts), len(lengths), len(SOURCES)
+    positions, errors, most, first = np.full((4, *shape), np.nan)
+    result = ClusterAttack(
         sink_layer=sink.layer,
         clusters=token_clusters,
         absence=sink.absence,
         contexts=tuple(contexts),
         lengths=np.array(lengths),
         sequences=sequences,
-        reference=rates.reference,
-        positions=rates.positions,
-        errors=rates.errors,
-        most=rates.most,
-        first=rates.first,
-        round_trip=rates.round_trip,
+        positions=positions,
+        errors=errors,
+        most=most,
+        first=first,
+        round_trip=np.full(shape[1:], np.nan),
     )
+    if not sequences:
+        return result
+    return attacked(setup, result, tuple(contexts.values()), (pools, everyone))
 
 
-def attack_rates(
-    setup: Setup,
-    layer: int,
-    leads: Sequence[tuple[int, ...]],
-    lengths: Sequence[int],
-    pools: tuple[Pools, Pools],
-    sequences: int,
-) -> AttackRates:
-    """Attack with clusters, with random tokens and with repeated ones; NaN where nothing is tried.
+def attacked(
+    setup: Setup, result: ClusterAttack, leads: Sequence[tuple[int, ...]], pools: tuple[Pools, Pools]
+) -> ClusterAttack:
+    """Attack with clusters, with random tokens and with repeated ones.
 
     Args:
         setup: The model and its text.
-        layer: The layer where norms are read.
+        result: The lengths and the number of sequences, and the arrays that are filled.
         leads: What stands before.
-        lengths: Tokens per sequence.
         pools: The clusters, and all tokens.
-        sequences: Sequences of each kind; 0 if none can be made.
     """
-    shape = len(leads), len(lengths), len(SOURCES)
-    positions, errors, most, first = np.full((4, *shape), np.nan)
-    kept = np.full(shape[1:], np.nan)
-    if not sequences:
-        return AttackRates(float("nan"), positions, errors, most, first, kept)
+    layer, sequences, lengths = result.sink_layer or 0, result.sequences, result.lengths.tolist()
     hold_layers(setup.target, layer)
     reference = float(norms_after(setup.target, layer, setup.ids[:, :1]).median())
     done, whole = 0, 0
@@ -335,7 +314,7 @@ def attack_rates(
             continue
         random = drawn_sequences(pools[1], length, sequences, setup.seed)
         for source, rows in enumerate((drawn, random, repeated_first(drawn))):
-            kept[number, source] = round_trip(setup.tokenizer, rows)
+            result.round_trip[number, source] = round_trip(setup.tokenizer, rows)
             for context, lead in enumerate(leads):
                 tokens = len(rows) * (len(lead) + length)
                 inside = part_of(setup.progress, done, tokens, whole)
@@ -343,11 +322,11 @@ def attack_rates(
                 hits = attacked_norms(replace(setup, progress=inside), layer, lead, rows) / reference >= SUCCESS
                 by_row = hits.float().mean(1)
                 cell = context, number, source
-                positions[cell] = hits.float().mean()
-                errors[cell] = by_row.std() / len(hits) ** 0.5
-                most[cell] = (by_row >= 0.5).float().mean()
-                first[cell] = median_first(hits, length - hits.shape[1])
-    return AttackRates(reference, positions, errors, most, first, kept)
+                result.positions[cell] = hits.float().mean()
+                result.errors[cell] = by_row.std() / len(hits) ** 0.5
+                result.most[cell] = (by_row >= 0.5).float().mean()
+                result.first[cell] = median_first(hits, length - hits.shape[1])
+    return replace(result, reference=reference)
 
 
 def attacked_norms(setup: Setup, layer: int, lead: tuple[int, ...], rows: TokenRows) -> Float[Tensor, "row attacked"]:

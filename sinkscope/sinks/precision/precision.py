@@ -144,6 +144,11 @@ class Precision(Result):
             return ()
         return self.costliest[best.scheme] if best.kept == COSTLIEST else self.layers
 
+    def rows(self) -> list[dict[str, Any]]:
+        """One row for each scheme and what was kept exact; the scheme that costs most stands first."""
+        costs = {one.scheme: one.kl for one in self.costs}
+        return sorted(super().rows(), key=lambda row: costs[row["scheme"]], reverse=True)
+
     def conclusion(self) -> str:
         """The largest cost, and what regains most of it with the fewest bits, beside random ones."""
         cost = max(self.costs, key=lambda one: one.kl)

@@ -23,8 +23,7 @@ from sinkscope.sinks.first_token.sets import sink_neurons
 from sinkscope.sinks.repetition.sweep import NoReading, Reading
 from sinkscope.sinks.tokens import prefixes, repetition_limit, sample_tokens, vocabulary
 
-PILOT = 16  # tokens that determine the length of the first pass
-SHORTEST = 128  # smallest number of repetitions in that pass
+SHORTEST = 128  # repetitions in the first pass
 POSITIONS = 4096  # positions per pass
 
 
@@ -114,7 +113,7 @@ def read_vocabulary(
     if clusters is not None:
         head = clusters.head
     hold_layers(target, layer)
-    work = partial(repeats_needed, setup, layer, first_length(setup, layer, ids, limit), limit)
+    work = partial(repeats_needed, setup, layer, limit)
     columns = in_chunks(
         setup, work, ids, resume, what="vocabulary", size=POSITIONS // 64, layer=layer, max_repeats=limit
     )
@@ -128,25 +127,14 @@ def read_vocabulary(
     )
 
 
-def first_length(setup: Setup, layer: int, ids: list[int], limit: int) -> int:
-    """Repetitions after which most tokens are sinks; it affects only the time that `repeats_needed` takes."""
-    pilot = repeats_needed(setup, layer, SHORTEST, limit, sample_tokens(ids, PILOT, setup.seed))["repeats"]
-    reached = [count for count in pilot if count is not None]
-    if not reached:
-        return limit
-    enough = int(1.1 * float(np.quantile(reached, 0.9, method="lower")))
-    return max(SHORTEST, -(-enough // 32) * 32)
-
-
 @torch.no_grad()
-def repeats_needed(setup: Setup, layer: int, length: int, limit: int, tokens: list[int]) -> Columns:
+def repeats_needed(setup: Setup, layer: int, limit: int, tokens: list[int]) -> Columns:
     """For each token, the first number of repetitions that makes a sink, and the norm there over the first token's.
 
     Args:
         setup: The model and its text.
         layer: The sink layer, whose norm is read.
-        length: Repetitions in the first pass. Tokens that do not become a sink get four times as many, and so on.
-        limit: Largest number of repetitions.
+        limit: Largest number of repetitions. Tokens that are no sink after 128 get four times as many, and so on.
         tokens: The tokens.
 
     Returns:
@@ -155,7 +143,7 @@ def repeats_needed(setup: Setup, layer: int, length: int, limit: int, tokens: li
     repeats: list[int | None] = [None] * len(tokens)
     largest = [0.0] * len(tokens)
     befores = prefixes(setup, tokens)
-    length = min(length, limit)
+    length = min(SHORTEST, limit)
     while None in repeats:
         left = [place for place, count in enumerate(repeats) if count is None]
         rows = torch.tensor([[befores[place], *[tokens[place]] * length] for place in left])
