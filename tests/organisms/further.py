@@ -58,7 +58,7 @@ def _one_reader(b: Build) -> HardTruth:
     calm(b, (*truth.marking, (reader[0], (reader[1],))))
     says = {
         "find_sinks": (r"^Norm spike without an attention sink: {set} make", "Too few heads attend"),
-        "circuit": (r"1 of \d+ heads gives the first token",),
+        "circuit": (r"1 of \d+ heads attends to the first token",),
         "attack": ("make spikes at",),
     }
     never = ("no head attends", "Fewer than", r"\bmakes? sinks", "sink fire")
@@ -74,7 +74,7 @@ def _far_position(b: Build) -> HardTruth:
     positions[[0, 100]] = positions[[100, 0]]
     says = {
         "find_sinks": (r"^Attention sink without a norm spike: .* position 100 \(any token\)",),
-        "circuit": (r"^Heads attend to position 100 \(any token\) without a spike; the position embedding is needed",),
+        "circuit": (r"^\d+ of \d+ heads attend to position 100 \(any token\); without the position embedding",),
     }
     about = Further(says=says, never=("^Neither", "^No circuit"))
     return HardTruth(False, False, "position embedding", reading=reading, about=about)

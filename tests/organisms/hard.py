@@ -50,7 +50,6 @@ class HardTruth:
         carried_by: what these heads read, or those of the later sinks where the first token is none.
         sink_layer: whose MLP makes most of the spike; None: no MLP does.
         sets: each a smallest set of sites whose zeroing removes the spike and, with it, the attention.
-        backup: those of a set that fire only where the others of it are silent.
         step_up: layers whose MLP builds the spike.
         step_down: layers whose MLP takes it away again.
         later: ids of tokens that are sinks wherever they stand, and the neurons that make the spike of each (or none).
@@ -67,7 +66,6 @@ class HardTruth:
     carried_by: str | None
     sink_layer: int | None = None
     sets: tuple[frozenset[Site], ...] = ()
-    backup: tuple[Site, ...] = ()
     step_up: tuple[int, ...] = ()
     step_down: tuple[int, ...] = ()
     later: dict[int, tuple[Site, ...]] = field(default_factory=dict)
@@ -525,7 +523,7 @@ def _with_backup(b: Build, *later: int) -> HardTruth:
         column.copy_(saved)
         gate -= 12.0 * b.full(site[0], way)
     readers = range(layer + max(later) + 1, b.plan.n_layers)
-    return sink(b, way, marking, readers, sets=(b.sites() | set(backups),), backup=tuple(backups))
+    return sink(b, way, marking, readers, sets=(b.sites() | set(backups),))
 
 
 @_kind(*ALL, layers=(6, 8), behind=(3, 4), count=1)

@@ -211,3 +211,17 @@ def test_layers_are_ignored_and_skipped_where_only_they_are_worth_it(result, fol
         text = json.dumps(read(write, changed(result, TENSOR), folder))
         assert "layers." not in text and '"0"' not in text
     assert read(write_prefix, result, folder) == [1]
+
+
+def test_a_conclusion_says_when_nothing_is_worth_it(result):
+    said = changed(result, TENSOR).conclusion()
+    assert "nothing of the sink" in said and len(said.split()) <= 30
+    worth = changed(result, TENSOR, costliest_layers=0.6)
+    said = worth.conclusion()
+    assert "layer 2" in said and "60%" in said and "10%" in said
+    tile = worth.headline()  # a card's tile has the number of the sentence beside it
+    assert tile is not None and (tile.label, tile.value) == (f"regained by costliest layers, {TENSOR}", 0.6)
+    assert worth.shown_rows()[0]["scheme"] == max(worth.costs, key=lambda one: one.kl).scheme
+    for margin in (0.2, None):  # within its margin, or without one
+        said = changed(result, TENSOR, margin, costliest_layers=0.6).conclusion()
+        assert "nothing of the sink" in said

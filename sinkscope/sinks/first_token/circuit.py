@@ -202,6 +202,7 @@ def draw(result: Circuit) -> go.Figure:
         panels.setdefault(html.escape(title), []).append(row)
     panels = {_with_control(title, rows): rows for title, rows in panels.items()}
     fig = make_subplots(cols=max(1, len(panels)), subplot_titles=list(panels) or ["no circuit"])
+    fig.update_yaxes(title_text="share of the effect", col=1)
     for col, rows in enumerate(panels.values(), start=1):
         if rows[0]["step"] == "readers":
             _draw_readers(fig, rows, col)
@@ -212,7 +213,7 @@ def draw(result: Circuit) -> go.Figure:
             values = [row[field] for row in shown]
             name = field.replace("_", " ")
             fig.add_bar(x=names, y=values, name=name, marker_color=color, showlegend=col == 1, row=1, col=col)
-        fig.update_yaxes(title_text="share of the effect", tickformat=".0%", row=1, col=col)
+        fig.update_yaxes(tickformat=".0%", row=1, col=col)
     return figure_of(fig, result, width=max(700, 350 * len(panels)), height=460)
 
 

@@ -140,7 +140,6 @@ class FindSinks(Result):
             minimal=self.minimal,
             layer=self.sink_layer,
             lengths=self.lengths,
-            further=self.further_spikes,
             stray_norms=self.stray_norms.count,
             scattered=self.scattered.count,
         )

@@ -38,7 +38,6 @@ class Found:
         minimal: The neurons that make the spike.
         layer: The layer whose MLP builds most of it.
         lengths: Lengths of the texts that were read.
-        further: Spikes at further places.
         stray_norms: Positions whose norm stands out and that no words describe.
         scattered: Positions that receive as much attention as a sink and that no words describe.
     """
@@ -48,7 +47,6 @@ class Found:
     minimal: CausalSet | None
     layer: int | None
     lengths: tuple[int, ...]
-    further: tuple[PlacedSpike, ...] = ()
     stray_norms: int = 0
     scattered: int = 0
 

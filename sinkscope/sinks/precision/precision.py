@@ -144,10 +144,17 @@ class Precision(Result):
             return ()
         return self.costliest[best.scheme] if best.kept == COSTLIEST else self.layers
 
-    def rows(self) -> list[dict[str, Any]]:
+    def shown_rows(self) -> list[dict[str, Any]]:
         """One row for each scheme and what was kept exact; the scheme that costs most stands first."""
         costs = {one.scheme: one.kl for one in self.costs}
-        return sorted(super().rows(), key=lambda row: costs[row["scheme"]], reverse=True)
+        return sorted(self.rows(), key=lambda row: costs[row["scheme"]], reverse=True)
+
+    def headline(self) -> Number | None:
+        """What regains most of the largest cost, as the conclusion has it."""
+        best = self.best(max(self.costs, key=lambda one: one.kl).scheme)
+        if best is None:
+            return super().headline()
+        return Number(f"regained by {best.kept}, {best.scheme}", best.regained, best.random, best.margin)
 
     def conclusion(self) -> str:
         """The largest cost, and what regains most of it with the fewest bits, beside random ones."""
