@@ -41,7 +41,8 @@ CAUSES = {
     "window": "the policy's window",
     "rounding": "the rounding of keys and values",
 }
-PRONOUNS = {("sink",): "it", ("window",): "it", ("rounding",): "it"}  # of the causes; any others are several
+PRONOUNS: dict[tuple[str, ...], str] = {("sink",): "it", ("window",): "it", ("rounding",): "it"}
+"""How a conclusion speaks of causes; of any others as "them"."""
 REFERENCES = {"output": "all generated tokens removed", "context": "all but the first token removed"}
 Trial = tuple[frozenset[str], int | None]
 """What is taken away, and the number of the random draw that stands in for it; None: it itself is."""
