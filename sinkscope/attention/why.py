@@ -41,6 +41,8 @@ CAUSES = {
     "window": "the policy's window",
     "rounding": "the rounding of keys and values",
 }
+PRONOUNS: dict[tuple[str, ...], str] = {("sink",): "it", ("window",): "it", ("rounding",): "it"}
+"""How a conclusion speaks of causes; of any others as "them"."""
 REFERENCES = {"output": "all generated tokens removed", "context": "all but the first token removed"}
 Trial = tuple[frozenset[str], int | None]
 """What is taken away, and the number of the random draw that stands in for it; None: it itself is."""
@@ -136,7 +138,7 @@ class Why(Result):
         taken = [by_name[" and ".join(self.kept_by)]] if self.either else [by_name[name] for name in self.kept_by]
         shares = word_list([str(round(tried.goes_on * count)) for tried in taken])
         control = f"{self._of(min(tried.control or 0.0 for tried in taken))} under random changes"
-        them = "it" if self.kept_by[0] in ("sink", "window", "rounding") and len(self.kept_by) == 1 else "them"
+        them = PRONOUNS.get(self.kept_by, "them")
         others = round(max(tried.other_loop for tried in taken) * count)
         sentences: list[str] = []
         for other in (f" ({others} end in another loop)" if others else "", ""):
