@@ -24,6 +24,7 @@ CHOICES = {  # one of a few words, or packed numbers
     "records.verdict",
     "rounded.scheme",
     "rounded.kept",
+    "readers.heads",
     "kept_by",
     "tried.without",
 }
