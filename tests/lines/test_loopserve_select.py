@@ -51,7 +51,7 @@ def cells_of(lines: HeadLines, head: int) -> set[tuple[int, int]]:
 @given(
     queries=st.integers(1, 24),
     past=st.integers(0, 16),
-    alpha=st.floats(0.05, 0.999) | st.just(1),
+    alpha=st.floats(0.05, 0.999) | st.just(1.0),
     variant=st.sampled_from(VARIANTS),
     sample=st.sampled_from([1, 5, 48]),
     sharp=st.sampled_from([0.0, 1.0, 4.0]),
