@@ -94,10 +94,10 @@ GROUPS = [
 def test_heads_are_grouped_by_what_they_need(name, family, tmp_path):
     m = planted(name, family)
     found = traced(m, tmp_path)
-    said = [one for sink in (found, *found.later) for one in sink.readers if one.evidence.holds or not one.needs]
+    said = [one for sink in (found, *found.later) for one in sink.readers if one.evidence.holds]
     for group in m.truth.groups:
         heads = {f"L{layer}.H{head}" for layer, head in group.heads}
-        needs = needed(group.needs, m.truth.makers) if group.alone else ()
+        needs = needed(group.needs, m.truth.makers)
         assert (needs, heads) in [(tuple(sorted(one.needs)), set(one.heads)) for one in said], (needs, heads, said)
 
 

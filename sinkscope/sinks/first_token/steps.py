@@ -118,7 +118,7 @@ class Readers:
     def in_words(self, most: int = NAMED) -> str:
         """The attention with and without what the heads need."""
         if not self.needs or not self.evidence.holds:
-            return "nothing that was replaced alone takes it away"
+            return "nothing that was replaced, alone or in pairs, takes it away"
         control = "" if self.control is None else f" (random control: {self.control:.2f})"
         before, after = self.attention.mean(), self.attention_without.mean()
         return f"without {named(self.needs, most)} their mean attention falls from {before:.2f} to {after:.2f}{control}"

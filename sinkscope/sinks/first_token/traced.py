@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import compress
+from itertools import combinations, compress
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from sinkscope.measure import Setup
 from sinkscope.measure.evidence import NEEDED
 from sinkscope.models.norms import norm_of
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.effects import Component, Edit, effects, mixing, silencing, writers
+from sinkscope.sinks.first_token.effects import Component, Edit, effects, mixing, one_by_one, silencing, writers
 from sinkscope.sinks.first_token.members import CONTROL_DRAWS, RATE_EPS, Sites
 from sinkscope.sinks.first_token.position_effect import Components, PositionEffect, heads_of
 from sinkscope.sinks.first_token.search import random_sets
@@ -27,6 +27,7 @@ from sinkscope.trace.run import trace
 TEXTS = 2  # pieces of typical text
 MORE_POSITIONS = 8  # typical positions, if the token embedding seems to be needed
 EFFECTIVE = 0.1  # components that take away at least this share are named
+PAIRED = 6  # components that are removed in pairs for heads that need none alone
 
 
 @dataclass(frozen=True)
@@ -251,6 +252,21 @@ class HeadByHead:
             needs.append(own)
         return needs
 
+    def pairs(self, numbers: Sequence[int]) -> list[tuple[str, ...]]:
+        """For each of some heads that need nothing alone, two parts that it needs together; empty if there are none."""
+        heads, components = self.heads.only(numbers), self.heads.components
+        alone = heads.lost(one_by_one(components)).mean(1).nan_to_num()
+        order = alone.argsort(descending=True, stable=True)[:PAIRED].tolist()
+        names = [str(components[index]) for index in order]
+        if SPIKE in self.parts:
+            names.append(SPIKE)
+        pairs = list(combinations(names, 2))
+        if not pairs:
+            return [()] * len(numbers)
+        most = heads.lost([self.removal(pair) for pair in pairs]).max(0)
+        best = zip(most.values.tolist(), most.indices.tolist(), strict=True)
+        return [pairs[index] if lost >= NEEDED else () for lost, index in best]
+
     def groups(self) -> list[Readers]:
         """The heads by what they need, the largest group first."""
         needs = self.needs()
@@ -260,17 +276,22 @@ class HeadByHead:
             if SPIKE in own and len(of_spike) == 1:  # neurons are named only if heads need different ones
                 own = (SPIKE,)
             by_needs.setdefault(own, []).append(head)
+        without = by_needs.pop((), [])
         groups = [self.group(own, numbers) for own, numbers in by_needs.items()]
+        by_pairs: dict[tuple[str, ...], list[int]] = {}
+        for head, own in zip(without, self.pairs(without) if without else [], strict=True):
+            by_pairs.setdefault(own, []).append(head)
+        groups += [self.group(own, numbers, alone=False) for own, numbers in by_pairs.items()]
         return sorted(groups, key=lambda group: -len(group.heads))
 
-    def group(self, needs: tuple[str, ...], numbers: Sequence[int]) -> Readers:
-        """The heads that need the same parts, without these and under the controls of that."""
+    def group(self, needs: tuple[str, ...], numbers: Sequence[int], *, alone: bool = True) -> Readers:
+        """The heads that need the same parts, alone or only together, without these and under the controls of that."""
         heads = self.heads.only(numbers)
         removal = self.removal(needs)
-        if SPIKE not in needs:
+        if SPIKE not in needs and alone:
             removal = Edit(swap=heads.with_heads(removal.swap, alone=True))
             needs = tuple(map(str, removal.swap))
-        elif len(needs) > 1:
+        elif len(needs) > 1 and alone:
             needs = tuple(name for name in needs if name != SPIKE)
         intact, *without = heads.values(self.position.beside_random(removal, heads.depth - 1) if needs else [])
         ranked = intact.argsort(descending=True, stable=True)
