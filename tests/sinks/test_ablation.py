@@ -9,6 +9,7 @@ import torch
 from attack_kit import text_file
 from organisms import SharedSink, organism
 from organisms import shared_sink as make_shared_sink
+from raw_kit import norms, zeroed
 from torch import Tensor
 
 from sinkscope.models.target import Target
@@ -57,6 +58,32 @@ def test_a_cause_takes_more_than_the_strongest_of_twenty_random_neurons(family, 
         assert by_site[site].ablation_drop == pytest.approx(drop, abs=0.02)
         assert by_site[site].control_drop == pytest.approx(shared.helper_drop, abs=0.02)
     assert [neuron.site for neuron in result.causal] == [shared.sink]
+
+
+def test_a_set_is_held_against_the_strongest_of_the_random_sets(monkeypatch, tmp_path):
+    """One of the random sets is a neuron of the set itself, which takes a part of the spike away."""
+    o = organism("qwen3", 2, kind="spread")
+    part, idle = o.truth.neurons[-1], (o.truth.sink_layer, max(site[-1] for site in o.truth.neurons) - 1)
+    assert idle not in o.truth.neurons
+    sets = [*[(idle,)] * 19, (part,)]
+    monkeypatch.setattr("sinkscope.sinks.first_token.sets.random_sets", lambda *_: sets)
+    found = find_sinks(o.model, tokenizer=o.tokenizer, max_repeats=8, text=text_file(o, tmp_path, 8)).minimal
+    ids = o.natural(4, 40)
+    before = norms(o.model, ids)[o.truth.sink_layer, :, 0]
+    with zeroed(o.model, (part,)):
+        lost = float((1 - norms(o.model, ids)[o.truth.sink_layer, :, 0] / before).mean())
+    assert found is not None and set(found.edit_sites) == set(o.truth.neurons)
+    assert 0.1 < lost == pytest.approx(found.control, abs=0.03)
+
+
+def test_no_candidate_is_drawn_as_a_control_of_candidates():
+    """All neurons but two are candidates, so the controls are these two."""
+    shared = shared_sink("llama")
+    context = context_of(shared)
+    verified = verify_neurons(context, context.target.d_mlp - 2)
+    by_site = {neuron.site: neuron for neuron in verified}
+    assert len(by_site) == context.target.d_mlp - 2 and by_site[shared.sink].causal
+    assert by_site[shared.sink].control_drop < shared.helper_drop + 0.02 < by_site[shared.sink].ablation_drop
 
 
 @pytest.mark.parametrize("family", ["gpt2", "mixtral"])

@@ -163,13 +163,15 @@ def test_without_bos(name, family, tmp_path):
 
 
 def attended(o: Organism) -> int:
-    """How many heads attend to the first token by chance, from the model's own attention."""
+    """How many heads attend by chance to the first token or a learned logit, from the model's own attention."""
     usual = o.model.config._attn_implementation
     o.model.set_attn_implementation("eager")
     with torch.no_grad():
         out = o.model(o.natural(6, 64), output_attentions=True, use_cache=False)
     o.model.set_attn_implementation(usual)
-    return int((torch.stack(out.attentions)[..., 0].mean((1, 3)) > 0.25).sum())
+    attention = torch.stack(out.attentions)
+    learned = 1 - attention.sum(-1)  # what no token receives
+    return max(int((received.mean((1, 3)) > 0.25).sum()) for received in (attention[..., 0], learned))
 
 
 def nothing_in(count: int, layers: tuple[int, ...], folder: Path):
