@@ -12,12 +12,14 @@ import torch
 from attack_kit import text_file
 from organisms import FAMILIES, KINDS, Organism, organism
 from organisms.plan import LEAST_LAYERS
+from raw_kit import attention, zeroed
 from torch import Tensor
 from torch.testing import assert_close
 
 from sinkscope.opening.live import target_of
 from sinkscope.opening.stream import open_stream
 from sinkscope.sinks.first_token.context import SinkContext
+from sinkscope.sinks.first_token.effects import side_by_side
 from sinkscope.sinks.first_token.find import FindSinks, find_sinks
 from sinkscope.sinks.first_token.layer_scan import LayerReading, LayerScan, scan_layers
 from sinkscope.sinks.first_token.layer_view import columns, contribution_norms, view_layer
@@ -170,6 +172,42 @@ def test_the_smallest_set_is_found(needed):
     smallest = smallest_set(candidates, remove)
     assert {*smallest} == needed
     assert smallest_set(candidates[:1], remove) is None
+
+
+def test_a_neuron_that_attention_alone_needs_joins_the_set(tmp_path, monkeypatch):
+    o = organism("llama", 1)
+    needed = set()
+
+    def attention_needs_two(target, trials):
+        answers = side_by_side(target, trials)
+        for number, (trial, answer) in enumerate(zip(trials, answers, strict=True)):
+            if trial.attention and trial.edits:
+                if not needed:  # of the set that removes the spike, and the last candidate
+                    needed.update({trial.edits[0].zero[0], trial.edits[-1].zero[-1]})
+                left = torch.tensor([float(not needed <= {*edit.zero}) for edit in trial.edits])
+                attention = torch.ones_like(answer.attention) * left[:, None, None, None]
+                intact = torch.ones_like(answer.intact_attention)
+                answers[number] = replace(answer, attention=attention, intact_attention=intact)
+        return answers
+
+    monkeypatch.setattr("sinkscope.sinks.first_token.sets.side_by_side", attention_needs_two)
+    minimal = find_in(o, tmp_path).minimal
+    assert len(needed) == 2 and {*minimal.edit_sites} == needed
+
+
+def test_a_stage_that_attention_alone_needs_joins_the_set(tmp_path):
+    """The sink layer's neuron makes nearly all of the norm; the heads read what the earlier stage writes, too."""
+    o = organism("neox", 4, kind="two_stage")
+    both = (*o.truth.neurons, *o.truth.early_neurons)
+    ids, (layers, heads) = o.natural(4, 40), zip(*o.truth.reading_heads, strict=True)
+    left = []
+    for sites in ((), o.truth.neurons, both):
+        with zeroed(o.model, sites):
+            left.append(float(attention(o.model, ids)[layers, :, heads, 8:, 0].mean()))
+    assert left[1] > 0.5 * left[0] > 5 * left[2]
+    found = find_in(o, tmp_path)
+    assert found.minimal is not None and set(found.minimal.edit_sites) == set(both)
+    assert found.attention_sink is not None and found.attention_sink.carried_by == "spike"
 
 
 @pytest.mark.slow

@@ -105,6 +105,43 @@ def backup_made(folder: Path) -> tuple[HardModel, PatchMade]:
 
 
 @pytest.mark.slow
+def test_harmful_patch_is_refused(tmp_path):
+    """The sink neuron also carries what the model says about ordinary text: its own samples become less likely."""
+    o = new_organism("llama", 10, kind="up")  # to be changed
+    [(layer, neuron)] = o.truth.neurons
+    mlp = o.model.model.layers[layer].mlp
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        # A little of every token's content in the factor that decides about the sink, much of it in what is written:
+        # ordinary tokens move the neuron by a small part of the sink's value, and the logits by a lot.
+        row = mlp.up_proj.weight[neuron]
+        noise = torch.randn(row.shape, generator=generator)
+        column = mlp.down_proj.weight[:, neuron]
+        spikes = torch.zeros_like(row, dtype=torch.bool)
+        spikes[list(o.truth.residual_dims)] = True
+        row.add_(torch.where(spikes, 0, 0.01 * row.norm() * noise))
+        other = torch.randn(row.shape, generator=generator)
+        column.add_(torch.where(spikes, 0, 0.5 * column.norm() * other / other.norm()))
+    text = tmp_path / "samples.txt"
+    text.write_text(samples_of(o))
+    made = made_of(o, tmp_path, text=text, pieces=20)
+    assert made.verdict == "refused" and "perplexity of held-out text rises" in made.reason
+    assert set(made.sites) == set(o.truth.neurons)  # it would work, and harm
+    proof = made.proof
+    assert proof.perplexity[1] / proof.perplexity[0] > 1.01
+    with pytest.raises(SinkscopeError, match="perplexity"):
+        _ = made.patch
+    assert proof.judged(1e6)[0] == "made"  # the limit is what refuses
+
+
+def samples_of(o: Organism) -> str:
+    """What the model itself says, so that any other distribution is further from it."""
+    start, special = torch.full((24, 1), o.tokenizer.bos_token_id), [0, 1, 2, 3]
+    rows = o.model.generate(start, do_sample=True, top_k=0, max_new_tokens=48, suppress_tokens=special)
+    return " ".join(o.tokenizer.decode(row[1:]) for row in rows)
+
+
+@pytest.mark.slow
 def test_a_backup_neuron_is_patched_too(tmp_path):
     """Held still, the sink neuron alone is replaced by another in a later layer: the patch needs both."""
     h, made = backup_made(tmp_path)

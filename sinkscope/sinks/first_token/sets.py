@@ -25,7 +25,7 @@ from sinkscope.sinks.first_token.members import ATTENTION_LENGTH, CausalSet, Hea
 from sinkscope.sinks.first_token.neurons import stage_neurons, verify_neurons
 from sinkscope.sinks.first_token.places import stands_out
 from sinkscope.sinks.first_token.records import RepetitionSpike
-from sinkscope.sinks.first_token.search import Removal, random_sets, random_sites, smallest_set
+from sinkscope.sinks.first_token.search import Removal, random_sets, random_sites, smallest_set, without_unneeded
 
 CANDIDATES = 8  # default number of candidates of the sink layer
 MORE_CANDIDATES = 64  # candidates of the sink layer if the first few do not suffice
@@ -137,12 +137,27 @@ class _SpikeSearch:
         removals = self.removals([(site,) for site in others], self.rise.layer, self.rise.last)
         return tuple(site for site, removal in zip(others, removals, strict=True) if removal.gone)
 
-    def compared(self, chosen: Sites, excluded: Sites) -> CausalSet | None:
-        """A set with its effects and controls; None if a random set, drawn of other neurons, has as large an effect."""
+    def grown(self, chosen: Sites, others: Sites) -> Sites:
+        """The set and those of the other candidates that attention needs as well."""
+
+        def remove(sets: list[Sites]) -> list[Removal]:
+            (edited,) = side_by_side(self.context.target, [self.attention_trial([chosen + some for some in sets], 1)])
+            return [Removal(lost >= NEEDED, lost) for lost in heads_lost(edited.attention_drops(self.heads))]
+
+        return chosen + without_unneeded(others, remove)
+
+    def compared(self, chosen: Sites, excluded: Sites, others: Sites = ()) -> CausalSet | None:
+        """A set with its effects and controls; None if a random set has as large an effect.
+
+        Args:
+            chosen: The set.
+            excluded: Neurons that are not drawn.
+            others: Candidates that join the set if attention needs them as well.
+        """
         sets = [chosen, *random_sets(self.context.target, chosen, excluded, self.context.generator)]
         trials = [self.norm_trial(sets)]
         if self.heads:
-            trials.append(self.attention_trial(sets, 1))
+            trials.append(self.attention_trial([*sets, chosen + others], 1))
             trials.append(self.attention_trial([chosen], ATTENTION_TEXTS))
         read = self.answer(*trials)
         lost = 1 - self.norms(sets) / self.asked[()]
@@ -152,14 +167,17 @@ class _SpikeSearch:
         found = CausalSet(members_of(chosen), here, last, None, None, control)
         if self.heads:
             attention = read[1].attention_drops(self.heads)
+            of_heads = heads_lost(attention)
+            if of_heads[0] < NEEDED <= of_heads[-1]:
+                return self.compared(self.grown(chosen, others), excluded)
             layer, head = torch.tensor(self.heads).T
             left = read[2].attention[0][:, layer, head] / read[2].intact_attention[:, layer, head]
             in_texts = reduce(1 - left, "text pair -> text", "mean").numpy()
             found = replace(
                 found,
                 drop_attention=float(in_texts.mean()),
-                heads_lost=heads_lost(attention)[0],
-                control=max(control, float(attention[1:].mean(1).max())),
+                heads_lost=of_heads[0],
+                control=max(control, float(attention[1:-1].mean(1).max())),
                 margin_attention=margin_of(in_texts),
             )
         if min(here, last) <= found.control:
@@ -206,7 +224,7 @@ class _SpikeSearch:
             candidates += returning
         if here is None or minimal is None:
             return CausalSets((), tuple(neurons))
-        best = self.compared(minimal, sites_of(candidates))
+        best = self.compared(minimal, sites_of(candidates), tuple(site for site in sites if site not in minimal))
         if best is None:
             return CausalSets((), tuple(neurons))
         best = replace(best, equals=members_of(self.equals(best.edit_sites, sites)))
