@@ -161,7 +161,7 @@ class Result(Envelope):
             rest = [row[self.told] for row in shown if not row[self.matters] and row[self.told] is not None]
             most = cell(max(rest, default=None), percent=self.told in self.percent)
             others = f"{count_of(matters.count(False), 'other')}: {self.told.replace('_', ' ')} at most {most}"
-        return [Grid(columns, note=note, important=self.columns, matters=matters, others=others)]
+        return [Grid(columns, note=note, important=self.columns, matters=matters, others=others, total=len(every))]
 
     def to_frame(self) -> pd.DataFrame:
         """`rows` as a pandas data frame."""

@@ -43,6 +43,7 @@ class Grid:
         important: Names of the columns that are shown if not all fit. Empty: the first columns that fit.
         matters: Which rows matter; empty: all.
         others: A line about the other rows, which stands for them on a terminal.
+        total: Number of rows of the whole table, if it has more than these.
     """
 
     columns: Mapping[str, Sequence[str]]
@@ -51,6 +52,7 @@ class Grid:
     important: Sequence[str] = ()
     matters: Sequence[bool] = ()
     others: str = ""
+    total: int = 0
 
     def brief(self) -> Grid:
         """The rows that matter, and the line about the others; the whole table if all or none matter."""
@@ -115,7 +117,7 @@ class Grid:
         for head, (name, cells) in zip(heads, shown.columns.items(), strict=True):
             size = _width(name, cells)
             if len(cells[:rows]) < len(cells):
-                note = f"{rows} of {len(cells)} rows are shown."
+                note = f"{rows} of {max(self.total, len(cells))} rows are shown."
             block = [*[""] * (height - len(head)), *head, *cells[:rows]]
             if all(map(_NUMBER.fullmatch, cells)):
                 block = [part.rjust(size) for part in block]

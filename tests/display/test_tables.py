@@ -173,3 +173,9 @@ def test_a_terminal_shows_the_rows_that_matter_and_a_line_about_the_others():
         replace(grid, matters=[False] * 3).brief().columns == cells == replace(grid, matters=[True] * 3).brief().columns
     )
     assert grid.heading(80) == ["               control", "neuron   drop     drop"] == grid.text(80).splitlines()[:2]
+
+
+def test_the_rows_that_are_left_out_count_with_those_that_were_never_shown():
+    assert Grid({"a": ["1", "2", "3"]}, total=9).text(None, 2).endswith("\n2 of 9 rows are shown.")
+    assert Grid({"a": ["1", "2", "3"]}).text(None, 2).endswith("\n2 of 3 rows are shown.")
+    assert "rows are shown" not in Grid({"a": ["1", "2", "3"]}, total=9).text()
