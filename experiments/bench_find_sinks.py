@@ -110,7 +110,7 @@ def sinkscope_arm(folder: str, all_layers: bool = False) -> Row:
             "neurons": sorted(items),
             "layers_read": found.layers_read,
             "n_layers": found.model.n_layers,
-            "set_drop": found.set_drop,
+            "set_drop": found.minimal and found.minimal.drop_sink_layer,
             "repeats": found.repeats.median,
         }
 
