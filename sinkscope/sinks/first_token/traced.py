@@ -10,13 +10,15 @@ from itertools import combinations, compress
 import numpy as np
 import torch
 from einops import reduce
+from jaxtyping import Float
+from torch import Tensor
 
 from sinkscope.display.notation import head_name, neuron_name
 from sinkscope.measure import Setup
 from sinkscope.measure.evidence import NEEDED
 from sinkscope.models.norms import norm_of
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.effects import Component, Edit, effects, mixing, one_by_one, silencing, writers
+from sinkscope.sinks.first_token.effects import Component, Edit, effects, mixing, silencing, writers
 from sinkscope.sinks.first_token.members import CONTROL_DRAWS, RATE_EPS, Sites
 from sinkscope.sinks.first_token.position_effect import Components, PositionEffect, heads_of
 from sinkscope.sinks.first_token.search import random_sets
@@ -238,14 +240,20 @@ class HeadByHead:
             swap += self.parts[name].swap
         return Edit(tuple(zero), tuple(swap))
 
+    @cached_property
+    def lost(self) -> tuple[Float[Tensor, "part head"], Float[Tensor, "component head"]]:
+        """What each head loses without each part of the spike, and without each component."""
+        lost = self.heads.lost(list(self.parts.values()))
+        first = len(lost) - len(self.heads.components)
+        return lost[:first], lost[first:]
+
     def needs(self) -> list[tuple[str, ...]]:
         """What each head needs: the spike or neurons of it, or else components; empty if it needs nothing alone."""
         components = self.heads.components
-        lost = self.heads.lost(list(self.parts.values()))
-        first = len(lost) - len(components)
-        of_spike, of_components = lost[:first] >= NEEDED, self.heads.needed(components, lost[first:])
+        without_spike, without_components = self.lost
+        of_spike, of_components = without_spike >= NEEDED, self.heads.needed(components, without_components)
         needs: list[tuple[str, ...]] = []
-        for head in range(lost.shape[1]):
+        for head in range(of_spike.shape[1]):
             own = tuple(compress(self.parts, of_spike[:, head].tolist()))
             if SPIKE not in own:
                 own = tuple(map(str, compress(components, of_components[:, head].tolist())))
@@ -254,16 +262,15 @@ class HeadByHead:
 
     def pairs(self, numbers: Sequence[int]) -> list[tuple[str, ...]]:
         """For each of some heads that need nothing alone, two parts that it needs together; empty if there are none."""
-        heads, components = self.heads.only(numbers), self.heads.components
-        alone = heads.lost(one_by_one(components)).mean(1).nan_to_num()
+        alone = self.lost[1][:, numbers].mean(1).nan_to_num()
         order = alone.argsort(descending=True, stable=True)[:PAIRED].tolist()
-        names = [str(components[index]) for index in order]
+        names = [str(self.heads.components[index]) for index in order]
         if SPIKE in self.parts:
             names.append(SPIKE)
         pairs = list(combinations(names, 2))
         if not pairs:
             return [()] * len(numbers)
-        most = heads.lost([self.removal(pair) for pair in pairs]).max(0)
+        most = self.heads.only(numbers).lost([self.removal(pair) for pair in pairs]).max(0)
         best = zip(most.values.tolist(), most.indices.tolist(), strict=True)
         return [pairs[index] if lost >= NEEDED else () for lost, index in best]
 
