@@ -76,8 +76,15 @@ class SinkContext:
     def trial(
         self, edits: Sequence[Edit], length: int | None = None, texts: int | None = None, **reading: Any
     ) -> Trial:
-        """Edits whose effects are read at the places, in some of the texts up to a length, or to the last place."""
-        length = length or self.up_to_place
+        """Edits whose effects are read at the places, in some of the texts up to a length, or to the last place.
+
+        If all texts are the same up to the same place, such as a BOS token, up to there one of them is enough.
+        """
+        if length is None:
+            length = self.up_to_place
+            begins = self.ids[:, :length]
+            if bool((begins == begins[0]).all() & (self.at == self.at[0]).all()):
+                texts = 1
         return Trial(
             self.ids[:texts, :length],
             edits,
