@@ -17,8 +17,8 @@ from sinkscope.opening.live import target_of
 from sinkscope.sinks.first_token.context import SinkContext
 from sinkscope.sinks.first_token.find import find_sinks
 from sinkscope.sinks.first_token.layer_scan import LayerScan, scan_layers
-from sinkscope.sinks.first_token.layer_view import view_layer
 from sinkscope.sinks.first_token.neurons import verify_neurons
+from sinkscope.trace.layer_view import view_layer
 
 
 @pytest.fixture(autouse=True)
