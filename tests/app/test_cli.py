@@ -112,12 +112,6 @@ def test_the_usage_says_what_may_be_left_out(words, shown, capsys):
     assert capsys.readouterr().out.splitlines()[0].endswith(f" [OPTIONS] {shown}")
 
 
-def test_a_page_shows_every_command():
-    pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").rglob("*.md"))
-    for words in commands():
-        assert f"sinkscope {words}" in pages, f"no page of docs/ shows sinkscope {words}"
-
-
 @pytest.mark.parametrize(("typed", "word"), [("sinkscope find-s", "find-sinks"), ("sinkscope models --che", "--check")])
 def test_the_shell_completes(typed, word):
     question = {"_SINKSCOPE_COMPLETE": "bash_complete", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
