@@ -15,7 +15,6 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-import numpy as np
 import pytest
 import torch
 
@@ -241,27 +240,6 @@ def test_the_readme_from_top_to_bottom(tmp_path, monkeypatch):
             missing = {*source.splitlines()} - {*done.stdout.splitlines(), "..."}
             assert not missing, f"{name}: {command} does not print {missing}"
     assert {"llama", "sinkscope-demo", "report.html", "answers.html", "runs", "sinks.html"} <= {*os.listdir()}
-
-
-def test_the_repeated_token_page_says_what_its_figures_hold():
-    """Baselines and the less convenient numbers stand beside the others; every figure of the page is shown."""
-    page = (ROOT / "docs/papers/repeated-token.md").read_text(encoding="utf-8")
-    row = next(line for line in page.splitlines() if "`sinkscope attack --length" in line)
-    attack = Result.load(ROOT / "figures/attack.json")
-    for one in attack.rows():
-        if (one["context"], one["source"]) == ("BOS", "cluster"):
-            assert f"{one['most']:.0%}".replace("%", " %") in row, one
-    attention = Result.load(ROOT / "figures/repeat-attention.json")
-    means = attention.reading
-    behind = means.first_behind
-    to_high = means.mean[1, behind:, 1]
-    for share in (to_high.mean(), to_high.min(), means.uniform[1]):
-        assert f"{100 * share:.1f} %" in page
-    divergence = Result.load(ROOT / "figures/divergence.json")
-    told = next(line for line in page.splitlines() if line.startswith("| Table 3 on the model in the package"))
-    assert f"about {np.median(divergence.reading.left[0]):.0f} repetitions" in told
-    for name in ("find_sinks", "repeat", "repeat-attention", "attack", "atlas", "divergence", "patch-make"):
-        assert f"(../../figures/{name}.png)" in page and (ROOT / f"figures/{name}.png").exists()
 
 
 _IMAGE = re.compile(r"!\[[^\]]+\]\(([^)]+)\)")
