@@ -200,18 +200,12 @@ class Survey:
 
 
 def _scanned(setup: Setup, whole: bool) -> tuple[LayerScan, AttentionReceived]:
-    """The layers of typical text and, unless all of them are read, its attention in the same pass.
-
-    If only the first layers of a file are in memory, more of them are loaded until they suffice.
-    """
+    """The layers of typical text and, unless all of them are read, its attention in the same pass."""
     target = setup.target
-    while True:
-        received = AttentionReceived.unread(target, setup.ids, len(target.layers))
-        listening = nullcontext()
-        if not whole:
-            listening = received.listening(target, slice(None))
-        with listening:
-            scan = scan_layers(target, setup.ids, whole=whole, progress=setup.progress)
-        depth = len(scan.layers)
-        if depth == target.n_layers or (scan.is_flat and not whole) or not setup.more():
-            return scan, received.up_to(depth, scan.norms)
+    received = AttentionReceived.unread(target, setup.ids, target.n_layers)
+    listening = nullcontext()
+    if not whole:
+        listening = received.listening(target, slice(None))
+    with listening:
+        scan = scan_layers(target, setup.ids, whole=whole, progress=setup.progress)
+    return scan, received.up_to(len(scan.layers), scan.norms)
