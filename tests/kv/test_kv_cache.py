@@ -70,7 +70,7 @@ class Slow:
             for held, pos, number in entries:
                 held[pos][2] = number >= share
         elif name == "note":
-            layer.numbers.set("n", layer.extra("n") + numbers)
+            layer.numbers["n"] = layer.extra("n") + numbers
             for held, pos, number in entries:
                 held[pos][1] += number
         elif name == "crop":

@@ -100,7 +100,7 @@ def test_what_else_is_done_to_a_layer_is_done_to_the_whole(change):
             token = COLUMNS.set(torch.arange(layer.seen + step).expand(2, -1))
             layer.update(keys, values)
             COLUMNS.reset(token)
-            layer.numbers.set("seen", layer.extra("seen") + 1)
+            layer.numbers["seen"] = layer.extra("seen") + 1
         if step == 10:
             work_on_copy(worked, torch.rand(2, 2, 10, generator=generator) < 0.5)
             assert worked.slots < 10
