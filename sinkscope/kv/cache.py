@@ -311,8 +311,10 @@ class CacheLayer(DynamicLayer):
         self._columns = self._columns[:, : self.seen]
         last = torch.nn.functional.pad(self._columns, (1, 0), value=-1).amax(1)  # -1 if nothing is left
         stays = (pos >= 0) & (pos <= rearrange(last.to(pos.device), "batch -> batch 1 1"))
-        last_used = torch.where(stays, torch.arange(1, pos.shape[-1] + 1, device=pos.device), 0)
-        slots = int(last_used.max())  # holes at the right end go, too
+        used = stays.flatten(0, 1).any(0).nonzero()
+        slots = 0
+        if len(used):
+            slots = int(used.max()) + 1  # holes at the right end go, too
         self._pos = torch.where(stays, pos, -1)[..., :slots]
         self.ragged = bool((self._pos < 0).any())  # heads that keep different tokens lose different numbers
         self.keys = self.keys[..., :slots, :]
