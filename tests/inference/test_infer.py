@@ -20,6 +20,7 @@ from sinkscope.errors import UnsupportedError
 from sinkscope.inference.find import adapter_of
 from sinkscope.inference.infer import infer
 from sinkscope.inference.probe import probe
+from sinkscope.inference.sums import unproved_sites
 from sinkscope.kv.h2o import H2O
 from sinkscope.kv.scope import cache_layers, scope_line
 from sinkscope.models.backends import wrap
@@ -71,10 +72,24 @@ def test_the_rows_of_the_table_come_out_of_the_rule(model_type):
     assert differing(model_type, model.to(torch.bfloat16)) == {}
 
 
-def test_inferring_leaves_the_model_as_it_was():
+def nowhere(model):
+    target = target_of(model)
+    return replace(target, adapter=replace(target.adapter, down="mlp.nope"))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        infer,
+        lambda model: probe(target_of(model)),
+        lambda model: probe(nowhere(model)),
+        lambda model: unproved_sites(target_of(model), torch.arange(20, 24)[None], [0, 1, 2]),
+    ],
+)
+def test_the_model_is_left_as_it_was(use):
     model = tiny_model("gemma2")[0]
     before = copy.deepcopy(model.state_dict())
-    infer(model)
+    use(model)
     assert_close(model.state_dict(), before, rtol=0, atol=0)
     assert vars(model.config)["_attn_implementation_internal"] == "eager"
     assert count_hooks(model) == 0

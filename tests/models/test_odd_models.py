@@ -125,26 +125,6 @@ def test_arguments_from_python(use, says):
     assert len(str(caught.value)) < 700 and "\n" not in str(caught.value)
 
 
-NO_MAP, OUTSIDE = r"index\.json has no weight_map", "which is no file of the checkpoint's folder"
-
-
-@pytest.mark.parametrize(
-    ("shards", "says"),
-    [
-        *((shards, NO_MAP) for shards in (["a"], {"a": 1}, {"a": ["b"]}, {"a": None}, {}, None)),
-        *(({"model.embed_tokens.weight": file}, OUTSIDE) for file in ("../x.safetensors", "a/../../x.safetensors")),
-        ({"model.embed_tokens.weight": __file__}, OUTSIDE),
-    ],
-)
-def test_an_index_of_shards_that_is_none(tmp_path, shards, says):
-    folder = spoiled(tmp_path / "m")
-    (folder / "model.safetensors").rename(tmp_path / "x.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
-    for use in (ss.load, ss.find_sinks):
-        with pytest.raises(SinkscopeError, match=says):
-            use(folder)
-
-
 @pytest.mark.parametrize(
     "task", ["needle:lengths=100000000", "needle:samples=1000000000", "text:prompt=1000000000", "text:count=99999999"]
 )
