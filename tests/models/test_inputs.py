@@ -101,7 +101,7 @@ def test_interventions_may_be_anything(tmp_path):
     patch.save(tmp_path / "patch.json")
     guard = LoopGuard(64, anchors=2, window=16)
     want = generate(model, TEXTS, interventions=patch | H2O(8) | guard, **settings)
-    for given in ([patch, H2O(8), guard], [[patch], "h2o:8", [guard]], [tmp_path / "patch.json", [H2O(8) | guard]]):
+    for given in ([[patch], "h2o:8", [guard]], [tmp_path / "patch.json", [H2O(8) | guard]]):
         assert [r.tokens for r in generate(model, TEXTS, interventions=given, **settings)] == [r.tokens for r in want]
     assert [r.tokens for r in generate(model, TEXTS, **settings)] != [r.tokens for r in want]
     with pytest.raises(SinkscopeError, match="int is no intervention"):
