@@ -38,8 +38,8 @@ _EXACT = 1e-3  # largest relative distance of a sum from what it must be, in flo
 _IN_HALF = 4  # times the relative rounding of a number, in half precision
 
 
-def unproved_sites(target: Target, ids: Int[Tensor, "1 pos"], layers: list[int]) -> dict[str, str]:
-    """The sites of some layers that the adapter names, but that cannot be proved, by name, and why.
+def unproved_sites(target: Target, ids: Int[Tensor, "1 pos"], layers: list[int]) -> dict[int, dict[str, str]]:
+    """The sites of some layers that the adapter names, but that cannot be proved, and why: by layer and end of name.
 
     Args:
         target: The model, with an adapter. It is left unchanged.
@@ -64,11 +64,7 @@ def unproved_sites(target: Target, ids: Int[Tensor, "1 pos"], layers: list[int])
 
             with listening(target, see), target.hooks(*hooks):
                 target.forward(rows, upto=max(layers))
-    problems = dict[str, str]()
-    for layer, check in checks.items():
-        for part, problem in check.problems.items():
-            problems[f"blocks.{layer}.{part}"] = problem
-    return problems
+    return {layer: check.problems for layer, check in checks.items()}
 
 
 class _LayerSums:
