@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import nullcontext
 
 import pytest
 from bench_kit import dialogues, task, tiny, untimed
@@ -26,11 +27,8 @@ def plain(text: str, new: int = 6, edit=None) -> list[int]:
     """Greedy `generate`, without the benchmark."""
     model, tokenizer = tiny()
     inputs = tokenizer(text, return_tensors="pt")
-    if edit is None:
+    with nullcontext() if edit is None else edit.on(model):
         output = model.generate(**inputs, max_new_tokens=new, do_sample=False)
-    else:
-        with edit.on(model):
-            output = model.generate(**inputs, max_new_tokens=new, do_sample=False)
     return output[0, inputs["input_ids"].shape[1] :].tolist()
 
 
