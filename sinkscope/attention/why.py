@@ -97,11 +97,11 @@ class Why(Result):
     tokens: int
     period: int | None
     onset: int | None
-    cuts: tuple[int, ...]
-    goes_on: float
-    tried: tuple[Tried, ...]
-    kept_by: tuple[str, ...]
-    either: bool
+    cuts: tuple[int, ...] = ()
+    goes_on: float = 0.0
+    tried: tuple[Tried, ...] = ()
+    kept_by: tuple[str, ...] = ()
+    either: bool = False
     ids: tuple[int, ...] = ()
 
     def rows(self) -> list[dict[str, Any]]:
@@ -401,8 +401,7 @@ def why(
     loop = end_loop(ids)
     facts: dict[str, Any] = {"prompt_tokens": len(start), "tokens": len(ids), "ids": tuple(ids)}
     if loop is None:
-        nothing: dict[str, Any] = {"cuts": (), "goes_on": 0.0, "tried": (), "kept_by": (), "either": False}
-        return Why(**facts, **nothing, period=None, onset=None)
+        return Why(**facts, period=None, onset=None)
     patch = chosen_patch(setup, None) if neurons else None
     case = Case(setup, ids, len(turns), len(start), loop, bits, patch)
     places = case.cuts(cuts)

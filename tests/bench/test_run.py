@@ -58,7 +58,8 @@ def test_neighbours_in_a_batch_change_nothing(method):
 
 
 def test_an_interrupted_run_goes_on_and_ends_the_same(tmp_path):
-    whole = untimed(run(["full", "h2o:16"]))
+    given = task(dialogues(2))
+    whole = untimed(run(["full", "h2o:16"], given))
 
     class _EnoughError(Exception):
         pass
@@ -68,14 +69,14 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(tmp_path):
             raise _EnoughError
 
     with pytest.raises(_EnoughError):
-        run(["full", "h2o:16"], out=tmp_path / "r", progress=stop)
+        run(["full", "h2o:16"], given, out=tmp_path / "r", progress=stop)
     kept = (tmp_path / "r/runs.jsonl").read_bytes()
     (tmp_path / "r/runs.jsonl").write_bytes(kept[:-20])  # the last line was cut short
-    assert untimed(run(["full", "h2o:16"], out=tmp_path / "r")) == whole
+    assert untimed(run(["full", "h2o:16"], given, out=tmp_path / "r")) == whole
     assert (tmp_path / "r/runs.jsonl").read_bytes().startswith(kept[: len(kept) // 2])
-    assert len(read_run(tmp_path / "r")) == 12
-    more = run(["tova:16"], out=tmp_path / "r")
-    assert {r.method for r in more} == {"tova:16"} and len(read_run(tmp_path / "r")) == 18
+    assert len(read_run(tmp_path / "r")) == 8
+    more = run(["tova:16"], given, out=tmp_path / "r")
+    assert {r.method for r in more} == {"tova:16"} and len(read_run(tmp_path / "r")) == 12
 
 
 def test_samples_depend_on_seed_and_prompt_alone():
