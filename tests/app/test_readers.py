@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from attack_kit import text_file
 from organisms import organism
 from raw_kit import attention
 
@@ -19,12 +20,6 @@ from sinkscope.sinks.first_token.result import READERS_ATTENTION, SHARE_OF_HEADS
 def numbers_of(model, tokenizer, text) -> dict[str, Number]:
     found = find_sinks(model, tokenizer=tokenizer, text=text, max_repeats=4)
     return {number.label: number for number in found.numbers()}
-
-
-def written(o, folder):
-    text = folder / "text.txt"
-    text.write_text(" ".join(o.tokenizer.decode(row[1:]) for row in o.natural(24, 64)))
-    return text
 
 
 def scaled(o, heads, factor: float):
@@ -40,7 +35,7 @@ def scaled(o, heads, factor: float):
 @pytest.mark.slow
 def test_half_of_the_heads_that_lost_the_sink_and_weaker_readers_are_said(tmp_path):
     o = organism("llama", 1, n_layers=6)
-    text = written(o, tmp_path)
+    text = text_file(o, tmp_path, 24)
     ids = o.natural(24, 64)
     intact = numbers_of(o.model, o.tokenizer, text)
     readers = o.truth.reading_heads
@@ -65,7 +60,7 @@ def test_half_of_the_heads_that_lost_the_sink_and_weaker_readers_are_said(tmp_pa
 
 def test_a_sink_that_is_gone_is_said_and_nothing_of_cards_without_the_number(tmp_path):
     o = organism("llama", 1, n_layers=6)
-    text = written(o, tmp_path)
+    text = text_file(o, tmp_path, 24)
     intact = numbers_of(o.model, o.tokenizer, text)
     none = numbers_of(scaled(o, o.truth.reading_heads, 0.0), o.tokenizer, text)
     assert readers_in_words(intact, none) == [

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from attack_kit import text_file
 from covering import slow
 from organisms import Organism, organism
 from raw_kit import attention, norms, zeroed
@@ -30,9 +31,7 @@ from sinkscope.sinks.first_token.circuit import circuit
 
 
 def explorer(o: Organism, folder: Path, bos: bool | None = None) -> Explorer:
-    text = folder / "typical.txt"
-    text.write_text(o.tokenizer.decode(o.natural(6, 64, seed=5)[:, 1:].flatten().tolist()))
-    return Explorer.open(o.model, tokenizer=o.tokenizer, text=text, bos=bos)
+    return Explorer.open(o.model, tokenizer=o.tokenizer, text=text_file(o, folder, 6, seed=5), bos=bos)
 
 
 def read(one: Explorer, o: Organism, ids: list[int]) -> ViewedText:
@@ -164,18 +163,15 @@ def test_a_switch_that_changes_no_norm_says_what_to_try(bundled):
     assert bundled.change(neurons, text, text.intact).endswith("; try another text.")
 
 
-def test_the_command_writes_the_page_and_refuses_bad_texts(bundled, tmp_path, monkeypatch, capsys):
+def test_the_command_writes_the_page_and_refuses_bad_texts(bundled, tmp_path, monkeypatch, typed):
     monkeypatch.setattr(Explorer, "open", lambda *_, **__: bundled)
     text = tmp_path / "text.txt"
     text.write_text("a block is a piece of text", encoding="utf-8")
-    words = ["view", "--text", str(text), "--no-generation", "--html", str(tmp_path / "a.html"), "--json", "-"]
-    assert main(words) == 0
-    data = json.loads(capsys.readouterr().out)
+    data = json.loads(typed(f"view --text {text} --no-generation --html {tmp_path}/a.html --json -").out)
     assert data["kind"] == "view" and data["model"]["name"] == "bundled" and data["result"]["generation"] is None
     assert '" text"' in (tmp_path / "a.html").read_text(encoding="utf-8")
     text.write_text(" \n", encoding="utf-8")
-    assert main(["view", "--text", str(text), "--json", "-"]) == 2
-    shown = capsys.readouterr()
+    shown = typed(f"view --text {text} --json -", 2)
     assert shown.out == "" and shown.err.count("\n") == 1 and "no word that this tokenizer knows" in shown.err
 
 

@@ -18,7 +18,6 @@ from organisms import Organism
 from organisms import organism as new_organism
 from organisms.hard import hard
 
-from sinkscope.app.cli import main
 from sinkscope.display.result import Result
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import SinkPatch
@@ -194,13 +193,12 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_make_then_eval(here, capsys):
+def test_make_then_eval(here, typed):
     o = organism("llama", 2)
     o.save("model")
     text_file(o, here, 16)
     few = "--model model --text words.txt --pieces 4 --length 24"
-    assert main(f"patch make {few} --out out/patch.json --max-repeats 250 --json made.json".split()) == 0
-    out, err = capsys.readouterr()
+    out, err = typed(f"patch make {few} --out out/patch.json --max-repeats 250 --json made.json")
     assert err == "JSON: made.json\nPatch: out/patch.json\n" and "Conclusion: The patch of" in out
     made = Result.load("made.json")
     assert isinstance(made, PatchMade)
@@ -208,23 +206,20 @@ def test_make_then_eval(here, capsys):
     assert sites == made.patch.checked_sites and [site.numbers for site in sites] == list(o.truth.neurons)
     lines = {line.name: list(line.y) for line in made.figure().data}
     assert lines["patched"] == made.proof.norms[1].max(0).tolist()
-    assert main(f"patch eval {few} --patch out/patch.json --json -".split()) == 0
-    evaluated = json.loads(capsys.readouterr().out)
+    evaluated = json.loads(typed(f"patch eval {few} --patch out/patch.json --json -").out)
     assert evaluated["kind"] == "patch-eval"
     assert evaluated["result"]["neurons"] == [list(site) for site in o.truth.neurons]
 
 
-def test_refusal_is_an_error_and_no_sink_is_not(here, capsys, monkeypatch):
+def test_refusal_is_an_error_and_no_sink_is_not(here, monkeypatch, typed):
     organism("llama", 0, kind="none").save("none")
-    assert main("patch make --model none --out p.json --json made.json".split()) == 0
+    out, err = typed("patch make --model none --out p.json --json made.json")
     Result.load("made.json").figure()
-    out, err = capsys.readouterr()
     assert "no MLP makes a norm spike" in out
     assert err == "JSON: made.json\np.json was not written: there is nothing to patch\n"
     refused = replace(Result.load("made.json"), verdict="refused", reason="it would harm.")
     monkeypatch.setattr(patch_make, "function", lambda *_, **__: refused)
-    assert main("patch make --model none --out p.json".split()) == 1
-    out, err = capsys.readouterr()
+    out, err = typed("patch make --model none --out p.json", 1)
     assert "No patch was made: it would harm" in out  # the evidence is seen
     assert err == "error: no patch was written: it would harm.\n"
     assert not Path("p.json").exists()
