@@ -13,7 +13,7 @@ from sinkscope.interventions import Ablate
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.sinks.first_token.effects import Edit, effects
-from sinkscope.sinks.first_token.layer_view import (
+from sinkscope.trace.layer_view import (
     columns,
     contribution_norms,
     view_layer,
