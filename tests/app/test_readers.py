@@ -48,11 +48,9 @@ def test_half_of_the_heads_that_lost_the_sink_and_weaker_readers_are_said(tmp_pa
     after = (attention(without, ids)[..., :48, 0].mean((1, 3)) > 0.3).sum()
     assert share and abs(int(share[1]) / 100 - (1 - float(after / before))) < 0.05
     assert all(str(layer) in said[0] for layer in {layer for layer, _ in lost})
-    for factor in (0.9, 0.8, 0.7, 0.6, 0.5):
-        weaker = scaled(o, readers, factor)
-        kept = torch.stack([attention(weaker, ids)[layer, :, head, 1:, 0].mean() for layer, head in readers])
-        if 0.35 < float(kept.mean()) < 0.85:
-            break
+    weaker = scaled(o, readers, 0.7)
+    kept = torch.stack([attention(weaker, ids)[layer, :, head, 1:, 0].mean() for layer, head in readers])
+    assert 0.35 < float(kept.mean()) < 0.85
     said = readers_in_words(intact, numbers_of(weaker, o.tokenizer, text))
     assert any(sentence.startswith("The heads that attend to the sink got weaker") for sentence in said), said
     assert readers_in_words(intact, intact) == []

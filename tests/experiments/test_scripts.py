@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import pytest
 from bench_kit import guarded_run
 from organisms.kept_loops import kept_loops
 
-from experiments import recall_card
+from experiments import drawn, recall_card
 from experiments.bench_figures import BenchFigure
 from experiments.check_cache.faulty import FAULTS
 from experiments.check_cache.right import streaming_llm
@@ -281,7 +282,13 @@ CASES = {
         "loopserve_latency.json",
         quick=True,
     ),
-    "loopset.files": Case("--count 2 --out {out}/x.json", lambda made: made["result"], "x.json", quick=True),
+    "loopset.files": Case(
+        "--count 2 --out {out}/x.json",
+        lambda made: made["result"]["programs"]["clean"] == 2,
+        "x.json",
+        {"sysconfig": SimpleNamespace(get_paths=lambda: {"purelib": ROOT / "experiments"})},
+        quick=True,
+    ),
     "loopset.make": Case(
         "--half report --out {out}/x.jsonl",
         lambda lines: {json.loads(line)["half"] for line in lines} == {"report"},
@@ -340,6 +347,7 @@ def test_the_function_of_every_script_runs_in_a_test() -> None:
 @pytest.mark.parametrize("name", parameters())
 def test_a_script_writes_what_it_should(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case, module = CASES[name], import_module(f"experiments.{name.partition(',')[0]}")
+    monkeypatch.setattr(drawn, "write_png", lambda *_: None)  # a browser takes longer than the scripts
     out = tmp_path / "out"
     out.mkdir()
     for constant, value in (case.patch or {}).items():
