@@ -61,7 +61,7 @@ def test_the_plugin_adds_a_test_for_each_check(tmp_path, monkeypatch, capsys):
     status = pytest.main([*settings, "--sinkscope-cache", FAULTY, "-k", "trace or empty", "-p", "no:cacheprovider"])
     out = capsys.readouterr().out
     assert status == 1 and "1 failed, 1 passed" in out
-    assert f"{FAULTY}: {CROP}" in out and "seen, right = compare(crop_does_nothing" in out
+    assert f"{FAULTY}: {CROP}" in out and "outcome = outcome_of(crop_does_nothing" in out
 
 
 def test_the_plugin_loads_no_torch():
