@@ -2,122 +2,92 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from sinkscope.inference.mlp import Write
-from sinkscope.inference.stage import EXACT, Stage, contains, is_equal, largest, multiple, rounded
+from sinkscope.inference.stage import Run, Stage, contains, is_equal, largest, multiple, rounded
 from sinkscope.models.hooks import on_input
 
 
-@dataclass(frozen=True)
-class AttentionWrite:
-    """Where attention, or what stands in its place, adds to the residual stream.
-
-    Attributes:
-        writer: Path of the module whose output, times `factor`, is added.
-        factor: That constant.
-        mid: Path of the module that reads the sum; None if no module does before the layer gives it.
-    """
-
-    writer: str
-    factor: float
-    mid: str | None
-
-
-def attention_write(stage: Stage, write: Write | None) -> AttentionWrite | None:
+def attention_write(stage: Stage, write: Write | None) -> dict[str, str | float | None]:
     """Find where attention adds to the residual stream: before the MLP, or beside it.
 
-    Likeness in numbers does not suffice, because beside a small residual stream a norm of it looks like something that
-    was added to it. So the stream and what the writer gives are both replaced, and the sum has to follow.
+    The layer is called with random numbers whose sizes differ between tokens. Beside the residual stream of a pass, a
+    norm of it could look like something that was added to it; of these numbers, no norm is a constant multiple.
 
     Args:
         stage: The layer.
         write: What its MLP writes; None if it has none.
+
+    Returns:
+        By the adapter's fields: "attn", the module whose output is added, "attn_factor", and "mid", the module that
+        reads the sum, None if no module does before the layer gives it. Empty: nothing is added.
     """
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(stage.hidden.shape, generator=generator).to(stage.hidden) * stage.hidden.std()
+    start = noise * torch.linspace(0.5, 2, len(noise), device=noise.device)[:, None]
+    run = stage.run((stage.layer, "pre", on_input(lambda hidden: start.view_as(hidden))))
     mlp = None
     if write is not None:
         mlp = write.post_norm or write.mlp
-    for reader in _readers(stage, mlp):
-        found = _writer(stage, reader, stage.clean.read[reader])
-        if found is not None:
-            return AttentionWrite(*found, _outermost(stage, reader))
+    for reader in _readers(run, start, mlp):
+        found = _writer(run, start, reader, run.read[reader])
+        if found:
+            return {**found, "mid": _outermost(run, reader)}
     if write is None:
-        found = _writer(stage, None, stage.clean.gave[""])
-    elif write.adds and write.weight is None:
-        beside = stage.clean.gave[""] - write.write_factor * stage.clean.gave[write.post_norm or write.mlp]
-        found = _writer(stage, None, beside, mlp)
-    else:
-        found = None
-    return None if found is None else AttentionWrite(*found, None)
+        return _writer(run, start, None, run.gave[""])
+    if write.adds and write.weight is None:
+        beside = run.gave[""] - write.write_factor * run.gave[write.post_norm or write.mlp]
+        return _writer(run, start, None, beside, mlp)
+    return {}
 
 
-def _readers(stage: Stage, mlp: str | None) -> list[str]:
+def _readers(run: Run, start: Tensor, mlp: str | None) -> list[str]:
     """Modules that may read the residual stream between the parts, each tensor once, in the order in which they ran."""
-    read = stage.clean.read
+    read = run.read
     readers = list[str]()
     for path in read:
         if path == mlp:
             break
-        is_new = read[path].shape == stage.hidden.shape and not is_equal(read[path], stage.hidden)
+        is_new = read[path].shape == start.shape and not is_equal(read[path], start)
         if is_new and not any(is_equal(read[path], read[other]) for other in readers):
             readers.append(path)
     return readers
 
 
-def _outermost(stage: Stage, reader: str) -> str:
+def _outermost(run: Run, reader: str) -> str:
     """The outermost module that reads the same as one inside."""
-    read = stage.clean.read
+    read = run.read
     outer = [path for path in read if path and contains(path, reader) and is_equal(read[path], read[reader])]
     return min(outer, key=len)
 
 
-def _writer(stage: Stage, reader: str | None, end: Tensor, mlp: str | None = None) -> tuple[str, float] | None:
+def _writer(
+    run: Run, start: Tensor, reader: str | None, end: Tensor, mlp: str | None = None
+) -> dict[str, str | float | None]:
     """The outermost module whose output is a constant part of a sum with what enters the layer, and that constant.
 
     Args:
-        stage: The layer.
+        run: A call of the layer.
+        start: What entered it.
         reader: The module that reads the sum; None if it is the output of the layer.
         end: The sum.
-        mlp: A module whose output is left as it was meanwhile.
+        mlp: A module whose output is no part of the sum.
     """
-    gave, start = stage.clean.gave, stage.hidden
+    gave = run.gave
     added = end - start
     rounding = 8 * torch.finfo(start.dtype).eps * largest(start)
     if largest(added) <= rounding:
-        return None
+        return {}
     for writer in sorted(gave, key=len):
-        if not writer or gave[writer].shape != added.shape or is_equal(stage.clean.read[writer], gave[writer]):
+        if not writer or gave[writer].shape != added.shape or is_equal(run.read[writer], gave[writer]):
             continue  # dropout gives what it reads
         if reader is not None and contains(writer, reader):
             continue
         if mlp is not None and (contains(mlp, writer) or contains(writer, mlp)):
             continue
         constant = multiple(added, gave[writer], rounding)
-        if constant is not None and _is_sum(stage, reader, end, writer, constant, mlp):
-            return writer, rounded(constant)
-    return None
-
-
-def _is_sum(stage: Stage, reader: str | None, end: Tensor, writer: str, constant: float, mlp: str | None) -> bool:
-    """Whether the sum follows when what enters the layer and what the writer gives are both replaced."""
-    generator = torch.Generator().manual_seed(0)
-
-    def noise(tensor: Tensor) -> Tensor:
-        return torch.randn(tensor.shape, generator=generator).to(tensor) * max(largest(end), largest(tensor))
-
-    gave = stage.clean.gave
-    start, given = noise(stage.hidden), noise(gave[writer]) / max(1.0, abs(constant))
-    hooks = [
-        (stage.layer, "pre", on_input(lambda hidden: start.view_as(hidden))),
-        stage.edit(writer, lambda _: given),
-    ]
-    expected = start + constant * given + (end - stage.hidden - constant * gave[writer])
-    if mlp is not None:
-        hooks.append(stage.edit(mlp, lambda _: gave[mlp]))
-        expected = expected + stage.clean.gave[""] - end
-    run = stage.run(*hooks)
-    actual = run.gave[""] if reader is None else run.read[reader]
-    return largest(actual - expected) <= EXACT * min(largest(start), abs(constant) * largest(given))
+        if constant is not None:
+            return {"attn": writer, "attn_factor": rounded(constant), "mid": None}
+    return {}

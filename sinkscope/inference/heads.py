@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from einops import rearrange
@@ -13,50 +12,28 @@ from sinkscope.inference.stage import EXACT, LENGTH, POSITION, Stage, contains, 
 from sinkscope.models.stack import NotInferredError
 
 
-@dataclass(frozen=True)
-class HeadParts:
-    """The attention of a layer, by the adapter's fields."""
-
-    attn: str
-    q: str | None
-    k: str | None
-    v: str | None
-    o: str | None
-    fused_qkv: str | None
-    qkv_layout: str | None
-    learned_sinks: bool
-
-
-def heads_of(stage: Stage) -> HeadParts | None:
-    """The attention of a layer, seen at the tap; None if the layer has none."""
+def heads_of(stage: Stage) -> dict[str, str | bool | None]:
+    """The attention of a layer, seen at the tap, by the adapter's fields; empty if the layer has none."""
     calls = stage.clean.attention
     if not calls:
-        return None
+        return {}
     if len(calls) > 1:
         raise NotInferredError(f"layer {stage.number} computes attention {len(calls)} times")
     call = calls[0]
     attn = stage.paths[call.module]
+    fields: dict[str, str | bool | None] = {"attn": attn, **dict.fromkeys(("q", "k", "v", "fused_qkv"))}
+    fields["o"] = _output_projection(stage)
+    fields["learned_sinks"] = call.settings.get("s_aux") is not None
     last = {role: path for path, role in _roles(stage, attn).items()}  # of several that move the same, the projection
-    fused = last.get("qkv")
-    layout = None
-    own = dict[str, str]()
-    if fused is not None:
-        layout = _layout_of_fused(stage.clean.gave[fused], call)
-    else:
-        for name, tensor in _inputs(call).items():
-            # One that gives more than the heads, such as a gate beside the queries, is not named.
-            if name in last and stage.clean.gave[last[name]].shape[1] == tensor.shape[1] * tensor.shape[3]:
-                own[name] = last[name]
-    return HeadParts(
-        attn=attn,
-        q=own.get("q"),
-        k=own.get("k"),
-        v=own.get("v"),
-        o=_output_projection(stage),
-        fused_qkv=fused,
-        qkv_layout=layout,
-        learned_sinks=call.settings.get("s_aux") is not None,
-    )
+    if "qkv" in last:
+        fields["fused_qkv"] = last["qkv"]
+        fields["qkv_layout"] = _layout_of_fused(stage.clean.gave[last["qkv"]], call)
+        return fields
+    for name, tensor in _inputs(call).items():
+        # One that gives more than the heads, such as a gate beside the queries, is not named.
+        if name in last and stage.clean.gave[last[name]].shape[1] == tensor.shape[1] * tensor.shape[3]:
+            fields[name] = last[name]
+    return fields
 
 
 def _inputs(call: Any) -> dict[str, Float[Tensor, "1 head token width"]]:

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.inference.heads import heads_of, weighing_module
+from sinkscope.inference.heads import weighing_module
 from sinkscope.inference.kinds import common_adapter
 from sinkscope.inference.probe import token_ids
 from sinkscope.inference.stage import LENGTH, Stage, Tap
@@ -78,7 +78,7 @@ def _infer(model: Any) -> Adapter:
             stages = _stages(target, tap)
         except (AttributeError, TypeError):  # some models outside the interface cannot run under its name
             stages = list[Stage]()
-        if any(stage.heads for stage in stages):
+        if any(stage.clean.attention for stage in stages):
             return common_adapter(draft, stages)
     with eager(target):
         found = dict.fromkeys(weighing_module(stage) for stage in _stages(target, tap))
@@ -118,5 +118,4 @@ def _stages(target: Target, tap: Tap) -> list[Stage]:
                 f"its layers do not get one residual stream of {LENGTH} tokens, but of shape {tuple(hidden.shape)}"
             )
         stages.append(Stage(target, number, args, kwargs, tap))
-        stages[-1].heads = heads_of(stages[-1])
     return stages

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from sinkscope.inference.attention_write import attention_write
+from sinkscope.inference.heads import heads_of
 from sinkscope.inference.mlp import experts_path, mlp_of, write_of
 from sinkscope.inference.probe import begins_at, token_ids
 from sinkscope.inference.stage import LENGTH, Stage, contains, largest
@@ -38,20 +39,18 @@ class Kind:
     @classmethod
     def of(cls, stage: Stage) -> Kind:
         """Find the MLP of a layer, beside its attention."""
-        heads = stage.heads
+        heads = heads_of(stage)
         fields: dict[str, Setting] = {"mid": None}
         experts = experts_path(stage)
-        mlp = mlp_of(stage, experts is None)
-        write = None
-        if mlp is not None:
-            write = mlp.write
-            fields |= {"down": mlp.down, "transposed_down": mlp.transposed_down, "shared_gate": write.weight}
-            fields |= asdict(mlp.factors)
+        mlp, write = mlp_of(stage, experts is None)
+        fields |= mlp
+        if write is not None:
+            fields["shared_gate"] = write.weight
             fields["down_factor" if experts is None else "shared_factor"] = write.factor
         if experts is not None:
             routed = write_of(stage, experts)
             # A shared expert inside the mixture is part of what that gives; one beside it has to be added like it.
-            if mlp is not None and write is not None and not contains(routed.mlp, mlp.down):
+            if write is not None and not contains(routed.mlp, str(mlp["down"])):
                 if replace(write, mlp=routed.mlp) != replace(routed, factor=1.0):
                     raise NotInferredError("its shared expert stands beside the mixture, and is not simply added to it")
             write = routed
@@ -60,15 +59,10 @@ class Kind:
             fields |= {"mlp": write.mlp, "post_mlp_norm": write.post_norm}
             fields |= {"write_factor": write.write_factor, "adds": write.adds}
         of_attention = attention_write(stage, write)
-        if of_attention is not None:
-            fields |= {"mid": of_attention.mid, "attn_factor": of_attention.factor}
-            fields["attn"] = of_attention.writer
-            if heads is not None and heads.attn != of_attention.writer:
-                fields["attn_out"] = of_attention.writer
-        if heads is not None:
-            fields |= asdict(heads)
-            if heads.fused_qkv is None:
-                del fields["qkv_layout"]
+        fields |= of_attention
+        if heads and of_attention and heads["attn"] != of_attention["attn"]:
+            fields["attn_out"] = of_attention["attn"]
+        fields |= heads
         return cls(stage.number, frozenset(stage.paths.values()) - {""}, fields)
 
     def distinction(self, rivals: list[Kind]) -> str:

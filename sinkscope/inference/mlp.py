@@ -49,44 +49,30 @@ class Write:
     adds: bool = True
 
 
-@dataclass(frozen=True)
-class Factors:
-    """The modules whose outputs are multiplied to the input of a down projection, by the adapter's fields."""
-
-    up: str | None
-    gate: str | None
-    fused_gate_up: bool
+Fields = dict[str, str | bool | None]
+"""A part of a layer, by the adapter's fields."""
 
 
-@dataclass(frozen=True)
-class MlpParts:
-    """The MLP of a layer, by the adapter's fields, and where its output goes."""
-
-    down: str
-    transposed_down: bool
-    factors: Factors
-    write: Write
-
-
-def mlp_of(stage: Stage, is_alone: bool) -> MlpParts | None:
-    """The MLP of a layer that all tokens go through, the widest if there are several; None if there is none."""
+def mlp_of(stage: Stage, is_alone: bool) -> tuple[Fields, Write | None]:
+    """The MLP of a layer that all tokens go through, the widest if there are several, and where its output goes."""
     failure: NotInferredError | None = None
     downs = stage.linear([stage.clean.gave[""].shape[1]])
     for down in sorted(downs, key=lambda path: -stage.clean.read[path].shape[1]):
         try:
             factors = _factors(stage, down)
-            if factors is not None:
+            if factors:
                 is_transposed = is_conv1d(stage.layer.get_submodule(down))
-                return MlpParts(down, is_transposed, factors, write_of(stage, down, is_alone))
+                fields = {"down": down, "transposed_down": is_transposed, **factors}
+                return fields, write_of(stage, down, is_alone)
         except NotInferredError as error:
             failure = failure or error
     if failure is not None:
         raise failure
-    return None
+    return {}, None
 
 
-def _factors(stage: Stage, down: str) -> Factors | None:
-    """What feeds a down projection; None if linear modules alone do not."""
+def _factors(stage: Stage, down: str) -> Fields:
+    """The modules whose outputs are multiplied to the input of a down projection; empty if linear ones alone do not."""
     width = stage.clean.read[down].shape[1]
     order = list(stage.clean.gave)
     before = [path for path in stage.linear([width, 2 * width]) if order.index(path) < order.index(down)]
@@ -97,17 +83,17 @@ def _factors(stage: Stage, down: str) -> Factors | None:
     weights[POSITION, neuron] = 1
     slopes = derivatives(post, weights, zeros)
     if not slopes or "" in slopes:
-        return None
+        return {}
     is_coupled = False  # by a norm in between
     for slope in slopes.values():
         token, column = slope.nonzero().unbind(1)
         if bool((token != POSITION).any()):
-            return None
+            return {}
         is_coupled = is_coupled or bool((column % width != neuron).any())
     paths = [path for path in before if path in slopes]
     is_fused = not is_coupled and any(slope.shape[1] == 2 * width for slope in slopes.values())
     if is_coupled or len(paths) > 2 - is_fused:  # no module gives a factor
-        return Factors(None, None, is_fused)
+        return {"up": None, "gate": None, "fused_gate_up": is_fused}
     up = paths[-1]
     for path in reversed(paths):
         if _is_linear_in(stage, down, path, width):
@@ -120,7 +106,7 @@ def _factors(stage: Stage, down: str) -> Factors | None:
     if len(paths) == 2:
         paths.remove(up)
         (gate,) = paths
-    return Factors(up, gate, is_fused)
+    return {"up": up, "gate": gate, "fused_gate_up": is_fused}
 
 
 def _is_linear_in(stage: Stage, down: str, path: str, width: int) -> bool:

@@ -36,9 +36,10 @@ from sinkscope.tap.tap import listening
 _LENGTH = 8
 _SHORT = 3  # tokens of the passes that tell whether one may begin at a layer
 _SAME = 1e-3  # largest relative distance between their ends
-_ROWS = 5  # of the batch; the first is not edited, and in the others
-_MOVED, _TURNED, _HIGHER, _LOWER = range(1, _ROWS)  # a neuron, what experts give, or `up` is
+_ROWS = 4  # of the batch; the first is not edited, and in the others
+_MOVED, _TURNED, _SCALED = range(1, _ROWS)  # a neuron, what experts give, or `up` is
 _POSITION = 4  # of the edits
+_FACTOR = -2.0  # of `up`; no gate follows it, be its activation odd, such as tanh, or linear above 0, such as ReLU
 _ATTENTION_LAYERS = 2  # neighbours may differ: windows alternate
 _NARROW = 6  # tokens of every window, chunk and choice of keys while attention is checked
 _LONG = 20  # tokens of that check, so that it goes beyond all of them
@@ -185,9 +186,8 @@ class _EditedLayer:
     """Edits in one layer at one position, in rows of a batch of their own, and what passed its modules in each row.
 
     At the input of the down projection, of a dense MLP or of a shared expert, a neuron is moved. The numbers that fused
-    experts give change places. At the output of `up` of a dense MLP, every second neuron is moved up in one row, and
-    down in another: only these may then change in post, and if `up` is the linear factor, by opposite amounts (those of
-    the gate would not be).
+    experts give change places. At the output of `up` of a dense MLP, every second neuron is multiplied by -2: only
+    these may then change in post and, if `up` is the linear factor, by the same factor (those of the gate would not).
     """
 
     def __init__(self, target: Target, layer: int, neuron: int) -> None:
@@ -195,27 +195,24 @@ class _EditedLayer:
         self.is_mixture = target.is_mixture(layer)
         self.first = _TURNED if self.is_mixture else _MOVED
         self.post, self.experts, self.mlp, self.end = (Passing(_ROWS) for _ in range(4))
-        self.up, self.gate, self.norm, self.shared_gate = (Passing(_ROWS) for _ in range(4))
+        self.up, self.norm, self.shared_gate = (Passing(_ROWS) for _ in range(3))
         self._expert_error = 0.0
 
     def hooks(self) -> list[Hook]:
         """The hooks that edit and record."""
         target, layer, adapter = self.target, self.layer, self.adapter
         hooks = list[Hook]()
-        recorded = [(adapter.post_mlp_norm, self.norm), (adapter.shared_gate, self.shared_gate)]
         if target.has_part(layer, adapter.down):
             hooks.append((target.mlp_part(layer, "down"), "pre", on_input(self._edit(self.post, self._move))))
         if self.is_mixture:
             experts = target.sub(layer, adapter.experts or "")
             hooks.append((experts, "post", self._recompute))
             hooks.append((experts, "post", on_hidden(self._edit(self.experts, self._turn))))
-        else:
-            recorded.append((adapter.gate, self.gate))
-            if target.has_part(layer, adapter.up):
-                hooks.append((target.mlp_part(layer, "up"), "post", on_hidden(self._edit(self.up, self._move_up))))
+        elif target.has_part(layer, adapter.up):
+            hooks.append((target.mlp_part(layer, "up"), "post", on_hidden(self._edit(self.up, self._scale_up))))
         hooks += target.on_mlp(layer, self.mlp.keep)
         hooks.append((target.layers[layer], "post", on_output(self.end.keep)))
-        for path, passing in recorded:
+        for path, passing in ((adapter.post_mlp_norm, self.norm), (adapter.shared_gate, self.shared_gate)):
             if path is not None and target.has_part(layer, path):
                 hooks.append((target.sub(layer, path), "post", on_output(passing.keep)))
         return hooks
@@ -248,8 +245,8 @@ class _EditedLayer:
         if self.is_mixture:
             written = self.experts.change(_TURNED) * column_factor(self.target, self.layer, 0)
             errors += self._errors_of_write(_TURNED, written)
-        if self.up.ran and not self._gate_is_closed():
-            errors += self._errors_of_up()
+        if self.up.ran:
+            errors.append(self._error_of_up())
         return errors
 
     def _errors_of_write(self, row: int, written: Float[Tensor, "pos d_model"]) -> list[float]:
@@ -264,27 +261,23 @@ class _EditedLayer:
             raise _WrongError(f"what the MLP of layer {self.layer} gives does not change the residual stream")
         return errors
 
-    def _errors_of_up(self) -> list[float]:
+    def _error_of_up(self) -> float:
         width, neurons = self.up.rows.shape[-1], self.post.rows.shape[-1]
         expected = neurons
         if self.adapter.fused_gate_up:
             expected = 2 * neurons
         if width != expected:
             raise _WrongError(f"the output of {self.adapter.up!r} has width {width}, expected {expected}")
-        both = torch.stack([self.post.change(row) for row in (_HIGHER, _LOWER)])
-        moved = torch.zeros_like(both)
-        moved[:, _POSITION, ::2] = both[:, _POSITION, ::2]
-        errors = [_relative(both, moved)]
-        if self.adapter.gate or self.adapter.fused_gate_up:
-            errors.append(_relative(both[0], -both[1], self.post.rows))
-        return errors
-
-    def _gate_is_closed(self) -> bool:
-        """The gate of every moved neuron is exactly zero (weights of zero), so that no move of `up` shows."""
-        gate = self.gate
-        if not gate.ran and self.adapter.fused_gate_up:
-            gate = self.up
-        return gate.ran and not gate.rows[0, _POSITION, : self.target.width(self.layer) : 2].any()
+        post, change = self.post.rows[0], self.post.change(_SCALED)
+        is_gated = self.adapter.gate is not None or self.adapter.fused_gate_up
+        if not self.up.rows[0].any() or (is_gated and not post.any()):  # weights of zero
+            return 0.0
+        scaled = torch.zeros_like(post)
+        if is_gated:
+            scaled[_POSITION, ::2] = (_FACTOR - 1) * post[_POSITION, ::2]
+            return _relative(change, scaled, post)
+        scaled[_POSITION, ::2] = change[_POSITION, ::2]
+        return _relative(change, scaled)
 
     def _recompute(self, module: nn.Module, args: Args, kwargs: Kwargs, output: Any) -> None:
         """Compare what experts give with what they must give according to their layout."""
@@ -294,33 +287,26 @@ class _EditedLayer:
             computed = experts.output(experts.routed(args, kwargs)).float()
             self._expert_error = _relative(given, computed, given)
 
-    def _edit(self, passing: Passing, edit: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor], Tensor]:
-        """A function that edits what passes a module at one position, and keeps it.
-
-        Args:
-            passing: Where it is kept.
-            edit: Called with the rows at that position, which it changes, and how far a neuron is to be moved: by the
-                norm of the whole vector, so that rounding does not hide the move.
-        """
+    def _edit(self, passing: Passing, edit: Callable[[Tensor], None]) -> Callable[[Tensor], Tensor]:
+        """A function that keeps what passes a module, of which `edit` has changed the rows at one position."""
 
         def edited(tensor: Tensor) -> Tensor:
             rows = passing.by_row(tensor).clone()
-            at = rows[:, _POSITION]
-            edit(at, at[0].float().norm().clamp(min=1).to(at.dtype))
+            edit(rows[:, _POSITION])
             passing.keep(rows)
             return rows.reshape(tensor.shape)
 
         return edited
 
-    def _move(self, post: Float[Tensor, "row neuron"], step: Tensor) -> None:
-        post[_MOVED, self.neuron] += step
+    def _move(self, post: Float[Tensor, "row neuron"]) -> None:
+        # By the norm of the whole vector, so that rounding does not hide the move.
+        post[_MOVED, self.neuron] += post[0].float().norm().clamp(min=1).to(post.dtype)
 
-    def _move_up(self, up: Float[Tensor, "row output"], step: Tensor) -> None:
+    def _scale_up(self, up: Float[Tensor, "row output"]) -> None:
         first = self.target.width(self.layer) if self.adapter.fused_gate_up else 0
-        up[_HIGHER, first::2] += step
-        up[_LOWER, first::2] -= step
+        up[_SCALED, first::2] *= _FACTOR
 
-    def _turn(self, given: Float[Tensor, "row d_model"], _step: Tensor) -> None:
+    def _turn(self, given: Float[Tensor, "row d_model"]) -> None:
         given[_TURNED] = given[_TURNED].roll(1)  # a change of size would be invisible behind a norm
 
 

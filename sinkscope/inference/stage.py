@@ -88,7 +88,6 @@ class Stage:
                 linear = None if widths_of(module) is None else path
         self.clean = self.run()
         self.hidden = _flat(hidden_of(self._args, self._kwargs))
-        self.heads: Any = None  # what is found of its attention
 
     def run(self, *hooks: Hook, compute: Callable[[Any], Any] | None = None) -> Run:
         """Call the layer under hooks; `compute` gives the output of its attention."""

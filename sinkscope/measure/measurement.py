@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R", bound=Result)
-Loading = Literal["stream", "enough", "whole"]
+Loading = Literal["stream", "whole"]
 
 SETUP_PARAMETERS = {one.name: one for one in parameters_of(Setup.open)}
 """Parameters that every measurement has."""

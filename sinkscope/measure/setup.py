@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,8 +25,7 @@ from sinkscope.models.checks import attending_layers
 from sinkscope.models.origin import fingerprint_of
 from sinkscope.models.target import Target
 from sinkscope.models.text import resolve_bos, text_rows, typical_text
-from sinkscope.opening.load import load
-from sinkscope.opening.open import PartTarget, open_target
+from sinkscope.opening.open import open_target
 from sinkscope.trace import attention_rows
 
 PIECE = 64
@@ -107,7 +105,7 @@ class Setup:
         texts: Annotated[int, Field(ge=1), Option(hidden=True)] = 4,
         trust_remote_code: Annotated[bool, Option(hidden=True)] = False,
         progress: Hidden = None,
-        loading: Annotated[Literal["stream", "enough", "whole"], Option(hidden=True)] = "stream",
+        loading: Annotated[Literal["stream", "whole"], Option(hidden=True)] = "stream",
     ) -> Setup:
         """Open a model and cut the typical text into pieces for it.
 
@@ -126,8 +124,7 @@ class Setup:
                 tokens differ. With 0 pieces, no tokenizer is needed.
             trust_remote_code: Run code that comes with the checkpoint; the model is then loaded whole.
             progress: Called as `progress(what, done, total)`.
-            loading: "stream" reads layer by layer where possible; "enough" may leave out the last layers of a GGUF file
-                (see `more`); "whole" loads a model given by name into memory.
+            loading: "stream" reads layer by layer where possible; "whole" loads a model given by name into memory.
 
         Raises:
             SinkscopeError: Bad input; the message is one line and says what to do.
@@ -140,9 +137,7 @@ class Setup:
             "device": device,
             "trust_remote_code": trust_remote_code,
         }
-        if loading == "whole" and (model is None or isinstance(model, str | os.PathLike)):
-            model = load(model, backend="hf", **options)
-        target = open_target(model, **options, needed=texts > 0)
+        target = open_target(model, **options, needed=texts > 0, whole=loading == "whole")
         start = resolve_bos(target.tokenizer, target.config, bos)
         length = min(PIECE, target.max_positions or PIECE)
         ids = torch.zeros(0, length, dtype=torch.long)
@@ -150,10 +145,7 @@ class Setup:
             pieces = texts if start is not None else WITHOUT_BOS * texts
             ids = text_rows(target.tokenizer, content, pieces, length, start)
         source = (model, options)
-        setup = cls(target, start, content, ids, seed, progress or silent, started=started, source=source)
-        while loading != "enough" and setup.more():
-            pass
-        return setup
+        return cls(target, start, content, ids, seed, progress or silent, started=started, source=source)
 
     @property
     def tokenizer(self) -> Any:
@@ -250,10 +242,3 @@ class Setup:
             bos=self.bos is not None,
             attention=str(getattr(self.target.config, "_attn_implementation", "unknown")),
         )
-
-    def more(self) -> bool:
-        """Load more layers if only the first ones are in memory (loading "enough"); False if all layers already are."""
-        if isinstance(self.target, PartTarget):
-            self.target = self.target.more()
-            return True
-        return False

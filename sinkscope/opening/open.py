@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,32 +24,8 @@ from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
 from sinkscope.opening.stream import open_stream
 
-_FIRST_LAYERS = 8  # layers of a GGUF file to begin with; they cannot be read one by one, and are doubled as needed
 LAYER_BYTES = 1 << 30
 """Layers of a streamed model stay in memory up to this size, so small models are read once."""
-
-
-@dataclass(frozen=True, eq=False)
-class PartTarget(Target):
-    """The first layers of a deeper model.
-
-    Attributes:
-        depth: Number of decoder layers of the whole model.
-        reopen: Function that opens the model again with a given number of layers.
-    """
-
-    depth: int = 0
-    reopen: Callable[[int], Target] | None = None
-
-    @property
-    def n_layers(self) -> int:
-        """Number of decoder layers of the whole model."""
-        return self.depth
-
-    def more(self) -> Target:
-        """The same model with twice as many layers, up to the whole model."""
-        assert self.reopen is not None
-        return self.reopen(2 * len(self.layers))
 
 
 def open_target(
@@ -62,8 +36,11 @@ def open_target(
     device: torch.device | str | None,
     trust_remote_code: bool,
     needed: bool = True,
+    whole: bool = False,
 ) -> Target:
     """Open a live model, the bundled model (in memory), or a named model (streamed from disk if possible).
+
+    With `whole`, a named model is loaded into memory, too.
 
     Raises:
         SinkscopeError: `model` is not a model, cannot be read, or has no tokenizer although it is `needed`.
@@ -72,7 +49,7 @@ def open_target(
     if not (model is None or isinstance(model, str | os.PathLike)):
         return _with_tokenizer(target_of(model, tokenizer), needed)
     source = locate(model, revision)
-    if not (is_bundled or source.kind == "gguf" or source.planted or trust_remote_code):
+    if not (whole or is_bundled or source.kind == "gguf" or source.planted or trust_remote_code):
         try:
             with quiet(), loading_errors(source):
                 return _stream(source, tokenizer, dtype, device)
@@ -80,51 +57,18 @@ def open_target(
             if error.page != "not-streamable":
                 raise
 
-    def opened(layers: int | None) -> Target:
-        # The bundled model needs no probe at every start, because the tests check its circuit.
-        hf = load(
-            model,
-            backend="hf",
-            revision=revision,
-            layers=layers,
-            dtype=dtype,
-            device=device,
-            tokenizer=tokenizer,
-            trust_remote_code=trust_remote_code,
-            probe=not is_bundled,
-        )
-        return _with_tokenizer(target_of(hf))
-
-    if source.kind != "gguf":
-        return opened(None)
-    return _first_layers(opened, _gguf_depth(Path(source.where)), _FIRST_LAYERS)
-
-
-def _first_layers(opened: Callable[[int | None], Target], depth: int, layers: int) -> Target:
-    if layers >= depth:
-        return opened(None)
-    part = opened(layers)
-    return PartTarget(
-        part.model,
-        part.hf,
-        part.kind,
-        part.adapter,
-        part.tokenizer,
-        part.name,
-        resident=False,
-        depth=depth,
-        reopen=lambda more: _first_layers(opened, depth, more),
+    # The bundled model needs no probe at every start, because the tests check its circuit.
+    hf = load(
+        model,
+        backend="hf",
+        revision=revision,
+        dtype=dtype,
+        device=device,
+        tokenizer=tokenizer,
+        trust_remote_code=trust_remote_code,
+        probe=not is_bundled,
     )
-
-
-def _gguf_depth(file: Path) -> int:
-    """Number of layers of the whole model; 0 if the file does not state it, which `load` then explains."""
-    from transformers import AutoConfig
-
-    try:
-        return int(AutoConfig.from_pretrained(file.parent, gguf_file=file.name).get_text_config().num_hidden_layers)
-    except Exception:  # a damaged file may fail in any way
-        return 0
+    return _with_tokenizer(target_of(hf), needed)
 
 
 def streamed_dtype(place: torch.device) -> torch.dtype:

@@ -12,7 +12,6 @@ from organisms.hard import hard
 from organisms.plan import make_plan
 
 import sinkscope.opening.open as opening
-from sinkscope.measure import Setup
 from sinkscope.sinks.first_token.find import FindSinks, find_sinks
 
 LAYERS = 9
@@ -50,23 +49,13 @@ def test_folder_is_read_upward_and_no_further_than_needed(deep, tmp_path):
 
 
 @pytest.mark.slow
-def test_gguf_is_opened_with_as_many_layers_as_it_takes(deep, tmp_path, monkeypatch):
+def test_a_gguf_file_is_read_whole(deep, tmp_path):
+    """So that a late sink is not taken for none."""
     write_gguf(tmp_path / "m.gguf", deep.model, deep.tokenizer)
-    asked = []
-    load = opening.load
-
-    def counted(*args, layers=None, **kwargs):
-        asked.append(layers)
-        return load(*args, layers=layers, **kwargs)
-
-    monkeypatch.setattr(opening, "load", counted)
-    monkeypatch.setattr(opening, "_FIRST_LAYERS", 2)
-    options = {"tokenizer": deep.tokenizer, "text": text_file(deep, tmp_path, 8)}
-    _agrees(find_sinks(tmp_path / "m.gguf", max_repeats=16, **options), deep)
-    assert asked == [2, 4, 8]
-    # Other measurements begin with every layer, so that a late sink is not taken for none.
-    made = Setup.open(tmp_path / "m.gguf", **options)
-    assert len(made.target.layers) == made.target.n_layers == LAYERS
+    text = text_file(deep, tmp_path, 8)
+    result = find_sinks(tmp_path / "m.gguf", max_repeats=16, tokenizer=deep.tokenizer, text=text)
+    assert (result.sink_layer, result.layers_read) == (deep.truth.sink_layer, LAYERS)
+    assert {n.site for n in result.causal} == set(deep.truth.neurons)
 
 
 @pytest.mark.slow

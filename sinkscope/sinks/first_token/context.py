@@ -21,12 +21,12 @@ from sinkscope.sinks.first_token.attention_received import (
     with_long_texts,
 )
 from sinkscope.sinks.first_token.effects import Edit, Trial, side_by_side
-from sinkscope.sinks.first_token.entering import Entering
 from sinkscope.sinks.first_token.layer_scan import LayerScan, scan_layers
 from sinkscope.sinks.first_token.members import Heads
 from sinkscope.sinks.first_token.places import Description, Places, Rule, describe, spike_places, texts_with
 from sinkscope.sinks.first_token.records import SinkRate
 from sinkscope.sinks.tokens import TokenRows
+from sinkscope.trace.entering import Entering
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,8 +76,15 @@ class SinkContext:
     def trial(
         self, edits: Sequence[Edit], length: int | None = None, texts: int | None = None, **reading: Any
     ) -> Trial:
-        """Edits whose effects are read at the places, in some of the texts up to a length, or to the last place."""
-        length = length or self.up_to_place
+        """Edits whose effects are read at the places, in some of the texts up to a length, or to the last place.
+
+        If all texts are the same up to the same place, such as a BOS token, up to there one of them is enough.
+        """
+        if length is None:
+            length = self.up_to_place
+            begins = self.ids[:, :length]
+            if bool((begins == begins[0]).all() & (self.at == self.at[0]).all()):
+                texts = 1
         return Trial(
             self.ids[:texts, :length],
             edits,
@@ -193,18 +200,12 @@ class Survey:
 
 
 def _scanned(setup: Setup, whole: bool) -> tuple[LayerScan, AttentionReceived]:
-    """The layers of typical text and, unless all of them are read, its attention in the same pass.
-
-    If only the first layers of a file are in memory, more of them are loaded until they suffice.
-    """
+    """The layers of typical text and, unless all of them are read, its attention in the same pass."""
     target = setup.target
-    while True:
-        received = AttentionReceived.unread(target, setup.ids, len(target.layers))
-        listening = nullcontext()
-        if not whole:
-            listening = received.listening(target, slice(None))
-        with listening:
-            scan = scan_layers(target, setup.ids, whole=whole, progress=setup.progress)
-        depth = len(scan.layers)
-        if depth == target.n_layers or (scan.is_flat and not whole) or not setup.more():
-            return scan, received.up_to(depth, scan.norms)
+    received = AttentionReceived.unread(target, setup.ids, target.n_layers)
+    listening = nullcontext()
+    if not whole:
+        listening = received.listening(target, slice(None))
+    with listening:
+        scan = scan_layers(target, setup.ids, whole=whole, progress=setup.progress)
+    return scan, received.up_to(len(scan.layers), scan.norms)

@@ -43,7 +43,6 @@ from sinkscope.sinks.tokens import pick_tokens, prefixes, repetition_limit
     help="Find the layer and the neurons that make the sink.",
     scan=ScanPart(1, topic="Sink", full={"all_layers": True}),
     figure="sinkscope.sinks.first_token.figure:draw",
-    loading="enough",
     quick={"max_repeats": 64},
 )
 def find_sinks(

@@ -19,7 +19,6 @@ from sinkscope.interventions import SinkPatch
 from sinkscope.interventions.decode import greedy, repeat_probabilities
 from sinkscope.measure import Setup
 from sinkscope.models.checks import check_length
-from sinkscope.opening.load import load
 from sinkscope.opening.open import open_target
 from sinkscope.sinks.first_token.sets import sink_neurons
 from sinkscope.sinks.patch.evaluate import read_patch_argument
@@ -119,7 +118,7 @@ def in_memory(setup: Setup) -> Setup:
     if setup.target.resident:
         return setup
     model, options = setup.source
-    return replace(setup, target=open_target(load(model, backend="hf", **options), **options))
+    return replace(setup, target=open_target(model, **options, whole=True))
 
 
 def read_probabilities(
