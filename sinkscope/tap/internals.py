@@ -1,4 +1,4 @@
-"""Everything non-public in transformers and torch that sinkscope uses, in one file; a test fails when a name moves."""
+"""Everything non-public in transformers and torch that sinkscope uses, in one file."""
 
 from __future__ import annotations
 

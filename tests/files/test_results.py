@@ -55,37 +55,21 @@ class Bare(Result):
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 small = st.integers(-(2**40), 2**40)
-parts = st.builds(Part, small, st.none() | small, finite, st.none() | st.booleans(), st.text())
+parts = st.builds(Part, share=finite)
 json_like = st.recursive(
     st.none() | st.booleans() | small | finite | st.text(),
     lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text(), inner),
     max_leaves=8,
 )
-infos = st.builds(ModelInfo, st.text(), st.text(), small, small, small, st.text())
-origins = st.builds(
-    Provenance,
-    st.lists(st.text()).map(tuple),
-    st.dictionaries(st.text(), st.text()),
-    st.text(),
-    st.text(),
-    st.text(),
-    st.none() | st.booleans(),
-    small,
-    finite,
-    st.none() | small,
-)
-samples = st.builds(
+samples = st.builds(  # what is not named here is drawn by its annotation
     Sample,
-    model=infos,
+    model=st.builds(ModelInfo),
     settings=st.dictionaries(st.text(), json_like),
-    provenance=origins,
-    where=st.none() | small,
+    provenance=st.builds(Provenance, seconds=finite),
     parts=st.lists(parts).map(tuple),
     best=st.none() | parts,
-    pair=st.tuples(small, st.text()),
     values=st.lists(finite),
     bands=st.dictionaries(st.text(), st.lists(finite).map(tuple)),
-    mode=st.sampled_from(["a", "b"]),
 )
 
 

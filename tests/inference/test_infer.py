@@ -20,13 +20,13 @@ from sinkscope.errors import UnsupportedError
 from sinkscope.inference.find import adapter_of
 from sinkscope.inference.infer import infer
 from sinkscope.inference.probe import probe
+from sinkscope.inference.sums import unproved_sites
 from sinkscope.kv.h2o import H2O
 from sinkscope.kv.scope import cache_layers, scope_line
 from sinkscope.models.backends import wrap
 from sinkscope.models.down_projections import w_out, w_out_norms
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
-from sinkscope.trace.run import trace
 
 SIZES = {
     "vocab_size": 96,
@@ -72,10 +72,24 @@ def test_the_rows_of_the_table_come_out_of_the_rule(model_type):
     assert differing(model_type, model.to(torch.bfloat16)) == {}
 
 
-def test_inferring_leaves_the_model_as_it_was():
+def nowhere(model):
+    target = target_of(model)
+    return replace(target, adapter=replace(target.adapter, down="mlp.nope"))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        infer,
+        lambda model: probe(target_of(model)),
+        lambda model: probe(nowhere(model)),
+        lambda model: unproved_sites(target_of(model), torch.arange(20, 24)[None], [0, 1, 2]),
+    ],
+)
+def test_the_model_is_left_as_it_was(use):
     model = tiny_model("gemma2")[0]
     before = copy.deepcopy(model.state_dict())
-    infer(model)
+    use(model)
     assert_close(model.state_dict(), before, rtol=0, atol=0)
     assert vars(model.config)["_attn_implementation_internal"] == "eager"
     assert count_hooks(model) == 0
@@ -127,13 +141,6 @@ def test_layers_of_several_kinds_have_parts_of_their_own_and_states_are_left_alo
     assert [type(layer) is kind for layer, kind in zip(cache.layers, kinds, strict=True)] == [True, False, True, False]
     held = [cache.layers[1], cache.layers[3]]
     assert [layer.keys.shape[-2] for layer in held] == [17, 17]
-
-
-def test_rows_are_those_of_the_keys_that_an_indexer_chose():
-    model = decoder("deepseek_v32")
-    ids = torch.arange(20, 101)[None]  # more than index_topk = 32
-    rows = trace(model, ids, ["blocks.1.attn.hook_pattern"])["blocks.1.attn.hook_pattern"]
-    assert int((rows[0, 0, -1] > 0).sum()) <= 32
 
 
 def test_positions_are_known_by_any_two_positions():

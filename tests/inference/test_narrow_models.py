@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from covering import every_nth
 from organisms.decoders import decoder
 from organisms.sizes import SIZES, sized_decoder
-from organisms.tiny import MODEL_TYPES, tiny_model
 
 from sinkscope.inference import find, sample
 
@@ -42,15 +40,6 @@ def test_a_narrow_model_of_the_same_modules_has_the_same_adapter(model_type, mon
     assert calls[0] is not model  # the model itself is not called
     widths = [sum(parameter.numel() for parameter in hf.parameters()) for hf in (calls[0], model)]
     assert len(calls) == 1 and widths[0] < 0.5 * widths[1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 8))
-def test_tiny_models_taken_for_wide_ones_have_the_same_adapter(model_type, monkeypatch):
-    model = tiny_model(model_type)[0]
-    direct = find.inferred_adapter(model)
-    monkeypatch.setattr(sample, "_WIDE", 0)
-    assert find.inferred_adapter(model) == direct
 
 
 def test_a_model_that_its_user_changed_is_called_itself(monkeypatch):

@@ -15,7 +15,6 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.models.text import resolve_bos, text_rows, typical_text
 from sinkscope.opening.live import target_of
 from sinkscope.sinks.first_token.attention_received import attention_received
-from sinkscope.sinks.first_token.effects import Edit, effects
 from sinkscope.sinks.tokens import pick_tokens, single_token
 
 
@@ -41,25 +40,6 @@ def test_sink_rate_equals_the_definition_on_dense_attention(model_type, monkeypa
     assert 0.3 < wanted < 0.7
     monkeypatch.setattr("sinkscope.sinks.first_token.attention_received.RATE_EPS", eps)
     assert attention_received(target_of(model, tokenizer), ids, batch=2).rate == pytest.approx(wanted)
-
-
-def test_attention_to_the_first_token_leaves_the_first_query_out_and_sees_interventions():
-    o = organism("llama", 4)
-    target = target_of(o.model, o.tokenizer)
-    layer = o.truth.sink_layer
-    ids = o.natural(1, 20)
-
-    def dense():
-        eager = copy.deepcopy(o.model)
-        eager.set_attn_implementation("eager")
-        return float(eager(ids, output_attentions=True).attentions[layer + 1][:, :, 1:, 0].mean())
-
-    seen = effects(target, ids, [Edit(zero=o.truth.neurons)], attention=True)
-    assert float(seen.intact_attention[0, layer + 1].mean()) == pytest.approx(dense(), abs=1e-5)
-    weight = target.layers[layer].mlp.down_proj.weight
-    with torch.no_grad():
-        weight[:, [n for _, n in o.truth.neurons]] = 0  # the same without hooks
-    assert float(seen.attention[0, 0, layer + 1].mean()) == pytest.approx(dense(), abs=1e-5)
 
 
 def test_text_rows_are_the_text_in_order_with_bos():

@@ -12,6 +12,7 @@ import torch
 from checkpoints import checkpoint, with_images
 from covering import every_nth
 from intervention_kit import logits
+from organisms.decoders import decoder
 from organisms.tiny import MODEL_TYPES, tiny_model
 from torch.testing import assert_close
 
@@ -27,6 +28,7 @@ from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
 
 IDS = torch.tensor([[1, 10, 11, 12, 13, 14, 15]])
+HYBRIDS = ["jamba", "bamba", "falcon_h1", "qwen3_next", "recurrent_gemma"]
 UNSUPPORTED = {("falcon", "bridge")}
 # Every second architecture in one kind of model, each kind with a third of them; those between are streamed by default
 # (test_stream.py), and all other pairs are slow.
@@ -178,10 +180,12 @@ def test_nothing_is_installed_behind_the_users_back(tmp_path, monkeypatch):
     assert ran == []
 
 
-@pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 8))
-def test_first_layers_alone_compute_the_same(model_type):
-    target = target_of(load(checkpoint(model_type), backend="hf", layers=2))
+@pytest.mark.parametrize("model_type", [*every_nth(MODEL_TYPES, 8), *every_nth(HYBRIDS, 4)])
+def test_first_layers_alone_compute_the_same(model_type, tmp_path):
+    model = tiny_model(model_type)[0] if model_type in MODEL_TYPES else decoder(model_type)
+    model.save_pretrained(tmp_path)
+    target = target_of(load(tmp_path, backend="hf", layers=2))
     assert target.n_layers == target.config.num_hidden_layers == 2
     assert len(getattr(target.config, "layer_types", None) or [0, 0]) == 2
-    for ours, theirs in zip(outputs(target), plain(model_type)[1], strict=True):
-        assert_close(ours, theirs, atol=1e-6, rtol=0)
+    for ours, theirs in zip(outputs(target), outputs(target_of(model)), strict=False):
+        assert_close(ours, theirs, atol=1e-5, rtol=0)

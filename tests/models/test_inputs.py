@@ -101,7 +101,7 @@ def test_interventions_may_be_anything(tmp_path):
     patch.save(tmp_path / "patch.json")
     guard = LoopGuard(64, anchors=2, window=16)
     want = generate(model, TEXTS, interventions=patch | H2O(8) | guard, **settings)
-    for given in ([patch, H2O(8), guard], [[patch], "h2o:8", [guard]], [tmp_path / "patch.json", [H2O(8) | guard]]):
+    for given in ([[patch], "h2o:8", [guard]], [tmp_path / "patch.json", [H2O(8) | guard]]):
         assert [r.tokens for r in generate(model, TEXTS, interventions=given, **settings)] == [r.tokens for r in want]
     assert [r.tokens for r in generate(model, TEXTS, **settings)] != [r.tokens for r in want]
     with pytest.raises(SinkscopeError, match="int is no intervention"):
@@ -155,20 +155,17 @@ def test_no_site_is_an_error():
 def test_a_run_says_what_was_done():
     model = tiny_model("llama")[0]
     vars(model.generation_config)["eos_token_id"] = None
-    ids = torch.tensor([[1, *[5, 6] * 10]])
     guard = LoopGuard.paper(24, anchors=2, window=16, variant="always", monitor={"warmup": 0, "every": 9})
     with (ss.Ablate(layer=1, neurons=3) | StreamingLLM(30) | guard).on(model) as run:
         before = run.summary()
-        model.generate(ids, max_new_tokens=60, do_sample=False)
+        model.generate(torch.tensor([[1, *[5, 6] * 10]]), max_new_tokens=60, do_sample=False)
     assert "LoopGuard found no loop" in before and "StreamingLLM(30) has read nothing yet." in before
     said, cuts = run.summary(), [e for e in run.events if e.kind == "guard"]
-    assert f"Ablate ablated {run.counts['ablated']} values." in said and "\n" not in said
-    assert "StreamingLLM(30) held at most 31 of 80 tokens" in said and f"stepped in {len(cuts)} times" in said
+    held = "StreamingLLM(30) held at most 31 of 80 tokens"
+    for words in (f"Ablate ablated {run.counts['ablated']} values.", held, f"stepped in {len(cuts)} times"):
+        assert words in said
     assert f"kept {cuts[0].data['kept_count']} of {cuts[0].data['cached_before']} cached tokens" in said
-    assert repr(run) == f"<Run on {run.target.name}: {said}>"
-    assert len(cuts) > 1
+    assert repr(run) == f"<Run on {run.target.name}: {said}>" and "\n" not in said and len(cuts) > 1
     frame = run.to_frame()
     assert len(frame) == len(run.events) and {"row", "neuron", "kept_count"} <= set(frame)
     assert (frame[frame.kind == "guard"].position == [e.position for e in cuts]).all()
-    with ss.Ablate(layer=1, neurons=3).on(model) as idle:
-        assert list(idle.to_frame().columns) == ["row", "step", "position", "layer", "head", "kind"]

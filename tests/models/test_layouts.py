@@ -7,6 +7,8 @@ import torch
 from covering import every_nth
 from organisms.decoders import decoder
 from organisms.examine import expert_views
+from organisms.tiny import tiny_model
+from refusals import refused
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -16,11 +18,32 @@ from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.sinks.first_token.effects import Edit, effects
 from sinkscope.sinks.first_token.layer_scan import scan_layers
+from sinkscope.trace.layer_view import columns, contribution_norms, view_layer
 
 IDS = torch.arange(20, 44).view(2, 12)
-TYPES = (  # shared expert beside the mixture; a norm in some layers; experts in five layouts; more than an addition
-    "granitemoeshared axk1 olmo_hybrid llama4_text dbrx jetmoe nemotron_h gemma4_text beam llama gemma2 mixtral".split()
-)
+# A shared expert beside the mixture; a norm in some layers; experts in five layouts; more than an addition.
+TYPES = "granitemoeshared axk1 qwen2_moe glm4_moe olmo_hybrid llama4_text dbrx jetmoe nemotron_h".split()
+TYPES += "gemma4_text beam llama gemma2 mixtral".split()
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "glm4_moe"])
+def test_what_all_neurons_write_is_what_the_mlp_gives(model_type):
+    """Routed ones first, shared ones behind them; each with the weight that the model gives to its expert."""
+    target = target_of(tiny_model(model_type)[0])
+    view = view_layer(target, 1, IDS, torch.ones_like(IDS, dtype=torch.bool))
+    every = columns(target, 1, torch.arange(view.post.shape[1]))
+    assert view.post.shape[1] == 4 * target.width(1, 0) + target.width(1)
+    assert_close(view.post @ every, view.mlp, atol=2e-6, rtol=1e-4)
+    assert_close(contribution_norms(target, view), view.post.abs() * every.norm(dim=-1))
+
+
+def test_a_neuron_that_the_shared_expert_lacks_is_refused():
+    model, _ = tiny_model("qwen2_moe")
+    for site, wanted in (((1, 48), "0 to 47"), ((1, 0, 40), "0 to 31"), ((1, 4, 0), "0 to 3")):
+        with refused(wanted), Ablate(sites=[site]).on(model):
+            pass
+    with refused("one MLP without experts"), Ablate(sites=[(0, 1, 3)]).on(tiny_model("glm4_moe")[0]):
+        pass  # its first layer is dense
 
 
 @torch.no_grad()

@@ -133,13 +133,6 @@ def test_what_is_no_model():
         load(file)
 
 
-def test_bundled_model_needs_no_network_and_no_name():
-    target = target_of(load(backend="hf"))
-    assert target.name == "bundled"
-    assert target.tokenizer.bos_token_id is not None
-    assert target_of(load("bundled", backend="hf")).n_layers == target.n_layers
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_tokenizer_without_bos_stays_without(backend, tmp_path):
     folder = spoiled(tmp_path / "m")

@@ -80,11 +80,11 @@ def test_models_of_nothing(tmp_path, capsys, model, command):
         assert code == 2 and [line[:7] for line in err.splitlines() if not line.startswith("note: ")] == ["error: "]
 
 
-@pytest.mark.parametrize("ends", ["x", [1.5], {"a": 1}, 10**30, [None], [], -1, 10**9, [1, 2]])
+@pytest.mark.parametrize("ends", ["x", [1.5], {"a": 1}, True, 10**30, [None], [], -1, 10**9, [1, 2]])
 def test_odd_ids_of_the_end(tmp_path, ends):
     folder = spoiled(tmp_path / "m")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-    if (isinstance(ends, int) and ends < 10**20) or ends in ([], [1, 2]):
+    if (type(ends) is int and ends < 10**20) or ends in ([], [1, 2]):
         assert ss.generate(ss.load(folder, backend="hf"), "poem book", max_new_tokens=2)
         return
     with pytest.raises(
@@ -123,26 +123,6 @@ def test_arguments_from_python(use, says):
     with pytest.raises(SinkscopeError, match=says) as caught:
         use(model, planted().tokenizer)
     assert len(str(caught.value)) < 700 and "\n" not in str(caught.value)
-
-
-NO_MAP, OUTSIDE = r"index\.json has no weight_map", "which is no file of the checkpoint's folder"
-
-
-@pytest.mark.parametrize(
-    ("shards", "says"),
-    [
-        *((shards, NO_MAP) for shards in (["a"], {"a": 1}, {"a": ["b"]}, {"a": None}, {}, None)),
-        *(({"model.embed_tokens.weight": file}, OUTSIDE) for file in ("../x.safetensors", "a/../../x.safetensors")),
-        ({"model.embed_tokens.weight": __file__}, OUTSIDE),
-    ],
-)
-def test_an_index_of_shards_that_is_none(tmp_path, shards, says):
-    folder = spoiled(tmp_path / "m")
-    (folder / "model.safetensors").rename(tmp_path / "x.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
-    for use in (ss.load, ss.find_sinks):
-        with pytest.raises(SinkscopeError, match=says):
-            use(folder)
 
 
 @pytest.mark.parametrize(

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from inspect import signature
-
 import pytest
 import torch
 from kv_kit import Drawn, Ragged, close, decode, masks_of_run, prompts, run_policy
 from kv_kit import shallow_of as model_of
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers import DynamicCache
 
 from sinkscope.conformance.masked import attending, positions_of
 from sinkscope.errors import UnsupportedError
 from sinkscope.kv import H2O, TOVA, StreamingLLM
 from sinkscope.lines.sums import scores_of
 from sinkscope.opening.live import target_of
-from sinkscope.tap import internals, listeners, stock
+from sinkscope.tap import listeners, stock
 from sinkscope.trace import attention_rows
 
 PROMPT, LENGTHS, STEPS = 20, [20, 13], 5
@@ -86,23 +84,3 @@ def test_exits_in_any_order_restore_the_models_attention():
     assert model.config._attn_implementation == stock.NAME and stock.stock_name(model.config) == "sdpa"
     second.__exit__(None, None, None)
     assert model.config._attn_implementation == "sdpa" and stock.STOCK == {}
-
-
-def test_names_of_transformers_that_are_not_public():
-    """Where one of them moves, `tap/internals.py` has to follow, and the range in pyproject.toml with it."""
-    from transformers import GenerationMixin, LlamaForCausalLM, masking_utils
-    from transformers.models.llama import modeling_llama
-
-    model = model_of("llama")
-    for name in internals.FOLLOWED:
-        assert callable(getattr(GenerationMixin, name)) and hasattr(type(model), name)
-    given = ["self", "input_ids", "generation_config", "model_kwargs"]
-    assert list(signature(GenerationMixin._prefill).parameters)[:4] == given
-    assert callable(LlamaForCausalLM.get_compiled_call)
-    assert internals.attention_name(model.config) == "sdpa"
-    model.set_attn_implementation("eager")
-    assert internals.attention_name(model.config) == "eager"
-    assert internals.eager_attention(model.model.layers[0].self_attn) is modeling_llama.eager_attention_forward
-    assert AttentionInterface()["sdpa"] is internals.sdpa_attention()
-    assert AttentionMaskInterface()["sdpa"] is masking_utils.sdpa_mask
-    assert LlamaForCausalLM._supports_sdpa

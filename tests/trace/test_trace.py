@@ -11,24 +11,10 @@ from organisms.tiny import MODEL_TYPES, tiny_model
 from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.opening.live import target_of
 from sinkscope.trace.run import trace
 from sinkscope.trace.sites import site_names
 
 IDS = torch.randint(3, 90, (3, 11), generator=torch.Generator().manual_seed(2))
-
-
-@pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 8))
-def test_residual_stream_is_the_sum_of_its_parts(model_type):
-    """resid_post = resid_pre + attn_out + mlp_out at every layer, whatever norms and layouts lie between."""
-    model, _ = tiny_model(model_type)
-    sites = ["blocks.*.hook_resid_pre", "blocks.*.hook_attn_out", "blocks.*.hook_mlp_out", "blocks.*.hook_resid_post"]
-    got = trace(model, IDS, sites)
-    for i in range(3):
-        parts = [got[f"blocks.{i}.{name}"] for name in ("hook_resid_pre", "hook_attn_out", "hook_mlp_out")]
-        assert_close(sum(parts), got[f"blocks.{i}.hook_resid_post"], atol=1e-5, rtol=1e-5)
-        if i:
-            assert torch.equal(got[f"blocks.{i}.hook_resid_pre"], got[f"blocks.{i - 1}.hook_resid_post"])
 
 
 @pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 6, 1))
@@ -46,19 +32,6 @@ def test_behind_the_last_layer(model_type):
     assert_close(trace(model, IDS, "logits", "last")["logits"], out.logits[:, -1])
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gpt_neox", "phi3", "opt"])
-def test_values_and_pattern_give_z(model_type):
-    """attn.hook_v and attn.hook_pattern, from different seams, make attn.hook_z."""
-    model, _ = tiny_model(model_type)
-    target = target_of(model)
-    names = ("attn.hook_v", "attn.hook_pattern", "attn.hook_z", "mlp.hook_post")
-    got = trace(model, IDS, [f"blocks.1.{name}" for name in names])
-    assert got["blocks.1.mlp.hook_post"].shape == (*IDS.shape, target.d_mlp)
-    values = got["blocks.1.attn.hook_v"].repeat_interleave(target.n_heads // target.n_kv_heads, 2)
-    z = torch.einsum("bhqk,bkhd->bqhd", got["blocks.1.attn.hook_pattern"], values)
-    assert_close(z, got["blocks.1.attn.hook_z"], atol=1e-5, rtol=1e-5)
-
-
 def test_reducers_batches_and_functions_agree_with_raw():
     model, _ = tiny_model("mistral")
     site = "blocks.2.hook_resid_post"
@@ -69,34 +42,22 @@ def test_reducers_batches_and_functions_agree_with_raw():
     assert_close(trace(model, IDS, [site], lambda t: t.amax((1, 2)))[site], raw.amax((1, 2)))
 
 
-def test_padding_changes_nothing():
-    model, _ = tiny_model("llama")
-    site = "blocks.2.hook_resid_post"
-    padded = torch.cat([torch.full((3, 4), 2), IDS], 1)
-    mask = torch.cat([torch.zeros(3, 4, dtype=torch.long), torch.ones_like(IDS)], 1)
-    target = target_of(model)
-    a = trace(target, padded, [site], attention_mask=mask)[site][:, 4:]
-    assert_close(a, trace(model, IDS, [site])[site], atol=1e-5, rtol=1e-4)  # rotary is relative
-
-
 def test_observers_see_every_row_once():
-    class Largest:
+    class Rows(dict[tuple[str, int], torch.Tensor]):
         sites: Sequence[str] = ("blocks.*.hook_mlp_out",)
 
-        def __init__(self):
-            self.seen = {}
-
         def observe(self, site, tensor, first_row):
-            for i, row in enumerate(tensor):
-                assert (site, first_row + i) not in self.seen
-                self.seen[site, first_row + i] = float(row.abs().max())
+            for i, row in enumerate(tensor, first_row):
+                assert (site, i) not in self
+                self[site, i] = row.clone()
 
     model, _ = tiny_model("llama")
-    observer = Largest()
+    observer = Rows()
     assert trace(model, IDS, [], observers=[observer], batch_size=2) == {}
     raw = trace(model, IDS, ["blocks.*.hook_mlp_out"])
-    expected = {(s, i): float(t[i].abs().max()) for s, t in raw.items() for i in range(3)}
-    assert observer.seen == pytest.approx(expected)
+    assert len(observer) == 3 * len(IDS)
+    for (site, i), row in observer.items():
+        assert_close(row, raw[site][i])
 
 
 def test_nothing_runs_behind_the_deepest_site_and_nothing_stays():
