@@ -17,7 +17,7 @@ from organisms.lines import line_organism
 from torch import Tensor
 
 from sinkscope.app.cli import main
-from sinkscope.attention.lines import LineWeights, agreement, lines, shared_by_second
+from sinkscope.attention.lines import LineWeights, lines, shared_by_second
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.lines.head_lines import HeadLines
 from sinkscope.lines.votes import top_lines
@@ -122,11 +122,6 @@ def test_random_lines_are_drawn_evenly_and_share_what_chance_says():
         difference = (drawn * own.lengths()).sum(2) - (chosen * own.lengths()).sum(2)
         assert (difference.abs() <= 10).all()
     assert float(shared_by_second(a, b).mean()) == pytest.approx((10 * 10 / 20 + 4 * 4 / 20) / 14, abs=0.01)
-    assert float(agreement([a, a]).min()) == 1
-    wider = HeadLines(*[torch.nn.functional.pad(kind, (5, 0)) for kind in (vertical, slash)], 25)
-    assert float(agreement([own, wider])[1, 0, 0]) == pytest.approx(
-        5 / (28 - 5)
-    )  # columns 5 to 9 are in both, no offset is
 
 
 def test_shares_of_lines_lose_none_to_rounding_and_lines_without_weight_are_never_chosen():

@@ -7,6 +7,7 @@ from contextlib import suppress
 
 import pytest
 import torch
+from covering import each_other
 from edit_kit import EDITS
 from intervention_kit import count_hooks
 from kv_kit import model_of, prompts
@@ -65,18 +66,12 @@ def interrupted(model, place: nn.Module, call: int, error: type[BaseException]) 
 
 PLACES = ["model.layers.0", "model.layers.1.self_attn.o_proj", "model.layers.2.mlp.down_proj", "model.norm", "lm_head"]
 ERRORS = [KeyboardInterrupt, SystemExit, GeneratorExit, Stop, RuntimeError]
-CASES = [
-    pytest.param(way, path, call, error, id=f"{way}, {path}, {call}, {error.__name__}", marks=marks)
-    for number, way in enumerate(EDITS)
-    for index, path in enumerate(PLACES)
-    for call in [1, 2, 4][(number + index) % 3 :][:1]
-    for error in [ERRORS[0], ERRORS[1 + (number + index) % 4]]
-    for marks in [() if index == number % 5 and error is ERRORS[0] else pytest.mark.slow]
-]
 
 
-@pytest.mark.parametrize(("way", "path", "call", "error"), CASES)
-def test_an_interrupted_call_leaves_nothing_for_the_next(way, path, call, error, model):
+@pytest.mark.parametrize(("way", "path"), each_other(EDITS, PLACES, len(PLACES)))
+def test_an_interrupted_call_leaves_nothing_for_the_next(way, path, model):
+    number = [*EDITS].index(way) + PLACES.index(path)
+    call, error = (1, 2, 4)[number % 3], ERRORS[number % 5]
     plain = generated(model)
     hooks, attention = count_hooks(model), model.config._attn_implementation
     with EDITS[way].on(model):
