@@ -45,7 +45,7 @@ LATER = {
     "and_marking",
 }
 LARGE = dict.fromkeys(("many_neurons", "gradual", "many_decoys"), "neox")  # the family whose layers are the fastest
-FAST = [("second_position", "gpt2", 0), ("other_windows", "gemma2", 0), ("amplified", "llama", 0)]
+FAST = [("second_position", "gpt2", 0), ("other_windows", "gemma2", 0), ("amplified", "llama", 0), ("both", "neox", 0)]
 for number, (name, families) in enumerate(HARD.items()):
     if name not in LATER:
         family = LARGE.get(name, families[number % len(families)])
@@ -165,7 +165,6 @@ def test_says_what_is_so(name, family, seed, tmp_path):
     assert mistakes(h, look(h, tmp_path)) == []
 
 
-@pytest.mark.slow
 def test_streamed_layers_are_read_until_attention_agrees(tmp_path):
     """Layers 1 and 2 of 28 or more make a norm that stands out and stays flat for a third of the model."""
     h = hard("small_stages", "gpt2", 1)
