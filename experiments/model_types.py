@@ -73,9 +73,8 @@ When a model is loaded, or a live one first used, its sites are proved: what ent
 and its MLP give, are replaced by random numbers, and the residual stream has to be their sum (`hook_resid_mid`,
 `hook_attn_out`, `hook_mlp_out`; one sum where the parts are parallel). At `hook_q`, `hook_k` and `hook_v`, the numbers
 of one head at one position change places, and only this head may change, at this position, in what attention gets.
-`hook_attn_out` must follow from `hook_z`. One layer of each kind is proved for all of its kind. **A site that cannot
-be proved is not offered**, and the message says what did not hold. Examples are `hook_attn_out` of `falcon_h1`, whose
-layers add a state-space part to it, and `hook_mlp_out` of
+`hook_attn_out` must follow from `hook_z`. **A site that cannot be proved is not offered**, and the message says what
+did not hold. Examples are `hook_attn_out` of `falcon_h1`, whose layers add a state-space part to it, and `hook_mlp_out` of
 `minimax`, whose layers add to a norm of the residual stream.
 
 The types were compared with another reading: a function mode of torch follows the additions and products that a layer

@@ -114,6 +114,39 @@ class Browser:
         while not self._loaded:
             self._receive()
 
+    def reopen(self):
+        """Open the address that the page has now, as a link."""
+        address = self.run("location.href")
+        for url in ("about:blank", address):
+            self._loaded = False
+            self.send("Page.navigate", url=url)
+            while not self._loaded:
+                self._receive()
+
+    def click(self, selector: str):
+        """Click on what a selector finds, and let the page draw."""
+        self.run(f"document.querySelector({json.dumps(selector)}).click()")
+        self.run("new Promise((done) => setTimeout(done, 100))")
+
+    def texts(self, selector: str) -> list[str]:
+        """The texts of all that a selector finds."""
+        return self.run(f"[...document.querySelectorAll({json.dumps(selector)})].map((one) => one.textContent)")
+
+    def text(self, selector: str) -> str:
+        """The text of the one that a selector finds."""
+        (text,) = self.texts(selector)
+        return text
+
+    def wait(self, condition: str):
+        """Wait until an expression is true."""
+        while not self.run(f"!!({condition})"):
+            assert time.monotonic() < self._until, condition
+            time.sleep(0.02)
+
+    def press(self, key: str):
+        """Press a key."""
+        self.send("Input.dispatchKeyEvent", type="keyDown", key=key)
+
     def run(self, script: str):
         """The value of an expression, awaited."""
         done = self.send("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)

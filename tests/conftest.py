@@ -101,7 +101,6 @@ FIRST = (
     "test_conversation.py",
     "test_docs.py",
     "test_circuit.py",
-    "test_unseen_models.py",
     "test_patching.py",
     "test_hub.py",
     "test_load.py",

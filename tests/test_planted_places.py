@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
 import pytest
 from covering import covering, slow
-from organisms.places import PlacesModel, untrue, views
-from organisms.planted_places import PLACES, places
-from organisms.readers import READERS, marking_lost, readers
+from organisms.places import FIRST, Group, Places, PlacesModel, untrue, views
+from organisms.placing import PLACES
+from organisms.planted_places import places
+from organisms.readers import marking_lost
 
 from sinkscope.display.notation import neuron_name
 from sinkscope.sinks.first_token.circuit import Circuit, circuit
@@ -18,8 +20,6 @@ from sinkscope.sinks.first_token.marking_heads import heads
 from sinkscope.sinks.first_token.steps import MARK, NEURONS
 from sinkscope.sinks.repetition.repeat import repeat
 
-KINDS = {name: (places, families) for name, families in PLACES.items()}
-KINDS |= {name: (readers, families) for name, families in READERS.items()}
 FAST = (
     ("alibi", "falcon"),
     ("half_of_the_heads_each", "gpt2"),
@@ -27,13 +27,10 @@ FAST = (
     ("spike_or_embedding", "gpt2"),
     ("silent_twin", "phi"),
     ("three_delimiters", "gpt2"),
+    ("two_sinks", "llama"),
+    ("idle_key_bias", "gpt2"),
 )
-CASES = covering([(name, family) for name, (_, families) in KINDS.items() for family in families], FAST)
-
-
-def planted(name: str, family: str) -> PlacesModel:
-    build, _ = KINDS[name]
-    return build(name, family)
+CASES = covering([(name, family) for name, families in PLACES.items() for family in families], FAST)
 
 
 def options(m: PlacesModel, folder) -> dict[str, Any]:
@@ -48,22 +45,24 @@ def traced(m: PlacesModel, folder) -> Circuit:
 
 @pytest.mark.parametrize(("name", "family"), CASES)
 def test_a_planted_model_is_what_it_is_said_to_be(name, family):
-    assert untrue(planted(name, family)) == []
+    assert untrue(places(name, family)) == []
 
 
-def needed(parts, makers) -> tuple[str, ...]:
-    """Names of the parts of a planted group, as a circuit gives them."""
+def needed(group: Group, truth: Places) -> tuple[str, ...]:
+    """Names of the parts that a planted group needs, as a circuit gives them."""
     names = []
-    for part in parts:
-        if isinstance(part, tuple) and makers:
+    for part in group.needs:
+        if isinstance(part, tuple) and truth.makers:
             names.append(neuron_name(*part))
         elif isinstance(part, tuple):
             names.append(f"MLP of layer {part[0]}")
         elif isinstance(part, int):
             names.append("token embedding")
-        elif not (part == "position embedding" and "spike" in parts):
+        elif not (part == "position embedding" and "spike" in group.needs):
             names.append(part)
-    if makers and set(names) == {neuron_name(*site) for sites in makers for site in sites}:
+    makes_all = set(names) == {neuron_name(*site) for sites in truth.makers for site in sites}
+    makes_its_own = bool(group.at) and frozenset(group.needs) in truth.makers
+    if (truth.makers and makes_all) or makes_its_own or set(group.needs) & set(truth.marks.get(FIRST, ())):
         return ("spike",)
     return tuple(sorted(names))
 
@@ -87,18 +86,40 @@ GROUPS = [
     slow("marks_of_two_layers", "neox"),
     slow("unread_spike", "llama"),
     slow("mark_of_a_delimiter", "neox"),
+    ("farthest_key", "neox"),
+    slow("farthest_key", "qwen2"),
+    slow("idle_key_bias", "gpt2"),
+    ("two_sinks", "llama"),
+    slow("two_sinks", "gemma2"),
+    slow("two_sinks", "gpt2"),
+    slow("decorative_head", "neox"),
+    slow("decorative_head", "mixtral"),
+    slow("logits_beside_a_neuron", "gpt_oss"),
+    slow("head_writes_the_spike", "llama"),
 ]
 
 
 @pytest.mark.parametrize(("name", "family"), GROUPS)
-def test_heads_are_grouped_by_what_they_need(name, family, tmp_path):
-    m = planted(name, family)
+def test_heads_are_grouped_by_what_they_need_and_marks_and_neurons_are_named(name, family, tmp_path):
+    m = places(name, family)
     found = traced(m, tmp_path)
     said = [one for sink in (found, *found.later) for one in sink.readers if one.evidence.holds]
     for group in m.truth.groups:
         heads = {f"L{layer}.H{head}" for layer, head in group.heads}
-        needs = needed(group.needs, m.truth.makers)
+        needs = needed(group, m.truth)
         assert (needs, heads) in [(tuple(sorted(one.needs)), set(one.heads)) for one in said], (needs, heads, said)
+    sinks = {FIRST: found}
+    for token in m.truth.delimiters:
+        name = f"{m.tokenizer.decode([token])!r} wherever it stands"
+        sinks[token] = next((sink for sink in found.later if sink.place == name), found)
+    for place, marks in m.truth.marks.items():
+        assert sinks[place].step(MARK).chosen == marks
+    named = set(re.findall(r"L\d+\.H\d+|key bias|(?:token|position) embedding", found.conclusion()))
+    assert not named & set(m.truth.decoys)
+    if m.truth.marks:
+        assert named == set(m.truth.marks[FIRST])
+        neurons, makers = found.step(NEURONS), m.truth.makers[0] if m.truth.makers else ()
+        assert set(neurons.chosen if neurons else ()) == {neuron_name(*site) for site in makers}
 
 
 MARKS = [
@@ -110,7 +131,7 @@ MARKS = [
 
 @pytest.mark.parametrize(("name", "family", "chosen"), MARKS)
 def test_the_mark_of_a_spike_is_what_every_typical_token_lacks_where_it_begins(name, family, chosen, tmp_path):
-    mark = traced(planted(name, family), tmp_path).step(MARK)
+    mark = traced(places(name, family), tmp_path).step(MARK)
     assert mark is not None and mark.chosen == chosen and mark.together > 0.9 > (mark.control or 0.0) + 0.5
 
 
@@ -119,7 +140,7 @@ MARKING = [("silent_twin", "phi"), slow("either_marking_head", "llama"), slow("b
 
 @pytest.mark.parametrize(("name", "family"), [*MARKING, slow("rises_again", "neox")])
 def test_the_heads_that_mark_a_token_suffice_and_none_of_them_is_idle(name, family, tmp_path):
-    m = planted(name, family)
+    m = places(name, family)
     found = heads(m.model, count=6, **options(m, tmp_path))
     sites = tuple(site for makers in m.truth.makers for site in makers if neuron_name(*site) in found.neurons)
     everyone = set(range(len(views(m.model).layers[0].q)))
@@ -134,29 +155,29 @@ def test_the_heads_that_mark_a_token_suffice_and_none_of_them_is_idle(name, fami
 @pytest.mark.parametrize("family", ["gpt2", slow("llama")])
 def test_of_several_tokens_the_one_that_was_looked_at_is_named(family, tmp_path):
     """Each of two neurons makes the spike of its own tokens, so no sentence is about all of these."""
-    m = planted("three_delimiters", family)
+    m = places("three_delimiters", family)
     found = traced(m, tmp_path)
     step = found.step(NEURONS)
-    assert step is not None and found.place in [repr(m.tokenizer.decode([token])) for token in m.delimiters]
+    assert step is not None and found.place in [repr(m.tokenizer.decode([token])) for token in m.truth.delimiters]
     assert set(step.chosen) == {neuron_name(*site) for (site,) in m.truth.makers}
 
 
 @pytest.mark.parametrize("family", [slow("bloom"), slow("mpt")])
 def test_one_first_token_is_one_sink(family, tmp_path):
-    found = traced(planted("alibi_no_bos", family), tmp_path)
+    found = traced(places("alibi_no_bos", family), tmp_path)
     assert found.step(MARK) is not None and found.later == ()
 
 
 @pytest.mark.slow
 def test_a_token_behind_another_one_is_named_with_both(tmp_path):
-    m = planted("conv_bigram", "lfm2")
-    before, behind = (m.tokenizer.decode([token]) for token in m.delimiters)
+    m = places("conv_bigram", "lfm2")
+    before, behind = (m.tokenizer.decode([token]) for token in m.truth.delimiters)
     found = traced(m, tmp_path)
     assert found.place == f"{behind!r} after {before!r}" and found.step(MARK) is not None
 
 
 def found_in(name: str, family: str, folder) -> str:
-    m = planted(name, family)
+    m = places(name, family)
     return find_sinks(m.model, max_repeats=8, **options(m, folder)).conclusion()
 
 
@@ -174,7 +195,7 @@ def test_half_of_the_heads_are_not_the_heads(family, tmp_path):
 
 
 def test_attention_says_where_the_spike_is_that_it_does_not_look_at(tmp_path):
-    m = planted("second_special", "llama")
+    m = places("second_special", "llama")
     found = repeat(m.model, read="attention", max_repeats=4, **options(m, tmp_path))
     said = str(found)
     assert found.sink_layer is None and "no position has a high norm" not in said

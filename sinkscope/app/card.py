@@ -51,7 +51,7 @@ class CardPart:
 
     name: str
     command: str
-    conclusion: str
+    conclusion: str = ""
     problem: str | None = None
     seconds: float = 0.0
     peak_memory_bytes: int | None = None
@@ -140,24 +140,20 @@ class SinkCard(Result):
         lines.append(self.costs())
         return lines
 
-    def speakers(self) -> dict[str, CardPart]:
-        """The part that speaks of each topic: the last one with a result."""
+    def verdicts(self) -> list[tuple[str, str, CardPart]]:
+        """A line for each topic, what it says, and the part that says it: the last one on the topic with a result."""
         speakers: dict[str, CardPart] = {}
         for part in self.parts:
             if part.topic and (part.problem is None or part.topic not in speakers):
                 speakers[part.topic] = part
-        return speakers
-
-    def verdicts(self) -> list[tuple[str, str, str]]:
-        """A line for each topic: what it is about, what the part that speaks of it says, and its command."""
-        lines: list[tuple[str, str, str]] = []
-        for topic, part in self.speakers().items():
+        lines: list[tuple[str, str, CardPart]] = []
+        for topic, part in speakers.items():
             sentence = part.conclusion
             if part.problem is not None:
                 sentence = f"Not measured: {part.problem}"
             elif self.quick and part.provisional:
                 sentence += " This is provisional: --quick runs few prompts."
-            lines.append((topic, sentence, part.command))
+            lines.append((topic, sentence, part))
         return lines
 
     def closing(self) -> list[str]:
@@ -176,7 +172,7 @@ class SinkCard(Result):
             rows = [asdict(change) for change in self.changes if change.changed]
             parts.append(Grid(strings(rows)).html())
         parts.append('<div class="tiles">')
-        for (topic, part), (_, sentence, _) in zip(self.speakers().items(), self.verdicts(), strict=True):
+        for topic, sentence, part in self.verdicts():
             parts.append(f"<article><h3>{escape(topic)}</h3>{_number(part.headline)}<p>{escape(visible(sentence))}</p>")
             parts.append("</article>")
         return "".join([*parts, "</div>"])

@@ -40,47 +40,32 @@ def readers_in_words(before: Numbers, after: Numbers) -> list[str]:
     if SINK_PLACE not in before or SINK_PLACE not in after:  # not measured, or by an earlier version
         return []
     was, now = before[SINK_PLACE].value, after[SINK_PLACE].value
-    sentences = []
+    sentences: list[str] = []
     if was != now:
         sentences.append(f"Heads attended to {was} before, and they attend to {now} now.")
-    if SHARE_OF_HEADS not in before or SHARE_OF_HEADS not in after:
-        return sentences
-    return [*sentences, *_share(before, after), *_attention(before, after)]
+    for label in (SHARE_OF_HEADS, READERS_ATTENTION):
+        if label in before and label in after and moved(before[label], after[label]):
+            was, now = float(before[label].value or 0.0), float(after[label].value or 0.0)
+            sentences.append(f"{_finding(label, was, now)}{_layers(before, after, label)}.")
+    return sentences
 
 
-def _share(before: Numbers, after: Numbers) -> list[str]:
-    """Whether more or fewer heads attend to the sink."""
-    one, other = before[SHARE_OF_HEADS], after[SHARE_OF_HEADS]
-    if not moved(one, other):
-        return []
-    was, now = float(one.value or 0.0), float(other.value or 0.0)
-    if now > was:
-        return [f"More heads attend to the sink: {was:.0%} before, {now:.0%} now."]
-    lost = 1 - now / was
-    where = _layers(before, after, SHARE_OF_HEADS)
-    return [f"{lost:.0%} of the heads that attended to the sink lost it: {was:.0%} before, {now:.0%} now{where}."]
-
-
-def _attention(before: Numbers, after: Numbers) -> list[str]:
-    """Whether the heads that attend to the sink give it more or less of their attention."""
-    one, other = before[READERS_ATTENTION], after[READERS_ATTENTION]
-    if not moved(one, other):
-        return []
-    was, now = float(one.value or 0.0), float(other.value or 0.0)
+def _finding(label: str, was: float, now: float) -> str:
+    """How a number of the heads that attend to the sink changed."""
+    if label == SHARE_OF_HEADS and now > was:
+        return f"More heads attend to the sink: {was:.0%} before, {now:.0%} now"
+    if label == SHARE_OF_HEADS:
+        lost = 1 - now / was
+        return f"{lost:.0%} of the heads that attended to the sink lost it: {was:.0%} before, {now:.0%} now"
     grew = "weaker" if now < was else "stronger"
-    where = _layers(before, after, READERS_ATTENTION)
-    return [f"The heads that attend to the sink got {grew}: {was:.2f} of their attention before, {now:.2f} now{where}."]
+    return f"The heads that attend to the sink got {grew}: {was:.2f} of their attention before, {now:.2f} now"
 
 
 def _layers(before: Numbers, after: Numbers, label: str) -> str:
     """The layers in which a number changed, as the end of a sentence; empty if there is none."""
-    layers = []
+    layers: list[str] = []
     for name, number in before.items():
-        if not name.endswith(f": {label}"):
-            continue
-        if name not in after:
-            layers.append(name.removesuffix(f": {label}").removeprefix("layer "))
-        elif moved(number, after[name]):
+        if name.endswith(f": {label}") and (name not in after or moved(number, after[name])):
             layers.append(name.removesuffix(f": {label}").removeprefix("layer "))
     if not layers:
         return ""

@@ -329,24 +329,15 @@ def context_arguments(arguments: Mapping[str, Any], context: int | None) -> dict
 
 def card_part(part: Part, outcome: Result | str) -> CardPart:
     """A part of the card: its conclusion and numbers, or why it has no result."""
+    card = CardPart(part.name, part.command, topic=part.scan.topic, provisional=part.scan.provisional)
     if isinstance(outcome, str):
-        return CardPart(
-            part.name,
-            part.command,
-            "",
-            outcome.rstrip(".") + ".",
-            topic=part.scan.topic,
-            provisional=part.scan.provisional,
-        )
-    return CardPart(
-        part.name,
-        part.command,
-        outcome.conclusion(),
+        return replace(card, problem=outcome.rstrip(".") + ".")
+    return replace(
+        card,
+        conclusion=outcome.conclusion(),
         seconds=outcome.provenance.seconds,
         peak_memory_bytes=outcome.provenance.peak_memory_bytes,
         numbers=tuple(number for number in outcome.numbers() if number.value is not None),
-        topic=part.scan.topic,
-        provisional=part.scan.provisional,
         headline=outcome.headline(),
     )
 
@@ -404,6 +395,6 @@ def demo(
     card = scan(out=out, quick=True, progress=progress)
     end_bar(progress)
     width = terminal_width()
-    for label, sentence, words in reversed(card.verdicts()):
-        print(fill(visible(f"{label}, by `sinkscope {words}`: {sentence}"), width, subsequent_indent="  "))
+    for label, sentence, part in reversed(card.verdicts()):
+        print(fill(visible(f"{label}, by `sinkscope {part.command}`: {sentence}"), width, subsequent_indent="  "))
     print("The same for another model: sinkscope scan MODEL\n" + visible(f"Card, with all figures: {out / PAGE}"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,8 +23,15 @@ from sinkscope.models.target import Target
 _LENGTH = 9  # tokens of the proof
 
 
-# By the configuration of the model: its row, None if it has none, and its adapter with the sites that were refused.
-_KNOWN: dict[str, tuple[Adapter | None, Adapter]] = {}
+@dataclass(frozen=True)
+class _Known:
+    """The adapter of a configuration, with what was refused, and the row that it was; None if it was inferred."""
+
+    row: Adapter | None
+    adapter: Adapter
+
+
+_KNOWN: dict[str, _Known] = {}  # by the configuration of the model
 
 
 def adapter_of(target: Target, *, proves: bool = True) -> Adapter:
@@ -44,8 +51,8 @@ def adapter_of(target: Target, *, proves: bool = True) -> Adapter:
     hf = target.hf
     key, row = _key(hf), row_of(hf.config.model_type)
     known = _KNOWN.get(key)
-    if known is not None and known[0] is row:
-        return known[1]
+    if known is not None and known.row is row:
+        return known.adapter
     is_callable = not (target.is_elsewhere or target.kind == "bridge" or getattr(hf, "is_quantized", False))
     if not is_callable and row is not None:
         return row
@@ -53,8 +60,9 @@ def adapter_of(target: Target, *, proves: bool = True) -> Adapter:
         sample = sample_of(hf, max(_kinds_of(hf)) + 1)
         target = Target(sample, sample, "hf", DRAFT)
     with _evaluating(target.hf):
-        adapter = _with_sites(replace(target, adapter=row or inferred_adapter(target.hf)))
-        _KNOWN[key] = row, adapter
+        adapter = row or inferred_adapter(target.hf)
+        adapter = _with_sites(replace(target, adapter=adapter), first_of_kinds(replace(target, adapter=adapter)))
+        _KNOWN[key] = _Known(row, adapter)
         if proves and row is None:
             prove(replace(target, adapter=adapter), every_layer=False)
     return adapter
@@ -73,23 +81,25 @@ def _evaluating(hf: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _with_sites(target: Target) -> Adapter:
+def _with_sites(target: Target, layers: list[int]) -> Adapter:
     """The adapter with the sites that cannot be proved; layers of a kind share what was found in the first of it."""
-    firsts = {kind_of(target.layers[layer]): layer for layer in first_of_kinds(target)}
+    adapter = target.adapter
+    firsts = {kind_of(target.layers[layer]): layer for layer in reversed(layers)}
     try:
-        problems = unproved_sites(target, token_ids(target, _LENGTH), list(firsts.values()))
+        problems = unproved_sites(target, token_ids(target, _LENGTH), layers)
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # the model does not run so; the probe says more
-        refused = {"*": f"a pass raised {type(error).__name__}: {first_line(error)}"}
-    else:
-        refused = dict[str, str]()
-        for number, layer in enumerate(target.layers):
-            for part, problem in problems[firsts[kind_of(layer)]].items():
-                refused[f"blocks.{number}.{part}"] = problem
-    if not refused:
-        return target.adapter
-    return replace(target.adapter, unproved=tuple(sorted(refused.items())))
+        return replace(adapter, unproved=(("*", f"a pass raised {type(error).__name__}: {first_line(error)}"),))
+    noted = dict(adapter.unproved)
+    for number, layer in enumerate(target.layers):
+        checked = number if number in layers else firsts[kind_of(layer)]
+        for name, problem in problems.items():
+            if name.startswith(f"blocks.{checked}."):
+                noted[name.replace(f"blocks.{checked}.", f"blocks.{number}.", 1)] = problem
+    if noted == dict(adapter.unproved):
+        return adapter
+    return replace(adapter, unproved=tuple(sorted(noted.items())))
 
 
 def inferred_adapter(hf: Any) -> Adapter:
@@ -127,11 +137,14 @@ def prove(target: Target, *, every_layer: bool = True) -> None:
     if target.is_elsewhere:
         return
     problem = probe(target, every_layer=every_layer).problem
+    adapter, key = target.adapter, _key(target.hf)
     if problem is None:
+        if every_layer and target.resident:
+            adapter = _with_sites(target, list(range(len(target.layers))))
+            _KNOWN[key] = _Known(row_of(target.hf.config.model_type), adapter)
         return
-    adapter = target.adapter
-    row, _ = _KNOWN.pop(_key(target.hf), (adapter, adapter))
-    if row is None and target.kind == "hf":
+    known = _KNOWN.pop(key, None)
+    if known is not None and known.row is None and target.kind == "hf":
         raise UnsupportedError(
             f"model type {adapter.model_type!r} has no adapter, and the inferred one is refused: {problem}; change "
             f"what is wrong and register it: sinkscope.models.adapters.register({shown_row(adapter)})",

@@ -37,8 +37,9 @@ _LENGTH = 8
 _SHORT = 3  # tokens of the passes that tell whether one may begin at a layer
 _SAME = 1e-3  # largest relative distance between their ends
 _ROWS = 4  # of the batch; the first is not edited, and in the others
-_MOVED, _TURNED, _NEGATED = range(1, _ROWS)  # a neuron, what experts give, or `up` is
+_MOVED, _TURNED, _SCALED = range(1, _ROWS)  # a neuron, what experts give, or `up` is
 _POSITION = 4  # of the edits
+_FACTOR = -2.0  # of `up`; no gate follows it, be its activation odd, such as tanh, or linear above 0, such as ReLU
 _ATTENTION_LAYERS = 2  # neighbours may differ: windows alternate
 _NARROW = 6  # tokens of every window, chunk and choice of keys while attention is checked
 _LONG = 20  # tokens of that check, so that it goes beyond all of them
@@ -185,8 +186,8 @@ class _EditedLayer:
     """Edits in one layer at one position, in rows of a batch of their own, and what passed its modules in each row.
 
     At the input of the down projection, of a dense MLP or of a shared expert, a neuron is moved. The numbers that fused
-    experts give change places. At the output of `up` of a dense MLP, the sign of every second neuron is turned: only
-    these may then change in post, and if `up` is the linear factor, by their sign (those of the gate would not).
+    experts give change places. At the output of `up` of a dense MLP, every second neuron is multiplied by -2: only
+    these may then change in post and, if `up` is the linear factor, by the same factor (those of the gate would not).
     """
 
     def __init__(self, target: Target, layer: int, neuron: int) -> None:
@@ -208,7 +209,7 @@ class _EditedLayer:
             hooks.append((experts, "post", self._recompute))
             hooks.append((experts, "post", on_hidden(self._edit(self.experts, self._turn))))
         elif target.has_part(layer, adapter.up):
-            hooks.append((target.mlp_part(layer, "up"), "post", on_hidden(self._edit(self.up, self._negate))))
+            hooks.append((target.mlp_part(layer, "up"), "post", on_hidden(self._edit(self.up, self._scale_up))))
         hooks += target.on_mlp(layer, self.mlp.keep)
         hooks.append((target.layers[layer], "post", on_output(self.end.keep)))
         for path, passing in ((adapter.post_mlp_norm, self.norm), (adapter.shared_gate, self.shared_gate)):
@@ -267,16 +268,16 @@ class _EditedLayer:
             expected = 2 * neurons
         if width != expected:
             raise _WrongError(f"the output of {self.adapter.up!r} has width {width}, expected {expected}")
-        post, change = self.post.rows[0], self.post.change(_NEGATED)
+        post, change = self.post.rows[0], self.post.change(_SCALED)
         is_gated = self.adapter.gate is not None or self.adapter.fused_gate_up
         if not self.up.rows[0].any() or (is_gated and not post.any()):  # weights of zero
             return 0.0
-        turned = torch.zeros_like(post)
+        scaled = torch.zeros_like(post)
         if is_gated:
-            turned[_POSITION, ::2] = -2 * post[_POSITION, ::2]
-            return _relative(change, turned, post)
-        turned[_POSITION, ::2] = change[_POSITION, ::2]
-        return _relative(change, turned)
+            scaled[_POSITION, ::2] = (_FACTOR - 1) * post[_POSITION, ::2]
+            return _relative(change, scaled, post)
+        scaled[_POSITION, ::2] = change[_POSITION, ::2]
+        return _relative(change, scaled)
 
     def _recompute(self, module: nn.Module, args: Args, kwargs: Kwargs, output: Any) -> None:
         """Compare what experts give with what they must give according to their layout."""
@@ -301,9 +302,9 @@ class _EditedLayer:
         # By the norm of the whole vector, so that rounding does not hide the move.
         post[_MOVED, self.neuron] += post[0].float().norm().clamp(min=1).to(post.dtype)
 
-    def _negate(self, up: Float[Tensor, "row output"]) -> None:
+    def _scale_up(self, up: Float[Tensor, "row output"]) -> None:
         first = self.target.width(self.layer) if self.adapter.fused_gate_up else 0
-        up[_NEGATED, first::2] *= -1
+        up[_SCALED, first::2] *= _FACTOR
 
     def _turn(self, given: Float[Tensor, "row d_model"]) -> None:
         given[_TURNED] = given[_TURNED].roll(1)  # a change of size would be invisible behind a norm

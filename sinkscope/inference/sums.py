@@ -2,12 +2,12 @@
 
 What enters a layer, what its attention gives and what its MLP gives are replaced by random numbers of one size, each of
 its own. Then the residual stream can only be what the adapter says if the layer really adds these parts to each other:
-nothing is alike by chance, and nothing is too small to be seen. The rows of the batch differ in what the MLP gives. At
-the last token, what enters a layer is a thousand times as large; it shows where only the MLP's part is known whether
-the stream itself passes the layer as it is.
+nothing is alike by chance, and nothing is too small to be seen. The batch has two rows, which differ in what the MLP
+gives. At the last token, what enters a layer is a thousand times as large; it shows where only the MLP's part is known
+whether the stream itself passes the layer as it is.
 
-Queries, keys and values are rotated, normed and repeated on their way to attention, but each head and position stays by
-itself: what moves one of them has to move the same one, and no other, in what attention gets.
+Queries and keys are rotated on their way to the scores, but products of heads at one position are the same before and
+behind any rotation. By them, queries and keys are compared with those that attention gets.
 """
 
 from __future__ import annotations
@@ -17,29 +17,28 @@ from functools import partial
 from typing import Any
 
 import torch
+from einops import rearrange
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from sinkscope.inference.passing import Passing
 from sinkscope.models.grouped_heads import head_projection
-from sinkscope.models.hooks import Hook, first_tensor, on_hidden, on_input, on_output
+from sinkscope.models.hooks import Args, Hook, Kwargs, first_tensor, on_hidden, on_input, on_output
 from sinkscope.models.target import Target
 from sinkscope.tap.call import Attention
 from sinkscope.tap.tap import listening
 
 Rows = Float[Tensor, "row pos width"]
-_ROWS = 3
-_TURNED = 2  # the row in which numbers of a head are exchanged
+_ROWS = 2
 _TOKENS = 4
 _LARGE = 1000.0
-_HEAD = 1  # whose numbers are exchanged, of several
 _PASSES = 0.05  # largest relative distance of the stream from what entered, where that is large
 _EXACT = 1e-3  # largest relative distance of a sum from what it must be, in float32
 _IN_HALF = 4  # times the relative rounding of a number, in half precision
 
 
-def unproved_sites(target: Target, ids: Int[Tensor, "1 pos"], layers: list[int]) -> dict[int, dict[str, str]]:
-    """The sites of some layers that the adapter names, but that cannot be proved, and why: by layer and end of name.
+def unproved_sites(target: Target, ids: Int[Tensor, "1 pos"], layers: list[int]) -> dict[str, str]:
+    """The sites of some layers that the adapter names, but that cannot be proved, by name, and why.
 
     Args:
         target: The model, with an adapter. It is left unchanged.
@@ -64,7 +63,11 @@ def unproved_sites(target: Target, ids: Int[Tensor, "1 pos"], layers: list[int])
 
             with listening(target, see), target.hooks(*hooks):
                 target.forward(rows, upto=max(layers))
-    return {layer: check.problems for layer, check in checks.items()}
+    problems = dict[str, str]()
+    for layer, check in checks.items():
+        for part, problem in check.problems.items():
+            problems[f"blocks.{layer}.{part}"] = problem
+    return problems
 
 
 class _LayerSums:
@@ -80,7 +83,7 @@ class _LayerSums:
         self.pre, self.attn, self.mid, self.mlp = (Passing(_ROWS) for _ in range(4))
         self.own_attn, self.projected = (Passing(_ROWS) for _ in range(2))  # what attention itself gives
         self._generator = torch.Generator().manual_seed(layer)
-        self._heads = _Heads(target, layer)
+        self._heads = _Heads(target, layer, tolerance)
 
     def hooks(self) -> list[Hook]:
         """Hooks that replace, record, and compare at the end of the layer."""
@@ -109,7 +112,7 @@ class _LayerSums:
         self._heads.see(query, key, value)
 
     def _replace(self, passing: Passing, tensor: Tensor, same: bool) -> Tensor:
-        """Put random numbers in the place of what passes; the same ones in all rows, or not."""
+        """Put random numbers in the place of what passes; the same ones in both rows, or not."""
         rows = passing.by_row(tensor).clone()
         count = 1 if same else _ROWS
         noise = torch.randn(count, *rows.shape[1:], generator=self._generator)
@@ -161,7 +164,7 @@ class _LayerSums:
             passed = self.pre.rows[:, -1:]
             beside = (post - written)[:, -1:] - passed
             if bool(beside.abs().max() <= _PASSES * passed.abs().max()):
-                off = self._off(post[:1] - post[1:2], written[:1] - written[1:2])
+                off = self._off(post[:1] - post[1:], written[:1] - written[1:])
             self._must(off, claim, "hook_mlp_out")
 
     def _prove_heads(self) -> None:
@@ -206,65 +209,125 @@ class _LayerSums:
 class _Heads:
     """Queries, keys and values of a layer at their sites, and where attention gets them.
 
-    Random numbers are put in their places. In the last row, those of one head at one position are exchanged; norms of
-    a head, or of all heads, stay the same. Only this head may then change at this position in what attention gets. The
-    positions of queries, keys and values differ, so none can be taken for another.
-
     Attributes:
         problems: Why sites cannot be proved.
     """
 
-    def __init__(self, target: Target, layer: int) -> None:
-        self.target, self.layer = target, layer
+    def __init__(self, target: Target, layer: int, tolerance: float) -> None:
+        self.target, self.layer, self.tolerance = target, layer, tolerance
         self.problems = dict[str, str]()
-        self._shapes = dict[str, torch.Size]()  # heads and their width at each site that ran
-        self._generator = torch.Generator().manual_seed(layer)
+        self._at_site = dict[str, Float[Tensor, "row pos head d_head"]]()
+        self._norms: list[tuple[Tensor, Tensor]] = []
 
     def hooks(self) -> list[Hook]:
-        """Hooks that replace what the sites hold."""
-        target, layer, adapter = self.target, self.layer, self.target.adapter
+        """Hooks that record what the sites hold, and what norms make of it."""
+        target, layer = self.target, self.layer
         hooks = list[Hook]()
+        projections = [target.adapter.fused_qkv, target.adapter.q, target.adapter.k, target.adapter.v]
+        if not any(target.has_part(layer, path) for path in projections if path):
+            return hooks
         for which in "qkv":
-            path = getattr(adapter, which)
-            if adapter.qkv_layout is not None:
-                path = path or adapter.fused_qkv
+            path = getattr(target.adapter, which)
+            if target.adapter.qkv_layout is not None:
+                path = path or target.adapter.fused_qkv
             if path and target.has_part(layer, path):
-                hooks.append((target.sub(layer, path), "post", on_hidden(partial(self._replace, which))))
+                hooks.append((target.sub(layer, path), "post", partial(self._keep_site, which)))
+        for module in target.layers[layer].modules():
+            if not any(True for _ in module.children()):
+                hooks.append((module, "post", self._keep_norm))
         return hooks
 
-    def _replace(self, which: str, tensor: Tensor) -> Tensor | None:
-        given = tensor.clone()
+    def _keep_site(self, which: str, _module: nn.Module, _args: Args, _kwargs: Kwargs, output: Any) -> None:
+        tensor = first_tensor(output).detach().reshape(_ROWS, -1, first_tensor(output).shape[-1])
         try:
-            heads = head_projection(which, self.target, given.view(_ROWS, -1, given.shape[-1]))
+            self._at_site[which] = head_projection(which, self.target, tensor).float().clone()
         except Exception as error:
             self.problems[f"attn.hook_{which}"] = f"it cannot be split into heads ({type(error).__name__})"
-            return None
-        heads[:] = torch.randn(heads.shape[1:], generator=self._generator).to(heads)
-        moved = heads[_TURNED, "qkv".index(which), _HEAD % heads.shape[2]]
-        moved[:] = moved.roll(1)
-        self._shapes[which] = heads.shape[2:]
-        return given
+
+    def _keep_norm(self, module: nn.Module, args: Args, _kwargs: Kwargs, output: Any) -> None:
+        if not len(args) or not isinstance(args[0], Tensor) or not isinstance(output, Tensor):
+            return
+        is_linear = any(parameter.ndim > 1 for parameter in module.parameters())
+        if not is_linear and args[0].shape == output.shape and args[0].is_floating_point():
+            self._norms.append((args[0].detach().float().clone(), output.detach().float().clone()))
 
     def see(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Look for what was exchanged in what attention gets, `[row head pos d_head]`."""
-        for position, (which, tensor) in enumerate((("q", query), ("k", key), ("v", value))):
-            if which not in self._shapes or not tensor.any():  # a gain of zero lets nothing through
+        """Compare the sites with what attention gets, `[row head pos d_head]`."""
+        pairs = dict[str, tuple[Tensor, Tensor]]()
+        for which, tensor in (("q", query), ("k", key), ("v", value)):
+            if which not in self._at_site:
                 continue
-            count, width = self._shapes[which]
-            repeats = tensor.shape[1] // count  # some repeat each kv head for every query head
-            first = _HEAD % count * repeats
-            elsewhere = (tensor[_TURNED] - tensor[0]).float().abs().amax(-1)
-            here = elsewhere[first : first + repeats, position].clone()
-            elsewhere[first : first + repeats, position] = 0
-            is_whole = len(here) > 0 and tensor.shape[-1] == width and bool(here.min() > 0)
-            if not is_whole or not elsewhere.max() <= _EXACT * here.min():
+            behind = rearrange(tensor.detach().float(), "row head pos d_head -> row pos head d_head")
+            site, behind = self._between_norms(self._at_site[which], behind)
+            repeats = behind.shape[2] // max(site.shape[2], 1)
+            once = behind[:, :, :: max(repeats, 1)]  # some repeat each kv head for every query head
+            if site.shape == once.shape:
+                pairs[which] = site, once
+            else:
                 self.problems[f"attn.hook_{which}"] = (
-                    f"one of its {count} heads is not one of the {tensor.shape[1]} that attention gets"
+                    f"attention gets {behind.shape[2]} heads of {behind.shape[3]} numbers, and the module gives "
+                    f"{site.shape[2]} of {site.shape[3]}"
                 )
-        self._shapes.clear()
+        self._compare(pairs)
+        self._at_site.clear()
+        self._norms.clear()
+
+    def _compare(self, pairs: dict[str, tuple[Tensor, Tensor]]) -> None:
+        if "v" in pairs:
+            self._must("v", *pairs["v"], "the values that attention gets are others")
+        rotated = [which for which in ("q", "k") if which in pairs]
+        for which in rotated:
+            for other in dict.fromkeys((which, rotated[0])):
+                site, behind = (
+                    torch.einsum("rphd,rpgd->rphg", one, two)
+                    for one, two in zip(pairs[other], pairs[which], strict=True)
+                )
+                self._must(which, site, behind, "the scores cannot be recomputed from it")
+
+    def _must(self, which: str, site: Tensor, behind: Tensor, claim: str) -> None:
+        """Refuse a site whose numbers are not a constant multiple of what attention gets."""
+        square = (site * site).sum()
+        off = float("inf")
+        if square > 0:
+            constant = (site * behind).sum() / square
+            off = float((behind - constant * site).abs().max() / behind.abs().max().clamp(min=1e-30))
+        elif not behind.any():
+            off = 0.0
+        if not off <= 2 * self.tolerance:
+            self.problems.setdefault(f"attn.hook_{which}", f"{claim} (off by {off:.2g})")
 
     def finish(self) -> None:
-        """To be called at the end of the layer: what attention did not get is refused."""
-        for which in self._shapes:
+        """To be called at the end of the layer: what was not compared is refused."""
+        for which in self._at_site:
             self.problems.setdefault(f"attn.hook_{which}", "no softmax attention of this layer reads it")
-        self._shapes.clear()
+        self._at_site.clear()
+        self._norms.clear()
+
+    def _between_norms(
+        self, site: Float[Tensor, "row pos head d_head"], behind: Float[Tensor, "row pos other_head other_d_head"]
+    ) -> tuple[Tensor, Tensor]:
+        """What norms behind the site make of what it holds, and what norms before attention read."""
+        unused = list[tuple[Tensor, Tensor]]()
+        for entering, leaving in self._norms:
+            held = _exchanged(entering, leaving, site)
+            if held is None:
+                unused.append((entering, leaving))
+            else:
+                site = held
+        for entering, leaving in reversed(unused):
+            held = _exchanged(leaving, entering, behind)
+            if held is not None:
+                behind = held
+        return site, behind
+
+
+def _exchanged(one: Tensor, other: Tensor, held: Float[Tensor, "row pos head d_head"]) -> Tensor | None:
+    """What stands in `other` where `one` is what is held, with heads before or behind positions; None if it is not."""
+    if one.numel() != held.numel():
+        return None
+    if torch.equal(one.reshape(held.shape), held):
+        return other.reshape(held.shape)
+    rows, positions, heads, width = held.shape
+    if one.ndim == 4 and torch.equal(one.reshape(rows, heads, positions, width).transpose(1, 2), held):
+        return other.reshape(rows, heads, positions, width).transpose(1, 2)
+    return None

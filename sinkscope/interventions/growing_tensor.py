@@ -43,11 +43,6 @@ class GrowingTensor:
         """For another holder of the same tensor."""
         return copy(self)
 
-    def forget(self) -> None:
-        """Start again, with another tensor."""
-        self._latest = None
-        self._buffer = None
-
     @property
     def allocated(self) -> int | None:
         """Places in memory; None if there are only those of the tensor."""

@@ -10,18 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextvars import ContextVar
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from einops import rearrange, reduce, repeat
+from einops import rearrange, repeat
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions.growing_tensor import GrowingTensor
-from sinkscope.kv.slot_numbers import SlotNumbers
 
 _HIDDEN = "hidden"  # by this name, whether a slot is kept but not attended to
 _SPARE = 16  # as many times what was generated between two selections fits into a cache that is put back
@@ -34,19 +33,13 @@ COLUMNS: ContextVar[Tensor | None] = ContextVar("sinkscope_columns", default=Non
 class Growth:
     """The room behind keys, values and positions, into which new tokens are written."""
 
-    keys: GrowingTensor
-    values: GrowingTensor
-    pos: GrowingTensor
+    keys: GrowingTensor = field(default_factory=lambda: GrowingTensor(-2))
+    values: GrowingTensor = field(default_factory=lambda: GrowingTensor(-2))
+    pos: GrowingTensor = field(default_factory=lambda: GrowingTensor(-1))
 
     def copy(self) -> Growth:
         """For another holder of the same tensors."""
         return Growth(self.keys.copy(), self.values.copy(), self.pos.copy())
-
-    def forget(self) -> None:
-        """Start with new room: keys, values and positions are other tensors now."""
-        self.keys.forget()
-        self.values.forget()
-        self.pos.forget()
 
 
 class CacheLayer(DynamicLayer):
@@ -63,8 +56,8 @@ class CacheLayer(DynamicLayer):
         aside: The whole layer, while this one works on a copy of some of its slots. None if this one is whole.
         gapless: True if there are certainly no holes. If False, `holes` counts them.
         number: Number of the decoder layer.
-        numbers: Numbers for each slot, by name.
-        growth: The room for new tokens.
+        numbers: Numbers for each slot, by name, without those of slots that came after they were last read (`extra`).
+        growth: The room for new tokens; another one where keys, values and positions become other tensors.
     """
 
     # Both are None while the layer is empty, so `slots` has to be checked first.
@@ -87,8 +80,8 @@ class CacheLayer(DynamicLayer):
         self._holes: Float[Tensor, " batch"] | None = None
         self._columns: Int[Tensor, "batch seen"] | None = None  # shared between layers
         self._pos: Int[Tensor, "batch kv_head slot"] | None = None  # of the slots that existed when it was last read
-        self.numbers = SlotNumbers()
-        self.growth = Growth(GrowingTensor(-2), GrowingTensor(-2), GrowingTensor(-1))
+        self.numbers: dict[str, Shaped[Tensor, "batch kv_head known"]] = {}
+        self.growth = Growth()
 
     # What the layer holds ------------------------------------------------------------------------------------------
 
@@ -146,7 +139,7 @@ class CacheLayer(DynamicLayer):
         """Slots that are kept but not attended to (mode "select"); None if none are."""
         if _HIDDEN not in self.numbers:
             return None
-        return self.numbers.of(_HIDDEN, self.keys.shape[-2])
+        return self.extra(_HIDDEN)
 
     @property
     def complete(self) -> bool:
@@ -165,8 +158,18 @@ class CacheLayer(DynamicLayer):
         """Numbers for each slot, such as the attention it received. They start at zero and move with the slots."""
         if name not in self.numbers:
             rows, kv_heads, _ = self.pos.shape  # more rows than the keys have, if layers are joined
-            self.numbers.set(name, torch.zeros(rows, kv_heads, 0, device=self.keys.device))
-        return self.numbers.of(name, self.keys.shape[-2])
+            self.numbers[name] = torch.zeros(rows, kv_heads, 0, device=self.keys.device)
+        new = self.keys.shape[-2] - self.numbers[name].shape[-1]
+        if new > 0:
+            self.numbers[name] = torch.nn.functional.pad(self.numbers[name], (0, new))
+        return self.numbers[name]
+
+    def moved_numbers(self, move: Callable[[Tensor], Tensor]) -> dict[str, Shaped[Tensor, "batch kv_head slot"]]:
+        """The numbers of other slots or rows, as a function takes them from those of all slots."""
+        moved: dict[str, Tensor] = {}
+        for name in self.numbers:
+            moved[name] = move(self.extra(name))
+        return moved
 
     # What policies do ------------------------------------------------------------------------------------------------
 
@@ -202,11 +205,11 @@ class CacheLayer(DynamicLayer):
     ) -> None:
         """Hold these among all slots of all rows and heads, at these positions; None: all of them."""
         if index is not None:
-            self.numbers = self.numbers.moved(self.keys.shape[-2], lambda numbers: numbers.take(index))
+            self.numbers = self.moved_numbers(lambda numbers: numbers.take(index))
             # Whole slots, which is ten times as fast as `gather`.
             self.keys = torch.embedding(self.keys.flatten(0, 2), index)
             self.values = torch.embedding(self.values.flatten(0, 2), index)
-            self.growth.forget()
+            self.growth = Growth()
         self._pos = pos
         self._holes = None
         self.edited = True
@@ -214,7 +217,7 @@ class CacheLayer(DynamicLayer):
     def select(self, show: Bool[Tensor, "batch kv_head slot"]) -> None:
         """Attend only to the slots in `show` and to new ones, until the next call. Frees no slot."""
         self.edited = True
-        self.numbers.set(_HIDDEN, ~show)
+        self.numbers[_HIDDEN] = ~show
 
     def settle(self) -> None:
         """Restore the whole layer, followed by the tokens appended since, if this one works on a part.
@@ -228,10 +231,10 @@ class CacheLayer(DynamicLayer):
         first_new = self.slots - new
         new_keys = self.keys[..., first_new:, :]
         new_values = self.values[..., first_new:, :]
-        later = self.numbers.moved(self.slots, lambda numbers: numbers[..., first_new:])
+        later = self.moved_numbers(lambda numbers: numbers[..., first_new:])
         self._take_over(whole.copy())
-        for name in later.names():
-            self.numbers.set(name, torch.cat([self.extra(name), later.of(name, new)], -1))
+        for name, numbers in later.items():
+            self.numbers[name] = torch.cat([self.extra(name), numbers], -1)
         if new:
             # Not copied at every selection: the room that is made by the first lasts for several.
             self.keys = self.growth.keys.append(self.keys, new_keys, _SPARE * new)
@@ -254,7 +257,7 @@ class CacheLayer(DynamicLayer):
     def copy(self) -> CacheLayer:
         """Copy the layer as it is now. Both share their tensors, because every change creates new ones."""
         new = copy(self)
-        new.numbers = self.numbers.copy()
+        new.numbers = dict(self.numbers)
         new.growth = self.growth.copy()
         return new
 
@@ -265,7 +268,12 @@ class CacheLayer(DynamicLayer):
         columns = COLUMNS.get()
         new = int(key_states.shape[-2])
         if columns is None:
-            _check_unedited(self.edited)
+            if self.edited:
+                raise UnsupportedError(
+                    "this cache had tokens evicted or hidden and is used outside of the `with` that did it: stock "
+                    "masks would be wrong; go on inside it, or start from a new cache",
+                    page="kv-session",
+                )
             columns = _columns_without_session(self._columns, self.seen, key_states)
         self._columns = columns
         if self.is_initialized and self.keys.shape[-2]:
@@ -303,12 +311,15 @@ class CacheLayer(DynamicLayer):
         self._columns = self._columns[:, : self.seen]
         last = torch.nn.functional.pad(self._columns, (1, 0), value=-1).amax(1)  # -1 if nothing is left
         stays = (pos >= 0) & (pos <= rearrange(last.to(pos.device), "batch -> batch 1 1"))
-        slots = _last_used(stays) + 1  # holes at the right end go, too
+        used = stays.flatten(0, 1).any(0).nonzero()
+        slots = 0
+        if len(used):
+            slots = int(used.max()) + 1  # holes at the right end go, too
         self._pos = torch.where(stays, pos, -1)[..., :slots]
         self.ragged = bool((self._pos < 0).any())  # heads that keep different tokens lose different numbers
         self.keys = self.keys[..., :slots, :]
         self.values = self.values[..., :slots, :]
-        self.numbers = self.numbers.moved(pos.shape[-1], lambda numbers: numbers[..., :slots])
+        self.numbers = self.moved_numbers(lambda numbers: numbers[..., :slots])
         self._holes = None
         self.gapless = False
 
@@ -343,9 +354,9 @@ class CacheLayer(DynamicLayer):
             self._columns = changed(self._columns)
         if self._pos is not None:
             self._pos = changed(self._pos)
-        self.numbers = self.numbers.moved(self.slots, changed)
+        self.numbers = self.moved_numbers(changed)
         self._holes = None
-        self.growth.forget()
+        self.growth = Growth()
 
 
 def flat_slots(keep: Bool[Tensor, "batch kv_head slot"], most: int, ragged: bool) -> Int[Tensor, "batch kv_head kept"]:
@@ -360,16 +371,6 @@ def flat_slots(keep: Bool[Tensor, "batch kv_head slot"], most: int, ragged: bool
     return order + starts
 
 
-def _check_unedited(edited: bool) -> None:
-    """Refuse a layer with other slots than a stock one outside of a session."""
-    if edited:
-        raise UnsupportedError(
-            "this cache had tokens evicted or hidden and is used outside of the `with` that did it: stock masks would "
-            "be wrong; go on inside it, or start from a new cache",
-            page="kv-session",
-        )
-
-
 def _columns_without_session(
     earlier: Int[Tensor, "batch column"] | None, seen: int, keys: Float[Tensor, "batch kv_head new d_head"]
 ) -> Int[Tensor, "batch seen"]:
@@ -379,11 +380,3 @@ def _columns_without_session(
         return step
     earlier = earlier[:, :seen].to(keys.device)
     return torch.cat([earlier, earlier.amax(1, keepdim=True) + 1 + step], 1)
-
-
-def _last_used(used: Bool[Tensor, "batch kv_head slot"]) -> int:
-    """The last slot that some row and head uses; -1 if there is none."""
-    slots = reduce(used, "batch kv_head slot -> slot", "any").nonzero()
-    if not len(slots):
-        return -1
-    return int(slots.max())

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sinkscope.files.records import Share
 from sinkscope.kv.attention_rows import AttentionRows
+from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.kv.registry import register_policy
 from sinkscope.kv.session import Session
@@ -49,7 +50,7 @@ class H2O(Policy):
         kv_heads = rows.kv.keys.shape[1]
         probs = rows.probs
         if probs.shape[2] == 1 and rows.kv.gapless:  # a single token, which is no padding
-            rows.kv.numbers.add("h2o", self.group(probs, kv_heads))
+            _add_to(rows.kv, self.group(probs, kv_heads))
             return
         if self.reduce == "max":  # over the heads of a group, for every query
             probs = in_groups(probs, kv_heads).unflatten(2, (-1, probs.shape[2])).amax(2)
@@ -58,7 +59,7 @@ class H2O(Policy):
         received = (real[:, None, None] @ probs)[:, :, 0]
         if self.reduce != "max":
             received = self.group(received, kv_heads)
-        rows.kv.numbers.add("h2o", received)
+        _add_to(rows.kv, received)
 
     def scores(self, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:
         """Score by the sums; recent tokens rank above all others."""
@@ -70,3 +71,11 @@ class H2O(Policy):
             recent = (budget.to(length.device).double() * self.recent + 1e-6).long()
         late = at.kv.pos >= (length - recent)[..., None]
         return at.kv.extra("h2o").masked_fill(late, torch.finfo(torch.float32).max)
+
+
+def _add_to(kv: CacheLayer, received: Float[Tensor, "batch kv_head slot"]) -> None:
+    """Add the earlier sums to what was received now, in place; new slots have none."""
+    earlier = kv.numbers.get("h2o")
+    if earlier is not None:
+        received.narrow(-1, 0, earlier.shape[-1]).add_(earlier)
+    kv.numbers["h2o"] = received

@@ -9,7 +9,6 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from sinkscope.kv.cache import CacheLayer, flat_slots
-from sinkscope.kv.slot_numbers import SlotNumbers
 
 
 def joined_layer(layers: Sequence[CacheLayer]) -> CacheLayer:
@@ -24,8 +23,8 @@ def joined_layer(layers: Sequence[CacheLayer]) -> CacheLayer:
     new = first.keys.shape[-2] - known[0].shape[-1]
     tail = first.new_pos(new).repeat(len(layers), 1, 1)  # the same tokens in every layer
     joined.keep_slots(None, torch.cat([torch.cat(known), tail], -1))
-    for name in first.numbers.names():
-        joined.numbers.set(name, torch.cat([kv.extra(name) for kv in layers]))
+    for name in first.numbers:
+        joined.numbers[name] = torch.cat([kv.extra(name) for kv in layers])
     return joined
 
 
@@ -43,12 +42,13 @@ def evict_joined(
     parts = len(keep) // len(layers[0].keys)
     index = flat_slots(keep, count, ragged=False)
     pos = joined.pos.take(index).chunk(parts)
-    numbers = joined.numbers.moved(keep.shape[-1], lambda numbers: numbers.take(index)).split(parts)
+    numbers = joined.moved_numbers(lambda numbers: numbers.take(index))
     slots = (index % (keep.numel() // parts)).chunk(parts)
     for number, kv in enumerate(layers):
         part = number % parts
-        kv.numbers = SlotNumbers()
+        kv.numbers = {}
         kv.keep_slots(slots[part], pos[part])
         kv.ragged = False
         kv.gapless = True
-        kv.numbers = numbers[part]
+        for name, of_all in numbers.items():
+            kv.numbers[name] = of_all.chunk(parts)[part]

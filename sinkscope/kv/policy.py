@@ -38,7 +38,6 @@ class LayerMoment:
         moment: The forward call that is about to run, and what is known about the cache.
         session: The run's session.
         rows: What the policy keeps of each row.
-        joined: Number of layers whose rows are joined in `kv`, one layer after another.
     """
 
     layer: int
@@ -46,15 +45,12 @@ class LayerMoment:
     moment: Moment
     session: Session
     rows: RowBudgets
-    joined: int = 1
 
     @property
     def length(self) -> Int[Tensor, " batch"]:
         """Number of real tokens of each row so far, evicted or not."""
         length = self.moment.call.before.to(self.kv.keys.device)
-        if self.joined > 1:
-            return length.repeat(self.joined)
-        return length
+        return length.repeat(len(self.kv.pos) // len(length))  # more than once where layers are joined
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,7 +230,7 @@ class Policy(Intervention):
     def _check_layer_room(self, at: LayerMoment, budget: LayerBudget) -> None:
         """Refuse a layer's own budgets if one is smaller than what is always kept of its row."""
         fewest = torch.as_tensor(budget).reshape(-1, 1 if isinstance(budget, int) else budget.shape[1]).amin(1).tolist()
-        for row, (first, latest) in enumerate(zip(at.rows.first * at.joined, at.rows.latest * at.joined, strict=True)):
+        for row, (first, latest) in enumerate(zip(at.rows.first, at.rows.latest, strict=True)):
             tokens = fewest[row % len(fewest)]
             self._check_kept(tokens, first + latest, f"layer {at.layer} has a budget of {tokens} tokens, which")
 
@@ -264,10 +260,10 @@ class Policy(Intervention):
         if self._chooses_alike and isinstance(budget, int):
             layers = [kv for kv in layers if kv.slots > budget]
             if self.JOINS_LAYERS and rotary is None and _alike(layers):
-                joined, count = layers[0], 1  # where scores are uniform it stands for all
+                joined = layers[0]  # where scores are uniform it stands for all
                 if not state.uniform:
-                    joined, count = joined_layer(layers), len(layers)
-                at = LayerMoment(layers[0].number, joined, moment, session, rows, count)
+                    joined = joined_layer(layers)
+                at = LayerMoment(layers[0].number, joined, moment, session, rows)
                 evict_joined(joined, layers, self.select(self.checked_scores(at), at, budget), budget)
                 return
         self._act_by_layer(layers, moment, session, rows, rotary)

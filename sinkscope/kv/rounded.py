@@ -13,6 +13,7 @@ from torch import Tensor
 from sinkscope.files.records import check_fields
 from sinkscope.interventions.base import Intervention, Run
 from sinkscope.interventions.quantize import rounded, rounding_step
+from sinkscope.kv.cache import Growth
 from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.session import Session
 
@@ -51,7 +52,7 @@ class Rounded(Intervention):
         for kv in moment.layers:
             kv.keys = self._rounded(kv.keys, new, generator)
             kv.values = self._rounded(kv.values, new, generator)
-            kv.growth.forget()
+            kv.growth = Growth()
 
     def _rounded(
         self, whole: Float[Tensor, "batch kv_head slot d"], new: int, generator: torch.Generator

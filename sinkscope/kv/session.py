@@ -14,7 +14,6 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from sinkscope.errors import UnsupportedError, warn
@@ -45,6 +44,8 @@ class Session:
     Attributes:
         now: What the current thread is doing.
         watching: What is seen of the attention, and what replaces it.
+        window_queries: Keeps the latest queries (`AttentionWatch.keep_queries`).
+        window_rows: The attention of these queries (`AttentionWatch.window_rows`).
         followers: Names of what follows the generated tokens of each row, which must come one by one.
         anchors: Number of first positions that policies and guards in the same run keep.
         rewinder: Passes on what a guard removes from the output. None if nothing can be removed.
@@ -61,6 +62,8 @@ class Session:
         self.now = CurrentCall()
         self.states = CacheStates()
         self.watching = AttentionWatch(target, self.now, self.states)
+        self.window_queries = self.watching.keep_queries
+        self.window_rows = self.watching.window_rows
         self.followers: list[str] = []
         self.anchors = 0
         self.rewinder: Any = None
@@ -127,18 +130,6 @@ class Session:
         if layers is not None:
             chosen = frozenset(layers)
         self.watching.watchers.append(Watcher(fn, chosen, last))
-
-    def window_queries(self, last: int, decoding: bool = False) -> None:
-        """Keep the `last` queries of prompts for `window_rows`; with `decoding`, also those of generated tokens."""
-        self.watching.keep_queries(last, decoding)
-
-    def window_rows(self, moment: Moment, layer: int, last: int) -> Float[Tensor, "batch head query slot"]:
-        """Recompute, in float32, the attention of the last queries to everything in the cache."""
-        return self.watching.window_rows(moment, layer, last)
-
-    def unseen_queries(self) -> UnsupportedError:
-        """The error of a policy that needs queries which were read before it could see them."""
-        return self.watching.unseen_queries()
 
     def before_decode(self, fn: Callable[[Moment], None]) -> None:
         """Call `fn` before every call that reads a single generated token."""

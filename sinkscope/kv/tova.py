@@ -37,7 +37,7 @@ class TOVA(Policy):
     def _note(self, rows: AttentionRows) -> None:
         if rows.kv is not None:  # there is a cache
             newest = self.group(rows.probs[:, :, -1:], 1)
-            rows.kv.numbers.set("tova", newest.expand(-1, rows.kv.keys.shape[1], -1))
+            rows.kv.numbers["tova"] = newest.expand(-1, rows.kv.keys.shape[1], -1)
 
     def scores(self, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:
         """Score by the attention of the newest query.
@@ -46,5 +46,5 @@ class TOVA(Policy):
             UnsupportedError: It was read outside of the `with`.
         """
         if "tova" not in at.kv.numbers:
-            raise at.session.unseen_queries()
+            raise at.session.watching.unseen_queries()
         return at.kv.extra("tova")

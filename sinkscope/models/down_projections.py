@@ -67,15 +67,20 @@ def input_columns(
 
 
 @torch.no_grad()
-def w_out_norms(target: Sizes, layer: int, expert: int | None = None) -> Float[Tensor, " d_mlp"]:
-    """L2 norm of every column of the down projection."""
+def w_out_norms(
+    target: Sizes, layer: int, expert: int | None = None, gain: Float[Tensor, " d_model"] | None = None
+) -> Float[Tensor, " d_mlp"]:
+    """L2 norm of every column of the down projection; `gain` multiplies each dimension behind the MLP, if given."""
     with target.loaded(layer):
         weight = None
-        if expert is None:
+        if expert is None and gain is None:
             weight = plain_weight(target.mlp_part(layer, "down"))
         if weight is not None:
             return norms_of(weight, int(target.adapter.transposed_down)) * abs(column_factor(target, layer))
         parts = list[Tensor]()
         for neurons in torch.arange(target.width(layer, expert)).split(1024):
-            parts.append(norms_of(w_out(target, layer, neurons.tolist(), expert), 1))
+            written = w_out(target, layer, neurons.tolist(), expert)
+            if gain is not None:
+                written = written.float() * gain
+            parts.append(norms_of(written, 1))
         return torch.cat(parts)

@@ -24,7 +24,7 @@ from sinkscope.app.cli import main
 from sinkscope.bench.answer import BenchModel, answer_rows
 from sinkscope.display.result import Result
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
-from sinkscope.files.output import kind_of, write_output
+from sinkscope.files.output import kind_of
 from sinkscope.inference.infer import infer
 from sinkscope.interventions.decode import greedy, noted_decoding
 from sinkscope.models.down_projections import w_out
@@ -39,12 +39,6 @@ PICTURE = bytes.fromhex(
 # --- Outputs ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_png_says_its_kind(tmp_path):
-    (tmp_path / "photo.png").write_bytes(PICTURE)
-    with pytest.raises(SinkscopeError, match=r"photo\.png is there already"):
-        write_output(tmp_path / "photo.png", PICTURE)
-
-
 def test_a_picture_replaces_an_earlier_one_of_its_kind(tmp_path, monkeypatch):
     monkeypatch.setattr(pages, "check_png", lambda: None)
     figure = SimpleNamespace(to_image=lambda **_: PICTURE)
@@ -54,6 +48,9 @@ def test_a_picture_replaces_an_earlier_one_of_its_kind(tmp_path, monkeypatch):
         pages.write_png(figure, tmp_path / "ours.png", kind="circuit")
     pages.write_png(figure, tmp_path / "ours.png", kind="circuit", force=True)
     assert kind_of((tmp_path / "ours.png").read_bytes()) == "circuit"
+    (tmp_path / "photo.png").write_bytes(PICTURE)
+    with pytest.raises(SinkscopeError, match=r"photo\.png is there already"):
+        pages.write_png(figure, tmp_path / "photo.png", kind="circuit")
 
 
 def test_saving_from_python_spares_foreign_files(tmp_path):

@@ -9,7 +9,6 @@ from report_kit import BAD, WORSE, Reader, atlas, files_shown, fill, fill_plain,
 from sample_results import sample_find_sinks
 
 import sinkscope as ss
-import sinkscope.app.report as page
 from sinkscope.app.cli import main
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.table import bench_table
@@ -81,11 +80,6 @@ def test_nothing_is_fetched(seen):
     assert all(address.startswith("#") for address in addresses)
 
 
-def test_plotly_is_inside_once_and_only_if_something_is_drawn(whole, seen, plain):
-    assert sum("plotly.js (cartesian - minified)" in script for script in seen.scripts) == 1
-    assert len(made_report(plain).read_bytes()) < 60_000
-
-
 def test_what_has_no_utf8_or_no_html_is_written_out(tmp_path):
     data = sample_find_sinks().to_dict()
     data["settings"] = {"text": "bell\x07 null\x00 half \ud83d"}
@@ -154,23 +148,11 @@ def test_bad_input_in_one_line(folder, tmp_path, words, says, capsys):
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
 
 
-def test_old_report_stays_if_the_new_one_fails(plain, monkeypatch):
-    old = made_report(plain).read_bytes()
-
-    def failing(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(page, "document", failing)
-    with pytest.raises(KeyboardInterrupt):
-        made_report(plain)
-    assert (plain / "report.html").read_bytes() == old
-    assert [p.name for p in plain.iterdir() if p.name.endswith(".tmp")] == []
-
-
 def test_progress_counts_files(plain):
     shutil.copy(plain / "plain.json", plain / "second.json")
     told = []
     ss.report(plain, progress=lambda *now: told.append(now))
+    assert (plain / "report.html").stat().st_size < 60_000  # nothing is drawn, so plotly.js is left out
     assert told == [("reading", 0, 2), ("reading", 1, 2)]
 
 

@@ -23,11 +23,9 @@ from sinkscope.app.view.writing import generation_of
 from sinkscope.display.result import Result
 from sinkscope.sinks.first_token.circuit import Circuit
 
-CLICK = "document.querySelector('{}').click()"
-PICTURE = "document.querySelector('#rows').innerHTML"
-SENTENCE = "document.querySelector('#sentence').textContent"
-CELL = "document.querySelector('#cell').textContent"
-LOADED = "!!document.querySelector('.token')"
+TEXT = "A class is a block. A block is a piece of text."
+LOADED = "document.querySelector('.token')"
+CAPTIONS = ".pair figcaption"
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +38,7 @@ def bundled():
 def view(bundled):
     """The model in the package on a short text, with its circuit and a generation."""
     bundled.sink.circuit = Circuit.load(Path(__file__).parents[2] / "figures/circuit.json")
-    text = "A class is a block. A block is a piece of text."
-    return replace(bundled.view(text), generation=generation_of(bundled.sink.setup, 12))
+    return replace(bundled.view(TEXT), generation=generation_of(bundled.sink.setup, 12))
 
 
 @pytest.fixture(scope="module")
@@ -52,16 +49,19 @@ def chrome():
         yield tab
 
 
-def press(chrome: browser.Browser, key: str):
-    chrome.send("Input.dispatchKeyEvent", type="keyDown", key=key)
+@pytest.fixture
+def opened(view, tmp_path, chrome):
+    """Open the page in a window of some width; its errors are those since."""
+    chrome.errors.clear()
+    page = tmp_path / "view.html"
 
+    def opening(width: int = 1400, shown: ModelView = view, **how: bool):
+        page.write_text(view_page(shown, "</script><b>"), encoding="utf-8")
+        chrome.open(page, width, **how)
+        chrome.wait(LOADED)
+        return chrome
 
-def opened(chrome: browser.Browser, page: Path, width: int, **how: bool):
-    chrome.open(page, width, **how)
-    until = time.monotonic() + 20
-    while not chrome.run(LOADED):
-        assert time.monotonic() < until
-    chrome.run("new Promise((done) => setTimeout(done, 50))")
+    return opening
 
 
 def test_a_result_comes_back_from_its_file_and_makes_the_same_page(view, tmp_path):
@@ -73,222 +73,179 @@ def test_a_result_comes_back_from_its_file_and_makes_the_same_page(view, tmp_pat
     assert "http:" not in page.replace("http://www.w3.org/2000/svg", "") and "https:" not in page
 
 
-def test_the_page_in_a_browser(view, tmp_path, chrome):
-    page = tmp_path / "view.html"
-    page.write_text(view_page(view, "</script><b>"), encoding="utf-8")
-    chrome.errors.clear()
+def test_the_page_in_a_browser(view, opened):
     for how in ({"width": 390, "phone": True}, {"width": 390, "dark": True}, {"width": 1400}):
-        opened(chrome, page, **how)
+        chrome = opened(**how)
         for tab in ("generation", "text"):
-            chrome.run(CLICK.format(f"#tab-{tab}"))
+            chrome.click(f"#tab-{tab}")
             assert chrome.run("document.documentElement.scrollWidth <= innerWidth"), (how, tab)
     text = view.texts[0]
-    assert chrome.run("document.querySelectorAll('.token').length") == len(text.tokens)
-    assert chrome.run(SENTENCE) == text.variants[0].sentence
+    assert len(chrome.texts(".token")) == len(text.tokens)
 
-    before = chrome.run(PICTURE)  # a head shows its rows
-    chrome.run(CLICK.format("#head-0-1"))
-    chrome.run("new Promise((done) => setTimeout(done, 100))")
-    assert chrome.run(PICTURE) != before
-    assert chrome.run("document.querySelector('#rows-title').textContent") == "Rows of L0.H1"
-    place = text.heads.index((0, 1))
-    strongest = text.variants[0].rows[place].array()[-1].max()
-    assert f"gives {strongest:.0%} to" in chrome.run("document.querySelector('#rows-text').textContent")
+    before = chrome.run("document.querySelector('#rows').innerHTML")  # a head shows its rows
+    chrome.click("#head-0-1")
+    assert chrome.run("document.querySelector('#rows').innerHTML") != before
+    assert chrome.text("#rows-title") == "Rows of L0.H1"
+    strongest = text.variants[0].rows[text.heads.index((0, 1))].array()[-1].max()
+    assert f"gives {strongest:.0%} to" in chrome.text("#rows-text")
 
     for number, variant in enumerate(text.variants):  # a switch changes the sentence, the tokens and the heads
-        chrome.run(CLICK.format(f"#variant-{number}"))
-        chrome.run("new Promise((done) => setTimeout(done, 100))")
-        assert chrome.run(SENTENCE) == variant.sentence
-        said = chrome.run("document.querySelector('#readout').textContent")
-        assert f"norm {float(f'{variant.norm[view.layer, 0]:.4g}'):g} after" in said
+        chrome.click(f"#variant-{number}")
+        assert chrome.text("#sentence") == variant.sentence
+        assert f"norm {float(f'{variant.norm[view.layer, 0]:.4g}'):g} after" in chrome.text("#readout")
         attention = variant.received.array()[2, 0, 0]
         assert chrome.run("document.querySelector('#head-2-0').title") == f"L2.H0: {round(100 * attention)}%"
-
     assert chrome.run("location.hash").endswith(f"head=L0.H1&model={text.variants[-1].name.replace(' ', '+')}")
 
     chrome.run("document.querySelector('#token-0').focus()")  # the keys reach everything
     for key, there in (("ArrowRight", "token-1"), ("End", f"token-{len(text.tokens) - 1}"), ("Home", "token-0")):
-        press(chrome, key)
+        chrome.press(key)
         assert chrome.run("document.activeElement.id") == there
-    assert chrome.run("document.querySelectorAll('.token[tabindex=\"0\"]').length") == 1
-    chrome.run(CLICK.format("#tab-generation"))
-    assert chrome.run("[...document.querySelectorAll('.written')].length") == 2
+    assert len(chrome.texts('.token[tabindex="0"]')) == 1
+    chrome.click("#tab-generation")
+    assert len(chrome.texts(".written")) == 2
     assert chrome.errors == [] and all(url.startswith(("file:", "blob:", "data:")) for url in chrome.asked)
 
 
 @pytest.mark.slow
-def test_the_page_says_which_heads_look_elsewhere_and_shows_both_rows(view, tmp_path, chrome):
-    page = tmp_path / "view.html"
-    page.write_text(view_page(view, "x"), encoding="utf-8")
+def test_the_page_says_which_heads_look_elsewhere_and_shows_both_rows(view, opened):
     text = view.texts[0]
     intact, zeroed, random = text.variants[0], text.variants[1], text.variants[-1]
-    assert "random" in random.name
     sink = text.spikes[0]
-    readers = intact.received.array()[..., sink] > 0.3
-    gone, control = [
-        int((readers & (one.received.array()[..., sink] < intact.received.array()[..., sink] / 2)).sum())
-        for one in (zeroed, random)
-    ]
-    assert gone > control  # the planted neurons make the sink
-    opened(chrome, page, width=1400)
-    headline = "document.querySelector('#headline').textContent"
+    share, *others = (one.received.array()[..., sink] for one in (intact, zeroed, random))
+    readers = share > 0.3
+    gone, control = (int((readers & (other < share / 2)).sum()) for other in others)
+    assert gone > control and "random" in random.name  # the planted neurons make the sink
+    chrome = opened()
     named = json.dumps(text.tokens[sink])
-    assert chrome.run(headline).startswith(f"{readers.sum()} of {readers.size} heads give token {named} more than 30%")
-    shown = "[...document.querySelectorAll('.pair figcaption')].map((one) => one.textContent)"
-    assert chrome.run(shown) == ["intact"]
-    chrome.run(CLICK.format("#variant-1"))
-    chrome.run("new Promise((done) => setTimeout(done, 150))")
+    assert chrome.text("#headline").startswith(f"{readers.sum()} of {readers.size} heads give token {named} more than")
+    assert chrome.texts(CAPTIONS) == ["intact"]
+    chrome.click("#variant-1")
     before, after, beside = (json.dumps(one.following[0][0]) for one in (intact, zeroed, random))
     change = f"stays {before}" if before == after else f"changes from {before} to {after}"
     said = f"{gone} of the {readers.sum()} heads that read {named} look elsewhere ({random.name}: {control}); "
     said += f"the likeliest next token {change} ({random.name}: {beside})."
-    assert chrome.run(headline) == said and chrome.run(shown) == ["intact", zeroed.name]
 
-    head = text.heads[-1]  # the link opens the same view again, and the pointer reads a cell
-    chrome.run(CLICK.format(f"#head-{head[0]}-{head[1]}"))
-    chrome.run("new Promise((done) => setTimeout(done, 100))")
-    link = chrome.run("location.href")
-    chrome.send("Page.navigate", url="about:blank")
-    chrome.send("Page.navigate", url=link)
-    while not chrome.run(LOADED):
-        time.sleep(0.02)
-    chrome.run("new Promise((done) => setTimeout(done, 200))")
-    assert chrome.run(headline) == said
-    assert chrome.run("document.querySelector('#rows-title').textContent") == f"Rows of L{head[0]}.H{head[1]}"
+    layer, head = text.heads[-1]
+    chrome.click(f"#head-{layer}-{head}")
+    chrome.reopen()  # the link opens the same view again, and the pointer reads a cell
+    chrome.wait(LOADED)
+    chrome.wait(f"document.querySelector('#headline').textContent === {json.dumps(said)}")
+    assert chrome.text("#rows-title") == f"Rows of L{layer}.H{head}"
+    assert chrome.texts(CAPTIONS) == ["intact", zeroed.name]
     frame = "document.querySelector('#rows-before .frame')"
     chrome.run(f"{frame}.scrollIntoView()")
     x, y = chrome.run(f"{{const at = {frame}.getBoundingClientRect();[at.left + 1, at.bottom - 2]}}")
     chrome.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
     chrome.run("new Promise((done) => setTimeout(done, 50))")
-    share = intact.rows[-1].array()[-1, 0]
-    last = len(text.tokens) - 1
-    cell = f"token {last}, {json.dumps(text.tokens[-1])}, gives {share:.0%} to token 0, {json.dumps(text.tokens[0])}"
-    assert chrome.run(CELL) == cell
+    rows, last = intact.rows[-1].array()[:, 0], len(text.tokens) - 1
+    first = json.dumps(text.tokens[0])
+    assert (
+        chrome.text("#cell") == f"token {last}, {json.dumps(text.tokens[-1])}, gives {rows[-1]:.0%} to token 0, {first}"
+    )
     chrome.run("document.querySelector('#rows-before').focus()")  # and so do the keys
-    press(chrome, "ArrowUp")
-    share = intact.rows[-1].array()[-2, 0]
-    assert f"token {last - 1}, " in chrome.run(CELL) and f"gives {share:.0%} to token 0" in chrome.run(CELL)
-    press(chrome, "Enter")
+    chrome.press("ArrowUp")
+    cell = chrome.text("#cell")
+    assert cell.startswith(f"token {last - 1}, ") and f"gives {rows[-2]:.0%} to token 0" in cell
+    chrome.press("Enter")
     assert chrome.run("document.querySelector('#colour').value") == "row"
     assert chrome.run(f"document.querySelector('#token-{last - 1}').classList.contains('chosen')")
 
     chrome.run("HTMLAnchorElement.prototype.click = function () { window.saved = [this.download, this.href]; }")
+    saved = {}
     for kind, begins in (("svg", "data:image/svg+xml,"), ("png", "data:image/png;base64,")):
-        chrome.run(f"window.saved = null; {CLICK.format(f'#save-{kind}')}")
-        while not chrome.run("window.saved"):
-            time.sleep(0.02)
+        chrome.run("window.saved = null")
+        chrome.click(f"#save-{kind}")
+        chrome.wait("window.saved")
         name, data = chrome.run("window.saved")
-        assert name == f"L{head[0]}.H{head[1]}.{kind}" and data.startswith(begins) and len(data) > 500
-        if kind == "svg":
-            saved = ElementTree.fromstring(unquote(data.removeprefix(begins)))
-            words = [text.text for text in saved.iter("{http://www.w3.org/2000/svg}text")]
-            assert "intact" in words and zeroed.name in words and words.count("token that is read") == 2
-            assert "var(" not in data and len(list(saved.iter("{http://www.w3.org/2000/svg}path"))) > 1
+        assert name == f"L{layer}.H{head}.{kind}" and data.startswith(begins) and len(data) > 500
+        saved[kind] = data.removeprefix(begins)
+    picture = ElementTree.fromstring(unquote(saved["svg"]))
+    words = [one.text for one in picture.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"intact", zeroed.name} <= {*words} and words.count("token that is read") == 2
+    assert "var(" not in saved["svg"] and len(list(picture.iter("{http://www.w3.org/2000/svg}path"))) > 1
 
 
-def test_the_rows_are_drawn_cell_by_cell_on_axes_of_tokens(view, tmp_path, chrome):
+def test_the_rows_are_drawn_cell_by_cell_on_axes_of_tokens(view, opened):
     """The shade of every cell of the drawing is that of the attention, and ticks stand at their tokens."""
-    page = tmp_path / "view.html"
-    page.write_text(view_page(view, "x"), encoding="utf-8")
-    opened(chrome, page, width=1400)
-    head = (1, 7)
-    chrome.run(CLICK.format(f"#head-{head[0]}-{head[1]}"))
-    chrome.run("new Promise((done) => setTimeout(done, 100))")
+    chrome = opened()
+    chrome.click("#head-1-7")
     text = view.texts[0]
-    rows = text.variants[0].rows[text.heads.index(head)].array()
+    rows = text.variants[0].rows[text.heads.index((1, 7))].array()
     drawn = np.zeros_like(rows)
     paths = "[...document.querySelectorAll('#rows .cells path')].map((one) => [one.getAttribute('fill-opacity'), "
     for shade, path in chrome.run(f"{paths}one.getAttribute('d')])"):
         for column, row, run in re.findall(r"M(\d+) (\d+)h(\d+)v1", path):
             drawn[int(row), int(column) : int(column) + int(run)] = float(shade)
     assert np.abs(drawn - np.sqrt(rows)).max() <= 0.5 / 24 + 1e-6 and drawn.any()
-    places = (
-        "[...document.querySelectorAll('#rows text[y=\"221\"]')].map((one) => [one.textContent, one.getAttribute('x')])"
-    )
-    for number, x in chrome.run(places):
+    ticks = "[...document.querySelectorAll('#rows text[y=\"221\"]')]"
+    for number, x in chrome.run(f"{ticks}.map((one) => [one.textContent, one.getAttribute('x')])"):
         assert float(x) == pytest.approx(44 + 200 * (int(number) + 0.5) / len(rows))
 
 
 @pytest.mark.slow
-def test_two_texts_stand_side_by_side_and_the_link_opens_both(bundled, view, tmp_path, chrome):
+def test_two_texts_stand_side_by_side_and_the_link_opens_both(bundled, view, opened):
     second = bundled.view("a function of a module").texts[0]
-    page = tmp_path / "view.html"
-    page.write_text(view_page(replace(view, texts=(*view.texts, second)), "x"), encoding="utf-8")
-    opened(chrome, page, width=1400)
+    chrome = opened(shown=replace(view, texts=(*view.texts, second)))
     beside = "document.querySelector('#beside')"
-    choose = f"{beside}.value = '1'; {beside}.dispatchEvent(new Event('change'))"
+    chrome.run(f"{beside}.value = '1'; {beside}.dispatchEvent(new Event('change'))")
     for _ in ("chosen", "opened by the link"):
-        chrome.run(choose)
-        chrome.run("new Promise((done) => setTimeout(done, 150))")
+        chrome.wait("document.querySelectorAll('.pair figcaption').length == 2")
+        assert chrome.texts(CAPTIONS) == [f"intact: {view.texts[0].name}", f"intact: {second.name}"]
         assert chrome.run("document.querySelectorAll('.strip')[1].children.length") == len(second.tokens)
-        captions = chrome.run("[...document.querySelectorAll('.pair figcaption')].map((one) => one.textContent)")
-        assert captions == [f"intact: {view.texts[0].name}", f"intact: {second.name}"]
         last = len(second.tokens) - 1
         chrome.run(f"document.querySelector('#other-{last}').dispatchEvent(new Event('pointerenter'))")
         norm = float(f"{second.variants[0].norm[view.layer, last]:.4g}")
-        assert f": norm {norm:g} after" in chrome.run("document.querySelector('#readout').textContent")
-        link, choose = chrome.run("location.href"), "0"
-        assert "beside=1" in link
-        chrome.send("Page.navigate", url="about:blank")
-        chrome.send("Page.navigate", url=link)
-        while not chrome.run(LOADED):
-            time.sleep(0.02)
+        assert f": norm {norm:g} after" in chrome.text("#readout")
+        chrome.reopen()
+        chrome.wait(LOADED)
 
 
-def test_the_first_visit_begins_with_a_tour_that_the_keys_go_through_or_end(view, tmp_path, chrome):
-    page = tmp_path / "view.html"
-    page.write_text(view_page(view, "x"), encoding="utf-8")
-    steps = "[...document.querySelectorAll('.tour p')].map((one) => one.textContent.slice(0, 6))"
-    opened(chrome, page, width=390)
+def test_the_first_visit_begins_with_a_tour_that_the_keys_go_through_or_end(opened):
+    chrome = opened(390)
     chrome.run("localStorage.clear()")
-    opened(chrome, page, width=390)
+    opened(390)
     for number in (1, 2, 3):
-        assert chrome.run(steps) == [f"{number} of 3"]
+        assert chrome.text(".tour p").startswith(f"{number} of 3")
         assert chrome.run("document.activeElement.closest('.tour') !== null")
         chrome.run("document.activeElement.click()")
-    assert chrome.run(steps) == [] and chrome.run("document.activeElement.id") == "tour"
-    opened(chrome, page, width=390)
-    assert chrome.run(steps) == []  # once
-    chrome.run(CLICK.format("#tour"))
-    assert chrome.run(steps) == ["1 of 3"]
-    press(chrome, "Escape")
-    assert chrome.run(steps) == []
+    assert chrome.texts(".tour p") == [] and chrome.run("document.activeElement.id") == "tour"
+    opened(390)
+    assert chrome.texts(".tour p") == []  # once
+    chrome.click("#tour")
+    assert chrome.text(".tour p").startswith("1 of 3")
+    chrome.press("Escape")
+    assert chrome.texts(".tour p") == []
 
 
 def test_the_live_page_in_a_browser(bundled, chrome):
-    bundled.text = "A class is a block. A block is a piece of text."
+    bundled.text = TEXT
     addresses = []
     threading.Thread(target=serve, args=(bundled, 0, addresses.append), daemon=True).start()
-    until = time.monotonic() + 20
-    while not addresses and time.monotonic() < until:
+    while not addresses:
         time.sleep(0.01)
     chrome.errors.clear()
     chrome.send("Page.navigate", url=addresses[0])
+    chrome.wait("document.querySelector('.part')")  # the circuit has come
+    intact = chrome.text("#sentence")
 
-    def wait(condition):
-        end = time.monotonic() + 60
-        while not chrome.run(f"!!({condition})"):
-            assert time.monotonic() < end, condition
-            time.sleep(0.02)
+    def said(beginning: str):
+        chrome.wait(f"document.querySelector('#sentence').textContent.startsWith({json.dumps(beginning)})")
 
-    wait("document.querySelector('.part')")  # the circuit has come
-    intact = chrome.run(SENTENCE)
-    chrome.run("document.getElementById('off-L1.N338').click()")
-    wait(f"{SENTENCE} !== {json.dumps(intact)}")
-    assert chrome.run(SENTENCE).startswith("Without L1.N338: after layer 1, the norm changes most at token 0")
-    chrome.run("document.getElementById('off-L1.N338').click()")
-    wait(f"{SENTENCE} === {json.dumps(intact)}")
+    chrome.click("#off-L1\\.N338")
+    said("Without L1.N338: after layer 1, the norm changes most at token 0")
+    chrome.click("#off-L1\\.N338")
+    said(intact)
     chrome.run("document.querySelector('#other').value = 'l2.h0'; document.querySelector('form').requestSubmit()")
-    wait(f"{SENTENCE}.startsWith('Without L2.H0: ')")  # the box takes a head, too
-    chrome.run("document.getElementById('off-L2.H0').click()")
-    wait(f"{SENTENCE} === {json.dumps(intact)}")
+    said("Without L2.H0: ")  # the box takes a head, too
+    chrome.click("#off-L2\\.H0")
+    said(intact)
     chrome.run("document.querySelector('#typed').value = 'a function of a module'")
-    chrome.run(CLICK.format("#read"))
-    wait("[...document.querySelectorAll('.token')].some((token) => token.textContent.includes('module'))")
-    chrome.run(CLICK.format("#tab-generation"))  # it fills itself
-    wait("document.querySelectorAll('.written').length === 2")
-    link = chrome.run("location.href")  # it says which text was typed
-    chrome.send("Page.navigate", url="about:blank")
-    chrome.send("Page.navigate", url=link)
-    wait("[...document.querySelectorAll('.token')].some((token) => token.textContent.includes('module'))")
+    chrome.click("#read")
+    typed = "[...document.querySelectorAll('.token')].some((token) => token.textContent.includes('module'))"
+    chrome.wait(typed)
+    chrome.click("#tab-generation")  # it fills itself
+    chrome.wait("document.querySelectorAll('.written').length === 2")
+    chrome.reopen()  # the link says which text was typed
+    chrome.wait(typed)
     assert chrome.errors == []

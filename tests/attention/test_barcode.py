@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -33,13 +33,6 @@ def measured(organism: LoopOrganism, prompt: Tensor, new: int, **options) -> Bar
     walk = organism.healthy_prompt(prompt.shape[1] + new, start=400)[0].tolist()
     options = {"control": walk, **options}
     return barcode(organism.model, prompt[0].tolist(), max_new_tokens=new, tokenizer=organism.tokenizer, **options)
-
-
-@cache
-def of_a_loop() -> tuple[LoopOrganism, Barcode]:
-    """An organism in a loop of 5, and its barcode. No test alters them."""
-    organism = loop_organism(0)
-    return organism, measured(organism, organism.looping_prompt(5).ids, 40)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
@@ -163,22 +156,14 @@ def test_token_by_token_equals_one_pass_and_a_policy_is_seen():
         assert seen <= {0, 1, *range(at - 10, at + 1)} and abs(row.sum() - 1) < 0.01
 
 
-def test_the_loop_is_that_of_the_text():
-    result = barcode(None, max_new_tokens=96, layers=[5])
-    prompt = result.prompt_tokens
-    with torch.no_grad():
-        out = ss.load(backend="hf").generate(torch.tensor([result.ids[:prompt]]), max_new_tokens=96, do_sample=False)
-    assert tuple(out[0].tolist()) == result.ids
-    loop = end_loop(result.ids)
+def test_the_figure_and_the_numbers_are_those_of_the_rows():
+    organism = loop_organism(0)
+    result = measured(organism, organism.looping_prompt(5).ids, 40)
+    loop, best = end_loop(result.ids), result.rows()[0]
     assert loop and (result.period, result.onset) == (loop.period, loop.start)
-    assert result.locked and all(result.gain[0, head] >= LOCK_GAIN for _, head in result.locked)
     share, strongest = result.numbers()
-    assert share.value == len(result.locked) / 8 and strongest.value == result.rows()[0]["score"]
-    assert strongest.control == result.rows()[0]["control_score"]
-
-
-def test_the_figure_shows_gains_and_pictures():
-    organism, result = of_a_loop()
+    assert share.value == len(result.locked) / result.score.size > 0
+    assert (strongest.value, strongest.control) == (best["score"], best["control_score"])
     drawn = result.figure()
     np.testing.assert_allclose(drawn.data[0].z, result.gain)
     pictures = [trace for trace in drawn.data if trace.type == "heatmap"][1:]

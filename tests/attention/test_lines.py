@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from functools import cache
+from itertools import combinations, product
+from statistics import fmean
 
 import numpy as np
 import pytest
@@ -21,7 +24,8 @@ from sinkscope.lines.votes import top_lines
 from sinkscope.measure.margin import margin_of
 
 COLUMNS = (20, 33, 90)
-Sets = tuple[set[int], set[int]]
+Line = tuple[str, int]
+"""Its kind, and its key or distance."""
 
 
 def ids_of(length: int, seed: int = 0) -> list[int]:
@@ -42,18 +46,39 @@ def test_planted_lines_come_out_on_top(seed, window):
     assert result.inputs is None and "Between two texts" not in str(result)
 
 
-def heaviest(weights: Tensor, most: int) -> Sets:
-    """Columns and offsets of the heaviest lines of rows [query key] whose last query sees the last key, by sorting."""
-    queries, n = weights.shape
-    back = torch.arange(n - queries, n)[:, None] - torch.arange(n)
-    lines = [(-float(weights[:, key].sum()), "v", key) for key in range(n)]
-    lines += [(-float(weights[back == offset].sum()), "s", offset) for offset in range(n)]
-    top = [line for line in sorted(lines)[:most] if line[0] < 0]
-    return {at for _, kind, at in top if kind == "v"}, {at for _, kind, at in top if kind == "s"}
+@cache
+def lines_of(queries: int, keys: int) -> dict[Line, Tensor]:
+    """The cells of each line, of rows [query key] whose last query sees the last key."""
+    back = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
+    cells: dict[Line, Tensor] = {}
+    for place in range(keys):
+        cells["vertical", place] = (torch.arange(keys) == place) & (back >= 0)
+        cells["slash", place] = back == place
+    return cells
 
 
-def common(a: Sets, b: Sets) -> int:
-    return len(a[0] & b[0]) + len(a[1] & b[1])
+def heaviest(weights: Tensor, share: float) -> dict[Line, float]:
+    """The heaviest lines with their weights, by sorting; a share of all lines of so many queries."""
+    sums = {line: float(weights[cells].sum()) for line, cells in lines_of(*weights.shape).items()}
+    most = max(1, int(share * 2 * len(weights) + 1e-9))
+    ranked = sorted(sums.items(), key=lambda line: (-line[1], line[0]))
+    return {line: weight for line, weight in ranked[:most] if weight > 0}
+
+
+def by_sets(weights: Tensor, eta: float) -> tuple[dict[Line, float], dict[str, float]]:
+    """The lines of one head in one text, and its numbers, from sets of cells."""
+    n, half = len(weights), len(weights) // 2
+    chosen = heaviest(weights, eta)
+    on = torch.stack([lines_of(n, n)[line] for line in chosen]).any(0)
+    first = heaviest(weights[:half, :half], eta).keys()
+    second, inside = heaviest(weights[half:], eta).keys(), heaviest(weights[half:, half:], eta).keys()
+    return chosen, {
+        "mass": float(weights[on].sum() / weights.sum()),
+        "line_sums": sum(chosen.values()) / float(weights.sum()),
+        "cells": float(on.sum()) / (n * (n + 1) / 2),
+        "segments": len(first & second) / len(second),
+        "segments_relative": len(first & inside) / len(inside),
+    }
 
 
 @pytest.mark.parametrize("model_type", ["mistral", "gemma2", "gpt_oss"])
@@ -61,61 +86,25 @@ def test_all_numbers_equal_those_of_the_whole_matrix(model_type):
     """Against sets of cells of the models' own attention: window, soft cap and learned sinks too."""
     model, tokenizer = tiny_model(model_type)
     texts = [ids_of(30), ids_of(41, 1), ids_of(33, 2)]
-    etas = (0.05, 0.2, 1.0)
-    layers = [0, 2]
+    etas, layers = (0.05, 0.2, 1.0), [0, 2]
     result = lines(model, texts, etas=etas, layers=layers, tokenizer=tokenizer)
-    expected = {}
-
-    def add(name, value, *place):
-        expected.setdefault(name, torch.zeros(3, 2, 4, dtype=torch.float64))[place] += value
-
-    dense = [[layer.double() for layer in eager_attention(model, ids)] for ids in texts]
-    for row, layer in enumerate(layers):
-        for head in range(4):
-            matrices = [attentions[layer][head] for attentions in dense]
-            for e, eta in enumerate(etas):
-                own = []
-                for weights in matrices:
-                    n = len(weights)
-                    half = len(weights) // 2
-                    total = float(weights.sum())
-                    columns, offsets = heaviest(weights, int(eta * 2 * n + 1e-9))
-                    back = torch.arange(n)[:, None] - torch.arange(n)
-                    on = torch.isin(back, torch.tensor(sorted(offsets))) | torch.isin(
-                        torch.arange(n), torch.tensor(sorted(columns))
-                    )
-                    on &= back >= 0
-                    twice = sum(float(weights[:, key].sum()) for key in columns)
-                    twice += sum(float(weights.diagonal(-offset).sum()) for offset in offsets)
-                    add("mass", float(weights[on].sum()) / total / 3, e, row, head)
-                    add("line_sums", twice / total / 3, e, row, head)
-                    add("cells", float(on.sum()) / (n * (n + 1) / 2) / 3, e, row, head)
-                    own.append((columns, offsets))
-                    most = int(eta * 2 * (n - half) + 1e-9)
-                    first = heaviest(weights[:half, :half], max(1, int(eta * 2 * half + 1e-9)))
-                    second, block = (
-                        heaviest(weights[half:], max(1, most)),
-                        heaviest(weights[half:, half:], max(1, most)),
-                    )
-                    shared = common(first, second) / len([*second[0], *second[1]])
-                    inside = common(first, block) / len([*block[0], *block[1]])
-                    add("segments", shared / 3, e, row, head)
-                    add("segments_relative", inside / 3, e, row, head)
-                for i, j in ((0, 1), (0, 2), (1, 2)):
-                    either = len(own[i][0] | own[j][0]) + len(own[i][1] | own[j][1])
-                    add("inputs", common(own[i], own[j]) / either / 3, e, row, head)
-    for name, values in expected.items():
-        np.testing.assert_allclose(getattr(result, name), values.numpy(), atol=2e-4, err_msg=name)
+    dense = [eager_attention(model, ids) for ids in texts]
+    for e, row, head in product(range(3), range(2), range(4)):
+        found = [by_sets(attention[layers[row]][head].double(), etas[e]) for attention in dense]
+        expected = {name: fmean(numbers[name] for _, numbers in found) for name in found[0][1]}
+        pairs = combinations([chosen.keys() for chosen, _ in found], 2)
+        expected["inputs"] = fmean(len(one & other) / len(one | other) for one, other in pairs)
+        for name, value in expected.items():
+            assert getattr(result, name)[e, row, head] == pytest.approx(value, abs=2e-4), name
     assert result.mass[-1] == pytest.approx(1, abs=1e-4) and result.line_sums[-1] == pytest.approx(2, abs=1e-4)
     assert (np.diff(result.mass, axis=0) >= 0).all()
-    mass, agreement = result.numbers()
-    assert mass.value == pytest.approx(result.mass[0].mean()) and mass.control == result.random_mass[0].mean()
-    assert agreement.value == pytest.approx(result.inputs[0].mean())
-    assert result.text_mass.shape == result.text_inputs.shape == (3, 3)
-    np.testing.assert_allclose(result.text_mass.mean(1), result.mean("mass"))
-    np.testing.assert_allclose(result.text_inputs.mean(1), result.mean("inputs"))
-    margins = [margin_of(by_text[0]) or 0.0 for by_text in (result.text_mass, result.text_inputs)]
-    assert [mass.margin, agreement.margin] == [margins[0], 2 * margins[1]]
+    for number, name in zip(result.numbers(), ("mass", "inputs"), strict=True):
+        by_text = getattr(result, f"text_{name}")
+        assert by_text.shape == (3, 3)
+        np.testing.assert_allclose(by_text.mean(1), result.mean(name))
+        assert number.value == pytest.approx(getattr(result, name)[0].mean())
+        assert number.margin == (margin_of(by_text[0]) or 0.0) * (1 + (name == "inputs"))
+    assert result.numbers()[0].control == result.random_mass[0].mean()
 
 
 def test_random_lines_are_drawn_evenly_and_share_what_chance_says():

@@ -8,13 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kv_kit import shallow_of
+from kv_kit import close, decode, prompts, shallow_of
 from organisms.kept_loops import HEAD_DIM, N_HEADS, KeptLoop, kept_loop, kept_loops
 from organisms.tiny import tiny_model
+from transformers import DynamicCache
 
 from experiments.loopguard.why import asked, verdict
 from sinkscope.attention.why import Case, Why, why
 from sinkscope.errors import SinkscopeError
+from sinkscope.interventions import SinkPatch
 from sinkscope.kv import StreamingLLM
 from sinkscope.kv.rounded import Rounded
 from sinkscope.kv.without import Without
@@ -127,59 +129,45 @@ def test_a_text_that_is_given_and_one_that_does_not_loop():
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
+@torch.no_grad()
 def test_removed_tokens_are_those_that_a_mask_hides(family: str):
     model = shallow_of(family)
-    ids = torch.tensor([[(5 * i) % 60 + 4 for i in range(20)]] * 2)
+    ids, mask = prompts([20, 20], 4)
     removed = torch.zeros(2, 20, dtype=torch.bool)
     removed[0, [1, 2, 7, 18]] = True
     removed[1, 3:] = True
-    with Without(removed).on(model), torch.no_grad():
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=4,
-            do_sample=False,
-            output_logits=True,
-            return_dict_in_generate=True,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
+    with Without(removed).on(model):
+        found = decode(model, ids, mask, 20)
     for row in range(2):
-        for step in range(1, 4):
-            read = out.sequences[row : row + 1, : 20 + step]
-            mask = torch.full((20 + step, 20 + step), -torch.inf).triu(1)
-            mask[20:, :20][:, removed[row]] = -torch.inf
-            with torch.no_grad():
-                expected = model(input_ids=read, attention_mask=mask[None, None], use_cache=False).logits[0, -1]
-            torch.testing.assert_close(out.logits[step][row], expected, atol=1e-4, rtol=1e-4)
+        hidden = torch.full((24, 24), -torch.inf).triu(1)
+        hidden[20:, :20][:, removed[row]] = -torch.inf
+        expected = model(ids[row : row + 1], attention_mask=hidden[None, None], use_cache=False).logits[0, 19:]
+        close(found[row], expected)
+
+
+def cached(edit) -> DynamicCache:
+    """The cache of a model that read 20 tokens and two more under an edit."""
+    cache = DynamicCache()
+    with edit.on(shallow_of("llama")) as run:
+        decode(run.target.hf, *prompts([20], 2), 20, cache)
+    return cache
 
 
 def test_a_policy_and_a_removal_act_together():
-    model = shallow_of("llama")
-    ids = torch.tensor([[(5 * i) % 60 + 4 for i in range(20)]])
     removed = torch.zeros(1, 20, dtype=torch.bool)
     removed[0, [0, 15, 5]] = True
-    with (StreamingLLM(budget=8) | Without(removed)).on(model), torch.no_grad():
-        out = model.generate(ids, max_new_tokens=2, do_sample=False, return_dict_in_generate=True, eos_token_id=None)
-    held = [layer.pos[0, 0].tolist() for layer in out.past_key_values.layers]
-    assert held == [[1, 2, 3, 16, 17, 18, 19, 20]] * 2
+    cache = cached(StreamingLLM(budget=8) | Without(removed))
+    assert [layer.pos[0, 0].tolist() for layer in cache.layers] == [[1, 2, 3, *range(16, 22)]] * 2
 
 
 @pytest.mark.parametrize("noise", [False, True])
 def test_what_enters_the_cache_is_rounded_once(noise: bool):
-    model = shallow_of("llama")
-    ids = torch.tensor([[(5 * i) % 60 + 4 for i in range(12)]])
-    kept = {}
-    for name, edit in (("plain", Without(torch.zeros(1, 12, dtype=torch.bool))), ("rounded", Rounded(3, noise))):
-        with edit.on(model), torch.no_grad():
-            out = model.generate(
-                ids, max_new_tokens=4, do_sample=False, return_dict_in_generate=True, eos_token_id=None
-            )
-        kept[name] = out.past_key_values.layers[0]
-    for whole, small in ((kept["plain"].keys, kept["rounded"].keys), (kept["plain"].values, kept["rounded"].values)):
-        step = whole[:, :, :12].abs().amax(-1, keepdim=True) / 3
-        grid = small[:, :, :12] / step
-        error = (small[:, :, :12] - whole[:, :, :12]).abs() / step
+    plain = cached(Without(torch.zeros(1, 20, dtype=torch.bool))).layers[0]
+    small = cached(Rounded(3, noise)).layers[0]
+    for exact, rough in ((plain.keys, small.keys), (plain.values, small.values)):
+        step = exact[:, :, :20].abs().amax(-1, keepdim=True) / 3
+        grid = rough[:, :, :20] / step
+        error = (grid - exact[:, :, :20] / step).abs()
         if noise:
             assert 0.5 < float(error.max()) <= 1.001 and float((grid - grid.round()).abs().mean()) > 0.1
         else:
@@ -191,8 +179,6 @@ def test_what_enters_the_cache_is_rounded_once(noise: bool):
 
 @pytest.mark.usefixtures("_few_tokens")
 def test_the_sink_of_a_model_with_sink_neurons_is_patched(monkeypatch: pytest.MonkeyPatch):
-    from sinkscope.interventions.sink_patch import SinkPatch
-
     made = kept_loop(("history",))
     patch = SinkPatch(layer=1, neurons=[3, 5], value=0.0)
     monkeypatch.setattr("sinkscope.attention.why.chosen_patch", lambda setup, given: patch)

@@ -12,6 +12,7 @@ from bench_kit import SETTINGS, made_record
 
 from sinkscope.bench.record import BenchRecord, BenchRun, open_run
 from sinkscope.bench.table import BenchTable, bench_table, tabulate_records
+from sinkscope.bench.task import task_class
 from sinkscope.display.result import Result
 from sinkscope.measure.rate import wilson
 
@@ -77,10 +78,6 @@ def test_what_a_table_says():
     result = table(*H2O, *FULL)
     said = "h2o:8 25% (5%-70%, cells 50%, reads 61%): no difference shown; full, the control, 100%."
     assert result.conclusion() == f"Task file s, score: {said}"
-    other = [made_record("h2o:2", f"p{i}", task="text", metrics={"kl": 9.0}) for i in range(2)]
-    assert table(*H2O, *FULL, *other).conclusion() == result.conclusion(), "another task on a set of the same name"
-    assert table(*H2O).conclusion().endswith("full was not run.")
-    assert table(*FULL).conclusion().endswith("no other method was run.")
     number = next(each for each in result.numbers() if "h2o" in each.label)
     assert (number.value, number.control) == (0.25, 1.0) and number.margin is not None
     text = result.text(None)
@@ -92,95 +89,91 @@ def test_what_a_table_says():
     assert drawn[0]["y"] == [1.0, 0.25] and drawn[1]["x"] == [9.0, 5.5]
 
 
-def test_loops_are_counted():
-    def loops(method, *ends):
-        records = []
-        for number, end in enumerate(ends):
-            records.append(made_record(method, f"p{number}", task="loops", metrics={"loop": end}))
-        return records
-
-    guard, full, other = loops("loopguard:64", 0.0, 0.0, 0.0), loops("full", 1.0, 1.0, 0.0), loops("h2o:8", 0.0, 1.0)
-    assert table(*guard, *full).conclusion() == (
-        "Task loops s: LoopGuard 0 of 3 answers loop (0%-56%, reads 100%): no difference shown; full, the "
-        "control, 2 of 3 answers loop."
-    )
-    many = loops("loopguard:64", *[0.0] * 12), loops("full", *[1.0] * 12)
-    assert table(*many[0], *many[1]).conclusion() == (
-        "Task loops s: LoopGuard 0 of 12 answers loop (0%-24%, reads 100%); full, the control, 12 of 12 answers loop."
-    )
-    several = table(*guard, *full, *other).conclusion()
-    said = "LoopGuard 0 of 3 answers loop (reads 100%) and h2o:8 1 of 2 answers loop (reads 100%)"
-    control = "full, the control, 2 of 3 answers loop"
-    assert several == f"Task loops s: of 2, no difference shown between {said}; {control}."
-    assert table(*full).conclusion() == (
-        "Task loops s: full, the control, 2 of 3 answers loop; no other method was run."
-    )
-
-
-def scored(method: str, *values: float, of_set: str = "s", **metrics) -> list[BenchRecord]:
+def scored(task: str, answers: str) -> list[BenchRecord]:
+    """Records of "h2o:4 0*4 1*16 read=3 set=a": a method, how often it has each value, and what its answers cost."""
+    method, *words = answers.split()
+    values: list[float] = []
+    costs = {}
+    for word in words:
+        name, given, number = word.partition("=")
+        value, _, times = name.partition("*")
+        if given:
+            costs[name] = number
+        else:
+            values += [float(value)] * int(times or 1)
+    of_set = costs.pop("set", "s")
+    metrics = {name: float(number) for name, number in costs.items()}
     records = []
     for number, value in enumerate(values):
-        metrics["score"] = value
-        records.append(made_record(method, f"{of_set}{number}", settings={"set": of_set}, metrics=metrics))
+        metrics[task_class(task).main] = value
+        about = {"set": of_set}
+        records.append(made_record(method, f"{of_set}{number}", task=task, settings=about, metrics=metrics))
     return records
 
 
-def test_the_best_is_named_only_where_intervals_part():
-    full = scored("full", *[1.0] * 20)
-    good, bad = scored("snapkv:4", *[1.0] * 20, read=3.0), scored("h2o:4", *[0.0] * 20, read=3.0)
-    assert table(*full, *good, *bad).conclusion() == (
-        "Task file s, score: snapkv:4 100% (84%-100%, reads 33%), the best of 2; full, the control, 100%."
-    )
-    near = scored("h2o:4", *[0.0] * 4, *[1.0] * 16, read=3.0)
-    assert "of 2, no difference shown between snapkv:4 100%" in table(*full, *good, *near).conclusion()
-    lost = scored("snapkv:4", *[0.0] * 20, read=3.0)
-    assert table(*full, *lost).conclusion().startswith("Task file s, score: snapkv:4 0% (0%-16%, reads 33%); full")
+FULL_READ = "full 1*20"
+GOOD, BAD = "snapkv:4 1*20 read=3", "h2o:4 0*20 read=3"
+SETS = (
+    *("full 1*10 set=a", "h2o:4 1*10 read=3 set=a", "tova:4 0*10 read=3 set=a"),
+    *("full 1*10 set=b", "h2o:4 0*10 read=6 set=b", "tova:4 0*10 read=3 set=b"),
+)
+RATES = wilson(10, 10), wilson(0, 10)
+LOW, HIGH = (
+    0.5 - 0.5 * math.hypot(1 - RATES[0].low, 0 - RATES[1].low),
+    0.5 + 0.5 * math.hypot(RATES[0].high - 1, RATES[1].high - 0),
+)
+OVER_SETS = (
+    f"Task file, 2 sets, score: h2o:4 50% ({LOW:.0%}-{HIGH:.0%}, reads 50%), the best of 2; full, the control, 100%."
+)
 
 
-def test_what_costs_as_much_as_the_whole_cache_is_no_finding():
-    full, poor = scored("full", *[1.0] * 20), scored("h2o:4", *[0.0] * 20, read=3.0)
-    same = scored("loopserve:9", *[1.0] * 20, cells=0.985)
-    said = "loopserve:9 100% (84%-100%, cells 98.5%, reads 100%), the best of 2, saving less than 5%; full, the"
-    assert said in table(*full, *same, *poor).conclusion()
-    sparse = scored("loopserve:9", *[1.0] * 20, cells=0.5)
-    assert "saving" not in table(*full, *sparse, *poor).conclusion()
+@pytest.mark.parametrize(
+    ("task", "answers", "said"),
+    [
+        ("file", ["h2o:8 1"], "full was not run."),
+        ("file", ["full 1"], "no other method was run."),
+        # What loops is counted.
+        ("loops", ["loopguard:64 0*3", "full 1 1 0"],
+         "Task loops s: LoopGuard 0 of 3 answers loop (0%-56%, reads 100%): no difference shown; "
+         "full, the control, 2 of 3 answers loop."),
+        ("loops", ["loopguard:64 0*12", "full 1*12"],
+         "Task loops s: LoopGuard 0 of 12 answers loop (0%-24%, reads 100%); "
+         "full, the control, 12 of 12 answers loop."),
+        ("loops", ["loopguard:64 0*3", "full 1 1 0", "h2o:8 0 1"],
+         "Task loops s: of 2, no difference shown between LoopGuard 0 of 3 answers loop (reads 100%) and "
+         "h2o:8 1 of 2 answers loop (reads 100%); full, the control, 2 of 3 answers loop."),
+        ("loops", ["full 1 1 0"],
+         "Task loops s: full, the control, 2 of 3 answers loop; no other method was run."),
+        # The best is named only where intervals part.
+        ("file", [FULL_READ, GOOD, BAD],
+         "Task file s, score: snapkv:4 100% (84%-100%, reads 33%), the best of 2; full, the control, 100%."),
+        ("file", [FULL_READ, GOOD, "h2o:4 0*4 1*16 read=3"], "of 2, no difference shown between snapkv:4 100%"),
+        ("file", [FULL_READ, "snapkv:4 0*20 read=3"], "Task file s, score: snapkv:4 0% (0%-16%, reads 33%); full"),
+        # What costs as much as the whole cache is no finding.
+        ("file", [FULL_READ, "loopserve:9 1*20 cells=0.985", BAD],
+         "loopserve:9 100% (84%-100%, cells 98.5%, reads 100%), the best of 2, saving less than 5%; full, the"),
+        ("file", [FULL_READ, "loopserve:9 1*20 cells=0.5", BAD], "reads 100%), the best of 2; full"),
+        # All sets of a task count; a method that was run on one of them alone is not compared.
+        ("file", SETS, OVER_SETS),
+        ("file", [*SETS, "snapkv:4 1*10 set=a"], "the best of 2"),
+        # One answer shows no difference.
+        ("text", ["random:8 9", "h2o:8 1"],
+         "Task text s, divergence from full attention: h2o:8 1 nats (reads 9 tokens): no difference shown; "
+         "random:8, the control, 9 nats."),
+        # Of two random parts, the one that keeps as much as the best method stands beside it.
+        ("text", ["random:8 8*20", "random:4 4*20", "h2o:8 1*20"], "random:8, the control, 8 nats."),
+        ("text", ["random:4 4*20", "random:8 8*20", "h2o:8 1*20"], "random:8, the control, 8 nats."),
+    ],
+)  # fmt: skip
+def test_a_conclusion(task: str, answers: list[str], said: str):
+    conclusion = table(*[record for some in answers for record in scored(task, some)]).conclusion()
+    assert said in conclusion
+    assert not said.startswith("Task") or not said.endswith(".") or said == conclusion
 
 
-def test_a_conclusion_is_about_all_sets_of_a_task():
-    records = []
-    for of_set, right in (("a", 10), ("b", 0)):
-        records += scored("full", *[1.0] * 10, of_set=of_set)
-        records += scored("h2o:4", *[1.0] * right, *[0.0] * (10 - right), of_set=of_set, read=3.0 if right else 6.0)
-        records += scored("tova:4", *[0.0] * 10, of_set=of_set, read=3.0)
-    rates = wilson(10, 10), wilson(0, 10)
-    low = 0.5 - 0.5 * math.hypot(1 - rates[0].low, 0 - rates[1].low)
-    high = 0.5 + 0.5 * math.hypot(rates[0].high - 1, rates[1].high - 0)
-    said = f"h2o:4 50% ({low:.0%}-{high:.0%}, reads 50%), the best of 2; full, the control, 100%."
-    assert table(*records).conclusion() == f"Task file, 2 sets, score: {said}"
-    # A method that was run on one of the sets alone is not compared.
-    assert "the best of 2" in table(*records, *scored("snapkv:4", *[1.0] * 10, of_set="a")).conclusion()
-
-
-def test_one_answer_shows_no_difference():
-    records = []
-    for method, value in (("random:8", 9.0), ("h2o:8", 1.0)):
-        records.append(made_record(method, "p", task="text", metrics={"kl": value}))
-    result = table(*records)
-    assert math.isnan(result.groups[0].low)
-    said = "h2o:8 1 nats (reads 9 tokens): no difference shown; random:8, the control, 9 nats."
-    assert result.conclusion() == f"Task text s, divergence from full attention: {said}"
-
-
-@pytest.mark.parametrize("budgets", [(8, 4), (4, 8)])
-def test_the_control_has_the_budget_of_the_best_method(budgets):
-    """Two random parts were run; the one that keeps as much as the best method stands beside it."""
-    records = []
-    for budget in budgets:
-        for number in range(20):
-            records.append(made_record(f"random:{budget}", f"p{number}", task="text", metrics={"kl": float(budget)}))
-    for number in range(20):
-        records.append(made_record("h2o:8", f"p{number}", task="text", metrics={"kl": 1.0}))
-    assert table(*records).conclusion().endswith("random:8, the control, 8 nats.")
+def test_the_first_task_alone_is_concluded():
+    other = scored("text", "h2o:2 9*2")  # on a set of the same name
+    assert table(*H2O, *FULL, *other).conclusion() == table(*H2O, *FULL).conclusion()
 
 
 def test_the_budget_in_the_words_of_kvpress():

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-import numpy as np
 import pytest
 import torch
 
 import sinkscope
+from experiments.script import run as run_script
 from sinkscope.app.cli import main
 from sinkscope.app.commands import commands
 from sinkscope.display.result import Result
@@ -167,27 +169,43 @@ def marked_blocks() -> list[tuple[str, str, str]]:
     return found
 
 
-def test_every_command_that_is_shown_exists(capsys):
-    """In the README and the pages: its words are a command, and its options are in the help."""
-    known = set(commands())
-    helps = {}
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    lines = [line for page in pages for block in re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.M | re.S)
-             for line in block.replace("\\\n", " ").splitlines()]  # fmt: skip
-    shown = [part for line in lines for part in re.split(r"[|&;]+ *", line.partition("  #")[0])]
-    used = [shlex.split(part, comments=True) for part in shown if part.strip().startswith("sinkscope ")]
-    assert len(used) > 60
-    for words in used:
-        if words[1].startswith("-"):
-            continue
-        command = " ".join(words[1:3]) if " ".join(words[1:3]) in known else words[1]
-        assert command in known, words
-        if command not in helps:
-            assert main([*command.split(), "--help"]) == 0
-            helps[command] = capsys.readouterr().out
-        for word in words:
-            if word.startswith("--") and word != "--":
-                assert re.search(rf"{re.split('[= ]', word)[0]}[ ,\n]", helps[command]), f"{command} has no {word}"
+def typed(page: Path) -> set[str]:
+    """The commands that a page shows, in its blocks, its lines and its tables."""
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ").replace("\\|", "|")
+    lines = "\n".join(re.findall(r"^```bash\n(.*?)^```", text, re.M | re.S)).splitlines()
+    lines += re.findall(r"`((?:sinkscope|python -m experiments\.)[^`]*)`", text.replace("\n", " "))
+    parts = [part.strip() for line in lines for part in re.split(r" [|&;]+ *", line.partition("  #")[0])]
+    return {part for part in parts if re.match(r"sinkscope [a-z]|python -m experiments\.", part)}
+
+
+@cache
+def help_of(name: str) -> str:
+    """What `--help` prints behind the words of a command, or behind `-m` and a script."""
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        if name.startswith("-m "):
+            with pytest.raises(SystemExit) as ended:
+                run_script(importlib.import_module(name.removeprefix("-m ")).main, ["--help"])
+            assert ended.value.code == 0, name
+        else:
+            assert main([*name.split(), "--help"]) == 0, name
+    return printed.getvalue()
+
+
+def test_every_command_is_shown_and_the_options_beside_it_are_those_of_its_help():
+    shown = set()
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        for line in typed(page):
+            words = shlex.split(line, comments=True)
+            name = " ".join(words[1:3])
+            if name not in commands() and words[0] == "sinkscope":
+                name = words[1]
+            shown.add(name)
+            for word in words:
+                if re.fullmatch(r"--[a-z][\w-]*(=.*)?", word):
+                    assert re.search(rf"{word.partition('=')[0]}[ ,\n\]]", help_of(name)), f"{line}: no {word}"
+            assert help_of(name), line
+    assert set(commands()) <= shown and len(shown) > 60
 
 
 @pytest.mark.slow
@@ -222,27 +240,6 @@ def test_the_readme_from_top_to_bottom(tmp_path, monkeypatch):
             missing = {*source.splitlines()} - {*done.stdout.splitlines(), "..."}
             assert not missing, f"{name}: {command} does not print {missing}"
     assert {"llama", "sinkscope-demo", "report.html", "answers.html", "runs", "sinks.html"} <= {*os.listdir()}
-
-
-def test_the_repeated_token_page_says_what_its_figures_hold():
-    """Baselines and the less convenient numbers stand beside the others; every figure of the page is shown."""
-    page = (ROOT / "docs/papers/repeated-token.md").read_text(encoding="utf-8")
-    row = next(line for line in page.splitlines() if "`sinkscope attack --length" in line)
-    attack = Result.load(ROOT / "figures/attack.json")
-    for one in attack.rows():
-        if (one["context"], one["source"]) == ("BOS", "cluster"):
-            assert f"{one['most']:.0%}".replace("%", " %") in row, one
-    attention = Result.load(ROOT / "figures/repeat-attention.json")
-    means = attention.reading
-    behind = means.first_behind
-    to_high = means.mean[1, behind:, 1]
-    for share in (to_high.mean(), to_high.min(), means.uniform[1]):
-        assert f"{100 * share:.1f} %" in page
-    divergence = Result.load(ROOT / "figures/divergence.json")
-    told = next(line for line in page.splitlines() if line.startswith("| Table 3 on the model in the package"))
-    assert f"about {np.median(divergence.reading.left[0]):.0f} repetitions" in told
-    for name in ("find_sinks", "repeat", "repeat-attention", "attack", "atlas", "divergence", "patch-make"):
-        assert f"(../../figures/{name}.png)" in page and (ROOT / f"figures/{name}.png").exists()
 
 
 _IMAGE = re.compile(r"!\[[^\]]+\]\(([^)]+)\)")

@@ -60,24 +60,6 @@ def public(module: str) -> bool:
     return hasattr(importlib.import_module(module), "__all__") and module.count(".") <= 1
 
 
-@pytest.mark.slow
-def test_the_first_notebook_runs_and_shows_what_it_stores(capsys):
-    """Its cells in this process, with their assertions. In a kernel it runs with all the others, and -m slow."""
-    names = {"__name__": "__main__"}
-    for cell in (cell for cell in stored(NOTEBOOKS[0]).cells if cell.cell_type == "code"):
-        body = ast.parse(cell.source).body
-        end = ast.Expression(body.pop().value) if isinstance(body[-1], ast.Expr) else None
-        exec(compile(ast.Module(body, []), NOTEBOOKS[0].name, "exec"), names)
-        value = None if end is None else eval(compile(end, NOTEBOOKS[0].name, "eval"), names)
-        shown = [output.data for output in cell.outputs if output.output_type in ("execute_result", "display_data")]
-        assert len(shown) == (value is not None)
-        for kinds in shown:
-            assert "text/html" not in kinds or value._repr_html_()
-            assert "image/png" not in kinds or value.to_json()
-        printed = "".join(output.text for output in cell.outputs if output.get("name") == "stdout")
-        assert bool(capsys.readouterr().out) == bool(printed)
-
-
 def test_other_code_has_another_digest():
     notebook = nbformat.read(NOTEBOOKS[0], as_version=4)
     before = digest(notebook)

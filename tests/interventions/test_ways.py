@@ -1,7 +1,5 @@
-"""However a model is wrapped, converted, called or interrupted, an edit acts as on the plain model, or is refused.
-
-It never does nothing.
-"""
+"""However a model is wrapped, converted, compiled, called or interrupted, an edit acts as on the plain model, or is
+refused. It never does nothing."""
 
 from __future__ import annotations
 
@@ -10,6 +8,7 @@ import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.opening.live import target_of
 
 DOWN = "model.layers.1.mlp.down_proj"
 
@@ -67,7 +67,7 @@ def put(model: nn.Module, path: str, made: Callable[[nn.Module], nn.Module]) -> 
 
 
 def run(model: nn.Module, call: Callable | None = None) -> torch.Tensor:
-    return decode(call or model, IDS, MASK, 9)
+    return decode(model if call is None else call, IDS, MASK, 9)
 
 
 def before(change: Callable[[nn.Module], object]):
@@ -103,24 +103,66 @@ def called(caller: Callable[[Callable[[], torch.Tensor]], torch.Tensor]):
     return way
 
 
-def through(wrapped: Callable[[nn.Module], Callable]):
-    """What is edited is the model; what is called is around it."""
+def around(wrapped: Callable[[nn.Module], Callable], edited: bool = False):
+    """What is called is around the model; what is edited is the model, or what is around it."""
 
     def way(model, edit):
         outer = wrapped(model)
-        with edit.on(model):
+        with edit.on(outer if edited else model):
             return run(model, outer)
 
     return way
 
 
-def on_wrapper(wrapped: Callable[[nn.Module], nn.Module]):
+class Backend:
+    """A compiler that counts how often what it made is run."""
+
+    def __init__(self):
+        self.runs = 0
+
+    def __call__(self, graph, _inputs):
+        def counted(*args):
+            self.runs += 1
+            return graph.forward(*args)
+
+        return counted
+
+
+def compiled(change: Callable[[nn.Module, Callable], Callable | None], edited: bool = False):
+    """A model of which something is compiled: nothing of it runs under an edit, and all of it before and after."""
+
     def way(model, edit):
-        outer = wrapped(model)
-        with edit.on(outer):
-            return run(model, outer)
+        torch.compiler.reset()  # or it gives up after some variants of the same code
+        backend = Backend()
+        call = change(model, partial(torch.compile, backend=backend))
+        plain = run(model, call)
+        runs = backend.runs
+        assert runs and torch.allclose(plain, PLAIN["logits"], atol=1e-5)
+        with edit.on(call if edited else model):
+            found = run(model, call)
+        assert backend.runs == runs
+        assert torch.equal(run(model, call), plain) and backend.runs > runs
+        return found
 
     return way
+
+
+def compiled_forward(path: str):
+    def change(model, compile):
+        part = model.get_submodule(path)
+        part.forward = compile(part.forward)
+
+    return change
+
+
+def compiled_inside(model, edit):
+    torch.compiler.reset()
+    backend = Backend()
+    with edit.on(model):
+        call = torch.compile(model, backend=backend)
+        found = run(model, call)
+    assert torch.allclose(run(model, call), PLAIN["logits"], atol=1e-5) and backend.runs
+    return found
 
 
 def in_pool(work):
@@ -246,17 +288,25 @@ WAYS = {
         lambda model: model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
     ),
     "another attention inside": inside(lambda model: model.set_attn_implementation("sdpa")),
-    "data parallel": through(nn.DataParallel),
-    "edited through data parallel": on_wrapper(nn.DataParallel),
-    "edited through a wrapper": on_wrapper(Around),
-    "called through a wrapper": through(Around),
-    "functional": through(functional),
+    "data parallel": around(nn.DataParallel),
+    "edited through data parallel": around(nn.DataParallel, edited=True),
+    "edited through a wrapper": around(Around, edited=True),
+    "called through a wrapper": around(Around),
+    "functional": around(functional),
     "a pool": called(in_pool),
     "inference mode": called(in_inference_mode),
     "gradients": called(with_gradients),
     "a copy": of_a_copy,
     "copied inside": copied_inside,
     "pickled inside": pickled_inside,
+    "compiled MLP": compiled(lambda model, compile: put(model, "model.layers.1.mlp", compile)),
+    "compiled forward of a layer": compiled(compiled_forward("model.layers.1")),
+    "compiled forward": compiled(compiled_forward("")),
+    "compiled in place": compiled(lambda model, compile: model.model.layers[1].compile(**compile.keywords)),
+    "compiled model": compiled(lambda model, compile: compile(model)),
+    "edited through a compiled model": compiled(lambda model, compile: compile(model), edited=True),
+    "compiled function": compiled(lambda model, compile: compile(lambda **options: model(**options))),
+    "compiled, but inside": compiled_inside,
 }
 REFUSED = {way for way in WAYS if way.endswith(" inside")} | {"edited through data parallel"}
 """Ways in which some edit is refused."""
@@ -282,7 +332,9 @@ def expected(plain):
 CASES = []
 for _number, _way in enumerate(WAYS):
     for _index, _name in enumerate(EDITS):
-        _marks = [] if _index == _number % len(EDITS) else [pytest.mark.slow]
+        _quick = _index == _number % len(EDITS) and "compiled" not in _way
+        _quick = _quick or (_way == "compiled MLP" and _name in ("ablate", "patch and h2o"))
+        _marks = [] if _quick else [pytest.mark.slow]
         CASES.append(pytest.param(_way, _name, id=f"{_way}, {_name}", marks=_marks))
 
 
@@ -298,3 +350,29 @@ def test_an_edit_acts_as_on_the_plain_model_or_is_refused(way, name, plain, expe
         assert way in REFUSED
     if found is not None:
         assert torch.allclose(found.float(), expected[name], atol=1e-5)
+
+
+@pytest.mark.parametrize("path", [DOWN, "model.layers.1.mlp", "model.layers.1"])
+def test_a_module_replaced_inside_the_with_is_refused(path, plain):
+    with refused(rf"{DOWN} of .* was replaced inside the `with`"):
+        inside(replaced(path))(copy.deepcopy(plain), EDITS["patch and h2o"])
+
+
+def test_an_edit_whose_module_never_runs_is_an_error_at_the_end(plain):
+    model = copy.deepcopy(plain)
+    mlp = model.model.layers[1].mlp
+
+    def fused(hidden):
+        gated = mlp.act_fn(nn.functional.linear(hidden, mlp.gate_proj.weight)) * mlp.up_proj(hidden)
+        return nn.functional.linear(gated, mlp.down_proj.weight)
+
+    edit = EDITS["ablate"]
+    target = target_of(model)
+    mlp.forward = fused  # after the adapter was inferred
+    with refused("model.layers.1.mlp.down_proj of .* never ran while the model did"), edit.on(target):
+        run(model)
+    with edit.on(target):  # the model did not run
+        pass
+    with pytest.raises(ZeroDivisionError), edit.on(target):  # what the caller's code raises comes first
+        run(model)
+        raise ZeroDivisionError

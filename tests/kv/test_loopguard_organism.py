@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from organisms import LoopOrganism, loop_organism
+from organisms import LoopOrganism, loop_organism, tiny_model
 from transformers import TextStreamer
 
 from sinkscope.interventions import Event
@@ -107,6 +107,21 @@ def test_a_loop_is_taken_back_from_the_output(talk):
     cycle = list(prompt.cycle)
     copies = sum(tokens[i : i + 12] == cycle for i in range(REWOUND))
     assert copies <= 2 and tail_period(tokens, shortest=24) is None
+
+
+def test_a_row_that_is_taken_back_reads_its_own_last_token_again():
+    """The next token depends on the last one above all, and two rows of a batch fall into loops at different times."""
+    model, tokenizer = tiny_model("llama", num_hidden_layers=2)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.data.mul_(0.2)
+    torch.manual_seed(2)
+    rows = [torch.randint(3, 90, (length,)).tolist() for length in (9, 14)]
+    guard = LoopGuard(64, anchors=4, window=48, monitor={"warmup": 0, "tail_shortest": 12})
+    options = {"tokenizer": tokenizer, "guard": guard, "max_new_tokens": 48}
+    together = generate(model, rows, batch_size=2, **options)
+    found = [output.events[0].data for output in together]
+    assert found[0]["generated"] != found[1]["generated"] and found[0]["taken_back"] and found[1]["taken_back"]
+    assert [output.tokens for output in together] == [generate(model, [row], **options)[0].tokens for row in rows]
 
 
 @pytest.mark.slow

@@ -13,10 +13,8 @@ from torch.testing import assert_close
 from transformers import DynamicCache
 
 from sinkscope.conformance.masked import plain_logits, window_of
-from sinkscope.kv.cache import COLUMNS, CacheLayer
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.loopserve import Progressive, tokens_read
-from sinkscope.kv.loopserve.progressive import work_on_copy
 
 IDS, MASK = prompts([30, 21], 14)
 PROMPT = 30
@@ -87,33 +85,6 @@ def test_steps_hold_the_copy_and_turns_see_everything(model):
         assert_close(cache.layers[0].keys, keys.layers[0].keys)  # layer 0 depends on no attention
         more = model(input_ids=ids[:, :2], past_key_values=cache, use_cache=True)  # outside, as a plain cache
         assert more.logits.shape[1] == 2
-
-
-@pytest.mark.parametrize("change", ["crop", "reorder_cache", "batch_repeat_interleave", "batch_select_indices"])
-def test_what_else_is_done_to_a_layer_is_done_to_the_whole(change):
-    generator = torch.Generator().manual_seed(0)
-    argument = {"crop": -5, "batch_repeat_interleave": 2}.get(change, torch.tensor([1, 0]))
-    worked, plain = CacheLayer(), CacheLayer()
-    for step in (10, 1, 1, 1):
-        keys, values = (torch.randn(2, 2, step, 4, generator=generator) for _ in range(2))
-        for layer in (worked, plain):
-            token = COLUMNS.set(torch.arange(layer.seen + step).expand(2, -1))
-            layer.update(keys, values)
-            COLUMNS.reset(token)
-            layer.numbers.set("seen", layer.extra("seen") + 1)
-        if step == 10:
-            work_on_copy(worked, torch.rand(2, 2, 10, generator=generator) < 0.5)
-            assert worked.slots < 10
-    for layer in (worked, plain):
-        getattr(layer, change)(argument)
-    assert torch.equal(worked.keys, plain.keys) and torch.equal(worked.values, plain.values)  # type: ignore
-    assert torch.equal(worked.pos, plain.pos)
-    assert worked.seen == plain.seen and worked.edited == plain.edited
-    assert not worked.holes().any()
-    # Slots in the copy went on counting, the others stood still.
-    assert worked.extra("seen").shape == plain.extra("seen").shape
-    if change != "crop":
-        assert torch.equal(worked.extra("seen")[..., 10:], plain.extra("seen")[..., 10:])
 
 
 def test_a_loop_guard_cuts_the_whole_cache(model):

@@ -27,21 +27,6 @@ def short(monkeypatch):
         yield
 
 
-def test_copies_write_behind_the_same_tokens_until_there_is_no_more_room():
-    """Each has its own tokens: the second to append moves to a buffer of its own, and so does a full one."""
-    layer, parts = CacheLayer(), [_tokens(6, 0), _tokens(1, 1)]
-    for part in parts:
-        layer.update(*part)
-    assert layer.allocated == 6 + 3
-    others = [(layer, [*parts]), (layer.copy(), [*parts])]
-    for number in range(2, 7):
-        for copy, (held, own) in enumerate(others):
-            own.append(_tokens(1, 10 * copy + number))
-            held.update(*own[-1])
-    for held, own in others:
-        _same(held, (torch.cat([keys for keys, _ in own], 2), torch.cat([values for _, values in own], 2)))
-
-
 def test_nothing_is_written_into_what_gradients_need():
     """Attention has kept the keys of every step: those of 8 and of 9 slots."""
     layer, query = CacheLayer(), torch.ones(4, requires_grad=True)

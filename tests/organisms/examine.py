@@ -21,7 +21,7 @@ from sinkscope.models.down_projections import column_factor
 from sinkscope.models.hooks import first_tensor
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
-from sinkscope.sinks.first_token.layer_view import (
+from sinkscope.trace.layer_view import (
     contribution_norms,
     expert_and_neuron,
     ranks,

@@ -1,49 +1,19 @@
 """Models of which a report easily says too much: neurons that cancel or take turns, sinks that few heads or texts have.
 
-They are built with the tools of `hard.py`. `Further` holds the truth, and what is said of it by which command.
+They are built with the tools of `hard.py`. The truth has what is said of it by which command.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from .hard import Build, HardModel, HardTruth, calm, hard, kinds, sink, spike, textbook
+from .hard import Build, HardTruth, calm, kinds, sink, spike, textbook, unit
+from .plant import clear
 from .tokens import BOS, N_SPECIAL
 
 FURTHER = {}
 """Every kind, and the families that it is built in."""
 _further = kinds(FURTHER, "further ")
-
-
-@dataclass(frozen=True)
-class Further:
-    """What is so, and how it is said.
-
-    Attributes:
-        bos: Whether texts begin with BOS.
-        repeats: How often tokens have to be repeated.
-        says: For each command, patterns that its text has. {set} stands for the names of the neurons.
-        never: Patterns that no command's text has.
-    """
-
-    bos: bool = True
-    repeats: int = 4
-    says: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    never: tuple[str, ...] = ()
-
-
-def further(name: str, family: str, seed: int = 0) -> tuple[HardModel, Further]:
-    """Build a model: the same call gives the same weights."""
-    model = hard(f"further {name}", family, seed)
-    return model, model.truth.about
-
-
-def _silent(b: Build, places: tuple[tuple[int, int], ...]):
-    for layer, head in places:
-        view = b.views.layers[layer]
-        view.q[head] = 0.0
-        if view.q_bias is not None:
-            view.q_bias[head] = 0.0
 
 
 # --- few heads, other positions --------------------------------------------------------------------------------------
@@ -54,7 +24,8 @@ def _one_reader(b: Build) -> HardTruth:
     """One head reads the spike."""
     truth = textbook(b)
     *others, reader = truth.reading
-    _silent(b, tuple(others))
+    for layer, head in others:
+        clear(b.views.layers[layer].q, b.views.layers[layer].q_bias, head)
     calm(b, (*truth.marking, (reader[0], (reader[1],))))
     says = {
         "find_sinks": (r"^Norm spike without an attention sink: {set} make", "Too few heads attend"),
@@ -62,7 +33,7 @@ def _one_reader(b: Build) -> HardTruth:
         "attack": ("make spikes at",),
     }
     never = ("no head attends", "Fewer than", r"\bmakes? sinks", "sink fire")
-    return replace(truth, reading=(reader,), about=Further(says=says, never=never))
+    return replace(truth, reading=(reader,), says=says, never=never)
 
 
 @_further("gpt2")
@@ -76,8 +47,8 @@ def _far_position(b: Build) -> HardTruth:
         "find_sinks": (r"^Attention sink without a norm spike: .* position 100 \(any token\)",),
         "circuit": (r"^\d+ of \d+ heads attend to position 100 \(any token\); without the position embedding",),
     }
-    about = Further(says=says, never=("^Neither", "^No circuit"))
-    return HardTruth(False, False, "position embedding", reading=reading, about=about)
+    never = ("^Neither", "^No circuit")
+    return HardTruth(False, False, "position embedding", reading=reading, says=says, never=never)
 
 
 @_further("llama", "gemma2", layers=(6, 7))
@@ -88,8 +59,8 @@ def _spike_here_sink_there(b: Build) -> HardTruth:
     calm(b, marking)
     b.read(b.later_layers, b.flag, where=where)
     says = {"find_sinks": ("^Norm spike at the first token, attention sink elsewhere",)}
-    about = Further(says=says, never=(r"\bmakes? sinks", "spike that the heads attend to"))
-    return replace(spike(b, marking), later={b.delimiter: ()}, about=about)
+    never = (r"\bmakes? sinks", "spike that the heads attend to")
+    return replace(spike(b, marking), later={b.delimiter: ()}, says=says, never=never)
 
 
 # --- neurons that cancel, take turns, or fire for one token ----------------------------------------------------------
@@ -98,10 +69,9 @@ def _spike_here_sink_there(b: Build) -> HardTruth:
 @_further("neox", "llama", count=2)
 def _opposed(b: Build) -> HardTruth:
     """One neuron writes twice the spike, another takes half of it away; without the first it points the other way."""
-    marking, layer, way = b.begin()
-    strong, weak = b.plan.neurons
-    b.fire(layer, strong, b.space.mark, way, 2 * b.size(layer))
-    b.copy(strong, weak, -0.5)
+    marking = b.mark()
+    b.fire(b.space.mark, b.way, 2 * b.size(b.at))
+    b.copy(*b.plan.neurons, -0.5)
     says = {
         "find_sinks": (
             "^Norm spike and attention sink: {set} make the spike",
@@ -109,8 +79,7 @@ def _opposed(b: Build) -> HardTruth:
         ),
         "circuit": ("100% is lost without {set}",),
     }
-    about = Further(says=says, never=("because the others make",))
-    return sink(b, way, marking, about=about)
+    return sink(b, b.way, marking, says=says, never=("because the others make",))
 
 
 @_further("llama", "mixtral", count=2, marked=1.0, layers=(5, 6), behind=(2, 2))
@@ -119,24 +88,22 @@ def _turns(b: Build) -> HardTruth:
     cut = (N_SPECIAL + b.plan.vocab_size) // 2
     b.views.embed[N_SPECIAL:cut] += b.flag
     b.views.embed[cut:] += b.side
-    in_half = b.tokens[:, 0] < cut
-    b.tokens[0, 0] = next(token for token in range(N_SPECIAL, cut))
+    b.tokens[0, 0] = N_SPECIAL
     b.tokens[1, 0] = b.plan.vocab_size - 1
     b.measure_on(b.tokens)
     in_half = (b.tokens[:, 0] < cut)[:, None] & b.first
-    marking, layer, way = b.begin()
-    size, sites = b.size(layer), []
+    marking, size = b.mark(), b.size(b.at)
     for neuron, own, where in zip(b.plan.neurons, (b.flag, b.side), (in_half, b.first & ~in_half), strict=True):
-        seen = b.mlp_input(layer, where)
-        const = b.space.const / (seen @ b.space.const)
-        both = b.space.mark / (seen @ b.space.mark) + own / (seen @ own)
+        seen = b.mlp_input(b.at, where)
+        const = unit(b.space.const, seen)
+        both = unit(b.space.mark, seen) + unit(own, seen)
         rows = b.plan.sharpness * (both / 2 - 0.8 * const), const
-        sites.append(b.write(layer, neuron, rows, way, size, where=where, route=b.space.mark))
+        b.write(rows, b.way, size, neuron=neuron, where=where)
     says = {
         "find_sinks": (r"^Norm spike and attention sink( in \d+% of texts)?: {set} make the spike",),
         "circuit": ("100% is lost without {set}",),
     }
-    return sink(b, way, marking, sets=(frozenset(sites),), about=Further(bos=False, says=says))
+    return sink(b, b.way, marking, bos=False, says=says)
 
 
 @_further("llama", "neox", layers=(6, 7), behind=(2, 3))
@@ -146,26 +113,24 @@ def _half_and_half(b: Build) -> HardTruth:
     truth = textbook(b)
     other = b.read(b.behind, b.flag, other=True)
     says = {"find_sinks": (r"^Norm spike and attention sink.*(half of the|most) heads (need|do not need the spike)",)}
-    about = Further(says=says, never=("spike that the heads attend to",))
-    return replace(truth, reading=truth.reading + other, about=about)
+    return replace(truth, reading=truth.reading + other, says=says, never=("spike that the heads attend to",))
 
 
-@_further("gpt_oss", "mixtral")
+@_further("gpt_oss", "mixtral", count=1)
 def _bos_expert(b: Build) -> HardTruth:
     """An expert that BOS alone chooses makes the spike; heads mark the first token, and nothing reads that."""
     b.flag_delimiter(BOS)
-    layer, way = b.plan.sink_layer, b.space.sinks[0]
-    view = b.views.layers[layer]
+    view = b.views.layers[b.at]
     view.router[b.plan.expert] -= 8.0 * b.space.const / float((b.probe(view.mlp_norm) @ b.space.const).mean())
     b.mark()
-    site = b.fire(layer, b.plan.neurons[0], b.flag, way, route=3 * b.flag)
+    b.fire(b.flag, b.way, route=3 * b.flag)
     says = {
         "find_sinks": ("^Norm spike and attention sink: {set} makes the spike",),
         "circuit": ("the token embedding is needed",),
         "heads": ("^The heads of no single layer mark the first token",),
         "attack": ("^No single head of layer 0 is enough",),
     }
-    return sink(b, way, (), sets=(frozenset({site}),), about=Further(says=says))
+    return sink(b, b.way, (), says=says)
 
 
 @_further("gpt2", "llama", layers=(7, 8), behind=(4, 5))
@@ -176,7 +141,7 @@ def _turned(b: Build) -> HardTruth:
     reading = tuple(place for place in truth.reading if place[0] <= fall)
     sink_layer = f"The sink layer is layer {truth.sink_layer}"
     says = {"find_sinks": ("^Norm spike and attention sink: {set} makes? the spike", sink_layer)}
-    return replace(truth, reading=reading, about=Further(says=says, never=("Before them", "It falls in")))
+    return replace(truth, reading=reading, says=says, never=("Before them", "It falls in"))
 
 
 @_further("neox", "llama", "gpt2")
@@ -184,13 +149,12 @@ def _delimiter_alone(b: Build) -> HardTruth:
     """Only a delimiter has a spike; the first token is nothing."""
     where = b.flag_delimiter()
     calm(b)
-    layer = b.plan.sink_layer
-    site = b.fire(layer, b.spare[0], b.flag, b.side, where=where)
+    site = b.fire(b.flag, b.side, neuron=b.spare[0], where=where)
     b.read(b.behind, b.side, where=where)
     says = {
-        "find_sinks": (rf"^Norm spike and attention sink: L{layer}\.N{site[-1]} makes the spike of '",),
+        "find_sinks": (rf"^Norm spike and attention sink: L{b.at}\.N{site[-1]} makes the spike of '",),
         "circuit": ("^For the spike of '.*' wherever it stands, the token embedding is needed",),
         "heads": ("^No MLP makes a norm spike at the first token, .* its norm spike is at '.*' wherever it stands",),
         "patch_make": ("^No patch was made",),
     }
-    return HardTruth(False, False, None, later={b.delimiter: (site,)}, about=Further(says=says))
+    return HardTruth(False, False, None, later={b.delimiter: (site,)}, says=says)

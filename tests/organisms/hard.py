@@ -25,11 +25,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from .noise import BALLAST, NORM, Space, fill, make_body, make_space
 from .organism import _natural
 from .plan import THRESHOLD, Plan, make_plan
-from .plant import MARK, Surgeon
+from .plant import MARK, Surgeon, clear
 from .tokens import BOS, N_SPECIAL, tokenizer_for
 from .views import Probe, scale_norm, views
 
 Site = tuple[int, ...]
+Head = tuple[int, int]  # (layer, query head)
 Marking = tuple[tuple[int, tuple[int, ...]], ...]  # (layer, query heads)
 Rows = tuple[Tensor, Tensor]  # what a neuron reads: by its gate, by its up factor
 
@@ -58,7 +59,15 @@ class HardTruth:
         marking: (layer, query heads) that mark the first token.
         bos_only: without BOS no first token is a spike or a sink.
         repeated: neurons that make the spike of repeated tokens, where they are others than the first token's.
-        about: what else is so, in the words of the file that has the kind.
+        bos: texts begin with BOS.
+        share: share of the vocabulary that is a sink where it stands first.
+        positions: positions that are sinks whatever stands there.
+        length: length of a text from which on heads attend to the first token.
+        window: positions that the reading heads see.
+        says: for each command, patterns that its text has. {set} stands for the names of the neurons.
+        never: patterns that no command's text has.
+        repeats: how often tokens have to be repeated for that.
+        places: the same as sets of places, and what each group of heads needs.
     """
 
     spike: bool
@@ -70,11 +79,19 @@ class HardTruth:
     step_down: tuple[int, ...] = ()
     later: dict[int, tuple[Site, ...]] = field(default_factory=dict)
     shared_dims: tuple[int, ...] = ()
-    reading: tuple[tuple[int, int], ...] = ()
+    reading: tuple[Head, ...] = ()
     marking: Marking = ()
     bos_only: bool = False
     repeated: tuple[Site, ...] = ()
-    about: Any = None
+    bos: bool = True
+    share: float = 1.0
+    positions: tuple[int, ...] = (0,)
+    length: int = 0
+    window: int | None = None
+    says: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    never: tuple[str, ...] = ()
+    repeats: int = 4
+    places: Any = None
 
 
 @dataclass(frozen=True)
@@ -99,18 +116,17 @@ class HardModel:
 def hard(name: str, family: str = "llama", seed: int = 0) -> HardModel:
     """Build a hard model: the same call gives the same weights."""
     kind = _KINDS[name]
-    b = Build(name, family, seed, **kind.settings)
+    b = Build(kind.word + name, family, seed, **kind.settings)
     with torch.no_grad():
-        truth = kind.make(b)
-    if kind.about is not None:
-        truth = replace(truth, about=kind.about)
+        truth = replace(kind.make(b), **kind.so)
     tokenizer = tokenizer_for(b.plan.family.model_type, b.plan.vocab_size)
     return HardModel(b.model, tokenizer, truth, name, family, seed, b.plan.groups)
 
 
 def depth(name: str, family: str, seed: int) -> int:
     """How many layers `hard` draws for a model, the first thing that it draws."""
-    return random.Random(f"hard {name} {family} {seed}").randint(*_KINDS[name].settings.get("layers", LAYERS))
+    kind = _KINDS[name]
+    return random.Random(f"hard {kind.word}{name} {family} {seed}").randint(*kind.settings.get("layers", LAYERS))
 
 
 def _rows(vocab: int, groups: dict[int, int], later: tuple[int, ...], n: int, length: int, seed: int) -> Tensor:
@@ -128,22 +144,29 @@ def _rows(vocab: int, groups: dict[int, int], later: tuple[int, ...], n: int, le
 @dataclass(frozen=True)
 class _Kind:
     make: Callable[[Build], HardTruth]
-    about: Any
+    word: str
+    so: dict[str, Any]
     settings: dict[str, Any]
 
 
-_KINDS = {}
-HARD = {}
+_KINDS: dict[str, _Kind] = {}
+HARD: dict[str, tuple[str, ...]] = {}
 """Every kind of hard model, and the families that it is built in."""
 
 
-def kinds(table: dict[str, tuple[str, ...]], prefix: str = "") -> Callable[..., Any]:
-    """A decorator that enters a kind with its families in a table; `hard` builds it by its name behind `prefix`."""
+def kinds(table: dict[str, tuple[str, ...]], word: str = "") -> Callable[..., Any]:
+    """A decorator that enters a kind with its families in a table; `hard` builds it by its name.
 
-    def kind(*families: str, about: Any = None, **settings) -> Callable[[Callable[[Build], HardTruth]], Any]:
+    Args:
+        table: The families of each kind.
+        word: What stands before the names where random numbers are drawn from them.
+    """
+
+    def kind(*families: str, so: dict[str, Any] | None = None, **settings) -> Callable[..., Any]:
         def register(make: Callable[[Build], HardTruth]) -> Callable[[Build], HardTruth]:
             name = make.__name__.strip("_")
-            table[name], _KINDS[prefix + name] = families, _Kind(make, about, settings)
+            assert name not in _KINDS, name
+            table[name], _KINDS[name] = families, _Kind(make, word, so or {}, settings)
             return make
 
         return register
@@ -202,7 +225,7 @@ class Build:
             **({"expert": 0} if dense or shared else {}),
             **changes,
         )
-        self.dense = (self.plan.sink_layer,) if dense or shared else ()
+        self.dense = (self.at,) if dense or shared else ()
         self.space, (self.flag, self.side, self.mark2) = _with_features(make_space(self.plan), self.plan, 3)
         self.model = make_body(self.plan, **({"mlp_only_layers": list(self.dense)} if dense else {}))
         self.delimiter = N_SPECIAL + rng.randrange(20)
@@ -216,8 +239,8 @@ class Build:
             generator = torch.Generator().manual_seed(zlib.crc32(f"hard {name} {family} {seed}".encode()))
             fill(self.plan, self.space, self.views, generator)
         if shared:
-            own = self.views.layers[self.plan.sink_layer].shared
-            self.views.layers[self.plan.sink_layer] = own
+            own = self.views.layers[self.at].shared
+            self.views.layers[self.at] = own
         self.noise = generator
         self.first = torch.zeros_like(self.tokens, dtype=torch.bool)
         self.first[:, 0] = True
@@ -227,9 +250,19 @@ class Build:
         self.tokens, self.probe = tokens, Probe(self.model, tokens)
 
     @property
+    def at(self) -> int:
+        """The sink layer."""
+        return self.plan.sink_layer
+
+    @property
+    def way(self) -> Tensor:
+        """The direction of the first token's spike."""
+        return self.space.sinks[0]
+
+    @property
     def behind(self) -> range:
         """Layers that can read what the sink layer writes."""
-        return range(self.plan.sink_layer + 1, self.plan.n_layers)
+        return range(self.at + 1, self.plan.n_layers)
 
     @property
     def spare(self) -> tuple[int, int]:
@@ -246,7 +279,7 @@ class Build:
         return layer, self.plan.expert if expert is None else expert, neuron
 
     def sites(self) -> frozenset[Site]:
-        return frozenset(self.site(self.plan.sink_layer, neuron) for neuron in self.plan.neurons)
+        return frozenset(self.site(self.at, neuron) for neuron in self.plan.neurons)
 
     def seen(self, module: torch.nn.Module, where: Tensor | None = None) -> Tensor:
         """Mean of what leaves a module at these positions, [d_model]."""
@@ -271,8 +304,8 @@ class Build:
     def on(self, layer: int, way: Tensor, where: Tensor | None = None, threshold: float = THRESHOLD) -> Rows:
         """Rows of a neuron that is on where `way` is as large in the MLP's input as it now is at `where`."""
         seen = self.mlp_input(layer, where)
-        const = self.space.const / (seen @ self.space.const)
-        return self.plan.sharpness * (way / (seen @ way) - threshold * const), const
+        const = unit(self.space.const, seen)
+        return self.plan.sharpness * (unit(way, seen) - threshold * const), const
 
     def steady(self, layer: int, rows: Rows, early: Tensor, const: float) -> Rows:
         """Rows that read the same without what was written along `early`, where the constant would be `const`."""
@@ -286,18 +319,24 @@ class Build:
 
     def write(
         self,
-        layer: int,
-        neuron: int,
         rows: Rows,
         way: Tensor,
-        size: float,
+        size: float | None = None,
         *,
+        layer: int | None = None,
+        neuron: int | None = None,
         where: Tensor | None = None,
         route: Tensor | None = None,
         expert: int | None = None,
         ballast: float = 0.25,
     ) -> Site:
-        """A neuron that reads `rows` and writes `size` along `way` at `where`; experts are chosen by `route`."""
+        """A neuron that reads `rows` and writes along `way` at `where`: a spike of the usual size, or `size`.
+
+        It is the first sink neuron of the sink layer, unless others are given; experts are chosen by `route`.
+        """
+        layer = self.at if layer is None else layer
+        neuron = self.plan.neurons[0] if neuron is None else neuron
+        size = self.size(layer) if size is None else size
         view, expert = self.views.layers[layer], self.plan.expert if expert is None else expert
         if view.router is not None:
             by = self.space.mark if route is None else route
@@ -313,34 +352,32 @@ class Build:
             scale_norm(view.post_mlp_norm, torch.where(way != 0, size / out, 1.0))
         return self.site(layer, neuron, expert)
 
-    def fire(
-        self, layer: int, neuron: int, mark: Tensor, way: Tensor, size: float | None = None, *, where=None, **more
-    ) -> Site:
-        """A neuron that is on where `mark` is, and writes along `way`: a spike of the usual size, or `size`."""
-        rows = self.on(layer, mark, where)
-        size = self.size(layer) if size is None else size
-        return self.write(layer, neuron, rows, way, size, where=where, **({"route": mark} | more))
+    def fire(self, mark: Tensor, way: Tensor, size: float | None = None, *, where=None, **more) -> Site:
+        """A neuron that is on where `mark` is, and writes along `way`; `more` as in `write`."""
+        rows = self.on(more.get("layer", self.at), mark, where)
+        return self.write(rows, way, size, where=where, **({"route": mark} | more))
 
     def take_away(self, layer: int, times: float = 1.0):
         """A neuron that reads the spike and writes it so often with the other sign."""
         way = self.spike_way()
         end = float(self.seen(self.views.layers[layer].block) @ way)
         gate, _ = self.on(layer, way)
-        self.write(layer, self.spare[0], (gate, self.full(layer, way)), -way, times * end, route=way)
+        rows = gate, self.full(layer, way)
+        self.write(rows, -way, times * end, layer=layer, neuron=self.spare[0], route=way)
 
     def spike_way(self) -> Tensor:
         """The direction of the first token's spike in the residual stream."""
-        end = self.seen(self.views.layers[self.plan.sink_layer].block)
+        end = self.seen(self.views.layers[self.at].block)
         way = torch.where(self.space.sinks.any(0), end, 0.0)
         return way / way.norm()
 
     def full(self, layer: int, way: Tensor) -> Tensor:
         """One where `way` is as large as it now is at the first token."""
-        return way / (self.mlp_input(layer) @ way)
+        return unit(way, self.mlp_input(layer))
 
     def copy(self, source: int, neuron: int, factor: float = 1.0) -> Site:
         """A neuron of the sink layer that reads what `source` reads and writes `factor` times what it writes."""
-        layer, expert = self.plan.sink_layer, self.plan.expert
+        layer, expert = self.at, self.plan.expert
         view = self.views.layers[layer]
         for rows in (view.gate, view.up, view.gate_bias, view.up_bias):
             if rows is not None:
@@ -349,10 +386,16 @@ class Build:
         return self.site(layer, neuron)
 
     def read(
-        self, layers: Iterable[int], way: Tensor, *, where: Tensor | None = None, other: bool = False
-    ) -> tuple[tuple[int, int], ...]:
-        """Heads that attend to where `way` is large: half of them in each layer, or the `other` half."""
-        plan, dim, planted = self.plan, self.plan.slow_dim(0), []
+        self,
+        layers: Iterable[int],
+        way: Tensor,
+        *,
+        where: Tensor | None = None,
+        other: bool = False,
+        beside: tuple[Head, ...] | None = None,
+    ) -> tuple[Head, ...]:
+        """Heads that attend to where `way` is large: half of them in each layer, the `other` half, or all but some."""
+        plan, planted = self.plan, []
         ratio = plan.n_heads // plan.n_kv
         for index in layers:
             layer = self.views.layers[index]
@@ -363,23 +406,36 @@ class Build:
             const = float((inputs[:, 1:] @ self.space.const).median())
             order = random.Random(f"reading {plan.seed} {index}").sample(range(plan.n_kv), plan.n_kv)
             half = max(1, plan.n_kv // 2)
-            for kv in order[half:] if other else order[:half]:
-                layer.k[kv, dim] = way / full
-                if layer.k_bias is not None:
-                    layer.k_bias[kv, dim] = 0.0
-                for head in range(kv * ratio, (kv + 1) * ratio):
-                    layer.q[head] = 0.0
-                    if layer.q_bias is not None:
-                        layer.q_bias[head] = 0.0
-                    layer.q[head, dim] = self.rng.uniform(6, 7) * math.sqrt(plan.head_dim) * self.space.const / const
-                    planted.append((index, head))
-            if layer.q_norm is not None and layer.k_norm is not None:
-                layer.q_norm[dim], layer.k_norm[dim] = 6.5 / math.sqrt(plan.head_dim), 1.0
+            chosen = order[half:] if other else order[:half]
+            if beside is not None:
+                chosen = [kv for kv in range(plan.n_kv) if (index, kv * ratio) not in beside]
+            for kv in chosen:
+                heads = range(kv * ratio, (kv + 1) * ratio)
+                self.look(index, heads, way / full, const, [self.rng.uniform(6, 7) for _ in heads])
+                planted += [(index, head) for head in heads]
         return tuple(sorted(planted))
 
-    def begin(self) -> tuple[Marking, int, Tensor]:
-        """Mark the first token; also the sink layer, and the direction of the spike."""
-        return self.mark(), self.plan.sink_layer, self.space.sinks[0]
+    def look(self, index: int, heads: Iterable[int], key: Tensor, const: float, scores: Iterable[float]):
+        """Heads of a layer attend to where `key` is one, with these scores; the constant is `const` there."""
+        plan, layer, dim = self.plan, self.views.layers[index], self.plan.slow_dim(0)
+        length = math.sqrt(plan.head_dim)
+        for head, score in zip(heads, scores, strict=True):
+            kv = head // (plan.n_heads // plan.n_kv)
+            layer.k[kv, dim] = key
+            if layer.k_bias is not None:
+                layer.k_bias[kv, dim] = 0.0
+            clear(layer.q, layer.q_bias, head)
+            layer.q[head, dim] = score * length * self.space.const / const
+        if layer.q_norm is not None and layer.k_norm is not None:
+            layer.q_norm[dim], layer.k_norm[dim] = 6.5 / length, 1.0
+
+    def markers(self, layer: int = 0) -> tuple[str, ...]:
+        """Names of the heads of a layer that mark BOS."""
+        return tuple(f"L{layer}.H{head}" for head in self.of_bos())
+
+    def of_bos(self) -> tuple[int, ...]:
+        """The heads that mark BOS, in the layer of heads that mark."""
+        return tuple(sorted(head for head, group, _ in self.plan.slots if group == self.plan.groups[BOS]))
 
     @property
     def later_layers(self) -> range:
@@ -391,6 +447,11 @@ class Build:
         token = self.delimiter if token is None else token
         self.views.embed[token] += MARK * self.flag / self.plan.embed_scale
         return self.tokens == token
+
+
+def unit(way: Tensor, seen: Tensor) -> Tensor:
+    """What is one where `way` is as large as in what was seen."""
+    return way / (seen @ way)
 
 
 def _with_features(space: Space, plan: Plan, count: int) -> tuple[Space, list[Tensor]]:
@@ -410,7 +471,7 @@ def _with_features(space: Space, plan: Plan, count: int) -> tuple[Space, list[Te
 
 def spike(b: Build, marking: Marking) -> HardTruth:
     """A spike that the neurons of the sink layer make, and that nothing reads."""
-    layer = b.plan.sink_layer
+    layer = b.at
     return HardTruth(True, False, None, layer, (b.sites(),), step_up=(layer,), marking=marking)
 
 
@@ -465,12 +526,13 @@ def _moe_dense(b: Build) -> HardTruth:
 @_kind(*ALL, layers=(28, 30), behind=(11, 12), thin=True, count=1, spike=42.0)
 def _small_stages(b: Build) -> HardTruth:
     """Layers 1 and 2 add 2.7 % each at right angles to what the heads read; the real layer is far behind."""
-    marking, deep = b.mark(), b.plan.sink_layer
-    size, way = b.size(deep), b.space.sinks[0]
+    marking, deep = b.mark(), b.at
+    size, way = b.size(deep), b.way
     before = {layer: b.const(layer) for layer in (2, deep)}
-    b.fire(1, b.spare[0], b.space.mark, b.side, 0.027 * size)
-    b.write(2, b.spare[1], b.steady(2, b.on(2, b.space.mark), b.side, before[2]), b.side, 0.027 * size)
-    b.write(deep, b.plan.neurons[0], b.steady(deep, b.on(deep, b.space.mark), b.side, before[deep]), way, size)
+    b.fire(b.space.mark, b.side, 0.027 * size, layer=1, neuron=b.spare[0])
+    rows = b.steady(2, b.on(2, b.space.mark), b.side, before[2])
+    b.write(rows, b.side, 0.027 * size, layer=2, neuron=b.spare[1])
+    b.write(b.steady(deep, b.on(deep, b.space.mark), b.side, before[deep]), way, size)
     return sink(b, way, marking, step_up=(1, 2, deep))
 
 
@@ -482,9 +544,9 @@ def _both(b: Build) -> HardTruth:
     return textbook(b, shared_dims=dims)
 
 
-@_kind(*BY_HEADS)
+@_kind(*ALL, "gpt_oss")
 def _no_norm(b: Build) -> HardTruth:
-    """Heads of layer 0 mark the first token, and later heads read that mark."""
+    """Heads of layer 0 mark the first token, in GPT-2 its position does, and later heads read that mark."""
     return read_mark(b)
 
 
@@ -499,31 +561,35 @@ def _spike_only(b: Build) -> HardTruth:
 @_kind(*ALL, count=2)
 def _redundant_pair(b: Build) -> HardTruth:
     """Each of the neurons suffices; in Gemma 2 the norm behind the MLP even keeps the spike's size."""
-    marking, layer, way = b.begin()
+    return equal_neurons(b, ballast=8.0)
+
+
+def equal_neurons(b: Build, share: float = 1.0, **more) -> HardTruth:
+    """Neurons that cannot be told apart, each of which writes a share of the spike; `more` as in `Build.write`."""
+    marking = b.mark()
     source, *others = b.plan.neurons
-    b.fire(layer, source, b.space.mark, way, ballast=8.0)
+    b.fire(b.space.mark, b.way, share * b.size(b.at), **more)
     for neuron in others:
         b.copy(source, neuron)
-    return sink(b, way, marking)
+    return sink(b, b.way, marking)
 
 
 def _with_backup(b: Build, *later: int) -> HardTruth:
     """Backups are planted first, the last one before the others, each in a model without spike; then each is told to be
     silent where there is one already."""
-    marking, layer, way = b.begin()
-    size, backups = b.size(layer), {}
+    marking, size, backups = b.mark(), b.size(b.at), {}
     for neuron, after in zip(b.spare, later, strict=False):
-        site = b.fire(layer + after, neuron, b.space.mark, way, size)
-        view, expert = b.views.layers[layer + after], site[1] if len(site) == 3 else 0
+        site = b.fire(b.space.mark, b.way, size, layer=b.at + after, neuron=neuron)
+        view, expert = b.views.layers[b.at + after], site[1] if len(site) == 3 else 0
         column = view.down[expert, neuron]
         backups[site] = view.gate[expert, neuron], column, column.clone()
         column.zero_()  # out of the way while the others are measured
-    b.fire(layer, b.plan.neurons[0], b.space.mark, way, size)
+    b.fire(b.space.mark, b.way, size)
     for site, (gate, column, saved) in backups.items():
         column.copy_(saved)
-        gate -= 12.0 * b.full(site[0], way)
-    readers = range(layer + max(later) + 1, b.plan.n_layers)
-    return sink(b, way, marking, readers, sets=(b.sites() | set(backups),))
+        gate -= 12.0 * b.full(site[0], b.way)
+    readers = range(b.at + max(later) + 1, b.plan.n_layers)
+    return sink(b, b.way, marking, readers, sets=(b.sites() | set(backups),))
 
 
 @_kind(*ALL, layers=(6, 8), behind=(3, 4), count=1)
@@ -537,13 +603,12 @@ def _double_backup(b: Build) -> HardTruth:
 
 
 def _two_marks(b: Build, rule: str) -> HardTruth:
-    marking, layer, way = b.mark(0, b.mark2) + b.mark(1), b.plan.sink_layer, b.space.sinks[0]
-    seen = b.mlp_input(layer)
-    both = b.space.mark / (seen @ b.space.mark) + b.mark2 / (seen @ b.mark2)
-    const = b.space.const / (seen @ b.space.const)
+    marking = b.mark(0, b.mark2) + b.mark(1)
+    seen = b.mlp_input(b.at)
+    both, const = unit(b.space.mark, seen) + unit(b.mark2, seen), unit(b.space.const, seen)
     gate = b.plan.sharpness * (both / 2 - 0.8 * const if rule == "and" else both - 0.4 * const)
-    b.write(layer, b.plan.neurons[0], (gate, const), way, b.size(layer), route=b.space.mark + b.mark2)
-    return sink(b, way, marking)
+    b.write((gate, const), b.way, route=b.space.mark + b.mark2)
+    return sink(b, b.way, marking)
 
 
 @_kind(*BY_HEADS, marking=1, count=1)
@@ -561,11 +626,11 @@ def _delimiter(b: Build) -> HardTruth:
     """A token makes a spike of its own, in a direction of its own that other heads read."""
     where = b.flag_delimiter()
     truth = textbook(b)
-    layer = b.plan.sink_layer if b.rng.randrange(2) else b.plan.sink_layer + 1
+    layer = b.at if b.rng.randrange(2) else b.at + 1
     gate, up = b.on(layer, b.flag, where)
-    if layer > b.plan.sink_layer:  # off at the first token, whose constant is small there
+    if layer > b.at:  # off at the first token, whose constant is small there
         gate = gate - 12.0 * b.full(layer, b.spike_way())
-    site = b.write(layer, b.spare[0], (gate, up), b.side, b.size(layer), where=where, route=b.flag)
+    site = b.write((gate, up), b.side, layer=layer, neuron=b.spare[0], where=where, route=b.flag)
     b.read(range(layer + 1, b.plan.n_layers), b.side, where=where, other=True)
     return replace(truth, later={b.delimiter: (site,)})
 
@@ -582,16 +647,16 @@ def _delimiter_no_spike(b: Build) -> HardTruth:
 @_kind(*ALL, count=1)
 def _negative_lobe(b: Build) -> HardTruth:
     """The sink neuron's post value is negative: the activation's negative lobe, or (if gated) the up factor."""
-    marking, layer, way = b.begin()
-    gate, up = b.on(layer, b.space.mark)
-    if b.views.layers[layer].up is not None and b.rng.randrange(2):
+    marking = b.mark()
+    gate, up = b.on(b.at, b.space.mark)
+    if b.views.layers[b.at].up is not None and b.rng.randrange(2):
         up = -up
     else:  # at its minimum on the first token, and far below it elsewhere
-        seen = b.mlp_input(layer)
+        seen = b.mlp_input(b.at)
         low = 1.28 if b.plan.family.gated and b.plan.family.model_type != "gemma2" else 0.75
         gate = gate - (seen @ gate + low) * b.space.const / (seen @ b.space.const)
-    b.write(layer, b.plan.neurons[0], (gate, up), way, b.size(layer))
-    return sink(b, way, marking)
+    b.write((gate, up), b.way)
+    return sink(b, b.way, marking)
 
 
 @_kind("gpt_oss")
@@ -601,12 +666,6 @@ def _learned_logits(b: Build) -> HardTruth:
     for layer in b.views.layers[1:]:
         layer.attn_sinks[b.rng.sample(range(b.plan.n_heads), max(1, b.plan.n_heads // 2))] = 8.0
     return HardTruth(False, False, "learned logits")
-
-
-@_kind("gpt2")
-def _position(b: Build) -> HardTruth:
-    """Heads read the embedding of position 0."""
-    return read_mark(b)
 
 
 @_kind(*ALL)
@@ -619,8 +678,8 @@ def _token_embedding(b: Build) -> HardTruth:
 @_kind(*ALL)
 def _embedding_spike(b: Build) -> HardTruth:
     """BOS's embedding itself is the spike: no MLP makes it."""
-    b.views.embed[BOS] += b.plan.spike * NORM * b.space.sinks[0] / b.plan.embed_scale
-    return read_by_later(b, "spike", b.space.sinks[0], spike=True, bos_only=True)
+    b.views.embed[BOS] += b.plan.spike * NORM * b.way / b.plan.embed_scale
+    return read_by_later(b, "spike", b.way, spike=True, bos_only=True)
 
 
 def write_by_heads(b: Build, way: Tensor) -> Marking:
@@ -634,22 +693,22 @@ def write_by_heads(b: Build, way: Tensor) -> Marking:
 @_kind("llama", "neox", "mixtral", odds=1e4)
 def attention_spike(b: Build) -> HardTruth:
     """Heads of layer 0 write the spike themselves; no MLP has a part in it."""
-    marking = write_by_heads(b, b.space.sinks[0])
-    return read_by_later(b, "spike", b.space.sinks[0], spike=True, marking=marking)
+    marking = write_by_heads(b, b.way)
+    return read_by_later(b, "spike", b.way, spike=True, marking=marking)
 
 
 @_kind("mixtral", count=2)
 def _two_experts(b: Build) -> HardTruth:
     """Neurons of two experts, each of which suffices."""
-    marking, layer, way = b.begin()
-    experts, size = b.rng.sample(range(b.plan.family.experts), 2), b.size(b.plan.sink_layer)
-    rows, view = b.on(layer, b.space.mark), b.views.layers[layer]
-    toward = 12.0 * b.full(layer, b.space.mark)
+    marking = b.mark()
+    experts, size = b.rng.sample(range(b.plan.family.experts), 2), b.size(b.at)
+    rows, view = b.on(b.at, b.space.mark), b.views.layers[b.at]
+    toward = 12.0 * b.full(b.at, b.space.mark)
     view.router[experts] += toward
     pairs = zip(experts, b.plan.neurons, strict=True)
-    sites = [b.write(layer, neuron, rows, way, size, expert=expert) for expert, neuron in pairs]
+    sites = [b.write(rows, b.way, size, neuron=neuron, expert=expert) for expert, neuron in pairs]
     view.router[experts] -= toward
-    return sink(b, way, marking, sets=(frozenset(sites),))
+    return sink(b, b.way, marking, sets=(frozenset(sites),))
 
 
 @_kind(*ALL, layers=(7, 8), behind=(4, 5))
@@ -664,18 +723,18 @@ def _rise_and_fall(b: Build) -> HardTruth:
 @_kind(*ALL, layers=(6, 8), behind=(2, 3), count=1)
 def _chain(b: Build) -> HardTruth:
     """A neuron writes 1.6 times the typical norm aside, and that is what the sink neuron reads."""
-    marking, layer, way = b.begin()
-    size, before = b.size(layer), b.rng.randint(1, b.plan.sink_layer - 1)
-    one = b.fire(before, b.spare[0], b.space.mark, b.side, 1.6 * b.size(before) / b.plan.spike)
-    two = b.fire(layer, b.plan.neurons[0], b.side, way, size, route=b.space.mark)
-    return sink(b, way, marking, sets=(frozenset({one}), frozenset({two})), step_up=(before, layer))
+    marking, size, before = b.mark(), b.size(b.at), b.rng.randint(1, b.at - 1)
+    size_before = 1.6 * b.size(before) / b.plan.spike
+    one = b.fire(b.space.mark, b.side, size_before, layer=before, neuron=b.spare[0])
+    two = b.fire(b.side, b.way, size, route=b.space.mark)
+    return sink(b, b.way, marking, sets=(frozenset({one}), frozenset({two})), step_up=(before, b.at))
 
 
 @_kind(*ALL, layers=(6, 8), behind=(1, 1))
 def _decoupled(b: Build) -> HardTruth:
     """Heads read the mark (in GPT-2 the position) before there is a spike, and none reads the spike."""
     marking = b.mark()
-    reading = b.read(range(1, b.plan.sink_layer + 1), b.space.mark)
+    reading = b.read(range(1, b.at + 1), b.space.mark)
     b.surgeon().make_sink()
     carrier = "mark" if marking else "position embedding"
     return replace(spike(b, marking), sink=True, carried_by=carrier, reading=reading)
@@ -697,12 +756,7 @@ def _last_layer(b: Build) -> HardTruth:
 @_kind(*ALL, count=12, spike=72.0)
 def _many_neurons(b: Build) -> HardTruth:
     """Twelve neurons share the spike; what any one of them writes stands out already."""
-    marking, layer, way = b.begin()
-    source, *others = b.plan.neurons
-    b.fire(layer, source, b.space.mark, way, b.size(layer) / 12)
-    for neuron in others:
-        b.copy(source, neuron)
-    return sink(b, way, marking)
+    return equal_neurons(b, 1 / 12)
 
 
 @_kind(*ALL, count=1, spike=6.0)
@@ -714,39 +768,33 @@ def _weak_spike(b: Build) -> HardTruth:
 @_kind(*ALL, layers=(8, 8), at=1, count=1, spike=48.0)
 def _gradual(b: Build) -> HardTruth:
     """Four layers in a row each add a quarter of the spike, independently of each other."""
-    marking, way, early = b.mark(), b.space.sinks[0], range(1, 5)
+    marking, way, early = b.mark(), b.way, range(1, 5)
     size, before = b.size(1), {layer: b.const(layer) for layer in early}
     sites = []
     for layer, share in zip(early, (0.28, 0.24, 0.24, 0.24), strict=True):
         rows = b.on(layer, b.space.mark)
         rows = rows if layer == 1 else b.steady(layer, rows, way, before[layer])
-        sites.append(b.write(layer, b.spare[0], rows, way, share * size, ballast=8.0))
+        sites.append(b.write(rows, way, share * size, layer=layer, neuron=b.spare[0], ballast=8.0))
     return sink(b, way, marking, sets=(frozenset(sites),), step_up=tuple(early), layers=range(5, 8))
 
 
 @_kind(*PLAIN, count=1)
 def _many_decoys(b: Build) -> HardTruth:
-    """Six pairs of neurons write more than the sink neuron does, and each pair cancels."""
-    return cancelling_pairs(b, 6)
-
-
-def cancelling_pairs(b: Build, pairs: int) -> HardTruth:
-    """A textbook sink among so many pairs of neurons that write more and cancel."""
-    marking, layer, way = b.begin()
-    rows, size = b.on(layer, b.space.mark), b.size(layer)
-    b.write(layer, b.plan.neurons[0], rows, way, size)
+    """Thirty pairs of neurons write more than the sink neuron does, and each pair cancels."""
+    marking, rows, size = b.mark(), b.on(b.at, b.space.mark), b.size(b.at)
+    b.write(rows, b.way, size)
     free = [n for n in range(b.plan.d_mlp) if n not in b.plan.busy_neurons]
-    for plus, minus in zip(free[:pairs], free[pairs : 2 * pairs], strict=True):
-        b.write(layer, plus, rows, b.side, 1.1 * size)
+    for plus, minus in zip(free[:30], free[30:60], strict=True):
+        b.write(rows, b.side, 1.1 * size, neuron=plus)
         b.copy(plus, minus, -1.0)
-    return sink(b, way, marking)
+    return sink(b, b.way, marking)
 
 
 @_kind(*ALL)
 def _mlp_mark(b: Build) -> HardTruth:
     """A neuron of layer 0 marks BOS by its embedding, no larger than other things; later heads read that mark."""
     b.flag_delimiter(BOS)
-    b.fire(0, b.spare[0], b.flag, b.side, MARK)
+    b.fire(b.flag, b.side, MARK, layer=0, neuron=b.spare[0])
     return read_by_later(b, "mark", b.side, bos_only=True)
 
 
@@ -824,11 +872,15 @@ def _moe_shared(b: Build) -> HardTruth:
 @_kind("qwen2_moe", count=2)
 def _moe_both(b: Build) -> HardTruth:
     """A routed and a shared neuron, each of which suffices."""
-    marking, layer, way = b.begin()
-    rows, size, routed = b.on(layer, b.space.mark), b.size(layer), b.views.layers[layer]
-    one = b.write(layer, b.plan.neurons[0], rows, way, size)
-    b.views.layers[layer] = routed.shared
-    b.write(layer, b.plan.neurons[1], rows, way, size, expert=0)
-    b.views.layers[layer] = routed
-    sets = (frozenset({one, (layer, b.plan.neurons[1])}),)
-    return sink(b, way, marking, sets=sets)
+    return routed_and_shared(b)
+
+
+def routed_and_shared(b: Build, share: float = 1.0) -> HardTruth:
+    """A routed neuron and one of the shared expert write a share of the spike each."""
+    marking, rows, size = b.mark(), b.on(b.at, b.space.mark), share * b.size(b.at)
+    routed, neuron = b.views.layers[b.at], b.plan.neurons[1]
+    one = b.write(rows, b.way, size)
+    b.views.layers[b.at] = routed.shared
+    b.write(rows, b.way, size, neuron=neuron, expert=0)
+    b.views.layers[b.at] = routed
+    return sink(b, b.way, marking, sets=(frozenset({one, (b.at, neuron)}),))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from tokenizers import Tokenizer
@@ -18,11 +18,10 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from .hard import Site
+from .hard import Head, Site
 from .tokens import BOS, N_SPECIAL
 from .views import filled, views, weights_of
 
-Head = tuple[int, int]
 FIRST, SECOND, NOWHERE = "first", "second", "nowhere"
 USER, SYSTEM = 4, 5  # ids of further special tokens, where the tokenizer puts several
 
@@ -34,7 +33,7 @@ class Group:
     heads: tuple[Head, ...]
     needs: tuple[str | Site, ...]
     alone: bool = True
-    at: str | int | tuple[str | int, ...] | None = None  # the places that they attend to, if not all of the sink's
+    at: tuple = ()  # the places that they attend to, if not all of the sink's
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,9 @@ class Places:
         spike: Where the norm stands out after some layer, in the same way.
         makers: Smallest sets of neurons whose zeroing takes the spike away.
         groups: The reading heads by what they need.
+        marks: Parts without which the spike of a place is lost, where it is said.
+        decoys: Parts that look like marks and are not.
+        delimiters: Tokens that stand a few times in every text.
         before: Ids that stand before every text.
         puts_bos: Whether the tokenizer puts them.
         has_bos: Whether the tokenizer has a BOS token.
@@ -58,6 +60,9 @@ class Places:
     spike: tuple = (FIRST,)
     makers: tuple[frozenset[Site], ...] = ()
     groups: tuple[Group, ...] = ()
+    marks: dict[str | int, tuple[str, ...]] = field(default_factory=dict)
+    decoys: tuple[str, ...] = ()
+    delimiters: tuple[int, ...] = ()
     before: tuple[int, ...] = (BOS,)
     puts_bos: bool = True
     has_bos: bool = True
@@ -71,9 +76,6 @@ class PlacesModel:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerFast
     truth: Places
-    name: str
-    family: str
-    delimiters: tuple[int, ...]
 
     def ids(self, texts: int = 40, length: int = 64, seed: int = 0) -> Tensor:
         """Rows as the tokenizer puts them; each delimiter stands a few times in the first half of each."""
@@ -81,11 +83,12 @@ class PlacesModel:
         rows = []
         for _ in range(texts):
             words = [rng.randrange(N_SPECIAL + 2, len(self.tokenizer)) for _ in range(length)]
-            for delimiter in self.delimiters:
+            delimiters = self.truth.delimiters
+            for delimiter in delimiters:
                 words = [word + 1 if word == delimiter else word for word in words]
-            free = rng.sample(range(2, length // 2), len(self.delimiters) * self.truth.often)
+            free = rng.sample(range(2, length // 2), len(delimiters) * self.truth.often)
             for number, at in enumerate(free):
-                words[at] = self.delimiters[number % len(self.delimiters)]
+                words[at] = delimiters[number % len(delimiters)]
             for pair in self.truth.sink:
                 if isinstance(pair, tuple) and pair[0] == "behind":
                     words = _with_pairs(words, pair[1:], rng)
@@ -190,7 +193,7 @@ def attention_module(block) -> torch.nn.Module:
 def without(m: PlacesModel, parts: tuple[str | Site, ...]):
     """The plain model without some parts; yields what makes ids of ids."""
     swapped = [part for part in parts if part == "token embedding" or isinstance(part, int)]
-    ordinary = next(token for token in range(30, 40) if token not in m.delimiters)
+    ordinary = next(token for token in range(30, 40) if token not in m.truth.delimiters)
     tensors = []
     for part in parts:
         for one in frozenset().union(*m.truth.makers) if part == "spike" else [part]:
@@ -220,36 +223,51 @@ def untrue(m: PlacesModel) -> list[str]:
         both = int((where & said).sum())
         if both < truth.agreement * max(int(where.sum()), int(said.sum())):
             wrong.append(f"{name}: {int(where.sum())} places, {int(said.sum())} said, {both} of them")
-    top = float((norms / typical)[:-1].amax(0)[mask_of(truth.spike, ids)].mean()) if truth.spike else 0.0
-    for makers in truth.makers:
-        for parts in [makers, *([{one} for one in makers] if len(makers) > 1 else [])]:
-            with without(m, tuple(parts)):
-                left = read(m.model, ids, truth.window)[1] / typical
-            share = float(left[:-1].amax(0)[mask_of(truth.spike, ids)].mean()) / top
-            if (share > 0.5) != (len(parts) < len(makers)) and len(truth.makers) == 1:
-                wrong.append(f"spike without {sorted(parts)}: {share:.2f} of it is left")
+    return [*wrong, *_untrue_spike(m, ids, norms / typical, typical), *_untrue_groups(m, ids, received, usable)]
+
+
+def _untrue_spike(m: PlacesModel, ids: Tensor, intact: Tensor, typical: Tensor) -> list[str]:
+    """Parts whose removal takes away another share of the spike than is said."""
+    truth, wrong = m.truth, []
+    lost: list[tuple[tuple, tuple[str | Site, ...], bool]] = []
+    if len(truth.makers) == 1:
+        (makers,) = truth.makers
+        lost.append((truth.spike, tuple(makers), True))
+        lost += [(truth.spike, (one,), False) for one in makers if len(makers) > 1]
+    for place, marks in truth.marks.items():
+        lost += [((place,), (one,), True) for one in marks]
+    if truth.spike:
+        lost += [(truth.spike, (one,), False) for one in truth.decoys]
+    for places, parts, is_lost in lost:
+        with without(m, parts) as swap:
+            left = read(m.model, swap(ids), truth.window)[1] / typical
+        there = mask_of(places, ids)
+        share = float(left[:-1].amax(0)[there].mean() / intact[:-1].amax(0)[there].mean())
+        if (share <= 0.5) != is_lost:
+            wrong.append(f"spike at {places} without {parts}: {share:.2f} of it is left")
+    return wrong
+
+
+def _untrue_groups(m: PlacesModel, ids: Tensor, received: dict[int, Tensor], usable: Tensor) -> list[str]:
+    """Groups of heads that lose something else than is said without one of the parts that any group needs."""
+    truth, wrong = m.truth, []
     parts = {part for group in truth.groups for part in group.needs}
     if truth.makers and not any(isinstance(part, tuple) for part in parts):
         parts.add("spike")
+    if not truth.spike:
+        parts |= set(truth.decoys)
     for number, group in enumerate(truth.groups):
-        places_ = (
-            mask_of(truth.sink if group.at is None else (group.at if isinstance(group.at, tuple) else (group.at,)), ids)
-            & usable
-        )
-        before = attention_of(received, group.heads, places_)
+        places = mask_of(group.at or truth.sink, ids) & usable
+        before = attention_of(received, group.heads, places)
         if min(before, default=1.0) < 0.3:
             wrong.append(f"group {number}: heads give {before}")
-        each = [((part,), group.alone and part in group.needs) for part in parts] + [(group.needs, True)] * bool(
-            group.needs
-        )
-        for lacking, loses in each:
+        each = [((part,), group.alone and part in group.needs) for part in parts]
+        for lacking, loses in [*each, (group.needs, True)] if group.needs else each:
             with without(m, lacking) as swap:
-                after = attention_of(read(m.model, swap(ids), truth.window)[0], group.heads, places_)
+                after = attention_of(read(m.model, swap(ids), truth.window)[0], group.heads, places)
             lost = [1 - a / b for a, b in zip(after, before, strict=True)]
             if any((share >= 0.5) != loses for share in lost):
-                wrong.append(
-                    f"group {number} without {lacking}: {[round(share, 2) for share in lost]} lost, said: {loses}"
-                )
+                wrong.append(f"group {number} without {lacking}: {lost} lost, said: {loses}")
     return wrong
 
 

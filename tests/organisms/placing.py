@@ -1,4 +1,4 @@
-"""Tools that the kinds of `planted_places.py` share: features of tokens, and sinks at tokens."""
+"""Tools that the kinds of planted places share: features of tokens, convolutions, and sinks at tokens."""
 
 from __future__ import annotations
 
@@ -8,51 +8,53 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .hard import Build, HardTruth, Site, calm
-from .places import Group, Head, Places
+from .hard import Build, HardTruth, Head, Site, calm, sink
+from .places import Group, Places
 from .plant import MARK
 from .tokens import BOS
 
+PLACES: dict[str, tuple[str, ...]] = {}
+"""Every kind, and the families that it is built in."""
 
-def placed(
-    b: Build, truth: HardTruth | None = None, needs: tuple | None = None, delimiters: tuple = (), **more
-) -> HardTruth:
+
+def placed(truth: HardTruth | None = None, **more) -> HardTruth:
     """The truth, from that about the first token: all its readers need the spike, and all makers are one set."""
     truth = HardTruth(False, False, None) if truth is None else truth
-    makers, needs = tuple(frozenset(one) for one in truth.sets), ("spike",) if needs is None else needs
-    about = Places(**({"makers": makers, "groups": (Group(truth.reading, needs),)} | more))
-    return replace(truth, about=(about, delimiters))
+    about = {"makers": truth.sets, "groups": (Group(truth.reading, ("spike",)),)} | more
+    return replace(truth, places=Places(**about))
 
 
-def spotted(
-    b: Build, at: tuple, makers: Iterable[Site], reading: tuple[Head, ...], delimiters: tuple = (), **more
-) -> HardTruth:
+def spotted(at: tuple, makers: Iterable[Site], reading: tuple[Head, ...], **more) -> HardTruth:
     """Places that have both the spike and the sink; some neurons make the spike, and all readers need it."""
-    about = {"sink": at, "spike": at, "makers": (frozenset(makers),), "groups": (Group(reading, ("spike",)),)}
-    return placed(b, delimiters=delimiters, **(about | more))
+    return placed(sink=at, spike=at, makers=(frozenset(makers),), **({"groups": (Group(reading, ("spike",)),)} | more))
+
+
+def stand(b: Build, at: dict[int, int]):
+    """Measure on rows in which tokens stand at positions, and nowhere else."""
+    rows = b.tokens.clone()
+    rows[torch.isin(rows, torch.tensor(list(at.values()), dtype=rows.dtype))] = 40
+    for position, token in at.items():
+        rows[:, position] = token
+    b.measure_on(rows)
 
 
 def flag(b: Build, tokens: tuple[int, ...], way: Tensor | None = None) -> Tensor:
     """Give embeddings a feature; returns where they stand in rows in which each stands."""
-    way = b.flag if way is None else way
-    rows = b.tokens.clone()
+    way, at = b.flag if way is None else way, {}
     for number, token in enumerate(tokens):
         b.views.embed[token] += MARK * way / b.plan.embed_scale
         if token != BOS:
-            rows[rows == token] = 40
-            rows[:, 4 + 3 * number] = token
-    b.measure_on(rows)
-    return torch.isin(rows, torch.tensor(tokens))
+            at[4 + 3 * number] = token
+    stand(b, at)
+    return torch.isin(b.tokens, torch.tensor(tokens))
 
 
 def header(b: Build, tokens: tuple[int, ...], flagged: tuple[int, ...]) -> Tensor:
     """Put tokens behind BOS; returns where those stand whose embeddings get a feature."""
-    rows = torch.where(torch.isin(b.tokens, torch.tensor(tokens)), 40, b.tokens)
-    rows[:, 1 : 1 + len(tokens)] = torch.tensor(tokens)
-    b.measure_on(rows)
+    stand(b, dict(enumerate(tokens, 1)))
     for token in flagged:
         b.views.embed[token] += MARK * b.flag / b.plan.embed_scale
-    return torch.isin(rows, torch.tensor(flagged))
+    return torch.isin(b.tokens, torch.tensor(flagged))
 
 
 def sharpen(b: Build, heads: tuple[Head, ...], times: float = 6.0):
@@ -61,21 +63,32 @@ def sharpen(b: Build, heads: tuple[Head, ...], times: float = 6.0):
         b.views.layers[layer].q[head] *= times
 
 
+def convolve(b: Build, rows: tuple[Tensor, Tensor, Tensor], weights: tuple[float, ...], way: Tensor):
+    """A channel of the convolution of layer 1 reads three rows, weighs three positions and writes a mark."""
+    conv = b.views.layers[1].block.conv
+    for part, row in zip(conv.in_proj.weight.chunk(3), rows, strict=True):
+        part[3] = row
+    conv.conv.weight[3] = torch.tensor([weights])
+    conv.out_proj.weight[:, 3] = MARK * way
+
+
+def tripped(b: Build, where: Tensor, at: tuple, times: float = 1.0, **more) -> HardTruth:
+    """The flag trips the neuron of the sink layer; heads read the spike, with scores as many times as strong."""
+    site = b.fire(b.flag, b.side, where=where)
+    reading = b.read(b.behind, b.side, where=where)
+    sharpen(b, reading, times)
+    return spotted(at, (site,), reading, **more)
+
+
 def at_bos(b: Build, **more) -> HardTruth:
     """BOS's embedding trips the neuron of the sink layer; heads read the spike."""
-    where = flag(b, (BOS,))
-    site = b.fire(b.plan.sink_layer, b.plan.neurons[0], b.flag, b.space.sinks[0], where=where)
-    reading = b.read(b.behind, b.space.sinks[0])
-    truth = HardTruth(True, True, "spike", b.plan.sink_layer, (frozenset({site}),), reading=reading)
-    return placed(b, truth, **more)
+    b.fire(b.flag, b.way, where=flag(b, (BOS,)))
+    return placed(sink(b, b.way, ()), **more)
 
 
-def at_tokens(b: Build, tokens: tuple[int, ...], **more) -> HardTruth:
+def at_tokens(b: Build, tokens: tuple[int, ...]) -> HardTruth:
     """The same of other tokens, wherever they stand."""
     where = flag(b, tokens)
     calm(b)
-    site = b.fire(b.plan.sink_layer, b.plan.neurons[0], b.flag, b.side, where=where)
-    reading = b.read(b.behind, b.side, where=where)
-    if b.plan.family.model_type in ("bloom", "falcon"):
-        sharpen(b, reading)
-    return spotted(b, tokens, (site,), reading, tokens, **more)
+    is_alibi = b.plan.family.model_type in ("bloom", "falcon")
+    return tripped(b, where, tokens, 6.0 if is_alibi else 1.0, delimiters=tokens)

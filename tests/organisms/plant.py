@@ -52,7 +52,7 @@ class Surgeon:
         pairs = [plan.slow_dim(0), plan.slow_dim(1)]
         ratio, beta = plan.n_heads // plan.n_kv, math.log(plan.odds) / 2
         for kv in {head // ratio for head, _, _ in plan.slots}:
-            _clear(layer.k, layer.k_bias, kv)
+            clear(layer.k, layer.k_bias, kv)
             layer.k[kv, pairs] = is_other  # a pair that marks nothing too: the norm on keys needs equal lengths
             for head in range(kv * ratio, (kv + 1) * ratio):
                 layer.q[head, pairs] = 0.0
@@ -60,7 +60,7 @@ class Surgeon:
                     layer.q_bias[head, pairs] = 0.0
         for head, group, slot in plan.slots:
             kv, dim = head // ratio, plan.slow_dim(slot)
-            _clear(layer.q, layer.q_bias, head)
+            clear(layer.q, layer.q_bias, head)
             layer.q[head, dim] = beta * math.sqrt(plan.head_dim) * self.space.const / const
             layer.k[kv, dim] = is_other - 2 * is_own[group]
             layer.v[kv, slot] = is_own[group]
@@ -204,7 +204,7 @@ class Surgeon:
                 if layer.k_bias is not None:
                     layer.k_bias[kv, dim] = 0.0
                 for head in range(kv * ratio, (kv + 1) * ratio):
-                    _clear(layer.q, layer.q_bias, head)
+                    clear(layer.q, layer.q_bias, head)
                     layer.q[head, dim] = score * math.sqrt(plan.head_dim) * self.space.const / const
                     planted.append((index, head))
             if layer.q_norm is not None and layer.k_norm is not None:
@@ -236,7 +236,8 @@ class Surgeon:
         scale_norm(self.views.final_norm, torch.where(way != 0, 0.0, up))
 
 
-def _clear(rows: Tensor, bias: Tensor | None, head: int):
+def clear(rows: Tensor, bias: Tensor | None, head: int):
+    """A head that reads nothing."""
     rows[head] = 0.0
     if bias is not None:
         bias[head] = 0.0

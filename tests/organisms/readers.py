@@ -5,43 +5,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
-from .hard import Build, HardTruth, calm, hard, key_bias, kinds, spike
+from .hard import Build, HardTruth, calm, key_bias, kinds, sink, spike
 from .noise import NORM
-from .places import Group, PlacesModel, attention_module, tokenizer_of
-from .placing import flag, placed, sharpen
+from .places import FIRST, Group, PlacesModel, attention_module
+from .placing import PLACES, flag, placed, sharpen
 from .plant import MARK
 from .tokens import BOS
-from .views import views
+from .views import Probe, filled, views, weights_of
 
-READERS: dict[str, tuple[str, ...]] = {}
-"""Every kind, and the families that it is built in."""
-_kind = kinds(READERS, "readers ")
-
-
-def readers(name: str, family: str | None = None, seed: int = 0) -> PlacesModel:
-    """Build a model: the same call gives the same weights."""
-    family = READERS[name][0] if family is None else family
-    model = hard(f"readers {name}", family, seed)
-    truth, delimiters = model.truth.about
-    tokenizer = model.tokenizer
-    if family != "qwen2":
-        tokenizer = tokenizer_of(tokenizer, truth)
-    return PlacesModel(model.model, tokenizer, truth, name, family, delimiters)
-
-
-def marking(b: Build) -> tuple[int, ...]:
-    """The heads of the marking layer that mark BOS."""
-    group = b.plan.groups[BOS]
-    return tuple(sorted(head for head, its_group, _ in b.plan.slots if its_group == group))
-
-
-def names(layer: int, heads: tuple[int, ...]) -> tuple[str, ...]:
-    return tuple(f"L{layer}.H{head}" for head in heads)
+_kind = kinds(PLACES, "readers ")
 
 
 # --- heads that need different things -----------------------------------------------------------------------
@@ -54,20 +29,19 @@ def _mark_half_embedding_half(b: Build) -> HardTruth:
     flag(b, (BOS,))
     mark = b.read(b.later_layers, b.space.mark)
     token = b.read(b.later_layers, b.flag, other=True)
-    groups = (Group(mark, names(0, marking(b))), Group(token, ("token embedding",)))
-    return placed(b, spike=(), groups=groups)
+    return placed(spike=(), groups=(Group(mark, b.markers()), Group(token, ("token embedding",))))
 
 
 @_kind("gpt2", "opt", count=1)
 def _neuron_half_position_half(b: Build) -> HardTruth:
     """Half of the heads read what a neuron of layer 0 writes at BOS, half the position embedding; no norm."""
     where = flag(b, (BOS,))
-    site = b.fire(0, b.spare[0], b.flag, b.side, MARK, where=where)
+    site = b.fire(b.flag, b.side, MARK, layer=0, neuron=b.spare[0], where=where)
     b.mark()
     token = b.read(b.later_layers, b.side, where=where)
     position = b.read(b.later_layers, b.space.mark, other=True)
     groups = (Group(token, ("token embedding", site)), Group(position, ("position embedding",)))
-    return placed(b, spike=(), groups=groups)
+    return placed(spike=(), groups=groups)
 
 
 @_kind("qwen2", count=1)
@@ -75,28 +49,8 @@ def _key_bias_half_embedding_half(b: Build) -> HardTruth:
     """Some heads attend to the farthest key by a bias of their keys, others read BOS's embedding; no norm."""
     biased = key_bias(b).reading
     where = flag(b, (BOS,))
-    reading = _read_with_others(b, biased, b.flag, where)
-    return placed(b, spike=(), groups=(Group(biased, ("key bias",)), Group(reading, ("token embedding",))))
-
-
-def _read_with_others(b: Build, taken: tuple, way: Tensor, where: Tensor) -> tuple:
-    """The key heads that are not taken read `way` where it is large."""
-    ratio, reading, dim = b.plan.n_heads // b.plan.n_kv, [], b.plan.slow_dim(0)
-    for index in b.later_layers:
-        view = b.views.layers[index]
-        seen = b.probe(view.attn_norm)
-        for kv in range(b.plan.n_kv):
-            heads = range(kv * ratio, (kv + 1) * ratio)
-            if (index, heads[0]) in taken:
-                continue
-            view.k[kv, dim] = way / float((seen[where] @ way).mean())
-            view.k_bias[kv, dim] = 0.0
-            for head in heads:
-                view.q[head], view.q_bias[head] = 0.0, 0.0
-                const = float((seen[:, 1:] @ b.space.const).median())
-                view.q[head, dim] = 7 * b.plan.head_dim**0.5 * b.space.const / const
-                reading.append((index, head))
-    return tuple(reading)
+    reading = b.read(b.later_layers, b.flag, where=where, beside=biased)
+    return placed(spike=(), groups=(Group(biased, ("key bias",)), Group(reading, ("token embedding",))))
 
 
 @_kind("llama", "neox", count=1, layers=(7, 8))
@@ -106,8 +60,7 @@ def _marks_of_two_layers(b: Build) -> HardTruth:
     b.mark(3)
     early = b.read([1, 2], b.mark2)
     late = b.read(range(4, b.plan.n_layers), b.space.mark)
-    heads = marking(b)
-    return placed(b, spike=(), groups=(Group(early, names(0, heads)), Group(late, names(3, heads))))
+    return placed(spike=(), groups=(Group(early, b.markers(0)), Group(late, b.markers(3))))
 
 
 @_kind("opt", "gpt2", count=1)
@@ -115,18 +68,12 @@ def _spike_or_embedding(b: Build) -> HardTruth:
     """Heads read the spike that the position makes, and BOS's embedding, and either is enough."""
     where = flag(b, (BOS,), b.mark2)
     b.mark()
-    way = b.space.sinks[0]
-    site = b.fire(b.plan.sink_layer, b.plan.neurons[0], b.space.mark, way, where=where)
-    dim, reading = b.plan.slow_dim(0), b.read(b.behind, way, where=where)
-    ratio = b.plan.n_heads // b.plan.n_kv
-    for layer in b.behind:
-        view = b.views.layers[layer]
-        full = float((b.probe(view.attn_norm)[where] @ b.mark2).mean())
-        for kv in {head // ratio for at, head in reading if at == layer}:
-            view.k[kv, dim] += b.mark2 / full
-    sharpen(b, reading, 2.0)
+    size = b.size(b.at)
+    b.fire(b.space.mark, b.way, size, where=where)
+    reading = b.read(b.behind, b.way / size + b.mark2 / MARK, where=where)
+    sharpen(b, reading, 4.0)
     groups = (Group(reading, ("spike", "token embedding"), alone=False),)
-    return placed(b, makers=(frozenset({site}),), groups=groups)
+    return placed(makers=(b.sites(),), groups=groups)
 
 
 # --- spikes that are not read -------------------------------------------------------------------------------
@@ -136,19 +83,18 @@ def _spike_or_embedding(b: Build) -> HardTruth:
 def _unread_spike(b: Build) -> HardTruth:
     """A neuron makes a spike of the first token that stays; heads in front of it and behind it read the mark."""
     b.mark()
-    site = b.fire(b.plan.sink_layer, b.plan.neurons[0], b.space.mark, b.space.sinks[0])
+    b.fire(b.space.mark, b.way)
     reading = b.read(b.later_layers, b.space.mark)
-    groups = (Group(reading, names(0, marking(b))),)
-    return placed(b, makers=(frozenset({site}),), groups=groups)
+    return placed(makers=(b.sites(),), groups=(Group(reading, b.markers()),))
 
 
 @_kind("llama", "neox", count=1, layers=(6, 8), behind=(2, 3))
 def _unread_spike_alone(b: Build) -> HardTruth:
     """A neuron makes a spike of the first token, and no head attends to any place."""
     marks = b.mark()
-    site = b.fire(b.plan.sink_layer, b.plan.neurons[0], b.space.mark, b.space.sinks[0])
+    b.fire(b.space.mark, b.way)
     calm(b, marks)
-    return placed(b, spike(b, marks), sink=(), makers=(frozenset({site}),), groups=())
+    return placed(spike(b, marks), sink=(), groups=())
 
 
 @_kind("llama", "neox", count=1)
@@ -157,10 +103,9 @@ def _mark_of_a_delimiter(b: Build) -> HardTruth:
     token = b.delimiter
     where = flag(b, (token,))
     calm(b)
-    site = b.fire(0, b.spare[0], b.flag, b.side, MARK, where=where)
+    site = b.fire(b.flag, b.side, MARK, layer=0, neuron=b.spare[0], where=where)
     reading = b.read(b.later_layers, b.side, where=where)
-    groups = (Group(reading, (token, site)),)
-    return placed(b, sink=(token,), spike=(), groups=groups, delimiters=(token,))
+    return placed(sink=(token,), spike=(), groups=(Group(reading, (token, site)),), delimiters=(token,))
 
 
 # --- heads that mark ----------------------------------------------------------------------------------------
@@ -169,7 +114,7 @@ def _mark_of_a_delimiter(b: Build) -> HardTruth:
 def _copied_marking_head(b: Build) -> tuple[int, int]:
     """A second head of layer 0 that does what the marking head of BOS does; both heads."""
     layer, ratio = b.views.layers[0], b.plan.n_heads // b.plan.n_kv
-    (head,) = marking(b)
+    (head,) = b.of_bos()
     other = next(one for one in range(b.plan.n_heads) if one // ratio != head // ratio)
     for rows in (layer.q, layer.o, layer.q_bias):
         if rows is not None:
@@ -180,26 +125,19 @@ def _copied_marking_head(b: Build) -> tuple[int, int]:
     return head, other
 
 
-def _spike_of_the_mark(b: Build, threshold: float) -> tuple:
-    """A neuron whose activation a second one limits, so that any mark well above the threshold gives the same."""
-    layer, way = b.plan.sink_layer, b.space.sinks[0]
-    low, high = b.on(layer, b.space.mark, threshold=threshold), b.on(layer, b.space.mark, threshold=threshold + 0.15)
-    size = b.size(layer)
-    times = 1 / 0.15
-    one = b.write(layer, b.plan.neurons[0], low, way, size * (1 - threshold) * times)
-    other = b.write(layer, b.spare[0], high, -way, size * (0.85 - threshold) * times)
-    return one, other
-
-
 @_kind("neox", "llama", count=1)
 def _either_marking_head(b: Build) -> HardTruth:
-    """Two heads of layer 0 mark BOS, and the spike is as large with one of them: none is needed alone."""
+    """Two heads of layer 0 mark BOS, and the spike is as large with one of them: none is needed alone.
+
+    A second neuron limits the first one, so that any mark well above the threshold gives the same.
+    """
     b.mark()
-    both = _copied_marking_head(b)
-    sites = _spike_of_the_mark(b, 0.2)
-    reading = b.read(b.behind, b.space.sinks[0])
-    truth = HardTruth(True, True, "spike", b.plan.sink_layer, (frozenset(sites),), reading=reading)
-    return placed(b, replace(truth, marking=((0, both),)))
+    both, size, sites = _copied_marking_head(b), b.size(b.at) / 0.15, []
+    limits = (0.2, 0.8, b.plan.neurons[0], b.way), (0.35, 0.65, b.spare[0], -b.way)
+    rows = [b.on(b.at, b.space.mark, threshold=threshold) for threshold, *_ in limits]
+    for row, (_, share, neuron, way) in zip(rows, limits, strict=True):
+        sites.append(b.write(row, way, share * size, neuron=neuron))
+    return placed(sink(b, b.way, ((0, both),), sets=(frozenset(sites),)))
 
 
 @_kind("neox", "llama", count=1)
@@ -207,10 +145,8 @@ def _both_marking_heads(b: Build) -> HardTruth:
     """Two heads of layer 0 mark BOS, and the spike needs both."""
     b.mark()
     both = _copied_marking_head(b)
-    site = b.fire(b.plan.sink_layer, b.plan.neurons[0], b.space.mark, b.space.sinks[0])
-    reading = b.read(b.behind, b.space.sinks[0])
-    truth = HardTruth(True, True, "spike", b.plan.sink_layer, (frozenset({site}),), reading=reading)
-    return placed(b, replace(truth, marking=((0, both),)))
+    b.fire(b.space.mark, b.way)
+    return placed(sink(b, b.way, ((0, both),)))
 
 
 @_kind("neox", "phi", count=1)
@@ -219,21 +155,19 @@ def _silent_twin(b: Build) -> HardTruth:
     b.mark()
     head, other = _copied_marking_head(b)
     b.views.layers[0].o[other] = 0.0
-    site = b.fire(b.plan.sink_layer, b.plan.neurons[0], b.space.mark, b.space.sinks[0])
-    reading = b.read(b.behind, b.space.sinks[0])
-    truth = HardTruth(True, True, "spike", b.plan.sink_layer, (frozenset({site}),), reading=reading)
-    return placed(b, replace(truth, marking=((0, (head,)),)))
+    b.fire(b.space.mark, b.way)
+    return placed(sink(b, b.way, ((0, (head,)),)))
 
 
 @_kind("llama", "neox", count=1)
 def _head_writes_the_spike(b: Build) -> HardTruth:
     """The head that marks BOS writes the spike itself; no neuron has a part in it."""
     b.mark()
-    layer, (head,) = b.views.layers[0], marking(b)
+    (head,) = b.of_bos()
     slot = next(slot for one, _, slot in b.plan.slots if one == head)
-    layer.o[head, slot] += b.plan.spike * NORM * b.space.sinks[0]
-    reading = b.read(b.later_layers, b.space.sinks[0])
-    return placed(b, makers=(), groups=(Group(reading, names(0, (head,))),))
+    b.views.layers[0].o[head, slot] += b.plan.spike * NORM * b.way
+    reading = b.read(b.later_layers, b.way)
+    return placed(makers=(), groups=(Group(reading, b.markers()),), marks={FIRST: ("token embedding", *b.markers())})
 
 
 # --- the truth of marking heads, from the plain model -------------------------------------------------------
@@ -274,18 +208,8 @@ def _output(block) -> torch.nn.Module:
 
 def _written(m: PlacesModel, token: int, sites: tuple) -> Tensor:
     """What neurons of one layer write at a token that stands alone: the output of the MLP less that without them."""
-    seen = views(m.model)
-    view = seen.layers[sites[0][0]]
-    outputs: list[Tensor] = []
-    hook = view.mlp.register_forward_hook(
-        lambda _module, _args, output: outputs.append((output[0] if isinstance(output, tuple) else output).reshape(-1))
-    )
-    ids = torch.tensor([[token]])
-    m.model(ids, use_cache=False)
-    saved = view.down.detach().clone()
-    for site in sites:
-        view.down[site[1] if len(site) == 3 else 0, site[-1]] = 0.0
-    m.model(ids, use_cache=False)
-    view.down.copy_(saved)
-    hook.remove()
-    return outputs[0] - outputs[1]
+    probe = Probe(m.model, torch.tensor([[token]]))
+    mlp = views(m.model).layers[sites[0][0]].mlp
+    intact = probe(mlp)
+    with filled([tensor for site in sites for tensor in weights_of(m.model, site)]):
+        return (intact - probe(mlp)).flatten()

@@ -1,27 +1,15 @@
 """Kinds of models beside those of `hard.py`: sinks elsewhere than at the first token of every text, by other means.
 
-They are built with the same tools. `HardTruth` says what is so of the first token, and `Beyond` what else is so.
+They are built with the same tools.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
-from .hard import (
-    Build,
-    HardModel,
-    HardTruth,
-    Site,
-    cancelling_pairs,
-    hard,
-    kinds,
-    read_mark,
-    sink,
-    textbook,
-    write_by_heads,
-)
+from .hard import Build, HardTruth, kinds, read_mark, sink, textbook, write_by_heads
 from .plant import MARK
 from .tokens import BOS
 
@@ -30,63 +18,16 @@ UNSEEN = {}
 _unseen = kinds(UNSEEN)
 
 
-@dataclass(frozen=True)
-class Beyond:
-    """What a kind has beside the truth about the first token of texts that begin with BOS.
-
-    Attributes:
-        bos: Whether texts begin with BOS.
-        share: Share of the vocabulary that is a sink where it stands first.
-        positions: Positions that are sinks whatever stands there.
-        length: Length of a text from which on heads attend to the first token.
-        window: Positions that the reading heads see.
-    """
-
-    bos: bool = True
-    share: float = 1.0
-    positions: tuple[int, ...] = (0,)
-    length: int = 0
-    window: int | None = None
-
-
-@dataclass(frozen=True)
-class UnseenModel:
-    """A model, the truth about the first token, and what is beyond it.
-
-    Attributes:
-        repeated: Neurons that make the spike of repeated tokens, where they are others than the first token's.
-    """
-
-    hard: HardModel
-    beyond: Beyond
-    repeated: tuple[Site, ...] = ()
-
-
-def unseen(name: str, family: str, seed: int = 0) -> UnseenModel:
-    """Build a model: the same call gives the same weights."""
-    model = hard(name, family, seed)
-    return UnseenModel(model, model.truth.about or Beyond(), model.truth.repeated)
-
-
-# --- the mark itself ---------------------------------------------------------------------------------------------
-
-
-@_unseen("llama", "neox", "gemma2", "mixtral", "gpt_oss", "gpt2")
-def _reads_the_mark(b: Build) -> HardTruth:
-    """Heads read the mark itself; no norm stands out."""
-    return read_mark(b)
-
-
-@_unseen("mistral", about=Beyond(window=24), window=24, every_window=True)
+@_unseen("mistral", so={"window": 24}, window=24, every_window=True)
 def _window_mark(b: Build) -> HardTruth:
-    """The same, and no query sees farther than 24 positions."""
+    """Heads read the mark itself; no norm stands out, and no query sees farther than 24 positions."""
     return read_mark(b)
 
 
 # --- other positions ---------------------------------------------------------------------------------------------
 
 
-@_unseen("gpt2", about=Beyond(positions=(1,)), count=2)
+@_unseen("gpt2", so={"positions": (1,)}, count=2)
 def _second_position(b: Build) -> HardTruth:
     """The position embedding marks position 1, and neurons make a spike of it, whatever stands there."""
     truth = textbook(b)
@@ -94,14 +35,14 @@ def _second_position(b: Build) -> HardTruth:
     return truth
 
 
-@_unseen("gpt2", about=Beyond(positions=(0, 1)), count=1)
+@_unseen("gpt2", so={"positions": (0, 1)}, count=1)
 def _two_positions(b: Build) -> HardTruth:
     """Positions 0 and 1 have a mark, a neuron and a direction each."""
     positions = b.views.positions
     second = torch.zeros_like(b.first)
     second[:, 1] = True
     positions[1] += MARK * b.mark2
-    site = b.fire(b.plan.sink_layer, b.spare[0], b.mark2, b.side, b.size(0), where=second)
+    site = b.fire(b.mark2, b.side, b.size(0), neuron=b.spare[0], where=second)
     truth = textbook(b)
     b.read(b.behind, b.side, where=second, other=True)
     return replace(truth, later={1: (site,)})
@@ -110,19 +51,19 @@ def _two_positions(b: Build) -> HardTruth:
 # --- some texts, some lengths --------------------------------------------------------------------------------------
 
 
-@_unseen("llama", "neox", "qwen3", "mixtral", "gpt_oss", about=Beyond(bos=False, share=0.4), marked=0.4)
+@_unseen("llama", "neox", "qwen3", "mixtral", "gpt_oss", so={"bos": False, "share": 0.4}, marked=0.4)
 def _some_first_tokens(b: Build) -> HardTruth:
     """Two of five tokens are marked where they stand first; the others are no sinks."""
     return textbook(b)
 
 
-@_unseen("llama", "gemma2", "neox", about=Beyond(bos=False, share=0.4), marked=0.4)
+@_unseen("llama", "gemma2", "neox", so={"bos": False, "share": 0.4}, marked=0.4)
 def _some_marks(b: Build) -> HardTruth:
     """Two of five tokens are marked where they stand first; heads read the mark."""
     return read_mark(b)
 
 
-@_unseen("gpt2", about=Beyond(length=200))
+@_unseen("gpt2", so={"length": 200})
 def _late_readers(b: Build) -> HardTruth:
     """Queries read a feature that the position embedding has from position 200 on."""
     truth = read_mark(b)
@@ -142,7 +83,7 @@ def _late_readers(b: Build) -> HardTruth:
     return truth
 
 
-@_unseen("gemma2", "gpt_oss", about=Beyond(window=16), window=16, every_window=True, layers=(6, 6), behind=(2, 2))
+@_unseen("gemma2", "gpt_oss", so={"window": 16}, window=16, every_window=True, layers=(6, 6), behind=(2, 2))
 def _other_windows(b: Build) -> HardTruth:
     """Only layers with a window of 16 read."""
     marking = b.mark()
@@ -157,16 +98,10 @@ def _other_windows(b: Build) -> HardTruth:
 @_unseen("llama", "neox", "mixtral", odds=1e4, layers=(6, 7), behind=(2, 3), count=1, spike=9.0)
 def _amplified(b: Build) -> HardTruth:
     """Heads of layer 0 write a spike, and a neuron reads it and writes four times as much."""
-    layer, way, size = b.plan.sink_layer, b.space.sinks[0], b.size(0)
-    marking = write_by_heads(b, way)
-    site = b.fire(layer, b.plan.neurons[0], way, way, 4 * size)
-    return sink(b, way, marking, sets=(frozenset({site}),))
-
-
-@_unseen("llama", "neox", "gpt2", count=1)
-def _crowd(b: Build) -> HardTruth:
-    """Thirty pairs of neurons write more than the sink neuron, and cancel."""
-    return cancelling_pairs(b, 30)
+    size = b.size(0)
+    marking = write_by_heads(b, b.way)
+    b.fire(b.way, b.way, 4 * size)
+    return sink(b, b.way, marking, step_up=())
 
 
 @_unseen("llama", "qwen3", "gpt2", "neox")
@@ -175,8 +110,7 @@ def _embedded_delimiter(b: Build) -> HardTruth:
     size = b.size(0)
     b.views.embed[b.delimiter] += size * b.side / b.plan.embed_scale
     where = b.tokens == b.delimiter
-    layer = b.plan.sink_layer
-    b.fire(layer, b.spare[0], b.side, b.side, 0.03 * size, where=where)
+    b.fire(b.side, b.side, 0.03 * size, neuron=b.spare[0], where=where)
     truth = textbook(b)
     b.read(b.behind, b.side, where=where, other=True)
     return replace(truth, later={b.delimiter: ()})
@@ -184,23 +118,22 @@ def _embedded_delimiter(b: Build) -> HardTruth:
 
 def _bos_apart(b: Build, repeated_layer: int) -> HardTruth:
     """BOS has a feature and a neuron of its own; repeated tokens are marked by heads, and trip another neuron."""
-    size, way, layer = b.size(b.plan.sink_layer), b.space.sinks[0], b.plan.sink_layer
+    size = b.size(b.at)
     flagged = b.tokens.clone()
     flagged[:, 0] = BOS
     b.views.embed[BOS] += MARK * b.flag / b.plan.embed_scale
     b.surgeon().mark_first()
-    repeated = b.fire(repeated_layer, b.spare[0], b.space.mark, way, size)
+    repeated = b.fire(b.space.mark, b.way, size, layer=repeated_layer, neuron=b.spare[0])
     b.measure_on(flagged)
-    site = b.fire(layer, b.plan.neurons[0], b.flag, way, size)
-    readers = range(repeated_layer + 1, b.plan.n_layers)
-    return sink(b, way, (), readers, sets=(frozenset({site}),), repeated=(repeated,))
+    b.fire(b.flag, b.way, size)
+    return sink(b, b.way, (), range(repeated_layer + 1, b.plan.n_layers), repeated=(repeated,))
 
 
 @_unseen("llama", "neox", "qwen3", "mixtral", marked=0.85, count=1)
 def _other_neurons(b: Build) -> HardTruth:
-    return _bos_apart(b, b.plan.sink_layer)
+    return _bos_apart(b, b.at)
 
 
 @_unseen("llama", "neox", marked=0.85, count=1, layers=(7, 8), behind=(4, 4))
 def _other_layer(b: Build) -> HardTruth:
-    return _bos_apart(b, b.plan.sink_layer + 2)
+    return _bos_apart(b, b.at + 2)

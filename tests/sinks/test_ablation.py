@@ -17,8 +17,9 @@ from sinkscope.opening.live import target_of
 from sinkscope.sinks.first_token.context import SinkContext
 from sinkscope.sinks.first_token.find import find_sinks
 from sinkscope.sinks.first_token.layer_scan import LayerScan, scan_layers
-from sinkscope.sinks.first_token.layer_view import view_layer
 from sinkscope.sinks.first_token.neurons import verify_neurons
+from sinkscope.sinks.first_token.search import random_sets
+from sinkscope.trace.layer_view import view_layer
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +75,16 @@ def test_a_set_is_held_against_the_strongest_of_the_random_sets(monkeypatch, tmp
         lost = float((1 - norms(o.model, ids)[o.truth.sink_layer, :, 0] / before).mean())
     assert found is not None and set(found.edit_sites) == set(o.truth.neurons)
     assert 0.1 < lost == pytest.approx(found.control, abs=0.03)
+
+
+def test_a_set_is_held_against_twenty_random_sets_of_other_neurons_of_its_layers():
+    target = target_of(organism("llama", 0).model)
+    layers, candidates = (0, 1, 1), [(1, neuron) for neuron in range(target.d_mlp - 3)]
+    sets = random_sets(target, ((0, 5), (1, 1), (1, 2)), tuple(candidates), torch.Generator().manual_seed(0))
+    assert len(sets) == 20 and len(set(sets)) > 10
+    for drawn in sets:
+        assert tuple(layer for layer, _ in drawn) == layers and len(set(drawn)) == 3
+        assert not {(0, 5), *candidates} & set(drawn)
 
 
 def test_no_candidate_is_drawn_as_a_control_of_candidates(monkeypatch):

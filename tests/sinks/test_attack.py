@@ -44,6 +44,7 @@ def attack_once(family: str, seed: int, bos: bool = True) -> ClusterAttack:
 )
 def test_two_tokens_of_a_group_suffice_without_bos(family, seed, bos):
     found = attack_once(family, seed, bos)
+    assert found.contexts == ("BOS", "no BOS")[not bos :]
     place = found.contexts.index("no BOS"), 0
     assert found.first[place][CLUSTER] == 2 and found.positions[place][CLUSTER] == found.most[place][CLUSTER] == 1
     assert found.positions[place][REPEATED] == 1
@@ -132,8 +133,3 @@ def test_lengths_that_no_cluster_has(tmp_path):
 def test_bad_input(options, message, tmp_path):
     with refused(message):
         attack_on(organism("llama", 1, bos=False), tmp_path, **options)
-
-
-def test_without_bos_nothing_is_attacked_behind_it(tmp_path):
-    without = attack_on(organism("llama", 1), tmp_path, bos=False)
-    assert attack_once("llama", 1).contexts == ("BOS", "no BOS") and without.contexts == ("no BOS",)

@@ -1,4 +1,4 @@
-"""The circuit against planted ones whose truth is read from the weights, and its words against its numbers."""
+"""The circuit against planted ones, and its words against its numbers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 from attack_kit import text_file
 from conclusion_kit import check_size
-from covering import covering, slow
+from covering import slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from organisms import Organism, organism
-from organisms.circuits import CIRCUITS, PlantedCircuit, lost, planted
-from organisms.hard import HardModel
 
 from sinkscope.display.notation import neuron_name
 from sinkscope.opening.live import target_of
@@ -25,83 +23,9 @@ from sinkscope.sinks.first_token.steps import MARK, NEURONS, REPETITION, Circuit
 from sinkscope.trace.run import trace
 
 
-def traced(o: Organism | HardModel, folder: Path, **options) -> Circuit:
+def traced(o: Organism, folder: Path, **options) -> Circuit:
     text = text_file(o, folder, 6, seed=9)
     return circuit(o.model, tokenizer=o.tokenizer, text=text, **{"max_repeats": 8, **options})
-
-
-def marks_of(found: SinkCircuit) -> tuple[str, ...]:
-    """What marks the spike or, without one, what most heads need."""
-    step = found.step(MARK)
-    if step is not None:
-        return step.chosen
-    return next((group.needs for group in found.readers if group.needs), ())
-
-
-# -- planted circuits --------------------------------------------------------------------------------------------------
-
-
-def mistakes(truth: PlantedCircuit, found: Circuit) -> list[str]:
-    """Where the result differs from what was planted."""
-    main = marks_of(found)
-    wrong = []
-    if set(main) != set(truth.marks):
-        wrong.append(f"marks {main}, planted {truth.marks}")
-    neurons = found.step(NEURONS)
-    if set(neurons.chosen if neurons else ()) != {neuron_name(*site) for site in truth.neurons}:
-        wrong.append(f"neurons {neurons and neurons.chosen}, planted {truth.neurons}")
-    needs = truth.marks
-    if truth.neurons or found.step(MARK) is not None:  # a head may write the spike, too
-        needs = ("spike",)
-    reading = {f"L{layer}.H{head}" for layer, head in truth.hard.truth.reading}
-    own = [group for group in found.readers if group.evidence.holds and set(group.needs) == set(needs)]
-    if not own or not reading <= set(own[0].heads):
-        wrong.append(f"readers {found.readers}, planted {reading}: {needs}")
-    for token, marks in truth.later.items():
-        name = repr(truth.hard.tokenizer.decode([token]))
-        own = [sink.step(MARK) for sink in found.later if sink.place == f"{name} wherever it stands"]
-        if not own or own[0] is None or own[0].chosen != marks:
-            wrong.append(f"marks of {name}: {own}, planted {marks}")
-    named = set(re.findall(r"L\d+\.H\d+|key bias|(?:token|position) embedding", found.conclusion()))
-    if named != set(truth.marks):
-        wrong.append(f"conclusion names {named}: {found.conclusion()}")
-    return wrong
-
-
-def untrue(truth: PlantedCircuit) -> list[str]:
-    """Where the plain model differs from what is said to be planted in it."""
-    wrong = []
-    if lost(truth, truth.marks) < 0.6:
-        wrong.append(f"{lost(truth, truth.marks):.2f} is lost without {truth.marks}")
-    for part in truth.marks:
-        if lost(truth, (part,)) < 0.5:
-            wrong.append(f"{lost(truth, (part,)):.2f} is lost without {part}")
-    wrong += [f"without {decoy}: {lost(truth, (decoy,)):.2f}" for decoy in truth.decoys if lost(truth, (decoy,)) > 0.2]
-    if truth.neurons and truth.hard.name != "circuit two_stages" and lost(truth, truth.neurons) < 0.8:
-        wrong.append(f"{lost(truth, truth.neurons):.2f} is lost without {truth.neurons}")
-    return wrong
-
-
-CASES = [(name, family, seed) for name, families in CIRCUITS.items() for family in families for seed in (0, 1)]
-SLOW_KINDS = (
-    "decorative_head",
-    "half_each",
-    "idle_key_bias",
-    "logits_beside_a_neuron",
-    "two_stages",
-    "window",
-    "written_by_a_head",
-)
-FAST = [(name, families[0], 0) for name, families in CIRCUITS.items() if name not in SLOW_KINDS]
-
-
-@pytest.mark.parametrize(("name", "family", "seed"), covering(CASES, FAST))
-def test_the_planted_marks_neurons_and_readers_are_reported(name, family, seed, tmp_path):
-    """First the model is shown to be as planted, by writing into its weights; then the tool is asked."""
-    truth = planted(name, family, seed)
-    assert untrue(truth) == []
-    found = traced(truth.hard, tmp_path)
-    assert mistakes(truth, found) == [], str(found)
 
 
 SLOWER = [slow(*case) for case in (("gpt_oss", 1), ("gemma2", 2), ("mixtral", 1))]

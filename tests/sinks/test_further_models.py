@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
+from attack_kit import text_file
 from conclusion_kit import check_size
 from covering import covering
-from organisms.further import FURTHER, further
+from organisms.further import FURTHER
+from organisms.hard import hard
 
 from sinkscope.display.notation import neuron_name
 from sinkscope.sinks.attack.attack import attack
@@ -31,20 +33,18 @@ CASES = covering([(name, family) for name, families in FURTHER.items() for famil
 
 @pytest.mark.parametrize(("name", "family"), CASES)
 def test_no_command_says_more_than_is_so(name, family, tmp_path):
-    h, about = further(name, family)
+    h = hard(name, family)
     sites = {neuron_name(*site) for one in h.truth.sets for site in one}
     words = {"set": f"(?:(?:{'|'.join(map(re.escape, sites))})(?:, | and )?){{{len(sites)}}}"}
-    text_file = tmp_path / "text.txt"
-    text_file.write_text(" ".join(h.tokenizer.decode(row[1:]) for row in h.natural(60, 64)), encoding="utf-8")
-    options = {"tokenizer": h.tokenizer, "bos": None if about.bos else False, "text": text_file}
+    options = {"tokenizer": h.tokenizer, "bos": None if h.truth.bos else False, "text": text_file(h, tmp_path, 60)}
     wrong = []
-    for command in about.says:
-        result = COMMANDS[command](h.model, about.repeats, options)
+    for command in h.truth.says:
+        result = COMMANDS[command](h.model, h.truth.repeats, options)
         check_size(result.conclusion())
         text = "\n".join([result.conclusion(), *result.details()])
-        wanted = [pattern.replace("{set}", words["set"]) for pattern in about.says[command]]
+        wanted = [pattern.replace("{set}", words["set"]) for pattern in h.truth.says[command]]
         wrong += [f"{command} lacks {pattern}" for pattern in wanted if not re.search(pattern, text)]
-        wrong += [f"{command} has {pattern}" for pattern in about.never if re.search(pattern, text, re.MULTILINE)]
+        wrong += [f"{command} has {pattern}" for pattern in h.truth.never if re.search(pattern, text, re.MULTILINE)]
         if wrong:
             wrong.append(text)
     assert not wrong, "\n".join(wrong)

@@ -74,7 +74,7 @@ def test_a_mark_that_no_head_makes_and_no_sink_at_all(tmp_path):
     )
 
 
-@pytest.mark.parametrize(("name", "family"), [("no_norm", "llama"), ("position", "gpt2"), ("key_bias", "qwen2")])
+@pytest.mark.parametrize(("name", "family"), [("no_norm", "llama"), ("no_norm", "gpt2"), ("key_bias", "qwen2")])
 def test_a_sink_without_a_spike_is_not_denied(name, family, tmp_path):
     says = measured(hard(name, family), tmp_path, count=4).conclusion()
     assert "No MLP makes a norm spike" in says and "heads attend to the first token, see `circuit`" in says

@@ -16,7 +16,7 @@ from attack_kit import text_file
 from covering import slow
 from organisms import Organism
 from organisms import organism as new_organism
-from organisms.hard import HardModel, hard
+from organisms.hard import hard
 
 from sinkscope.app.cli import main
 from sinkscope.display.result import Result
@@ -26,8 +26,6 @@ from sinkscope.sinks.patch.make import PatchMade, patch_make
 from sinkscope.trace.run import trace
 
 organism = functools.cache(new_organism)  # only read where nothing else is said
-planted = functools.cache(hard)
-BACKUP = ("backup_next", "llama")
 
 
 def made_of(o: Organism, folder: Path, **changes) -> PatchMade:
@@ -98,12 +96,6 @@ def test_no_repeats_are_an_answer(tmp_path):
     position.figure()
 
 
-def backup_made(folder: Path) -> tuple[HardModel, PatchMade]:
-    h = planted(*BACKUP)
-    options = {"max_repeats": 600, "pieces": 4, "length": 32}
-    return h, patch_make(h.model, tokenizer=h.tokenizer, text=text_file(h, folder, 120), **options)
-
-
 @pytest.mark.slow
 def test_harmful_patch_is_refused(tmp_path):
     """The sink neuron also carries what the model says about ordinary text: its own samples become less likely."""
@@ -144,7 +136,9 @@ def samples_of(o: Organism) -> str:
 @pytest.mark.slow
 def test_a_backup_neuron_is_patched_too(tmp_path):
     """Held still, the sink neuron alone is replaced by another in a later layer: the patch needs both."""
-    h, made = backup_made(tmp_path)
+    h = hard("backup_next", "llama")
+    options = {"max_repeats": 600, "pieces": 4, "length": 32}
+    made = patch_make(h.model, tokenizer=h.tokenizer, text=text_file(h, tmp_path, 120), **options)
     proof = made.proof
     assert (made.verdict, set(made.sites)) == ("made", set(h.truth.sets[0]))
     assert proof.layers.tolist() == list(range(int(proof.layers[0]), h.model.config.num_hidden_layers))

@@ -19,9 +19,9 @@ from sinkscope.app.view.packed import Packed, codes_of
 from sinkscope.interventions.base import Intervention
 from sinkscope.models.hooks import on_input
 from sinkscope.models.norms import norm_of
-from sinkscope.sinks.first_token.layer_view import flat_number, view_layer
 from sinkscope.sinks.first_token.places import SPIKE_RATIO
 from sinkscope.trace import Observer, attention_rows, trace
+from sinkscope.trace.layer_view import flat_number, view_layer
 
 SPIKE_SHARE = 0.5  # a norm spikes from this share of the first token's norm on (Yona et al. 2025, Table 1)
 

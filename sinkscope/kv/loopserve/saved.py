@@ -102,7 +102,7 @@ def write_conversation(
         saved.append({name: getattr(layer, name) for name in SavedLayer.__dataclass_fields__})
         place = f"layers.{layer.number}"
         tensors |= {f"{place}.keys": layer.keys, f"{place}.values": layer.values, f"{place}.pos": layer.pos}
-        for name in layer.numbers.names():
+        for name in layer.numbers:
             tensors[f"{place}.numbers.{name}"] = layer.extra(name)
     for number, memory in enumerate(sequence.memory.values()):
         for name, values in memory.items():
@@ -154,8 +154,7 @@ def _layer(
         layer.keep_slots(None, tensors["pos"])
     for name, value in vars(facts).items():
         setattr(layer, name, value)
-    for name, values in _under("numbers.", tensors).items():
-        layer.numbers.set(name, values)
+    layer.numbers = _under("numbers.", tensors)
     return layer
 
 

@@ -21,12 +21,12 @@ from sinkscope.sinks.first_token.attention_received import (
     with_long_texts,
 )
 from sinkscope.sinks.first_token.effects import Edit, Trial, side_by_side
-from sinkscope.sinks.first_token.entering import Entering
 from sinkscope.sinks.first_token.layer_scan import LayerScan, scan_layers
 from sinkscope.sinks.first_token.members import Heads
 from sinkscope.sinks.first_token.places import Description, Places, Rule, describe, spike_places, texts_with
 from sinkscope.sinks.first_token.records import SinkRate
 from sinkscope.sinks.tokens import TokenRows
+from sinkscope.trace.entering import Entering
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,8 +76,15 @@ class SinkContext:
     def trial(
         self, edits: Sequence[Edit], length: int | None = None, texts: int | None = None, **reading: Any
     ) -> Trial:
-        """Edits whose effects are read at the places, in some of the texts up to a length, or to the last place."""
-        length = length or self.up_to_place
+        """Edits whose effects are read at the places, in some of the texts up to a length, or to the last place.
+
+        If all texts are the same up to the same place, such as a BOS token, up to there one of them is enough.
+        """
+        if length is None:
+            length = self.up_to_place
+            begins = self.ids[:, :length]
+            if bool((begins == begins[0]).all() & (self.at == self.at[0]).all()):
+                texts = 1
         return Trial(
             self.ids[:texts, :length],
             edits,

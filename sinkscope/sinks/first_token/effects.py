@@ -25,10 +25,10 @@ from sinkscope.measure.evidence import NEEDED
 from sinkscope.models.hooks import first_tensor, on_hidden, on_input, on_output
 from sinkscope.models.norms import norm_of
 from sinkscope.models.target import LayerInput, Target
-from sinkscope.sinks.first_token.entering import NOT_READ, Entering
 from sinkscope.sinks.first_token.members import Heads, Sites
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.tap.observers import visible_rows
+from sinkscope.trace.entering import NOT_READ, Entering
 from sinkscope.trace.sites import resolve
 
 ComponentKind = Literal["token embedding", "position embedding", "attention", "mixer", "head", "mlp", "key bias"]

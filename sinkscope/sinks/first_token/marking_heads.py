@@ -29,10 +29,10 @@ from sinkscope.measure.margin import margin_of
 from sinkscope.models.hooks import on_input
 from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.absence import SpikeAbsence
-from sinkscope.sinks.first_token.layer_view import columns, flat_number, view_layer
 from sinkscope.sinks.first_token.members import CONTROL_DRAWS, Neuron
 from sinkscope.sinks.first_token.sets import sink_neurons
 from sinkscope.sinks.tokens import TokenRows, first_tokens
+from sinkscope.trace.layer_view import columns, flat_number, view_layer
 from sinkscope.trace.run import trace
 
 PRESENT = 0.5  # share of the sink neurons' activation from which the sink counts as present

@@ -11,7 +11,8 @@ from sinkscope.models.norms import norm_of
 from sinkscope.sinks.first_token.context import SinkContext
 from sinkscope.sinks.first_token.effects import BATCH_ELEMENTS, Edit
 from sinkscope.sinks.first_token.layer_scan import repeats_until_half
-from sinkscope.sinks.first_token.layer_view import (
+from sinkscope.sinks.first_token.members import CONTROL_DRAWS, Member, Neuron
+from sinkscope.trace.layer_view import (
     LayerView,
     contribution_norms,
     expert_and_neuron,
@@ -21,7 +22,6 @@ from sinkscope.sinks.first_token.layer_view import (
     ranks,
     view_layer,
 )
-from sinkscope.sinks.first_token.members import CONTROL_DRAWS, Member, Neuron
 from sinkscope.trace.run import trace
 
 CAUSAL_DROP = 0.1  # zeroing a causal neuron removes at least this share of the norm

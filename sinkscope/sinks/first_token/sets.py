@@ -92,11 +92,12 @@ class _SpikeSearch:
         return self.context.trial(silencing(sets), length, texts, **reading)
 
     def answer(self, *trials: Trial) -> list[Effects]:
-        """Run trials in one walk, and remember the norms of the first."""
+        """Run trials in one walk, and remember the norms of the first in all texts."""
         answers = side_by_side(self.context.target, trials)
-        self.asked[()] = answers[0].intact_norms
+        texts = len(self.context.ids)
+        self.asked[()] = answers[0].intact_norms.expand(texts, -1)
         for edit, norms in zip(trials[0].edits, answers[0].norms, strict=True):
-            self.asked[edit.zero] = norms
+            self.asked[edit.zero] = norms.expand(texts, -1)
         return answers
 
     def norms(self, sets: Sequence[Sites]) -> Float[Tensor, "set text layer"]:

@@ -30,8 +30,8 @@ from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.measure import PIECE, Option, Result, Setup, measurement
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
-from sinkscope.sinks.first_token.layer_view import flat_number, neutral_post, neutral_up, neutral_view
 from sinkscope.sinks.tokens import TokenRows
+from sinkscope.trace.layer_view import flat_number, neutral_post, neutral_up, neutral_view
 
 CHARACTERS = 8  # largest number of characters per token, as in `text_rows`
 NEUTRAL_CHARACTERS = CHARACTERS * 4 * PIECE  # of the text that neutral values are taken from

@@ -18,11 +18,9 @@ from sinkscope.models.down_projections import w_out, w_out_norms
 from sinkscope.models.experts import Experts, Routed
 from sinkscope.models.hooks import first_tensor, on_input, on_output
 from sinkscope.models.target import LayerInput, Target
-from sinkscope.sinks.first_token.entering import NOT_READ, Entering
-from sinkscope.sinks.tokens import TokenRows
+from sinkscope.trace.entering import NOT_READ, Entering
 
 NEUTRAL_ELEMENTS = 1 << 24  # most activations of typical text that are kept: 64 MB
-COLUMNS_AT_ONCE = 1024  # columns of a down projection whose norms are computed together
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class LayerView:
 def view_layer(
     target: Target,
     layer: int,
-    ids: TokenRows,
+    ids: Int[Tensor, "row pos"],
     where: Bool[Tensor, "row pos"],
     start: LayerInput | None = None,
 ) -> LayerView:
@@ -160,13 +158,7 @@ def contribution_norms(
         neurons = slice(start, start + target.width(layer, expert))
         if not bool(view.post[:, neurons].any()):  # read columns only of experts that write anything
             continue
-        if gain is None:
-            norms = w_out_norms(target, layer, expert).float()
-        else:
-            parts = []
-            for some in torch.arange(target.width(layer, expert)).split(COLUMNS_AT_ONCE):
-                parts.append((w_out(target, layer, some.tolist(), expert).float() * gain).norm(dim=-1))
-            norms = torch.cat(parts)
+        norms = w_out_norms(target, layer, expert, gain)
         contributions[:, neurons] = view.post[:, neurons].abs() * norms
     return contributions
 
@@ -204,7 +196,7 @@ def columns(target: Target, layer: int, neurons: Int[Tensor, " k"]) -> Float[Ten
     return torch.cat(written)
 
 
-def neutral_view(target: Target, layer: int, ids: TokenRows, entering: Entering = NOT_READ) -> LayerView:
+def neutral_view(target: Target, layer: int, ids: Int[Tensor, "row pos"], entering: Entering = NOT_READ) -> LayerView:
     """The layer on typical text without first tokens, at as many positions as 64 MB of activations allow.
 
     Args:
