@@ -86,7 +86,6 @@ RESIDUAL = {"hook_attn_out", "hook_resid_mid"}
         ("llama", {"mid": "mlp.down_proj"}, RESIDUAL),
         ("llama", {"mid": None}, set()),  # the parts are taken for parallel, and their sum is still right
         ("llama", {"q": "self_attn.k_proj"}, {"attn.hook_q"}),
-        ("llama", {"q": "input_layernorm"}, {"attn.hook_q"}),  # it moves all heads
         ("qwen3", {"q": "self_attn.o_proj"}, {"attn.hook_q"}),
         ("llama", {"k": "self_attn.v_proj", "v": "self_attn.k_proj"}, {"attn.hook_k", "attn.hook_v"}),
         ("gpt_neox", {"qkv_layout": "beside"}, {"attn.hook_q", "attn.hook_k", "attn.hook_v"}),
