@@ -14,17 +14,10 @@ from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.output import read_json
 from sinkscope.models.beside import TOKENIZER_FILES, check_beside, check_generation
 
-_FLOATS = ("float32", "bfloat16", "float16", "float64")
-_SHORT = {
-    "fp32": "float32",
-    "float": "float32",
-    "f32": "float32",
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "half": "float16",
-    "f16": "float16",
-    "fp64": "float64",
-    "double": "float64",
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_SHORT = {  # beside the names that torch has, such as "half"
+    **{"fp32": "float32", "f32": "float32", "bf16": "bfloat16"},
+    **{"fp16": "float16", "f16": "float16", "fp64": "float64"},
 }
 _CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")  # lists in a config with an entry per layer
@@ -84,13 +77,13 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     if dtype is None or dtype == "auto":
         return None
     name = str(dtype).lower().removeprefix("torch.")
-    name = _SHORT.get(name, name)
-    if name not in _FLOATS:
+    kind = getattr(torch, _SHORT.get(name, name), None)
+    if kind not in _FLOATS:
         raise SinkscopeError(
             f"dtype {str(dtype)!r} is not one that models run in; expected float32, bfloat16, float16, float64 or auto",
             page="unknown-dtype",
         )
-    return getattr(torch, name)
+    return kind
 
 
 def parse_device(device: torch.device | str | None) -> torch.device:

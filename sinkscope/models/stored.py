@@ -11,15 +11,8 @@ from torch import nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 
-_ONE_BYTE = ("I8", "U8", "F8_")  # how the types of quantised weights begin in a safetensors header
-_HEADER_TYPES = {
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
-}
+# How the types of quantised weights begin in a safetensors header, and in torch.
+_ONE_BYTE = ("I8", "U8", "F8_", "int8", "uint8", "float8_")
 _MATRICES = (2, 3)  # dimensions of weights; masks that old checkpoints store in one byte have 4
 _PACKED = (".qweight", ".weight_packed", "_blocks")  # names of weights of 4 bits, several to a number
 
@@ -46,7 +39,7 @@ def check_quantised(name: str, config: Any, dtypes: Mapping[str, tuple[str, int]
     Args:
         name: Name of the model, for errors.
         config: Content of its config.json.
-        dtypes: Type, as in a safetensors header, and number of dimensions of each tensor.
+        dtypes: Type, as in a safetensors header or in torch, and number of dimensions of each tensor.
 
     Raises:
         UnsupportedError: They come without one.
@@ -73,7 +66,7 @@ def check_pickled(name: str, config: Any, files: Iterable[Path]) -> None:
     for file in files:
         for tensor, value in torch.load(file, map_location="meta", weights_only=True).items():
             if isinstance(value, torch.Tensor):
-                dtypes[tensor] = _HEADER_TYPES.get(value.dtype, ""), value.ndim
+                dtypes[tensor] = str(value.dtype).removeprefix("torch."), value.ndim
     check_quantised(name, config, dtypes)
 
 

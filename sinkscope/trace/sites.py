@@ -71,16 +71,6 @@ _PLACES = {
     "attn.hook_z": _Place(lambda a: a.o, "pre", _heads),
     "attn.hook_pattern": _Place(lambda a: ""),
 }
-_PROVED = {
-    "hook_attn_out",
-    "hook_resid_mid",
-    "hook_mlp_out",
-    "attn.hook_q",
-    "attn.hook_k",
-    "attn.hook_v",
-    "attn.hook_z",
-}
-"""Places that are proved by sums and products when a model is loaded, or first used."""
 _LAST = ("ln_final", "logits")  # what the unembedding reads, and what it gives
 
 
@@ -164,7 +154,7 @@ def _path(target: Target, layer: int, part: str) -> str:
     path = _PLACES[part].path(adapter)
     is_projection = part in ("attn.hook_q", "attn.hook_k", "attn.hook_v")
     unproved = dict(adapter.unproved)
-    reason = unproved.get(f"blocks.{layer}.{part}", unproved.get("*") if part in _PROVED else None)
+    reason = unproved.get(f"blocks.{layer}.{part}", unproved.get("*"))
     if reason is not None:
         raise UnsupportedError(
             f"site 'blocks.{layer}.{part}' is not offered on {adapter.model_type}, because its place could not be "

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from checkpoints import checkpoint
-from covering import each_other, slow
+from covering import each_other
 from intervention_kit import count_hooks
 from organisms.decoders import decoder
 from organisms.tiny import MODEL_TYPES, tiny_model
@@ -26,9 +26,9 @@ IDS = torch.tensor([[1, 10, 11, 12, 13]])
 SQUARE = {"intermediate_size": 32, "num_key_value_heads": 4}
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_sound_models_pass_and_numbers_are_small(model_type):
-    report = probe(target_of(tiny_model(model_type)[0]))
+@pytest.mark.parametrize(("seed", "model_type"), enumerate(MODEL_TYPES))
+def test_sound_models_pass_and_numbers_are_small(seed, model_type):
+    report = probe(target_of(tiny_model(model_type, seed=seed)[0]))
     assert report.problem is None
     assert max(report.edit_error, report.attention_error, report.row_sum_error) < 1e-5
     assert report.logits_change > 0.1
@@ -40,13 +40,6 @@ def test_sound_models_pass_and_numbers_are_small(model_type):
 )
 def test_half_precision_is_no_false_alarm(model_type, dtype):
     assert probe(target_of(tiny_model(model_type)[0].to(dtype))).problem is None
-
-
-@pytest.mark.parametrize("seed", [1, 2, *(slow(s) for s in (0, 3, 4))])
-def test_other_weights_are_no_false_alarm(seed):
-    for model_type in ("llama", "qwen3", "gpt_neox", "mixtral"):
-        report = probe(target_of(tiny_model(model_type, seed=seed, num_hidden_layers=1)[0]))
-        assert report.problem is None, (model_type, report)
 
 
 GAINS = [

@@ -18,6 +18,7 @@ from sinkscope import find_sinks, load
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.checkpoint import SafetensorsSource
 from sinkscope.models.fingerprint import fingerprint
+from sinkscope.opening.live import target_of
 from sinkscope.opening.stream import open_stream
 
 DOWN = "model.layers.2.mlp.down_proj.weight"
@@ -42,21 +43,31 @@ def cached(cache: Path) -> list[Path]:
     return [f for f in (cache / "hub").rglob("*") if f.is_file() and "models--" in str(f) and ".lock" not in f.name]
 
 
-def test_full_download(saved, tmp_path):
+@pytest.mark.parametrize("shards", ["20KB", "1GB"])
+def test_full_download(tmp_path, shards):
+    """By hub id and by short name; what came once is there offline, and is enough for a stream."""
+    repo, folder = "meta-llama/Llama-2-7b-hf", checkpoint("llama", shards)
     with hub(tmp_path) as server:
-        commit = server.add("org/name", saved["main"])
-        online = load("org/name", backend="hf")
-        weights = {file.name for file in saved["main"].glob("*safetensors*")}
-        assert {file for file in server.fetched() if "safetensors" in file} == weights
+        commit = server.add(repo, folder)
+        models = [load(repo, backend="hf")]
+        assert {file for file in server.fetched() if "safetensors" in file} == {
+            file.name for file in folder.glob("*safetensors*")
+        }
         server.log.clear()
-        again = load("org/name", backend="hf")
+        models.append(load("llama-2-7b", backend="hf"))
         assert not server.fetched(), "a second load comes from the cache"
+        assert not [path for _, path in server.log if ".bin" in path]
     with hub(tmp_path, offline=True) as server:
-        offline = load("org/name", backend="hf")
+        models.append(load("llama-2-7b", backend="hf"))
+        source = SafetensorsSource(repo)
+        assert fingerprint(source) == commit
+        expected = tiny_model("llama")[0]
+        assert torch.equal(source.tensors([DOWN])[DOWN], expected.get_parameter(DOWN))
         assert not server.log
-        assert fingerprint(SafetensorsSource("org/name")) == commit
-    for model in (online, again, offline):
-        assert_close(dict(model.state_dict()), dict(tiny_model("llama", 0)[0].state_dict()), rtol=0, atol=0)
+    for model, name in zip(models, (repo.split("/")[1], "llama-2-7b", "llama-2-7b"), strict=True):
+        assert_close(dict(model.state_dict()), dict(expected.state_dict()), rtol=0, atol=0)
+        assert (model.config._name_or_path, model.config._commit_hash) == (repo, commit)
+        assert target_of(model).name == name and model.tokenizer("poem")["input_ids"][0] == 1
 
 
 def test_revision(saved, tmp_path):
@@ -108,15 +119,6 @@ def test_another_kind_of_model_is_refused_before_its_weights_are_fetched(tmp_pat
             with pytest.raises(SinkscopeError, match="org/bert is another kind of model"):
                 opened("org/bert")
         assert set(server.fetched()) == {"config.json"}
-
-
-def test_one_file_and_then_offline(tmp_path):
-    with hub(tmp_path) as server:
-        server.add("org/single", checkpoint("llama"))
-        open_stream("org/single")
-    with hub(tmp_path, offline=True):
-        found = SafetensorsSource("org/single").tensors([DOWN])[DOWN]
-    assert torch.equal(found, tiny_model("llama")[0].get_parameter(DOWN))
 
 
 def test_repo_without_config_or_weights(saved, tmp_path):

@@ -206,22 +206,6 @@ def test_gguf_computes_what_was_written(gguf):
 # -- names and hubs ------------------------------------------------------------------------------------------------
 
 
-def test_short_name_and_hub_id_are_downloaded(tmp_path):
-    with hub(tmp_path) as server:
-        commit = server.add("meta-llama/Llama-2-7b-hf", checkpoint("llama"))
-        for spelled in ("llama-2-7b", "meta-llama/Llama-2-7b-hf"):
-            model = load(spelled, backend="hf")
-            target = target_of(model)
-            assert target.name == spelled.split("/")[-1]
-            assert model.config._name_or_path == "meta-llama/Llama-2-7b-hf"
-            assert model.config._commit_hash == commit
-            assert_close(logits(model, IDS), logits(tiny_model("llama")[0], IDS), atol=1e-6, rtol=0)
-            assert target.tokenizer("poem")["input_ids"][0] == 1
-        bridge = load("llama-2-7b")
-        assert target_of(bridge).kind == "bridge"
-        assert not [path for _, path in server.log if ".bin" in path]
-
-
 def test_a_folder_that_shares_a_models_name_does_not_hide_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gpt2").mkdir()
