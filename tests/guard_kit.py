@@ -40,15 +40,15 @@ def feed(model, prompt: Tensor, mask: Tensor, tokens: Tensor, cache: DynamicCach
 
 
 @torch.no_grad()
-def dense(model, row: Tensor, events: list[Event], lag: int = 0) -> Tensor:
+def dense(model, row: Tensor, events: list[Event]) -> Tensor:
     """Logits of a stock model for one unpadded row, computed at once, without what the events took from the cache.
 
-    Tokens after an event (and `lag` more) do not see positions before it that it did not keep.
+    Tokens after an event do not see positions before it that it did not keep.
     """
     total = len(row)
     sees = torch.ones(total, total, dtype=torch.bool).tril()
     for event in events:
-        end = event.position + lag + 1
+        end = event.position + 1
         kept = {p for start, stop in event.data["kept"] for p in range(start, stop)}
         gone = [p for p in range(end) if p not in kept]
         sees[end:, gone] = False

@@ -23,24 +23,8 @@ from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.opening.live import target_of
 
 FAMILIES = (
-    "gpt2",
-    "gpt_neox",
-    "opt",
-    "phi",
-    "phi3",
-    "llama",
-    "mistral",
-    "mixtral",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "olmo",
-    "olmo2",
-    "gpt_oss",
-)
+    "gpt2 gpt_neox opt phi phi3 llama mistral mixtral qwen2 qwen3 qwen3_moe gemma gemma2 gemma3_text olmo olmo2 gpt_oss"
+).split()
 WINDOWED = ("mistral", "gemma2", "gemma3_text", "gpt_oss", "phi3")
 """Their windows are 16; Phi-3 gets one by `model_of`."""
 

@@ -218,20 +218,6 @@ def _dense(flow: Flow, sees: dict[int, Tensor] | None) -> Logits:
     return plain_logits(model, ids[flow.places], mask[flow.places], sees)[:, flow.prompt - 1 :]
 
 
-def compare(factory: Factory, flow: Flow) -> tuple[Logits, Logits]:
-    """The logits that a cache gives, and those that are right, `[row step vocab]`, from the prompt's last token on.
-
-    Without a budget, the logits of the plain model are right. With one, they are those of a pass without a cache in
-    which every query sees what the cache had kept for it, at the positions at which it was read.
-
-    Args:
-        factory: Takes a model, and perhaps more (`subject.KNOWN`).
-        flow: The use.
-    """
-    outcome = outcome_of(factory, flow)
-    return outcome.logits, right_logits(flow, outcome)
-
-
 def error_of(seen: Logits, right: Logits) -> float:
     """The largest difference of two logits, divided by the standard deviation of the right ones."""
     difference = (seen.float() - right.float()).abs().max()

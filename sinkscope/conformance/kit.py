@@ -21,6 +21,8 @@ TOLERANCE = 1e-3
 """Largest error of logits, in standard deviations of the right ones, of a cache that is exact but for rounding."""
 SEEN = "[sees.sum(-1) for sees in outcome.sees.values()]"
 """How many tokens each query sees, as Python that shows it."""
+ERROR = "(outcome.logits - right_logits(flow, outcome)).abs().max()"
+"""The largest error of the logits, as Python that shows it."""
 ROTATED = "keys are rotated again, so no mask says what is right: facts on both sides of a hole say it"
 _OPERATIONS = ("crop", "reset", "reorder_cache")
 
@@ -36,10 +38,10 @@ class FaultError(Exception):
         expected: What is right.
         seen: What was seen.
         flow: The smallest of the uses tried that fails.
-        shows: What of the outcome shows it, as Python; empty: the logits beside the right ones.
+        shows: What of the outcome shows it, as Python.
     """
 
-    def __init__(self, expected: str, seen: str, flow: Flow, shows: str = "") -> None:
+    def __init__(self, expected: str, seen: str, flow: Flow, shows: str = ERROR) -> None:
         super().__init__(expected, seen, flow, shows)
         self.expected = expected
         self.seen = seen
@@ -89,25 +91,15 @@ class Kit:
         except ApartError as error:
             return CheckedBehaviour(words, "does not apply", "", str(error))
         except FaultError as error:
-            lines = self._reproduction(error.flow, error.shows)
-            return CheckedBehaviour(words, "fails", error.expected, error.seen, lines)
-
-    def _reproduction(self, flow: Flow, shows: str) -> str:
-        module, _, function = self.place.partition(":")
-        lines = [f"from {module} import {function}"]
-        if shows:
-            lines += [
-                "from sinkscope.conformance.flow import Flow, outcome_of",
-                f"outcome = outcome_of({function}, {flow})",
-                f"print({shows})",
+            module, _, function = self.place.partition(":")
+            lines = [
+                f"from {module} import {function}",
+                "from sinkscope.conformance.flow import Flow, outcome_of, right_logits",
+                f"flow = {error.flow}",
+                f"outcome = outcome_of({function}, flow)",
+                f"print({error.shows})",
             ]
-        else:
-            lines += [
-                "from sinkscope.conformance.flow import Flow, compare",
-                f"seen, right = compare({function}, {flow})",
-                "print((seen - right).abs().max())",
-            ]
-        return "\n".join(lines)
+            return CheckedBehaviour(words, "fails", error.expected, error.seen, "\n".join(lines))
 
     @property
     def evicts(self) -> bool:

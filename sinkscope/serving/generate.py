@@ -164,9 +164,14 @@ def generate(
 def _with_run(generated: Generated, run: Run, row: int, start: int) -> Generated:
     """A row of a batch whose first prompt is number `start`, with what the interventions did."""
     usage, read = run.usage[-1:], tokens_read(run)[-1:]
+    last = generated.prompt_tokens + len(generated.tokens) - 1
+    events: list[Event] = []
+    for event in run.events:  # a row that has ended continues as padding until the last row ends
+        if event.row == row and (event.kind == LoopGuard.KIND or event.position <= last):
+            events.append(replace(event, row=start + row))
     return replace(
         generated,
-        events=_row_events(run, row, generated.prompt_tokens + len(generated.tokens) - 1, start),
+        events=events,
         held=usage[0].mean_tokens[row] if usage else None,
         read=read[0][row] if read else None,
         summary=run.summary(),
@@ -180,18 +185,6 @@ def _continued(target: Target, rows: list[list[int]], options: dict[str, Any], r
     ids, mask = padded(rows, pad, target.device)
     output = generate_in_pieces(run, target.hf, ids, attention_mask=mask, pad_token_id=pad, **options)
     return [to_end(row, ends) for row in output[:, ids.shape[1] :].tolist()]
-
-
-def _row_events(run: Run, row: int, last: int, start: int) -> list[Event]:
-    """Events of one row of a batch whose first prompt is number `start`, up to the position `last`.
-
-    A row that has ended continues as padding until the last row ends; events in that padding are dropped.
-    """
-    events: list[Event] = []
-    for event in run.events:
-        if event.row == row and (event.kind == LoopGuard.KIND or event.position <= last):
-            events.append(replace(event, row=start + row))
-    return events
 
 
 def ends_and_pad(target: Target) -> tuple[frozenset[int], int]:

@@ -21,6 +21,7 @@ from sinkscope.loops.streams import Alarm, Watch, pieces_of_line
 
 if TYPE_CHECKING:
     import httpx
+    from starlette.requests import Request
 
 LARGEST_REQUEST = 1 << 26
 """Bytes of the body of a request."""
@@ -172,7 +173,6 @@ def application(settings: ProxySettings, hosts: tuple[str, ...] = LOOPBACK) -> A
     from starlette.applications import Starlette
     from starlette.middleware import Middleware
     from starlette.middleware.trustedhost import TrustedHostMiddleware
-    from starlette.requests import Request
     from starlette.responses import JSONResponse, Response, StreamingResponse
     from starlette.routing import Route
 
@@ -185,8 +185,7 @@ def application(settings: ProxySettings, hosts: tuple[str, ...] = LOOPBACK) -> A
             body += part
             if len(body) > LARGEST_REQUEST:
                 return JSONResponse(_problem("the request is too large"), 413)
-        exchange = Exchange(settings, client, request.method, request.url.path, request.url.query)
-        exchange.headers = _passed_on(request.headers.raw, without=("host", "content-length", "accept-encoding"))
+        exchange = Exchange(settings, client, request)
         try:
             answer = await exchange.ask(bytes(body))
         except httpx.HTTPError as error:
@@ -215,67 +214,55 @@ class Exchange:
     Attributes:
         settings: How the proxy works.
         client: Connections to the server.
-        method: Method of the request.
-        path: Path of the request.
-        query: Query of the request.
-        headers: Headers that the server gets.
+        request: The request; its body is read apart.
     """
 
     settings: ProxySettings
     client: httpx.AsyncClient
-    method: str
-    path: str
-    query: str
-    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+    request: Request
 
     async def ask(self, body: bytes) -> httpx.Response:
         """Send the request to the server."""
         import httpx
 
-        headers = [*self.headers, (b"accept-encoding", b"identity")]  # the proxy has to read the answer
-        url = self.settings.url(self.path, self.query)
+        method, asked = self.request.method, self.request.url
+        headers = _passed_on(self.request.headers.raw, without=("host", "content-length", "accept-encoding"))
+        headers.append((b"accept-encoding", b"identity"))  # the proxy has to read the answer
+        url = self.settings.url(asked.path, asked.query)
         waits = httpx.Timeout(None, connect=30).as_dict()  # a server may think for long
-        content = body if body or self.method in ("POST", "PUT", "PATCH") else None
-        request = httpx.Request(self.method, url, headers=headers, content=content, extensions={"timeout": waits})
+        content = body if body or method in ("POST", "PUT", "PATCH") else None
+        request = httpx.Request(method, url, headers=headers, content=content, extensions={"timeout": waits})
         return await self.client.send(request, stream=True)
 
     async def watched(self, answer: httpx.Response, events: bool, body: bytes) -> AsyncIterator[bytes]:
         """Pass on an answer until it ends or loops; with `retry`, one that loops is replaced by another."""
-        held: list[bytes] | None = None
         again: bytes | None = None
         if self.settings.retry:
-            again = with_penalty(self.path, body)
-            held = [] if again is not None else None
+            again = with_penalty(self.request.url.path, body)
+        held = bytearray()
         watch = StreamWatch(self.settings.monitor, events)
-        size = 0
         async for part in _until_alarm(answer, watch):
-            if held is None:
-                yield part
-                continue
-            held.append(part)
-            size += len(part)
-            if size > LARGEST_HELD:
-                yield b"".join(held)
-                held = None
-        if watch.alarm is None:
-            yield b"".join(held or ())
-            return
-        if held is None or again is None:
-            self._log("cut", watch)
-            yield watch.ending(retried=False)
-            return
-        second = await self._another(again)
+            held += part
+            if again is None or len(held) > LARGEST_HELD:
+                again = None
+                yield bytes(held)
+                held.clear()
+        second: httpx.Response | None = None
+        what = "cut"
+        if watch.alarm is not None and again is not None:
+            second = await self._another(again)
+            what = "cut, and the server refused another try"
         if second is None:
-            self._log("cut, and the server refused another try", watch)
-            yield b"".join(held) + watch.ending(retried=False)
-            return
-        self._log("asked again with a penalty", watch)
-        watch = StreamWatch(self.settings.monitor, events)
-        async for part in _until_alarm(second, watch):
-            yield part
+            yield bytes(held)
+        else:
+            self._log("asked again with a penalty", watch)
+            what = "cut in the second try"
+            watch = StreamWatch(self.settings.monitor, events)
+            async for part in _until_alarm(second, watch):
+                yield part
         if watch.alarm is not None:
-            self._log("cut in the second try", watch)
-            yield watch.ending(retried=True)
+            self._log(what, watch)
+            yield watch.ending(retried=second is not None)
 
     async def _another(self, body: bytes) -> httpx.Response | None:
         """A second answer; None if the server refuses."""
@@ -293,7 +280,7 @@ class Exchange:
     def _log(self, what: str, watch: StreamWatch) -> None:
         about = watch.about()
         place = f"token {about.get('token')}, period {about.get('period', 'unknown')}"
-        self.settings.log(f"{self.method} {self.path[:80]}: a loop at {place}; {what}")
+        self.settings.log(f"{self.request.method} {self.request.url.path[:80]}: a loop at {place}; {what}")
 
 
 async def raw_parts(answer: httpx.Response) -> AsyncIterator[bytes]:

@@ -25,7 +25,7 @@ def test_the_named_check_catches_a_fault(name):
     assert Kit("right:one", fault.right, tolerance).checked(fault.check).verdict == "passes"
 
 
-@pytest.mark.parametrize("factory", every_nth(RIGHT, 6), ids=lambda factory: factory.__name__)
+@pytest.mark.parametrize("factory", every_nth(RIGHT, 5), ids=lambda factory: factory.__name__)
 def test_right_caches_pass(factory):
     name = factory.__name__
     if name == "quantized_cache":

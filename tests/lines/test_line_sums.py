@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from covering import slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from organisms import MODEL_TYPES, tiny_model
@@ -120,7 +121,10 @@ def test_nothing_of_query_times_key_is_kept():
     assert chunk * heads * n <= largest <= chunk * heads * (n + chunk) < n * n / 20
 
 
-@pytest.mark.parametrize("model_type", [m for m in MODEL_TYPES if m != "falcon"])
+QUICK = "llama gemma2 gpt_oss mistral gpt2 phi3 qwen3_moe opt".split()
+
+
+@pytest.mark.parametrize("model_type", [m if m in QUICK else slow(m) for m in MODEL_TYPES if m != "falcon"])
 @torch.no_grad()
 def test_sums_are_those_of_the_models_own_attention(model_type):
     """GQA, windows, soft cap, learned sinks, norms on queries and keys, other scalings: whatever the family does."""

@@ -172,34 +172,31 @@ def test_what_the_server_forbids_stays_forbidden():
     assert small.tolist() == [1.0, 0.5]
 
 
-@pytest.mark.parametrize(
-    ("sent", "said"),
-    [
-        ({"actions": ["pause"]}, r"actions\[0\] is 'pause', expected 'stop' or 'force'"),
-        ({"actions": []}, "actions is .*, expected .*at least 1 item"),
-        ({"actions": ["force"]}, "needs tokens"),
-        ({"action": "stop"}, "action is 'stop', expected .*"),
-        ({"end": -1}, "end is -1"),
-        ({"tokens": [-1]}, r"tokens\[0\] is -1"),
-        ({"monitor": {"window": "long"}}, "monitor.window is 'long', expected"),
-        ({"monitor": {"window": 10**18}}, "monitor.window is 10*: expected at most 1000000"),
-        (
-            {"monitor": {"window": 10**30}},
-            "monitor.window is 10{30}: expected at most|sinkscope is .*: expected JSON",
-        ),
-        ({"monitor": {"tail_repeats": float("inf")}}, "monitor.tail_repeats is inf: expected at most 1000000"),
-        ({"monitor": {"rule": "signals", "voters": ["p1"], "votes": 1}}, "pass p_max"),
-        ("stop", "sinkscope is 'stop': expected JSON such as"),
-        ([1], "expected JSON such as"),
-    ],
-)
+REFUSED = {  # JSON of a request's settings
+    '{"actions": ["pause"]}': "actions\\[0\\] is 'pause', expected 'stop' or 'force'",
+    '{"actions": []}': "actions is .*, expected .*at least 1 item",
+    '{"actions": ["force"]}': "needs tokens",
+    '{"action": "stop"}': "action is 'stop', expected .*",
+    '{"end": -1}': "end is -1",
+    '{"tokens": [-1]}': "tokens\\[0\\] is -1",
+    '{"monitor": {"window": "long"}}': "monitor.window is 'long', expected",
+    f'{{"monitor": {{"window": {10**18}}}}}': "monitor.window is 10*: expected at most 1000000",
+    f'{{"monitor": {{"window": {10**30}}}}}': "window is 10{30}: expected at most|sinkscope is .*: expected JSON",
+    '{"monitor": {"tail_repeats": Infinity}}': "monitor.tail_repeats is inf: expected at most 1000000",
+    '{"monitor": {"rule": "signals", "voters": ["p1"], "votes": 1}}': "pass p_max",
+    '"stop"': "sinkscope is 'stop': expected JSON such as",
+    "[1]": "expected JSON such as",
+}
+
+
+@pytest.mark.parametrize(("sent", "said"), REFUSED.items())
 def test_bad_settings_are_refused_at_the_door(sent, said):
-    for form in (sent, json.dumps(sent)) if not isinstance(sent, str) else (sent,):
+    for form in (sent, json.loads(sent)):
         params = kit.SamplingParams(extra_args={"sinkscope": form})
         with pytest.raises(ValueError, match=said):  # vLLM answers such a request with this message
             serving.VllmLoopProcessor.validate_params(params)
     server = kit.Overlapped(serving.SglangLoopProcessor())  # SGLang has no door: the request goes on unwatched
-    request = kit.Request(looping(80), kit.SamplingParams(extra_args={"sinkscope": sent}))
+    request = kit.Request(looping(80), kit.SamplingParams(extra_args={"sinkscope": json.loads(sent)}))
     kit.play(server, Random(0), [request])
     assert request.edited == []
 
