@@ -840,6 +840,7 @@ def calm(b: Build, marking: Marking = ()):
     raise AssertionError("heads attend to the first token by chance, again and again")
 
 
+@torch.no_grad()
 def attentions(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """The model's own eager attention, [layer, row, head, query, key]."""
     usual = model.config._attn_implementation
