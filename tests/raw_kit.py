@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
+from organisms.hard import attentions as attention  # noqa: F401  (beside the other views of a model)
 from torch import Tensor, nn
 
 
@@ -50,16 +51,6 @@ def norms(model, tokens: Tensor) -> Tensor:
     for handle in handles:
         handle.remove()
     return torch.stack(seen)
-
-
-@torch.no_grad()
-def attention(model, tokens: Tensor) -> Tensor:
-    """The model's own attention: [layer, row, head, query, key]."""
-    usual = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    out = model(tokens, output_attentions=True, use_cache=False)
-    model.set_attn_implementation(usual)
-    return torch.stack(out.attentions)
 
 
 @contextmanager

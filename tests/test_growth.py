@@ -7,8 +7,10 @@ import random
 import time
 import tracemalloc
 from collections.abc import Callable
+from itertools import product
 
 import pytest
+from covering import covering
 
 from sinkscope.app.cli import main
 
@@ -80,11 +82,7 @@ FOLLOWED = [
 ]
 WHOLE = [one_line, lines, a_loop, no_space, one_json_line, json_lines, session, one_message]
 QUICK = {("--follow", one_json_line), ("--follow", one_event), ("", one_message)}
-CASES = []
-for _case in [*[("--follow", _made) for _made in FOLLOWED], *[("", _made) for _made in WHOLE]]:
-    CASES.append(
-        pytest.param(*_case, marks=() if _case in QUICK else pytest.mark.slow, id=f"{_case[0]}{_case[1].__name__}")
-    )
+CASES = covering([*product(["--follow"], FOLLOWED), *product([""], WHOLE)], QUICK)
 
 
 def seconds(path, option: str) -> float:

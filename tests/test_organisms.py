@@ -108,7 +108,7 @@ def test_truth(family, kind):
 def test_gpt2_marks_the_position_only():
     o = organism("gpt2", 3)
     sink = o.truth.sink_layer
-    assert not o.truth.whole_mechanism and o.truth.marking_heads == ()
+    assert o.truth.group_heads == {}
     curve = norms(o.model, o.repeated(600))[sink, 0]
     assert curve[1:].max() < 0.1 * curve[0]
     assert norms(o.model, torch.tensor([[40, 40]]))[sink, 0, 0] > 0.8 * curve[0]

@@ -26,7 +26,6 @@ FAST = (
     ("convolution_marks", "lfm2"),
     ("spike_or_embedding", "gpt2"),
     ("silent_twin", "phi"),
-    ("three_delimiters", "gpt2"),
     ("two_sinks", "llama"),
     ("idle_key_bias", "gpt2"),
 )

@@ -29,6 +29,7 @@ from sinkscope.trace.layer_view import (
 )
 
 from .decoders import byte_tokenizer, decoder
+from .products import Products, products_of
 from .site_check import check_sites
 from .views import filled
 
@@ -346,63 +347,34 @@ def _ids() -> Tensor:
 
 
 def _check_attention(report: TypeReport, target: Target):
-    """Rows equal those that the model's own eager attention returns."""
-    model = target.hf
+    """Rows equal those that the model's own eager attention multiplies values with."""
     layers = [layer for layer in range(target.n_layers) if target.has_attention(layer)]
     sites = [f"blocks.{layer}.attn.hook_pattern" for layer in layers]
     rows = report.attempt("attention", lambda: ss.trace(target, _ids(), sites))
     if rows is None:
         return
-    before = model.config._attn_implementation
-    own = {}
-    hooks = []
-    for layer in layers:
-
-        def keep(_module, _args, _kwargs, output, layer: int = layer):
-            weights = [part for part in output if isinstance(part, Tensor) and part.shape[-2:] == (LENGTH, LENGTH)]
-            if weights:  # Falcon returns none
-                own[layer] = weights[0]
-
-        hooks.append((target.sub(layer, target.adapter.attn), "post", keep))
-    model.set_attn_implementation("eager")
-    try:
-        with target.hooks(*hooks):
-            target.forward(_ids())
-    finally:
-        model.set_attn_implementation(before)
-    for layer, site in zip(layers, sites, strict=True):
-        if layer not in own:
+    multiplied = products_of(target.hf, [target.layers[layer] for layer in layers], _ids())
+    for site, products in zip(sites, multiplied, strict=True):
+        shown, own = rows[site][0].float(), products.rows
+        if own is None or products.value is None:  # Falcon has no eager attention
             continue
-        shown, weights = rows[site].float(), own[layer].float()
         if target.adapter.learned_sinks:
-            _check_learned_share(report, target, layer, shown)
-            shown, weights = shown / shown.sum(-1, keepdim=True), weights / weights.sum(-1, keepdim=True)
-        off = float((shown - weights).abs().max())
-        report.must(off < 1e-4, f"attention rows of layer {layer} are off by {off:.2g}")
+            weighted = shown @ products.value.repeat_interleave(len(shown) // len(products.value), 0)
+            report.must(_enters(products, weighted), f"{site} times values is not what the output projection reads")
+            shown, own = shown / shown.sum(-1, keepdim=True), own / own.sum(-1, keepdim=True)
+        off = float((shown - own).abs().max())
+        report.must(off < 1e-4, f"{site} is off by {off:.2g}")
 
 
-def _check_learned_share(report: TypeReport, target: Target, layer: int, rows: Tensor):
-    """Rows times values, and a constant, are what the output projection reads: a learned sink's share is out of it."""
-    kept = {}
-
-    def keep_values(_module, _args, _kwargs, output):
-        kept["values"] = output
-
-    def keep_heads(_module, args, _kwargs):
-        kept["heads"] = args[0].view(1, LENGTH, rows.shape[1], -1)
-
-    value, output = target.sub(layer, target.adapter.v or ""), target.output_projection(layer)
-    before = target.hf.config._attn_implementation
-    target.hf.set_attn_implementation("eager")
-    with target.hooks((value, "post", keep_values), (output, "pre", keep_heads)):
-        target.forward(_ids())
-    target.hf.set_attn_implementation(before)
-    values = kept["values"].view(1, LENGTH, -1, kept["heads"].shape[-1])
-    values = values.repeat_interleave(rows.shape[1] // values.shape[2], 2)
-    weighted = torch.einsum("bhqk,bkhd->bqhd", rows, values)
-    constant = (weighted * kept["heads"]).sum() / weighted.square().sum()
-    off = float((constant * weighted - kept["heads"]).abs().max())
-    report.must(off < 1e-4, f"attention rows of layer {layer} times values are off by {off:.2g}")
+def _enters(products: Products, heads: Tensor) -> bool:
+    """Whether a linear map of the layer reads a multiple of the heads: a learned sink's share is out of these."""
+    heads = heads.transpose(0, 1).flatten(1)
+    inputs = [entering.reshape(heads.shape) for entering, _ in products.linear if entering.numel() == heads.numel()]
+    for entering in inputs:
+        constant = float((heads * entering).sum() / heads.square().sum())
+        if bool((constant * heads - entering).abs().max() < 1e-4):
+            return True
+    return False
 
 
 def _check_generation(report: TypeReport, target: Target, quick: bool):

@@ -283,8 +283,7 @@ class Build:
 
     def seen(self, module: torch.nn.Module, where: Tensor | None = None) -> Tensor:
         """Mean of what leaves a module at these positions, [d_model]."""
-        out = self.probe(module).reshape(*self.tokens.shape, -1)
-        return out[self.first if where is None else where].mean(0)
+        return self.probe(module)[self.first if where is None else where].mean(0)
 
     def mlp_input(self, layer: int, where: Tensor | None = None) -> Tensor:
         """Mean of what the MLP of a layer gets at these positions, [d_model]."""
@@ -841,6 +840,7 @@ def calm(b: Build, marking: Marking = ()):
     raise AssertionError("heads attend to the first token by chance, again and again")
 
 
+@torch.no_grad()
 def attentions(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """The model's own eager attention, [layer, row, head, query, key]."""
     usual = model.config._attn_implementation

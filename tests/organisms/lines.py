@@ -20,9 +20,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from .tokens import BOS, EOS, N_SPECIAL, PAD, word_tokenizer
+from .loop import empty_model
+from .tokens import BOS, N_SPECIAL, word_tokenizer
 
 D_MODEL, HEAD_DIM, N_HEADS, N_KV, LAYERS = 48, 64, 4, 2, 2
 HALF, FAST = HEAD_DIM // 2, 12  # rotary pairs; those of them that tell positions apart
@@ -63,7 +64,10 @@ class LineOrganism:
 def line_organism(seed: int = 0, window: int | None = None) -> LineOrganism:
     """Build the organism of `seed`: in each layer a slash, a vertical, a mixed and a plain head, in random order."""
     rng = random.Random(f"lines {seed}")
-    config = MistralConfig(
+    model = empty_model(
+        "mistral",
+        BIG,
+        THETA,
         vocab_size=VOCAB,
         hidden_size=D_MODEL,
         intermediate_size=16,
@@ -72,23 +76,13 @@ def line_organism(seed: int = 0, window: int | None = None) -> LineOrganism:
         num_key_value_heads=N_KV,
         head_dim=HEAD_DIM,
         max_position_embeddings=4096,
-        rope_parameters={"rope_type": "default", "rope_theta": THETA},
-        tie_word_embeddings=False,
-        bos_token_id=BOS,
-        eos_token_id=EOS,
-        pad_token_id=PAD,
         sliding_window=window,
     )
-    with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they were
-        model = MistralForCausalLM(config).float().eval()
-    model.config.architectures = [type(model).__name__]
     offsets = {}
     vertical = set()
     plain = set()
     g = torch.Generator().manual_seed(rng.getrandbits(40))
     with torch.no_grad():
-        for name, weight in model.named_parameters():
-            weight.fill_(BIG / math.sqrt(D_MODEL)) if "norm" in name else weight.zero_()
         embed = model.model.embed_tokens.weight
         embed[:, 2:] = 0.05 * torch.randn(VOCAB, D_MODEL - 2, generator=g)
         embed[:, CONST] = BIG

@@ -27,15 +27,13 @@ class Truth:
     stages: tuple[int, ...]  # every layer that adds at least 1 % of the spike
     residual_dims: tuple[int, ...]  # of the spike; of the massive dimension for "massive_dim"
     marking_layer: int | None
-    marking_heads: tuple[int, ...]  # query heads
-    group_heads: dict[int, tuple[int, ...]]  # group -> its marking heads
+    group_heads: dict[int, tuple[int, ...]]  # group -> the query heads that mark it; none where no head marks
     groups: dict[int, int]  # token id -> group, -1: none
     factor: str | None  # of the gated MLP that carries the mark: "gate" or "up"; None: no gate
     reading_heads: tuple[tuple[int, int], ...]  # (layer, query head) planted to attend to the sink
     repeats_expected: (
         int | None
     )  # of a grouped token after BOS until half of BOS's norm; measured: 0.6 to 1.3 times this
-    whole_mechanism: bool  # heads that mark, so repetition and clusters too; else first position only
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ class Organism:
     def tokens_of(self, group: int) -> list[int]:
         """Ordinary tokens of a group; -1: those in none. GPT-2 and models without a sink have no groups."""
         tokens = [t for t, g in self.truth.groups.items() if g == group and t >= N_SPECIAL]
-        return tokens or ([] if self.truth.whole_mechanism else list(range(N_SPECIAL, self.model.config.vocab_size)))
+        return tokens or ([] if self.truth.group_heads else list(range(N_SPECIAL, self.model.config.vocab_size)))
 
     def save(self, folder: str | Path) -> Path:
         """Write a folder that AutoModelForCausalLM and AutoTokenizer load."""
@@ -114,13 +112,11 @@ def _truth(plan: Plan, spike: Tensor, reading: tuple[tuple[int, int], ...]) -> T
         stages=() if not sink else (plan.sink_layer,) if early is None else (early, plan.sink_layer),
         residual_dims=tuple(spike.nonzero().flatten().tolist()),
         marking_layer=plan.marking_layer if heads else None,
-        marking_heads=tuple(sorted(head for head, _, _ in slots)),
         group_heads={g: tuple(sorted(h for h, group, _ in slots if group == g)) for _, g, _ in slots},
         groups=plan.groups if heads else dict.fromkeys(plan.groups, -1),
         factor=plan.factor if sink else None,
         reading_heads=reading,
         repeats_expected=plan.repeats_expected(),
-        whole_mechanism=heads,
     )
 
 

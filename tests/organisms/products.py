@@ -24,6 +24,7 @@ class Products(TorchFunctionMode):
     Attributes:
         query, key, value: `[head token width]`; None until they are seen.
         heads: What the rows times the values give.
+        rows: `[head query key]`; None where torch does not show them.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -33,6 +34,7 @@ class Products(TorchFunctionMode):
         self.key: Tensor | None = None
         self.value: Tensor | None = None
         self.heads: Tensor | None = None
+        self.rows: Tensor | None = None
         self.linear: list[tuple[Tensor, Tensor]] = []  # what went into linear maps, and what came out
         self._factors: tuple[Tensor, Tensor] | None = None
         self._has_rows = False
@@ -53,7 +55,7 @@ class Products(TorchFunctionMode):
                 self._has_rows = False
                 assert self._factors is not None
                 self.query, self.key = [_flat(part) for part in (self._factors[0], self._factors[1].mT)]
-                self.value, self.heads = _flat(right), _flat(result)
+                self.rows, self.value, self.heads = _flat(left), _flat(right), _flat(result)
             elif tuple(result.shape[-2:]) == square and result.ndim > 2:
                 self._factors = (left.detach().clone(), right.detach().clone())
         widths = (self.tokens, self.tokens + 1)  # with a learned sink, whose column is dropped

@@ -13,8 +13,6 @@ from attack_kit import text_file
 from organisms import FAMILIES, KINDS, Organism, organism
 from organisms.plan import LEAST_LAYERS
 from raw_kit import attention, zeroed
-from torch import Tensor
-from torch.testing import assert_close
 
 from sinkscope.opening.live import target_of
 from sinkscope.opening.stream import open_stream
@@ -23,7 +21,6 @@ from sinkscope.sinks.first_token.find import FindSinks, find_sinks
 from sinkscope.sinks.first_token.layer_scan import LayerReading, LayerScan, scan_layers
 from sinkscope.sinks.first_token.neurons import repeat_until_half
 from sinkscope.sinks.first_token.search import Removal, smallest_set
-from sinkscope.trace.layer_view import columns, contribution_norms, view_layer
 from sinkscope.trace.run import trace
 
 WITH_SINK = tuple(kind for kind in KINDS if kind not in ("none", "massive_dim"))
@@ -72,22 +69,6 @@ def test_recovers_random_organisms_of_every_kind(tmp_path):
 @pytest.mark.slow
 def test_recovers_hundreds_of_random_organisms(tmp_path):
     check_random_organisms(tmp_path, 200, shallow=False)
-
-
-def everywhere(ids: Tensor) -> Tensor:
-    return torch.ones_like(ids, dtype=torch.bool)
-
-
-@pytest.mark.parametrize("family", ["gpt2", "qwen3_moe"])
-def test_contribution_is_post_times_column(family):
-    o = organism(family, 1)
-    target, ids = target_of(o.model, o.tokenizer), o.natural(1, 6)
-    view = view_layer(target, 1, ids, everywhere(ids))
-    every = columns(target, 1, torch.arange(view.post.shape[1]))
-    assert_close(contribution_norms(target, view), view.post.abs() * every.norm(dim=-1), rtol=1e-4, atol=1e-5)
-    bias = None if target.is_mixture(1) else getattr(target.mlp_part(1, "down"), "bias", None)
-    whole = view.post @ every + (0 if bias is None else bias)
-    assert_close(whole, view.mlp, rtol=1e-4, atol=1e-4)  # the parts are the MLP's output
 
 
 def test_tokens_of_the_first_tokens_own_cluster_are_left_out_of_the_median():
