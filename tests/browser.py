@@ -1,42 +1,25 @@
-"""Headless Chromium over its own protocol: nothing to install but the browser."""
+"""Headless Chromium over its own protocol, one page at a time."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-import os
 import shutil
-import subprocess
-import sys
-import tempfile
 import time
+from collections.abc import Coroutine
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-_OPTIONS = (
-    "--headless=new",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-dev-shm-usage",
-    "--no-first-run",
-    "--mute-audio",
-    "--disable-extensions",
-    "--disable-background-networking",
-    "--remote-debugging-pipe",
-)
-# A browser reads file 3 and writes file 4.
-_AS_3_AND_4 = """
-import fcntl, os, sys
-read, write = (fcntl.fcntl(int(number), fcntl.F_DUPFD, 10) for number in sys.argv[1:3])
-os.dup2(read, 3)
-os.dup2(write, 4)
-os.execv(sys.argv[3], sys.argv[3:])
-"""
+EVENTS = ("Network.requestWillBeSent", "Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
 
 
 def found() -> str | None:
-    """The path of a browser, None where there is none."""
+    """The path of a browser, None where there is none, or nothing that steers it."""
+    if find_spec("choreographer") is None:
+        return None
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
@@ -47,81 +30,54 @@ class Browser:
         self.errors = []
         self.asked = []
         self._until = time.monotonic() + seconds
-        self._number = 0
-        self._buffer = b""
-        self._loaded = False
+        self._loop = asyncio.new_event_loop()
 
     def __enter__(self) -> Browser:
-        program = found()
-        assert program is not None
-        self._folder = tempfile.TemporaryDirectory(prefix="sinkscope-browser-", ignore_cleanup_errors=True)
-        theirs_in, self._out = os.pipe()
-        self._in, theirs_out = os.pipe()
-        words = [program, *_OPTIONS, f"--user-data-dir={self._folder.name}", "about:blank"]
-        self._process = subprocess.Popen(
-            [sys.executable, "-S", "-c", _AS_3_AND_4, str(theirs_in), str(theirs_out), *words],
-            pass_fds=(theirs_in, theirs_out),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "HOME": self._folder.name},
-        )
-        os.close(theirs_in)
-        os.close(theirs_out)
-        os.set_blocking(self._in, False)
-        page = next(t for t in self.send("Target.getTargets")["targetInfos"] if t["type"] == "page")
-        self._session = self.send("Target.attachToTarget", targetId=page["targetId"], flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Log", "Network"):
-            self.send(f"{domain}.enable")
+        self._wait_for(self._start())
         return self
 
+    async def _start(self):
+        import choreographer
+
+        self._browser = choreographer.Browser(found(), headless=True, enable_sandbox=False, enable_gpu=False)
+        await self._browser.open()
+        self._tab = await self._browser.create_tab("about:blank")
+        for event in EVENTS:
+            self._tab.subscribe(event, self._note)
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            await self._tab.send_command(f"{domain}.enable")
+
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None):
-        os.close(self._out)  # a closed pipe ends it
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        os.close(self._in)
-        self._folder.cleanup()
+        self._loop.run_until_complete(self._browser.close())
+        self._loop.close()
+
+    def _wait_for(self, work: Coroutine[Any, Any, Any]):
+        return self._loop.run_until_complete(asyncio.wait_for(work, self._until - time.monotonic()))
 
     def send(self, method: str, **params):
-        self._number += 1
-        message = {"id": self._number, "method": method, "params": params}
-        if hasattr(self, "_session"):
-            message["sessionId"] = self._session
-        os.write(self._out, json.dumps(message).encode() + b"\0")
-        while True:
-            answer = self._receive()
-            if answer.get("id") == self._number:
-                assert "error" not in answer, (method, answer["error"])
-                return answer["result"]
+        answer = self._wait_for(self._tab.send_command(method, params))
+        assert "error" not in answer, (method, answer["error"])
+        return answer["result"]
 
-    def open(self, path: Path, width: int, height: int = 900, *, dark: bool = False, phone: bool = False):
-        """Load a file in a window of this size, and wait until it is loaded."""
-        self.send(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            mobile=phone,
-            deviceScaleFactor=2 if phone else 1,
-        )
+    def open(self, page: Path | str, width: int = 1400, *, dark: bool = False, phone: bool = False):
+        """Load a file or an address in a window of this width, and wait until it is loaded."""
+        scale = 2 if phone else 1
+        size = {"width": width, "height": 900, "mobile": phone, "deviceScaleFactor": scale}
+        self.send("Emulation.setDeviceMetricsOverride", **size)
         self.send("Emulation.setTouchEmulationEnabled", enabled=phone)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.send("Emulation.setEmulatedMedia", features=[scheme])
-        self._loaded = False
-        self.send("Page.navigate", url=path.resolve().as_uri())
-        while not self._loaded:
-            self._receive()
+        self._wait_for(self._load(page if isinstance(page, str) else page.resolve().as_uri()))
+
+    async def _load(self, *urls: str):
+        for url in urls:
+            loaded = self._tab.subscribe_once("Page.loadEventFired")
+            await self._tab.send_command("Page.navigate", {"url": url})
+            await loaded
 
     def reopen(self):
         """Open the address that the page has now, as a link."""
-        address = self.run("location.href")
-        for url in ("about:blank", address):
-            self._loaded = False
-            self.send("Page.navigate", url=url)
-            while not self._loaded:
-                self._receive()
+        self._wait_for(self._load("about:blank", self.run("location.href")))
 
     def click(self, selector: str):
         """Click on what a selector finds, and let the page draw."""
@@ -153,23 +109,9 @@ class Browser:
         assert "exceptionDetails" not in done, done["exceptionDetails"]
         return done["result"].get("value")
 
-    def _receive(self) -> dict[str, Any]:
-        while b"\0" not in self._buffer:
-            assert time.monotonic() < self._until, "the browser does not answer"
-            assert self._process.poll() is None, "the browser has ended"
-            try:
-                self._buffer += os.read(self._in, 1 << 20)
-            except BlockingIOError:
-                time.sleep(0.005)
-        line, _, self._buffer = self._buffer.partition(b"\0")
-        message = json.loads(line)
-        self._note(message.get("method", ""), message.get("params", {}))
-        return message
-
-    def _note(self, method: str, params: dict[str, Any]):
-        if method == "Page.loadEventFired":
-            self._loaded = True
-        elif method == "Network.requestWillBeSent":
+    async def _note(self, message: dict[str, Any]):
+        method, params = message["method"], message["params"]
+        if method == "Network.requestWillBeSent":
             self.asked.append(params["request"]["url"])
         elif method == "Runtime.exceptionThrown":
             self.errors.append(str(params["exceptionDetails"].get("exception", {}).get("description", params)))

@@ -9,9 +9,10 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -147,3 +148,16 @@ def _same_start():
 
     torch.manual_seed(0)
     begin_test()
+
+
+@pytest.fixture
+def typed(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """Type a command that ends with this code; what it prints."""
+    from sinkscope.app.cli import main
+
+    def run(words: str | list[str], code: int = 0):
+        capsys.readouterr()
+        assert main(words.split() if isinstance(words, str) else words) == code
+        return capsys.readouterr()
+
+    return run

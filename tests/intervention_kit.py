@@ -7,10 +7,13 @@ import copy
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+from organisms.tiny import tiny_model
+from raw_kit import blocks, down, inputs_edited
 from torch import Tensor, nn
 
 from sinkscope.opening.live import target_of
@@ -59,26 +62,41 @@ def count_hooks(model: nn.Module) -> int:
 
 
 @contextmanager
-def listing_1(model, sites: list[tuple[int, int]], site: str = "post") -> Iterator[None]:
+def listing_1(model, sites: list[tuple[int, int]]) -> Iterator[None]:
     """The paper's listing for whole sequences without padding: the second value from the second position on."""
-    target, handles = target_of(model), []
 
-    def patched(tensor: Tensor, neuron: int) -> Tensor:
-        tensor = tensor.clone()
-        tensor[:, 1:, neuron] = tensor[:, 1:2, neuron]
-        return tensor
+    def second(neuron: int, values: Tensor) -> Tensor:
+        values = values.clone()
+        values[:, 1:, neuron] = values[:, 1:2, neuron]
+        return values
 
-    for layer, neuron in sites:
-        module = target.mlp_part(layer, "down" if site == "post" else "up")
-        if site == "post":
-            handles.append(module.register_forward_pre_hook(lambda _m, args, n=neuron: (patched(args[0], n),)))
-        else:
-            handles.append(module.register_forward_hook(lambda _m, _args, out, n=neuron: patched(out, n)))
-    try:
+    with ExitStack() as stack:
+        for layer, neuron in sites:
+            stack.enter_context(inputs_edited(down(blocks(model)[layer]), partial(second, neuron)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
+
+
+def loud_model() -> tuple[Any, Any, list[tuple[int, int]]]:
+    """A random model with neurons so large that every patched position changes what is generated."""
+    model, tokenizer = tiny_model("llama")
+    sites = [(1, 3), (1, 11), (2, 0)]
+    for layer, neuron in sites:
+        model.model.layers[layer].mlp.down_proj.weight.data[:, neuron] *= 8
+    return model, tokenizer, sites
+
+
+@torch.no_grad()
+def generated(model, ids: Tensor, **settings: Any) -> Tensor:
+    """What any kind of model generates greedily, each called in its own way."""
+    settings = {"do_sample": False, **settings}
+    target = target_of(model)
+    if target.kind == "bridge":
+        return model.generate(ids, **settings, stop_at_eos=False, verbose=False)
+    if target.kind == "hf":
+        return model.generate(ids, **settings)
+    with model.generate({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, **settings):
+        out = model.generator.output.save()
+    return out
 
 
 @torch.no_grad()

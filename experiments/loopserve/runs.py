@@ -27,6 +27,7 @@ from sinkscope.bench.task import Task
 from sinkscope.bench.tasks.recall import POSITIONS, Recall
 from sinkscope.display.console import ProgressBar
 from sinkscope.files.records import Natural, Whole
+from sinkscope.interventions.decode import to_end
 from sinkscope.kv import Progressive, SnapKV
 from sinkscope.kv.loopserve.conversation import Conversation
 from sinkscope.kv.policy import LayerMoment
@@ -68,7 +69,7 @@ class OneCache(Task):
                 else:
                     text = f"\n\n{turn.text}"
                 asked = talk.branch().ask(text, max_new_tokens=batch.new)
-                tokens = model.cut(list(asked.ids))
+                tokens = to_end(list(asked.ids), model.ends)
                 ended = "cap"
                 if tokens[-1] in model.ends:
                     ended = "eos"

@@ -17,15 +17,14 @@ from sinkscope.measure import Setup
 from sinkscope.models.inputs import read_row
 from sinkscope.models.text import beginning, text_rows
 
-LOOP_REPEATS = 3  # repetitions that make a loop
 LOOP_TOKENS = 24  # minimum tokens of a loop
 ORDINARY_TOKENS = 512  # tokens of a piece of ordinary text
 SHORTEST_TEXT = 16  # tokens; with fewer, a tenth of the lines is almost none
 
 
 def end_loop(ids: Sequence[int]) -> Tail | None:
-    """The loop in which token ids end; it may begin inside the prompt."""
-    return tail_period(ids, repeats=LOOP_REPEATS, shortest=LOOP_TOKENS)
+    """The loop in which token ids end, three copies of anything; it may begin inside the prompt."""
+    return tail_period(ids, shortest=LOOP_TOKENS)
 
 
 def prompt_ids(setup: Setup, prompt: str | Sequence[int] | None) -> list[int]:

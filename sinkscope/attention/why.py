@@ -97,11 +97,11 @@ class Why(Result):
     tokens: int
     period: int | None
     onset: int | None
-    cuts: tuple[int, ...]
-    goes_on: float
-    tried: tuple[Tried, ...]
-    kept_by: tuple[str, ...]
-    either: bool
+    cuts: tuple[int, ...] = ()
+    goes_on: float = 0.0
+    tried: tuple[Tried, ...] = ()
+    kept_by: tuple[str, ...] = ()
+    either: bool = False
     ids: tuple[int, ...] = ()
 
     def rows(self) -> list[dict[str, Any]]:
@@ -224,10 +224,16 @@ class Case:
 
     def policy(self) -> Policy | None:
         """The policy under which the text was made."""
-        for part in () if self.setup.edit is None else self.setup.edit.parts:
+        for part in self.interventions():
             if isinstance(part, Policy):
                 return part
         return None
+
+    def interventions(self) -> tuple[Intervention, ...]:
+        """The interventions under which the text was made."""
+        if self.setup.edit is None:
+            return ()
+        return self.setup.edit.parts
 
     def cuts(self, count: int) -> list[int]:
         """Positions near the onset: from two rounds on, over two more, but not inside the prompt."""
@@ -239,17 +245,16 @@ class Case:
     def positions(self, trial: Trial, cut: int) -> list[int]:
         """Positions that leave the cache."""
         without, number = trial
+        parts = {
+            "copies": range(max(1, self.loop.start), cut),
+            "history": range(1, self.history),
+            "sink": range(int(self.patch is None)),
+            "output": range(self.prompt, cut),
+            "context": range(1, cut),
+        }
         gone = set[int]()
-        if "copies" in without:
-            gone |= {*range(max(1, self.loop.start), cut)}
-        if "history" in without:
-            gone |= {*range(1, self.history)}
-        if "sink" in without and self.patch is None:
-            gone.add(0)
-        if "output" in without:
-            gone |= {*range(self.prompt, cut)}
-        if "context" in without:
-            gone |= {*range(1, cut)}
+        for name in without & parts.keys():
+            gone.update(parts[name])
         if number is None:
             return sorted(gone)
         policy = self.policy()
@@ -262,7 +267,7 @@ class Case:
         """What the model runs under, besides the removal of positions."""
         without, number = trial
         edits: list[Intervention] = []
-        for part in () if self.setup.edit is None else self.setup.edit.parts:
+        for part in self.interventions():
             if "window" not in without or not isinstance(part, Policy):
                 edits.append(part)
         if self.bits is not None and ("rounding" not in without or number is not None):
@@ -396,8 +401,7 @@ def why(
     loop = end_loop(ids)
     facts: dict[str, Any] = {"prompt_tokens": len(start), "tokens": len(ids), "ids": tuple(ids)}
     if loop is None:
-        nothing: dict[str, Any] = {"cuts": (), "goes_on": 0.0, "tried": (), "kept_by": (), "either": False}
-        return Why(**facts, **nothing, period=None, onset=None)
+        return Why(**facts, period=None, onset=None)
     patch = chosen_patch(setup, None) if neurons else None
     case = Case(setup, ids, len(turns), len(start), loop, bits, patch)
     places = case.cuts(cuts)
@@ -437,21 +441,26 @@ def _kept_by(goes_on: float, tried: Sequence[Tried]) -> tuple[tuple[str, ...], b
     return (), False
 
 
+def _with_draws(causes: Iterable[Sequence[str]]) -> list[Trial]:
+    """Trials without these causes, each followed by its random changes."""
+    trials: list[Trial] = []
+    for names in causes:
+        for number in (None, *range(DRAWS)):
+            trials.append((frozenset(names), number))
+    return trials
+
+
 def _tried(case: Case, places: Sequence[int]) -> tuple[float, list[Tried]]:
     """How often the loop goes on, and what it does without each cause; without two, if it needs none alone."""
     causes = case.causes()
-    trials: list[Trial] = [NOTHING]
-    for name in causes:
-        trials += [(frozenset([name]), number) for number in (None, *range(DRAWS))]
-    trials += [(frozenset([name]), None) for name in REFERENCES]
-    written = case.continued(trials, places)
+    references: list[Trial] = [(frozenset([name]), None) for name in REFERENCES]
+    written = case.continued([NOTHING, *_with_draws(combinations(causes, 1)), *references], places)
     total = case.share(written[NOTHING])
     tried = [case.tried([name], how, written, total) for name, how in {**causes, **REFERENCES}.items()]
     if any(each.ends for each in tried):
         return total, tried
     pairs = list(combinations(causes, 2))
-    trials = [(frozenset(pair), number) for pair in pairs for number in (None, *range(DRAWS))]
-    written = case.continued(trials, places)
+    written = case.continued(_with_draws(pairs), places)
     for pair in pairs:
         tried.append(case.tried(pair, f"{causes[pair[0]]}; {causes[pair[1]]}", written, total))
     return total, tried

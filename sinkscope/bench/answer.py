@@ -20,7 +20,7 @@ from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.record import BenchRecord, Ending, Metrics
 from sinkscope.files.plain import plain
 from sinkscope.interventions.base import Event, Intervention, Run
-from sinkscope.interventions.decode import ForcedAnswer, decoding, noted_decoding
+from sinkscope.interventions.decode import ForcedAnswer, decoding, noted_decoding, to_end
 from sinkscope.kv.loopguard.detect import largest_probability
 from sinkscope.kv.loopserve.serve import LoopServe
 from sinkscope.kv.session import Session
@@ -90,13 +90,6 @@ class BenchModel:
             messages = [{"role": role, "content": part} for role, part in zip(roles, texts, strict=False)]
             text = chat_text(tokenizer, messages, self.target.name)
         return list(tokenizer(text, add_special_tokens=not chat, verbose=False)["input_ids"])
-
-    def cut(self, row: list[int]) -> list[int]:
-        """An answer up to and including the end of sequence."""
-        for number, token in enumerate(row, 1):
-            if token in self.ends:
-                return row[:number]
-        return row
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Tokens as text, without special tokens."""
@@ -283,7 +276,7 @@ def answer_rows(
     seconds = (time.perf_counter() - started) / len(rows)
     answers: list[Answer] = []
     for row, written in enumerate(output[:, ids.shape[1] :].tolist()):
-        tokens = along[row] if along else model.cut(written)
+        tokens = along[row] if along else to_end(written, model.ends)
         prompt = len(rows[row])
         length = len(tokens)
         read: Sequence[float] = range(prompt + 1, prompt + length)  # the first token is the prompt's

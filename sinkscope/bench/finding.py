@@ -77,15 +77,15 @@ def _found(
 ) -> str:
     """The best of the methods, the first, where its interval parts from that of the next one."""
     best, count = compared[0], len(compared)
-    named = _named(task, best, full_read, interval)
+    named, saved = _named(task, best, full_read, interval)
     if count > 1 and not best.differs(compared[1]):
-        other = _named(task, compared[1], full_read, interval)
+        other, _ = _named(task, compared[1], full_read, interval)
         return f"of {count}, no difference shown between {named} and {other}"
     if count > 1:
         named = f"{named}, the best of {count}"
     elif control is not None and not best.differs(control):
         named = f"{named}: no difference shown"
-    if not task.counted and _saves_nothing(best, full_read):
+    if not task.counted and saved < SAVING:
         return f"{named}, saving less than {SAVING:.0%}"
     return named
 
@@ -97,31 +97,24 @@ def _value(task: type[Task], group: BenchGroup) -> str:
     return task.shown.format(group.score)
 
 
-def _named(task: type[Task], group: BenchGroup, full_read: float | None, interval: bool) -> str:
-    """A method with its score, the interval of the score and the cost."""
+def _named(task: type[Task], group: BenchGroup, full_read: float | None, interval: bool) -> tuple[str, float]:
+    """A method with its score, the interval of the score and the cost; and the largest share that it saves."""
     notes: list[str] = []
+    shares: list[float] = []
     if interval and not math.isnan(group.low):
         shown = task.shown.partition(" ")[0]
         notes.append(f"{shown.format(group.low)}-{shown.format(group.high)}")
     cells, read = group.metrics.get("cells"), group.metrics.get("read")
     if cells is not None:
         notes.append(f"cells {100 * cells:.3g}%")
+        shares.append(cells)
     if read is not None and full_read:
         notes.append(f"reads {read / full_read:.0%}")
+        shares.append(read / full_read)
     elif read is not None:
         notes.append(f"reads {read:,.0f} tokens")
     name = "LoopGuard" if name_of(group.method) == GUARD else group.method
-    if not notes:
-        return f"{name} {_value(task, group)}"
-    return f"{name} {_value(task, group)} ({', '.join(notes)})"
-
-
-def _saves_nothing(group: BenchGroup, full_read: float | None) -> bool:
-    """Whether a method reads and computes about as much as the full cache."""
-    cells, read = group.metrics.get("cells"), group.metrics.get("read")
-    shares: list[float] = []
-    if cells is not None:
-        shares.append(cells)
-    if read is not None and full_read:
-        shares.append(read / full_read)
-    return bool(shares) and min(shares) > 1 - SAVING
+    named = f"{name} {_value(task, group)}"
+    if notes:
+        named = f"{named} ({', '.join(notes)})"
+    return named, 1 - min(shares, default=0.0)

@@ -143,25 +143,23 @@ def write_kvpress(home: Path, run: BenchRun, folder: str | os.PathLike[str]) -> 
         if place.exists():
             raise SinkscopeError(f"{place.name} is there already: give another folder to --kvpress")
         rows: list[dict[str, Any]] = []
-        values: dict[str, list[float | None]] = {}
         for record in records:
-            value = record.metrics.get(main)
-            part = record.settings.get("part") or of_set
-            values.setdefault(part, []).append(value)
             question = prompts[record.prompt][record.turn]
             rows.append(
                 {
                     "prompt": record.prompt,
-                    "task": part,
+                    "task": record.settings.get("part") or of_set,
                     "question": question["text"],
                     "answer": list(question["answers"]),
                     "predicted_answer": record.text,
                     "compression_ratio": ratio,
-                    main: value,
+                    main: record.metrics.get(main),
                 }
             )
         factor = 100 if main in PERCENT else 1
-        metrics = {part: {main: factor * (mean_known(some) or 0.0)} for part, some in values.items()}
-        write_atomic(place / _PREDICTIONS, pd.DataFrame(rows).to_csv(index=False))
+        frame: Any = pd.DataFrame(rows)
+        means = frame[main].astype(float).groupby(frame["task"], sort=False).mean().fillna(0.0)
+        metrics = {part: {main: factor * value} for part, value in means.items()}
+        write_atomic(place / _PREDICTIONS, frame.to_csv(index=False))
         write_atomic(place / _METRICS, json.dumps(metrics, indent=4))
         write_atomic(place / _CONFIG, yaml.safe_dump(config, sort_keys=False))

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, ClassVar, Literal, cast
 
 import torch
-from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
@@ -324,10 +323,10 @@ def _columns(neurons: list[int], edit: Edit) -> Edit:
 
 def _of_heads(edit: Edit, z: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos head d_head"] | None:
     """The same edit with heads concatenated, as the output projection reads them."""
-    new = edit(rearrange(z, "batch pos head d_head -> batch pos (head d_head)"))
+    new = edit(z.flatten(2))
     if new is None:
         return None
-    return rearrange(new, "batch pos (head d_head) -> batch pos head d_head", head=z.shape[2])
+    return new.view_as(z)
 
 
 def _up_place(target: Target, layer: int) -> tuple[nn.Module, int]:

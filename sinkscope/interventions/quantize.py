@@ -8,7 +8,6 @@ from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from einops import rearrange
 from jaxtyping import Bool, Float
 from pydantic import Field
 from torch import Tensor, nn
@@ -132,7 +131,9 @@ class Quantize(Intervention):
         for one in modules:
             if self.activations is not None and one.layer not in self.layers and one.name not in self.layers:
                 place = (key, one.layer, one.name)
-                edit = self._editor(run, place, self.activations, _as_one_head, channels.get(one.module, []))
+                edit = self._editor(
+                    run, place, self.activations, partial(torch.unsqueeze, dim=-2), channels.get(one.module, [])
+                )
                 run.hook_edit(one.module, "pre", on_input(edit))
         for layer in range(target.n_layers):
             if self.kv is not None and layer not in self.layers and target.has_attention(layer):
@@ -233,7 +234,3 @@ def rounded(
 def rounding_step(largest: Float[Tensor, "*n"], bits: int) -> Float[Tensor, "*n"]:
     """The scale with which numbers up to `largest` are integers of so many bits, in float32 and above 0."""
     return (largest.float() / (2 ** (bits - 1) - 1)).clamp(min=torch.finfo(torch.float32).tiny)
-
-
-def _as_one_head(hidden: Float[Tensor, "*n width"]) -> Float[Tensor, "*n 1 width"]:
-    return rearrange(hidden, "... width -> ... 1 width")

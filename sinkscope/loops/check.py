@@ -255,24 +255,22 @@ def checked_output(record: TokenRecord, settings: MonitorSettings, max_new: int 
             covered = step.step - step.tail.start
         if step.step % every == 0 or step.step == len(ids):
             curve[step.step] = round(step.ttr, 4)
-    result = CheckedOutput(record.name, "clean", tokens=len(ids), steps=tuple(curve), curve=tuple(curve.values()))
+    facts: dict[str, Any] = {"tokens": len(ids), "steps": tuple(curve), "curve": tuple(curve.values())}
     if ids:
-        result = replace(result, ttr=type_token_ratio(ids), cr=compression_ratio(ids))
+        facts |= {"ttr": type_token_ratio(ids), "cr": compression_ratio(ids)}
     if max_new is not None:
-        holds = is_loop(ids, max_new, theta_ttr=settings.theta_ttr, theta_cr=settings.theta_cr)
-        result = replace(result, loop_rule=holds)
+        facts["loop_rule"] = is_loop(ids, max_new, theta_ttr=settings.theta_ttr, theta_cr=settings.theta_cr)
     if detected is None:
-        return _suspicion(result, record, settings)
+        return _suspicion(CheckedOutput(record.name, "clean", **facts), record, settings)
     onset = detected
     if longest is not None:
         onset = longest.start
-        first_copy_end = onset + longest.period
-        wasted = max(0, last_copy - first_copy_end)
-        result = replace(result, period=longest.period, repeats=longest.repeats, wasted=wasted)
+        wasted = max(0, last_copy - onset - longest.period)
+        facts |= {"period": longest.period, "repeats": longest.repeats, "wasted": wasted}
     verdict: Verdict = "looped"
     if _goes_on(ids, onset, last_copy, settings):
         verdict = "loops"
-    return replace(result, verdict=verdict, onset=onset, detected=detected)
+    return CheckedOutput(record.name, verdict, onset=onset, detected=detected, **facts)
 
 
 def _goes_on(ids: Sequence[int], onset: int, last_copy: int, settings: MonitorSettings) -> bool:

@@ -46,25 +46,17 @@ class Splitter:
     def feed(self, piece: str, last: bool = False) -> list[str]:
         """The words that a piece completes; with `last`, also the one that is not complete."""
         text = self._rest + piece
-        words: list[str] = []
-        word = ""
-        end = 0
-        for match in _WORDS.finditer(text):
-            end = match.end()
-            word = match[0]
-            if word.isspace():
-                words += [" "] * (1 + (len(word) - _GAP) // _BLANK)
-            else:
-                words.append(word)
+        found = spans(text)
+        words = [word for word, _ in found]
         self._rest = ""
         if last or not text:
             return words
-        if end < len(text):
-            self._rest = text[len(text.rstrip()) :]
-        elif words[-1] == " ":
-            self._rest = " " * (_GAP - _BLANK + (len(word) - _GAP) % _BLANK)
-        else:
+        if words and words[-1] == " ":  # a gap that goes on
+            self._rest = " " * (_GAP - _BLANK + len(text) - found[-1][1])
+        elif words and found[-1][1] == len(text):
             self._rest = words.pop()
+        else:
+            self._rest = text[len(text.rstrip()) :]
         return words
 
 
@@ -75,7 +67,7 @@ def split(text: str) -> list[str]:
     in a row form one token, so a ruler is only a few tokens. Chinese, Japanese and Korean characters stand alone. White
     space counts from 16 characters in a row on: they are a token " ", and each further 4 another one.
     """
-    return Splitter().feed(text, last=True)
+    return [word for word, _ in spans(text)]
 
 
 def spans(text: str) -> list[tuple[str, int]]:

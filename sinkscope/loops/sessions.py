@@ -19,7 +19,7 @@ from sinkscope.files.provenance import ModelInfo
 from sinkscope.files.records import rows_of
 from sinkscope.loops.check import CheckedOutput, LoopCheck, Verdict, checked_output, loop_check
 from sinkscope.loops.forms import StreamForm
-from sinkscope.loops.messages import LISTS, Call, Message, message_of
+from sinkscope.loops.messages import LISTS, Call, CallResult, Message, message_of
 from sinkscope.loops.monitor import MonitorSettings
 from sinkscope.loops.outputs import TokenRecord, is_output, number, split
 
@@ -308,29 +308,23 @@ def _step(session: Session, places: Sequence[int], has_results: bool) -> Step:
     messages = [session.messages[place] for place in places]
     spoken = [message for message in messages if message is not None]
     calls: list[Call] = []
-    results: list[str] = []
-    asked: list[str] = []
-    answered: list[str] = []
+    results: list[CallResult] = []
     texts: list[str] = []
-    tokens = 0
     for message in spoken:
         calls += message.calls
-        asked += [call.key for call in message.calls]
-        answered += [result.key for result in message.results]
-        results += [masked(result.text) for result in message.results]
+        results += message.results
         texts.append(message.text)
-        said = [message.text, *(result.text for result in message.results)]
-        said += [f"{call.name} {call.arguments}" for call in message.calls]
-        tokens += sum(len(split(text)) for text in said)
     role = spoken[0].role
     key: object = (role, masked("\n".join(texts)))
     if calls or results:
         names = [(call.name, masked_arguments(call.arguments)) for call in calls]
-        key = ("calls", tuple(names), tuple(results))
-        if has_results and len(asked) != len(answered):
+        key = ("calls", tuple(names), tuple(masked(result.text) for result in results))
+        asked, answered = sorted(call.key for call in calls), sorted(result.key for result in results)
+        if (has_results and len(asked) != len(answered)) or (any(answered) and all(asked) and asked != answered):
             key = places[0]  # a call without its result, or the reverse, is like no other step
-        elif any(answered) and sorted(asked) != sorted(answered) and all(asked):
-            key = places[0]
+    texts += [result.text for result in results]
+    texts += [f"{call.name} {call.arguments}" for call in calls]
+    tokens = sum(len(split(text)) for text in texts)
     return Step(places[0], places[-1] + 1, "assistant" if calls else role, key, len(calls), tokens)
 
 

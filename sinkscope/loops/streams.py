@@ -259,6 +259,8 @@ def _beginning(source: Any) -> tuple[bytes, StreamForm]:
     while len(start) < MOST_BLANKS:
         byte = source.read1(1)
         start += byte
+        if byte and codecs.BOM_UTF8.startswith(start):
+            continue
         line = start.removeprefix(codecs.BOM_UTF8).lstrip().decode(errors="replace")
         if line.startswith(_EVENTS):
             return start, "sse"

@@ -174,35 +174,25 @@ def test_a_file_that_is_no_gguf_is_refused(error, tmp_path):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--model", ""], ("the model name is empty", "hub id org/name")),
-        (["--model", "./none"], ("no file or folder './none'", "give an existing one")),
-        (["--model", "org/none"], ("config.json of org/none is not in the cache", "give a folder")),
-        (["--bos"], ("--bos: the tokenizer", "use --no-bos")),
-        (["--top-k", "5000"], ("--top-k 5000 is more than the", "give at most")),
-        (["--max-repeats", "99999"], ("--max-repeats 99999 and", "but the context of", "the largest is")),
-        (["--text", "none.txt"], ("cannot read none.txt: no such file", "give the path of a text file")),
-        (["--text", os.devnull], ("is a named pipe or a device", "give the path of a text file")),
-        (["--device", "cuda:9"], ("device 'cuda:9' is not there", "this machine has cpu")),
-        (["--revision", "v2"], ("revision 'v2' means nothing for the folder", "hub ids")),
+        ("find-sinks --model ", ("the model name is empty", "hub id org/name")),
+        ("find-sinks --model ./none", ("no file or folder './none'", "give an existing one")),
+        ("find-sinks --model org/none", ("config.json of org/none is not in the cache", "give a folder")),
+        ("find-sinks --bos", ("--bos: the tokenizer", "use --no-bos")),
+        ("find-sinks --top-k 5000", ("--top-k 5000 is more than the", "give at most")),
+        ("find-sinks --max-repeats 99999", ("--max-repeats 99999 and", "but the context of", "the largest is")),
+        ("find-sinks --text none.txt", ("cannot read none.txt: no such file", "give the path of a text file")),
+        ("find-sinks --text /dev/null", ("is a named pipe or a device", "give the path of a text file")),
+        ("find-sinks --device cuda:9", ("device 'cuda:9' is not there", "this machine has cpu")),
+        ("find-sinks --revision v2", ("revision 'v2' means nothing for the folder", "hub ids")),
+        ("generate --prompt-file {}/long.txt", ("has 5000 tokens and", "shorten the prompt")),
+        ("generate poem --max-new-tokens 99999", ("99999 more are to come", "at most")),
+        ("generate poem --bos", ("--bos: the tokenizer of this llama model has no BOS token", "use --no-bos")),
     ],
 )
-def test_find_sinks_refuses_what_it_cannot_measure(error, nobos, words, says):
-    model = ["--model", str(nobos)]
-    message = error("find-sinks", *([] if "--model" in words else model), *words)
-    assert all(part in message for part in says), message
-
-
-@pytest.mark.parametrize(
-    ("prompt", "words", "says"),
-    [
-        ("poem " * 5000, [], ("has 5000 tokens and", "shorten the prompt")),
-        ("poem", ["--max-new-tokens", "99999"], ("99999 more are to come", "at most")),
-        ("poem", ["--bos"], ("--bos: the tokenizer of this llama model has no BOS token", "use --no-bos")),
-    ],
-)
-def test_generate_refuses_what_it_cannot_continue(error, nobos, tmp_path, prompt, words, says):
-    (tmp_path / "p.txt").write_text(prompt)
-    message = error("generate", "--model", str(nobos), "--prompt-file", str(tmp_path / "p.txt"), *words)
+def test_what_cannot_be_measured_or_continued_is_refused(error, nobos, tmp_path, words, says):
+    (tmp_path / "long.txt").write_text("poem " * 5000)
+    model = [] if "--model" in words else ["--model", str(nobos)]
+    message = error(*words.format(tmp_path).split(" "), *model)
     assert all(part in message for part in says), message
 
 
@@ -251,11 +241,7 @@ def test_files_of_another_program_are_refused_and_kept(error, tmp_path):
 @only_root
 @pytest.mark.parametrize(
     "words",
-    [
-        ["table", "{}/runs"],
-        ["--methods", "full", "--task", "{}/prompts.jsonl"],
-        ["--methods", "full", "--task", "loops", "--out", "{}/runs/new"],
-    ],
+    ["table {}/runs", "--methods full --task {}/prompts.jsonl", "--methods full --task loops --out {}/runs/new"],
 )
 def test_folders_of_another_program_are_refused_and_kept(error, tmp_path, words):
     (tmp_path / "closed" / "runs").mkdir(parents=True)
@@ -264,7 +250,7 @@ def test_folders_of_another_program_are_refused_and_kept(error, tmp_path, words)
     error("bench", "table", str(tmp_path))  # imports what only root may read
     error("bench", "--task", "nothing", "--methods", "full")
     with nobody(tmp_path):
-        assert "permission denied" in error("bench", *[word.format(tmp_path / "closed") for word in words])
+        assert "permission denied" in error("bench", *words.format(tmp_path / "closed").split())
 
 
 def test_a_working_folder_that_is_gone_is_refused_in_one_line(error, tmp_path):

@@ -15,7 +15,6 @@ from report_kit import files_shown, made_report
 
 from sinkscope.app import scan as scanning
 from sinkscope.app.card import CardPart, SinkCard, read_card
-from sinkscope.app.cli import main
 from sinkscope.app.scan import context_arguments, scan, scan_parts
 from sinkscope.display.result import Number, Result
 from sinkscope.display.tables import cell
@@ -216,18 +215,16 @@ def test_a_scan_under_a_patch(folder, model, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_command_and_the_demo(light, model, tmp_path, capsys, monkeypatch):
-    assert main(["scan", str(model), "--quick", "--out", str(tmp_path / "d")]) == 0
-    printed = capsys.readouterr()
+def test_the_command_and_the_demo(light, model, tmp_path, monkeypatch, typed):
+    printed = typed(f"scan {model} --quick --out {tmp_path}/d")
     assert printed.err.splitlines()[-1] == f"Card: {tmp_path / 'd/card.html'}"
     lines = printed.out.splitlines()
     verdicts = read_card(tmp_path / "d").verdicts()
     assert lines[-len(verdicts) :] == [f"{topic}: {sentence}" for topic, sentence, _ in verdicts]
-    assert main(["scan", str(model), "--against", str(tmp_path / "nothing"), "--out", str(tmp_path / "t")]) == 2
-    assert "holds no card" in capsys.readouterr().err
+    said = typed(f"scan {model} --against {tmp_path}/nothing --out {tmp_path}/t", 2)
+    assert "holds no card" in said.err
     monkeypatch.setattr(scanning, "scan", lambda **options: scan(model, **options))
-    assert main(["demo", "--out", str(tmp_path / "d")]) == 0
-    shown = capsys.readouterr().out
+    shown = typed(f"demo --out {tmp_path}/d").out
     assert "Circuit, by `sinkscope circuit`: " in shown and len(shown.splitlines()) <= 24
     assert shown.splitlines()[-1] == f"Card, with all figures: {tmp_path / 'd/card.html'}"
     assert (tmp_path / "d/card.html").is_file()

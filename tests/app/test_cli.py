@@ -11,7 +11,6 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 from email.message import Message
 from pathlib import Path
 from unittest import mock
@@ -65,9 +64,7 @@ def test_the_list_of_commands_is_there_at_once():
         "import sys\nfrom sinkscope.app.cli import main\nfor words in ([], ['--version']):\n    main(words)\n"
         "print({'torch', 'transformers', 'plotly', 'pandas', 'numpy', 'pydantic'} & set(sys.modules))"
     )
-    started = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True)
-    assert time.perf_counter() - started < 3  # on a busy machine; 0.4 s on a quiet one
     lines = done.stdout.splitlines()
     assert lines[-2:] == [f"sinkscope {sinkscope.__version__}", "set()"] and done.stderr == ""
     assert max(map(len, lines)) <= 80 and "    sinkscope demo" in lines
@@ -78,10 +75,9 @@ def test_the_list_of_commands_is_there_at_once():
 
 
 @EVERY
-def test_help_has_a_text_for_every_option_and_examples_that_exist(words, monkeypatch, capsys):
+def test_help_has_a_text_for_every_option_and_examples_that_exist(words, monkeypatch, typed):
     monkeypatch.setenv("COLUMNS", "80")
-    assert main([*words.split(), "--help"]) == 0
-    text = capsys.readouterr().out
+    text = typed([*words.split(), "--help"]).out
     assert max(map(len, text.splitlines())) <= 80
     assert f"Documentation: docs/cli.md#sinkscope-{words.replace(' ', '-')}" in text
     command = click_command(commands()[words])
@@ -102,9 +98,8 @@ def test_help_has_a_text_for_every_option_and_examples_that_exist(words, monkeyp
     ("words", "shown"),
     [("scan", "[MODEL]"), ("view", "[MODEL]"), ("generate", "[PROMPT]"), ("report", "DIR"), ("bench table", "DIR...")],
 )
-def test_the_usage_says_what_may_be_left_out(words, shown, capsys):
-    assert main([*words.split(), "--help"]) == 0
-    assert capsys.readouterr().out.splitlines()[0].endswith(f" [OPTIONS] {shown}")
+def test_the_usage_says_what_may_be_left_out(words, shown, typed):
+    assert typed([*words.split(), "--help"]).out.splitlines()[0].endswith(f" [OPTIONS] {shown}")
 
 
 @pytest.mark.parametrize(("typed", "word"), [("sinkscope find-s", "find-sinks"), ("sinkscope models --che", "--check")])
@@ -118,76 +113,66 @@ def test_the_shell_completes(typed, word):
 # What arrives and what comes back
 
 
-def test_options_reach_the_function_as_they_are_typed(calls):
-    assert main(["find-sinks"]) == 0
+def test_options_reach_the_function_as_they_are_typed(calls, typed):
+    typed("find-sinks")
     assert set(calls.pop()) == {"progress"}  # the function's own defaults are the command's
-    words = "find-sinks --model m --dtype float16 --no-bos --all-layers --top-k 3 --text t.txt --token cat --token dog"
-    assert main(words.split()) == 0
+    typed("find-sinks --model m --dtype float16 --no-bos --all-layers --top-k 3 --text t.txt --token cat --token dog")
     arguments = calls.pop()
     del arguments["progress"]
-    typed = {"model": "m", "dtype": "float16", "bos": False, "all_layers": True, "top_k": 3, "text": "t.txt"}
-    assert arguments == {**typed, "tokens": ["cat", "dog"]}
+    given = {"model": "m", "dtype": "float16", "bos": False, "all_layers": True, "top_k": 3, "text": "t.txt"}
+    assert arguments == {**given, "tokens": ["cat", "dog"]}
 
 
-def test_help_and_errors_point_to_the_published_pages(monkeypatch, capsys):
+def test_help_and_errors_point_to_the_published_pages(monkeypatch, typed):
     """What `project.urls` says is where help and errors point to; without it they name the files of the repository."""
-    assert main(["find-sinks", "--help"]) == 0
-    assert "Documentation: docs/cli.md#sinkscope-find-sinks" in capsys.readouterr().out
+    assert "Documentation: docs/cli.md#sinkscope-find-sinks" in typed("find-sinks --help").out
     package = Message()
     package["Project-URL"] = "Source, https://source.example"
     package["Project-URL"] = "Documentation, https://pages.example/latest/"
     monkeypatch.setattr("importlib.metadata.metadata", lambda _: package)
     documentation_address.cache_clear()
     try:
-        assert main(["find-sinks", "--help"]) == 0
-        assert "https://pages.example/latest/cli.html#sinkscope-find-sinks" in capsys.readouterr().out
-        assert main(["find-sinks", "--dtype", "int3"]) == 2
-        assert "(https://pages.example/latest/errors/unknown-dtype.html)" in capsys.readouterr().err
+        assert "https://pages.example/latest/cli.html#sinkscope-find-sinks" in typed("find-sinks --help").out
+        assert "(https://pages.example/latest/errors/unknown-dtype.html)" in typed("find-sinks --dtype int3", 2).err
     finally:
         documentation_address.cache_clear()
 
 
-def test_backend_loads_the_kind_of_object_that_it_names(calls, monkeypatch):
+def test_backend_loads_the_kind_of_object_that_it_names(calls, monkeypatch, typed):
     loads = []
     monkeypatch.setattr(sinkscope.opening.load, "load", lambda *args, **given: loads.append((args, given)) or "object")
-    assert main(["find-sinks", "--model", "m", "--backend", "bridge", "--dtype", "float16"]) == 0
+    typed("find-sinks --model m --backend bridge --dtype float16")
     assert loads == [(("m",), {"backend": "bridge", "dtype": "float16"})]
     assert calls[0]["model"] == "object"
 
 
-def test_the_result_goes_to_standard_output_and_into_files(calls, capsys):
-    assert main(["find-sinks", "--json", "a/x.json", "--html", "x.html"]) == 0
-    assert capsys.readouterr() == (sample_find_sinks().text(lines=SCREEN) + "\n", "JSON: a/x.json\nPage: x.html\n")
+def test_the_result_goes_to_standard_output_and_into_files(calls, typed):
+    shown = typed("find-sinks --json a/x.json --html x.html")
+    assert shown == (sample_find_sinks().text(lines=SCREEN) + "\n", "JSON: a/x.json\nPage: x.html\n")
     assert Result.load("a/x.json") == sample_find_sinks()
     assert 'class="plot"' in Path("x.html").read_text(encoding="utf-8")
-    assert main(["find-sinks", "--json", "-"]) == 0
-    assert Result.from_dict(json.loads(capsys.readouterr().out)) == sample_find_sinks()
+    assert Result.from_dict(json.loads(typed("find-sinks --json -").out)) == sample_find_sinks()
 
 
-def test_csv_has_the_columns_for_which_the_table_has_no_room(tmp_path, monkeypatch, capsys):
+def test_csv_has_the_columns_for_which_the_table_has_no_room(tmp_path, monkeypatch, typed):
     (tmp_path / "a.txt").write_text("one two three " * 40)
     words = ["loops", str(tmp_path / "a.txt")]
-    assert main([*words, "--csv", "-"]) == 3
-    assert capsys.readouterr().out.startswith("name,verdict,role,turns,tokens,")
-    monkeypatch.setenv("COLUMNS", "60")
-    assert main(words) == 3
-    text = capsys.readouterr().out
-    assert "Not shown" in text and max(map(len, text.split("\n\n")[0].splitlines())) <= 60
-    monkeypatch.setenv("COLUMNS", "200")
-    assert main(words) == 3
-    assert "Not shown" not in capsys.readouterr().out
+    assert typed([*words, "--csv", "-"], 3).out.startswith("name,verdict,role,turns,tokens,")
+    for width in (60, 200):
+        monkeypatch.setenv("COLUMNS", str(width))
+        text = typed(words, 3).out
+        assert ("Not shown" in text) == (width < 200)
+        assert max(map(len, text.split("\n\n")[0].splitlines())) <= width
 
 
-def test_the_command_lists_the_models_that_python_lists(capsys):
-    assert main(["models"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) <= SCREEN and lines[-1].startswith("Conclusion: ")
-    assert main(["models", "--all"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_the_command_lists_the_models_that_python_lists(typed):
+    for words in ("models", "models --all"):
+        lines = typed(words).out.splitlines()
+        assert lines[-1].startswith("Conclusion: ") and (len(lines) <= SCREEN) == (words == "models")
     assert {line.split()[0] for line in lines[1:-2]} == {entry.name for entry in sinkscope.models()}
 
 
-def test_generate_prints_text_on_stdout_and_events_on_stderr(monkeypatch, tmp_path, capsys):
+def test_generate_prints_text_on_stdout_and_events_on_stderr(monkeypatch, tmp_path, typed):
     arguments = {}
 
     def fake(model, prompt, *, on_text, **given):
@@ -203,13 +188,13 @@ def test_generate_prints_text_on_stdout_and_events_on_stderr(monkeypatch, tmp_pa
     Path("p.txt").write_text("the prompt\n")
     patch = SinkPatch(layer=1, neurons=[7])
     patch.save("patch.json")
-    assert main("generate --prompt-file p.txt --patch patch.json --max-new-tokens 2 --no-bos".split()) == 0
-    assert capsys.readouterr() == ("one two\n", "patched: step 3, position 4, layer 1, neuron 7\n")
+    shown = typed("generate --prompt-file p.txt --patch patch.json --max-new-tokens 2 --no-bos")
+    assert shown == ("one two\n", "patched: step 3, position 4, layer 1, neuron 7\n")
     given = {"model": "hf", "prompt": "the prompt\n", "interventions": patch, "max_new_tokens": 2, "bos": False}
     assert arguments == {**given, "temperature": 0.0, "seed": 0}
 
 
-def test_interrupted_generation_keeps_its_text(monkeypatch, tmp_path, capsys):
+def test_interrupted_generation_keeps_its_text(monkeypatch, tmp_path, typed):
     def fake(_, __, *, on_text, **___):
         on_text(0, "so far")
         raise KeyboardInterrupt
@@ -217,8 +202,7 @@ def test_interrupted_generation_keeps_its_text(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sinkscope.app.generate, "generate", fake)
     monkeypatch.setattr(sinkscope.app.generate, "load", lambda *_, **__: None)
     (tmp_path / "p.txt").write_text("x")
-    assert main(["generate", "--prompt-file", str(tmp_path / "p.txt")]) == 130
-    assert capsys.readouterr() == ("so far", "\ninterrupted\n")
+    assert typed(["generate", "--prompt-file", str(tmp_path / "p.txt")], 130) == ("so far", "\ninterrupted\n")
 
 
 # What is refused
@@ -250,32 +234,31 @@ def test_interrupted_generation_keeps_its_text(monkeypatch, tmp_path, capsys):
         ("generate --prompt-file file --policy h2o:many", "budget='many': expected a number of tokens"),
     ],
 )
-def test_refused_before_any_model_is_loaded(calls, monkeypatch, capsys, words, message):
+def test_refused_before_any_model_is_loaded(calls, monkeypatch, words, message, typed):
     monkeypatch.setattr(sinkscope.app.generate, "load", None)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe\x00"), encoding="ascii"))
     Path("folder").mkdir()
     Path("file").write_text("x")
     Path("empty").write_text(" \n")
-    assert main(words.split()) == 2
-    out, err = capsys.readouterr()
+    out, err = typed(words, 2)
     assert out == "" and err.startswith("error: ") and err.count("\n") == 1
     assert message in err
     assert not calls and sorted(os.listdir()) == ["empty", "file", "folder"]
 
 
-def test_an_existing_file_is_replaced_only_if_it_is_an_earlier_output_or_by_force(calls, capsys):
-    outputs = ["--json", "a.json", "--html", "a.html"]
-    assert main(["find-sinks", *outputs]) == main(["find-sinks", *outputs]) == 0
+def test_an_existing_file_is_replaced_only_if_it_is_an_earlier_output_or_by_force(calls, typed):
+    for _ in range(2):
+        typed("find-sinks --json a.json --html a.html")
     Path("mine").write_text('{"mine": 1}')
     before = {path: path.read_bytes() for path in Path().iterdir()}
-    for words in (["--json", "mine"], ["--html", "mine"], ["--csv", "mine"]):
-        capsys.readouterr()
-        assert main(["find-sinks", *words]) == 2
-        assert "mine is there already and holds something that sinkscope did not write" in capsys.readouterr().err
-    assert main(["circuit", "--json", "a.json"]) == main(["circuit", "--html", "a.html"]) == 2
-    assert "a.html is there already and holds an output of kind find-sinks" in capsys.readouterr().err
+    foreign = "mine is there already and holds something that sinkscope did not write"
+    of_another = "is there already and holds an output of kind find-sinks"
+    for words in ("find-sinks --json mine", "find-sinks --html mine", "find-sinks --csv mine"):
+        assert foreign in typed(words, 2).err
+    for words in ("circuit --json a.json", "circuit --html a.html"):
+        assert of_another in typed(words, 2).err
     assert {path: path.read_bytes() for path in Path().iterdir()} == before
-    assert main(["find-sinks", "--json", "mine", "--force"]) == 0
+    typed("find-sinks --json mine --force")
     assert Result.load("mine") == sample_find_sinks()
 
 
@@ -314,13 +297,12 @@ def test_errors_are_one_line(calls, monkeypatch, capsys, error, message):
             main(["find-sinks"])
 
 
-def test_a_full_disk_loses_no_printed_result(calls, monkeypatch, capsys):
+def test_a_full_disk_loses_no_printed_result(calls, monkeypatch, typed):
     old = '{"schema": 1, "kind": "find-sinks"}'
     Path("x.json").write_text(old)
 
     monkeypatch.setattr(os, "fsync", mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
-    assert main(["find-sinks", "--json", "x.json"]) == 2
-    out, err = capsys.readouterr()
+    out, err = typed("find-sinks --json x.json", 2)
     assert "sink layer is layer 2" in out  # the result is seen all the same
     assert err == "error: cannot write x.json: no space left on device; choose another place\n"
     assert (os.listdir(), Path("x.json").read_text()) == (["x.json"], old)

@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM
 
 import sinkscope as ss
 import sinkscope.app.pages as pages
-from sinkscope.app.cli import main
 from sinkscope.bench.answer import BenchModel, answer_rows
 from sinkscope.display.result import Result
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
@@ -65,7 +64,7 @@ def test_saving_from_python_spares_foreign_files(tmp_path):
     assert Result.load(found.save(found.save(tmp_path / "empty"))).to_dict() == found.to_dict()
 
 
-def test_an_output_of_another_package_is_guarded_too(tmp_path, monkeypatch, capsys):
+def test_an_output_of_another_package_is_guarded_too(tmp_path, monkeypatch, typed):
     """Its format carries no mark, so a file that is there is not replaced, and this is said before the work."""
     source = stranger.SOURCE.read_text()
     source = source.replace("@measurement(", '@measurement(outputs=[Output("table", "Write a table.", save)], ')
@@ -75,10 +74,9 @@ def test_an_output_of_another_package_is_guarded_too(tmp_path, monkeypatch, caps
     (tmp_path / "package").mkdir()
     monkeypatch.chdir(tmp_path)
     with stranger.installed(tmp_path / "package", source[:marked] + save + source[marked:]):
-        assert main(["attention-entropy", "--table", "t.csv"]) == 0
-        assert Path("t.csv").read_text() == "1" and capsys.readouterr().err == "File: t.csv\n"
-        assert main(["attention-entropy", "--table", "t.csv"]) == 2
-    told = capsys.readouterr()
+        assert typed("attention-entropy --table t.csv").err == "File: t.csv\n"
+        assert Path("t.csv").read_text() == "1"
+        told = typed("attention-entropy --table t.csv", 2)
     assert told.out == ""
     assert told.err.startswith("error: t.csv is there already") and told.err.count("\n") == 1
 
@@ -128,14 +126,13 @@ def test_what_the_checkpoint_says_of_decoding_changes_nothing():
     assert own.sequences.shape[0] == 2 and own.scores
 
 
-def test_a_measurement_and_its_command_state_the_decoding(tmp_path, capsys):
+def test_a_measurement_and_its_command_state_the_decoding(tmp_path, typed):
     folder = organism("llama", 3).save(tmp_path / "m")
     words = ["barcode", "--model", str(folder), "--layer", "0", "--max-new-tokens", "4", "--no-control", "--json", "-"]
     results = []
     for settings in ({}, {"repetition_penalty": 1.7, "num_beams": 3}):
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, **settings}))
-        assert main(words) == 0
-        out, err = capsys.readouterr()
+        out, err = typed(words)
         results.append(json.loads(out))
         assert ("note: sinkscope decodes with its own settings" in err) == bool(settings)
         assert err.count("\n") == bool(settings)
@@ -148,7 +145,7 @@ def test_a_measurement_and_its_command_state_the_decoding(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_patch_of_another_model_is_noticed_wherever_it_is_used(tmp_path, capsys):
+def test_a_patch_of_another_model_is_noticed_wherever_it_is_used(tmp_path, typed):
     folder = organism("llama", 3).save(tmp_path / "m")
     found = ss.find_sinks(folder, max_repeats=4)
     patch, here = ss.SinkPatch.from_result(found), tmp_path / "p.json"
@@ -173,8 +170,8 @@ def test_a_patch_of_another_model_is_noticed_wherever_it_is_used(tmp_path, capsy
     (tmp_path / "t.txt").write_text("poem book")
     words = ["generate", "--prompt-file", str(tmp_path / "t.txt"), "--max-new-tokens", "2", "--patch", str(here)]
     for name, told in (("m", 0), ("tuned", 1)):
-        assert main([*words, "--model", str(tmp_path / name)]) == 0
-        assert capsys.readouterr().err.count("note: the patch was made for m (fingerprint") == told
+        said = typed([*words, "--model", str(tmp_path / name)])
+        assert said.err.count("note: the patch was made for m (fingerprint") == told
     other, tokenizer = tiny_model("llama")
     for use in (lambda: patch.on(other).__enter__(), lambda: ss.generate(other, "a", patch=here, tokenizer=tokenizer)):
         with pytest.raises(SinkscopeError, match=r"the patch was made for m, whose .* is .*: give that model"):

@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from attack_kit import text_file
 from organisms import organism
 from raw_kit import attention
 
@@ -19,12 +20,6 @@ from sinkscope.sinks.first_token.result import READERS_ATTENTION, SHARE_OF_HEADS
 def numbers_of(model, tokenizer, text) -> dict[str, Number]:
     found = find_sinks(model, tokenizer=tokenizer, text=text, max_repeats=4)
     return {number.label: number for number in found.numbers()}
-
-
-def written(o, folder):
-    text = folder / "text.txt"
-    text.write_text(" ".join(o.tokenizer.decode(row[1:]) for row in o.natural(24, 64)))
-    return text
 
 
 def scaled(o, heads, factor: float):
@@ -40,7 +35,7 @@ def scaled(o, heads, factor: float):
 @pytest.mark.slow
 def test_half_of_the_heads_that_lost_the_sink_and_weaker_readers_are_said(tmp_path):
     o = organism("llama", 1, n_layers=6)
-    text = written(o, tmp_path)
+    text = text_file(o, tmp_path, 24)
     ids = o.natural(24, 64)
     intact = numbers_of(o.model, o.tokenizer, text)
     readers = o.truth.reading_heads
@@ -53,11 +48,9 @@ def test_half_of_the_heads_that_lost_the_sink_and_weaker_readers_are_said(tmp_pa
     after = (attention(without, ids)[..., :48, 0].mean((1, 3)) > 0.3).sum()
     assert share and abs(int(share[1]) / 100 - (1 - float(after / before))) < 0.05
     assert all(str(layer) in said[0] for layer in {layer for layer, _ in lost})
-    for factor in (0.9, 0.8, 0.7, 0.6, 0.5):
-        weaker = scaled(o, readers, factor)
-        kept = torch.stack([attention(weaker, ids)[layer, :, head, 1:, 0].mean() for layer, head in readers])
-        if 0.35 < float(kept.mean()) < 0.85:
-            break
+    weaker = scaled(o, readers, 0.7)
+    kept = torch.stack([attention(weaker, ids)[layer, :, head, 1:, 0].mean() for layer, head in readers])
+    assert 0.35 < float(kept.mean()) < 0.85
     said = readers_in_words(intact, numbers_of(weaker, o.tokenizer, text))
     assert any(sentence.startswith("The heads that attend to the sink got weaker") for sentence in said), said
     assert readers_in_words(intact, intact) == []
@@ -65,7 +58,7 @@ def test_half_of_the_heads_that_lost_the_sink_and_weaker_readers_are_said(tmp_pa
 
 def test_a_sink_that_is_gone_is_said_and_nothing_of_cards_without_the_number(tmp_path):
     o = organism("llama", 1, n_layers=6)
-    text = written(o, tmp_path)
+    text = text_file(o, tmp_path, 24)
     intact = numbers_of(o.model, o.tokenizer, text)
     none = numbers_of(scaled(o, o.truth.reading_heads, 0.0), o.tokenizer, text)
     assert readers_in_words(intact, none) == [

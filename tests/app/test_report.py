@@ -9,7 +9,6 @@ from report_kit import BAD, WORSE, Reader, atlas, files_shown, fill, fill_plain,
 from sample_results import sample_find_sinks
 
 import sinkscope as ss
-from sinkscope.app.cli import main
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.table import bench_table
 from sinkscope.display.result import Result
@@ -101,12 +100,11 @@ REASONS = {
 }
 
 
-def test_damaged_and_foreign_files_are_left_out_and_listed(folder, capsys, tmp_path):
+def test_damaged_and_foreign_files_are_left_out_and_listed(folder, tmp_path, typed):
     """On the page and on standard error."""
     spoil(folder)
     page = tmp_path / "new/all.html"
-    assert main(["report", str(folder), "--out", str(page)]) == 0
-    said = capsys.readouterr()
+    said = typed(f"report {folder} --out {page}")
     assert said.out == f"{page}: 4 results\n" and "\x1b" not in said.err
     text = read_report(page).text
     assert "9 files left out" in text and len(files_shown(page)) == 4
@@ -135,13 +133,12 @@ def test_damaged_and_foreign_files_are_left_out_and_listed(folder, capsys, tmp_p
         ([], "DIR"),
     ],
 )
-def test_bad_input_in_one_line(folder, tmp_path, words, says, capsys):
+def test_bad_input_in_one_line(folder, tmp_path, words, says, typed):
     (tmp_path / "empty").mkdir()
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign/a.json").write_text("{")
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
-    assert main(["report", *(word.replace("{}", str(tmp_path)) for word in words)]) == 2
-    said = capsys.readouterr()
+    said = typed(["report", *(word.replace("{}", str(tmp_path)) for word in words)], 2)
     assert said.out == ""
     assert said.err.startswith("error: ") and said.err.count("\n") == 1
     assert says.replace("{}", str(tmp_path)) in said.err

@@ -52,15 +52,15 @@ def _apart(one, other) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("width", "columns"), [(390, 1), (1400, 2)])
+@pytest.mark.parametrize(("width", "columns"), [(390, 1), (1400, 3)])
 def test_panels_stand_where_they_fit_and_nothing_collides(tmp_path, chrome, width, columns):
     path = save_html(sample_find_sinks(), tmp_path / "single.html")
     for dark in (False, True):
         chrome.open(path, width, phone=width < 600, dark=dark)
         assert chrome.run(DRAWN) == 1
         panels = chrome.run(PANELS)
-        assert len(panels) == 4 and len({round(panel[0]) for panel in panels}) == columns
-        assert min(right - left for left, right, *_ in panels) > 260
+        assert len(panels) == 3 and len({round(panel[0]) for panel in panels}) == columns
+        assert min(right - left for left, right, *_ in panels) > 240
         places = chrome.run(TITLES) + chrome.run(TITLES.replace("annotation-text", "xtick text"))
         assert all(0 <= left and right <= width for left, right, *_ in places)
         for number, one in enumerate(places):

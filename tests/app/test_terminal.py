@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import re
@@ -79,10 +80,10 @@ def stream(tmp_path, monkeypatch) -> str:
     follow = Watch.follow
 
     def slowly(*args, **options):
-        time.sleep(0.3)
+        time.sleep(0.15)
         for alarm in follow(*args, **options):
             yield alarm
-            time.sleep(0.3)
+            time.sleep(0.15)
 
     monkeypatch.setattr(Watch, "follow", slowly)
     return str(file)
@@ -135,28 +136,16 @@ def test_a_terminal_shows_what_a_pipe_receives(name, stream, tour, tmp_path, mon
 
 
 def test_a_bar_that_has_ended_does_not_come_back(monkeypatch):
-    class Terminal:
-        def __init__(self) -> None:
-            self.written = ""
-
-        def write(self, text: str) -> None:
-            self.written += text
-
-        def flush(self) -> None: ...
-
-        def isatty(self) -> bool:
-            return True
-
-    terminal = Terminal()
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stderr", terminal)
     with ProgressBar() as progress:
-        assert terminal.written == ""  # nothing is known yet: a dead 0/100 says nothing
+        assert terminal.getvalue() == ""  # nothing is known yet: a dead 0/100 says nothing
         progress("layers", 1, 2)
         progress.end()
-        assert "1/2" in terminal.written
-        before = terminal.written
+        before = terminal.getvalue()
         progress("layers", 2, 2)
-    assert terminal.written == before
+    assert "1/2" in before and terminal.getvalue() == before
 
 
 def test_what_is_waited_for_is_painted_over_by_what_comes_first(monkeypatch, capfd):
@@ -188,30 +177,19 @@ def test_conclusions_and_headings_are_bold(plain, tmp_path, monkeypatch):
 class TestScanBar:
     SECONDS: ClassVar = {"a": 10.0, "b": 30.0}
 
-    @pytest.fixture
-    def clock(self, monkeypatch):
+    def test_it_is_half_of_a_part_after_its_seconds(self, monkeypatch):
+        shown: list[tuple[str, int, int]] = []
         clock = [100.0]
         monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-        return clock
-
-    def test_it_is_half_of_a_part_after_its_seconds(self, clock):
-        shown: list[tuple[str, int, int]] = []
         bar = ScanBar(lambda *seen: shown.append(seen), ["a", "b", "c"], self.SECONDS)  # c takes 20 s, as in the middle
-        bar.begin("a")
-        clock[0] += 10
-        bar("texts", 3, 4)
-        clock[0] += 10  # the machine is half as fast
-        bar.begin("b")
-        clock[0] += 60
-        bar("rows", 1, 9)
-        bar.begin("c")
-        assert shown == [
-            ("scan: a", 0, 100),
-            ("scan: a, texts", int(100 * 5 / 60), 100),
-            ("scan: b", int(100 * 10 / 60), 100),
-            ("scan: b, rows", int(100 * 25 / 60), 100),
-            ("scan: c", int(100 * 40 / 60), 100),
-        ]
+        steps = (("a", 0, 0), ("a, rows", 10, 5), ("b", 10, 10), ("b, rows", 60, 25), ("c", 0, 40))  # b: half as fast
+        for words, seconds, hundredths in steps:
+            clock[0] += seconds
+            if "rows" in words:
+                bar("rows", 1, 9)
+            else:
+                bar.begin(words)
+            assert shown[-1] == (f"scan: {words}", int(100 * hundredths / 60), 100)
 
     @given(st.lists(st.tuples(st.booleans(), st.floats(0, 1e4)), max_size=40))
     def test_it_never_goes_back_and_never_ends_too_early(self, steps):

@@ -10,8 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from attack_kit import text_file
 from covering import slow
 from organisms import Organism, organism
+from raw_kit import attention, norms, zeroed
 from starlette.testclient import TestClient
 
 import sinkscope as ss
@@ -29,9 +31,7 @@ from sinkscope.sinks.first_token.circuit import circuit
 
 
 def explorer(o: Organism, folder: Path, bos: bool | None = None) -> Explorer:
-    text = folder / "typical.txt"
-    text.write_text(o.tokenizer.decode(o.natural(6, 64, seed=5)[:, 1:].flatten().tolist()))
-    return Explorer.open(o.model, tokenizer=o.tokenizer, text=text, bos=bos)
+    return Explorer.open(o.model, tokenizer=o.tokenizer, text=text_file(o, folder, 6, seed=5), bos=bos)
 
 
 def read(one: Explorer, o: Organism, ids: list[int]) -> ViewedText:
@@ -48,10 +48,7 @@ def test_the_planted_neurons_make_the_spike_and_random_ones_do_not(family, tmp_p
     intact, zeroed, patched, control = text.variants
     assert found.layer == o.truth.sink_layer and text.spikes == (0,)
     assert set(found.neurons) == {neuron_name(*site) for site in o.truth.neurons}
-    with torch.no_grad():
-        hidden = o.model(torch.tensor([ids]), output_hidden_states=True).hidden_states
-    for layer, states in enumerate(hidden[1:-1]):  # the last one comes behind the final norm
-        assert intact.norm[layer] == pytest.approx(states[0].norm(dim=-1).numpy(), rel=1e-3)
+    assert intact.norm == pytest.approx(norms(o.model, torch.tensor([ids]))[:, 0].numpy(), rel=1e-3)
     at_sink = [variant.norm[found.layer, 0] for variant in text.variants]
     assert at_sink[1] < 0.5 * at_sink[0] and at_sink[2:] == pytest.approx([at_sink[0]] * 2, rel=0.1)
     assert (np.abs(intact.activation[:, 0]) > 5 * np.abs(intact.activation[:, 1:]).max(1)).all()
@@ -65,23 +62,14 @@ def test_the_planted_neurons_make_the_spike_and_random_ones_do_not(family, tmp_p
 def test_the_next_tokens_are_those_of_the_models_own_logits(bundled):
     text = bundled.view("A class is a block. A block is").texts[0]
     setup = bundled.sink.setup
-    ids = setup.tokenizer("A class is a block. A block is", return_tensors="pt").input_ids
-    if setup.bos is not None and ids[0, 0] != setup.bos:
-        ids = torch.cat([torch.tensor([[setup.bos]]), ids], 1)
-    with torch.no_grad():
-        probabilities = setup.target.hf(ids).logits[0, -1].softmax(-1)
-    intact = text.variants[0].following
-    assert [word for word, _ in intact] == [setup.tokenizer.decode([token]) for token in probabilities.topk(5).indices]
-    assert [share for _, share in intact] == pytest.approx(probabilities.topk(5).values.tolist(), abs=1e-4)
-    zeroed = next(one for one in text.variants if one.name == "sink neurons zeroed")
-    ((layer, neuron),) = bundled.sink.neurons
-    down = setup.target.hf.model.layers[layer].mlp.down_proj
-    keep = torch.ones(down.in_features).index_fill(0, torch.tensor(neuron), 0.0)
-    hook = down.register_forward_pre_hook(lambda _, args: (args[0] * keep,))
-    with torch.no_grad():
-        other = setup.target.hf(ids).logits[0, -1].softmax(-1)
-    hook.remove()
-    assert [share for _, share in zeroed.following] == pytest.approx(other.topk(5).values.tolist(), abs=1e-4)
+    ids = [setup.bos, *setup.tokenizer("A class is a block. A block is", add_special_tokens=False).input_ids]
+    variants = {variant.name: variant for variant in text.variants}
+    for name, sites in (("intact", ()), ("sink neurons zeroed", tuple(bundled.sink.neurons))):
+        with torch.no_grad(), zeroed(setup.target.hf, sites):
+            best = setup.target.hf(torch.tensor([ids])).logits[0, -1].softmax(-1).topk(5)
+        words, shares = zip(*variants[name].following, strict=True)
+        assert list(words) == [setup.tokenizer.decode([token]) for token in best.indices]
+        assert shares == pytest.approx(best.values.tolist(), abs=1e-4)
 
 
 def test_attention_is_that_of_the_models_own_weights(tmp_path):
@@ -89,16 +77,12 @@ def test_attention_is_that_of_the_models_own_weights(tmp_path):
     ids = o.natural(1, 300)[0].tolist()  # more than one chunk of queries
     text = read(explorer(o, tmp_path), o, ids[1:])
     intact = text.variants[0]
-    received = intact.received.array()
-    o.model.set_attn_implementation("eager")
-    with torch.no_grad():
-        weights = o.model(torch.tensor([ids]), output_attentions=True).attentions
-    for (layer, head), packed in zip(text.heads, intact.rows, strict=True):
-        own = weights[layer][0, head].numpy()
-        assert np.abs(packed.array() - own).max() < 1 / 255
-        for key in (0, 1, 255, 256, 298):
-            assert received[layer, head, key] == pytest.approx(float(own[key + 1 :, key].mean()), abs=1 / 255)
-    assert not received[..., -1].any() and len(text.heads) > 9
+    weights = attention(o.model, torch.tensor([ids]))[:, 0]  # layer head query key
+    later = weights.tril(-1).sum(2) / torch.arange(len(ids) - 1, -1, -1).clamp(min=1)
+    assert intact.received.array() == pytest.approx(later.numpy(), abs=1 / 255)
+    for head, packed in zip(text.heads, intact.rows, strict=True):
+        assert np.abs(packed.array() - weights[head].numpy()).max() < 1 / 255
+    assert len(text.heads) > 9
 
 
 @pytest.mark.slow
@@ -177,18 +161,15 @@ def test_a_switch_that_changes_no_norm_says_what_to_try(bundled):
     assert bundled.change(neurons, text, text.intact).endswith("; try another text.")
 
 
-def test_the_command_writes_the_page_and_refuses_bad_texts(bundled, tmp_path, monkeypatch, capsys):
+def test_the_command_writes_the_page_and_refuses_bad_texts(bundled, tmp_path, monkeypatch, typed):
     monkeypatch.setattr(Explorer, "open", lambda *_, **__: bundled)
     text = tmp_path / "text.txt"
     text.write_text("a block is a piece of text", encoding="utf-8")
-    words = ["view", "--text", str(text), "--no-generation", "--html", str(tmp_path / "a.html"), "--json", "-"]
-    assert main(words) == 0
-    data = json.loads(capsys.readouterr().out)
+    data = json.loads(typed(f"view --text {text} --no-generation --html {tmp_path}/a.html --json -").out)
     assert data["kind"] == "view" and data["model"]["name"] == "bundled" and data["result"]["generation"] is None
     assert '" text"' in (tmp_path / "a.html").read_text(encoding="utf-8")
     text.write_text(" \n", encoding="utf-8")
-    assert main(["view", "--text", str(text), "--json", "-"]) == 2
-    shown = capsys.readouterr()
+    shown = typed(f"view --text {text} --json -", 2)
     assert shown.out == "" and shown.err.count("\n") == 1 and "no word that this tokenizer knows" in shown.err
 
 
@@ -230,12 +211,13 @@ def test_a_body_that_is_no_json_is_refused_in_one_line(bundled, body):
     assert answer.status_code == 400 and "is not JSON in UTF-8" in answer.json()["error"]
 
 
-def spoken(bundled, messages):
-    """What the page answers to these messages of a server, and how many of them it took."""
-    answers, taken = [], []
+@pytest.mark.parametrize(("then", "status", "most"), [("http.request", 413, 5), ("http.disconnect", 400, 2)])
+def test_of_a_body_that_is_too_large_or_broken_off_the_rest_is_never_read(bundled, then, status, most):
+    part = {"type": "http.request", "body": b" " * (LARGEST_REQUEST // 4), "more_body": True}
+    messages, answers, taken = [part, *[part | {"type": then}] * 1000], [], []
 
     async def receive():
-        taken.append(messages[min(len(taken), len(messages) - 1)])
+        taken.append(messages[len(taken)])
         return taken[-1]
 
     async def send(message):
@@ -243,19 +225,7 @@ def spoken(bundled, messages):
 
     scope = {"type": "http", "method": "POST", "path": "/secret/view", "headers": [(b"host", b"127.0.0.1")]}
     asyncio.run(application(bundled, "secret")({**scope, "query_string": b"", "root_path": ""}, receive, send))
-    return answers, len(taken)
-
-
-def test_of_a_body_that_is_too_large_the_rest_is_never_read(bundled):
-    part = {"type": "http.request", "body": b" " * (LARGEST_REQUEST // 4), "more_body": True}
-    answers, taken = spoken(bundled, [part] * 1000)
-    assert answers[0]["status"] == 413 and taken == 5
-
-
-def test_a_client_that_leaves_is_no_error(bundled):
-    part = {"type": "http.request", "body": b"{", "more_body": True}
-    answers, _ = spoken(bundled, [part, {"type": "http.disconnect"}])
-    assert answers[0]["status"] == 400
+    assert answers[0]["status"] == status and len(taken) == most
 
 
 def test_a_notebook_shows_a_widget_that_python_answers(bundled, monkeypatch, tmp_path):

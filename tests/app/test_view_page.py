@@ -225,7 +225,7 @@ def test_the_live_page_in_a_browser(bundled, chrome):
     while not addresses:
         time.sleep(0.01)
     chrome.errors.clear()
-    chrome.send("Page.navigate", url=addresses[0])
+    chrome.open(addresses[0])
     chrome.wait("document.querySelector('.part')")  # the circuit has come
     intact = chrome.text("#sentence")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from itertools import combinations
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from organisms.tiny import tiny_model
 from transformers import DynamicCache
 
 from experiments.loopguard.why import asked, verdict
-from sinkscope.attention.why import Case, Why, why
+from sinkscope.attention.why import Case, why
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import SinkPatch
 from sinkscope.kv import StreamingLLM
@@ -24,6 +25,8 @@ from sinkscope.loops.signals import Tail
 
 ORGANISMS = kept_loops()
 NAMES = [made.name for made in ORGANISMS]
+CYCLE = [5, 6, 7]
+LOOPED = Case(SimpleNamespace(edit=None, seed=0), [1, 2, *CYCLE * 9], 0, 2, Tail(3, 2, 9.0), 4, None)  # pyright: ignore
 
 
 def rounded(bits: int, module, args, output):
@@ -177,14 +180,20 @@ def test_what_enters_the_cache_is_rounded_once(noise: bool):
         Rounded(1)
 
 
-@pytest.mark.usefixtures("_few_tokens")
 def test_the_sink_of_a_model_with_sink_neurons_is_patched(monkeypatch: pytest.MonkeyPatch):
-    made = kept_loop(("history",))
     patch = SinkPatch(layer=1, neurons=[3, 5], value=0.0)
-    monkeypatch.setattr("sinkscope.attention.why.chosen_patch", lambda setup, given: patch)
-    found: Why = why(made.model, made.turn, history=made.history, tokenizer=made.tokenizer, max_new_tokens=40, cuts=1)
-    (sink,) = [tried for tried in found.tried if tried.without == "sink"]
-    assert (sink.how, sink.removed, sink.control is None) == ("SinkPatch of 2 neurons", 0, False)
+    setup = SimpleNamespace(edit=None, seed=0, target=SimpleNamespace(width=lambda layer, expert: 64))
+    case = replace(LOOPED, setup=setup, bits=None, patch=patch)
+    without = frozenset({"sink"})
+    assert case.causes()["sink"] == "SinkPatch of 2 neurons" and case.positions((without, None), 9) == []
+    assert case.edits((without, None)) == [patch]
+    draws = [case.edits((without, number))[0] for number in range(3)]
+    assert all({site.layer for site in draw.sites} == {1} and draw.value == 0.0 for draw in draws)
+    assert len({draw.sites for draw in [patch, *draws]}) == 4
+    made = kept_loop(("history",))
+    monkeypatch.setattr("sinkscope.attention.why.chosen_patch", lambda setup, given: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        why(made.model, made.turn, answer=made.cycle * 4, tokenizer=made.tokenizer)
 
 
 def test_prompts_as_text_begin_once():
@@ -192,10 +201,6 @@ def test_prompts_as_text_begin_once():
     found = why(model, "you and it", history="the cat", tokenizer=tokenizer, max_new_tokens=4, neurons=False)
     words = tokenizer("the cat you and it")["input_ids"]
     assert list(found.ids[: found.prompt_tokens]) == words
-
-
-CYCLE = [5, 6, 7]
-LOOPED = Case(SimpleNamespace(edit=None, seed=0), [1, 2, *CYCLE * 9], 0, 2, Tail(3, 2, 9.0), 4, None)  # pyright: ignore
 
 
 def test_the_same_loop_may_begin_anywhere_and_another_one_is_another():

@@ -68,31 +68,27 @@ def test_what_kvpress_wrote_is_scored_as_it_scores(tmp_path: Path):
 def test_what_is_written_is_the_same_table_when_it_is_read(tmp_path: Path):
     prompts, records = [], []
     for number in range(4):
-        id = f"p{number}"
-        prompts.append(Prompt(id, (Turn("which, of 'these'?", ("red", "it's")),), "s", "ab"[number % 2]))
+        id, part = f"p{number}", "ab"[number % 2]
+        prompts.append(Prompt(id, (Turn("which, of 'these'?", ("red", "it's")),), "s", part))
         for method, value in (("full", 1.0), ("h2o:0.25:recent=0.5", float(number == 1))):
-            about = {"part": "ab"[number % 2]}
             metrics = {"score": value, "prompt_tokens": 8}
-            records.append(made_record(method, id, settings=about, metrics=metrics, text='a\n"b", ' + id))
+            said = f'a\n"b", {id}'
+            records.append(made_record(method, id, settings={"part": part}, metrics=metrics, text=said))
     with open_run(tmp_path / "run", SETTINGS, prompts) as folder:
         folder.append(records)
     written = bench_table([tmp_path / "run"], kvpress=tmp_path / "out")
-    names = sorted(path.name for path in (tmp_path / "out").iterdir())
-    assert names == ["file__s__tiny__h2o-recent-0.5__0.75", "file__s__tiny__no_press__0.00"]
-    folder = tmp_path / "out" / names[0]
-    with (folder / "predictions.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    folder = tmp_path / "out/file__s__tiny__h2o-recent-0.5__0.75"
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {folder.name, "file__s__tiny__no_press__0.00"}
+    rows = list(csv.DictReader((folder / "predictions.csv").read_text().splitlines(keepends=True)))
     assert [row["predicted_answer"] for row in rows] == [f'a\n"b", p{number}' for number in range(4)]
     assert ast.literal_eval(rows[0]["answer"]) == ["red", "it's"]
     assert json.loads((folder / "metrics.json").read_text()) == {"a": {"score": 0.0}, "b": {"score": 50.0}}
     config = yaml.safe_load((folder / "config.yaml").read_text())
     assert (config["press_name"], config["compression_ratio"], config["model"]) == ("h2o-recent=0.5", 0.75, "tiny")
     back = bench_table([tmp_path / "out"])
-    for one, other in zip(written.groups, back.groups, strict=True):
-        assert (one.score, one.low, one.high, one.parts, one.answers) == (
-            (other.score, other.low, other.high, other.parts, other.answers)
-        )
     assert [group.method for group in back.groups] == ["full", "h2o-recent=0.5:0.25"]
+    for name in ("score", "low", "high", "parts", "answers"):
+        assert [getattr(group, name) for group in written.groups] == [getattr(group, name) for group in back.groups]
     with pytest.raises(SinkscopeError, match=r"is there already: give another folder to --kvpress"):
         bench_table([tmp_path / "run"], kvpress=tmp_path / "out")
 

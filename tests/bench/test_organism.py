@@ -10,11 +10,9 @@ import torch
 from organisms import LoopOrganism
 
 import sinkscope as ss
-from experiments.make_organism import LOOPS, loop, made, prompts, refrain
+from experiments.make_organism import loop, made, prompts, refrain
 from sinkscope.bench.prompt import Prompt, read_prompts
 from sinkscope.bench.tasks.loops import DATA
-
-PERIODS, ONSETS = ((2, 16), (24, 48), (64, 128)), (0, 30, 200, 600)
 
 
 @cache
@@ -32,20 +30,6 @@ def test_the_weights_are_what_the_generator_makes():
     assert all(torch.equal(weight, weights[name]) for name, weight in organism().model.state_dict().items())
     text = next(iter(by_id().values())).turns[0].text
     assert shipped.tokenizer(text)["input_ids"] == organism().tokenizer(text)["input_ids"]
-
-
-def test_the_prompts_cover_periods_onsets_reaches_and_honest_repetition():
-    found = by_id()
-    loops = [p for p in found.values() if p.set == "organism"]
-    assert (len(found), len(loops)) == (40, 32)
-    assert {p.about["period"] for p in loops} == {period for period, *_ in LOOPS}
-    assert {p.about["onset"] for p in loops} == {*ONSETS}
-    assert all(any(low <= p.about["period"] <= high for low, high in PERIODS) for p in loops)
-    for words in ("near", "far", "older", "honest-walk", "honest-quote", "honest-refrain"):
-        assert 2 <= sum(words in name for name in found) < 40
-    for prompt in loops:  # its copies are there, the older ones before a stretch of the ring
-        ids = organism().tokenizer(prompt.turns[0].text)["input_ids"]
-        assert max(ids.count(token) for token in ids) >= 3 + 3 * prompt.id.endswith("older")
 
 
 def test_a_prompt_is_what_its_parts_say():

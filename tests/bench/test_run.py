@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import nullcontext
 
 import pytest
 from bench_kit import dialogues, task, tiny, untimed
@@ -26,11 +27,8 @@ def plain(text: str, new: int = 6, edit=None) -> list[int]:
     """Greedy `generate`, without the benchmark."""
     model, tokenizer = tiny()
     inputs = tokenizer(text, return_tensors="pt")
-    if edit is None:
+    with nullcontext() if edit is None else edit.on(model):
         output = model.generate(**inputs, max_new_tokens=new, do_sample=False)
-    else:
-        with edit.on(model):
-            output = model.generate(**inputs, max_new_tokens=new, do_sample=False)
     return output[0, inputs["input_ids"].shape[1] :].tolist()
 
 
@@ -60,7 +58,8 @@ def test_neighbours_in_a_batch_change_nothing(method):
 
 
 def test_an_interrupted_run_goes_on_and_ends_the_same(tmp_path):
-    whole = untimed(run(["full", "h2o:16"]))
+    given = task(dialogues(2))
+    whole = untimed(run(["full", "h2o:16"], given))
 
     class _EnoughError(Exception):
         pass
@@ -70,14 +69,14 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(tmp_path):
             raise _EnoughError
 
     with pytest.raises(_EnoughError):
-        run(["full", "h2o:16"], out=tmp_path / "r", progress=stop)
+        run(["full", "h2o:16"], given, out=tmp_path / "r", progress=stop)
     kept = (tmp_path / "r/runs.jsonl").read_bytes()
     (tmp_path / "r/runs.jsonl").write_bytes(kept[:-20])  # the last line was cut short
-    assert untimed(run(["full", "h2o:16"], out=tmp_path / "r")) == whole
+    assert untimed(run(["full", "h2o:16"], given, out=tmp_path / "r")) == whole
     assert (tmp_path / "r/runs.jsonl").read_bytes().startswith(kept[: len(kept) // 2])
-    assert len(read_run(tmp_path / "r")) == 12
-    more = run(["tova:16"], out=tmp_path / "r")
-    assert {r.method for r in more} == {"tova:16"} and len(read_run(tmp_path / "r")) == 18
+    assert len(read_run(tmp_path / "r")) == 8
+    more = run(["tova:16"], given, out=tmp_path / "r")
+    assert {r.method for r in more} == {"tova:16"} and len(read_run(tmp_path / "r")) == 12
 
 
 def test_samples_depend_on_seed_and_prompt_alone():

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
-from bench_kit import made_record
+from bench_kit import guarded_run, made_record
 
 from experiments.loopguard import figure2, figure4
 from experiments.script import run
-from sinkscope.bench.prompt import Prompt
-from sinkscope.bench.record import BenchRecord, open_run
-from sinkscope.bench.tasks.loops import Loops
+from sinkscope.bench.record import BenchRecord
 from sinkscope.models.text import typical_text
 
 
@@ -31,28 +29,15 @@ def test_survival_counts_runs_without_a_collapse():
         assert share == (1.0 if step < point else 0.5)
 
 
-@pytest.fixture
-def guarded(tmp_path):
-    """A run of one prompt: without a guard, whose answer loops before the monitor's window is full, and with one."""
-    prompt: Prompt = Loops().prompts(None)[0]
-    tokens = tuple([30, 31, 32, 33] * 10)
-    guard = {"step": 20, "position": 20, "kind": "guard", "data": {"generated": 20, "period": 4}}
-    settings = {"max_new_tokens": 40, "model": {"name": "bundled"}}
-    with open_run(tmp_path / "guards", settings, [prompt]) as folder:
-        for method, events in (("full", ()), ("loopguard:256", (guard,))):
-            one = made_record(method, prompt.id, tokens=tokens, steps={"top1": (0.5,) * 40}, events=events)
-            folder.append([one])
-    return tmp_path / "guards"
-
-
-def test_figure_4_counts_the_interventions_of_a_run_and_refuses_what_is_no_run(guarded, monkeypatch, tmp_path, capsys):
+def test_figure_4_counts_the_interventions_of_a_run_and_refuses_what_is_no_run(monkeypatch, tmp_path, capsys):
     texts = figure4.honest_texts()[:1]
     monkeypatch.setattr(figure4, "honest_texts", lambda: texts)
     monkeypatch.setattr(figure4, "typical_text", lambda: typical_text()[:8000])
-    run(figure4.main, [str(guarded), "--out", str(tmp_path)])
+    guarded = str(guarded_run(tmp_path / "guards"))
+    run(figure4.main, [guarded, "--out", str(tmp_path)])
     (row,) = json.loads((tmp_path / "loopguard_fig4.json").read_text())["result"]["guards"]
     assert (row["method"], row["counts"], row["positions"]) == ("loopguard", [1], [20])
     with pytest.raises(SystemExit) as left:
-        run(figure4.main, [str(guarded), str(tmp_path / "none"), "--out", str(tmp_path)])
+        run(figure4.main, [guarded, str(tmp_path / "none"), "--out", str(tmp_path)])
     assert left.value.code == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: none is no folder of `sinkscope bench`")

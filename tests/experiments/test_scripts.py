@@ -11,23 +11,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from bench_kit import SETTINGS, made_record
+from bench_kit import guarded_run
 from organisms.kept_loops import kept_loops
 
-from experiments import recall_card
+from experiments import drawn, recall_card
 from experiments.bench_figures import BenchFigure
 from experiments.check_cache.faulty import FAULTS
 from experiments.check_cache.right import streaming_llm
 from experiments.loopserve import runs
 from experiments.make_shape import make_plan
 from experiments.script import run
-from sinkscope.bench.prompt import Prompt
-from sinkscope.bench.record import open_run
-from sinkscope.bench.tasks.loops import DATA, Loops
+from sinkscope.bench.tasks.loops import DATA
 from sinkscope.bench.tasks.recall import Recall
 
 ROOT = Path(__file__).parents[2]
@@ -283,7 +282,13 @@ CASES = {
         "loopserve_latency.json",
         quick=True,
     ),
-    "loopset.files": Case("--count 2 --out {out}/x.json", lambda made: made["result"], "x.json", quick=True),
+    "loopset.files": Case(
+        "--count 2 --out {out}/x.json",
+        lambda made: made["result"]["programs"]["clean"] == 2,
+        "x.json",
+        {"sysconfig": SimpleNamespace(get_paths=lambda: {"purelib": ROOT / "experiments"})},
+        quick=True,
+    ),
     "loopset.make": Case(
         "--half report --out {out}/x.jsonl",
         lambda lines: {json.loads(line)["half"] for line in lines} == {"report"},
@@ -306,19 +311,6 @@ CASES = {
     "repeated_token.table1": Case("", lambda text: "7003" in text, quick=True),
     "repeated_token.table2": Case("", lambda text: "no weights at hand" in text, quick=True),
 }
-
-
-@pytest.fixture
-def bench_run(tmp_path: Path) -> Path:
-    """A run of one prompt, without a guard and with one."""
-    prompt: Prompt = Loops().prompts(None)[0]
-    metrics = {"loop": 1.0, "loop_paper": 1.0, "ttr": 0.1, "cr": 0.1, "length": 40, "interventions": 1.0}
-    guard = {"step": 20, "position": 20, "kind": "guard", "data": {"generated": 20, "period": 4}}
-    with open_run(tmp_path / "run", {**SETTINGS, "max_new_tokens": 40}, [prompt]) as folder:
-        for method, events in (("full", ()), ("loopguard:256", (guard,))):
-            made = {"tokens": (30, 31, 32, 33) * 10, "events": events, "metrics": metrics, "settings": {"set": "dc"}}
-            folder.append([made_record(method, prompt.id, task="loops", **made)])
-    return tmp_path / "run"
 
 
 def parameters() -> list[Any]:
@@ -353,10 +345,9 @@ def test_the_function_of_every_script_runs_in_a_test() -> None:
 
 
 @pytest.mark.parametrize("name", parameters())
-def test_a_script_writes_what_it_should(
-    name: str, bench_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_script_writes_what_it_should(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case, module = CASES[name], import_module(f"experiments.{name.partition(',')[0]}")
+    monkeypatch.setattr(drawn, "write_png", lambda *_: None)  # a browser takes longer than the scripts
     out = tmp_path / "out"
     out.mkdir()
     for constant, value in (case.patch or {}).items():
@@ -367,12 +358,14 @@ def test_a_script_writes_what_it_should(
         (out / file).write_text(text + "\n" + text)
     if name == "recall_card":
         shutil.copytree(ROOT / "sinkscope/models/recall", out / "recall")
+    if "{run}" in case.words:
+        guarded_run(tmp_path / "run")
     if "{shape}" in case.words:
         options = "--shape tiny --dtype float32 --beta 2.7 --out"
         run(import_module("experiments.make_shape").main, [*options.split(), str(tmp_path / "shape")])
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        run(module.main, case.words.format(out=out, run=bench_run, shape=tmp_path / "shape").split())
+        run(module.main, case.words.format(out=out, run=tmp_path / "run", shape=tmp_path / "shape").split())
     if not case.file:
         assert case.right(said.getvalue()), said.getvalue()[:2000]
         return

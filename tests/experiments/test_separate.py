@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attack_kit import text_file
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from organisms import Organism, organism
@@ -20,9 +21,7 @@ from sinkscope.measure import Setup
 
 def separated(o: Organism, folder: Path, layer: int = 0, neuron: int | None = None) -> list[dict[str, Any]]:
     """The rows of the methods."""
-    text = folder / "text.txt"
-    text.write_text(o.tokenizer.decode(o.natural(20, 64, seed=9)[:, 1:].flatten().tolist()))
-    setup = Setup.open(o.model, tokenizer=o.tokenizer, text=text, texts=64)
+    setup = Setup.open(o.model, tokenizer=o.tokenizer, text=text_file(o, folder, 20, seed=9), texts=64)
     return separate(setup, layer, 1024, neuron)["methods"]
 
 

@@ -155,28 +155,17 @@ def test_events_count_the_rounded_numbers():
         ({"kv": 8, "places": [(0, -1)]}, ("places", "-1")),
         ({"kv": 8, "layers": [1.5]}, ("layers", "1.5")),
         ({"kv": 8, "positions": "last"}, ("last", "first")),
+        ({"activations": 8, "layers": [99]}, ("layer 99",)),
+        ({"activations": 8, "layers": ["model.layers.1.mlp"]}, ("model.layers.1.mlp", "down_proj")),
+        ({"activations": 8, "neurons": ["L1.N99999"]}, ("99999",)),
+        ({"activations": 8, "places": [(5, 0)]}, ("row 5", "3")),
     ],
 )
-def test_wrong_settings_are_refused(fields, words):
-    with refused(words=words):
-        Quantize(**fields)
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"layers": [99]}, ("layer 99",)),
-        ({"layers": ["model.layers.1.mlp"]}, ("model.layers.1.mlp", "down_proj")),
-        ({"neurons": ["L1.N99999"]}, ("99999",)),
-        ({"places": [(5, 0)]}, ("row 5", "3")),
-    ],
-)
-def test_what_the_model_lacks_is_refused(fields, words):
-    o = model_of("llama")
-
-    with refused(words=words), Quantize(activations=8, **fields).on(o.model), torch.no_grad():
-        o.model(ids_of("llama"))
-    assert count_hooks(o.model) == 0
+def test_wrong_settings_and_what_the_model_lacks_are_refused(fields, words):
+    model = model_of("llama").model
+    with refused(words=words), Quantize(**fields).on(model), torch.no_grad():
+        model(ids_of("llama"))
+    assert count_hooks(model) == 0
 
 
 def test_experts_are_refused_but_their_keys_and_values_are_rounded():

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from covering import every_nth
-from intervention_kit import KINDS, bridge_of, count_hooks, greedy, logits
+from intervention_kit import KINDS, bridge_of, count_hooks, generated, greedy, listing_1, logits, loud_model
 from organisms import MODEL_TYPES, tiny_model
 from refusals import refused
 from torch.testing import assert_close
@@ -113,25 +113,34 @@ def test_a_vector_as_transformer_lens_adds_it(model_type):
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_generation_and_nothing_stays(kind):
     """Token by token with a cache, against the whole sequence again for every token, edited by hand."""
-    model, tokenizer = tiny_model("llama")
+    model, tokenizer, sites = loud_model()
     model.generation_config.eos_token_id = None
-    vector, heads = 3 * vector_of(model), [(1, 2), (2, 0), (2, 1)]
-    wants = {
-        "add": greedy(model, IDS[:1], 8, lambda: added(model, 1, vector)),
-        "heads": without_heads(model, heads).generate(IDS[:1], max_new_tokens=8, do_sample=False),
-    }
-    edits = {"add": Add(vector, "blocks.1.hook_resid_post"), "heads": Ablate(heads=heads)}
+    ids, vector, heads = IDS[:1], 3 * vector_of(model), [(1, 2), (2, 0), (2, 1)]
+    cases = [
+        (Add(vector, "blocks.1.hook_resid_post"), greedy(model, ids, 8, lambda: added(model, 1, vector))),
+        (Ablate(heads=heads), without_heads(model, heads).generate(ids, max_new_tokens=8, do_sample=False)),
+        (SinkPatch(sites=sites), greedy(model, ids, 8, lambda: listing_1(model, sites))),
+    ]
     other = KINDS[kind](model, tokenizer)
     hf = target_of(other).hf
-    plain = hf.generate(IDS[:1], max_new_tokens=8, do_sample=False)
+    plain = generated(hf, ids, max_new_tokens=8)
     before = count_hooks(hf)
-    for name, edit in edits.items():
+    for edit, want in cases:
         with edit.on(other) as run:
-            got = hf.generate(IDS[:1], max_new_tokens=8, do_sample=False)
-        assert torch.equal(got, wants[name]) and not torch.equal(got, plain), name
-        assert {e.position for e in run.events} == (set(range(5, 13)) if name == "add" else set(range(13)))
+            got = generated(hf, ids, max_new_tokens=8)
+        assert torch.equal(got, want) and not torch.equal(got, plain), edit
+        positions = {e.position for e in run.events}
+        assert positions == (set(range(5, 13)) if isinstance(edit, Add) else set(range(13))) or edit is cases[2][0]
         assert repr(run).startswith("<Run on ") and type(edit).__name__ in run.summary()
-    assert count_hooks(hf) == before and torch.equal(hf.generate(IDS[:1], max_new_tokens=8, do_sample=False), plain)
+        with edit.on(other):
+            assert torch.equal(generated(other, ids, max_new_tokens=8), want)
+            if kind == "hf":
+                for extra in ({"use_cache": False}, {"cache_implementation": "static"}):
+                    assert torch.equal(generated(hf, ids, max_new_tokens=8, **extra), want)
+        if kind == "bridge":
+            with other.hooks(fwd_hooks=edit.fwd_hooks(other)):
+                assert torch.equal(generated(other, ids, max_new_tokens=8), want)
+    assert count_hooks(hf) == before and torch.equal(generated(hf, ids, max_new_tokens=8), plain)
 
 
 def test_other_ways_to_name_the_same():

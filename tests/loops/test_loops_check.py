@@ -98,13 +98,6 @@ def test_the_verdict_is_shown_beside_a_long_name(tmp_path, monkeypatch, capsys):
     assert max(map(len, out.partition("\n\n")[0].splitlines())) <= 80
 
 
-def test_a_variant_that_needs_probabilities_is_refused_in_words_of_the_command(tmp_path, capsys):
-    (tmp_path / "x.txt").write_text("a b c")
-    for more in ([], ["--follow"]):
-        assert main(["loops", str(tmp_path / "x.txt"), "--variant", "p1", *more]) == 2
-        assert capsys.readouterr().err.startswith("error: --variant p1 judges by a model's probabilities")
-
-
 def test_results_come_back_from_json(tmp_path):
     found = check(["", "one word", "the " * 300], name="some texts")
     assert Result.load(found.save(tmp_path / "x.json")) == found
@@ -136,41 +129,62 @@ def test_the_first_field_of_a_json_line_that_is_there_is_the_output():
     assert parse('{"text": "a"}', "a.txt", "jsonl") == [TokenRecord("line 1", [0], "a")]
 
 
+FOLLOW = ["--follow"]
+
+
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("more", "name", "content", "said"),
     [
-        ("x.txt", "", "x.txt is empty: expected a text, or JSON lines"),
-        ("x.jsonl", " \n\n", "x.jsonl is empty"),
-        ("x.jsonl", '{"text": "a"}\n\n{"text": \n', "x.jsonl line 3 is not JSON: give JSON lines with text"),
-        ("x.jsonl", '{"text": "a"}\n[1, 2]\n', "x.jsonl line 2 has none of the fields tokens, output, text"),
-        ("x.jsonl", '{"tokens": [1, -2]}\n', "x.jsonl line 1: tokens is [1, -2]: expected a string, or a list of"),
-        ("x.jsonl", '{"text": 5}\n', "x.jsonl line 1: text is 5"),
-        ("x.txt", b"\xff\xfe\xfa", "x.txt is not UTF-8 text"),
-        (None, "", "cannot read y.txt: no such file"),
+        ([], "x.txt", "", "x.txt is empty: expected a text, or JSON lines"),
+        ([], "x.jsonl", " \n\n", "x.jsonl is empty"),
+        ([], "x.jsonl", '{"text": "a"}\n\n{"text": \n', "x.jsonl line 3 is not JSON: give JSON lines with text"),
+        ([], "x.jsonl", '{"text": "a"}\n[1, 2]\n', "x.jsonl line 2 has none of the fields tokens, output, text"),
+        ([], "x.jsonl", '{"tokens": [1, -2]}\n', "x.jsonl line 1: tokens is [1, -2]: expected a string, or a list of"),
+        ([], "x.jsonl", '{"text": 5}\n', "x.jsonl line 1: text is 5"),
+        ([], "x.txt", b"\xff\xfe\xfa", "x.txt is not UTF-8 text"),
+        ([], "y.txt", None, "cannot read y.txt: no such file"),
+        (["--variant", "p2"], "x.txt", "a b c", "unknown variant 'p2': there are repeats, tolerant, full"),
+        (["--variant", "p1"], "x.txt", "a b c", "--variant p1 judges by a model's probabilities"),
+        (["--variant", "p1", *FOLLOW], "x.txt", "a b c", "--variant p1 judges by a model's probabilities"),
+        (["--max-new", "0"], "x.txt", "a b c", "max_new=0: expected a whole number from 1"),
+        (["--tee"], "x.txt", "a b c", "--tee"),
+        # Sessions.
+        ([], "x.json", '{"a": 1}', "x.json is no chat history: expected messages with role and content"),
+        ([], "x.json", "[1, 2]", "x.json is no chat history"),
+        ([], "x.json", '{"messages": [', "x.json line 1 is not JSON: give messages with role and content"),
+        ([], "x.json", '[{"role": "user", "content": "a"}, {"b": 1}]', "x.json session entry 2 is no message"),
+        ([], "x.jsonl", '{"role": "user", "content": "a"}\n{"text": "b"}\n', "x.jsonl line 1 has none of the fields"),
+        (
+            [],
+            "x.json",
+            '[{"messages": [{"role": "user"}]}, {"messages": 5}]',
+            "x.json session 2 has no list 'messages'",
+        ),
+        (["--clean", "o.json"], "x.txt", "words", "--clean has no effect on x.txt, which holds no session"),
+        # Streams.
+        ([*FOLLOW, "--format", "session"], "x.txt", "a b c", "session"),
+        (FOLLOW, "-", b"", "standard input is empty"),
+        (FOLLOW, "-", b"\xff\xfe\xfa bad", "standard input is not UTF-8 text"),
+        (FOLLOW, "-", 'data: {"choices": [\n\n', "standard input line 1 is no output of a model"),
+        (FOLLOW, "-", 'data: {"error": {"message": "no such\\nmodel"}}\n\n', "the server reports an error"),
+        (FOLLOW, "-", '{"error": "overloaded"}\n', "the server reports an error, overloaded"),
+        (FOLLOW, "-", '{"prompt": "a"}\n', "expected one of the fields choices, tokens, output, text, token"),
+        (FOLLOW, "-", '{"tokens": [1, -2]}\n', "-2 is no token"),
+        (FOLLOW, "-", 'data: {"choices": [{"delta": 5}]}\n\n', "standard input line 1 is no output of a model"),
     ],
 )
-def test_bad_files_are_refused_in_a_line(name, content, said, tmp_path, monkeypatch, capsys):
+def test_bad_input_is_refused_in_a_line(more, name, content, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    if name is not None:
-        mark = b"\xef\xbb\xbf"  # some editors begin a file with it: it is no part of the first line
-        Path(name).write_bytes(content if isinstance(content, bytes) else mark + content.encode())
-    assert main(["loops", name or "y.txt"]) == 2
+    if isinstance(content, str):
+        content = b"\xef\xbb\xbf" + content.encode()  # some editors begin a file with it: it is no part of a line
+    if name == "-":
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+    elif content is not None:
+        Path(name).write_bytes(content)
+    assert main(["loops", name, *more]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("error: ") and said in err and err.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("option", "said"),
-    [
-        (["--variant", "p2"], "unknown variant 'p2': there are repeats, tolerant, full"),
-        (["--max-new", "0"], "max_new=0: expected a whole number from 1"),
-    ],
-)
-def test_an_option_without_effect_is_refused(option, said, tmp_path, capsys):
-    (tmp_path / "x.txt").write_text("a b c")
-    assert main(["loops", str(tmp_path / "x.txt"), *option]) == 2
-    _, err = capsys.readouterr()
-    assert err.startswith("error: ") and said in err and err.count("\n") == 1
+    assert not Path("o.json").exists()
 
 
 @pytest.mark.parametrize("wrong", [[], [1.5, 2.5], [[1], [2.5]], [True, False]])

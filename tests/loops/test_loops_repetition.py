@@ -1,4 +1,4 @@
-"""Repetition of any period: against a look at every period at every token, planted cycles, and lists."""
+"""Repetition of any period: against the one at the end of each beginning, planted cycles, and lists."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sinkscope.loops import Monitor, MonitorSettings, check
+from sinkscope.loops import Monitor, MonitorSettings, check, tail_period
 from sinkscope.loops.repetition import NearRepetition
 
 # Cycles of few different tokens, which hold repetitions of their own: any stretch of a few tokens comes several times.
@@ -21,25 +21,13 @@ RUNS = st.lists(st.tuples(PIECE, st.integers(1, 5)), min_size=1, max_size=3).map
 )
 
 
-def every_period(ids: list[int], longest: int, shortest: int) -> tuple[int, int] | None:
-    """The definition: of all periods with 3 copies at the end, the one that covers most, the smallest of several."""
-    found = []
-    for period in range(1, min(longest, len(ids) - 1) + 1):
-        equal = 0
-        while equal < len(ids) - period and ids[-1 - equal] == ids[-1 - equal - period]:
-            equal += 1
-        if equal + period >= max(3 * period, shortest):
-            found.append((-(equal + period), period))
-    return (min(found)[1], len(ids) + min(found)[0]) if found else None
-
-
 @settings(max_examples=30)
 @given(RUNS, st.sampled_from([5, 20, 64]), st.sampled_from([12, 20, 30]))
 def test_three_exact_copies_are_found_at_their_last_token(ids, longest, shortest):
     repeats = NearRepetition(longest, 3, shortest, 0.0)
     for i, token in enumerate(ids):
         tail = repeats.add(token, i)
-        assert (tail and tail[:2]) == every_period(ids[: i + 1], longest, shortest)
+        assert tail == tail_period(ids[: i + 1], repeats=3, shortest=shortest, longest=longest)
 
 
 @settings(max_examples=30)

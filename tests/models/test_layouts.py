@@ -9,7 +9,6 @@ from organisms.decoders import decoder
 from organisms.examine import expert_views
 from organisms.tiny import tiny_model
 from refusals import refused
-from sinkscope.sinks.first_token.layer_view import columns, contribution_norms, view_layer
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -19,6 +18,7 @@ from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.sinks.first_token.effects import Edit, effects
 from sinkscope.sinks.first_token.layer_scan import scan_layers
+from sinkscope.trace.layer_view import columns, contribution_norms, view_layer
 
 IDS = torch.arange(20, 44).view(2, 12)
 # A shared expert beside the mixture; a norm in some layers; experts in five layouts; more than an addition.

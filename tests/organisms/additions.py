@@ -5,13 +5,15 @@ No module's path is used. Sites of sinkscope are compared with it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+Mode = TypeVar("Mode", bound=TorchFunctionMode)
 _ADDITIONS = {"add", "add_", "__add__", "__radd__", "__iadd__"}
 
 
@@ -73,23 +75,25 @@ def is_close(one: Tensor, other: Tensor) -> bool:
     return bool((one - other).abs().max() <= 1e-5 * size)
 
 
-def additions_of(model: Any, layers: list[torch.nn.Module], ids: Tensor) -> list[tuple[Additions, Tensor, Tensor]]:
-    """Of each layer in a pass: its additions, what entered it and what left it."""
-    seen: list[tuple[Additions, Tensor, Tensor]] = []
-    running: list[tuple[Additions, Tensor]] = []
+def followed(
+    model: Any, layers: list[torch.nn.Module], ids: Tensor, follower: Callable[[Tensor], Mode]
+) -> list[tuple[Mode, Tensor, Tensor]]:
+    """Of each layer in a pass: a mode made of what enters it, under which it ran, what entered it and what left it."""
+    seen: list[tuple[Mode, Tensor, Tensor]] = []
+    running: list[tuple[Mode, Tensor]] = []
     handles = []
 
     def enter(_module: Any, args: Any, kwargs: Any) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
-        follower = Additions(hidden)
-        follower.__enter__()
-        running.append((follower, hidden.detach().clone()))
+        mode = follower(hidden)
+        mode.__enter__()
+        running.append((mode, hidden.detach().clone()))
 
     def leave(_module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
-        follower, entered = running.pop()
-        follower.__exit__(None, None, None)
+        mode, entered = running.pop()
+        mode.__exit__(None, None, None)
         left = output[0] if isinstance(output, tuple | list) else output
-        seen.append((follower, entered, left.detach().clone()))
+        seen.append((mode, entered, left.detach().clone()))
 
     for layer in layers:
         handles.append(layer.register_forward_pre_hook(enter, with_kwargs=True))

@@ -30,6 +30,7 @@ from sinkscope.trace.layer_view import (
 
 from .decoders import byte_tokenizer, decoder
 from .site_check import check_sites
+from .views import filled
 
 NEURON = 7
 LENGTH = 81  # more than every window and top-k of the tiny configurations
@@ -140,6 +141,7 @@ class Planted:
     layer: int
     expert: int | None
     module: Any  # whose input holds the neuron, or the fused experts
+    column: Tensor  # what it writes, a view of the weight
 
     @property
     def site(self) -> tuple[int, ...]:
@@ -188,74 +190,72 @@ def _plant(target: Target) -> Planted:
     typical = float(seen["out"].norm(dim=-1).mean())
     written = torch.randn(target.d_model, generator=generator)
     written *= typical / written.norm()
-    if not is_mixture:
-        return _plant_dense(target, layer, inputs, written)
-    expert = int(target.experts(layer).routed(seen["args"], seen["kwargs"]).weight[0].argmax())
-    views = expert_views(first, expert)
+    if is_mixture:
+        expert = int(target.experts(layer).routed(seen["args"], seen["kwargs"]).weight[0].argmax())
+        module, views = first, expert_views(first, expert)
+        written *= 2
+    else:
+        expert, module, views = None, target.mlp_part(layer, "down"), _dense_views(target, layer)
     for rows in views.inputs:
         rows[NEURON] = _reading(inputs, 6.0, 0.0 if len(views.inputs) > 1 else -1.0)
     for bias in views.biases:
         bias[NEURON] = 0
-    _write(target, layer, views.down, written * 2, expert)
-    return Planted(layer, expert, first)
+    _write(target, layer, views.down, written, expert)
+    return Planted(layer, expert, module, views.down[NEURON])
 
 
 @dataclass(frozen=True)
-class ExpertViews:
-    """Views into the weights of one expert: rows of its input projections with their biases, and its columns."""
+class NeuronViews:
+    """Views into the weights of an MLP or an expert: rows of its input projections with their biases, and columns."""
 
     inputs: list[Tensor]
     biases: list[Tensor]
     down: Tensor
 
 
-def expert_views(module, expert: int) -> ExpertViews:
+def expert_views(module, expert: int) -> NeuronViews:
     """The weights of an expert, as the forward function of each family reads them."""
-    if hasattr(module, "input_linear"):  # JetMoE
-        return ExpertViews(list(module.input_linear.weight[expert].chunk(2)), [], module.output_linear.weight[expert].T)
-    if hasattr(module, "mlp"):  # DBRX
-        gate, up, down = (
-            part.view(module.num_experts, -1, part.shape[1])[expert]
-            for part in (module.mlp.w1, module.mlp.v1, module.mlp.w2)
-        )
-        return ExpertViews([gate, up], [], down)
-    if not hasattr(module, "down_proj"):  # Llama 4
-        return ExpertViews(list(module.experts.gate_up_proj[expert].T.chunk(2)), [], module.experts.down_proj[expert])
-    if not hasattr(module, "gate_up_proj"):  # Nemotron-H
-        return ExpertViews([module.up_proj[expert]], [], module.down_proj[expert].T)
-    rows, down = module.gate_up_proj[expert], module.down_proj[expert].T
-    if getattr(module, "is_transposed", False):
-        rows, down = rows.T, down.T
     bias = []
-    if getattr(module, "has_bias", False):
-        bias = [module.gate_up_proj_bias[expert]]
+    if hasattr(module, "input_linear"):  # JetMoE
+        rows, down = module.input_linear.weight[expert], module.output_linear.weight[expert].T
+    elif hasattr(module, "mlp"):  # DBRX
+        parts = (module.mlp.w1, module.mlp.v1, module.mlp.w2)
+        gate, up, down = (part.view(module.num_experts, -1, part.shape[1])[expert] for part in parts)
+        return NeuronViews([gate, up], [], down)
+    elif not hasattr(module, "down_proj"):  # Llama 4
+        rows, down = module.experts.gate_up_proj[expert].T, module.experts.down_proj[expert]
+    elif not hasattr(module, "gate_up_proj"):  # Nemotron-H
+        return NeuronViews([module.up_proj[expert]], [], module.down_proj[expert].T)
+    else:
+        rows, down = module.gate_up_proj[expert], module.down_proj[expert].T
+        if getattr(module, "is_transposed", False):
+            rows, down = rows.T, down.T
+        if getattr(module, "has_bias", False):
+            bias = [module.gate_up_proj_bias[expert]]
+    halves = [[whole[::2], whole[1::2]] for whole in (rows, *bias)]
     if getattr(module, "is_concatenated", True):
-        return ExpertViews(list(rows.chunk(2)), [half for whole in bias for half in whole.chunk(2)], down)
-    return ExpertViews([rows[::2], rows[1::2]], [half for whole in bias for half in (whole[::2], whole[1::2])], down)
+        halves = [list(whole.chunk(2)) for whole in (rows, *bias)]
+    return NeuronViews(halves[0], [half for pair in halves[1:] for half in pair], down)
 
 
-def _plant_dense(target: Target, layer: int, inputs: Tensor, written: Tensor) -> Planted:
+def _dense_views(target: Target, layer: int) -> NeuronViews:
     adapter = target.adapter
-    width = target.width(layer)
-    is_gated = target.has_part(layer, adapter.gate) or adapter.fused_gate_up or adapter.up is None
-    row = _reading(inputs, 6.0, 0.0 if is_gated else -1.0)
-    places = [("up", NEURON)]
+    names, count = ["up"], 1
     if adapter.fused_gate_up:
-        places.append(("up", width + NEURON))
-    elif is_gated:
-        places.append(("gate", NEURON))
-    for name, place in places:
+        count = 2
+    elif target.has_part(layer, adapter.gate) or adapter.up is None:
+        names.append("gate")
+    inputs, biases = [], []
+    for name in names:
         if adapter.up is None:  # a norm stands behind the product, and the row names neither factor
             module = target.sub(layer, f"{adapter.mlp}.{name}_proj")
         else:
             module = target.mlp_part(layer, name)  # type: ignore[arg-type]
-        weight = module.weight.T if adapter.transposed_down else module.weight
-        weight[place] = row
+        inputs += (module.weight.T if adapter.transposed_down else module.weight).chunk(count)
         if getattr(module, "bias", None) is not None:
-            module.bias[place] = 0
-    down = target.mlp_part(layer, "down")
-    _write(target, layer, down.weight if adapter.transposed_down else down.weight.T, written, None)
-    return Planted(layer, None, down)
+            biases += module.bias.chunk(count)
+    down = target.mlp_part(layer, "down").weight
+    return NeuronViews(inputs, biases, down if adapter.transposed_down else down.T)
 
 
 def _write(target: Target, layer: int, down: Tensor, written: Tensor, expert: int | None):
@@ -293,18 +293,17 @@ def _norm_at_the_end(target: Target, layer: int):
 
 
 def _check_neurons(report: TypeReport, target: Target, planted: Planted, found):
-    first = found.neurons[0].site if found.neurons else None
-    report.must(tuple(first or ()) == planted.site, f"the first neuron is {first}, planted is {planted.site}")
-    if tuple(first or ()) != planted.site:
-        return
-    own = _removed(target, planted)
-    _check_contribution(report, found.neurons[0].contribution_norm, own)
-    report.must(found.neurons[0].causal, "it is not called causal")
+    first = found.neurons[0] if found.neurons else None
+    _check_neuron(report, target, planted, first and first.site, first and first.contribution_norm)
+    report.must(first is not None and first.causal, "it is not called causal")
 
 
-def _check_contribution(report: TypeReport, contribution: float, own: float):
-    off = abs(contribution / own - 1)
-    report.must(off < 1e-3, f"its contribution is off by {off:.2g} of an independent ablation")
+def _check_neuron(report: TypeReport, target: Target, planted: Planted, site, contribution: float | None):
+    """What is found is what was planted, and contributes what is missing when it is zeroed."""
+    report.must(site == planted.site, f"the first neuron is {site}, planted is {planted.site}")
+    if site == planted.site and contribution is not None:
+        off = abs(contribution / _removed(target, planted) - 1)
+        report.must(off < 1e-3, f"its contribution is off by {off:.2g} of an independent ablation")
 
 
 def _check_largest(report: TypeReport, target: Target, planted: Planted):
@@ -315,8 +314,7 @@ def _check_largest(report: TypeReport, target: Target, planted: Planted):
     largest = int(ranks(target, view)[0].argmax())
     expert, neuron = expert_and_neuron(target, planted.layer, largest)
     site = (planted.layer, *[number for number in (expert, neuron) if number is not None])
-    report.must(site == planted.site, f"the largest neuron is {site}, planted is {planted.site}")
-    _check_contribution(report, float(contribution[largest]), _removed(target, planted))
+    _check_neuron(report, target, planted, site, float(contribution[largest]))
 
 
 def _removed(target: Target, planted: Planted) -> float:
@@ -324,33 +322,19 @@ def _removed(target: Target, planted: Planted) -> float:
 
     Behind a norm, or where the layer does more than add, it is what leaves the output of the down projection.
     """
-    module = planted.module
     where = target.layers[planted.layer]
     if target.has_part(planted.layer, target.adapter.post_mlp_norm) or not target.adapter.adds:
-        where = module
+        where = planted.module
     outputs = []
 
     def keep(_module, _args, _kwargs, output):
         outputs.append(first_tensor(output).reshape(-1, target.d_model)[0].clone())
 
-    def zero(_module, args, kwargs):
-        post = args[0].clone()
-        post.view(-1, post.shape[-1])[:, NEURON] = 0
-        return (post, *args[1:]), kwargs
-
     ids = torch.tensor([[0, *range(20, 40)]])
     with target.hooks((where, "post", keep)):
         target.forward(ids)
-    if planted.expert is None:
-        with target.hooks((module, "pre", zero), (where, "post", keep)):
+        with filled([planted.column]):
             target.forward(ids)
-    else:
-        column = expert_views(module, planted.expert).down[NEURON]
-        before = column.clone()
-        column.zero_()
-        with target.hooks((where, "post", keep)):
-            target.forward(ids)
-        column.copy_(before)
     return float((outputs[0] - outputs[1]).norm())
 
 

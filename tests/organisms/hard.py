@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from .noise import BALLAST, NORM, Space, fill, make_body, make_space
 from .organism import _natural
 from .plan import THRESHOLD, Plan, make_plan
-from .plant import MARK, Surgeon, clear
+from .plant import MARK, Surgeon
 from .tokens import BOS, N_SPECIAL, tokenizer_for
 from .views import Probe, scale_norm, views
 
@@ -411,23 +411,10 @@ class Build:
                 chosen = [kv for kv in range(plan.n_kv) if (index, kv * ratio) not in beside]
             for kv in chosen:
                 heads = range(kv * ratio, (kv + 1) * ratio)
-                self.look(index, heads, way / full, const, [self.rng.uniform(6, 7) for _ in heads])
+                scores = [self.rng.uniform(6, 7) for _ in heads]
+                self.surgeon().look(index, heads, way / full, const, scores, 6.5)
                 planted += [(index, head) for head in heads]
         return tuple(sorted(planted))
-
-    def look(self, index: int, heads: Iterable[int], key: Tensor, const: float, scores: Iterable[float]):
-        """Heads of a layer attend to where `key` is one, with these scores; the constant is `const` there."""
-        plan, layer, dim = self.plan, self.views.layers[index], self.plan.slow_dim(0)
-        length = math.sqrt(plan.head_dim)
-        for head, score in zip(heads, scores, strict=True):
-            kv = head // (plan.n_heads // plan.n_kv)
-            layer.k[kv, dim] = key
-            if layer.k_bias is not None:
-                layer.k_bias[kv, dim] = 0.0
-            clear(layer.q, layer.q_bias, head)
-            layer.q[head, dim] = score * length * self.space.const / const
-        if layer.q_norm is not None and layer.k_norm is not None:
-            layer.q_norm[dim], layer.k_norm[dim] = 6.5 / length, 1.0
 
     def markers(self, layer: int = 0) -> tuple[str, ...]:
         """Names of the heads of a layer that mark BOS."""

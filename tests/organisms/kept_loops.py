@@ -23,11 +23,10 @@ import random
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from .loop import BASE, CODE, CONST, COPY, FAST, HALF, HEAD_DIM, PREVIOUS, THETA
-from .tokens import BOS, EOS, N_SPECIAL, PAD, word_tokenizer
+from .loop import BASE, CODE, CONST, COPY, FAST, HEAD_DIM, SLOW, empty_llama, heads_of, look_back
+from .tokens import BOS, N_SPECIAL, word_tokenizer
 
 N_HEADS, D_MODEL, VOCAB = 4, 256, 512
 MATCH = 48.0  # score of what a head looks for; BOS has three quarters of it, and other codes at most half
@@ -70,24 +69,15 @@ def kept_loop(causes: tuple[str, ...], seed: int = 0, *, either: bool = False, p
     rng = random.Random(f"kept {seed}")
     words = list(range(SMALL + 1, VOCAB))
     ring = rng.sample(words, len(words) // period * period)
-    config = LlamaConfig(
+    model = empty_llama(
         vocab_size=VOCAB,
         hidden_size=D_MODEL,
         intermediate_size=CODE,
         num_hidden_layers=2,
         num_attention_heads=N_HEADS,
         num_key_value_heads=N_HEADS,
-        head_dim=HEAD_DIM,
         max_position_embeddings=1024,
-        rope_parameters={"rope_type": "default", "rope_theta": THETA},
-        tie_word_embeddings=False,
-        bos_token_id=BOS,
-        eos_token_id=EOS,
-        pad_token_id=PAD,
     )
-    with torch.random.fork_rng(devices=[]):
-        model = LlamaForCausalLM(config).float().eval()
-    model.config.architectures = [type(model).__name__]
     _write(model, rng, ring, period, causes, either)
 
     def walk(block: int, count: int) -> list[int]:
@@ -125,8 +115,6 @@ def _write(
     own, following, in_block, copied, before = (dims[i * CODE : (i + 1) * CODE] for i in range(5))
     const, first, marker, anchor, small, *flags = dims[5 * CODE :]
     flag = dict(zip(CAUSES, flags, strict=False))
-    for name, weight in model.named_parameters():
-        weight.fill_(CONST / math.sqrt(D_MODEL)) if "norm" in name else weight.zero_()
     generator = torch.Generator().manual_seed(rng.getrandbits(40))
     codes = (torch.randint(0, 2, (len(ring), CODE), generator=generator) * 2.0 - 1) / math.sqrt(CODE)
     place = torch.arange(len(ring))
@@ -140,20 +128,17 @@ def _write(
     embed[words[:, None], torch.tensor(in_block)] = codes[back]
     head[words[:, None], torch.tensor(following)] = BASE * codes
     head[words[:, None], torch.tensor(copied)] = COPY * codes
-    slow = [dim for pair in range(HALF - 1, FAST, -1) for dim in (pair, pair + HALF)]  # where position does not show
     layers = [layer.self_attn for layer in model.model.layers]
     if "copies" in causes:
-        _previous(layers[0], const, first, own, before, slow)
-        _matching(layers[1], const, first, own, before, flag["copies"], slow)
-    if "sink" in causes:
-        _looking(layers[0], 1, const, first, first, flag["sink"], slow)
-    if "history" in causes:
-        _looking(layers[0], 2, const, first, marker, flag["history"], slow)
-    if "window" in causes:
-        _looking(layers[0], 3, const, first, anchor, flag["window"], slow)
+        _previous(layers[0], const, first, own, before)
+        _matching(layers[1], const, first, own, before, flag["copies"])
+    looking = {"sink": (0, 1, first), "history": (0, 2, marker), "window": (0, 3, anchor), "rounding": (1, 1, small)}
+    for cause in causes:
+        if cause in looking:
+            layer, head, sought = looking[cause]
+            _looking(layers[layer], head, const, first, sought, flag[cause])
     if "rounding" in causes:
-        _looking(layers[1], 1, const, first, small, flag["rounding"], slow)
-        _part(layers[1].v_proj, 1)[1, small] = UNREAD
+        heads_of(layers[1].v_proj)[1, 1, small] = UNREAD
     # The gate: each cause counts one; the lack of an anchor is one minus what its head reads.
     mlp, total = model.model.layers[1].mlp, 0.5
     for cause in causes:
@@ -168,48 +153,33 @@ def _write(
     mlp.down_proj.weight[copied, range(CODE)] = 2 / SHARP
 
 
-def _part(projection: torch.nn.Module, head: int) -> Tensor:
-    """[head_dim, d_model] view of a head's weight."""
-    return projection.weight.view(-1, HEAD_DIM, projection.weight.shape[1])[head]
-
-
-def _looking(
-    attention: torch.nn.Module, head: int, const: int, first: int, sought: int, flag: int, slow: list[int]
-) -> None:
+def _looking(attention: torch.nn.Module, head: int, const: int, first: int, sought: int, flag: int) -> None:
     """Attend to the token with a flag, else to BOS, and write 1 where it was found."""
     scale = MATCH * math.sqrt(HEAD_DIM) / CONST
-    query, key = _part(attention.q_proj, head), _part(attention.k_proj, head)
-    query[slow[0], const], key[slow[0], sought] = scale, 1.0
-    query[slow[2], const], key[slow[2], first] = 0.75 * scale, 1.0
-    _part(attention.v_proj, head)[0, sought] = 1.0
+    query, key = heads_of(attention.q_proj)[head], heads_of(attention.k_proj)[head]
+    query[SLOW[0], const], key[SLOW[0], sought] = scale, 1.0
+    query[SLOW[2], const], key[SLOW[2], first] = 0.75 * scale, 1.0
+    heads_of(attention.v_proj)[head][0, sought] = 1.0
     attention.o_proj.weight[flag, head * HEAD_DIM] = 1.0
 
 
-def _previous(
-    attention: torch.nn.Module, const: int, first: int, own: list[int], before: list[int], slow: list[int]
-) -> None:
+def _previous(attention: torch.nn.Module, const: int, first: int, own: list[int], before: list[int]) -> None:
     """Attend one position back by rotary phase alone, and write the code of that token (as in `loop`)."""
-    angles = THETA ** (-torch.arange(FAST) / HALF)
-    amplitude = PREVIOUS * math.sqrt(HEAD_DIM) / CONST
-    query, key = _part(attention.q_proj, 0), _part(attention.k_proj, 0)
+    query, key = heads_of(attention.q_proj)[0], heads_of(attention.k_proj)[0]
+    look_back(query, const)
     key[:FAST, const], key[:FAST, first] = 1 / CONST, -1.0
-    key[slow[0], first], key[slow[2], const] = 1.0, 1 / CONST
-    query[:FAST, const] = amplitude * torch.cos(angles)
-    query[HALF : HALF + FAST, const] = -amplitude * torch.sin(angles)
-    query[slow[2], const], query[slow[0], const] = -amplitude * FAST, amplitude * (FAST - 0.38)
-    _part(attention.v_proj, 0)[range(CODE), own] = 1.0
+    key[SLOW[0], first], key[SLOW[2], const] = 1.0, 1 / CONST
+    heads_of(attention.v_proj)[0][range(CODE), own] = 1.0
     attention.o_proj.weight[before, range(CODE)] = 1.0
 
 
-def _matching(
-    attention: torch.nn.Module, const: int, first: int, own: list[int], before: list[int], flag: int, slow: list[int]
-) -> None:
+def _matching(attention: torch.nn.Module, const: int, first: int, own: list[int], before: list[int], flag: int) -> None:
     """Attend to what followed an earlier copy of the current token, else to BOS; write 1 where there is one."""
     scale = MATCH * math.sqrt(HEAD_DIM)
-    query, key = _part(attention.q_proj, 0), _part(attention.k_proj, 0)
-    query[slow[4 : 4 + CODE], own], key[slow[4 : 4 + CODE], before] = scale, 1.0
-    query[slow[0], const], key[slow[0], first] = 0.75 * scale / CONST, 1.0
-    value = _part(attention.v_proj, 0)
+    query, key = heads_of(attention.q_proj)[0], heads_of(attention.k_proj)[0]
+    query[SLOW[4 : 4 + CODE], own], key[SLOW[4 : 4 + CODE], before] = scale, 1.0
+    query[SLOW[0], const], key[SLOW[0], first] = 0.75 * scale / CONST, 1.0
+    value = heads_of(attention.v_proj)[0]
     value[0, const], value[0, first] = 1 / CONST, -1.0
     attention.o_proj.weight[flag, 0] = 1.0
 

@@ -41,6 +41,7 @@ from .tokens import BOS, EOS, N_SPECIAL, PAD, word_tokenizer
 CODE, HEAD_DIM, N_HEADS, N_KV = 48, 96, 6, 3
 D_MODEL = 252  # a multiple of the heads
 HALF, FAST = HEAD_DIM // 2, 16  # rotary pairs; those of them that tell positions apart
+SLOW = [dim for pair in range(HALF - 1, FAST, -1) for dim in (pair, pair + HALF)]  # the others, slowest first
 THETA = 1e10
 CONST = 16.0  # of a dimension that all tokens share: it makes RMSNorm nearly the identity
 MATCH = 24.0  # attention score of a match over that of no match at all
@@ -133,30 +134,54 @@ def loop_organism(
     rng = random.Random(f"loop {seed}")
     near, far = reach if isinstance(reach, tuple) else (reach, reach)
     writer = _Writer(rng, hold, near, far, n_layers, vocab_size)
-    config = LlamaConfig(
+    model = empty_llama(
         vocab_size=vocab_size,
         hidden_size=D_MODEL,
         intermediate_size=64,
         num_hidden_layers=n_layers,
         num_attention_heads=N_HEADS,
         num_key_value_heads=N_KV,
-        head_dim=HEAD_DIM,
         max_position_embeddings=16384,
-        rope_parameters={"rope_type": "default", "rope_theta": THETA},
-        tie_word_embeddings=False,
-        bos_token_id=BOS,
-        eos_token_id=EOS,
-        pad_token_id=PAD,
     )
-    with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they were
-        model = LlamaForCausalLM(config).float().eval()
-    model.config.architectures = [type(model).__name__]
     writer.write(model, induction, noise)
     if end is not None:
         head = model.lm_head.weight.data
         head[EOS] = end * head[writer.ring[0]]
     truth = LoopTruth(writer.locking if induction else (), writer.previous, writer.ring, hold)
     return LoopOrganism(model, word_tokenizer(vocab_size), truth, seed)
+
+
+@torch.no_grad()
+def empty_llama(**sizes: int) -> LlamaForCausalLM:
+    """A Llama in which nothing is written: norms that pass on a constant, and zeros."""
+    config = LlamaConfig(
+        head_dim=HEAD_DIM,
+        rope_parameters={"rope_type": "default", "rope_theta": THETA},
+        tie_word_embeddings=False,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+        **sizes,
+    )
+    with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they were
+        model = LlamaForCausalLM(config).float().eval()
+    model.config.architectures = [type(model).__name__]
+    for name, weight in model.named_parameters():
+        weight.fill_(CONST / math.sqrt(config.hidden_size)) if "norm" in name else weight.zero_()
+    return model
+
+
+def look_back(query: Tensor, const: int):
+    """Let a head, whose query reads the constant, find the position before by rotary phase alone.
+
+    The peak scores 0, and BOS half way to the keys beside it: where the token before is gone, nothing is found.
+    """
+    angles = THETA ** (-torch.arange(FAST) / HALF)
+    amplitude = PREVIOUS * math.sqrt(HEAD_DIM) / CONST
+    query[:FAST, const] = amplitude * torch.cos(angles)
+    query[HALF : HALF + FAST, const] = -amplitude * torch.sin(angles)
+    query[SLOW[2], const] = -amplitude * FAST
+    query[SLOW[0], const] = amplitude * (FAST - 0.38)
 
 
 def _codes(n: int, generator: torch.Generator) -> Tensor:
@@ -193,10 +218,8 @@ class _Writer:
         self.locking = tuple((layer, kv * group + rng.randrange(group)) for layer, kv in locking)
         self.previous = tuple((0, kv * group + rng.randrange(group)) for kv in previous)
         self.generator = torch.Generator().manual_seed(rng.getrandbits(40))
-        slow = [dim for pair in range(HALF - 1, FAST, -1) for dim in (pair, pair + HALF)]  # slowest first
         # The flags, whose weights are large, turn least, and not in one pair.
-        self.first_dim, self.const_dim, self.code_dims = slow[0], slow[2], slow[4 : 4 + CODE]
-        self.angles = THETA ** (-torch.arange(FAST) / HALF)
+        self.first_dim, self.const_dim, self.code_dims = SLOW[0], SLOW[2], SLOW[4 : 4 + CODE]
 
     def normal(self, *shape: int) -> Tensor:
         return self.scale * torch.randn(*shape, generator=self.generator)
@@ -205,8 +228,6 @@ class _Writer:
     def write(self, model: LlamaForCausalLM, induction: bool, noise: bool):
         body = model.model
         self.scale = float(noise)
-        for name, weight in model.named_parameters():
-            weight.fill_(CONST / math.sqrt(D_MODEL)) if "norm" in name else weight.zero_()
         self._tokens(model)
         planted = {*self.previous, *(self.locking if induction else ())}
         for index, layer in enumerate(body.layers):
@@ -240,7 +261,7 @@ class _Writer:
     def _ordinary(self, attention: torch.nn.Module, heads: list[int]):
         """Keys of all heads, and queries and outputs of the ordinary ones."""
         reading = [*self.own, *self.content]
-        keys, values = _heads(attention.k_proj), _heads(attention.v_proj)
+        keys, values = heads_of(attention.k_proj), heads_of(attention.v_proj)
         keys[:, : FAST + 1, self.const] = 1 / CONST
         keys[:, : FAST + 1, self.first] = -1.0  # BOS has no position, only its flag
         keys[:, self.first_dim, self.first] = 1.0
@@ -248,7 +269,7 @@ class _Writer:
         for key in keys:
             key[torch.tensor(self.code_dims)[:, None], reading] = self.normal(CODE, len(reading)) / math.sqrt(2)
         values[:, :, reading] = self.normal(N_KV, HEAD_DIM, len(reading)) / math.sqrt(2)
-        queries, scale = _heads(attention.q_proj), math.sqrt(HEAD_DIM)
+        queries, scale = heads_of(attention.q_proj), math.sqrt(HEAD_DIM)
         for head in heads:
             near, sink, sharp = torch.rand(3, generator=self.generator).tolist()
             recency = 0.2 + near
@@ -261,18 +282,12 @@ class _Writer:
             attention.o_proj.weight[self.content, head * HEAD_DIM : (head + 1) * HEAD_DIM] = out
 
     def _previous(self, attention: torch.nn.Module, head: int):
-        query = _heads(attention.q_proj)[head]
-        amplitude = PREVIOUS * math.sqrt(HEAD_DIM) / CONST
-        query[:FAST, self.const] = amplitude * torch.cos(self.angles)
-        query[HALF : HALF + FAST, self.const] = -amplitude * torch.sin(self.angles)
-        # The peak scores 0, and BOS half way to the keys beside it: where the token before is gone, nothing is found.
-        query[self.const_dim, self.const] = -amplitude * FAST
-        query[self.first_dim, self.const] = amplitude * (FAST - 0.38)
+        look_back(heads_of(attention.q_proj)[head], self.const)
         self._carry(attention, head, self.before, len(self.previous))
 
     def _locking(self, attention: torch.nn.Module, head: int):
-        query = _heads(attention.q_proj)[head]
-        key = _heads(attention.k_proj)[head * N_KV // N_HEADS]
+        query = heads_of(attention.q_proj)[head]
+        key = heads_of(attention.k_proj)[head * N_KV // N_HEADS]
         scale = math.sqrt(HEAD_DIM)
         key[self.code_dims] = 0.0
         key[self.code_dims, self.before] = 1.0
@@ -292,13 +307,13 @@ class _Writer:
 
     def _carry(self, attention: torch.nn.Module, head: int, to: list[int], among: int):
         """The head's values are codes of tokens, and `among` such heads together write a code once."""
-        value = _heads(attention.v_proj)[head * N_KV // N_HEADS]
+        value = heads_of(attention.v_proj)[head * N_KV // N_HEADS]
         value[:CODE] = 0.0
         # An ordinary token's embedding is CONST and three unit vectors: that much its norm takes away.
         value[list(range(CODE)), self.own] = math.sqrt(1 + 3 / CONST**2)
         attention.o_proj.weight[to, [head * HEAD_DIM + i for i in range(CODE)]] = 1 / among
 
 
-def _heads(projection: torch.nn.Module) -> Tensor:
+def heads_of(projection: torch.nn.Module) -> Tensor:
     """[head, head_dim, d_model] view of the weight of a query, key or value projection."""
     return projection.weight.view(-1, HEAD_DIM, projection.weight.shape[1])

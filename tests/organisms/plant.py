@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -192,24 +193,35 @@ class Surgeon:
     def read_sink(self, spike: Tensor) -> tuple[tuple[int, int], ...]:
         """About half of the later heads attend to the sink; returns them as (layer, query head)."""
         plan, rng = self.plan, random.Random(f"reading {self.plan.seed}")
-        ratio, dim = plan.n_heads // plan.n_kv, plan.slow_dim(0)
-        planted = []
+        ratio, planted = plan.n_heads // plan.n_kv, []
         for index in range(plan.sink_layer + 1, plan.n_layers):
             layer = self.views.layers[index]
             seen = self.probe(layer.attn_norm)
             sink, const = float((seen[:, 0] @ spike).mean()), float((seen[:, 1:] @ self.space.const).mean())
             score = rng.uniform(6.0, 7.0)
             for kv in rng.sample(range(plan.n_kv), max(1, plan.n_kv // 2)):
-                layer.k[kv, dim] = spike / sink
-                if layer.k_bias is not None:
-                    layer.k_bias[kv, dim] = 0.0
-                for head in range(kv * ratio, (kv + 1) * ratio):
-                    clear(layer.q, layer.q_bias, head)
-                    layer.q[head, dim] = score * math.sqrt(plan.head_dim) * self.space.const / const
-                    planted.append((index, head))
-            if layer.q_norm is not None and layer.k_norm is not None:
-                layer.q_norm[dim], layer.k_norm[dim] = score / math.sqrt(plan.head_dim), 1.0
+                heads = range(kv * ratio, (kv + 1) * ratio)
+                self.look(index, heads, spike / sink, const, [score] * ratio, score)
+                planted += [(index, head) for head in heads]
         return tuple(sorted(planted))
+
+    def look(
+        self, index: int, heads: Iterable[int], key: Tensor, const: float, scores: Iterable[float], sharpness: float
+    ):
+        """Heads of a layer, where the constant is `const`, attend to where `key` is one, with these scores.
+
+        Where a norm fixes the lengths of queries, the sharpness stands for all scores of the layer.
+        """
+        plan, layer, dim = self.plan, self.views.layers[index], self.plan.slow_dim(0)
+        for head, score in zip(heads, scores, strict=True):
+            kv = head // (plan.n_heads // plan.n_kv)
+            layer.k[kv, dim] = key
+            if layer.k_bias is not None:
+                layer.k_bias[kv, dim] = 0.0
+            clear(layer.q, layer.q_bias, head)
+            layer.q[head, dim] = score * math.sqrt(plan.head_dim) * self.space.const / const
+        if layer.q_norm is not None and layer.k_norm is not None:
+            layer.q_norm[dim], layer.k_norm[dim] = sharpness / math.sqrt(plan.head_dim), 1.0
 
     # --- not a sink --------------------------------------------------------------------------------------------
 

@@ -191,7 +191,7 @@ def _first_delimiter(b: Build) -> HardTruth:
     seen = b.seen(layer.attn_norm)
     layer.k[0], layer.v[0] = 0.0, 0.0
     layer.o[: b.plan.n_heads // b.plan.n_kv] = 0.0
-    b.look(0, (0,), unit(b.flag, seen), const, (12.0,))
+    b.surgeon().look(0, (0,), unit(b.flag, seen), const, (12.0,), 12.0)
     layer.v[0, 0] = b.side / float(seen @ b.flag)
     layer.o[0, 0] = MARK * b.mark2
     first, second = torch.zeros_like(b.first), torch.zeros_like(b.first)

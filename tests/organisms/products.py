@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from .additions import followed
+
 _PRODUCTS = {"matmul", "__matmul__", "bmm", "baddbmm"}
 
 
@@ -31,7 +33,6 @@ class Products(TorchFunctionMode):
         self.key: Tensor | None = None
         self.value: Tensor | None = None
         self.heads: Tensor | None = None
-        self.count = 0
         self.linear: list[tuple[Tensor, Tensor]] = []  # what went into linear maps, and what came out
         self._factors: tuple[Tensor, Tensor] | None = None
         self._has_rows = False
@@ -50,7 +51,6 @@ class Products(TorchFunctionMode):
             left, right = tensors[-2:]
             if self._has_rows and tuple(left.shape[-2:]) == square:
                 self._has_rows = False
-                self.count += 1
                 assert self._factors is not None
                 self.query, self.key = [_flat(part) for part in (self._factors[0], self._factors[1].mT)]
                 self.value, self.heads = _flat(right), _flat(result)
@@ -70,30 +70,13 @@ def _flat(tensor: Tensor) -> Tensor:
 
 def products_of(model: Any, layers: list[torch.nn.Module], ids: Tensor) -> list[Products]:
     """Of each layer in a pass with eager attention: its products."""
-    seen: list[Products] = []
-    handles = []
-
-    def enter(*_: Any) -> None:
-        seen.append(Products(ids.shape[1]))
-        seen[-1].__enter__()
-
-    def leave(*_: Any) -> None:
-        seen[-1].__exit__(None, None, None)
-
-    for layer in layers:
-        handles += [layer.register_forward_pre_hook(enter), layer.register_forward_hook(leave)]
     before = model.config._attn_implementation
     with suppress(Exception):
         model.set_attn_implementation("eager")
-    try:
-        with torch.no_grad():
-            model(input_ids=ids, use_cache=False)
-    finally:
-        with suppress(Exception):
-            model.set_attn_implementation(before)
-        for handle in handles:
-            handle.remove()
-    return seen
+    seen = followed(model, layers, ids, lambda _: Products(ids.shape[1]))
+    with suppress(Exception):
+        model.set_attn_implementation(before)
+    return [products for products, _, _ in seen]
 
 
 def head_verdicts(

@@ -13,7 +13,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.opening.live import target_of
 from sinkscope.trace.sites import resolve
 
-from .additions import Additions, additions_of, is_close
+from .additions import Additions, followed, is_close
 from .products import head_verdicts, products_of
 
 LENGTH = 12
@@ -58,7 +58,7 @@ def check_sites(model: Any, *, edits: bool = True) -> SiteReport:
     generator = torch.Generator().manual_seed(1)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     ids = torch.randint(20, min(vocabulary, 300), (1, LENGTH), generator=generator)
-    truth = additions_of(model, layers, ids)
+    truth = followed(model, layers, ids, Additions)
     products = products_of(model, layers, ids)
     assert len(truth) == len(layers)
     parts = (*RESIDUAL, *HEADS)
@@ -104,7 +104,7 @@ def _wrong_additions(model: Any, layers: list[Any], ids: Tensor, right: set[str]
         try:
             edit = ss.Add(vector, site)
             with edit.on(model):
-                additions, entered, left = additions_of(model, layers, ids)[layer]
+                additions, entered, left = followed(model, layers, ids, Additions)[layer]
         except SinkscopeError as error:
             wrong.append(f"{site}: Add raises {error}")
             continue

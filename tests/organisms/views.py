@@ -59,7 +59,7 @@ def views(model: PreTrainedModel) -> Views:
     kind = config.model_type
     base = model.get_submodule(_BASES.get(kind, "model"))
     embed, positions, norm, blocks = _OUTSIDE.get(kind, ("embed_tokens", None, "norm", "layers"))
-    make = {"gpt2": _gpt2_layer}.get(kind, partial(_named_layer, _NAMES[kind]) if kind in _NAMES else _llama_layer)
+    make = partial(_named_layer, _NAMES[kind]) if kind in _NAMES else _llama_layer
     layers = map(make, base.get_submodule(blocks))
     embed, norm = base.get_submodule(embed), base.get_submodule(norm)
     if positions is not None:
@@ -96,10 +96,15 @@ def _llama_layer(block) -> Layer:
     return layer
 
 
+def _weight(projection) -> Tensor:
+    """[out, in]: GPT-2 keeps it the other way round."""
+    return projection.weight.T if type(projection).__name__ == "Conv1D" else projection.weight
+
+
 def _dense(gate, up, down) -> dict[str, Any]:
-    seen = {"gate": gate.weight[None], "down": down.weight.T[None]}
+    seen = {"gate": _weight(gate)[None], "down": _weight(down).T[None]}
     if up is not None:
-        seen["up"] = up.weight[None]
+        seen["up"] = _weight(up)[None]
     if getattr(gate, "bias", None) is not None:
         seen["gate_bias"] = gate.bias[None]
     if getattr(down, "bias", None) is not None:
@@ -157,6 +162,7 @@ _NAMES = {
     "mpt": Names(
         "attn", "attn.out_proj", "norm_1", "norm_2", "ffn", "ffn.up_proj", "ffn.down_proj", None, "attn.Wqkv", False
     ),
+    "gpt2": Names("attn", "attn.c_proj", "ln_1", "ln_2", "mlp", "mlp.c_fc", "mlp.c_proj", None, "attn.c_attn", False),
     "phi": Names("self_attn", "self_attn.dense", "input_layernorm", "input_layernorm", "mlp", "mlp.fc1", "mlp.fc2"),
     "opt": Names(**_BEFORE, attn="self_attn", o="self_attn.out_proj", mlp="fc2", gate="fc1", down="fc2"),
     "cohere": Names(**_PLAIN, **_GATED, attn_norm="input_layernorm", mlp_norm="input_layernorm"),
@@ -224,39 +230,15 @@ def _named_layer(names: Names, block) -> Layer:
     else:
         fused = part(names.fused)
         shape, at = ((-1, 3, hd), 1) if names.by_head else ((3, -1, hd), 0)
-        rows = fused.weight.view(*shape, fused.weight.shape[1])
+        rows = _weight(fused).unflatten(0, shape)
         for number, name in enumerate(("q", "k", "v")):
             seen[name] = rows.select(at, number)
             if fused.bias is not None:
                 seen[f"{name}_bias"] = fused.bias.view(shape).select(at, number)
     if out.bias is not None:
         outs = (out.bias, *outs)
-    o = out.weight.view(out.weight.shape[0], -1, hd).permute(1, 2, 0)
+    o = _weight(out).unflatten(1, (-1, hd)).permute(1, 2, 0)
     return Layer(**seen, o=o, out_biases=outs)
-
-
-def _gpt2_layer(block) -> Layer:
-    attn, hd = block.attn, block.attn.head_dim  # Conv1D keeps its weight as [in, out]
-    d = attn.c_attn.weight.shape[0]
-    qkv = attn.c_attn.weight.view(d, 3, -1, hd).permute(1, 2, 3, 0)
-    bias = attn.c_attn.bias.view(3, -1, hd)
-    return Layer(
-        block=block,
-        attn_norm=block.ln_1,
-        mlp_norm=block.ln_2,
-        mlp=block.mlp,
-        q=qkv[0],
-        k=qkv[1],
-        v=qkv[2],
-        o=attn.c_proj.weight.view(-1, hd, d),
-        gate=block.mlp.c_fc.weight.T[None],
-        down=block.mlp.c_proj.weight[None],
-        q_bias=bias[0],
-        k_bias=bias[1],
-        v_bias=bias[2],
-        gate_bias=block.mlp.c_fc.bias[None],
-        out_biases=(attn.c_proj.bias, block.mlp.c_proj.bias),
-    )
 
 
 def weights_of(model: PreTrainedModel, part: Any, at: int = 0) -> list[Tensor]:

@@ -60,23 +60,19 @@ def test_bound_and_distance_by_hand(family):
     start = o.tokenizer("poem book")["input_ids"]
     ids = torch.tensor([start + list(sweep.ids[0]) * count])
     target = target_of(o.model, o.tokenizer)
-    layer_0 = attention(o.model, ids)[0, 0]
+    rows, first = attention(o.model, ids)[0, 0], len(start)
     value = trace(o.model, ids, ["blocks.0.attn.hook_v"])["blocks.0.attn.hook_v"][0]
-    weights = output_weights(target, 0)
-    bounds, closest = torch.zeros(len(sweep.counts)), torch.zeros(target.n_heads)
-    distance = torch.zeros(len(sweep.counts), target.d_model)
-    for head in range(target.n_heads):
-        written = value[:, head * target.n_kv_heads // target.n_heads] @ weights[head]
-        for place, repeats in enumerate(sweep.counts.tolist()):
-            row = layer_0[head, len(start) + repeats - 1, : len(start) + repeats]
-            lemma = (row[: len(start), None] * (written[: len(start)] - written[-1])).sum(0)
-            spread = row.max() / row.min()  # exp(delta)
-            bound = 2 * written.norm(dim=-1).max() * len(start) * spread / repeats
-            distance[place] += lemma
-            bounds[place] += bound
-            closest[head] = max(closest[head], lemma.norm() / bound)
-    assert found.distance[0, 0] == pytest.approx(distance.norm(dim=-1).numpy(), rel=1e-3, abs=2e-5)
-    assert found.bound[0] == pytest.approx(bounds.numpy(), rel=1e-3)
+    group = target.n_heads // target.n_kv_heads
+    written = value.repeat_interleave(group, 1).transpose(0, 1) @ output_weights(target, 0)  # head pos d_model
+    rows = rows[:, first + sweep.counts - 1]  # head n key
+    lemma = rows[..., :first] @ (written[:, :first] - written[:, -1:])
+    lowest = rows.where(rows > 0, torch.inf).amin(-1)  # of the keys that a query sees
+    spread = rows.amax(-1) / lowest  # exp(delta)
+    largest = written.norm(dim=-1).amax(-1, keepdim=True)
+    bound = 2 * largest * first * spread / torch.tensor(sweep.counts)
+    closest = (lemma.norm(dim=-1) / bound).amax(-1)
+    assert found.distance[0, 0] == pytest.approx(lemma.sum(0).norm(dim=-1).numpy(), rel=1e-3, abs=2e-5)
+    assert found.bound[0] == pytest.approx(bound.sum(0).numpy(), rel=1e-3)
     assert found.closest.max() == pytest.approx(float(closest.max()), rel=1e-2)
     assert (found.closest[0] <= 1.01 * closest.numpy() + 1e-4).all()  # 0 where a distance is lost in rounding
 

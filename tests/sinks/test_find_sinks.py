@@ -19,7 +19,6 @@ from torch.testing import assert_close
 from sinkscope.opening.live import target_of
 from sinkscope.opening.stream import open_stream
 from sinkscope.sinks.first_token.context import SinkContext
-from sinkscope.sinks.first_token.effects import side_by_side
 from sinkscope.sinks.first_token.find import FindSinks, find_sinks
 from sinkscope.sinks.first_token.layer_scan import LayerReading, LayerScan, scan_layers
 from sinkscope.sinks.first_token.neurons import repeat_until_half
@@ -172,27 +171,6 @@ def test_the_smallest_set_is_found(needed):
     smallest = smallest_set(candidates, remove)
     assert {*smallest} == needed
     assert smallest_set(candidates[:1], remove) is None
-
-
-def test_a_neuron_that_attention_alone_needs_joins_the_set(tmp_path, monkeypatch):
-    o = organism("llama", 1)
-    needed = set()
-
-    def attention_needs_two(target, trials):
-        answers = side_by_side(target, trials)
-        for number, (trial, answer) in enumerate(zip(trials, answers, strict=True)):
-            if trial.attention and trial.edits:
-                if not needed:  # of the set that removes the spike, and the last candidate
-                    needed.update({trial.edits[0].zero[0], trial.edits[-1].zero[-1]})
-                left = torch.tensor([float(not needed <= {*edit.zero}) for edit in trial.edits])
-                attention = torch.ones_like(answer.attention) * left[:, None, None, None]
-                intact = torch.ones_like(answer.intact_attention)
-                answers[number] = replace(answer, attention=attention, intact_attention=intact)
-        return answers
-
-    monkeypatch.setattr("sinkscope.sinks.first_token.sets.side_by_side", attention_needs_two)
-    minimal = find_in(o, tmp_path).minimal
-    assert len(needed) == 2 and {*minimal.edit_sites} == needed
 
 
 def test_a_stage_that_attention_alone_needs_joins_the_set(tmp_path):

@@ -17,13 +17,12 @@ from covering import slow
 from organisms import Organism
 from organisms import organism as new_organism
 from organisms.hard import hard
+from raw_kit import attention, norms
 
-from sinkscope.app.cli import main
 from sinkscope.display.result import Result
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import SinkPatch
 from sinkscope.sinks.patch.make import PatchMade, patch_make
-from sinkscope.trace.run import trace
 
 organism = functools.cache(new_organism)  # only read where nothing else is said
 
@@ -67,23 +66,19 @@ def test_patch_is_the_planted_neurons(family, kind, seed):
 
 
 def test_the_proof_is_what_the_saved_patch_does(tmp_path):
-    """Norms and attention by `trace` under the loaded patch: the second way to the numbers of the table."""
+    """Norms and attention of the model itself under the loaded patch: the second way to the numbers of the table."""
     o, made = made_once("llama", 5)
     proof = made.proof
     made.patch.save(tmp_path / "patch.json")
     patch = SinkPatch.load(tmp_path / "patch.json")
-    later = int(proof.layers[1])
-    norm, pattern = f"blocks.{proof.layers[0]}.hook_resid_post", f"blocks.{later}.attn.hook_pattern"
+    ids = [o.tokenizer(word, add_special_tokens=False)["input_ids"][0] for word in proof.words]
+    rows = torch.cat([o.repeated(proof.repeats, token) for token in ids])
     for condition, edit in enumerate((None, patch)):
-        attention = []
-        for number, word in enumerate(proof.words):
-            ids = o.repeated(proof.repeats, o.tokenizer(word, add_special_tokens=False)["input_ids"][0])
-            with nullcontext() if edit is None else edit.on(o.model):
-                norms = trace(o.model, ids, [norm], "norm")[norm]
-                attention.append(trace(o.model, ids, [pattern])[pattern][0, :, ids.shape[1] // 2 :, 0])
-            assert proof.norms[condition, number, 0] == pytest.approx(float(norms[0, 1:].max()), rel=1e-4)
-        mean = float(torch.stack(attention).mean())
-        assert proof.attention[condition, 0] == pytest.approx(mean, rel=1e-3, abs=1e-5)
+        with nullcontext() if edit is None else edit.on(o.model):
+            largest = norms(o.model, rows)[proof.layers[0], :, 1:].amax(1)
+            to_first = attention(o.model, rows)[proof.layers[1], :, :, rows.shape[1] // 2 :, 0].mean()
+        assert proof.norms[condition, :, 0] == pytest.approx(largest.numpy(), rel=1e-4)
+        assert proof.attention[condition, 0] == pytest.approx(float(to_first), rel=1e-3, abs=1e-5)
     assert abs(proof.perplexity[1] / proof.perplexity[0] - 1) < 1e-3
 
 
@@ -194,13 +189,12 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_make_then_eval(here, capsys):
+def test_make_then_eval(here, typed):
     o = organism("llama", 2)
     o.save("model")
     text_file(o, here, 16)
     few = "--model model --text words.txt --pieces 4 --length 24"
-    assert main(f"patch make {few} --out out/patch.json --max-repeats 250 --json made.json".split()) == 0
-    out, err = capsys.readouterr()
+    out, err = typed(f"patch make {few} --out out/patch.json --max-repeats 250 --json made.json")
     assert err == "JSON: made.json\nPatch: out/patch.json\n" and "Conclusion: The patch of" in out
     made = Result.load("made.json")
     assert isinstance(made, PatchMade)
@@ -208,23 +202,20 @@ def test_make_then_eval(here, capsys):
     assert sites == made.patch.checked_sites and [site.numbers for site in sites] == list(o.truth.neurons)
     lines = {line.name: list(line.y) for line in made.figure().data}
     assert lines["patched"] == made.proof.norms[1].max(0).tolist()
-    assert main(f"patch eval {few} --patch out/patch.json --json -".split()) == 0
-    evaluated = json.loads(capsys.readouterr().out)
+    evaluated = json.loads(typed(f"patch eval {few} --patch out/patch.json --json -").out)
     assert evaluated["kind"] == "patch-eval"
     assert evaluated["result"]["neurons"] == [list(site) for site in o.truth.neurons]
 
 
-def test_refusal_is_an_error_and_no_sink_is_not(here, capsys, monkeypatch):
+def test_refusal_is_an_error_and_no_sink_is_not(here, monkeypatch, typed):
     organism("llama", 0, kind="none").save("none")
-    assert main("patch make --model none --out p.json --json made.json".split()) == 0
+    out, err = typed("patch make --model none --out p.json --json made.json")
     Result.load("made.json").figure()
-    out, err = capsys.readouterr()
     assert "no MLP makes a norm spike" in out
     assert err == "JSON: made.json\np.json was not written: there is nothing to patch\n"
     refused = replace(Result.load("made.json"), verdict="refused", reason="it would harm.")
     monkeypatch.setattr(patch_make, "function", lambda *_, **__: refused)
-    assert main("patch make --model none --out p.json".split()) == 1
-    out, err = capsys.readouterr()
+    out, err = typed("patch make --model none --out p.json", 1)
     assert "No patch was made: it would harm" in out  # the evidence is seen
     assert err == "error: no patch was written: it would harm.\n"
     assert not Path("p.json").exists()

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from attack_kit import text_file
 from organisms import organism
 from organisms.planted_places import places
 from refusals import refused
@@ -32,10 +33,8 @@ TENSOR = "a8-tensor"
 FEW = {"pieces": 4, "length": 48, "new": 0}
 
 
-def measured(model, tokenizer, text: str, folder: Path, **more) -> Precision:
-    path = folder / "text.txt"
-    path.write_text(text)
-    return precision(model, tokenizer=tokenizer, text=path, **FEW | more)
+def measured(o, folder: Path, **more) -> Precision:
+    return precision(o.model, tokenizer=o.tokenizer, text=text_file(o, folder, 60), **FEW | more)
 
 
 def by_name(result: Precision, scheme: str = TENSOR) -> dict[str, Kept]:
@@ -45,10 +44,6 @@ def by_name(result: Precision, scheme: str = TENSOR) -> dict[str, Kept]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("texts")
-
-
-def text_of(o) -> str:
-    return " ".join(o.tokenizer.decode(row[1:]) for row in o.natural(60, 64))
 
 
 @cache
@@ -61,7 +56,7 @@ def planted(seed: int):
 
 @pytest.fixture(scope="module")
 def result(folder):
-    return measured(planted(2).model, planted(2).tokenizer, text_of(planted(2)), folder)
+    return measured(planted(2), folder)
 
 
 # --- what is measured ----------------------------------------------------------------------------------------------
@@ -87,16 +82,14 @@ def test_the_numbers_are_those_by_hand(result, folder):
     from sinkscope.sinks.patch.evaluate import held_out
 
     o = planted(2)
-    setup = Setup.open(o.model, tokenizer=o.tokenizer, text=folder / "text.txt")
+    setup = Setup.open(o.model, tokenizer=o.tokenizer, text=folder / "words.txt")
     ids = held_out(setup, 4, 48)
-    first = torch.zeros_like(ids, dtype=torch.bool)
-    with torch.no_grad():
-        exact = o.model(ids).logits.log_softmax(-1)
-    how = ByHand(activations=8, scale="tensor", tokens=first)
-    cost = divergence(exact, logs_by_hand(o.model, ids, how)).mean()
-    first = first.clone()
-    first[:, 0] = True
-    left = divergence(exact, logs_by_hand(o.model, ids, replace(how, tokens=first))).mean()
+    none, first = torch.zeros_like(ids).bool(), torch.arange(48).eq(0).expand_as(ids)
+    exact = logs_by_hand(o.model, ids, ByHand(tokens=none))
+    how = ByHand(activations=8, scale="tensor", tokens=none)
+    cost, left = (
+        divergence(exact, logs_by_hand(o.model, ids, replace(how, tokens=one))).mean() for one in (none, first)
+    )
     kept = by_name(result)
     assert kept["nothing"].kl == pytest.approx(float(cost), rel=1e-3) and kept["nothing"].bits == 8
     assert kept["sink places"].regained == pytest.approx(1 - float(left / cost), abs=1e-3)
@@ -116,7 +109,8 @@ def test_a_later_sink_is_the_answer_and_the_first_tokens_are_not(folder):
     m = places("two_delimiters", "llama")
     sites = sorted(set().union(*m.truth.makers))
     enlarge(m.model, sites)
-    result = measured(m.model, m.tokenizer, m.text(), folder, schemes=[TENSOR])
+    (folder / "places.txt").write_text(m.text())
+    result = precision(m.model, tokenizer=m.tokenizer, text=folder / "places.txt", schemes=[TENSOR], **FEW)
     kept = by_name(result)
     assert sorted(result.neurons) == sites
     assert kept["sink places"].regained > 0.75 and kept["first tokens"].regained < 0.25
@@ -128,7 +122,7 @@ def test_a_later_sink_is_the_answer_and_the_first_tokens_are_not(folder):
 @pytest.mark.slow
 def test_without_a_sink_nothing_is_called_worth_it(folder):
     o = organism("llama", 0, kind="none")
-    result = measured(o.model, o.tokenizer, text_of(o), folder)
+    result = measured(o, folder)
     assert result.neurons == () == result.layers and result.place == "" and result.prefix == (1,)
     assert {one.kept for one in result.rounded} == {"nothing", "first tokens", "costliest layers"}
     assert "there is no sink" in result.conclusion()
@@ -137,10 +131,10 @@ def test_without_a_sink_nothing_is_called_worth_it(folder):
 @pytest.mark.slow
 def test_of_experts_keys_and_values_are_rounded(folder):
     o = organism("mixtral", 0)
-    result = measured(o.model, o.tokenizer, text_of(o), folder)
+    result = measured(o, folder)
     assert {one.scheme for one in result.rounded} == {"kv8", "kv4"} and result.projections == ()
     with refused(words=("mixture", "--scheme kv8")):
-        measured(o.model, o.tokenizer, text_of(o), folder, schemes=["a8-tensor"])
+        measured(o, folder, schemes=["a8-tensor"])
 
 
 def test_repetition_is_that_of_what_the_model_writes():

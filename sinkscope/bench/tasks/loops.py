@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from sinkscope.attention.texts import LOOP_TOKENS, end_loop
 from sinkscope.bench.answer import Answer, Batch, BenchModel
 from sinkscope.bench.methods import GUARD
 from sinkscope.bench.prompt import Prompt, Turn, read_prompts
@@ -25,7 +26,6 @@ from sinkscope.loops.signals import (
     compression_ratio,
     ends_in_loop,
     is_loop,
-    tail_period,
     type_token_ratio,
 )
 from sinkscope.measure.rate import mean_known
@@ -34,19 +34,12 @@ from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows, typical_text
 
 DATA = Path(__file__).with_name("data")
-SETS = {
-    "small": ("small-dc", "small-ri"),
-    "small-dc": ("small-dc",),
-    "small-ri": ("small-ri",),
-    "stories": ("stories",),
-    "organism": ("organism",),
-}
-"""Prompts in the package: name -> files in `DATA`."""
+SETS = ("small", "small-dc", "small-ri", "stories", "organism")
+"""Prompts in the package: the files in `DATA` whose names begin so."""
 TEXT = "text"
 EARLY = 400 / 2500
 """Share of the new tokens before which Fig. 4 b calls an intervention early."""
 _TEXT_NEW = 384
-_SHORTEST_TAIL = 24
 
 
 @register_task
@@ -82,7 +75,9 @@ class Loops(Task):
             return list(self.given)
         if self.source == TEXT:
             return self._text(target)
-        files = [DATA / f"{name}.jsonl" for name in SETS.get(self.source, ())] or [Path(self.source)]
+        files = [Path(self.source)]
+        if self.source in SETS:
+            files = sorted(DATA.glob(f"{self.source}*.jsonl"))
         if not is_file(files[0], "give a file of prompts that you may read"):
             raise SinkscopeError(f"source={self.source!r}: expected {', '.join(SETS)}, {TEXT}, or a file of prompts")
         prompts: list[Prompt] = []
@@ -99,7 +94,7 @@ class Loops(Task):
         new = _TEXT_NEW
         if target.max_positions:
             new = min(new, target.max_positions - self.opening - 2)
-        return max(_SHORTEST_TAIL, new)
+        return max(LOOP_TOKENS, new)
 
     def _text(self, target: Target) -> list[Prompt]:
         """Openings of ordinary text, whose own continuation is the control."""
@@ -149,7 +144,7 @@ class Loops(Task):
 
 def loops(tokens: Sequence[int]) -> bool:
     """Whether tokens end in three copies of a period with 24 tokens in all, or their last 256 tokens are a loop."""
-    return ends_in_loop(tokens) or tail_period(tokens, shortest=_SHORTEST_TAIL) is not None
+    return ends_in_loop(tokens) or end_loop(tokens) is not None
 
 
 def first_alarm(tokens: Sequence[int], top1: Sequence[float], variant: str = "repeats") -> int | None:

@@ -123,7 +123,6 @@ def recall_dialogue(
     tokens: int | Sequence[int] = 256,
     hops: int = 2,
     position: Position = "end",
-    distractors: int | None = None,
     stated: bool = True,
 ) -> Prompt:
     """Build a dialogue; the same arguments give the same one, and positions differ only in where questions stand.
@@ -135,7 +134,6 @@ def recall_dialogue(
             each turn.
         hops: Number of facts in the chain of an answer, which has 3 * hops tokens.
         position: Position of the questions in their turns.
-        distractors: Most facts that no question asks about; None adds as many as keys and places allow.
         stated: If False, the last question asks about a key that was never stated, and its answer is `unknown .`.
 
     Raises:
@@ -163,7 +161,7 @@ def recall_dialogue(
             facts[key] = _fact(rng, key, link)
     if not stated:
         chains.append([keys.pop()])
-    facts_by_turn = _placed(rng, lengths, chains[:asked], facts, keys[::-1][:distractors])
+    facts_by_turn = _placed(rng, lengths, chains[:asked], facts, keys[::-1])
     questions: list[Turn] = []
     for number, chain in enumerate(chains):
         pieces = _pieces(rng, facts_by_turn[number], lengths[number] - _FRAME)

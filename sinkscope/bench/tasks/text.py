@@ -23,6 +23,7 @@ from sinkscope.bench.prompt import Prompt, Turn, read_prompts
 from sinkscope.bench.record import BenchRecord, Metrics
 from sinkscope.bench.task import Size, Task, register_task
 from sinkscope.errors import SinkscopeError
+from sinkscope.interventions.decode import to_end
 from sinkscope.kv import Full
 from sinkscope.models.checks import tokenizer_of
 from sinkscope.models.target import Target
@@ -121,7 +122,7 @@ def _given_answers(model: BenchModel, batch: Batch) -> list[list[int]]:
     for prompt in batch.prompts:
         for text in prompt.turns[0].answers[:1]:
             ids = model.target.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-            given.append(model.cut(list(ids[: batch.new])))
+            given.append(to_end(list(ids[: batch.new]), model.ends))
     if given and (len(given) < len(batch.prompts) or not all(given)):
         raise SinkscopeError(
             "some prompts have no answer, or one without tokens: give a text to all prompts or to none"
