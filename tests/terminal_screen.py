@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_PART = re.compile(r"\x1b\[\??([\d;]*)([A-Za-z])|\x1b.|[\r\n\b]|[^\x1b\r\n\b]")
+_PART = re.compile(r"\x1b\[\??([\d;]*)([A-Za-z])|\x1b.|[^\x1b]", re.DOTALL)
 
 
 class Screen:
@@ -29,8 +29,6 @@ class Screen:
                 self._column = 0
             elif character == "\n":
                 self._move(self._row + 1)
-            elif character == "\b":
-                self._column = max(0, self._column - 1)
             elif len(character) == 1:
                 self._put(character)
 
@@ -54,13 +52,8 @@ class Screen:
         self._column += 1
 
     def _steer(self, numbers: str, what: str) -> None:
-        count = int(numbers or 1) if numbers.isdecimal() or not numbers else 0
         if what == "A":
-            self._move(self._row - count)
-        elif what == "B":
-            self._move(self._row + count)
-        elif what == "G":
-            self._column = count - 1
+            self._move(self._row - int(numbers or 1))
         elif what == "K" and numbers == "2":
             self.lines[self._row].clear()
         elif what == "K":

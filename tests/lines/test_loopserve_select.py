@@ -149,6 +149,13 @@ def test_the_faithful_variant_is_the_printed_algorithm(queries, past, alpha):
     assert (dense == 20) == (alpha > 0.9)  # with everything asked for, the lists end
 
 
+def test_of_lines_that_add_the_same_the_slash_line_is_taken():
+    """Attention is uniform: behind the first lines of both kinds, the second ones hold 1/2 + 1/3 + 1/4 each."""
+    lines = select_lines(torch.zeros(1, 4, 8), torch.zeros(1, 4, 8), 0.8, variant="faithful")
+    assert lines.vertical.tolist() == [[True, False, False, False]]
+    assert lines.slash.tolist() == [[True, True, False, False]]
+
+
 def test_lines_that_are_there_are_found():
     """Two columns and one offset hold nearly all attention; both variants need little else."""
     n = 300
