@@ -9,12 +9,12 @@ from transformers import DynamicCache
 from sinkscope.conformance.flow import Flow
 from sinkscope.conformance.kit import ApartError, FaultError, Kit, check
 from sinkscope.conformance.models import kit_model
-from sinkscope.conformance.recorder import Pair, Recorder
+from sinkscope.conformance.recorder import Recorder
 from sinkscope.conformance.subject import entered, made
 from sinkscope.errors import SinkscopeError
 
-Layers = dict[int, tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]]
-"""Of each layer, keys and values as they were written and as they come back."""
+Layers = dict[int, tuple[Tensor, Tensor]]
+"""Of each layer, keys beside values as they were written and as they come back."""
 _LOSS = 0.01  # nats
 _BEYOND = 4.0  # times the worst of the other tokens
 
@@ -54,14 +54,11 @@ def _rounded(kit: Kit, flow: Flow) -> Layers:
     layers: Layers = {}
     same = True
     for layer, (written, handed) in recorder.pairs().items():
-        layers[layer] = (_first(written, flow.prompt), _first(handed, flow.prompt))
-        for before, after in zip(*layers[layer], strict=True):
-            same = same and before.shape == after.shape and torch.allclose(before, after, atol=1e-6)
+        before = torch.cat(written, -1)[:, :, : flow.prompt]
+        after = torch.cat(handed, -1)[:, :, : flow.prompt]
+        same = same and before.shape == after.shape and torch.allclose(before, after, atol=1e-6)
+        layers[layer] = (before, after)
     return {} if same else layers
-
-
-def _first(pair: Pair, columns: int) -> tuple[Tensor, Tensor]:
-    return pair[0][:, :, :columns], pair[1][:, :, :columns]
 
 
 @torch.no_grad()
@@ -69,11 +66,11 @@ def _after(flow: Flow, layers: Layers, column: int | None) -> Tensor:
     """Log-probabilities behind the prompt, if one column of it is as the cache hands it out."""
     cache = DynamicCache()
     for layer, (written, handed) in layers.items():
-        pair = [one.clone() for one in written]
-        for one, rounded in zip(pair, handed, strict=True):
-            if column is not None:
-                one[:, :, column] = rounded[:, :, column]
-        cache.update(pair[0], pair[1], layer)
+        held = written.clone()
+        if column is not None:
+            held[:, :, column] = handed[:, :, column]
+        keys, values = held.chunk(2, -1)
+        cache.update(keys, values, layer)
     model = kit_model(flow.model)
     return model(input_ids=flow.tokens()[0][:, flow.prompt :], past_key_values=cache).logits.log_softmax(-1)
 

@@ -164,13 +164,6 @@ class CacheLayer(DynamicLayer):
             self.numbers[name] = torch.nn.functional.pad(self.numbers[name], (0, new))
         return self.numbers[name]
 
-    def moved_numbers(self, move: Callable[[Tensor], Tensor]) -> dict[str, Shaped[Tensor, "batch kv_head slot"]]:
-        """The numbers of other slots or rows, as a function takes them from those of all slots."""
-        moved: dict[str, Tensor] = {}
-        for name in self.numbers:
-            moved[name] = move(self.extra(name))
-        return moved
-
     # What policies do ------------------------------------------------------------------------------------------------
 
     def evict(self, keep: Bool[Tensor, "batch kv_head slot"], exact: int | None = None) -> None:
@@ -205,7 +198,7 @@ class CacheLayer(DynamicLayer):
     ) -> None:
         """Hold these among all slots of all rows and heads, at these positions; None: all of them."""
         if index is not None:
-            self.numbers = self.moved_numbers(lambda numbers: numbers.take(index))
+            self.numbers = moved_numbers(self, lambda numbers: numbers.take(index))
             # Whole slots, which is ten times as fast as `gather`.
             self.keys = torch.embedding(self.keys.flatten(0, 2), index)
             self.values = torch.embedding(self.values.flatten(0, 2), index)
@@ -231,7 +224,7 @@ class CacheLayer(DynamicLayer):
         first_new = self.slots - new
         new_keys = self.keys[..., first_new:, :]
         new_values = self.values[..., first_new:, :]
-        later = self.moved_numbers(lambda numbers: numbers[..., first_new:])
+        later = moved_numbers(self, lambda numbers: numbers[..., first_new:])
         self._take_over(whole.copy())
         for name, numbers in later.items():
             self.numbers[name] = torch.cat([self.extra(name), numbers], -1)
@@ -268,12 +261,7 @@ class CacheLayer(DynamicLayer):
         columns = COLUMNS.get()
         new = int(key_states.shape[-2])
         if columns is None:
-            if self.edited:
-                raise UnsupportedError(
-                    "this cache had tokens evicted or hidden and is used outside of the `with` that did it: stock "
-                    "masks would be wrong; go on inside it, or start from a new cache",
-                    page="kv-session",
-                )
+            _check_unedited(self.edited)
             columns = _columns_without_session(self._columns, self.seen, key_states)
         self._columns = columns
         if self.is_initialized and self.keys.shape[-2]:
@@ -311,15 +299,13 @@ class CacheLayer(DynamicLayer):
         self._columns = self._columns[:, : self.seen]
         last = torch.nn.functional.pad(self._columns, (1, 0), value=-1).amax(1)  # -1 if nothing is left
         stays = (pos >= 0) & (pos <= rearrange(last.to(pos.device), "batch -> batch 1 1"))
-        used = stays.flatten(0, 1).any(0).nonzero()
-        slots = 0
-        if len(used):
-            slots = int(used.max()) + 1  # holes at the right end go, too
+        used = stays.flatten(0, 1).any(0).nonzero().flatten().tolist()
+        slots = max(used, default=-1) + 1  # holes at the right end go, too
         self._pos = torch.where(stays, pos, -1)[..., :slots]
         self.ragged = bool((self._pos < 0).any())  # heads that keep different tokens lose different numbers
         self.keys = self.keys[..., :slots, :]
         self.values = self.values[..., :slots, :]
-        self.numbers = self.moved_numbers(lambda numbers: numbers[..., :slots])
+        self.numbers = moved_numbers(self, lambda numbers: numbers[..., :slots])
         self._holes = None
         self.gapless = False
 
@@ -354,9 +340,29 @@ class CacheLayer(DynamicLayer):
             self._columns = changed(self._columns)
         if self._pos is not None:
             self._pos = changed(self._pos)
-        self.numbers = self.moved_numbers(changed)
+        self.numbers = moved_numbers(self, changed)
         self._holes = None
         self.growth = Growth()
+
+
+def moved_numbers(
+    layer: CacheLayer, move: Callable[[Tensor], Tensor]
+) -> dict[str, Shaped[Tensor, "batch kv_head slot"]]:
+    """The numbers of other slots or rows, as a function takes them from those of all slots."""
+    moved: dict[str, Tensor] = {}
+    for name in layer.numbers:
+        moved[name] = move(layer.extra(name))
+    return moved
+
+
+def _check_unedited(edited: bool) -> None:
+    """Refuse a layer with other slots than a stock one outside of a session."""
+    if edited:
+        raise UnsupportedError(
+            "this cache had tokens evicted or hidden and is used outside of the `with` that did it: stock masks would "
+            "be wrong; go on inside it, or start from a new cache",
+            page="kv-session",
+        )
 
 
 def flat_slots(keep: Bool[Tensor, "batch kv_head slot"], most: int, ragged: bool) -> Int[Tensor, "batch kv_head kept"]:

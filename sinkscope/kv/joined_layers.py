@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from sinkscope.kv.cache import CacheLayer, flat_slots
+from sinkscope.kv.cache import CacheLayer, flat_slots, moved_numbers
 
 
 def joined_layer(layers: Sequence[CacheLayer]) -> CacheLayer:
@@ -42,7 +42,7 @@ def evict_joined(
     parts = len(keep) // len(layers[0].keys)
     index = flat_slots(keep, count, ragged=False)
     pos = joined.pos.take(index).chunk(parts)
-    numbers = joined.moved_numbers(lambda numbers: numbers.take(index))
+    numbers = moved_numbers(joined, lambda numbers: numbers.take(index))
     slots = (index % (keep.numel() // parts)).chunk(parts)
     for number, kv in enumerate(layers):
         part = number % parts
