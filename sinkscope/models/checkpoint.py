@@ -268,11 +268,11 @@ class SafetensorsSource:
 
     def _files(self) -> dict[str, str]:
         """The name of the file that holds each tensor."""
-        for name in (_SINGLE, _INDEX):
-            if self.commit is not None:
-                optional_file(self.name, name, self.commit)
-            if not (self.folder / name).is_file():
-                continue
+        # A file that is here comes first, because offline nobody can tell whether the repo has the other one.
+        names = [name for name in (_SINGLE, _INDEX) if (self.folder / name).is_file()]
+        if self.commit is not None and not names:
+            names = [name for name in (_SINGLE, _INDEX) if optional_file(self.name, name, self.commit) is not None]
+        for name in names:
             if name == _INDEX:
                 return _index_map(self.folder)
             return dict.fromkeys(read_header(self.folder / name), name)
