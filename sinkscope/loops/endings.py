@@ -58,46 +58,7 @@ class Ending:
         Args:
             about: Value of the field `sinkscope`, which says why the stream was cut.
         """
-        last = self._last
-        kept = {name: last[name] for name in _KEPT if name in last} | {"sinkscope": about}
-        events: list[dict[str, Any]]
-        match last:
-            case {"choices": [dict(choice), *_]}:
-                said: dict[str, Any] = {"text": ""} if "text" in choice else {"delta": {}}
-                cut = {"finish_reason": "length", "stop_reason": REASON}
-                choices = [{"index": index, **said, **cut} for index in self._open or (0,)]
-                events = [{**kept, "choices": choices}]
-            case {"type": str(kind)} if kind.startswith("response."):
-                state = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
-                number = int(last.get("sequence_number") or 0) + 1
-                response = {**self._response, **state, "sinkscope": about}
-                kind = "response.incomplete"
-                events = [{"type": kind, "sequence_number": number, "response": response}]
-            case {"type": str()}:
-                blocks = [{"type": "content_block_stop", "index": index} for index in self._open]
-                delta = {"stop_reason": "max_tokens", "stop_sequence": None}
-                usage = {"output_tokens": about.get("token", 0)}
-                change = {"type": "message_delta", "delta": delta, "usage": usage, "sinkscope": about}
-                events = [*blocks, change, {"type": "message_stop"}]
-            case {"meta_info": dict(state)}:
-                state = {**state, "finish_reason": {"type": "length", "matched": REASON}}
-                events = [{**last, "meta_info": state, "sinkscope": about}]
-            case {"token": dict(token)}:
-                token = {**token, "text": "", "special": True}
-                details = {"finish_reason": "length", "generated_tokens": about.get("token", 0), "seed": None}
-                text = "".join(self._text)
-                end = {"token": token, "generated_text": text, "details": details, "sinkscope": about}
-                events = [end]
-            case {"done": _}:
-                said = {"response": ""}
-                if "message" in last:
-                    said = {"message": {"role": "assistant", "content": ""}}
-                events = [{**kept, **said, "done": True, "done_reason": "length"}]
-            case {"content": str()}:
-                state = {"content": "", "stop": True, "stop_type": "limit", "stopped_limit": True}
-                events = [{**kept, "index": last.get("index", 0), **state}]
-            case _:
-                return b""
+        events = self._last_events(about)
         lines: list[str] = []
         for event in events:
             text = json.dumps(event, ensure_ascii=False, separators=(",", ":"))
@@ -107,6 +68,47 @@ class Ending:
                 lines.append(f"event: {event['type']}\ndata: {text}\n\n")
             else:
                 lines.append(f"data: {text}\n\n")
-        if self._events and last.keys() & {"choices", "meta_info"}:
+        if events and self._events and self._last.keys() & {"choices", "meta_info"}:
             lines.append("data: [DONE]\n\n")
         return "".join(lines).encode("utf-8", "replace")
+
+    def _last_events(self, about: dict[str, Any]) -> list[dict[str, Any]]:
+        """The last events as data; none if the form of the stream is not known."""
+        last = self._last
+        kept = {name: last[name] for name in _KEPT if name in last} | {"sinkscope": about}
+        match last:
+            case {"choices": [dict(choice), *_]}:
+                said: dict[str, Any] = {"text": ""} if "text" in choice else {"delta": {}}
+                cut = {"finish_reason": "length", "stop_reason": REASON}
+                choices = [{"index": index, **said, **cut} for index in self._open or (0,)]
+                return [{**kept, "choices": choices}]
+            case {"type": str(kind)} if kind.startswith("response."):
+                state = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+                number = int(last.get("sequence_number") or 0) + 1
+                response = {**self._response, **state, "sinkscope": about}
+                kind = "response.incomplete"
+                return [{"type": kind, "sequence_number": number, "response": response}]
+            case {"type": str()}:
+                blocks = [{"type": "content_block_stop", "index": index} for index in self._open]
+                delta = {"stop_reason": "max_tokens", "stop_sequence": None}
+                usage = {"output_tokens": about.get("token", 0)}
+                change = {"type": "message_delta", "delta": delta, "usage": usage, "sinkscope": about}
+                return [*blocks, change, {"type": "message_stop"}]
+            case {"meta_info": dict(state)}:
+                state = {**state, "finish_reason": {"type": "length", "matched": REASON}}
+                return [{**last, "meta_info": state, "sinkscope": about}]
+            case {"token": dict(token)}:
+                token = {**token, "text": "", "special": True}
+                details = {"finish_reason": "length", "generated_tokens": about.get("token", 0), "seed": None}
+                text = "".join(self._text)
+                return [{"token": token, "generated_text": text, "details": details, "sinkscope": about}]
+            case {"done": _}:
+                said = {"response": ""}
+                if "message" in last:
+                    said = {"message": {"role": "assistant", "content": ""}}
+                return [{**kept, **said, "done": True, "done_reason": "length"}]
+            case {"content": str()}:
+                state = {"content": "", "stop": True, "stop_type": "limit", "stopped_limit": True}
+                return [{**kept, "index": last.get("index", 0), **state}]
+            case _:
+                return []
