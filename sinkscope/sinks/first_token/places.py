@@ -107,14 +107,14 @@ class Rule:
         fits = torch.ones_like(ids, dtype=torch.bool)
         if self.tokens:
             fits = torch.isin(ids, torch.tensor(self.tokens, device=ids.device))
+        if self.first and self.tokens:
+            fits &= fits.cumsum(1) == 1
+        elif self.first:
+            fits &= _first_occurrences(ids)
         if self.position is not None:
             at_position = torch.zeros_like(fits)
             at_position[:, self.position : self.position + 1] = True
             fits &= at_position
-        elif self.first and self.tokens:
-            fits &= fits.cumsum(1) == 1
-        elif self.first:
-            fits &= _first_occurrences(ids)
         if self.repeated or self.after is not None:
             before = ids[:, 1:] if self.after is None else self.after
             fits[:, 0] = False
