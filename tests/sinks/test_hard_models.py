@@ -33,8 +33,8 @@ SEEDS = (0, 1, 2)
 CASES = [(name, family, seed) for name, families in HARD.items() for family in families for seed in SEEDS]
 CASES += [(name, family, seed) for name, families in UNSEEN.items() for family in families for seed in SEEDS[:2]]
 # Of each kind one family and the seed with the fewest layers, in turns; the others are slow. So are kinds that
-# differ little from one beside them, or that another test of the default run finds (`backup_next` below, `and_marking`
-# in `test_circuit.py`).
+# differ little from one beside them, or that another test of the default run finds (`and_marking` in
+# `test_circuit.py`).
 LATER = {
     "small_stages",
     "double_backup",
@@ -46,6 +46,7 @@ LATER = {
 }
 LARGE = dict.fromkeys(("many_neurons", "gradual", "many_decoys"), "neox")  # the family whose layers are the fastest
 FAST = [("second_position", "gpt2", 0), ("other_windows", "gemma2", 0), ("amplified", "llama", 0), ("both", "neox", 0)]
+FAST.append(("backup_next", HARD["backup_next"][0], 0))
 for number, (name, families) in enumerate(HARD.items()):
     if name not in LATER:
         family = LARGE.get(name, families[number % len(families)])
