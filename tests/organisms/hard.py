@@ -766,11 +766,11 @@ def _gradual(b: Build) -> HardTruth:
 
 @_kind(*PLAIN, count=1)
 def _many_decoys(b: Build) -> HardTruth:
-    """Thirty pairs of neurons write more than the sink neuron does, and each pair cancels."""
+    """Twenty pairs of neurons write more than the sink neuron does, and each pair cancels."""
     marking, rows, size = b.mark(), b.on(b.at, b.space.mark), b.size(b.at)
     b.write(rows, b.way, size)
     free = [n for n in range(b.plan.d_mlp) if n not in b.plan.busy_neurons]
-    for plus, minus in zip(free[:30], free[30:60], strict=True):
+    for plus, minus in zip(free[:20], free[20:40], strict=True):
         b.write(rows, b.side, 1.1 * size, neuron=plus)
         b.copy(plus, minus, -1.0)
     return sink(b, b.way, marking)
