@@ -205,6 +205,7 @@ def test_the_first_visit_begins_with_a_tour_that_the_keys_go_through_or_end(open
     chrome = opened(390)
     chrome.run("localStorage.clear()")
     opened(390)
+    chrome.wait("document.querySelector('.tour')")
     for number in (1, 2, 3):
         assert chrome.text(".tour p").startswith(f"{number} of 3")
         assert chrome.run("document.activeElement.closest('.tour') !== null")
