@@ -100,7 +100,7 @@ def test_repeats_are_those_of_one_long_pass():
     limit = min(4 * expected + 64, o.model.config.max_position_embeddings - 1)
     scan = scan_layers(target, o.natural(), whole=True)
     context = SinkContext.at_first(target, o.natural(), scan)
-    repeats = repeat_until_half(context, [grouped, free], [bos, bos], limit)
+    repeats, _ = repeat_until_half(context, [grouped, free], [bos, bos], limit)
     site = f"blocks.{layer}.hook_resid_post"
     norm = trace(o.model, o.repeated(limit, grouped), [site], "norm")[site][0]
     first = int((norm[1:] >= norm[0] / 2).nonzero()[0]) + 1

@@ -78,6 +78,7 @@ def find_sinks(
     whole = all_layers or setup.target.resident
     verified_stages = None
     repeats = None
+    entering = {}
     verified = ()
     while True:
         # Where are the sink and the spike, and in which layers is the spike built?
@@ -92,7 +93,7 @@ def find_sinks(
         sets = CausalSets()
         if scan.stages and survey.spike is not None:
             if scan.stages != verified_stages:  # after reading further layers they are often the same
-                repeats = repeat_until_half(context, words, first_tokens, limit, setup.progress)
+                repeats, entering = repeat_until_half(context, words, first_tokens, limit, setup.progress)
                 verified = verify_neurons(context, top_k)
                 verified_stages = scan.stages
             sets = causal_sets(context, verified, survey.readers)
@@ -107,7 +108,7 @@ def find_sinks(
     spike = made[0].spike if made else None
     repetition = None
     if repeats is not None and sets.minimal is not None:
-        repetition = repetition_spike(context, words, first_tokens, repeats, sets.sites, limit)
+        repetition = repetition_spike(context, words, first_tokens, repeats, entering, sets.sites, limit)
 
     unread = [None] * (scan.n_layers - depth)
     low, typical, high = typical_quantiles(survey.first.scan.whole_norms).tolist()

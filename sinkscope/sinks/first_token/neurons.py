@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.files.progress import Progress, silent
+from sinkscope.models.hooks import on_input
 from sinkscope.models.norms import norm_of
+from sinkscope.models.target import LayerInput
 from sinkscope.sinks.first_token.context import SinkContext
 from sinkscope.sinks.first_token.effects import BATCH_ELEMENTS, Edit
 from sinkscope.sinks.first_token.layer_scan import repeats_until_half
@@ -32,7 +36,7 @@ FIRST_LENGTH = 128  # repetitions of the first pass; their number doubles
 @torch.no_grad()
 def repeat_until_half(
     context: SinkContext, tokens: list[int], prefixes: list[int], max_repeats: int, progress: Progress = silent
-) -> list[int | None]:
+) -> tuple[list[int | None], dict[int, LayerInput]]:
     """Run a prefix and n repetitions of each token in one causal pass; n doubles until all tokens become sinks.
 
     Reading layers from disk costs more than long rows, so a streamed model gets all repetitions in the second pass.
@@ -45,9 +49,15 @@ def repeat_until_half(
         progress: Called after each pass.
 
     Returns:
-        For each token, the first n whose norm reaches half of the spike's. None if never.
+        For each token, the first n whose norm reaches half of the spike's, None if never; and what enters the first
+        stage up to there, by the place of the token, so that later passes over such a row can begin at this layer.
     """
     target = context.target
+    first = min(context.scan.stages)
+    typical = context.typical.entering.at(first)
+    hidden: list[Tensor] = []
+    stage_begins = target.layers[first], "pre", on_input(lambda entered: hidden.append(entered.detach().clone()))
+    entering: dict[int, LayerInput] = {}
     site = f"blocks.{context.layer}.hook_resid_post"
     lengths = [min(FIRST_LENGTH, max_repeats)]
     while lengths[-1] < max_repeats:
@@ -59,16 +69,21 @@ def repeat_until_half(
         waiting = torch.tensor([place for place, count in enumerate(repeats) if count is None])
         for places in waiting.split(max(1, BATCH_ELEMENTS // ((length + 1) * target.d_mlp))):
             ids = torch.tensor([[prefixes[place], *[tokens[place]] * length] for place in places.tolist()])
-            norms = trace(target, ids, [site], lambda resid: norm_of(resid, context.scan.shared_dims))[site]
+            with target.hooks(stage_begins):
+                norms = trace(target, ids, [site], lambda resid: norm_of(resid, context.scan.shared_dims))[site]
+            entered = hidden.pop()
             for row, place in enumerate(places.tolist()):
                 half_of = norms[row, 0]
                 if bool(context.at.any()):  # the spike is not at the first token, which stands before the repetitions
                     half_of = context.scan.spike_norm[context.layer]
-                repeats[place] = repeats_until_half(norms[row, 1:], half_of)
+                count = repeats_until_half(norms[row, 1:], half_of)
+                if count is not None and typical is not None:
+                    entering[place] = replace(typical, hidden=entered[row : row + 1, : count + 1])
+                repeats[place] = count
         progress("repetitions", length, max_repeats)
         if None not in repeats:
             break
-    return repeats
+    return repeats, entering
 
 
 @torch.no_grad()

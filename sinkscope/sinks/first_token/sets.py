@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -17,15 +17,17 @@ from sinkscope.interventions import Ablate
 from sinkscope.measure import Setup
 from sinkscope.measure.evidence import NEEDED
 from sinkscope.measure.margin import margin_of
+from sinkscope.models.target import LayerInput
 from sinkscope.sinks.first_token.absence import SpikeAbsence
 from sinkscope.sinks.first_token.context import SinkContext, Survey
-from sinkscope.sinks.first_token.effects import Edit, Effects, Trial, heads_lost, side_by_side, silencing
+from sinkscope.sinks.first_token.effects import Edit, Effects, Trial, effects, heads_lost, side_by_side, silencing
 from sinkscope.sinks.first_token.layer_scan import AS_BEFORE, Rise, scan_layers
 from sinkscope.sinks.first_token.members import ATTENTION_LENGTH, CausalSet, Heads, Neuron, Sites, members_of, sites_of
 from sinkscope.sinks.first_token.neurons import stage_neurons, verify_neurons
 from sinkscope.sinks.first_token.places import stands_out
 from sinkscope.sinks.first_token.records import RepetitionSpike
 from sinkscope.sinks.first_token.search import Removal, random_sets, random_sites, smallest_set, without_unneeded
+from sinkscope.trace.entering import NOT_READ, Entering
 
 CANDIDATES = 8  # default number of candidates of the sink layer
 MORE_CANDIDATES = 64  # candidates of the sink layer if the first few do not suffice
@@ -316,6 +318,7 @@ def repetition_spike(
     words: list[int],
     firsts: list[int],
     repeats: list[int | None],
+    entering: Mapping[int, LayerInput],
     sites: Sites,
     limit: int,
 ) -> RepetitionSpike | None:
@@ -326,6 +329,7 @@ def repetition_spike(
         words: The repeated tokens.
         firsts: The token before each.
         repeats: When the norm of each reaches half of the spike's at the sink layer; None if it does not.
+        entering: What enters a layer up to there, by the place of the token.
         sites: The neurons that make the spike, all its parts.
         limit: Repetitions of a token that never gets there.
 
@@ -340,18 +344,21 @@ def repetition_spike(
     ids = torch.tensor(rows)
     last = torch.full((len(ids),), ids.shape[1] - 1)
     layers = context.scan.spike_layers  # perhaps the repeated token's norm stands out behind the sink layer
+    begun = NOT_READ
     if reached:
         layers = [max(context.layer, *(site[0] for site in sites))]
-    repeated = context.elsewhere(ids, last, layers[-1])
-    heights = repeated.scan.at_place(repeated.scan.norms)[layers] / torch.tensor(context.scan.spike_norm)[layers, None]
+    if reached and reached[0] in entering:
+        begun = Entering({entering[reached[0]].layer: entering[reached[0]]})
+    reading = {"upto": layers[-1], "without": context.scan.shared_dims, "entering": begun}
+    edited = effects(context.target, ids, [Edit(zero=sites)], at=last, **reading)
+    heights = edited.intact_norms[:, layers] / torch.tensor(context.scan.spike_norm)[layers]
     if float(heights.max()) < NEEDED:
         return None
-    row = int(heights.max(0).values.argmax())
-    if len(ids) > 1:
-        repeated = context.elsewhere(ids[row : row + 1], last[:1], layers[-1])
-    drop = float(repeated.drops([Edit(zero=sites)], layers[int(heights[:, row].argmax())]))
+    row = int(heights.max(1).values.argmax())
+    layer = layers[int(heights[row].argmax())]
+    drop = float(1 - edited.norms[0, row, layer] / edited.intact_norms[row, layer])
     token = context.target.tokenizer.decode([int(ids[row, -1])])
     own = CausalSets()
     if drop < NEEDED:
-        own = sets_at(repeated, [])
+        own = sets_at(context.elsewhere(ids[row : row + 1], last[:1], layers[-1]), [])
     return RepetitionSpike(token, int(last[0]), drop, own.minimal, own.members)
