@@ -11,11 +11,11 @@ from torch import Tensor
 from sinkscope.files.progress import Progress, silent
 from sinkscope.models.hooks import on_input
 from sinkscope.models.norms import norm_of
-from sinkscope.models.target import LayerInput
 from sinkscope.sinks.first_token.context import SinkContext
 from sinkscope.sinks.first_token.effects import BATCH_ELEMENTS, Edit
 from sinkscope.sinks.first_token.layer_scan import repeats_until_half
 from sinkscope.sinks.first_token.members import CONTROL_DRAWS, Member, Neuron
+from sinkscope.trace.entering import Entering
 from sinkscope.trace.layer_view import (
     LayerView,
     contribution_norms,
@@ -36,7 +36,7 @@ FIRST_LENGTH = 128  # repetitions of the first pass; their number doubles
 @torch.no_grad()
 def repeat_until_half(
     context: SinkContext, tokens: list[int], prefixes: list[int], max_repeats: int, progress: Progress = silent
-) -> tuple[list[int | None], dict[int, LayerInput]]:
+) -> tuple[list[int | None], dict[int, Entering]]:
     """Run a prefix and n repetitions of each token in one causal pass; n doubles until all tokens become sinks.
 
     Reading layers from disk costs more than long rows, so a streamed model gets all repetitions in the second pass.
@@ -54,10 +54,12 @@ def repeat_until_half(
     """
     target = context.target
     first = min(context.scan.stages)
-    typical = context.typical.entering.at(first)
+    begin = context.typical.entering.at(first)
     hidden: list[Tensor] = []
-    stage_begins = target.layers[first], "pre", on_input(lambda entered: hidden.append(entered.detach().clone()))
-    entering: dict[int, LayerInput] = {}
+    hooks = []
+    if begin is not None:  # else no pass over this model can begin there
+        hooks.append((target.layers[first], "pre", on_input(lambda entered: hidden.append(entered.detach().clone()))))
+    entering: dict[int, Entering] = {}
     site = f"blocks.{context.layer}.hook_resid_post"
     lengths = [min(FIRST_LENGTH, max_repeats)]
     while lengths[-1] < max_repeats:
@@ -69,17 +71,18 @@ def repeat_until_half(
         waiting = torch.tensor([place for place, count in enumerate(repeats) if count is None])
         for places in waiting.split(max(1, BATCH_ELEMENTS // ((length + 1) * target.d_mlp))):
             ids = torch.tensor([[prefixes[place], *[tokens[place]] * length] for place in places.tolist()])
-            with target.hooks(stage_begins):
+            with target.hooks(*hooks):
                 norms = trace(target, ids, [site], lambda resid: norm_of(resid, context.scan.shared_dims))[site]
-            entered = hidden.pop()
             for row, place in enumerate(places.tolist()):
                 half_of = norms[row, 0]
                 if bool(context.at.any()):  # the spike is not at the first token, which stands before the repetitions
                     half_of = context.scan.spike_norm[context.layer]
                 count = repeats_until_half(norms[row, 1:], half_of)
-                if count is not None and typical is not None:
-                    entering[place] = replace(typical, hidden=entered[row : row + 1, : count + 1])
                 repeats[place] = count
+                if count is not None and begin is not None:
+                    up_to_count = hidden[-1][row : row + 1, : count + 1].clone()  # the rest need not be kept
+                    entering[place] = Entering({first: replace(begin, hidden=up_to_count)})
+            hidden.clear()
         progress("repetitions", length, max_repeats)
         if None not in repeats:
             break

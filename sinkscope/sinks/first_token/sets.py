@@ -17,7 +17,6 @@ from sinkscope.interventions import Ablate
 from sinkscope.measure import Setup
 from sinkscope.measure.evidence import NEEDED
 from sinkscope.measure.margin import margin_of
-from sinkscope.models.target import LayerInput
 from sinkscope.sinks.first_token.absence import SpikeAbsence
 from sinkscope.sinks.first_token.context import SinkContext, Survey
 from sinkscope.sinks.first_token.effects import Edit, Effects, Trial, effects, heads_lost, side_by_side, silencing
@@ -318,7 +317,7 @@ def repetition_spike(
     words: list[int],
     firsts: list[int],
     repeats: list[int | None],
-    entering: Mapping[int, LayerInput],
+    entering: Mapping[int, Entering],
     sites: Sites,
     limit: int,
 ) -> RepetitionSpike | None:
@@ -329,7 +328,7 @@ def repetition_spike(
         words: The repeated tokens.
         firsts: The token before each.
         repeats: When the norm of each reaches half of the spike's at the sink layer; None if it does not.
-        entering: What enters a layer up to there, by the place of the token.
+        entering: What entered the first stage up to there, by the place of the token.
         sites: The neurons that make the spike, all its parts.
         limit: Repetitions of a token that never gets there.
 
@@ -347,8 +346,7 @@ def repetition_spike(
     begun = NOT_READ
     if reached:
         layers = [max(context.layer, *(site[0] for site in sites))]
-    if reached and reached[0] in entering:
-        begun = Entering({entering[reached[0]].layer: entering[reached[0]]})
+        begun = entering.get(reached[0], NOT_READ)
     reading = {"upto": layers[-1], "without": context.scan.shared_dims, "entering": begun}
     edited = effects(context.target, ids, [Edit(zero=sites)], at=last, **reading)
     heights = edited.intact_norms[:, layers] / torch.tensor(context.scan.spike_norm)[layers]
