@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from sinkscope.inference.mlp import Write
-from sinkscope.inference.stage import Run, Stage, contains, is_equal, largest, multiple, rounded
+from sinkscope.inference.stage import Fields, Run, Stage, contains, is_equal, largest, multiple, rounded
 from sinkscope.models.hooks import on_input
 
 
-def attention_write(stage: Stage, write: Write | None) -> dict[str, str | float | None]:
+def attention_write(stage: Stage, write: Write | None) -> Fields:
     """Find where attention adds to the residual stream: before the MLP, or beside it.
 
     The layer is called with random numbers whose sizes differ between tokens. Beside the residual stream of a pass, a
@@ -63,9 +63,7 @@ def _outermost(run: Run, reader: str) -> str:
     return min(outer, key=len)
 
 
-def _writer(
-    run: Run, start: Tensor, reader: str | None, end: Tensor, mlp: str | None = None
-) -> dict[str, str | float | None]:
+def _writer(run: Run, start: Tensor, reader: str | None, end: Tensor, mlp: str | None = None) -> Fields:
     """The outermost module whose output is a constant part of a sum with what enters the layer, and that constant.
 
     Args:

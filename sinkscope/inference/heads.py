@@ -8,11 +8,11 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from sinkscope.inference.stage import EXACT, LENGTH, POSITION, Stage, contains, derivatives, largest
+from sinkscope.inference.stage import EXACT, LENGTH, POSITION, Fields, Stage, contains, derivatives, largest
 from sinkscope.models.stack import NotInferredError
 
 
-def heads_of(stage: Stage) -> dict[str, str | bool | None]:
+def heads_of(stage: Stage) -> Fields:
     """The attention of a layer, seen at the tap, by the adapter's fields; empty if the layer has none."""
     calls = stage.clean.attention
     if not calls:
@@ -21,7 +21,7 @@ def heads_of(stage: Stage) -> dict[str, str | bool | None]:
         raise NotInferredError(f"layer {stage.number} computes attention {len(calls)} times")
     call = calls[0]
     attn = stage.paths[call.module]
-    fields: dict[str, str | bool | None] = {"attn": attn, **dict.fromkeys(("q", "k", "v", "fused_qkv"))}
+    fields: Fields = {"attn": attn, **dict.fromkeys(("q", "k", "v", "fused_qkv"))}
     fields["o"] = _output_projection(stage)
     fields["learned_sinks"] = call.settings.get("s_aux") is not None
     last = {role: path for path, role in _roles(stage, attn).items()}  # of several that move the same, the projection

@@ -11,14 +11,12 @@ from sinkscope.inference.attention_write import attention_write
 from sinkscope.inference.heads import heads_of
 from sinkscope.inference.mlp import experts_path, mlp_of, write_of
 from sinkscope.inference.probe import begins_at, token_ids
-from sinkscope.inference.stage import LENGTH, Stage, contains, largest
+from sinkscope.inference.stage import LENGTH, Fields, Stage, contains, largest
 from sinkscope.models.adapters import PATHS, Adapter
 from sinkscope.models.hooks import on_input
 from sinkscope.models.stack import NotInferredError
 from sinkscope.models.target import Target
 
-Setting = str | bool | float | None
-"""What a field of an adapter holds."""
 _IF_MIXED = {"learned_sinks": True, "adds": False, "qkv_layout": None, "attn_factor": 1.0}  # where layers differ
 
 
@@ -34,13 +32,13 @@ class Kind:
 
     number: int
     parts: frozenset[str]
-    fields: dict[str, Setting]
+    fields: Fields
 
     @classmethod
     def of(cls, stage: Stage) -> Kind:
         """Find the MLP of a layer, beside its attention."""
         heads = heads_of(stage)
-        fields: dict[str, Setting] = {"mid": None}
+        fields: Fields = {"mid": None}
         experts = experts_path(stage)
         mlp, write = mlp_of(stage, experts is None)
         fields |= mlp

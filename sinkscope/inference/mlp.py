@@ -13,6 +13,7 @@ from sinkscope.inference.stage import (
     EDITED,
     EXACT,
     POSITION,
+    Fields,
     Stage,
     contains,
     derivatives,
@@ -47,10 +48,6 @@ class Write:
     write_factor: float = 1.0
     weight: str | None = None
     adds: bool = True
-
-
-Fields = dict[str, str | bool | None]
-"""A part of a layer, by the adapter's fields."""
 
 
 def mlp_of(stage: Stage, is_alone: bool) -> tuple[Fields, Write | None]:

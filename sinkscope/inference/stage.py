@@ -20,6 +20,8 @@ _EQUAL = 4  # of them, at the end: they enter the first layer as different vecto
 POSITION = 5  # of the edits
 EDITED = [1, 2, POSITION, 7]  # where an edit is followed to the residual stream: what multiplies it must be the same
 EXACT = 2e-3  # largest relative distance between what an edit changed and what it must change
+Fields = dict[str, str | bool | float | None]
+"""What was found of a layer, by the fields of an adapter."""
 
 
 def is_conv1d(module: nn.Module) -> bool:
