@@ -39,9 +39,9 @@ from .models.target import Target as Target
 from .opening.load import load as load
 from .serving.generate import generate as generate
 from .sinks.attack.attack import attack as attack
-from .sinks.first_token.circuit import circuit as circuit
+from .sinks.circuit.circuit import circuit as circuit
 from .sinks.first_token.find import find_sinks as find_sinks
-from .sinks.first_token.marking_heads import heads as heads
+from .sinks.marking_heads import heads as heads
 from .sinks.patch.evaluate import patch_eval as patch_eval
 from .sinks.patch.make import patch_make as patch_make
 from .sinks.precision.precision import precision as precision

@@ -14,10 +14,10 @@ from organisms.planted_places import places
 from organisms.readers import marking_lost
 
 from sinkscope.display.notation import neuron_name
-from sinkscope.sinks.first_token.circuit import Circuit, circuit
+from sinkscope.sinks.circuit.circuit import Circuit, circuit
+from sinkscope.sinks.circuit.steps import MARK, NEURONS
 from sinkscope.sinks.first_token.find import find_sinks
-from sinkscope.sinks.first_token.marking_heads import heads
-from sinkscope.sinks.first_token.steps import MARK, NEURONS
+from sinkscope.sinks.marking_heads import heads
 from sinkscope.sinks.repetition.repeat import repeat
 
 FAST = (

@@ -31,7 +31,7 @@ from sinkscope.kv import Full, StreamingLLM, policies
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.loopserve import LoopServe
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.circuit import NEURONS, circuit
+from sinkscope.sinks.circuit.circuit import NEURONS, circuit
 from sinkscope.sinks.first_token.find import find_sinks
 from sinkscope.trace.run import trace
 

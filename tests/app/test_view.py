@@ -27,7 +27,7 @@ from sinkscope.app.view.server import LARGEST_REQUEST, application
 from sinkscope.app.view.switches import switch_off
 from sinkscope.display.notation import neuron_name
 from sinkscope.errors import SinkscopeError
-from sinkscope.sinks.first_token.circuit import circuit
+from sinkscope.sinks.circuit.circuit import circuit
 
 
 def explorer(o: Organism, folder: Path, bos: bool | None = None) -> Explorer:

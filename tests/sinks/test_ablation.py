@@ -18,7 +18,7 @@ from sinkscope.sinks.first_token.context import SinkContext
 from sinkscope.sinks.first_token.find import find_sinks
 from sinkscope.sinks.first_token.layer_scan import LayerScan, scan_layers
 from sinkscope.sinks.first_token.neurons import verify_neurons
-from sinkscope.sinks.first_token.search import random_sets
+from sinkscope.sinks.removal.search import random_sets
 from sinkscope.trace.layer_view import view_layer
 
 

@@ -14,7 +14,7 @@ from sinkscope.opening.live import target_of
 from sinkscope.sinks.attack import clusters as module
 from sinkscope.sinks.attack.attack import ClusterAttack, attack
 from sinkscope.sinks.attack.clusters import TokenClusters, head_activations, later_mean, neuron_at
-from sinkscope.sinks.first_token.marking_heads import replacing
+from sinkscope.sinks.marking_heads import replacing
 
 
 def measured(o: Organism, **options) -> ClusterAttack:

@@ -13,8 +13,8 @@ from torch.testing import assert_close
 
 from sinkscope.opening.live import target_of
 from sinkscope.opening.stream import open_stream
-from sinkscope.sinks.first_token.effects import Component, Edit, Effects, effects, has_key_bias
 from sinkscope.sinks.first_token.layer_scan import scan_layers
+from sinkscope.sinks.removal.effects import Component, Edit, Effects, effects, has_key_bias
 
 
 def _long_way(model, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,9 +87,7 @@ def test_batches_of_edits_give_what_one_batch_gives(monkeypatch):
     target, ids = target_of(o.model, o.tokenizer), o.natural(2, 8)
     edits = [Edit(zero=((layer, n),)) for layer in range(2) for n in range(5)]
     whole = effects(target, ids, edits, without=[0, 3], attention=True)
-    monkeypatch.setattr(
-        "sinkscope.sinks.first_token.effects.BATCH_ELEMENTS", 3 * 2 * 8 * max(target.d_mlp, target.d_model)
-    )
+    monkeypatch.setattr("sinkscope.sinks.removal.effects.BATCH_ELEMENTS", 3 * 2 * 8 * max(target.d_mlp, target.d_model))
     parts = effects(target, ids, edits, without=[0, 3], attention=True)
     assert_close(whole.norms, parts.norms)
     assert_close(whole.attention, parts.attention)

@@ -20,7 +20,7 @@ from sinkscope.sinks.first_token.context import SinkContext
 from sinkscope.sinks.first_token.find import FindSinks, find_sinks
 from sinkscope.sinks.first_token.layer_scan import LayerReading, LayerScan, scan_layers
 from sinkscope.sinks.first_token.neurons import repeat_until_half
-from sinkscope.sinks.first_token.search import Removal, smallest_set
+from sinkscope.sinks.removal.search import Removal, smallest_set
 from sinkscope.trace.run import trace
 
 WITH_SINK = tuple(kind for kind in KINDS if kind not in ("none", "massive_dim"))

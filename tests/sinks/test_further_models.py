@@ -13,9 +13,9 @@ from organisms.hard import hard
 
 from sinkscope.display.notation import neuron_name
 from sinkscope.sinks.attack.attack import attack
-from sinkscope.sinks.first_token.circuit import circuit
+from sinkscope.sinks.circuit.circuit import circuit
 from sinkscope.sinks.first_token.find import find_sinks
-from sinkscope.sinks.first_token.marking_heads import heads
+from sinkscope.sinks.marking_heads import heads
 from sinkscope.sinks.patch.make import patch_make
 from sinkscope.sinks.repetition.repeat import repeat
 

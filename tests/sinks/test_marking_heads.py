@@ -23,8 +23,8 @@ from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.opening.live import target_of
-from sinkscope.sinks.first_token import marking_heads as module
-from sinkscope.sinks.first_token.marking_heads import MarkingHeads, Replacement, heads
+from sinkscope.sinks import marking_heads as module
+from sinkscope.sinks.marking_heads import MarkingHeads, Replacement, heads
 from sinkscope.trace.run import trace
 
 KINDS = ("sink", "late_mark", "spread")

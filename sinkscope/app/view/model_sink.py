@@ -9,7 +9,7 @@ import numpy as np
 
 from sinkscope.interventions.sites import head_of
 from sinkscope.measure import Setup
-from sinkscope.sinks.first_token.circuit import MARK, REPETITION, Circuit, circuit
+from sinkscope.sinks.circuit.circuit import MARK, REPETITION, Circuit, circuit
 from sinkscope.sinks.first_token.find import find_sinks
 from sinkscope.sinks.first_token.layer_scan import LayerScan, scan_layers
 from sinkscope.sinks.first_token.result import FindSinks

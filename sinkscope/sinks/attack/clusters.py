@@ -17,8 +17,8 @@ from sinkscope.measure import Setup
 from sinkscope.models.checks import attending_layers
 from sinkscope.models.target import Target
 from sinkscope.sinks.chunks import Columns, hold_layers, in_chunks, token_texts
-from sinkscope.sinks.first_token.marking_heads import replacing
 from sinkscope.sinks.first_token.members import Neuron
+from sinkscope.sinks.marking_heads import replacing
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.trace.layer_view import flat_number, view_layer
 from sinkscope.trace.run import trace

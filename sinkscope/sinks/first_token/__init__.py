@@ -1,1 +1,1 @@
-"""What makes the sink at the first token: the layer, its neurons, and the heads that mark the token."""
+"""Where the sinks and the norm spikes of a model are, and the layer and neurons that make them."""

@@ -20,7 +20,7 @@ from sinkscope.models.hooks import first_tensor, on_output
 from sinkscope.models.norms import norm_of
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
-from sinkscope.sinks.first_token.members import RATE_EPS, Heads
+from sinkscope.sinks.first_token.members import RATE_EPS
 from sinkscope.sinks.first_token.places import (
     MOST_TEXTS,
     PLACE_SHARE,
@@ -33,6 +33,7 @@ from sinkscope.sinks.first_token.places import (
     sink_places,
 )
 from sinkscope.sinks.first_token.records import SHORT, SinkRate
+from sinkscope.sinks.removal.effects import Heads
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.tap.observers import visible_rows
 

@@ -15,9 +15,10 @@ from sinkscope.measure.margin import margin_of
 from sinkscope.sinks.first_token.attention_received import AttentionReceived
 from sinkscope.sinks.first_token.carriers import Carried, carriers
 from sinkscope.sinks.first_token.context import Survey
-from sinkscope.sinks.first_token.members import RATE_EPS, CausalSet, Heads
+from sinkscope.sinks.first_token.members import RATE_EPS, CausalSet
 from sinkscope.sinks.first_token.places import ENOUGH, Rule, texts_with
 from sinkscope.sinks.first_token.records import SHORT, AttentionSink, LayerAttention, NormSpike, SinkPosition
+from sinkscope.sinks.removal.effects import Heads
 
 CARRIER_TEXTS = 2
 CARRIER_LENGTH = 48  # typical text in which components are replaced

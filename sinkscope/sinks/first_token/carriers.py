@@ -10,9 +10,8 @@ from itertools import compress
 from sinkscope.measure.evidence import NEEDED
 from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.context import SinkContext
-from sinkscope.sinks.first_token.effects import At, Component, Edit, effects, one_by_one, writers
-from sinkscope.sinks.first_token.members import Heads
-from sinkscope.sinks.first_token.position_effect import KEY_BIAS, PositionEffect
+from sinkscope.sinks.removal.effects import At, Component, Edit, Heads, effects, one_by_one, writers
+from sinkscope.sinks.removal.position_effect import KEY_BIAS, PositionEffect
 from sinkscope.sinks.tokens import TokenRows
 
 MAKER_TEXTS = 2

@@ -20,11 +20,10 @@ from sinkscope.sinks.first_token.attention_received import (
     attention_received,
     with_long_texts,
 )
-from sinkscope.sinks.first_token.effects import Edit, Trial, side_by_side
 from sinkscope.sinks.first_token.layer_scan import LayerScan, scan_layers
-from sinkscope.sinks.first_token.members import Heads
 from sinkscope.sinks.first_token.places import Description, Places, Rule, describe, spike_places, texts_with
 from sinkscope.sinks.first_token.records import SinkRate
+from sinkscope.sinks.removal.effects import Edit, Heads, Trial, side_by_side
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.trace.entering import Entering
 

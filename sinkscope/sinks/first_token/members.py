@@ -7,14 +7,10 @@ from dataclasses import dataclass
 
 from sinkscope.display.notation import neuron_name, word_list
 from sinkscope.measure.evidence import NEEDED, Evidence
+from sinkscope.sinks.removal.effects import Sites
 
-CONTROL_DRAWS = 20  # random control sets of the same size for every ablation
 ATTENTION_LENGTH = 32  # least length of the texts in which attention with and without neurons is compared
 RATE_EPS = 0.3  # mean attention above which a head attends to a position (Gu et al. 2024)
-Sites = tuple[tuple[int, ...], ...]
-"""Neurons as interventions take them: (layer, neuron), or (layer, expert, neuron) in a mixture."""
-Heads = Sequence[tuple[int, int]]
-"""Heads as pairs of layer and head."""
 
 
 @dataclass(frozen=True)

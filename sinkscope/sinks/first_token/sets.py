@@ -19,13 +19,23 @@ from sinkscope.measure.evidence import NEEDED
 from sinkscope.measure.margin import margin_of
 from sinkscope.sinks.first_token.absence import SpikeAbsence
 from sinkscope.sinks.first_token.context import SinkContext, Survey
-from sinkscope.sinks.first_token.effects import Edit, Effects, Trial, effects, heads_lost, side_by_side, silencing
 from sinkscope.sinks.first_token.layer_scan import AS_BEFORE, Rise, scan_layers
-from sinkscope.sinks.first_token.members import ATTENTION_LENGTH, CausalSet, Heads, Neuron, Sites, members_of, sites_of
+from sinkscope.sinks.first_token.members import ATTENTION_LENGTH, CausalSet, Neuron, members_of, sites_of
 from sinkscope.sinks.first_token.neurons import stage_neurons, verify_neurons
 from sinkscope.sinks.first_token.places import stands_out
 from sinkscope.sinks.first_token.records import RepetitionSpike
-from sinkscope.sinks.first_token.search import Removal, random_sets, random_sites, smallest_set, without_unneeded
+from sinkscope.sinks.removal.effects import (
+    Edit,
+    Effects,
+    Heads,
+    Sites,
+    Trial,
+    effects,
+    heads_lost,
+    side_by_side,
+    silencing,
+)
+from sinkscope.sinks.removal.search import Removal, random_sets, random_sites, smallest_set, without_unneeded
 from sinkscope.trace.entering import NOT_READ, Entering
 
 CANDIDATES = 8  # default number of candidates of the sink layer

@@ -13,10 +13,10 @@ from torch import Tensor
 from sinkscope.interventions.quantize import down_projection, linear_modules
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.members import Sites
 from sinkscope.sinks.first_token.places import Description
 from sinkscope.sinks.first_token.result import FindSinks
-from sinkscope.sinks.first_token.search import random_sites
+from sinkscope.sinks.removal.effects import Sites
+from sinkscope.sinks.removal.search import random_sites
 from sinkscope.sinks.tokens import TokenRows
 
 DRAWS = 3

@@ -23,16 +23,16 @@ from sinkscope.display.tables import Table
 from sinkscope.interventions.sites import head_of
 from sinkscope.measure import Natural, Number, Result, ScanPart, Setup, measurement
 from sinkscope.models.target import Target
+from sinkscope.sinks.circuit.steps import MARK, NAMED, NEURONS, REPETITION, CircuitStep, Readers
+from sinkscope.sinks.circuit.traced import TracedPlace, TracedSpike, mark_step, traced_place
 from sinkscope.sinks.first_token.attention_received import with_long_texts
-from sinkscope.sinks.first_token.effects import key_bias, key_projection
 from sinkscope.sinks.first_token.find import find_sinks
 from sinkscope.sinks.first_token.members import sites_of
 from sinkscope.sinks.first_token.places import Rule
 from sinkscope.sinks.first_token.records import SHORT, NormSpike
 from sinkscope.sinks.first_token.result import FindSinks
 from sinkscope.sinks.first_token.sentences import nothing_found
-from sinkscope.sinks.first_token.steps import MARK, NAMED, NEURONS, REPETITION, CircuitStep, Readers
-from sinkscope.sinks.first_token.traced import TracedPlace, TracedSpike, mark_step, traced_place
+from sinkscope.sinks.removal.effects import key_bias, key_projection
 from sinkscope.sinks.tokens import prefixes
 
 FIGURE_COMPONENTS = 12

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.members import CONTROL_DRAWS, Sites
+from sinkscope.sinks.removal.effects import Sites
 
+CONTROL_DRAWS = 20  # random control sets of the same size for every ablation
 SETS_AT_ONCE = 128  # largest number of sets that are asked about together
 
 

@@ -25,7 +25,6 @@ from sinkscope.measure.evidence import NEEDED
 from sinkscope.models.hooks import first_tensor, on_hidden, on_input, on_output
 from sinkscope.models.norms import norm_of
 from sinkscope.models.target import LayerInput, Target
-from sinkscope.sinks.first_token.members import Heads, Sites
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.tap.observers import visible_rows
 from sinkscope.trace.entering import NOT_READ, Entering
@@ -33,6 +32,10 @@ from sinkscope.trace.sites import resolve
 
 ComponentKind = Literal["token embedding", "position embedding", "attention", "mixer", "head", "mlp", "key bias"]
 BATCH_ELEMENTS = 1 << 25  # largest number of elements of the widest activation in a batch
+Sites = tuple[tuple[int, ...], ...]
+"""Neurons as interventions take them: (layer, neuron), or (layer, expert, neuron) in a mixture."""
+Heads = Sequence[tuple[int, int]]
+"""Heads as pairs of layer and head."""
 At = int | Int[Tensor, " text"]
 """A position, the same in every text or one of each."""
 Hook = tuple[Any, str, Any]  # module, "pre" or "post", and the function, as `Target.hooks` takes them

@@ -17,17 +17,17 @@ from torch import Tensor
 
 from sinkscope.measure.evidence import NEEDED
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.effects import (
+from sinkscope.sinks.removal.effects import (
     At,
     Component,
     Edit,
+    Heads,
     effects,
     has_key_bias,
     one_by_one,
     writers,
 )
-from sinkscope.sinks.first_token.members import Heads
-from sinkscope.sinks.first_token.search import Removal, smallest_set
+from sinkscope.sinks.removal.search import Removal, smallest_set
 from sinkscope.sinks.tokens import TokenRows
 
 NEARLY = 0.75  # of several components, those are needed that lose at least this share of the largest loss

@@ -29,8 +29,9 @@ from sinkscope.measure.margin import margin_of
 from sinkscope.models.hooks import on_input
 from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.absence import SpikeAbsence
-from sinkscope.sinks.first_token.members import CONTROL_DRAWS, Neuron
+from sinkscope.sinks.first_token.members import Neuron
 from sinkscope.sinks.first_token.sets import sink_neurons
+from sinkscope.sinks.removal.search import CONTROL_DRAWS
 from sinkscope.sinks.tokens import TokenRows, first_tokens
 from sinkscope.trace.layer_view import columns, flat_number, view_layer
 from sinkscope.trace.run import trace

@@ -18,11 +18,11 @@ from sinkscope.measure import Setup
 from sinkscope.measure.evidence import NEEDED
 from sinkscope.models.norms import norm_of
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.effects import Component, Edit, effects, mixing, silencing, writers
-from sinkscope.sinks.first_token.members import CONTROL_DRAWS, RATE_EPS, Sites
-from sinkscope.sinks.first_token.position_effect import Components, PositionEffect, heads_of
-from sinkscope.sinks.first_token.search import random_sets
-from sinkscope.sinks.first_token.steps import MARK, NEURONS, SPIKE, CircuitStep, Readers
+from sinkscope.sinks.circuit.steps import MARK, NEURONS, SPIKE, CircuitStep, Readers
+from sinkscope.sinks.first_token.members import RATE_EPS
+from sinkscope.sinks.removal.effects import Component, Edit, Sites, effects, mixing, silencing, writers
+from sinkscope.sinks.removal.position_effect import Components, PositionEffect, heads_of
+from sinkscope.sinks.removal.search import CONTROL_DRAWS, random_sets
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.trace.run import trace
 

@@ -1,0 +1,1 @@
+"""The circuit of each sink, from what marks its place to the heads that attend to it."""
