@@ -31,6 +31,7 @@ def _agrees(result: FindSinks, o: Organism):
     assert result.model.n_layers == LAYERS == len(result.first_token_norm)
     assert all(v is None for v in result.first_token_norm[result.layers_read :])
     assert result.sink_rate is None
+    assert f"{result.layers_read} of {LAYERS} layers were read, and every sentence is about these." in str(result)
 
 
 def test_folder_is_read_upward_and_no_further_than_needed(deep, tmp_path):

@@ -16,7 +16,7 @@ from sinkscope.display.result import Result
 from sinkscope.interventions import SinkPatch
 from sinkscope.interventions.decode import repeat_probabilities
 from sinkscope.opening.live import target_of
-from sinkscope.sinks.repetition.probability import ProbabilityReading
+from sinkscope.sinks.repetition.probability import ProbabilityReading, repeated_span
 from sinkscope.sinks.repetition.repeat import Repeat, repeat
 
 PREFIX = "cat the"
@@ -81,6 +81,20 @@ def test_it_repeats_until_the_sink_and_for_ever_with_the_patch(prefix):
         assert (answer.follows == "") == (answer.kept == answer.tokens)
 
 
+SPANS = [
+    ([False, True, False, True, True], (2, None)),  # it comes back, so it has not stopped
+    ([True, False, True, False, False], (1, 4)),
+    ([True, True], (1, None)),
+    ([False, False], (None, None)),
+]
+
+
+@pytest.mark.parametrize(("likeliest", "expected"), SPANS)
+def test_repetition_has_stopped_only_where_it_never_comes_back(likeliest, expected):
+    span = repeated_span(torch.tensor(likeliest))
+    assert tuple(None if number != number else number for number in span) == expected
+
+
 def test_curve_against_a_pass_of_its_own():
     o, word = repeater(), repeated_word()
     head = o.tokenizer(PREFIX)["input_ids"]
@@ -104,7 +118,7 @@ def test_a_model_without_a_sink_is_measured_without_a_patch_and_a_small_context_
     assert result.reading.conditions == ("intact",)
     before = int(result.settings["bos"])
     assert result.settings["new_tokens"] == 16 and result.settings["answer_after"] == [64 - 16 - before]
-    assert "no causal sink neuron" in result.summary()
+    assert "no causal neuron of a spike at the first token" in result.summary()
     assert len(result.figure().data) == len(result.reading.sweep.tokens)
 
 

@@ -138,6 +138,10 @@ def test_attention_is_that_of_whole_matrices(llama, tmp_path):
     assert found.received == pytest.approx(received[..., found.sweep.counts].numpy(), abs=1e-4)
     fair = torch.ones(length, length).tril() / torch.arange(1, length + 1)[:, None] @ high.mT
     assert found.uniform == pytest.approx(fair.mean(0).numpy(), abs=1e-5)
+    layer = llama.truth.sink_layer
+    behind = float(every[layer + 1 :, 0, :, 0].mean())
+    where = f"After layer {layer}, over all queries of natural text, position 0 receives {behind:.1%} of"
+    assert result.details()[-2].startswith(where)
 
 
 def test_a_word_of_the_paper_that_had_to_be_replaced_is_named():

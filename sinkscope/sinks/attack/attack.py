@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from pydantic import Field
 from torch import Tensor
 
-from sinkscope.display.notation import head_name, neuron_name
+from sinkscope.display.notation import head_name, neuron_name, word_form
 from sinkscope.display.result import Number
 from sinkscope.display.style import figure_of, long_table
 from sinkscope.display.tables import Table
@@ -134,7 +134,8 @@ class ClusterAttack(Result):
                 lines.append(clusters.sentence())
             lines.append(
                 f"Each token stands alone; the sink neuron is {neuron_name(*clusters.neuron)}. {clusters.unserved:,} "
-                f"of the tokens need several heads together, and {clusters.silent:,} have no mark."
+                f"of the tokens need several heads together, and {clusters.silent:,} "
+                f"{word_form(clusters.silent, 'has', 'have')} no mark."
             )
         return lines
 

@@ -177,7 +177,7 @@ class Circuit(SinkCircuit, Result):
         lines = []
         neurons, repetition = self.step(NEURONS), self.step(REPETITION)
         if neurons is not None:
-            lines.append(f"Of the norm of the spike, {neurons.in_words()}.")
+            lines.append(f"Of the norm of the spike above a typical one, {neurons.in_words()}.")
         if repetition is not None:
             times = count_of(self.repeats or 0, "repetition")
             lines.append(f"After {times} of {self.repeated!r}, {repetition.in_words()}.")

@@ -148,7 +148,7 @@ class FindSinks(Result):
     def details(self) -> list[str]:
         """The layers, the sets, further spikes, the attention, the repetitions, and what is published."""
         spike = self.norm_spike
-        layers = [f"{self.layers_read} of {self.model.n_layers} layers were read."]
+        layers = [sentences.layers_read(self.layers_read, self.model.n_layers)]
         layers += sentences.shared_dimensions(self.shared_dims)
         layers += sentences.sink_layer(self.sink_layer, self.first_token_norm, self.typical_norm)
         layers += sentences.where_the_spike_is(spike)

@@ -235,6 +235,12 @@ def sink_rate(rate: SinkRate | None) -> list[str]:
 # --- the spike -------------------------------------------------------------------------------------------------------
 
 
+def layers_read(read: int, n_layers: int) -> str:
+    """How many layers were read; of others nothing is said."""
+    others = ", and every sentence is about these" if read < n_layers else ""
+    return f"{read} of {n_layers} layers were read{others}."
+
+
 def shared_dimensions(dims: Sequence[int]) -> list[str]:
     """Which residual dimensions are left out."""
     if not dims:

@@ -67,15 +67,18 @@ class AttentionReading(Reading):
         """The layers behind the sink layer that have softmax attention."""
         return [layer for layer, mean in enumerate(self.mean[0, :, 0]) if layer >= self.first_behind and mean == mean]
 
+    @property
+    def where(self) -> str:
+        """The layers behind the sink layer, in words."""
+        return f"After layer {self.first_behind - 1}"
+
     def conclusion(self) -> str:
         """How much attention the last repetition gives position 0 in layers behind the sink, beside natural text."""
         natural, *repeated = self.received[0, self.behind, :, -1].mean(0)
-        where = f"After layer {self.first_behind - 1},"
-        if not self.high.any():
-            where = "In all layers,"
+        where = self.where if self.high.any() else "In all layers"
         tokens = word_list(list(map(repr, self.sweep.tokens)), 1)
         return (
-            f"{where} heads give position 0 on average {np.median(repeated):.1%} of their attention at the last of "
+            f"{where}, heads give position 0 on average {np.median(repeated):.1%} of their attention at the last of "
             f"{self.sweep.times} of {tokens}, and {natural:.1%} there in natural text."
         )
 
@@ -87,13 +90,12 @@ class AttentionReading(Reading):
         behind = self.mean[:, self.behind].mean(1)
         for number in np.flatnonzero(self.high)[:5]:
             to_first, to_high = behind[:, number]
-            line = "Over all queries of natural text" if number == 0 else f"Over those with {self.sequences[number]!r}"
+            text = NATURAL if number == 0 else f"the text with {self.sequences[number]!r}"
             places = count_of(int(self.high[number]), "position")
-            line += (
-                f", position 0 receives {to_first:.1%} of the attention, and {places} of high norm {to_high:.1%} "
-                f"(uniform attention would give {self.uniform[number]:.1%})"
+            lines.append(
+                f"{self.where}, over all queries of {text}, position 0 receives {to_first:.1%} of the attention, and "
+                f"{places} of high norm {to_high:.1%} (uniform attention would give {self.uniform[number]:.1%})."
             )
-            lines.append(line + ".")
         return lines
 
     def rows(self) -> Table:

@@ -61,7 +61,7 @@ class ProbabilityReading(Reading):
         neurons: The neurons of the patch, (layer, neuron) or (layer, expert, neuron).
         probability: The probability.
         caught: First n after which the token is the likeliest one. NaN if never.
-        left: First n after `caught` at which it no longer is. NaN if never.
+        left: First n from which on it never is again. NaN if it is the likeliest one at the last n, or never.
         uniform: Probability of every token if all were equally likely.
         answers: What the model writes.
     """
@@ -80,7 +80,7 @@ class ProbabilityReading(Reading):
         last = np.median(self.probability[:, :, -1], axis=1)
         said = f"After {self.sweep.times} the repeated token has probability {last[0]:.2g}"
         if len(last) == 1:
-            return f"{said}; there is no causal sink neuron to patch."
+            return f"{said}; there is no causal neuron of a spike at the first token to patch."
         tokens = count_of(len(self.sweep.tokens), "token")
         return f"{said} in the intact model and {last[1]:.2g} under the patch (medians of {tokens})."
 
@@ -201,11 +201,9 @@ def chosen_patch(setup: Setup, patch: SinkPatch | str | os.PathLike[str] | None)
 
 
 def repeated_span(is_token: Bool[Tensor, " n"]) -> tuple[float, float]:
-    """First n after which the token is the likeliest one, and the first n later at which it no longer is; else NaN."""
-    span = [float("nan"), float("nan")]
-    if is_token.any():
-        caught = int(is_token.int().argmax())
-        span[0] = caught + 1.0
-        if not is_token[caught:].all():
-            span[1] = caught + int(is_token[caught:].int().argmin()) + 1.0
-    return span[0], span[1]
+    """First n after which the token is the likeliest one, and the first n from which on it never is again; else NaN."""
+    likeliest = (1 + is_token.nonzero().flatten()).tolist()
+    if not likeliest:
+        return float("nan"), float("nan")
+    stopped = float("nan") if likeliest[-1] == len(is_token) else likeliest[-1] + 1.0
+    return float(likeliest[0]), stopped
