@@ -203,7 +203,7 @@ class Result(Envelope):
             tables = [grid.text(width) for grid in grids]
             return "\n\n".join([*tables, *self.below(width), "\n".join([*details, *closing])])
         tables = [grid.brief().text(width) for grid in grids]
-        hint = "--explain shows all rows and details, and the meaning of the columns."
+        hint = "--explain shows more rows, all details and the meaning of the columns."
         room = lines - height([hint, *closing], width)
         least = min(LEAST_TABLE, height(tables, width) + len(grids))
         while details and height(details, width) > room - least:

@@ -22,6 +22,7 @@ SCREEN = 23
 ROUNDING = 1e-6
 """Below it a number in a table is what float32 leaves of zero."""
 BETWEEN = "  "
+CONSTANT = "In every row shown: "
 PLAIN = frozenset(
     "layer layers head neuron expert position token tokens text model name method seed step prompt kind id task set "
     "revision group component patched source dialogues questions prompts runs texts temperature norm file".split()
@@ -63,7 +64,7 @@ class Grid:
 
     def heading(self, width: int | None = None) -> list[str]:
         """The lines above the rows: the title, and the heads of the columns that fit."""
-        *lines, _ = self.narrow(width).text(None, 0).splitlines()  # the last one says how many rows are shown
+        *lines, _ = replace(self.narrow(width), note="").text(None, 0).splitlines()  # the last one counts the rows
         return lines
 
     def narrow(self, width: int | None) -> Grid:
@@ -93,7 +94,7 @@ class Grid:
         left_out = [_words(name) for name in sizes if name not in shown]
         note = self.note
         if constants:
-            note += f"\nIn every row: {', '.join(constants)}."
+            note += f"\n{CONSTANT}{', '.join(constants)}."
         if left_out:
             note += f"\nNot shown: {', '.join(left_out)} (--csv FILE writes all columns)."
         return replace(self, columns={name: self.columns[name] for name in shown}, note=note.strip())
@@ -117,7 +118,8 @@ class Grid:
         for head, (name, cells) in zip(heads, shown.columns.items(), strict=True):
             size = _width(name, cells)
             if len(cells[:rows]) < len(cells):
-                note = f"{rows} of {max(self.total, len(cells))} rows are shown."
+                kept = [line for line in shown.note.splitlines() if line.startswith(CONSTANT)]
+                note = "\n".join([*kept, f"{rows} of {max(self.total, len(cells))} rows are shown."])
             block = [*[""] * (height - len(head)), *head, *cells[:rows]]
             if all(map(_NUMBER.fullmatch, cells)):
                 block = [part.rjust(size) for part in block]

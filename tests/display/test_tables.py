@@ -79,7 +79,7 @@ def test_the_narrow_table_keeps_what_matters_and_names_the_rest():
     grid = Grid(columns, important=["column_l", "column_b"])
     text = grid.narrow(80).text(80)
     assert text.splitlines()[0].split() == ["column", "l", "column", "b"] and max(map(len, text.splitlines())) <= 80
-    assert "In every row: column m same." in text and "column a, column c" in text and "--csv FILE" in text
+    assert "In every row shown: column m same." in text and "column a, column c" in text and "--csv FILE" in text
     plain = Grid(columns).narrow(80)
     assert list(plain.columns) == WORDS[:8] and "column i, column j, column k, column l" in plain.note
     assert list(Grid(columns).narrow(200).columns) == WORDS[:12]  # the constant column stands in the note
@@ -178,4 +178,6 @@ def test_a_terminal_shows_the_rows_that_matter_and_a_line_about_the_others():
 def test_the_rows_that_are_left_out_count_with_those_that_were_never_shown():
     assert Grid({"a": ["1", "2", "3"]}, total=9).text(None, 2).endswith("\n2 of 9 rows are shown.")
     assert Grid({"a": ["1", "2", "3"]}).text(None, 2).endswith("\n2 of 3 rows are shown.")
+    cut = Grid({"a": ["1", "2", "3"], "control": ["0"] * 3}, note="3 of 9 rows.").text(80, 2)
+    assert cut.splitlines()[-2:] == ["In every row shown: control 0.", "2 of 3 rows are shown."]
     assert "rows are shown" not in Grid({"a": ["1", "2", "3"]}, total=9).text()

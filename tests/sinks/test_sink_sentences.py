@@ -152,6 +152,7 @@ def test_every_number_and_every_name_stands_in_the_evidence(result):
     text = " ".join([result.conclusion(), *result.details()])
     assert not re.search(r"(?<![\w.,])1 (tokens|repetitions|layers|neurons|texts|heads)\b", text), text
     assert not re.search(r"\band [^ ,]+ (makes|amplifies)\b", text), text
+    assert not re.search(r"\blayers (\d+) to \1\b", text), text
     assert "  " not in text and ".." not in text and "None" not in text.replace("None of", ""), text
     assert len(result.details()) <= 6
     plain = re.sub(r"L\d+\.(E\d+\.)?N\d+", "", text)

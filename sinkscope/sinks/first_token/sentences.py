@@ -129,7 +129,7 @@ def _spike(found: Found) -> str:
     assert spike is not None and minimal is not None
     place = spike.place.rules[0].words
     if minimal.layers is not None:
-        return f"the spike after layers {minimal.layers[0]} to {minimal.layers[1]}"
+        return f"the spike after {_layers(*minimal.layers)}"
     several = [each.place for each in (spike, sink) if each is not None and each.place and len(each.place.rules) > 1]
     if several or place != FIRST:  # heads may attend elsewhere, too
         return f"the spike of {place}"
@@ -248,16 +248,21 @@ def shared_dimensions(dims: Sequence[int]) -> list[str]:
     return [f"The verdicts leave out residual dimensions that are massive on all tokens ({word_list(dims)})."]
 
 
+def _layers(first: int, last: int) -> str:
+    """Layers in a row, in words."""
+    return f"layer {first}" if first == last else f"layers {first} to {last}"
+
+
 def where_the_spike_is(spike: NormSpike | None) -> list[str]:
     """The places whose norm stands out, and after which layers it does."""
     if spike is None:
         return []
-    runs = [f"{begin} to {end}" for begin, end in spike.runs]
+    runs = [_layers(begin, end) for begin, end in spike.runs]
     sentence = f"The norm stands out at {spike.place}"
     if runs and len(spike.place.rules) > 1:
         sentence += f"; at {spike.place.rules[0].words}"
     if runs:
-        sentence += f" after layers {word_list(runs)}"
+        sentence += f" after {word_list(runs)}"
     return [f"{sentence}."]
 
 
@@ -278,10 +283,9 @@ def causal_set(each: CausalSet, spike: NormSpike | None) -> list[str]:
     count = len(each.sites)
     sentences = []
     if each.layers is not None:
-        first, last = each.layers
         makes = word_form(count, "makes", "make")
         sentences.append(
-            f"{each.names} {makes} the part of the spike after layers {first} to {last}: zeroing "
+            f"{each.names} {makes} the part of the spike after {_layers(*each.layers)}: zeroing "
             f"{word_form(count, 'it', 'them')} removes {each.drop_sink_layer:.1%} of it (random neurons at most "
             f"{each.control:.1%})."
         )
