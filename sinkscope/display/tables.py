@@ -78,7 +78,7 @@ class Grid:
         constants: list[str] = []
         for name, cells in self.columns.items():
             if len(cells) > 1 and len(set(cells)) == 1:
-                constants.append(f"{_words(name)} {cells[0]}")
+                constants.append(f"{_words(name)} {cells[0] or 'empty'}")
             else:
                 sizes[name] = _width(name, cells) + len(BETWEEN)
         important = [name for name in self.important if name in sizes]
