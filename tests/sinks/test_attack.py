@@ -111,11 +111,11 @@ def test_no_sink_and_no_cluster_are_answers(tmp_path):
         assert not any(len(bar.x) for bar in answer.figure().data)
 
 
-@pytest.mark.slow
 def test_lengths_that_no_cluster_has(tmp_path):
     o = organism("llama", 1, bos=False)
     found = attack_on(o, tmp_path, lengths=[4, 60])
     assert np.isnan(found.positions[:, 1]).all() and len(found.rows()) == len(SOURCES)
+    assert found.details() == ["No cluster has enough tokens for sequences of 60."]
     with pytest.raises(SinkscopeError, match=r"--length 60 is more than the 5. tokens of the largest cluster"):
         attack_on(o, tmp_path, lengths=[60])
 

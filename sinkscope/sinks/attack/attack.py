@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from pydantic import Field
 from torch import Tensor
 
-from sinkscope.display.notation import head_name, neuron_name, word_form
+from sinkscope.display.notation import head_name, neuron_name, word_form, word_list
 from sinkscope.display.result import Number
 from sinkscope.display.style import figure_of, long_table
 from sinkscope.display.tables import Table
@@ -126,7 +126,7 @@ class ClusterAttack(Result):
         )
 
     def details(self) -> list[str]:
-        """The clusters."""
+        """The clusters, and the lengths that were not tried."""
         lines = []
         if self.clusters is not None:
             clusters = self.clusters
@@ -137,6 +137,9 @@ class ClusterAttack(Result):
                 f"of the tokens need several heads together, and {clusters.silent:,} "
                 f"{word_form(clusters.silent, 'has', 'have')} no mark."
             )
+        untried = self.lengths[np.isnan(self.positions[:, :, 0]).all(0)].tolist()
+        if self.best is not None and untried:
+            lines.append(f"No cluster has enough tokens for sequences of {word_list(untried)}.")
         return lines
 
     def rows(self) -> Table:

@@ -332,7 +332,8 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Natural | No
 
     Args:
         token: The token to repeat. By default one of five words of the text, drawn by the seed.
-        max_repeats: Largest number of repetitions. By default 1,024, or what the context holds.
+        max_repeats: Largest number of repetitions in which a sink is looked for; its mark is traced after half as many
+            again as it needs. By default 1,024, or what the context holds.
 
     Example:
         sinkscope circuit --model llama-2-7b --html circuit.html

@@ -137,9 +137,9 @@ class PatchMade(Result):
 
     page = "measure/patch"
     glossary: ClassVar = {
-        "intact": "value without a patch",
-        "patched": "value under the patch",
-        "random": "value under a patch of random neurons",
+        "intact": "largest norm without a patch, after the layer that completes the spike",
+        "patched": "the same under the patch",
+        "random": "the same under a patch of random neurons",
     }
 
     verdict: Verdict

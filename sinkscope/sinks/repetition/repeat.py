@@ -47,7 +47,7 @@ class Repeat(Result):
     glossary: ClassVar = {
         "repeated": "the token, or the cycle of tokens, that is repeated",
         "last_norm": "norm at the last repetition",
-        "last": "value at the last repetition",
+        "last": "the same distance after the last repetition",
         "of_first": "norm at the last repetition over the first token's",
         "lost_set": "share of that norm that zeroing the set of sink neurons takes away",
         "lost_control": "share that zeroing as many random neurons takes away",
