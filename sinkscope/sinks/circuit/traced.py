@@ -20,8 +20,9 @@ from sinkscope.models.norms import norm_of
 from sinkscope.models.target import Target
 from sinkscope.sinks.circuit.steps import MARK, NEURONS, SPIKE, CircuitStep, Readers
 from sinkscope.sinks.first_token.members import RATE_EPS
-from sinkscope.sinks.removal.effects import Component, Edit, Sites, effects, mixing, silencing, writers
-from sinkscope.sinks.removal.position_effect import Components, PositionEffect, heads_of
+from sinkscope.sinks.removal.components import Component, Edit, Sites, heads_of, mixing, silencing, writers
+from sinkscope.sinks.removal.effects import effects
+from sinkscope.sinks.removal.position_effect import Components, PositionEffect
 from sinkscope.sinks.removal.search import CONTROL_DRAWS, random_sets
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.trace.run import trace
@@ -95,12 +96,12 @@ class TracedPlace:
     def attention(self) -> PositionEffect | None:
         """The attention to the position of all heads that attend to it; None if there are none."""
         target, ids = self.setup.target, self.ids[:TEXTS]
-        received = effects(target, ids, [], at=self.at, attention=True).intact_attention
-        reading = reduce(received, "text layer head -> layer head", "mean") > RATE_EPS
+        read = effects(target, ids, [], at=self.at, source=self.other, attention=True, keep=True)
+        reading = reduce(read.intact_attention, "text layer head -> layer head", "mean") > RATE_EPS
         if not bool(reading.any()):
             return None
         heads = [(layer, head) for layer, head in reading.nonzero().tolist()]
-        return PositionEffect(target, ids, self.at, self.other, heads=heads)
+        return PositionEffect(target, ids, self.at, self.other, heads=heads, known={False: read.intact})
 
     @cached_property
     def parts(self) -> dict[str, Edit]:
@@ -138,7 +139,7 @@ class TracedPlace:
         typical = [place for place in range(length // 8, length // 2) if place != self.at]
         typical = typical[:: max(1, len(typical) // MORE_POSITIONS)] or [self.other]
         ids = effect.ids.repeat_interleave(len(typical), 0)
-        effect = replace(effect, ids=ids, other=torch.tensor(typical).repeat(len(effect.ids)))
+        effect = replace(effect, ids=ids, other=torch.tensor(typical).repeat(len(effect.ids)), known={})
         return effect, effect.marks(self.before)
 
     @property
