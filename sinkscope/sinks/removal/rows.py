@@ -112,16 +112,17 @@ class Rows:
 
     def _first_layers(self) -> list[int]:
         """The layer in which the rows of each edit join, in order."""
-        first = 0
-        if self.intact is self:
-            first = self.trial.begin
-        begins = []
-        for edit in self.edits:
-            begin = first
-            if self.intact.keeps and (begins or self.intact is not self):
-                begin = self.target.n_layers if edit.begin is None else edit.begin
-            begins.append(begin)
-        return begins
+        if self.intact is not self:
+            return [self.intact.joins(edit) for edit in self.edits]
+        return [self.trial.begin, *map(self.joins, self.edits[1:])]
+
+    def joins(self, edit: Edit) -> int:
+        """The layer in which the rows of an edit of these texts join the others."""
+        if not self.keeps:
+            return self.trial.begin
+        if edit.begin is None:
+            return self.target.n_layers
+        return edit.begin
 
     @property
     def depth(self) -> int:
@@ -190,7 +191,7 @@ class Rows:
         rows = torch.arange(self.count)
         at = self._at.repeat(self._joined)
         layer = self._layer
-        wanted = {edit.begin for edit in trial.edits}
+        wanted = {self.joins(edit) for edit in trial.edits}
 
         def layer_done(output: Any) -> None:
             nonlocal layer
