@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 
 from sinkscope.models.target import LayerInput
 
+KEPT_POSITIONS = 1024  # most positions of which it is kept what enters each layer
+
 
 @dataclass(frozen=True, eq=False)
 class Entering:

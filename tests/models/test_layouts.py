@@ -17,7 +17,8 @@ from sinkscope.models.hooks import first_tensor
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.sinks.first_token.layer_scan import scan_layers
-from sinkscope.sinks.removal.effects import Edit, effects
+from sinkscope.sinks.removal.components import Edit
+from sinkscope.sinks.removal.effects import effects
 from sinkscope.trace.layer_view import columns, contribution_norms, view_layer
 
 IDS = torch.arange(20, 44).view(2, 12)

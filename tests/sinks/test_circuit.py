@@ -18,7 +18,7 @@ from sinkscope.display.notation import neuron_name
 from sinkscope.opening.live import target_of
 from sinkscope.sinks.circuit.circuit import Circuit, SinkCircuit, circuit
 from sinkscope.sinks.circuit.steps import MARK, NEURONS, REPETITION, CircuitStep, Readers
-from sinkscope.sinks.removal.effects import Component, one_by_one
+from sinkscope.sinks.removal.components import Component, one_by_one
 from sinkscope.sinks.removal.position_effect import PositionEffect
 from sinkscope.trace.run import trace
 

@@ -14,7 +14,9 @@ from torch.testing import assert_close
 from sinkscope.opening.live import target_of
 from sinkscope.opening.stream import open_stream
 from sinkscope.sinks.first_token.layer_scan import scan_layers
-from sinkscope.sinks.removal.effects import Component, Edit, Effects, effects, has_key_bias
+from sinkscope.sinks.removal.components import Component, Edit, has_key_bias
+from sinkscope.sinks.removal.effects import Effects, effects
+from sinkscope.sinks.removal.rows import Rows, Trial
 
 
 def _long_way(model, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -25,9 +27,8 @@ def _long_way(model, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def test_a_drop_is_the_mean_over_texts():
     norms = torch.tensor([[[5.0, 1.0], [8.0, 3.0]]])
     no_attention = torch.zeros(2, 0, 1)
-    edited = Effects(
-        norms, no_attention[None], intact_norms=torch.tensor([[10.0, 2], [10, 30]]), intact_attention=no_attention
-    )
+    rows = Rows(target_of(organism("llama", 0).model), Trial(torch.zeros(1, 2, dtype=torch.long), []), [])
+    edited = Effects(norms, no_attention[None], torch.tensor([[10.0, 2], [10, 30]]), no_attention, rows)
     assert_close(edited.drops(0), torch.tensor([(0.5 + 0.2) / 2]))
     assert_close(edited.drops(1), torch.tensor([(0.5 + 0.9) / 2]))
 

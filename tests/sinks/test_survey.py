@@ -12,7 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from sinkscope.models.text import beginning, put_before, text_rows, typical_text
 from sinkscope.opening.live import target_of
 from sinkscope.sinks.first_token.attention_received import attention_received
-from sinkscope.sinks.removal.effects import Component, Edit, effects
+from sinkscope.sinks.removal.components import Component, Edit
+from sinkscope.sinks.removal.effects import effects
 
 
 def rows(tokenizer, count: int = 4, length: int = 48):

@@ -32,7 +32,7 @@ from sinkscope.sinks.first_token.places import Rule
 from sinkscope.sinks.first_token.records import SHORT, NormSpike
 from sinkscope.sinks.first_token.result import FindSinks
 from sinkscope.sinks.first_token.sentences import nothing_found
-from sinkscope.sinks.removal.effects import key_bias, key_projection
+from sinkscope.sinks.removal.components import key_bias, key_projection
 from sinkscope.sinks.tokens import prefixes
 
 FIGURE_COMPONENTS = 12

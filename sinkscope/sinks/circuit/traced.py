@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations, compress
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from einops import reduce
-from jaxtyping import Float
-from torch import Tensor
 
 from sinkscope.display.notation import head_name, neuron_name
 from sinkscope.measure import Setup
@@ -20,8 +19,9 @@ from sinkscope.models.norms import norm_of
 from sinkscope.models.target import Target
 from sinkscope.sinks.circuit.steps import MARK, NEURONS, SPIKE, CircuitStep, Readers
 from sinkscope.sinks.first_token.members import RATE_EPS
-from sinkscope.sinks.removal.effects import Component, Edit, Sites, effects, mixing, silencing, writers
-from sinkscope.sinks.removal.position_effect import Components, PositionEffect, heads_of
+from sinkscope.sinks.removal.components import Component, Edit, Sites, heads_of, mixing, one_by_one, silencing, writers
+from sinkscope.sinks.removal.effects import effects
+from sinkscope.sinks.removal.position_effect import Components, PositionEffect
 from sinkscope.sinks.removal.search import CONTROL_DRAWS, random_sets
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.trace.run import trace
@@ -95,12 +95,12 @@ class TracedPlace:
     def attention(self) -> PositionEffect | None:
         """The attention to the position of all heads that attend to it; None if there are none."""
         target, ids = self.setup.target, self.ids[:TEXTS]
-        received = effects(target, ids, [], at=self.at, attention=True).intact_attention
-        reading = reduce(received, "text layer head -> layer head", "mean") > RATE_EPS
+        read = effects(target, ids, [], at=self.at, source=self.other, attention=True, keep=True)
+        reading = reduce(read.intact_attention, "text layer head -> layer head", "mean") > RATE_EPS
         if not bool(reading.any()):
             return None
         heads = [(layer, head) for layer, head in reading.nonzero().tolist()]
-        return PositionEffect(target, ids, self.at, self.other, heads=heads)
+        return PositionEffect(target, ids, self.at, self.other, heads=heads, known={False: read.intact})
 
     @cached_property
     def parts(self) -> dict[str, Edit]:
@@ -138,7 +138,7 @@ class TracedPlace:
         typical = [place for place in range(length // 8, length // 2) if place != self.at]
         typical = typical[:: max(1, len(typical) // MORE_POSITIONS)] or [self.other]
         ids = effect.ids.repeat_interleave(len(typical), 0)
-        effect = replace(effect, ids=ids, other=torch.tensor(typical).repeat(len(effect.ids)))
+        effect = replace(effect, ids=ids, other=torch.tensor(typical).repeat(len(effect.ids)), known={})
         return effect, effect.marks(self.before)
 
     @property
@@ -215,6 +215,18 @@ def mark_step(position: TracedPlace, name: str) -> CircuitStep:
 # --- the heads ---------------------------------------------------------------------------------------------------
 
 
+class Need(NamedTuple):
+    """What a head needs.
+
+    Attributes:
+        names: The spike and perhaps neurons of it, or components; empty if nothing was found.
+        alone: Whether it needs each of these alone, and not only all together.
+    """
+
+    names: tuple[str, ...] = ()
+    alone: bool = True
+
+
 @dataclass(frozen=True)
 class HeadByHead:
     """What each head that attends to a position needs.
@@ -227,69 +239,64 @@ class HeadByHead:
     position: TracedPlace
     heads: PositionEffect
 
-    @cached_property
-    def parts(self) -> dict[str, Edit]:
-        """What removes each part that a head may need: the neurons, the spike and the components."""
-        return self.position.parts | {str(one): Edit(swap=(one,)) for one in self.heads.components}
-
     def removal(self, names: Sequence[str]) -> Edit:
         """What removes all of these parts."""
+        parts = self.position.parts | {str(one): Edit(swap=(one,)) for one in self.heads.components}
         zero, swap = [], []
         for name in names:
-            zero += self.parts[name].zero
-            swap += self.parts[name].swap
+            zero += parts[name].zero
+            swap += parts[name].swap
         return Edit(tuple(zero), tuple(swap))
 
-    @cached_property
-    def lost(self) -> tuple[Float[Tensor, "part head"], Float[Tensor, "component head"]]:
-        """What each head loses without each part of the spike, and without each component."""
-        lost = self.heads.lost(list(self.parts.values()))
-        first = len(lost) - len(self.heads.components)
-        return lost[:first], lost[first:]
-
-    def needs(self) -> list[tuple[str, ...]]:
-        """What each head needs: the spike or neurons of it, or else components; empty if it needs nothing alone."""
-        components = self.heads.components
-        without_spike, without_components = self.lost
-        of_spike, of_components = without_spike >= NEEDED, self.heads.needed(components, without_components)
-        needs: list[tuple[str, ...]] = []
-        for head in range(of_spike.shape[1]):
-            own = tuple(compress(self.parts, of_spike[:, head].tolist()))
-            if SPIKE not in own:
-                own = tuple(map(str, compress(components, of_components[:, head].tolist())))
-            needs.append(own)
+    def needs(self) -> list[Need]:
+        """What each head needs: the spike and neurons of it, or else components."""
+        needs = [Need()] * len(self.heads.heads)
+        parts = self.position.parts
+        if parts:
+            needed = self.heads.lost(list(parts.values())) >= NEEDED
+            of_heads = [tuple(compress(parts, of_head)) for of_head in needed.T.tolist()]
+            several = len({names for names in of_heads if SPIKE in names}) > 1
+            for head, names in enumerate(of_heads):
+                if SPIKE in names:  # neurons are named only if heads need different ones
+                    needs[head] = Need(names if several else (SPIKE,))
+        others = [head for head, need in enumerate(needs) if not need.names]
+        if others:
+            for head, need in zip(others, self.needs_of_components(self.heads.only(others)), strict=True):
+                needs[head] = need
         return needs
 
-    def pairs(self, numbers: Sequence[int]) -> list[tuple[str, ...]]:
-        """For each of some heads that need nothing alone, two parts that it needs together; empty if there are none."""
-        alone = self.lost[1][:, numbers].mean(1).nan_to_num()
-        order = alone.argsort(descending=True, stable=True)[:PAIRED].tolist()
-        names = [str(self.heads.components[index]) for index in order]
-        if SPIKE in self.parts:
-            names.append(SPIKE)
-        pairs = list(combinations(names, 2))
+    def needs_of_components(self, heads: PositionEffect) -> list[Need]:
+        """The components that each of some heads needs alone or, if there are none, two parts that it needs."""
+        components = heads.components
+        lost = heads.lost(one_by_one(components))
+        needed = heads.needed(components, lost).T.tolist()
+        needs = [Need(tuple(map(str, compress(components, of_head)))) for of_head in needed]
+        without = [head for head, need in enumerate(needs) if not need.names]
+        if without:
+            order = lost[:, without].mean(1).nan_to_num().argsort(descending=True, stable=True)[:PAIRED]
+            promising = [str(components[index]) for index in order.tolist()]
+            for head, need in zip(without, self.pairs(heads.only(without), promising), strict=True):
+                needs[head] = need
+        return needs
+
+    def pairs(self, heads: PositionEffect, promising: list[str]) -> list[Need]:
+        """For each of some heads that need nothing alone, two parts that it needs together."""
+        if SPIKE in self.position.parts:
+            promising = [*promising, SPIKE]
+        pairs = list(combinations(promising, 2))
         if not pairs:
-            return [()] * len(numbers)
-        most = self.heads.only(numbers).lost([self.removal(pair) for pair in pairs]).max(0)
+            return [Need()] * len(heads.heads)
+        most = heads.lost([self.removal(pair) for pair in pairs]).max(0)
         best = zip(most.values.tolist(), most.indices.tolist(), strict=True)
-        return [pairs[index] if lost >= NEEDED else () for lost, index in best]
+        return [Need(pairs[index] if lost >= NEEDED else (), alone=False) for lost, index in best]
 
     def groups(self) -> list[Readers]:
         """The heads by what they need, the largest group first."""
-        needs = self.needs()
-        of_spike = {own for own in needs if SPIKE in own}
-        by_needs: dict[tuple[str, ...], list[int]] = {}
-        for head, own in enumerate(needs):
-            if SPIKE in own and len(of_spike) == 1:  # neurons are named only if heads need different ones
-                own = (SPIKE,)
-            by_needs.setdefault(own, []).append(head)
-        without = by_needs.pop((), [])
-        groups = [self.group(own, numbers) for own, numbers in by_needs.items()]
-        by_pairs: dict[tuple[str, ...], list[int]] = {}
-        for head, own in zip(without, self.pairs(without) if without else [], strict=True):
-            by_pairs.setdefault(own, []).append(head)
-        groups += [self.group(own, numbers, alone=False) for own, numbers in by_pairs.items()]
-        return sorted(groups, key=lambda group: -len(group.heads))
+        by_need: dict[Need, list[int]] = {}
+        for head, need in enumerate(self.needs()):
+            by_need.setdefault(need, []).append(head)
+        by_size = sorted(by_need.items(), key=lambda group: (-len(group[1]), not group[0].alone))
+        return [self.group(need.names, numbers, alone=need.alone) for need, numbers in by_size]
 
     def group(self, needs: tuple[str, ...], numbers: Sequence[int], *, alone: bool = True) -> Readers:
         """The heads that need the same parts, alone or only together, without these and under the controls of that."""

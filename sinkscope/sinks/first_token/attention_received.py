@@ -33,7 +33,7 @@ from sinkscope.sinks.first_token.places import (
     sink_places,
 )
 from sinkscope.sinks.first_token.records import SHORT, SinkRate
-from sinkscope.sinks.removal.effects import Heads
+from sinkscope.sinks.removal.components import Heads
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.tap.observers import visible_rows
 

@@ -18,7 +18,7 @@ from sinkscope.sinks.first_token.context import Survey
 from sinkscope.sinks.first_token.members import RATE_EPS, CausalSet
 from sinkscope.sinks.first_token.places import ENOUGH, Rule, texts_with
 from sinkscope.sinks.first_token.records import SHORT, AttentionSink, LayerAttention, NormSpike, SinkPosition
-from sinkscope.sinks.removal.effects import Heads
+from sinkscope.sinks.removal.components import Heads
 
 CARRIER_TEXTS = 2
 CARRIER_LENGTH = 48  # typical text in which components are replaced

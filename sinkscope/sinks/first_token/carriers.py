@@ -10,8 +10,10 @@ from itertools import compress
 from sinkscope.measure.evidence import NEEDED
 from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.context import SinkContext
-from sinkscope.sinks.removal.effects import At, Component, Edit, Heads, effects, one_by_one, writers
+from sinkscope.sinks.removal.components import Component, Edit, Heads, one_by_one, writers
+from sinkscope.sinks.removal.effects import effects
 from sinkscope.sinks.removal.position_effect import KEY_BIAS, PositionEffect
+from sinkscope.sinks.removal.rows import At
 from sinkscope.sinks.tokens import TokenRows
 
 MAKER_TEXTS = 2

@@ -23,7 +23,9 @@ from sinkscope.sinks.first_token.attention_received import (
 from sinkscope.sinks.first_token.layer_scan import LayerScan, scan_layers
 from sinkscope.sinks.first_token.places import Description, Places, Rule, describe, spike_places, texts_with
 from sinkscope.sinks.first_token.records import SinkRate
-from sinkscope.sinks.removal.effects import Edit, Heads, Trial, side_by_side
+from sinkscope.sinks.removal.components import Edit, Heads
+from sinkscope.sinks.removal.effects import side_by_side
+from sinkscope.sinks.removal.rows import Trial
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.trace.entering import Entering
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sinkscope.display.notation import neuron_name, word_list
 from sinkscope.measure.evidence import NEEDED, Evidence
-from sinkscope.sinks.removal.effects import Sites
+from sinkscope.sinks.removal.components import Sites
 
 ATTENTION_LENGTH = 32  # least length of the texts in which attention with and without neurons is compared
 RATE_EPS = 0.3  # mean attention above which a head attends to a position (Gu et al. 2024)

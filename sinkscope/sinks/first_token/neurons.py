@@ -14,7 +14,8 @@ from sinkscope.models.norms import norm_of
 from sinkscope.sinks.first_token.context import SinkContext
 from sinkscope.sinks.first_token.layer_scan import repeats_until_half
 from sinkscope.sinks.first_token.members import Member, Neuron
-from sinkscope.sinks.removal.effects import BATCH_ELEMENTS, Edit
+from sinkscope.sinks.removal.components import Edit
+from sinkscope.sinks.removal.rows import BATCH_ELEMENTS
 from sinkscope.sinks.removal.search import CONTROL_DRAWS
 from sinkscope.trace.entering import Entering
 from sinkscope.trace.layer_view import (

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sinkscope.display.notation import word_list
 from sinkscope.sinks.tokens import TokenRows
+from sinkscope.trace.entering import KEPT_POSITIONS
 
 ENOUGH = 0.9  # least coverage and precision of words
 SPIKE_RATIO = 3.0  # a spike: a norm this many times the typical one
@@ -29,7 +30,6 @@ SOME_TEXTS = 0.2  # least share of the texts in which the first token is a sink 
 MOST_PARTS = 4  # rules in one description, if one or two do not suffice
 COMMON = 3  # tokens named where no words fit
 PLACE_TEXTS = 4  # texts in which a place is looked at that always has the same token; of different ones four times that
-KEPT_POSITIONS = 1024  # most positions of which it is kept what enters each layer
 Decode = Callable[[list[int]], str]
 
 

@@ -24,17 +24,9 @@ from sinkscope.sinks.first_token.members import ATTENTION_LENGTH, CausalSet, Neu
 from sinkscope.sinks.first_token.neurons import stage_neurons, verify_neurons
 from sinkscope.sinks.first_token.places import stands_out
 from sinkscope.sinks.first_token.records import RepetitionSpike
-from sinkscope.sinks.removal.effects import (
-    Edit,
-    Effects,
-    Heads,
-    Sites,
-    Trial,
-    effects,
-    heads_lost,
-    side_by_side,
-    silencing,
-)
+from sinkscope.sinks.removal.components import Edit, Heads, Sites, silencing
+from sinkscope.sinks.removal.effects import Effects, effects, heads_lost, side_by_side
+from sinkscope.sinks.removal.rows import Trial
 from sinkscope.sinks.removal.search import Removal, random_sets, random_sites, smallest_set, without_unneeded
 from sinkscope.trace.entering import NOT_READ, Entering
 

@@ -15,7 +15,7 @@ from sinkscope.measure import Setup
 from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.places import Description
 from sinkscope.sinks.first_token.result import FindSinks
-from sinkscope.sinks.removal.effects import Sites
+from sinkscope.sinks.removal.components import Sites
 from sinkscope.sinks.removal.search import random_sites
 from sinkscope.sinks.tokens import TokenRows
 

@@ -7,9 +7,10 @@ remove components here and read what is left.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import compress
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -17,16 +18,9 @@ from torch import Tensor
 
 from sinkscope.measure.evidence import NEEDED
 from sinkscope.models.target import Target
-from sinkscope.sinks.removal.effects import (
-    At,
-    Component,
-    Edit,
-    Heads,
-    effects,
-    has_key_bias,
-    one_by_one,
-    writers,
-)
+from sinkscope.sinks.removal.components import Component, Edit, Heads, has_key_bias, heads_of, one_by_one, writers
+from sinkscope.sinks.removal.effects import effects
+from sinkscope.sinks.removal.rows import At, Rows
 from sinkscope.sinks.removal.search import Removal, smallest_set
 from sinkscope.sinks.tokens import TokenRows
 
@@ -48,6 +42,7 @@ class PositionEffect:
         layer: The effect is the norm after this layer, unless `heads` are given.
         heads: If given, the effect is the attention that these heads pay to the position.
         without: Residual dimensions that norms leave out.
+        known: The passes of the intact texts, read at the position and, if reversed, at the typical one.
     """
 
     target: Target
@@ -57,6 +52,7 @@ class PositionEffect:
     layer: int | None = None
     heads: Heads = ()
     without: tuple[int, ...] = ()
+    known: dict[bool, Rows] = field(default_factory=dict)
 
     def only(self, parts: Sequence[int]) -> PositionEffect:
         """The same with some of the heads."""
@@ -87,20 +83,30 @@ class PositionEffect:
             reverse: Whether both positions are exchanged: edits act at the typical position, which is read.
         """
         at, source = (self.other, self.at) if reverse else (self.at, self.other)
+        reading: dict[str, Any] = {"at": at, "source": source, "without": self.without, "keep": True}
+        ids = self.ids
         if self.heads:
-            edited = effects(self.target, self.ids, edits, at=at, source=source, upto=self.depth, attention=True)
-            layer, head = torch.tensor(self.heads).T
-            rows = torch.cat([edited.intact_attention[None], edited.attention])[:, :, layer, head]
-            return rows.mean(1)
-        last = max(int(torch.as_tensor(place).max()) for place in (at, source))
-        ids = self.ids[:, : last + 1]  # later tokens do not change norms
-        edited = effects(self.target, ids, edits, at=at, source=source, upto=self.layer, without=self.without)
-        return torch.cat([edited.intact_norms[None], edited.norms])[..., -1:].mean(1)
+            reading |= {"upto": self.depth, "attention": True, "behind": min(layer for layer, _ in self.heads)}
+        else:  # later tokens do not change norms
+            reading["upto"] = self.layer
+            length, of_source = (int(torch.as_tensor(place).max()) + 1 for place in (at, source))
+            if reverse not in self.known and length < of_source:
+                self.known[reverse] = effects(self.target, ids[:, :of_source], [], **reading).intact
+            ids = ids[:, :length]
+        edited = effects(self.target, ids, edits, intact=self.known.get(reverse), **reading)
+        self.known[reverse] = edited.intact
+        if not self.heads:
+            return torch.cat([edited.intact_norms[None], edited.norms])[..., -1:].mean(1)
+        layer, head = torch.tensor(self.heads).T
+        return torch.cat([edited.intact_attention[None], edited.attention])[:, :, layer, head].mean(1)
 
     @cached_property
     def typical(self) -> Float[Tensor, " part"]:
         """The norm, or the attention of each head, at the typical position without an edit."""
-        return self.values([], reverse=True)[0]
+        if self.heads:
+            return self.values([], reverse=True)[0]
+        self.values([])
+        return self.known[False].source_norms[:, self.layer].mean(0, keepdim=True)
 
     def lost(self, edits: Sequence[Edit]) -> Float[Tensor, "edit part"]:
         """Share of its own value that each part loses under each edit."""
@@ -198,8 +204,3 @@ class PositionEffect:
             return [Removal(gone=share >= NEEDED, drop=share) for share in lost]
 
         return smallest_set(promising, remove) or ()
-
-
-def heads_of(target: Target, layer: int) -> list[Component]:
-    """The heads of a layer."""
-    return [Component("head", layer, head) for head in range(target.n_heads)]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sinkscope.models.target import Target
-from sinkscope.sinks.removal.effects import Sites
+from sinkscope.sinks.removal.components import Sites
 
 CONTROL_DRAWS = 20  # random control sets of the same size for every ablation
 SETS_AT_ONCE = 128  # largest number of sets that are asked about together

@@ -23,7 +23,7 @@ from sinkscope.sinks.first_token.context import Survey
 from sinkscope.sinks.first_token.layer_scan import norms_after, repeats_until_half, typical_quantiles
 from sinkscope.sinks.first_token.members import sites_of
 from sinkscope.sinks.first_token.sets import sink_neurons
-from sinkscope.sinks.removal.effects import Sites
+from sinkscope.sinks.removal.components import Sites
 from sinkscope.sinks.repetition.sweep import NoReading, Reading, Sweep, rounded
 from sinkscope.sinks.tokens import TokenRows, left_out_line
 

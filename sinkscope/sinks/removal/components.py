@@ -1,0 +1,151 @@
+"""The components of a model that can be removed: what writes into the residual stream, and the bias of keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from inspect import signature
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sinkscope.display.notation import head_name
+from sinkscope.errors import UnsupportedError
+from sinkscope.models.target import Target
+from sinkscope.trace.sites import resolve
+
+ComponentKind = Literal["token embedding", "position embedding", "attention", "mixer", "head", "mlp", "key bias"]
+Sites = tuple[tuple[int, ...], ...]
+"""Neurons as interventions take them: (layer, neuron), or (layer, expert, neuron) in a mixture."""
+Heads = Sequence[tuple[int, int]]
+"""Heads as pairs of layer and head."""
+
+
+class Component(NamedTuple):
+    """A part of the model that writes into the residual stream, or the bias of a layer's keys.
+
+    A mixer is what a layer without softmax attention has in its place, such as a convolution.
+    """
+
+    kind: ComponentKind
+    layer: int | None = None
+    head: int | None = None
+
+    def __str__(self) -> str:
+        if self.layer is None:
+            return self.kind
+        if self.head is not None:
+            return head_name(self.layer, self.head)
+        kind = "MLP" if self.kind == "mlp" else self.kind
+        return f"{kind} of layer {self.layer}"
+
+
+class Edit(NamedTuple):
+    """One intervention.
+
+    Attributes:
+        zero: Neurons silenced at every position, as (layer, neuron) or (layer, expert, neuron).
+        swap: Components that write at the position what they write at the source position of the intact text. A key
+            bias is instead removed at every position, in all layers.
+    """
+
+    zero: Sites = ()
+    swap: tuple[Component, ...] = ()
+
+    @property
+    def begin(self) -> int | None:
+        """The first layer that is edited. None if nothing is."""
+        layers = [site[0] for site in self.zero] + [component.layer or 0 for component in self.swap]
+        return min(layers, default=None)
+
+
+def one_by_one(components: Iterable[Component]) -> list[Edit]:
+    """Edits that replace one component each."""
+    return [Edit(swap=(component,)) for component in components]
+
+
+def silencing(sets: Iterable[Sites]) -> list[Edit]:
+    """Edits that silence a set of neurons each."""
+    return [Edit(zero=sites) for sites in sets]
+
+
+def writers(target: Target, count: int) -> list[Component]:
+    """Everything that writes into the residual stream: embeddings, and the attention and MLP of the first layers."""
+    components = [Component("token embedding")]
+    if target.adapter.absolute_positions:
+        components.append(Component("position embedding"))
+    for layer in range(count):
+        components += [*mixing(target, layer), Component("mlp", layer)]
+    return components
+
+
+def mixing(target: Target, layer: int) -> list[Component]:
+    """The attention of a layer, or its mixer; none if the layer has neither."""
+    if target.has_attention(layer):
+        return [Component("attention", layer)]
+    if _mixer(target, layer) is not None:
+        return [Component("mixer", layer)]
+    return []
+
+
+def _mixer(target: Target, layer: int) -> Any:
+    """The module of a layer that is neither a norm nor a part of its MLP; None if there is none."""
+    adapter = target.adapter
+    paths = "|".join(filter(None, (adapter.mlp, adapter.down, adapter.experts)))
+    of_mlp = {path.split(".")[0] for path in paths.split("|")}
+    for name, module in target.layers[layer].named_children():
+        if name not in of_mlp and any(parameter.dim() > 1 for parameter in module.parameters()):
+            return module
+    return None
+
+
+def writing_modules(target: Target, component: Component) -> list[Any]:
+    """The modules whose outputs are what a component adds to the residual stream."""
+    layer = component.layer or 0
+    match component.kind:
+        case "attention":
+            module = target.sub(layer, target.adapter.attn)
+            original = getattr(module, "original_component", module)  # also below a bridge's wrapper
+            if "residual" in signature(original.forward).parameters:  # BLOOM adds the residual stream inside
+                return [target.output_projection(layer)]
+            return [module]
+        case "mixer":
+            return [_mixer(target, layer)]
+        case "mlp":
+            return target.mlp_writers(layer)
+        case _:
+            return [target.embedding]
+
+
+def key_projection(target: Target, layer: int) -> Any:
+    """The module that gives the keys of a layer, alone or with queries and values; None if there are no keys."""
+    path = target.adapter.k or target.adapter.fused_qkv or ""
+    if not target.has_part(layer, path):
+        return None
+    return target.sub(layer, path)
+
+
+def key_bias(target: Target, layer: int) -> Tensor | None:
+    """The bias of the keys, zero where the module gives something else; None if there is none or it is not known."""
+    module = key_projection(target, layer)
+    bias = getattr(getattr(module, "original_component", module), "bias", None)  # also below a bridge's wrapper
+    if bias is None or target.adapter.k is not None:
+        return bias
+    if target.kind == "bridge" or not target.adapter.attention_interface:  # fused projections are split, or keys hidden
+        return None
+    with suppress(UnsupportedError):  # the layout of the projection is not known
+        (site,) = resolve(target, [f"blocks.{layer}.attn.hook_k"])
+        columns = site.cut(torch.arange(len(bias), dtype=torch.float32, device=bias.device)).flatten().long()
+        return torch.zeros_like(bias).index_copy(0, columns, bias.detach()[columns])
+    return None
+
+
+def has_key_bias(target: Target) -> bool:
+    """Whether some layer's keys have a bias that can be removed."""
+    return any(key_bias(target, layer) is not None for layer in range(target.n_layers))
+
+
+def heads_of(target: Target, layer: int) -> list[Component]:
+    """The heads of a layer."""
+    return [Component("head", layer, head) for head in range(target.n_heads)]
