@@ -19,12 +19,11 @@ from sinkscope.sinks.removal.search import CONTROL_DRAWS
 from sinkscope.trace.entering import Entering
 from sinkscope.trace.layer_view import (
     LayerView,
-    contribution_norms,
+    contributions,
     expert_and_neuron,
     neutral_post,
     neutral_up,
     neutral_view,
-    ranks,
     view_layer,
 )
 from sinkscope.trace.run import trace
@@ -126,11 +125,11 @@ def stage_neurons(context: SinkContext, stage: int, top_k: int, upto: int = 0) -
     where[torch.arange(len(ids)), context.at] = True
     typical = context.typical
     with target.loaded(stage):
-        place = view_layer(target, stage, ids, where, context.entering.part(slice(None), ids.shape[1]).at(stage))
+        place = view_layer(target, stage, ids, where, context.entering)
         text = neutral_view(target, stage, typical.ids, typical.entering)
-        contribution = contribution_norms(target, place).mean(0)  # a neuron may fire in some of the texts only
+        contribution, rank = contributions(target, place).mean(1)  # a neuron may fire in some of the texts only
         writing = int((contribution > 0).sum())
-        top = ranks(target, place).mean(0).topk(min(top_k, max(writing, 1))).indices.tolist()
+        top = rank.topk(min(top_k, max(writing, 1))).indices.tolist()
         members = []
         for number in top + _others(context, place, contribution, top):
             members.append(Member(stage, *expert_and_neuron(target, stage, number)))
