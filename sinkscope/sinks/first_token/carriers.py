@@ -1,4 +1,4 @@
-"""What the heads of a sink need, and what makes a spike that no MLP makes: components replaced one at a time."""
+"""What the heads of a sink need: components replaced one at a time."""
 
 from __future__ import annotations
 
@@ -9,13 +9,9 @@ from itertools import compress
 
 from sinkscope.measure.evidence import NEEDED
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.context import SinkContext
-from sinkscope.sinks.removal.effects import At, Component, Edit, Heads, effects, one_by_one, writers
+from sinkscope.sinks.removal.effects import At, Component, Edit, Heads, one_by_one
 from sinkscope.sinks.removal.position_effect import KEY_BIAS, PositionEffect
 from sinkscope.sinks.tokens import TokenRows
-
-MAKER_TEXTS = 2
-MAKER_LENGTH = 32  # typical text in which the maker of a spike is searched
 
 
 @dataclass(frozen=True)
@@ -85,20 +81,3 @@ def _read_of(needed: Sequence[Component], makers: AbstractSet[str]) -> tuple[str
     if needed:
         return names[0], None
     return None, None
-
-
-def spike_maker(context: SinkContext) -> str | None:
-    """The component without which the spike is gone; None if there is no single one."""
-    scan = context.scan
-    layer = scan.spike_layers[0]
-    at = context.at[:MAKER_TEXTS]
-    ids = context.ids[:MAKER_TEXTS, : max(MAKER_LENGTH, context.up_to_place + 4)]
-    candidates = writers(context.target, layer + 1)
-    edits = one_by_one(candidates)
-    source = (at + ids.shape[1]) // 2
-    edited = effects(context.target, ids, edits, at=at, source=source, upto=layer, without=scan.shared_dims)
-    drops = edited.drops(layer)
-    best = int(drops.argmax())
-    if float(drops[best]) < NEEDED:
-        return None
-    return str(candidates[best])

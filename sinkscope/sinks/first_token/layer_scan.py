@@ -423,11 +423,3 @@ def norms_after(
         done += len(rows)
         progress(what, done, len(ids))
     return torch.cat(batches)
-
-
-def repeats_until_half(norms: Float[Tensor, " repetition"], first: float | Tensor) -> int | None:
-    """The first number of repetitions whose norm reaches half of the first token's; None if it never does."""
-    reached = (norms >= first / 2).nonzero().flatten()
-    if not len(reached):
-        return None
-    return int(reached[0]) + 1
