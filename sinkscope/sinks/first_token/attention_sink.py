@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from einops import reduce
@@ -78,58 +79,50 @@ def attention_sink(survey: Survey, made: Sequence[MadeSpike]) -> AttentionSink |
         made: What makes the spikes.
     """
     received = survey.received
-    length = received.ids.shape[1]
-    learned_rate = 0.0
-    if received.learned_heads:
-        learned, *layers = _attention(received, None, received.learned_heads)
-        learned_rate = learned.rate or 0.0
-        if survey.sink is None:
-            return AttentionSink(
-                rate=learned_rate,
-                eps=RATE_EPS,
-                place=None,
-                positions=(),
-                layers_read=len(layers),
-                carried_by=LEARNED,
-                layers=tuple(layers),
-                length=length,
-                learned_rate=learned_rate,
-            )
-    if survey.sink is None:
+    rule = None
+    heads = received.learned_heads
+    if survey.sink is not None:
+        rule = survey.sink.rules[0]
+        heads = received.readers(rule)
+    elif not heads:
         return None
-    rule = survey.sink.rules[0]
-    heads = received.readers(rule)
     everywhere, *layers = _attention(received, rule, heads)
+    sink = AttentionSink(
+        rate=received.learned_rate,
+        eps=RATE_EPS,
+        place=survey.sink,
+        positions=(),
+        layers_read=len(layers),
+        carried_by=LEARNED,
+        layers=tuple(layers),
+        length=received.ids.shape[1],
+        learned_rate=received.learned_rate,
+    )
+    if survey.sink is None or rule is None:
+        return sink
     positions = []
     for each in survey.sink.rules:
         places = received.places.of(each)
         rate = float(received.above[received.attending][:, :, places.there].float().mean())
         positions.append(SinkPosition(places.earliest, each.token, rate, each.words))
-    found = _carried(survey, rule, heads, made)
-    carrier = "spike" if found is None else found.main
-    carried = found or Carried()
     windows = [received.windows[layer] for layer, _ in heads]
-    return AttentionSink(
+    carried = _carried(survey, rule, heads, made)
+    return replace(
+        sink,
         rate=positions[0].rate,
-        eps=RATE_EPS,
-        place=survey.sink,
         positions=tuple(positions),
-        layers_read=len(layers),
-        carried_by=carrier,
-        layers=tuple(layers),
+        carried_by=carried.main,
         reads=carried.reads,
         mark=carried.mark,
-        length=length,
         window=min(filter(None, windows), default=None),
-        learned_rate=learned_rate,
         attention=everywhere.attention,
         rate_margin=everywhere.rate_margin,
         attention_margin=everywhere.attention_margin,
     )
 
 
-def _carried(survey: Survey, rule: Rule, heads: Heads, made: Sequence[MadeSpike]) -> Carried | None:
-    """What the heads need of the components at the sink; None if they lose it without the spike there.
+def _carried(survey: Survey, rule: Rule, heads: Heads, made: Sequence[MadeSpike]) -> Carried:
+    """What the heads need: the spike at the sink, if they lose the sink without it, or else some of the components.
 
     A spike is there if its words mean nearly all of the places.
     """
@@ -144,7 +137,7 @@ def _carried(survey: Survey, rule: Rule, heads: Heads, made: Sequence[MadeSpike]
         if minimal is not None and minimal.heads_lost is not None:
             behind = [layer for layer, _ in heads if layer > minimal.sites[0].layer]
             if minimal.heads_lost * len(behind) / len(heads) >= NEEDED:
-                return None
+                return Carried("spike")
     ids, at = texts_with(rule, received.places, received.ids)
     number = CARRIER_TEXTS
     length = max(CARRIER_LENGTH, int(at[:CARRIER_TEXTS].max()) + CARRIER_LENGTH // 3)

@@ -19,20 +19,15 @@ class Carried:
     """What the heads of a sink need.
 
     Attributes:
+        main: What most heads read. None if there is no such thing.
         reads: What heads read, with the share of the heads that do, the largest share first. What an attention layer
             or an MLP writes without making a spike is called the mark.
         mark: The component that writes the mark. None if no head reads one, or if heads read those of several.
     """
 
+    main: str | None
     reads: tuple[tuple[str, float], ...] = ()
     mark: str | None = None
-
-    @property
-    def main(self) -> str | None:
-        """What most heads read. None if there is no such thing."""
-        if self.reads and self.reads[0][1] >= NEEDED:
-            return self.reads[0][0]
-        return None
 
 
 def carriers(
@@ -66,7 +61,10 @@ def carriers(
     mark = None
     if len(set(marks)) == 1:
         mark = marks[0]
-    return Carried(tuple(sorted(reads.items(), key=lambda one: -one[1])), mark)
+    main = max(reads, key=lambda what: reads[what], default=None)
+    if main is not None and reads[main] < NEEDED:
+        main = None
+    return Carried(main, tuple(sorted(reads.items(), key=lambda one: -one[1])), mark)
 
 
 def _read_of(needed: Sequence[Component], makers: AbstractSet[str]) -> tuple[str | None, str | None]:

@@ -15,8 +15,7 @@ from sinkscope.measure import Natural, ScanPart, Setup, measurement
 from sinkscope.models.names import published_for
 from sinkscope.sinks.first_token.attention_sink import attention_sink
 from sinkscope.sinks.first_token.context import Survey
-from sinkscope.sinks.first_token.layer_scan import LayerScan, typical_quantiles
-from sinkscope.sinks.first_token.members import Neuron
+from sinkscope.sinks.first_token.layer_scan import typical_quantiles
 from sinkscope.sinks.first_token.records import PublishedSink, RepeatsNeeded, Stage
 from sinkscope.sinks.first_token.repetitions import repeat_until_half, repetition_spike
 from sinkscope.sinks.first_token.result import FindSinks
@@ -88,6 +87,13 @@ def find_sinks(
 
     scan = context.scan
     decode = setup.tokenizer.decode
+    published = None
+    reported = published_for(setup.target.name)
+    if reported is not None:
+        causal = {(neuron.layer, neuron.neuron) for neuron in sets.neurons if neuron.causal}
+        matches = reported.matches(scan.sink_layer, causal, scan.massive_activations)
+        published = None if matches is None else PublishedSink(reported.source, matches)
+
     unread = [None] * (scan.n_layers - depth)
     low, typical, high = typical_quantiles(survey.first.scan.whole_norms).tolist()
     shares = (scan.middle(scan.mlp_norms).double() / max(scan.spike_norm)).tolist()
@@ -112,18 +118,5 @@ def find_sinks(
         layers_read=depth,
         repeats=repeats,
         sink_rate=survey.rate,
-        published=_published(setup.target.name, scan, sets.neurons),
+        published=published,
     )
-
-
-def _published(name: str, scan: LayerScan, neurons: Sequence[Neuron]) -> PublishedSink | None:
-    published = published_for(name)
-    if published is None:
-        return None
-    matches = {*scan.massive_activations}.issuperset(published.residual_dims)
-    if published.neurons:
-        causal = {(neuron.layer, neuron.neuron) for neuron in neurons if neuron.causal}
-        matches = scan.sink_layer in published.layers and causal.issuperset(published.neurons)
-    elif not published.residual_dims:
-        return None
-    return PublishedSink(published.source, matches)

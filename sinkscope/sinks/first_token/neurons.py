@@ -22,20 +22,23 @@ STAGE_CANDIDATES = 2  # candidates of each stage other than the sink layer
 
 
 @torch.no_grad()
-def verify_neurons(context: SinkContext, top_k: int) -> tuple[Neuron, ...]:
-    """Candidate neurons of the sink layer and of other stages, and the effect of zeroing each at the sink layer.
+def verify_neurons(context: SinkContext, layer: int, top_k: int) -> tuple[Neuron, ...]:
+    """Candidate neurons of a layer that builds the spike, and the effect of zeroing each after this layer.
 
     Args:
         context: The model and its spike.
-        top_k: Number of candidates in the sink layer.
+        layer: The layer. With the sink layer come the candidates of all other stages.
+        top_k: Number of candidates in this layer.
 
     Returns:
-        The neurons of the sink layer, largest contribution first, followed by those of other stages.
+        The neurons of the layer, largest contribution first, followed by those of other stages.
     """
+    candidates = {layer: top_k}
+    if layer == context.layer:
+        candidates |= {stage: STAGE_CANDIDATES for stage in context.scan.stages if stage != layer}
     neurons = ()
-    for stage in sorted(context.scan.stages, key=lambda stage: stage != context.layer):
-        candidates = top_k if stage == context.layer else STAGE_CANDIDATES
-        neurons += stage_neurons(context, stage, candidates, upto=context.layer)
+    for stage, number in candidates.items():
+        neurons += stage_neurons(context, stage, number, upto=layer)
     return neurons
 
 

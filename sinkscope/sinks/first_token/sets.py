@@ -250,7 +250,7 @@ def causal_sets(context: SinkContext, heads: Heads = (), top_k: int = CANDIDATES
     Args:
         context: The model at the places of the spike.
         heads: The heads that attend to these places.
-        top_k: Number of candidates of the sink layer.
+        top_k: Number of candidates of the sink layer, and of the layer that builds most of any other part.
 
     Returns:
         Nothing if no MLP makes the spike.
@@ -259,10 +259,7 @@ def causal_sets(context: SinkContext, heads: Heads = (), top_k: int = CANDIDATES
     members: list[Neuron] = []
     rises = context.scan.rises
     for rise in rises:
-        if rise is rises[0]:
-            neurons = verify_neurons(context, top_k)
-        else:
-            neurons = stage_neurons(context, rise.layer, CANDIDATES)
+        neurons = verify_neurons(context, rise.layer, top_k)
         found = _SpikeSearch.of(context, rise, heads).sets(neurons)
         for each in found.sets:
             sets.append(replace(each, layers=(rise.first, rise.last)) if len(rises) > 1 else each)
