@@ -19,7 +19,6 @@ from sinkscope.display.notation import count_of
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions.edited_modules import EditedModules
 from sinkscope.interventions.positions import Call, Tracker
-from sinkscope.models.checks import check_loaded
 from sinkscope.models.compiler_stance import without_compiler
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
@@ -341,7 +340,7 @@ class Intervention(ABC):
 
     @contextmanager
     def _entered(self, target: Target) -> Iterator[Run]:
-        check_loaded(target)
+        target.check_loaded()
         parts = [part.prepared(target) for part in self.parts]
         run = Run(target, parts)
         with run.stack:

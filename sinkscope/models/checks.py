@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sinkscope.display.notation import neuron_name
-from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import between, checked_value
 from sinkscope.models.sizes import Sizes
 
@@ -116,16 +116,3 @@ def end_ids(target: Sizes) -> list[int]:
         ends = [ends]
     what = f"eos_token_id of the generation_config of {target.name}"
     return checked_value(list[between(int, -LARGEST_ID, LARGEST_ID)], list(ends), what, page="generate", strict=True)
-
-
-def check_loaded(target: Sizes) -> None:
-    """Refuse a model whose weights are on the meta device, unless they are read from elsewhere when needed.
-
-    Raises:
-        UnsupportedError: The model holds no weights.
-    """
-    if next(target.embedding.parameters()).is_meta and not hasattr(target.embedding, "_hf_hook"):
-        raise UnsupportedError(
-            f"{target.name} holds no weights yet (they are on the meta device): load it with sinkscope.load(...), or "
-            "make it with dispatch=True (nnsight)"
-        )

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.models.checks import check_loaded
+from sinkscope.errors import UnsupportedError
 from sinkscope.models.compiler_stance import without_compiler
 from sinkscope.models.hooks import Hook, first_tensor, on_input, on_output
 from sinkscope.models.sizes import Sizes
+
+KEPT_POSITIONS = 1024  # most positions of which it is kept what enters each layer
 
 
 class Stop(Exception):  # noqa: N818 - no error: it ends a pass
@@ -34,6 +36,42 @@ class LayerInput:
     layer: int
     hidden: Float[Tensor, "batch pos d_model"]
     wrapped: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Entering:
+    """What entered the layers when some texts were read. Later passes over these texts begin where they differ.
+
+    Attributes:
+        inputs: The residual stream where it entered a layer, by layer.
+    """
+
+    inputs: dict[int, LayerInput] = field(default_factory=dict)
+
+    def part(self, rows: slice, length: int) -> Entering:
+        """The same of some rows up to a length; later tokens do not change earlier ones."""
+        parts = {}
+        for layer, entered in self.inputs.items():
+            parts[layer] = replace(entered, hidden=entered.hidden[rows, :length])
+        return Entering(parts)
+
+    def up_to(self, layer: int) -> Entering:
+        """The same of the layers up to one."""
+        return Entering({known: entered for known, entered in self.inputs.items() if known <= layer})
+
+    def latest(self, layer: int) -> int:
+        """The last layer up to this one at which a pass can begin; 0 is the embedding."""
+        return max((known for known in self.inputs if known <= layer), default=0)
+
+    def at(self, layer: int, copies: int = 1) -> LayerInput | None:
+        """What enters a layer, the texts several times one after another; None if that is not known."""
+        if layer not in self.inputs:
+            return None
+        entered = self.inputs[layer]
+        return replace(entered, hidden=entered.hidden.repeat(copies, 1, 1))
+
+
+NOT_READ = Entering()
 
 
 class Target(Sizes):
@@ -58,7 +96,7 @@ class Target(Sizes):
         The pass ends after layer `upto`, if one is given, or where a hook calls `stop`; it then returns None. If there
         is a `start`, the layers before it are skipped, and its layer gets what `start` holds.
         """
-        check_loaded(self)
+        self.check_loaded()
         kwargs.setdefault("use_cache", False)
         model = self.base
         if unembed:
@@ -76,6 +114,18 @@ class Target(Sizes):
                 return model(input_ids=ids.to(self.device), attention_mask=attention_mask, **kwargs)
         except Stop:
             return None
+
+    def check_loaded(self) -> None:
+        """Refuse a model whose weights are on the meta device, unless they are read from elsewhere when needed.
+
+        Raises:
+            UnsupportedError: The model holds no weights.
+        """
+        if next(self.embedding.parameters()).is_meta and not hasattr(self.embedding, "_hf_hook"):
+            raise UnsupportedError(
+                f"{self.name} holds no weights yet (they are on the meta device): load it with sinkscope.load(...), or "
+                "make it with dispatch=True (nnsight)"
+            )
 
     @property
     def skips_layers(self) -> bool:

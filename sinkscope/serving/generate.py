@@ -25,7 +25,7 @@ from sinkscope.kv.edit_options import edit_from_options
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.loopguard.steer import generate_in_pieces
 from sinkscope.kv.loopserve import tokens_read
-from sinkscope.models.checks import check_length, check_loaded, end_ids, tokenizer_of
+from sinkscope.models.checks import check_length, end_ids, tokenizer_of
 from sinkscope.models.config import float32_by_default
 from sinkscope.models.inputs import read_inputs
 from sinkscope.models.target import Target
@@ -122,7 +122,7 @@ def generate(
             f"on_text with batch_size={batch_size}: text can be passed on while it comes only with batch_size=1",
             page="generate",
         )
-    check_loaded(target)
+    target.check_loaded()
     inputs_read = read_inputs(target, prompts, inputs, bos=bos, page="generate")
     rows = inputs_read.rows()
     texts = inputs_read.texts

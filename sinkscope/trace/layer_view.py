@@ -18,8 +18,7 @@ from sinkscope.models.down_projections import w_out
 from sinkscope.models.experts import Experts, Routed
 from sinkscope.models.hooks import first_tensor, on_input, on_output
 from sinkscope.models.norms import norms_of
-from sinkscope.models.target import Target
-from sinkscope.trace.entering import NOT_READ, Entering
+from sinkscope.models.target import NOT_READ, Entering, Target
 
 NEUTRAL_ELEMENTS = 1 << 24  # most activations of typical text that are kept: 64 MB
 COLUMNS_AT_ONCE = 1024  # columns of a down projection that are read together

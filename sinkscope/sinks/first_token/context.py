@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.measure import Setup
-from sinkscope.models.target import Target
+from sinkscope.models.target import Entering, Target
 from sinkscope.sinks.first_token.attention_received import (
     AttentionReceived,
     attention_of_all,
@@ -27,7 +27,6 @@ from sinkscope.sinks.removal.components import Edit, Heads
 from sinkscope.sinks.removal.effects import side_by_side
 from sinkscope.sinks.removal.rows import Trial
 from sinkscope.sinks.tokens import TokenRows
-from sinkscope.trace.entering import Entering
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,10 +17,9 @@ from sinkscope.files.progress import Progress, silent
 from sinkscope.models.hooks import first_tensor, on_hidden, on_input, on_output
 from sinkscope.models.layer_call import keep_call
 from sinkscope.models.norms import norm_of, norms_of
-from sinkscope.models.target import LayerInput, Target
+from sinkscope.models.target import KEPT_POSITIONS, Entering, LayerInput, Target
 from sinkscope.sinks.first_token.places import stands_out
 from sinkscope.sinks.tokens import TokenRows
-from sinkscope.trace.entering import KEPT_POSITIONS, Entering
 from sinkscope.trace.run import trace
 
 # Medians are used instead of high quantiles: some later positions are sinks, too (delimiters; without BOS the first

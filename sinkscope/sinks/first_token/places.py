@@ -16,8 +16,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinkscope.display.notation import word_list
+from sinkscope.models.target import KEPT_POSITIONS
 from sinkscope.sinks.tokens import TokenRows
-from sinkscope.trace.entering import KEPT_POSITIONS
 
 ENOUGH = 0.9  # least coverage and precision of words
 SPIKE_RATIO = 3.0  # a spike: a norm this many times the typical one

@@ -14,13 +14,13 @@ from sinkscope.files.progress import Progress, silent
 from sinkscope.measure.evidence import NEEDED
 from sinkscope.models.hooks import on_input
 from sinkscope.models.norms import norm_of
+from sinkscope.models.target import NOT_READ, Entering
 from sinkscope.sinks.first_token.context import SinkContext
 from sinkscope.sinks.first_token.records import RepeatedToken, RepeatsNeeded, RepetitionSpike
 from sinkscope.sinks.first_token.sets import CausalSets, causal_sets
 from sinkscope.sinks.removal.components import Edit, Sites
 from sinkscope.sinks.removal.effects import effects
 from sinkscope.sinks.removal.rows import BATCH_ELEMENTS
-from sinkscope.trace.entering import NOT_READ, Entering
 from sinkscope.trace.run import trace
 
 FIRST_LENGTH = 128  # repetitions of the first pass; their number doubles

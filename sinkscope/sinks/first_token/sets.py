@@ -34,6 +34,7 @@ BACKUP_ROUNDS = 4  # rounds of searching for backups before the search ends
 BACKUP_CANDIDATES = 4  # candidates of each layer that brings the spike back
 ATTENTION_TEXTS = 4  # texts in which attention is compared
 NEARLY_ALL = 0.9  # share of the texts in which the spike has to be gone
+Site = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -186,24 +187,23 @@ class _SpikeSearch:
             return None
         return replace(found, margin_norm=margin_of(lost[0, :, self.rise.layer].numpy()))
 
-    def with_backups(self, here: Sites) -> tuple[list[Neuron], Sites | None]:
+    def with_backups(self, here: Sites) -> tuple[dict[Site, Neuron], Sites | None]:
         """Neurons that bring the spike back while a set is silent, and the set of all that remove it, if one does."""
         context = self.context
-        backups: list[Neuron] = []
+        backups: dict[Site, Neuron] = {}
         for _ in range(BACKUP_ROUNDS):
-            silent = here + sites_of(backups)
-            returning = []
+            silent = (*here, *backups)
+            known = len(backups)
             with Ablate(sites=silent).on(context.target):
                 scan = scan_layers(context.target, context.ids, whole=True, upto=self.rise.last, at=context.at)
                 without = replace(context, entering=scan.entering)
                 for stage in scan.stages:
                     if stage > self.rise.layer:
-                        returning += stage_neurons(without, stage, BACKUP_CANDIDATES)
-            returning = [neuron for neuron in returning if neuron.site not in silent]
-            if not returning:
+                        returning = stage_neurons(without, stage, BACKUP_CANDIDATES)
+                        backups |= {neuron.site: neuron for neuron in returning if neuron.site not in silent}
+            if len(backups) == known:
                 break
-            backups += returning
-            whole = self.smallest(here + sites_of(backups), self.rise.layer, self.rise.last)
+            whole = self.smallest((*here, *backups), self.rise.layer, self.rise.last)
             if whole is not None:
                 return backups, whole
         return backups, None
@@ -211,28 +211,30 @@ class _SpikeSearch:
     def sets(self, neurons: Sequence[Neuron]) -> CausalSets:
         """The smallest set of these neurons and, if necessary, of further ones."""
         layer, last = self.rise.layer, self.rise.last
-        candidates = list(neurons)
+        known = {neuron.site: neuron for neuron in neurons}
+        candidates = dict(known)
         here, minimal, sites = None, None, ()
         for more in (0, MORE_CANDIDATES):  # than the first candidates of the sink layer
             if more:
-                candidates += stage_neurons(self.context, layer, min(more, self.context.target.d_mlp // 2))
-            sites = tuple(dict.fromkeys(neuron.site for neuron in candidates if neuron.layer <= last))
+                further = stage_neurons(self.context, layer, min(more, self.context.target.d_mlp // 2))
+                candidates |= {neuron.site: neuron for neuron in further}
+            sites = tuple(site for site in candidates if site[0] <= last)
             minimal = self.smallest(sites, layer, last)
             here = minimal or self.smallest(sites, layer)
             if here is not None:
                 break
         if here is not None and minimal is None:
-            returning, minimal = self.with_backups(here)
-            candidates += returning
-        if here is None or minimal is None:
-            return CausalSets((), tuple(neurons))
-        best = self.compared(minimal, sites_of(candidates), tuple(site for site in sites if site not in minimal))
+            backups, minimal = self.with_backups(here)
+            candidates |= backups
+        best = None
+        if minimal is not None:
+            others = tuple(site for site in sites if site not in minimal)
+            best = self.compared(minimal, tuple(candidates), others)
         if best is None:
             return CausalSets((), tuple(neurons))
         best = replace(best, equals=members_of(self.equals(best.edit_sites, sites)))
-        known = sites_of(neurons)
-        added = {one.site: one for one in candidates if one.site in best.edit_sites and one.site not in known}
-        return CausalSets((best,), (*neurons, *added.values()))
+        added = [candidates[site] for site in candidates if site in best.edit_sites and site not in known]
+        return CausalSets((best,), (*neurons, *added))
 
 
 def causal_sets(context: SinkContext, heads: Heads = (), top_k: int = CANDIDATES) -> CausalSets:
@@ -250,16 +252,16 @@ def causal_sets(context: SinkContext, heads: Heads = (), top_k: int = CANDIDATES
         Nothing if no MLP makes the spike.
     """
     sets: list[CausalSet] = []
-    members: list[Neuron] = []
+    members: dict[Site, Neuron] = {}
     rises = context.scan.rises
     for rise in rises:
         neurons = verify_neurons(context, rise.layer, top_k)
         found = _SpikeSearch.of(context, rise, heads).sets(neurons)
         for each in found.sets:
             sets.append(replace(each, layers=(rise.first, rise.last)) if len(rises) > 1 else each)
-        known = sites_of(members)
-        members += [neuron for neuron in (found.members if members else found.neurons) if neuron.site not in known]
-    return CausalSets(tuple(sets), tuple(members))
+        for neuron in found.members if members else found.neurons:
+            members.setdefault(neuron.site, neuron)
+    return CausalSets(tuple(sets), tuple(members.values()))
 
 
 @dataclass(frozen=True)

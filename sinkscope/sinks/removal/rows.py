@@ -16,11 +16,10 @@ from torch import Tensor
 from sinkscope.interventions.edits import expert_hook
 from sinkscope.models.hooks import first_tensor, on_hidden, on_input, on_output
 from sinkscope.models.norms import norm_of
-from sinkscope.models.target import LayerInput, Target
+from sinkscope.models.target import KEPT_POSITIONS, NOT_READ, Entering, LayerInput, Target
 from sinkscope.sinks.removal.components import Component, Edit, key_bias, key_projection, writers, writing_modules
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.tap.observers import visible_rows
-from sinkscope.trace.entering import KEPT_POSITIONS, NOT_READ, Entering
 
 BATCH_ELEMENTS = 1 << 25  # largest number of elements of the widest activation in a batch
 At = int | Int[Tensor, " text"]
