@@ -22,10 +22,11 @@ from sinkscope.errors import UnsupportedError
 from sinkscope.inference.passing import Passing
 from sinkscope.models.adapters import PATHS
 from sinkscope.models.config import first_line
-from sinkscope.models.down_projections import column_factor, w_out, w_out_norms
+from sinkscope.models.down_projections import column_factor, w_out
 from sinkscope.models.experts import experts_of
 from sinkscope.models.grouped_heads import per_query_head
 from sinkscope.models.hooks import Args, Hook, Kwargs, first_tensor, on_hidden, on_input, on_output
+from sinkscope.models.norms import norms_of
 from sinkscope.models.stack import kind_of
 from sinkscope.models.target import LayerInput, Target
 from sinkscope.tap.call import Attention
@@ -36,6 +37,7 @@ from sinkscope.tap.tap import listening
 _LENGTH = 8
 _SHORT = 3  # tokens of the passes that tell whether one may begin at a layer
 _SAME = 1e-3  # largest relative distance between their ends
+_TYPICAL = 1024  # neurons among which a typical one is looked for
 _ROWS = 4  # of the batch; the first is not edited, and in the others
 _MOVED, _TURNED, _SCALED = range(1, _ROWS)  # a neuron, what experts give, or `up` is
 _POSITION = 4  # of the edits
@@ -175,7 +177,7 @@ def _measure_edits(report: ProbeReport, target: Target, whole: bool) -> None:
 
 def _typical_neuron(target: Target, layer: int) -> int | None:
     """A neuron whose column is neither zero nor large; None if all are zero."""
-    norms = w_out_norms(target, layer)
+    norms = norms_of(w_out(target, layer, range(min(target.width(layer), _TYPICAL))))
     order = norms.argsort()[int((norms == 0).sum()) :]
     if len(order):
         return int(order[len(order) // 2])
@@ -237,7 +239,7 @@ class _EditedLayer:
         """Relative distances between the actual and the expected changes."""
         errors = [self._expert_error]
         if self.post.ran:
-            column = w_out(self.target, self.layer, [self.neuron])[0].float()
+            column = w_out(self.target, self.layer, [self.neuron])[0]
             written = self.post.change(_MOVED)[:, self.neuron, None] * column.to(self.post.rows.device)
             if self.shared_gate.ran:
                 written = written * self.shared_gate.rows[_MOVED].sigmoid()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import tomllib
+from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -38,6 +40,22 @@ class ReportedSink:
     neurons: tuple[tuple[int, int], ...] = ()
     residual_dims: tuple[int, ...] = ()
     repeats: int | None = None
+
+    def matches(
+        self, layer: int | None, neurons: AbstractSet[tuple[int, int]], residual_dims: Iterable[int]
+    ) -> bool | None:
+        """Whether a sink that was found is the reported one; None if neither neurons nor dimensions are reported.
+
+        Args:
+            layer: The layer that builds it.
+            neurons: The (layer, neuron) pairs that make it.
+            residual_dims: Its residual dimensions.
+        """
+        if self.neurons:
+            return layer in self.layers and neurons >= set(self.neurons)
+        if self.residual_dims:
+            return set(residual_dims) >= set(self.residual_dims)
+        return None
 
 
 @dataclass(frozen=True)

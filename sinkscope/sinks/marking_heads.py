@@ -83,11 +83,7 @@ class Replacement:
         for neuron in neurons:
             numbers.append(flat_number(target, sink_layer, neuron.expert, neuron.neuron))
         flat = torch.tensor(numbers, dtype=torch.long)
-        cols = torch.zeros(0, target.d_model)
-        if numbers:
-            with target.loaded(sink_layer):
-                cols = columns(target, sink_layer, flat).cpu()
-        return cls(target, sink_layer, means, flat, cols, progress)
+        return cls(target, sink_layer, means, flat, columns(target, sink_layer, flat), progress)
 
     def written(
         self, tokens: Int[Tensor, " row"], replaced: Bool[Tensor, "row layer head"] | None = None

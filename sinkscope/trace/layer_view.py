@@ -14,13 +14,15 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinkscope.models.down_projections import w_out, w_out_norms
+from sinkscope.models.down_projections import w_out
 from sinkscope.models.experts import Experts, Routed
 from sinkscope.models.hooks import first_tensor, on_input, on_output
-from sinkscope.models.target import LayerInput, Target
+from sinkscope.models.norms import norms_of
+from sinkscope.models.target import Target
 from sinkscope.trace.entering import NOT_READ, Entering
 
 NEUTRAL_ELEMENTS = 1 << 24  # most activations of typical text that are kept: 64 MB
+COLUMNS_AT_ONCE = 1024  # columns of a down projection that are read together
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ def view_layer(
     layer: int,
     ids: Int[Tensor, "row pos"],
     where: Bool[Tensor, "row pos"],
-    start: LayerInput | None = None,
+    entering: Entering = NOT_READ,
 ) -> LayerView:
     """The layer at the positions marked in `where`, from a pass that ends at this layer.
 
@@ -58,8 +60,9 @@ def view_layer(
         layer: The layer.
         ids: The texts.
         where: The positions.
-        start: What enters a layer up to this one, at which the pass begins. None: it begins at the embedding.
+        entering: What entered the layers when these texts, or longer ones, were read; the pass begins there.
     """
+    start = entering.part(slice(len(ids)), ids.shape[1]).at(layer)
     adapter = target.adapter
     chosen = where.flatten()
     parts = {}
@@ -126,53 +129,34 @@ def flat_number(target: Target, layer: int, expert: int | None, neuron: int) -> 
 
 def expert_and_neuron(target: Target, layer: int, number: int) -> tuple[int | None, int]:
     """The inverse of `flat_number`. The expert is None if the layer is not a mixture, and for a shared expert."""
-    first_shared = target.n_experts(layer) * target.d_mlp
-    if target.has_mlp(layer, None) and number >= first_shared:
-        return None, number - first_shared
-    return divmod(number, target.d_mlp)
-
-
-def _experts(target: Target, layer: int) -> list[int | None]:
-    """The experts of a layer in the order of their numbers; None: its dense MLP or shared expert."""
-    experts: list[int | None] = [*range(target.n_experts(layer))]
-    if target.has_mlp(layer, None):
-        experts.append(None)
-    return experts
+    expert = min(number // target.d_mlp, target.n_experts(layer))
+    neuron = number - expert * target.d_mlp
+    if expert == target.n_experts(layer):
+        return None, neuron
+    return expert, neuron
 
 
 @torch.no_grad()
-def contribution_norms(
-    target: Target, view: LayerView, gain: Float[Tensor, " d_model"] | None = None
-) -> Float[Tensor, "n neuron"]:
+def contributions(target: Target, view: LayerView) -> Float[Tensor, "2 n neuron"]:
     """Norm of `hook_post[j] * W_out[j]` for every neuron (Yona et al. 2025, section 4.2).
+
+    It comes twice: as the neuron writes it, and behind the norm that follows the MLP, if there is one (Gemma 2, OLMo
+    2). Neurons are ranked by the second: the gain of that norm can pass one residual dimension and suppress others, and
+    a neuron that writes mostly into suppressed dimensions makes no spike.
 
     Args:
         target: The model.
         view: The layer at some positions.
-        gain: What each dimension is multiplied by behind the MLP. None: nothing.
     """
-    layer = view.layer
-    contributions = torch.zeros_like(view.post)
-    for expert in _experts(target, layer):
-        start = flat_number(target, layer, expert, 0)
-        neurons = slice(start, start + target.width(layer, expert))
-        if not bool(view.post[:, neurons].any()):  # read columns only of experts that write anything
-            continue
-        norms = w_out_norms(target, layer, expert, gain)
-        contributions[:, neurons] = view.post[:, neurons].abs() * norms
-    return contributions
-
-
-def ranks(target: Target, view: LayerView) -> Float[Tensor, "n neuron"]:
-    """What neurons are ranked by: the norm of what they write, behind a norm if there is one.
-
-    The gain of the norm behind the MLP (Gemma 2, OLMo 2) can pass one residual dimension and suppress others, and a
-    neuron that writes mostly into suppressed dimensions makes no spike.
-    """
-    gain = None
+    gain = 1.0
     if target.has_part(view.layer, target.adapter.post_mlp_norm):
         gain = gain_of(target, target.sub(view.layer, target.adapter.post_mlp_norm or ""))
-    return contribution_norms(target, view, gain)
+    norms = torch.zeros(2, view.post.shape[1], device=view.post.device)
+    for neurons in view.post.any(0).nonzero().flatten().split(COLUMNS_AT_ONCE):
+        written = columns(target, view.layer, neurons)
+        norms[0, neurons] = norms_of(written)
+        norms[1, neurons] = norms_of(written * gain)
+    return view.post.abs() * rearrange(norms, "norm neuron -> norm 1 neuron")
 
 
 def gain_of(target: Target, norm: Any) -> Float[Tensor, " d_model"]:
@@ -184,16 +168,16 @@ def gain_of(target: Target, norm: Any) -> Float[Tensor, " d_model"]:
     return (positive - negative) / 2 * signs.float()
 
 
-@torch.no_grad()
 def columns(target: Target, layer: int, neurons: Int[Tensor, " k"]) -> Float[Tensor, "k d_model"]:
     """Columns of the down projection for numbers of a `LayerView`, float32."""
-    if not target.is_mixture(layer):
-        return w_out(target, layer, neurons.tolist()).float()
-    written = []
-    for number in neurons.tolist():
-        expert, neuron = expert_and_neuron(target, layer, number)
-        written.append(w_out(target, layer, [neuron], expert).float())
-    return torch.cat(written)
+    count = target.n_experts(layer)
+    experts = (neurons // target.d_mlp).clamp(max=count)
+    written = torch.zeros(len(neurons), target.d_model, device=neurons.device)
+    for expert in experts.unique().tolist():
+        own = experts == expert
+        numbers = (neurons[own] - expert * target.d_mlp).tolist()
+        written[own] = w_out(target, layer, numbers, None if expert == count else expert).to(neurons.device)
+    return written
 
 
 def neutral_view(target: Target, layer: int, ids: Int[Tensor, "row pos"], entering: Entering = NOT_READ) -> LayerView:
@@ -208,8 +192,7 @@ def neutral_view(target: Target, layer: int, ids: Int[Tensor, "row pos"], enteri
     where = torch.ones_like(ids, dtype=torch.bool)
     where[:, 0] = False
     rows = max(1, NEUTRAL_ELEMENTS // (target.d_mlp * max(1, target.n_experts(layer)) * ids.shape[1]))
-    start = entering.part(slice(rows), ids.shape[1]).at(layer)
-    return view_layer(target, layer, ids[:rows], where[:rows], start)
+    return view_layer(target, layer, ids[:rows], where[:rows], entering)
 
 
 def neutral_post(target: Target, text: LayerView, number: int) -> float:

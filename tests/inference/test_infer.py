@@ -24,7 +24,7 @@ from sinkscope.inference.sums import unproved_sites
 from sinkscope.kv.h2o import H2O
 from sinkscope.kv.scope import cache_layers, scope_line
 from sinkscope.models.backends import wrap
-from sinkscope.models.down_projections import w_out, w_out_norms
+from sinkscope.models.down_projections import w_out
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 
@@ -118,7 +118,6 @@ def test_a_factor_on_what_an_mlp_writes_is_part_of_the_contribution():
     assert target.adapter.write_factor == pytest.approx(0.22)
     column = model.model.layers[1].mlp.down_proj.weight[:, 7]
     assert torch.allclose(w_out(target, 1, [7])[0], 0.22 * column)
-    assert torch.allclose(w_out_norms(target, 1)[7], 0.22 * column.norm())
 
 
 def test_what_cannot_be_inferred_is_refused_with_the_reason():

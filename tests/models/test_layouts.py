@@ -19,7 +19,7 @@ from sinkscope.opening.live import target_of
 from sinkscope.sinks.first_token.layer_scan import scan_layers
 from sinkscope.sinks.removal.components import Edit
 from sinkscope.sinks.removal.effects import effects
-from sinkscope.trace.layer_view import columns, contribution_norms, view_layer
+from sinkscope.trace.layer_view import columns, contributions, view_layer
 
 IDS = torch.arange(20, 44).view(2, 12)
 # A shared expert beside the mixture; a norm in some layers; experts in five layouts; more than an addition.
@@ -35,7 +35,7 @@ def test_what_all_neurons_write_is_what_the_mlp_gives(model_type):
     every = columns(target, 1, torch.arange(view.post.shape[1]))
     assert view.post.shape[1] == 4 * target.width(1, 0) + target.width(1)
     assert_close(view.post @ every, view.mlp, atol=2e-6, rtol=1e-4)
-    assert_close(contribution_norms(target, view), view.post.abs() * every.norm(dim=-1))
+    assert_close(contributions(target, view)[0], view.post.abs() * every.norm(dim=-1))
 
 
 def test_a_neuron_that_the_shared_expert_lacks_is_refused():

@@ -22,9 +22,8 @@ from sinkscope.models.hooks import first_tensor
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.trace.layer_view import (
-    contribution_norms,
+    contributions,
     expert_and_neuron,
-    ranks,
     view_layer,
 )
 
@@ -311,8 +310,8 @@ def _check_largest(report: TypeReport, target: Target, planted: Planted):
     """Of all neurons of its layer, the planted one contributes most at the first token."""
     ids = torch.tensor([[0, *range(20, 40)]])
     view = view_layer(target, planted.layer, ids, torch.arange(21)[None] == 0)
-    contribution = contribution_norms(target, view)[0]
-    largest = int(ranks(target, view)[0].argmax())
+    (contribution,), (ranks,) = contributions(target, view)
+    largest = int(ranks.argmax())
     expert, neuron = expert_and_neuron(target, planted.layer, largest)
     site = (planted.layer, *[number for number in (expert, neuron) if number is not None])
     _check_neuron(report, target, planted, site, float(contribution[largest]))

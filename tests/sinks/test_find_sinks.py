@@ -19,7 +19,7 @@ from sinkscope.opening.stream import open_stream
 from sinkscope.sinks.first_token.context import SinkContext
 from sinkscope.sinks.first_token.find import FindSinks, find_sinks
 from sinkscope.sinks.first_token.layer_scan import LayerReading, LayerScan, scan_layers
-from sinkscope.sinks.first_token.neurons import repeat_until_half
+from sinkscope.sinks.first_token.repetitions import repeat_until_half
 from sinkscope.sinks.removal.search import Removal, smallest_set
 from sinkscope.trace.run import trace
 
@@ -100,11 +100,11 @@ def test_repeats_are_those_of_one_long_pass():
     limit = min(4 * expected + 64, o.model.config.max_position_embeddings - 1)
     scan = scan_layers(target, o.natural(), whole=True)
     context = SinkContext.at_first(target, o.natural(), scan)
-    repeats, _ = repeat_until_half(context, [grouped, free], [bos, bos], limit)
+    needed, _ = repeat_until_half(context, [grouped, free], [bos, bos], limit)
     site = f"blocks.{layer}.hook_resid_post"
     norm = trace(o.model, o.repeated(limit, grouped), [site], "norm")[site][0]
     first = int((norm[1:] >= norm[0] / 2).nonzero()[0]) + 1
-    assert repeats == [first, None] and 0.6 * expected <= first <= 1.5 * expected
+    assert [token.repeats for token in needed.tokens] == [first, None] and 0.6 * expected <= first <= 1.5 * expected
 
 
 def test_the_scan_stops_where_the_norm_stays_flat():

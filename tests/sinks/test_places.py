@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -85,8 +87,10 @@ def test_scattered_places_have_no_words():
     ids = texts()
     there = torch.rand(TEXTS, LENGTH, generator=torch.Generator().manual_seed(3)) < 0.02
     assert said(ids, there) is None
-    common = Places(ids, there).common(decode)
-    assert len(common) == 3 and common[0][1] >= common[-1][1] > 0
+    scattered = Places(ids, there).scattered(None, decode)
+    counts = Counter(ids[there].tolist())
+    shares = [count / int(there.sum()) for _, count in counts.most_common(3)]
+    assert scattered.count == int(there.sum()) and [each.share for each in scattered.tokens] == shares
 
 
 def test_what_the_words_leave_out_is_in_the_coverage():

@@ -11,7 +11,7 @@ from sample_results import sample_find_sinks
 
 from sinkscope.sinks.first_token.find import FindSinks
 from sinkscope.sinks.first_token.members import CausalSet, Member
-from sinkscope.sinks.first_token.places import Description, Rule
+from sinkscope.sinks.first_token.places import Description, Rule, Scattered, TokenShare
 from sinkscope.sinks.first_token.records import (
     AttentionSink,
     NormSpike,
@@ -19,10 +19,8 @@ from sinkscope.sinks.first_token.records import (
     RepeatedToken,
     RepeatsNeeded,
     RepetitionSpike,
-    Scattered,
     SinkPosition,
     Stage,
-    TokenShare,
 )
 
 SHARES = st.floats(0, 1, allow_nan=False)

@@ -169,6 +169,13 @@ class AttentionReceived:
         """The (layer, head) pairs whose learned sink logit exceeds the threshold in most texts; empty if too few."""
         return self._in_most(self.learned > RATE_EPS, POSITION_SHARE)
 
+    @property
+    def learned_rate(self) -> float:
+        """The share of heads whose learned sink logit exceeds the threshold; 0 if these are too few for a sink."""
+        if not self.learned_heads:
+            return 0.0
+        return float((self.learned > RATE_EPS)[self.attending].float().mean())
+
     def described(self, decode: Callable[[list[int]], str]) -> Description | None:
         """Words for the attention sink; None if no words hold for places that enough heads attend to."""
         return describe(self.places, decode, lambda rule: bool(self.readers(rule)))

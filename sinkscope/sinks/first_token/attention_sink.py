@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from einops import reduce
@@ -15,29 +15,15 @@ from sinkscope.measure.margin import margin_of
 from sinkscope.sinks.first_token.attention_received import AttentionReceived
 from sinkscope.sinks.first_token.carriers import Carried, carriers
 from sinkscope.sinks.first_token.context import Survey
-from sinkscope.sinks.first_token.members import RATE_EPS, CausalSet
+from sinkscope.sinks.first_token.members import RATE_EPS
 from sinkscope.sinks.first_token.places import ENOUGH, Rule, texts_with
-from sinkscope.sinks.first_token.records import SHORT, AttentionSink, LayerAttention, NormSpike, SinkPosition
+from sinkscope.sinks.first_token.records import SHORT, AttentionSink, LayerAttention, SinkPosition
+from sinkscope.sinks.first_token.spikes import MadeSpike
 from sinkscope.sinks.removal.components import Heads
 
 CARRIER_TEXTS = 2
 CARRIER_LENGTH = 48  # typical text in which components are replaced
 LEARNED = "learned logits"
-
-
-@dataclass(frozen=True)
-class MadeSpike:
-    """The spike of one kind of place.
-
-    Attributes:
-        rule: The places.
-        spike: The spike.
-        set: Neurons that make it. None if no set that was tried does.
-    """
-
-    rule: Rule
-    spike: NormSpike
-    set: CausalSet | None
 
 
 def _of_heads(
@@ -75,12 +61,13 @@ def _attention(received: AttentionReceived, rule: Rule | None, heads: Heads) -> 
     readers = torch.zeros(rates.shape[:2], dtype=torch.bool)
     for layer, head in heads:
         readers[layer, head] = True
-    attending = received.attending
-    layers = [
-        _of_heads(attention[attending].flatten(0, 1), rates[attending].flatten(0, 1), readers[attending].flatten())
-    ]
-    for layer, attends in enumerate(attending.tolist()):
-        layers.append(_of_heads(attention[layer], rates[layer], readers[layer]) if attends else LayerAttention(None))
+    layers = []
+    each = torch.eye(len(readers), dtype=torch.bool)
+    for some in (received.attending, *each):
+        of_heads = LayerAttention(None)
+        if bool(received.attending[some].all()):
+            of_heads = _of_heads(attention[some].flatten(0, 1), rates[some].flatten(0, 1), readers[some].flatten())
+        layers.append(of_heads)
     return layers
 
 
@@ -92,77 +79,65 @@ def attention_sink(survey: Survey, made: Sequence[MadeSpike]) -> AttentionSink |
         made: What makes the spikes.
     """
     received = survey.received
-    length = received.ids.shape[1]
-    learned_rate = 0.0
-    if received.learned_heads:
-        learned, *layers = _attention(received, None, received.learned_heads)
-        learned_rate = learned.rate or 0.0
-        if survey.sink is None:
-            return AttentionSink(
-                rate=learned_rate,
-                eps=RATE_EPS,
-                place=None,
-                positions=(),
-                layers_read=len(layers),
-                carried_by=LEARNED,
-                layers=tuple(layers),
-                length=length,
-                learned_rate=learned_rate,
-            )
-    if survey.sink is None:
+    rule = None
+    heads = received.learned_heads
+    if survey.sink is not None:
+        rule = survey.sink.rules[0]
+        heads = received.readers(rule)
+    elif not heads:
         return None
-    rule = survey.sink.rules[0]
-    heads = received.readers(rule)
-    carried = Carried()
-    carrier = "spike"
-    spikes = [one for one in made if _is_at(received, rule, one.rule)]
-    if not any(_spike_carries(heads, one) for one in spikes):
-        carried = _tried(survey, rule, heads, spikes)
-        carrier = carried.main
+    everywhere, *layers = _attention(received, rule, heads)
+    sink = AttentionSink(
+        rate=received.learned_rate,
+        eps=RATE_EPS,
+        place=survey.sink,
+        positions=(),
+        layers_read=len(layers),
+        carried_by=LEARNED,
+        layers=tuple(layers),
+        length=received.ids.shape[1],
+        learned_rate=received.learned_rate,
+    )
+    if survey.sink is None or rule is None:
+        return sink
     positions = []
     for each in survey.sink.rules:
         places = received.places.of(each)
         rate = float(received.above[received.attending][:, :, places.there].float().mean())
         positions.append(SinkPosition(places.earliest, each.token, rate, each.words))
-    everywhere, *layers = _attention(received, rule, heads)
     windows = [received.windows[layer] for layer, _ in heads]
-    return AttentionSink(
+    carried = _carried(survey, rule, heads, made)
+    return replace(
+        sink,
         rate=positions[0].rate,
-        eps=RATE_EPS,
-        place=survey.sink,
         positions=tuple(positions),
-        layers_read=len(layers),
-        carried_by=carrier,
-        layers=tuple(layers),
+        carried_by=carried.main,
         reads=carried.reads,
         mark=carried.mark,
-        length=length,
         window=min(filter(None, windows), default=None),
-        learned_rate=learned_rate,
         attention=everywhere.attention,
         rate_margin=everywhere.rate_margin,
         attention_margin=everywhere.attention_margin,
     )
 
 
-def _is_at(received: AttentionReceived, rule: Rule, other: Rule) -> bool:
-    """Whether other words mean nearly all of the places that words mean."""
-    places = received.places.of(rule)
-    return bool(float(other.means(places.ids)[places.there].float().mean()) >= ENOUGH)
+def _carried(survey: Survey, rule: Rule, heads: Heads, made: Sequence[MadeSpike]) -> Carried:
+    """What the heads need: the spike at the sink, if they lose the sink without it, or else some of the components.
 
-
-def _spike_carries(heads: Heads, made: MadeSpike) -> bool:
-    """Whether at least half of the heads that attend to the sink lose it without the spike."""
-    if made.set is None or made.set.heads_lost is None:
-        return False
-    behind = [layer for layer, _ in heads if layer > made.set.sites[0].layer]
-    return made.set.heads_lost * len(behind) / len(heads) >= NEEDED
-
-
-def _tried(survey: Survey, rule: Rule, heads: Heads, spikes: Sequence[MadeSpike]) -> Carried:
-    """What the heads need of the components at the sink."""
-    makers = {name for each in spikes for name in each.spike.makers}
+    A spike is there if its words mean nearly all of the places.
+    """
     received = survey.received
+    places = received.places.of(rule)
+    makers: set[str] = set()
+    for each in made:
+        if places.share(each.rule) < ENOUGH:
+            continue
+        makers.update(each.spike.makers)
+        minimal = each.sets.minimal
+        if minimal is not None and minimal.heads_lost is not None:
+            behind = [layer for layer, _ in heads if layer > minimal.sites[0].layer]
+            if minimal.heads_lost * len(behind) / len(heads) >= NEEDED:
+                return Carried("spike")
     ids, at = texts_with(rule, received.places, received.ids)
     number = CARRIER_TEXTS
     length = max(CARRIER_LENGTH, int(at[:CARRIER_TEXTS].max()) + CARRIER_LENGTH // 3)

@@ -1,4 +1,4 @@
-"""What the heads of a sink need, and what makes a spike that no MLP makes: components replaced one at a time."""
+"""What the heads of a sink need: components replaced one at a time."""
 
 from __future__ import annotations
 
@@ -9,15 +9,10 @@ from itertools import compress
 
 from sinkscope.measure.evidence import NEEDED
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.context import SinkContext
-from sinkscope.sinks.removal.components import Component, Edit, Heads, one_by_one, writers
-from sinkscope.sinks.removal.effects import effects
+from sinkscope.sinks.removal.components import Component, Edit, Heads, one_by_one
 from sinkscope.sinks.removal.position_effect import KEY_BIAS, PositionEffect
 from sinkscope.sinks.removal.rows import At
 from sinkscope.sinks.tokens import TokenRows
-
-MAKER_TEXTS = 2
-MAKER_LENGTH = 32  # typical text in which the maker of a spike is searched
 
 
 @dataclass(frozen=True)
@@ -25,20 +20,15 @@ class Carried:
     """What the heads of a sink need.
 
     Attributes:
+        main: What most heads read. None if there is no such thing.
         reads: What heads read, with the share of the heads that do, the largest share first. What an attention layer
             or an MLP writes without making a spike is called the mark.
         mark: The component that writes the mark. None if no head reads one, or if heads read those of several.
     """
 
+    main: str | None
     reads: tuple[tuple[str, float], ...] = ()
     mark: str | None = None
-
-    @property
-    def main(self) -> str | None:
-        """What most heads read. None if there is no such thing."""
-        if self.reads and self.reads[0][1] >= NEEDED:
-            return self.reads[0][0]
-        return None
 
 
 def carriers(
@@ -72,7 +62,10 @@ def carriers(
     mark = None
     if len(set(marks)) == 1:
         mark = marks[0]
-    return Carried(tuple(sorted(reads.items(), key=lambda one: -one[1])), mark)
+    main = max(reads, key=lambda what: reads[what], default=None)
+    if main is not None and reads[main] < NEEDED:
+        main = None
+    return Carried(main, tuple(sorted(reads.items(), key=lambda one: -one[1])), mark)
 
 
 def _read_of(needed: Sequence[Component], makers: AbstractSet[str]) -> tuple[str | None, str | None]:
@@ -87,20 +80,3 @@ def _read_of(needed: Sequence[Component], makers: AbstractSet[str]) -> tuple[str
     if needed:
         return names[0], None
     return None, None
-
-
-def spike_maker(context: SinkContext) -> str | None:
-    """The component without which the spike is gone; None if there is no single one."""
-    scan = context.scan
-    layer = scan.spike_layers[0]
-    at = context.at[:MAKER_TEXTS]
-    ids = context.ids[:MAKER_TEXTS, : max(MAKER_LENGTH, context.up_to_place + 4)]
-    candidates = writers(context.target, layer + 1)
-    edits = one_by_one(candidates)
-    source = (at + ids.shape[1]) // 2
-    edited = effects(context.target, ids, edits, at=at, source=source, upto=layer, without=scan.shared_dims)
-    drops = edited.drops(layer)
-    best = int(drops.argmax())
-    if float(drops[best]) < NEEDED:
-        return None
-    return str(candidates[best])

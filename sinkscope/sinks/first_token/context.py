@@ -97,7 +97,8 @@ class SinkContext:
 
     def drops(self, edits: Sequence[Edit], layer: int) -> Float[Tensor, " edit"]:
         """Share of the norm after a layer that each edit takes away, mean over texts."""
-        (edited,) = side_by_side(self.target, [self.trial(edits, upto=layer)])
+        trial = self.trial(edits, upto=layer)
+        (edited,) = side_by_side(self.target, [trial])
         return edited.drops(layer)
 
     def elsewhere(self, ids: TokenRows, at: Int[Tensor, " row"], upto: int | None = None) -> SinkContext:

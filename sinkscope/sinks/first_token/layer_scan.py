@@ -392,11 +392,11 @@ def scan_layers(
     adapter = target.adapter
     hooks = []
     for number, layer in enumerate(target.layers):
-        if target.has_neurons(number):
+        if target.has_neurons(number) and not adapter.adds:
+            hooks.append(keep_call(target, number, calls))
+        elif target.has_neurons(number):
             hooks += target.on_mlp(number, added)
-            if not adapter.adds:
-                hooks.append(keep_call(target, number, calls))
-            elif target.has_part(number, adapter.post_mlp_norm):
+            if target.has_part(number, adapter.post_mlp_norm):
                 hooks.append((target.sub(number, adapter.post_mlp_norm or ""), "post", on_hidden(added)))
         if target.skips_layers and ids.numel() <= KEPT_POSITIONS:
             hooks.append((layer, "pre", on_input(layer_begun)))
@@ -423,11 +423,3 @@ def norms_after(
         done += len(rows)
         progress(what, done, len(ids))
     return torch.cat(batches)
-
-
-def repeats_until_half(norms: Float[Tensor, " repetition"], first: float | Tensor) -> int | None:
-    """The first number of repetitions whose norm reaches half of the first token's; None if it never does."""
-    reached = (norms >= first / 2).nonzero().flatten()
-    if not len(reached):
-        return None
-    return int(reached[0]) + 1

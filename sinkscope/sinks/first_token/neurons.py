@@ -2,110 +2,43 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
-from sinkscope.files.progress import Progress, silent
-from sinkscope.models.hooks import on_input
-from sinkscope.models.norms import norm_of
 from sinkscope.sinks.first_token.context import SinkContext
-from sinkscope.sinks.first_token.layer_scan import repeats_until_half
 from sinkscope.sinks.first_token.members import Member, Neuron
 from sinkscope.sinks.removal.components import Edit
-from sinkscope.sinks.removal.rows import BATCH_ELEMENTS
 from sinkscope.sinks.removal.search import CONTROL_DRAWS
-from sinkscope.trace.entering import Entering
 from sinkscope.trace.layer_view import (
-    LayerView,
-    contribution_norms,
+    contributions,
     expert_and_neuron,
     neutral_post,
     neutral_up,
     neutral_view,
-    ranks,
     view_layer,
 )
-from sinkscope.trace.run import trace
 
 CAUSAL_DROP = 0.1  # zeroing a causal neuron removes at least this share of the norm
 STAGE_CANDIDATES = 2  # candidates of each stage other than the sink layer
-FIRST_LENGTH = 128  # repetitions of the first pass; their number doubles
 
 
 @torch.no_grad()
-def repeat_until_half(
-    context: SinkContext, tokens: list[int], prefixes: list[int], max_repeats: int, progress: Progress = silent
-) -> tuple[list[int | None], dict[int, Entering]]:
-    """Run a prefix and n repetitions of each token in one causal pass; n doubles until all tokens become sinks.
-
-    Reading layers from disk costs more than long rows, so a streamed model gets all repetitions in the second pass.
-
-    Args:
-        context: The model and its sink layer, whose residual stream is read.
-        tokens: The ids to repeat, one row each.
-        prefixes: The first token of each row (BOS, or a token that stands in for it).
-        max_repeats: Largest n.
-        progress: Called after each pass.
-
-    Returns:
-        For each token, the first n whose norm reaches half of the spike's, None if never; and what enters the first
-        stage up to there, by the place of the token, so that later passes over such a row can begin at this layer.
-    """
-    target = context.target
-    first = min(context.scan.stages)
-    begin = context.typical.entering.at(first)
-    hidden: list[Tensor] = []
-    hooks = []
-    if begin is not None:  # else no pass over this model can begin there
-        hooks.append((target.layers[first], "pre", on_input(lambda entered: hidden.append(entered.detach().clone()))))
-    entering: dict[int, Entering] = {}
-    site = f"blocks.{context.layer}.hook_resid_post"
-    lengths = [min(FIRST_LENGTH, max_repeats)]
-    while lengths[-1] < max_repeats:
-        lengths.append(min(2 * lengths[-1], max_repeats))
-    if not target.resident:
-        lengths = list(dict.fromkeys([lengths[0], lengths[-1]]))
-    repeats: list[int | None] = [None] * len(tokens)
-    for length in lengths:
-        waiting = torch.tensor([place for place, count in enumerate(repeats) if count is None])
-        for places in waiting.split(max(1, BATCH_ELEMENTS // ((length + 1) * target.d_mlp))):
-            ids = torch.tensor([[prefixes[place], *[tokens[place]] * length] for place in places.tolist()])
-            with target.hooks(*hooks):
-                norms = trace(target, ids, [site], lambda resid: norm_of(resid, context.scan.shared_dims))[site]
-            for row, place in enumerate(places.tolist()):
-                half_of = norms[row, 0]
-                if bool(context.at.any()):  # the spike is not at the first token, which stands before the repetitions
-                    half_of = context.scan.spike_norm[context.layer]
-                count = repeats_until_half(norms[row, 1:], half_of)
-                repeats[place] = count
-                if count is not None and begin is not None:
-                    up_to_count = hidden[-1][row : row + 1, : count + 1].clone()  # the rest need not be kept
-                    entering[place] = Entering({first: replace(begin, hidden=up_to_count)})
-            hidden.clear()
-        progress("repetitions", length, max_repeats)
-        if None not in repeats:
-            break
-    return repeats, entering
-
-
-@torch.no_grad()
-def verify_neurons(context: SinkContext, top_k: int) -> tuple[Neuron, ...]:
-    """Candidate neurons of the sink layer and of other stages, and the effect of zeroing each at the sink layer.
+def verify_neurons(context: SinkContext, layer: int, top_k: int) -> tuple[Neuron, ...]:
+    """Candidate neurons of a layer that builds the spike, and the effect of zeroing each after this layer.
 
     Args:
         context: The model and its spike.
-        top_k: Number of candidates in the sink layer.
+        layer: The layer. With the sink layer come the candidates of all other stages.
+        top_k: Number of candidates in this layer.
 
     Returns:
-        The neurons of the sink layer, largest contribution first, followed by those of other stages.
+        The neurons of the layer, largest contribution first, followed by those of other stages.
     """
-    neurons = stage_neurons(context, context.layer, top_k)
-    for stage in context.scan.stages:
-        if stage != context.layer:
-            neurons += stage_neurons(context, stage, STAGE_CANDIDATES, upto=context.layer)
+    candidates = {layer: top_k}
+    if layer == context.layer:
+        candidates |= {stage: STAGE_CANDIDATES for stage in context.scan.stages if stage != layer}
+    neurons = ()
+    for stage, number in candidates.items():
+        neurons += stage_neurons(context, stage, number, upto=layer)
     return neurons
 
 
@@ -127,19 +60,26 @@ def stage_neurons(context: SinkContext, stage: int, top_k: int, upto: int = 0) -
     where[torch.arange(len(ids)), context.at] = True
     typical = context.typical
     with target.loaded(stage):
-        place = view_layer(target, stage, ids, where, context.entering.part(slice(None), ids.shape[1]).at(stage))
+        place = view_layer(target, stage, ids, where, context.entering)
         text = neutral_view(target, stage, typical.ids, typical.entering)
-        contribution = contribution_norms(target, place).mean(0)  # a neuron may fire in some of the texts only
+        contribution, rank = contributions(target, place).mean(1)  # a neuron may fire in some of the texts only
         writing = int((contribution > 0).sum())
-        top = ranks(target, place).mean(0).topk(min(top_k, max(writing, 1))).indices.tolist()
+        top = rank.topk(min(top_k, max(writing, 1))).indices.tolist()
+        spare = torch.ones_like(contribution, dtype=torch.bool)
+        if place.routing is not None:  # neurons of an expert that was not chosen give no valid control
+            spare = contribution > 0
+        spare[top] = False
+        others = spare.nonzero().flatten()
+        drawn = [torch.randperm(len(others), generator=context.generator)[:1] for _ in range(CONTROL_DRAWS)]
         members = []
-        for number in top + _others(context, place, contribution, top):
+        for number in top + others[torch.cat(drawn).to(others.device)].tolist():
             members.append(Member(stage, *expert_and_neuron(target, stage, number)))
+        neutral = [(neutral_post(target, text, number), neutral_up(text, number)) for number in top]
         drops = context.drops([Edit(zero=(member.site,)) for member in members], max(stage, upto)).tolist()
     control = max(drops[len(top) :], default=0.0)
     mlp_norm = float(place.mlp.norm(dim=-1).median())
     neurons = []
-    for number, member, drop in zip(top, members, drops, strict=False):
+    for number, member, drop, (post, up) in zip(top, members, drops, neutral, strict=False):
         norm = float(contribution[number])
         verified = Neuron(
             layer=stage,
@@ -150,21 +90,8 @@ def stage_neurons(context: SinkContext, stage: int, top_k: int, upto: int = 0) -
             ablation_drop=drop,
             control_drop=control,
             causal=drop > control and drop >= CAUSAL_DROP,
-            neutral_post=neutral_post(target, text, number),
-            neutral_up=neutral_up(text, number),
+            neutral_post=post,
+            neutral_up=up,
         )
         neurons.append(verified)
     return tuple(neurons)
-
-
-def _others(
-    context: SinkContext, place: LayerView, contribution: Float[Tensor, " neuron"], top: list[int]
-) -> list[int]:
-    """Random neurons that are no candidates; those of an expert that was not chosen give no valid control."""
-    spare = torch.ones_like(contribution, dtype=torch.bool)
-    if place.routing is not None:
-        spare = contribution > 0
-    spare[top] = False
-    others = spare.nonzero().flatten()
-    drawn = [torch.randperm(len(others), generator=context.generator)[:1] for _ in range(CONTROL_DRAWS)]
-    return others[torch.cat(drawn).to(others.device)].tolist()

@@ -33,6 +33,22 @@ PLACE_TEXTS = 4  # texts in which a place is looked at that always has the same 
 Decode = Callable[[list[int]], str]
 
 
+@dataclass(frozen=True)
+class TokenShare:
+    """A token, and its share of some places."""
+
+    token: str
+    share: float
+
+
+@dataclass(frozen=True)
+class Scattered:
+    """Places that no words describe: how many, and the most common tokens there."""
+
+    count: int = 0
+    tokens: tuple[TokenShare, ...] = ()
+
+
 @dataclass(frozen=True, eq=False)
 class Places:
     """A set of positions in texts.
@@ -52,22 +68,26 @@ class Places:
         """Those of the places that words mean."""
         return Places(self.ids, self.there & rule.means(self.ids))
 
-    def outside(self, description: Description | None) -> Places:
-        """Those of the places that a description leaves out; all of them if there is none."""
-        if description is None:
-            return self
-        return Places(self.ids, self.there & ~description.means(self.ids))
+    def share(self, rule: Rule) -> float:
+        """The share of the places that words mean."""
+        return len(self.of(rule)) / len(self)
+
+    def scattered(self, description: Description | None, decode: Decode) -> Scattered:
+        """The places that a description leaves out; all of them if there is none."""
+        left = self.there
+        if description is not None:
+            left = left & ~description.means(self.ids)
+        count = int(left.sum())
+        tokens, counts = self.ids[left].unique(return_counts=True)
+        common = []
+        for index in counts.argsort(descending=True, stable=True)[:COMMON].tolist():
+            common.append(TokenShare(decode([int(tokens[index])]), float(counts[index]) / count))
+        return Scattered(count, tuple(common))
 
     @property
     def earliest(self) -> int:
         """The first position at which there is one in any text."""
         return int(self.there.any(0).int().argmax())
-
-    def common(self, decode: Decode) -> list[tuple[str, float]]:
-        """The most common tokens at the places, with their share of the places."""
-        tokens, counts = self.ids[self.there].unique(return_counts=True)
-        order = counts.argsort(descending=True, stable=True)[:COMMON].tolist()
-        return [(decode([int(tokens[index])]), float(counts[index]) / len(self)) for index in order]
 
 
 @dataclass(frozen=True)

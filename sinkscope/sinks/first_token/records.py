@@ -44,22 +44,6 @@ class RepeatsNeeded:
 
 
 @dataclass(frozen=True)
-class TokenShare:
-    """A token, and its share of some places."""
-
-    token: str
-    share: float
-
-
-@dataclass(frozen=True)
-class Scattered:
-    """Places that no words describe: how many, and the most common tokens there."""
-
-    count: int = 0
-    tokens: tuple[TokenShare, ...] = ()
-
-
-@dataclass(frozen=True)
 class NormSpike:
     """Positions whose norm stands out (massive activations).
 

@@ -9,6 +9,7 @@ from sinkscope.display.result import Number
 from sinkscope.measure import Result
 from sinkscope.sinks.first_token import sentences
 from sinkscope.sinks.first_token.members import CausalSet, Neuron
+from sinkscope.sinks.first_token.places import Scattered
 from sinkscope.sinks.first_token.records import (
     SHORT,
     AttentionSink,
@@ -17,7 +18,6 @@ from sinkscope.sinks.first_token.records import (
     PublishedSink,
     RepeatsNeeded,
     RepetitionSpike,
-    Scattered,
     SinkRate,
     Stage,
 )

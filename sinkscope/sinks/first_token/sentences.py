@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from sinkscope.display.notation import count_of, short_sentence, word_form, word_list
 from sinkscope.sinks.first_token.members import ATTENTION_LENGTH, CausalSet
+from sinkscope.sinks.first_token.places import Scattered
 from sinkscope.sinks.first_token.records import (
     SHORT,
     AttentionSink,
@@ -14,7 +15,6 @@ from sinkscope.sinks.first_token.records import (
     PlacedSpike,
     RepeatsNeeded,
     RepetitionSpike,
-    Scattered,
     SinkRate,
 )
 from sinkscope.sinks.tokens import left_out_line

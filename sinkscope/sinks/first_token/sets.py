@@ -1,11 +1,11 @@
-"""The neurons that together make a spike, with backups that take over, and those of repeated tokens.
+"""The neurons that together make a spike, with backups that take over.
 
 `causal_sets` finds the smallest set whose removal ends the spike of one kind of place, on texts that have it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -23,12 +23,10 @@ from sinkscope.sinks.first_token.layer_scan import AS_BEFORE, Rise, scan_layers
 from sinkscope.sinks.first_token.members import ATTENTION_LENGTH, CausalSet, Neuron, members_of, sites_of
 from sinkscope.sinks.first_token.neurons import stage_neurons, verify_neurons
 from sinkscope.sinks.first_token.places import stands_out
-from sinkscope.sinks.first_token.records import RepetitionSpike
-from sinkscope.sinks.removal.components import Edit, Heads, Sites, silencing
-from sinkscope.sinks.removal.effects import Effects, effects, heads_lost, side_by_side
+from sinkscope.sinks.removal.components import Heads, Sites, silencing
+from sinkscope.sinks.removal.effects import Effects, heads_lost, side_by_side
 from sinkscope.sinks.removal.rows import Trial
 from sinkscope.sinks.removal.search import Removal, random_sets, random_sites, smallest_set, without_unneeded
-from sinkscope.trace.entering import NOT_READ, Entering
 
 CANDIDATES = 8  # default number of candidates of the sink layer
 MORE_CANDIDATES = 64  # candidates of the sink layer if the first few do not suffice
@@ -237,7 +235,7 @@ class _SpikeSearch:
         return CausalSets((best,), (*neurons, *added.values()))
 
 
-def causal_sets(context: SinkContext, neurons: Sequence[Neuron], heads: Heads = ()) -> CausalSets:
+def causal_sets(context: SinkContext, heads: Heads = (), top_k: int = CANDIDATES) -> CausalSets:
     """Search for the smallest set of neurons that makes a spike, and for backups that take over.
 
     If the spike returns in a later layer while a set is silent, the neurons that bring it back join the candidates. If
@@ -245,32 +243,23 @@ def causal_sets(context: SinkContext, neurons: Sequence[Neuron], heads: Heads = 
 
     Args:
         context: The model at the places of the spike.
-        neurons: Candidates of all stages.
         heads: The heads that attend to these places.
+        top_k: Number of candidates of the sink layer, and of the layer that builds most of any other part.
+
+    Returns:
+        Nothing if no MLP makes the spike.
     """
-    main, *others = context.scan.rises
-    found = _SpikeSearch.of(context, main, heads).sets(neurons)
-    sets = list(found.sets)
-    members = list(found.neurons)
-    for rise in others:
-        own = _SpikeSearch.of(context, rise, heads).sets(stage_neurons(context, rise.layer, CANDIDATES))
-        sets += [replace(each, layers=(rise.first, rise.last)) for each in own.sets]
-        members += [neuron for neuron in own.members if neuron.site not in sites_of(members)]
-    if others and found.sets:
-        sets[0] = replace(sets[0], layers=(main.first, main.last))
+    sets: list[CausalSet] = []
+    members: list[Neuron] = []
+    rises = context.scan.rises
+    for rise in rises:
+        neurons = verify_neurons(context, rise.layer, top_k)
+        found = _SpikeSearch.of(context, rise, heads).sets(neurons)
+        for each in found.sets:
+            sets.append(replace(each, layers=(rise.first, rise.last)) if len(rises) > 1 else each)
+        known = sites_of(members)
+        members += [neuron for neuron in (found.members if members else found.neurons) if neuron.site not in known]
     return CausalSets(tuple(sets), tuple(members))
-
-
-def sets_at(context: SinkContext, heads: Heads) -> CausalSets:
-    """The smallest sets of neurons that make the spike of some places; empty if no MLP makes one.
-
-    Args:
-        context: The model at these places.
-        heads: The heads that attend to them.
-    """
-    if context.scan.sink_layer is None:
-        return CausalSets()
-    return causal_sets(context, verify_neurons(context, CANDIDATES), heads)
 
 
 @dataclass(frozen=True)
@@ -297,10 +286,10 @@ class SinkNeurons:
         absence = SpikeAbsence.of(survey, context)
         if absence is not None:
             return cls(None, absence=absence)
-        verified = verify_neurons(context, CANDIDATES)
-        neurons = causal_sets(context, verified, survey.readers).members
+        found = causal_sets(context, survey.readers)
+        neurons = found.members
         if not neurons:
-            neurons = tuple(neuron for neuron in verified if neuron.causal)
+            neurons = tuple(neuron for neuron in found.neurons if neuron.causal)
         sites = sites_of(neurons)
         return cls(context.layer, neurons, random_sites(context.target, sites, sites, context.generator))
 
@@ -311,54 +300,3 @@ def sink_neurons(setup: Setup) -> SinkNeurons:
     if key not in setup.memory:
         setup.memory[key] = SinkNeurons.of(Survey.of(setup))
     return setup.memory[key]
-
-
-@torch.no_grad()
-def repetition_spike(
-    context: SinkContext,
-    words: list[int],
-    firsts: list[int],
-    repeats: list[int | None],
-    entering: Mapping[int, Entering],
-    sites: Sites,
-    limit: int,
-) -> RepetitionSpike | None:
-    """Whether the neurons that make a spike make that of a repeated token, too, or which others do.
-
-    Args:
-        context: The model at the places of the spike.
-        words: The repeated tokens.
-        firsts: The token before each.
-        repeats: When the norm of each reaches half of the spike's at the sink layer; None if it does not.
-        entering: What entered the first stage up to there, by the place of the token.
-        sites: The neurons that make the spike, all its parts.
-        limit: Repetitions of a token that never gets there.
-
-    Returns:
-        None if no repeated token's norm stands out.
-    """
-    places = [place for place, count in enumerate(repeats) if count != 1]  # others need no repetition
-    reached = [place for place in places if repeats[place] is not None][:1]
-    rows = [[firsts[place], *[words[place]] * (repeats[place] or limit)] for place in reached or places]
-    if not rows:
-        return None
-    ids = torch.tensor(rows)
-    last = torch.full((len(ids),), ids.shape[1] - 1)
-    layers = context.scan.spike_layers  # perhaps the repeated token's norm stands out behind the sink layer
-    begun = NOT_READ
-    if reached:
-        layers = [max(context.layer, *(site[0] for site in sites))]
-        begun = entering.get(reached[0], NOT_READ)
-    reading = {"upto": layers[-1], "without": context.scan.shared_dims, "entering": begun}
-    edited = effects(context.target, ids, [Edit(zero=sites)], at=last, **reading)
-    heights = edited.intact_norms[:, layers] / torch.tensor(context.scan.spike_norm)[layers]
-    if float(heights.max()) < NEEDED:
-        return None
-    row = int(heights.max(1).values.argmax())
-    layer = layers[int(heights[row].argmax())]
-    drop = float(1 - edited.norms[0, row, layer] / edited.intact_norms[row, layer])
-    token = context.target.tokenizer.decode([int(ids[row, -1])])
-    own = CausalSets()
-    if drop < NEEDED:
-        own = sets_at(context.elsewhere(ids[row : row + 1], last[:1], layers[-1]), [])
-    return RepetitionSpike(token, int(last[0]), drop, own.minimal, own.members)

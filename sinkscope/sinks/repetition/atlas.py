@@ -18,7 +18,8 @@ from sinkscope.display.tables import Table
 from sinkscope.measure import Setup
 from sinkscope.sinks.attack.clusters import find_clusters
 from sinkscope.sinks.chunks import Columns, hold_layers, in_chunks, token_texts
-from sinkscope.sinks.first_token.layer_scan import norms_after, repeats_until_half
+from sinkscope.sinks.first_token.layer_scan import norms_after
+from sinkscope.sinks.first_token.repetitions import repeats_until_half
 from sinkscope.sinks.first_token.sets import sink_neurons
 from sinkscope.sinks.repetition.sweep import NoReading, Reading
 from sinkscope.sinks.tokens import prefixes, repetition_limit, sample_tokens, vocabulary

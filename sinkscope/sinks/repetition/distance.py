@@ -227,8 +227,7 @@ def attention_outputs(target: Target, rows: TokenRows, layers: Sequence[int], ke
 def output_weights(target: Target, layer: int) -> Float[Tensor, "head d_head d_model"]:
     """W_O of every head of a layer, float32."""
     with target.loaded(layer):
-        width = target.n_heads * len(target.head_columns(layer, 0))
-        columns = input_columns(target, target.output_projection(layer), width).float()
+        columns = input_columns(target, target.output_projection(layer)).float()
         return rearrange(columns, "(head d_head) d_model -> head d_head d_model", head=target.n_heads)
 
 

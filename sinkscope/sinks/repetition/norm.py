@@ -20,8 +20,9 @@ from sinkscope.measure.evidence import Evidence
 from sinkscope.measure.margin import margin_of
 from sinkscope.sinks.first_token.absence import SpikeAbsence
 from sinkscope.sinks.first_token.context import Survey
-from sinkscope.sinks.first_token.layer_scan import norms_after, repeats_until_half, typical_quantiles
+from sinkscope.sinks.first_token.layer_scan import norms_after, typical_quantiles
 from sinkscope.sinks.first_token.members import sites_of
+from sinkscope.sinks.first_token.repetitions import repeats_until_half
 from sinkscope.sinks.first_token.sets import sink_neurons
 from sinkscope.sinks.removal.components import Sites
 from sinkscope.sinks.repetition.sweep import NoReading, Reading, Sweep, rounded
