@@ -172,6 +172,14 @@ def test_of_several_tokens_the_one_that_was_looked_at_is_named(family, tmp_path)
     assert set(step.chosen) == {neuron_name(*site) for (site,) in m.truth.makers}
 
 
+def test_each_neuron_that_several_tokens_need_is_found_in_the_few_texts_of_a_streamed_model(tmp_path):
+    m = places("three_delimiters", "llama", 1)
+    for part in (m.model, m.tokenizer):
+        part.save_pretrained(tmp_path / "m")
+    found = find_sinks(tmp_path / "m", max_repeats=8, text=options(m, tmp_path)["text"])
+    assert found.minimal is not None and set(found.minimal.edit_sites) == set().union(*m.truth.makers)
+
+
 @pytest.mark.parametrize("family", [slow("bloom"), slow("mpt")])
 def test_one_first_token_is_one_sink(family, tmp_path):
     found = traced(places("alibi_no_bos", family), tmp_path)
