@@ -8,7 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 from covering import covering, slow
-from organisms.places import FIRST, Group, Places, PlacesModel, untrue, views
+from organisms.places import (
+    FIRST,
+    Group,
+    Places,
+    PlacesModel,
+    attention_of,
+    mask_of,
+    read,
+    untrue,
+    views,
+    without,
+)
 from organisms.placing import PLACES
 from organisms.planted_places import places
 from organisms.readers import marking_lost
@@ -161,6 +172,14 @@ def test_of_several_tokens_the_one_that_was_looked_at_is_named(family, tmp_path)
     assert set(step.chosen) == {neuron_name(*site) for (site,) in m.truth.makers}
 
 
+def test_each_neuron_that_several_tokens_need_is_found_in_the_few_texts_of_a_streamed_model(tmp_path):
+    m = places("three_delimiters", "llama", 1)
+    for part in (m.model, m.tokenizer):
+        part.save_pretrained(tmp_path / "m")
+    found = find_sinks(tmp_path / "m", max_repeats=8, text=options(m, tmp_path)["text"])
+    assert found.minimal is not None and set(found.minimal.edit_sites) == set().union(*m.truth.makers)
+
+
 @pytest.mark.parametrize("family", [slow("bloom"), slow("mpt")])
 def test_one_first_token_is_one_sink(family, tmp_path):
     found = traced(places("alibi_no_bos", family), tmp_path)
@@ -191,6 +210,19 @@ def test_half_of_the_heads_are_not_the_heads(family, tmp_path):
     """The others attend to a delimiter, whose norm does not stand out."""
     said = found_in("secondary", family, tmp_path)
     assert "makes the spike of the first token; zeroing it removes" in said
+
+
+def test_the_attention_that_is_lost_is_that_in_texts_of_the_length_that_is_said(tmp_path):
+    m = places("all_specials", "neox")
+    said = str(find_sinks(m.model, max_repeats=8, **options(m, tmp_path)))
+    stated = re.search(r"lose ([\d.]+)% of that attention \(texts of (\d+) tokens\)", said)
+    assert stated is not None, said
+    (group,), ids = m.truth.groups, m.ids(length=int(stated[2]))
+    with without(m, ("spike",)):
+        left = attention_of(read(m.model, ids)[0], group.heads, mask_of((FIRST,), ids))
+    intact = attention_of(read(m.model, ids)[0], group.heads, mask_of((FIRST,), ids))
+    lost = np.mean([1 - after / before for after, before in zip(left, intact, strict=True)])
+    assert float(stated[1]) == pytest.approx(100 * lost, abs=1)
 
 
 def test_attention_says_where_the_spike_is_that_it_does_not_look_at(tmp_path):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sinkscope.sinks.first_token.places import Places, Rule, describe, sink_places, spike_places
+from sinkscope.sinks.first_token.places import Places, Rule, describe, sink_places, spike_places, texts_with
 
 TEXTS, LENGTH, VOCAB = 48, 40, 60
 BOS, COMMA = 1, 7
@@ -70,6 +70,14 @@ def test_of_several_special_tokens_the_one_that_is_a_sink_is_named():
     there = torch.zeros_like(ids, dtype=torch.bool)
     there[:, 1] = True
     assert said(ids, there) == "'t2' at position 1"
+
+
+def test_each_of_several_tokens_is_looked_at_though_one_never_comes_first():
+    ids = torch.randint(10, 90, (4, 64))
+    ids[:, [5, 9]] = torch.tensor([3, 7])
+    rule = Rule("both", tokens=(3, 7))
+    rows, at = texts_with(rule, Places(ids, rule.means(ids)), ids)
+    assert Counter(rows[range(len(at)), at].tolist()) == {3: 2, 7: 2}
 
 
 def test_the_first_token_of_some_texts_is_told_by_its_kind():

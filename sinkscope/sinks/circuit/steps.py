@@ -12,7 +12,7 @@ from sinkscope.display.style import long_table
 from sinkscope.display.tables import Table
 from sinkscope.measure.evidence import NEEDED, Evidence, percent_pair
 
-NAMED, WORDS_OF_NAMES = 3, 7  # components that a sentence names at most, and the words that they may take
+NAMED, WORDS_OF_NAMES = 3, 10  # components that a sentence names at most, and the words that they may take
 MARK, NEURONS, REPETITION = "mark", "neurons", "repetition"
 SPIKE = "spike"
 

@@ -188,16 +188,22 @@ def _first_occurrences(ids: TokenRows) -> Bool[Tensor, "text pos"]:
 def texts_with(rule: Rule, places: Places, ids: Int[Tensor, "text pos"]) -> tuple[TokenRows, Int[Tensor, " row"]]:
     """Some texts with a place that words mean, and the place in each; those in which it comes first.
 
+    Different neurons may make the spikes of several tokens, so these take turns, and a text may stand there twice.
+
     Args:
         rule: The words.
         places: The places.
         ids: The texts, whole.
     """
     there = places.of(rule).there
-    rows = there.any(1).nonzero().flatten()
-    at = there[rows].int().argmax(1)
-    order = at.argsort(stable=True)
-    rows, at = rows[order], at[order]
+    kinds = [there]
+    if rule.position is None and len(rule.tokens) > 1:
+        kinds = [there & (places.ids == token) for token in rule.tokens]
+    cases: list[tuple[int, int, int]] = []
+    for each in kinds:
+        own = sorted((int(each[row].int().argmax()), row) for row in each.any(1).nonzero().flatten().tolist())
+        cases += [(turn, at, row) for turn, (at, row) in enumerate(own)]
+    _, at, rows = torch.tensor(sorted(cases)).T
     number = PLACE_TEXTS
     if len(ids[rows, at].unique()) >= LEAST_CASES:
         number = min(4 * PLACE_TEXTS, max(PLACE_TEXTS, KEPT_POSITIONS // ids.shape[1]))

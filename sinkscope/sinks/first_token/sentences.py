@@ -294,7 +294,7 @@ def causal_set(each: CausalSet, spike: NormSpike | None) -> list[str]:
         sentences.append(f"Zeroing {word_list(each.equals)} {alone} the spike as well.")
     if each.drop_attention is not None and each.heads_lost is not None and spike is not None:
         place = spike.place.rules[0].words
-        texts = f"texts of at least {ATTENTION_LENGTH} tokens"
+        texts = f"texts of {'' if spike.place.is_first else 'at least '}{ATTENTION_LENGTH} tokens"
         sentences.append(
             f"Without {each.names}, the heads of later layers that attend to {place} lose {each.drop_attention:.1%} of "
             f"that attention ({texts}); {each.heads_lost:.0%} of these heads lose at least half."
