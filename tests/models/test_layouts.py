@@ -38,6 +38,17 @@ def test_what_all_neurons_write_is_what_the_mlp_gives(model_type):
     assert_close(contributions(target, view)[0], view.post.abs() * every.norm(dim=-1))
 
 
+@torch.no_grad()
+def test_neurons_are_ranked_by_what_passes_the_norm_behind_them():
+    model, _ = tiny_model("gemma2")
+    gain = torch.linspace(-0.5, 3.0, model.config.hidden_size)
+    model.model.layers[1].post_feedforward_layernorm.weight.copy_(gain)
+    target = target_of(model)
+    view = view_layer(target, 1, IDS, torch.ones_like(IDS, dtype=torch.bool))
+    passed = model.model.layers[1].mlp.down_proj.weight.T * (1 + gain)  # Gemma stores the gain minus 1
+    assert_close(contributions(target, view)[1], view.post.abs() * passed.norm(dim=-1))
+
+
 def test_a_neuron_that_the_shared_expert_lacks_is_refused():
     model, _ = tiny_model("qwen2_moe")
     for site, wanted in (((1, 48), "0 to 47"), ((1, 0, 40), "0 to 31"), ((1, 4, 0), "0 to 3")):

@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sinkscope.sinks.first_token.places import Places, Rule, describe, sink_places, spike_places, texts_with
+from sinkscope.sinks.first_token.places import (
+    Description,
+    Places,
+    Rule,
+    describe,
+    sink_places,
+    spike_places,
+    texts_with,
+)
 
 TEXTS, LENGTH, VOCAB = 48, 40, 60
 BOS, COMMA = 1, 7
@@ -99,6 +107,10 @@ def test_scattered_places_have_no_words():
     counts = Counter(ids[there].tolist())
     shares = [count / int(there.sum()) for _, count in counts.most_common(3)]
     assert scattered.count == int(there.sum()) and [each.share for each in scattered.tokens] == shares
+    left = there.clone()
+    left[:, 3] = False
+    third = Description((Rule("position 3", position=3),), 1.0, 1.0, 1.0)
+    assert Places(ids, there).scattered(third, decode) == Places(ids, left).scattered(None, decode) != scattered
 
 
 def test_what_the_words_leave_out_is_in_the_coverage():
