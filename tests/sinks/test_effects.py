@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 from covering import every_nth
 from organisms import organism
-from raw_kit import attention, norms, zeroed
+from raw_kit import attention, blocks, norms, zeroed
 from torch.testing import assert_close
 
 from sinkscope.opening.live import target_of
@@ -16,6 +18,7 @@ from sinkscope.opening.stream import open_stream
 from sinkscope.sinks.first_token.layer_scan import scan_layers
 from sinkscope.sinks.removal.components import Component, Edit, has_key_bias
 from sinkscope.sinks.removal.effects import Effects, effects
+from sinkscope.sinks.removal.position_effect import PositionEffect
 from sinkscope.sinks.removal.rows import Rows, Trial
 
 
@@ -128,3 +131,70 @@ def test_rows_that_part_at_a_layer_give_what_whole_passes_and_zeroed_neurons_giv
         assert_close(parts.intact_norms[..., ran], whole.intact_norms[..., ran], rtol=1e-5, atol=1e-5)
         assert_close(parts.attention[..., behind:, :], whole.attention[numbers][..., behind:, :], rtol=1e-5, atol=1e-6)
     assert all("forward" not in layer.__dict__ for layer in target.layers), "skipping left something behind"
+
+
+@contextmanager
+def swapped(model, ids: torch.Tensor, component: Component, at: int, source: int) -> Iterator[None]:
+    """A component of a llama writes at one position what it writes at another of the same intact texts."""
+    block = blocks(model)[component.layer]
+    module = {"mlp": block.mlp, "attention": block.self_attn, "head": block.self_attn.o_proj}[component.kind]
+    kept = []
+
+    def columns(values: torch.Tensor) -> torch.Tensor:
+        return (
+            values.unflatten(-1, (-1, model.config.head_dim))[..., component.head, :]
+            if component.kind == "head"
+            else values
+        )
+
+    def before(_module, given):
+        return (edited(given[0]), *given[1:])
+
+    def after(_module, _given, output):
+        if isinstance(output, tuple):
+            return (edited(output[0]), *output[1:])
+        return edited(output)
+
+    def edited(values: torch.Tensor) -> torch.Tensor:
+        values = values.clone()
+        if not kept:
+            kept.append(columns(values)[:, source].clone())
+        else:
+            columns(values)[:, at] = kept[0]
+        return values
+
+    handle = (
+        module.register_forward_pre_hook(before) if component.kind == "head" else module.register_forward_hook(after)
+    )
+    with torch.no_grad():
+        model(ids)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize(("at", "other"), [(0, 5), (6, 2)])
+def test_effects_of_components_in_both_directions_are_those_of_plain_hooks(at, other):
+    """One after another, as `circuit` asks: the intact texts are run once for norms and once for attention."""
+    o = organism("llama", 7)
+    target, ids = target_of(o.model, o.tokenizer), o.natural(2, 12)
+    last = target.n_layers - 1
+    heads = [(layer, head) for layer in (1, last) for head in (0, 1)]
+    norm, received = PositionEffect(target, ids, at, other, last), PositionEffect(target, ids, at, other, heads=heads)
+    for layer in range(target.n_layers):
+        components = [Component("head", layer, 1), Component("mlp", layer), Component("attention", layer)]
+        for reverse, (here, source) in enumerate([(at, other), (other, at)]):
+            edits = [Edit(swap=(component,)) for component in components]
+            of_norm, of_heads = norm.values(edits, bool(reverse))[1:, 0], received.values(edits, bool(reverse))[1:]
+            for number, component in enumerate(components):
+                with swapped(o.model, ids, component, here, source):
+                    assert_close(of_norm[number], norms(o.model, ids)[last, :, here].mean(), rtol=1e-4, atol=1e-4)
+                    rows = attention(o.model, ids)[..., here + 1 :, here].mean(-1)  # [layer, text, head]
+                expected = torch.stack([rows[of, :, head].mean() for of, head in heads])
+                assert_close(of_heads[number], expected, rtol=1e-4, atol=1e-5)
+    assert_close(norm.typical[0], norms(o.model, ids)[last, :, other].mean(), rtol=1e-4, atol=1e-4)
+    assert_close(received.typical, received.values([], reverse=True)[0])
+    mixed = [Edit(swap=(Component("mlp", layer),)) for layer in (2, 0, 1)]  # in another order than they run
+    alone = [norm.values([edit])[1] for edit in mixed]
+    assert_close(norm.values(mixed)[1:], torch.stack(alone), rtol=1e-4, atol=1e-4)
