@@ -151,6 +151,9 @@ def test_a_word_of_the_paper_that_had_to_be_replaced_is_named():
     assert tuple(replaced) == ("cat", "dog", "the", "bla") and f"{replaced['bla']!r} for 'bla'" in str(result)
     asked = repeat(model, tokenizer=tokenizer, read="distance", max_repeats=4, tokens=["q"])
     assert asked.reading.sweep.replaced == () and "were replaced" not in str(asked)
+    tokenizer.unk_token = "x"  # as if this byte stood for words that the tokenizer does not know
+    lacking = repeat(model, tokenizer=tokenizer, read="distance", max_repeats=4, tokens=["q"], prefix="ax")
+    assert lacking.reading.sweep.replaced == (("ax", "ax"),) and "were replaced: 'ax' for 'ax'." in str(lacking)
 
 
 @pytest.mark.parametrize("first", [True, slow(False)])

@@ -118,7 +118,7 @@ class Circuit(SinkCircuit, Result):
     """
 
     percent = ("necessity", "necessity_control", "sufficiency")
-    columns = ("step", "source", "target", "necessity", "necessity_control")
+    columns = ("sink", "step", "source", "necessity", "necessity_control", "target")
     glossary: ClassVar = {
         "sink": "the position that the edge belongs to",
         "step": "what the edge belongs to",

@@ -46,7 +46,8 @@ class Sweep:
         before: The tokens before the first repetition.
         max_repeats: Number of repetitions in every sequence.
         counts: The numbers of repetitions at which curves are given.
-        replaced: Words of the paper's figure that are not one token of their own here, each with the word instead.
+        replaced: Words of the paper's figure that are not one token of their own here, each with the word instead; and
+            a prefix with words that are unknown here, with what it became.
     """
 
     tokens: tuple[str, ...]
@@ -76,7 +77,7 @@ class Sweep:
         if not self.replaced:
             return []
         words = word_list([f"{taken!r} for {wanted!r}" for wanted, taken in self.replaced])
-        return [f"Words of the paper that are not one token of this tokenizer were replaced: {words}."]
+        return [f"Words that are not one token of this tokenizer, or unknown to it, were replaced: {words}."]
 
     def curves(self, values: Float[np.ndarray, "panel token n"], panels: Sequence[str], label: str) -> Any:
         """A line per token over the number of repetitions, one panel for each name; both axes logarithmic."""
@@ -166,6 +167,9 @@ def sweep_rows(
         rows.append([*before, *(repeated * count)[:count]])
         labels.append(" ".join(string.strip() or repr(string) for string in token_texts(setup.target, repeated)))
     before_words = token_texts(setup.target, before)
+    unknown = getattr(setup.tokenizer, "unk_token_id", None)
+    if prefix is not None and unknown in (known := encode(setup, prefix)):
+        replaced.append((prefix, setup.tokenizer.decode(known)))
     sweep = Sweep(tuple(labels), tuple(cycles), before_words, count, curve_counts(count), tuple(replaced))
     return sweep, torch.tensor(rows)
 
