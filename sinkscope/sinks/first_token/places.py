@@ -350,12 +350,16 @@ def _of_a_kind(places: Places, decode: Decode) -> list[Rule]:
 
 
 def _tokens_behind(places: Places) -> list[int]:
-    """Tokens that stand at places behind the first position, and not always at the same one; the most common first."""
+    """Tokens that stand at places behind the first position, and not always at the same one; the most common first.
+
+    Those that are at least half as common as the first keep the order of their ids: other texts give the same words.
+    """
     there = places.there.clone()
     there[:, 0] = False
     seen, counts = places.ids[there].unique(return_counts=True)
+    half = (1 + max(counts.tolist(), default=0)) // 2
     tokens = []
-    for token in seen[counts.argsort(descending=True, stable=True)].tolist():
+    for token in seen[counts.clamp(max=half).argsort(descending=True, stable=True)].tolist():
         if int((places.ids[:, 1:] == token).any(0).sum()) > 1:
             tokens.append(token)
     return tokens
