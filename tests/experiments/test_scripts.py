@@ -91,6 +91,11 @@ def half_of_the_honest(text: str) -> bool:
 
 
 CASES = {
+    "bench_circuit": Case(
+        "--only sharp --rounds 1 --out {out}/x.json",
+        lambda made: (made["result"]["kinds"][0]["kind"], made["result"]["refused"]) == ("sharp", []),
+        "x.json",
+    ),
     "bench_figures": Case(
         "tiny --work {out}/w --out {out}",
         lambda made: (

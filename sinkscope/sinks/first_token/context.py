@@ -74,7 +74,7 @@ class SinkContext:
         return int(self.at.max()) + 1
 
     def trial(
-        self, edits: Sequence[Edit], length: int | None = None, texts: int | None = None, **reading: Any
+        self, edits: Sequence[Edit], length: int | None = None, texts: slice = slice(None), **reading: Any
     ) -> Trial:
         """Edits whose effects are read at the places, in some of the texts up to a length, or to the last place.
 
@@ -84,13 +84,13 @@ class SinkContext:
             length = self.up_to_place
             begins = self.ids[:, :length]
             if bool((begins == begins[0]).all() & (self.at == self.at[0]).all()):
-                texts = 1
+                texts = slice(1)
         return Trial(
-            self.ids[:texts, :length],
+            self.ids[texts, :length],
             edits,
-            at=self.at[:texts],
+            at=self.at[texts],
             without=self.scan.shared_dims,
-            entering=self.entering.part(slice(texts), length),
+            entering=self.entering.part(texts, length),
             **reading,
         )
 

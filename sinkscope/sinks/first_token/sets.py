@@ -32,7 +32,7 @@ CANDIDATES = 8  # default number of candidates of the sink layer
 MORE_CANDIDATES = 64  # candidates of the sink layer if the first few do not suffice
 BACKUP_ROUNDS = 4  # rounds of searching for backups before the search ends
 BACKUP_CANDIDATES = 4  # candidates of each layer that brings the spike back
-ATTENTION_TEXTS = 4  # texts in which attention is compared
+FIRST_TEXT, OTHER_TEXTS = slice(1), slice(1, 4)  # texts in which attention is compared; random sets in the first
 NEARLY_ALL = 0.9  # share of the texts in which the spike has to be gone
 Site = tuple[int, ...]
 
@@ -86,8 +86,8 @@ class _SpikeSearch:
         new = [sites for sites in dict.fromkeys(sets) if sites not in self.asked]
         return self.context.trial(silencing(new), upto=self.rise.last)
 
-    def attention_trial(self, sets: Sequence[Sites], texts: int) -> Trial:
-        """Silences each set; the attention to the place is read, in the first texts."""
+    def attention_trial(self, sets: Sequence[Sites], texts: slice = FIRST_TEXT) -> Trial:
+        """Silences each set; the attention to the place is read, in some texts."""
         length = max(ATTENTION_LENGTH, self.context.up_to_place + ATTENTION_LENGTH // 2)
         layers = [layer for layer, _ in self.heads]
         reading = {"upto": max(layers), "attention": True, "behind": min(layers)}
@@ -144,7 +144,7 @@ class _SpikeSearch:
         """The set and those of the other candidates that attention needs as well."""
 
         def remove(sets: list[Sites]) -> list[Removal]:
-            (edited,) = side_by_side(self.context.target, [self.attention_trial([chosen + some for some in sets], 1)])
+            (edited,) = side_by_side(self.context.target, [self.attention_trial([chosen + some for some in sets])])
             return [Removal(lost >= NEEDED, lost) for lost in heads_lost(edited.attention_drops(self.heads))]
 
         return chosen + without_unneeded(others, remove)
@@ -160,8 +160,9 @@ class _SpikeSearch:
         sets = [chosen, *random_sets(self.context.target, chosen, excluded, self.context.generator)]
         trials = [self.norm_trial(sets)]
         if self.heads:
-            trials.append(self.attention_trial([*sets, chosen + others], 1))
-            trials.append(self.attention_trial([chosen], ATTENTION_TEXTS))
+            trials.append(self.attention_trial([*sets, chosen + others]))
+            if len(self.context.ids) > 1:
+                trials.append(self.attention_trial([chosen], OTHER_TEXTS))
         read = self.answer(*trials)
         lost = 1 - self.norms(sets) / self.asked[()]
         drops = lost.mean(1)[:, [self.rise.layer, self.rise.last]]
@@ -174,8 +175,8 @@ class _SpikeSearch:
             if of_heads[0] < NEEDED <= of_heads[-1]:
                 return self.compared(self.grown(chosen, others), excluded)
             layer, head = torch.tensor(self.heads).T
-            left = read[2].attention[0][:, layer, head] / read[2].intact_attention[:, layer, head]
-            in_texts = reduce(1 - left, "text pair -> text", "mean").numpy()
+            left = [each.attention[0][:, layer, head] / each.intact_attention[:, layer, head] for each in read[1:]]
+            in_texts = reduce(1 - torch.cat(left), "text pair -> text", "mean").numpy()
             found = replace(
                 found,
                 drop_attention=float(in_texts.mean()),
