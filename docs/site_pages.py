@@ -16,8 +16,8 @@ from plotly.offline import get_plotlyjs
 
 from sinkscope.app.command_run import EXPLAIN_HELP, FORCE_HELP, RESULT_OPTIONS
 from sinkscope.app.commands import Command, commands
-from sinkscope.display.options import Parameter, introduction, parameters_of
 from sinkscope.measure import EDIT_PARAMETERS, SETUP_PARAMETERS, Measurement, Output
+from sinkscope.results.options import Parameter, introduction, parameters_of
 
 PLOTLY = "plotly.min.js"
 FIGURE = "application/vnd.plotly.v1+json"

@@ -27,9 +27,9 @@ from sinkscope.bench.methods import order_of
 from sinkscope.bench.record import BenchRun, read_run
 from sinkscope.bench.run import bench
 from sinkscope.bench.table import PERCENT, tabulate_records
-from sinkscope.display.console import ProgressBar
-from sinkscope.display.style import COLOURS, figure_of
 from sinkscope.measure.rate import wilson
+from sinkscope.results.console import ProgressBar
+from sinkscope.results.style import COLOURS, figure_of
 
 NEEDLE = (
     "full,streaming,h2o,snapkv,adakv,tova,a-shape,minference,loopserve,loopserve:paper,loopserve-d,loopserve-d:first=0"

@@ -94,7 +94,7 @@ def sinkscope_arm(folder: str, all_layers: bool = False) -> Row:
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: F401 - imports are not timed
 
     from sinkscope.opening.open import open_target
-    from sinkscope.sinks.first_token.find import find_sinks
+    from sinkscope.sinks.find.find import find_sinks
 
     read: set[str] = set()
 

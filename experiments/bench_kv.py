@@ -106,7 +106,7 @@ def overhead(rounds: int) -> dict[str, Any]:
 
     import sinkscope as ss
     from sinkscope.kv import H2O, TOVA, Full, SnapKV, StreamingLLM
-    from sinkscope.kv.loopguard import LoopGuard
+    from sinkscope.loops.guard import LoopGuard
 
     logging.set_verbosity_error()
     events = []
@@ -157,7 +157,7 @@ def overhead(rounds: int) -> dict[str, Any]:
 
 def monitor(rounds: int) -> dict[str, Any]:
     import sinkscope as ss
-    from sinkscope.loops.monitor import Monitor
+    from sinkscope.loops.text.monitor import Monitor
     from sinkscope.models.text import typical_text
 
     model: Any = ss.load(None, backend="hf")

@@ -34,8 +34,8 @@ from torch import Tensor
 from experiments.record import Row, record
 from experiments.script import run as run_script
 from experiments.timing import memory_growth, seconds_of
-from sinkscope.attention.lines import ETAS, weighed
 from sinkscope.files.output import write_atomic
+from sinkscope.lines.lines import ETAS, weighed
 from sinkscope.lines.sums import Scores, line_sums, scores_of
 from sinkscope.lines.votes import top_lines
 from sinkscope.models.target import Target

@@ -41,9 +41,9 @@ from experiments.record import Row, record, value_of_each
 from experiments.script import run
 from experiments.timing import seconds_of
 from sinkscope.files.output import write_atomic
-from sinkscope.kv.loopserve import LoopServe, serve, sparse_prompts
 from sinkscope.lines import choice, sparse
 from sinkscope.lines.head_lines import HeadLines
+from sinkscope.lines.serve import LoopServe, serve, sparse_prompts
 
 D_HEAD, REPEATED = 64, 8192  # the last length with several rounds
 DENSITIES = (0.02, 0.05, 0.1, 0.2, 0.5)
@@ -276,7 +276,7 @@ def figure(data: Row) -> Any:
     result = data["result"]
     from plotly.subplots import make_subplots
 
-    from sinkscope.display.style import BLUE, GREEN, GREY, ORANGE, RED, figure_of
+    from sinkscope.results.style import BLUE, GREEN, GREY, ORANGE, RED, figure_of
 
     titles = ("single columns", "single offsets", "whole prompt, 2 layers", "stages at alpha 0.995, share of the pass")
     fig = make_subplots(1, 4, subplot_titles=titles, horizontal_spacing=0.06)

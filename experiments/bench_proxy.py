@@ -28,9 +28,9 @@ from starlette.routing import Route
 from experiments.record import Row, record
 from experiments.script import run as run_script
 from sinkscope.files.output import write_atomic
-from sinkscope.loops.monitor import MonitorSettings
+from sinkscope.loops.servers.proxy import StreamWatch
+from sinkscope.loops.text.monitor import MonitorSettings
 from sinkscope.models.text import typical_text
-from sinkscope.serving.proxy import StreamWatch
 
 
 def stream_events(count: int) -> list[bytes]:

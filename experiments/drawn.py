@@ -9,9 +9,9 @@ from typing import Any
 
 from experiments.record import Row
 from sinkscope.app.pages import ENVELOPE, Section, document, plot, save_document, section, write_png
-from sinkscope.display.console import note
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import write_atomic
+from sinkscope.results.console import note
 
 
 def save(name: str, text: str, figure: Callable[[Row], Any], folder: Path) -> None:

@@ -15,9 +15,9 @@ from typing import Any
 from experiments.record import Row
 from experiments.script import run as run_script
 from sinkscope.app.pages import write_png
-from sinkscope.display.result import Result
 from sinkscope.files.envelope import known_kinds
 from sinkscope.files.output import read_json, write_atomic
+from sinkscope.results.result import Result
 
 FIGURES = Path(__file__).parents[1] / "figures"
 DOCS = FIGURES.with_name("docs")

@@ -22,7 +22,7 @@ import sinkscope as ss
 from experiments.drawn import save
 from experiments.record import Row, record
 from experiments.script import run
-from sinkscope.display.style import figure_of
+from sinkscope.results.style import figure_of
 from tests.organisms import organism
 from tests.organisms.planted_places import places
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Literal, get_args, get_origin
 
 from experiments.record import Row
-from sinkscope.display.options import Parameter, parameters_of
 from sinkscope.errors import SinkscopeError
+from sinkscope.results.options import Parameter, parameters_of
 
 
 def run(main: Callable[..., None], argv: Sequence[str] | None = None) -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.beside import TOKENIZER_FILES
+from sinkscope.models.checkpoints.beside import TOKENIZER_FILES
+from sinkscope.models.checkpoints.hub import hub_folder
+from sinkscope.models.checkpoints.locate import locate
 from sinkscope.models.config import read_tokenizer
-from sinkscope.models.hub import hub_folder
-from sinkscope.models.locate import locate
 
 
 def open_tokenizer(model: str | os.PathLike[str] | None = None) -> Any:

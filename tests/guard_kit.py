@@ -9,7 +9,7 @@ from organisms import tiny_model
 from torch import Tensor
 from transformers import DynamicCache
 
-from sinkscope.interventions import Event
+from sinkscope.hooks.edit import Event
 from sinkscope.opening.live import target_of
 
 KINDS = {"hf": lambda model, _tokenizer: model, "bridge": bridge_of, "nnsight": nnsight_of}

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AttentionInterface, DynamicCache
 
 from sinkscope.conformance.masked import attending, positions_of, window_of
-from sinkscope.interventions.base import Intervention
+from sinkscope.hooks.edit.base import Intervention
 from sinkscope.kv.adopt import own_layers
 from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.opening.live import target_of

@@ -15,8 +15,8 @@ from sample_results import NEURONS, sample_find_sinks
 
 import sinkscope as ss
 from sinkscope import loops
-from sinkscope.display.result import Result
 from sinkscope.files.provenance import ModelInfo
+from sinkscope.results.result import Result
 from sinkscope.sinks.repetition.atlas import AtlasReading
 from sinkscope.sinks.repetition.repeat import Repeat
 

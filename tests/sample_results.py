@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sinkscope.files.provenance import ModelInfo, Provenance
-from sinkscope.sinks.first_token.find import FindSinks
-from sinkscope.sinks.first_token.members import CausalSet, Member, Neuron
-from sinkscope.sinks.first_token.places import Description, Rule
-from sinkscope.sinks.first_token.records import (
+from sinkscope.sinks.find.find import FindSinks
+from sinkscope.sinks.find.members import CausalSet, Member, Neuron
+from sinkscope.sinks.find.places import Description, Rule
+from sinkscope.sinks.find.records import (
     AttentionSink,
     LayerAttention,
     NormSpike,

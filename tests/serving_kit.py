@@ -126,7 +126,7 @@ HOMES = {
 
 def install(monkeypatch: pytest.MonkeyPatch, homes: dict[str, dict[str, Any]]):
     """Make modules importable that hold these names, and forget processors made for others."""
-    from sinkscope import serving
+    from sinkscope.loops import servers as serving
 
     for name in ("VllmLoopProcessor", "SglangLoopProcessor"):
         monkeypatch.delitem(vars(serving), name, raising=False)

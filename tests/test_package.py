@@ -25,21 +25,17 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 ORDER = (
     "errors",
     "files",
-    "display",
+    "results",
     "models",
     "tap",
-    "inference",
     "opening",
-    "trace",
-    "interventions",
-    "lines",
-    "loops",
+    "hooks",
     "kv",
-    "conformance",
-    "serving",
     "measure",
     "sinks",
-    "attention",
+    "lines",
+    "loops",
+    "conformance",
     "bench",
     "app",
     "__main__",
@@ -80,7 +76,7 @@ def test_names_of_the_last_release_still_work_and_say_the_new_one():
 
 def test_functions_named_like_their_modules_stay_callable():
     """Whichever module is imported first: each order in a fork of this process, which forgets the package."""
-    for first in ("sinkscope", "sinkscope.opening.load", "sinkscope.trace.run"):
+    for first in ("sinkscope", "sinkscope.opening.load", "sinkscope.hooks.trace.run"):
         child = os.fork()
         if child == 0:
             code = 1
@@ -96,12 +92,14 @@ def _check_names(first: str):
     for name in [name for name in sys.modules if name.partition(".")[0] == "sinkscope"]:
         del sys.modules[name]
     ss = importlib.import_module("sinkscope")
-    assert "sinkscope.opening.load" not in sys.modules and "sinkscope.trace.run" not in sys.modules
+    assert "sinkscope.opening.load" not in sys.modules and "sinkscope.hooks.trace.run" not in sys.modules
     importlib.import_module(first)
-    assert len(ss.models()) >= 40 and ss.models() == importlib.import_module("sinkscope.models.names").models()
+    assert (
+        len(ss.models()) >= 40 and ss.models() == importlib.import_module("sinkscope.models.checkpoints.names").models()
+    )
     assert "sites" in inspect.signature(ss.trace).parameters
-    importlib.import_module("sinkscope.serving.generate")
-    importlib.import_module("sinkscope.trace.run")
+    importlib.import_module("sinkscope.loops.generate")
+    importlib.import_module("sinkscope.hooks.trace.run")
     assert "prompts" in inspect.signature(ss.generate).parameters
     importlib.import_module("sinkscope.lines.choice")
     assert callable(ss.load) and callable(ss.trace) and "etas" in inspect.signature(ss.lines).parameters

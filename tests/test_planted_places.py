@@ -24,10 +24,10 @@ from organisms.placing import PLACES
 from organisms.planted_places import places
 from organisms.readers import marking_lost
 
-from sinkscope.display.notation import neuron_name
+from sinkscope.results.notation import neuron_name
 from sinkscope.sinks.circuit.circuit import Circuit, circuit
 from sinkscope.sinks.circuit.steps import MARK, NEURONS
-from sinkscope.sinks.first_token.find import find_sinks
+from sinkscope.sinks.find.find import find_sinks
 from sinkscope.sinks.marking_heads import heads
 from sinkscope.sinks.repetition.repeat import repeat
 

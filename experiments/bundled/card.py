@@ -15,8 +15,8 @@ import torch
 from experiments.bundled import entry, facts
 from experiments.record import Row, value_of_each
 from experiments.script import run as run_script
-from sinkscope.display.notation import head_name, neuron_name
 from sinkscope.errors import SinkscopeError
+from sinkscope.results.notation import head_name, neuron_name
 
 SHIPPED = (
     "config.json",

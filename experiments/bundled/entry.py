@@ -19,10 +19,10 @@ from experiments.record import Row
 from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.tasks.loops import Loops
-from sinkscope.loops.signals import tail_period
+from sinkscope.hooks.trace import attention_rows
+from sinkscope.loops.text.signals import tail_period
 from sinkscope.measure.rate import mean_known
 from sinkscope.opening.live import target_of
-from sinkscope.trace import attention_rows
 
 PERIODS, COPIES = (4, 16, 48), (1, 2, 4, 8, 16)
 OPENINGS, OPENING, STORY = 100, 12, 1000

@@ -21,7 +21,7 @@ from experiments.drawn import save
 from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.conformance.kit import TOLERANCE, Kit, all_checks
-from sinkscope.display.style import BLUE, GREY, RED, figure_of
+from sinkscope.results.style import BLUE, GREY, RED, figure_of
 
 VALUES = {"does not apply": 0, "passes": 1, "fails": 2}
 

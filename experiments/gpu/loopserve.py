@@ -41,15 +41,15 @@ from experiments.loopserve.latency import arms, text, turn
 from experiments.record import Row
 from experiments.script import run
 from experiments.timing import clock, faster, pairs_of
-from sinkscope.display.console import note
-from sinkscope.interventions.base import Intervention, Run
-from sinkscope.kv.loopserve import LoopServe
+from sinkscope.hooks.edit.base import Intervention, Run
 from sinkscope.kv.session import Session
 from sinkscope.lines import Sparsity, select_lines, sparse_attention
 from sinkscope.lines.attention import recovered
 from sinkscope.lines.head_lines import HeadLines
+from sinkscope.lines.serve import LoopServe
 from sinkscope.models.target import Target
 from sinkscope.models.text import typical_text
+from sinkscope.results.console import note
 from sinkscope.tap.call import Attention
 
 DENSITIES = (0, 0.02, 0.05, 0.1, 0.2, 0.5)

@@ -24,10 +24,10 @@ from experiments.loopserve.latency import text, turn
 from experiments.record import Row
 from experiments.script import run
 from experiments.timing import clock, ratio
-from sinkscope.interventions.base import Intervention
+from sinkscope.hooks.edit.base import Intervention
 from sinkscope.kv import H2O, Full, SnapKV
-from sinkscope.kv.loopguard import LoopGuard
-from sinkscope.kv.loopserve import LoopServe
+from sinkscope.lines.serve import LoopServe
+from sinkscope.loops.guard import LoopGuard
 from sinkscope.models.target import Target
 
 

@@ -17,11 +17,11 @@ from experiments import make_shape
 from experiments.loopserve.latency import shape_of
 from experiments.record import Row, record
 from experiments.timing import clock
-from sinkscope.display.console import note
 from sinkscope.files.output import write_atomic
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
+from sinkscope.results.console import note
 
 
 class Steps:

@@ -23,17 +23,17 @@ from experiments.gpu.steps import Steps, kept, loaded
 from experiments.record import Row
 from experiments.script import run
 from experiments.timing import clock
-from sinkscope.attention.barcode import barcode
-from sinkscope.display.notation import read_neuron
-from sinkscope.interventions.base import Intervention
-from sinkscope.interventions.sink_patch import SinkPatch
+from sinkscope.hooks.edit.base import Intervention
+from sinkscope.hooks.edit.sink_patch import SinkPatch
+from sinkscope.hooks.trace.run import trace
 from sinkscope.kv import Full, StreamingLLM, policies
-from sinkscope.kv.loopguard import LoopGuard
-from sinkscope.kv.loopserve import LoopServe
+from sinkscope.lines.serve import LoopServe
+from sinkscope.loops.barcode import barcode
+from sinkscope.loops.guard import LoopGuard
 from sinkscope.models.target import Target
+from sinkscope.results.notation import read_neuron
 from sinkscope.sinks.circuit.circuit import NEURONS, circuit
-from sinkscope.sinks.first_token.find import find_sinks
-from sinkscope.trace.run import trace
+from sinkscope.sinks.find.find import find_sinks
 
 TOLERANCE = {"bfloat16": 0.02, "float16": 0.005, "float32": 1e-4}
 

@@ -22,11 +22,11 @@ from experiments.drawn import powers, save
 from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.bench.record import BenchRecord, read_run
-from sinkscope.display.style import BLUE, GREEN, GREY, ORANGE, RED, figure_of
 from sinkscope.errors import SinkscopeError
-from sinkscope.loops.signals import THETA_TTR, WINDOW
+from sinkscope.loops.text.signals import THETA_TTR, WINDOW
 from sinkscope.models.text import typical_text
 from sinkscope.opening.load import load
+from sinkscope.results.style import BLUE, GREEN, GREY, ORANGE, RED, figure_of
 
 WINDOWS = (WINDOW, 64)
 CURVES, FIRST, SHOWN = 8, 16, 1000  # (a): runs, first and last step that are drawn

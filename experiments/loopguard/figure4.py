@@ -24,11 +24,11 @@ from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.bench.record import BenchRecord, read_run
 from sinkscope.bench.tasks.loops import EARLY
-from sinkscope.display.style import BLUE, GREEN, GREY, ORANGE, RED, figure_of
 from sinkscope.errors import SinkscopeError
 from sinkscope.loops import Monitor, MonitorSettings
 from sinkscope.models.text import typical_text
 from sinkscope.opening.load import load
+from sinkscope.results.style import BLUE, GREEN, GREY, ORANGE, RED, figure_of
 
 PAPER: Row = {"counts": (3, 5), "mode": 5, "positions": (800, 1300), "early_below": 400}  # section 6.4
 BIN = 100

@@ -18,7 +18,7 @@ import torch
 from experiments.script import run
 from sinkscope.bench.tasks.loops import first_alarm
 from sinkscope.files.records import read_records
-from sinkscope.loops.signals import MAX_NEW
+from sinkscope.loops.text.signals import MAX_NEW
 from sinkscope.opening.load import load
 
 FILE = Path(__file__).parents[1] / "loopbench/honest.jsonl"

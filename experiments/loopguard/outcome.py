@@ -24,8 +24,8 @@ from experiments.drawn import put_table, save
 from experiments.loopguard.openings import CHOOSING, FORMS, openings
 from experiments.record import Row, record, value_of_each
 from sinkscope.bench.tasks.loops import loops
-from sinkscope.display.style import COLOURS, figure_of
 from sinkscope.opening.load import load
+from sinkscope.results.style import COLOURS, figure_of
 
 AT_ONCE = 10
 MODULE = "loopguard.remedies"

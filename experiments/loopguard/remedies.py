@@ -25,9 +25,9 @@ from experiments.loopguard.rules import Dry, Ends, Ladder, Longest, guard
 from experiments.record import Row, value_of_each
 from experiments.script import run
 from sinkscope.bench.tasks.loops import first_alarm
-from sinkscope.kv.loopguard import LoopGuard, LoopReporter
+from sinkscope.loops.generate import generate, padded
+from sinkscope.loops.guard import LoopGuard, LoopReporter
 from sinkscope.opening.load import load
-from sinkscope.serving.generate import generate, padded
 
 UNALARMED = 48
 """Where the surprise of an output without an alarm is measured from: no alarm comes earlier."""

@@ -23,15 +23,15 @@ from torch import Tensor
 from experiments.drawn import save
 from experiments.record import Row, record
 from experiments.script import run
-from sinkscope.display.style import BLUE, GREY, ORANGE, figure_of, panels
 from sinkscope.errors import SinkscopeError
-from sinkscope.interventions.decode import greedy
-from sinkscope.loops.signals import tail_period
+from sinkscope.hooks.edit.decode import greedy
+from sinkscope.loops.text.signals import tail_period
 from sinkscope.measure import Setup
 from sinkscope.models.checks import attending_layers
 from sinkscope.models.grouped_heads import per_query_head
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
+from sinkscope.results.style import BLUE, GREY, ORANGE, figure_of, panels
 from sinkscope.tap.call import Attention
 from sinkscope.tap.tap import listening
 

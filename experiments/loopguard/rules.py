@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.kv.loopguard import LoopGuard
-from sinkscope.kv.loopguard.steer import Steering, copies
-from sinkscope.loops.signals import tail_period
+from sinkscope.loops.guard import LoopGuard
+from sinkscope.loops.guard.steer import Steering, copies
+from sinkscope.loops.text.signals import tail_period
 
 PENALTY, LENGTH = 5.0, 5  # of the ladder: a logit at each rung, and n-grams a token shorter at each
 DRAW_FROM, DRAWS, LIKELY = 6, 64, 0.1

@@ -28,12 +28,12 @@ from typing import Any
 from experiments.loopguard.honest import honest_texts
 from experiments.record import Row, record
 from experiments.script import run
-from sinkscope.display.console import ProgressBar
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import write_atomic
 from sinkscope.loops import VARIANTS, Monitor, MonitorSettings
-from sinkscope.loops.outputs import split
+from sinkscope.loops.text.outputs import split
 from sinkscope.models.text import typical_text
+from sinkscope.results.console import ProgressBar
 
 PERIODS = (1, 2, 3, 5, 8, 12, 16, 20, 25, 30, 35, 40, 45, 50, 60, 80, 100)
 FORMS = {"exact": 0.0, "1 % replaced": 0.01, "5 % replaced": 0.05, "counting": None}

@@ -23,9 +23,9 @@ from experiments.script import run
 from sinkscope.bench.record import BenchRecord, read_run
 from sinkscope.bench.table import BenchGroup, bench_table
 from sinkscope.bench.tasks.loops import Loops
-from sinkscope.display.tables import percent
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
+from sinkscope.results.tables import percent
 
 
 def table1(groups: Sequence[BenchGroup]) -> list[str]:

@@ -17,15 +17,15 @@ from typing import Any
 from experiments.drawn import save
 from experiments.record import Row, record
 from experiments.script import run
-from sinkscope.attention.why import Why, why
 from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.tasks.loops import Loops
-from sinkscope.display.console import ProgressBar
-from sinkscope.display.style import COLOURS, figure_of, panels
 from sinkscope.kv import StreamingLLM
+from sinkscope.loops.why import Why, why
 from sinkscope.measure import Setup
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
+from sinkscope.results.console import ProgressBar
+from sinkscope.results.style import COLOURS, figure_of, panels
 from tests.organisms.kept_loops import KeptLoop, kept_loops
 
 CUTS = 4

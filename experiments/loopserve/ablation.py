@@ -20,7 +20,7 @@ from experiments.loopserve.table1 import COLOURS, own_table
 from experiments.record import Row, record, value_of_each
 from experiments.script import run
 from sinkscope.bench.tasks.recall import POSITIONS
-from sinkscope.display.style import figure_of
+from sinkscope.results.style import figure_of
 
 NAMES = {
     "whole cache": "full",

@@ -28,10 +28,10 @@ from experiments.script import run
 from sinkscope.bench.record import BenchRecord
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.tasks.text import TextFidelity
-from sinkscope.display.console import ProgressBar
-from sinkscope.display.style import BLUE, GREY, ORANGE, RED, figure_of
 from sinkscope.measure.rate import mean_known
 from sinkscope.opening.load import load
+from sinkscope.results.console import ProgressBar
+from sinkscope.results.style import BLUE, GREY, ORANGE, RED, figure_of
 
 PROMPT, ANSWER = 1024, 96
 BUDGETS = (64, 128, 256, 512, 1024)

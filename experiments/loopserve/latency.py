@@ -39,13 +39,13 @@ from experiments.loopserve import paper
 from experiments.record import Row, record, value_of_each
 from experiments.script import run as run_script
 from experiments.timing import memory_growth
-from sinkscope.display.console import note
-from sinkscope.display.style import BLUE, GREEN, GREY, ORANGE, RED, figure_of
-from sinkscope.interventions.base import Intervention
+from sinkscope.hooks.edit.base import Intervention
 from sinkscope.kv import H2O, AdaKV, SnapKV
-from sinkscope.kv.loopserve import LoopServe, tokens_read
-from sinkscope.kv.shapes import MInference
+from sinkscope.lines.serve import LoopServe, tokens_read
+from sinkscope.lines.shapes import MInference
 from sinkscope.models.target import Target
+from sinkscope.results.console import note
+from sinkscope.results.style import BLUE, GREEN, GREY, ORANGE, RED, figure_of
 
 NAME = "loopserve_latency"
 OUTPUTS = paper.LENGTHS

@@ -23,10 +23,10 @@ from experiments.drawn import at_place, put_table, save
 from experiments.loopserve import tokens
 from experiments.record import Row, record
 from experiments.script import run
-from sinkscope.attention.lines import lines
-from sinkscope.display.style import BLUE, GREEN, ORANGE, figure_of
+from sinkscope.lines.lines import lines
 from sinkscope.measure import Setup
 from sinkscope.opening.load import load
+from sinkscope.results.style import BLUE, GREEN, ORANGE, figure_of
 
 COLOURS = (BLUE, ORANGE, GREEN)
 ROWS = (  # what the table says: part of the paper, name, place in the result

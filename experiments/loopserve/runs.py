@@ -25,14 +25,15 @@ from sinkscope.bench.record import BenchRecord
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.task import Task
 from sinkscope.bench.tasks.recall import POSITIONS, Recall
-from sinkscope.display.console import ProgressBar
 from sinkscope.files.records import Natural, Whole
-from sinkscope.interventions.decode import to_end
-from sinkscope.kv import Progressive, SnapKV
-from sinkscope.kv.loopserve.conversation import Conversation
+from sinkscope.hooks.edit.decode import to_end
+from sinkscope.kv import SnapKV
 from sinkscope.kv.policy import LayerMoment
+from sinkscope.lines.serve.conversation import Conversation
+from sinkscope.lines.serve.progressive import Progressive
 from sinkscope.measure.rate import mean_known, wilson
 from sinkscope.opening.load import load
+from sinkscope.results.console import ProgressBar
 
 ALL = "all"
 SHARE = 0.125

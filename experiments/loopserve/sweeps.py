@@ -32,8 +32,8 @@ from experiments.loopserve.runs import (
 )
 from experiments.record import Row, record
 from experiments.script import run
-from sinkscope.display.style import BLUE, GREEN, GREY, ORANGE, figure_of
-from sinkscope.kv.loopserve import LoopServe
+from sinkscope.lines.serve import LoopServe
+from sinkscope.results.style import BLUE, GREEN, GREY, ORANGE, figure_of
 
 DEFAULT = LoopServe()
 PRINTED, DRAWN = "as printed", "exact weights, rows drawn"

@@ -37,7 +37,7 @@ from experiments.script import run
 from sinkscope.bench.methods import name_of
 from sinkscope.bench.table import bench_table
 from sinkscope.bench.tasks.recall import POSITIONS
-from sinkscope.display.style import BLUE, GREEN, ORANGE, figure_of
+from sinkscope.results.style import BLUE, GREEN, ORANGE, figure_of
 
 COLOURS = dict(zip(POSITIONS, (BLUE, ORANGE, GREEN), strict=True))
 NOT_RUN = "not run"

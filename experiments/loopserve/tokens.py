@@ -18,7 +18,7 @@ from torch import Tensor
 
 from experiments.record import Row
 from sinkscope.errors import SinkscopeError
-from sinkscope.interventions.decode import greedy
+from sinkscope.hooks.edit.decode import greedy
 from sinkscope.lines.sums import Scores, line_sums, scores_of
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target

@@ -29,7 +29,7 @@ from experiments.loopserve.runs import (
 )
 from experiments.record import Row, record, value_of_each
 from experiments.script import run
-from sinkscope.display.style import BLUE, COLOURS, GREEN, GREY, ORANGE, RED, figure_of
+from sinkscope.results.style import BLUE, COLOURS, GREEN, GREY, ORANGE, RED, figure_of
 
 BUDGET = 128
 PURPLE, SKY = COLOURS[3:5]

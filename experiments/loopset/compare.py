@@ -26,11 +26,11 @@ from experiments.drawn import put_table, save
 from experiments.loopset.make import HALVES, made_set
 from experiments.record import Row, record, value_of_each
 from experiments.script import run
-from sinkscope.display.style import BLUE, figure_of
-from sinkscope.display.tables import percent
-from sinkscope.loops.check import checked_output
-from sinkscope.loops.monitor import MonitorSettings
-from sinkscope.loops.outputs import TokenRecord, number, spans
+from sinkscope.loops.text.check import checked_output
+from sinkscope.loops.text.monitor import MonitorSettings
+from sinkscope.loops.text.outputs import TokenRecord, number, spans
+from sinkscope.results.style import BLUE, figure_of
+from sinkscope.results.tables import percent
 
 Detector = Callable[[str], int | None]
 OURS = "sinkscope, loops or suspicious"

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from experiments.record import Row
 from sinkscope.errors import SinkscopeError
-from sinkscope.interventions import Intervention, SinkPatch
+from sinkscope.hooks.edit import Intervention, SinkPatch
 from sinkscope.measure import Setup
 from sinkscope.sinks.patch.evaluate import errors_of, random_patch, under
 

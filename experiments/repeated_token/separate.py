@@ -28,9 +28,9 @@ import sinkscope as ss
 from experiments.drawn import save
 from experiments.record import Row, record
 from experiments.script import run
-from sinkscope.display.style import BLUE, GREY, figure_of
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.measure import Setup
+from sinkscope.results.style import BLUE, GREY, figure_of
 from sinkscope.sinks.tokens import first_tokens
 
 PER_TOKEN = 4  # largest number of later positions per token, so that frequent words do not dominate

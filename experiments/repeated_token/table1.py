@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 from experiments.repeated_token.weights import ABSENT, markdown, measured
 from experiments.script import run as run_script
-from sinkscope.models.names import BUNDLED
-from sinkscope.sinks.first_token.find import FindSinks, find_sinks
+from sinkscope.models.checkpoints.names import BUNDLED
+from sinkscope.sinks.find.find import FindSinks, find_sinks
 
 PAPER = {  # short name here -> name, repeats, sink layer, neurons, as printed in Table 1
     "llama-1-7b": ("LLaMa-1-7b-HF", 450, 2, (7003,)),

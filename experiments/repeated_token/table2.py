@@ -24,9 +24,9 @@ from experiments.repeated_token.weights import ABSENT, markdown, measured
 from experiments.script import run as run_script
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import write_atomic
-from sinkscope.interventions import SinkPatch
+from sinkscope.hooks.edit import SinkPatch
 from sinkscope.measure import Setup
-from sinkscope.models.names import published_for
+from sinkscope.models.checkpoints.names import published_for
 
 MODELS = {  # short name here -> as printed in Table 2
     "llama-1-7b": "LLaMa-1-7B-HF",

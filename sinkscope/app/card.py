@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from sinkscope.app.readers import moved, readers_in_words
-from sinkscope.display.notation import word_form
-from sinkscope.display.result import Number, Result
-from sinkscope.display.tables import Grid, cell, strings
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import path_of
 from sinkscope.files.plain import visible
+from sinkscope.results.notation import word_form
+from sinkscope.results.result import Number, Result
+from sinkscope.results.tables import Grid, cell, strings
 
 CARD = "card.json"
 NEXT_STEPS = (

@@ -21,9 +21,9 @@ from click.shell_completion import CompletionItem
 
 from sinkscope import __version__
 from sinkscope.app.commands import commands
-from sinkscope.display.console import drop, note
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, is_out_of_memory, one_line
 from sinkscope.files.provenance import documentation_address, documented_at
+from sinkscope.results.console import drop, note
 
 __all__ = ["main"]
 

@@ -12,13 +12,13 @@ import click
 
 from sinkscope.app.commands import Command
 from sinkscope.app.outline import Outline
-from sinkscope.display.console import ProgressBar, emit, note, print_result
-from sinkscope.display.options import Output, Parameter, example_lines, introduction
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.provenance import documented_at
+from sinkscope.results.console import ProgressBar, emit, note, print_result
+from sinkscope.results.options import Output, Parameter, example_lines, introduction
 
 if TYPE_CHECKING:
-    from sinkscope.display.result import Result
+    from sinkscope.results.result import Result
 
 RESULT_OPTIONS = {  # name: (metavar, help) of the files that are written from a result
     "json": ("FILE|-", "Write the result as JSON; - is standard output."),

@@ -6,20 +6,20 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from sinkscope.display.console import end_bar, note
-from sinkscope.display.notation import count_of
-from sinkscope.display.options import Hidden, Option, command
-from sinkscope.display.tables import cell
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import visible
 from sinkscope.files.progress import silent
 from sinkscope.files.records import Natural, Whole
-from sinkscope.interventions.base import Event
-from sinkscope.kv.edit_options import edit_from_options
-from sinkscope.kv.loopguard import LoopGuard
-from sinkscope.kv.loopguard.guard import in_words
+from sinkscope.hooks.edit.base import Event
+from sinkscope.loops.generate import Generated, generate
+from sinkscope.loops.guard import LoopGuard
+from sinkscope.loops.guard.guard import in_words
+from sinkscope.measure.edit_options import edit_from_options
 from sinkscope.opening.load import load
-from sinkscope.serving.generate import Generated, generate
+from sinkscope.results.console import end_bar, note
+from sinkscope.results.notation import count_of
+from sinkscope.results.options import Hidden, Option, command
+from sinkscope.results.tables import cell
 
 
 @command(

@@ -10,17 +10,17 @@ from typing import Annotated
 import click
 from pydantic import Field
 
-from sinkscope.display.console import note
-from sinkscope.display.options import Hidden, Option, command
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import read_text, write_output
 from sinkscope.files.plain import visible
 from sinkscope.loops import LoopCheck, MonitorSettings, Watch, check
-from sinkscope.loops.forms import StreamForm
-from sinkscope.loops.outputs import parse
-from sinkscope.loops.sessions import check_history, cleaned, is_session_file, read_history
-from sinkscope.loops.streams import Tee, monitor_settings, open_bytes
-from sinkscope.serving.proxy import LOOPBACK, ProxySettings, check_proxy, serve
+from sinkscope.loops.servers.proxy import LOOPBACK, ProxySettings, check_proxy, serve
+from sinkscope.loops.text.forms import StreamForm
+from sinkscope.loops.text.outputs import parse
+from sinkscope.loops.text.sessions import check_history, cleaned, is_session_file, read_history
+from sinkscope.loops.text.streams import Tee, monitor_settings, open_bytes
+from sinkscope.results.console import note
+from sinkscope.results.options import Hidden, Option, command
 
 PROXY_HOST, PROXY_PORT = "127.0.0.1", 8790
 LOOP_IN_STREAM = 3  # exit status of --follow if there was a loop

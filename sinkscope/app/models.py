@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from sinkscope.display.console import show
-from sinkscope.display.options import Option, command
-from sinkscope.display.tables import SCREEN, Grid
-from sinkscope.models.names import models
+from sinkscope.models.checkpoints.names import models
+from sinkscope.results.console import show
+from sinkscope.results.options import Option, command
+from sinkscope.results.tables import SCREEN, Grid
 
 SHOWN_MODELS = SCREEN - 4
 """Rows that leave room on a screen for the head, the note and the conclusion."""
@@ -49,9 +49,9 @@ def print_models(
 
 def _check(name: str) -> None:
     """Print what is known of a model, and prove it."""
-    from sinkscope.inference.probe import probe
     from sinkscope.kv.scope import scope_line
     from sinkscope.models.adapters import row_of, shown_row
+    from sinkscope.opening.inference.probe import probe
     from sinkscope.opening.live import target_of
     from sinkscope.opening.load import load
 

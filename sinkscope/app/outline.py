@@ -8,13 +8,21 @@ from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Any, get_type_hints
 
-from sinkscope.display.options import Output, Parameter, descriptions_of, parameter, parameters_of
 from sinkscope.files.catalog import PACKAGE, sources
+from sinkscope.results.options import Output, Parameter, descriptions_of, parameter, parameters_of
 
 SETUP = ("sinkscope.measure.setup", "open")
-EDIT = ("sinkscope.kv.edit_options", "edit_from_options")
+EDIT = ("sinkscope.measure.edit_options", "edit_from_options")
 """Functions whose parameters measurements share; the second: those that can run under interventions."""
-LIGHT = ("sinkscope.display.", "sinkscope.files.", "sinkscope.loops.", "collections", "pathlib", "pydantic", "typing")
+LIGHT = (
+    "sinkscope.results.",
+    "sinkscope.files.",
+    "sinkscope.loops.text.",
+    "collections",
+    "pathlib",
+    "pydantic",
+    "typing",
+)
 """Modules that are imported for what their names mean; of others, only the text is read."""
 
 

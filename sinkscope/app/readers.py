@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import hypot
 
-from sinkscope.display.notation import word_list
-from sinkscope.display.result import Number
-from sinkscope.sinks.first_token.result import READERS_ATTENTION, SHARE_OF_HEADS, SINK_PLACE
+from sinkscope.results.notation import word_list
+from sinkscope.results.result import Number
+from sinkscope.sinks.find.result import READERS_ATTENTION, SHARE_OF_HEADS, SINK_PLACE
 
 MOST_LAYERS = 6  # layers that a sentence names
 Numbers = Mapping[str, Number]

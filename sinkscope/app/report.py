@@ -8,15 +8,15 @@ from typing import Annotated
 from sinkscope.app.card import CARD
 from sinkscope.app.commands import commands
 from sinkscope.app.pages import Section, document, result_section, save_document
-from sinkscope.display.console import end_bar, note
-from sinkscope.display.notation import count_of
-from sinkscope.display.options import Hidden, Option, command
-from sinkscope.display.result import Result
 from sinkscope.errors import SinkscopeError, one_line
 from sinkscope.files.output import check_output, read_json
 from sinkscope.files.plain import visible
 from sinkscope.files.progress import silent
 from sinkscope.files.store import RECORDS, SETTINGS
+from sinkscope.results.console import end_bar, note
+from sinkscope.results.notation import count_of
+from sinkscope.results.options import Hidden, Option, command
+from sinkscope.results.result import Result
 
 
 @command(

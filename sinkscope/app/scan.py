@@ -22,18 +22,18 @@ from sinkscope.app.card import CARD, CardPart, SinkCard, read_card
 from sinkscope.app.pages import Section, document, folded, plot, result_section, save_document
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.table import BenchTable, tabulate_records
-from sinkscope.display.console import end_bar, note, terminal_width
-from sinkscope.display.options import command
-from sinkscope.display.result import Result
 from sinkscope.errors import SinkscopeError, is_out_of_memory
 from sinkscope.files.catalog import marked
 from sinkscope.files.plain import pathless, visible
 from sinkscope.files.progress import Progress, silent
 from sinkscope.files.store import Folder, Keyed
-from sinkscope.interventions import SinkPatch
-from sinkscope.interventions.base import Intervention
+from sinkscope.hooks.edit import SinkPatch
+from sinkscope.hooks.edit.base import Intervention
 from sinkscope.measure import Hidden, Measurement, Option, ScanPart, Setup, Whole
 from sinkscope.models.target import Target
+from sinkscope.results.console import end_bar, note, terminal_width
+from sinkscope.results.options import command
+from sinkscope.results.result import Result
 from sinkscope.sinks.chunks import digest_of
 
 PAGE = "card.html"

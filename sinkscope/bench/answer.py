@@ -19,11 +19,12 @@ from sinkscope.bench.methods import Method
 from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.record import BenchRecord, Ending, Metrics
 from sinkscope.files.plain import plain
-from sinkscope.interventions.base import Event, Intervention, Run
-from sinkscope.interventions.decode import ForcedAnswer, decoding, noted_decoding, to_end
-from sinkscope.kv.loopguard.detect import largest_probability
-from sinkscope.kv.loopserve.serve import LoopServe
+from sinkscope.hooks.edit.base import Event, Intervention, Run
+from sinkscope.hooks.edit.decode import ForcedAnswer, decoding, noted_decoding, to_end
 from sinkscope.kv.session import Session
+from sinkscope.lines.serve.serve import LoopServe
+from sinkscope.loops.generate import ends_and_pad, padded
+from sinkscope.loops.guard.detect import largest_probability
 from sinkscope.measure.rate import mean_known
 from sinkscope.measure.setup import model_info
 from sinkscope.models.checks import check_length, tokenizer_of
@@ -31,7 +32,6 @@ from sinkscope.models.origin import fingerprint_of
 from sinkscope.models.target import Target
 from sinkscope.models.text.chat import chat_text
 from sinkscope.opening.live import target_of
-from sinkscope.serving.generate import ends_and_pad, padded
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ def draw_bench(result: Any) -> Any:
     Args:
         result: The `BenchTable`.
     """
-    from sinkscope.display.style import COLOURS, figure_of, panels  # with plotly, which a printed table does not need
+    from sinkscope.results.style import COLOURS, figure_of, panels  # with plotly, which a printed table does not need
 
     main = task_class(result.groups[0].task).main
     fig = panels([main, f"{main} over tokens read per decoding step"], [0.6, 0.4])

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from sinkscope.bench.group import BenchGroup, pooled
 from sinkscope.bench.methods import FULL, GUARD, name_of
 from sinkscope.bench.task import Task, task_class
-from sinkscope.display.notation import short_sentence
+from sinkscope.results.notation import short_sentence
 
 CONTROLS = (FULL, "random", "sampling")
 """Methods that a conclusion does not name as the best."""

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Budget, read_settings
-from sinkscope.kv import AShape, MInference, Progressive, TriShape
-from sinkscope.kv.loopguard import LoopGuard
-from sinkscope.kv.loopserve import LoopServe
 from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.kv.registry import policies, policy_named
-from sinkscope.kv.shapes import Shape, ShapeShare
+from sinkscope.lines.serve import LoopServe
+from sinkscope.lines.serve.progressive import Progressive
+from sinkscope.lines.shapes import AShape, MInference, Shape, ShapeShare, TriShape
+from sinkscope.loops.guard import LoopGuard
 
 FULL = "full"
 GUARD = "loopguard"

@@ -18,14 +18,14 @@ from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.record import BenchRecord, BenchRun, open_run
 from sinkscope.bench.table import BenchTable, tabulate_records
 from sinkscope.bench.task import Task, read_task
-from sinkscope.display.options import Hidden, Option, command
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.progress import Progress, silent
 from sinkscope.files.records import Natural, Whole, check_values
 from sinkscope.files.store import Folder
+from sinkscope.loops.generate import Temperature
 from sinkscope.models.config import float32_by_default
 from sinkscope.opening.load import load
-from sinkscope.serving.generate import Temperature
+from sinkscope.results.options import Hidden, Option, command
 
 VERSION = 5
 """Version of the records; a change of what they hold is another setting."""

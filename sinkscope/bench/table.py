@@ -18,11 +18,11 @@ from sinkscope.bench.methods import FULL, compression_ratio, order_of
 from sinkscope.bench.record import BenchRecord, BenchRun, Metrics, read_run
 from sinkscope.bench.scores import PERCENT
 from sinkscope.bench.task import Task, task_class
-from sinkscope.display.options import Option, command
-from sinkscope.display.result import Number, Result
-from sinkscope.display.tables import Grid, strings
 from sinkscope.files.provenance import ModelInfo, provenance
 from sinkscope.measure.rate import mean_known, wilson
+from sinkscope.results.options import Option, command
+from sinkscope.results.result import Number, Result
+from sinkscope.results.tables import Grid, strings
 
 NUMBERS = frozenset(
     "compression_ratio read time cached_peak temperature answers ttr cr length interventions alarm kl window".split()

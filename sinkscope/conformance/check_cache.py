@@ -9,12 +9,12 @@ from typing import Annotated, Any, ClassVar
 
 from sinkscope.conformance.kit import TOLERANCE, CheckedBehaviour, Kit, all_checks
 from sinkscope.conformance.subject import Factory, factory_named
-from sinkscope.display.notation import count_of
-from sinkscope.display.options import Hidden, Option, command
-from sinkscope.display.result import Result
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.progress import Progress
 from sinkscope.files.provenance import ModelInfo, provenance
+from sinkscope.results.notation import count_of
+from sinkscope.results.options import Hidden, Option, command
+from sinkscope.results.result import Result
 
 FAILED = 1
 """Exit status if a check fails."""

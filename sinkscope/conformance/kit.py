@@ -14,7 +14,7 @@ from sinkscope.conformance.flow import Flow, Logits, Outcome, error_of, outcome_
 from sinkscope.conformance.models import kit_model
 from sinkscope.conformance.subject import EXPECTED, Factory, evicts, made, parameters
 from sinkscope.errors import SinkscopeError
-from sinkscope.interventions.base import Intervention
+from sinkscope.hooks.edit.base import Intervention
 
 Verdict = Literal["passes", "fails", "does not apply"]
 TOLERANCE = 1e-3

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import Cache, DynamicCache
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.interventions.base import Intervention
+from sinkscope.hooks.edit.base import Intervention
 
 Factory = Callable[..., Any]
 ROOM = 512

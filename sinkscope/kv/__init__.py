@@ -6,14 +6,12 @@ from sinkscope.kv.attention_rows import AttentionRows
 from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.full import Full
 from sinkscope.kv.h2o import H2O
-from sinkscope.kv.loopserve.progressive import Progressive
 from sinkscope.kv.observe import Observe
 from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.kv.pyramid import Pyramid
 from sinkscope.kv.registry import make_policy, policies, policy_named, register_policy
 from sinkscope.kv.row_budgets import RowBudgets
 from sinkscope.kv.session import Session
-from sinkscope.kv.shapes import AShape, MInference, TriShape
 from sinkscope.kv.snapkv import AdaKV, SnapKV
 from sinkscope.kv.streaming_llm import StreamingLLM
 from sinkscope.kv.tova import TOVA
@@ -24,23 +22,19 @@ At = LayerMoment
 __all__ = [
     "H2O",
     "TOVA",
-    "AShape",
     "AdaKV",
     "At",
     "AttentionRows",
     "Full",
     "LayerMoment",
-    "MInference",
     "Moment",
     "Observe",
     "Policy",
-    "Progressive",
     "Pyramid",
     "RowBudgets",
     "Session",
     "SnapKV",
     "StreamingLLM",
-    "TriShape",
     "Usage",
     "make_policy",
     "policies",

@@ -9,7 +9,7 @@ from functools import cached_property
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.interventions.positions import Call
+from sinkscope.hooks.edit.positions import Call
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.tap.view import View
 

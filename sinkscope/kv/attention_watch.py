@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.interventions.positions import Call
+from sinkscope.hooks.edit.positions import Call
 from sinkscope.kv.adopt import used_layers
 from sinkscope.kv.attention_rows import AttentionRows, Watcher
 from sinkscope.kv.cache import CacheLayer

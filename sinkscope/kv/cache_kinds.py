@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.interventions.growing_tensor import GrowingTensor
+from sinkscope.hooks.edit.growing_tensor import GrowingTensor
 from sinkscope.kv.cache import CacheLayer
 
 

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.interventions.positions import Call
+from sinkscope.hooks.edit.positions import Call
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.row_budgets import RowBudgets
 from sinkscope.kv.usage import Meter, Usage

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.files.records import Budget
-from sinkscope.interventions.base import Run
+from sinkscope.hooks.edit.base import Run
 from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.kv.registry import register_policy
 from sinkscope.kv.session import Session

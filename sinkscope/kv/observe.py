@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sinkscope.files.records import Natural, check_values
-from sinkscope.interventions.base import Intervention, Run
+from sinkscope.hooks.edit.base import Intervention, Run
 from sinkscope.kv.attention_rows import AttentionRows
 from sinkscope.kv.session import Session
 from sinkscope.models.checks import attending_layers

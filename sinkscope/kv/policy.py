@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.records import Budget, Natural, Whole, check_fields
-from sinkscope.interventions.base import Event, Intervention, Run
+from sinkscope.hooks.edit.base import Event, Intervention, Run
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.joined_layers import evict_joined, joined_layer

@@ -5,20 +5,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import fields
+from functools import cache
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any, TypeVar
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Budget, read_setting
-from sinkscope.interventions.base import Intervention
+from sinkscope.hooks.edit.base import Intervention
 
 ENTRY_POINTS = "sinkscope.policies"
 _REGISTERED: dict[str, type[Intervention]] = {}
-GUARDS: dict[str, Callable[..., Intervention]] = {}
-"""Guards by the names that commands take in place of a policy."""
+GUARDS = "sinkscope.guards"
+"""Group of entry points of guards, by the names that commands take in place of a policy."""
 PolicyClass = TypeVar("PolicyClass", bound=type[Intervention])
 
 
@@ -56,6 +57,12 @@ def policies() -> dict[str, type[Intervention]]:
     return dict(sorted(by_name.items()))
 
 
+@cache
+def guards() -> dict[str, EntryPoint]:
+    """The guards of installed packages by name; a name may be followed by `:paper`."""
+    return {entry.name: entry for entry in entry_points(group=GUARDS)}
+
+
 def make_policy(name: str, **options: Any) -> Any:
     """Make the policy registered as `name`; the options are its fields.
 
@@ -85,10 +92,12 @@ def policy_named(text: str) -> Intervention:
         >>> policy_named("streaming:512").budget, policy_named("sinkscope.kv.h2o:H2O:0.25").budget
         (512, 0.25)
     """
-    for guard in sorted(GUARDS, reverse=True):  # the longest name first
-        if text == guard or text.startswith(f"{guard}:"):
-            return GUARDS[guard](**_budget_option(text, text.removeprefix(guard)))
     name, colon, rest = text.partition(":")
+    if name in guards():
+        guard: Any = guards()[name].load()
+        if rest == "paper" or rest.startswith("paper:"):
+            guard, rest = guard.paper, rest.removeprefix("paper").removeprefix(":")
+        return guard(**_budget_option(text, rest and f":{rest}"))
     class_name, class_colon, budget = rest.partition(":")
     if name not in _REGISTERED and (class_name.isidentifier() or class_colon):
         return _make(text, _import_policy(f"{name}:{class_name}"), _budget_option(text, class_colon + budget))

@@ -11,8 +11,8 @@ from pydantic import Field
 from torch import Tensor
 
 from sinkscope.files.records import check_fields
-from sinkscope.interventions.base import Intervention, Run
-from sinkscope.interventions.quantize import rounded, rounding_step
+from sinkscope.hooks.edit.base import Intervention, Run
+from sinkscope.hooks.edit.quantize import rounded, rounding_step
 from sinkscope.kv.cache import Growth
 from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.session import Session

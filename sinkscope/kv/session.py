@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from sinkscope.errors import UnsupportedError, warn
-from sinkscope.interventions.base import Run
-from sinkscope.interventions.positions import Call
+from sinkscope.hooks.edit.base import Run
+from sinkscope.hooks.edit.positions import Call
 from sinkscope.kv.adopt import adopt, new_cache, own_layers, used_layers
 from sinkscope.kv.attention_rows import AttentionRows, Watcher
 from sinkscope.kv.attention_watch import AttentionWatch
@@ -27,7 +27,6 @@ from sinkscope.kv.cache import COLUMNS, CacheLayer
 from sinkscope.kv.cache_state import CacheState, CacheStates, CurrentCall, Moment
 from sinkscope.kv.usage import Usage
 from sinkscope.kv.windows import check_generation, check_mask, check_servable
-from sinkscope.lines.head_lines import HeadLines
 from sinkscope.tap.call import Attention
 from sinkscope.tap.internals import attention_name, following_generate
 from sinkscope.tap.listeners import Handler, leave, listen
@@ -68,7 +67,7 @@ class Session:
         self.anchors = 0
         self.rewinder: Any = None
         self.resuming = False
-        self.line_follower: Callable[[int, int, HeadLines], None] | None = None
+        self.line_follower: Callable[[int, int, Any], None] | None = None
         self.counts_reads = False
         self._policy_name: str | None = None
         self._acted: bool | None = None  # False: the model was called, but never to decode, nor by `generate`

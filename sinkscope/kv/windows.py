@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from sinkscope.display.notation import count_of
 from sinkscope.errors import UnsupportedError
-from sinkscope.interventions.positions import Call
+from sinkscope.hooks.edit.positions import Call
 from sinkscope.kv.scope import cache_layers
 from sinkscope.models.target import Target
+from sinkscope.results.notation import count_of
 from sinkscope.tap.view import ChunkWindow
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from jaxtyping import Bool
 from torch import Tensor
 
-from sinkscope.interventions.base import Intervention, Run
+from sinkscope.hooks.edit.base import Intervention, Run
 from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.session import Session
 

@@ -1,8 +1,8 @@
 """Repetition in plain token ids: signals, LoopGuard's online monitor, and a checker of texts. Loads no torch."""
 
-from sinkscope.loops.check import CheckedOutput, LoopCheck, check
-from sinkscope.loops.monitor import VARIANTS, Monitor, MonitorSettings, Step
-from sinkscope.loops.signals import (
+from sinkscope.loops.text.check import CheckedOutput, LoopCheck, check
+from sinkscope.loops.text.monitor import VARIANTS, Monitor, MonitorSettings, Step
+from sinkscope.loops.text.signals import (
     Tail,
     compression_ratio,
     ends_in_loop,
@@ -10,7 +10,7 @@ from sinkscope.loops.signals import (
     tail_period,
     type_token_ratio,
 )
-from sinkscope.loops.streams import Alarm, Watch
+from sinkscope.loops.text.streams import Alarm, Watch
 
 __all__ = [
     "VARIANTS",

@@ -1,13 +1,13 @@
 """The form of every measurement: a frozen `Result`, a function of a `Setup`, and a figure, under one decorator."""
 
-from sinkscope.display.options import Hidden, Option, Output
-from sinkscope.display.result import Number, Result
 from sinkscope.files.progress import Progress
 from sinkscope.files.provenance import ModelInfo, Provenance
 from sinkscope.files.records import Natural, Whole
 from sinkscope.measure.measurement import EDIT_PARAMETERS, SETUP_PARAMETERS, Measurement, ScanPart, measurement
 from sinkscope.measure.setup import PIECE, Setup, TextAttention
 from sinkscope.models.text import typical_text
+from sinkscope.results.options import Hidden, Option, Output
+from sinkscope.results.result import Number, Result
 
 __all__ = [
     "EDIT_PARAMETERS",

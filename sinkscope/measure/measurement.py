@@ -10,12 +10,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, get_type_hints
 
-from sinkscope.display.options import Output, Parameter, parameters_of
-from sinkscope.display.result import Result
-from sinkscope.interventions.decode import noted_decoding
-from sinkscope.kv.edit_options import edit_from_options
+from sinkscope.hooks.edit.decode import noted_decoding
+from sinkscope.measure.edit_options import edit_from_options
 from sinkscope.measure.setup import Setup
 from sinkscope.models.config import float32_by_default
+from sinkscope.results.options import Output, Parameter, parameters_of
+from sinkscope.results.result import Result
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

@@ -15,18 +15,18 @@ from jaxtyping import Float, Int
 from pydantic import Field
 from torch import Tensor
 
-from sinkscope.display.options import Hidden, Option
 from sinkscope.files.progress import Progress, silent
 from sinkscope.files.provenance import ModelInfo, Provenance, provenance
-from sinkscope.interventions.base import Intervention
-from sinkscope.interventions.decode import decode, watched
+from sinkscope.hooks.edit.base import Intervention
+from sinkscope.hooks.edit.decode import decode, watched
+from sinkscope.hooks.trace import attention_rows
 from sinkscope.kv.observe import Observe
 from sinkscope.models.checks import attending_layers
 from sinkscope.models.origin import fingerprint_of
 from sinkscope.models.target import Target
 from sinkscope.models.text import resolve_bos, text_rows, typical_text
 from sinkscope.opening.open import open_target
-from sinkscope.trace import attention_rows
+from sinkscope.results.options import Hidden, Option
 
 PIECE = 64
 """Tokens in one piece of typical text."""

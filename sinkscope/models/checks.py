@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sinkscope.display.notation import neuron_name
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import between, checked_value
 from sinkscope.models.sizes import Sizes
+from sinkscope.results.notation import neuron_name
 
 LARGEST_ID = (1 << 63) - 1
 

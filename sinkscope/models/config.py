@@ -12,7 +12,7 @@ import torch
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.output import read_json
-from sinkscope.models.beside import TOKENIZER_FILES, check_beside, check_generation
+from sinkscope.models.checkpoints.beside import TOKENIZER_FILES, check_beside, check_generation
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _SHORT = {  # beside the names that torch has, such as "half"

@@ -6,8 +6,8 @@ import contextlib
 from pathlib import Path
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.fingerprint import fingerprint
-from sinkscope.models.stream import StreamTarget
+from sinkscope.models.checkpoints.fingerprint import fingerprint
+from sinkscope.models.checkpoints.stream import StreamTarget
 from sinkscope.models.target import Target
 
 

@@ -7,8 +7,8 @@ import pickle
 from collections.abc import Generator
 
 from sinkscope.errors import SinkscopeError, is_out_of_memory
+from sinkscope.models.checkpoints.locate import ModelSource, no_permission
 from sinkscope.models.config import first_line
-from sinkscope.models.locate import ModelSource, no_permission
 
 
 @contextlib.contextmanager

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
-from sinkscope.inference.find import adapter_of
 from sinkscope.models.backends import unwrap
 from sinkscope.models.stack import DRAFT
 from sinkscope.models.target import Target
+from sinkscope.opening.inference.find import adapter_of
 
 
 def target_of(model: object, tokenizer: Any = None, name: str | None = None) -> Target:

@@ -13,9 +13,11 @@ import numpy as np
 import torch
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.inference.find import adapter_of, prove
 from sinkscope.models.backends import BACKENDS, Backend, unwrap, wrap
-from sinkscope.models.checkpoint import local_files
+from sinkscope.models.checkpoints.checkpoint import local_files
+from sinkscope.models.checkpoints.fingerprint import fingerprint
+from sinkscope.models.checkpoints.locate import locate
+from sinkscope.models.checkpoints.weights import model_with_weights
 from sinkscope.models.config import (
     check_finite,
     check_vocabulary,
@@ -25,13 +27,11 @@ from sinkscope.models.config import (
     read_config,
     read_tokenizer,
 )
-from sinkscope.models.fingerprint import fingerprint
-from sinkscope.models.locate import locate
 from sinkscope.models.quiet import quiet
 from sinkscope.models.refusals import loading_errors
 from sinkscope.models.stack import DRAFT
 from sinkscope.models.target import Target
-from sinkscope.models.weights import model_with_weights
+from sinkscope.opening.inference.find import adapter_of, prove
 from sinkscope.opening.live import target_of
 
 
@@ -67,7 +67,7 @@ def load(
         tokenizer: Tokenizer to use instead of the one stored with the weights.
         trust_remote_code: Run Python code that comes with the checkpoint.
         probe: Check on a few tokens that edits reach the logits and that attention is recomputed correctly
-            (`sinkscope.inference.probe`). Live models are not probed.
+            (`sinkscope.opening.inference.probe`). Live models are not probed.
 
     Returns:
         TransformerBridge, Hugging Face model or nnsight model, in eval mode. Its tokenizer is kept on the Hugging

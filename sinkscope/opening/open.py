@@ -9,16 +9,16 @@ from typing import Any
 import torch
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.beside import TOKENIZER_FILES
-from sinkscope.models.checkpoint import SafetensorsSource
+from sinkscope.models.checkpoints.beside import TOKENIZER_FILES
+from sinkscope.models.checkpoints.checkpoint import SafetensorsSource
+from sinkscope.models.checkpoints.hub import hub_folder
+from sinkscope.models.checkpoints.locate import ModelSource, locate
+from sinkscope.models.checkpoints.names import BUNDLED
+from sinkscope.models.checkpoints.stream import StreamTarget
 from sinkscope.models.checks import tokenizer_of
 from sinkscope.models.config import check_vocabulary, parse_device, parse_dtype, read_tokenizer
-from sinkscope.models.hub import hub_folder
-from sinkscope.models.locate import ModelSource, locate
-from sinkscope.models.names import BUNDLED
 from sinkscope.models.quiet import quiet
 from sinkscope.models.refusals import loading_errors
-from sinkscope.models.stream import StreamTarget
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.inference.find import adapter_of
-from sinkscope.models.checkpoint import SafetensorsSource, check_depth
+from sinkscope.models.checkpoints.checkpoint import SafetensorsSource, check_depth
+from sinkscope.models.checkpoints.stored import is_quantised
+from sinkscope.models.checkpoints.stream import LayerLoader, LayerStore, StreamTarget
 from sinkscope.models.config import read_checkpoint_json, read_config
 from sinkscope.models.stack import DRAFT, first_of_kinds
-from sinkscope.models.stored import is_quantised
-from sinkscope.models.stream import LayerLoader, LayerStore, StreamTarget
+from sinkscope.opening.inference.find import adapter_of
 
 
 def open_stream(

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 from sinkscope.files.store import Folder, Keyed
 from sinkscope.measure import Setup
+from sinkscope.models.checkpoints.stream import StreamTarget
 from sinkscope.models.origin import fingerprint_of
-from sinkscope.models.stream import StreamTarget
 from sinkscope.models.target import Target
 
 Columns = dict[str, list[Any]]

@@ -19,22 +19,22 @@ from einops import einsum, rearrange, reduce, repeat
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinkscope.display.notation import count_of, head_name, head_names, neuron_name, word_form, word_list
-from sinkscope.display.style import BLUE, figure_of, long_table
-from sinkscope.display.tables import Table, percent
 from sinkscope.files.progress import Progress, silent
+from sinkscope.hooks.trace.layer_view import columns, flat_number, view_layer
+from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Natural, Number, Result, ScanPart, Setup, measurement
 from sinkscope.measure.evidence import NEEDED, Evidence, percent_pair
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.hooks import on_input
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.absence import SpikeAbsence
-from sinkscope.sinks.first_token.members import Neuron
-from sinkscope.sinks.first_token.sets import sink_neurons
+from sinkscope.results.notation import count_of, head_name, head_names, neuron_name, word_form, word_list
+from sinkscope.results.style import BLUE, figure_of, long_table
+from sinkscope.results.tables import Table, percent
+from sinkscope.sinks.find.absence import SpikeAbsence
+from sinkscope.sinks.find.members import Neuron
+from sinkscope.sinks.find.sets import sink_neurons
 from sinkscope.sinks.removal.search import CONTROL_DRAWS
 from sinkscope.sinks.tokens import TokenRows, first_tokens
-from sinkscope.trace.layer_view import columns, flat_number, view_layer
-from sinkscope.trace.run import trace
 
 PRESENT = 0.5  # share of the sink neurons' activation from which the sink counts as present
 BATCH_VALUES = 1 << 26  # largest number of values of one sink-layer activation in memory

@@ -9,12 +9,12 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from sinkscope.display.notation import word_form, word_list
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import check_encodable
 from sinkscope.measure import Setup
 from sinkscope.models.checks import check_length
 from sinkscope.models.target import Target
+from sinkscope.results.notation import word_form, word_list
 
 CYCLE = ("Another", "one", "bit", "es", "the", "dust")  # input of Fig. 3 of Yona et al. 2025
 WORDS = 5  # words of the text that are repeated by default

@@ -16,11 +16,11 @@ from report_kit import files_shown, made_report
 from sinkscope.app import scan as scanning
 from sinkscope.app.card import CardPart, SinkCard, read_card
 from sinkscope.app.scan import context_arguments, scan, scan_parts
-from sinkscope.display.result import Number, Result
-from sinkscope.display.tables import cell
 from sinkscope.errors import SinkscopeError
-from sinkscope.interventions import SinkPatch
+from sinkscope.hooks.edit import SinkPatch
 from sinkscope.measure import Measurement, Setup
+from sinkscope.results.result import Number, Result
+from sinkscope.results.tables import cell
 
 FEW = ("find_sinks", "heads", "repeat")
 LIGHT = ("heads", "repeat")

@@ -26,16 +26,16 @@ import sinkscope.opening.load
 from sinkscope.app.cli import main
 from sinkscope.app.command_run import click_command
 from sinkscope.app.commands import commands
-from sinkscope.display.options import example_lines
-from sinkscope.display.result import Result
-from sinkscope.display.tables import SCREEN
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import read_text
 from sinkscope.files.provenance import documentation_address
-from sinkscope.interventions import SinkPatch
-from sinkscope.interventions.base import Event
+from sinkscope.hooks.edit import SinkPatch
+from sinkscope.hooks.edit.base import Event
+from sinkscope.loops.generate import Generated
 from sinkscope.measure import Measurement
-from sinkscope.serving.generate import Generated
+from sinkscope.results.options import example_lines
+from sinkscope.results.result import Result
+from sinkscope.results.tables import SCREEN
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -12,8 +12,8 @@ from sample_results import sample_find_sinks
 
 from sinkscope import loops
 from sinkscope.bench.table import BenchGroup, BenchTable
-from sinkscope.display.result import Result
 from sinkscope.files.catalog import kind_modules as kinds
+from sinkscope.results.result import Result
 
 CHOICES = {  # one of a few words, or packed numbers
     "contexts",

@@ -12,7 +12,7 @@ from organisms.hard import hard
 from organisms.plan import make_plan
 
 import sinkscope.opening.open as opening
-from sinkscope.sinks.first_token.find import FindSinks, find_sinks
+from sinkscope.sinks.find.find import FindSinks, find_sinks
 
 LAYERS = 9
 

@@ -21,14 +21,14 @@ from transformers import AutoModelForCausalLM
 import sinkscope as ss
 import sinkscope.app.pages as pages
 from sinkscope.bench.answer import BenchModel, answer_rows
-from sinkscope.display.result import Result
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
 from sinkscope.files.output import kind_of
-from sinkscope.inference.infer import infer
-from sinkscope.interventions.decode import greedy, noted_decoding
+from sinkscope.hooks.edit.decode import greedy, noted_decoding
 from sinkscope.models.down_projections import w_out
 from sinkscope.models.text.chat import chat_text
+from sinkscope.opening.inference.infer import infer
 from sinkscope.opening.live import target_of
+from sinkscope.results.result import Result
 
 PICTURE = bytes.fromhex(
     "89504e470d0a1a0a0000000d49484452000000010000000108000000003a7e9b550000000a49444154789c6360000000020001"

@@ -34,7 +34,7 @@ def test_help_and_typing_errors_load_no_torch_and_the_wait_is_announced_before_i
     code = """
 import sys
 from sinkscope.app.cli import main
-from sinkscope.display.console import ProgressBar
+from sinkscope.results.console import ProgressBar
 def wait(bar, words):
     print(words, 'torch' in sys.modules)
     raise KeyboardInterrupt

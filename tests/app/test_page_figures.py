@@ -10,8 +10,8 @@ import plotly.graph_objects as go
 import pytest
 
 from sinkscope.app.pages import DRAWN, document, page, plot, section
-from sinkscope.display.result import Result
-from sinkscope.display.style import figure_of
+from sinkscope.results.result import Result
+from sinkscope.results.style import figure_of
 
 FIGURES = Path(__file__).parents[2] / "figures"
 MANY = range(1500)  # from 1,000 points on plotly express takes WebGL

@@ -12,9 +12,9 @@ from organisms import organism
 from raw_kit import attention
 
 from sinkscope.app.readers import moved, readers_in_words
-from sinkscope.display.result import Number
-from sinkscope.sinks.first_token.find import find_sinks
-from sinkscope.sinks.first_token.result import READERS_ATTENTION, SHARE_OF_HEADS, SINK_PLACE
+from sinkscope.results.result import Number
+from sinkscope.sinks.find.find import find_sinks
+from sinkscope.sinks.find.result import READERS_ATTENTION, SHARE_OF_HEADS, SINK_PLACE
 
 
 def numbers_of(model, tokenizer, text) -> dict[str, Number]:

@@ -11,9 +11,9 @@ from sample_results import sample_find_sinks
 import sinkscope as ss
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.table import bench_table
-from sinkscope.display.result import Result
 from sinkscope.files.plain import visible
 from sinkscope.opening.load import load
+from sinkscope.results.result import Result
 
 
 @pytest.fixture(scope="module")

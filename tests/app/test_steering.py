@@ -11,8 +11,8 @@ from checkpoints import spoiled
 
 from sinkscope.app import pages
 from sinkscope.app.cli import main
-from sinkscope.display.result import Result
 from sinkscope.files.plain import visible
+from sinkscope.results.result import Result
 
 STEERING = "\x1b[2J\u202ecod\u2066\x9b\x07"
 PLAIN = r"\x1b[2J\u202ecod\u2066\x9b\x07"

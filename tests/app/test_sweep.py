@@ -13,7 +13,7 @@ from sinkscope.app.cli import main
 from sinkscope.app.command_run import click_command
 from sinkscope.app.commands import commands
 from sinkscope.files.plain import visible
-from sinkscope.interventions import SinkPatch
+from sinkscope.hooks.edit import SinkPatch
 
 LONG = "x" * 5000
 STEERING = "\x1b[2J\u202etxt"

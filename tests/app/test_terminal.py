@@ -23,10 +23,10 @@ import sinkscope.app.scan
 from sinkscope.app.card import SinkCard
 from sinkscope.app.cli import main
 from sinkscope.app.scan import Part, ScanBar, card_part, scan_parts, scan_seconds
-from sinkscope.display.console import ProgressBar
 from sinkscope.loops import check
-from sinkscope.loops.streams import Watch
+from sinkscope.loops.text.streams import Watch
 from sinkscope.measure import ScanPart
+from sinkscope.results.console import ProgressBar
 
 WIDTH = 80
 LOOPS = "one two three four five six seven\n" * 60

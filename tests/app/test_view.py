@@ -25,8 +25,8 @@ from sinkscope.app.view.readings import heads_that_fit, read_text
 from sinkscope.app.view.result import ViewedText
 from sinkscope.app.view.server import LARGEST_REQUEST, application
 from sinkscope.app.view.switches import switch_off
-from sinkscope.display.notation import neuron_name
 from sinkscope.errors import SinkscopeError
+from sinkscope.results.notation import neuron_name
 from sinkscope.sinks.circuit.circuit import circuit
 
 

@@ -20,7 +20,7 @@ from sinkscope.app.view.page import view_page
 from sinkscope.app.view.result import ModelView
 from sinkscope.app.view.server import serve
 from sinkscope.app.view.writing import generation_of
-from sinkscope.display.result import Result
+from sinkscope.results.result import Result
 from sinkscope.sinks.circuit.circuit import Circuit
 
 TEXT = "A class is a block. A block is a piece of text."

@@ -11,10 +11,10 @@ from bench_kit import tiny
 from sinkscope.bench.methods import RandomSlots, method_classes, read_method, read_methods
 from sinkscope.errors import SinkscopeError
 from sinkscope.kv import H2O, SnapKV
-from sinkscope.kv.loopguard import LoopGuard
-from sinkscope.kv.loopserve import LoopServe
 from sinkscope.kv.registry import policies
-from sinkscope.kv.shapes import ShapeShare
+from sinkscope.lines.serve import LoopServe
+from sinkscope.lines.shapes import ShapeShare
+from sinkscope.loops.guard import LoopGuard
 
 
 @pytest.mark.parametrize(

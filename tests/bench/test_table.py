@@ -13,8 +13,8 @@ from bench_kit import SETTINGS, made_record
 from sinkscope.bench.record import BenchRecord, BenchRun, open_run
 from sinkscope.bench.table import BenchTable, bench_table, tabulate_records
 from sinkscope.bench.task import task_class
-from sinkscope.display.result import Result
 from sinkscope.measure.rate import wilson
+from sinkscope.results.result import Result
 
 
 def table(*records, by: str = "part") -> BenchTable:

@@ -22,10 +22,10 @@ import sinkscope
 from experiments.script import run as run_script
 from sinkscope.app.cli import main
 from sinkscope.app.commands import commands
-from sinkscope.display.result import Result
 from sinkscope.files.envelope import known_kinds
 from sinkscope.kv import registry
 from sinkscope.models import adapters
+from sinkscope.results.result import Result
 
 ROOT = Path(__file__).parents[2]
 STRANGER = ROOT / "tests/fixtures/attention_entropy.py"

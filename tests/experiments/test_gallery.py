@@ -15,8 +15,8 @@ from sample_results import sample_find_sinks
 
 from experiments import gallery
 from experiments.script import run
-from sinkscope.display.result import Result
 from sinkscope.files.envelope import known_kinds
+from sinkscope.results.result import Result
 
 FIGURES = sorted((Path(__file__).parents[2] / "figures").glob("*.json"))
 

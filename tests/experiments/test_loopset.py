@@ -13,8 +13,8 @@ from experiments.loopset.compare import compression, paragraphs, suffix
 from experiments.loopset.honest import HONEST
 from experiments.loopset.looped import LOOPED
 from sinkscope.loops import check
-from sinkscope.loops.near_copies import counting_rows, echoes
-from sinkscope.loops.outputs import spans
+from sinkscope.loops.text.near_copies import counting_rows, echoes
+from sinkscope.loops.text.outputs import spans
 
 
 def test_rivals_alarm_where_their_rules_say():

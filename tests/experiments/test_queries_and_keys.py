@@ -11,9 +11,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
 
 from experiments.queries_and_keys import queries_and_keys
+from sinkscope.hooks.trace import attention_rows, trace
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
-from sinkscope.trace import attention_rows, trace
 
 LAYERS = [0, 2]
 IDS = torch.randint(4, 90, (2, 9), generator=torch.Generator().manual_seed(1))

@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refused
 
-from sinkscope.display.result import Result
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import pathless, plain
 from sinkscope.files.provenance import ModelInfo, Provenance, provenance
+from sinkscope.results.result import Result
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.interventions.sink_patch import SinkPatch
+from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.kv import H2O, TOVA, AdaKV, Full, StreamingLLM
-from sinkscope.kv.loopserve import LoopServe
-from sinkscope.kv.loopserve.conversation import Conversation, Turn
+from sinkscope.lines.serve import LoopServe
+from sinkscope.lines.serve.conversation import Conversation, Turn
 
 SPARSE = {"alpha": 0.8, "shortest": 0, "dense_above": 9.0, "sample": 12, "budget": 1000, "dense_rows": 2}
 SPARSE |= {"begin": 1, "local": 1, "sharp": None, "checked": 0}  # prompts are short here

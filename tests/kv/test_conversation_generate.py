@@ -7,9 +7,9 @@ import torch
 from kv_kit import shallow_of as model_of
 
 from sinkscope.errors import SinkscopeError, SinkscopeWarning
-from sinkscope.interventions.base import Intervention
-from sinkscope.kv.loopserve import LoopServe
-from sinkscope.kv.loopserve.conversation import Conversation
+from sinkscope.hooks.edit.base import Intervention
+from sinkscope.lines.serve import LoopServe
+from sinkscope.lines.serve.conversation import Conversation
 
 PROMPTS = ([5, 17, 8, 33, 61, 12, 9, 40, 22, 7, 19, 30], [31, 6, 14])
 SMALL = LoopServe(alpha=0.8, shortest=0, dense_above=9.0, sample=5, budget=8, first=0, interval=2)

@@ -15,10 +15,10 @@ from refusals import refused
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.interventions import growing_tensor
+from sinkscope.hooks.edit import growing_tensor
 from sinkscope.kv import Full, Observe, StreamingLLM
 from sinkscope.kv.cache import COLUMNS, CacheLayer
-from sinkscope.kv.loopserve.progressive import work_on_copy
+from sinkscope.lines.serve.progressive import work_on_copy
 
 HEADS = 2
 OPERATIONS = ["update", "evict", "select", "part", "crop", "reorder", "repeat", "rows", "note", "fork"]

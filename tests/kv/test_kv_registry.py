@@ -15,8 +15,8 @@ import sinkscope as ss
 import sinkscope.kv.registry as registry
 from sinkscope.errors import SinkscopeError
 from sinkscope.kv import H2O, LayerMoment, Policy, StreamingLLM, make_policy, policies, policy_named, register_policy
-from sinkscope.kv.loopguard import LoopGuard
-from sinkscope.kv.loopserve.serve import LoopServe
+from sinkscope.lines.serve.serve import LoopServe
+from sinkscope.loops.guard import LoopGuard
 
 MODULE = """
     from dataclasses import dataclass
@@ -56,7 +56,7 @@ NAMES = {
     "h2o": H2O(),
     "h2o:0.25": H2O(budget=0.25),
     "sinkscope.kv.streaming_llm:StreamingLLM:12": StreamingLLM(budget=12),
-    "sinkscope.kv.loopserve:LoopServe:64": LoopServe(budget=64),
+    "sinkscope.lines.serve:LoopServe:64": LoopServe(budget=64),
     "loopguard": LoopGuard(),
     "loopguard:256": LoopGuard(budget=256),
     "loopguard:paper": LoopGuard.paper(),

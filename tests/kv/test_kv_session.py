@@ -21,11 +21,13 @@ from torch.nn.functional import pad
 from transformers import DynamicCache, StaticCache
 
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
-from sinkscope.interventions.base import Run
-from sinkscope.kv import TOVA, AShape, Full, Observe, Progressive, Session, SnapKV, StreamingLLM
+from sinkscope.hooks.edit.base import Run
+from sinkscope.kv import TOVA, Full, Observe, Session, SnapKV, StreamingLLM
 from sinkscope.kv.cache import COLUMNS, CacheLayer
-from sinkscope.kv.loopguard import LoopGuard
-from sinkscope.kv.loopserve import LoopServe
+from sinkscope.lines.serve import LoopServe
+from sinkscope.lines.serve.progressive import Progressive
+from sinkscope.lines.shapes import AShape
+from sinkscope.loops.guard import LoopGuard
 from sinkscope.opening.live import target_of
 from sinkscope.tap import listeners, stock
 

@@ -17,8 +17,8 @@ from transformers import DynamicCache
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.kv import H2O, StreamingLLM
-from sinkscope.kv.loopguard import LoopGuard, ranges_of, tokens_to_keep
-from sinkscope.kv.loopguard.steer import Steering, copies
+from sinkscope.loops.guard import LoopGuard, ranges_of, tokens_to_keep
+from sinkscope.loops.guard.steer import Steering, copies
 from sinkscope.opening.live import target_of
 
 ALWAYS = LoopGuard.paper(**SMALL, variant="always", monitor={"every": 9, "warmup": 0, "cooldown": 0})

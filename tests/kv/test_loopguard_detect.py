@@ -9,10 +9,10 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.kv.loopguard import LoopReporter
-from sinkscope.kv.loopguard.detect import RowMonitors
-from sinkscope.kv.loopguard.steer import Rewinder
-from sinkscope.loops.monitor import Monitor, MonitorSettings
+from sinkscope.kv.pieces import Rewinder
+from sinkscope.loops.guard import LoopReporter
+from sinkscope.loops.guard.detect import RowMonitors
+from sinkscope.loops.text.monitor import Monitor, MonitorSettings
 
 TAIL = MonitorSettings.variant("tail", warmup=0, window=16, tail_shortest=6)
 P1 = MonitorSettings.variant("p1", warmup=0, theta_conf=0.05, streak=3, cooldown=4)

@@ -9,11 +9,11 @@ import torch
 from organisms import LoopOrganism, loop_organism, tiny_model
 from transformers import TextStreamer
 
-from sinkscope.interventions import Event
-from sinkscope.kv.loopguard import LoopGuard
-from sinkscope.kv.loopserve.conversation import Conversation
+from sinkscope.hooks.edit import Event
+from sinkscope.lines.serve.conversation import Conversation
 from sinkscope.loops import tail_period
-from sinkscope.serving.generate import generate
+from sinkscope.loops.generate import generate
+from sinkscope.loops.guard import LoopGuard
 
 STEPS, REWOUND = 140, 90  # new tokens; where a loop is taken back, fewer show it
 CASES = [(4, 0, 0), (6, 20, 250), (12, 0, 500)]  # period, onset, where on the ring the prompt begins

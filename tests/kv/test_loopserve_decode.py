@@ -13,8 +13,8 @@ from torch.testing import assert_close
 from transformers import DynamicCache
 
 from sinkscope.conformance.masked import plain_logits, window_of
-from sinkscope.kv.loopguard import LoopGuard
-from sinkscope.kv.loopserve import Progressive, tokens_read
+from sinkscope.lines.serve import Progressive, tokens_read
+from sinkscope.loops.guard import LoopGuard
 
 IDS, MASK = prompts([30, 21], 14)
 PROMPT = 30

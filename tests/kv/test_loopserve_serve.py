@@ -15,8 +15,8 @@ from torch.testing import assert_close
 from transformers import DynamicCache
 
 from sinkscope.conformance.masked import plain_logits
-from sinkscope.kv.loopserve import LoopServe
 from sinkscope.lines.sample import choice_cost, draw_of, held_out, sample_queries
+from sinkscope.lines.serve import LoopServe
 from sinkscope.opening.live import target_of
 
 SPARSE = {"alpha": 0.85, "shortest": 0, "dense_above": 9.0, "sample": 12, "dense_rows": 3}

@@ -18,9 +18,10 @@ from torch import Tensor
 from transformers.cache_utils import DynamicIndexedLayer
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.kv import H2O, AShape, StreamingLLM
-from sinkscope.kv.loopserve.progressive import Progressive
+from sinkscope.kv import H2O, StreamingLLM
 from sinkscope.kv.policy import LayerMoment
+from sinkscope.lines.serve.progressive import Progressive
+from sinkscope.lines.shapes import AShape
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 

@@ -16,8 +16,8 @@ from organisms.tiny import tiny_model
 from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.interventions import Ablate, SinkPatch
-from sinkscope.interventions.base import Intervention
+from sinkscope.hooks.edit import Ablate, SinkPatch
+from sinkscope.hooks.edit.base import Intervention
 from sinkscope.kv import H2O, TOVA, Policy, SnapKV, StreamingLLM
 
 PROMPT, STEPS = 26, 12

@@ -15,8 +15,8 @@ import torch
 from test_loopserve_sparse import drawn, inputs, masked
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.kv.shapes import AShape
 from sinkscope.lines import sparse
+from sinkscope.lines.shapes import AShape
 from sinkscope.tap.call import Attention
 from sinkscope.tap.view import View
 

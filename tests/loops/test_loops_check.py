@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from loop_texts import prose
 
 from sinkscope.app.cli import main
-from sinkscope.display.result import Result
-from sinkscope.display.tables import SCREEN
 from sinkscope.errors import SinkscopeError
 from sinkscope.loops import LoopCheck, check, type_token_ratio
-from sinkscope.loops.outputs import Splitter, TokenRecord, parse, spans, split
+from sinkscope.loops.text.outputs import Splitter, TokenRecord, parse, spans, split
+from sinkscope.results.result import Result
+from sinkscope.results.tables import SCREEN
 
 ROOT = Path(__file__).parents[2]
 

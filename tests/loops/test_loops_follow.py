@@ -20,9 +20,10 @@ from server_streams import SERVERS, chunks, events
 
 from sinkscope.app.cli import main
 from sinkscope.errors import SinkscopeWarning
-from sinkscope.loops import Alarm, Monitor, MonitorSettings, Watch, check, streams
-from sinkscope.loops.forms import shown
-from sinkscope.loops.outputs import split
+from sinkscope.loops import Alarm, Monitor, MonitorSettings, Watch, check
+from sinkscope.loops.text import streams
+from sinkscope.loops.text.forms import shown
+from sinkscope.loops.text.outputs import split
 
 LOOP = "one more cup of tea, "
 TEXT = f"{prose(300)} {LOOP * 60}"

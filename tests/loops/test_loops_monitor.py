@@ -14,7 +14,7 @@ from refusals import refused
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.loops import VARIANTS, Monitor, MonitorSettings, Step, compression_ratio, tail_period
-from sinkscope.loops.outputs import number, split
+from sinkscope.loops.text.outputs import number, split
 
 SMALL = {
     "window": 20,

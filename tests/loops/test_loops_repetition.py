@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sinkscope.loops import Monitor, MonitorSettings, check, tail_period
-from sinkscope.loops.repetition import NearRepetition
+from sinkscope.loops.text.repetition import NearRepetition
 
 # Cycles of few different tokens, which hold repetitions of their own: any stretch of a few tokens comes several times.
 PIECE = st.lists(

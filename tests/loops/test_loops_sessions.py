@@ -16,8 +16,16 @@ from session_forms import FORMS, Turn, called
 from sinkscope.app.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.loops import MonitorSettings
-from sinkscope.loops.messages import Message, message_of
-from sinkscope.loops.sessions import check_history, cleaned, cycles_of, is_session_file, masked, read_history, steps_of
+from sinkscope.loops.text.messages import Message, message_of
+from sinkscope.loops.text.sessions import (
+    check_history,
+    cleaned,
+    cycles_of,
+    is_session_file,
+    masked,
+    read_history,
+    steps_of,
+)
 
 START = [Turn("user", "Find the bug in the parser."), Turn("assistant", "I will read the file first.")]
 END = [Turn("assistant", "The bug is in line seven, and I have mended it."), Turn("user", "Thank you.")]

@@ -22,7 +22,7 @@ from sinkscope.loops import (
     tail_period,
     type_token_ratio,
 )
-from sinkscope.loops.signals import WindowNovelty
+from sinkscope.loops.text.signals import WindowNovelty
 
 IDS = st.lists(st.integers(0, 4), max_size=60)
 TAILED = st.builds(  # a repetition behind anything

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sinkscope.app.card import CardChange, SinkCard
-from sinkscope.display.result import Result
 from sinkscope.files.provenance import ModelInfo
+from sinkscope.results.result import Result
 
 FIGURES = Path(__file__).parents[2] / "figures"
 MEASURED = (

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinkscope.display.notation import count_of, interval_phrase, word_form, word_list
 from sinkscope.measure.evidence import Evidence, percent_pair
+from sinkscope.results.notation import count_of, interval_phrase, word_form, word_list
 
 SHARES = st.floats(-1, 2, allow_nan=False)
 

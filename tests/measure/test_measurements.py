@@ -23,15 +23,15 @@ from torch.testing import assert_close
 import sinkscope as ss
 from sinkscope.app import cli
 from sinkscope.app.commands import Command, commands
-from sinkscope.display.result import Result
-from sinkscope.display.tables import PLAIN, SCREEN, WIDTH
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.catalog import kind_modules
 from sinkscope.files.envelope import class_of
-from sinkscope.interventions import SinkPatch
+from sinkscope.hooks.edit import SinkPatch
 from sinkscope.kv import Full, StreamingLLM
 from sinkscope.measure import Measurement, Setup
 from sinkscope.opening.load import load
+from sinkscope.results.result import Result
+from sinkscope.results.tables import PLAIN, SCREEN, WIDTH
 
 ROOT = Path(__file__).parents[2]
 ALL = [command for command in commands().values() if isinstance(command.load(), Measurement)]

@@ -17,7 +17,7 @@ from organisms.tiny import MODEL_TYPES, tiny_model
 from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.interventions import Ablate
+from sinkscope.hooks.edit import Ablate
 from sinkscope.models import adapters
 from sinkscope.models.adapters import Adapter
 from sinkscope.models.backends import BACKENDS

@@ -19,8 +19,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.checkpoint import SafetensorsSource, check_folder, read_header
-from sinkscope.models.fingerprint import fingerprint
+from sinkscope.models.checkpoints.checkpoint import SafetensorsSource, check_folder, read_header
+from sinkscope.models.checkpoints.fingerprint import fingerprint
 
 INDEX = "model.safetensors.index.json"
 

@@ -12,8 +12,8 @@ from organisms import tiny_model
 
 import sinkscope as ss
 from sinkscope.app.commands import Command, commands
-from sinkscope.interventions import Ablate, SinkPatch
-from sinkscope.interventions.steer import Add
+from sinkscope.hooks.edit import Ablate, SinkPatch
+from sinkscope.hooks.edit.steer import Add
 from sinkscope.kv import make_policy, policies
 from sinkscope.measure import Measurement
 

@@ -9,7 +9,7 @@ import torch
 from organisms import tiny_model
 
 import sinkscope as ss
-from sinkscope.trace import trace
+from sinkscope.hooks.trace import trace
 
 
 @cache

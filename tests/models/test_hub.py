@@ -16,8 +16,8 @@ from torch.testing import assert_close
 
 from sinkscope import find_sinks, load
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.checkpoint import SafetensorsSource
-from sinkscope.models.fingerprint import fingerprint
+from sinkscope.models.checkpoints.checkpoint import SafetensorsSource
+from sinkscope.models.checkpoints.fingerprint import fingerprint
 from sinkscope.opening.live import target_of
 from sinkscope.opening.stream import open_stream
 

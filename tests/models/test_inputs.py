@@ -13,12 +13,12 @@ from torch.testing import assert_close
 
 import sinkscope as ss
 from sinkscope.errors import SinkscopeError
+from sinkscope.hooks.trace import trace
 from sinkscope.kv import H2O, StreamingLLM
-from sinkscope.kv.loopguard import LoopGuard
+from sinkscope.loops.generate import generate
+from sinkscope.loops.guard import LoopGuard
 from sinkscope.models.checks import tokenizer_of
 from sinkscope.opening.live import target_of
-from sinkscope.serving.generate import generate
-from sinkscope.trace import trace
 
 SITE = "blocks.2.hook_resid_post"
 TEXTS = ["poem poem book cat", "the dog", "a cat and you it is was of"]

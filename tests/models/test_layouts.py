@@ -12,14 +12,14 @@ from refusals import refused
 from torch import Tensor
 from torch.testing import assert_close
 
-from sinkscope.interventions.edits import Ablate
+from sinkscope.hooks.edit.edits import Ablate
+from sinkscope.hooks.trace.layer_view import columns, contributions, view_layer
 from sinkscope.models.hooks import first_tensor
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
-from sinkscope.sinks.first_token.layer_scan import scan_layers
+from sinkscope.sinks.find.layer_scan import scan_layers
 from sinkscope.sinks.removal.components import Edit
 from sinkscope.sinks.removal.effects import effects
-from sinkscope.trace.layer_view import columns, contributions, view_layer
 
 IDS = torch.arange(20, 44).view(2, 12)
 # A shared expert beside the mixture; a norm in some layers; experts in five layouts; more than an addition.

@@ -15,17 +15,17 @@ from torch import Tensor
 
 import sinkscope as ss
 from sinkscope.errors import SinkscopeError
-from sinkscope.inference.probe import begins_at
-from sinkscope.kv.scope import scope_line
-from sinkscope.models.down_projections import column_factor
-from sinkscope.models.hooks import first_tensor
-from sinkscope.models.target import Target
-from sinkscope.opening.live import target_of
-from sinkscope.trace.layer_view import (
+from sinkscope.hooks.trace.layer_view import (
     contributions,
     expert_and_neuron,
     view_layer,
 )
+from sinkscope.kv.scope import scope_line
+from sinkscope.models.down_projections import column_factor
+from sinkscope.models.hooks import first_tensor
+from sinkscope.models.target import Target
+from sinkscope.opening.inference.probe import begins_at
+from sinkscope.opening.live import target_of
 
 from .decoders import byte_tokenizer, decoder
 from .products import Products, products_of

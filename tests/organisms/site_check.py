@@ -10,8 +10,8 @@ from torch import Tensor
 
 import sinkscope as ss
 from sinkscope.errors import SinkscopeError
+from sinkscope.hooks.trace.sites import resolve
 from sinkscope.opening.live import target_of
-from sinkscope.trace.sites import resolve
 
 from .additions import Additions, followed, is_close
 from .products import head_verdicts, products_of

@@ -12,19 +12,19 @@ from organisms import shared_sink as make_shared_sink
 from raw_kit import norms, zeroed
 from torch import Tensor
 
+from sinkscope.hooks.trace.layer_view import view_layer
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
-from sinkscope.sinks.first_token.context import SinkContext
-from sinkscope.sinks.first_token.find import find_sinks
-from sinkscope.sinks.first_token.layer_scan import LayerScan, scan_layers
-from sinkscope.sinks.first_token.neurons import verify_neurons
+from sinkscope.sinks.find.context import SinkContext
+from sinkscope.sinks.find.find import find_sinks
+from sinkscope.sinks.find.layer_scan import LayerScan, scan_layers
+from sinkscope.sinks.find.neurons import verify_neurons
 from sinkscope.sinks.removal.search import random_sets
-from sinkscope.trace.layer_view import view_layer
 
 
 @pytest.fixture(autouse=True)
 def _few_texts(monkeypatch):
-    monkeypatch.setattr("sinkscope.sinks.first_token.attention_received.RATE_TEXTS", 8)  # the rate has its own tests
+    monkeypatch.setattr("sinkscope.sinks.find.attention_received.RATE_TEXTS", 8)  # the rate has its own tests
 
 
 shared_sink = cache(make_shared_sink)  # no test changes it
@@ -67,7 +67,7 @@ def test_a_set_is_held_against_the_strongest_of_the_random_sets(monkeypatch, tmp
     part, idle = o.truth.neurons[-1], (o.truth.sink_layer, max(site[-1] for site in o.truth.neurons) - 1)
     assert idle not in o.truth.neurons
     sets = [*[(idle,)] * 19, (part,)]
-    monkeypatch.setattr("sinkscope.sinks.first_token.sets.random_sets", lambda *_: sets)
+    monkeypatch.setattr("sinkscope.sinks.find.sets.random_sets", lambda *_: sets)
     found = find_sinks(o.model, tokenizer=o.tokenizer, max_repeats=8, text=text_file(o, tmp_path, 8)).minimal
     ids = o.natural(4, 40)
     before = norms(o.model, ids)[o.truth.sink_layer, :, 0]
@@ -89,7 +89,7 @@ def test_a_set_is_held_against_twenty_random_sets_of_other_neurons_of_its_layers
 
 def test_no_candidate_is_drawn_as_a_control_of_candidates(monkeypatch):
     """So many draws that each neuron comes."""
-    monkeypatch.setattr("sinkscope.sinks.first_token.neurons.CONTROL_DRAWS", 1500)
+    monkeypatch.setattr("sinkscope.sinks.find.neurons.CONTROL_DRAWS", 1500)
     shared = shared_sink("llama")
     verified = verify_neurons(context_of(shared), shared.sink[0], 2)
     assert [neuron.site for neuron in verified if neuron.causal] == [shared.sink]

@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from organisms import Organism, organism
 
-from sinkscope.display.notation import neuron_name
+from sinkscope.hooks.trace.run import trace
 from sinkscope.opening.live import target_of
+from sinkscope.results.notation import neuron_name
 from sinkscope.sinks.circuit.circuit import Circuit, SinkCircuit, circuit
 from sinkscope.sinks.circuit.steps import MARK, NEURONS, REPETITION, CircuitStep, Readers
 from sinkscope.sinks.removal.components import Component, one_by_one
 from sinkscope.sinks.removal.position_effect import PositionEffect
-from sinkscope.trace.run import trace
 
 
 def traced(o: Organism, folder: Path, **options) -> Circuit:

@@ -15,10 +15,10 @@ from organisms import organism as new_organism
 from raw_kit import attention
 from torch import nn
 
+from sinkscope.hooks.trace import trace
 from sinkscope.opening.live import target_of
 from sinkscope.sinks.repetition.distance import DistanceReading, output_weights
 from sinkscope.sinks.repetition.repeat import Repeat, repeat
-from sinkscope.trace import trace
 
 organism = functools.cache(new_organism)  # only read here
 IN_THEOREM = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "neox", "mixtral", "qwen3_moe")

@@ -11,11 +11,11 @@ from attack_kit import text_file
 from organisms import Organism, organism
 
 from experiments.repeated_token.harness import evaluate_tasks
-from sinkscope.display.result import Result
 from sinkscope.errors import SinkscopeError
-from sinkscope.interventions import Ablate, SinkPatch
+from sinkscope.hooks.edit import Ablate, SinkPatch
 from sinkscope.measure import Setup
 from sinkscope.opening.live import target_of
+from sinkscope.results.result import Result
 from sinkscope.sinks.patch.evaluate import (
     PatchEvaluation,
     errors_of,

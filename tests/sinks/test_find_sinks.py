@@ -14,21 +14,21 @@ from organisms import FAMILIES, KINDS, Organism, organism
 from organisms.plan import LEAST_LAYERS
 from raw_kit import attention, zeroed
 
+from sinkscope.hooks.trace.run import trace
 from sinkscope.opening.live import target_of
 from sinkscope.opening.stream import open_stream
-from sinkscope.sinks.first_token.context import SinkContext
-from sinkscope.sinks.first_token.find import FindSinks, find_sinks
-from sinkscope.sinks.first_token.layer_scan import LayerReading, LayerScan, scan_layers
-from sinkscope.sinks.first_token.repetitions import repeat_until_half
+from sinkscope.sinks.find.context import SinkContext
+from sinkscope.sinks.find.find import FindSinks, find_sinks
+from sinkscope.sinks.find.layer_scan import LayerReading, LayerScan, scan_layers
+from sinkscope.sinks.find.repetitions import repeat_until_half
 from sinkscope.sinks.removal.search import Removal, smallest_set
-from sinkscope.trace.run import trace
 
 WITH_SINK = tuple(kind for kind in KINDS if kind not in ("none", "massive_dim"))
 
 
 @pytest.fixture(autouse=True)
 def _few_texts(monkeypatch):
-    monkeypatch.setattr("sinkscope.sinks.first_token.attention_received.RATE_TEXTS", 8)  # the rate has its own tests
+    monkeypatch.setattr("sinkscope.sinks.find.attention_received.RATE_TEXTS", 8)  # the rate has its own tests
 
 
 def find_in(o: Organism, folder: Path, **options) -> FindSinks:

@@ -11,10 +11,10 @@ from covering import covering
 from organisms.further import FURTHER
 from organisms.hard import hard
 
-from sinkscope.display.notation import neuron_name
+from sinkscope.results.notation import neuron_name
 from sinkscope.sinks.attack.attack import attack
 from sinkscope.sinks.circuit.circuit import circuit
-from sinkscope.sinks.first_token.find import find_sinks
+from sinkscope.sinks.find.find import find_sinks
 from sinkscope.sinks.marking_heads import heads
 from sinkscope.sinks.patch.make import patch_make
 from sinkscope.sinks.repetition.repeat import repeat

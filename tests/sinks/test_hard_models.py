@@ -21,10 +21,10 @@ from organisms.unseen import UNSEEN
 from raw_kit import attention, norms
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.interventions import SinkPatch
+from sinkscope.hooks.edit import SinkPatch
 from sinkscope.sinks.attack.attack import attack
 from sinkscope.sinks.circuit.circuit import circuit
-from sinkscope.sinks.first_token.find import FindSinks, find_sinks
+from sinkscope.sinks.find.find import FindSinks, find_sinks
 from sinkscope.sinks.marking_heads import heads
 from sinkscope.sinks.repetition.norm import NormReading
 from sinkscope.sinks.repetition.repeat import repeat

@@ -22,10 +22,10 @@ from sample_results import NEURONS
 from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.hooks.trace.run import trace
 from sinkscope.opening.live import target_of
 from sinkscope.sinks import marking_heads as module
 from sinkscope.sinks.marking_heads import MarkingHeads, Replacement, heads
-from sinkscope.trace.run import trace
 
 KINDS = ("sink", "late_mark", "spread")
 BY_HEADS = [family for family in FAMILIES if family != "gpt2"]

@@ -19,9 +19,9 @@ from organisms import organism as new_organism
 from organisms.hard import hard
 from raw_kit import attention, norms
 
-from sinkscope.display.result import Result
 from sinkscope.errors import SinkscopeError
-from sinkscope.interventions import SinkPatch
+from sinkscope.hooks.edit import SinkPatch
+from sinkscope.results.result import Result
 from sinkscope.sinks.patch.make import PatchMade, patch_make
 
 organism = functools.cache(new_organism)  # only read where nothing else is said
@@ -43,7 +43,7 @@ def made_once(family: str, seed: int, kind: str = "sink") -> tuple[Organism, Pat
 @pytest.fixture(autouse=True)
 def few_texts(monkeypatch):
     """The sink rate that `find_sinks` reports as well plays no part here."""
-    monkeypatch.setattr("sinkscope.sinks.first_token.attention_received.RATE_TEXTS", 4)
+    monkeypatch.setattr("sinkscope.sinks.find.attention_received.RATE_TEXTS", 4)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sinkscope.sinks.first_token.places import (
+from sinkscope.sinks.find.places import (
     Description,
     Places,
     Rule,

@@ -17,7 +17,7 @@ from organisms.planted_places import places
 from refusals import refused
 from rounding_kit import ByHand, divergence, enlarge, logs_by_hand
 
-from sinkscope.interventions.quantize import linear_modules
+from sinkscope.hooks.edit.quantize import linear_modules
 from sinkscope.opening.live import target_of
 from sinkscope.sinks.precision.precision import (
     Kept,

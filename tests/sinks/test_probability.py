@@ -12,10 +12,10 @@ from covering import slow
 from organisms import Organism, organism
 from torch.testing import assert_close
 
-from sinkscope.display.result import Result
-from sinkscope.interventions import SinkPatch
-from sinkscope.interventions.decode import repeat_probabilities
+from sinkscope.hooks.edit import SinkPatch
+from sinkscope.hooks.edit.decode import repeat_probabilities
 from sinkscope.opening.live import target_of
+from sinkscope.results.result import Result
 from sinkscope.sinks.repetition.probability import ProbabilityReading, repeated_span
 from sinkscope.sinks.repetition.repeat import Repeat, repeat
 

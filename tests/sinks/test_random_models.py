@@ -12,7 +12,7 @@ from organisms.tiny import tiny_model
 from raw_kit import attention, norms, zeroed
 from torch import Tensor
 
-from sinkscope.sinks.first_token.find import find_sinks
+from sinkscope.sinks.find.find import find_sinks
 
 TYPES = ("llama", "gpt2", "gpt_neox", "gemma2", "qwen3", "mixtral", "gpt_oss", "phi3", "olmo2", "qwen2", "phi", "opt")
 WAYS = ("as made", "large weights", "20 steps", "150 steps")

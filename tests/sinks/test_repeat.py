@@ -19,13 +19,13 @@ from raw_kit import attention, norms, zeroed
 from refusals import refused
 
 from sinkscope.app.cli import main
-from sinkscope.display.result import Result
+from sinkscope.hooks.trace.run import trace
 from sinkscope.models.text import text_rows
+from sinkscope.results.result import Result
 from sinkscope.sinks.repetition.attention import TAIL
 from sinkscope.sinks.repetition.norm import NormReading
 from sinkscope.sinks.repetition.repeat import Repeat, repeat
 from sinkscope.sinks.repetition.sweep import Sweep, curve_counts
-from sinkscope.trace.run import trace
 
 
 def norms_of(o: Organism, ids: list[int]) -> torch.Tensor:

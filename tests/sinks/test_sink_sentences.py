@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_results import sample_find_sinks
 
-from sinkscope.sinks.first_token.find import FindSinks
-from sinkscope.sinks.first_token.members import CausalSet, Member
-from sinkscope.sinks.first_token.places import Description, Rule, Scattered, TokenShare
-from sinkscope.sinks.first_token.records import (
+from sinkscope.sinks.find.find import FindSinks
+from sinkscope.sinks.find.members import CausalSet, Member
+from sinkscope.sinks.find.places import Description, Rule, Scattered, TokenShare
+from sinkscope.sinks.find.records import (
     AttentionSink,
     NormSpike,
     PlacedSpike,

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from sinkscope.models.text import beginning, put_before, text_rows, typical_text
 from sinkscope.opening.live import target_of
-from sinkscope.sinks.first_token.attention_received import attention_received
+from sinkscope.sinks.find.attention_received import attention_received
 from sinkscope.sinks.removal.components import Component, Edit
 from sinkscope.sinks.removal.effects import effects
 

@@ -19,13 +19,13 @@ from string import Template
 from typing import Any
 
 from sinkscope import __version__
-from sinkscope.display.notation import count_of
-from sinkscope.display.result import Result
-from sinkscope.display.tables import cell
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.envelope import ENVELOPE_FIELDS as ENVELOPE
 from sinkscope.files.output import write_output
 from sinkscope.files.plain import visible
+from sinkscope.results.notation import count_of
+from sinkscope.results.result import Result
+from sinkscope.results.tables import cell
 
 # Plotly renders a few tags; any other tag comes from a file and is shown as text.
 _TAG = re.compile(r"<(?!/?(?:b|i|u|s|br|em|strong|sub|sup|extra)\s*/?>)", re.IGNORECASE)

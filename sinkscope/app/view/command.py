@@ -11,10 +11,10 @@ from typing import Annotated, Any
 from sinkscope.app.view.explorer import Explorer
 from sinkscope.app.view.result import ModelView
 from sinkscope.app.view.server import check_server, serve
-from sinkscope.display.console import end_bar
-from sinkscope.display.options import Hidden, Option, command
 from sinkscope.files.output import read_text
 from sinkscope.files.records import Whole
+from sinkscope.results.console import end_bar
+from sinkscope.results.options import Hidden, Option, command
 
 
 @command(

@@ -20,9 +20,9 @@ from sinkscope.app.view.result import ModelView, Variant, ViewedText
 from sinkscope.app.view.switches import Switch, switch_named, switch_without, switches_of
 from sinkscope.app.view.texts import default_texts, ids_of
 from sinkscope.app.view.writing import generation_of
-from sinkscope.display.notation import head_name, neuron_name, neuron_names, word_form
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import checked_value
+from sinkscope.results.notation import head_name, neuron_name, neuron_names, word_form
 
 ROOM = 3 << 20  # bytes of packed attention in a page
 

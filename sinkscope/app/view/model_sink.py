@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from sinkscope.interventions.sites import head_of
+from sinkscope.hooks.edit.sites import head_of
 from sinkscope.measure import Setup
 from sinkscope.sinks.circuit.circuit import MARK, REPETITION, Circuit, circuit
-from sinkscope.sinks.first_token.find import find_sinks
-from sinkscope.sinks.first_token.layer_scan import LayerScan, scan_layers
-from sinkscope.sinks.first_token.result import FindSinks
+from sinkscope.sinks.find.find import find_sinks
+from sinkscope.sinks.find.layer_scan import LayerScan, scan_layers
+from sinkscope.sinks.find.result import FindSinks
 
 
 @dataclass

@@ -10,8 +10,8 @@ from html import escape
 from importlib.resources import files
 from string import Template
 
-from sinkscope.display.result import Result
 from sinkscope.files.plain import visible
+from sinkscope.results.result import Result
 
 START = "\nstart(document);\n"
 """The last line of the module in a page; a notebook imports the module without it."""

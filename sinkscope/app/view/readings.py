@@ -16,12 +16,12 @@ from torch import Tensor
 
 from sinkscope.app.view.model_sink import ModelSink
 from sinkscope.app.view.packed import Packed, codes_of
-from sinkscope.interventions.base import Intervention
+from sinkscope.hooks.edit.base import Intervention
+from sinkscope.hooks.trace import Observer, attention_rows, trace
+from sinkscope.hooks.trace.layer_view import flat_number, view_layer
 from sinkscope.models.hooks import on_input
 from sinkscope.models.norms import norm_of
-from sinkscope.sinks.first_token.places import SPIKE_RATIO
-from sinkscope.trace import Observer, attention_rows, trace
-from sinkscope.trace.layer_view import flat_number, view_layer
+from sinkscope.sinks.find.places import SPIKE_RATIO
 
 SPIKE_SHARE = 0.5  # a norm spikes from this share of the first token's norm on (Yona et al. 2025, Table 1)
 

@@ -9,8 +9,8 @@ import numpy as np
 from jaxtyping import Float
 
 from sinkscope.app.view.packed import Packed
-from sinkscope.display.tables import long_table
 from sinkscope.measure import Result
+from sinkscope.results.tables import long_table
 
 
 @dataclass(frozen=True)

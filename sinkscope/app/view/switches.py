@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from sinkscope.app.view.model_sink import ModelSink
-from sinkscope.display.notation import word_list
 from sinkscope.errors import SinkscopeError
-from sinkscope.interventions import Ablate, SinkPatch
-from sinkscope.interventions.base import Intervention
-from sinkscope.interventions.sites import head_of, site_of
+from sinkscope.hooks.edit import Ablate, SinkPatch
+from sinkscope.hooks.edit.base import Intervention
+from sinkscope.hooks.edit.sites import head_of, site_of
 from sinkscope.models.checks import check_site
+from sinkscope.results.notation import word_list
 
 
 @dataclass(frozen=True)

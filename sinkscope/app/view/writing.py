@@ -8,8 +8,8 @@ import torch
 
 from sinkscope.app.view.packed import Packed, codes_of
 from sinkscope.app.view.result import Generation, Writing
-from sinkscope.attention.barcode import Barcode, barcode, picture_bins
-from sinkscope.kv.loopguard.guard import LoopGuard
+from sinkscope.loops.barcode import Barcode, barcode, picture_bins
+from sinkscope.loops.guard.guard import LoopGuard
 from sinkscope.measure import Setup
 
 PROMPT_TOKENS, NEW_TOKENS = 48, 144

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from sinkscope.attention.texts import LOOP_TOKENS, end_loop
 from sinkscope.bench.answer import Answer, Batch, BenchModel
 from sinkscope.bench.methods import GUARD
 from sinkscope.bench.prompt import Prompt, Turn, read_prompts
@@ -20,10 +19,12 @@ from sinkscope.bench.record import Metrics
 from sinkscope.bench.task import Size, Task, register_task
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import is_file
-from sinkscope.loops.monitor import Monitor, MonitorSettings
-from sinkscope.loops.signals import (
+from sinkscope.loops.text.monitor import Monitor, MonitorSettings
+from sinkscope.loops.text.signals import (
+    LOOP_TOKENS,
     MAX_NEW,
     compression_ratio,
+    end_loop,
     ends_in_loop,
     is_loop,
     type_token_ratio,

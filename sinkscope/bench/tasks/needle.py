@@ -26,8 +26,8 @@ from sinkscope.bench.task import Size, Task, register_task
 from sinkscope.bench.tasks.recall import ANSWER, ASK, END, FACT, FILLER, KEYS, TAIL, TURNS, VALUES
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Share, Whole, checked_value
+from sinkscope.models.checkpoints.names import RECALL, TWO_HOPS
 from sinkscope.models.checks import check_length
-from sinkscope.models.names import RECALL, TWO_HOPS
 from sinkscope.models.target import Target
 
 Kind = Literal["needle", "multi-key", "key-value", "tracking", "chain"]

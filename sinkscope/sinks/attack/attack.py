@@ -17,10 +17,6 @@ from jaxtyping import Bool, Float, Int
 from pydantic import Field
 from torch import Tensor
 
-from sinkscope.display.notation import head_name, neuron_name, word_form, word_list
-from sinkscope.display.result import Number
-from sinkscope.display.style import figure_of, long_table
-from sinkscope.display.tables import Table
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.progress import part_of
 from sinkscope.measure import Hidden, Option, Result, ScanPart, Setup, Whole, measurement
@@ -28,6 +24,10 @@ from sinkscope.measure.evidence import Evidence
 from sinkscope.measure.margin import margin_of
 from sinkscope.measure.rate import wilson
 from sinkscope.models.checks import check_length
+from sinkscope.results.notation import head_name, neuron_name, word_form, word_list
+from sinkscope.results.result import Number
+from sinkscope.results.style import figure_of, long_table
+from sinkscope.results.tables import Table
 from sinkscope.sinks.attack.clusters import TokenClusters, find_clusters
 from sinkscope.sinks.attack.sequences import (
     Pools,
@@ -38,9 +38,9 @@ from sinkscope.sinks.attack.sequences import (
     round_trip,
 )
 from sinkscope.sinks.chunks import hold_layers
-from sinkscope.sinks.first_token.absence import SpikeAbsence
-from sinkscope.sinks.first_token.layer_scan import norms_after
-from sinkscope.sinks.first_token.sets import sink_neurons
+from sinkscope.sinks.find.absence import SpikeAbsence
+from sinkscope.sinks.find.layer_scan import norms_after
+from sinkscope.sinks.find.sets import sink_neurons
 from sinkscope.sinks.tokens import TokenRows, vocabulary
 
 SUCCESS = 0.5  # share of the first token's norm from which a position counts as a sink

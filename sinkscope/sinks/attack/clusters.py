@@ -12,16 +12,16 @@ from einops import rearrange, reduce, repeat
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.display.notation import count_of
+from sinkscope.hooks.trace.layer_view import flat_number, view_layer
+from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Setup
 from sinkscope.models.checks import attending_layers
 from sinkscope.models.target import Target
+from sinkscope.results.notation import count_of
 from sinkscope.sinks.chunks import Columns, hold_layers, in_chunks, token_texts
-from sinkscope.sinks.first_token.members import Neuron
+from sinkscope.sinks.find.members import Neuron
 from sinkscope.sinks.marking_heads import replacing
 from sinkscope.sinks.tokens import TokenRows
-from sinkscope.trace.layer_view import flat_number, view_layer
-from sinkscope.trace.run import trace
 
 FIRES = 0.5  # share of the sink neuron's usual activation from which it counts as firing
 ROWS = 2048  # rows per pass; a token takes two more rows than there are heads

@@ -17,21 +17,21 @@ import plotly.graph_objects as go
 import torch
 from plotly.subplots import make_subplots
 
-from sinkscope.display.notation import count_of, short_sentence, word_form, word_list
-from sinkscope.display.style import BLUE, GREY, ORANGE, figure_of
-from sinkscope.display.tables import Table
-from sinkscope.interventions.sites import head_of
+from sinkscope.hooks.edit.sites import head_of
 from sinkscope.measure import Natural, Number, Result, ScanPart, Setup, measurement
 from sinkscope.models.target import Target
+from sinkscope.results.notation import count_of, short_sentence, word_form, word_list
+from sinkscope.results.style import BLUE, GREY, ORANGE, figure_of
+from sinkscope.results.tables import Table
 from sinkscope.sinks.circuit.steps import MARK, NAMED, NEURONS, REPETITION, CircuitStep, Readers
 from sinkscope.sinks.circuit.traced import TracedPlace, TracedSpike, mark_step, traced_place
-from sinkscope.sinks.first_token.attention_received import with_long_texts
-from sinkscope.sinks.first_token.find import find_sinks
-from sinkscope.sinks.first_token.members import sites_of
-from sinkscope.sinks.first_token.places import Rule
-from sinkscope.sinks.first_token.records import SHORT, NormSpike
-from sinkscope.sinks.first_token.result import FindSinks
-from sinkscope.sinks.first_token.sentences import nothing_found
+from sinkscope.sinks.find.attention_received import with_long_texts
+from sinkscope.sinks.find.find import find_sinks
+from sinkscope.sinks.find.members import sites_of
+from sinkscope.sinks.find.places import Rule
+from sinkscope.sinks.find.records import SHORT, NormSpike
+from sinkscope.sinks.find.result import FindSinks
+from sinkscope.sinks.find.sentences import nothing_found
 from sinkscope.sinks.removal.components import key_bias, key_projection
 from sinkscope.sinks.tokens import prefixes
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
-from sinkscope.display.notation import word_list
-from sinkscope.display.style import long_table
-from sinkscope.display.tables import Table
 from sinkscope.measure.evidence import NEEDED, Evidence, percent_pair
+from sinkscope.results.notation import word_list
+from sinkscope.results.style import long_table
+from sinkscope.results.tables import Table
 
 NAMED, WORDS_OF_NAMES = 3, 10  # components that a sentence names at most, and the words that they may take
 MARK, NEURONS, REPETITION = "mark", "neurons", "repetition"

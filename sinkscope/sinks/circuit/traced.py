@@ -12,19 +12,19 @@ import numpy as np
 import torch
 from einops import reduce
 
-from sinkscope.display.notation import head_name, neuron_name
+from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Setup
 from sinkscope.measure.evidence import NEEDED
 from sinkscope.models.norms import norm_of
 from sinkscope.models.target import Target
+from sinkscope.results.notation import head_name, neuron_name
 from sinkscope.sinks.circuit.steps import MARK, NEURONS, SPIKE, CircuitStep, Readers
-from sinkscope.sinks.first_token.members import RATE_EPS
+from sinkscope.sinks.find.members import RATE_EPS
 from sinkscope.sinks.removal.components import Component, Edit, Sites, heads_of, mixing, one_by_one, silencing, writers
 from sinkscope.sinks.removal.effects import effects
 from sinkscope.sinks.removal.position_effect import Components, PositionEffect
 from sinkscope.sinks.removal.search import CONTROL_DRAWS, random_sets
 from sinkscope.sinks.tokens import TokenRows
-from sinkscope.trace.run import trace
 
 TEXTS = 2  # pieces of typical text
 MORE_POSITIONS = 8  # typical positions, if the token embedding seems to be needed

@@ -19,19 +19,19 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional
 
-from sinkscope.display.notation import neuron_names
-from sinkscope.display.style import figure_of, long_table
-from sinkscope.display.tables import Table
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.progress import Progress, silent
-from sinkscope.interventions import NeuronSite
-from sinkscope.interventions.base import Intervention
-from sinkscope.interventions.sink_patch import SinkPatch
+from sinkscope.hooks.edit import NeuronSite
+from sinkscope.hooks.edit.base import Intervention
+from sinkscope.hooks.edit.sink_patch import SinkPatch
+from sinkscope.hooks.trace.layer_view import flat_number, neutral_post, neutral_up, neutral_view
 from sinkscope.measure import PIECE, Option, Result, Setup, measurement
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
+from sinkscope.results.notation import neuron_names
+from sinkscope.results.style import figure_of, long_table
+from sinkscope.results.tables import Table
 from sinkscope.sinks.tokens import TokenRows
-from sinkscope.trace.layer_view import flat_number, neutral_post, neutral_up, neutral_view
 
 CHARACTERS = 8  # largest number of characters per token, as in `text_rows`
 NEUTRAL_CHARACTERS = CHARACTERS * 4 * PIECE  # of the text that neutral values are taken from

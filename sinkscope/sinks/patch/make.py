@@ -14,25 +14,25 @@ from jaxtyping import Bool, Float, Int
 from pydantic import Field
 from torch import Tensor
 
-from sinkscope.display.notation import count_of, neuron_names, short_sentence, word_form
-from sinkscope.display.result import Number
-from sinkscope.display.style import figure_of, long_table
-from sinkscope.display.tables import Table
 from sinkscope.errors import RefusedError, SinkscopeError
-from sinkscope.interventions.base import Intervention
-from sinkscope.interventions.sink_patch import SinkPatch
+from sinkscope.hooks.edit.base import Intervention
+from sinkscope.hooks.edit.sink_patch import SinkPatch
+from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Output, Result, ScanPart, Setup, measurement
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.norms import norm_of
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
-from sinkscope.sinks.first_token.context import Survey
-from sinkscope.sinks.first_token.find import find_sinks
-from sinkscope.sinks.first_token.layer_scan import LayerScan
+from sinkscope.results.notation import count_of, neuron_names, short_sentence, word_form
+from sinkscope.results.result import Number
+from sinkscope.results.style import figure_of, long_table
+from sinkscope.results.tables import Table
+from sinkscope.sinks.find.context import Survey
+from sinkscope.sinks.find.find import find_sinks
+from sinkscope.sinks.find.layer_scan import LayerScan
 from sinkscope.sinks.patch.evaluate import held_out, losses, random_patch, under
 from sinkscope.sinks.tokens import TokenRows, prefixes, repetition_limit
 from sinkscope.tap.observers import attention_rows
-from sinkscope.trace.run import trace
 
 HEADROOM = 1.5  # times the 95 % quantile, which one position of ordinary text in twenty exceeds anyway
 # Share of the first token's norm that is tolerated in later layers: a model that copies well is certain of a repeated

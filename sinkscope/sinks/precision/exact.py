@@ -10,11 +10,11 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from sinkscope.interventions.quantize import down_projection, linear_modules
+from sinkscope.hooks.edit.quantize import down_projection, linear_modules
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.places import Description
-from sinkscope.sinks.first_token.result import FindSinks
+from sinkscope.sinks.find.places import Description
+from sinkscope.sinks.find.result import FindSinks
 from sinkscope.sinks.removal.components import Sites
 from sinkscope.sinks.removal.search import random_sites
 from sinkscope.sinks.tokens import TokenRows

@@ -14,19 +14,18 @@ import plotly.graph_objects as go
 import torch
 from pydantic import Field
 
-from sinkscope.display.notation import neuron_names, word_list
-from sinkscope.display.result import Number
-from sinkscope.display.style import figure_of
 from sinkscope.errors import UnsupportedError
 from sinkscope.files.output import write_atomic
-from sinkscope.interventions.base import Intervention
-from sinkscope.interventions.decode import greedy
-from sinkscope.interventions.quantize import Quantize
-from sinkscope.loops.signals import type_token_ratio
+from sinkscope.hooks.edit.base import Intervention
+from sinkscope.hooks.edit.decode import greedy
+from sinkscope.hooks.edit.quantize import Quantize
 from sinkscope.measure import Output, Result, ScanPart, Setup, Whole, measurement
 from sinkscope.measure.evidence import Evidence, percent_pair
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.find import find_sinks
+from sinkscope.results.notation import neuron_names, word_list
+from sinkscope.results.result import Number
+from sinkscope.results.style import figure_of
+from sinkscope.sinks.find.find import find_sinks
 from sinkscope.sinks.patch.evaluate import held_out
 from sinkscope.sinks.precision.exact import (
     ACTIVATIONS,
@@ -347,4 +346,7 @@ def costliest_layers(texts: Texts, scheme: dict[str, Any]) -> tuple[int, ...]:
 
 def repetition(target: Target, ids: TokenRows, new: int, edit: Intervention | None = None) -> float:
     """Share of the tokens of greedy continuations of half of each text that stood in the same one before."""
-    return 1 - fmean(map(type_token_ratio, greedy(target, ids[:, : ids.shape[1] // 2], new, edit)))
+    shares: list[float] = []
+    for row in greedy(target, ids[:, : ids.shape[1] // 2], new, edit):
+        shares.append(len(set(row)) / len(row))
+    return 1 - fmean(shares)

@@ -11,7 +11,7 @@ from einops import repeat
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.interventions.quantize import Quantize
+from sinkscope.hooks.edit.quantize import Quantize
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.target import Target
 from sinkscope.sinks.precision.exact import Exact

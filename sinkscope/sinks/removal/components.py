@@ -10,10 +10,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from sinkscope.display.notation import head_name
 from sinkscope.errors import UnsupportedError
+from sinkscope.hooks.trace.sites import resolve
 from sinkscope.models.target import Target
-from sinkscope.trace.sites import resolve
+from sinkscope.results.notation import head_name
 
 ComponentKind = Literal["token embedding", "position embedding", "attention", "mixer", "head", "mlp", "key bias"]
 Sites = tuple[tuple[int, ...], ...]

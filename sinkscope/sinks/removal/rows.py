@@ -13,7 +13,7 @@ from einops import rearrange, reduce, repeat
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinkscope.interventions.edits import expert_hook
+from sinkscope.hooks.edit.edits import expert_hook
 from sinkscope.models.hooks import first_tensor, on_hidden, on_input, on_output
 from sinkscope.models.norms import norm_of
 from sinkscope.models.target import KEPT_POSITIONS, NOT_READ, Entering, LayerInput, Target

@@ -12,15 +12,15 @@ import plotly.express as px
 import torch
 from jaxtyping import Float, Int
 
-from sinkscope.display.notation import head_name, word_form
-from sinkscope.display.style import long_table
-from sinkscope.display.tables import Table
 from sinkscope.measure import Setup
+from sinkscope.results.notation import head_name, word_form
+from sinkscope.results.style import long_table
+from sinkscope.results.tables import Table
 from sinkscope.sinks.attack.clusters import find_clusters
 from sinkscope.sinks.chunks import Columns, hold_layers, in_chunks, token_texts
-from sinkscope.sinks.first_token.layer_scan import norms_after
-from sinkscope.sinks.first_token.repetitions import repeats_until_half
-from sinkscope.sinks.first_token.sets import sink_neurons
+from sinkscope.sinks.find.layer_scan import norms_after
+from sinkscope.sinks.find.repetitions import repeats_until_half
+from sinkscope.sinks.find.sets import sink_neurons
 from sinkscope.sinks.repetition.sweep import NoReading, Reading
 from sinkscope.sinks.tokens import prefixes, repetition_limit, sample_tokens, vocabulary
 

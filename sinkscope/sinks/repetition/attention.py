@@ -12,16 +12,16 @@ from einops import einsum, reduce
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.display.notation import count_of, word_list
-from sinkscope.display.style import long_table
-from sinkscope.display.tables import Table
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
-from sinkscope.sinks.first_token.absence import SpikeAbsence
-from sinkscope.sinks.first_token.context import Survey
-from sinkscope.sinks.first_token.layer_scan import norms_after, typical_quantiles
-from sinkscope.sinks.first_token.places import stands_out
+from sinkscope.results.notation import count_of, word_list
+from sinkscope.results.style import long_table
+from sinkscope.results.tables import Table
+from sinkscope.sinks.find.absence import SpikeAbsence
+from sinkscope.sinks.find.context import Survey
+from sinkscope.sinks.find.layer_scan import norms_after, typical_quantiles
+from sinkscope.sinks.find.places import stands_out
 from sinkscope.sinks.repetition.sweep import Reading, Sweep, rounded
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.tap.observers import attention_rows

@@ -16,12 +16,12 @@ from einops import einsum, rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.display.style import long_table
-from sinkscope.display.tables import Table
 from sinkscope.errors import UnsupportedError
 from sinkscope.measure import Setup
 from sinkscope.models.down_projections import input_columns
 from sinkscope.models.target import Target
+from sinkscope.results.style import long_table
+from sinkscope.results.tables import Table
 from sinkscope.sinks.repetition.sweep import Reading, Sweep, rounded
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.tap.observers import attention_rows

@@ -10,20 +10,20 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
-from sinkscope.display.notation import count_of, neuron_names, word_form
-from sinkscope.display.result import Number
-from sinkscope.display.style import GREY, long_table
-from sinkscope.display.tables import Table, cell
-from sinkscope.interventions import Ablate
+from sinkscope.hooks.edit import Ablate
 from sinkscope.measure import Setup
 from sinkscope.measure.evidence import Evidence
 from sinkscope.measure.margin import margin_of
-from sinkscope.sinks.first_token.absence import SpikeAbsence
-from sinkscope.sinks.first_token.context import Survey
-from sinkscope.sinks.first_token.layer_scan import norms_after, typical_quantiles
-from sinkscope.sinks.first_token.members import sites_of
-from sinkscope.sinks.first_token.repetitions import repeats_until_half
-from sinkscope.sinks.first_token.sets import sink_neurons
+from sinkscope.results.notation import count_of, neuron_names, word_form
+from sinkscope.results.result import Number
+from sinkscope.results.style import GREY, long_table
+from sinkscope.results.tables import Table, cell
+from sinkscope.sinks.find.absence import SpikeAbsence
+from sinkscope.sinks.find.context import Survey
+from sinkscope.sinks.find.layer_scan import norms_after, typical_quantiles
+from sinkscope.sinks.find.members import sites_of
+from sinkscope.sinks.find.repetitions import repeats_until_half
+from sinkscope.sinks.find.sets import sink_neurons
 from sinkscope.sinks.removal.components import Sites
 from sinkscope.sinks.repetition.sweep import NoReading, Reading, Sweep, rounded
 from sinkscope.sinks.tokens import TokenRows, left_out_line

@@ -12,15 +12,15 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinkscope.display.notation import count_of, neuron_names
-from sinkscope.display.style import GREY
-from sinkscope.display.tables import Table
-from sinkscope.interventions import SinkPatch
-from sinkscope.interventions.decode import greedy, repeat_probabilities
+from sinkscope.hooks.edit import SinkPatch
+from sinkscope.hooks.edit.decode import greedy, repeat_probabilities
 from sinkscope.measure import Setup
 from sinkscope.models.checks import check_length
 from sinkscope.opening.open import open_target
-from sinkscope.sinks.first_token.sets import sink_neurons
+from sinkscope.results.notation import count_of, neuron_names
+from sinkscope.results.style import GREY
+from sinkscope.results.tables import Table
+from sinkscope.sinks.find.sets import sink_neurons
 from sinkscope.sinks.patch.evaluate import read_patch_argument
 from sinkscope.sinks.repetition.sweep import Reading, Sweep, rounded
 from sinkscope.sinks.tokens import TokenRows

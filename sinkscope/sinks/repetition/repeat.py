@@ -9,11 +9,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import plotly.graph_objects as go
 
-from sinkscope.display.result import Number
-from sinkscope.display.style import figure_of
-from sinkscope.display.tables import Table
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Natural, Option, Result, ScanPart, Setup, measurement
+from sinkscope.results.result import Number
+from sinkscope.results.style import figure_of
+from sinkscope.results.tables import Table
 from sinkscope.sinks.repetition.atlas import AtlasReading, read_vocabulary
 from sinkscope.sinks.repetition.attention import TAIL, AttentionReading, read_attention
 from sinkscope.sinks.repetition.distance import DistanceReading, read_distances

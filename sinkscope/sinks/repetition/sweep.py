@@ -13,15 +13,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.display.notation import word_form, word_list
-from sinkscope.display.result import Number
-from sinkscope.display.style import long_table
-from sinkscope.display.tables import Table
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Setup
 from sinkscope.models.text import beginning
+from sinkscope.results.notation import word_form, word_list
+from sinkscope.results.result import Number
+from sinkscope.results.style import long_table
+from sinkscope.results.tables import Table
 from sinkscope.sinks.chunks import token_texts
-from sinkscope.sinks.first_token.absence import SpikeAbsence
+from sinkscope.sinks.find.absence import SpikeAbsence
 from sinkscope.sinks.tokens import (
     CYCLE,
     TokenRows,

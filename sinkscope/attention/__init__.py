@@ -1,1 +1,0 @@
-"""What attention does while text is generated: barcodes, locking heads, and the invariance behind loops."""

@@ -1,0 +1,1 @@
+"""Sites of a model that are read, and sites that are edited."""

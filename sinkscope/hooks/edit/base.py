@@ -1,0 +1,423 @@
+"""Base of all interventions: objects that are entered on a model, act while entered, and leave no trace."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakKeyDictionary
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.hooks.edit.edited_modules import EditedModules
+from sinkscope.hooks.edit.positions import Call, Tracker
+from sinkscope.models.compiler_stance import without_compiler
+from sinkscope.models.target import Target
+from sinkscope.opening.live import target_of
+from sinkscope.results.notation import count_of
+from sinkscope.tap.internals import in_backward, in_checkpoint, is_checkpointing, without_continuous_batching
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+BridgeHook = tuple[str, Callable[..., Any]]
+"""A hook point of TransformerLens by its name, and a function of the tensor there."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that an intervention did.
+
+    Attributes:
+        row: Row of the batch.
+        step: Forward call of the run, from 0.
+        position: True position in the row: 0 is the first token that is not padding.
+        layer: Decoder layer; None if it does not belong to one.
+        head: Query head; None if it does not belong to one.
+        kind: "patched", "fallback", "sink-like", "ablated", "written", "added", "guard", "prefill".
+        data: Details that depend on the kind, e.g. the neuron with its old and new value.
+    """
+
+    row: int
+    step: int
+    position: int
+    layer: int | None
+    head: int | None
+    kind: str
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+def row_events(
+    kind: str, place: tuple[int, int | None, str], what: str, counts: Int[Tensor, " batch"], last: Int[Tensor, " batch"]
+) -> list[Event]:
+    """An event for each row of a call in which something was changed.
+
+    Args:
+        kind: Kind of the events.
+        place: Number of the call, layer, and name of the site or module.
+        what: What is counted.
+        counts: How many of these were changed in each row.
+        last: Position of each row's event.
+    """
+    step, layer, name = place
+    events: list[Event] = []
+    for row, (count, position) in enumerate(torch.stack([counts, last], 1).tolist()):
+        if count:
+            events.append(Event(row, step, position, layer, None, kind, {"site": name, what: count}))
+    return events
+
+
+class Run:
+    """Interventions active on one model, from entry to exit. All state lives here, none on the intervention objects.
+
+    A run acts on forward calls of the thread that entered it, and of threads that have not entered a run on the same
+    model themselves. Generating in a worker thread, as for streaming, therefore works unchanged, and two threads
+    with one run each do not disturb each other.
+    """
+
+    _MOST_PENDING = 64  # pending logs hold tensors of their calls; more are turned into events at once
+
+    def __init__(self, target: Target, parts: Sequence[Intervention] = ()) -> None:
+        self.target = target
+        self.parts = tuple(parts)  # what acts, in order
+        self.stack = ExitStack()
+        self.tracker = Tracker(target)
+        self.thread = threading.get_ident()
+        self._local = threading.local()
+        self._lock = threading.Lock()
+        self._events: list[Event] = []
+        self._pending: list[Callable[[], list[Event]]] = []
+        self.edited = EditedModules(target)
+        self._passes = 0  # whole ones on which the run acted
+        self._unrepeated = 0  # passes that torch.utils.checkpoint will compute again, and has not yet
+        self.warned = False  # of a second value that looks like a sink's
+        self.session: Any = None  # of the cache, once a policy or an observer of attention is entered (kv.session)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse copying and pickling: a copied model would stay edited by this run, a pickled one be unreadable."""
+        raise SinkscopeError(
+            "a model cannot be copied or pickled while interventions act on it: leave the `with` first, or copy before"
+        )
+
+    @property
+    def usage(self) -> list[Any]:
+        """What each cache of the run held (`kv.usage.Usage`, in tokens and bytes); empty without a cache policy."""
+        if self.session is None:
+            return []
+        return self.session.usage
+
+    @property
+    def call(self) -> Call | None:
+        """The forward call that this thread is in; None outside a call, or if the run does not act on it.
+
+        Raises:
+            UnsupportedError: A backward pass recomputes a layer, and it is not known for which call.
+        """
+        if not hasattr(self._local, "call") and in_backward():
+            raise UnsupportedError(
+                f"a backward pass recomputes a layer of {self.target.name}, and the call to which it belongs is not "
+                "known: checkpoint no layer inside the `with`",
+                page="gradient-checkpointing",
+            )
+        return getattr(self._local, "call", None)
+
+    @call.setter
+    def call(self, call: Call | None) -> None:
+        self._local.call = call
+
+    @property
+    def events(self) -> list[Event]:
+        """Events so far, in order. Reading them waits for the device once.
+
+        An edit is logged if it moves a neuron by more than a tenth of that neuron's value at the row's first token.
+        Rows of a batch that have ended continue as padding, which `generate` treats as real, so they have events too.
+        """
+        with self._lock:
+            self._drain()
+            return list(self._events)
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Number of events of each kind."""
+        return Counter(event.kind for event in self.events)
+
+    def to_frame(self) -> pd.DataFrame:
+        """The events as a pandas data frame, with the entries of their data as further columns."""
+        import pandas as pd
+
+        names = [field.name for field in fields(Event)]
+        rows = [{**vars(event), **event.data} for event in self.events]
+        return pd.DataFrame(rows, columns=None if rows else names).drop(columns="data")
+
+    def summary(self) -> str:
+        """What the interventions did, in one line."""
+        sentences = [part.summary(self) for part in self.parts]
+        return " ".join(filter(None, dict.fromkeys(sentences))) or "Nothing acted."
+
+    def __repr__(self) -> str:
+        return f"<Run on {self.target.name}: {self.summary()}>"
+
+    def log(self, events: Callable[[], list[Event]]) -> None:
+        """Record events. `events` is called later, so that nothing waits for the device inside a forward call."""
+        with self._lock:
+            self._pending.append(events)
+            if len(self._pending) >= self._MOST_PENDING:
+                self._drain()
+
+    def hook(self, module: nn.Module, when: str, fn: Callable[..., Any], *, always: bool = False) -> None:
+        """Register a torch hook with kwargs ("pre" or "post") until the run ends."""
+        if when == "pre":
+            handle = module.register_forward_pre_hook(fn, with_kwargs=True)
+        else:
+            handle = module.register_forward_hook(fn, with_kwargs=True, always_call=always)
+        self.stack.callback(handle.remove)
+
+    def hook_edit(self, module: nn.Module, when: str, fn: Callable[..., Any]) -> None:
+        """Register the hook of an edit, which would be lost if the module did not run or were replaced."""
+        self.hook(module, when, self.edited.add(module, fn))
+
+    def watch(self) -> None:
+        """Follow the forward calls of the model: `call` is set while one runs."""
+        self.hook(self.target.base, "pre", self._begin)
+        self.hook(self.target.base, "post", self._end, always=True)
+
+    def _begin(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.call = None
+        if not _acts(self):
+            return
+        if is_checkpointing(self.target.layers[0]):
+            raise UnsupportedError(
+                f"{self.target.name} trains with gradient checkpointing, which keeps no cache and computes layers "
+                "again without the edits: call model.eval() or model.gradient_checkpointing_disable()",
+                page="gradient-checkpointing",
+            )
+        cache = kwargs.get("past_key_values")
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        self._unrepeated += _repetitions()
+        self.edited.check_places()
+        self.call = self.tracker.begin(ids, kwargs.get("inputs_embeds"), kwargs.get("attention_mask"), cache)
+
+    def _end(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
+        call = self.call
+        vars(self._local).clear()
+        if call is not None and output is not None:
+            self._passes += 1
+            self.tracker.bind(call.sequence, getattr(output, "past_key_values", None))
+
+    def check_edits(self) -> None:
+        """Refuse to end as if edits had acted that did not.
+
+        Raises:
+            UnsupportedError: The model ran, and an edited module never did; or a backward pass after the `with` would
+                compute the model again without its edits.
+        """
+        if self._passes:
+            self.edited.check_ran()
+        if self._unrepeated > 0:
+            raise UnsupportedError(
+                f"torch.utils.checkpoint around {self.target.name} computes it again in the backward pass, which would "
+                "be without the edits: call backward() inside the `with`, or switch gradients off",
+                page="gradient-checkpointing",
+            )
+
+    def _drain(self) -> None:
+        for events in self._pending:
+            self._events.extend(events())
+        self._pending.clear()
+
+
+def _no_packed_rows(target: Target) -> UnsupportedError:
+    return UnsupportedError(
+        f"continuous batching puts several texts into one row of {target.name}, where edits cannot tell their tokens "
+        "apart: use model.generate inside the `with`",
+        page="generate",
+    )
+
+
+def _repetitions() -> int:
+    """1 for a pass that `torch.utils.checkpoint` will compute again, -1 for one computed again, 0 for any other."""
+    if not in_checkpoint():
+        return 0
+    if in_backward():
+        return -1
+    return 1
+
+
+_ACTIVE: WeakKeyDictionary[nn.Module, list[Run]] = WeakKeyDictionary()
+_ACTIVE_LOCK = threading.Lock()
+
+
+def _acts(run: Run) -> bool:
+    me = threading.get_ident()
+    with _ACTIVE_LOCK:
+        return me == run.thread or all(other.thread != me for other in _ACTIVE.get(run.target.hf, ()))
+
+
+@contextmanager
+def _registered(run: Run) -> Iterator[None]:
+    """Register the run with its model."""
+    model = run.target.hf
+    with _ACTIVE_LOCK:
+        _ACTIVE.setdefault(model, []).append(run)
+    try:
+        yield
+    finally:
+        with _ACTIVE_LOCK:
+            _ACTIVE[model].remove(run)
+            if not _ACTIVE[model]:
+                del _ACTIVE[model]
+
+
+class Intervention(ABC):
+    """An edit of a model's activations or cache that can be entered on any kind of model.
+
+    Interventions are immutable descriptions: one object may be entered many times and on several models. Edits of
+    activations may also be nested on one model, and entered from several threads, each of which sees its own. Cache
+    policies and guards own the model's cache, so a second one on the same model is refused while the first acts.
+    `a | b` enters both; `a` acts first where they overlap.
+    """
+
+    KIND: ClassVar[str] = ""
+    """The kind of the events that say what it did."""
+
+    @abstractmethod
+    def enter(self, run: Run, key: int) -> None:
+        """Register hooks on `run.target` with `run.hook` or `run.stack`; `key` identifies a part of a composition."""
+
+    def bridge_hooks(self, run: Run, key: int) -> list[BridgeHook]:
+        """The same as functions of the tensor at TransformerLens' hook points, by their names, if that is possible."""
+        raise UnsupportedError(
+            f"{type(self).__name__} is more than hooks at TransformerLens' hook points: use "
+            "`with ....on(bridge):` instead"
+        )
+
+    def prepared(self, target: Target) -> Intervention:
+        """What is entered on this model: itself, or a copy completed by measurements on the unedited model."""
+        return self
+
+    def summary(self, run: Run) -> str:
+        """What the intervention did in a run, in one sentence; "" if there is nothing to say."""
+        if not self.KIND:
+            return ""
+        return f"{type(self).__name__} {self.KIND} {count_of(run.counts[self.KIND], 'value')}."
+
+    def check_prompt(self, tokens: int) -> None:  # noqa: B027 - nothing to refuse by default
+        """Refuse a prompt of this length before it is read; most interventions accept any length.
+
+        Raises:
+            SinkscopeError: The budget, a fraction of this prompt, is less than what is always kept.
+        """
+
+    @property
+    def parts(self) -> tuple[Intervention, ...]:
+        """The interventions to enter, in order."""
+        return (self,)
+
+    def __or__(self, other: Intervention) -> Composed:
+        if not isinstance(other, Intervention):
+            return NotImplemented
+        return Composed((*self.parts, *other.parts))
+
+    def on(self, model: object) -> AbstractContextManager[Run]:
+        """Act on `model` (Hugging Face, TransformerBridge or nnsight) inside the `with`.
+
+        Everything that calls the model there is edited: forward, `generate` and its variants, nnsight's `trace` and
+        `generate`. On exit, even by an exception, the model is restored. `Run` explains which threads are
+        affected. Weights are never changed.
+
+        Raises:
+            SinkscopeError: The model has no such layer or neuron.
+            UnsupportedError: The model cannot be edited this way (no such site); the message says what can.
+        """
+        return self._entered(target_of(model))
+
+    @contextmanager
+    def _entered(self, target: Target) -> Iterator[Run]:
+        target.check_loaded()
+        parts = [part.prepared(target) for part in self.parts]
+        run = Run(target, parts)
+        with run.stack:
+            run.stack.enter_context(_registered(run))
+            run.stack.enter_context(without_compiler())
+            run.stack.enter_context(without_continuous_batching(target.hf, _no_packed_rows(target)))
+            run.watch()
+            for key, part in enumerate(parts):
+                part.enter(run, key)
+            yield run
+            run.check_edits()
+
+    def fwd_hooks(self, bridge: object) -> list[BridgeHook]:
+        """The intervention as hooks for TransformerLens: `bridge.run_with_hooks(tokens, fwd_hooks=...)`.
+
+        Works with padded batches and, inside `bridge.hooks(fwd_hooks=...)`, with generation. Make a new list for each
+        new prompt.
+
+        Raises:
+            UnsupportedError: This is no bridge, or has no hook point for this edit (experts); `.on(bridge)` works.
+        """
+        target = target_of(bridge)
+        if target.kind != "bridge":
+            raise UnsupportedError(
+                f"fwd_hooks is for a TransformerBridge, this is a model of kind {target.kind!r}: use "
+                "`with ....on(model):`"
+            )
+        run = Run(target)
+        hooks = _following(run)
+        for key, part in enumerate(self.parts):
+            for name, edit in part.prepared(target).bridge_hooks(run, key):
+                hooks.append((name, _followed(run, edit)))
+        return hooks
+
+
+def _following(run: Run) -> list[BridgeHook]:
+    """Hooks of TransformerLens that learn where the tokens of a call are, from its ids and its attention scores."""
+    ids: Tensor | None = None
+
+    def on_ids(tensor: Tensor, hook: Any) -> None:
+        nonlocal ids
+        ids = torch.atleast_2d(tensor)
+        run.call = None
+
+    def on_scores(scores: Tensor, hook: Any) -> None:
+        # The only hook point that knows the padding and the tokens in the cache: masked scores, before any MLP.
+        past = scores.shape[-1] - scores.shape[-2]
+        run.call = run.tracker.begin(ids, mask=scores.detach(), cache=run, past=past)
+
+    return [("embed.hook_in", on_ids), ("blocks.0.attn.hook_attn_scores", on_scores)]
+
+
+def _followed(run: Run, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook that refuses to run before the call is known."""
+
+    def act(tensor: Any, hook: Any) -> Any:
+        if run.call is None:
+            raise UnsupportedError(
+                f"{hook.name} fires before the attention scores of layer 0, from which these hooks learn where "
+                "the tokens are: use `with ....on(bridge):` instead"
+            )
+        return fn(tensor)
+
+    return act
+
+
+@dataclass(frozen=True)
+class Composed(Intervention):
+    """Several interventions entered together, in order of application; made by `a | b`."""
+
+    members: tuple[Intervention, ...]
+
+    @property
+    def parts(self) -> tuple[Intervention, ...]:
+        """The members."""
+        return self.members
+
+    def enter(self, run: Run, key: int) -> None:
+        """Never called: `parts` are entered one by one."""
+        raise NotImplementedError

@@ -1,0 +1,195 @@
+"""What a model generates next: greedy continuation, and the probability of continuing a repetition."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from sinkscope.errors import warn
+from sinkscope.hooks.edit.base import Event, Intervention
+from sinkscope.models.checks import end_ids
+from sinkscope.models.target import Target
+
+_CHUNK = 256  # positions whose logits are there at a time
+_IN_RESULTS = ("do_sample", "temperature", "top_k", "top_p", "num_beams", "repetition_penalty")  # settings to record
+_OF_SAMPLING = ("temperature", "top_k", "top_p")
+_NO_CHOICE = ("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "max_length", "max_new_tokens")
+"""Settings of a checkpoint that do not say how tokens are chosen."""
+_RECORD: ContextVar[dict[str, Any] | None] = ContextVar("record", default=None)
+
+
+def decoding(target: Target, **ours: Any) -> dict[str, Any]:
+    """Options of `generate` that fix how tokens are chosen, whatever the checkpoint's generation_config.json says.
+
+    Only the special tokens of the checkpoint's settings are used; a `SinkscopeWarning` lists the ignored settings.
+
+    Args:
+        target: The model.
+        ours: Settings to use, such as `do_sample=False`; all others take transformers' neutral defaults.
+
+    Returns:
+        `ours`, plus the neutral default of every other setting of the checkpoint.
+    """
+    config = target.hf.generation_config
+    neutral = config._get_default_generation_params()
+    settings = dict[str, Any]()
+    ignored = dict[str, Any]()
+    for name, value in config.to_diff_dict().items():
+        if name not in _NO_CHOICE and not name.startswith("_"):
+            settings[name] = ours.get(name, neutral.get(name))
+            if (settings[name] or None) != (value or None):
+                ignored[name] = value
+    settings |= ours
+    used = dict[str, Any]()
+    for name in _IN_RESULTS:
+        value = settings.get(name, neutral.get(name))
+        if value is not None and (settings.get("do_sample") or name not in _OF_SAMPLING):
+            used[name] = value
+    record = _RECORD.get()
+    if record is not None:
+        record |= {**used, "eos_token_id": end_ids(target), "not_used_of_checkpoint": ignored}
+    if ignored:
+        warn(
+            f"sinkscope decodes with its own settings ({_listed(used)}) and ignores those of the "
+            f"generation_config.json of {target.name}: {_listed(ignored)}"
+        )
+    return settings
+
+
+def _listed(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in settings.items())
+
+
+@contextmanager
+def noted_decoding() -> Iterator[dict[str, Any]]:
+    """Context manager whose dictionary records how tokens were chosen inside; it stays empty if none were."""
+    record: dict[str, Any] = {}
+    token = _RECORD.set(record)
+    try:
+        yield record
+    finally:
+        _RECORD.reset(token)
+
+
+class ForcedAnswer(LogitsProcessor):
+    """Forbids every token except the next one of a given answer, so that `generate` returns this answer.
+
+    Args:
+        answers: Token ids of each row's answer.
+        start: Number of tokens before the answers, padding included.
+        pad: Token for rows whose answer has ended.
+    """
+
+    def __init__(self, answers: list[list[int]], start: int, pad: int = 0) -> None:
+        self._answers, self._start, self._pad = answers, start, pad
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        """Scores `[row vocab]`; in each row all but one are minus infinity."""
+        step = input_ids.shape[1] - self._start
+        tokens = [answer[step] if step < len(answer) else self._pad for answer in self._answers]
+        allowed = torch.tensor(tokens, device=scores.device)[:, None]
+        return torch.full_like(scores, -torch.inf).scatter_(1, allowed, 0.0)
+
+
+@torch.no_grad()
+def _likeliest(
+    target: Target, rows: Int[Tensor, "row pos"], new: int, edit: Intervention | None, **options: Any
+) -> tuple[list[list[int]], list[Event]]:
+    """Up to `new` ids for each row, with padding after rows that have ended; and what interventions did."""
+    ids = rows.to(target.device)
+    with edit.on(target) if edit is not None else nullcontext() as run:
+        out = target.hf.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new,
+            **decoding(target, do_sample=False, pad_token_id=min(end_ids(target), default=0), **options),
+        )
+        return out[:, rows.shape[1] :].tolist(), [] if run is None else run.events
+
+
+def greedy(target: Target, rows: Int[Tensor, "row pos"], new: int, edit: Intervention | None = None) -> list[list[int]]:
+    """Decode greedily: always take the likeliest token.
+
+    Args:
+        target: The model, with all its layers.
+        rows: Prompts of equal length.
+        new: Maximum number of new tokens.
+        edit: Intervention to apply.
+
+    Returns:
+        The new ids of each row, up to and including the end-of-sequence token.
+    """
+    answers, _ = _likeliest(target, rows, new, edit)
+    return [to_end(answer, end_ids(target)) for answer in answers]
+
+
+def to_end(answer: list[int], ends: Collection[int]) -> list[int]:
+    """The tokens up to and including the first that ends a sequence."""
+    for i, token in enumerate(answer):
+        if token in ends:
+            return answer[: i + 1]
+    return answer
+
+
+def decode(
+    target: Target, prompt: list[int], new: int, edit: Intervention | None, forced: list[int] | None = None
+) -> tuple[list[int], list[Event]]:
+    """Continue a prompt by the likeliest tokens, or by given ones.
+
+    Args:
+        target: The model, with all its layers.
+        prompt: Token ids.
+        new: Maximum number of new tokens; fewer if the sequence ends.
+        edit: Interventions and observers to apply.
+        forced: Tokens to use instead of the likeliest ones, at least `new` of them.
+
+    Returns:
+        The new ids, and what interventions did; an event's step is that of the call, 0 for the prompt.
+    """
+    extra: dict[str, Any] = {}
+    if forced is not None:
+        extra = {"logits_processor": LogitsProcessorList([ForcedAnswer([forced], len(prompt))]), "eos_token_id": None}
+    answers, events = _likeliest(target, torch.tensor([prompt]), new, edit, **extra)
+    return answers[0], events
+
+
+@torch.no_grad()
+def repeat_probabilities(
+    target: Target, head: list[int], word: int, most: int, edit: Intervention | None = None
+) -> tuple[Float[Tensor, " n"], Int[Tensor, " n"]]:
+    """p(next = word) and the likeliest next token after 1 to `most` repetitions, from one causal pass.
+
+    The pass runs in chunks with a cache, so that only one chunk's logits are in memory at a time.
+
+    Args:
+        target: The model.
+        head: Token ids before the repetition.
+        word: The repeated token id.
+        most: Largest number of repetitions.
+        edit: Intervention to apply.
+    """
+    from transformers import DynamicCache
+
+    ids = torch.tensor([[*head, *[word] * most]], device=target.device)
+    cache = DynamicCache(config=target.config)
+    probabilities, likeliest = list[Tensor](), list[Tensor]()
+    with edit.on(target) if edit is not None else nullcontext():
+        for chunk in ids.split(_CHUNK, 1):
+            logits = target.hf(input_ids=chunk, past_key_values=cache, use_cache=True).logits[0].float()
+            probabilities.append(logits.softmax(-1)[:, word].cpu())
+            likeliest.append(logits.argmax(-1).cpu())
+    return torch.cat(probabilities)[len(head) :], torch.cat(likeliest)[len(head) :]
+
+
+def watched(edit: Intervention | None, observer: Intervention) -> Intervention:
+    """The interventions, followed by an observer that sees the result."""
+    if edit is None:
+        return observer
+    return edit | observer

@@ -1,0 +1,236 @@
+"""Rounding: what a model computes with has a few bits, as in a quantised model, except where it is to stay exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from jaxtyping import Bool, Float
+from pydantic import Field
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.files.records import Whole, check_fields, checked_value
+from sinkscope.hooks.edit.base import Intervention, Run, row_events
+from sinkscope.hooks.edit.positions import Call, Memory
+from sinkscope.hooks.edit.sites import (
+    PAGE,
+    Positions,
+    SiteLike,
+    checked_positions,
+    chosen_positions,
+    site_of,
+)
+from sinkscope.hooks.trace.sites import resolve
+from sinkscope.models.checks import check_site
+from sinkscope.models.hooks import on_hidden, on_input
+from sinkscope.models.target import Target
+
+Bits = Annotated[int, Field(ge=2, le=16)]
+
+
+@dataclass(frozen=True, eq=False)
+class LinearModule:
+    """A linear module of a decoder layer, with its name in the Hugging Face model."""
+
+    name: str
+    layer: int
+    module: nn.Module
+
+
+def linear_modules(target: Target) -> list[LinearModule]:
+    """The linear modules of all decoder layers, in the order in which the model registers them."""
+    names = {module: name for name, module in target.hf.named_modules()}
+    modules = []
+    for layer, block in enumerate(target.layers):
+        for module in block.modules():
+            if isinstance(module, nn.Linear | Conv1D):
+                name = names[module].replace("._original_component", "")  # of a bridge
+                modules.append(LinearModule(name, layer, module))
+    return modules
+
+
+def down_projection(target: Target, layer: int) -> Any:
+    """The linear module that is the down projection of a layer, also below a bridge's wrapper."""
+    module = target.mlp_part(layer, "down")
+    return getattr(module, "original_component", module)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantize(Intervention):
+    """Round activations, or keys and values, to a few bits, in the prompt and in everything that is generated.
+
+    A number becomes the nearest multiple of a scale, which is the largest absolute value that it has to hold, divided
+    by `2 ** (bits - 1) - 1` (symmetric rounding to integers). Numbers are stored as before, so this shows what rounding
+    costs and saves no memory. Weights are not changed.
+
+    Attributes:
+        activations: Bits of the inputs of every linear module of the decoder layers. None leaves them exact.
+        kv: Bits of keys and values, as they are projected (keys before rotary), with a scale for each kv head. None
+            leaves them exact.
+        scale: "token": each token has a scale of its own. "tensor": the tokens of a row share the scale of the largest
+            value of the row so far, which a sink token may set for all.
+        positions: Tokens that stay exact and set no scale, counted from each row's first real token: "first", a number,
+            several numbers, or a slice, such as `slice(0, 4)`.
+        places: The same for single rows: pairs of a row of the batch and a position.
+        neurons: Neurons whose values, as inputs of the down projection, stay exact and set no scale: (layer, neuron) or
+            "L1.N338".
+        layers: Decoder layers by number, and linear modules by name ("model.layers.1.mlp.down_proj"), that stay exact.
+
+    For each row, call and module, an event of kind "rounded" says how many numbers were rounded.
+
+    Raises:
+        SinkscopeError: Nothing is to be rounded, or the model has no such place, neuron, layer or module.
+        UnsupportedError: The inputs of experts cannot be seen, or the model has no separate keys and values.
+
+    Example:
+        >>> Quantize(activations=8, scale="tensor", neurons=["L1.N338"], positions="first").neurons
+        (NeuronSite(layer=1, neuron=338, expert=None),)
+    """
+
+    KIND: ClassVar[str] = "rounded"
+
+    activations: Bits | None = None
+    kv: Bits | None = None
+    scale: Literal["token", "tensor"] = "token"
+    positions: Positions = ()
+    places: Sequence[tuple[Whole, Whole]] = ()
+    neurons: Sequence[SiteLike] = ()
+    layers: Sequence[Whole | str] = ()
+
+    def __post_init__(self) -> None:
+        positions = checked_positions(self.positions)
+        object.__setattr__(self, "positions", () if positions is None else positions)
+        object.__setattr__(self, "neurons", tuple(map(site_of, self.neurons)))
+        object.__setattr__(self, "places", tuple(map(tuple, self.places)))
+        check_fields(self)
+        checked_value(tuple[tuple[Whole, Whole], ...], self.places, "places", page=PAGE)
+        checked_value(tuple[Whole | str, ...], tuple(self.layers), "layers", page=PAGE)
+        if self.activations is None and self.kv is None:
+            raise SinkscopeError("Quantize: nothing is to be rounded; give activations=8 or kv=8, in bits", page=PAGE)
+
+    def summary(self, run: Run) -> str:
+        """How many numbers were rounded."""
+        count = sum(event.data["numbers"] for event in run.events if event.kind == self.KIND)
+        return f"Quantize rounded {count:,} numbers."
+
+    def enter(self, run: Run, key: int) -> None:
+        """Hooks on the inputs of linear modules, and on the outputs of the projections of keys and values."""
+        target = run.target
+        channels: dict[nn.Module, list[int]] = {}
+        for site in map(site_of, self.neurons):
+            check_site(target, *site)
+            if not target.is_mixture(site.layer):
+                channels.setdefault(down_projection(target, site.layer), []).append(site.neuron)
+        modules = linear_modules(target)
+        self._check_layers(target, [one.name for one in modules])
+        for one in modules:
+            if self.activations is not None and one.layer not in self.layers and one.name not in self.layers:
+                place = (key, one.layer, one.name)
+                edit = self._editor(
+                    run, place, self.activations, partial(torch.unsqueeze, dim=-2), channels.get(one.module, [])
+                )
+                run.hook_edit(one.module, "pre", on_input(edit))
+        for layer in range(target.n_layers):
+            if self.kv is not None and layer not in self.layers and target.has_attention(layer):
+                for site in resolve(target, [f"blocks.{layer}.attn.hook_[kv]"]):
+                    assert site.module is not None  # only attention rows have none
+                    edit = self._editor(run, (key, layer, site.name), self.kv, site.cut, [])
+                    run.hook_edit(site.module, "post", on_hidden(edit))
+
+    def _check_layers(self, target: Target, names: Sequence[str]) -> None:
+        """Refuse a model without these layers or modules, or one whose experts' inputs are not seen."""
+        for layer in self.layers:
+            if isinstance(layer, int):
+                check_site(target, layer)
+            elif layer not in names:
+                raise SinkscopeError(
+                    f"layers {layer!r}: {target.name} has no such linear module; expected a number or a name such as "
+                    f"{names[-1]!r}",
+                    page=PAGE,
+                )
+        for layer in range(target.n_layers):
+            if self.activations is not None and target.is_mixture(layer) and layer not in self.layers:
+                raise UnsupportedError(
+                    f"layer {layer} of {target.name} is a mixture whose experts are one module, so that the inputs of "
+                    f"their projections are not seen: add {layer} to layers, or round keys and values only (kv=8)",
+                    page="quantised-experts",
+                )
+
+    def _editor(
+        self,
+        run: Run,
+        place: tuple[int, int, str],
+        bits: int,
+        cut: Callable[[Tensor], Tensor],
+        exact_channels: list[int],
+    ) -> Callable[[Tensor], Tensor | None]:
+        """A function that rounds a module's input or output.
+
+        Args:
+            run: The run.
+            place: The part of a composition, the layer and the name of the module or site.
+            bits: The bits.
+            cut: Gives the numbers to round as a view `[... head width]`.
+            exact_channels: Numbers of each head that stay exact.
+        """
+
+        def edit(tensor: Tensor) -> Tensor | None:
+            call = run.call
+            if call is None:
+                return None
+            new = tensor.clone()
+            part = cut(new)  # a view
+            old = part.reshape(*call.index.shape, *part.shape[-2:])  # some modules run batch and position together
+            memory = call.sequence.memory.setdefault(place, Memory())
+            exact = self._exact_tokens(call, old.device)[..., None, None].expand_as(old).clone()
+            exact[..., exact_channels] = True
+            largest = self._largest(old.masked_fill(exact, 0), memory)
+            part.copy_(torch.where(exact, old, rounded(old, largest, bits)).reshape(part.shape))
+            index = call.on(old.device)
+            at = (call.step, *place[1:])
+            run.log(partial(row_events, self.KIND, at, "numbers", (~exact).flatten(1).sum(1), index.amax(1)))
+            return new
+
+        return edit
+
+    def _exact_tokens(self, call: Call, device: torch.device) -> Bool[Tensor, "batch pos"]:
+        """Tokens that are not rounded; padding is none of those that set a scale."""
+        index = call.on(device)
+        exact = chosen_positions(index, self.positions) | (index < 0)
+        for row, position in self.places:
+            if row >= len(index):
+                raise SinkscopeError(
+                    f"places: there is no row {row} in a call of {len(index)}; give pairs of a row and a position",
+                    page=PAGE,
+                )
+            exact[row] |= index[row] == position
+        return exact
+
+    def _largest(
+        self, values: Float[Tensor, "batch pos head width"], memory: Memory
+    ) -> Float[Tensor, "batch _ head 1"]:
+        """The largest absolute value of each token and head, or of all tokens of a row so far."""
+        largest = values.float().abs().amax(-1, keepdim=True)
+        if self.scale == "tensor":
+            largest = largest.amax(1, keepdim=True)
+            largest = torch.maximum(largest, memory.get("largest", largest))
+            memory["largest"] = largest.detach()
+        return largest
+
+
+def rounded(
+    values: Float[Tensor, "*n width"], largest: Float[Tensor, "*#n #width"], bits: int
+) -> Float[Tensor, "*n width"]:
+    """The nearest of the multiples of `rounding_step`."""
+    step = rounding_step(largest, bits)
+    return ((values.float() / step).round() * step).to(values.dtype)
+
+
+def rounding_step(largest: Float[Tensor, "*n"], bits: int) -> Float[Tensor, "*n"]:
+    """The scale with which numbers up to `largest` are integers of so many bits, in float32 and above 0."""
+    return (largest.float() / (2 ** (bits - 1) - 1)).clamp(min=torch.finfo(torch.float32).tiny)

@@ -1,0 +1,288 @@
+"""The patch that keeps repeated tokens from becoming attention sinks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from jaxtyping import Float
+from pydantic import BaseModel, Field
+from torch import Tensor
+
+from sinkscope.errors import SinkscopeError, warn
+from sinkscope.files.output import read_json, write_output
+from sinkscope.files.records import Finite, Whole, check, checked_value
+from sinkscope.hooks.edit.edits import NeuronEdit, NeuronValues
+from sinkscope.hooks.edit.sites import NeuronSite, Where, site_of
+from sinkscope.models.origin import is_checkpoint
+from sinkscope.models.target import Target
+
+_PAGE = "patch-file"
+Value = Literal["second", "calibrated"] | Finite
+
+
+class _FileSite(BaseModel):
+    layer: Whole
+    neuron: Whole
+    expert: Whole | None = None
+    calibrated: Finite | None = None
+
+
+class _File(BaseModel):
+    """Content of patch.json."""
+
+    version: Annotated[Literal[1], Field(alias="schema")]
+    kind: Literal["sink-patch"]
+    model: dict[str, Any] | None = None
+    site: Where
+    value: Value
+    sites: Annotated[list[_FileSite], Field(min_length=1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SinkPatch(NeuronEdit):
+    """Keep sink neurons from firing at any position after the first (Yona et al. 2025, section 5.3, Listing 1).
+
+    The first real token of each row is never edited, so its sink stays. At every later token, in the prompt and in
+    everything generated, the neurons are set to their neutral value. Weights are not changed.
+
+    Args:
+        sites: The sink neurons. `layer` and `neurons` are a shorter form for neurons of one layer.
+        site: "post" (default) edits the neuron's whole value. "up" edits only the linear factor, as in the paper's
+            listing, which does not help if the gate carries the sink.
+        value: The neutral value. "second", as in the listing, is the neuron's value at the row's second real token,
+            taken from the call that reads it and kept for all later chunks, turns and generated tokens. "calibrated" is
+            the number in `calibrated`. A number is used directly.
+        calibrated: Neutral value of each site, as `find_sinks` measures it (the median over ordinary text).
+        model: The model for which the patch was made; stored in the file.
+
+    With value="second", `calibrated` is used instead (and an event of kind "fallback" gives the reason) if the second
+    value is not informative: the row does not begin with BOS; the second token came alone in its call, that is, it
+    was generated after a one-token prompt (a prompt read in chunks of one token looks the same); the second
+    value is at least half as far from the calibrated one as the first token's is; or the prompt was read before
+    the run was entered. Without calibrated values, the second value is used anyway, bit for bit as in the listing.
+    This spreads the sink if the second token belongs to the first one's cluster, so a warning is given once, and an
+    event of kind "sink-like" wherever the value is at least half the first token's. Rows given as embeddings count as
+    beginning with BOS.
+    In beam search after a one-token prompt without calibrated values, beams that change places keep the second value
+    of the row, not of the beam.
+
+    Raises:
+        SinkscopeError: There are no neurons, a value is not a number, or a needed calibrated value is missing.
+
+    Example:
+        >>> patch = SinkPatch(layer=1, neurons=[7890, 10411])
+        >>> for site in patch.sites:
+        ...     print(site)
+        layer 1, neuron 7890
+        layer 1, neuron 10411
+    """
+
+    value: Literal["second", "calibrated"] | float = "second"
+    calibrated: Mapping[Any, float] = field(default_factory=dict, hash=False)
+    model: Mapping[str, Any] | None = field(default=None, hash=False)
+
+    KIND: ClassVar[str] = "patched"
+
+    def __post_init__(self, layer: int | None, neurons: int | Sequence[int]) -> None:
+        super().__post_init__(layer, neurons)
+        checked_value(Value, self.value, "value", page=_PAGE)
+        calibrated = {site_of(site): value for site, value in self.calibrated.items()}
+        for site, value in calibrated.items():
+            checked_value(Finite, value, f"calibrated value of {site}", page=_PAGE)
+        object.__setattr__(self, "calibrated", calibrated)
+        missing = self._uncalibrated()
+        if self.value == "calibrated" and missing:
+            raise SinkscopeError(
+                f'value="calibrated" but {missing[0]} has no calibrated value: give calibrated={{...}} or make the '
+                "patch with SinkPatch.from_result",
+                page=_PAGE,
+            )
+
+    def _uncalibrated(self) -> list[NeuronSite]:
+        return [site for site in self.checked_sites if site not in self.calibrated]
+
+    @classmethod
+    def from_result(
+        cls, result: Any, *, site: Where = "post", value: Literal["second", "calibrated"] | float = "second"
+    ) -> SinkPatch:
+        """The patch for the smallest causal set of a `find_sinks` result, with calibrated values.
+
+        If repeated tokens trip other neurons than the first token, these are patched as well.
+
+        Raises:
+            SinkscopeError: The model has no sink, or it is not at the first token; no neuron was causal; or repeated
+                tokens do not need the neurons and no others were found that they need.
+        """
+        if result.norm_spike is not None and not result.norm_spike.place.is_first:
+            raise SinkscopeError(
+                f"the norm spike is at {result.norm_spike.place}, not at the first token, and this patch keeps the "
+                "first token's value alone: give the neurons yourself with SinkPatch(sites=...)",
+                page="no-sink",
+            )
+        neurons = {_site(neuron): neuron for neuron in result.neurons}
+        sites = list[NeuronSite]()
+        for causal_set in result.causal_sets:
+            members = map(_site, causal_set.sites)
+            sites += [member for member in members if member in neurons]
+        if not sites:
+            sites = [place for place, neuron in neurons.items() if neuron.causal]
+        if result.sink_layer is None or not sites:
+            raise SinkscopeError(
+                "no sink neuron was found in this model, so there is nothing to patch: find_sinks gave "
+                f"sink_layer={result.sink_layer} and no causal neuron",
+                page="no-sink",
+            )
+        repetition = result.repetition
+        if repetition is not None and not repetition.same_neurons:
+            if repetition.set is None:
+                raise SinkscopeError(
+                    f"without the first token's neurons, {repetition.drop:.1%} of the norm of the repeated token "
+                    f"{repetition.token!r} is lost, and no other neurons were found that make it: this patch would not "
+                    "repair repetition; give the neurons yourself with SinkPatch(sites=...)",
+                    page="no-sink",
+                )
+            others = {_site(neuron): neuron for neuron in repetition.neurons}
+            neurons |= others
+            sites += [place for place in others if place not in sites]
+        calibrated = dict[NeuronSite, float]()
+        for place in sites:
+            neutral = getattr(neurons[place], f"neutral_{site}")
+            if neutral is not None:
+                calibrated[place] = neutral
+        described = asdict(result.model)
+        return cls(sites=tuple(sites), site=site, value=value, calibrated=calibrated, model=described)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write patch.json atomically. It may replace an earlier patch or result, but no other file.
+
+        Raises:
+            SinkscopeError: The path cannot be written, or holds another kind of file.
+        """
+        sites = [_FileSite(**site._asdict(), calibrated=self.calibrated.get(site)) for site in self.checked_sites]
+        content = {"schema": 1, "kind": "sink-patch", "model": self.model, "site": self.site, "value": self.value}
+        file = _File.model_validate({**content, "sites": sites})
+        write_output(path, file.model_dump_json(indent=2, by_alias=True) + "\n")
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> SinkPatch:
+        """Read patch.json.
+
+        Raises:
+            SinkscopeError: The file does not exist, is not JSON, not a patch or of another schema, or a field is
+                missing or invalid.
+        """
+        content: Any = read_json(path, "make a patch with `sinkscope patch make`", page=_PAGE)
+        expected = "a patch that `sinkscope patch make` of this version wrote"
+        patch = check(content, _File, Path(path).name, expected, page=_PAGE)
+        calibrated = {_site(site): site.calibrated for site in patch.sites if site.calibrated is not None}
+        sites = tuple(map(_site, patch.sites))
+        return cls(sites=sites, site=patch.site, value=patch.value, calibrated=calibrated, model=patch.model)
+
+    def prepared(self, target: Target) -> SinkPatch:
+        """The patch itself, if it is one for this model."""
+        self.check_made_for(target)
+        return self
+
+    def check_made_for(self, target: Target) -> None:
+        """Compare the model with the one for which the patch was made, as far as the patch describes it.
+
+        A fine-tuned version is accepted, but its calibrated values may differ, so a `SinkscopeWarning` says so.
+
+        Raises:
+            SinkscopeError: The model has another shape.
+        """
+        if self.model is None:
+            return
+        origin, config = self.model.get("name"), target.config
+        shape = {
+            "family": config.model_type,
+            "n_layers": target.n_layers,
+            "d_model": target.d_model,
+            "d_mlp": target.d_mlp,
+        }
+        for name, here in shape.items():
+            there = self.model.get(name, here)
+            if there != here:
+                raise SinkscopeError(
+                    f"the patch was made for {origin}, whose {name} is {there}, and that of {target.name} is {here}: "
+                    "give that model, or make a patch for this one",
+                    page=_PAGE,
+                )
+        fingerprint = self.model.get("fingerprint")
+        if fingerprint and not is_checkpoint(target, fingerprint):
+            warn(
+                f"the patch was made for {origin} (fingerprint {fingerprint}), and {target.name} has the same shape "
+                "and other weights, so its sink may have other neurons: make a patch for this model"
+            )
+
+    def new_values(self, values: NeuronValues) -> Float[Tensor, "batch pos neuron"]:
+        """The neutral value at every real position after the first."""
+        if self.value == "second":
+            neutral = self._second_value(values)[:, None]
+        elif self.value == "calibrated":
+            neutral = self._calibrated_values(values)
+        else:
+            neutral = torch.full_like(values.old, float(self.value))
+        return torch.where((values.index > 0)[..., None], neutral, values.old)
+
+    def _calibrated_values(self, values: NeuronValues) -> Float[Tensor, " neuron"]:
+        """The calibrated value of each neuron; NaN where there is none."""
+        numbers = [self.calibrated.get(site, torch.nan) for site in values.group.sites]
+        return torch.tensor(numbers, device=values.old.device, dtype=values.old.dtype)
+
+    def _second_value(self, values: NeuronValues) -> Float[Tensor, "batch neuron"]:
+        """The value at the second token of each row, or the calibrated one where that is not informative."""
+        old, call, memory, index = values.old, values.call, values.memory, values.index
+        sequence = call.sequence
+        if sequence.settled and "value" in memory:  # nothing left to decide
+            return memory["value"]
+        calibrated = self._calibrated_values(values)
+        is_calibrated = ~calibrated.isnan()
+        is_late = sequence.partial and call.past > 1
+        when = index == 1
+        if is_late:  # said at the first token of each row
+            when = ((index >= 0).cumsum(1) == 1) & (index >= 0)
+        if is_late and not bool(is_calibrated.all()):
+            raise SinkscopeError(
+                f"the first {call.past} tokens were read before this run was entered (or the cache was copied), so the "
+                "neuron's value at the second one is not known: enter the run first, or give a number as value or "
+                "calibrated values",
+                page="second-value-unknown",
+            )
+        second = torch.where((index == 1)[..., None], old, 0).sum(1, keepdim=True)
+        first = memory["first"][:, None]
+        center = calibrated.nan_to_num(0)
+        # Comparisons with NaN (no first token seen) are False.
+        is_sink_like = (second - center).abs() >= 0.5 * (first - center).abs()
+        reasons = {
+            "prompt read before the run": torch.full_like(is_sink_like, is_late),
+            "no BOS": ~sequence.bos.to(old.device)[:, None, None],
+            "one-token prompt": (index >= 0).sum(1)[:, None, None] == 1,
+            "sink-like second value": is_sink_like,
+        }
+        value = second
+        open_values = when[..., None] & is_calibrated
+        for reason, holds in reasons.items():  # the first that holds is said
+            values.log("fallback", open_values & holds, {"value": calibrated}, reason=reason)
+            open_values = open_values & ~holds
+            value = torch.where(holds & is_calibrated, calibrated, value)
+        spreads = when[..., None] & is_sink_like & ~is_calibrated
+        values.log("sink-like", spreads, {"first": first, "second": second})
+        if not values.run.warned and not bool(is_calibrated.all()) and bool(spreads.any()):
+            values.run.warned = True
+            warn(
+                "the second token's value is itself like a sink's, and this SinkPatch has no calibrated value to write "
+                "instead, so it makes sinks of all later tokens: make the patch with SinkPatch.from_result, or give "
+                "calibrated={...}"
+            )
+        return memory.keep("value", value.expand(old.shape), when)
+
+
+def _site(row: Any) -> NeuronSite:
+    """The neuron that a row of a result or file is about."""
+    return NeuronSite(row.layer, row.neuron, row.expert)

@@ -1,0 +1,136 @@
+"""How edits name what they change: neurons, heads and positions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.records import Whole, checked_value
+from sinkscope.results.notation import neuron_name, read_head, read_neuron
+
+SiteLike = Sequence[int | None] | str
+Where = Literal["post", "up"]
+Positions = int | tuple[int, ...] | list[int] | slice | Literal["first"] | None
+PAGE = "neuron-sites"
+
+
+class NeuronSite(NamedTuple):
+    """One neuron of a layer's MLP (in a mixture, of its shared expert) or of one routed expert of a mixture."""
+
+    layer: int
+    neuron: int
+    expert: int | None = None
+
+    def __str__(self) -> str:
+        return neuron_name(*self.numbers)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """(layer, neuron), or (layer, expert, neuron) for a routed expert, as in results."""
+        if self.expert is None:
+            return (self.layer, self.neuron)
+        return (self.layer, self.expert, self.neuron)
+
+
+class NeuronGroup(NamedTuple):
+    """The neurons of one MLP or expert, or the columns of one head in `hook_z`, that one hook edits."""
+
+    layer: int
+    expert: int | None
+    neurons: list[int]
+    head: int | None = None
+
+    def size(self, values: Float[Tensor, "*n neuron"]) -> Float[Tensor, "*n size"]:
+        """Size of the values: the absolute value of each neuron, or the norm of a head."""
+        if self.head is None:
+            return values.abs()
+        return torch.linalg.vector_norm(values, dim=-1, keepdim=True)
+
+    @property
+    def sites(self) -> list[NeuronSite]:
+        """Each neuron as a site."""
+        return [NeuronSite(self.layer, neuron, self.expert) for neuron in self.neurons]
+
+
+def site_of(site: Any) -> NeuronSite:
+    """A `NeuronSite` from (layer, neuron), (layer, expert, neuron) or a name such as "L1.N338".
+
+    Raises:
+        SinkscopeError: The site is neither two or three whole numbers from 0 nor such a name.
+    """
+    if isinstance(site, NeuronSite):
+        return site
+    if isinstance(site, str):
+        site = read_neuron(site, "site")
+    numbers = _numbers(
+        "site", site, '(layer, neuron) or (layer, expert, neuron), whole numbers from 0, or "L1.N338"', 2, 3
+    )
+    return NeuronSite(numbers[0], numbers[-1], *numbers[1:-1])
+
+
+def head_of(head: Any) -> tuple[int, int]:
+    """Layer and query head from (layer, head), or from its name "L0.H4".
+
+    Raises:
+        SinkscopeError: The head is given in any other form.
+    """
+    if isinstance(head, str):
+        return read_head(head, "head")
+    layer, number = _numbers("head", head, '(layer, head), whole numbers from 0, or "L0.H4"', 2)
+    return layer, number
+
+
+def _numbers(kind: str, given: Any, expected: str, *lengths: int) -> tuple[int, ...]:
+    """Whole numbers from 0, as many as one of the lengths."""
+    numbers = given
+    if not isinstance(given, tuple | list):
+        numbers = (given,)
+    if len(numbers) not in lengths or not all(map(_is_whole, numbers)):
+        raise SinkscopeError(f"{kind} {given!r}: expected {expected}", page=PAGE)
+    return tuple(numbers)
+
+
+def _is_whole(number: Any) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= 0
+
+
+def checked_positions(positions: Any) -> Positions:
+    """Positions in the form in which an edit stores them.
+
+    Raises:
+        SinkscopeError: These are not positions.
+    """
+    numbers = positions
+    if isinstance(positions, slice):
+        numbers = (positions.start or 0, positions.stop or 0, positions.step or 0)
+    try:
+        checked_value(Literal["first"] | Whole | tuple[Whole, ...] | None, numbers, "positions")
+    except SinkscopeError:
+        raise SinkscopeError(
+            f'positions {positions!r}: expected "first", whole numbers from 0 (0 is the first token that is not '
+            "padding) or a slice of them",
+            page=PAGE,
+        ) from None
+    if isinstance(positions, list):
+        return tuple(positions)
+    return positions
+
+
+def chosen_positions(index: Int[Tensor, "batch pos"], positions: Positions) -> Bool[Tensor, "batch pos"]:
+    """Which tokens of a call are at these positions; padding (-1) never is."""
+    if positions is None:
+        return index >= 0
+    if isinstance(positions, slice):
+        start, step = positions.start or 0, positions.step or 1
+        chosen = (index >= start) & ((index - start) % step == 0)
+        if positions.stop is None:
+            return chosen
+        return chosen & (index < positions.stop)
+    if positions == "first":
+        positions = 0
+    return torch.isin(index, torch.tensor(positions, device=index.device, dtype=index.dtype))

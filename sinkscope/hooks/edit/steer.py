@@ -1,0 +1,124 @@
+"""Steering: add a vector to the residual stream, or to what attention or an MLP writes into it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.records import Finite, checked_value
+from sinkscope.hooks.edit.base import BridgeHook, Intervention, Run, row_events
+from sinkscope.hooks.edit.sites import PAGE, Positions, checked_positions, chosen_positions
+from sinkscope.hooks.trace.sites import Site, resolve
+from sinkscope.models.hooks import on_hidden, on_input
+from sinkscope.models.target import Target
+
+_WHERE = ("hook_embed", "hook_resid_pre", "hook_attn_out", "hook_resid_mid", "hook_mlp_out", "hook_resid_post")
+
+
+@dataclass(frozen=True, eq=False)
+class Add(Intervention):
+    """Add a vector to the residual stream at a site, in the prompt and in everything that is generated.
+
+    Attributes:
+        vector: `[d_model]`, a tensor or numbers.
+        site: Site by its TransformerLens name: `hook_embed`, or `hook_resid_pre`, `hook_attn_out`, `hook_resid_mid`,
+            `hook_mlp_out` or `hook_resid_post` of a layer, as in "blocks.3.hook_resid_post". A pattern such as
+            "blocks.*.hook_resid_post" adds the vector at every site that it matches.
+        scale: Factor on the vector.
+        positions: Positions to edit, counted from each row's first real token: None for all, "first", a number, several
+            numbers, or a slice.
+
+    For each row and call, an event of kind "added" gives the number of edited positions.
+
+    Raises:
+        SinkscopeError: The vector does not consist of finite numbers, its length differs from the residual stream's, or
+            the site is none of these.
+
+    Example:
+        >>> Add([0.5, -0.5], "blocks.3.hook_resid_post", scale=2.0)
+        Add(site='blocks.3.hook_resid_post', scale=2.0, positions=None)
+    """
+
+    KIND: ClassVar[str] = "added"
+
+    vector: Any = field(repr=False)
+    site: str
+    scale: int | float = 1.0
+    positions: Positions = None
+
+    def __post_init__(self) -> None:
+        vector = torch.empty(0)
+        with suppress(TypeError, ValueError, RuntimeError):
+            vector = torch.as_tensor(self.vector).detach()
+        if vector.ndim != 1 or len(vector) == 0 or not bool(vector.isfinite().all()):
+            raise SinkscopeError(
+                f"vector of type {type(self.vector).__name__} and shape {tuple(vector.shape)}: expected finite "
+                "numbers, one for each dimension of the residual stream",
+                page=PAGE,
+            )
+        checked_value(Finite, self.scale, "scale", page=PAGE)
+        object.__setattr__(self, "vector", vector.float())
+        object.__setattr__(self, "positions", checked_positions(self.positions))
+
+    def summary(self, run: Run) -> str:
+        """The number of positions."""
+        count = sum(event.data["positions"] for event in run.events if event.kind == self.KIND)
+        return f"Add changed the residual stream {count:,} times."
+
+    def enter(self, run: Run, key: int) -> None:
+        """Register hooks on the modules whose input or output the sites are."""
+        for site in self._sites(run.target):
+            assert site.module is not None  # only attention rows have none
+            around = on_hidden
+            if site.when == "pre":
+                around = on_input
+            run.hook_edit(site.module, site.when, around(self._editor(run, site)))
+
+    def bridge_hooks(self, run: Run, key: int) -> list[BridgeHook]:
+        """The same edit at the bridge's hook points of these names."""
+        return [(site.name, self._editor(run, site)) for site in self._sites(run.target)]
+
+    def _sites(self, target: Target) -> list[Site]:
+        # What is added before the norm of the MLP would not stay in the residual stream; after attention it does.
+        sites = resolve(target, [self.site.replace("hook_resid_mid", "hook_attn_out")])
+        if self.site.endswith("hook_resid_mid"):
+            resolve(target, [self.site])  # refuses architectures that have no such place
+        for site in sites:
+            if site.name.rpartition(".")[2] not in _WHERE:
+                raise SinkscopeError(
+                    f"site {site.name!r}: a vector is added to the residual stream; expected {', '.join(_WHERE)}",
+                    page=PAGE,
+                )
+        if len(self.vector) != target.d_model:
+            raise SinkscopeError(
+                f"vector of {len(self.vector)} numbers: the residual stream of {target.name} has {target.d_model}",
+                page=PAGE,
+            )
+        return sites
+
+    def _editor(self, run: Run, site: Site) -> Callable[[Tensor], Tensor | None]:
+        """Function from hidden states to new ones; it returns None if the run does not act on this call."""
+        added = self.scale / site.factor * self.vector  # what the module gives is multiplied before it is added
+
+        def edit(hidden: Tensor) -> Tensor | None:
+            nonlocal added
+            call = run.call
+            if call is None:
+                return None
+            if (added.device, added.dtype) != (hidden.device, hidden.dtype):  # once, not in every call
+                added = added.to(hidden.device, hidden.dtype)
+            index = call.on(hidden.device)
+            chosen = chosen_positions(index, self.positions)
+            last = index.masked_fill(~chosen, -1).amax(1)
+            place = (call.step, site.layer, site.name)
+            run.log(partial(row_events, self.KIND, place, "positions", chosen.sum(1), last))
+            return torch.where(chosen.reshape(*hidden.shape[:-1], 1), hidden + added, hidden)
+
+        return edit

@@ -1,0 +1,206 @@
+"""`trace`: run a model once and stream what is requested; raw tensors are kept only if requested."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from einops import rearrange
+from jaxtyping import Bool, Int
+from torch import Tensor, nn
+
+from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.hooks.trace.sites import Pattern, Site, resolve
+from sinkscope.models.hooks import on_input, on_output
+from sinkscope.models.inputs import read_inputs
+from sinkscope.models.norms import norms_of
+from sinkscope.models.target import Target
+from sinkscope.opening.live import target_of
+from sinkscope.tap.observers import attention_rows
+
+Reducer = Callable[[Tensor], Tensor]
+"""Takes a site's tensor `[batch pos ...]` (rows of attention: `[batch head query key]`), keeps the batch dimension."""
+Mask = Bool[Tensor, "batch pos"]
+
+
+@runtime_checkable
+class Observer(Protocol):
+    """Sees tensors as they pass and keeps whatever it needs."""
+
+    sites: Sequence[str]
+
+    def observe(self, site: str, tensor: Tensor, first_row: int) -> None:
+        """Called once per site and batch; `first_row` is the row of `tokens` at which the batch starts."""
+
+
+def _mean(tensor: Tensor, real: Mask) -> Tensor:
+    weights = real.view(*real.shape, *[1] * (tensor.ndim - 2))
+    return torch.where(weights, tensor.float(), 0).sum(1) / weights.sum(1)
+
+
+def _first(tensor: Tensor, real: Mask) -> Tensor:
+    return tensor[torch.arange(len(tensor)), real.int().argmax(1)]
+
+
+def _last(tensor: Tensor, real: Mask) -> Tensor:
+    return tensor[torch.arange(len(tensor)), real.shape[1] - 1 - real.int().flip(1).argmax(1)]
+
+
+REDUCERS: dict[str, Callable[[Tensor, Mask], Tensor]] = {
+    "raw": lambda tensor, _real: tensor,
+    "norm": lambda tensor, _real: norms_of(tensor),
+    "mean": _mean,
+    "last": _last,
+    "first": _first,
+}
+"""By name: called with the tensor, and with which of its positions hold tokens."""
+
+
+class Trace(dict[str, Tensor]):
+    """What `trace` returns: the tensor of each site, by its name, in the order of the forward pass."""
+
+    def __repr__(self) -> str:
+        lines: list[str] = []
+        for name, tensor in self.items():
+            lines.append(f"  {name}: {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}")
+        return "\n".join([f"Trace of {len(self)} sites", *lines])
+
+
+def trace(
+    model: object,
+    tokens: Any = None,
+    sites: Pattern | Sequence[Pattern] = (),
+    reduce: str | Reducer = "raw",
+    *,
+    observers: Sequence[Observer] = (),
+    attention_mask: Any = None,
+    batch_size: int | None = None,
+    tokenizer: Any = None,
+    bos: bool | None = None,
+    **inputs: Any,
+) -> Trace:
+    """Run the model once and return each site's reduced tensor, on the CPU.
+
+    Args:
+        model: Plain Hugging Face, TransformerBridge, nnsight, or a Target.
+        tokens: Ids `[batch pos]`, also as a list or lists; one or several texts; or a tokenizer's output. Rows of
+            different lengths are padded on the right.
+        sites: TransformerLens names, patterns such as `"blocks.*.hook_resid_post"`, or a function of a name,
+            `lambda name: name.endswith("hook_z")`. `site_names(n_layers)` lists all: `hook_embed`; in each layer
+            `blocks.L.` with `hook_resid_pre`, `hook_attn_out`, `hook_resid_mid`, `hook_mlp_out`, `hook_resid_post`,
+            `mlp.hook_pre`, `mlp.hook_pre_linear`, `mlp.hook_post`, `attn.hook_q`, `attn.hook_k`, `attn.hook_v`,
+            `attn.hook_z` and `attn.hook_pattern`; `ln_final`, the input of the unembedding, and `logits`, its output.
+            `attn.hook_pattern` is recomputed in query chunks while fast attention runs.
+        reduce: "raw", "norm" (L2 over the last dimension), "mean" over positions, "first" or "last" position, or a
+            function of one tensor. It runs inside the hook, so only its result is kept. Chunks of attention rows are
+            reduced one by one and joined along the query dimension. At other sites "mean", "first" and "last"
+            ignore padding; a function receives it with the rest.
+        observers: Objects with `sites` and `observe(site, tensor, first_row)`.
+        attention_mask: 1 for real tokens, 0 for padding, `[batch pos]`.
+        batch_size: Rows per forward pass. None runs all at once.
+        tokenizer: Tokenizer for texts, if the model carries none.
+        bos: Whether texts begin with BOS. By default the tokenizer decides.
+        inputs: `input_ids` instead of tokens, as in `trace(model, sites=[...], **tokenizer(texts))`.
+
+    Returns:
+        The tensor of each site by its name; the first dimension is the batch.
+
+    The pass ends after the deepest site. The model is left unchanged.
+
+    Raises:
+        SinkscopeError: Tokens are invalid for this model, or a site or reduction is unknown.
+        UnsupportedError: This architecture has no such site.
+    """
+    target = target_of(model, tokenizer)
+    if not sites and not observers:
+        raise SinkscopeError('no site is given: expected names such as sites=["blocks.*.hook_resid_post"]')
+    if isinstance(reduce, str) and reduce not in REDUCERS:
+        raise SinkscopeError(f"reduce {reduce!r} is unknown; expected a function or one of {', '.join(REDUCERS)}")
+    rows = read_inputs(target, tokens, {**inputs, "attention_mask": attention_mask}, bos=bos)
+    wanted = resolve(target, sites)
+    watched = [(observer, resolve(target, observer.sites)) for observer in observers]
+    batches: dict[str, list[Tensor]] = {site.name: [] for site in wanted}
+    step = batch_size or len(rows.ids)
+    for start in range(0, len(rows.ids), step):
+        ids = rows.ids[start : start + step]
+        mask = None
+        real = torch.ones(ids.shape, dtype=torch.bool)
+        if rows.mask is not None:
+            mask = rows.mask[start : start + step].to(target.device)
+            real = mask.bool()
+        chunks: dict[str, list[Tensor]] = {}
+        readers: list[_Reader] = [(site, partial(_keep, chunks, reduce, real, site.name)) for site in wanted]
+        for observer, its_sites in watched:
+            readers += [(site, partial(observer.observe, site.name, first_row=start)) for site in its_sites]
+        _run(target, ids, mask, readers)
+        for site in wanted:
+            if site.name not in chunks:
+                raise _not_reached(target, site.name)
+            # Rows of attention come in chunks of queries; every other site has one chunk.
+            own = chunks[site.name]
+            batches[site.name].append(own[0] if len(own) == 1 else torch.cat(own, 2))
+    return Trace({name: torch.cat(tensors) for name, tensors in batches.items()})
+
+
+def _not_reached(target: Target, name: str) -> UnsupportedError:
+    reason = "its module did not run in this pass; leave it out of sites"
+    if target.kind == "bridge":
+        reason = (
+            "a bridge replaces modules that fuse several projections; trace the plain Hugging Face model (backend='hf')"
+        )
+    return UnsupportedError(f"site {name!r} was never reached on this {target.kind} model: {reason}")
+
+
+def _keep(chunks: dict[str, list[Tensor]], reduce: str | Reducer, real: Mask, name: str, tensor: Tensor) -> None:
+    """Reduce and keep what passes a site."""
+    if not isinstance(reduce, str):
+        reduced = reduce(tensor)
+    elif name.endswith("hook_pattern"):  # no dimension of it is that of the positions in `real`
+        reduced = REDUCERS[reduce](tensor, torch.ones(tensor.shape[:2], dtype=torch.bool, device=tensor.device))
+    else:
+        reduced = REDUCERS[reduce](tensor, real.to(tensor.device))
+    # A copy: Falcon adds into its MLP's output in place after the hook has seen it.
+    chunks.setdefault(name, []).append(reduced.detach().to("cpu", copy=True))
+
+
+_Reader = tuple[Site, Callable[[Tensor], None]]
+"""A site, and the function that is called with its tensor."""
+
+
+def _run(target: Target, ids: Int[Tensor, "batch pos"], mask: Tensor | None, readers: list[_Reader]) -> None:
+    hooks: list[tuple[nn.Module, str, Any]] = []
+    of_rows: dict[int, list[Callable[[Tensor], None]]] = {}
+    layers = [-1]
+    for site, take in readers:
+        if site.layer is not None:
+            layers.append(site.layer)
+        if site.module is not None:
+            hooks.append((site.module, site.when, _hook(site, take, ids.shape)))
+        else:
+            of_rows.setdefault(layers[-1], []).append(take)
+
+    def show(layer: int, _first: int, rows: Tensor) -> None:
+        for take in of_rows[layer]:
+            take(rows)
+
+    upto = None
+    if 0 <= max(layers) < target.n_layers:
+        upto = max(layers)
+    unembed = any(module is target.hf for module, _, _ in hooks)
+    with attention_rows(target, show, layers=list(of_rows)) if of_rows else nullcontext(), target.hooks(*hooks):
+        target.forward(ids, mask, unembed=unembed, upto=upto)
+
+
+def _hook(site: Site, take: Callable[[Tensor], None], shape: torch.Size) -> Any:
+    def read(value: Any) -> None:
+        tensor = site.cut(value)
+        if tensor.shape[:2] != shape:  # OPT runs batch and position together
+            tensor = rearrange(tensor, "(batch pos) ... -> batch pos ...", batch=shape[0])
+        take(tensor)
+
+    if site.when == "pre":
+        return on_input(read)
+    return on_output(read)

@@ -1,0 +1,140 @@
+"""Generation in pieces: a guard ends a piece where it takes tokens back, and the next piece continues from there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
+
+from sinkscope.hooks.edit.base import Run
+
+
+@dataclass(eq=False)
+class Rewinder(StoppingCriteria):
+    """Tells the generating code what a guard removes: `generate` runs in pieces, each ending where a loop was found.
+
+    Attributes:
+        allowance: Number of tokens of each row that may still be removed. None if generation does not run in pieces.
+        read: Tokens in the cache after a removal, by row: False at padding and at removed tokens. None if nothing has
+            to be removed.
+        again: The last token that stays of each row that lost some; it is read again.
+        ended: Rows that have ended, as the guard knows it.
+        full_at: Length at which each row of this piece has all its tokens; 0 for a row that has ended. Empty if
+            generation does not run in pieces.
+    """
+
+    allowance: list[int] | None = None
+    read: Bool[Tensor, "row pos"] | None = None
+    again: dict[int, int] = field(default_factory=dict)
+    ended: list[bool] = field(default_factory=list)
+    full_at: list[int] = field(default_factory=list)
+
+    def __call__(self, input_ids: Int[Tensor, "row pos"], scores: Any, **kwargs: Any) -> Any:
+        """Say which rows of this piece end: bool `[row]`."""
+        if self.read is not None:
+            return torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        return torch.tensor(self.full_at, device=input_ids.device) <= input_ids.shape[1]
+
+    def limit(self, written: Sequence[int], most: int) -> None:
+        """Set where rows are full, which have `written` so many new tokens of a length of at most `most`."""
+        self.full_at = []
+        for count, has_ended in zip(written, self.ended, strict=True):
+            self.full_at.append(0 if has_ended else most - count)
+
+
+def generate_in_pieces(
+    run: Run | None,
+    model: Any,
+    ids: Int[Tensor, "row pos"],
+    *,
+    attention_mask: Int[Tensor, "row pos"],
+    max_new_tokens: int,
+    fixed: bool = False,
+    **options: Any,
+) -> Any:
+    """Call `model.generate`; under a guard that rewinds, again each time a loop is removed from the output.
+
+    At a loop the piece ends. The row loses what follows the first copy, in the cache and in the output, and the next
+    piece continues from there, up to the same total of new tokens; other rows go on where they were. At most
+    `max_new_tokens` tokens of a row are removed in all; later loops are only cut from the cache. With a streamer,
+    which would show tokens that are later removed, the guard does not rewind.
+
+    Args:
+        run: The run that acts on the model, if any.
+        model: The Hugging Face model.
+        ids: Token ids of the prompts, padded on the left.
+        attention_mask: Which of them are real.
+        max_new_tokens: Maximum number of new tokens.
+        fixed: Whether the answer is given in advance, so that nothing may be removed.
+        options: Further arguments of `model.generate`.
+
+    Returns:
+        The output of the last call of `model.generate`, with the ids of the whole answers.
+    """
+    session = None if run is None else run.session
+    rewinder: Rewinder | None = None if session is None else session.rewinder
+    if session is None or rewinder is None or options.get("streamer") is not None:
+        return model.generate(input_ids=ids, attention_mask=attention_mask, max_new_tokens=max_new_tokens, **options)
+    cache: Any = options.pop("past_key_values", None)
+    if cache is None:
+        cache = DynamicCache(config=model.config)
+    options["stopping_criteria"] = StoppingCriteriaList([*options.pop("stopping_criteria", ()), rewinder])
+    least: int = options.pop("min_new_tokens", None) or 0
+    width, mask = ids.shape[1], attention_mask
+    output: Any = ids
+    rewinder.allowance = [0 if fixed else max_new_tokens] * len(ids)
+    rewinder.ended = [False] * len(ids)
+    try:
+        while True:
+            written: list[int] = mask[:, width:].sum(1).tolist()
+            rewinder.limit(written, ids.shape[1] + max_new_tokens)
+            left = max(rewinder.full_at) - ids.shape[1]
+            if left <= 0:
+                break
+            if least:
+                options["min_new_tokens"] = max(0, least - max(written))
+            output = model.generate(
+                input_ids=ids, attention_mask=mask, max_new_tokens=left, past_key_values=cache, **options
+            )
+            ids = getattr(output, "sequences", output)
+            mask = torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
+            if rewinder.read is None:
+                break
+            read = rewinder.read.to(mask)
+            ids = _continued(ids, read.shape[1], rewinder.again)
+            mask = torch.nn.functional.pad(read, (0, 1), value=1)
+            for layer in cache.layers:
+                layer.crop(read.shape[1] - layer.seen)  # a call that ran before the piece ended
+            rewinder.read = None
+            session.resuming = True  # what comes next reads a generated token and no prompt
+    finally:
+        rewinder.allowance = None
+        rewinder.full_at = []
+        session.resuming = False
+    whole = _closed(ids, mask, width, max_new_tokens, options.get("pad_token_id") or 0)
+    if isinstance(output, Tensor):
+        return whole
+    output.sequences = whole
+    return output
+
+
+def _continued(ids: Int[Tensor, "row pos"], seen: int, again: dict[int, int]) -> Int[Tensor, "row next"]:
+    """What the cache holds, and the token with which each row goes on: the next one, or that in `again`."""
+    newest = ids[:, min(seen, ids.shape[1] - 1)].clone()
+    for row, token in again.items():
+        newest[row] = token
+    return torch.cat([ids[:, :seen], newest[:, None]], 1)
+
+
+def _closed(
+    ids: Int[Tensor, "row pos"], mask: Int[Tensor, "row pos"], width: int, most: int, pad: int
+) -> Int[Tensor, "row left"]:
+    """Prompts of a width and new tokens without those that were removed, padded on the right."""
+    rows = [row[real.bool()][:most] for row, real in zip(ids[:, width:], mask[:, width:], strict=True)]
+    return torch.cat([ids[:, :width], pad_sequence(rows, batch_first=True, padding_value=pad)], 1)

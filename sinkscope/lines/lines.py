@@ -1,0 +1,315 @@
+"""How few vertical and slash lines carry the attention, and how far they agree between texts (Li et al. 2025, sec. 3).
+
+Observation 1 of LoopServe: how much attention the heaviest lines carry. Observations 2 and 3: how many of them are the
+same in another text, and in the other half of a text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import plotly.graph_objects as go
+import torch
+from einops import einsum, rearrange, reduce
+from jaxtyping import Float
+from plotly.subplots import make_subplots
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from sinkscope.files.records import Part, checked_value
+from sinkscope.lines.head_lines import HeadLines
+from sinkscope.lines.sums import Scores, crossings, line_sums, scores_of
+from sinkscope.lines.votes import top_lines
+from sinkscope.measure import Hidden, Natural, Number, Result, ScanPart, Setup, measurement
+from sinkscope.measure.attention_texts import texts_of
+from sinkscope.measure.margin import margin_of
+from sinkscope.models.checks import attending_layers
+from sinkscope.results.notation import count_of
+from sinkscope.results.style import BLUE, GREEN, GREY, ORANGE, figure_of, long_table
+
+ETAS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
+PAPER_ETA, PAPER_MASS = 0.1, 0.9  # the paper: a tenth of the lines carries about 90 % of the attention
+_SHARES = ("inputs", "inputs_random", "segments", "segments_relative", "segments_random")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LineWeights(Result):
+    """Attention on the heaviest lines of every head, mean over the texts, and how far these lines agree.
+
+    Attributes:
+        etas: Shares of all lines that were chosen.
+        tokens: Length of every text.
+        layers: The layers that were measured.
+        mass: Share of the attention that lies on the chosen lines; cells at crossings count once.
+        line_sums: Sum of the chosen lines' weights, in which cells at crossings count twice.
+        random_mass: `mass` of random lines with the same total length of each kind as the chosen ones.
+        cells: Share of all cells that the chosen lines cover.
+        inputs: Number of lines chosen in both of two texts divided by the number chosen in either (observation 2); mean
+            over pairs of different texts. None with a single text.
+        inputs_random: `inputs` for the same number of random lines of each kind.
+        segments: Number of lines chosen in both halves of a text divided by the number chosen in the second
+            (observation 3); vertical lines are key positions of the text.
+        segments_relative: The same within each half: the second half's sums leave out keys of the first, and its
+            vertical lines are counted from its beginning.
+        segments_random: `segments` for the same number of random lines of each kind.
+        text_mass: `mass` of each text, mean over heads.
+        text_inputs: `inputs` of each text with the others, mean over heads. None for a single text.
+    """
+
+    page: ClassVar[str] = "measure/lines"
+    percent: ClassVar[tuple[str, ...]] = ("mass", "random_mass", "cells", *_SHARES)
+    columns: ClassVar[tuple[str, ...]] = ("head", "mass", "random_mass", "cells", "inputs", "inputs_random", "segments")
+    table_rows: ClassVar[int] = 16
+
+    etas: tuple[float, ...]
+    tokens: tuple[int, ...]
+    layers: tuple[int, ...]
+    mass: Float[np.ndarray, "eta layer head"]
+    line_sums: Float[np.ndarray, "eta layer head"]
+    random_mass: Float[np.ndarray, "eta layer head"]
+    cells: Float[np.ndarray, "eta layer head"]
+    inputs: Float[np.ndarray, "eta layer head"] | None
+    inputs_random: Float[np.ndarray, "eta layer head"] | None
+    segments: Float[np.ndarray, "eta layer head"]
+    segments_relative: Float[np.ndarray, "eta layer head"]
+    segments_random: Float[np.ndarray, "eta layer head"]
+    text_mass: Float[np.ndarray, "eta text"]
+    text_inputs: Float[np.ndarray, "eta text"] | None
+
+    @property
+    def shown_eta(self) -> int:
+        """Index of the eta that tables show: the paper's, or the nearest."""
+        return int(np.abs(np.array(self.etas) - PAPER_ETA).argmin())
+
+    def mean(self, name: str) -> Float[np.ndarray, " eta"]:
+        """The mean of a field over all heads."""
+        return reduce(getattr(self, name), "eta layer head -> eta", "mean")
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row per eta and head."""
+        columns = {name: getattr(self, name) for name in (*self.percent, "line_sums")}
+        return long_table(columns, eta=self.etas, layer=self.layers, head=range(self.mass.shape[2]))
+
+    def shown_rows(self) -> list[dict[str, Any]]:
+        """The heads at eta 0.1 (or the nearest), smallest mass first."""
+        rows = [row for row in self.rows() if row["eta"] == self.etas[self.shown_eta]]
+        return sorted(rows, key=lambda row: row["mass"])[: self.table_rows]
+
+    def conclusion(self) -> str:
+        """Attention on the heaviest lines, compared with random lines of the same length."""
+        i = self.shown_eta
+        return (
+            f"The heaviest {self.etas[i]:.0%} of all vertical and slash lines carry {self.mean('mass')[i]:.1%} of the "
+            f"attention; random lines of the same total length carry {self.mean('random_mass')[i]:.1%}."
+        )
+
+    def details(self) -> list[str]:
+        """The cells, how many heads reach the paper's share, and how far lines agree."""
+        heads = self.mass[self.shown_eta]
+
+        def share(name: str) -> str:
+            return f"{self.mean(name)[self.shown_eta]:.1%}"
+
+        lines = [
+            f"{count_of(len(self.tokens), 'text')} of at most {max(self.tokens)} tokens; {heads.size} heads.",
+            f"The lines cover {share('cells')} of the cells.",
+            f"{(heads >= PAPER_MASS).sum()} of {heads.size} heads reach {PAPER_MASS:.0%}.",
+        ]
+        if self.inputs is not None:
+            same, chance = share("inputs"), share("inputs_random")
+            lines.append(f"Between two texts {same} of the lines are the same (random {chance}).")
+        same, chance = share("segments"), share("segments_random")
+        lines.append(f"Of a text's second half, {same} of the lines are those of its first (random {chance}).")
+        return lines
+
+    def numbers(self) -> list[Number]:
+        """The mass on the heaviest lines, and how many of them two texts share, beside random lines."""
+        i = self.shown_eta
+        numbers: list[Number] = []
+        label = f"attention on the heaviest {self.etas[i]:.0%} of lines"
+        mass = float(self.mean("mass")[i]), float(self.mean("random_mass")[i])
+        numbers.append(Number(label, *mass, margin_of(self.text_mass[i])))
+        if self.text_inputs is not None:
+            margin = margin_of(self.text_inputs[i])
+            if margin is not None:
+                margin *= 2  # a text is in all pairs with others, so it counts twice in their mean
+            shared = float(self.mean("inputs")[i]), float(self.mean("inputs_random")[i])
+            numbers.append(Number("heaviest lines shared by two texts", *shared, margin))
+        return numbers
+
+
+def draw(result: LineWeights) -> go.Figure:
+    """Draw mass and agreement of the lines by eta, and mass by head."""
+    i = result.shown_eta
+    titles = (
+        "Attention on the lines, mean over heads",
+        f"Attention on the lines, eta {result.etas[i]:g}",
+        "Lines shared, mean over heads",
+    )
+    specs: list[list[Any]] = [[{}, {"rowspan": 2}], [{}, None]]
+    fig: Any = make_subplots(2, 2, specs=specs, subplot_titles=titles, horizontal_spacing=0.09, vertical_spacing=0.12)
+    curves = (
+        ("mass", "heaviest lines", BLUE, "solid", 1),
+        ("random_mass", "random lines of the same length", GREY, "dash", 1),
+        ("cells", "cells covered", GREEN, "dot", 1),
+        ("inputs", "between texts", BLUE, "solid", 2),
+        ("inputs_random", "between texts, random lines", BLUE, "dot", 2),
+        ("segments", "first half in second", ORANGE, "solid", 2),
+        ("segments_relative", "within each half", ORANGE, "dash", 2),
+        ("segments_random", "halves, random lines", ORANGE, "dot", 2),
+    )
+    for field_name, name, color, dash, row in curves:
+        if getattr(result, field_name) is not None:
+            line = {"color": color, "dash": dash}
+            fig.add_scatter(x=result.etas, y=result.mean(field_name), name=name, line=line, row=row, col=1)
+    fig.add_hline(PAPER_MASS, line={"color": GREY, "dash": "dot", "width": 1}, row=1, col=1)
+    fig.update_yaxes(tickformat=".0%", rangemode="tozero", col=1)
+    fig.update_xaxes(title_text="share of all lines chosen (eta)", col=1)
+    fig.add_heatmap(z=result.mass[i], y=result.layers, zmin=0, zmax=1, colorscale="Viridis", row=1, col=2)
+    fig.update_traces(selector={"type": "heatmap"}, colorbar={"tickformat": ".0%"})
+    fig.update_xaxes(title_text="head", row=1, col=2)
+    fig.update_yaxes(title_text="layer", autorange="reversed", row=1, col=2)
+    return figure_of(fig, result, width=1300, height=1000, legend=-0.07, bottom=90)
+
+
+@measurement(
+    group="Dialogues",
+    order=1,
+    help="Measure attention on the heaviest lines.",
+    scan=ScanPart(8, topic="Lines", quick={"count": 3, "length": 192}, streams=False),
+    figure=draw,
+    loading="whole",
+    edits=True,
+    quick={"count": 2, "length": 48, "layers": [1]},
+)
+def lines(
+    setup: Setup,
+    texts: Hidden = None,
+    *,
+    data: str | Path | None = None,
+    count: Natural = 4,
+    length: int | None = None,
+    etas: Sequence[float] = ETAS,
+    layers: Sequence[int] | None = None,
+) -> LineWeights:
+    """Measure how much attention the heaviest lines of every head carry, and how far they agree between texts.
+
+    Attention is recomputed from queries and keys, some rows at a time, while the model runs normally. Memory grows
+    linearly with the length. A second pass corrects for cells where chosen lines cross.
+
+    Args:
+        texts: Texts or lists of ids. By default pieces of ordinary text.
+        data: File of JSON lines, each with a "text", to use instead.
+        count: Number of pieces of ordinary text, or of lines of the file.
+        length: Maximum tokens per text, at least 16; longer texts are shortened in the middle. By default the context,
+            or 512 for ordinary text.
+        etas: Share of all lines to choose.
+        layers: Layer to measure. By default all are measured.
+
+    Raises:
+        UnsupportedError: A model whose queries and keys are not accessible (a TransformerBridge, Falcon).
+        SinkscopeError: Bad input; the message is one line and says what to do.
+
+    Example:
+        sinkscope lines --model llama-3.1-8b --data samsum.jsonl
+    """
+    shares = tuple(sorted({float(eta) for eta in etas}))
+    for eta in shares or (None,):
+        checked_value(Part, eta, "--eta ", strict=True)
+    setup.record(etas=shares)
+    target = setup.target
+    wanted = attending_layers(setup.target, layers)
+    rows = texts_of(setup, texts, data, count, length)
+    weights: dict[str, list[Float[Tensor, "eta head"]]] = {}  # of one text after the other, layer by layer
+    chosen: list[HeadLines] = []
+    random: list[HeadLines] = []
+    # All layers share the draws of random lines, which are made as the pass reaches them.
+    weight_draws, line_draws = (torch.Generator().manual_seed(setup.seed) for _ in range(2))
+
+    def see(layer: int, scores: Scores) -> None:
+        vertical, slash = line_sums(scores)
+        own = top_lines(vertical, slash, shares)
+        numbers = weighed(scores, vertical, slash, own, weight_draws) | segments(scores, shares, line_draws)
+        for name, values in numbers.items():
+            weights.setdefault(name, []).append(values.double().cpu())
+        chosen.append(HeadLines(own.vertical.cpu(), own.slash.cpu(), own.queries))
+        random.append(chosen[-1].random(line_draws, cells=False))
+        setup.progress("layers", len(chosen), len(wanted) * len(rows))
+
+    with setup.edited(), scores_of(target, see, wanted):
+        for ids in rows:
+            target.forward(ids[None])
+    by_text: dict[str, Float[Tensor, "layer text eta head"]] = {}
+    for name, values in weights.items():
+        by_text[name] = rearrange(torch.stack(values), "(text layer) eta head -> layer text eta head", text=len(rows))
+    if len(rows) > 1:
+        for name, lines in (("inputs", chosen), ("inputs_random", random)):
+            by_text[name] = torch.stack([agreement(lines[i :: len(wanted)]) for i in range(len(wanted))])
+    arrays: dict[str, Any] = dict.fromkeys(("inputs", "inputs_random", "text_inputs"))
+    for name, values in by_text.items():
+        arrays[name] = reduce(values, "layer text eta head -> eta layer head", "mean").numpy()
+    for name in by_text.keys() & {"mass", "inputs"}:
+        arrays[f"text_{name}"] = reduce(by_text[name], "layer text eta head -> eta text", "mean").numpy()
+    return LineWeights(etas=shares, tokens=tuple(len(ids) for ids in rows), layers=tuple(wanted), **arrays)
+
+
+def segments(scores: Scores, etas: Sequence[float], draws: torch.Generator) -> dict[str, Float[Tensor, "eta head"]]:
+    """How many lines the halves of a text share, under the names of `LineWeights`."""
+    keys = scores.key.shape[1]
+    half = keys // 2
+    second_scores = scores.part(half, keys)
+    first = top_lines(*line_sums(scores.part(0, half)), etas)
+    second = top_lines(*line_sums(second_scores), etas, keys - half)
+    vertical, slash = line_sums(second_scores, since=half)
+    inside = top_lines(vertical[:, half:], slash[:, : keys - half], etas)
+    first_random = first.random(draws, cells=False)
+    return {
+        "segments": shared_by_second(first, second),
+        "segments_relative": shared_by_second(first, inside),
+        "segments_random": shared_by_second(first_random, second.random(draws, cells=False)),
+    }
+
+
+def weighed(
+    scores: Scores,
+    vertical: Float[Tensor, "head key"],
+    slash: Float[Tensor, "head key"],
+    own: HeadLines,
+    draws: torch.Generator,
+) -> dict[str, Float[Tensor, "eta head"]]:
+    """Attention on the heaviest and on random lines of one layer and text, under the names of `LineWeights`."""
+    total = vertical.sum(1)
+    count = len(own.vertical)
+    random = own.random(draws, cells=True)
+    both = HeadLines(torch.cat([own.vertical, random.vertical]), torch.cat([own.slash, random.slash]), own.queries)
+    summed = (vertical * both.vertical).sum(2) + (slash * both.slash).sum(2)
+    mass = (summed - crossings(scores, both.vertical, both.slash)) / total
+    return {
+        "mass": mass[:count],
+        "line_sums": summed[:count] / total,
+        "random_mass": mass[count:],
+        "cells": own.density(),
+    }
+
+
+def agreement(lines: Sequence[HeadLines]) -> Float[Tensor, "text eta head"]:
+    """Lines in both of two texts over lines in either, for each text the mean over the others."""
+    by_key = [rearrange([text.vertical, text.slash], "kind eta head key -> key kind eta head") for text in lines]
+    chosen = pad_sequence(by_key, batch_first=True).float()  # lines that only one text can have are not shared
+    both = einsum(chosen, chosen, "text key kind eta head, other key kind eta head -> text other eta head")
+    counts = reduce(chosen, "text key kind eta head -> text eta head", "sum")
+    overlap = both / (counts[:, None] + counts - both).clamp(min=1)
+    others = 1 - torch.eye(len(lines))[..., None, None]
+    return (overlap.double() * others).sum(1) / (len(lines) - 1)
+
+
+def shared_by_second(a: HeadLines, b: HeadLines) -> Float[Tensor, "eta head"]:
+    """Number of lines in both over number of lines of `b`."""
+    keys = min(a.vertical.shape[2], b.vertical.shape[2])  # lines that only one can have are not shared
+    vertical = a.vertical[..., :keys] & b.vertical[..., :keys]
+    slash = a.slash[..., :keys] & b.slash[..., :keys]
+    return (vertical.sum(2) + slash.sum(2)) / b.counts().clamp(min=1)

@@ -1,0 +1,350 @@
+"""A conversation over turns on one cache (Li et al. 2025, LoopServe, algorithm 4).
+
+In the paper, the model reads the previous answer again together with the new input, along lines chosen for all these
+queries: `answers="recompute"`. The keys and values that decoding put into the cache are cut off first.
+`answers="keep"` leaves them there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
+from os import PathLike
+from pathlib import Path
+from statistics import fmean
+from textwrap import shorten
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, LogitsProcessorList
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.records import Natural, check_values
+from sinkscope.hooks.edit import positions
+from sinkscope.hooks.edit.base import Event, Intervention, Run
+from sinkscope.hooks.edit.decode import ForcedAnswer, decoding
+from sinkscope.kv.adopt import refuse_states
+from sinkscope.kv.cache import CacheLayer
+from sinkscope.kv.cache_state import CacheState, Moment
+from sinkscope.kv.pieces import generate_in_pieces
+from sinkscope.kv.session import Session
+from sinkscope.lines.head_lines import HeadLines
+from sinkscope.lines.serve.saved import SavedTurn, read_conversation, write_conversation
+from sinkscope.models.checks import check_length, end_ids
+from sinkscope.models.config import float32_by_default
+from sinkscope.models.inputs import read_row
+from sinkscope.models.origin import fingerprint_of, is_checkpoint
+from sinkscope.opening.live import target_of
+from sinkscope.results.notation import count_of
+
+Answers = Literal["recompute", "keep"]
+_SET_BY_US = (
+    "input_ids",
+    "inputs",
+    "inputs_embeds",
+    "attention_mask",
+    "past_key_values",
+    "use_cache",
+    "cache_implementation",
+    "generation_config",
+    "max_length",
+    "prefill_chunk_size",
+    "num_beams",
+    "num_return_sequences",
+    "assistant_model",
+    "assistant_early_exit",
+    "prompt_lookup_num_tokens",
+)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Turn(SavedTurn):
+    """One turn of a conversation: what a file keeps of it (`SavedTurn`), and the rest.
+
+    Attributes:
+        events: What the edit did; `step` counts the turn's forward calls. Empty in a turn that was loaded.
+        lines: For each layer, the lines along which the queries attended, except last queries that attend to
+            everything (`dense_rows`). None where attention was dense. Empty in a turn that was loaded.
+        output: What `model.generate` returned; None in a turn that was loaded.
+    """
+
+    events: tuple[Event, ...] = ()
+    lines: tuple[HeadLines | None, ...] = ()
+    output: Any = None
+
+    def __repr__(self) -> str:
+        """What was said, read and kept, and what it cost, in one line."""
+        whole = self.prompt_tokens + len(self.ids)
+        said = "" if self.text is None else f" {shorten(self.text, 60)!r}"
+        step = "" if self.read is None else f", a step attends to {self.read:,.0f}"
+        return (
+            f"<Turn{said}: {count_of(len(self.ids), 'token')}; read {self.queries:,} of {self.prompt_tokens:,}, kept "
+            f"{self.held:,.0f} of {whole:,}{step}. {self.summary}>"
+        )
+
+
+@dataclass(eq=False)
+class TurnRecorder(Intervention):
+    """Owns the cache of a turn and records what happens; it is entered before the conversation's edit.
+
+    Attributes:
+        cache: The cache on which the turn runs.
+        earlier: Its tokens before the turn; None in the first one.
+        lines: Chosen lines by layer.
+        state: What is known about the cache.
+        after_prompt: The tokens right after the prompt was read, and what edits know about them.
+        after_answer: The same at the end of the turn.
+    """
+
+    cache: DynamicCache
+    earlier: positions.Sequence | None
+    lines: dict[int, HeadLines] = field(default_factory=dict)
+    state: CacheState | None = None
+    after_prompt: positions.Sequence | None = None
+    after_answer: positions.Sequence | None = None
+
+    def enter(self, run: Run, key: int) -> None:
+        """Follow the calls."""
+        session = Session.of(run)
+        session.own_cache()
+        session.counts_reads = True
+        if self.earlier is not None:
+            run.tracker.bind(self.earlier.copy(), self.cache)
+        session.line_follower = self._keep_lines
+        session.after_call(self._note_call)
+
+    def _keep_lines(self, layer: int, _row: int, lines: HeadLines) -> None:
+        self.lines[layer] = HeadLines(lines.vertical.cpu(), lines.slash.cpu(), lines.queries)
+
+    def _note_call(self, moment: Moment) -> None:
+        if moment.cache is not self.cache:  # a logits processor runs the model on a cache of its own
+            return
+        self.state = moment.state
+        self.after_answer = moment.call.sequence
+        if self.after_prompt is None:  # the first call reads the prompt
+            self.after_prompt = moment.call.sequence.copy()
+
+
+class Conversation:
+    """A conversation on one cache: each turn reads new tokens along its own lines and decodes from parts of the cache.
+
+    Under "recompute" a turn's queries are the previous answer and the new prompt. Under "keep" they are the last token
+    of the previous answer, which has not been through the model yet, and the new prompt. Without an edit, or with an
+    edit that hides and evicts nothing, both equal reading the whole text at once, up to rounding. Tokens that a
+    policy or a guard evicts stay evicted. Under "recompute" the answer's tokens are restored, because the answer is
+    read again; this includes a repetition that a guard had cut, unless `LoopGuard` took it back from the
+    answer, and H2O counts the attention of the answer's queries twice.
+
+    A turn that fails or is interrupted leaves the conversation as it was. The edit is entered again for every turn, so
+    the model is unedited between turns, a budget given as a fraction is a fraction of the conversation so far, and a
+    guard's monitor starts with the turn.
+
+    Args:
+        model: Hugging Face, nnsight (dispatched), TransformerBridge (with `LoopServe(prefill=False)`), or `Target`.
+        edit: `LoopServe`, any policy, patch or guard, or several joined by `|`. None leaves the model unedited.
+        answers: "recompute" reads the previous answer again in the next turn; "keep" leaves it in the cache.
+        tokenizer: For models that carry none; only needed for texts.
+
+    Attributes:
+        turns: The turns so far.
+
+    Raises:
+        SinkscopeError: `answers` or `edit` is invalid.
+
+    Example:
+        >>> import sinkscope as ss
+        >>> chat = ss.Conversation(ss.load("recall", backend="hf"), ss.LoopServe(budget=64))
+        >>> chat.ask("turn1 it was fact lotte carpet pipe . so they say ask lotte what was said answer").text
+        'carpet pipe'
+    """
+
+    def __init__(
+        self,
+        model: object,
+        edit: Intervention | None = None,
+        *,
+        answers: Answers | str = "recompute",
+        tokenizer: Any = None,
+    ) -> None:
+        check_values(Answers, answers=answers)
+        if edit is not None and not isinstance(edit, Intervention):
+            raise SinkscopeError(f"edit={edit!r}: expected LoopServe(...), a policy, patch or guard, or None")
+        self.target = target_of(model, tokenizer)
+        self.tokenizer = self.target.available_tokenizer if tokenizer is None else tokenizer
+        self.turns: list[Turn] = []
+        self._edit = edit
+        self._answers = answers
+        self._layers: list[CacheLayer] = []  # of the cache between two turns; they never change
+        self._sequence: positions.Sequence | None = None  # its tokens, and what edits know about them
+
+    @property
+    def ids(self) -> list[int]:
+        """Token ids of all prompts and answers."""
+        ids: list[int] = []
+        for turn in self.turns:
+            ids += [*turn.prompt, *turn.ids]
+        return ids
+
+    @float32_by_default()
+    def ask(self, prompt: str | Sequence[int], *, max_new_tokens: int = 64, **generation: Any) -> Turn:
+        """Take one turn, greedily by default; only special tokens of the checkpoint's generation settings are used.
+
+        Args:
+            prompt: A text, or token ids, which are used unchanged. Texts of later turns get no special tokens (BOS),
+                and nothing is inserted between turns.
+            max_new_tokens: Maximum length of the answer in tokens.
+            generation: Further arguments of `model.generate`: `do_sample=True`, `streamer=...`, `eos_token_id=...`.
+
+        Raises:
+            SinkscopeError: The prompt is empty, there is no tokenizer, token ids are invalid, the turn exceeds the
+                context, or `generation` has settings that the conversation sets itself or that need several rows;
+                also whatever the edit raises.
+        """
+        check_values(Natural, max_new_tokens=max_new_tokens)
+        return self._take_turn(self._encode(prompt, "prompt", special=not self.turns), max_new_tokens, generation)
+
+    def say(self, prompt: str | Sequence[int], answer: str | Sequence[int]) -> Turn:
+        """Take a turn with a given answer, so that histories are the same for every model and edit.
+
+        The given answer is decoded token by token while the edit acts, as if the model had written it.
+
+        Raises:
+            SinkscopeError: As for `ask`, or the answer is empty.
+        """
+        new = self._encode(prompt, "prompt", special=not self.turns)
+        gold = self._encode(answer, "answer", special=False)
+        force = LogitsProcessorList([ForcedAnswer([gold], len(self.ids) + len(new))])
+        return self._take_turn(new, len(gold), {"logits_processor": force}, gold)
+
+    def branch(self) -> Conversation:
+        """Start another conversation from here, for instance to ask several questions about one document.
+
+        Both share the keys and values so far, which later turns never change; each adds its own.
+        """
+        other = copy(self)
+        other.turns = [*self.turns]
+        return other
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the turns and the cache as safetensors, without the model, the events and the lines.
+
+        Raises:
+            SinkscopeError: There is no turn yet, the path cannot be written, or it holds another kind of file.
+        """
+        if self._sequence is None:
+            raise SinkscopeError("this conversation has no turn that could be saved: ask something first")
+        turns = [{name: getattr(turn, name) for name in SavedTurn.__dataclass_fields__} for turn in self.turns]
+        facts = {"fingerprint": fingerprint_of(self.target), "edit": repr(self._edit), "answers": self._answers}
+        write_conversation(path, {**facts, "turns": turns}, self._layers, self._sequence)
+
+    @classmethod
+    def load(
+        cls, path: str | PathLike[str], model: object, edit: Intervention | None = None, *, tokenizer: Any = None
+    ) -> Conversation:
+        """Go on with a conversation that was saved, on the same model and under the same edit.
+
+        Raises:
+            SinkscopeError: The file cannot be read, or was made with another model or edit.
+        """
+        target = target_of(model, tokenizer)
+        facts, layers, sequence = read_conversation(path, target.device)
+        if not is_checkpoint(target, facts.fingerprint):
+            raise SinkscopeError(
+                f"{Path(path).name} was saved with another model (fingerprint {facts.fingerprint}) than {target.name}: "
+                "give that one"
+            )
+        if facts.edit != repr(edit):
+            raise SinkscopeError(
+                f"{Path(path).name} was saved under edit={facts.edit}, and edit={edit!r} was given: give the same"
+            )
+        chat = cls(target, edit, answers=facts.answers, tokenizer=tokenizer)
+        chat.turns = [Turn(**vars(turn)) for turn in facts.turns]
+        chat._layers = layers
+        chat._sequence = sequence
+        return chat
+
+    def _take_turn(
+        self, new: list[int], max_new_tokens: int, generation: dict[str, Any], gold: list[int] | None = None
+    ) -> Turn:
+        """Read `new`, generate an answer (`gold`, if given), and keep the cache for the next turn."""
+        target = self.target
+        whole = [*self.ids, *new]
+        turn_name = f"turn {len(self.turns) + 1}, with the {len(self.ids)} tokens before it,"
+        check_length(target, turn_name, len(whole), max_new_tokens, "ask something shorter")
+        for name, value in generation.items():
+            if name in _SET_BY_US and value is not None and not (isinstance(value, int) and value == 1):
+                raise SinkscopeError(
+                    f"{name}={value!r}: a conversation has a cache of its own, and writes one row of text token by "
+                    f"token; leave it out, or give {name}=None"
+                )
+        cache: Any = DynamicCache()
+        if self._layers:
+            cache.layers = [layer.copy() for layer in self._layers]
+            cache.layer_class_to_replicate = None
+        seen = cache.get_seq_length()
+        recorder = TurnRecorder(cache, self._sequence)
+        edit = recorder if self._edit is None else recorder | self._edit
+        # The prompt is read in one pass, on this cache.
+        ours: dict[str, Any] = {"use_cache": True, "cache_implementation": None, "prefill_chunk_size": None}
+        settings = decoding(
+            target, **{"do_sample": False, "pad_token_id": min(end_ids(target), default=0), **generation, **ours}
+        )
+        ids = torch.tensor([whole], device=target.device)
+        with edit.on(target) as run, torch.no_grad():
+            output = generate_in_pieces(
+                run,
+                target.hf,
+                ids,
+                attention_mask=torch.ones_like(ids),
+                past_key_values=cache,
+                max_new_tokens=max_new_tokens,
+                fixed=gold is not None,
+                **settings,
+            )
+        sequences: Tensor = getattr(output, "sequences", output)
+        answer = gold or sequences[0, len(whole) :].tolist()
+        text = None
+        if self.tokenizer is not None:
+            ends = generation.get("eos_token_id")
+            if ends is None:
+                ends = end_ids(target)
+            said = answer
+            if answer and answer[-1] in torch.tensor(ends):  # not every tokenizer knows that this token is special
+                said = answer[:-1]
+            text = str(self.tokenizer.decode(said, skip_special_tokens=True))
+        assert recorder.state is not None
+        read = recorder.state.meter.usage().mean_read
+        self._keep(cache, len(whole), recorder)
+        held = fmean(layer.slots - float(layer.holes().mean()) for layer in self._layers)
+        turn = Turn(
+            prompt=tuple(new),
+            ids=tuple(answer),
+            text=text,
+            prompt_tokens=len(whole),
+            queries=len(whole) - seen,
+            read=read[0] if read else None,
+            held=held,
+            summary=run.summary(),
+            events=tuple(run.events),
+            lines=tuple(recorder.lines.get(layer) for layer in range(target.n_layers)),
+            output=output,
+        )
+        self.turns = [*self.turns, turn]
+        return turn
+
+    def _keep(self, cache: Any, prompt_tokens: int, recorder: TurnRecorder) -> None:
+        """Keep the cache after a turn: with the answer's keys and values, or cut back to `prompt_tokens`."""
+        refuse_states(cache, "a conversation")
+        for layer in cache.layers:
+            layer.settle()
+            if self._answers == "recompute":
+                layer.crop(prompt_tokens - layer.seen)
+        # What `generate` returned may hold the cache itself, and others may go on with it.
+        self._layers = [layer.copy() for layer in cache.layers]
+        self._sequence = recorder.after_prompt if self._answers == "recompute" else recorder.after_answer
+
+    def _encode(self, text: str | Sequence[int], what: str, *, special: bool) -> list[int]:
+        target = replace(self.target, tokenizer=self.tokenizer)  # also a tokenizer that was set later
+        return read_row(target, text, f"turn {len(self.turns) + 1}, the {what}", special=special)

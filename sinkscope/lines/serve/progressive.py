@@ -1,0 +1,137 @@
+"""Progressive selection while decoding: steps read a part of the cache, which is chosen again every few tokens.
+
+LoopServe (Li et al. 2025), section 5.2 and algorithm 6.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Literal
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from sinkscope.files.records import Natural, Whole
+from sinkscope.hooks.edit.base import Run
+from sinkscope.kv.cache import CacheLayer
+from sinkscope.kv.cache_state import Moment
+from sinkscope.kv.policy import LayerMoment, Policy
+from sinkscope.kv.registry import register_policy
+from sinkscope.kv.rotary import Rotary
+from sinkscope.kv.session import Session
+
+
+@register_policy("progressive")
+@dataclass(frozen=True, kw_only=True)
+class Progressive(Policy):
+    """Read only the part of the cache that the latest queries attend to; choose it again every `every` tokens.
+
+    The selected keys and values are copied once per selection, so that the steps in between read and extend only the
+    copy. `run.usage` counts the tokens of the whole cache, and the bytes of both. The cache is restored at the next
+    turn and when the run ends.
+
+    Attributes:
+        every: Tokens between selections, and number of queries that vote in each (n_d).
+        after: Decoding steps before the first selection. With 16, these steps read everything, as in the paper's
+            text. With 0, the last queries of the prompt select as soon as it has been read.
+        mode: "select" keeps the whole cache. "evict" frees tokens that are not chosen; they cannot come back.
+
+    Raises:
+        SinkscopeError: The interval is below 1, `after` is negative, or a setting of the base policy is invalid.
+        UnsupportedError: Beam search reorders rows.
+
+    Example:
+        >>> Progressive(budget=1024).every
+        16
+    """
+
+    every: Natural = 16
+    after: Whole = 16
+    mode: Literal["evict", "select"] = "select"
+
+    @property
+    def interval(self) -> int:
+        """Tokens between selections."""
+        return int(self.every)
+
+    def enter(self, run: Run, key: int) -> None:
+        """Enter like any policy; in addition, rows must not change places."""
+        super().enter(run, key)
+        session = Session.of(run)
+        session.followers.append(self.shown_name)
+        session.counts_reads = True
+
+    def summary(self, run: Run) -> str:
+        """The tokens that a decoding step read, and those held in the cache."""
+        return f"{steps_summary(self.shown_name, run)} {super().summary(run)}".strip()
+
+    def watch(self, session: Session, key: int) -> None:
+        """Keep the latest queries, also those of generated tokens."""
+        session.window_queries(self.interval, decoding=True)
+
+    def scores(self, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:
+        """Attention of the latest queries; padding does not vote."""
+        rows = at.session.window_rows(at.moment, at.layer, self.interval)
+        real = at.moment.state.queries[at.layer].pos[:, -self.interval :] >= 0
+        # As einsum, which would copy the rows: "batch query, batch head query slot -> batch head slot".
+        votes = (real.to(rows)[:, None, None] @ rows)[:, :, 0]
+        return self.group(votes, at.kv.pos.shape[1])
+
+    def _act(self, moment: Moment, session: Session, key: int, rotary: Rotary | None) -> None:
+        state = moment.state
+        if moment.prefill_ended:
+            state.budgets = self.row_budgets(moment, session)
+            state.copied = False
+        steps = state.decoded - self.after
+        due = steps >= 0 and steps % self.interval == 0
+        # A guard may have cut the cache, for which it had to be whole.
+        copy_lost = state.copied and all(kv.aside is None for kv in moment.layers)
+        if not due and not copy_lost:
+            return
+        rows = state.budgets
+        assert rows is not None  # because a prompt has ended before
+        state.copied = False
+        for kv in moment.layers:
+            kv.settle()
+            if kv.slots <= min(rows.total):
+                continue
+            at = LayerMoment(kv.number, kv, moment, session, rows)
+            keep = self.select(self.checked_scores(at), at, self.budgets(at))
+            if self.mode == "evict":
+                kv.evict(keep)
+            else:
+                work_on_copy(kv, keep)
+                state.copied = True
+
+
+def work_on_copy(kv: CacheLayer, keep: Bool[Tensor, "batch kv_head slot"]) -> None:
+    """Let a layer hold only a copy of the kept slots until its `settle` is called. Single tokens may be appended.
+
+    Hiding the other slots would save no time: every step would still copy all keys to append one, and read them all in
+    order to mask most. With a copy, the cost of a step grows with the length of the copy; only restoring the whole
+    layer costs time in proportion to its full length.
+    """
+    kv.settle()
+    whole = kv.copy()
+    kv.evict(keep)
+    kv.aside = whole
+
+
+def tokens_read(run: Run) -> list[list[float]]:
+    """Tokens that a decoding step attends to, including its own, for each cache of the run and each of its rows.
+
+    They are averaged over steps, layers and kv heads. The list is empty if the run has no `Progressive` or `LoopServe`.
+    """
+    return [usage.mean_read for usage in run.usage if usage.mean_read]
+
+
+def steps_summary(name: str, run: Run) -> str:
+    """One sentence on how much decoding steps read; "" if there was none."""
+    read: list[float] = []
+    for rows in tokens_read(run):
+        read += rows
+    if not read:
+        return ""
+    longest = max(usage.read_tokens for usage in run.usage)
+    return f"{name} read {fmean(read):,.0f} of up to {longest:,} tokens in a decoding step."

@@ -1,0 +1,213 @@
+"""LoopServe (Li et al. 2025, section 5): sparse attention for a new turn's prompt, progressive selection after it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Annotated, Any
+
+from jaxtyping import Float, Int
+from pydantic import Field
+from torch import Tensor
+
+from sinkscope.errors import SinkscopeError, warn
+from sinkscope.files.records import Budget, Natural, Part, Whole, check_fields
+from sinkscope.hooks.edit.base import Run
+from sinkscope.lines.choice import Variant, select_lines
+from sinkscope.lines.head_lines import HeadLines
+from sinkscope.lines.sample import choice_cost, draw_of, held_out
+from sinkscope.lines.serve.progressive import Progressive, steps_summary
+from sinkscope.lines.serve.sparse_prompts import SparsePrompts, line_limit
+
+FLAT_COST = 0.15
+"""Most that a search may cost (`choice_cost`) in a layer where the last one found no lines: it takes a third of that
+time if it finds none again, 5 % of dense attention."""
+
+
+class LoopServeDecoding(Progressive):
+    """The decoding half of LoopServe, under the name that the user wrote."""
+
+    @property
+    def shown_name(self) -> str:
+        """Name in messages."""
+        return "LoopServe"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopServe(SparsePrompts):
+    """Choose lines of attention for every prompt and head, compute only those, and decode from part of the cache.
+
+    A prompt is any call with several tokens. In a dialogue on one cache it consists of the new turn's tokens, which
+    attend to the whole context along their own lines. With `alpha=1` and a budget that covers everything, the model's
+    output does not change.
+
+    The defaults are the settings that preserve the right answer with the fewest cells (docs/papers/loopserve.md).
+    `LoopServe.paper()` uses the paper's settings.
+
+    Every prompt logs an event of kind "prefill" per row and layer. Its `data` has "keys", "queries" and either "dense"
+    (the reason why the model's own attention read it) or shares of the causal cells, mean over heads: "attended" (what
+    outputs are computed from, 1 for dense heads; "attended_by_head"), "cells" (the same, and the rows from which lines
+    were chosen) and "computed" (in time: cells computed, or what takes as long); "dense_heads" (number of heads for
+    which computing everything is faster) and "kernel" (what computed the others). It also has what was lost:
+    "recovered", the share of
+    the attention weight that each head's lines hold for 16 queries that were not sampled (1 for dense heads), and
+    "last_error", the error of the layer's attention output at the last query, as a share of its norm (0 with
+    `dense_rows`). If the mean of "recovered" over a run is below alpha, a warning says so at the end.
+    `tokens_read` is the counterpart of "cells" for decoding.
+
+    Attributes:
+        alpha: Share of the sampled attention weight that the lines hold (0.955 in the paper's main results, which finds
+            0.99 to 1 best in its own sweep).
+        budget: Tokens that each layer and kv head reads while decoding, besides those since the last selection.
+        interval: Tokens between selections, and number of queries that vote (n_d).
+        sample: Number of queries whose attention decides which lines are chosen.
+        dense_rows: Number of queries at the end of the prompt that attend to everything. They are not sampled. With 0,
+            as in the paper, keys to which only the end of the prompt attends may lie on no line, for instance the facts
+            that a question is about.
+        first: Number of initial decoding steps that read everything; 0 selects as soon as the prompt has been read.
+        prefill: Read prompts sparsely. With `decode=False` this is the paper's "-P".
+        decode: Select tokens progressively while decoding. With `prefill=False` this is the paper's "-D".
+        variant: Variant of the choice of lines, "exact" or "faithful" (`select_lines`).
+        shortest: Prompts that attend to fewer keys are read by the model's own attention, which is faster there. So are
+            prompts with so few new tokens that choosing lines takes longer than lines can save (`choice_cost`), layers
+            in which an earlier turn on the same cache found no lines, unless the turn is so long that looking again
+            costs little, and heads that need too many cells to make up for the choice. With 0, lines are chosen
+            whatever that costs.
+        dense_above: Share of computed cells above which a head is computed densely. None means 0.65, less for heads
+            narrower than 48, and 0.5 on CUDA. Other devices then read densely, because a loop over blocks does not pay
+            there.
+        seed: Seed for drawing queries. Draws also depend on the layer and on the lengths of prompt and context, so they
+            differ between the turns of a conversation.
+        begin: Number of first tokens that all queries see. 1 in the paper.
+        local: Number of latest tokens that a query sees, including itself. 1 in the paper. With fewer, a head that
+            mostly attends to the first token may lose its neighbours, because the first token alone holds alpha.
+        sharp: Lines on which the attention is at least this dense are taken even if alpha is reached (`select_lines`).
+            None in the paper: a row may then lose a key that holds all its attention.
+        checked: Number of queries outside the sample that are checked for a single sought key, which is then kept
+            (`select_lines`). 0 in the paper: the key that one mid-prompt query searches for is then lost.
+
+    Raises:
+        SinkscopeError: alpha is outside (0, 1], an interval or sample is below 1, or a policy setting is wrong.
+        UnsupportedError: Prompts are sparse and the model is a TransformerBridge, which computes attention itself.
+
+    Example:
+        >>> LoopServe(alpha=0.99, budget=512).interval
+        16
+    """
+
+    budget: Budget = field(default=1024, kw_only=False)
+    alpha: Part = 0.75
+    interval: Natural = 16
+    sample: Natural = 48
+    dense_rows: Whole = 16
+    first: Whole = 16
+    prefill: bool = True
+    decode: bool = True
+    variant: Variant = "exact"
+    shortest: Whole = 2048
+    dense_above: Annotated[float, Field(ge=0)] | None = None
+    seed: int = 0
+    begin: Natural = 4
+    local: Natural = 16
+    sharp: Annotated[float, Field(gt=0)] | None = 0.1
+    checked: Whole = 64
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not self.prefill and not self.decode:
+            raise SinkscopeError("prefill=False, decode=False: nothing would be done; leave one of them on")
+        _ = self.decoding
+
+    @classmethod
+    def paper(cls, budget: int | float = 1024, **changed: Any) -> LoopServe:
+        """The paper's algorithm 5 with the paper's settings; values given here override them.
+
+        Args:
+            budget: As for the plain constructor.
+            changed: Other fields to set.
+
+        Example:
+            >>> LoopServe.paper(budget=512).variant
+            'faithful'
+        """
+        printed: dict[str, Any] = {"alpha": 0.955, "dense_rows": 0, "variant": "faithful", "shortest": 0}
+        printed |= {"begin": 1, "local": 1, "sharp": None, "checked": 0}
+        return cls(budget, **(printed | changed))
+
+    @property
+    def decoding(self) -> Progressive:
+        """The policy of the decoding half."""
+        return LoopServeDecoding(budget=self.budget, every=self.interval, after=self.first)
+
+    @property
+    def choice_rows(self) -> int:
+        """The sample, and the queries that are checked for a sought key."""
+        return self.sample + (self.checked if self.variant == "exact" else 0)
+
+    def enter(self, run: Run, key: int) -> None:
+        """Replace attention of prompts, and own the cache."""
+        if self.prefill and self.alpha < 1:
+            super().enter(run, key)
+            run.stack.callback(self._warn, run)
+        if self.decode:
+            self.decoding.enter(run, key)
+
+    def lines(
+        self,
+        query: Float[Tensor, "head query d_head"],
+        key: Float[Tensor, "kv_head key d_head"],
+        scaling: float | None,
+        layer: int,
+    ) -> HeadLines:
+        """The lines that hold `alpha` of the sampled attention with the fewest cells."""
+        queries, keys = query.shape[1], key.shape[1]
+        return select_lines(
+            query,
+            key,
+            self.alpha,
+            sample=self.sample,
+            seed=draw_of(self.seed, layer, queries, keys),
+            variant=self.variant,
+            begin=self.begin,
+            local=self.local,
+            sharp=self.sharp,
+            checked=self.checked,
+            scaling=scaling,
+            dense_above=max(0.0, line_limit(self.dense_above, query) - self._cost(query, keys)),
+        )
+
+    def _cost(self, query: Float[Tensor, "head query d_head"], keys: int) -> float:
+        """Cost of the choice, as a share of dense attention; 0 where it does not matter."""
+        if not self.shortest:
+            return 0.0
+        return choice_cost(query.shape[1], keys, self.sample, self.checked)
+
+    def pays(self, query: Float[Tensor, "head query d_head"], keys: int, flat: bool = False) -> bool:
+        """Whether lines can save more than the choice costs; where none were found, whether the search costs little."""
+        cost = self._cost(query, keys)
+        if flat and cost > FLAT_COST:
+            return False
+        return cost == 0 or cost < line_limit(self.dense_above, query)
+
+    def held_out(self, queries: int, keys: int, layer: int) -> Int[Tensor, " row"]:
+        """Queries that did not choose the lines."""
+        return held_out(queries, sample=self.sample, seed=draw_of(self.seed, layer, queries, keys))
+
+    def summary(self, run: Run) -> str:
+        """The share of attention that prompts computed, and the tokens that a decoding step read; or that all did."""
+        prompts, steps = super().summary(run), steps_summary("LoopServe", run)
+        sparse = any(event.kind == "prefill" and "dense" not in event.data for event in run.events)
+        if not sparse and not any(usage.in_parts for usage in run.usage):
+            return f"LoopServe did nothing at this length. {prompts} {steps}".strip()
+        return f"{prompts} {steps}".strip()
+
+    def _warn(self, run: Run) -> None:
+        """Warn if the lines of a run's prompts hold less than they should for queries that did not choose them."""
+        shares: list[float] = []
+        for event in run.events:
+            shares += event.data.get("recovered", ())
+        if shares and fmean(shares) < self.alpha - 0.001:
+            warn(
+                f"outside of the sample, LoopServe's lines hold less of the attention than alpha={self.alpha}; events "
+                'of kind "prefill" say how much for every head ("recovered"): give a larger alpha, or a larger sample'
+            )

@@ -1,0 +1,337 @@
+"""Prompts read along lines: sparse attention in place of the model's own, and what it lost (LoopServe, section 5.1)."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+import torch
+from einops import rearrange
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from sinkscope.errors import UnsupportedError
+from sinkscope.files.records import check_fields
+from sinkscope.hooks.edit.base import Event, Intervention, Run
+from sinkscope.hooks.edit.positions import Call
+from sinkscope.kv.cache import CacheLayer
+from sinkscope.kv.session import Session
+from sinkscope.lines.attention import recovered
+from sinkscope.lines.head_lines import HeadLines
+from sinkscope.lines.sparse import Sparsity, all_dense, dense_limit, lack_of_library, sparse_attention
+from sinkscope.tap.call import Attention
+from sinkscope.tap.view import View
+
+
+@dataclass(frozen=True, eq=False)
+class PromptRow:
+    """Queries, keys and values of one row of a prompt, without padding and holes.
+
+    Attributes:
+        query: Queries after rotary.
+        key: Keys after rotary.
+        value: Values.
+        scaling: Factor on the scores.
+        layer: Decoder layer.
+        real: Which of the padded queries these are.
+    """
+
+    query: Float[Tensor, "head query d_head"]
+    key: Float[Tensor, "kv_head key d_head"]
+    value: Float[Tensor, "kv_head key d_value"]
+    scaling: float
+    layer: int
+    real: Bool[Tensor, " padded"]
+
+    @classmethod
+    def of(cls, prompt: Attention, view: View, row: int) -> PromptRow:
+        """A row of a prompt; it has no queries if it is all padding."""
+        real = view.query_pos[row] >= 0
+        occupied = view.pos[row, 0] >= 0
+        query, key, value = prompt.query[row], prompt.key[row], prompt.value[row]
+        if not bool(real.all()):
+            query = query[:, real]
+        if not bool(occupied.all()):
+            key, value = key[:, occupied], value[:, occupied]
+        return cls(query, key, value, prompt.scaling, prompt.layer, real)
+
+    def without_last(self, count: int) -> PromptRow:
+        """All but the last positions."""
+        queries, keys = self.query.shape[1] - count, self.key.shape[1] - count
+        return replace(self, query=self.query[:, :queries], key=self.key[:, :keys], value=self.value[:, :keys])
+
+    def cells(self) -> int:
+        """Number of causal cells: each query attends to one key more than the one before."""
+        queries, keys = self.query.shape[1], self.key.shape[1]
+        return queries * (2 * keys - queries + 1) // 2
+
+    def all_lines(self, queries: int) -> HeadLines:
+        """Every line, for the last queries."""
+        every = torch.ones(len(self.query), self.key.shape[1], dtype=torch.bool, device=self.query.device)
+        return HeadLines(every, every, queries)
+
+    def dense(self, queries: int) -> Float[Tensor, "head query d_value"]:
+        """Attention of the last queries to everything."""
+        query, lines = self.query[:, -queries:], self.all_lines(queries)
+        return sparse_attention(query, self.key, self.value, lines, scaling=self.scaling, dense_above=0.0)[0]
+
+    def last_error(self, output: Float[Tensor, "head d_value"]) -> Tensor:
+        """Error of an output of the last query beside that of attending to everything, as a share of its norm."""
+        expected = self.dense(1)[:, 0]
+        return torch.linalg.vector_norm(output - expected) / torch.linalg.vector_norm(expected)
+
+
+@dataclass(frozen=True, eq=False)
+class PromptRead:
+    """How a row of a prompt was read in one layer, and what was lost: nothing where the last query is dense.
+
+    Attributes:
+        lines: Lines along which the queries attended, except last queries that attend to everything.
+        sparsity: What was computed.
+        output: What attention gives; None if every head is dense.
+        recovered: Share of the attention of held-out queries that each head's lines hold; None if not measured.
+        choice: Cells computed to choose lines and to measure what they hold, as a share of the causal cells.
+        last_error: Error of the output of the last query, as a share of its norm.
+    """
+
+    lines: HeadLines
+    sparsity: Sparsity
+    output: Float[Tensor, "head query d_value"] | None
+    recovered: Float[Tensor, " head"] | None
+    choice: float
+    last_error: Tensor | float = 0.0
+
+    def event_data(self) -> dict[str, Any]:
+        """What the event of kind "prefill" says."""
+        sparsity = self.sparsity
+        attended: list[float] = []
+        for cells, dense in zip(sparsity.cells, sparsity.dense, strict=True):
+            attended.append(1.0 if dense else cells)
+        data: dict[str, Any] = {
+            "cells": fmean(attended) + self.choice,
+            "computed": fmean(sparsity.computed) + self.choice,
+            "attended": fmean(attended),
+            "attended_by_head": attended,
+            "dense_heads": sum(sparsity.dense),
+            "kernel": sparsity.kernel,
+        }
+        if self.recovered is not None:
+            data["recovered"] = self.recovered.tolist()
+            data["last_error"] = float(self.last_error)
+        return data
+
+
+class SparsePrompts(Intervention):
+    """Base of interventions that read prompts along lines, row by row, and of no other call.
+
+    A subclass is a frozen dataclass with the method `lines`; every row and layer of a prompt logs an event of kind
+    "prefill".
+
+    Attributes:
+        dense_above: Share of computed cells above which a head is dense. None uses the kernel's default, and leaves
+            prompts on devices without a kernel of their own to the model's attention.
+        shortest: Prompts with fewer keys are read by the model's own attention.
+        dense_rows: Number of queries at the end that attend to everything.
+    """
+
+    dense_above: float | None = torch.inf
+    shortest: int = 0
+    dense_rows: int = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    # To be written by a subclass ----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def lines(
+        self,
+        query: Float[Tensor, "head query d_head"],
+        key: Float[Tensor, "kv_head key d_head"],
+        scaling: float | None,
+        layer: int,
+    ) -> HeadLines:
+        """Lines along which queries of a layer attend; `scaling` is the factor on the scores."""
+
+    def held_out(self, queries: int, keys: int, layer: int) -> Int[Tensor, " row"] | None:
+        """Queries on which to measure how much attention the lines hold; None: on none."""
+
+    def pays(self, query: Float[Tensor, "head query d_head"], keys: int, flat: bool = False) -> bool:
+        """Whether to look for lines; `flat` says whether every head was dense when that was last done in this cache."""
+        return True
+
+    @property
+    def choice_rows(self) -> int:
+        """Number of queries whose attention to all keys is computed in order to choose lines."""
+        return 0
+
+    @property
+    def shown_name(self) -> str:
+        """Name in messages."""
+        return type(self).__name__
+
+    # Done here ----------------------------------------------------------------------------------------------------
+
+    def enter(self, run: Run, key: int) -> None:
+        """Replace the attention of prompts.
+
+        Raises:
+            UnsupportedError: The model is a TransformerBridge.
+        """
+        session = Session.of(run)
+        if session.target.kind == "bridge":
+            raise UnsupportedError(
+                f"a TransformerBridge computes its own attention, so {self.shown_name} cannot make prompts sparse on "
+                "it: load the model with backend='hf'; LoopServe can leave prompts as they are, too, with "
+                "prefill=False",
+                page="kv-session",
+            )
+        session.replace_prefill(lambda prompt, kv: self._attend(prompt, kv, session))
+
+    def summary(self, run: Run) -> str:
+        """How much of the prompts' attention was computed, or why all; "" if there was no prompt."""
+        shares: list[float] = []
+        reasons: list[str] = []
+        for event in run.events:
+            if event.kind == "prefill":
+                shares.append(event.data.get("cells", 1.0))
+                reasons.append(event.data.get("dense", ""))
+        if not shares:
+            return ""
+        if all(reasons):
+            return f"{self.shown_name} left prompts to the model's own attention: {', '.join(dict.fromkeys(reasons))}."
+        return (
+            f"{self.shown_name} computed {fmean(shares):.0%} of the attention of prompts, the choice of lines included."
+        )
+
+    def _attend(
+        self, prompt: Attention, kv: CacheLayer | None, session: Session
+    ) -> Float[Tensor, "batch query head d_value"] | None:
+        """Attention of a prompt in one layer; None if the model's own attention reads it."""
+        call, view = session.now.call, prompt.view
+        assert call is not None and view is not None
+        flat: set[int] = set() if session.now.cache is None else session.states.of(session.now.cache).flat
+        why_dense = self.why_dense(prompt, view, kv, prompt.layer in flat)
+        rows: dict[int, PromptRow] = {}
+        reads: dict[int, PromptRead] = {}
+        if why_dense is None:
+            for number in range(len(prompt.query)):
+                row = PromptRow.of(prompt, view, number)
+                if not row.query.shape[1]:
+                    continue
+                rows[number] = row
+                reads[number] = self.read(row)
+                if session.line_follower is not None:
+                    session.line_follower(prompt.layer, number, reads[number].lines)
+        _log_prompt(session.run, call, prompt.layer, view, why_dense, reads)
+        if why_dense is not None:
+            return None
+        flat.discard(prompt.layer)
+        if all(read.output is None for read in reads.values()):
+            flat.add(prompt.layer)
+            padded = bool((view.query_pos < 0).any())
+            if not padded and not session.now.own_masks and not prompt.is_eager:  # stock attention builds no matrix
+                return None
+        batch, heads, queries = prompt.query.shape[:3]
+        whole = prompt.query.new_zeros(batch, queries, heads, prompt.value.shape[-1])
+        for number, row in rows.items():
+            output = reads[number].output
+            if output is None:
+                output = row.dense(row.query.shape[1])
+            whole[number, row.real] = rearrange(output, "head query d_value -> query head d_value").to(whole.dtype)
+        return whole
+
+    def read(self, row: PromptRow) -> PromptRead:
+        """Read a row as it would be read alone, also if it shares a batch with longer prompts."""
+        heads, queries, keys = len(row.query), row.query.shape[1], row.key.shape[1]
+        body = row.without_last(min(self.dense_rows, queries))
+        held_out = self.held_out(body.query.shape[1], body.key.shape[1], row.layer)
+        shares = None if held_out is None else torch.ones(heads)
+        if keys < self.shortest or queries <= self.dense_rows or not self.pays(body.query, keys):
+            return PromptRead(row.all_lines(queries), all_dense(heads), None, shares, 0.0)
+        lines = self.lines(body.query, body.key, row.scaling, row.layer)
+        met = min(self.choice_rows, queries)  # queries that meet all keys besides attention
+        if line_limit(self.dense_above, row.query) < 1 and bool(lines.vertical.all()):
+            return PromptRead(lines, all_dense(heads), None, shares, met * keys / row.cells())
+        output, sparsity = sparse_attention(
+            body.query, body.key, body.value, lines, scaling=row.scaling, dense_above=self.dense_above
+        )
+        if held_out is not None and not all(sparsity.dense):
+            met += len(held_out)
+            shares = recovered(body.query, body.key, lines, row.scaling, held_out)
+            shares[torch.tensor(sparsity.dense, device=shares.device)] = 1.0
+        last_error: Tensor | float = 0.0
+        if self.dense_rows:
+            output = torch.cat([output, row.dense(self.dense_rows)], 1)
+            sparsity = _with_dense_end(sparsity, body.cells() / row.cells())
+        elif shares is not None:
+            last_error = row.last_error(output[:, -1])
+        return PromptRead(lines, sparsity, output, shares, met * keys / row.cells(), last_error)
+
+    def why_dense(self, prompt: Attention, view: View, kv: CacheLayer | None, flat: bool) -> str | None:
+        """Why the model's own attention must be used or is better; None if lines are used.
+
+        `flat` says whether every head of the layer was dense when lines were last chosen.
+        """
+        keys = prompt.key.shape[2]
+        cached = (view.pos[:, 0] >= 0).sum(-1)
+        if bool((cached < self.shortest).all()):
+            return f"fewer than {self.shortest} keys"
+        if not self.pays(prompt.query[0, :, self.dense_rows :], keys, flat):
+            return f"{prompt.queries} new tokens are too few to pay for a choice of lines"
+        why_no_kernel = lack_of_library(prompt.query[0], prompt.value[0])
+        if why_no_kernel is not None:
+            return f"on {prompt.query.device.type}: {why_no_kernel}"
+        if view.window is not None and keys > view.window:
+            return "sliding window"
+        if prompt.softcap is not None:
+            return "soft cap"
+        if view.chosen is not None:
+            return "an indexer chooses keys"
+        if prompt.is_biased:
+            return "position bias"
+        if prompt.sinks is not None:
+            return "learned sinks"
+        if kv is not None and kv.edited:
+            return "tokens were evicted"
+        return None
+
+
+def _log_prompt(
+    run: Run, call: Call, layer: int, view: View, why_dense: str | None, reads: dict[int, PromptRead]
+) -> None:
+    """Log an event for every row that is not all padding."""
+    last_pos = view.query_pos.amax(1)
+    keys = (view.pos[:, 0] >= 0).sum(-1)
+    queries = (view.query_pos >= 0).sum(-1)
+    counts = torch.stack([last_pos, keys, queries], 1)
+
+    def events() -> list[Event]:
+        logged: list[Event] = []
+        for row, (position, row_keys, row_queries) in enumerate(counts.tolist()):
+            if not row_queries:
+                continue
+            data: dict[str, Any] = {"keys": row_keys, "queries": row_queries}
+            data |= {"dense": why_dense} if row not in reads else reads[row].event_data()
+            logged.append(Event(row, call.step, position, layer, None, "prefill", data))
+        return logged
+
+    run.log(events)
+
+
+def line_limit(dense_above: float | None, query: Float[Tensor, "head query d_head"]) -> float:
+    """Share of dense attention above which computing lines costs more than it saves: as given, or of the kernel."""
+    if dense_above is None:
+        return dense_limit(query.shape[-1], query.device)
+    return dense_above
+
+
+def _with_dense_end(sparsity: Sparsity, line_share: float) -> Sparsity:
+    """What was computed, if all causal cells but this share were computed besides."""
+    return replace(
+        sparsity,
+        cells=tuple(line_share * cells + 1 - line_share for cells in sparsity.cells),
+        computed=tuple(line_share * computed + 1 - line_share for computed in sparsity.computed),
+    )

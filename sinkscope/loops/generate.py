@@ -1,0 +1,218 @@
+"""Generate text from prompts, with interventions: the quickest way to see what a patch changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from os import PathLike
+from typing import Annotated, Any
+
+import torch
+from jaxtyping import Int
+from pydantic import Field
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import TextStreamer
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.records import Natural, check_values, wording
+from sinkscope.hooks.edit.base import Event, Run
+from sinkscope.hooks.edit.decode import decoding, to_end
+from sinkscope.hooks.edit.sink_patch import SinkPatch
+from sinkscope.kv import Policy
+from sinkscope.kv.pieces import generate_in_pieces
+from sinkscope.loops.guard import LoopGuard
+from sinkscope.measure.edit_options import edit_from_options
+from sinkscope.models.checks import check_length, end_ids, tokenizer_of
+from sinkscope.models.config import float32_by_default
+from sinkscope.models.inputs import read_inputs
+from sinkscope.models.target import Target
+from sinkscope.opening.live import target_of
+
+COLDEST = 0.001  # temperature; scores over a smaller one leave the range of half precision
+Temperature = Annotated[
+    Annotated[float, Field(ge=0, le=0)] | Annotated[float, Field(ge=COLDEST, allow_inf_nan=False)],
+    wording(f"0, which is greedy, or a number from {COLDEST}"),
+]
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What a model wrote after one prompt.
+
+    Attributes:
+        prompt: The prompt as given, or its text if ids were given.
+        text: The new text, without the prompt.
+        tokens: Ids of the new tokens, including the end-of-sequence token if the model produced it.
+        prompt_tokens: Length of the prompt, BOS included.
+        events: What the interventions did in this row (`row` is the index of the prompt).
+        held: Tokens in the cache after a call, averaged over calls, layers and kv heads. None without a cache policy.
+        read: Cached tokens that a decoding step attends to. None if it attends to all that are held.
+        summary: One line on what the interventions did in all rows of the batch.
+    """
+
+    prompt: str
+    text: str
+    tokens: list[int]
+    prompt_tokens: int
+    events: list[Event]
+    held: float | None = None
+    read: float | None = None
+    summary: str = ""
+
+
+@float32_by_default()
+def generate(
+    model: object,
+    prompts: Any = None,
+    *,
+    patch: SinkPatch | str | PathLike[str] | None = None,
+    interventions: Any = None,
+    policy: Policy | str | None = None,
+    guard: LoopGuard | bool = False,
+    tokenizer: Any = None,
+    max_new_tokens: int = 100,
+    temperature: float = 0.0,
+    seed: int = 0,
+    bos: bool | None = None,
+    batch_size: int = 1,
+    on_text: Callable[[int, str], None] | None = None,
+    **inputs: Any,
+) -> list[Generated]:
+    """Generate after each prompt, greedily or at a temperature.
+
+    Only the special tokens of the checkpoint's generation settings are used (see `sinkscope.hooks.edit.decode`).
+
+    Args:
+        model: Hugging Face, TransformerBridge, nnsight (dispatched) or `Target`.
+        prompts: A text or a list of texts; token ids as a list, a list of lists or a tensor; or a tokenizer's output.
+            Ids are used unchanged.
+        patch: A `SinkPatch`, or the path of a patch.json.
+        interventions: Further edits: an intervention, several joined by |, the name of a policy, the path of a patch,
+            or a list of these. They act after the patch.
+        policy: What the KV cache keeps: a policy, or a name that `policy_named` accepts, such as "h2o:512".
+        guard: Watch for repetition loops and cut the cache of rows that loop. True means `LoopGuard()`.
+            By default it also removes loops from the text.
+        tokenizer: Needed if the model carries no tokenizer.
+        max_new_tokens: Maximum number of new tokens per prompt.
+        temperature: Sampling temperature; 0 decodes greedily.
+        seed: Seed for sampling. The caller's random state is restored afterwards.
+        bos: Whether prompts begin with the BOS token. By default the tokenizer decides.
+        batch_size: Number of prompts that run together, padded on the left.
+        on_text: Called with (index of the prompt, piece of text) during generation; needs batch_size 1. Under a guard
+            that rewinds it is called once with the whole text, because pieces may be removed again.
+        inputs: `input_ids` and `attention_mask` instead of prompts, as in `generate(model, **tokenizer(texts))`.
+
+    Returns:
+        One `Generated` per prompt, in order.
+
+    Raises:
+        SinkscopeError: A prompt is empty, prompt and new tokens exceed the context, there is no tokenizer, a number is
+            invalid, the policy does not exist, or its budget is too small for a prompt.
+    """
+    target = target_of(model, tokenizer)
+    tok = tokenizer_of(target)
+    check_values(Natural, "generate", max_new_tokens=max_new_tokens, batch_size=batch_size)
+    check_values(Annotated[int, Field(ge=0, lt=1 << 63)], "generate", seed=seed)
+    check_values(Temperature, "generate", temperature=temperature)
+    if on_text is not None and batch_size != 1:
+        raise SinkscopeError(
+            f"on_text with batch_size={batch_size}: text can be passed on while it comes only with batch_size=1",
+            page="generate",
+        )
+    target.check_loaded()
+    inputs_read = read_inputs(target, prompts, inputs, bos=bos, page="generate")
+    rows = inputs_read.rows()
+    texts = inputs_read.texts
+    if texts is None:
+        texts = [tok.decode(ids) for ids in rows]
+    edit = edit_from_options(patch=patch, policy=policy, guard=guard, interventions=interventions)
+    for number, length in enumerate(map(len, rows), 1):
+        check_length(target, f"prompt {number}", length, max_new_tokens, "shorten the prompt", "generate")
+        if edit is not None:
+            for part in edit.parts:
+                part.check_prompt(length)
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
+    if temperature > 0:
+        options["temperature"] = temperature
+    options = decoding(target, **options)
+    results: list[Generated] = []
+    devices = [target.device] if target.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        for start in range(0, len(rows), batch_size):
+            batch = rows[start : start + batch_size]
+            with nullcontext() if edit is None else edit.on(target) as run:
+                rewinds = run is not None and run.session is not None and run.session.rewinder is not None
+                options["streamer"] = None
+                if on_text is not None and not rewinds:
+                    options["streamer"] = _Streamer(tok, start, on_text)
+                written = _continued(target, batch, options, run)
+            for row, tokens in enumerate(written):
+                text = tok.decode(tokens, skip_special_tokens=True)
+                if on_text is not None and rewinds:
+                    on_text(start + row, text)
+                generated = Generated(texts[start + row], text, tokens, len(batch[row]), [])
+                if run is not None:
+                    generated = _with_run(generated, run, row, start)
+                results.append(generated)
+    return results
+
+
+def _with_run(generated: Generated, run: Run, row: int, start: int) -> Generated:
+    """A row of a batch whose first prompt is number `start`, with what the interventions did."""
+    usage = run.usage[-1:]
+    read = [one.mean_read for one in run.usage if one.mean_read][-1:]
+    last = generated.prompt_tokens + len(generated.tokens) - 1
+    events: list[Event] = []
+    for event in run.events:  # a row that has ended continues as padding until the last row ends
+        if event.row == row and (event.kind == LoopGuard.KIND or event.position <= last):
+            events.append(replace(event, row=start + row))
+    return replace(
+        generated,
+        events=events,
+        held=usage[0].mean_tokens[row] if usage else None,
+        read=read[0][row] if read else None,
+        summary=run.summary(),
+    )
+
+
+@torch.no_grad()
+def _continued(target: Target, rows: list[list[int]], options: dict[str, Any], run: Run | None) -> list[list[int]]:
+    """The new tokens of each row, up to and with the end of sequence."""
+    ends, pad = ends_and_pad(target)
+    ids, mask = padded(rows, pad, target.device)
+    output = generate_in_pieces(run, target.hf, ids, attention_mask=mask, pad_token_id=pad, **options)
+    return [to_end(row, ends) for row in output[:, ids.shape[1] :].tolist()]
+
+
+def ends_and_pad(target: Target) -> tuple[frozenset[int], int]:
+    """Ids that end what a model writes, and the id that fills rows up."""
+    ends = frozenset(end_ids(target))
+    pad = tokenizer_of(target).pad_token_id
+    if pad is None:
+        return ends, min(ends, default=0)
+    return ends, int(pad)
+
+
+def padded(
+    rows: Sequence[list[int]], pad: int, device: torch.device
+) -> tuple[Int[Tensor, "row pos"], Int[Tensor, "row pos"]]:
+    """Rows of ids that are filled up on the left, and which of them are real, as attention masks say it."""
+    ids = [torch.tensor(row, device=device) for row in rows]
+    real = [torch.ones_like(row) for row in ids]
+    return (
+        pad_sequence(ids, batch_first=True, padding_value=pad, padding_side="left"),
+        pad_sequence(real, batch_first=True, padding_side="left"),
+    )
+
+
+class _Streamer(TextStreamer):
+    def __init__(self, tokenizer: Any, number: int, on_text: Callable[[int, str], None]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._number, self._on_text = number, on_text
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        if text:
+            self._on_text(self._number, text)

@@ -1,0 +1,452 @@
+"""LoopGuard (section 5): an online monitor for each row removes the repeating tail from the cache when it fires."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from jaxtyping import Float, Int
+from pydantic import Field
+from torch import Tensor, nn
+
+from sinkscope.errors import SinkscopeError, UnsupportedError, warn
+from sinkscope.files.records import Budget, Natural, Whole, check_fields
+from sinkscope.hooks.edit.base import Event, Intervention, Run
+from sinkscope.kv.cache import CacheLayer
+from sinkscope.kv.cache_state import Moment
+from sinkscope.kv.pieces import Rewinder
+from sinkscope.kv.session import Session
+from sinkscope.kv.streaming_llm import StreamingLLM
+from sinkscope.loops.guard.detect import RowMonitors, largest_probability
+from sinkscope.loops.guard.retention import Retention, ranges_of, tokens_to_keep
+from sinkscope.loops.guard.steer import Steering
+from sinkscope.loops.text.monitor import MonitorSettings, Step
+from sinkscope.loops.text.signals import tail_period
+from sinkscope.results.notation import count_of, interval_phrase
+
+ANCHORS = 32  # LoopGuard, section 6.1; at most a quarter of the budget
+
+
+class LoopGuardWindow(StreamingLLM):
+    """The window policy behind `between="window"`; a class of its own, so that errors name it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopGuard(Intervention):
+    """Break repetition loops: when a row's monitor fires, its cache is cut to anchors, sparse history and clean tail.
+
+    The defaults are meant for everyday use. A repetition is found once it covers 48 tokens and two and a half copies,
+    or three if some tokens differ. Where the caller can take tokens back (`sinkscope.loops.generate`, `Conversation`,
+    the command line), the output is cut after the first copy; a plain `model.generate` only loses the copies from its
+    cache. For a while, a token that would prolong a repetition is then less likely, the less the longer the repetition.
+    `LoopGuard.paper()` is the guard as published.
+
+    Only generated tokens are watched, which arrive one by one after a prompt. A call with several tokens is a new turn,
+    for which monitors start again. Each row is watched and cut independently, and a row that has ended is ignored. All
+    layers and heads lose the same positions, right after the call whose token set off the alarm. Kept tokens keep
+    their positions. Without an alarm the model's output is exactly that without a guard. Policies in the same run keep
+    the guard's anchors, and the guard keeps their first tokens.
+
+    Attributes:
+        budget: Largest number of tokens right after an intervention (B), or a fraction of the row's prompt.
+        anchors: Number of first positions that are kept (N_anchor): by default 32, as in the paper, but at most a
+            quarter of the budget.
+        window: Number of tokens that the monitor looks at (W).
+        between: What happens between interventions. "full" removes nothing ("event-driven" in the paper), so the cache
+            grows beyond the budget. "window" keeps anchors and latest tokens, so the cache always fits the budget.
+        variant: When to intervene: "repeats" for any repetition, "tolerant" for looser ones too, "full" for the paper's
+            votes, or a variant of Table 3 and others: "none" never intervenes, "always" intervenes every 200 tokens,
+            and "p1", "ttr", "cr", "stall" and "tail" each use that signal alone (`MonitorSettings.variant`).
+        monitor: Further monitor settings, by name (`MonitorSettings`).
+        recent_window: Whether recent tokens come from the last W tokens alone, as in the paper (`Retention`). An
+            intervention soon after another then keeps fewer of them.
+        penalty: What the logit of a token loses for each token of a repetition that it would prolong, and for each
+            copy of it, for W tokens after an alarm; as much again for each alarm before it in succession (`Steering`).
+            0 does nothing beside the cut, as in the paper.
+        rewind: Whether to remove the loop from the output as well, wherever the caller can take tokens back: the text
+            is cut after the first copy and continues under the penalty.
+
+    An intervention is an event of kind "guard", with `step` and `position` of the token that set it off. Its `data` has
+    "period" (of the repetition at the end, or None), "bad" (ranges to remove), "kept" (ranges [start, stop)),
+    "kept_count", "cached_before", "generated" (number of the token), "taken_back" (tokens removed from the output),
+    "level" (alarms before it, each within W tokens of the next), "rung" ("cut": only the cache is cut, "penalty": a
+    penalty follows, or "rewind": the loop is removed from the output, too) and "why" (what led to that rung, in words).
+
+    Raises:
+        SinkscopeError: The budget leaves nothing beside the anchors, or another setting is invalid.
+        UnsupportedError: Beam search reorders rows, assisted generation takes tokens back, or a policy in the same run
+            rebases positions.
+
+    Example:
+        >>> guard = LoopGuard(budget=1024, monitor={"warmup": 128})
+        >>> guard.settings.window, guard.settings.warmup
+        (256, 128)
+    """
+
+    budget: Budget = field(default=1024, kw_only=False)
+    anchors: Whole | None = None
+    window: Natural = 256
+    between: Literal["full", "window"] = "full"
+    variant: str = "repeats"
+    monitor: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    recent_window: bool = False
+    penalty: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.3
+    rewind: bool = True
+
+    KIND: ClassVar[str] = "guard"
+    STEERING: ClassVar[type[Steering]] = Steering
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if "window" in self.monitor:
+            raise SinkscopeError("monitor has 'window': give it as window=..., the recent window follows it")
+        _ = self.settings
+        if isinstance(self.budget, int):
+            self.retention(0)
+
+    @classmethod
+    def paper(cls, budget: int | float = 1024, **changed: Any) -> LoopGuard:
+        """The guard as published: votes and gates, recent tokens from the monitor's window, and nothing but the cut.
+
+        Args:
+            budget: As for the plain constructor.
+            changed: Other fields to set.
+        """
+        printed: dict[str, Any] = {"variant": "full", "recent_window": True, "penalty": 0.0, "rewind": False}
+        return cls(budget, **(printed | changed))
+
+    @property
+    def settings(self) -> MonitorSettings:
+        """Settings of the monitor of every row."""
+        settings: dict[str, Any] = {"relapse": self.window}
+        if self.variant in ("repeats", "tolerant"):
+            settings["cooldown"] = 8  # a loop that goes on after the cut is met with more than a cut: no need to wait
+        settings |= self.monitor
+        return MonitorSettings.variant(self.variant, window=self.window, **settings)
+
+    def summary(self, run: Run) -> str:
+        """The first loop and the response to it, and how many more followed."""
+        cuts = [event for event in run.events if event.kind == self.KIND]
+        if not cuts:
+            return "LoopGuard found no loop and changed nothing."
+        return f"{in_words(cuts[0])} It stepped in {count_of(len(cuts), 'time')} in all."
+
+    def check_prompt(self, tokens: int) -> None:
+        """Refuse a budget, given as a fraction, that leaves nothing beside the anchors."""
+        self.retention(tokens)
+
+    def retention(self, prompt: int, first: int = 0) -> Retention:
+        """What is kept of a row with `prompt` prompt tokens, if a policy in the same run keeps the `first` ones."""
+        budget = self.budget if isinstance(self.budget, int) else int(self.budget * prompt)
+        anchors = max(self.first_tokens(budget), min(first, budget - 1))
+        if budget <= anchors:
+            share = "" if budget == self.budget else f" ({self.budget} of a prompt of {count_of(prompt, 'token')})"
+            raise SinkscopeError(
+                f"LoopGuard: budget={budget} leaves nothing beside the {anchors} anchors: expected at least "
+                f"{anchors + 1}; raise the budget or keep fewer anchors{share}",
+                page="kv-budget",
+            )
+        return Retention(budget, anchors, self.window if self.recent_window else None)
+
+    def first_tokens(self, budget: int) -> int:
+        """Number of anchors: the given one, or 32, but at most a quarter of the budget."""
+        if self.anchors is not None:
+            return self.anchors
+        return min(ANCHORS, budget // 4)
+
+    def enter(self, run: Run, key: int) -> None:
+        """Take over the cache, and watch ids and logits of the causal model."""
+        session = Session.of(run)
+        session.own_cache()
+        anchors = self.first_tokens(self.budget if isinstance(self.budget, int) else 4 * ANCHORS)
+        if self.between == "window":
+            LoopGuardWindow(budget=self.budget, first=anchors).enter(run, key)
+        settings = self.settings
+        if settings.rule == "never":
+            return
+        if "LoopGuard" in session.followers:
+            raise UnsupportedError(
+                "two guards would watch and cut the same rows: enter one LoopGuard", page="kv-session"
+            )
+        session.followers.append("LoopGuard")
+        session.anchors = max(session.anchors, anchors)
+        if self.rewind and self.penalty:  # without a penalty the loop would be written again
+            session.rewinder = Rewinder()
+        run.hook(run.target.hf, "post", Guarding(self, settings, run, session, key).decide)
+
+
+def in_words(event: Event) -> str:
+    """What the guard found and did in one of its events."""
+    data = event.data
+    alarm = "an alarm" if data["period"] is None else f"a repetition {interval_phrase(data['period'], 'token')}"
+    cached = count_of(data["cached_before"], "cached token")
+    back = count_of(data["taken_back"], "token")
+    new = count_of(data["generated"], "new token")
+    answer = f"kept {data['kept_count']} of {cached} and took {back} back"
+    return f"After {new} the guard found {alarm}. It {answer} ({data['rung']}: {data['why']})."
+
+
+@dataclass(eq=False)
+class GuardedRows:
+    """State of the rows that share a cache, since their last prompt.
+
+    Attributes:
+        monitors: Monitors of the rows.
+        prompt: Number of real tokens of each row before its first generated token.
+        prompt_ids: The ids of the latest of them that are known.
+        seen: Number of tokens in the cache after the last call.
+        count: Number of generated tokens of each row, with those after its end.
+        steering: How rows that looped are steered.
+    """
+
+    monitors: RowMonitors
+    prompt: list[int]
+    prompt_ids: list[list[int]]
+    seen: int
+    ends: Collection[int]
+    count: int = 0
+    steering: dict[int, Steering] = field(default_factory=dict)
+
+    def row_ids(self, row: int) -> list[int]:
+        """The latest ids of a row, up to the newest."""
+        return self.prompt_ids[row] + self.monitors.tokens[row]
+
+
+@dataclass(eq=False)
+class Guarding:
+    """One guard at work in one run.
+
+    Attributes:
+        guard: The guard.
+        settings: Settings of the monitor of every row.
+        run: The run.
+        session: Its session.
+        key: Key of the guard in the run.
+        warned: Whether it was said that layers keep a state.
+    """
+
+    guard: LoopGuard
+    settings: MonitorSettings
+    run: Run
+    session: Session
+    key: int
+    warned: bool = False
+
+    def decide(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Pass the token of a finished call to the monitors, and cut the rows that loop."""
+        moment = self.session.now.ended
+        self.session.now.ended = None
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        if moment is None or ids is None:
+            return
+        rewinder = self.session.rewinder
+        if rewinder is not None and rewinder.read is not None:  # this piece of the generation has ended
+            return
+        if moment.state.dropped is not None:
+            raise UnsupportedError(
+                'LoopGuard keeps the positions that tokens were read at: use positions="original" in the policy beside',
+                page="kv-session",
+            )
+        rows = self._rows_of(moment, ids)
+        if rows is None:
+            return
+        rows.seen = moment.call.past + 1
+        rows.count += 1
+        logits = (output.logits if hasattr(output, "logits") else output[0])[:, -1]
+        largest = None if self.settings.rule == "repeats" else largest_probability(logits)
+        alarms = rows.monitors.push(ids[:, -1], largest)
+        if rewinder is not None and rewinder.full_at:  # a full row goes on as padding
+            alarms = {row: step for row, step in alarms.items() if rows.seen < rewinder.full_at[row]}
+        if alarms:
+            self._cut(moment, rows, alarms)
+        self._steer(rows, logits)
+
+    def _rows_of(self, moment: Moment, ids: Int[Tensor, "batch pos"]) -> GuardedRows | None:
+        """The rows that go on by one token; None after a prompt, which begins new ones."""
+        rows: GuardedRows | None = moment.state.memory.get(self.key)
+        past, new = moment.call.past, moment.call.index.shape[1]
+        if new > 1 or past == 0 or self.session.now.prompting:
+            moment.state.memory[self.key] = self._new_turn(moment, rows, ids)
+            return None
+        if rows is None or past != rows.seen or len(rows.prompt) != len(ids):
+            # Tokens were read before the run, or the caller took some back: later tokens are watched from here on.
+            rows = self._new_rows(moment, past, [[] for _ in ids])
+            moment.state.memory[self.key] = rows
+        return rows
+
+    def _steer(self, rows: GuardedRows, logits: Float[Tensor, "row vocab"]) -> None:
+        """Change the logits of rows that looped, in place."""
+        ended = rows.monitors.ended
+        for row, steering in rows.steering.items():
+            if rows.count <= steering.until and not ended[row]:
+                steering.steer(logits[row], rows.row_ids(row), rows.ends)
+
+    def _new_turn(self, moment: Moment, earlier: GuardedRows | None, ids: Int[Tensor, "batch pos"]) -> GuardedRows:
+        """Start following rows at a prompt, a further part of one, or a new turn."""
+        if len(moment.layers) < len(moment.cache.layers):
+            self._spare_states(moment)
+        past = moment.call.past
+        prompt_ids: list[list[int]] = []
+        for row_ids, row_index in zip(ids.tolist(), moment.call.index.tolist(), strict=True):
+            prompt_ids.append([token for token, position in zip(row_ids, row_index, strict=True) if position >= 0])
+        if earlier is not None and past > 0 and earlier.count == 0 and len(earlier.prompt) == len(ids):
+            for row, row_ids in enumerate(earlier.prompt_ids):
+                prompt_ids[row] = row_ids + prompt_ids[row]
+        return self._new_rows(moment, past + ids.shape[1], prompt_ids)
+
+    def _spare_states(self, moment: Moment) -> None:
+        """Take nothing back where layers keep a state, such as those of linear attention."""
+        if self.session.rewinder is not None:
+            self.session.rewinder.allowance = None
+        if not self.warned:
+            self.warned = True
+            states = len(moment.cache.layers) - len(moment.layers)
+            warn(
+                f"{count_of(states, 'layer')} of {self.run.target.name} with a state, of which LoopGuard can take "
+                "nothing: it cuts the other layers and lowers the loop's tokens, and does not rewind"
+            )
+
+    def _new_rows(self, moment: Moment, seen: int, prompt_ids: list[list[int]]) -> GuardedRows:
+        prompt: list[int] = (moment.call.columns[:, :seen].amax(1) + 1).tolist()
+        if isinstance(self.guard.budget, float):
+            self.guard.retention(min(prompt))  # an error comes now rather than at the first loop
+        settings = self.session.now.settings or getattr(self.run.target.hf, "generation_config", None)
+        ends: set[int] = set()
+        for ids in (getattr(settings, "eos_token_id", None), getattr(settings, "pad_token_id", None)):
+            if ids is not None:
+                ends.update(torch.as_tensor(ids).reshape(-1).tolist())
+        return GuardedRows(RowMonitors(self.settings, len(prompt), ends), prompt, prompt_ids, seen, ends)
+
+    def _cut(self, moment: Moment, rows: GuardedRows, alarms: dict[int, Step]) -> None:
+        """Cut the cache of the rows that loop, and do what else is set."""
+        for kv in moment.layers:
+            kv.settle()
+        kept: dict[int, list[int]] = {}
+        taken_back: dict[int, int] = {}
+        events: list[Event] = []
+        for row, step in alarms.items():
+            length = int(moment.call.columns[row].max()) + 1
+            taken_back[row], reason = self._count_to_take_back(row, rows.prompt[row], length, step)
+            cached = _cached_positions(moment.layers, row)
+            data, kept[row] = self._respond(rows, row, step, length, cached, taken_back[row])
+            data["why"] += reason
+            position = rows.prompt[row] + step.step - 1
+            events.append(Event(row, moment.call.step, position, None, None, LoopGuard.KIND, data))
+        _evict_rows(moment.layers, kept)
+        if any(taken_back.values()):
+            self._rewind(moment, rows, taken_back)
+        self.run.log(lambda: events)
+
+    def _rewind(self, moment: Moment, rows: GuardedRows, taken_back: dict[int, int]) -> None:
+        """Take tokens of some rows back, and the token before them, which is read again; the piece ends here."""
+        rewinder, sequence = self.session.rewinder, moment.call.sequence
+        columns = sequence.columns.clone()
+        rewinder.again = {}
+        for row, count in taken_back.items():
+            if not count:
+                continue
+            last = int(columns[row].max()) - count
+            rewinder.again[row] = rows.row_ids(row)[-count - 1]
+            columns[row] = torch.where(columns[row] < last, columns[row], -1)
+            rows.monitors.take_back(row, last - rows.prompt[row])
+        used = int((columns >= 0).any(0).nonzero().max()) + 1
+        dropped = columns.shape[1] - used
+        sequence.columns = columns[:, :used]
+        sequence.length = columns.amax(1) + 1
+        for kv in moment.layers:
+            kv.crop(-dropped)
+        rows.seen -= dropped
+        rewinder.ended = rows.monitors.ended
+        rewinder.read = sequence.columns >= 0
+
+    def _respond(
+        self, rows: GuardedRows, row: int, step: Step, length: int, cached: list[int], taken_back: int
+    ) -> tuple[dict[str, Any], list[int]]:
+        """Choose what is kept of a row of a length, and what else is done; the data of the event, and what is kept."""
+        retention = self.guard.retention(rows.prompt[row], self.session.anchors)
+        ids = rows.row_ids(row)
+        begin, period = self._repetition(ids, rows.prompt[row], length, step, retention)
+        rung, level = "cut", step.level
+        if self.guard.penalty:
+            rung = "rewind" if taken_back else "penalty"
+            steering = rows.steering.setdefault(row, self.guard.STEERING(self.guard.penalty))
+            level = steering.act(ids, taken_back, rows.count, self.guard.window)
+        why = "first alarm"
+        if level:
+            why = f"alarm {level + 1} in succession"
+        end = length
+        if taken_back:
+            begin = length - taken_back
+        elif retention.recent is None and period is not None:
+            # The text goes on in the copy that has begun, as if it were the first one.
+            end -= (length - begin) % period
+        bad = [(begin, end)] if begin < end else []
+        kept = tokens_to_keep(cached, length, bad, retention, level)
+        data = {
+            "period": period,
+            "bad": bad,
+            "level": level,
+            "cached_before": len(cached),
+            "rung": rung,
+            "why": why,
+            "taken_back": taken_back,
+            "kept": ranges_of(kept),
+            "kept_count": len(kept),
+            "generated": step.step,
+        }
+        if taken_back:  # the last token that stays is read again
+            kept = [position for position in kept if position < length - taken_back - 1]
+        return data, kept
+
+    def _repetition(
+        self, ids: list[int], prompt: int, length: int, step: Step, retention: Retention
+    ) -> tuple[int, int | None]:
+        """Position from which on a row repeats itself, and the period; its length and None if it does not.
+
+        Recent tokens may reach into the prompt, so a loop that began in the prompt is bad there too. At the end of the
+        recent window two copies are bad whatever their period: the paper's monitor tests short periods only.
+        """
+        recent = ids[-retention.recent :] if retention.recent else ids
+        tail = tail_period(recent, repeats=2)
+        begin = length
+        if tail is not None:
+            begin += tail.start - len(recent)
+        if retention.recent is None and step.tail is not None:  # copies that differ slightly are bad too
+            begin = min(begin, prompt + step.tail.start)
+        tail = tail or step.tail
+        return begin, None if tail is None else tail.period
+
+    def _count_to_take_back(self, row: int, prompt: int, length: int, step: Step) -> tuple[int, str]:
+        """Number of tokens to remove from the output, all copies of the loop but the first; why it is 0, in words."""
+        rewinder, tail = self.session.rewinder, step.tail
+        if rewinder is None:
+            return 0, ""
+        if rewinder.allowance is None:
+            return 0, ", no token can be taken back"
+        if tail is None:
+            return 0, ", no copies to take back"
+        count = length - prompt - tail.start - tail.period
+        if not 0 < count <= rewinder.allowance[row]:
+            return 0, f", only {rewinder.allowance[row]} more tokens may be taken back"
+        rewinder.allowance[row] -= count
+        return count, ""
+
+
+def _cached_positions(layers: list[CacheLayer], row: int) -> list[int]:
+    """Positions of a row that at least one layer and head holds."""
+    layers = [kv for kv in layers if not kv.edited][:1] or layers  # one that holds everything, if there is one
+    by_layer = [kv.pos[row].unique().tolist() for kv in layers]
+    return sorted(set().union(*by_layer) - {-1})
+
+
+def _evict_rows(layers: list[CacheLayer], kept: dict[int, list[int]]) -> None:
+    """Evict everything else from some rows, in all layers and heads; the others stay."""
+    for kv in layers:
+        keep = kv.pos >= 0
+        occupied = keep.clone()
+        for row, positions in kept.items():
+            keep[row] &= torch.isin(kv.pos[row], torch.tensor(positions, device=keep.device))
+        if not torch.equal(keep, occupied):
+            kv.evict(keep)

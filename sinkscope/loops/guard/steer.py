@@ -1,0 +1,95 @@
+"""LoopGuard lowers the logits of tokens that would prolong a loop."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+LENIENT = 2
+"""Number of tokens that may be repeated without a loss, such as a name."""
+
+
+@dataclass(eq=False)
+class Steering:
+    """How a row that looped is kept from looping again: the longer a repetition, the less likely is its next token.
+
+    A token that would prolong a copy of the last n tokens loses `penalty` for each of them but the first two, for every
+    copy that was written since the act and for the longest one before it; and more with every act in succession. This
+    is DRY (p-e-w 2024), but it grows slowly and counts no tokens before the act: the loop is left where the model is
+    least certain of it, and not where the alarm happened to come. Counting all copies ends sentences that come back
+    with another word each time. An end of the text loses what the likeliest token lost, so that no text ends only
+    because its next word is less likely.
+
+    Attributes:
+        penalty: What the logit of a token loses for each token of a copy.
+        until: Last generated token that is followed by a steered one.
+        since: Number of tokens of the row at the act, without those that were taken back.
+        level: Number of acts before the last one, each soon after the one before.
+    """
+
+    penalty: float
+    until: int = -1
+    since: int = 0
+    level: int = 0
+
+    def act(self, ids: Sequence[int], taken_back: int, now: int, window: int) -> int:
+        """Steer the next `window` tokens of a row.
+
+        Args:
+            ids: Ids of the row, with those that are taken back.
+            taken_back: Number of the last ids that are taken back.
+            now: Number of the generated token.
+            window: Number of tokens within which an act is in succession of the one before.
+
+        Returns:
+            The level.
+        """
+        stay = len(ids) - taken_back
+        if now <= self.until:
+            self.level += 1
+            self.since = min(self.since, stay)
+        else:
+            self.level = 0
+            self.since = stay
+        self.until = now + window
+        return self.level
+
+    def losses(self, ids: Sequence[int]) -> dict[int, float]:
+        """What the logits of tokens lose after a row of ids."""
+        strength = self.penalty * (self.level + 1)
+        before: dict[int, float] = {}
+        losses: dict[int, float] = {}
+        for place, length in copies(ids, len(ids) - self.since):
+            token, loss = ids[place], strength * (length - LENIENT)
+            if loss <= 0:
+                continue
+            if place >= self.since:
+                losses[token] = losses.get(token, 0.0) + loss
+            else:
+                before[token] = max(loss, before.get(token, 0.0))
+        for token, loss in before.items():
+            losses[token] = losses.get(token, 0.0) + loss
+        return losses
+
+    def steer(self, logits: Float[Tensor, " vocab"], ids: Sequence[int], ends: Collection[int]) -> None:
+        """Lower the logits after a row of ids in place; `ends` are the ids that end it."""
+        losses = self.losses(ids)
+        if not losses:
+            return
+        lost = losses.get(int(logits.argmax()), 0.0)
+        logits[list(losses)] -= torch.tensor(list(losses.values())).to(logits)
+        logits[list(ends)] -= lost
+
+
+def copies(ids: Sequence[int], longest: int) -> Iterator[tuple[int, int]]:
+    """Where an earlier copy of the last ids is followed by a token, and the length of the copy, at most `longest`."""
+    for end in range(len(ids) - 1):
+        length = 0
+        while length < min(end + 1, longest) and ids[end - length] == ids[-1 - length]:
+            length += 1
+        if length:
+            yield end + 1, length

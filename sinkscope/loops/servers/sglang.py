@@ -1,0 +1,73 @@
+"""The loop monitor as a custom logit processor of SGLang. This module does not import SGLang."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from torch import Tensor
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.loops.servers.loop_row import KEY, LoopRow, ServingSettings
+
+ROW_KEY = "__sinkscope__"  # where the row of a request lies in its own parameters
+REASON = "repetition_detected"  # what the finish reason of a request that was cut has as `matched`
+_log = logging.getLogger(__name__)
+
+
+class SglangLoops:
+    """Watches each request for loops and ends them; `ServingSettings` says how. For SGLang."""
+
+    def __call__(self, logits: Tensor, custom_param_list: Sequence[Any] | None = None) -> Tensor:
+        """Apply the actions that are due to logits `[row vocab]`; a request has one row, or one for each draft."""
+        requests = custom_param_list or ()
+        if not requests:
+            return logits
+        rows_each = logits.shape[0] // len(requests)  # more than one if the list has a request once for its drafts
+        first_place: dict[int, int] = {}
+        for place in range(len(requests) * rows_each):
+            params = requests[place // rows_each] or {}
+            row = self._row(params)
+            if row is None:
+                continue
+            draft = place - first_place.setdefault(id(row), place)
+            if draft == 0:
+                output = params["__req__"].output_ids
+                row.follow(output)
+                # With overlapped scheduling the list lacks the latest token now and then; each call makes one more.
+                row.mark = max(len(output), row.mark + 1)
+            row.edit(logits[place], row.mark + draft)
+            if row.stopped:
+                self._finish(params["__req__"])
+        return logits
+
+    @staticmethod
+    def _finish(request: Any) -> None:
+        """Let the server end a request with a finish reason of its own; a version without it sees the end token."""
+        if getattr(request, "to_finish", REASON) is not None:  # no such field, or the request is ended already
+            return
+        try:
+            reasons = import_module("sglang.srt.managers.schedule_batch")
+            request.to_finish = reasons.FINISH_MATCHED_STR(REASON)
+        except (ImportError, AttributeError):
+            _log.warning("This version of SGLang has no FINISH_MATCHED_STR: a request that is cut ends as any other.")
+
+    @staticmethod
+    def _row(params: dict[str, Any]) -> LoopRow | None:
+        """The row of a request, which lives in the request's own parameters; None: it is not monitored."""
+        request = params.get("__req__")
+        if request is None or ROW_KEY in params:
+            return params.get(ROW_KEY)
+        params[ROW_KEY] = None
+        try:  # SGLang has no way to refuse a request here, and an exception would end its scheduler
+            settings = ServingSettings.of_request(params.get(KEY))
+        except SinkscopeError as error:
+            _log.warning("A request is not monitored: %s", error)
+            return None
+        if settings is None:
+            return None
+        ends = [*sorted(request.eos_token_ids or ()), getattr(request.tokenizer, "eos_token_id", None)]
+        params[ROW_KEY] = LoopRow(settings, ends[0])
+        return params[ROW_KEY]

@@ -1,0 +1,199 @@
+"""The loop monitor as a logits processor of vLLM, for both of its interfaces.
+
+They are `vllm.v1.sample.logits_processor` (batch updates) and `vllm.v1.worker.gpu.sample.logits_processor` (Model
+Runner V2, request slots). This module does not import vLLM.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sinkscope.loops.servers.loop_row import KEY, LoopRow, ServingSettings
+
+
+def request_row(params: Any) -> LoopRow | None:
+    """The row of a request; None: it is not monitored."""
+    settings = ServingSettings.of_request((params.extra_args or {}).get(KEY))
+    if settings is None:
+        return None
+    end = getattr(params, "eos_token_id", None)
+    if end is None:
+        end = min(params.all_stop_token_ids, default=None)
+    return LoopRow(settings, end)
+
+
+class BatchRequests:
+    """vLLM's batch interface: rows are places in the batch, and their tokens are in lists that the server extends."""
+
+    def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:
+        self._rows: dict[int, tuple[LoopRow, list[int]]] = {}
+
+    def update_state(self, batch_update: Any) -> None:
+        """Follow which requests left, came, or changed places."""
+        if not batch_update:
+            return
+        for place in batch_update.removed:
+            self._rows.pop(place, None)
+        for place, params, _, output in batch_update.added:
+            self._rows.pop(place, None)
+            row = request_row(params)
+            if row is not None:
+                row.replay(output)
+                self._rows[place] = (row, output)
+        for source, target, direction in batch_update.moved:
+            moved = self._rows.pop(source, None)
+            replaced = self._rows.pop(target, None)
+            if moved is not None:
+                self._rows[target] = moved
+            if replaced is not None and direction.name == "SWAP":
+                self._rows[source] = replaced
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Read the new tokens of every row and apply the actions that are due."""
+        for place, (row, output) in self._rows.items():
+            row.follow(output)
+            row.edit(logits[place], len(output))
+        return logits
+
+
+class _Copy(NamedTuple):
+    """Latest tokens on their way to the host.
+
+    Attributes:
+        tokens: Number of tokens and the latest ones of each request, `[row 1 + width]`.
+        event: Says when the copy is there; None: it is there.
+        rows: Row of each request; None: it is not monitored.
+    """
+
+    tokens: Tensor
+    event: Any
+    rows: list[LoopRow | None]
+
+
+class SlotRequests:
+    """vLLM's interface of Model Runner V2: requests have slots, and their tokens are on the device.
+
+    Each step starts copying the latest tokens to the host and reads the copy that the previous step started. No step
+    therefore waits for its own forward pass, and an action begins one step later than with `BatchRequests`.
+    """
+
+    def __init__(self, vllm_config: Any, req_states: Any) -> None:
+        self._width = 1
+        drafts = getattr(vllm_config, "speculative_config", None)
+        if drafts:
+            self._width += drafts.num_speculative_tokens
+        self._states = req_states
+        self._rows: dict[int, LoopRow] = {}
+        self._copy: _Copy | None = None
+
+    def add_request(self, req_idx: int, sampling_params: Any) -> bool:
+        """Begin a request in a slot; whether it is monitored."""
+        self._rows.pop(req_idx, None)
+        row = request_row(sampling_params)
+        if row is None:
+            return False
+        self._rows[req_idx] = row
+        return True
+
+    def apply(self, logits: Tensor, ctx: Any) -> Tensor:
+        """Read what the step before has sent, and apply the actions that are due."""
+        self._receive()
+        slots: list[int] = ctx.idx_mapping_np.tolist()
+        rows = [self._rows.get(slot) for slot in slots]
+        for slot, row in zip(slots, rows, strict=True):
+            if row is not None and row.mark < 0:
+                self._begin(slot, row)
+        watched = [row for row in rows if row is not None]
+        if watched:
+            self._send(ctx.idx_mapping.long(), rows)
+        if not any(row.busy(row.mark) for row in watched):
+            return logits
+        # Lengths on the host are exact without drafts. With them the device must be asked, while an action lasts.
+        positions = ctx.seq_lens_upper_bound_np.tolist()
+        if self._width > 1:
+            slots = ctx.expanded_idx_mapping.tolist()
+            positions = (ctx.pos + 1).tolist()
+        for place, (slot, position) in enumerate(zip(slots, positions, strict=True)):
+            if slot in self._rows:
+                self._rows[slot].edit(logits[place], position)
+        return logits
+
+    def _begin(self, slot: int, row: LoopRow) -> None:
+        """Read what a request has generated before it came here."""
+        prompt = int(self._states.prompt_len.np[slot])
+        row.mark = int(self._states.prefill_len.np[slot])
+        output: list[int] = []
+        if row.mark > prompt:
+            output = self._states.all_token_ids.gpu[slot, prompt : row.mark].tolist()
+        row.replay(output, prompt, lag=1)
+
+    def _send(self, slots: Tensor, rows: list[LoopRow | None]) -> None:
+        """Begin to copy each request's length and its latest tokens to the host."""
+        total = self._states.total_len.gpu[slots].long()
+        places = total[:, None] - torch.arange(self._width, 0, -1, device=total.device)
+        latest = self._states.all_token_ids.gpu[slots[:, None], places.clamp(min=0)]
+        tokens = torch.cat([total[:, None], latest], 1).to("cpu", non_blocking=True)  # pinned, if it comes from a GPU
+        event = None
+        if total.is_cuda:
+            event = torch.cuda.Event()
+            event.record()
+        self._copy = _Copy(tokens, event, rows)
+
+    def _receive(self) -> None:
+        """Feed the monitors what the step before has sent. Every worker waits for it, so all of them do the same."""
+        copy = self._copy
+        self._copy = None
+        if copy is None:
+            return
+        if copy.event is not None:
+            copy.event.synchronize()
+        for (total, *latest), row in zip(copy.tokens.tolist(), copy.rows, strict=True):
+            if row is not None and total > row.mark:
+                row.feed(latest[row.mark - total :])
+                row.mark = total
+
+
+class VllmLoops:
+    """Watches each request for loops and ends them; `ServingSettings` says how. For both interfaces of vLLM."""
+
+    def __init__(self, vllm_config: Any, *interface: Any) -> None:
+        self._requests: Any
+        if len(interface) == 1:
+            self._requests = SlotRequests(vllm_config, *interface)
+        else:
+            self._requests = BatchRequests(vllm_config, *interface)
+
+    @classmethod
+    def validate_params(cls, sampling_params: Any) -> None:
+        """Refuse a request whose settings are wrong; its `end` becomes a stop token, which `stop_reason` then names."""
+        settings = ServingSettings.of_request((sampling_params.extra_args or {}).get(KEY))
+        if settings is None or settings.end is None:
+            return
+        stops: list[int] = list(sampling_params.stop_token_ids or ())
+        if settings.end not in stops:
+            sampling_params.stop_token_ids = [*stops, settings.end]
+            sampling_params.all_stop_token_ids.add(settings.end)
+
+    @classmethod
+    def needs_output_token_ids(cls) -> bool:
+        """Whether the server has to keep the output tokens."""
+        return True
+
+    def is_argmax_invariant(self) -> bool:
+        """Whether greedy decoding is left as it is."""
+        return False
+
+    def update_state(self, batch_update: Any) -> None:
+        """As `BatchRequests.update_state`."""
+        self._requests.update_state(batch_update)
+
+    def add_request(self, req_idx: int, sampling_params: Any) -> bool:
+        """As `SlotRequests.add_request`."""
+        return self._requests.add_request(req_idx, sampling_params)
+
+    def apply(self, logits: Tensor, *context: Any) -> Tensor:
+        """Apply the actions that are due to logits `[row vocab]`."""
+        return self._requests.apply(logits, *context)

@@ -1,0 +1,114 @@
+"""How a stream of each form in `sinkscope.loops.text.forms` is ended early, in a way that ordinary clients accept."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+REASON = "repetition_detected"
+"""Value of `stop_reason`, as vLLM's own detection says it."""
+_KEPT = ("id", "object", "created", "created_at", "model", "system_fingerprint", "model_version")
+MOST_TEXT = 1 << 20  # characters that are kept of a server whose last event repeats the whole text
+
+
+class Ending:
+    """Remembers what the last events of a stream need.
+
+    Args:
+        events: Whether the stream has server-sent events; otherwise lines of JSON.
+    """
+
+    def __init__(self, events: bool) -> None:
+        self._events = events
+        self._last: dict[str, Any] = {}
+        self._response: dict[str, Any] = {}  # of OpenAI's Responses
+        self._open: dict[int, None] = {}  # choices or blocks that have not ended
+        self._text: list[str] = []
+        self._size = 0
+
+    def see(self, data: dict[str, Any]) -> None:
+        """Look at an event."""
+        match data:
+            case {"choices": list(choices)}:
+                for choice in choices:
+                    self._note(int(choice.get("index") or 0), choice.get("finish_reason") is None)
+                if not choices:
+                    return  # an event with the usage has no choice
+            case {"type": "response.created", "response": dict(response)}:
+                self._response = response
+            case {"type": "content_block_start" | "content_block_delta"}:
+                self._note(int(data.get("index") or 0), True)
+            case {"type": "content_block_stop"}:
+                self._note(int(data.get("index") or 0), False)
+            case {"token": {"text": str(text)}} if self._size < MOST_TEXT:
+                self._text.append(text)
+                self._size += len(text)
+            case _:
+                pass
+        self._last = data
+
+    def _note(self, index: int, is_open: bool) -> None:
+        self._open.pop(index, None)
+        if is_open:
+            self._open[index] = None
+
+    def made(self, about: dict[str, Any]) -> bytes:
+        """The last events of the stream: the length is given as the reason, because the text has no end.
+
+        Args:
+            about: Value of the field `sinkscope`, which says why the stream was cut.
+        """
+        events = self._last_events(about)
+        lines: list[str] = []
+        for event in events:
+            text = json.dumps(event, ensure_ascii=False, separators=(",", ":"))
+            if not self._events:
+                lines.append(f"{text}\n")
+            elif isinstance(event.get("type"), str):
+                lines.append(f"event: {event['type']}\ndata: {text}\n\n")
+            else:
+                lines.append(f"data: {text}\n\n")
+        if events and self._events and self._last.keys() & {"choices", "meta_info"}:
+            lines.append("data: [DONE]\n\n")
+        return "".join(lines).encode("utf-8", "replace")
+
+    def _last_events(self, about: dict[str, Any]) -> list[dict[str, Any]]:
+        """The last events as data; none if the form of the stream is not known."""
+        last = self._last
+        kept = {name: last[name] for name in _KEPT if name in last} | {"sinkscope": about}
+        match last:
+            case {"choices": [dict(choice), *_]}:
+                said: dict[str, Any] = {"text": ""} if "text" in choice else {"delta": {}}
+                cut = {"finish_reason": "length", "stop_reason": REASON}
+                choices = [{"index": index, **said, **cut} for index in self._open or (0,)]
+                return [{**kept, "choices": choices}]
+            case {"type": str(kind)} if kind.startswith("response."):
+                state = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+                number = int(last.get("sequence_number") or 0) + 1
+                response = {**self._response, **state, "sinkscope": about}
+                kind = "response.incomplete"
+                return [{"type": kind, "sequence_number": number, "response": response}]
+            case {"type": str()}:
+                blocks = [{"type": "content_block_stop", "index": index} for index in self._open]
+                delta = {"stop_reason": "max_tokens", "stop_sequence": None}
+                usage = {"output_tokens": about.get("token", 0)}
+                change = {"type": "message_delta", "delta": delta, "usage": usage, "sinkscope": about}
+                return [*blocks, change, {"type": "message_stop"}]
+            case {"meta_info": dict(state)}:
+                state = {**state, "finish_reason": {"type": "length", "matched": REASON}}
+                return [{**last, "meta_info": state, "sinkscope": about}]
+            case {"token": dict(token)}:
+                token = {**token, "text": "", "special": True}
+                details = {"finish_reason": "length", "generated_tokens": about.get("token", 0), "seed": None}
+                text = "".join(self._text)
+                return [{"token": token, "generated_text": text, "details": details, "sinkscope": about}]
+            case {"done": _}:
+                said = {"response": ""}
+                if "message" in last:
+                    said = {"message": {"role": "assistant", "content": ""}}
+                return [{**kept, **said, "done": True, "done_reason": "length"}]
+            case {"content": str()}:
+                state = {"content": "", "stop": True, "stop_type": "limit", "stopped_limit": True}
+                return [{**kept, "index": last.get("index", 0), **state}]
+            case _:
+                return []

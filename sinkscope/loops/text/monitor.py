@@ -1,0 +1,345 @@
+"""The online monitor of one row: it takes one token at a time and says whether to intervene at once.
+
+By default it acts as soon as something has occurred three times, exactly or nearly so. `MonitorSettings.paper()` is the
+monitor of LoopGuard, section 5.2 and appendix B.2. Time and memory per token do not grow with the length of the row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from operator import index
+from typing import Annotated, Any, Literal, NamedTuple, get_args
+
+from pydantic import Field, Strict, StrictFloat, StrictInt
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.records import Natural, Share, Whole, between, checked, checked_value
+from sinkscope.loops.text.repetition import NearRepetition
+from sinkscope.loops.text.signals import (
+    THETA_CR,
+    THETA_TTR,
+    WINDOW,
+    LastItems,
+    Tail,
+    WindowNovelty,
+    compression_ratio,
+)
+
+Voter = Literal["ttr", "cr", "p1"]
+Gate = Literal["stall", "tail"]
+Copies = Annotated[StrictInt | StrictFloat, Field(ge=2)]
+
+
+@checked
+class MonitorSettings:
+    """Every parameter of the monitor. The defaults suit most users; `paper()` gives the printed values.
+
+    The paper states window, thresholds, streak, votes, stall, warm-up and cooldown of rule "signals" and leaves the
+    others open. Rule "repeats" uses only window, cooldown, warmup, relapse and the names that begin with "tail".
+
+    Attributes:
+        window: Number of generated tokens that the windowed signals cover (W).
+        theta_ttr: The type-token ratio votes if it is below this value.
+        theta_cr: The compression ratio votes if it is below this value.
+        theta_conf: The streak counts steps whose largest probability exceeds this value.
+        streak: The streak votes from this length on. Eq. 8 has >= 6; "exceeds 6" in appendix B.2 would be 7 here.
+        votes: Number of `voters` that a warning needs (K). Without probabilities one voter is missing, and a warning
+            needs at most as many votes as there are remaining voters.
+        theta_nov: A step stalls if its novelty is below this value.
+        stall: Number of consecutive stalled steps that open the stall gate.
+        warmup: First step that may trigger (t_min); 64 in the paper.
+        cooldown: Number of steps after a trigger in which no other may follow.
+        voters: Signals that vote on a warning. If empty, the warning always holds.
+        gates: Signs of persistence; a trigger needs one of them. If empty, a trigger needs none.
+        stride: Number of steps between computations of the compression ratio, which is held in between. With 16 steps
+            it costs 1/16, and a vote comes at most 15 tokens late.
+        novelty_n: Length of the n-grams whose novelty counts. Single tokens are never new in a table of numbers; 4 is
+            the length that seq-rep-4 and no-repeat-4-gram use.
+        novelty_span: Number of tokens over which novelty is averaged. With 64 and the paper's 0.02, one new n-gram is
+            tolerated; a single changed token creates four new ones, so a list that counts up never stalls.
+        tail_repeats: Number of copies in a tail repetition. Two copies may be a quotation.
+        tail_exact: The same if the copies are exact, for rule "repeats". With 2, villanelles and code cause alarms.
+        tail_shortest: Minimum tokens of a tail repetition, so that a short ruler is not one; at least 6. `paper()`
+            has 64.
+        tail_longest: Largest period of a tail repetition. `paper()` has 64 ("short-period"), a quarter of the window.
+        tail_noise: Largest share of tokens in a tail repetition that differ from those one period before; only rule
+            "repeats" tolerates any. With 1 in 14 or more, truth tables cause alarms.
+        tail_counting: Whether a token of a tail repetition may change in every copy, as in a list that counts up.
+        tail_hold: Number of consecutive steps with a tail repetition that open the tail gate. `paper()` has 4, as for a
+            stall.
+        relapse: A trigger at most this many steps after the previous one raises the level ("re-triggers shortly"); any
+            other trigger resets it to 0. The default is the window, which then still holds tokens from before the last
+            intervention.
+        rule: "repeats": a tail repetition of any period triggers by itself; "signals": votes and gates, the paper's
+            rule; "always": a trigger every `every` steps outside warm-up and cooldown; "never": no trigger.
+        every: Steps between triggers of "always". One in 200 gives 12 in 2,500 tokens, close to Table 3 (12.5).
+    """
+
+    window: Annotated[int, Strict(), Field(ge=2)] = WINDOW
+    theta_ttr: Share = THETA_TTR
+    theta_cr: Share = THETA_CR
+    theta_conf: Share = 0.9
+    streak: Natural = 6
+    votes: Whole = 2
+    theta_nov: Share = 0.02
+    stall: Natural = 4
+    warmup: Whole = 0
+    cooldown: Whole = 32
+    voters: tuple[Voter, ...] = get_args(Voter)
+    gates: tuple[Gate, ...] = get_args(Gate)
+    stride: Natural = 16
+    novelty_n: Natural = 4
+    novelty_span: Natural = 64
+    tail_repeats: Copies = 3
+    tail_exact: Copies = 2.5
+    tail_shortest: Annotated[int, Strict(), Field(ge=6)] = 48
+    tail_longest: Natural = 2048
+    tail_noise: Share = 1 / 16
+    tail_counting: bool = False
+    tail_hold: Natural = 1
+    relapse: Whole = WINDOW
+    rule: Literal["repeats", "signals", "always", "never"] = "repeats"
+    every: Natural = 200
+
+    def __post_init__(self) -> None:
+        for names in (self.voters, self.gates):
+            if len(set(names)) < len(names):
+                raise SinkscopeError(f"{names!r}: expected each name at most once")
+        checked_value(between(int, None, len(self.voters)), self.votes, "votes", then=", the number of voters")
+        checked_value(between(int, self.novelty_n, None), self.window, "window", then=", the value of novelty_n")
+        if self.rule == "repeats" and (self.tail_repeats < 3 or self.tail_shortest < 12):
+            sizes = f"tail_repeats is {self.tail_repeats}, tail_shortest {self.tail_shortest}"
+            raise SinkscopeError(f'{sizes}: rule "repeats" needs at least 3 and 12')
+
+    @property
+    def needs_probabilities(self) -> bool:
+        """Whether no warning is possible without the probabilities of a model."""
+        return self.rule == "signals" and self.voters == ("p1",) and self.votes > 0
+
+    @classmethod
+    def paper(cls, **changed: Any) -> MonitorSettings:
+        """The monitor printed in the paper (Eq. 8 and 9, Table 3's full), with some fields changed."""
+        return cls.variant("full", **changed)
+
+    @classmethod
+    def variant(cls, name: str, **changed: Any) -> MonitorSettings:
+        """Settings by name: the default, the paper's, a single signal alone, or one of the controls.
+
+        Args:
+            name: "repeats": the default. "tolerant": the same, but a tenth of the tokens may differ and a token may
+                change in every copy, so honest lists and data cause some alarms. The others modify the paper's monitor,
+                "full": "p1" (Table 3's single-signal), "ttr", "cr": only that vote, without a gate; "stall", "tail":
+                only that gate, without a vote; "always" and "none" of Table 3.
+            changed: Further fields to set.
+
+        Raises:
+            SinkscopeError: The variant or field does not exist, or a value is invalid.
+        """
+        if name not in VARIANTS:
+            raise SinkscopeError(f"unknown variant {name!r}: there are {', '.join(VARIANTS)}")
+        return cls(**{**VARIANTS[name], **changed})
+
+
+_PAPER = {
+    "rule": "signals",
+    "warmup": 64,
+    "tail_shortest": 64,
+    "tail_longest": 64,
+    "tail_noise": 0.0,
+    "tail_hold": 4,
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "repeats": {},
+    "tolerant": {"tail_noise": 0.1, "tail_counting": True},
+    "full": _PAPER,
+    **{voter: {**_PAPER, "voters": (voter,), "votes": 1, "gates": ()} for voter in get_args(Voter)},
+    **{gate: {**_PAPER, "voters": (), "votes": 0, "gates": (gate,)} for gate in get_args(Gate)},
+    "always": {**_PAPER, "rule": "always"},
+    "none": {**_PAPER, "rule": "never"},
+}
+
+
+class Step(NamedTuple):
+    """The monitor's state and decision after a token.
+
+    Attributes:
+        step: Number of tokens so far, including this one (t).
+        ttr: Type-token ratio of the window.
+        cr: Compression ratio of the window when it was last computed; NaN before the first time, and under rule
+            "repeats", which does not need it.
+        streak: Number of consecutive confident steps up to now; None without probabilities.
+        novelty: Novelty, see `signals.WindowNovelty`; NaN under rule "repeats".
+        tail: Repetition that reaches this token, if there is one; its positions count from the first token (0).
+        votes: Number of signals that voted; rule "repeats" uses none.
+        stall: Whether novelty has been low for long enough.
+        tail_rep: Whether a tail repetition has lasted long enough.
+        trigger: Whether to intervene now.
+        level: At a trigger, how many earlier ones followed each other within `relapse` steps; the caller caps it.
+    """
+
+    step: int = 0
+    ttr: float = math.nan
+    cr: float = math.nan
+    streak: int | None = None
+    novelty: float = math.nan
+    tail: Tail | None = None
+    votes: int = 0
+    stall: bool = False
+    tail_rep: bool = False
+    trigger: bool = False
+    level: int = 0
+
+
+class Monitor:
+    """The monitor of one row: call `update` with every generated token, and `end` when the row is finished.
+
+    `last` is the last `Step`. A new turn of a conversation needs a new monitor.
+    """
+
+    def __init__(self, settings: MonitorSettings | None = None) -> None:
+        s = self.settings = settings or MonitorSettings()
+        self.last = Step()
+        self.ended = False
+        self._window = LastItems(s.window)
+        self._novelty = WindowNovelty(s.window, s.novelty_n, s.novelty_span)
+        noise, exact, counting = 0.0, s.tail_repeats, False
+        if s.rule == "repeats":
+            noise, exact, counting = s.tail_noise, s.tail_exact, s.tail_counting
+        self._tail = NearRepetition(s.tail_longest, s.tail_repeats, s.tail_shortest, noise, exact, counting)
+        self._confident_steps = 0
+        self._stalled_steps = 0
+        self._tail_steps = 0
+        self._triggered_at: int | None = None
+
+    def end(self) -> None:
+        """Mark the row as finished: later tokens for it are padding and are ignored."""
+        self.ended = True
+        self.last = self.last._replace(trigger=False)
+
+    def update(self, token: int, p_max: float | None = None) -> Step:
+        """Process the next token.
+
+        Args:
+            token: Id of the token.
+            p_max: Largest probability of the distribution that follows it, p_max(t) = max_v Pr(y_{t+1} = v | y_{1:t});
+                None if unknown.
+
+        Returns:
+            The signals and whether to intervene; after `end`, the last step again without a trigger.
+
+        Raises:
+            SinkscopeError: Only probabilities vote, and none was given.
+        """
+        if self.ended:
+            return self.last
+        token = index(token)
+        self._window.add(token)
+        return self._judge(token, self._tail.add(token, self.last.step), p_max)
+
+    def advance(self, ids: Sequence[int], start: int = 0) -> int:
+        """Process several tokens without probabilities, up to the first one that triggers.
+
+        The state afterwards is that after `update` with each of them. Rule "repeats" needs much less time this way.
+
+        Args:
+            ids: The tokens.
+            start: The first one that is processed.
+
+        Returns:
+            The number of tokens up to the one that triggered, or all of them.
+        """
+        s = self.settings
+        if s.rule != "repeats" or self.ended:
+            for place in range(start, len(ids)):
+                if self.update(ids[place]).trigger:
+                    return place + 1
+            return len(ids)
+        add = self._tail.add
+        offset = self.last.step - start
+        judged = start  # tokens up to here are in the window
+        for place in range(start, len(ids)):
+            tail = add(ids[place], place + offset)
+            if tail is None:
+                continue
+            if place > judged:
+                self._pass_over(ids[judged:place])
+            self._window.add(ids[place])
+            judged = place + 1
+            if self._judge(ids[place], tail, None).trigger:
+                return judged
+        if judged < len(ids):
+            self._pass_over(ids[judged:])
+        return len(ids)
+
+    def _pass_over(self, ids: Sequence[int]) -> None:
+        """Take tokens that no repetition reaches into the window."""
+        self._window.extend(ids)
+        self._tail_steps = 0
+        ttr = len(self._window.counts) / len(self._window.items)
+        self.last = Step(self.last.step + len(ids), ttr, level=self.last.level)
+
+    def _judge(self, token: int, tail: Tail | None, p_max: float | None) -> Step:
+        """The state after a token that is in the window already, and whether to intervene."""
+        s = self.settings
+        step = self.last.step + 1
+        ttr = len(self._window.counts) / len(self._window.items)
+        self._tail_steps = 0 if tail is None else self._tail_steps + 1
+        tail_rep = self._tail_steps >= s.tail_hold
+        streak: int | None = None
+        if p_max is not None:
+            streak = self._confident_steps + 1 if p_max > s.theta_conf else 0
+        self._confident_steps = streak or 0
+        cr, novelty = math.nan, math.nan
+        votes, stall, due = 0, False, tail_rep
+        if s.rule != "repeats":
+            cr = self.last.cr
+            if step % s.stride == 0:
+                cr = compression_ratio(self._window.items)
+            novelty = self._novelty.add(token)
+            self._stalled_steps = self._stalled_steps + 1 if novelty < s.theta_nov else 0
+            stall = self._stalled_steps >= s.stall
+            votes = self._votes(ttr, cr)
+            due = self._is_due(step, votes >= self._needed_votes(p_max), stall, tail_rep)
+        since: int | None = None
+        if self._triggered_at is not None:
+            since = step - self._triggered_at
+        rests = since is not None and since <= s.cooldown
+        trigger = due and step >= s.warmup and not rests
+        level = self.last.level
+        if trigger:
+            follows = since is not None and since <= s.relapse
+            level = level + 1 if follows else 0
+            self._triggered_at = step
+        self.last = Step(step, ttr, cr, streak, novelty, tail, votes, stall, tail_rep, trigger, level)
+        return self.last
+
+    def _votes(self, ttr: float, cr: float) -> int:
+        """Signals that vote on a warning (Eq. 8)."""
+        s = self.settings
+        votes = 0
+        if "ttr" in s.voters and ttr < s.theta_ttr:
+            votes += 1
+        if "cr" in s.voters and cr < s.theta_cr:
+            votes += 1
+        if "p1" in s.voters and self._confident_steps >= s.streak:
+            votes += 1
+        return votes
+
+    def _needed_votes(self, p_max: float | None) -> int:
+        """How many votes make a warning; without probabilities one voter is missing."""
+        s = self.settings
+        if p_max is not None or "p1" not in s.voters:
+            return s.votes
+        needed = min(s.votes, len(s.voters) - 1)
+        if not needed and s.votes:
+            raise SinkscopeError("only the top-1 streak (p1) votes, and no probability came: pass p_max")
+        return needed
+
+    def _is_due(self, step: int, warn: bool, stall: bool, tail_rep: bool) -> bool:
+        """Whether the rule asks for an intervention, whatever happened before (Eq. 9 for rule "signals")."""
+        s = self.settings
+        if s.rule == "signals":
+            persists = not s.gates or (stall and "stall" in s.gates) or (tail_rep and "tail" in s.gates)
+            return warn and persists
+        return s.rule == "always" and step % s.every == 0

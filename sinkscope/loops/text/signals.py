@@ -1,0 +1,223 @@
+"""Signals of repetition on plain token ids: diversity and redundancy of an output, and repetition at its end.
+
+Every function takes a sequence of token ids from any vocabulary and needs neither torch nor a tokenizer. Values that
+are undefined, for example for an empty sequence, are NaN, which passes no threshold. Positions count from 0, steps
+(tokens generated so far) from 1. LoopGuard, section 4.3, leaves some definitions open; `docs/measure/loops.md` gives
+reasons.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from sinkscope.errors import SinkscopeError
+
+WINDOW = 256  # LoopGuard, section 6.1
+THETA_TTR = 0.2  # LoopGuard, appendix B.1
+THETA_CR = 0.12
+LOOP_TOKENS = 24  # minimum tokens of a loop at the end of a text
+MAX_NEW, THETA_LEN = 2500, 2480  # section 4.3
+
+
+class _Array(Protocol):
+    def tolist(self) -> list[int]: ...
+
+
+Ids = Sequence[int] | _Array  # arrays and tensors of one dimension are taken as well: their elements are no plain ints
+
+
+def id_list(ids: Any) -> Sequence[int]:
+    """Arrays and tensors as lists, anything else unchanged."""
+    to_list = getattr(ids, "tolist", None)
+    if to_list is None:
+        return ids
+    return to_list()
+
+
+class Tail(NamedTuple):
+    """A repetition that reaches the end of a sequence.
+
+    Attributes:
+        period: Number of tokens after which it repeats.
+        start: Position of the first token of the first copy; all tokens from here on are part of the repetition.
+        repeats: Number of copies; the last one may be incomplete: 2.5 for "ab ab a".
+    """
+
+    period: int
+    start: int
+    repeats: float
+
+
+class LastItems:
+    """The last `size` items that were added, and how often each occurs among them."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.items: deque[Any] = deque()
+        self.counts: dict[Any, int] = {}
+
+    def add(self, item: Any) -> None:
+        """Add an item; the oldest one leaves if there are more than `size`."""
+        self.items.append(item)
+        self.counts[item] = self.counts.get(item, 0) + 1
+        if len(self.items) > self.size:
+            oldest = self.items.popleft()
+            self.counts[oldest] -= 1
+            if not self.counts[oldest]:
+                del self.counts[oldest]
+
+    def extend(self, items: Sequence[Any]) -> None:
+        """Add items in their order."""
+        for item in items[-self.size :]:
+            self.add(item)
+
+
+class WindowNovelty:
+    """Share of the last `span` tokens that completed an n-gram that was new to the window.
+
+    At position i the window is the last `window` tokens up to i; the n-gram ending at i is new unless the same window
+    contains it earlier. The first n - 1 tokens complete no n-gram and count as new.
+    """
+
+    def __init__(self, window: int, n: int, span: int) -> None:
+        self._gram: deque[int] = deque(maxlen=n)
+        self._reach = window - n  # an n-gram fits window - n times before the last one
+        self._ends: dict[tuple[int, ...], int] = {}  # n-gram -> step at which it ended last, the oldest first
+        self._step = 0
+        self._span = span
+        self._mask = (1 << span) - 1
+        self._new = 0  # a bit for each of the last `span` tokens: whether its n-gram was new
+
+    def add(self, token: int) -> float:
+        """Add a token and return the share including it."""
+        self._step += 1
+        self._gram.append(token)
+        gram = tuple(self._gram)  # the first n - 1 are shorter than n-grams and equal none
+        end = self._ends.pop(gram, None)
+        self._ends[gram] = self._step
+        if len(self._ends) > self._reach:
+            del self._ends[next(iter(self._ends))]
+        new = end is None or self._step - end > self._reach
+        self._new = (self._new << 1 | new) & self._mask
+        return self._new.bit_count() / min(self._step, self._span)
+
+
+def end_loop(ids: Sequence[int]) -> Tail | None:
+    """The loop in which token ids end, three copies of anything; it may begin inside the prompt."""
+    return tail_period(ids, shortest=LOOP_TOKENS)
+
+
+def type_token_ratio(ids: Ids) -> float:
+    """Distinct tokens divided by tokens, in (0, 1] (LoopGuard, Eq. 5)."""
+    ids = id_list(ids)
+    if not ids:
+        return math.nan
+    return len(set(ids)) / len(ids)
+
+
+def compression_ratio(ids: Ids | str) -> float:
+    """Compressed size divided by uncompressed size (LoopGuard, Eq. 6); zlib, level 9.
+
+    The paper names neither the compressor nor its input. Token ids are packed as 32 bits each: an id then has about the
+    same size as the text of a token of a large vocabulary (four bytes or so), the paper's thresholds keep their
+    meaning, and every vocabulary can reach them. A string is compressed as UTF-8.
+
+    Raises:
+        SinkscopeError: An id is negative or has more than 32 bits.
+    """
+    raw = ids.encode() if isinstance(ids, str) else _packed(id_list(ids))
+    if not raw:
+        return math.nan
+    return len(zlib.compress(raw, 9)) / len(raw)
+
+
+def is_token_id(value: object) -> bool:
+    """Whether a value is a whole number from 0 to 2**32 - 1."""
+    return type(value) is int and 0 <= value < 1 << 32  # a bool is no token
+
+
+def _packed(ids: Sequence[int]) -> bytes:
+    try:
+        return array("I", ids).tobytes()
+    except (OverflowError, TypeError):
+        wrong = [token for token in ids if not is_token_id(token)]
+        raise SinkscopeError(f"token ids {wrong[:3]}: expected whole numbers from 0 to 2**32 - 1") from None
+
+
+def tail_period(ids: Ids, *, repeats: int | float = 3, shortest: int = 0, longest: int | None = None) -> Tail | None:
+    """The repetition at the end of `ids`, or None; linear time.
+
+    Among all periods P whose repetition covers at least `repeats` * P and at least `shortest` tokens at the end, the
+    one that covers the most tokens is chosen; ties go to the smallest: "x y a a a x y a a a x y a a a" has period 5,
+    not 1.
+
+    Args:
+        ids: Token ids.
+        repeats: Required number of copies, at least 2.
+        shortest: Required number of tokens.
+        longest: Largest period.
+
+    Raises:
+        SinkscopeError: `repeats` is below 2.
+    """
+    if repeats < 2:
+        raise SinkscopeError(f"repeats is {repeats!r}: a repetition has at least 2 copies")
+    ids = id_list(ids)
+    size = len(ids)
+    longest = size // 2 if longest is None else longest
+    best: Tail | None = None
+    most_covered = 0
+    for period, equal in enumerate(_self_overlaps(ids, longest), 1):
+        covered = equal + period
+        if covered >= max(repeats * period, shortest) and covered > most_covered:
+            most_covered = covered
+            best = Tail(period, size - covered, covered / period)
+    return best
+
+
+def _self_overlaps(ids: Sequence[int], longest: int) -> list[int]:
+    """For P = 1, 2, ..., `longest`: how many tokens at the end equal the one P before (Z of the reversed sequence)."""
+    backwards = list(reversed(ids))
+    size = len(backwards)
+    periods = range(1, min(longest, size - 1) + 1)
+    overlaps = [0] * size
+    right = left = 0
+    for period in periods:
+        length = max(0, min(right - period, overlaps[period - left]))
+        while period + length < size and backwards[length] == backwards[period + length]:
+            length += 1
+        overlaps[period] = length
+        right, left = max((right, left), (period + length, period))  # the overlap that reaches farthest
+    return [overlaps[period] for period in periods]
+
+
+def is_loop(
+    ids: Ids,
+    max_new: int | None = MAX_NEW,
+    *,
+    theta_ttr: float = THETA_TTR,
+    theta_cr: float = THETA_CR,
+) -> bool:
+    """The loop rule: low diversity, high redundancy, and an output nearly as long as allowed (LoopGuard, Eq. 7).
+
+    Args:
+        ids: Generated tokens.
+        max_new: Maximum number of new tokens, of which a loop has 2,480 in 2,500; None ignores the length.
+        theta_ttr: Largest type-token ratio of a loop.
+        theta_cr: Largest compression ratio of a loop.
+    """
+    ids = id_list(ids)
+    shortest = 0
+    if max_new is not None:
+        shortest = max_new * THETA_LEN // MAX_NEW
+    return len(ids) >= shortest and type_token_ratio(ids) <= theta_ttr and compression_ratio(ids) <= theta_cr
+
+
+def ends_in_loop(ids: Ids, last: int = WINDOW, *, theta_ttr: float = THETA_TTR, theta_cr: float = THETA_CR) -> bool:
+    """The loop rule without the length, on the last tokens, so that early and late stops are judged alike."""
+    return is_loop(id_list(ids)[-last:], None, theta_ttr=theta_ttr, theta_cr=theta_cr)

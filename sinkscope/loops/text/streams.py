@@ -1,0 +1,366 @@
+"""`Watch` reports where outputs loop while they are being written; `sinkscope loops --follow` is its command."""
+
+from __future__ import annotations
+
+import codecs
+import io
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from sinkscope.errors import SinkscopeError, warn
+from sinkscope.files.output import read_json, reason_of
+from sinkscope.files.plain import parse_json
+from sinkscope.loops.text.forms import FILE_FIELDS, Piece, StreamForm, pieces_of, shown
+from sinkscope.loops.text.monitor import Monitor, MonitorSettings
+from sinkscope.loops.text.outputs import Splitter
+from sinkscope.loops.text.signals import Tail
+
+OPEN_STREAMS = 4096  # at most; of more, the one that was silent for longest is forgotten
+KEPT_TOKENS = 2048  # whose text is kept
+KEPT_NUMBERS = 1 << 20  # different tokens whose numbers are kept
+PART = 1 << 16  # characters that are split at a time
+SHOWN_TOKENS = 60  # of a loop without an exact period
+LONGEST_LINE = 1 << 24  # bytes of a line of JSON
+MOST_BLANKS = 64  # bytes before the first word of an input whose form is to be learnt
+_EVENTS = ("data:", "event:", "id:", "retry:", ":")  # how server-sent events may begin
+
+
+class Alarm(NamedTuple):
+    """A detected loop.
+
+    Attributes:
+        stream: Name of the stream.
+        token: Number of the token, counted from 1, at which the monitor triggered.
+        tail: The repetition that reaches this token; None if it is not exact.
+        text: One copy, or the last tokens, shortened and without control characters.
+    """
+
+    stream: str
+    token: int
+    tail: Tail | None
+    text: str
+
+    def __str__(self) -> str:
+        repetition = "no exact period"
+        if self.tail is not None:
+            repetition = f"period {self.tail.period}, {self.tail.repeats:.1f} copies since token {self.tail.start + 1}"
+        return f'loop in {self.stream} at token {self.token}: {repetition}, "{self.text}"'
+
+
+class Stream:
+    """One output and its monitor.
+
+    Args:
+        settings: Settings of the monitor.
+    """
+
+    def __init__(self, settings: MonitorSettings | None) -> None:
+        self.monitor = Monitor(settings)
+        self._splitter = Splitter()
+        self._whole_text: str | None = ""  # of a server that sends all of it each time; None: it does not
+        self._ids: dict[object, int] = {}
+        self._next_number = 0
+        self._recent = deque[str](maxlen=KEPT_TOKENS)
+        self._quiet_until = 0
+
+    def take(self, piece: Piece) -> Iterator[Alarm]:
+        """Yield the alarms that a piece raises; a long text is split a part at a time."""
+        if piece.key is not None:
+            key = piece.key if isinstance(piece.key, int) else self._number(piece.key)
+            yield from self._advance(piece.stream, [key], [piece.text])
+            return
+        text = self._new_text(piece)
+        for start in range(0, len(text) or 1, PART):
+            last = piece.last and start + PART >= len(text)
+            words = self._splitter.feed(text[start : start + PART], last)
+            ids: list[int] = []
+            for word in words:
+                number = self._ids.get(word)
+                ids.append(self._number(word) if number is None else number)
+            yield from self._advance(piece.stream, ids, words, " ")
+
+    def _advance(self, name: str, ids: list[int], texts: list[str], gap: str = "") -> Iterator[Alarm]:
+        """Yield the alarms that tokens raise; `gap` stands between their texts."""
+        done = 0
+        while done < len(ids):
+            end = self.monitor.advance(ids, done)
+            for text in texts[max(done, end - KEPT_TOKENS) : end]:
+                self._recent.append(text[:SHOWN_TOKENS] + gap)
+            done = end
+            step = self.monitor.last
+            if not step.trigger:
+                return
+            if step.step > self._quiet_until:
+                yield Alarm(name, step.step, step.tail, self._copy(step.tail, step.step))
+            self._quiet_until = step.step + self.monitor.settings.relapse  # a loop that goes on is reported once
+
+    def _number(self, key: object) -> int:
+        """The number of a token; after very many different ones, they are numbered anew."""
+        number = self._ids.get(key)
+        if number is None:
+            if len(self._ids) >= KEPT_NUMBERS:
+                self._ids.clear()
+            number = self._next_number
+            self._ids[key] = number
+            self._next_number += 1
+        return number
+
+    def _new_text(self, piece: Piece) -> str:
+        """The part of a text that was not there before, if a server sends the whole text each time."""
+        before = self._whole_text
+        if not piece.cumulative or before is None:
+            return piece.text
+        self._whole_text = piece.text
+        if not piece.text.startswith(before):  # this server sends pieces after all
+            self._whole_text = None
+            return piece.text
+        return piece.text[len(before) :]
+
+    def _copy(self, tail: Tail | None, step: int) -> str:
+        """Text of one copy of the loop, or of the last tokens."""
+        length, turned = SHOWN_TOKENS, 0
+        if tail is not None:
+            length = tail.period
+            turned = step - tail.start  # it begins where the first copy began
+        copy = deque([*self._recent][-length:])
+        copy.rotate(turned)
+        return shown("".join(copy).strip(" "))
+
+
+class Watch:
+    """All streams of an input.
+
+    Attributes:
+        streams: Number of streams seen so far.
+        skipped: Number of lines that could not be read, and of an end that broke off.
+        open: Streams that have not ended, by name.
+
+    Args:
+        settings: Settings of the monitors.
+    """
+
+    def __init__(self, settings: MonitorSettings | None = None) -> None:
+        self._settings = settings
+        self.streams = 0
+        self.skipped = 0
+        self._first_problem = ""
+        self.open: dict[str, Stream] = {}
+
+    def follow(self, source: Any, *, form: StreamForm = "auto", name: str = "the input") -> Iterator[Alarm]:
+        """Yield the alarms of a stream as they occur.
+
+        A line of JSON that cannot be read is skipped with a warning. If the source breaks off, what was read until then
+        counts.
+
+        Args:
+            source: A binary file, a pipe or a server's response, with `read1` and `readline`; contains text, JSON
+                lines, or server-sent events of any server in `sinkscope.loops.text.forms`.
+            form: Format of the source; "auto" decides by the first line.
+            name: Name of the source in alarms and errors.
+
+        Raises:
+            SinkscopeError: The source is empty, holds no output, or is not UTF-8 text.
+        """
+        try:
+            for piece in _pieces(source, form, name, self._skip):
+                yield from self.take(piece)
+        except UnicodeDecodeError as error:
+            if error.reason != "unexpected end of data":  # a character that was cut off is left out silently
+                self._skip(f"{name} is not UTF-8 text, or not to its end: convert it, or give another input")
+        except OSError as error:
+            self._skip(f"{name} breaks off: {error}")
+        for open_stream in list(self.open):
+            yield from self.take(Piece(open_stream, last=True))
+        if not self.streams:
+            expected = "a text, JSON lines, or the events of a server (see --format)"
+            empty = f"{name} is empty, or nothing in it is an output: expected {expected}"
+            raise SinkscopeError(self._first_problem or empty)
+        if self.skipped:
+            problem = f"{self._first_problem}; what cannot be read was skipped {self.skipped} times"
+            warn(problem)
+
+    def take(self, piece: Piece) -> Iterator[Alarm]:
+        """Yield the alarms that a piece raises in its stream."""
+        stream = self.open.pop(piece.stream, None)
+        if stream is None:
+            stream = Stream(self._settings)
+            self.streams += 1
+        yield from stream.take(piece)
+        if piece.last:
+            return
+        self.open[piece.stream] = stream  # the one that was silent for longest is the first
+        if len(self.open) > OPEN_STREAMS:
+            del self.open[next(iter(self.open))]
+
+    def _skip(self, problem: str) -> None:
+        """Count what cannot be read, and warn of the first; before any output it is kept for the end."""
+        self.skipped += 1
+        if self.skipped == 1:
+            self._first_problem = problem
+            if self.streams:
+                end = "; it is skipped, as all is that cannot be read"
+                warn(problem + end)
+
+
+def _pieces(source: Any, form: StreamForm, name: str, skip: Callable[[str], None]) -> Iterator[Piece]:
+    """The pieces that a byte stream adds to each output, as soon as they arrive; `skip` is told what cannot be read."""
+    start = b""
+    if form == "auto":
+        start, form = _beginning(source)
+    if form == "text":
+        for text in _texts(start, source):
+            yield Piece(name, text=text)
+        return
+    for place, line in enumerate(_lines(start, source), 1):
+        if len(line) > LONGEST_LINE:
+            skip(f"{name} line {place} has more than {LONGEST_LINE >> 20} MB: give shorter lines")
+            continue
+        text = line.decode("utf-8-sig").strip()
+        try:
+            yield from _line(text, form, place)
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            skip(f"{name} line {place} is no output of a model: {error}; it is {shown(text)}")
+
+
+def _lines(start: bytes, source: Any) -> Iterator[bytes]:
+    """The lines of a byte stream that began with `start`; of one that is too long, only the beginning."""
+    line = start
+    if not start.endswith(b"\n"):
+        line += source.readline(LONGEST_LINE + 1)
+    while line:
+        yield line
+        while len(line) > LONGEST_LINE and not line.endswith(b"\n"):
+            line = source.readline(LONGEST_LINE + 1) or b"\n"
+        line = source.readline(LONGEST_LINE + 1)
+
+
+def _texts(start: bytes, source: Any) -> Iterator[str]:
+    """The text of a byte stream as it arrives; text before bytes that are no UTF-8 counts."""
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    data = start or source.read1(1 << 16)
+    while data:
+        try:
+            text = decoder.decode(data)
+        except UnicodeDecodeError as error:
+            if error.start:
+                yield error.object[: error.start].decode()
+            raise
+        yield text
+        data = source.read1(1 << 16)
+    decoder.decode(b"", final=True)  # a character that was cut off is an error
+
+
+def _beginning(source: Any) -> tuple[bytes, StreamForm]:
+    """What was read to learn the form of an input, and the form; every byte is looked at a few times only."""
+    start = b""
+    while len(start) < MOST_BLANKS:
+        byte = source.read1(1)
+        start += byte
+        if byte and codecs.BOM_UTF8.startswith(start):
+            continue
+        line = start.removeprefix(codecs.BOM_UTF8).lstrip().decode(errors="replace")
+        if line.startswith(_EVENTS):
+            return start, "sse"
+        if line.startswith("{"):
+            start += source.readline(LONGEST_LINE)
+            break
+        if not byte or not any(event.startswith(line) for event in _EVENTS):
+            break
+    with suppress(ValueError):
+        if isinstance(parse_json(start.removeprefix(codecs.BOM_UTF8)), dict):
+            return start, "jsonl"
+    return start, "text"
+
+
+def _line(line: str, form: StreamForm, place: int) -> list[Piece]:
+    """What one line adds: nothing if it is a comment, the name of an event, or the sign that all is over."""
+    if form == "sse":
+        if not line.startswith("data:"):
+            return []
+        line = line.removeprefix("data:").strip()
+    if line in ("", "[DONE]"):
+        return []
+    return pieces_of_line(parse_json(line), form, place)
+
+
+def pieces_of_line(data: Any, form: StreamForm, place: int) -> list[Piece]:
+    """What the JSON of a line or event adds.
+
+    Args:
+        data: The JSON.
+        form: "jsonl" if every line has to add something.
+        place: Number of the line.
+
+    Raises:
+        ValueError, TypeError, LookupError, AttributeError: It reports an error, or cannot be read.
+    """
+    problem = data.get("error")
+    if problem:
+        raise ValueError(f"the server reports an error, {shown(str(problem), 200)}")
+    outputs = pieces_of(data, place)
+    if outputs is not None:
+        return outputs
+    if form == "jsonl":
+        raise ValueError(f"expected one of the fields choices, {', '.join(FILE_FIELDS)}")
+    return []
+
+
+class Tee:
+    """A byte stream that passes on what is read from it.
+
+    Args:
+        source: The stream, with `read1` and `readline`.
+        sink: Where the bytes go, at once.
+    """
+
+    def __init__(self, source: Any, sink: Any) -> None:
+        self._source = source
+        self._sink = sink
+
+    def read1(self, size: int = -1) -> bytes:
+        """Read what is there."""
+        return self._passed(self._source.read1(size))
+
+    def readline(self, size: int = -1) -> bytes:
+        """Read a line."""
+        return self._passed(self._source.readline(size))
+
+    def _passed(self, data: bytes) -> bytes:
+        self._sink.write(data)
+        self._sink.flush()
+        return data
+
+
+def monitor_settings(file: str | None, variant: str) -> MonitorSettings:
+    """The settings of a variant, overridden by those of a file.
+
+    Args:
+        variant: As for `MonitorSettings.variant`.
+        file: JSON file with an object of names and values.
+
+    Raises:
+        SinkscopeError: The file cannot be read or has another content, or a value is invalid.
+    """
+    data: Any = {}
+    if file is not None:
+        data = read_json(file)
+    if not isinstance(data, dict):
+        raise SinkscopeError(f'{file} holds no settings: expected an object such as {{"window": 128}}')
+    return MonitorSettings.variant(variant, **data)
+
+
+def open_bytes(file: str) -> Any:
+    """Open a file, or standard input for "-", to read bytes.
+
+    Raises:
+        SinkscopeError: The file cannot be opened.
+    """
+    if file == "-":
+        return getattr(sys.stdin, "buffer", io.BytesIO())  # there is none if it is closed
+    try:
+        return open(file, "rb")
+    except OSError as error:
+        raise SinkscopeError(f"cannot read {file}: {reason_of(error)}; give another path") from None

@@ -1,0 +1,101 @@
+"""Prompts and texts of attention measurements as token ids."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.records import read_records
+from sinkscope.measure import Setup
+from sinkscope.models.inputs import read_row
+from sinkscope.models.text import beginning, text_rows
+
+ORDINARY_TOKENS = 512  # tokens of a piece of ordinary text
+SHORTEST_TEXT = 16  # tokens; with fewer, a tenth of the lines is almost none
+
+
+def prompt_ids(setup: Setup, prompt: str | Sequence[int] | None) -> list[int]:
+    """Ids of a prompt: a text, ids, or by default the beginning of the typical text.
+
+    Raises:
+        SinkscopeError: It is empty, or contains an id unknown to the model.
+    """
+    if prompt is None:
+        return setup.ids[0].tolist()
+    ids = read_row(setup.target, prompt, special=False)
+    if isinstance(prompt, str) and setup.bos is not None:
+        return [*beginning(setup.tokenizer, setup.bos), *(i for i in ids if i != setup.bos)]
+    return ids
+
+
+def ordinary_ids(setup: Setup, length: int) -> list[int] | None:
+    """As many tokens of the typical text; None if it is shorter."""
+    try:
+        return text_rows(setup.target.tokenizer, setup.text, 1, length, setup.bos)[0].tolist()
+    except SinkscopeError:
+        return None
+
+
+@dataclass(frozen=True)
+class TextRecord:
+    """A line of a file of texts."""
+
+    text: str
+
+
+def texts_of(
+    setup: Setup,
+    texts: Sequence[str | Sequence[int]] | None,
+    data: str | os.PathLike[str] | None,
+    count: int,
+    length: int | None,
+) -> list[Int[Tensor, " pos"]]:
+    """Ids of each text, beginning with BOS if the model has one.
+
+    Args:
+        setup: The model and ordinary text.
+        texts: Texts or ids; all are used.
+        data: A file of JSON lines with a "text" to use instead; the first `count` are used.
+        count: Number of pieces of ordinary text, or of lines of the file.
+        length: Maximum tokens per text; longer texts are shortened in the middle. None uses the context, or 512 for
+            ordinary text.
+
+    Raises:
+        SinkscopeError: There is no text, a text is too short, or a number is invalid.
+    """
+    context = setup.target.max_positions or 1 << 30
+    if isinstance(texts, str) or (texts is not None and data is not None):
+        raise SinkscopeError("texts: expected a list of them or a file, and only one of them")
+    if length is not None and not SHORTEST_TEXT <= length <= context:
+        raise SinkscopeError(f"--length {length}: expected {SHORTEST_TEXT} to {context}, the context of the model")
+    if data is not None:
+        records = read_records(data, TextRecord, 'JSON lines, each with a "text"')
+        texts = [record.text for record in records[:count]]
+    if texts is None:
+        pieces = text_rows(setup.tokenizer, setup.text, count, length or min(ORDINARY_TOKENS, context), setup.bos)
+        if len(pieces) < count:
+            raise SinkscopeError(
+                f"the text has {len(pieces)} pieces of {pieces.shape[1]} tokens, {count} were asked for: give a longer "
+                "--text, or a smaller --count or --length"
+            )
+        return list(pieces)
+    if not texts:
+        raise SinkscopeError("no text was given: expected at least one")
+    return [_row(setup, text, f"text {number}", length or context) for number, text in enumerate(texts)]
+
+
+def _row(setup: Setup, text: str | Sequence[int], name: str, most: int) -> Int[Tensor, " pos"]:
+    """The ids of a text, of which longer ones lose their middle, as in LongBench."""
+    ids = prompt_ids(setup, text)
+    if len(ids) > most:
+        half = (most - (setup.bos is not None)) // 2
+        ids = [*ids[: most - half], *ids[len(ids) - half :]]
+    if len(ids) < SHORTEST_TEXT:
+        raise SinkscopeError(f"{name} has {len(ids)} tokens, at least {SHORTEST_TEXT} are needed: give a longer one")
+    return torch.tensor(ids)

@@ -1,0 +1,59 @@
+"""The interventions of a measurement or a generation, from what the caller named: a patch, a policy, a guard."""
+
+from __future__ import annotations
+
+import functools
+import os
+from operator import or_
+from typing import Annotated, Any
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.hooks.edit.base import Intervention
+from sinkscope.hooks.edit.sink_patch import SinkPatch
+from sinkscope.kv.registry import policy_named
+from sinkscope.results.options import Hidden, Option
+
+
+def edit_from_options(
+    *,
+    patch: Annotated[Any, Option(metavar="FILE")] = None,
+    policy: Annotated[Any, Option(metavar="NAME[:BUDGET]")] = None,
+    guard: Any = False,
+    interventions: Hidden = None,
+) -> Intervention | None:
+    """The interventions of a measurement: a patch, other interventions, a cache policy and a guard, in this order.
+
+    Args:
+        patch: The patch.json to run under; from Python also a `SinkPatch`.
+        policy: Which entries the KV cache keeps, such as streaming:512, h2o:0.25 or package.module:Class:512; from
+            Python also a policy.
+        guard: Break repetition loops with LoopGuard; from Python also a `LoopGuard`.
+        interventions: Any other interventions: one intervention, several joined by |, the name of a policy, the path of
+            a patch, or a list of these.
+
+    Raises:
+        SinkscopeError: The patch cannot be read, the policy does not exist, or something is not an intervention.
+    """
+    parts = [
+        SinkPatch.load(patch) if isinstance(patch, str | os.PathLike) else patch,
+        *_several(interventions),
+        policy_named(policy) if isinstance(policy, str) else policy,
+        policy_named("loopguard") if guard is True else guard or None,
+    ]
+    given = [part for part in parts if part is not None]
+    for part in given:
+        if not isinstance(part, Intervention):
+            raise SinkscopeError(
+                f"{type(part).__name__} is no intervention: give a policy, a patch or a guard, the name of a policy "
+                "such as h2o:0.25, or several of them in a list"
+            )
+    return functools.reduce(or_, given) if given else None
+
+
+def _several(given: Any) -> list[Any]:
+    """What may be written for interventions, one by one."""
+    if isinstance(given, list | tuple):
+        return [one for part in given for one in _several(part)]
+    if isinstance(given, os.PathLike) or (isinstance(given, str) and given.endswith(".json")):
+        return [SinkPatch.load(given)]
+    return [policy_named(given) if isinstance(given, str) else given]

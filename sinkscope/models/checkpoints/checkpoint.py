@@ -1,0 +1,309 @@
+"""Checkpoints: find and check their files, and read their tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.files.plain import parse_json
+from sinkscope.models.checkpoints.beside import TOKENIZER_FILES
+from sinkscope.models.checkpoints.hub import hub_folder, hub_shard, optional_file
+from sinkscope.models.checkpoints.locate import ModelSource
+from sinkscope.models.checkpoints.stored import check_quantised
+from sinkscope.models.config import check_kind, read_checkpoint_json
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_WEIGHTS = (_SINGLE, _INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")  # in order of preference
+_LFS = b"version "  # a Git LFS pointer begins with it
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")  # in the name of a tensor
+
+
+def check_folder(folder: Path) -> None:
+    """Check that `folder` is a complete checkpoint. Reads JSON files and headers of weight files, but no weights.
+
+    Raises:
+        SinkscopeError: Something is missing or damaged; the message says what, and what to do.
+    """
+    config, tensors = read_checkpoint_json(folder / "config.json"), list[str]()
+    for shard in weight_files(folder):
+        if shard.suffix == ".safetensors":
+            header = read_header(shard)
+            check_quantised(folder.resolve().name, config, _dtypes(header))
+            tensors += header
+            index: dict[str, str] = {}
+            if shard.name != _SINGLE:
+                index = _index_map(folder)
+            for tensor, file in index.items():
+                if file == shard.name and tensor not in header:
+                    raise SinkscopeError(
+                        f"{file} lacks tensor {tensor!r}, which {_INDEX} places there; download {file} and {_INDEX} "
+                        "again, from one revision",
+                        page="missing-shard",
+                    )
+    check_depth(folder.resolve().name, config, tensors)
+
+
+def check_depth(name: str, config: Any, tensors: Iterable[str]) -> None:
+    """Check that tensors exist for as many layers as the configuration states, before modules are made for them.
+
+    Args:
+        name: Name of the model, for errors.
+        config: Content of config.json.
+        tensors: Names of the tensors.
+
+    Raises:
+        SinkscopeError: There are fewer layers.
+    """
+    fields: Any = dict(config) if isinstance(config, dict) else {}
+    text = fields.get("text_config")
+    if isinstance(text, dict):
+        fields = text
+    depth = fields.get("num_hidden_layers", fields.get("n_layer"))
+    matches = filter(None, map(_LAYER.search, tensors))
+    layers = max((int(match[1]) + 1 for match in matches), default=0)
+    if isinstance(depth, int) and 0 < layers < depth:
+        raise SinkscopeError(
+            f"{name} has tensors of {layers} layers, but its config.json says {depth} layers; get the whole checkpoint",
+            page="missing-tensors",
+        )
+
+
+def read_header(file: Path) -> dict[str, Any]:
+    """Read the header of a safetensors file: tensor name -> {"dtype", "shape", "data_offsets"}.
+
+    Raises:
+        SinkscopeError: The header is not JSON, or the file is shorter or longer than its header says.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as content:
+        start = content.read(8)
+        length = int.from_bytes(start, "little")
+        raw = content.read(min(length, size))
+    if start == _LFS:
+        raise SinkscopeError(
+            f"{file.name} is a Git LFS pointer, not weights; run `git lfs pull` in {file.parent}",
+            page="truncated-safetensors",
+        )
+    # A real header begins with "{". Without it, the first bytes are not a length and do not tell what is missing.
+    if size < 8 or (len(raw) < length and raw[:1] in (b"", b"{")):
+        raise _damaged(file, size, max(8, 8 + length), "at least ")
+    try:
+        header = parse_json(raw)
+        header.pop("__metadata__", None)
+        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    except (ValueError, AttributeError, TypeError, KeyError, IndexError):
+        raise SinkscopeError(
+            f"{file.name} is not a safetensors file: its header is not JSON; download it again",
+            page="bad-safetensors-header",
+        ) from None
+    if size != 8 + length + end:
+        raise _damaged(file, size, 8 + length + end)
+    return header
+
+
+def _dtypes(header: dict[str, Any]) -> dict[str, tuple[str, int]]:
+    """Type and number of dimensions of each tensor in a header."""
+    return {tensor: (entry["dtype"], len(entry["shape"])) for tensor, entry in header.items()}
+
+
+def _damaged(file: Path, size: int, expected: int, at_least: str = "") -> SinkscopeError:
+    return SinkscopeError(
+        f"{file.name} is damaged: it has {size:,} bytes, expected {at_least}{expected:,}; download it again",
+        page="truncated-safetensors",
+    )
+
+
+def _index_map(folder: Path, name: str = _INDEX) -> dict[str, str]:
+    """The index as a map from tensor name to shard; empty if there is no index.
+
+    Raises:
+        SinkscopeError: It is no index, or it points outside the folder.
+    """
+    if not (folder / name).is_file():
+        return {}
+    content = read_checkpoint_json(folder / name)
+    weight_map: Any = None
+    if isinstance(content, dict):
+        weight_map = content.get("weight_map")
+    is_map = isinstance(weight_map, dict) and bool(weight_map)
+    if not is_map or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise SinkscopeError(f"{name} has no weight_map of tensors and files; download it again", page="missing-shard")
+    for shard in set(weight_map.values()):
+        parts = re.split(r"[\\/]", shard)
+        if Path(shard).is_absolute() or ".." in parts or "" in parts:
+            raise SinkscopeError(
+                f"{name} names the shard {shard!r}, which is no file of the checkpoint's folder; download it again",
+                page="missing-shard",
+            )
+    return weight_map
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The weight files of a checkpoint that transformers would load.
+
+    Raises:
+        SinkscopeError: There are none, or a shard is missing.
+    """
+    for name in _WEIGHTS:
+        if not (folder / name).is_file():
+            continue
+        if not name.endswith("index.json"):
+            return [folder / name]
+        shards = sorted(set(_index_map(folder, name).values()))
+        absent = [shard for shard in shards if not (folder / shard).is_file()]
+        if absent:
+            raise SinkscopeError(
+                f"{folder} lacks {absent[0]}, named in {name} ({len(absent)} of {len(shards)} shards are missing); "
+                "download what is missing into the folder",
+                page="missing-shard",
+            )
+        return [folder / shard for shard in shards]
+    remedy = "download the weights, not only the configuration"
+    gguf = sorted(folder.glob("*.gguf"))
+    if gguf:
+        remedy = f"give the file itself: {gguf[0]}"
+    raise SinkscopeError(
+        f"{folder} has no weights (expected {_SINGLE}, {_INDEX} or pytorch_model.bin); {remedy}", page="no-weights"
+    )
+
+
+@dataclass(frozen=True)
+class LocalFiles:
+    """Files on this machine: a checkpoint folder, the name of a GGUF file in it, and the commit of a hub repo."""
+
+    folder: Path
+    gguf: str | None = None
+    commit: str | None = None
+
+
+def local_files(source: ModelSource, *, code: bool = False) -> LocalFiles:
+    """A whole checkpoint on this machine; of a hub repo, only the needed files are downloaded.
+
+    Args:
+        source: Where it comes from. Safetensors are preferred to pickles.
+        code: Whether to download the Python files that config.json names.
+
+    Raises:
+        SinkscopeError: The folder is not a complete checkpoint, or the repo cannot be downloaded.
+    """
+    if source.kind == "gguf":
+        file = Path(source.where)
+        return LocalFiles(file.parent, gguf=file.name)
+    if source.kind == "folder":
+        check_folder(Path(source.where))
+        return LocalFiles(Path(source.where))
+    repo = str(source.where)
+    folder = hub_folder(repo, source.revision)
+    config = read_checkpoint_json(folder / "config.json")
+    check_kind(repo, config, trust_remote_code=code)  # before weights that cannot be measured are downloaded
+    commit = folder.name
+    hub_folder(repo, commit, [*TOKENIZER_FILES, *(_code_files(config) if code else ())])
+    _download_weights(repo, commit)
+    check_folder(folder)
+    return LocalFiles(folder, commit=commit)
+
+
+def _code_files(config: dict[str, Any]) -> set[str]:
+    """Names of the Python files in which config.json says that the model's classes are."""
+    files = set[str]()
+    for classes in config.get("auto_map", {}).values():
+        for name in classes if isinstance(classes, list) else [classes]:
+            if name:
+                files.add(name.split("--")[-1].split(".")[0] + ".py")
+    return files
+
+
+def _download_weights(repo: str, commit: str) -> None:
+    for single in (_SINGLE, "pytorch_model.bin"):
+        index = optional_file(repo, f"{single}.index.json", commit)
+        if index is not None:
+            for shard in sorted(set(_index_map(index.parent, index.name).values())):
+                hub_shard(repo, shard, commit, index.name)
+            return
+        if optional_file(repo, single, commit) is not None:
+            return
+    raise SinkscopeError(
+        f"{repo} has no weights for transformers (expected safetensors or pytorch_model.bin); give another repo, or "
+        "download a .gguf file and give that",
+        page="no-weights",
+    )
+
+
+class SafetensorsSource:
+    """The tensors of a checkpoint in a folder (a Path) or on the hub (a str, org/name), read one by one.
+
+    From a hub repo, config.json and the index are downloaded at once. Each shard is downloaded when one of its tensors
+    is first needed.
+
+    Attributes:
+        name: Hub id, or base name of the folder.
+        folder: The folder with config.json; for a hub repo, its snapshot in the cache.
+        commit: The hub's commit; None for a folder.
+        weight_map: The name of the file that holds each tensor.
+        read: Names of the tensors that have been read so far.
+
+    Raises:
+        SinkscopeError: The folder is not a whole checkpoint, or the repo cannot be downloaded.
+        UnsupportedError: The weights are not safetensors, or the repo holds another kind of model.
+    """
+
+    def __init__(self, where: str | Path, *, revision: str | None = None) -> None:
+        self.read: set[str] = set()
+        self.commit: str | None = None
+        if isinstance(where, Path):
+            self.folder, self.name = where, where.resolve().name
+            check_folder(self.folder)
+        else:
+            self.folder, self.name = hub_folder(where, revision), where
+            check_kind(where, read_checkpoint_json(self.folder / "config.json"))  # before its weights are downloaded
+            self.commit = self.folder.name
+        self.weight_map = self._files()
+
+    def _files(self) -> dict[str, str]:
+        """The name of the file that holds each tensor."""
+        # A file that is here comes first, because offline nobody can tell whether the repo has the other one.
+        names = [name for name in (_SINGLE, _INDEX) if (self.folder / name).is_file()]
+        if self.commit is not None and not names:
+            names = [name for name in (_SINGLE, _INDEX) if optional_file(self.name, name, self.commit) is not None]
+        for name in names:
+            if name == _INDEX:
+                return _index_map(self.folder)
+            return dict.fromkeys(read_header(self.folder / name), name)
+        raise UnsupportedError(
+            f"{self.name} has no safetensors weights, so its layers cannot be read one by one; load it whole with "
+            "sinkscope.load(...), or convert it with save_pretrained",
+            page="not-streamable",
+        )
+
+    def _shard(self, name: str) -> Path:
+        """Path of a weight file. For a hub repo it is downloaded and checked; a folder was checked when opened."""
+        if self.commit is None:
+            return self.folder / name
+        file = hub_shard(self.name, name, self.commit, _INDEX)
+        check_quantised(self.name, read_checkpoint_json(self.folder / "config.json"), _dtypes(read_header(file)))
+        return file
+
+    def tensors(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Read tensors by name, in the dtype in which they are stored.
+
+        The files are closed afterwards, so that their pages leave memory together with the last tensor.
+        """
+        from safetensors import safe_open
+
+        by_shard: dict[str, list[str]] = {}
+        for name in names:
+            by_shard.setdefault(self.weight_map[name], []).append(name)
+        tensors: dict[str, Tensor] = {}
+        for shard in sorted(by_shard):
+            with safe_open(self._shard(shard), "pt") as file:
+                for name in by_shard[shard]:
+                    tensors[name] = file.get_tensor(name)
+        self.read |= tensors.keys()
+        return tensors

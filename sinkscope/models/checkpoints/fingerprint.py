@@ -1,0 +1,103 @@
+"""Identify a checkpoint or a live model without reading all of its weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sinkscope.models.checkpoints.checkpoint import SafetensorsSource, read_header, weight_files
+from sinkscope.models.config import read_checkpoint_json
+
+_FILE_BYTES = 1 << 20  # weights of files that are read, as far as every tensor gives some
+_LIVE_BYTES = 1 << 24  # weights of a live model, which are in memory: a small one is read whole
+_PLACES = 256  # places of a file without a list of tensors that are read for it
+_NOT_OF_THE_MODEL = ("transformers_version", "_name_or_path")  # fields of a configuration
+
+
+def fingerprint(source: SafetensorsSource | Path | nn.Module) -> str:
+    """Identify a checkpoint by its configuration, its tensors and a sample of their bytes.
+
+    The fingerprint is the hub's commit, if there is one. Otherwise it is a hash of the configuration, of the names,
+    dtypes and shapes of the tensors, and of a few bytes from the middle of each tensor (or, if the files are not
+    safetensors, from places all over each file). About one megabyte is read, whatever the model's size. For a live
+    model, 16 megabytes are read in the same way, so its fingerprint changes with its weights; it differs from that of
+    its files.
+    """
+    if isinstance(source, nn.Module):
+        return _of_model(source)
+    if isinstance(source, SafetensorsSource):
+        if source.commit is not None:
+            return source.commit
+        source = source.folder
+    if source.is_file():
+        return _of_files([source], {})
+    return _of_files(weight_files(source), read_checkpoint_json(source / "config.json"))
+
+
+def _of_model(model: Any) -> str:
+    parameters = dict(model.named_parameters())
+    share = _share(len(parameters), _LIVE_BYTES)
+    parts: dict[str, Any] = {}
+    for name, parameter in parameters.items():
+        parts[name] = str(parameter.dtype), list(parameter.shape), _parameter_digest(parameter, share)
+    return _digest(model.config.to_dict(), parts)
+
+
+def _of_files(files: list[Path], config: dict[str, Any]) -> str:
+    headers: dict[Path, dict[str, Any]] = {}
+    places = 0
+    for file in files:
+        headers[file] = {}
+        if file.suffix == ".safetensors":
+            headers[file] = read_header(file)
+        places += len(headers[file]) or _PLACES
+    share = _share(places, _FILE_BYTES)
+    parts: dict[str, Any] = {}
+    for file, header in headers.items():
+        parts[file.name] = header or file.stat().st_size, _file_digest(file, header, share)
+    return _digest(config, parts)
+
+
+def _digest(config: dict[str, Any], parts: dict[str, Any]) -> str:
+    config = {name: value for name, value in config.items() if name not in _NOT_OF_THE_MODEL}
+    text = json.dumps([config, parts], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _share(places: int, total: int) -> int:
+    """Bytes to read at each of this many places."""
+    return max(64, total // max(1, places))
+
+
+@torch.no_grad()
+def _parameter_digest(parameter: Tensor, share: int) -> str:
+    """Digest of the middle of a parameter; empty if its weights are elsewhere."""
+    if parameter.is_meta:
+        return ""
+    part = parameter.detach()
+    while part.ndim > 1 and not part.is_contiguous():  # it is not worth a copy
+        part = part[len(part) // 2]
+    flat = part.reshape(-1)
+    count = share // flat.itemsize
+    start = max(0, (len(flat) - count) // 2)
+    middle = flat[start : start + count].cpu().contiguous()
+    return hashlib.sha256(middle.view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def _file_digest(file: Path, header: dict[str, Any], share: int) -> str:
+    """Digest of the middle of each tensor in a file, or of places all over the file."""
+    digest, size = hashlib.sha256(), file.stat().st_size
+    with file.open("rb") as content:
+        data = 8 + int.from_bytes(content.read(8), "little")
+        spans = [(data + start, data + end) for start, end in (entry["data_offsets"] for entry in header.values())]
+        if not spans:
+            spans = [(size * i // _PLACES, size * (i + 1) // _PLACES) for i in range(_PLACES)]
+        for start, end in spans:
+            content.seek(max(start, (start + end - share) // 2))
+            digest.update(content.read(min(share, end - start)))
+    return digest.hexdigest()

@@ -1,0 +1,136 @@
+"""Files of a hub repo: downloaded, or taken from the cache, with one-line errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.models.checkpoints.lora import ADAPTER_CONFIG, refuse_adapter
+from sinkscope.models.config import first_line
+
+
+def hub_file(repo: str, name: str, revision: str | None = None, absent: Exception | None = None) -> Path:
+    """Download one file of a model's hub repo, or find it in the cache.
+
+    Args:
+        repo: Hub id, org/name.
+        name: Name of the file.
+        revision: Branch, tag or commit.
+        absent: Error to raise if the repo has no such file. None raises a FileNotFoundError.
+
+    Raises:
+        FileNotFoundError: The repo has no such file.
+        SinkscopeError: The repo or revision does not exist, access or connection is missing, or the transfer failed.
+    """
+    from huggingface_hub import errors, hf_hub_download
+
+    try:
+        return Path(hf_hub_download(repo, name, revision=revision))
+    except errors.LocalEntryNotFoundError as error:
+        raise _refusal(error, repo, name, revision) from None
+    except errors.EntryNotFoundError:
+        raise absent or FileNotFoundError(f"{repo} has no {name}") from None
+    except Exception as error:
+        raise _refusal(error, repo, name, revision) from None
+
+
+def _refusal(error: Exception, repo: str, name: str, revision: str | None) -> SinkscopeError:
+    """What went wrong, and what to do."""
+    from huggingface_hub import constants, errors
+
+    hub, login = constants.ENDPOINT, "log in with `hf auth login`"
+    why = f"{hub} cannot be reached: check the connection"
+    if constants.HF_HUB_OFFLINE:
+        why = "HF_HUB_OFFLINE is set: unset it"
+    # The class that a broken transfer raises depends on the version of the hub's client.
+    kinds: list[tuple[type[Exception], str, str]] = [
+        (
+            errors.GatedRepoError,
+            "gated-repo",
+            f"{repo} is gated: accept its terms at {hub}/{repo}, then {login} or set HF_TOKEN",
+        ),
+        (
+            errors.RepositoryNotFoundError,
+            "unknown-repo",
+            f"there is no model {repo!r} at {hub}, or it is private: check the spelling, or {login}",
+        ),
+        (
+            errors.RevisionNotFoundError,
+            "unknown-revision",
+            f"{repo} has no revision {revision!r}; give a branch, tag or commit of this repository",
+        ),
+        (
+            errors.LocalEntryNotFoundError,
+            "hub-unreachable",
+            f"{name} of {repo} is not in the cache and {why}, or give a folder that holds the checkpoint",
+        ),
+        (
+            Exception,
+            "hub-unreachable",
+            f"downloading {name} of {repo} failed: {first_line(error)}; run it again, whole files are kept",
+        ),
+    ]
+    page, message = next((page, message) for kind, page, message in kinds if isinstance(error, kind))
+    return SinkscopeError(message, page=page)
+
+
+def hub_folder(repo: str, revision: str | None, optional: Iterable[str] = ()) -> Path:
+    """Download the config.json of a hub repo, plus other files if they exist.
+
+    Args:
+        repo: Hub id, org/name.
+        revision: Branch, tag or commit.
+        optional: Names of the other files.
+
+    Returns:
+        Their folder in the cache. It is named after the commit, so all its files belong to one revision.
+
+    Raises:
+        SinkscopeError: There is no config.json, or an adapter.
+    """
+    try:
+        folder = hub_file(repo, "config.json", revision).parent
+    except FileNotFoundError:
+        with suppress(FileNotFoundError):
+            raise refuse_adapter(hub_file(repo, ADAPTER_CONFIG, revision), repo, beside=False) from None
+        raise SinkscopeError(
+            f"{repo} has no config.json, so it is no transformers model; give one that has", page="no-config"
+        ) from None
+    adapter = optional_file(repo, ADAPTER_CONFIG, folder.name)
+    if adapter is not None:
+        raise refuse_adapter(adapter, repo, beside=True)
+    for name in optional:
+        optional_file(repo, name, folder.name)
+    return folder
+
+
+def hub_shard(repo: str, shard: str, commit: str | None, index: str) -> Path:
+    """Download a weight file that an index names."""
+    absent = SinkscopeError(f"{repo} lacks {shard}, named in its {index}; try another revision", page="missing-shard")
+    return hub_file(repo, shard, commit, absent=absent)
+
+
+def optional_file(repo: str, name: str, commit: str) -> Path | None:
+    """Download a file of a hub repo; None if the repo has no file of that name.
+
+    Raises:
+        SinkscopeError: The file cannot be downloaded.
+    """
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    cached = try_to_load_from_cache(repo, name, revision=commit)
+    if isinstance(cached, str):
+        return Path(cached)
+    if cached is not None:  # a mark that this commit has no such file, which will not change
+        return None
+    try:
+        return hub_file(repo, name, commit)
+    except FileNotFoundError:
+        return None
+    except SinkscopeError:
+        # Offline, nobody can tell whether the repo has the file; a file that the cache lacks then counts as absent.
+        if constants.HF_HUB_OFFLINE:
+            return None
+        raise

@@ -1,0 +1,222 @@
+"""Decoder layers that are read from a checkpoint when they are called, so that memory does not grow with depth."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.models.checkpoints.checkpoint import SafetensorsSource
+from sinkscope.models.checkpoints.stored import check_unexpected
+from sinkscope.models.config import check_finite, new_model
+from sinkscope.models.quiet import quiet
+from sinkscope.models.stack import kind_of, stack_of
+from sinkscope.models.target import Target
+
+_HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.")  # unembeddings are not read; `Target.forward` ends before them
+_LANGUAGE = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?")  # the text part of a vision-language checkpoint
+
+
+@dataclass(frozen=True, eq=False)
+class StreamTarget(Target):
+    """A Target that holds the weights of only a few layers at a time.
+
+    `forward` and calls of `layers[k]` read layer k when they reach it. Outside such calls, code that reads the weights
+    of layer k or calls one of its parts must be inside `with target.loaded(k):`. There are no logits: `forward` ends
+    at the last hidden state.
+
+    Attributes:
+        store: Reads and frees the layers; `store.source.read` lists the tensors read so far.
+    """
+
+    store: Any = None
+
+    @contextlib.contextmanager
+    def loaded(self, layer: int) -> Iterator[None]:
+        """Keep the weights of layer `layer` in memory inside the `with`."""
+        with self.store.pinned(layer):
+            yield
+
+    @contextlib.contextmanager
+    def skipping(self, count: int, wrapped: bool) -> Iterator[None]:
+        """The layers that are passed by are not read either."""
+        with super().skipping(count, wrapped):
+            self.store.skipped = count
+            try:
+                yield
+            finally:
+                self.store.skipped = 0
+
+
+class LayerStore:
+    """Reads the weights of a layer when the layer is called, and frees them when other layers need the room.
+
+    Attributes:
+        source: The checkpoint.
+        resident: The number of layers that it holds in memory.
+        skipped: The number of first layers that are called without being computed.
+        reads: How often each layer was read.
+    """
+
+    def __init__(self, source: SafetensorsSource, loader: LayerLoader, layers: list[nn.Module], resident: int) -> None:
+        self.source = source
+        self._loader = loader
+        self._layers = layers
+        self.resident = resident
+        self.skipped = 0
+        self.reads: Counter[int] = Counter()
+        self._empty = [layer.state_dict() for layer in layers]  # on meta: costs nothing
+        self._in_memory: set[int] = set()
+        self._pins: Counter[int] = Counter()
+        for index, layer in enumerate(layers):
+            layer.register_forward_pre_hook(partial(self._before, index))
+
+    def _before(self, index: int, _module: nn.Module, _args: Any) -> None:
+        if index >= self.skipped:
+            self.load(index)
+
+    def load(self, index: int) -> None:
+        """Read the weights of layer `index`, unless they are in memory; other layers may have to leave it.
+
+        A walk goes upward and the next one begins below, so the layer just below is needed last: it leaves first.
+        """
+        if index in self._in_memory:
+            return
+        for other in sorted(self._in_memory, key=lambda held: (held >= index, -held)):
+            if len(self._in_memory) >= self.resident and not self._pins[other]:
+                self._layers[other].load_state_dict(self._empty[other], assign=True)
+                self._in_memory.remove(other)
+        self._layers[index].load_state_dict(self._loader.layer(index), assign=True)
+        self._in_memory.add(index)
+        self.reads[index] += 1
+
+    @contextlib.contextmanager
+    def pinned(self, index: int) -> Iterator[None]:
+        """Context manager in which a layer stays in memory."""
+        self.load(index)
+        self._pins[index] += 1
+        try:
+            yield
+        finally:
+            self._pins[index] -= 1
+
+
+class LayerLoader:
+    """Makes modules from parts of a checkpoint. transformers loads them, so its renames, fusions and dtypes apply."""
+
+    def __init__(
+        self, source: SafetensorsSource, config: Any, *, device: str | torch.device, dtype: torch.dtype
+    ) -> None:
+        self._source, self._config, self._device, self._dtype = source, config, device, dtype
+        with torch.device("meta"):
+            self.causal = new_model(config, self._dtype).eval().requires_grad_(False)
+        prefix = self.causal.base_model_prefix
+        self._base_class = type(getattr(self.causal, prefix))
+        self.stack = stack_of(self.causal)
+        self._path = self.stack.removeprefix(f"{prefix}.")  # of the layers, below an object of that class
+        self._split()
+
+    def _split(self) -> None:
+        """Sort the tensors of the checkpoint by layer, and leave out the unembedding."""
+        stack = self.stack.rsplit(".", 1)[-1]
+        pattern = re.compile(rf"^((?:.*?\.)?{stack}\.)(\d+)(\..*)$")
+        nested = any(_LANGUAGE.match(name) for name in self._source.weight_map)
+        self._outside: dict[str, str] = {}  # name in the checkpoint -> name to load it by
+        self._inside: dict[int, dict[str, str]] = {}
+        for name in self._source.weight_map:
+            if _HEAD.search(name) or (nested and not _LANGUAGE.match(name)):
+                continue
+            key = name
+            if nested:
+                key = _LANGUAGE.sub("model.", name)
+            match = pattern.match(key)
+            if match is None:
+                self._outside[name] = key
+            else:
+                head, layer, tail = match.groups()
+                self._inside.setdefault(int(layer), {})[name] = f"{head}0{tail}"
+
+    def base(self) -> nn.Module:
+        """The base of the model. It is whole except for the weights of its layers, which are on the meta device."""
+        shallow = copy.deepcopy(self._config)
+        shallow.num_hidden_layers = 0
+        base = self._make(shallow, self._outside, "the part around the layers")
+        for module in base.modules():
+            if hasattr(module, "config"):
+                module.config = self._config  # forward passes read the depth and the layer types from it
+        parent, _, leaf = self._path.rpartition(".")
+        layers = self.causal.get_submodule(self.stack)
+        setattr(base.get_submodule(parent), leaf, layers)
+        return base
+
+    def layer(self, index: int) -> dict[str, Tensor]:
+        """The weights of one decoder layer, by the names of its module."""
+        names = self._inside.get(index, {})
+        single = copy.deepcopy(self._config)
+        single.num_hidden_layers, single.vocab_size, single.pad_token_id = 1, 1, 0
+        if getattr(single, "layer_types", None):
+            single.layer_types = [self._config.layer_types[index]]
+        if hasattr(single, "mlp_only_layers"):
+            # The rule of the whole model goes by the number of a layer, so the single layer is told what it is there.
+            single.mlp_only_layers = []
+            if not any(parameter.ndim == 3 for parameter in self._empty(index).parameters()):
+                single.mlp_only_layers = [0]
+            single.decoder_sparse_step = 1
+        if hasattr(single, "first_k_dense_replace"):
+            single.first_k_dense_replace = int(index < single.first_k_dense_replace)
+        alone = f"{self._path}.0"
+        with torch.device("meta"):
+            made = self._base_class(single).get_submodule(alone)
+        if kind_of(made) != kind_of(self._empty(index)):
+            raise UnsupportedError(
+                f"layer {index} of {self._source.name} alone is of another kind than in the whole model; load it whole "
+                "with sinkscope.load(...)",
+                page="not-streamable",
+            )
+        module = self._make(single, names, f"layer {index}", alone, f"{self._path}.{index}")
+        return module.get_submodule(alone).state_dict()
+
+    def _empty(self, index: int) -> Any:
+        """A layer of the whole model, on meta."""
+        return self.causal.get_submodule(f"{self.stack}.{index}")
+
+    def _make(self, config: Any, names: dict[str, str], what: str, part: str = "", truly: str = "") -> nn.Module:
+        """Make an object of the base class from these tensors, which must include every tensor below `part`.
+
+        In the whole model, `part` is called `truly`.
+        """
+        state = {names[name]: tensor for name, tensor in self._source.tensors(names).items()}
+        try:
+            with quiet(bars=False), torch.random.fork_rng(devices=[]):
+                module, info = self._base_class.from_pretrained(
+                    None, config=config, state_dict=state, dtype=self._dtype, output_loading_info=True
+                )
+        except RuntimeError as error:
+            if "size" not in str(error) and "shape" not in str(error):
+                raise
+            raise SinkscopeError(
+                f"the shapes of {what} in {self._source.name} are not those of its config.json: config and weights are "
+                "of different models; download both from one revision",
+                page="missing-tensors",
+            ) from error
+        absent = [name for name in sorted(info["missing_keys"]) if name.startswith(part)]
+        if absent:
+            first = absent[0].removeprefix(f"{part}.")
+            raise SinkscopeError(
+                f"{self._source.name} lacks tensors of {what}, the first is {first}; get the whole checkpoint",
+                page="missing-tensors",
+            )
+        origins = {new: stored for stored, new in names.items()}
+        check_unexpected(module, info["unexpected_keys"], self._source.name, origins)
+        path = f"{self.causal.base_model_prefix}.{truly}".rstrip(".")
+        check_finite(module.get_submodule(part), self._source.name, f"{path}.")  # what is outside holds random numbers
+        return module.eval().requires_grad_(False).to(self._device)

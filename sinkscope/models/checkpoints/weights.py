@@ -1,0 +1,80 @@
+"""A plain model with its weights, as transformers reads them from files."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from typing import Any
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.models.checkpoints.checkpoint import LocalFiles, weight_files
+from sinkscope.models.checkpoints.locate import ModelSource
+from sinkscope.models.checkpoints.stored import check_pickled, check_unexpected, is_quantised
+from sinkscope.models.config import causal_class, reads_images
+from sinkscope.results.console import note
+
+
+def model_with_weights(
+    source: ModelSource, files: LocalFiles, config: Any, options: dict[str, Any], *, is_cut: bool
+) -> Any:
+    """A model in eval mode, with the weights of the files.
+
+    Args:
+        source: Where it comes from, for errors.
+        files: Its files on this machine.
+        config: Its configuration.
+        options: What transformers takes beside it; None means its default.
+        is_cut: Whether it is only the first layers of the model.
+
+    Raises:
+        SinkscopeError: The weights do not belong to the configuration.
+    """
+    from transformers import AutoModelForImageTextToText
+
+    auto = causal_class(config)
+    if reads_images(config.model_type):
+        auto = AutoModelForImageTextToText
+    if files.gguf is not None:
+        options = {**options, "gguf_file": files.gguf}
+    is_pickled = files.gguf is None and not any(files.folder.glob("*.safetensors*"))
+    if is_pickled:
+        options = {**options, "weights_only": True}
+        check_pickled(source.name, config, weight_files(files.folder))
+    hides_bar = files.gguf is not None and not sys.stderr.isatty()  # the bar of GGUF files knows no switch
+    with contextlib.redirect_stderr(io.StringIO()) if hides_bar else contextlib.nullcontext():
+        loaded: Any = auto.from_pretrained(
+            files.folder,
+            config=config,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below, with names
+            **{name: value for name, value in options.items() if value is not None},
+        )
+    model, info = loaded
+    mismatched, missing = sorted(info["mismatched_keys"]), sorted(info["missing_keys"])
+    problem = None
+    if mismatched:
+        name, shape, expected = mismatched[0]
+        problem = (
+            f"tensor {name} of {source.name} has shape {tuple(shape)}, its configuration asks for {tuple(expected)}"
+        )
+    elif missing:
+        problem = f"{source.name} lacks {len(missing)} tensors that its configuration asks for, such as {missing[0]}"
+    if problem is not None:
+        remedy = "the weights belong to another config.json: download both from one revision"
+        if is_cut:
+            remedy = (
+                f"unless a file is damaged, {config.model_type} cannot be cut to its first layers: leave out layers="
+            )
+        raise SinkscopeError(
+            f"{problem}; {remedy}",
+            page="missing-tensors",
+        )
+    if not is_quantised(config):  # else factors belong there
+        check_unexpected(model, info["unexpected_keys"], source.name)
+    if is_pickled:  # only now: a checkpoint that is refused says one line, and that is why
+        note(
+            f"note: {source.name} has pickled weights (.bin), read with weights_only so that no code in them runs; "
+            "safetensors load faster"
+        )
+    return model.eval()

@@ -1,0 +1,168 @@
+"""The adapter of a model: inferred once per configuration, and proved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from sinkscope.errors import UnsupportedError
+from sinkscope.models.adapters import Adapter, row_of, shown_row
+from sinkscope.models.config import first_line
+from sinkscope.models.stack import DRAFT, first_of_kinds, kind_of, stack_of
+from sinkscope.models.target import Target
+from sinkscope.opening.inference.infer import infer
+from sinkscope.opening.inference.probe import probe, token_ids
+from sinkscope.opening.inference.sample import has_same_parts, is_wide, sample_of
+from sinkscope.opening.inference.sums import unproved_sites
+
+_LENGTH = 9  # tokens of the proof
+
+
+@dataclass(frozen=True)
+class _Known:
+    """The adapter of a configuration, with what was refused, and the row that it was; None if it was inferred."""
+
+    row: Adapter | None
+    adapter: Adapter
+
+
+_KNOWN: dict[str, _Known] = {}  # by the configuration of the model
+
+
+def adapter_of(target: Target, *, proves: bool = True) -> Adapter:
+    """The adapter of a model: its row if there is one, or else what is inferred from the model, once per configuration.
+
+    Sites that cannot be proved in the first layer of each kind are noted in it. A model whose modules are wrapped or
+    quantised, or that holds no weights, is not called itself: a small one of its configuration is, with the first
+    layers only.
+
+    Args:
+        target: The model; its own adapter is not read.
+        proves: Whether what is inferred is proved at once, in the first layers.
+
+    Raises:
+        UnsupportedError: Nothing could be inferred, or the probe refuses it.
+    """
+    hf = target.hf
+    key, row = _key(hf), row_of(hf.config.model_type)
+    known = _KNOWN.get(key)
+    if known is not None and known.row is row:
+        return known.adapter
+    is_callable = not (target.is_elsewhere or target.kind == "bridge" or getattr(hf, "is_quantized", False))
+    if not is_callable and row is not None:
+        return row
+    if not is_callable:
+        sample = sample_of(hf, max(_kinds_of(hf)) + 1)
+        target = Target(sample, sample, "hf", DRAFT)
+    with _evaluating(target.hf):
+        adapter = row or inferred_adapter(target.hf)
+        adapter = _with_sites(replace(target, adapter=adapter), first_of_kinds(replace(target, adapter=adapter)))
+        _KNOWN[key] = _Known(row, adapter)
+        if proves and row is None:
+            prove(replace(target, adapter=adapter), every_layer=False)
+    return adapter
+
+
+@contextmanager
+def _evaluating(hf: nn.Module) -> Iterator[None]:
+    """Context manager in which no dropout acts."""
+    training = [module for module in hf.modules() if module.training]
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _with_sites(target: Target, layers: list[int]) -> Adapter:
+    """The adapter with the sites that cannot be proved; layers of a kind share what was found in the first of it."""
+    adapter = target.adapter
+    firsts = {kind_of(target.layers[layer]): layer for layer in reversed(layers)}
+    try:
+        problems = unproved_sites(target, token_ids(target, _LENGTH), layers)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # the model does not run so; the probe says more
+        return replace(adapter, unproved=(("*", f"a pass raised {type(error).__name__}: {first_line(error)}"),))
+    noted = dict(adapter.unproved)
+    for number, layer in enumerate(target.layers):
+        checked = number if number in layers else firsts[kind_of(layer)]
+        for name, problem in problems.items():
+            if name.startswith(f"blocks.{checked}."):
+                noted[name.replace(f"blocks.{checked}.", f"blocks.{number}.", 1)] = problem
+    if noted == dict(adapter.unproved):
+        return adapter
+    return replace(adapter, unproved=tuple(sorted(noted.items())))
+
+
+def inferred_adapter(hf: Any) -> Adapter:
+    """What is inferred from a model, or, where that fails, from one with other weights: zeros may show nothing.
+
+    Wide models are not called: a narrow one of the same modules is, if there is one.
+    """
+    if is_wide(hf, _layers_of(hf)):
+        with suppress(Exception):  # sizes may depend on each other
+            narrow = sample_of(hf, max(_kinds_of(hf)) + 1, is_narrow=True)
+            if has_same_parts(_layers_of(narrow), _layers_of(hf)):
+                return infer(narrow)
+    try:
+        return infer(hf)
+    except UnsupportedError:
+        with suppress(Exception):
+            return infer(sample_of(hf, max(_kinds_of(hf)) + 1))
+        raise
+
+
+def _layers_of(hf: Any) -> list[nn.Module]:
+    return list(hf.get_submodule(stack_of(hf)).children())
+
+
+def _kinds_of(hf: Any) -> list[int]:
+    return first_of_kinds(Target(hf, hf, "hf", replace(DRAFT, layers=stack_of(hf))))
+
+
+def prove(target: Target, *, every_layer: bool = True) -> None:
+    """Raise if `probe` finds a problem. Models with weights on meta are skipped.
+
+    Raises:
+        UnsupportedError: There is a problem; the message says what, and what to try.
+    """
+    if target.is_elsewhere:
+        return
+    problem = probe(target, every_layer=every_layer).problem
+    adapter, key = target.adapter, _key(target.hf)
+    if problem is None:
+        if every_layer and target.resident:
+            adapter = _with_sites(target, list(range(len(target.layers))))
+            _KNOWN[key] = _Known(row_of(target.hf.config.model_type), adapter)
+        return
+    known = _KNOWN.pop(key, None)
+    if known is not None and known.row is None and target.kind == "hf":
+        raise UnsupportedError(
+            f"model type {adapter.model_type!r} has no adapter, and the inferred one is refused: {problem}; change "
+            f"what is wrong and register it: sinkscope.models.adapters.register({shown_row(adapter)})",
+            page="unsupported-model",
+        )
+    other = 'try backend="hf", or '
+    if target.kind == "hf":
+        other = ""
+    raise UnsupportedError(
+        f"the load-time probe of this {target.config.model_type} model failed ({target.kind}): {problem}; "
+        f"{other}report it with the model's name; probe=False loads it all the same",
+        page="probe-failed",
+    )
+
+
+def _key(hf: Any) -> str:
+    """What models of one class and configuration have in common."""
+    config = hf.config.to_dict()
+    for name in ("_name_or_path", "transformers_version", "dtype", "architectures"):
+        config.pop(name, None)
+    return f"{type(hf).__name__} {sorted(config.items(), key=str)}"

@@ -1,0 +1,169 @@
+"""What the commands print: results on stdout, progress and notes on stderr."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from shutil import get_terminal_size
+from textwrap import fill
+from typing import Any
+
+from sinkscope.files.plain import visible
+
+WIDTH = 80
+"""Characters of a line where there is no terminal."""
+
+ERASE = "\x1b[K"
+"""Makes a terminal erase what stands from the cursor to the end of the line."""
+
+BOLD, PLAIN = "\x1b[1m", "\x1b[0m"
+"""Make a terminal begin and end bold type."""
+
+
+class ProgressBar:
+    """A bar with the time elapsed and left on standard error; it shows nothing where standard error is not a terminal.
+
+    It is called with what is being done, how much of it is done, and how much there is. It appears with the first call
+    and must end before anything is printed, because it is painted over what stands in its line.
+    """
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+        self._task: Any = None
+        self._ended = False
+        self._waits = False
+
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """Show how much of a stage is done; of a `total` of 0 only the time is shown."""
+        if not gc.isenabled():  # the command line turns it off while libraries are imported
+            if not gc.get_freeze_count():
+                gc.freeze()  # what they made stays, and need not be looked through
+            gc.enable()
+        if self._bar is None and not self._ended and sys.stderr.isatty():
+            self._erase()
+            self._start()
+        if self._bar is not None:
+            count = f"{done}/{total}" if total else ""
+            self._bar.update(self._task, description=visible(stage), completed=done, total=total or None, count=count)
+
+    def wait(self, words: str) -> None:
+        """Say at once what takes a while, in a line over which the bar and everything else is printed."""
+        if is_terminal(sys.stderr):
+            self._waits = True
+            sys.stderr.write(visible(words)[: terminal_width() - 1] + "\r")
+            sys.stderr.flush()
+
+    def _erase(self) -> None:
+        if self._waits:
+            self._waits = False
+            sys.stderr.write(ERASE)
+            sys.stderr.flush()
+
+    def _start(self) -> None:
+        from rich import progress as rich
+        from rich.console import Console
+
+        words = rich.TextColumn("{task.description}", markup=False)
+        count = rich.TextColumn("{task.fields[count]}", markup=False)
+        times = (rich.TimeElapsedColumn(), rich.TimeRemainingColumn())
+        console = Console(stderr=True)
+        shown = (words, rich.BarColumn(), count, *times)
+        self._bar = rich.Progress(*shown, console=console, transient=True, redirect_stdout=False)
+        self._task = self._bar.add_task("", total=None, count="")
+        self._bar.start()
+
+    def end(self) -> None:
+        """Take the bar off the screen; it does not come back."""
+        self._ended = True
+        self._erase()
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+
+def end_bar(progress: Any) -> None:
+    """End a progress bar before anything is printed; other progress has nothing on the screen."""
+    if isinstance(progress, ProgressBar):
+        progress.end()
+
+
+def is_terminal(stream: Any) -> bool:
+    """Whether a stream is a terminal that knows more than letters."""
+    return stream.isatty() and os.environ.get("TERM") not in (None, "dumb")
+
+
+def terminal_width() -> int:
+    """Characters of a line of the terminal; 80 where there is none."""
+    return get_terminal_size((WIDTH, 24)).columns
+
+
+def wrapped(text: str, stream: Any) -> str:
+    """Text whose long lines are broken between words if a terminal shows it; other readers get whole lines."""
+    if not stream.isatty():
+        return text
+    width = terminal_width()
+    lines: list[str] = []
+    for line in text.split("\n"):
+        if len(line) > width:
+            line = fill(line, width, break_on_hyphens=False, break_long_words=False)  # a path stays whole
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def note(message: str) -> None:
+    """A line for the reader, not for the next program; it is lost if standard error cannot be written."""
+    try:
+        erased = ERASE if is_terminal(sys.stderr) else ""
+        print(erased + wrapped(visible(message), sys.stderr), file=sys.stderr, flush=True)
+    except (OSError, ValueError):
+        drop(sys.stderr)
+
+
+def show(text: str, bold: Sequence[str] = ()) -> None:
+    """Print text on standard output; on a terminal its long lines are broken between words.
+
+    Args:
+        text: The text.
+        bold: Lines of it that a terminal shows in bold type.
+    """
+    styled = is_terminal(sys.stdout) and "NO_COLOR" not in os.environ
+    lines: list[str] = []
+    for line in text.split("\n"):
+        shown = wrapped(visible(line), sys.stdout)
+        if styled and line and line in bold:
+            shown = f"{BOLD}{shown}{PLAIN}"
+        lines.append(shown)
+    print("\n".join(lines))
+
+
+def drop(stream: Any) -> None:
+    """Give up a stream that cannot be written: what is still in its buffer would fail again at exit."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def emit(path: str, text: str, *, force: bool = False) -> None:
+    """Write text to a file as `write_output` does, or to standard output for `-`."""
+    if path == "-":
+        sys.stdout.write(visible(text))
+    else:
+        from sinkscope.files.output import write_output
+
+        write_output(path, text, force=force)
+
+
+def print_result(result: Any, *, explain: bool = False) -> None:
+    """Print a result as text that fits a terminal of 24 lines, or with `explain` whole and explained."""
+    from sinkscope.results.tables import SCREEN  # loads what `sinkscope --help` need not wait for
+
+    width = terminal_width()
+    show(result.text(width, None if explain else SCREEN), result.headings(width))

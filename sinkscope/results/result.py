@@ -1,0 +1,294 @@
+"""The return type of every measurement: frozen, with the model, the settings and the provenance of the result."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, is_dataclass
+from pkgutil import resolve_name
+from textwrap import fill
+from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_type_hints
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.envelope import Envelope
+from sinkscope.files.plain import plain, visible
+from sinkscope.files.provenance import documented_at
+from sinkscope.results.notation import count_of
+from sinkscope.results.tables import WIDTH, Grid, cell, glossary, height, long_table, shortened, strings
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import plotly.graph_objects as go
+
+UNKNOWN_TOKENS_TO_WARN = 0.1
+"""Share of unknown tokens in the reference text from which results carry a warning."""
+LEAST_TABLE = 10
+"""Lines that tables have before details take the rest."""
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number or a word of a result by which two models are compared, as on a sink card.
+
+    Attributes:
+        label: What it is, in a few words.
+        value: The number or word. None: it was not measured.
+        control: The same number for the control, if there is one.
+        margin: Two standard errors over texts. None: differences of this number are not judged.
+    """
+
+    label: str
+    value: float | str | None
+    control: float | None = None
+    margin: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result(Envelope):
+    """Base of all results. A subclass is a frozen dataclass; its own fields are the result.
+
+    Fields are arrays with named axes (`Float[np.ndarray, "layer head"]`), numbers, strings, None, tuples, dicts with
+    string keys, and dataclasses of these: values that a JSON file returns unchanged after saving. `settings` is
+    converted to such plain values on creation.
+
+    Attributes:
+        model: The model that was measured.
+        settings: The arguments that produced the result.
+        provenance: How, when and on which device it was made.
+    """
+
+    percent: ClassVar[tuple[str, ...]] = ()  # columns that tables show in per cent
+    table_of: ClassVar[str] = ""  # field whose records are the rows; empty: arrays, else the first field with records
+    table_without: ClassVar[tuple[str, ...]] = ()  # fields of a record that are not shown as columns
+    table_rows: ClassVar[int] = 64  # number of rows that are printed
+    columns: ClassVar[tuple[str, ...]] = ()  # columns shown if not all fit; empty: the first that fit
+    matters: ClassVar[str] = ""  # column that says which rows matter; on a terminal the others are one line
+    told: ClassVar[str] = ""  # column of which that line tells the largest value
+    glossary: ClassVar[dict[str, str]] = {}  # meaning of columns that no docstring describes
+    page: ClassVar[str] = ""  # page of the documentation, relative to docs/, without .md; empty: measure/KIND
+    drawing: ClassVar[Callable[[Any], Any] | str | None] = None  # or module:function, imported when it is drawn
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__repr__" not in vars(cls):  # that of a dataclass would write every number out
+            cls.__repr__ = Result.__repr__
+
+    # What it says
+
+    @property
+    def exit_code(self) -> int:
+        """The status with which the command ends that prints it; a subclass overrides it."""
+        return 0
+
+    def conclusion(self) -> str:
+        """The conclusion in one sentence that includes the control; a subclass overrides it."""
+        return f"{self.kind} on {self.model.name}."
+
+    def details(self) -> list[str]:
+        """Lines of plain text below the conclusion; a subclass overrides it."""
+        return []
+
+    def numbers(self) -> list[Number]:
+        """The numbers and words by which two models are compared; a subclass overrides it."""
+        return []
+
+    def headline(self) -> Number | None:
+        """The number that stands on a sink card beside the conclusion: the first one that differs from its control."""
+        for number in self.numbers():
+            if number.control not in (None, number.value):
+                return number
+        return None
+
+    def summary(self) -> str:
+        """The conclusion, the model, the details and warnings, as lines of plain text."""
+        model = self.model
+        lines = [f"Conclusion: {self.conclusion()}"]
+        if model.n_layers:
+            size = f"{model.n_layers} layers, d_model {model.d_model}, d_mlp {model.d_mlp}"
+            lines.append(f"The model is {model.name} ({model.family}, {size}).")
+        unknown = self.settings.get("unknown_tokens") or 0.0
+        if unknown > UNKNOWN_TOKENS_TO_WARN:
+            lines.append(
+                f"Warning: {unknown:.0%} of the reference text is unknown to this tokenizer; supply suitable text with "
+                "--text."
+            )
+        return "\n".join([*lines, *self.details()])
+
+    def closing(self) -> list[str]:
+        """The lines with which the text ends; a subclass overrides it."""
+        return [f"Conclusion: {self.conclusion()}"]
+
+    # Its table
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The result as a table, one dict per row.
+
+        By default, the arrays that have the axes of the largest named array are the columns, beside a column for each
+        axis. A field named like an axis, or its plural, labels it. A result without arrays has the records of a field
+        as its rows, or else one row of its plain fields.
+        """
+        own = self.own_fields()
+        axes = _named_axes(type(self), own)
+        if axes and not self.table_of:
+            return _long_rows(own, axes)
+        for name, value in own.items():
+            if self.table_of in ("", name) and isinstance(value, tuple | list) and value and is_dataclass(value[0]):
+                return [self._record_row(record) for record in value]
+        if self.table_of:
+            return []
+        return [{name: plain(value) for name, value in own.items() if isinstance(value, str | int | float | None)}]
+
+    def _record_row(self, record: Any) -> dict[str, Any]:
+        return {name: value for name, value in plain(record).items() if name not in self.table_without}
+
+    def shown_rows(self) -> list[dict[str, Any]]:
+        """The rows that are printed; if there are many, the first ones."""
+        return self.rows()[: self.table_rows]
+
+    def grids(self) -> list[Grid]:
+        """The tables that are shown, by default that of `shown_rows`; a subclass with several overrides it."""
+        shown, every = self.shown_rows(), self.rows()
+        columns = strings(shown, self.percent)
+        note = ""
+        if len(shown) < len(every) and shown[0].keys() == every[0].keys():
+            note = f"The table shows {len(shown)} of {len(every)} rows (--csv FILE writes them all)."
+        if not columns:
+            return []
+        matters: list[bool] = []
+        others = ""
+        if self.matters:
+            matters = [bool(row[self.matters]) for row in shown]
+            rest = [row[self.told] for row in shown if not row[self.matters] and row[self.told] is not None]
+            most = cell(max(rest, default=None), percent=self.told in self.percent)
+            others = f"{count_of(matters.count(False), 'other')}: {self.told.replace('_', ' ')} at most {most}"
+        return [Grid(columns, note=note, important=self.columns, matters=matters, others=others, total=len(every))]
+
+    def to_frame(self) -> pd.DataFrame:
+        """`rows` as a pandas data frame."""
+        import pandas as pd
+
+        return pd.DataFrame(self.rows())
+
+    def to_csv(self) -> str:
+        """All rows and columns of `to_frame` as CSV."""
+        return self.to_frame().to_csv(index=False)
+
+    # How it looks
+
+    def figure(self) -> go.Figure:
+        """The result as a plotly figure.
+
+        Raises:
+            SinkscopeError: Results of this kind have no figure.
+        """
+        draw = type(self).drawing
+        if isinstance(draw, str):
+            draw = resolve_name(draw)
+        if draw is None:
+            raise SinkscopeError(f"no figure is drawn of {self.kind!r}: use --json, or --html for its tables")
+        return draw(self)
+
+    def text(self, width: int | None = WIDTH, lines: int | None = None) -> str:
+        """The tables, then the details, and the conclusion last, where a terminal shows it.
+
+        Args:
+            width: Characters per line of the tables. None: every column is shown.
+            lines: Number of lines into which it fits: tables lose rows and the last details are left out, and a line
+                says so. None: everything, with the meaning of the columns.
+        """
+        details = self.summary().split("\n")[1:]
+        closing = self.closing()
+        grids = self.grids()
+        if lines is None or width is None:
+            tables = [grid.text(width) for grid in grids]
+            return "\n\n".join([*tables, *self.below(width), "\n".join([*details, *closing])])
+        tables = [grid.brief().text(width) for grid in grids]
+        hint = "--explain shows more rows, all details and the meaning of the columns."
+        room = lines - height([hint, *closing], width)
+        least = min(LEAST_TABLE, height(tables, width) + len(grids))
+        while details and height(details, width) > room - least:
+            details.pop()
+        blocks = shortened(grids, room - height(details, width), width)
+        return "\n\n".join([*blocks, "\n".join([*details, hint, *closing])])
+
+    def headings(self, width: int | None = WIDTH) -> list[str]:
+        """The lines of `text` that a terminal shows in bold type: the conclusion, and what stands above the tables."""
+        lines = self.closing()
+        for grid in self.grids():
+            lines += [*grid.heading(width), *grid.brief().heading(width)]
+        return lines
+
+    def below(self, width: int | None) -> list[str]:
+        """The meaning of the columns, one line each, and the page of the documentation."""
+        meaning = self._meaning()
+        size = max(map(len, meaning), default=0)
+        lines: list[str] = []
+        for name, sentence in meaning.items():
+            line = f"{name:{size}}  {sentence}"
+            lines.append(line if width is None else fill(line, width, subsequent_indent=" " * (size + 2)))
+        if type(self).__module__.startswith("sinkscope."):
+            lines.append(f"More: {self.link()}")
+        return ["\n".join(lines)] if lines else []
+
+    def _meaning(self) -> dict[str, str]:
+        names: list[str] = []
+        for grid in self.grids():
+            names += grid.columns
+        return glossary(type(self), names, self.glossary)
+
+    @classmethod
+    def link(cls) -> str:
+        """The page of the documentation about results of this kind."""
+        return documented_at(cls.page or f"measure/{cls.kind}")
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def __repr__(self) -> str:
+        more = ".rows()" if type(self).drawing is None else ".rows() and .figure()"
+        return visible(f"<{type(self).__name__}: {self.conclusion()} See {more}.>")
+
+    def _repr_html_(self) -> str:
+        return self.to_html()
+
+    def own_page(self) -> str | None:
+        """A whole HTML page of its own; None: the page that all results have. A subclass overrides it."""
+        return None
+
+    def to_html(self) -> str:
+        """`summary` and the tables with every column as an HTML fragment, fully escaped; notebooks show this."""
+        first, *details = self.summary().split("\n")
+        parts = ['<div class="sinkscope">', f"<p><b>{html.escape(first)}</b></p>"]
+        parts += [f"<p>{html.escape(line)}</p>" for line in details]
+        parts += map(Grid.html, self.grids())
+        parts.append("<details><summary>What the columns mean</summary><dl>")
+        for name, sentence in self._meaning().items():
+            parts.append(f"<dt>{html.escape(name)}</dt><dd>{html.escape(sentence)}</dd>")
+        parts.append("</dl></details>")
+        return visible("\n".join([*parts, "</div>"]))
+
+
+def _named_axes(cls: type[Result], own: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    """The names of the axes of each field that is an array with such names, and not empty."""
+    axes: dict[str, tuple[str, ...]] = {}
+    for name, hint in get_type_hints(cls).items():
+        for one in (hint, *get_args(hint)):
+            words = getattr(one, "dim_str", "")  # of jaxtyping
+            if words and getattr(own.get(name), "size", 0):
+                axes[name] = tuple(words.split())
+    return axes
+
+
+def _long_rows(own: dict[str, Any], axes: dict[str, tuple[str, ...]]) -> list[dict[str, Any]]:
+    """A row for each entry of the largest array, with the arrays of the same axes as columns."""
+    largest = max(axes, key=lambda name: own[name].size)
+    shape = own[largest].shape
+    labels: dict[str, Sequence[Any]] = {}
+    for axis, size in zip(axes[largest], shape, strict=True):
+        labels[axis] = range(size)
+        for name in (axis, f"{axis}s"):
+            entries = plain(own.get(name))
+            if isinstance(entries, list) and len(entries) == size:
+                labels[axis] = entries
+    columns = {name: own[name] for name in axes if axes[name] == axes[largest] and own[name].shape == shape}
+    return long_table(columns, **labels)

@@ -1,0 +1,94 @@
+"""Colours and layout that drawings share."""
+
+from __future__ import annotations
+
+import html
+import re
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from sinkscope.results.tables import long_table as long_table
+
+# Okabe and Ito's colours, which readers without colour vision can also distinguish
+BLUE, ORANGE, GREEN, GREY, RED = "#0072b2", "#e69f00", "#009e73", "#8c8c8c", "#d55e00"
+COLOURS = (BLUE, ORANGE, GREEN, "#cc79a7", "#56b4e9", "#7a5c00", "#4b3f8f", RED)
+BAND = "rgba(140,140,140,0.25)"
+PIXELS_PER_CHARACTER = 7.7
+ZERO_PIXELS = 4
+"""Height of a bar that is almost zero."""
+LINE_OF_TITLE = 18
+"""Pixels."""
+
+
+def panels(titles: Sequence[str], widths: Sequence[float] | None = None, *, spacing: float = 0.09) -> Any:
+    """Make a figure with panels side by side.
+
+    Args:
+        titles: One title per panel.
+        widths: Relative widths of the panels. None makes all equal.
+        spacing: Space between panels, as a share of the figure's width.
+    """
+    return make_subplots(
+        cols=len(titles), subplot_titles=list(titles), column_widths=widths, horizontal_spacing=spacing
+    )
+
+
+def figure_of(
+    fig: Any,
+    result: Any,
+    title: str = "",
+    *,
+    width: int,
+    height: int,
+    legend: float | dict[str, Any] = -0.27,
+    bottom: int = 110,
+    top: int = 90,
+    **more: Any,
+) -> go.Figure:
+    """Give a figure its title and the layout that all figures share.
+
+    The title is the first sentence of the result's conclusion, broken into lines that fit.
+
+    Args:
+        fig: The figure.
+        result: The result, which names the model and has a conclusion. None takes `title`.
+        title: Title of a figure without a result; it is escaped here.
+        width: Width in pixels.
+        height: Height in pixels.
+        legend: Vertical position of the legend below the panels, or plotly's options for the legend.
+        bottom: Margin in pixels for axis titles and legend.
+        top: Margin in pixels for the titles.
+        more: Further options of plotly's `update_layout`.
+    """
+    if result is not None:
+        sentence = result.conclusion().partition(". ")[0].removesuffix(".")
+        title = f"{result.model.name}: {sentence}"
+    lines = textwrap.wrap(title, int(width / PIXELS_PER_CHARACTER))
+    top += LINE_OF_TITLE * max(0, len(lines) - 2)
+    text = "<br>".join(html.escape(line) for line in lines)
+    place = {"x": 0.01, "xanchor": "left", "y": 1 - 16 / height, "yanchor": "top"}
+    below = {"orientation": "h", "y": -0.27, "x": 0.5, "xanchor": "center", "yanchor": "top"}
+    fig.update_layout(
+        template="plotly_white",
+        width=width,
+        height=height,
+        font={"size": 13},
+        margin={"l": 70, "r": 20, "t": top, "b": bottom},
+        title={"text": text, "font": {"size": 15}, **place},
+        legend=below | (legend if isinstance(legend, dict) else {"y": legend}),
+    )
+    for bar in fig.select_traces({"type": "bar"}):
+        bar.marker.line = {"width": _edges(bar), "color": bar.marker.color}
+    fig.for_each_annotation(lambda one: one.update(text=re.sub(r"^[a-z]+=", "", one.text)))  # of plotly's facets
+    return fig.update_layout(**more)
+
+
+def _edges(bar: Any) -> list[int]:
+    """Pixels of the edge of each bar: a bar that is almost zero, such as a control, is a line that can be seen."""
+    values = bar.x if bar.orientation == "h" else bar.y
+    sizes = [abs(value or 0.0) for value in values]
+    return [ZERO_PIXELS * (size < max(sizes) / 100 or not size) for size in sizes]

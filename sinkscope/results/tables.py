@@ -1,0 +1,284 @@
+"""Tables of results: columns that fit the width, constants in the note, and the meaning of the columns."""
+
+from __future__ import annotations
+
+import html
+import inspect
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass, replace
+from itertools import compress, product
+from textwrap import fill, wrap
+from typing import Any, get_args, get_type_hints
+
+from sinkscope.files.plain import plain, visible
+from sinkscope.results.notation import head_name, neuron_name
+from sinkscope.results.options import descriptions_of
+
+WIDTH = 80
+"""Characters of a line where there is no terminal."""
+SCREEN = 23
+"""Lines of a terminal of 24 lines beside the next prompt."""
+ROUNDING = 1e-6
+"""Below it a number in a table is what float32 leaves of zero."""
+BETWEEN = "  "
+CONSTANT = "In every row shown: "
+PLAIN = frozenset(
+    "layer layers head neuron expert position token tokens text model name method seed step prompt kind id task set "
+    "revision group component patched source dialogues questions prompts runs texts temperature norm file".split()
+)
+"""Names of columns that need no explanation."""
+Table = list[dict[str, Any]]
+"""One dict per row."""
+_NUMBER = re.compile(r"[-+]?[\d.,]*\d(e[-+]?\d+)?%?|-|yes|no|about 0|")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table as plain text and as HTML.
+
+    Attributes:
+        columns: The cells of each column, by its name.
+        title: Title above the table.
+        note: Note below the table.
+        important: Names of the columns that are shown if not all fit. Empty: the first columns that fit.
+        matters: Which rows matter; empty: all.
+        others: A line about the other rows, which stands for them on a terminal.
+        total: Number of rows of the whole table, if it has more than these.
+    """
+
+    columns: Mapping[str, Sequence[str]]
+    title: str = ""
+    note: str = ""
+    important: Sequence[str] = ()
+    matters: Sequence[bool] = ()
+    others: str = ""
+    total: int = 0
+
+    def brief(self) -> Grid:
+        """The rows that matter, and the line about the others; the whole table if all or none matter."""
+        if not any(self.matters) or all(self.matters):
+            return self
+        columns = {name: list(compress(cells, self.matters)) for name, cells in self.columns.items()}
+        return replace(self, columns=columns, note=f"{self.others}\n{self.note}".strip(), matters=())
+
+    def heading(self, width: int | None = None) -> list[str]:
+        """The lines above the rows: the title, and the heads of the columns that fit."""
+        *lines, _ = replace(self.narrow(width), note="").text(None, 0).splitlines()  # the last one counts the rows
+        return lines
+
+    def narrow(self, width: int | None) -> Grid:
+        """The table with the columns that fit into a width; None: every column.
+
+        A column with the same value in all rows moves into the note, which also names the columns left out.
+        """
+        if width is None:
+            return self
+        sizes: dict[str, int] = {}
+        constants: list[str] = []
+        for name, cells in self.columns.items():
+            if len(cells) > 1 and len(set(cells)) == 1:
+                constants.append(f"{_words(name)} {cells[0] or 'empty'}")
+            else:
+                sizes[name] = _width(name, cells) + len(BETWEEN)
+        important = [name for name in self.important if name in sizes]
+        names = list(dict.fromkeys([*important, *sizes])) or list(self.columns)[:1]
+        room = width + len(BETWEEN)
+        if sum(sizes.values()) > room:
+            names = important or names
+        shown: list[str] = []
+        for name in names:
+            if not shown or sizes[name] <= room:
+                shown.append(name)
+                room -= sizes.get(name, 0)
+        left_out = [_words(name) for name in sizes if name not in shown]
+        note = self.note
+        if constants:
+            note += f"\n{CONSTANT}{', '.join(constants)}."
+        if left_out:
+            note += f"\nNot shown: {', '.join(left_out)} (--csv FILE writes all columns)."
+        return replace(self, columns={name: self.columns[name] for name in shown}, note=note.strip())
+
+    def text(self, width: int | None = None, rows: int | None = None) -> str:
+        """Title, the columns that fit, aligned, and note. Heads may take several lines; numbers are right-aligned.
+
+        Args:
+            width: Characters of a line. None: every column is shown, and the note is not broken.
+            rows: Rows that are shown, which the note then says. None: all.
+        """
+        from rich.cells import set_cell_size  # some characters take two places
+
+        shown = self.narrow(width)
+        note = shown.note
+        heads: list[list[str]] = []
+        for name, cells in shown.columns.items():
+            heads.append(wrap(_words(name), _width(name, cells)))
+        height = max(map(len, heads), default=0)
+        blocks: list[list[str]] = []
+        for head, (name, cells) in zip(heads, shown.columns.items(), strict=True):
+            size = _width(name, cells)
+            if len(cells[:rows]) < len(cells):
+                kept = [line for line in shown.note.splitlines() if line.startswith(CONSTANT)]
+                note = "\n".join([*kept, f"{rows} of {max(self.total, len(cells))} rows are shown."])
+            block = [*[""] * (height - len(head)), *head, *cells[:rows]]
+            if all(map(_NUMBER.fullmatch, cells)):
+                block = [part.rjust(size) for part in block]
+            blocks.append([set_cell_size(part, size) for part in block])
+        lines = [self.title]
+        for row in zip(*blocks, strict=True):
+            lines.append(BETWEEN.join(row).rstrip())
+        for line in note.splitlines():
+            lines.append(line if width is None else fill(line, width))
+        return "\n".join(filter(None, lines))
+
+    def html(self) -> str:
+        """The same as HTML with every column, fully escaped."""
+        title, note = html.escape(self.title), html.escape(self.note)
+        head = _html_row("th", map(_words, self.columns))
+        body = "".join(_html_row("td", row) for row in zip(*self.columns.values(), strict=True))
+        table = f"<table><thead>{head}</thead><tbody>{body}</tbody></table>"
+        return f"{title and f'<h3>{title}</h3>'}{note and f'<p>{note}</p>'}{table}"
+
+
+def _width(name: str, cells: Sequence[str]) -> int:
+    """The width of a column: that of its widest cell or word of the head."""
+    from rich.cells import cell_len
+
+    return max(map(cell_len, [*name.split("_"), *cells]))
+
+
+def height(blocks: Sequence[str], width: int) -> int:
+    """Number of lines that texts take on a terminal, for which long ones are broken between words."""
+    lines = 0
+    for line in "\n".join(blocks).splitlines():
+        lines += 1 if len(line) <= width else len(wrap(line, width, break_on_hyphens=False))
+    return lines
+
+
+def shortened(grids: Sequence[Grid], room: int, width: int) -> list[str]:
+    """Tables as text with so few of the rows that matter that they fit with a line behind each.
+
+    A table keeps a row at least; if that is not enough, the last tables are left out.
+    """
+    texts: list[str] = []
+    most = 0
+    grids = [grid.brief() for grid in grids]
+    for grid in grids:
+        most = max(most, *map(len, grid.columns.values()))
+    for count in range(len(grids), 0, -1):
+        for rows in range(most, 0, -1):
+            texts = [grid.text(width, rows) for grid in grids[:count]]
+            if height(texts, width) + count <= room:
+                return texts
+    return texts
+
+
+def _html_row(tag: str, texts: Iterable[str]) -> str:
+    return "<tr>" + "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts) + "</tr>"
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def cell(value: Any, *, percent: bool = False) -> str:
+    """A value as text: four significant digits or per cent, "about 0" below 1e-6, yes or no, and a dash for None."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float) and percent:
+        return f"{value:.1%}".replace("-0.0%", "0.0%")
+    if isinstance(value, float) and 1e4 <= abs(value) < 1e7:
+        return f"{value:.0f}"
+    if isinstance(value, float) and 0 < abs(value) < ROUNDING:
+        return "about 0"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list | tuple):
+        return ", ".join(cell(one, percent=percent) for one in value)
+    return visible(str(value)).replace("\n", "\\n")
+
+
+def percent(value: float | None) -> str:
+    """A share in whole per cent; a dash for None."""
+    if value is None:
+        return "-"
+    return f"{value:.0%}".replace("-0%", "0%")
+
+
+def strings(rows: Sequence[Mapping[str, Any]], percent: Sequence[str] = ()) -> dict[str, list[str]]:
+    """Columns of strings. A neuron or head becomes one column; columns that are empty in every row are dropped.
+
+    Args:
+        rows: One mapping per row, with the same keys in all.
+        percent: Columns shown in per cent.
+    """
+    named = [_with_site_names(row) for row in rows]
+    columns: dict[str, list[str]] = {}
+    for name in named[0] if named else ():
+        values = [row.get(name) for row in named]
+        if values.count(None) < len(values):
+            columns[name] = [cell(value, percent=name in percent) for value in values]
+    return columns
+
+
+def _with_site_names(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row with its layer and neuron, or layer and head, merged into one name."""
+    named = dict(row)
+    if "layer" in row and "neuron" in row:
+        named["neuron"] = neuron_name(named.pop("layer"), named.pop("expert", None), row["neuron"])
+    elif isinstance(row.get("layer"), int) and isinstance(row.get("head"), int):
+        named["head"] = head_name(named.pop("layer"), row["head"])
+    return named
+
+
+def long_table(arrays: Mapping[str, Any], **axes: Sequence[Any]) -> Table:
+    """A row for each entry of arrays that have the same axes, with the labels of its place; NaN becomes None.
+
+    Arrays that are None are left out.
+    """
+    import numpy as np  # slow to load, and few results hold arrays
+
+    rows: Table = []
+    shape = [len(labels) for labels in axes.values()]
+    arrays = {name: np.reshape(values, shape) for name, values in arrays.items() if values is not None}
+    for place, labels in zip(np.ndindex(*shape), product(*axes.values()), strict=True):
+        row = dict(zip(axes, labels, strict=True))
+        for name, values in arrays.items():
+            row[name] = plain(values[place])
+        rows.append(row)
+    return rows
+
+
+def glossary(cls: type[Any], names: Sequence[str], own: Mapping[str, str]) -> dict[str, str]:
+    """The meaning of columns whose names are not plain words.
+
+    Args:
+        cls: Class of the result. Its docstring and those of the classes of its fields describe the columns; of several
+            that describe one, the class counts that describes most of the columns.
+        names: Names of the columns.
+        own: Explanations that take precedence over the docstrings.
+    """
+    parts: list[Any] = list(get_type_hints(cls).values())
+    for part in parts:  # the list grows by what is inside
+        parts += get_args(part)
+        if isinstance(part, type) and is_dataclass(part):
+            parts += [hint for hint in get_type_hints(part).values() if hint not in parts]
+    by_class: list[dict[str, str]] = []
+    for one in (*parts, cls):
+        for base in getattr(one, "__mro__", ()):
+            if is_dataclass(base):
+                by_class.append(descriptions_of(inspect.cleandoc(base.__doc__ or ""), "Attributes"))
+    by_class.reverse()  # of several that describe as many columns, the first counts
+    by_class.sort(key=lambda own_words: len(own_words.keys() & set(names)))
+    descriptions: dict[str, str] = {}
+    for words in by_class:
+        descriptions |= words
+    meaning: dict[str, str] = {}
+    for name in names:
+        description = own.get(name, "" if name in PLAIN else descriptions.get(name, ""))
+        if description:
+            sentence = re.split(r"; |\. (?=[A-Z])", description)[0].rstrip(".")
+            meaning[_words(name)] = f"{sentence[:1].upper()}{sentence[1:]}."
+    return meaning

@@ -1,0 +1,244 @@
+"""How much attention the positions of typical text receive, and from which heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from einops import reduce
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.progress import Progress, silent
+from sinkscope.measure import Setup
+from sinkscope.models.hooks import first_tensor, on_output
+from sinkscope.models.norms import norm_of
+from sinkscope.models.target import Target
+from sinkscope.models.text import text_rows
+from sinkscope.sinks.find.members import RATE_EPS
+from sinkscope.sinks.find.places import (
+    MOST_TEXTS,
+    PLACE_SHARE,
+    POSITION_SHARE,
+    SINK_HEADS,
+    Description,
+    Places,
+    Rule,
+    describe,
+    sink_places,
+)
+from sinkscope.sinks.find.records import SHORT, SinkRate
+from sinkscope.sinks.removal.components import Heads
+from sinkscope.sinks.tokens import TokenRows
+from sinkscope.tap.observers import visible_rows
+
+RATE_TEXTS = 100  # texts over which the sink rate is defined (Gu et al. 2024)
+LONG_LENGTH, LONG_TEXTS = 512, 4  # texts in which attention is read before it is said that there is no sink
+LATER_QUERIES = 16  # later queries a position needs: heads that attend to themselves favour the last positions
+NARROWEST = 8  # smallest window of which heads can be judged: in a smaller one every position gets much attention
+BATCH_ELEMENTS = 1 << 25  # a batch takes 128 MB at its widest activation
+IN_CACHE = 1 << 20  # the same on a CPU: what leaves its cache takes longer
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionReceived:
+    """The attention that positions of the texts `ids` receive, and their norms; all zero until `listening`.
+
+    Attributes:
+        ids: The texts.
+        received: Mean attention to the position `at` from all queries at or after it that see it or, if a window hides
+            it from some, from the farther half of those that see it. The last positions of each text are left out
+            because too few queries see them. 0 in layers with a window of less than 8.
+        learned: Mean attention to the learned sink logit of each head.
+        norms: Norm of every position after each layer.
+        windows: Positions that a query of each layer sees; None: all.
+        attending: Which layers attend; the others of a hybrid model keep a state and have no heads.
+    """
+
+    ids: TokenRows
+    received: Float[Tensor, "layer head text at"]
+    learned: Float[Tensor, "layer head text"]
+    norms: Float[Tensor, "layer text pos"]
+    windows: list[int | None]
+    attending: Bool[Tensor, " layer"]
+
+    @classmethod
+    def unread(cls, target: Target, ids: TokenRows, depth: int) -> AttentionReceived:
+        """Nothing yet, for so many layers."""
+        texts, length = ids.shape
+        return cls(
+            ids,
+            received=torch.zeros(depth, target.n_heads, texts, max(1, length - LATER_QUERIES)),
+            learned=torch.zeros(depth, target.n_heads, texts),
+            norms=torch.zeros(depth, texts, length),
+            windows=[None] * depth,
+            attending=torch.tensor(list(map(target.has_attention, range(depth)))),
+        )
+
+    def up_to(self, depth: int, norms: Float[Tensor, "depth text pos"]) -> AttentionReceived:
+        """The first layers, with norms that may leave out dimensions."""
+        return replace(
+            self,
+            received=self.received[:depth],
+            learned=self.learned[:depth],
+            norms=norms,
+            windows=self.windows[:depth],
+            attending=self.attending[:depth],
+        )
+
+    # --- reading ---
+
+    @contextmanager
+    def listening(self, target: Target, texts: slice, without: tuple[int, ...] = ()) -> Iterator[None]:
+        """A context in which a pass over some of the texts is taken down; norms leave out residual dimensions."""
+        depth = len(self.windows)
+        hooks = []
+        for layer in range(depth):
+            take_norms = partial(self._layer_done, texts, layer, without)
+            hooks.append((target.layers[layer], "post", on_output(take_norms)))
+        read = partial(self._read, texts, target.adapter.learned_sinks)
+        rows = visible_rows(target, read, layers=list(range(depth)), rows_per_chunk=self.ids.shape[1])
+        with target.hooks(*hooks), rows:
+            yield
+
+    def _layer_done(self, texts: slice, layer: int, without: tuple[int, ...], output: Any) -> None:
+        norms = norm_of(first_tensor(output), without)
+        self.norms[layer, texts] = norms.reshape(len(self.ids[texts]), -1).cpu()
+
+    def _read(
+        self,
+        texts: slice,
+        learned_sinks: bool,
+        layer: int,
+        _first: int,
+        probs: Float[Tensor, "text head query key"],
+        visible: Callable[[], Bool[Tensor, "text _ query key"]],
+    ) -> None:
+        sees = visible()[0, 0].to(probs.device)
+        window = None
+        if not bool(sees[-1, 0]):
+            window = int(sees[-1].sum())
+            places = torch.arange(len(sees), device=probs.device)
+            sees = sees & (places[:, None] - places >= window // 2)
+        self.windows[layer] = window
+        if window is None or window >= NARROWEST:
+            shares = reduce(probs * sees, "text head query key -> head text key", "sum") / sees.sum(0).clamp(min=1)
+            self.received[layer, :, texts] = shares[..., : self.received.shape[-1]].cpu()
+        if learned_sinks:
+            to_tokens = reduce(probs.sum(-1), "text head query -> head text", "mean")
+            self.learned[layer, :, texts] = (1 - to_tokens).cpu()
+
+    # --- what was read ---
+
+    @cached_property
+    def above(self) -> Bool[Tensor, "layer head text at"]:
+        """Whether heads attend to positions."""
+        return self.received > RATE_EPS
+
+    @property
+    def rate(self) -> float:
+        """The sink rate of position 0: the share of (layer, head) above the threshold, averaged over texts."""
+        return float(self.above[self.attending][..., 0].float().mean())
+
+    @cached_property
+    def places(self) -> Places:
+        """The positions that enough heads attend to."""
+        return sink_places(self.above[self.attending], self.ids)
+
+    def _in_most(self, above: Bool[Tensor, "layer head case"], share: float) -> Heads:
+        """The (layer, head) pairs that attend in most cases; none if they are too small a share for a sink."""
+        steady = reduce(above.float(), "layer head case -> layer head", "mean").nan_to_num() >= MOST_TEXTS
+        if int(steady.sum()) < max(SINK_HEADS, share * int(self.attending.sum()) * len(steady[0])):
+            return []
+        return [(layer, head) for layer, head in steady.nonzero().tolist()]
+
+    def readers(self, rule: Rule) -> Heads:
+        """The (layer, head) pairs that attend to most of the sinks that words mean; empty if too few for a sink."""
+        share = POSITION_SHARE
+        if rule.position is None or rule.tokens:
+            share = PLACE_SHARE
+        return self._in_most(self.above[:, :, self.places.of(rule).there], share)
+
+    @cached_property
+    def learned_heads(self) -> Heads:
+        """The (layer, head) pairs whose learned sink logit exceeds the threshold in most texts; empty if too few."""
+        return self._in_most(self.learned > RATE_EPS, POSITION_SHARE)
+
+    @property
+    def learned_rate(self) -> float:
+        """The share of heads whose learned sink logit exceeds the threshold; 0 if these are too few for a sink."""
+        if not self.learned_heads:
+            return 0.0
+        return float((self.learned > RATE_EPS)[self.attending].float().mean())
+
+    def described(self, decode: Callable[[list[int]], str]) -> Description | None:
+        """Words for the attention sink; None if no words hold for places that enough heads attend to."""
+        return describe(self.places, decode, lambda rule: bool(self.readers(rule)))
+
+
+@torch.no_grad()
+def attention_received(
+    target: Target,
+    ids: TokenRows,
+    *,
+    without: tuple[int, ...] = (),
+    progress: Progress = silent,
+    batch: int = 8,
+) -> AttentionReceived:
+    """Run texts and record how much attention every position receives, and its norm after every layer.
+
+    The attention that position k receives is the mean of A[i, k] over all queries i >= k (Gu et al. 2024). Where a
+    window hides k from some of them, it is the mean over the farther half of the window: in the nearer half, early
+    positions get much of the attention of heads that have no preference.
+
+    Args:
+        target: The model.
+        ids: Texts of equal length.
+        without: Residual dimensions that norms leave out.
+        progress: Called after each batch.
+        batch: Number of texts that run together.
+    """
+    received = AttentionReceived.unread(target, ids, target.n_layers)
+    for start in range(0, len(ids), batch):
+        texts = slice(start, min(start + batch, len(ids)))
+        with received.listening(target, texts, without):
+            target.forward(ids[texts], upto=target.n_layers - 1)
+        progress("sink rate", texts.stop, len(ids))
+    return received
+
+
+def attention_of_all(setup: Setup, without: tuple[int, ...] = ()) -> tuple[AttentionReceived, SinkRate | None]:
+    """Attention and norms in all layers over many short texts, as the sink rate is defined.
+
+    If the context is too short for these texts, the typical text is used, and there is no rate.
+
+    Args:
+        setup: The model and its text.
+        without: Residual dimensions that norms leave out.
+    """
+    target = setup.target
+    if target.max_positions is not None and target.max_positions < SHORT:
+        return attention_received(target, setup.ids, without=without), None
+    elements = IN_CACHE if target.device.type == "cpu" else BATCH_ELEMENTS
+    texts, batch = RATE_TEXTS, max(1, elements // (SHORT * target.d_mlp))
+    if not target.resident:  # every batch reads all layers from disk again: there is one smaller batch
+        texts, batch = RATE_TEXTS // 4, RATE_TEXTS
+    ids = text_rows(setup.tokenizer, setup.text, texts, SHORT, setup.bos)
+    received = attention_received(target, ids, without=without, progress=setup.progress, batch=batch)
+    return received, SinkRate(RATE_EPS, SHORT, len(ids), received.rate)
+
+
+def with_long_texts(setup: Setup) -> Setup | None:
+    """The same setup with a few longer texts; None if the context or the text is too short for any."""
+    length = min(LONG_LENGTH, setup.target.max_positions or LONG_LENGTH)
+    if length <= SHORT:
+        return None
+    try:
+        return replace(setup, ids=text_rows(setup.tokenizer, setup.text, LONG_TEXTS, length, setup.bos))
+    except SinkscopeError:  # the text is shorter than that
+        return None

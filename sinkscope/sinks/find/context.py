@@ -1,0 +1,212 @@
+"""What the steps of `find_sinks` share: where the sinks and the spikes are, and the model's layers at these places."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from sinkscope.measure import Setup
+from sinkscope.models.target import Entering, Target
+from sinkscope.sinks.find.attention_received import (
+    AttentionReceived,
+    attention_of_all,
+    attention_received,
+    with_long_texts,
+)
+from sinkscope.sinks.find.layer_scan import LayerScan, scan_layers
+from sinkscope.sinks.find.places import Description, Places, Rule, describe, spike_places, texts_with
+from sinkscope.sinks.find.records import SinkRate
+from sinkscope.sinks.removal.components import Edit, Heads
+from sinkscope.sinks.removal.effects import side_by_side
+from sinkscope.sinks.removal.rows import Trial
+from sinkscope.sinks.tokens import TokenRows
+
+
+@dataclass(frozen=True, eq=False)
+class SinkContext:
+    """The model, texts with a place in each, and their layer scan. Every step after the scan reads it.
+
+    Attributes:
+        target: The model.
+        ids: The texts.
+        scan: The layers, as these texts show them at the place.
+        generator: Source of all random draws.
+        at: The place in each text.
+        entering: What entered each layer when the texts were read.
+        beside: The first token of typical text. None: this is it.
+    """
+
+    target: Target
+    ids: Int[Tensor, "row pos"]
+    scan: LayerScan
+    generator: torch.Generator
+    at: Int[Tensor, " row"]
+    entering: Entering
+    beside: SinkContext | None = None
+
+    @classmethod
+    def at_first(cls, target: Target, ids: TokenRows, scan: LayerScan, seed: int = 0) -> SinkContext:
+        """The first token of typical text."""
+        generator = torch.Generator().manual_seed(seed)
+        return cls(target, ids, scan, generator, torch.zeros(len(ids), dtype=torch.long), scan.entering)
+
+    @property
+    def typical(self) -> SinkContext:
+        """The same model in typical text."""
+        return self.beside or self
+
+    @property
+    def layer(self) -> int:
+        """The sink layer of a model that has one."""
+        assert self.scan.sink_layer is not None
+        return self.scan.sink_layer
+
+    @property
+    def up_to_place(self) -> int:
+        """The number of tokens up to the last of the places."""
+        return int(self.at.max()) + 1
+
+    def trial(
+        self, edits: Sequence[Edit], length: int | None = None, texts: slice = slice(None), **reading: Any
+    ) -> Trial:
+        """Edits whose effects are read at the places, in some of the texts up to a length, or to the last place.
+
+        If all texts are the same up to the same place, such as a BOS token, up to there one of them is enough.
+        """
+        if length is None:
+            length = self.up_to_place
+            begins = self.ids[:, :length]
+            if bool((begins == begins[0]).all() & (self.at == self.at[0]).all()):
+                texts = slice(1)
+        return Trial(
+            self.ids[texts, :length],
+            edits,
+            at=self.at[texts],
+            without=self.scan.shared_dims,
+            entering=self.entering.part(texts, length),
+            **reading,
+        )
+
+    def drops(self, edits: Sequence[Edit], layer: int) -> Float[Tensor, " edit"]:
+        """Share of the norm after a layer that each edit takes away, mean over texts."""
+        trial = self.trial(edits, upto=layer)
+        (edited,) = side_by_side(self.target, [trial])
+        return edited.drops(layer)
+
+    def elsewhere(self, ids: TokenRows, at: Int[Tensor, " row"], upto: int | None = None) -> SinkContext:
+        """The same model at places of other texts, `at` in each; up to a layer, or as far as this was read."""
+        if upto is None:
+            upto = len(self.scan.layers) - 1
+        scan = scan_layers(self.target, ids, whole=True, upto=upto, at=at)
+        scan = replace(scan, beside=self.typical.scan)
+        return replace(self, ids=ids, scan=scan, at=at, entering=scan.entering, beside=self.typical)
+
+
+@dataclass(frozen=True, eq=False)
+class Survey:
+    """Where the attention sink and the norm spike of a model are.
+
+    Attributes:
+        first: The first token of all typical texts.
+        received: The texts in which attention sinks were looked for.
+        sink: Words for the attention sink. None if there is none, or only learned sink logits.
+        norms: The texts in which norm spikes were looked for.
+        spike: Words for the norm spike. None if there is none.
+        lengths: Lengths of the texts that were read.
+        rate: The sink rate of position 0. None if not all layers were read.
+    """
+
+    first: SinkContext
+    received: AttentionReceived
+    sink: Description | None
+    norms: AttentionReceived
+    spike: Description | None
+    lengths: tuple[int, ...]
+    rate: SinkRate | None = None
+
+    @classmethod
+    def of(cls, setup: Setup, *, whole: bool | None = None) -> Survey:
+        """Read typical text and find the places; a survey is made once for a setup.
+
+        Args:
+            setup: The model and its text.
+            whole: Read every layer. None: if the model is in memory.
+        """
+        if whole is None:
+            whole = setup.target.resident
+        key = (Survey, whole, setup.seed, len(setup.ids))
+        if key not in setup.memory:
+            setup.memory[key] = cls._made(setup, whole)
+        return setup.memory[key]
+
+    @classmethod
+    def _made(cls, setup: Setup, whole: bool) -> Survey:
+        scan, received = _scanned(setup, whole)
+        without = tuple(scan.shared_dims)
+        rate = None
+        if whole:
+            received, rate = attention_of_all(setup, without)
+        decode = setup.tokenizer.decode
+        first = SinkContext.at_first(setup.target, setup.ids, scan, setup.seed)
+        sink = received.described(decode)
+        spike = describe(spike_places(received.norms, received.ids), decode)
+        survey = cls(first, received, sink, received, spike, (received.ids.shape[1],), rate)
+        if len(scan.layers) < setup.target.n_layers or sink is not None or received.learned_heads:
+            return survey
+        longer = with_long_texts(setup)  # they may show a sink that short ones do not
+        if longer is None:
+            return survey
+        received = attention_received(longer.target, longer.ids, without=without)
+        survey = replace(survey, lengths=(*survey.lengths, longer.ids.shape[1]))
+        sink = received.described(decode)
+        if sink is not None or received.learned_heads:
+            survey = replace(survey, received=received, sink=sink)
+        if spike is None:
+            spike = describe(spike_places(received.norms, received.ids), decode)
+            if spike is not None:
+                survey = replace(survey, norms=received, spike=spike)
+        return survey
+
+    @cached_property
+    def spikes(self) -> Places:
+        """The positions whose norm stands out."""
+        return spike_places(self.norms.norms, self.norms.ids)
+
+    def context(self, rule: Rule) -> SinkContext:
+        """The model at the places of the spike that words mean."""
+        if rule.position == 0 and not rule.tokens:
+            return self.first
+        return self.first.elsewhere(*texts_with(rule, self.spikes, self.norms.ids))
+
+    @property
+    def first_spike(self) -> SinkContext:
+        """The model at the first token, in the texts in which its norm stands out if only some have that."""
+        if self.spike is not None and self.spike.is_first:
+            return self.context(self.spike.rules[0])
+        return self.first
+
+    @property
+    def readers(self) -> Heads:
+        """The heads that attend to the first kind of place that has a spike."""
+        if self.spike is None:
+            return []
+        return self.received.readers(self.spike.rules[0])
+
+
+def _scanned(setup: Setup, whole: bool) -> tuple[LayerScan, AttentionReceived]:
+    """The layers of typical text and, unless all of them are read, its attention in the same pass."""
+    target = setup.target
+    received = AttentionReceived.unread(target, setup.ids, target.n_layers)
+    listening = nullcontext()
+    if not whole:
+        listening = received.listening(target, slice(None))
+    with listening:
+        scan = scan_layers(target, setup.ids, whole=whole, progress=setup.progress)
+    return scan, received.up_to(len(scan.layers), scan.norms)

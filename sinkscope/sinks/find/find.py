@@ -1,0 +1,122 @@
+"""Which neurons make the attention sink, verified by ablation (Yona et al. 2025, sections 4.2 and 4.4).
+
+`find_sinks` goes one way. A survey of typical text says where the attention sink and the norm spike are (`context`).
+The layers that build the spike are read at its places (`layer_scan`), and their neurons are zeroed one by one
+(`neurons`) and in sets (`sets`). Then components are replaced to see what the heads need (`carriers`). All edits are
+rows of one pass (`effects`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.measure import Natural, ScanPart, Setup, measurement
+from sinkscope.models.checkpoints.names import published_for
+from sinkscope.sinks.find.attention_sink import attention_sink
+from sinkscope.sinks.find.context import Survey
+from sinkscope.sinks.find.layer_scan import typical_quantiles
+from sinkscope.sinks.find.records import PublishedSink, RepeatsNeeded, Stage
+from sinkscope.sinks.find.repetitions import repeat_until_half, repetition_spike
+from sinkscope.sinks.find.result import FindSinks
+from sinkscope.sinks.find.sets import CANDIDATES, CausalSets
+from sinkscope.sinks.find.spikes import made_spikes
+from sinkscope.sinks.tokens import pick_tokens, prefixes, repetition_limit, unknown_share
+
+
+@measurement(
+    group="Sinks",
+    order=1,
+    help="Find the layer and the neurons that make the sink.",
+    scan=ScanPart(1, topic="Sink", full={"all_layers": True}),
+    figure="sinkscope.sinks.find.figure:draw",
+    quick={"max_repeats": 64},
+)
+def find_sinks(
+    setup: Setup,
+    *,
+    tokens: Sequence[str] | None = None,
+    all_layers: bool = False,
+    top_k: Natural = CANDIDATES,
+    max_repeats: Natural | None = None,
+) -> FindSinks:
+    """Find the layer and the neurons that make the attention sink, and verify each by ablation against a control.
+
+    A model given by name is streamed: its layers are read upward, a few in memory at a time, until the first token's
+    norm has stayed flat for a third of the layers. If the model has no sink, `sink_layer` is None.
+
+    Args:
+        tokens: Words to repeat, one token each. By default five words of the text.
+        all_layers: Read every layer even if the model is not in memory: late stages, and the sink rate.
+        top_k: Number of candidate neurons of the sink layer; each is ablated.
+        max_repeats: Largest number of repetitions. By default 1,024, or what the context holds.
+
+    Example:
+        sinkscope find-sinks --model llama-2-7b --json sinks.json
+    """
+    width = setup.target.d_mlp
+    if top_k > width:
+        raise SinkscopeError(f"--top-k {top_k} is more than the {width} neurons of a layer; give at most that")
+    words = pick_tokens(setup.tokenizer, setup.ids, tokens, setup.seed)
+    first_tokens = prefixes(setup, words)
+    unknown = unknown_share(setup)
+    limit = repetition_limit(setup.target, max_repeats)
+    setup.record(max_repeats=limit, unknown_tokens=unknown)
+
+    whole = all_layers or setup.target.resident
+    while True:
+        # Where are the sink and the spike, and what makes the spike of each kind of place?
+        survey = Survey.of(setup, whole=whole)
+        made = made_spikes(survey, top_k)
+        depth = len(survey.first.scan.layers)
+        # If the neurons do not carry the attention to the first kind of place, the layers read were too few.
+        minimal = made[0].sets.minimal if made else None
+        if whole or depth == setup.target.n_layers or (minimal is not None and minimal.carries_attention):
+            break
+        whole = True
+
+    # Does repetition go through the same neurons?
+    context, sets, spike = survey.first, CausalSets(), None
+    repeats, repetition = RepeatsNeeded((), None, 0, limit), None
+    if made:
+        context, sets, spike = made[0].context, made[0].sets, made[0].spike
+        if context.scan.stages:
+            repeats, entering = repeat_until_half(context, words, first_tokens, limit, setup.progress)
+            if sets.sites:
+                repetition = repetition_spike(context, repeats, first_tokens, entering, sets.sites)
+
+    scan = context.scan
+    decode = setup.tokenizer.decode
+    published = None
+    reported = published_for(setup.target.name)
+    if reported is not None:
+        causal = {(neuron.layer, neuron.neuron) for neuron in sets.neurons if neuron.causal}
+        matches = reported.matches(scan.sink_layer, causal, scan.massive_activations)
+        published = None if matches is None else PublishedSink(reported.source, matches)
+
+    unread = [None] * (scan.n_layers - depth)
+    low, typical, high = typical_quantiles(survey.first.scan.whole_norms).tolist()
+    shares = (scan.middle(scan.mlp_norms).double() / max(scan.spike_norm)).tolist()
+    return FindSinks(
+        norm_spike=spike,
+        attention_sink=attention_sink(survey, made),
+        causal_sets=sets.sets,
+        further_spikes=tuple(each.placed for each in made[1:]),
+        scattered=survey.received.places.scattered(survey.sink, decode),
+        stray_norms=survey.spikes.scattered(survey.spike, decode),
+        repetition=repetition,
+        lengths=survey.lengths,
+        shared_dims=tuple(scan.shared_dims),
+        sink_layer=scan.sink_layer if spike is not None else None,
+        neurons=sets.neurons,
+        stages=tuple(Stage(stage, shares[stage]) for stage in scan.stages if spike is not None),
+        residual_dims=tuple(scan.massive_activations),
+        first_token_norm=(*scan.middle(scan.whole_norms).tolist(), *unread),
+        typical_norm=(*typical, *unread),
+        typical_low=(*low, *unread),
+        typical_high=(*high, *unread),
+        layers_read=depth,
+        repeats=repeats,
+        sink_rate=survey.rate,
+        published=published,
+    )

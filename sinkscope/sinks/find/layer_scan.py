@@ -1,0 +1,424 @@
+"""What text shows layer by layer at one place of each row: norms, and the layers whose MLPs build a spike there."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from einops import rearrange
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.progress import Progress, silent
+from sinkscope.hooks.trace.run import trace
+from sinkscope.models.hooks import first_tensor, on_hidden, on_input, on_output
+from sinkscope.models.layer_call import keep_call
+from sinkscope.models.norms import norm_of, norms_of
+from sinkscope.models.target import KEPT_POSITIONS, Entering, LayerInput, Target
+from sinkscope.sinks.find.places import stands_out
+from sinkscope.sinks.tokens import TokenRows
+
+# Medians are used instead of high quantiles: some later positions are sinks, too (delimiters; without BOS the first
+# tokens, as long as they belong to one cluster), and must not hide the one that is looked at.
+STAGE_SHARE = 0.01  # a stage adds at least this share of the spike's largest norm (definition of a stage)
+STAGE_OUTLIER = 5.0  # ... and its MLP writes this many times its median on typical text, either in total or along the
+# spike (an early stage can be small compared with everything that an MLP writes, but not along that direction)
+AGAINST = 0.5  # what an MLP writes points against the spike if the cosine is below minus this
+AS_BEFORE = 1.25  # a norm of at most this many times the norm before is as before
+STEP_SHARE = 0.05  # a step up or down changes the spike's norm by at least this share of the largest
+SMALLEST_NORM = 1e-9  # lower limit of a typical norm: in a hand-made model it can be 0, and it is a divisor
+SAMPLE_POSITIONS = 64  # positions of typical text whose activations are kept
+MASSIVE_RATIO = 30.0  # a dimension is massive on all tokens if it is this many times the median dimension
+
+
+@dataclass(frozen=True)
+class LayerReading:
+    """What text shows at one layer. Norms are L2; the place is one position of each row, such as the first token's.
+
+    Attributes:
+        norms: Norm of the residual stream after the layer.
+        other_norms: The same norms without `massive_dims`.
+        massive_dims: Residual dimensions that are massive on all tokens alike.
+        residual: Residual stream of the place, mean over rows.
+        mlp_norms: Norm of what the MLP adds to the residual stream.
+        hidden: Median of the absolute residual stream at some later positions.
+        written: What the MLP adds at the place, mean over rows.
+        sample: What the MLP adds at some later positions.
+        entering: What entered the layer.
+    """
+
+    norms: Float[Tensor, "row pos"]
+    other_norms: Float[Tensor, "row pos"]
+    massive_dims: list[int]
+    residual: Float[Tensor, " d_model"]
+    mlp_norms: Float[Tensor, "row pos"]
+    hidden: float
+    written: Float[Tensor, " d_model"]
+    sample: Float[Tensor, "place d_model"]
+    entering: LayerInput | None = None
+
+
+@dataclass(frozen=True)
+class Rise:
+    """A part of a spike: the layers after which the norm stands out until it falls, and what builds it there.
+
+    Attributes:
+        first: The first layer after which the norm stands out.
+        last: The last one.
+        layer: The layer of its stage that adds most.
+        readable: The last layer whose heads can read it.
+        is_first: Whether it is the first part.
+    """
+
+    first: int
+    last: int
+    layer: int
+    readable: int
+    is_first: bool
+
+
+@dataclass(frozen=True)
+class LayerScan:
+    """The result of one pass over the layers, from the first upward.
+
+    A dimension that is massive on all tokens alike (Owen et al. 2025) hides the spike of one token. If such dimensions
+    make up more than half of a typical residual stream and no spike is visible with them included, `norms`,
+    `spike_norm` and `typical_norm` leave them out; `whole_norms` never do.
+
+    Attributes:
+        n_layers: Number of layers of the model.
+        layers: The layers that were read.
+        at: The place in each row, or in all.
+        beside: Typical text that gives the typical norms. None: these texts.
+    """
+
+    n_layers: int
+    layers: list[LayerReading]
+    at: Int[Tensor, " row"] | int = 0
+    beside: LayerScan | None = None
+
+    @property
+    def typical(self) -> LayerScan:
+        """Typical text, as far up as this was read."""
+        if self.beside is None:
+            return self
+        return replace(self.beside, layers=self.beside.layers[: len(self.layers)])
+
+    @cached_property
+    def whole_norms(self) -> Float[Tensor, "layer row pos"]:
+        """Norm of every position after each layer."""
+        return torch.stack([layer.norms for layer in self.layers])
+
+    @cached_property
+    def mlp_norms(self) -> Float[Tensor, "layer row pos"]:
+        """Norm of what each layer's MLP adds to the residual stream."""
+        return torch.stack([layer.mlp_norms for layer in self.layers])
+
+    @cached_property
+    def shared_dims(self) -> list[int]:
+        """Dimensions massive on all tokens, in their order; none if a spike is visible with them included."""
+        if self.beside is not None:
+            return self.beside.shared_dims
+        if bool(stands_out(self.middle(self.whole_norms), typical_quantiles(self.whole_norms)[1]).any()):
+            return []
+        massive = []
+        for layer in self.layers:
+            massive += layer.massive_dims
+        return list(dict.fromkeys(massive))
+
+    @cached_property
+    def norms(self) -> Float[Tensor, "layer row pos"]:
+        """Norm of every position after each layer, without shared dimensions."""
+        if self.shared_dims:
+            return torch.stack([layer.other_norms for layer in self.layers])
+        return self.whole_norms
+
+    def at_place(self, norms: Float[Tensor, "layer row pos"]) -> Float[Tensor, "layer row"]:
+        """Norms at the place of each row."""
+        return norms[:, torch.arange(norms.shape[1]), self.at]
+
+    def middle(self, norms: Float[Tensor, "layer row pos"]) -> Float[Tensor, " layer"]:
+        """Norm at the place, median over rows."""
+        return self.at_place(norms).median(1).values
+
+    @cached_property
+    def spike_norm(self) -> list[float]:
+        """Norm of the place after each layer, without shared dimensions; median over rows."""
+        return self.middle(self.norms).tolist()
+
+    @cached_property
+    def typical_norm(self) -> list[float]:
+        """Median norm of later positions after each layer, without shared dimensions."""
+        return typical_quantiles(self.typical.norms)[1].tolist()
+
+    @cached_property
+    def ratios(self) -> Float[Tensor, " layer"]:
+        """The ratio of the place's norm to the typical one after each layer."""
+        spike, typical = torch.tensor([self.spike_norm, self.typical_norm], dtype=torch.double)
+        return spike / typical.clamp(min=SMALLEST_NORM)
+
+    @cached_property
+    def spike_layers(self) -> list[int]:
+        """Layers after which the place's norm stands out; empty if there is no norm spike."""
+        return stands_out(self.ratios, torch.ones(1)).nonzero().flatten().tolist()
+
+    @property
+    def ratios_by_text(self) -> Float[Tensor, " row"]:
+        """The ratio of the place's norm to the typical one of each text, after the layer where it is largest."""
+        norms = self.norms[self.ratios.argmax()]
+        return self.at_place(norms[None])[0] / norms[:, 1:].median(1).values.clamp(min=SMALLEST_NORM)
+
+    @cached_property
+    def stages(self) -> list[int]:
+        """Layers whose MLP builds the place's norm (definition of a stage), in order; may be empty."""
+        if not self.spike_layers:
+            return []
+        spike = self._spike_after(int(torch.tensor(self.spike_norm).argmax()))
+        direction = spike / spike.norm()
+        least = STAGE_SHARE * max(self.spike_norm)
+        along = torch.stack([layer.written for layer in self.layers]) @ direction
+        samples = torch.stack([layer.sample for layer in self.typical.layers])
+        typically_along = (samples @ direction).abs().median(1).values
+        builds = (along >= least) & (along > STAGE_OUTLIER * typically_along)
+        # A stage may also be orthogonal to the rest of the spike.
+        written = self.middle(self.mlp_norms)
+        large = (written >= least) & (written > STAGE_OUTLIER * self.mlp_typical)
+        stages = []
+        for layer in (builds | large).nonzero().flatten().tolist():
+            if not self._points_against(layer):
+                stages.append(layer)
+        if stages and stages[0] - 1 in self.spike_layers:
+            if max(self.spike_norm[stages[0] :]) <= AS_BEFORE * self.spike_norm[stages[0] - 1]:
+                return []  # the norm stood out before, and they add next to nothing
+        return stages
+
+    @property
+    def mlp_typical(self) -> Float[Tensor, " layer"]:
+        """Norm of what each MLP adds at later positions, median."""
+        return self.typical.mlp_norms[:, :, 1:].flatten(1).median(1).values
+
+    def _points_against(self, layer: int) -> bool:
+        """Whether a layer's MLP points against the spike that enters it: it removes this spike, or turns it round."""
+        if layer - 1 not in self.spike_layers:
+            return False
+        before = self._spike_after(layer - 1)
+        written = self.layers[layer].written
+        return float(written @ before / before.norm()) < -AGAINST * float(written.norm())
+
+    def _spike_after(self, layer: int) -> Float[Tensor, " d_model"]:
+        """The residual stream of the place without shared dimensions."""
+        spike = self.layers[layer].residual.clone()
+        spike[self.shared_dims] = 0
+        return spike
+
+    @property
+    def sink_layer(self) -> int | None:
+        """The stage that adds most to the norm."""
+        written = self.middle(self.mlp_norms).tolist()
+        return max(self.stages, key=lambda stage: written[stage], default=None)
+
+    @property
+    def spike_runs(self) -> list[tuple[int, int]]:
+        """The first and last layer of each run of layers after which the norm stands out."""
+        runs = []
+        for layer in self.spike_layers:
+            if runs and layer == runs[-1][1] + 1:
+                runs[-1] = (runs[-1][0], layer)
+            else:
+                runs.append((layer, layer))
+        return runs
+
+    @property
+    def rises(self) -> list[Rise]:
+        """The parts of a spike that MLPs build: runs with a stage of their own; the one of the sink layer first."""
+        runs = self.spike_runs
+        built: dict[int, list[int]] = {}  # the stages of each run that has any
+        for stage in self.stages:
+            ends = [number for number, (_, last) in enumerate(runs) if stage <= last]
+            built.setdefault(ends[0] if ends else max(built, default=0), []).append(stage)
+        written = self.middle(self.mlp_norms).tolist()
+        rises = []
+        for number, stages in built.items():
+            following = min((other for other in built if other > number), default=len(runs))
+            last = max(runs[following - 1][1], *stages)
+            readable = self.n_layers
+            if following < len(runs):
+                readable = last + 1
+            layer = max(stages, key=lambda stage: written[stage])
+            rises.append(Rise(runs[number][0], last, layer, readable, not rises))
+        return sorted(rises, key=lambda rise: rise.layer != self.sink_layer)
+
+    @property
+    def entering(self) -> Entering:
+        """What entered each layer; nothing if passes over this model cannot begin at a layer."""
+        return Entering({layer.entering.layer: layer.entering for layer in self.layers if layer.entering is not None})
+
+    @property
+    def norm_before(self) -> float:
+        """The place's norm before its first stage, if it stands out there already; else 0."""
+        if not self.stages or self.stages[0] - 1 not in self.spike_layers:
+            return 0.0
+        return self.spike_norm[self.stages[0] - 1]
+
+    @property
+    def growth(self) -> Float[Tensor, " layer"]:
+        """How much each layer raises the place's norm, relative to its largest; 0 at the first layer."""
+        norms = torch.tensor(self.spike_norm)
+        return norms.diff(prepend=norms[:1]) / norms.max()
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether no new stage appeared for a third of the layers (at least three) after one was found."""
+        if not self.stages:
+            return False
+        since = len(self.layers) - 1 - self.stages[-1]
+        return since >= max(3, math.ceil(self.n_layers / 3))
+
+    @property
+    def massive_activations(self) -> list[int]:
+        """Dimensions of the place after the sink layer with |a| > 100 and > 1000 x the median |hidden state|.
+
+        The definition is that of Sun et al. 2024, "Massive activations in large language models". The largest of these
+        dimensions comes first.
+        """
+        if self.sink_layer is None:
+            return []
+        size = self._spike_after(self.sink_layer).abs()
+        massive = (size > 100) & (size > 1000 * self.typical.layers[self.sink_layer].hidden)
+        order = size.argsort(descending=True, stable=True)
+        return order[massive[order]].tolist()
+
+
+def typical_quantiles(norms: Float[Tensor, "layer row pos"]) -> Float[Tensor, "quantile layer"]:
+    """The 5 % quantile, the median and the 95 % quantile of the norm at later positions."""
+    return norms[:, :, 1:].flatten(1).quantile(torch.tensor([0.05, 0.5, 0.95]), 1)
+
+
+def massive_dims(resid: Float[Tensor, "row pos d_model"], place: Float[Tensor, "row d_model"]) -> list[int]:
+    """Dimensions massive on all tokens alike, if they make up more than half of a typical residual stream.
+
+    A dimension in which the place itself stands out does not count, because leaving it out would hide a spike.
+
+    Args:
+        resid: Residual stream.
+        place: That of the place of each row.
+    """
+    later = rearrange(resid[:, 1:], "row pos d_model -> (row pos) d_model")[:SAMPLE_POSITIONS]
+    size = later.abs().median(0).values
+    there = place.abs().median(0).values
+    massive = (size > MASSIVE_RATIO * size.median()) & ~stands_out(there, size)
+    if size[massive].square().sum() > size[~massive].square().sum():
+        return massive.nonzero().flatten().tolist()
+    return []
+
+
+@torch.no_grad()
+def scan_layers(
+    target: Target,
+    ids: TokenRows,
+    *,
+    whole: bool,
+    upto: int | None = None,
+    progress: Progress = silent,
+    at: Int[Tensor, " row"] | int = 0,
+) -> LayerScan:
+    """Run `ids` upward, layer by layer, and stop once the norm at the place has stayed flat (unless `whole`).
+
+    Args:
+        target: The model. Layers of a streamed model are read when they are reached.
+        ids: The texts.
+        whole: Read every layer.
+        upto: The last layer to read. None: no limit.
+        progress: Called after each layer.
+        at: The place in each row, or in all.
+
+    Raises:
+        SinkscopeError: A layer gives infinite or NaN norms.
+    """
+    layers = []
+    rows = torch.arange(len(ids))
+    parts = {}  # of the layer that runs
+    calls = []
+
+    def by_row(tensor: Tensor) -> Float[Tensor, "row pos d_model"]:
+        flat = tensor.detach().flatten(0, -2)  # some architectures run rows and positions together
+        return rearrange(flat, "(row pos) d_model -> row pos d_model", row=len(ids))
+
+    def added(given: Tensor) -> None:
+        parts["added"] = by_row(given).float() * target.adapter.write_factor
+
+    def layer_begun(hidden: Tensor) -> None:
+        parts["entering"] = hidden.detach().clone()  # some layers add to it in place
+
+    def layer_done(output: Any) -> None:
+        resid = by_row(first_tensor(output))
+        written = parts.get("added", torch.zeros_like(resid, dtype=torch.float32))  # it may have no MLP
+        if calls:
+            written = by_row(calls.pop().added(first_tensor(output))).float()
+        norms = norms_of(resid)
+        if not bool(norms.isfinite().all()):
+            raise SinkscopeError(
+                f"layer {len(layers)} of {target.name} gives infinite or NaN norms in {target.dtype}; "
+                "try --dtype float32, and check the checkpoint"
+            )
+        here = resid[rows, at].float()
+        massive = massive_dims(resid.float(), here)
+        later = rearrange(written[:, 1:], "row pos d_model -> (row pos) d_model")
+        entering = None
+        if "entering" in parts:
+            entering = LayerInput(len(layers), parts["entering"], isinstance(output, tuple))
+        reading = LayerReading(
+            norms=norms.cpu(),
+            other_norms=norm_of(resid, massive).cpu(),
+            massive_dims=massive,
+            residual=here.mean(0).cpu(),
+            mlp_norms=written.norm(dim=-1).cpu(),
+            hidden=float(resid[:, 1:].flatten(0, 1)[:SAMPLE_POSITIONS].float().abs().median()),
+            written=written[rows, at].mean(0).cpu(),
+            sample=later[:SAMPLE_POSITIONS].cpu().clone(),
+            entering=entering,
+        )
+        parts.clear()
+        layers.append(reading)
+        progress("layers", len(layers), target.n_layers)
+        if not whole and LayerScan(target.n_layers, layers, at).is_flat:
+            target.stop()
+
+    adapter = target.adapter
+    hooks = []
+    for number, layer in enumerate(target.layers):
+        if target.has_neurons(number) and not adapter.adds:
+            hooks.append(keep_call(target, number, calls))
+        elif target.has_neurons(number):
+            hooks += target.on_mlp(number, added)
+            if target.has_part(number, adapter.post_mlp_norm):
+                hooks.append((target.sub(number, adapter.post_mlp_norm or ""), "post", on_hidden(added)))
+        if target.skips_layers and ids.numel() <= KEPT_POSITIONS:
+            hooks.append((layer, "pre", on_input(layer_begun)))
+        hooks.append((layer, "post", on_output(layer_done)))
+    with target.hooks(*hooks):
+        target.forward(ids, upto=upto)
+    return LayerScan(target.n_layers, layers, at)
+
+
+def norms_after(
+    target: Target,
+    layer: int,
+    ids: TokenRows,
+    batch_size: int | None = None,
+    progress: Progress = silent,
+    what: str = "norms",
+) -> Float[Tensor, "row pos"]:
+    """Norm of the residual stream after a layer at every position; the passes end at this layer."""
+    site = f"blocks.{layer}.hook_resid_post"
+    batches = []
+    done = 0
+    for rows in ids.split(batch_size or len(ids)):
+        batches.append(trace(target, rows, [site], "norm")[site])
+        done += len(rows)
+        progress(what, done, len(ids))
+    return torch.cat(batches)

@@ -1,0 +1,97 @@
+"""Candidate neurons of the sink, each verified by ablation against random neurons of its layer."""
+
+from __future__ import annotations
+
+import torch
+
+from sinkscope.hooks.trace.layer_view import (
+    contributions,
+    expert_and_neuron,
+    neutral_post,
+    neutral_up,
+    neutral_view,
+    view_layer,
+)
+from sinkscope.sinks.find.context import SinkContext
+from sinkscope.sinks.find.members import Member, Neuron
+from sinkscope.sinks.removal.components import Edit
+from sinkscope.sinks.removal.search import CONTROL_DRAWS
+
+CAUSAL_DROP = 0.1  # zeroing a causal neuron removes at least this share of the norm
+STAGE_CANDIDATES = 2  # candidates of each stage other than the sink layer
+
+
+@torch.no_grad()
+def verify_neurons(context: SinkContext, layer: int, top_k: int) -> tuple[Neuron, ...]:
+    """Candidate neurons of a layer that builds the spike, and the effect of zeroing each after this layer.
+
+    Args:
+        context: The model and its spike.
+        layer: The layer. With the sink layer come the candidates of all other stages.
+        top_k: Number of candidates in this layer.
+
+    Returns:
+        The neurons of the layer, largest contribution first, followed by those of other stages.
+    """
+    candidates = {layer: top_k}
+    if layer == context.layer:
+        candidates |= {stage: STAGE_CANDIDATES for stage in context.scan.stages if stage != layer}
+    neurons = ()
+    for stage, number in candidates.items():
+        neurons += stage_neurons(context, stage, number, upto=layer)
+    return neurons
+
+
+@torch.no_grad()
+def stage_neurons(context: SinkContext, stage: int, top_k: int, upto: int = 0) -> tuple[Neuron, ...]:
+    """The neurons of a layer that write most at the place, and the effect of zeroing each, beside random ones.
+
+    If an ablation is active, these are the neurons that write most under it.
+
+    Args:
+        context: The model and its text.
+        stage: The layer.
+        top_k: How many neurons to return.
+        upto: The layer after which the norm is read, if it is later than `stage`.
+    """
+    target = context.target
+    ids = context.ids[:, : context.up_to_place]
+    where = torch.zeros_like(ids, dtype=torch.bool)
+    where[torch.arange(len(ids)), context.at] = True
+    typical = context.typical
+    with target.loaded(stage):
+        place = view_layer(target, stage, ids, where, context.entering)
+        text = neutral_view(target, stage, typical.ids, typical.entering)
+        contribution, rank = contributions(target, place).mean(1)  # a neuron may fire in some of the texts only
+        writing = int((contribution > 0).sum())
+        top = rank.topk(min(top_k, max(writing, 1))).indices.tolist()
+        spare = torch.ones_like(contribution, dtype=torch.bool)
+        if place.routing is not None:  # neurons of an expert that was not chosen give no valid control
+            spare = contribution > 0
+        spare[top] = False
+        others = spare.nonzero().flatten()
+        drawn = [torch.randperm(len(others), generator=context.generator)[:1] for _ in range(CONTROL_DRAWS)]
+        members = []
+        for number in top + others[torch.cat(drawn).to(others.device)].tolist():
+            members.append(Member(stage, *expert_and_neuron(target, stage, number)))
+        neutral = [(neutral_post(target, text, number), neutral_up(text, number)) for number in top]
+        drops = context.drops([Edit(zero=(member.site,)) for member in members], max(stage, upto)).tolist()
+    control = max(drops[len(top) :], default=0.0)
+    mlp_norm = float(place.mlp.norm(dim=-1).median())
+    neurons = []
+    for number, member, drop, (post, up) in zip(top, members, drops, neutral, strict=False):
+        norm = float(contribution[number])
+        verified = Neuron(
+            layer=stage,
+            expert=member.expert,
+            neuron=member.neuron,
+            contribution_norm=norm,
+            share=norm / mlp_norm,
+            ablation_drop=drop,
+            control_drop=control,
+            causal=drop > control and drop >= CAUSAL_DROP,
+            neutral_post=post,
+            neutral_up=up,
+        )
+        neurons.append(verified)
+    return tuple(neurons)

@@ -1,0 +1,388 @@
+"""A sink is a set of places: positions of texts are found first, and words for them are looked for afterwards.
+
+`sink_places` finds the positions that heads attend to, `spike_places` those whose norm stands out, and `describe` the
+simplest words that cover at least nine of ten of them and mean hardly anything else. Nothing assumes a position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import torch
+from einops import rearrange, reduce
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from sinkscope.models.target import KEPT_POSITIONS
+from sinkscope.results.notation import word_list
+from sinkscope.sinks.tokens import TokenRows
+
+ENOUGH = 0.9  # least coverage and precision of words
+SPIKE_RATIO = 3.0  # a spike: a norm this many times the typical one
+SINK_HEADS = 2  # an attention sink needs at least this many heads
+POSITION_SHARE = 0.01  # ... and this share of the heads, if they attend to a position in most texts
+PLACE_SHARE = 0.05  # ... or this share at any other place: a few heads that prefer one word are no sink
+MOST_TEXTS = 0.5  # a head attends to a position, or to a token, if it does so in at least this share of the cases
+LEAST_CASES = 3  # words need so many places that bear them out, and a position so many different tokens
+SOME_TEXTS = 0.2  # least share of the texts in which the first token is a sink of some texts
+MOST_PARTS = 4  # rules in one description, if one or two do not suffice
+COMMON = 3  # tokens named where no words fit
+PLACE_TEXTS = 4  # texts in which a place is looked at that always has the same token; of different ones four times that
+Decode = Callable[[list[int]], str]
+
+
+@dataclass(frozen=True)
+class TokenShare:
+    """A token, and its share of some places."""
+
+    token: str
+    share: float
+
+
+@dataclass(frozen=True)
+class Scattered:
+    """Places that no words describe: how many, and the most common tokens there."""
+
+    count: int = 0
+    tokens: tuple[TokenShare, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """A set of positions in texts.
+
+    Attributes:
+        ids: The texts, up to the last position that was judged.
+        there: Which positions belong to the set.
+    """
+
+    ids: Int[Tensor, "text pos"]
+    there: Bool[Tensor, "text pos"]
+
+    def __len__(self) -> int:
+        return int(self.there.sum())
+
+    def of(self, rule: Rule | Description) -> Places:
+        """Those of the places that words mean."""
+        return Places(self.ids, self.there & rule.means(self.ids))
+
+    def share(self, rule: Rule) -> float:
+        """The share of the places that words mean."""
+        return len(self.of(rule)) / len(self)
+
+    def scattered(self, description: Description | None, decode: Decode) -> Scattered:
+        """The places that a description leaves out; all of them if there is none."""
+        left = self.there
+        if description is not None:
+            left = left & ~description.means(self.ids)
+        count = int(left.sum())
+        tokens, counts = self.ids[left].unique(return_counts=True)
+        common = []
+        for index in counts.argsort(descending=True, stable=True)[:COMMON].tolist():
+            common.append(TokenShare(decode([int(tokens[index])]), float(counts[index]) / count))
+        return Scattered(count, tuple(common))
+
+    @property
+    def earliest(self) -> int:
+        """The first position at which there is one in any text."""
+        return int(self.there.any(0).int().argmax())
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Words that mean some positions of any texts. A position has to meet all conditions that are set.
+
+    Attributes:
+        words: The words, as part of a sentence.
+        position: The only position. None: any.
+        tokens: Ids of the tokens that may stand there. Empty: any.
+        first: Whether only the first of these tokens in a text counts; of all tokens, the first of each.
+        repeated: Whether the token before has to be the same.
+        after: The token that has to stand before. None: any.
+        token: The token as text, if there is only one; else empty.
+    """
+
+    words: str
+    position: int | None = None
+    tokens: tuple[int, ...] = ()
+    first: bool = False
+    repeated: bool = False
+    token: str = ""
+    after: int | None = None
+
+    def is_within(self, other: Rule) -> bool:
+        """Whether the other words mean all positions that these mean: their conditions are fewer, or the same."""
+        if other.position not in (None, self.position):
+            return False
+        if other.tokens and not (self.tokens and set(self.tokens) <= set(other.tokens)):
+            return False
+        free = not (other.first or other.repeated or other.after is not None)
+        same = (self.first, self.repeated, self.after) == (other.first, other.repeated, other.after)
+        return free or (same and self.tokens == other.tokens)
+
+    def means(self, ids: TokenRows) -> Bool[Tensor, "text pos"]:
+        """The positions of some texts that the words mean."""
+        fits = torch.ones_like(ids, dtype=torch.bool)
+        if self.tokens:
+            fits = torch.isin(ids, torch.tensor(self.tokens, device=ids.device))
+        if self.first and self.tokens:
+            fits &= fits.cumsum(1) == 1
+        elif self.first:
+            fits &= _first_occurrences(ids)
+        if self.position is not None:
+            at_position = torch.zeros_like(fits)
+            at_position[:, self.position : self.position + 1] = True
+            fits &= at_position
+        if self.repeated or self.after is not None:
+            before = ids[:, 1:] if self.after is None else self.after
+            fits[:, 0] = False
+            fits[:, 1:] &= ids[:, :-1] == before
+        return fits
+
+
+@dataclass(frozen=True)
+class Description:
+    """The words for a set of places.
+
+    Attributes:
+        rules: What the words mean, the simplest first; a place has to meet one of them.
+        coverage: Share of the places that the words mean.
+        precision: Share of the positions that the words mean which are such places.
+        share: Share of the texts that have such a place.
+    """
+
+    rules: tuple[Rule, ...]
+    coverage: float
+    precision: float
+    share: float
+
+    @property
+    def words(self) -> str:
+        """The words, as part of a sentence."""
+        return word_list([rule.words for rule in self.rules])
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the words begin with the first token, of all texts or of some."""
+        return self.rules[0].position == 0
+
+    def means(self, ids: TokenRows) -> Bool[Tensor, "text pos"]:
+        """The positions of some texts that the words mean."""
+        fits = torch.zeros_like(ids, dtype=torch.bool)
+        for rule in self.rules:
+            fits |= rule.means(ids)
+        return fits
+
+    def __str__(self) -> str:
+        return self.words
+
+
+def _first_occurrences(ids: TokenRows) -> Bool[Tensor, "text pos"]:
+    """Tokens that have not stood in the text before."""
+    same = rearrange(ids, "text pos -> text pos 1") == rearrange(ids, "text pos -> text 1 pos")
+    return ~same.tril(-1).any(2)
+
+
+def texts_with(rule: Rule, places: Places, ids: Int[Tensor, "text pos"]) -> tuple[TokenRows, Int[Tensor, " row"]]:
+    """Some texts with a place that words mean, and the place in each; those in which it comes first.
+
+    Different neurons may make the spikes of several tokens, so these take turns, and a text may stand there twice.
+
+    Args:
+        rule: The words.
+        places: The places.
+        ids: The texts, whole.
+    """
+    there = places.of(rule).there
+    kinds = [there]
+    if rule.position is None and len(rule.tokens) > 1:
+        kinds = [there & (places.ids == token) for token in rule.tokens]
+    cases: list[tuple[int, int, int]] = []
+    for each in kinds:
+        own = sorted((int(each[row].int().argmax()), row) for row in each.any(1).nonzero().flatten().tolist())
+        cases += [(turn, at, row) for turn, (at, row) in enumerate(own)]
+    _, at, rows = torch.tensor(sorted(cases)).T
+    number = PLACE_TEXTS
+    if len(ids[rows, at].unique()) >= LEAST_CASES:
+        number = min(4 * PLACE_TEXTS, max(PLACE_TEXTS, KEPT_POSITIONS // ids.shape[1]))
+    return ids[rows[:number]], at[:number]
+
+
+# --- finding ---------------------------------------------------------------------------------------------------------
+
+
+def sink_places(above: Bool[Tensor, "layer head text at"], ids: TokenRows) -> Places:
+    """The positions that enough heads attend to.
+
+    A twentieth of the heads, and at least two, have to attend to a place. A hundredth suffices at a position to which
+    these heads attend in most texts, because then they do not prefer one word.
+
+    Args:
+        above: Whether each head attends to each position; of layers with softmax attention only.
+        ids: The texts.
+    """
+    heads = above.shape[0] * above.shape[1]
+    ids = ids[:, : above.shape[-1]]
+    anywhere = reduce(above.int(), "layer head text at -> text at", "sum")
+    there = anywhere >= max(SINK_HEADS, PLACE_SHARE * heads)
+    steady = reduce(above.float(), "layer head text at -> layer head at", "mean") >= MOST_TEXTS
+    steadily = (above & rearrange(steady, "layer head at -> layer head 1 at")).int().sum((0, 1))
+    number = reduce(steady.int(), "layer head at -> at", "sum")
+    suffice = (number >= max(SINK_HEADS, POSITION_SHARE * heads)) & _is_varied(ids)
+    return Places(ids, there | (suffice & (steadily >= MOST_TEXTS * number)))
+
+
+def _is_varied(ids: TokenRows) -> Bool[Tensor, " at"]:
+    """Positions at which it is no matter of the word: the first one, and those with several different tokens."""
+    varied = [at == 0 or len(ids[:, at].unique()) >= LEAST_CASES for at in range(ids.shape[1])]
+    return torch.tensor(varied)
+
+
+def stands_out(norms: Float[Tensor, "*norm"], typical: Float[Tensor, "*typical"]) -> Bool[Tensor, "*norm"]:
+    """Where norms are more than three times the typical one."""
+    return norms > SPIKE_RATIO * typical
+
+
+def spike_places(norms: Float[Tensor, "layer text pos"], ids: TokenRows) -> Places:
+    """The positions whose norm stands out after some layer.
+
+    The typical norm of a layer is the median or, if more than a quarter of the positions stand out from that, the 75 %
+    quantile.
+
+    Args:
+        norms: Norm of every position after each layer.
+        ids: The texts.
+    """
+    by_layer = norms.flatten(1)
+    typical = by_layer.median(1).values
+    upper = by_layer.quantile(0.75, 1)
+    typical = torch.where(stands_out(upper, typical), upper, typical)
+    return Places(ids, stands_out(norms, rearrange(typical, "layer -> layer 1 1")).any(0))
+
+
+# --- describing ------------------------------------------------------------------------------------------------------
+
+
+def describe(places: Places, decode: Decode, holds: Callable[[Rule], bool] = lambda _: True) -> Description | None:
+    """The simplest words that hold for the places; None if no words do.
+
+    Of single rules, then of pairs, the first one is taken whose coverage is at least 0.9. If there is none, the rules
+    that add most are joined, and the coverage says how much is left. Every rule has a precision of at least 0.9.
+
+    Args:
+        places: The places.
+        decode: Writes token ids as text.
+        holds: What else a rule has to meet.
+    """
+    precise: list[Rule] = []
+    for rules in (_simple, _of_a_kind):
+        for rule in rules(places, decode):
+            if _precision(places, rule.means(places.ids)) >= ENOUGH and holds(rule):
+                precise.append(rule)
+        for few in (*combinations(precise, 1), *combinations(precise, 2)):
+            description = _described(places, few)
+            if description.coverage >= ENOUGH:
+                return description
+    chosen = []
+    rest = places
+    while len(chosen) < MOST_PARTS and precise:
+        best = max(precise, key=lambda rule: len(rest.of(rule)))
+        if len(rest.of(best)) < min(LEAST_CASES, len(places.ids)):
+            break
+        chosen.append(best)
+        rest = Places(rest.ids, rest.there & ~best.means(rest.ids))
+    if not chosen:
+        return None
+    return _described(places, sorted(chosen, key=precise.index))
+
+
+def _precision(places: Places, fits: Bool[Tensor, "text pos"]) -> float:
+    """Share of the positions which are such places; 0 if these are too few to say so."""
+    both = int((places.there & fits).sum())
+    if both < min(LEAST_CASES, len(places.ids)):
+        return 0.0
+    return both / int(fits.sum())
+
+
+def _described(places: Places, rules: Sequence[Rule]) -> Description:
+    fits = torch.zeros_like(places.there)
+    for rule in rules:
+        fits |= rule.means(places.ids)
+    both = int((places.there & fits).sum())
+    in_texts = float((places.there & fits).any(1).float().mean())
+    return Description(tuple(rules), both / len(places), both / int(fits.sum()), in_texts)
+
+
+def _simple(places: Places, decode: Decode) -> list[Rule]:
+    """What may be said of the places in a few words: positions, single tokens, tokens that come for the first time."""
+    ids = places.ids
+    rules = []
+    for position in places.there.any(0).nonzero().flatten().tolist():
+        rules.append(_at_position(ids, position, decode))
+    for token in _tokens_behind(places):
+        name = decode([token])
+        rules.append(Rule(f"{name!r} wherever it stands", tokens=(token,), token=name))
+        rules.append(Rule(f"the first {name!r} of a text", tokens=(token,), first=True, token=name))
+        before = int(ids[:, :-1][places.there[:, 1:] & (ids[:, 1:] == token)].mode().values)
+        rules.append(Rule(f"{name!r} after {decode([before])!r}", tokens=(token,), token=name, after=before))
+    rules.append(Rule("every token that repeats the one before it", repeated=True))
+    rules.append(Rule("the first occurrence of every token", first=True))
+    return rules
+
+
+def _of_a_kind(places: Places, decode: Decode) -> list[Rule]:
+    """What may be said of the places by a list of tokens."""
+    rules = []
+    seen = _tokens_behind(places)
+    precise = []
+    for token in seen:
+        if float(places.there[:, 1:][places.ids[:, 1:] == token].float().mean()) >= ENOUGH:
+            precise.append(token)
+    if len(precise) > 2:  # two have a rule each, because different neurons may make their spikes
+        names = word_list([repr(decode([token])) for token in precise], COMMON)
+        rules.append(Rule(f"{names} wherever they stand", tokens=tuple(precise)))
+    if len(seen) > 1:
+        names = word_list([repr(decode([token])) for token in seen], COMMON)
+        rules.append(Rule(f"the first of {names} in a text", tokens=tuple(seen), first=True))
+    return rules + _first_of_a_kind(places.ids, places.there)
+
+
+def _tokens_behind(places: Places) -> list[int]:
+    """Tokens that stand at places behind the first position, and not always at the same one; the most common first.
+
+    Those that are at least half as common as the first keep the order of their ids: other texts give the same words.
+    """
+    there = places.there.clone()
+    there[:, 0] = False
+    seen, counts = places.ids[there].unique(return_counts=True)
+    half = (1 + max(counts.tolist(), default=0)) // 2
+    tokens = []
+    for token in seen[counts.clamp(max=half).argsort(descending=True, stable=True)].tolist():
+        if int((places.ids[:, 1:] == token).any(0).sum()) > 1:
+            tokens.append(token)
+    return tokens
+
+
+def _at_position(ids: TokenRows, position: int, decode: Decode) -> Rule:
+    """A position, with the token that always stands there."""
+    tokens = ids[:, position].unique()
+    token = ""
+    if len(tokens) == 1:
+        token = decode([int(tokens[0])])
+    if position == 0:
+        return Rule("the first token", position=0, token=token)
+    if token:
+        return Rule(f"{token!r} at position {position}", position=position, token=token)
+    return Rule(f"position {position} (any token)", position=position)
+
+
+def _first_of_a_kind(ids: TokenRows, there: Bool[Tensor, "text pos"]) -> list[Rule]:
+    """Some first tokens: of different tokens, those that are never a first token elsewhere."""
+    texts = there[:, 0]
+    others = ids[~texts, 0]
+    tokens = [token for token in ids[texts, 0].unique().tolist() if token not in others]
+    if len(tokens) < LEAST_CASES or float(texts.float().mean()) < SOME_TEXTS:
+        return []
+    return [Rule("some first tokens", position=0, tokens=tuple(tokens))]

@@ -1,0 +1,305 @@
+"""The neurons that together make a spike, with backups that take over.
+
+`causal_sets` finds the smallest set whose removal ends the spike of one kind of place, on texts that have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from einops import reduce
+from jaxtyping import Float
+from torch import Tensor
+
+from sinkscope.hooks.edit import Ablate
+from sinkscope.measure import Setup
+from sinkscope.measure.evidence import NEEDED
+from sinkscope.measure.margin import margin_of
+from sinkscope.sinks.find.absence import SpikeAbsence
+from sinkscope.sinks.find.context import SinkContext, Survey
+from sinkscope.sinks.find.layer_scan import AS_BEFORE, Rise, scan_layers
+from sinkscope.sinks.find.members import ATTENTION_LENGTH, CausalSet, Neuron, members_of, sites_of
+from sinkscope.sinks.find.neurons import stage_neurons, verify_neurons
+from sinkscope.sinks.find.places import stands_out
+from sinkscope.sinks.removal.components import Heads, Sites, silencing
+from sinkscope.sinks.removal.effects import Effects, heads_lost, side_by_side
+from sinkscope.sinks.removal.rows import Trial
+from sinkscope.sinks.removal.search import Removal, random_sets, random_sites, smallest_set, without_unneeded
+
+CANDIDATES = 8  # default number of candidates of the sink layer
+MORE_CANDIDATES = 64  # candidates of the sink layer if the first few do not suffice
+BACKUP_ROUNDS = 4  # rounds of searching for backups before the search ends
+BACKUP_CANDIDATES = 4  # candidates of each layer that brings the spike back
+FIRST_TEXT, OTHER_TEXTS = slice(1), slice(1, 4)  # texts in which attention is compared; random sets in the first
+NEARLY_ALL = 0.9  # share of the texts in which the spike has to be gone
+Site = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CausalSets:
+    """The sets that were found, and the candidates with those that the search added."""
+
+    sets: tuple[CausalSet, ...] = ()
+    neurons: tuple[Neuron, ...] = ()
+
+    @property
+    def minimal(self) -> CausalSet | None:
+        """The smallest set that removes the spike or, if it has several parts, the largest part."""
+        return next(iter(self.sets), None)
+
+    @property
+    def sites(self) -> Sites:
+        """The neurons of all sets in the form that interventions take."""
+        return tuple(dict.fromkeys(site for each in self.sets for site in each.edit_sites))
+
+    @property
+    def members(self) -> tuple[Neuron, ...]:
+        """The neurons of all sets."""
+        return tuple(n for n in self.neurons if n.site in self.sites)
+
+
+@dataclass(frozen=True)
+class _SpikeSearch:
+    """The search for the neurons that make a spike, or one part of a spike that falls and rises again.
+
+    Attributes:
+        context: The model, texts with the place, and their layer scan.
+        rise: The part of the spike.
+        heads: The heads behind its layer that attend to the place.
+        asked: The norms `[text layer]` with each set silenced that was asked about before.
+    """
+
+    context: SinkContext
+    rise: Rise
+    heads: Heads
+    asked: dict[Sites, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, context: SinkContext, rise: Rise, heads: Heads) -> _SpikeSearch:
+        """The search at the places of a context."""
+        return cls(context, rise, [place for place in heads if rise.layer < place[0] <= rise.readable])
+
+    def norm_trial(self, sets: Sequence[Sites]) -> Trial:
+        """Silences each set that was not asked about before; the spike is read."""
+        new = [sites for sites in dict.fromkeys(sets) if sites not in self.asked]
+        return self.context.trial(silencing(new), upto=self.rise.last)
+
+    def attention_trial(self, sets: Sequence[Sites], texts: slice = FIRST_TEXT) -> Trial:
+        """Silences each set; the attention to the place is read, in some texts."""
+        length = max(ATTENTION_LENGTH, self.context.up_to_place + ATTENTION_LENGTH // 2)
+        layers = [layer for layer, _ in self.heads]
+        reading = {"upto": max(layers), "attention": True, "behind": min(layers)}
+        return self.context.trial(silencing(sets), length, texts, **reading)
+
+    def answer(self, *trials: Trial) -> list[Effects]:
+        """Run trials in one walk, and remember the norms of the first in all texts."""
+        answers = side_by_side(self.context.target, trials)
+        texts = len(self.context.ids)
+        self.asked[()] = answers[0].intact_norms.expand(texts, -1)
+        for edit, norms in zip(trials[0].edits, answers[0].norms, strict=True):
+            self.asked[edit.zero] = norms.expand(texts, -1)
+        return answers
+
+    def norms(self, sets: Sequence[Sites]) -> Float[Tensor, "set text layer"]:
+        """The norms with each set silenced."""
+        trial = self.norm_trial(sets)
+        if trial.edits:
+            self.answer(trial)
+        return torch.stack([self.asked[sites] for sites in sets])
+
+    def removals(self, sets: Sequence[Sites], *layers: int) -> list[Removal]:
+        """Whether each set takes the spike away at these layers.
+
+        The spike is gone if, in nearly all texts that have it, the norm is as before it or stands out no more, and most
+        of the rise is gone.
+        """
+        before = self.context.scan.norm_before if self.rise.is_first else 0.0
+        typical = torch.tensor(self.context.scan.typical_norm)[list(layers)]
+        norms = self.norms(sets)[..., layers]
+        intact = self.asked[()][:, layers]
+
+        def is_low(norm: Tensor) -> Tensor:
+            return ~stands_out(norm, typical) | (norm <= AS_BEFORE * before)
+
+        most_is_gone = intact - norms >= NEEDED * (intact - typical.clamp(min=before))
+        gone = (is_low(norms) & (most_is_gone | is_low(intact))).all(2).float().mean(1)
+        drops = (1 - norms / intact)[..., -1].mean(1)
+        return list(map(Removal, (gone >= NEARLY_ALL).tolist(), drops.tolist()))
+
+    def smallest(self, sites: Sites, *layers: int) -> Sites | None:
+        """The smallest set that takes the spike away at these layers; None if no set that was tried does."""
+        return smallest_set(sites, lambda sets: self.removals(sets, *layers))
+
+    def equals(self, chosen: Sites, sites: Sites) -> Sites:
+        """Single neurons that take the spike away as the chosen one does."""
+        others = tuple(site for site in sites if site not in chosen)
+        if len(chosen) != 1 or not others:
+            return ()
+        removals = self.removals([(site,) for site in others], self.rise.layer, self.rise.last)
+        return tuple(site for site, removal in zip(others, removals, strict=True) if removal.gone)
+
+    def grown(self, chosen: Sites, others: Sites) -> Sites:
+        """The set and those of the other candidates that attention needs as well."""
+
+        def remove(sets: list[Sites]) -> list[Removal]:
+            (edited,) = side_by_side(self.context.target, [self.attention_trial([chosen + some for some in sets])])
+            return [Removal(lost >= NEEDED, lost) for lost in heads_lost(edited.attention_drops(self.heads))]
+
+        return chosen + without_unneeded(others, remove)
+
+    def compared(self, chosen: Sites, excluded: Sites, others: Sites = ()) -> CausalSet | None:
+        """A set with its effects and controls; None if a random set has as large an effect.
+
+        Args:
+            chosen: The set.
+            excluded: Neurons that are not drawn.
+            others: Candidates that join the set if attention needs them as well.
+        """
+        sets = [chosen, *random_sets(self.context.target, chosen, excluded, self.context.generator)]
+        trials = [self.norm_trial(sets)]
+        if self.heads:
+            trials.append(self.attention_trial([*sets, chosen + others]))
+            if len(self.context.ids) > 1:
+                trials.append(self.attention_trial([chosen], OTHER_TEXTS))
+        read = self.answer(*trials)
+        lost = 1 - self.norms(sets) / self.asked[()]
+        drops = lost.mean(1)[:, [self.rise.layer, self.rise.last]]
+        control = float(drops[1:].max())
+        here, last = drops[0].tolist()
+        found = CausalSet(members_of(chosen), here, last, None, None, control)
+        if self.heads:
+            attention = read[1].attention_drops(self.heads)
+            of_heads = heads_lost(attention)
+            if of_heads[0] < NEEDED <= of_heads[-1]:
+                return self.compared(self.grown(chosen, others), excluded)
+            layer, head = torch.tensor(self.heads).T
+            left = [each.attention[0][:, layer, head] / each.intact_attention[:, layer, head] for each in read[1:]]
+            in_texts = reduce(1 - torch.cat(left), "text pair -> text", "mean").numpy()
+            found = replace(
+                found,
+                drop_attention=float(in_texts.mean()),
+                heads_lost=of_heads[0],
+                control=max(control, float(attention[1:-1].mean(1).max())),
+                margin_attention=margin_of(in_texts),
+            )
+        if min(here, last) <= found.control:
+            return None
+        return replace(found, margin_norm=margin_of(lost[0, :, self.rise.layer].numpy()))
+
+    def with_backups(self, here: Sites) -> tuple[dict[Site, Neuron], Sites | None]:
+        """Neurons that bring the spike back while a set is silent, and the set of all that remove it, if one does."""
+        context = self.context
+        backups: dict[Site, Neuron] = {}
+        for _ in range(BACKUP_ROUNDS):
+            silent = (*here, *backups)
+            known = len(backups)
+            with Ablate(sites=silent).on(context.target):
+                scan = scan_layers(context.target, context.ids, whole=True, upto=self.rise.last, at=context.at)
+                without = replace(context, entering=scan.entering)
+                for stage in scan.stages:
+                    if stage > self.rise.layer:
+                        returning = stage_neurons(without, stage, BACKUP_CANDIDATES)
+                        backups |= {neuron.site: neuron for neuron in returning if neuron.site not in silent}
+            if len(backups) == known:
+                break
+            whole = self.smallest((*here, *backups), self.rise.layer, self.rise.last)
+            if whole is not None:
+                return backups, whole
+        return backups, None
+
+    def sets(self, neurons: Sequence[Neuron]) -> CausalSets:
+        """The smallest set of these neurons and, if necessary, of further ones."""
+        layer, last = self.rise.layer, self.rise.last
+        known = {neuron.site: neuron for neuron in neurons}
+        candidates = dict(known)
+        here, minimal, sites = None, None, ()
+        for more in (0, MORE_CANDIDATES):  # than the first candidates of the sink layer
+            if more:
+                further = stage_neurons(self.context, layer, min(more, self.context.target.d_mlp // 2))
+                candidates |= {neuron.site: neuron for neuron in further}
+            sites = tuple(site for site in candidates if site[0] <= last)
+            minimal = self.smallest(sites, layer, last)
+            here = minimal or self.smallest(sites, layer)
+            if here is not None:
+                break
+        if here is not None and minimal is None:
+            backups, minimal = self.with_backups(here)
+            candidates |= backups
+        best = None
+        if minimal is not None:
+            others = tuple(site for site in sites if site not in minimal)
+            best = self.compared(minimal, tuple(candidates), others)
+        if best is None:
+            return CausalSets((), tuple(neurons))
+        best = replace(best, equals=members_of(self.equals(best.edit_sites, sites)))
+        added = [candidates[site] for site in candidates if site in best.edit_sites and site not in known]
+        return CausalSets((best,), (*neurons, *added))
+
+
+def causal_sets(context: SinkContext, heads: Heads = (), top_k: int = CANDIDATES) -> CausalSets:
+    """Search for the smallest set of neurons that makes a spike, and for backups that take over.
+
+    If the spike returns in a later layer while a set is silent, the neurons that bring it back join the candidates. If
+    it falls and rises again, each part is searched on its own, the one with the sink layer first.
+
+    Args:
+        context: The model at the places of the spike.
+        heads: The heads that attend to these places.
+        top_k: Number of candidates of the sink layer, and of the layer that builds most of any other part.
+
+    Returns:
+        Nothing if no MLP makes the spike.
+    """
+    sets: list[CausalSet] = []
+    members: dict[Site, Neuron] = {}
+    rises = context.scan.rises
+    for rise in rises:
+        neurons = verify_neurons(context, rise.layer, top_k)
+        found = _SpikeSearch.of(context, rise, heads).sets(neurons)
+        for each in found.sets:
+            sets.append(replace(each, layers=(rise.first, rise.last)) if len(rises) > 1 else each)
+        for neuron in found.members if members else found.neurons:
+            members.setdefault(neuron.site, neuron)
+    return CausalSets(tuple(sets), tuple(members.values()))
+
+
+@dataclass(frozen=True)
+class SinkNeurons:
+    """The neurons that every measurement of a setup edits or reads, in the words of `find_sinks`: its smallest set.
+
+    Attributes:
+        layer: The sink layer. None if no MLP makes a spike of the first token.
+        neurons: The smallest set of neurons that makes the spike, largest contribution first. If no set removes the
+            spike, the neurons that are causal alone.
+        controls: As many random neurons of the same layers.
+        absence: What there is if no MLP makes a spike.
+    """
+
+    layer: int | None
+    neurons: tuple[Neuron, ...] = ()
+    controls: Sites = ()
+    absence: SpikeAbsence | None = None
+
+    @classmethod
+    def of(cls, survey: Survey) -> SinkNeurons:
+        """Search for them."""
+        context = survey.first_spike
+        absence = SpikeAbsence.of(survey, context)
+        if absence is not None:
+            return cls(None, absence=absence)
+        found = causal_sets(context, survey.readers)
+        neurons = found.members
+        if not neurons:
+            neurons = tuple(neuron for neuron in found.neurons if neuron.causal)
+        sites = sites_of(neurons)
+        return cls(context.layer, neurons, random_sites(context.target, sites, sites, context.generator))
+
+
+def sink_neurons(setup: Setup) -> SinkNeurons:
+    """The neurons that make the first token's spike; they are searched once for a setup."""
+    key = (sink_neurons, setup.seed, len(setup.ids))
+    if key not in setup.memory:
+        setup.memory[key] = SinkNeurons.of(Survey.of(setup))
+    return setup.memory[key]

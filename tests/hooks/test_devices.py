@@ -1,0 +1,84 @@
+"""Models in several places, as `device_map="auto"` makes them: layers on disk stand for those on another device."""
+
+from __future__ import annotations
+
+import placed
+import pytest
+import torch
+from intervention_kit import count_hooks
+from organisms import tiny_model
+from transformers import DynamicCache
+
+import sinkscope as ss
+from sinkscope.hooks.trace import trace
+
+IDS = torch.tensor([[1, 5, 6, 7, 8, 9], [1, 20, 21, 22, 23, 24]])
+SITES = ["blocks.*.hook_resid_post", "blocks.1.mlp.hook_post", "blocks.1.attn.hook_pattern", "logits"]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """The same weights in memory, and with the middle layer on disk."""
+    from transformers import AutoModelForCausalLM
+
+    tmp_path = tmp_path_factory.mktemp("pair")
+    model, _ = tiny_model("llama")
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(tmp_path / "m")
+    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
+    places |= {"lm_head": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "cpu"}
+    split = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "m", device_map=places, offload_folder=tmp_path / "o", dtype=torch.float32
+    )
+    assert next(split.model.layers[1].parameters()).is_meta
+    return model, split
+
+
+def test_trace_and_edits_across_places(pair):
+    model, split = pair
+    for name, want in trace(model, IDS, SITES).items():
+        torch.testing.assert_close(trace(split, IDS, [name])[name], want)
+    vector = torch.randn(32, generator=torch.Generator().manual_seed(0))
+    edit = ss.Ablate(layer=1, neurons=[3, 11]) | ss.Ablate(heads=[(1, 2)]) | ss.Add(vector, "blocks.1.hook_resid_post")
+    before, answers = count_hooks(split), []
+    for one in (model, split):
+        with edit.on(one) as run:
+            answers.append((one.generate(IDS, max_new_tokens=8, do_sample=False), len(run.events)))
+    assert torch.equal(answers[0][0], answers[1][0]) and answers[0][1] == answers[1][1] > 0
+    assert count_hooks(split) == before
+
+
+EDITS = {
+    "full": ss.Full(),
+    "h2o": ss.H2O(6),
+    "streaming, select": ss.StreamingLLM(6, mode="select"),
+    "loopserve": ss.LoopServe(6, prefill=False),
+    "heads": ss.Ablate(heads=[(1, 2)]),
+    "patch": ss.SinkPatch(layer=1, neurons=[3]),
+}
+
+
+def test_layers_on_two_devices():
+    """The devices do not exist, but an operation that mixes tensors of both fails, as it would."""
+    model, _ = tiny_model("llama")
+    ids = torch.arange(24).view(2, 12) + 4
+
+    @torch.no_grad()
+    def read(one, edit, ids):
+        with edit.on(one):
+            cache = DynamicCache(config=one.config)
+            parts = (ids, ids[:, :1], ids[:, 1:2])
+            found = [one(input_ids=part, past_key_values=cache, use_cache=True).logits[:, -1] for part in parts]
+            return torch.cat(found, 1), cache.layers
+
+    wanted = {name: read(model, edit, ids)[0] for name, edit in EDITS.items()}
+    with placed.places():
+        placed.spread(model, ["ipu:0", "ipu:1", "ipu:0"])
+        with pytest.raises(RuntimeError, match="tensors on ipu:0, ipu:1"):
+            placed.to(ids, "ipu:0") + placed.to(ids, "ipu:1")
+        for name, edit in EDITS.items():
+            found, layers = read(model, edit, placed.to(ids, "ipu:0"))
+            assert torch.equal(found.held, wanted[name]), name
+            assert [str(layer.keys.device) for layer in layers] == ["ipu:0", "ipu:1", "ipu:0"], name
+            # The flash kernel of SDPA needs this, and no more: keys are views of larger buffers.
+            assert all(held.stride(-1) == 1 for layer in layers for held in (layer.keys, layer.values)), name

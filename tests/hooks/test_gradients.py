@@ -1,0 +1,127 @@
+"""Gradients under edits are those of the edited model; gradient checkpointing is refused."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from organisms import tiny_model
+from torch.utils.checkpoint import checkpoint
+
+import sinkscope as ss
+from sinkscope.errors import UnsupportedError
+from sinkscope.hooks.edit import Ablate, SinkPatch
+from sinkscope.hooks.edit.steer import Add
+from sinkscope.kv.observe import Observe
+from sinkscope.tap.internals import attention_name
+
+IDS = torch.tensor([[1, 5, 6, 7, 8, 9], [1, 20, 21, 22, 23, 24]])
+EDITS = {
+    "patch": SinkPatch(layer=1, neurons=[3, 11]),
+    "head": Ablate(heads="L2.H1"),
+    "write": Ablate(layer=0, neurons=[5], value=3.0, positions=2),
+    "add": Add(torch.ones(32), "blocks.1.hook_attn_out"),
+    "mean": Ablate(layer=1, neurons=[3, 4], value="mean"),
+    "mean of a head": Ablate(heads="L1.H2", value="mean"),
+    "two": Ablate(layer=1, neurons=[3]) | Ablate(layer=1, neurons=[3], value=2.0, positions="first"),
+}
+
+
+def loss_of(model) -> torch.Tensor:
+    """In the model's own precision; transformers computes its losses in float32."""
+    logits = model(IDS).logits[:, :-1]
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), IDS[:, 1:].flatten())
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss_of(model).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(("family", "precision"), [("gpt2", 1e-6), ("llama", 1e-3)])  # Llama's norms are in float32
+@pytest.mark.parametrize("edit", EDITS)
+def test_gradients_are_those_of_the_edited_model(edit, family, precision):
+    """Small steps along the gradient change the loss under the edit as the gradient says (four, by Richardson)."""
+    model = tiny_model(family)[0].double()
+    with EDITS[edit].on(model) as run:
+        found = gradients(model)
+    assert run.events
+    name = max(found, key=lambda name: float(found[name].norm()))
+    size = found[name].norm()
+
+    def slope(step: float) -> float:
+        loss = []
+        for sign in (1, -1):
+            with torch.no_grad():
+                model.get_parameter(name).add_(found[name] / size, alpha=sign * step)
+                with EDITS[edit].on(model):
+                    loss.append(float(loss_of(model)))
+                model.get_parameter(name).sub_(found[name] / size, alpha=sign * step)
+        return (loss[0] - loss[1]) / (2 * step)
+
+    assert (4 * slope(1e-3) - slope(2e-3)) / 3 == pytest.approx(float(size), rel=precision)
+
+
+@pytest.mark.parametrize("edit", ["patch", "mean"])
+def test_what_an_edit_writes_is_a_constant_in_later_calls(edit):
+    """The value was decided in the first call, whose graph may be gone; the second call alone has a gradient."""
+    model = tiny_model("llama")[0].double().train()
+    with EDITS[edit].on(model):
+        read = model(IDS[:, :4], use_cache=True)
+        read.logits.sum().backward()
+        cache = read.past_key_values
+        for layer in cache.layers:
+            layer.keys, layer.values = layer.keys.detach(), layer.values.detach()
+        model.zero_grad()
+        model(IDS[:, 4:], past_key_values=cache).logits.sum().backward()
+    assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
+
+
+def test_layers_that_the_caller_checkpoints_are_refused():
+    model = tiny_model("llama")[0].train()
+    mlp = model.model.layers[1].mlp
+    mlp.forward = partial(checkpoint, mlp.forward, use_reentrant=False)
+    with EDITS["patch"].on(model), pytest.raises(UnsupportedError, match="recomputes a layer of"):
+        model(IDS, labels=IDS).loss.backward()
+
+
+@pytest.mark.parametrize(
+    "what", [EDITS["patch"], ss.H2O(3), ss.LoopGuard(64), ss.LoopServe(64), Observe(lambda rows: None)]
+)
+def test_checkpointed_layers_are_refused(what):
+    model = tiny_model("llama")[0].train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with what.on(model), pytest.raises(UnsupportedError, match="trains with gradient checkpointing"):
+        model(IDS)
+    with what.on(model.eval()):
+        model(IDS)
+
+
+@pytest.mark.parametrize("what", [ss.H2O(3), ss.LoopGuard(64), ss.LoopServe(64), Observe(lambda rows: None)])
+def test_another_attention_inside_the_with_is_refused(what):
+    model = tiny_model("llama")[0]
+    was = attention_name(model.config)
+    with what.on(model):
+        model.set_attn_implementation("eager")
+        with pytest.raises(UnsupportedError, match=r"was set to .eager. inside the `with`"):
+            model.generate(IDS, max_new_tokens=2)
+    assert attention_name(model.config) == was
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", ["patch", "head", "write", "mean"])
+def test_a_checkpoint_around_the_whole_model_repeats_the_edits(name, reentrant):
+    model = tiny_model("llama")[0]
+    embeds = model.get_input_embeddings()(IDS).detach().requires_grad_()
+
+    def called(inputs):
+        return model(inputs_embeds=inputs, use_cache=False).logits
+
+    with EDITS[name].on(model):
+        (expected,) = torch.autograd.grad(called(embeds).sum(), embeds)
+        checkpoint(called, embeds, use_reentrant=reentrant).sum().backward()
+    assert torch.allclose(embeds.grad, expected, atol=1e-6)
+    with pytest.raises(UnsupportedError, match=r"call backward\(\) inside the `with`"), EDITS[name].on(model):
+        checkpoint(called, embeds, use_reentrant=reentrant)

@@ -1,0 +1,344 @@
+"""Ablate and what every intervention shares: where it acts, what it leaves behind, who it concerns."""
+
+from __future__ import annotations
+
+import copy
+import runpy
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from covering import each_other
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from intervention_kit import KINDS, bridge_of, count_hooks, logits, nnsight_of
+from organisms import MODEL_TYPES, tiny_model
+from raw_kit import inputs_edited, zeroed
+from refusals import refused
+from torch import Tensor
+from torch.testing import assert_close
+
+from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.hooks.edit import Ablate, SinkPatch
+from sinkscope.hooks.edit.positions import Tracker
+from sinkscope.opening.live import target_of
+
+IDS = torch.tensor([[1, 5, 6, 7, 8, 9], [1, 20, 21, 22, 23, 24]])
+PADDED = torch.tensor([[3, 3, 1, 5, 6, 7], [1, 8, 9, 10, 11, 12]])
+MASK = (PADDED != 3).long()
+SHARED = ("qwen2_moe", "glm4_moe")
+EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss", *SHARED)
+
+
+def sites_for(model_type: str) -> list[tuple[int, ...]]:
+    if model_type in EXPERTS:
+        routed = [(1, expert, neuron) for expert in range(4) for neuron in (3, 11)]
+        return routed + ([(1, 3), (2, 40)] if model_type in SHARED else [])  # 40: more than a routed expert has
+    return [(1, 3), (1, 11), (2, 0)]
+
+
+# --- the mechanism, against edited weights -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("model_type", "kind"), each_other(MODEL_TYPES, ["hf", "bridge"], 4))
+def test_zero_ablation_is_what_raw_hooks_do(model_type, kind):
+    # TransformerLens cannot take apart the fused attention of Falcon's newer layout.
+    older = {"new_decoder_architecture": False, "multi_query": True} if model_type == "falcon" else {}
+    model, tokenizer = tiny_model(model_type, **older)
+    sites = sites_for(model_type)
+    with zeroed(model, sites):
+        want = logits(model, IDS)
+    assert (want - logits(model, IDS)).abs().max() > 1e-3
+    edit, other = Ablate(sites=sites), KINDS[kind](model, tokenizer)
+    with edit.on(other):
+        assert_close(logits(other, IDS), want, atol=1e-4, rtol=1e-3)
+    if kind == "bridge" and model_type not in EXPERTS:
+        assert_close(other.run_with_hooks(IDS, fwd_hooks=edit.fwd_hooks(other)), want, atol=1e-4, rtol=1e-3)
+
+
+def test_up_edits_the_linear_factor():
+    """Of Phi-3's fused projection, whose first 64 outputs are the gate."""
+    model, tokenizer = tiny_model("phi3")
+
+    def edited(_module, _args, output):
+        output[:, 2, 64 + 3] = 0.5
+
+    handle = model.model.layers[1].mlp.gate_up_proj.register_forward_hook(edited)
+    want = logits(model, IDS)
+    handle.remove()
+    bridge = bridge_of(model, tokenizer)
+    for other in (model, bridge):
+        with Ablate(layer=1, neurons=[3], value=0.5, positions=2, site="up").on(other):
+            assert_close(logits(other, IDS), want, atol=1e-5, rtol=1e-4)
+    with Ablate(layer=1, neurons=[3], value=0.5, positions=2).on(model):
+        assert (logits(model, IDS) - want).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("model_type", EXPERTS)
+def test_up_factor_of_an_expert(model_type):
+    """Reference: the rows that compute the factor, replaced by a constant through the weights (and bias, or 0)."""
+    model, _ = tiny_model(model_type)
+    edited = copy.deepcopy(model)
+    experts = edited.model.layers[1].mlp.experts
+    value = 0.0
+    if model_type == "gpt_oss":
+        experts.gate_up_proj.data[2, :, 2 * 5 + 1] = 0
+        experts.gate_up_proj_bias.data[2, 2 * 5 + 1] = value = 0.8
+    else:
+        experts.gate_up_proj.data[2, experts.intermediate_dim + 5] = 0
+    with Ablate(sites=[(1, 2, 5)], value=value, site="up").on(model):
+        assert_close(logits(model, IDS), logits(edited, IDS), atol=2e-5, rtol=1e-4)
+
+
+def test_edits_of_one_expert_neuron_follow_each_other():
+    """The second edit sees what the first one left, in one run and in nested runs."""
+    model, _ = tiny_model("mixtral")
+    site = [(1, 0, 3)]
+    first, second = Ablate(sites=site, value=2.0), Ablate(sites=site, value=-1.0, positions=1)
+    with (
+        Ablate(sites=site, value=2.0, positions=slice(2, None)).on(model),
+        Ablate(sites=site, value=2.0, positions=0).on(model),
+        Ablate(sites=site, value=-1.0, positions=1).on(model),
+    ):
+        want = logits(model, IDS)
+    with (first | second).on(model):
+        assert_close(logits(model, IDS), want, atol=1e-5, rtol=1e-4)
+    with first.on(model), second.on(model):
+        assert_close(logits(model, IDS), want, atol=1e-5, rtol=1e-4)
+
+
+def test_mean_ablation():
+    """The mean of each row, without its first token."""
+    model, _ = tiny_model("llama")
+
+    def averaged(values: Tensor) -> Tensor:
+        values[:, :, 3] = values[:, 1:, 3].mean(1, keepdim=True)
+        return values
+
+    with inputs_edited(model.model.layers[1].mlp.down_proj, averaged):
+        want = logits(model, IDS)
+    with Ablate(layer=1, neurons=[3], value="mean").on(model):
+        assert_close(logits(model, IDS), want)
+
+
+# --- a written value: is the neuron sufficient? ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("positions", "places"),  # (row, position) of what is edited
+    [
+        ("first", [(0, 0), (1, 0)]),
+        (5, [(1, 5)]),
+        ((1, 4), [(0, 1), (1, 1), (1, 4)]),
+        (slice(1, 5, 2), [(0, 1), (0, 3), (1, 1), (1, 3)]),
+    ],
+)
+def test_positions_count_real_tokens(positions, places):
+    model, _ = tiny_model("llama")
+    with Ablate(layer=0, neurons=[2], value=99.0, positions=positions).on(model) as run:
+        model(PADDED, attention_mask=MASK)
+    assert [(e.row, e.position) for e in run.events] == places
+
+
+# --- positions: every way of calling, against counting by hand -----------------------------------------------------
+
+
+@settings(max_examples=25)
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    cuts=st.lists(st.integers(1, 4), max_size=4),
+    left=st.booleans(),
+    masked=st.sampled_from(["2d", "4d", "dict", "float"]),
+)
+def test_true_positions_of_padded_chunks(lengths, cuts, left, masked):
+    width = max(lengths)
+    real = torch.zeros(len(lengths), width, dtype=torch.bool)
+    want = torch.full((len(lengths), width), -1)
+    for row, n in enumerate(lengths):
+        part = slice(width - n, width) if left else slice(0, n)
+        real[row, part] = True
+        want[row, part] = torch.arange(n)
+    tracker, held = Tracker(target_of(tiny_llama())), FakeCache()
+    got, start = [], 0
+    for size in [*cuts, width]:
+        stop = min(width, start + size)
+        if stop == start:
+            break
+        call = tracker.begin(
+            torch.full((len(lengths), stop - start), 7), None, shape_mask(real, start, stop, masked), held
+        )
+        got.append(call.index)
+        held.seen = start = stop
+    assert torch.equal(torch.cat(got, 1), want)
+    # A token without mask comes after all real ones.
+    call = tracker.begin(torch.full((len(lengths), 1), 7), None, None, held)
+    assert call.index.flatten().tolist() == lengths
+
+
+class FakeCache:
+    seen = 0
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+
+def shape_mask(real: Tensor, start: int, stop: int, kind: str):
+    if kind == "2d":
+        return real[:, :stop].long()
+    causal = torch.arange(stop)[None, :] <= torch.arange(start, stop)[:, None]
+    square = (real[:, None, None, :stop] & causal[None, None]) & True
+    if kind == "dict":
+        return {"sliding_attention": torch.zeros(1, 1, 1, 1), "full_attention": square}
+    return torch.where(square, 0.0, torch.finfo(torch.float32).min) if kind == "float" else square
+
+
+@cache
+def tiny_llama():
+    return tiny_model("llama")[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "times"),  # how often each row of the prompt is continued
+    [
+        ({}, 1),
+        ({"use_cache": False}, 1),
+        ({"cache_implementation": "static"}, 1),
+        ({"prefill_chunk_size": 2}, 1),
+        ({"num_beams": 2}, 2),
+        ({"prompt_lookup_num_tokens": 2}, 1),
+        ({"num_return_sequences": 2, "do_sample": True}, 2),
+    ],
+    ids=str,
+)
+def test_every_generated_position_is_edited_once(settings, times):
+    """The k-th token of a row is at k however generation calls the model; each position from 3 on is seen."""
+    model, _ = tiny_model("llama")
+    ids, mask, lengths = PADDED, MASK, [4, 6]
+    if "prompt_lookup_num_tokens" in settings:  # for one row, in which something repeats
+        ids, mask, lengths = torch.tensor([[1, 5, 6, 7, 5, 6]]), None, [6]
+    settings = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 3, **settings}
+    with Ablate(layer=1, neurons=[3], value=50.0, positions=slice(3, None)).on(model) as run:
+        model.generate(ids, attention_mask=mask, **settings)
+    for row in range(len(lengths) * times):
+        last = lengths[row // times] + 3  # the token behind it is never read
+        assert {e.position for e in run.events if e.row == row} == set(range(3, last + 1))
+
+
+# --- leaves no trace -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_trace_after_exit_and_exception(kind):
+    model, tokenizer = tiny_model("llama")
+    model = KINDS[kind](model, tokenizer)
+    hf = target_of(model).hf
+    want = logits(model, IDS)  # first: a bridge hangs some hooks of its own on at its first call
+    before, state = count_hooks(hf), sorted(hf.__dict__)
+    edit = SinkPatch(layer=1, neurons=[3]) | Ablate(layer=2, neurons=[0])
+    with edit.on(model):
+        assert count_hooks(hf) > before
+        with edit.on(model):
+            logits(model, IDS)
+    with pytest.raises(ZeroDivisionError), edit.on(model):
+        logits(model, IDS)
+        raise ZeroDivisionError
+    with pytest.raises(SinkscopeError), (edit | Ablate(layer=1, neurons=[10**6])).on(model):
+        pass
+    with pytest.raises((IndexError, RuntimeError)), edit.on(model):
+        logits(model, torch.tensor([[10**6]]))
+    assert count_hooks(hf) == before and sorted(hf.__dict__) == state
+    assert torch.equal(logits(model, IDS), want)
+
+
+def test_nested_runs_restart_from_their_own_prompt():
+    model, _ = tiny_model("llama")
+    edit = Ablate(layer=1, neurons=[3], value=50.0, positions=1)
+    with edit.on(model) as outer:
+        logits(model, IDS)
+        with edit.on(model) as inner:
+            logits(model, IDS)
+    # The inner run, entered later, acts later: it finds the value already there.
+    assert [e.step for e in outer.events] == [0, 0, 1, 1] and inner.events == []
+
+
+# --- threads -------------------------------------------------------------------------------------------------------
+
+
+def test_two_threads_with_runs_of_their_own_do_not_meet():
+    model, _ = tiny_model("llama")
+    edits = [Ablate(layer=1, neurons=[3], value=v) for v in (5.0, -5.0)]
+    want = []
+    for edit in edits:
+        with edit.on(model):
+            want.append(logits(model, IDS))
+    gate = threading.Barrier(2, timeout=60)
+
+    def work(edit):
+        with edit.on(model) as run:
+            gate.wait()
+            got = [logits(model, IDS) for _ in range(5)][-1]
+            gate.wait()
+        return got, len({e.step for e in run.events})
+
+    with ThreadPoolExecutor() as threads:
+        answers = list(threads.map(work, edits))
+    for (got, steps), expected in zip(answers, want, strict=True):
+        assert torch.equal(got, expected) and steps == 5
+    assert count_hooks(model) == 0
+
+
+# --- bad input -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "words"),
+    [
+        ("llama", {}, ["no neuron", "layer=1"]),
+        ("llama", {"sites": [(1,)]}, ["(1,)", "(layer, neuron)"]),
+        ("llama", {"sites": [(1, -2)]}, ["-2", "from 0"]),
+        ("llama", {"sites": [(1, 1)], "value": float("nan")}, ["nan", "zero"]),
+        ("llama", {"sites": [(1, 1)], "positions": [3, -1]}, ["-1", "whole numbers"]),
+        ("llama", {"sites": [(3, 0)]}, ["layer 3", "0 to 2"]),
+        ("llama", {"sites": [(1, 0, 3)]}, ["without experts", "(layer, neuron)"]),
+        ("mixtral", {"sites": [(1, 3)]}, ["mixture", "(layer, expert, neuron)"]),
+        ("mixtral", {"sites": [(1, 4, 3)]}, ["expert 4", "0 to 3"]),
+        ("qwen3_moe", {"sites": [(1, 0, 32)]}, ["neuron 32", "0 to 31"]),
+        ("gpt2", {"sites": [(1, 0)], "site": "up"}, ["no gate", 'site="post"']),
+        ("llama", {"heads": ["L1.N3"]}, ["'L1.N3'", "L5.H3"]),
+        ("llama", {"sites": ["L1.H3"]}, ["'L1.H3'", "L1.N338"]),
+        ("llama", {"heads": [(0, -1)]}, ["(0, -1)", "from 0"]),
+        ("llama", {"heads": [(0, 4)]}, ["head 4", "0 to 3"]),
+    ],
+)
+def test_what_cannot_be_ablated(model_type, settings, words):
+    model, _ = tiny_model(model_type)
+    with refused(words=words), Ablate(**settings).on(model):
+        pass
+
+
+def test_fwd_hooks_says_where_it_cannot():
+    model, tokenizer = tiny_model("mixtral")
+    with pytest.raises(UnsupportedError, match=r"on\(model\)"):
+        Ablate(sites=[(1, 0, 3)]).fwd_hooks(model)
+    with pytest.raises(UnsupportedError, match=r"L1\.E0\.N3.*on\(bridge\)"):
+        Ablate(sites=[(1, 0, 3)]).fwd_hooks(bridge_of(model, tokenizer))
+
+
+@pytest.mark.slow
+def test_the_recipe_for_remote_runs(tmp_path):
+    """The block of the documentation, serialized and read back as for a server, does what the patch does."""
+    page = (Path(__file__).parents[2] / "docs/interventions.md").read_text(encoding="utf-8")
+    block = page.partition("<!-- remote -->\n```python\n")[2].partition("```")[0]
+    model, tokenizer = tiny_model("llama")
+    patch = SinkPatch(layer=1, neurons=[3, 11])
+    with patch.on(model):
+        want = logits(model, IDS)
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(block)  # nnsight reads the source of a trace from its file
+    given = {"model": nnsight_of(model, tokenizer), "patch": patch, "ids": IDS, "REMOTE": "local"}
+    found = runpy.run_path(str(recipe), given, run_name="__main__")["logits"]
+    assert_close(found, want, atol=1e-5, rtol=1e-4)
+    assert not torch.allclose(want, logits(model, IDS), atol=1e-3)

@@ -1,0 +1,177 @@
+"""Rounding, against plain hooks and by its own laws."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from intervention_kit import KINDS, count_hooks, logits
+from organisms import Organism, organism
+from raw_kit import blocks
+from refusals import refused
+from rounding_kit import ByHand, divergence, enlarge, logs_by_hand
+from torch.testing import assert_close
+
+from sinkscope.errors import UnsupportedError
+from sinkscope.hooks.edit import Quantize
+from sinkscope.hooks.edit.quantize import rounded
+
+TOKENS = {"positions": "first", "places": [(1, 7)]}
+DOWN = {"llama": "mlp.down_proj", "gpt2": "mlp.c_proj", "neox": "mlp.dense_4h_to_h"}
+
+
+@cache
+def model_of(family: str) -> Organism:
+    return organism(family, 1)
+
+
+@cache
+def ids_of(family: str) -> torch.Tensor:
+    return model_of(family).natural(3, 24)
+
+
+def exact_tokens(ids: torch.Tensor) -> torch.Tensor:
+    there = torch.zeros_like(ids, dtype=torch.bool)
+    there[:, 0] = True
+    there[1, 7] = True
+    return there
+
+
+# --- against plain hooks -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", DOWN)
+@pytest.mark.parametrize("scale", ["token", "tensor"])
+@pytest.mark.parametrize("what", ["activations", "kv"])
+def test_it_rounds_as_by_hand(family, scale, what):
+    model, ids = model_of(family).model, ids_of(family)
+    neurons = [(1, 3), (2, 5)]
+    how = ByHand(
+        **{what: 6}, scale=scale, tokens=exact_tokens(ids), neurons=neurons, layers=[0], modules=[(3, DOWN[family])],
+        down=DOWN[family],
+    )  # fmt: skip
+    expected = logs_by_hand(model, ids, how)
+    (name,) = [name for name, module in model.named_modules() if module is blocks(model)[3].get_submodule(DOWN[family])]
+    edit = Quantize(**{what: 6}, scale=scale, **TOKENS, neurons=neurons, layers=[0, name])
+    with edit.on(model), torch.no_grad():
+        found = model(ids, use_cache=False).logits.log_softmax(-1)
+    assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    with torch.no_grad():
+        assert (model(ids).logits.log_softmax(-1) - expected).abs().max() > 1e-3
+    assert count_hooks(model) == 0
+
+
+@pytest.mark.parametrize("kind", [pytest.param("bridge", marks=pytest.mark.slow), "nnsight"])
+def test_every_kind_of_model_is_rounded_alike(kind):
+    o = model_of("llama")
+    other = KINDS[kind](o.model, o.tokenizer)
+    exact = logits(o.model, ids_of("llama")).log_softmax(-1)
+    layer, neuron = o.truth.neurons[0]
+    exact_down = {"neurons": [(layer, neuron)], "layers": [0, f"model.layers.{layer + 1}.mlp.down_proj"]}
+    for edit in (Quantize(activations=6, scale="tensor", **exact_down), Quantize(kv=4)):
+        with edit.on(o.model):
+            expected = divergence(exact, logits(o.model, ids_of("llama")).log_softmax(-1)).mean()
+        with edit.on(other):
+            found = divergence(exact, logits(other, ids_of("llama")).log_softmax(-1)).mean()
+        assert_close(found, expected, rtol=0.02, atol=1e-7)  # a number beside a limit may fall to either side
+
+
+# --- its laws ------------------------------------------------------------------------------------------------------
+
+VALUES = st.lists(st.floats(-100, 100, width=32), min_size=24, max_size=24)
+
+
+@settings(max_examples=60, deadline=None)
+@given(VALUES, st.integers(2, 16), st.sampled_from(["token", "tensor"]), st.integers(-8, 8))
+def test_rounding_obeys_its_laws(numbers, bits, scale, power):
+    values = torch.tensor(numbers).reshape(2, 3, 4)
+    largest = values.abs().amax(-1, keepdim=True)
+    if scale == "tensor":
+        largest = largest.amax(1, keepdim=True)
+    step = (largest / (2 ** (bits - 1) - 1)).clamp(min=1e-30)
+    found = rounded(values, largest, bits)
+    assert ((found - values).abs() <= step * 0.5001).all()
+    assert (found.abs() <= largest * 1.00001).all()
+    assert_close(found / step, (found / step).round(), atol=2e-2, rtol=0)
+    assert_close(rounded(found, largest, bits), found, rtol=1e-5, atol=1e-30)
+    if largest.min() > 1e-20:
+        assert torch.equal(rounded(values * 2.0**power, largest * 2.0**power, bits) * 2.0**-power, found)
+
+
+def test_a_scale_for_all_tokens_keeps_the_largest_value_so_far():
+    """The first token's own value sets the scale of a token that is read alone after it."""
+    o, ids = organism("llama", 1), ids_of("llama")
+    enlarge(o.model, o.truth.neurons)
+    seen = []
+    handle = blocks(o.model)[o.truth.neurons[0][0]].mlp.down_proj.register_forward_hook(
+        lambda _m, args, _out: seen.append(args[0])
+    )
+    try:
+        with Quantize(activations=8, scale="tensor").on(o.model), torch.no_grad():
+            out = o.model(ids[:, :1], use_cache=True)
+            o.model(ids[:, 1:2], past_key_values=out.past_key_values)
+    finally:
+        handle.remove()
+    step = seen[0].abs().amax((1, 2), keepdim=True) / 127
+    assert_close(seen[1] / step, (seen[1] / step).round(), atol=1e-3, rtol=0)
+    assert (seen[1] == 0).float().mean() > 0.5
+
+
+def test_padding_and_other_rows_make_no_difference():
+    o, ids = model_of("llama"), ids_of("llama")
+    padded = torch.cat([torch.zeros(3, 4, dtype=torch.long), ids], 1)
+    mask = (torch.arange(28) >= 4).long().expand(3, -1)
+    for edit in (Quantize(activations=6, scale="tensor", positions="first"), Quantize(kv=4, scale="tensor")):
+        with edit.on(o.model), torch.no_grad():
+            alone = torch.cat([o.model(row[None]).logits for row in ids])
+            batch = o.model(padded, attention_mask=mask).logits[:, 4:]
+        assert divergence(alone.log_softmax(-1), batch.log_softmax(-1)).max() < 2e-5
+
+
+# --- with others, and what it says -----------------------------------------------------------------------------------
+
+
+def test_events_count_the_rounded_numbers():
+    o, ids = model_of("llama"), ids_of("llama")
+    config = o.model.config
+    with Quantize(kv=8, layers=[2], **TOKENS).on(o.model) as run, torch.no_grad():
+        o.model(ids)
+    by_row = [sum(event.data["numbers"] for event in run.events if event.row == row) for row in range(3)]
+    width = 2 * config.num_key_value_heads * config.head_dim * (config.num_hidden_layers - 1)
+    assert by_row == [23 * width, 22 * width, 23 * width]
+    assert run.summary() == f"Quantize rounded {sum(by_row):,} numbers."
+    assert {event.layer for event in run.events} == set(range(config.num_hidden_layers)) - {2}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, ("nothing is to be rounded", "activations=8")),
+        ({"activations": 1}, ("1", "2")),
+        ({"kv": 8, "scale": "channel"}, ("channel", "token")),
+        ({"kv": 8, "places": [(0, -1)]}, ("places", "-1")),
+        ({"kv": 8, "layers": [1.5]}, ("layers", "1.5")),
+        ({"kv": 8, "positions": "last"}, ("last", "first")),
+        ({"activations": 8, "layers": [99]}, ("layer 99",)),
+        ({"activations": 8, "layers": ["model.layers.1.mlp"]}, ("model.layers.1.mlp", "down_proj")),
+        ({"activations": 8, "neurons": ["L1.N99999"]}, ("99999",)),
+        ({"activations": 8, "places": [(5, 0)]}, ("row 5", "3")),
+    ],
+)
+def test_wrong_settings_and_what_the_model_lacks_are_refused(fields, words):
+    model = model_of("llama").model
+    with refused(words=words), Quantize(**fields).on(model), torch.no_grad():
+        model(ids_of("llama"))
+    assert count_hooks(model) == 0
+
+
+def test_experts_are_refused_but_their_keys_and_values_are_rounded():
+    o = organism("mixtral", 0)
+    with pytest.raises(UnsupportedError, match=r"mixture.*kv=8"), Quantize(activations=8).on(o.model):
+        pass
+    with Quantize(kv=8).on(o.model) as run, torch.no_grad():
+        o.model(o.natural(1, 8))
+    assert run.events

@@ -1,0 +1,266 @@
+"""SinkPatch: repairs planted sinks, changes nothing else, and gives the same numbers however the model is called."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from covering import each_other
+from intervention_kit import KINDS, bridge_of, greedy, listing_1, logits, loud_model
+from organisms import Organism, organism, tiny_model
+from raw_kit import blocks, down, inputs_edited, norms
+from refusals import refused
+from sample_results import sample_find_sinks
+from torch import Tensor
+from torch.testing import assert_close
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.hooks.edit import Ablate, NeuronSite, SinkPatch
+from sinkscope.hooks.trace.run import trace
+
+
+def patch_for(o: Organism, **settings) -> SinkPatch:
+    return SinkPatch(sites=o.truth.neurons, **settings)
+
+
+def neutral(o: Organism) -> dict[tuple[int, ...], float]:
+    """Median over ordinary text, as find_sinks calibrates; measured here with a raw hook."""
+    values = {}
+    for layer, neuron in o.truth.neurons:
+        inputs = []
+        with inputs_edited(down(blocks(o.model)[layer]), lambda x, inputs=inputs: inputs.append(x) or x):
+            norms(o.model, o.natural(8, 32, seed=99))
+        values[layer, neuron] = float(inputs[0][:, 1:, neuron].median())
+    return values
+
+
+# --- it repairs, and only that -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "seed"), each_other(["llama", "qwen3", "gemma2", "neox", "mixtral", "gpt_oss"], [0, 1], 4)
+)
+def test_repairs_repetition_and_nothing_else(family, seed):
+    o = organism(family, seed)
+    layer, repeats = o.truth.sink_layer, 2 * o.truth.repeats_expected
+    ids, text = o.repeated(repeats), o.natural(2, 24)
+    before, typical = norms(o.model, ids)[layer, 0], norms(o.model, text)[layer, :, 1:]
+    assert before[-1] > 0.5 * before[0] > 3 * typical.median()  # the attack works
+    want = logits(o.model, text)
+    with patch_for(o).on(o.model) as run:
+        after = norms(o.model, ids)[layer, 0]
+        assert after[1:].max() < 1.2 * typical.max()
+        assert_close(after[0], before[0])  # the first token's sink stays
+        fired = run.events
+        # The neuron's small variation in ordinary text is lost: at most 0.2 % of the logits' own spread.
+        assert (logits(o.model, text) - want).abs().max() < 2e-3 * want.std()
+        assert len(run.events) == len(fired)  # nothing fired in ordinary text
+    assert {e.kind for e in fired} == {"patched"} and fired[-1].position == repeats
+    assert {e.data["neuron"] for e in fired} <= {n[-1] for n in o.truth.neurons}
+
+
+@pytest.mark.parametrize(("kind", "seed"), [("gate", 0), ("up", 1)])
+def test_which_site_repairs_which_sink(kind, seed):
+    """The paper's listing edits the up factor, which helps only where that carries the sink; "post" always helps."""
+    o = organism("llama", seed, kind=kind)
+    assert o.truth.factor == kind
+    ids, layer = o.repeated(300), o.truth.sink_layer
+    before = norms(o.model, ids)[layer, 0, -1]
+    left = {}
+    for site in ("post", "up"):
+        with patch_for(o, site=site).on(o.model):
+            left[site] = norms(o.model, ids)[layer, 0, -1] / before
+    assert left["post"] < 0.2
+    assert left["up"] < 0.2 if kind == "up" else left["up"] > 0.8
+
+
+# --- the same numbers however it is called ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "side"), [("hf", "right"), ("bridge", "left"), ("hooks", "right")])
+def test_padded_batch_equals_one_by_one(side, kind):
+    model, tokenizer, sites = loud_model()
+    row, patch = [1, 30, 31], SinkPatch(sites=sites)
+    padded = [3, 3, *row] if side == "left" else [*row, 3, 3]
+    ids = torch.tensor([[1, 20, 21, 22, 20], padded])
+    mask = (ids != 3).long()
+    with patch.on(model):
+        whole, alone = logits(model, ids[:1])[0], logits(model, torch.tensor([row]))[0]
+    other = model if kind == "hf" else bridge_of(model, tokenizer)
+    if kind == "hooks":
+        batch = other.run_with_hooks(ids, attention_mask=mask, fwd_hooks=patch.fwd_hooks(other))
+    else:
+        with patch.on(other):
+            batch = logits(other, ids, mask)
+    assert_close(batch[0], whole, atol=2e-5, rtol=1e-4)
+    assert_close(batch[1, mask[1] == 1], alone, atol=2e-5, rtol=1e-4)
+
+
+def test_embeddings_instead_of_ids():
+    model, _, sites = loud_model()
+    ids = torch.tensor([[1, 20, 21, 22, 20]])
+    patch = SinkPatch(sites=sites, calibrated=dict.fromkeys(sites, 7.0))  # not used: counts as beginning with BOS
+    settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    with patch.on(model) as run:
+        got = model.generate(
+            inputs_embeds=model.model.embed_tokens(ids), attention_mask=torch.ones_like(ids), **settings
+        )
+        counts = run.counts
+        assert torch.equal(got, model.generate(ids, **settings)[:, 5:])
+    assert counts["fallback"] in (0, run.counts["fallback"] // 2)
+
+
+# --- which neutral value -------------------------------------------------------------------------------------------
+
+
+def reasons(run) -> dict[tuple[int, int], str]:
+    return {(e.row, e.data["neuron"]): e.data["reason"] for e in run.events if e.kind == "fallback"}
+
+
+def with_number(model, ids: Tensor, sites, value: float, **settings) -> Tensor:
+    """Reference for a calibrated value: the number written everywhere after the first token."""
+    with Ablate(sites=sites, value=value, positions=slice(1, None)).on(model):
+        return model.generate(ids, **settings) if settings else logits(model, ids)
+
+
+def test_without_bos_the_listing_defeats_itself_and_the_calibrated_value_does_not():
+    o = organism("llama", 0, bos=False)
+    ids, layer = o.repeated(40), o.truth.sink_layer
+    before = norms(o.model, ids)[layer, 0]
+    assert before[1] > 0.5 * before[0]
+    with patch_for(o).on(o.model) as run:
+        listing = norms(o.model, ids)[layer, 0]
+    assert listing[-1] > 0.5 * before[0] and run.counts["sink-like"] == len(o.truth.neurons)
+    with patch_for(o, calibrated=neutral(o)).on(o.model) as run:
+        after = norms(o.model, ids)[layer, 0]
+    assert after[1:].max() < 0.2 * before[0]
+    assert_close(after[0], before[0])
+    assert set(reasons(run).values()) == {"no BOS"} and len(reasons(run)) == len(o.truth.neurons)
+
+
+def test_a_second_token_that_is_a_sink_spreads_it_unless_a_value_is_calibrated():
+    """The second token reads like BOS, so that the sink neurons fire there too; words come after it."""
+    o = organism("llama", 2)
+    bos, twin = o.tokenizer.bos_token_id, o.tokens_of(0)[1]
+    embedding = o.model.get_input_embeddings().weight
+    with torch.no_grad():
+        embedding[twin] = embedding[bos]
+    ids = torch.tensor([[bos, twin, *o.tokens_of(-1)[:6]]])
+    site = f"blocks.{o.truth.sink_layer}.hook_resid_post"
+
+    def norms_of(model):
+        return trace(model, ids, [site], "norm")[site][0]
+
+    before = norms_of(o.model)
+    assert before[1] > 0.5 * before[0] and (before[2:] < 0.1 * before[0]).all()
+    with patch_for(o).on(o.model) as run, pytest.warns(UserWarning, match="like a sink's") as said:
+        assert (norms_of(o.model)[2:] > 0.5 * before[0]).all()
+        norms_of(o.model)
+    assert len(said) == 1 and run.counts["fallback"] == 0  # it warns once, however often the model is called
+    for kind in KINDS.values():
+        model = kind(o.model, o.tokenizer)
+        with patch_for(o, calibrated=neutral(o)).on(model) as run:
+            assert (norms_of(model)[1:] < 0.1 * before[0]).all()
+        assert set(reasons(run).values()) == {"sink-like second value"}
+
+
+def test_one_token_prompt():
+    model, _, sites = loud_model()
+    ids, settings = torch.tensor([[1]]), {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    with SinkPatch(sites=sites).on(model):  # nothing calibrated: the first generated token is the second token
+        got = model.generate(ids, **settings)
+    assert torch.equal(got, greedy(model, ids, 8, lambda: listing_1(model, sites)))
+    with SinkPatch(sites=sites, calibrated=dict.fromkeys(sites, 0.25)).on(model) as run:
+        got = model.generate(ids, **settings)
+    assert torch.equal(got, with_number(model, ids, sites, 0.25, **settings))
+    assert set(reasons(run).values()) == {"one-token prompt"} and len(reasons(run)) == 3
+    assert all(e.step == 1 and e.position == 1 for e in run.events if e.kind == "fallback")
+
+
+def test_each_neuron_takes_its_calibrated_value():
+    model, _, _ = loud_model()
+    sites, ids = [(1, 3), (1, 11)], torch.tensor([[1, 20, 21, 22, 20]])
+    later = slice(1, None)
+    each = Ablate(sites=sites[:1], value=0.5, positions=later) | Ablate(sites=sites[1:], value=-0.5, positions=later)
+    with each.on(model):
+        want = logits(model, ids)
+    with SinkPatch(sites=sites, value="calibrated", calibrated={(1, 11): -0.5, (1, 3): 0.5}).on(model):
+        assert_close(logits(model, ids), want)
+
+
+def test_a_prompt_read_before_the_run():
+    model, _, sites = loud_model()
+    ids = torch.tensor([[1, 20, 21, 22, 20, 21]])
+    with torch.no_grad():
+        cache = model(ids[:, :4], use_cache=True).past_key_values
+    with pytest.raises(SinkscopeError, match="4 tokens were read before this run"), SinkPatch(sites=sites).on(model):
+        model(ids[:, 4:], past_key_values=copy.deepcopy(cache))
+    with SinkPatch(sites=sites, calibrated=dict.fromkeys(sites, 0.25)).on(model) as run, torch.no_grad():
+        got = model(ids[:, 4:], past_key_values=copy.deepcopy(cache)).logits
+    assert set(reasons(run).values()) == {"prompt read before the run"} and len(reasons(run)) == 3
+    with Ablate(sites=sites, value=0.25).on(model), torch.no_grad():
+        want = model(ids[:, 4:], past_key_values=copy.deepcopy(cache)).logits
+    assert_close(got, want)
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])
+def test_expert_neurons_take_the_second_tokens_value(model_type):
+    """Also where the second token went to other experts: the value is what the neuron would have there."""
+    model, _ = tiny_model(model_type)
+    site, ids = (1, 2, 5), torch.tensor([[1, 20, 21, 22, 23, 24, 25, 26]])
+    inputs, experts = [], model.model.layers[1].mlp.experts
+    with inputs_edited(experts, lambda x: inputs.append(x) or x):
+        plain = logits(model, ids)
+    x = inputs[-1][1]  # the adapter was inferred in calls before
+    if model_type == "mixtral":
+        gate, up = (experts.gate_up_proj[2] @ x).chunk(2)
+        value = torch.nn.functional.silu(gate[5]) * up[5]
+    else:
+        both = x @ experts.gate_up_proj[2] + experts.gate_up_proj_bias[2]
+        gate, up = both[10].clamp(max=experts.limit), both[11].clamp(-experts.limit, experts.limit)
+        value = (up + 1) * gate * torch.sigmoid(experts.alpha * gate)
+    want = with_number(model, ids, [site], float(value.detach()))
+    with SinkPatch(sites=[site]).on(model):
+        assert_close(logits(model, ids), want, atol=1e-5, rtol=1e-4)
+    assert not torch.allclose(want, plain, atol=1e-5)
+
+
+# --- made from a result, and files ---------------------------------------------------------------------------------
+
+
+def test_from_result(tmp_path):
+    """Causal neurons, with the values of ordinary text that are known."""
+    found = replace(sample_find_sinks(), causal_sets=())
+    one, other, idle = found.neurons
+    found = replace(found, neurons=(one, replace(other, layer=3, expert=2, neutral_up=None), idle))
+    patch, up = SinkPatch.from_result(found), SinkPatch.from_result(found, site="up")
+    assert patch.sites == up.sites == (NeuronSite(2, 412), NeuronSite(3, 77, 2))
+    assert patch.calibrated == {NeuronSite(2, 412): 0.01, NeuronSite(3, 77, 2): 0.02}
+    assert up.calibrated == {NeuronSite(2, 412): -0.2}
+    assert (patch.site, patch.value, up.site) == ("post", "second", "up")
+    patch.save(tmp_path / "patch.json")
+    assert SinkPatch.load(tmp_path / "patch.json") == patch and patch.model["fingerprint"] == "abc"
+    for nothing in ({"sink_layer": None}, {"neurons": (idle,)}, {"neurons": ()}):
+        with pytest.raises(SinkscopeError, match="nothing to patch"):
+            SinkPatch.from_result(replace(found, **nothing))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"schema": 2}, ["schema is 2", "1"]),
+        ({"value": "third"}, ["value", "third", "second"]),
+        ({"value": float("nan")}, ["value is nan", "finite number"]),
+        ({"sites": [{"layer": -1, "neuron": 3}]}, ["sites[0].layer is -1"]),
+        ({"value": "calibrated", "sites": [{"layer": 1, "neuron": 3}]}, ["no calibrated value", "L1.N3"]),
+    ],
+)
+def test_bad_patch_files(tmp_path, change, words):
+    path = tmp_path / "patch.json"
+    SinkPatch(sites=[(1, 3)], calibrated={(1, 3): 0.5}).save(path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with refused(words=words):
+        SinkPatch.load(path)

@@ -1,0 +1,94 @@
+"""`trace` against hidden states and by-hand recomputation, over architectures; nothing left on the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from covering import every_nth
+from organisms.tiny import MODEL_TYPES, tiny_model
+from torch.testing import assert_close
+
+from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.hooks.trace.run import trace
+from sinkscope.hooks.trace.sites import site_names
+
+IDS = torch.randint(3, 90, (3, 11), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 6, 1))
+def test_behind_the_last_layer(model_type):
+    """`ln_final` is transformers' last hidden state, `logits` what the model returns; the unembedding leads there."""
+    model, _ = tiny_model(model_type)
+    got = trace(model, IDS, ["ln_final", "logits", "blocks.2.hook_resid_post"], batch_size=2)
+    with torch.no_grad():
+        out = model(IDS, output_hidden_states=True)
+    assert_close(got["ln_final"], out.hidden_states[-1])
+    assert_close(got["logits"], out.logits)
+    if model_type not in ("gemma2", "gemma3_text"):  # they cap their logits
+        assert_close(model.get_output_embeddings()(got["ln_final"]), got["logits"])
+    assert got["blocks.2.hook_resid_post"].shape == got["ln_final"].shape
+    assert_close(trace(model, IDS, "logits", "last")["logits"], out.logits[:, -1])
+
+
+def test_reducers_batches_and_functions_agree_with_raw():
+    model, _ = tiny_model("mistral")
+    site = "blocks.2.hook_resid_post"
+    raw = trace(model, IDS, [site])[site]
+    assert_close(trace(model, IDS, [site], "norm")[site], raw.norm(dim=-1))
+    assert_close(trace(model, IDS, [site], "mean", batch_size=2)[site], raw.mean(1))
+    assert_close(trace(model, IDS, [site], "last", batch_size=1)[site], raw[:, -1])
+    assert_close(trace(model, IDS, [site], lambda t: t.amax((1, 2)))[site], raw.amax((1, 2)))
+
+
+def test_observers_see_every_row_once():
+    class Rows(dict[tuple[str, int], torch.Tensor]):
+        sites: Sequence[str] = ("blocks.*.hook_mlp_out",)
+
+        def observe(self, site, tensor, first_row):
+            for i, row in enumerate(tensor, first_row):
+                assert (site, i) not in self
+                self[site, i] = row.clone()
+
+    model, _ = tiny_model("llama")
+    observer = Rows()
+    assert trace(model, IDS, [], observers=[observer], batch_size=2) == {}
+    raw = trace(model, IDS, ["blocks.*.hook_mlp_out"])
+    assert len(observer) == 3 * len(IDS)
+    for (site, i), row in observer.items():
+        assert_close(row, raw[site][i])
+
+
+def test_nothing_runs_behind_the_deepest_site_and_nothing_stays():
+    model, _ = tiny_model("llama")
+    ran = []
+    handle = model.model.layers[2].register_forward_pre_hook(lambda *_: ran.append(2))
+    trace(model, IDS, ["blocks.1.hook_resid_post"])
+    assert ran == []
+    handle.remove()
+    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+
+
+def test_names_are_chosen_by_a_function_and_shown_with_their_shapes():
+    model, _ = tiny_model("llama")
+    traced = trace(model, IDS, lambda name: name.endswith("hook_z"), "last")
+    assert list(traced) == [f"blocks.{layer}.attn.hook_z" for layer in range(3)]
+    whole = trace(model, IDS, ["blocks.2.attn.hook_z"])["blocks.2.attn.hook_z"]
+    assert torch.equal(traced["blocks.2.attn.hook_z"], whole[:, -1])
+    assert f"blocks.1.attn.hook_z: {list(whole[:, -1].shape)} float32" in repr(traced)
+
+
+def test_bad_names_say_what_there_is():
+    model, _ = tiny_model("llama")
+    with pytest.raises(SinkscopeError, match=r"'blocks\.9\.hook_resid_post' matches nothing in a model of 3 layers"):
+        trace(model, IDS, ["blocks.9.hook_resid_post"])
+    with pytest.raises(SinkscopeError, match="reduce 'median' is unknown"):
+        trace(model, IDS, ["hook_embed"], "median")
+    neox, _ = tiny_model("gpt_neox")
+    with pytest.raises(UnsupportedError, match="hook_resid_mid"):
+        trace(neox, IDS, ["blocks.0.hook_resid_mid"])
+    moe, _ = tiny_model("mixtral")
+    with pytest.raises(UnsupportedError, match="per expert"):
+        trace(moe, IDS, ["blocks.0.mlp.hook_post"])
+    assert len(site_names(3)) == 1 + 3 * 13 + 2

@@ -1,0 +1,181 @@
+"""What lines carry and share: planted lines come out on top, and every number equals the one from the whole matrix."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from itertools import combinations, product
+from statistics import fmean
+
+import numpy as np
+import pytest
+import torch
+from intervention_kit import bridge_of
+from kv_kit import eager_attention
+from organisms import tiny_model
+from organisms.lines import line_organism
+from torch import Tensor
+
+from sinkscope.app.cli import main
+from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.lines.head_lines import HeadLines
+from sinkscope.lines.lines import LineWeights, lines, shared_by_second
+from sinkscope.lines.votes import top_lines
+from sinkscope.measure.margin import margin_of
+
+COLUMNS = (20, 33, 90)
+Line = tuple[str, int]
+"""Its kind, and its key or distance."""
+
+
+def ids_of(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(4, 90, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.mark.parametrize(("seed", "window"), [(0, None), (1, 30)])
+def test_planted_lines_come_out_on_top(seed, window):
+    o = line_organism(seed, window)
+    result = lines(o.model, [o.text(160, COLUMNS)], etas=[0.02], tokenizer=o.tokenizer)
+    for place in ((layer, head) for layer in range(2) for head in range(4)):
+        mass = float(result.mass[0][place])
+        random = float(result.random_mass[0][place])
+        if place in o.truth.plain:
+            assert mass < 0.3
+        elif window is None:
+            assert mass > 0.8 and mass > 1.1 * random
+    assert result.inputs is None and "Between two texts" not in str(result)
+
+
+@cache
+def lines_of(queries: int, keys: int) -> dict[Line, Tensor]:
+    """The cells of each line, of rows [query key] whose last query sees the last key."""
+    back = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
+    cells: dict[Line, Tensor] = {}
+    for place in range(keys):
+        cells["vertical", place] = (torch.arange(keys) == place) & (back >= 0)
+        cells["slash", place] = back == place
+    return cells
+
+
+def heaviest(weights: Tensor, share: float) -> dict[Line, float]:
+    """The heaviest lines with their weights, by sorting; a share of all lines of so many queries."""
+    sums = {line: float(weights[cells].sum()) for line, cells in lines_of(*weights.shape).items()}
+    most = max(1, int(share * 2 * len(weights) + 1e-9))
+    ranked = sorted(sums.items(), key=lambda line: (-line[1], line[0]))
+    return {line: weight for line, weight in ranked[:most] if weight > 0}
+
+
+def by_sets(weights: Tensor, eta: float) -> tuple[dict[Line, float], dict[str, float]]:
+    """The lines of one head in one text, and its numbers, from sets of cells."""
+    n, half = len(weights), len(weights) // 2
+    chosen = heaviest(weights, eta)
+    on = torch.stack([lines_of(n, n)[line] for line in chosen]).any(0)
+    first = heaviest(weights[:half, :half], eta).keys()
+    second, inside = heaviest(weights[half:], eta).keys(), heaviest(weights[half:, half:], eta).keys()
+    return chosen, {
+        "mass": float(weights[on].sum() / weights.sum()),
+        "line_sums": sum(chosen.values()) / float(weights.sum()),
+        "cells": float(on.sum()) / (n * (n + 1) / 2),
+        "segments": len(first & second) / len(second),
+        "segments_relative": len(first & inside) / len(inside),
+    }
+
+
+@pytest.mark.parametrize("model_type", ["mistral", "gemma2", "gpt_oss"])
+def test_all_numbers_equal_those_of_the_whole_matrix(model_type):
+    """Against sets of cells of the models' own attention: window, soft cap and learned sinks too."""
+    model, tokenizer = tiny_model(model_type)
+    texts = [ids_of(30), ids_of(41, 1), ids_of(33, 2)]
+    etas, layers = (0.05, 0.2, 1.0), [0, 2]
+    result = lines(model, texts, etas=etas, layers=layers, tokenizer=tokenizer)
+    dense = [eager_attention(model, ids) for ids in texts]
+    for e, row, head in product(range(3), range(2), range(4)):
+        found = [by_sets(attention[layers[row]][head].double(), etas[e]) for attention in dense]
+        expected = {name: fmean(numbers[name] for _, numbers in found) for name in found[0][1]}
+        pairs = combinations([chosen.keys() for chosen, _ in found], 2)
+        expected["inputs"] = fmean(len(one & other) / len(one | other) for one, other in pairs)
+        for name, value in expected.items():
+            assert getattr(result, name)[e, row, head] == pytest.approx(value, abs=2e-4), name
+    assert result.mass[-1] == pytest.approx(1, abs=1e-4) and result.line_sums[-1] == pytest.approx(2, abs=1e-4)
+    assert (np.diff(result.mass, axis=0) >= 0).all()
+    for number, name in zip(result.numbers(), ("mass", "inputs"), strict=True):
+        by_text = getattr(result, f"text_{name}")
+        assert by_text.shape == (3, 3)
+        np.testing.assert_allclose(by_text.mean(1), result.mean(name))
+        assert number.value == pytest.approx(getattr(result, name)[0].mean())
+        assert number.margin == (margin_of(by_text[0]) or 0.0) * (1 + (name == "inputs"))
+    assert result.numbers()[0].control == result.random_mass[0].mean()
+
+
+def test_random_lines_are_drawn_evenly_and_share_what_chance_says():
+    """Of k columns of n, and m offsets, two draws have k^2 / n + m^2 / n in common on average."""
+    vertical, slash = torch.zeros(2, 1, 3000, 20, dtype=torch.bool)
+    vertical[..., :10], slash[..., :4] = True, True
+    own = HeadLines(vertical, slash, 20)
+    g = torch.Generator().manual_seed(0)
+    a = own.random(g, cells=False)
+    b = own.random(g, cells=False)
+    torch.testing.assert_close(a.vertical[0].float().mean(0), torch.full((20,), 0.5), atol=0.04, rtol=0)
+    assert (a.vertical.sum(2) == 10).all() and (a.slash.sum(2) == 4).all()
+    long = own.random(g, cells=True)  # the same total length of each kind, to within half a line
+    for drawn, chosen in ((long.vertical, vertical), (long.slash, slash)):
+        difference = (drawn * own.lengths()).sum(2) - (chosen * own.lengths()).sum(2)
+        assert (difference.abs() <= 10).all()
+    assert float(shared_by_second(a, b).mean()) == pytest.approx((10 * 10 / 20 + 4 * 4 / 20) / 14, abs=0.01)
+
+
+def test_shares_of_lines_lose_none_to_rounding_and_lines_without_weight_are_never_chosen():
+    """0.29 * 100 is a little less than 29 in floating point."""
+    weights = torch.rand(2, 1, 50) + 0.1
+    assert int(top_lines(*weights, [0.29]).counts()) == 29
+    vertical = torch.tensor([[3.0, 0.0, 1.0]])
+    slash = torch.tensor([[0.0, 4.0, 0.0]])
+    lines = top_lines(vertical, slash, [1 / 6, 0.5, 1.0])
+    assert lines.counts().flatten().tolist() == [1, 3, 3] and lines.slash[0, 0].tolist() == [False, True, False]
+    assert lines.vertical[1, 0].tolist() == [True, False, True]
+
+
+def test_a_file_of_texts_and_the_command(tmp_path, capsys):
+    file = tmp_path / "texts.jsonl"
+    out = tmp_path / "x.json"
+    rows = [{"text": f"Dialogue: A: hello {i}\nSummary: they greet. " * 8} for i in range(3)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    argv = ["lines", "--data", str(file), "--count", "2", "--length", "64", "--layer", "2", "--eta", "0.1"]
+    assert main([*argv, "--json", str(out)]) == 0
+    printed = LineWeights.load(out)
+    assert printed.tokens == (64, 64) and str(tmp_path) not in out.read_text()
+    assert "carry" in capsys.readouterr().out
+    result = lines(None, data=file, count=2, length=64, layers=[2], etas=[0.1])
+    assert printed.to_dict()["result"] == result.to_dict()["result"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--eta", "0"], "--eta 0.0: expected a share above 0"),
+        (["--length", "8"], "--length 8: expected 16 to"),
+        (["--length", "100000"], "--length 100000: expected 16 to"),
+        (["--data", "nowhere.jsonl"], "cannot read nowhere.jsonl: no such file"),
+        (["--count", "9999", "--length", "4000"], "pieces of 4000 tokens, 9999 were asked for"),
+    ],
+)
+def test_bad_input_is_one_line(argv, words, capsys):
+    assert main(["lines", *argv]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and words in shown.err and shown.err.count("\n") == 1
+
+
+def test_short_texts_and_other_models_are_refused():
+    model, tokenizer = tiny_model("llama")
+    cases = [
+        ({"texts": ["ab"]}, r"text 0 has \d tokens, at least 16"),
+        ({"texts": ["x"], "data": "y.jsonl"}, "only one of them"),
+        ({"texts": "one text"}, "expected a list of them"),
+        ({"texts": []}, "no text was given"),
+    ]
+    for options, message in cases:
+        with pytest.raises(SinkscopeError, match=message):
+            lines(model, tokenizer=tokenizer, **options)
+    for other in (tiny_model("falcon")[0], bridge_of(model, tokenizer)):
+        with pytest.raises(UnsupportedError, match="are not offered"):
+            lines(other, [ids_of(40)], tokenizer=tokenizer)

@@ -1,0 +1,205 @@
+"""Barcodes and locking heads against planted ones and against the attention of stock eager runs."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from einops import reduce
+from kv_kit import eager_attention
+from organisms import LoopOrganism, tiny_model
+from organisms import loop_organism as new_loop_organism
+from torch import Tensor
+from torch.testing import assert_close
+
+import sinkscope as ss
+from sinkscope.app.cli import main
+from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.kv import Full, Observe, StreamingLLM
+from sinkscope.loops.barcode import LOCK_GAIN, Barcode, HeadTracks, barcode
+from sinkscope.loops.text.signals import end_loop
+
+loop_organism = partial(new_loop_organism, n_layers=3, vocab_size=1024)
+PROMPT = [1, *range(10, 30)]
+
+
+def measured(organism: LoopOrganism, prompt: Tensor, new: int, **options) -> Barcode:
+    """A barcode beside a walk on the ring, which for an organism is ordinary text."""
+    walk = organism.healthy_prompt(prompt.shape[1] + new, start=400)[0].tolist()
+    options = {"control": walk, **options}
+    return barcode(organism.model, prompt[0].tolist(), max_new_tokens=new, tokenizer=organism.tokenizer, **options)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_pictures_are_the_attention_of_an_eager_run(family, monkeypatch):
+    """All steps in bins; with sizes for which few tokens are enough."""
+    sizes = {"PICTURE_STEPS": 8, "PICTURE_COLUMNS": 16}
+    for name, size in sizes.items():
+        monkeypatch.setattr(f"sinkscope.loops.barcode.{name}", size)
+    model, tokenizer = tiny_model(family)
+    model.generation_config.eos_token_id = None
+    heads = [(0, 1), (2, 3)]
+    new = 15
+    result = barcode(model, PROMPT, heads=heads, max_new_tokens=new, tokenizer=tokenizer)
+    assert (result.shown, result.layers, result.steps) == (("L0.H1", "L2.H3"), (0, 2), new)
+    inputs = torch.tensor([PROMPT])
+    with torch.no_grad():
+        out = model.generate(inputs, max_new_tokens=new, do_sample=False, pad_token_id=3)[0].tolist()
+    words = tokenizer((Path(ss.__file__).parent / "models/text/typical.txt").read_text()[:4000])["input_ids"]
+    ordinary = [tokenizer.bos_token_id, *[i for i in words if i != tokenizer.bos_token_id]][: len(out)]
+    for ids, whole in ((out, result.attention), (ordinary, result.control_attention)):
+        for number, (layer, head) in enumerate(heads):
+            rows = eager_attention(model, ids)[layer][head, len(PROMPT) - 1 : -1]  # one for each new token
+            padded = torch.nn.functional.pad(rows, (0, -len(ids) % 3, 0, 1))
+            bins = reduce(padded, "(row step) (column pos) -> row column", "sum", step=2, pos=3)
+            steps = torch.tensor([2.0] * 7 + [1.0])
+            np.testing.assert_allclose(whole[number], (bins / steps[:, None]).numpy(), atol=6e-4)
+            if family == "gpt_oss":  # a learned sink takes part and is dropped
+                assert (whole[number].sum(1) < 1).all()
+            else:
+                np.testing.assert_allclose(whole[number].sum(1), 1, atol=6e-3)
+
+
+def test_the_default_number_of_tokens_fits_the_context():
+    """A model whose context is shorter than the default is measured to its end, and does not refuse its own default."""
+    model, tokenizer = tiny_model("llama", max_position_embeddings=96)
+    result = barcode(model, PROMPT, tokenizer=tokenizer, control=False, layers=[0])
+    assert result.prompt_tokens + result.steps == 96
+
+
+@pytest.mark.parametrize("family", ["mistral", "gpt2"])
+@torch.no_grad()
+def test_the_score_equals_its_definition_whatever_the_calls(family):
+    model, _ = tiny_model(family)
+    ids = torch.randint(4, 90, (1, 40), generator=torch.Generator().manual_seed(1))
+    shift = 4
+    suffix = 9
+    layer = 1
+    whole, parts = (HeadTracks(4, 1, 41, shift, suffix) for _ in range(2))
+    with Observe(whole.add, [layer]).on(model):
+        model(ids, use_cache=False)
+    with Observe(parts.add, [layer]).on(model):
+        cache = None
+        for start in range(0, 40, 3):
+            cache = model(ids[:, start : start + 3], past_key_values=cache, use_cache=True).past_key_values
+    dense = eager_attention(model, ids[0].tolist())[layer]
+    rows = torch.zeros(4, 40, suffix)  # head query offset
+    for t in range(40):
+        for offset in range(min(suffix, t)):  # the first position belongs to no suffix
+            rows[:, t, offset] = dense[:, t, t - offset]
+    score, mass = whole.tracks()
+    assert_close(mass, rows.sum(-1), rtol=1e-3, atol=1e-5)
+    shared = torch.minimum(rows[:, shift:], rows[:, :-shift]).sum(-1)
+    assert_close(score[:, shift:], shared, rtol=1e-3, atol=1e-5)
+    assert (score[:, :shift] == 0).all()
+    assert_close(parts.tracks(), whole.tracks(), rtol=1e-3, atol=1e-5)
+    assert_close(parts.mean_picture(), whole.mean_picture(), rtol=1e-3, atol=1e-5)
+
+
+def test_planted_heads_rank_first_and_are_shown():
+    seed = secrets.randbits(32)
+    for i, (period, delay) in enumerate(((3, 12), (9, 4), (1, 0))):
+        organism = loop_organism(seed + i)
+        prompt = organism.looping_prompt(period, delay=delay)
+        result = measured(organism, prompt.ids, max(48, 8 * period - 2))
+        planted = set(organism.truth.locking_heads)
+        rows = result.rows()
+        top = {(row["layer"], row["head"]) for row in rows[: len(planted)]}
+        assert top == planted, f"seed {seed + i}, period {period}: {top}, planted {planted}"
+        weakest = rows[len(planted) - 1]
+        after = rows[len(planted)]
+        assert weakest["gain"] >= LOCK_GAIN and weakest["gain"] > after["gain"] + 0.02
+        assert weakest["score"] > 0.7 * weakest["mass"] and weakest["control_score"] < 0.1
+        assert result.period == period
+        assert set(result.shown) & {f"L{layer}.H{head}" for layer, head in planted}
+        assert len({name.partition(".")[0] for name in result.shown}) == len(result.shown)
+
+
+def test_without_planted_heads_nothing_locks():
+    organism = loop_organism(1, induction=False)
+    with_heads = loop_organism(1)
+    prompt = organism.looping_prompt(5)
+    walk = measured(organism, prompt.ids, 60)
+    assert walk.period is None and walk.locked == []
+    assert walk.conclusion() == "The 60 generated tokens end in no loop, so no head can lock onto one."
+    assert walk.numbers()[0].value is None
+    ids = [*prompt.ids[0].tolist(), *prompt.cycle * 12]  # what the organism with them would say
+    options = {"ids": ids, "control": organism.healthy_prompt(len(ids), 400)[0].tolist()}
+    without = barcode(organism.model, tokenizer=organism.tokenizer, **options)
+    planted = barcode(with_heads.model, tokenizer=organism.tokenizer, **options)
+    for layer, head in with_heads.truth.locking_heads:
+        assert without.gain[layer, head] < 0.7 < planted.gain[layer, head]
+
+
+def test_token_by_token_equals_one_pass_and_a_policy_is_seen():
+    """With a policy the text is read a token at a time: one that keeps everything changes nothing."""
+    organism = loop_organism(2)
+    prompt = organism.looping_prompt(4).ids
+    plain = measured(organism, prompt, 16)
+    full = measured(organism, prompt, 16, interventions=Full())
+    for name in ("score", "mass", "control_score", "attention"):
+        np.testing.assert_allclose(getattr(full, name), getattr(plain, name), atol=1e-3)
+    assert full.locked == plain.locked
+    policy = StreamingLLM(budget=10, first=2)
+    short = measured(organism, prompt, 16, interventions=policy, control=False, layers=[1])
+    assert "StreamingLLM" in short.settings["interventions"]
+    length = prompt.shape[1] + 16
+    assert short.attention.shape[1:] == (16, length)  # a row for each step, and a column for each position
+    for step, row in enumerate(short.attention[0][1:], 1):  # evicted positions have no attention, and rows sum to one
+        at = prompt.shape[1] + step - 1
+        seen = set(row.nonzero()[0].tolist())
+        assert seen <= {0, 1, *range(at - 10, at + 1)} and abs(row.sum() - 1) < 0.01
+
+
+def test_the_figure_and_the_numbers_are_those_of_the_rows():
+    organism = loop_organism(0)
+    result = measured(organism, organism.looping_prompt(5).ids, 40)
+    loop, best = end_loop(result.ids), result.rows()[0]
+    assert loop and (result.period, result.onset) == (loop.period, loop.start)
+    share, strongest = result.numbers()
+    assert share.value == len(result.locked) / result.score.size > 0
+    assert (strongest.value, strongest.control) == (best["score"], best["control_score"])
+    drawn = result.figure()
+    np.testing.assert_allclose(drawn.data[0].z, result.gain)
+    pictures = [trace for trace in drawn.data if trace.type == "heatmap"][1:]
+    assert len(pictures) == 2 * len(result.shown)
+    np.testing.assert_allclose(pictures[0].customdata, result.attention[0])
+    alone = measured(organism, organism.looping_prompt(5).ids, 40, control=False)
+    np.testing.assert_allclose(alone.gain, alone.score)
+    assert "no control" in alone.conclusion() and "control_score" not in alone.rows()[0]
+    figure = alone.figure()
+    assert len([trace for trace in figure.data if trace.type == "heatmap"]) == 1 + len(alone.shown)
+
+
+@pytest.mark.slow
+def test_the_page_runs():
+    page = (Path(__file__).parents[2] / "docs/measure/barcode.md").read_text(encoding="utf-8")
+    names = {}
+    exec(re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)[0], names)
+    assert names["rows"].shape == (40, 104)
+
+
+def test_bad_input_is_one_line(capsys):
+    model, tokenizer = tiny_model("llama")
+    cases = [
+        ({"heads": [(0, 4)]}, "head 4 is not in .*: give one from 0 to 3"),
+        ({"heads": [(0, 0)], "layers": [0]}, "layers and heads are given"),
+        ({"layers": []}, "no layer was given"),
+        ({"max_new_tokens": 5000}, "ask for at most"),
+        ({"prompt": [5, 200]}, "token id 200 is none of"),
+        ({"ids": [5], "prompt": "word"}, "a prompt and ids are given"),
+        ({"ids": [5] * 30, "control": [6] * 20}, "a control of 20 ids: expected 30"),
+    ]
+    for options, message in cases:
+        with pytest.raises(SinkscopeError, match=message):
+            barcode(model, tokenizer=tokenizer, **options)
+    falcon, words = tiny_model("falcon", new_decoder_architecture=False, alibi=True)
+    with pytest.raises(UnsupportedError, match="recomputed attention differs from the model's own"):
+        barcode(falcon, PROMPT, tokenizer=words)
+    assert main(["barcode", "--head", "five"]) == 2
+    assert "head 'five': expected a head such as L5.H3" in capsys.readouterr().err

@@ -1,0 +1,160 @@
+"""generate: the model's own greedy text, with and without a patch, alone and in batches."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from intervention_kit import KINDS, greedy, listing_1
+from organisms import tiny_model
+from refusals import refused
+from tokenizers.processors import TemplateProcessing
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.hooks.edit import SinkPatch
+from sinkscope.kv import StreamingLLM
+from sinkscope.loops.generate import generate
+from sinkscope.loops.guard import LoopGuard
+
+SITES = [(1, 3), (1, 11)]
+PROMPTS = ["poem poem book cat", "the dog", "a cat and you it is was of"]
+BIG = 8
+
+
+def model_and_tokenizer() -> tuple[Any, Any]:
+    model, tokenizer = tiny_model("llama", num_hidden_layers=2)
+    for layer, neuron in SITES:
+        model.model.layers[layer].mlp.down_proj.weight.data[:, neuron] *= BIG
+    return model, tokenizer
+
+
+def test_a_policy_says_what_it_held_and_read():
+    model, tokenizer = tiny_model("llama")
+    whole = generate(model, PROMPTS[0], tokenizer=tokenizer, max_new_tokens=6)[0]
+    few = generate(model, PROMPTS[0], policy="streaming:6", tokenizer=tokenizer, max_new_tokens=6)[0]
+    assert whole.held is None and few.read is None
+    peaks = [few.prompt_tokens, *[6] * (len(few.tokens) - 1)]  # the prompt's call returns with the whole prompt
+    assert few.held == pytest.approx(sum(peaks) / len(peaks), abs=1.01)
+    part = generate(model, PROMPTS[0], policy="progressive:6", tokenizer=tokenizer, max_new_tokens=6)[0]
+    assert part.read <= part.held + 1
+
+
+def test_text_is_that_of_a_reference_loop():
+    model, tokenizer = model_and_tokenizer()
+    results = generate(model, PROMPTS, patch=SinkPatch(sites=SITES), tokenizer=tokenizer, max_new_tokens=12)
+    plain = generate(model, PROMPTS, tokenizer=tokenizer, max_new_tokens=12)
+    for prompt, got in zip(PROMPTS, results, strict=True):
+        ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+        want = greedy(model, ids, 12, lambda: listing_1(model, SITES))[0, ids.shape[1] :].tolist()
+        assert got.tokens == want[: len(got.tokens)] and (len(got.tokens) == 12 or got.tokens[-1] == 2)
+        assert got.prompt_tokens == ids.shape[1] and got.prompt == prompt
+        assert got.text == tokenizer.decode(got.tokens, skip_special_tokens=True)
+    assert [r.tokens for r in plain] != [r.tokens for r in results]
+    assert all(r.events == [] for r in plain) and any(r.events for r in results)
+
+
+def test_pieces_arrive_in_order(tmp_path):
+    model, tokenizer = model_and_tokenizer()
+    settings = {"tokenizer": tokenizer, "max_new_tokens": 8}
+    patch, pieces = SinkPatch(sites=SITES), []
+    patch.save(tmp_path / "patch.json")
+    results = generate(model, PROMPTS, patch=tmp_path / "patch.json", on_text=lambda *p: pieces.append(p), **settings)
+    assert ["".join(t for i, t in pieces if i == k).strip() for k in range(3)] == [r.text.strip() for r in results]
+    assert [i for i, _ in pieces] == sorted(i for i, _ in pieces) and len(pieces) > 6
+    assert [r.tokens for r in results] == [r.tokens for r in generate(model, PROMPTS, patch=patch, **settings)]
+
+
+GUARD = LoopGuard.paper(budget=12, anchors=2, window=16, variant="always", monitor={"warmup": 0, "every": 9})
+
+
+def endless() -> tuple[Any, Any]:
+    model, tokenizer = model_and_tokenizer()
+    model.generation_config.eos_token_id = None
+    return model, tokenizer
+
+
+@cache
+def by_hand() -> list[tuple[list[int], list[tuple[Any, ...]]]]:
+    """Tokens and events of each prompt under a patch, a policy and a guard."""
+    model, tokenizer = endless()
+    rows, policy = [], StreamingLLM(budget=16)
+    for i, prompt in enumerate(PROMPTS):  # what the pieces do when they are put together by hand
+        ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+        with (SinkPatch(sites=SITES) | policy | GUARD).on(model) as run:
+            out = model.generate(input_ids=ids, max_new_tokens=14, do_sample=False)[0, ids.shape[1] :].tolist()
+        rows.append((out, [(i, e.step, e.position, e.kind) for e in run.events if e.kind == "guard"]))
+    return rows
+
+
+@cache
+def of_the_plain_model() -> list[list[int]]:
+    model, tokenizer = endless()
+    return [made.tokens for made in generate(model, PROMPTS, tokenizer=tokenizer, max_new_tokens=14)]
+
+
+@pytest.mark.parametrize(("kind", "sizes"), [("hf", (1, 3)), ("bridge", (3,)), ("nnsight", (2,))])
+def test_a_policy_and_a_guard_act_together_in_every_kind_of_model(kind, sizes):
+    model, tokenizer = endless()
+    other, rows = KINDS[kind](model, tokenizer), by_hand()
+    settings = {"tokenizer": tokenizer, "max_new_tokens": 14}
+    acting = {"patch": SinkPatch(sites=SITES), "policy": "streaming:16", "guard": GUARD}
+    for size in sizes:
+        got = generate(other, PROMPTS, batch_size=size, **acting, **settings)
+        assert [r.tokens for r in got] == [tokens for tokens, _ in rows]
+        assert [[(e.row, e.step, e.position, e.kind) for e in r.events if e.kind == "guard"] for r in got] == [
+            events for _, events in rows
+        ]
+    assert all(len(events) == 1 for _, events in rows)
+    assert rows[0][0] != of_the_plain_model()[0]
+    # Shorter than the warm-up: the guard's own settings leave the text alone.
+    assert [r.tokens for r in generate(other, PROMPTS, guard=True, **settings)] == of_the_plain_model()
+
+
+def test_sampling_follows_the_seed_and_leaves_the_callers_numbers_alone():
+    model, tokenizer = model_and_tokenizer()
+    settings = {"tokenizer": tokenizer, "temperature": 1.0, "max_new_tokens": 12}
+    torch.manual_seed(7)
+    want = torch.rand(1)
+    torch.manual_seed(7)
+    one, again, other = (generate(model, PROMPTS[0], seed=s, **settings)[0].tokens for s in (1, 1, 2))
+    assert one == again != other and torch.equal(torch.rand(1), want)
+
+
+def test_bos_stands_before_a_prompt_unless_it_is_refused():
+    model, tokenizer = model_and_tokenizer()
+    lengths = {
+        bos: generate(model, "the dog", tokenizer=tokenizer, bos=bos, max_new_tokens=1)[0].prompt_tokens
+        for bos in (None, True, False)
+    }
+    assert lengths == {None: 3, True: 3, False: 2}
+    _, without = tiny_model("llama")
+    without.bos_token = None
+    put = generate(model, "the dog", tokenizer=without, bos=True, max_new_tokens=1)[0].prompt_tokens
+    assert put == 3  # the token that it puts before every text
+    without.backend_tokenizer.post_processor = TemplateProcessing(single="$A", pair="$A $B")
+    with pytest.raises(SinkscopeError, match="no BOS"):
+        generate(model, "the dog", tokenizer=without, bos=True)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "settings", "words"),
+    [
+        (["the dog", " \n"], {}, ["prompt 2 is empty"]),
+        ("the " * 1024, {}, ["1025 tokens", "1024", "shorten"]),
+        ("the " * 1000, {"max_new_tokens": 50}, ["1001 tokens and 50 more", "context", "1024", "at most 23"]),
+        ("the", {"max_new_tokens": 0}, ["max_new_tokens=0"]),
+        ("the", {"seed": -1}, ["seed=-1", "from 0"]),
+        ("the", {"batch_size": 0}, ["batch_size=0"]),
+        ("the", {"temperature": -0.5}, ["temperature=-0.5"]),
+        ("the", {"batch_size": 2, "on_text": print}, ["batch_size=1"]),
+        ("the", {"tokenizer": None}, ["no tokenizer"]),
+        ("the", {"policy": "lru"}, ["'lru'", "streaming"]),
+        ("the", {"patch": "nowhere.json"}, ["nowhere.json", "no such file"]),
+    ],
+)
+def test_what_cannot_be_generated_is_refused_with_its_remedy(prompts, settings, words):
+    model, tokenizer = tiny_model("llama")
+    with refused(words=words):
+        generate(model, prompts, **{"tokenizer": tokenizer, **settings})

@@ -1,0 +1,397 @@
+"""`sinkscope loops --proxy` between a client and fake servers of every form, over sockets of this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loop_texts import prose
+from server_streams import SERVERS, events
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.loops import MonitorSettings
+from sinkscope.loops.servers import proxy
+from sinkscope.loops.servers.proxy import ProxySettings, StreamWatch, application, with_penalty
+
+ROOT = Path(__file__).parents[2]
+SECRET = "one more cup of tea, "
+LOOPING = f"{prose(80)} {SECRET * 100}"
+HONEST = prose(200)
+LINES = ("ollama-chat", "ollama-generate")  # servers that send lines of JSON
+PATHS = {"ollama-chat": "/api/chat", "ollama-generate": "/api/generate", "openai-chat": "/v1/chat/completions"}
+
+
+def _sent(server: str, text: str) -> bytes:
+    """All bytes of an answer."""
+    objects = SERVERS[server](text)
+    if server in LINES:
+        end = {"model": "m", "done": True, "done_reason": "stop"}
+        return "".join(json.dumps(line) + "\n" for line in [*objects, end]).encode()
+    return events(objects).encode()
+
+
+class Upstream:
+    """A fake server: the fields of a request say what it answers."""
+
+    def __init__(self) -> None:
+        self.bodies: list[bytes] = []
+        self.headers: list[dict[str, str]] = []
+        self.written = 0
+        self.broken = 0
+
+    async def answer(self, request: Request) -> Response:
+        body = await request.body()
+        self.bodies.append(body)
+        self.headers.append(dict(request.headers))
+        if request.url.path == "/error":
+            return JSONResponse({"error": "the model is not here"}, 404, headers={"x-reason": "no model"})
+        if not body:
+            return JSONResponse({"path": request.url.path, "query": request.url.query})
+        asked = json.loads(body)
+        penalty = "frequency_penalty" in asked or "options" in asked
+        if penalty and asked.get("refuse"):
+            return JSONResponse({"error": "unknown field"}, 400)
+        text = HONEST if penalty and not asked.get("stubborn") else asked["text"]
+        data = _sent(asked["server"], text)
+        kind = "application/x-ndjson" if asked["server"] in LINES else "text/event-stream"
+        return StreamingResponse(self._parts(data, asked), media_type=kind)
+
+    async def _parts(self, data: bytes, asked: dict[str, Any]):
+        size = asked.get("size", 1000)
+        try:
+            for place in range(0, len(data), size):
+                if place >= asked.get("breaks", len(data)):
+                    raise ConnectionResetError
+                yield data[place : place + size]
+                self.written += size
+                await asyncio.sleep(asked.get("pause", 0))
+        except asyncio.CancelledError:
+            self.broken += 1
+            raise
+
+    def app(self) -> Starlette:
+        methods = ["GET", "POST", "DELETE"]
+        return Starlette(routes=[Route("/{path:path}", self.answer, methods=methods)])
+
+
+@contextlib.contextmanager
+def _served(app: Any) -> Iterator[str]:
+    """The address of an application that runs in a thread."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(256)
+        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = server.force_exit = True
+            thread.join()
+
+
+class Setup:
+    def __init__(self, address: str, direct: str, upstream: Upstream, lines: list[str]) -> None:
+        self.address, self.direct, self.upstream, self.lines = address, direct, upstream, lines
+
+    def ask(self, server: str, text: str, path: str = "", **more: Any) -> httpx.Response:
+        body = {"server": server, "text": text, **more}
+        return httpx.post(self.address + (path or PATHS.get(server, "/x")), json=body, timeout=60, trust_env=False)
+
+
+@contextlib.contextmanager
+def _proxied(**changed: Any) -> Iterator[Setup]:
+    upstream, lines = Upstream(), list[str]()
+    with _served(upstream.app()) as direct:
+        with _served(application(ProxySettings(direct, log=lines.append, **changed))) as address:
+            yield Setup(address, direct, upstream, lines)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Setup]:
+    with _proxied() as setup:
+        yield setup
+
+
+@pytest.fixture(scope="module")
+def retrying() -> Iterator[Setup]:
+    with _proxied(retry=True) as setup:
+        yield setup
+
+
+def _objects(server: str, data: bytes) -> list[Any]:
+    if server in LINES:
+        return [json.loads(line) for line in data.splitlines()]
+    lines = [line[6:] for line in data.decode().splitlines() if line.startswith("data: ")]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+@pytest.mark.parametrize("server", SERVERS)
+def test_an_honest_answer_arrives_byte_for_byte(server, plain):
+    for size in (997, 100_000):
+        assert plain.ask(server, HONEST, size=size).content == _sent(server, HONEST)
+
+
+@pytest.mark.parametrize("server", SERVERS)
+def test_a_looping_answer_is_cut_behind_an_event_and_says_why(server, plain):
+    plain.lines.clear()
+    whole = _sent(server, LOOPING)
+    data = plain.ask(server, LOOPING).content
+    sent, objects = _objects(server, whole), _objects(server, data)
+    same = 0
+    while same < len(objects) and objects[same] == sent[same]:
+        same += 1
+    assert 0 < same < len(sent) / 2
+    assert data.startswith(whole[: whole.index(json.dumps(sent[same - 1]).encode()) + 10])
+    ends = objects[same:]
+    (about,) = [_about(end) for end in ends if _about(end)]
+    assert (
+        about["verdict"] == "loops" and about["retried"] is False and about["period"] == (5 if server == "tgi" else 6)
+    )
+    kind = next(name for name in FINISH if server.startswith(name))
+    assert FINISH[kind] in json.dumps(ends)
+    if server == "anthropic":
+        assert [end["type"] for end in ends] == ["content_block_stop", "message_delta", "message_stop"]
+    if server == "tgi":
+        assert ends[-1]["generated_text"].startswith(prose(80)[:40])
+    if server.startswith("openai"):
+        assert data.endswith(b"data: [DONE]\n\n") and ends[-1]["choices"][0]["stop_reason"] == "repetition_detected"
+    (line,) = plain.lines
+    assert "a loop at token" in line and "tea" not in line and "choice" not in line
+    assert len(data) < len(whole) * 0.6
+
+
+def _about(end: dict[str, Any]) -> Any:
+    return end.get("sinkscope") or (end.get("response") or {} if "type" in end else {}).get("sinkscope")
+
+
+FINISH = {  # where an answer that was cut says why it ended, and what
+    "anthropic": '"delta": {"stop_reason": "max_tokens"',
+    "responses": '"status": "incomplete"',
+    "sglang": '"finish_reason": {"type": "length"',
+    "tgi": '"finish_reason": "length"',
+    "ollama": '"done_reason": "length"',
+    "llama.cpp": '"stop": true',
+    "openai": '"finish_reason": "length"',
+}
+
+
+def test_the_upstream_call_ends_when_the_answer_is_cut_and_when_the_client_leaves(plain):
+    upstream = plain.upstream
+    before, written = upstream.broken, upstream.written
+    assert plain.ask("openai-chat", SECRET * 5_000, pause=0.001).content.endswith(b"[DONE]\n\n")
+    _wait(lambda: upstream.broken == before + 1)
+    assert upstream.written - written < len(_sent("openai-chat", SECRET * 5_000)) / 10
+    body = {"server": "openai-chat", "text": prose(3000), "pause": 0.01}
+    with httpx.stream("POST", f"{plain.address}/x", json=body, trust_env=False) as answer:
+        next(answer.iter_raw())
+    _wait(lambda: upstream.broken == before + 2)
+
+
+def _wait(holds: Any) -> None:
+    for _ in range(500):
+        if holds():
+            return
+        time.sleep(0.02)
+    raise AssertionError("it does not hold after 10 seconds")
+
+
+def test_a_connection_that_breaks_is_broken_for_the_client_too(plain):
+    body = {"server": "openai-chat", "text": HONEST, "breaks": 5000, "size": 700}
+    got = b""
+    with pytest.raises(httpx.RemoteProtocolError):
+        with httpx.stream("POST", f"{plain.address}/x", json=body, trust_env=False) as answer:
+            for part in answer.iter_raw():
+                got += part
+    assert len(got) > 3000 and _sent("openai-chat", HONEST).startswith(got)
+
+
+def test_a_request_that_is_no_stream_passes_unchanged(plain):
+    answer = httpx.get(f"{plain.address}/v1/models?a=1&b=%20", trust_env=False)
+    assert answer.json() == {"path": "/v1/models", "query": "a=1&b=%20"}
+    answer = httpx.get(f"{plain.address}/error", trust_env=False)
+    direct = httpx.get(f"{plain.direct}/error", trust_env=False)
+    assert (answer.status_code, answer.content) == (404, direct.content) and answer.headers["x-reason"] == "no model"
+    httpx.delete(f"{plain.address}/api/delete", headers={"Authorization": "Bearer key"}, trust_env=False)
+    sent = plain.upstream.headers[-1]
+    assert sent["authorization"] == "Bearer key" and sent["accept-encoding"] == "identity"
+    assert plain.address.removeprefix("http://") not in sent["host"]
+    strange = httpx.get(f"{plain.address}/v1/models", headers={"Host": "evil.example"}, trust_env=False)
+    assert strange.status_code == 400
+
+
+def test_a_server_that_is_not_there_is_an_error_in_json():
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        upstream = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        with _served(application(ProxySettings(upstream))) as address:
+            answer = httpx.post(f"{address}/v1/chat/completions", json={}, trust_env=False)
+    assert answer.status_code == 502 and "does not answer" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("server", ["openai-chat", "ollama-chat"])
+def test_retry_asks_once_more_with_the_penalty_of_the_server(server, retrying):
+    upstream = retrying.upstream
+    upstream.bodies.clear()
+    retrying.lines.clear()
+    body = {"server": server, "text": LOOPING, "temperature": 0.5}
+    answer = httpx.post(retrying.address + PATHS[server], json=body, timeout=60, trust_env=False)
+    assert answer.content == _sent(server, HONEST)
+    first, second = map(json.loads, upstream.bodies)
+    assert first == body and second["temperature"] == 0.5
+    assert second.get("frequency_penalty") == 0.5 or second["options"]["repeat_penalty"] == 1.3
+    assert "asked again with a penalty" in retrying.lines[-1]
+
+
+def test_retry_of_a_stubborn_or_refusing_server_is_cut_and_honest_answers_are_asked_for_once(retrying):
+    upstream = retrying.upstream
+    upstream.bodies.clear()
+    data = retrying.ask("openai-chat", LOOPING, stubborn=True).content
+    assert _objects("openai-chat", data)[-1]["sinkscope"]["retried"] is True and len(upstream.bodies) == 2
+    data = retrying.ask("openai-chat", LOOPING, refuse=True).content
+    assert _objects("openai-chat", data)[-1]["sinkscope"]["retried"] is False and len(upstream.bodies) == 4
+    data = retrying.ask("anthropic", LOOPING, path="/v1/messages").content
+    assert _objects("anthropic", data)[-2]["sinkscope"]["retried"] is False and len(upstream.bodies) == 5
+    assert retrying.ask("openai-chat", HONEST).content == _sent("openai-chat", HONEST) and len(upstream.bodies) == 6
+
+
+def test_what_is_held_is_bounded(monkeypatch):
+    monkeypatch.setattr(proxy, "LARGEST_EVENT", 1000)
+    watch = StreamWatch(MonitorSettings(), events=True)
+    start = b'data: {"choices": [{"index": 0, "delta": {"content": "'
+    passed = watch.feed(start)
+    for _ in range(100):
+        passed += watch.feed(b"x" * 100)
+        assert len(passed) >= 100 * _ - 2000
+    assert len(passed) == len(start) + 10_000 and watch.alarm is None and watch.rest() == b""
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    server=st.sampled_from(sorted(SERVERS)),
+    cuts=st.lists(st.integers(1, 300), min_size=1, max_size=30),
+    text=st.lists(st.sampled_from(["tea ", "a\n", "我 ", "\n\n", "\r\n", "data: ", "x"]), max_size=30).map("".join),
+)
+def test_whatever_pieces_arrive_the_same_bytes_leave(server, cuts, text):
+    data = _sent(server, f"{text} ." if text.strip() else ".")
+    watch = StreamWatch(MonitorSettings(), server not in LINES)
+    passed = b""
+    place = turn = 0
+    while place < len(data):
+        size = cuts[turn % len(cuts)]
+        passed += watch.feed(data[place : place + size])
+        place, turn = place + size, turn + 1
+    assert watch.alarm is not None or passed + watch.rest() == data
+
+
+def test_one_looping_choice_of_two_is_no_reason_to_cut():
+    objects = []
+    for one, two in zip((SECRET * 60).split(), prose(300).split(), strict=True):
+        for index, word in enumerate((one, two)):
+            objects.append({"choices": [{"index": index, "delta": {"content": f"{word} "}, "finish_reason": None}]})
+    data = events(objects).encode()
+    watch = StreamWatch(MonitorSettings(), events=True)
+    assert watch.feed(data) + watch.rest() == data and watch.alarm is None
+
+
+PENALTIES = """
+/v1/chat/completions {"a": 1} {"a": 1, "frequency_penalty": 0.5}
+/api/chat {"options": {"seed": 1}} {"options": {"seed": 1, "repeat_penalty": 1.3, "repeat_last_n": 512}}
+/completion {} {"dry_multiplier": 0.8}
+/generate {"text": "a"} {"text": "a", "sampling_params": {"frequency_penalty": 0.5}}
+/generate_stream {} {"parameters": {"repetition_penalty": 1.2}}
+/v1/messages {} null
+/v1/responses {} null
+/v1/completions [1] null
+"""
+
+
+@pytest.mark.parametrize("line", PENALTIES.strip().splitlines())
+def test_a_retry_carries_the_penalty_that_its_server_knows(line):
+    path, rest = line.split(" ", 1)
+    body, end = json.JSONDecoder().raw_decode(rest)
+    made = with_penalty(path, json.dumps(body).encode())
+    assert (None if made is None else json.loads(made)) == json.loads(rest[end:])
+
+
+@pytest.mark.parametrize("wrong", ["127.0.0.1:11434", "ftp://127.0.0.1", "http://", "http://user@host/", "http://a?b"])
+def test_an_upstream_that_is_no_address(wrong):
+    with pytest.raises(SinkscopeError, match="expected the address of a server"):
+        ProxySettings(wrong)
+
+
+def test_a_path_of_the_upstream_is_not_doubled():
+    one = ProxySettings("http://h:1/v1")
+    assert one.url("/v1/chat", "") == "http://h:1/v1/chat" and one.url("/chat", "a=b") == "http://h:1/v1/chat?a=b"
+
+
+@pytest.mark.slow
+def test_the_example_of_the_page_runs_as_it_is_written(tmp_path):
+    """But for the ports, which others may use, and the seconds of waiting."""
+    page = (ROOT / "docs/measure/loops.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^<!-- proxy example -->\n```bash\n(.*?)^```", page, re.M | re.S)
+    for port in ("11499", "8790"):
+        with socket.socket() as one:
+            one.bind(("127.0.0.1", 0))
+            block = block.replace(port, str(one.getsockname()[1]))
+    (address,) = set(re.findall(r"http://127.0.0.1:\d+(?=/)", block))
+    ready = f"until curl -s {address} | grep -q 'no path\\|Not Found\\|error\\|Method'; do sleep 0.1; done"
+    (tmp_path / "sinkscope").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m sinkscope "$@"\n')
+    (tmp_path / "sinkscope").chmod(0o755)
+    (tmp_path / "python").symlink_to(sys.executable)
+    paths = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    script = block.replace("sleep 5", ready).replace("python -m", f"{sys.executable} -m")
+    words = ["bash", "-c", f"set -m\n{script}wait"]
+    done = subprocess.run(
+        words, cwd=ROOT, env={**os.environ, "PATH": paths}, capture_output=True, text=True, timeout=60
+    )
+    said = [json.loads(line.removeprefix("data: ")) for line in done.stdout.splitlines() if "sinkscope" in line[:70]]
+    assert [one["sinkscope"]["period"] for one in said] == [6, 6], done
+    assert said[0]["done_reason"] == "length" and said[1]["choices"][0]["stop_reason"] == "repetition_detected"
+    assert done.stderr.count("a loop at token") == 2
+
+
+def test_the_command_serves_until_ctrl_c_without_torch_and_logs_no_content():
+    upstream = Upstream()
+
+    def heed():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    with _served(upstream.app()) as direct:
+        words = [sys.executable, "-X", "importtime", "-m", "sinkscope", "loops", "--proxy", direct, "--port", "0"]
+        pipe = subprocess.PIPE
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        process = subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, preexec_fn=heed, env=environment)
+        try:
+            address = process.stdout.readline().split()[0]
+            body = {"server": "ollama-chat", "text": LOOPING}
+            data = httpx.post(f"{address}/api/chat", json=body, timeout=60, trust_env=False).content
+            assert _objects("ollama-chat", data)[-1]["done_reason"] == "length"
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    said = [line for line in err.splitlines() if not line.startswith("import time:")]
+    assert len(said) == 1 and said[0].startswith("POST /api/chat: a loop at token") and "tea" not in err
+    assert process.returncode == 0 and not [line for line in err.splitlines() if line.endswith((" torch", " numpy"))]

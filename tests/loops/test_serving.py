@@ -1,0 +1,350 @@
+"""The loop monitor in servers: what it does in a batch is what it does for each request alone."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import serving_kit as kit
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.loops import MonitorSettings
+from sinkscope.loops import servers as serving
+from sinkscope.loops.servers import loop_row
+from sinkscope.loops.servers.loop_row import ENVIRONMENT, LoopRow, ServingSettings
+
+ROOT = Path(__file__).parents[2]
+SEEDS = st.integers(0, 2**32)
+ACTIONS = st.lists(st.sampled_from(["stop", "force"]), min_size=1, max_size=4)
+
+
+@pytest.fixture(autouse=True)
+def servers(monkeypatch):
+    monkeypatch.delenv(ENVIRONMENT, raising=False)
+    kit.install(monkeypatch, kit.HOMES)
+
+
+class Fussy:
+    """A monitor that triggers by a hash of all tokens in their order: one token amiss, and it triggers elsewhere."""
+
+    def __init__(self, settings=None):
+        self.hash = 1
+
+    def update(self, token: int) -> SimpleNamespace:
+        assert token >= 0
+        self.hash = (self.hash * 31 + token + 1) % 1_000_003
+        return SimpleNamespace(trigger=self.hash % 11 == 0)
+
+
+def alone(request: kit.Request, *, drafts: bool) -> tuple[list[int], list[int]]:
+    """What a request says, and where the processor acts, with one monitor of its own and no batch.
+
+    Args:
+        request: its log has, for each step, how many of its tokens could be read before, and how many came.
+
+        drafts: tokens after the first of a step have logits that the processor sees.
+    """
+    given = json.loads((request.params.extra_args or {}).get("sinkscope", "{}"))
+    actions, tokens = given.get("actions", ["stop"]), given.get("tokens", [])
+    monitor, kind, begun, taken, read = Fussy(), "", 0, 0, 0
+    said = []
+    acted = []
+    for visible, size in request.log:
+        due = False
+        for token in said[read:visible]:
+            due |= monitor.update(token).trigger
+        read = max(read, visible)
+        if due and request.params.extra_args:
+            kind, begun, taken = actions[min(taken, len(actions) - 1)], len(said), taken + 1
+        for j in range(size):
+            n, token = len(said) - begun, request.stream[len(said)]
+            lasts = {"stop": 10**9, "force": len(tokens), "": 0}[kind]
+            if n < lasts and (j == 0 or drafts):
+                acted.append(len(said))
+                token = kit.END if kind == "stop" else tokens[n]
+            said.append(token)
+    return said, acted
+
+
+def requests(rng: Random, actions: list[str]) -> list[kit.Request]:
+    """Some with settings, some without; words 10 to 12 are what "force" says, and the script never says them."""
+    made = []
+    for i in range(7):
+        sent = {"actions": actions, "tokens": [10, 11, 12]}
+        params = kit.SamplingParams(extra_args={"sinkscope": json.dumps(sent)} if i % 4 else None)
+        stream = [rng.randrange(1, 10) for _ in range(rng.randint(20, 60))]
+        made.append(kit.Request(stream, params, prompt=[rng.randrange(1, 10) for _ in range(rng.randint(2, 9))]))
+    return made
+
+
+def check(server, rng: Random, actions: list[str], *, drafts: bool = False, preempt: bool = False):
+    asked = requests(rng, actions)
+    with mock.patch.object(loop_row, "Monitor", Fussy):
+        kit.play(server, rng, asked, preempt=preempt)
+    for request in asked:
+        assert (request.output, request.edited) == alone(request, drafts=drafts)
+
+
+def batch_processor():
+    return serving.VllmLoopProcessor(None, torch.device("cpu"), False)
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=SEEDS, actions=ACTIONS, late=st.booleans(), accepted=st.sampled_from([0, 0, 3]))
+def test_in_vllms_batch_each_request_is_watched_as_if_alone(seed, actions, late, accepted):
+    """Added, removed, moved and swapped rows; lists that grow by several tokens or hold placeholders; preemption."""
+    server = kit.Batches(batch_processor(), placeholders=late, accepted=accepted)
+    check(server, Random(seed), actions, preempt=not accepted)
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=SEEDS, actions=ACTIONS, drafts=st.sampled_from([0, 0, 1, 3]))
+def test_in_vllms_slots_each_request_is_watched_as_if_alone(seed, actions, drafts):
+    """Recycled slots, rows in any order, requests that pause, rejected drafts, chunked prompts, preemption."""
+    server = kit.Slots(serving.VllmLoopProcessor, drafts=drafts)
+    check(server, Random(seed), actions, drafts=True, preempt=not drafts)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    seed=SEEDS,
+    actions=ACTIONS,
+    how=st.sampled_from([{}, {"overlap": True}, {"drafts": 2}, {"drafts": 2, "expanded": True}]),
+)
+def test_in_sglang_each_request_is_watched_as_if_alone(seed, actions, how):
+    server = kit.Overlapped(serving.SglangLoopProcessor.from_str(serving.SglangLoopProcessor.to_str()), **how)
+    check(server, Random(seed), actions, drafts=True)
+
+
+def looping(count: int = 600) -> list[int]:
+    return [1 + i % 8 for i in range(count)]
+
+
+def test_tokens_that_the_server_takes_back_are_not_counted():
+    """After a failed transfer vLLM drops the last tokens of a list and generates them anew."""
+    with mock.patch.object(loop_row, "Monitor", Fussy):
+        row = LoopRow(ServingSettings(), kit.END)
+        right = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
+        monitor = Fussy()
+        trigger = next(i for i, token in enumerate(right, 1) if monitor.update(token).trigger)
+        assert trigger > 4  # the script has what the test needs
+        output = [*right[: trigger - 2], 0]
+        row.follow(output)
+        assert not row.busy(len(output))
+        output.pop()
+        row.follow([*output, -1, -1])  # places of tokens that are not known yet
+        for position in range(len(output), len(right) + 1):
+            output[:] = right[:position]
+            row.follow(output)
+            assert row.busy(position) == (position >= trigger)
+        assert row.actions_begun == 0
+        row.edit(torch.zeros(kit.VOCAB), len(output))
+        assert row.actions_begun == 1
+        output.pop()
+        row.follow(output)  # read again, with a trigger that has had its action
+        row.edit(torch.zeros(kit.VOCAB), len(output))
+        assert row.actions_begun == 1
+
+
+def test_what_the_server_forbids_stays_forbidden():
+    """A grammar, or min_tokens, has taken the end token away: nothing is changed until it is back."""
+    row = LoopRow(ServingSettings(), 2)
+    with mock.patch.object(row, "_due", [0]):
+        masked = torch.tensor([1.0, 0.5, -torch.inf])
+        row.edit(masked, 5)
+    assert masked.tolist() == [1.0, 0.5, -torch.inf]
+    free = torch.tensor([1.0, 0.5, -3.0])
+    row.edit(free, 6)
+    assert free.tolist() == [-torch.inf, -torch.inf, -3.0]
+    small = torch.tensor([1.0, 0.5])  # an end token that this vocabulary does not have
+    row.edit(small, 7)
+    assert small.tolist() == [1.0, 0.5]
+
+
+REFUSED = {  # JSON of a request's settings
+    '{"actions": ["pause"]}': "actions\\[0\\] is 'pause', expected 'stop' or 'force'",
+    '{"actions": []}': "actions is .*, expected .*at least 1 item",
+    '{"actions": ["force"]}': "needs tokens",
+    '{"action": "stop"}': "action is 'stop', expected .*",
+    '{"end": -1}': "end is -1",
+    '{"tokens": [-1]}': "tokens\\[0\\] is -1",
+    '{"monitor": {"window": "long"}}': "monitor.window is 'long', expected",
+    f'{{"monitor": {{"window": {10**18}}}}}': "monitor.window is 10*: expected at most 1000000",
+    f'{{"monitor": {{"window": {10**30}}}}}': "window is 10{30}: expected at most|sinkscope is .*: expected JSON",
+    '{"monitor": {"tail_repeats": Infinity}}': "monitor.tail_repeats is inf: expected at most 1000000",
+    '{"monitor": {"rule": "signals", "voters": ["p1"], "votes": 1}}': "pass p_max",
+    '"stop"': "sinkscope is 'stop': expected JSON such as",
+    "[1]": "expected JSON such as",
+}
+
+
+@pytest.mark.parametrize(("sent", "said"), REFUSED.items())
+def test_bad_settings_are_refused_at_the_door(sent, said):
+    for form in (sent, json.loads(sent)):
+        params = kit.SamplingParams(extra_args={"sinkscope": form})
+        with pytest.raises(ValueError, match=said):  # vLLM answers such a request with this message
+            serving.VllmLoopProcessor.validate_params(params)
+    server = kit.Overlapped(serving.SglangLoopProcessor())  # SGLang has no door: the request goes on unwatched
+    request = kit.Request(looping(80), kit.SamplingParams(extra_args={"sinkscope": json.loads(sent)}))
+    kit.play(server, Random(0), [request])
+    assert request.edited == []
+
+
+def test_probabilities_are_missed_only_where_they_would_vote():
+    """Rule "repeats" asks no voters, and the paper's rule has two more: both are taken, and both stop a loop."""
+    for monitor in ({"voters": ["p1"], "votes": 1}, vars(MonitorSettings.paper())):
+        row = LoopRow(ServingSettings.of_request({"monitor": monitor}) or ServingSettings(), kit.END)
+        row.feed(looping())
+        assert row.busy(600)
+
+
+def test_settings_of_the_environment_hold_for_requests_without_their_own(monkeypatch):
+    assert ServingSettings.of_request(None) is None and ServingSettings.of_request(False) is None
+    assert ServingSettings.of_request({}) == ServingSettings.of_request("{}") == ServingSettings()
+    monkeypatch.setenv(ENVIRONMENT, '{"actions": ["stop"], "end": 9, "monitor": {"warmup": 7}}')
+    usual = ServingSettings.of_request(None)
+    assert usual is not None and (usual.actions, usual.end, usual.monitor.warmup) == (("stop",), 9, 7)
+    own = ServingSettings.of_request('{"end": 5}')
+    assert own is not None and (own.actions, own.end, own.monitor.warmup) == (("stop",), 5, 7)
+    assert ServingSettings.of_request("false") is None  # this request is not to be watched
+    monkeypatch.setenv(ENVIRONMENT, "stop")
+    with pytest.raises(SinkscopeError, match="SINKSCOPE_SERVING is 'stop': expected JSON such as"):
+        ServingSettings.of_request(None)
+
+
+@pytest.mark.slow
+def test_the_module_needs_no_server():
+    code = (
+        "import sys, sinkscope.loops.servers as s\n"
+        "for name in ('VllmLoopProcessor', 'SglangLoopProcessor'):\n"
+        "    try: getattr(s, name)\n"
+        "    except ImportError as error: print(error)\n"
+        "print(hasattr(s, 'nothing'), {'vllm', 'sglang', 'transformers'} & set(sys.modules))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "VllmLoopProcessor needs vllm, which is not installed here",
+        "SglangLoopProcessor needs sglang, which is not installed here",
+        "False set()",
+    ]
+
+
+@pytest.mark.parametrize("homes", [list(kit.HOMES)[:1], list(kit.HOMES)[1:2], list(kit.HOMES)[:2]])
+def test_the_class_is_one_that_vllms_loaders_take(monkeypatch, homes):
+    """Each loader wants a subclass of its own interface under a name that it can import, and calls it its own way."""
+    for name in kit.HOMES:
+        monkeypatch.delitem(sys.modules, name)
+    kit.install(monkeypatch, {name: kit.HOMES[name] for name in homes})
+    made = serving.VllmLoopProcessor
+    bases = {kit.BatchProcessor, kit.SlotProcessor} & set(made.__mro__)
+    assert bases == {kit.HOMES[name]["LogitsProcessor"] for name in homes}
+    assert pickle.loads(pickle.dumps(made)) is made is serving.VllmLoopProcessor
+    assert (made.__module__, made.__qualname__) == ("sinkscope.loops.servers", "VllmLoopProcessor")
+    if kit.BatchProcessor in bases:
+        processor = made(None, torch.device("cpu"), True)
+        assert not processor.is_argmax_invariant() and processor.needs_output_token_ids()
+    if kit.SlotProcessor in bases:
+        assert made(None, None).add_request(0, kit.SamplingParams()) is False
+
+
+@pytest.mark.parametrize("name", ["VllmLoopProcessor", "SglangLoopProcessor"])
+def test_a_server_without_the_interface_by_that_name_is_told_in_a_line(monkeypatch, name):
+    kit.install(monkeypatch, {home: {"Renamed": object} for home in kit.HOMES})
+    for home in kit.HOMES:
+        vars(sys.modules[home]).pop("LogitsProcessor", None)
+    with pytest.raises(ImportError, match=r"Processor needs (vllm|sglang)\..*, which this version of .* does not have"):
+        getattr(serving, name)
+
+
+def test_vllm_says_which_token_cut_a_request():
+    """Its scheduler gives the id of a stop token as `stop_reason`, and no reason for the end token."""
+
+    def params(sent):
+        return SimpleNamespace(extra_args=sent, stop_token_ids=[7], all_stop_token_ids={2, 7})
+
+    given = params({"sinkscope": '{"end": 99}'})
+    serving.VllmLoopProcessor.validate_params(given)
+    serving.VllmLoopProcessor.validate_params(given)
+    assert given.stop_token_ids == [7, 99] and given.all_stop_token_ids == {2, 7, 99}
+    for sent in (None, {"sinkscope": "{}"}, {"sinkscope": "false"}):
+        plain = params(sent)
+        serving.VllmLoopProcessor.validate_params(plain)
+        assert plain.stop_token_ids == [7] and plain.all_stop_token_ids == {2, 7}
+
+
+def test_sglang_says_that_a_request_was_cut(monkeypatch):
+    """At the first token of the action, and never for a request that does not loop."""
+
+    class Matched:
+        def __init__(self, matched):
+            self.matched = matched
+
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.schedule_batch", SimpleNamespace(FINISH_MATCHED_STR=Matched))
+    processor = serving.SglangLoopProcessor()
+
+    def finish(tokens, **missing):
+        request = SimpleNamespace(output_ids=[], eos_token_ids={2}, tokenizer=None, **({"to_finish": None} | missing))
+        if "to_finish" in missing:
+            del request.to_finish
+        params = {"__req__": request, "sinkscope": {}}
+        for token in tokens:
+            request.output_ids.append(token)
+            processor(torch.zeros(1, 200), [params])
+        return request
+
+    looping = finish([5, 6, 7] * 30)
+    assert looping.to_finish.matched == "repetition_detected"
+    assert finish(range(90)).to_finish is None
+    assert not hasattr(finish([5, 6, 7] * 30, to_finish=0), "to_finish")  # an older version: only its end token
+
+
+def test_the_page_says_what_runs(monkeypatch):
+    """The Python of docs/serving.md, with a vLLM whose model loops."""
+    monkeypatch.setattr(kit, "VOCAB", 151_700)
+    answered = []
+
+    class LLM:
+        def __init__(self, model, logits_processors):
+            module, _, name = logits_processors[0].partition(":")
+            self.made = getattr(__import__(module, fromlist=["_"]), name)
+
+        def generate(self, prompts, params):
+            self.made.validate_params(params)
+            request = kit.Request(looping(), params)
+            kit.play(kit.Batches(self.made(None, torch.device("cpu"), False)), Random(0), [request])
+            answered.append(request)
+            return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=request.output)])]
+
+    kit.install(monkeypatch, {"vllm": {"LLM": LLM, "SamplingParams": kit.SamplingParams}})
+    page = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
+    names = {}
+    for source in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S):
+        exec(compile(source, "docs/serving.md", "exec", dont_inherit=True), names)
+    (request,) = answered
+    said = request.output
+    assert said.count(151668) == 1 and said[-1] == kit.END
+    assert MonitorSettings().tail_shortest == said.index(151668) < len(said) - 1
+    assert f"at least {said.index(151668)} tokens" in page
+    sent = names["body"]["sampling_params"]["custom_params"]
+    assert ServingSettings.of_request(sent["sinkscope"]) is not None
+    serving.SglangLoopProcessor.from_str(names["body"]["custom_logit_processor"])
+    (usual,) = re.findall(r"^SINKSCOPE_SERVING='(.*)' vllm serve", page, re.M)
+    (posted,) = re.findall(r"-d '(.*?)'", page, re.S)
+    for text in (usual, json.loads(posted)["vllm_xargs"]["sinkscope"]):
+        assert ServingSettings.of_request(text) is not None
+    (paper,) = re.findall(r"^export SINKSCOPE_SERVING='(.*)'$", page, re.M)
+    assert ServingSettings(**json.loads(paper)).monitor == MonitorSettings.paper()
+    for field in ServingSettings.__dataclass_fields__:
+        assert f"| `{field}` |" in page

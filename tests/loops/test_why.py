@@ -1,0 +1,224 @@
+"""What keeps a loop going: planted causes whose truth is checked without the package, and what is removed how."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from itertools import combinations
+from types import SimpleNamespace
+
+import pytest
+import torch
+from kv_kit import close, decode, prompts, shallow_of
+from organisms.kept_loops import HEAD_DIM, N_HEADS, KeptLoop, kept_loop, kept_loops
+from organisms.tiny import tiny_model
+from transformers import DynamicCache
+
+from experiments.loopguard.why import asked, verdict
+from sinkscope.errors import SinkscopeError
+from sinkscope.hooks.edit import SinkPatch
+from sinkscope.kv import StreamingLLM
+from sinkscope.kv.rounded import Rounded
+from sinkscope.kv.without import Without
+from sinkscope.loops.text.signals import Tail
+from sinkscope.loops.why import Case, why
+
+ORGANISMS = kept_loops()
+NAMES = [made.name for made in ORGANISMS]
+CYCLE = [5, 6, 7]
+LOOPED = Case(SimpleNamespace(edit=None, seed=0), [1, 2, *CYCLE * 9], 0, 2, Tail(3, 2, 9.0), 4, None)  # pyright: ignore
+
+
+def rounded(bits: int, module, args, output):
+    """A hook on a projection: each head's numbers on a grid."""
+    heads = output.view(*output.shape[:2], N_HEADS, HEAD_DIM)
+    step = heads.abs().amax(-1, keepdim=True).clamp(min=1e-20) / (2 ** (bits - 1) - 1)
+    return ((heads / step).round() * step).view_as(output)
+
+
+@torch.no_grad()
+def goes_on(made: KeptLoop, without: tuple[str, ...], new: int = 18) -> bool:
+    """Whether the model loops if it is read without a cache, and tokens that are gone are masked for new ones."""
+    ids = [*made.history, *made.turn]
+    prompt = len(ids)
+    gone = set[int]()
+    if "copies" in without:
+        gone |= {*range(prompt - 2 - len(made.cycle) * (2 + ("copies" in made.causes)), prompt)}
+    if "history" in without:
+        gone |= {*range(1, len(made.history))}
+    if "sink" in without:
+        gone.add(0)
+    if made.window is not None and "window" not in without:
+        gone |= {*range(4, prompt - made.window + 4)}
+    hooks = []
+    if made.bits is not None and "rounding" not in without:
+        for layer in made.model.model.layers:
+            hooks.append(layer.self_attn.v_proj.register_forward_hook(partial(rounded, made.bits)))
+    for _ in range(new):
+        mask = torch.full((len(ids), len(ids)), -torch.inf).triu(1)
+        mask[prompt:, sorted(gone)] = -torch.inf
+        logits = made.model(input_ids=torch.tensor([ids]), attention_mask=mask[None, None], use_cache=False).logits
+        ids.append(int(logits[0, -1].argmax()))
+    for hook in hooks:
+        hook.remove()
+    written = [*made.cycle * (new // len(made.cycle) + 1)][2:]
+    return ids[prompt:] == written[:new]
+
+
+def check_truth(made: KeptLoop) -> None:
+    planted = [cause for cause in made.causes if cause != "weights"]
+    for size in range(len(planted) + 1):
+        for without in combinations(planted, size):
+            left = len(planted) - size
+            expected = left > 0 if made.either else left == len(planted)
+            assert goes_on(made, without) == (expected or not planted), without
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("made", ORGANISMS, ids=NAMES)
+def test_the_truth_of_every_organism_and_what_is_said_of_it(made: KeptLoop):
+    check_truth(made)
+    found = asked(made)
+    assert (verdict(found.kept_by, found.either), found.goes_on) == (verdict(made.causes, made.either), 1.0)
+
+
+@pytest.fixture
+def _few_tokens(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sinkscope.loops.why.CONTINUED", 24)
+
+
+@pytest.mark.usefixtures("_few_tokens")
+@pytest.mark.parametrize(
+    ("causes", "either", "said"),
+    [
+        (
+            ("history", "sink"),
+            False,
+            "The loop of period 6 needs the earlier turns and the sink: without them, it goes on in 0 ",
+        ),
+        (
+            ("copies", "history"),
+            True,
+            "Its copies in the cache or the earlier turns keeps the loop of period 6 going: ",
+        ),
+    ],
+)
+def test_a_planted_cause_is_found(causes, either, said):
+    made = kept_loop(causes, either=either)
+    found = asked(made, cuts=2)
+    assert (set(found.kept_by), found.either, found.goes_on) == ({*causes}, either, 1.0)
+    assert found.conclusion().startswith(said)
+    assert list(found.ids[found.prompt_tokens :][4:10]) == made.cycle
+    by_name = {tried.without: tried for tried in found.tried}
+    for cause in causes:
+        assert by_name[cause].goes_on == float(either), "of two that are enough, one alone ends nothing"
+    assert by_name["sink"].removed == 1 and by_name["history"].removed == len(made.history) - 1
+
+
+@pytest.mark.usefixtures("_few_tokens")
+def test_a_text_that_is_given_and_one_that_does_not_loop():
+    made = kept_loop(("sink",))
+    options = {"tokenizer": made.tokenizer, "neurons": False, "cuts": 1}
+    given = why(made.model, [*made.history, *made.turn], answer=made.cycle * 4, **options)
+    assert given.kept_by == ("sink",) and given.tokens == given.prompt_tokens + 24
+    # The model does not write this loop: nothing is concluded of what it does without a cause.
+    other = why(made.model, [*made.history, *made.turn], answer=[300, 301, 302, 303, 304, 305] * 6, **options)
+    assert other.kept_by == () and other.conclusion().startswith("Undecided: the loop of period 6 goes on in 0 of 1")
+    walk = why(made.model, made.turn[:20], answer=made.turn[:20], **options)
+    assert walk.conclusion() == "The 20 tokens after the prompt end in no loop."
+    assert walk.rows() == [] and walk.details() == [] and not walk.kept_by
+    with pytest.raises(SinkscopeError, match=r"text up to a cut has \d+ tokens and 24 more are to come"):
+        why(made.model, made.cycle * 169, answer=made.cycle, **options)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
+@torch.no_grad()
+def test_removed_tokens_are_those_that_a_mask_hides(family: str):
+    model = shallow_of(family)
+    ids, mask = prompts([20, 20], 4)
+    removed = torch.zeros(2, 20, dtype=torch.bool)
+    removed[0, [1, 2, 7, 18]] = True
+    removed[1, 3:] = True
+    with Without(removed).on(model):
+        found = decode(model, ids, mask, 20)
+    for row in range(2):
+        hidden = torch.full((24, 24), -torch.inf).triu(1)
+        hidden[20:, :20][:, removed[row]] = -torch.inf
+        expected = model(ids[row : row + 1], attention_mask=hidden[None, None], use_cache=False).logits[0, 19:]
+        close(found[row], expected)
+
+
+def cached(edit) -> DynamicCache:
+    """The cache of a model that read 20 tokens and two more under an edit."""
+    cache = DynamicCache()
+    with edit.on(shallow_of("llama")) as run:
+        decode(run.target.hf, *prompts([20], 2), 20, cache)
+    return cache
+
+
+def test_a_policy_and_a_removal_act_together():
+    removed = torch.zeros(1, 20, dtype=torch.bool)
+    removed[0, [0, 15, 5]] = True
+    cache = cached(StreamingLLM(budget=8) | Without(removed))
+    assert [layer.pos[0, 0].tolist() for layer in cache.layers] == [[1, 2, 3, *range(16, 22)]] * 2
+
+
+@pytest.mark.parametrize("noise", [False, True])
+def test_what_enters_the_cache_is_rounded_once(noise: bool):
+    plain = cached(Without(torch.zeros(1, 20, dtype=torch.bool))).layers[0]
+    small = cached(Rounded(3, noise)).layers[0]
+    for exact, rough in ((plain.keys, small.keys), (plain.values, small.values)):
+        step = exact[:, :, :20].abs().amax(-1, keepdim=True) / 3
+        grid = rough[:, :, :20] / step
+        error = (grid - exact[:, :, :20] / step).abs()
+        if noise:
+            assert 0.5 < float(error.max()) <= 1.001 and float((grid - grid.round()).abs().mean()) > 0.1
+        else:
+            assert float(error.max()) <= 0.501
+            torch.testing.assert_close(grid, grid.round(), atol=1e-4, rtol=0)
+    with pytest.raises(SinkscopeError, match="bits=1"):
+        Rounded(1)
+
+
+def test_the_sink_of_a_model_with_sink_neurons_is_patched(monkeypatch: pytest.MonkeyPatch):
+    patch = SinkPatch(layer=1, neurons=[3, 5], value=0.0)
+    setup = SimpleNamespace(edit=None, seed=0, target=SimpleNamespace(width=lambda layer, expert: 64))
+    case = replace(LOOPED, setup=setup, bits=None, patch=patch)
+    without = frozenset({"sink"})
+    assert case.causes()["sink"] == "SinkPatch of 2 neurons" and case.positions((without, None), 9) == []
+    assert case.edits((without, None)) == [patch]
+    draws = [case.edits((without, number))[0] for number in range(3)]
+    assert all({site.layer for site in draw.sites} == {1} and draw.value == 0.0 for draw in draws)
+    assert len({draw.sites for draw in [patch, *draws]}) == 4
+    made = kept_loop(("history",))
+    monkeypatch.setattr("sinkscope.loops.why.chosen_patch", lambda setup, given: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        why(made.model, made.turn, answer=made.cycle * 4, tokenizer=made.tokenizer)
+
+
+def test_prompts_as_text_begin_once():
+    model, tokenizer = tiny_model("llama")
+    found = why(model, "you and it", history="the cat", tokenizer=tokenizer, max_new_tokens=4, neurons=False)
+    words = tokenizer("the cat you and it")["input_ids"]
+    assert list(found.ids[: found.prompt_tokens]) == words
+
+
+def test_the_same_loop_may_begin_anywhere_and_another_one_is_another():
+    for begin in range(3):
+        assert LOOPED.goes_on([*CYCLE[begin:], *CYCLE * 22])
+        assert LOOPED.goes_on([9, *(CYCLE * 22)[: 64 + begin]])
+    assert not LOOPED.goes_on([5, 7, 6] * 22) and not LOOPED.goes_on(CYCLE * 20), "another loop, and too short a text"
+
+
+def test_the_control_is_the_worst_of_the_random_changes():
+    loop, other = CYCLE * 22, [8] * 66
+    without = frozenset({"copies"})
+    written = {(without, None): [other, other], (without, 0): [loop, loop], (without, 1): [loop, other]}
+    tried = LOOPED.tried(["copies"], "how", written, 1.0)
+    assert (tried.goes_on, tried.control, tried.other_loop) == (0.0, 0.5, 1.0)
+
+
+def test_noise_stands_for_the_rounding_that_is_taken_away():
+    assert LOOPED.edits((frozenset({"rounding"}), None)) == []
+    assert LOOPED.edits((frozenset({"rounding"}), 0)) == [Rounded(4, noise=True)]
+    assert LOOPED.edits((frozenset({"copies"}), 0)) == [Rounded(4, noise=False)]

@@ -1,0 +1,153 @@
+"""What is inferred from a model: the rows of the table, factors, and refusals."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from covering import every_nth
+from intervention_kit import count_hooks
+from organisms.decoders import decoder
+from organisms.rows import ROWS
+from organisms.tiny import MODEL_TYPES, tiny_model
+from torch.testing import assert_close
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+from sinkscope.errors import UnsupportedError
+from sinkscope.kv.h2o import H2O
+from sinkscope.kv.scope import cache_layers, scope_line
+from sinkscope.models.backends import wrap
+from sinkscope.models.down_projections import w_out
+from sinkscope.models.target import Target
+from sinkscope.opening.inference.find import adapter_of
+from sinkscope.opening.inference.infer import infer
+from sinkscope.opening.inference.probe import probe
+from sinkscope.opening.inference.sums import unproved_sites
+from sinkscope.opening.live import target_of
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+}
+
+
+def random_model(model_type: str, **config):
+    """A random model of an architecture that has no row."""
+    made = AutoConfig.for_model(model_type, **{**SIZES, "bos_token_id": 1, "eos_token_id": 2, **config})
+    made.pad_token_id = None
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(made, dtype=torch.float32).eval()
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def differing(model_type: str, model) -> dict[str, Any]:
+    """Fields of the inferred row that are not those of the written one, or lead to other parts in some layer."""
+    inferred, written = infer(model), ROWS[model_type]
+    target = Target(model, model, "hf", written)
+
+    def pair(name: str) -> list[Any]:
+        values = [getattr(row, name) for row in (inferred, written)]
+        if any("|" in str(value) for value in values):
+            return [[target.path(layer, value) for layer in range(target.n_layers)] for value in values]
+        return values
+
+    names = [field.name for field in fields(written)]
+    return {name: pair(name) for name in names if pair(name)[0] != pair(name)[1]}
+
+
+@pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 8))
+def test_the_rows_of_the_table_come_out_of_the_rule(model_type):
+    model = tiny_model(model_type)[0]
+    assert differing(model_type, model) == {}
+    assert differing(model_type, model.to(torch.bfloat16)) == {}
+
+
+def nowhere(model):
+    target = target_of(model)
+    return replace(target, adapter=replace(target.adapter, down="mlp.nope"))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        infer,
+        lambda model: probe(target_of(model)),
+        lambda model: probe(nowhere(model)),
+        lambda model: unproved_sites(target_of(model), torch.arange(20, 24)[None], [0, 1, 2]),
+    ],
+)
+def test_the_model_is_left_as_it_was(use):
+    model = tiny_model("gemma2")[0]
+    before = copy.deepcopy(model.state_dict())
+    use(model)
+    assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert vars(model.config)["_attn_implementation_internal"] == "eager"
+    assert count_hooks(model) == 0
+
+
+def test_a_row_is_inferred_for_an_architecture_that_has_none_and_proved():
+    target = target_of(random_model("starcoder2", tie_word_embeddings=False))
+    row = target.adapter
+    assert (row.down, row.up, row.gate, row.o) == ("mlp.c_proj", "mlp.c_fc", None, "self_attn.o_proj")
+    assert probe(target).problem is None
+    assert adapter_of(target) is row  # once per configuration
+    assert probe(replace(target, adapter=replace(row, down="mlp.c_fc", up="mlp.c_proj"))).problem is not None
+
+
+@pytest.mark.parametrize(("model_type", "kind"), [("llama", "bridge"), ("gpt2", "bridge"), ("phi3", "nnsight")])
+def test_a_model_that_its_user_wrapped(model_type, kind, monkeypatch):
+    monkeypatch.setattr("sinkscope.opening.inference.find._KNOWN", {})
+    wrapped = wrap(*tiny_model(model_type), kind)
+    target = target_of(wrapped)
+    assert target.kind == kind and target.adapter == ROWS[model_type]
+
+
+def test_a_factor_on_what_an_mlp_writes_is_part_of_the_contribution():
+    model = random_model("granite", residual_multiplier=0.22, embedding_multiplier=12.0, attention_multiplier=0.1)
+    target = target_of(model)
+    assert target.adapter.write_factor == pytest.approx(0.22)
+    column = model.model.layers[1].mlp.down_proj.weight[:, 7]
+    assert torch.allclose(w_out(target, 1, [7])[0], 0.22 * column)
+
+
+def test_what_cannot_be_inferred_is_refused_with_the_reason():
+    with pytest.raises(UnsupportedError, match="no softmax attention was found in its layers"):
+        target_of(random_model("mamba", state_size=4))
+
+
+def test_layers_of_several_kinds_have_parts_of_their_own_and_states_are_left_alone():
+    model = decoder("qwen3_next")
+    target = target_of(model)
+    assert [target.has_attention(layer) for layer in range(4)] == [False, True, False, True]
+    assert cache_layers(target) == [1, 3] and "cache policies and guards in 2 of 4 layers" in scope_line(target)
+    assert target.sub(0, target.adapter.attn) is model.model.layers[0].linear_attn
+    assert target.sub(1, target.adapter.attn) is model.model.layers[1].self_attn
+    cache = DynamicCache(config=model.config)
+    ids = torch.arange(20, 70)[None]
+    kinds = [type(layer) for layer in cache.layers]
+    with H2O(16).on(model):
+        model.generate(ids, past_key_values=cache, max_new_tokens=4, min_new_tokens=4, pad_token_id=2)
+    assert [type(layer) is kind for layer, kind in zip(cache.layers, kinds, strict=True)] == [True, False, True, False]
+    held = [cache.layers[1], cache.layers[3]]
+    assert [layer.keys.shape[-2] for layer in held] == [17, 17]
+
+
+def test_positions_are_known_by_any_two_positions():
+    """Of the position embeddings, only the first differs from the others."""
+    model, _ = tiny_model("gpt2")
+    with torch.no_grad():
+        model.transformer.wpe.weight[1:] = model.transformer.wpe.weight[1]
+    assert infer(model).absolute_positions
+    with torch.no_grad():
+        model.transformer.wpe.weight[0] = model.transformer.wpe.weight[1]
+    assert not infer(model).absolute_positions

@@ -1,0 +1,234 @@
+"""The load-time probe finds nothing wrong in sound models and everything that is planted wrong."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from checkpoints import checkpoint
+from covering import each_other
+from intervention_kit import count_hooks
+from organisms.decoders import decoder
+from organisms.tiny import MODEL_TYPES, tiny_model
+
+import sinkscope.tap.call as attention
+from sinkscope.errors import UnsupportedError
+from sinkscope.models import adapters
+from sinkscope.models.adapters import Adapter
+from sinkscope.opening.inference.probe import probe
+from sinkscope.opening.live import target_of
+from sinkscope.opening.load import load
+
+IDS = torch.tensor([[1, 10, 11, 12, 13]])
+# Shapes that do not give a wrong path away: every matrix is 32 x 32.
+SQUARE = {"intermediate_size": 32, "num_key_value_heads": 4}
+
+
+@pytest.mark.parametrize(("seed", "model_type"), enumerate(MODEL_TYPES))
+def test_sound_models_pass_and_numbers_are_small(seed, model_type):
+    report = probe(target_of(tiny_model(model_type, seed=seed)[0]))
+    assert report.problem is None
+    assert max(report.edit_error, report.attention_error, report.row_sum_error) < 1e-5
+    assert report.logits_change > 0.1
+
+
+@pytest.mark.parametrize(
+    ("model_type", "dtype"),
+    each_other(["llama", "gpt2", "gemma2", "gpt_oss", "falcon"], [torch.bfloat16, torch.float16]),
+)
+def test_half_precision_is_no_false_alarm(model_type, dtype):
+    assert probe(target_of(tiny_model(model_type)[0].to(dtype))).problem is None
+
+
+GAINS = [
+    ("gemma2", "post_feedforward_layernorm", -1.0),  # gains are 1 + weight there
+    ("gemma3_text", "post_feedforward_layernorm", -1.0),
+    ("olmo2", "post_feedforward_layernorm", 0.0),
+    ("mixtral", "post_attention_layernorm", 0.0),  # the experts' input, so each of them writes nothing
+    ("gpt_oss", "post_attention_layernorm", 0.0),
+    ("llama", "post_attention_layernorm", 0.0),
+    ("qwen3", "q_norm", 0.0),
+]
+
+
+def _silence(model, norm: str, zero: float, layers: list[int]):
+    for layer in layers:
+        for name, parameter in model.model.layers[layer].named_parameters():
+            if name.endswith(f"{norm}.weight"):
+                torch.nn.init.constant_(parameter, zero)
+            if name.endswith("_proj_bias"):  # of gpt-oss' experts, which would speak where the input is zero
+                torch.nn.init.zeros_(parameter)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "norm", "zero", "layers"),
+    [
+        pytest.param(*gain, layers, marks=[] if (i + j) % 2 == 0 else [pytest.mark.slow])
+        for i, gain in enumerate(GAINS)
+        for j, layers in enumerate([[0], [0, 1, 2]])
+    ],
+)
+def test_gains_of_zero_are_no_false_alarm(model_type, norm, zero, layers):
+    """A layer that is switched off by its gain proves nothing: the next one is edited, and none where all are."""
+    model = tiny_model(model_type)[0]
+    assert len(model.model.layers) == 3
+    _silence(model, norm, zero, layers)
+    report = probe(target_of(model))
+    assert report.problem is None
+    if zero == -1.0 or model_type in ("olmo2", "mixtral", "gpt_oss"):
+        assert report.layers == ((1,) if layers == [0] else ())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"post_mlp_norm": "post_attention_layernorm"}, {"post_mlp_norm": None}, {"down": "self_attn.o_proj"}],
+)
+def test_what_is_wrong_behind_a_layer_that_is_switched_off_is_found(fields):
+    model = tiny_model("gemma2")[0]
+    _silence(model, "post_feedforward_layernorm", -1.0, [0])
+    target = target_of(model)
+    assert probe(replace(target, adapter=replace(target.adapter, **fields))).problem is not None
+
+
+# -- planted wrong: the MLP ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config", "fields", "says"),
+    [
+        *(
+            ("llama", SQUARE, fields, ".")
+            for fields in (
+                {"down": "self_attn.o_proj"},
+                {"down": "mlp.gate_proj"},
+                {"down": "mlp.up_proj", "up": "mlp.down_proj"},
+                {"up": "mlp.gate_proj", "gate": "mlp.up_proj"},  # exchanged factors: same shapes, same neuron
+                {"up": "self_attn.v_proj"},
+                {"mlp": "self_attn"},
+                {"mlp": "self_attn", "down": "self_attn.o_proj", "up": "self_attn.v_proj", "gate": None},
+                {"post_mlp_norm": "post_attention_layernorm"},
+                {"transposed_down": True},
+            )
+        ),
+        ("gpt2", {"n_inner": 32, "intermediate_size": 32}, {"transposed_down": False}, "."),
+        ("gemma2", {}, {"post_mlp_norm": None}, "."),
+        ("llama", {}, {"down": "mlp.nope"}, r"a module that is not there"),
+        ("phi3", {}, {"fused_gate_up": False}, r"the output of 'mlp\.gate_up_proj' has width 128, expected 64"),
+        ("mixtral", {}, {"experts": "mlp.gate"}, "."),
+        ("mixtral", {}, {"mlp": "self_attn"}, r"does not change the layer as the adapter says"),
+        ("qwen2_moe", {}, {"shared_gate": None}, "."),
+        ("qwen2_moe", {}, {"down": "mlp.shared_expert.up_proj"}, "."),
+        ("llama", {}, {"attn": ""}, "."),
+        ("falcon", {}, {"attn": "mlp"}, "."),
+        ("falcon", {}, {"o": "mlp.dense_h_to_4h"}, "."),
+        ("granite", {}, {"write_factor": 1.0}, "."),
+        ("falcon_h1", {}, {"down_factor": 1.0}, "."),
+        ("qwen3_moe", {}, {"post_mlp_norm": "post_attention_layernorm"}, "."),
+        ("axk1", {}, {"post_mlp_norm": None}, "."),
+        ("llama4_text", {}, {"mlp": "feed_forward.shared_expert"}, "."),
+        ("gemma4_text", {}, {"adds": True}, "."),
+        ("glm_moe_dsa", {}, {"from_any_layer": True}, "."),
+    ],
+    ids=str,
+)
+def test_a_wrong_adapter_is_found(model_type, config, fields, says):
+    """Without the change the model is sound."""
+    model = tiny_model(model_type, **config)[0] if model_type in MODEL_TYPES else decoder(model_type)
+    target = target_of(model)
+    assert probe(target).problem is None
+    report = probe(replace(target, adapter=replace(target.adapter, **fields)))
+    assert re.search(says, report.problem or "")
+
+
+def test_exchanged_halves_of_a_fused_projection_are_found(monkeypatch):
+    """The second half is the linear factor; of a model that has it first, the edit would hit the gate."""
+    from transformers.models.phi3.modeling_phi3 import Phi3MLP
+
+    def exchanged(self, hidden):
+        up, gate = self.gate_up_proj(hidden).chunk(2, -1)
+        return self.down_proj(up * self.activation_fn(gate))
+
+    model = tiny_model("phi3")[0]
+    assert probe(target_of(model)).problem is None
+    monkeypatch.setattr(Phi3MLP, "forward", exchanged)
+    assert probe(target_of(model)).problem is not None
+
+
+def test_an_edit_that_reaches_no_logit_is_found():
+    model = tiny_model("llama")[0]
+    torch.nn.init.zeros_(model.lm_head.weight)
+    assert "does not change the logits" in (probe(target_of(model)).problem or "")
+
+
+# -- planted wrong: attention --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model_type", "change", "says"),
+    [
+        *(
+            (name, lambda real, a, k: real(*a, **{**k, "scaling": 0.9 * k["scaling"]}), "differs from the model's own")
+            for name in ("llama", "gpt2", "qwen3", "gemma3_text", "olmo2")
+        ),
+        ("gpt_oss", lambda real, a, k: real(*a, **{**k, "sinks": None}), "differs from the model's own"),
+        ("llama", lambda real, a, k: 0.99 * real(*a, **k), "do not sum to one"),
+        ("llama", lambda real, a, k: real(a[0], a[1].flip(1), *a[2:], **k), "."),  # keys of the wrong group
+        ("llama", lambda real, a, k: real(*a, **k).flip(2), "."),  # rows out of order
+    ],
+)
+def test_wrong_attention_is_found(model_type, change, says, monkeypatch):
+    real = attention.attention_probs
+    monkeypatch.setattr(attention, "attention_probs", lambda *args, **kwargs: change(real, args, kwargs))
+    assert re.search(says, probe(target_of(tiny_model(model_type)[0])).problem or "")
+
+
+# -- what it leaves behind -----------------------------------------------------------------------------------------
+
+
+def test_a_model_that_cannot_run_is_a_problem_not_a_crash():
+    model = tiny_model("llama")[0]
+
+    def fail(*_args):
+        raise RuntimeError("no kernel\nfor this")
+
+    handle = model.model.norm.register_forward_hook(fail)
+    assert "a forward pass raised RuntimeError: no kernel" in (probe(target_of(model)).problem or "")
+    handle.remove()
+    assert count_hooks(model) == 0
+
+
+def test_load_refuses_what_the_probe_finds(monkeypatch):
+    monkeypatch.setitem(adapters.ADAPTERS, "llama", Adapter("llama", down="self_attn.o_proj"))
+    with pytest.raises(
+        UnsupportedError, match=r"the load-time probe of this llama model failed \(bridge\): .*backend=\"hf\""
+    ):
+        load(checkpoint("llama"))
+    load(checkpoint("llama"), probe=False)
+
+
+def test_half_precision_olmo_on_a_bridge_is_refused_with_the_way_out():
+    """TransformerLens multiplies float32 attention with half-precision values there when nothing is cached."""
+    with pytest.raises(UnsupportedError, match=r"olmo model failed \(bridge\).*try backend=\"hf\""):
+        load(checkpoint("olmo"), dtype="bf16")
+    load(checkpoint("olmo"), dtype="bf16", backend="hf")
+
+
+def test_zero_weights_are_no_false_alarm():
+    """Models with a planted circuit often leave whole MLPs empty."""
+    model = tiny_model("llama")[0]
+    for numbers, path, proved in (((0,), "down_proj", (1,)), ((1,), "gate_proj", (1,)), ((1, 2), "down_proj", ())):
+        for number in numbers:
+            torch.nn.init.zeros_(model.model.layers[number].mlp.get_submodule(path).weight)
+        report = probe(target_of(model))
+        assert (report.problem, report.layers) == (None, proved)
+
+
+def test_a_huge_column_is_no_false_alarm():
+    """The column of a sink neuron is far larger than the others; moving that neuron would overflow half precision."""
+    model = tiny_model("llama")[0].half()
+    mlp = model.model.layers[0].mlp
+    torch.nn.init.constant_(mlp.down_proj.weight[:, 0], 3e4)
+    torch.nn.init.zeros_(mlp.up_proj.weight[0])
+    assert probe(target_of(model)).problem is None

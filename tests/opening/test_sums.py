@@ -1,0 +1,134 @@
+"""Sites are where the model really adds, and what cannot be proved is not offered.
+
+The truth is read by a function mode of torch that sees the additions and products of each layer (`organisms.additions`
+and `organisms.products`), never by paths or hooks of sinkscope.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from covering import every_nth
+from organisms.decoders import decoder
+from organisms.site_check import check_sites
+from organisms.sizes import SIZES, sized_decoder
+from organisms.tiny import tiny_model
+
+import sinkscope as ss
+from experiments.model_types import COVERING, DATA
+from sinkscope.errors import UnsupportedError
+from sinkscope.opening.inference.infer import infer
+from sinkscope.opening.inference.probe import token_ids
+from sinkscope.opening.inference.sums import unproved_sites
+from sinkscope.opening.live import target_of
+
+RECORDED = json.loads(DATA.read_text())["result"]
+SERVED = [name for name, found in RECORDED["types"].items() if found["status"] in ("in full", "in part")]
+DEFAULT = "default initialisation, d_model 256"
+IDS = torch.tensor([[1, 10, 11, 12, 13]])
+
+
+# Those of the covering set are examined with all the rest.
+@pytest.mark.parametrize("model_type", every_nth(sorted(set(SERVED) - set(COVERING)), 3))
+def test_every_site_that_is_served_is_where_the_model_adds(model_type):
+    report = check_sites(decoder(model_type), edits=False)
+    assert not report.wrong
+    assert report.right
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("model_type", SERVED)
+def test_at_further_sizes_and_under_added_vectors(model_type, size):
+    try:
+        model = sized_decoder(model_type, SIZES[size]).model
+    except Exception as error:
+        pytest.skip(f"it cannot be built at this size: {error}")
+    if "refused" in RECORDED["types"][model_type]["sites"][size]:  # as a whole
+        with pytest.raises(UnsupportedError, match="the inferred one is refused"):
+            target_of(model)
+        return
+    assert not check_sites(model).wrong
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt_neox", "granite", "bloom", "gpt2", "mixtral"])
+def test_an_added_vector_arrives_in_the_residual_stream_as_it_is(model_type):
+    assert not check_sites(sized_decoder(model_type, SIZES[DEFAULT]).model).wrong
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "phi3", "opt", "falcon", "phi", "gpt_neox", "mixtral"])
+def test_a_norm_of_a_small_residual_stream_is_no_writer(model_type):
+    model = sized_decoder(model_type, SIZES[DEFAULT]).model
+    row = infer(model)
+    assert row.attn_out is None or "norm" not in row.attn_out
+    assert row.mid != row.attn
+
+
+# -- what is planted wrong is not offered --------------------------------------------------------------------------
+
+
+def _refused(model, **fields) -> set[str]:
+    target = target_of(model)
+    wrong = replace(target, adapter=replace(target.adapter, **fields))
+    return {name.partition(".")[2].partition(".")[2] for name in unproved_sites(wrong, token_ids(target, 4), [0])}
+
+
+RESIDUAL = {"hook_attn_out", "hook_resid_mid"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("model_type", "fields", "refused"),
+    [
+        ("llama", {}, set()),
+        ("llama", {"mid": "self_attn", "attn_out": "input_layernorm"}, RESIDUAL | {"attn.hook_z"}),
+        ("llama", {"attn_factor": 0.5}, RESIDUAL),
+        ("llama", {"write_factor": 0.5}, {"hook_mlp_out"}),
+        ("llama", {"mid": "mlp.down_proj"}, RESIDUAL),
+        ("llama", {"mid": None}, set()),  # the parts are taken for parallel, and their sum is still right
+        ("llama", {"q": "self_attn.k_proj"}, {"attn.hook_q"}),
+        ("qwen3", {"q": "self_attn.o_proj"}, {"attn.hook_q"}),
+        ("llama", {"k": "self_attn.v_proj", "v": "self_attn.k_proj"}, {"attn.hook_k", "attn.hook_v"}),
+        ("gpt_neox", {"qkv_layout": "beside"}, {"attn.hook_q", "attn.hook_k", "attn.hook_v"}),
+        ("gemma2", {"attn_out": None}, RESIDUAL),
+        ("gemma2", {"post_mlp_norm": None}, {"hook_mlp_out"}),
+        ("llama", {"o": "mlp.gate_proj"}, {"attn.hook_z"}),
+    ],
+)
+def test_a_wrong_place_is_not_offered(model_type, fields, refused, dtype):
+    model = tiny_model(model_type)[0]
+    found = _refused(model.to(dtype), **fields)
+    assert found == refused
+
+
+def test_what_is_not_proved_is_refused_in_one_line():
+    for model_type, site in (
+        ("falcon_h1", "hook_attn_out"),  # its layers add a state-space part to the attention's
+        ("minimax", "hook_mlp_out"),  # its layers add to a norm of the residual stream
+        ("diffllama", "attn.hook_v"),  # its attention gets values of two heads beside each other
+        ("gpt_neox_japanese", "hook_resid_mid"),  # its last layer adds a bias behind the attention
+    ):
+        model = decoder(model_type)
+        for use in (
+            lambda model=model, site=site: ss.trace(model, IDS, [f"blocks.3.{site}"]),
+            lambda model=model, site=site: ss.Add(torch.ones(64), f"blocks.3.{site}").on(model).__enter__(),
+        ):
+            with pytest.raises(UnsupportedError, match=r"not offered|no separate place|more than add") as caught:
+                use()
+            assert "\n" not in str(caught.value)
+
+
+def test_dropout_of_a_model_in_training_hides_nothing():
+    model = tiny_model("gpt2", resid_pdrop=0.5, attn_pdrop=0.5, embd_pdrop=0.5)[0].train()
+    adapter = target_of(model).adapter
+    assert adapter.unproved == () and adapter.mid == "ln_2"
+    assert all(module.training for module in model.modules())
+
+
+def test_sites_of_a_kind_of_layer_are_refused_in_all_layers_of_that_kind():
+    model = decoder("minimax")
+    names = [name for name, _ in target_of(model).adapter.unproved if name.endswith("hook_mlp_out")]
+    assert names == [f"blocks.{layer}.hook_mlp_out" for layer in range(4)]

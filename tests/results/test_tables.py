@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jaxtyping import Float
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.results.notation import head_name, neuron_name, neuron_names, read_head, read_neuron
+from sinkscope.results.result import Result
+from sinkscope.results.tables import Grid, glossary, strings
+from sinkscope.sinks.find.result import FindSinks
+from sinkscope.sinks.repetition.repeat import Repeat
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrays(Result):
+    kind: ClassVar[str] = "test-arrays"
+
+    entropy: Float[np.ndarray, "layer head"]
+    rate: Float[np.ndarray, "layer head"] | None
+    per_layer: Float[np.ndarray, " layer"]
+    layers: tuple[int, ...]
+    uniform: float
+
+
+WORDS = [f"column_{name}" for name in "abcdefghijklm"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row.
+
+    Attributes:
+        layer: where.
+        neuron: which.
+        expert: of a mixture.
+        drop: share that is lost; a further remark.
+        share: of it.
+    """
+
+    layer: int
+    expert: int | None
+    neuron: int
+    drop: float
+    share: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tabled(Result):
+    """A result with a table.
+
+    Attributes:
+        parts: the rows.
+    """
+
+    kind: ClassVar[str] = "test-tabled"
+    percent: ClassVar[tuple[str, ...]] = ("drop",)
+    glossary: ClassVar[dict[str, str]] = {"share": "a better word"}
+
+    parts: tuple[Row, ...]
+
+    def conclusion(self) -> str:
+        return "All is well."
+
+
+def _columns(rows: list[list[str]]) -> dict[str, list[str]]:
+    return {name: [row[place] for row in rows] for place, name in enumerate(WORDS[: len(rows[0])])}
+
+
+def test_the_narrow_table_keeps_what_matters_and_names_the_rest():
+    columns = _columns([[f"{i}{j:07}" for j in range(12)] + ["same"] for i in range(3)])
+    grid = Grid(columns, important=["column_l", "column_b"])
+    text = grid.narrow(80).text(80)
+    assert text.splitlines()[0].split() == ["column", "l", "column", "b"] and max(map(len, text.splitlines())) <= 80
+    assert "In every row shown: column m same." in text and "column a, column c" in text and "--csv FILE" in text
+    plain = Grid(columns).narrow(80)
+    assert list(plain.columns) == WORDS[:8] and "column i, column j, column k, column l" in plain.note
+    assert list(Grid(columns).narrow(200).columns) == WORDS[:12]  # the constant column stands in the note
+    wide = grid.narrow(None)
+    assert wide.columns == columns and len(wide.text(None).splitlines()) == 5
+
+
+@given(st.lists(st.lists(st.text("ab _\u65e5", max_size=30), min_size=4, max_size=4), min_size=1, max_size=5))
+def test_no_line_is_too_wide_and_no_cell_is_cut(rows):
+    from rich.cells import cell_len
+
+    shown = Grid(_columns(rows)).narrow(80)
+    assert all(cell_len(line) <= 80 for line in replace(shown, note="").text(80).splitlines())
+    assert shown.columns.items() <= _columns(rows).items()
+
+
+def test_one_row_has_no_constant_columns():
+    assert list(Grid({"a": ["1"], "b": ["2"]}).narrow(80).columns) == ["a", "b"]
+
+
+def test_a_result_explains_its_columns_from_its_docstrings():
+    result = Tabled(parts=(Row(1, None, 338, 0.5, 1.0), Row(1, 2, 7, 0.25, 2.0)))
+    lines = result.text().splitlines()
+    assert [line.split() for line in lines[:3]] == [
+        ["neuron", "drop", "share"],
+        ["L1.N338", "50.0%", "1"],
+        ["L1.E2.N7", "25.0%", "2"],
+    ]
+    assert lines[4:6] == ["drop   Share that is lost.", "share  A better word."]
+    assert lines[-1] == "Conclusion: All is well."
+    page = result.to_html()
+    assert "<b>Conclusion: All is well.</b>" in page and "<dt>drop</dt><dd>Share that is lost.</dd>" in page
+    assert list(pd.read_csv(io.StringIO(result.to_csv())).columns) == ["layer", "expert", "neuron", "drop", "share"]
+
+
+def test_arrays_become_a_long_table_with_a_column_for_each_axis():
+    grown = np.arange(6.0).reshape(2, 3)
+    result = Arrays(entropy=grown, rate=grown / 10, per_layer=np.ones(2), layers=(3, 5), uniform=4.0)
+    rows = result.rows()
+    assert len(rows) == 6
+    assert rows[0] == {"layer": 3, "head": 0, "entropy": 0.0, "rate": 0.0}
+    assert rows[5] == {"layer": 5, "head": 2, "entropy": 5.0, "rate": 0.5}
+    assert list(result.to_frame().columns) == ["layer", "head", "entropy", "rate"]
+    again = Result.from_dict(result.to_dict())
+    assert isinstance(again, Arrays) and again.rows() == rows
+
+
+@pytest.mark.parametrize("text", ["L3.E2.N7", "l3.e2.n7", "3.2.7", "3:2:7", " L3.E2.N7 "])
+def test_neurons_are_read_in_every_form(text):
+    assert read_neuron(text) == (3, 2, 7)
+    assert neuron_name(*read_neuron(text)) == "L3.E2.N7"
+
+
+@given(st.integers(0, 999), st.integers(0, 99_999), st.none() | st.integers(0, 255))
+def test_names_are_read_as_they_are_written(layer, number, expert):
+    site = (layer, number) if expert is None else (layer, expert, number)
+    assert read_neuron(neuron_name(layer, expert, number)) == site == read_neuron(neuron_name(*site))
+    assert read_head(head_name(layer, number)) == (layer, number) == read_head(f"{layer}:{number}")
+
+
+@pytest.mark.parametrize("text", ["", "L1", "L1.E2", "L1.H2", "1.2.3.4", "x", "L-1.N2", "1,2"])
+def test_what_is_no_neuron_is_refused(text):
+    with pytest.raises(SinkscopeError, match=r"expected a neuron such as L1\.N338"):
+        read_neuron(text)
+
+
+def test_names_are_counted_where_there_are_many():
+    assert neuron_names([(1, i) for i in range(4)], most=2) == "L1.N0, L1.N1 and 2 more"
+    assert strings([{"layer": 0, "head": 4, "x": 1}]) == {"head": ["L0.H4"], "x": ["1"]}
+
+
+def test_a_column_means_what_the_class_says_that_describes_most_of_the_table():
+    """Two classes have a column of one name; an answer lies two levels below the result."""
+    neurons = ["contribution_norm", "share", "ablation_drop", "control_drop", "causal"]
+    assert glossary(FindSinks, neurons, {})["share"].startswith("Contribution norm divided by")
+    assert (
+        glossary(Repeat, ["token", "patched", "repeats", "kept", "tokens"], {})["repeats"]
+        == "Repetitions in the prompt."
+    )
+    assert "half of the first token's" in glossary(Repeat, ["repeated", "repeats", "first_norm"], {})["repeats"]
+
+
+def test_a_terminal_shows_the_rows_that_matter_and_a_line_about_the_others():
+    cells = {"neuron": ["a", "b", "c"], "drop": ["0.0%", "99.0%", "1.0%"], "control_drop": ["0.1%", "0.2%", "0.3%"]}
+    grid = Grid(cells, note="Seen.", matters=[False, True, False], others="2 others: drop at most 1.0%")
+    brief = grid.brief()
+    assert brief.columns == {"neuron": ["b"], "drop": ["99.0%"], "control_drop": ["0.2%"]}
+    assert brief.text(80).splitlines()[-2:] == ["2 others: drop at most 1.0%", "Seen."] and brief.brief() == brief
+    assert grid.text(80).count("\n") == 5 and "others" not in grid.text(80) + grid.html()  # --explain and pages
+    assert (
+        replace(grid, matters=[False] * 3).brief().columns == cells == replace(grid, matters=[True] * 3).brief().columns
+    )
+    assert grid.heading(80) == ["               control", "neuron   drop     drop"] == grid.text(80).splitlines()[:2]
+
+
+def test_the_rows_that_are_left_out_count_with_those_that_were_never_shown():
+    assert Grid({"a": ["1", "2", "3"]}, total=9).text(None, 2).endswith("\n2 of 9 rows are shown.")
+    assert Grid({"a": ["1", "2", "3"]}).text(None, 2).endswith("\n2 of 3 rows are shown.")
+    cut = Grid({"a": ["1", "2", "3"], "control": ["0"] * 3, "follows": [""] * 3}, note="3 of 9 rows.").text(80, 2)
+    assert cut.splitlines()[-2:] == ["In every row shown: control 0, follows empty.", "2 of 3 rows are shown."]
+    assert "rows are shown" not in Grid({"a": ["1", "2", "3"]}, total=9).text()
