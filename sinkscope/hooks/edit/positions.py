@@ -151,7 +151,7 @@ class Tracker:
         if past is None and cache is not None:
             if not hasattr(cache, "get_seq_length"):
                 raise UnsupportedError(
-                    f"past_key_values is {type(cache).__name__}: expected a cache of transformers; pass "
+                    f"the cache is {type(cache).__name__}: expected a cache of transformers; pass "
                     "`DynamicCache()` or nothing",
                     page="kv-cache",
                 )

@@ -16,6 +16,7 @@ from sinkscope.models.config import first_line
 from sinkscope.models.stack import DRAFT, first_of_kinds, kind_of, stack_of
 from sinkscope.models.target import Target
 from sinkscope.opening.inference.infer import infer
+from sinkscope.opening.inference.positions import positions_problem
 from sinkscope.opening.inference.probe import probe, token_ids
 from sinkscope.opening.inference.sample import has_same_parts, is_wide, sample_of
 from sinkscope.opening.inference.sums import unproved_sites
@@ -61,6 +62,7 @@ def adapter_of(target: Target, *, proves: bool = True) -> Adapter:
         target = Target(sample, sample, "hf", DRAFT)
     with _evaluating(target.hf):
         adapter = row or inferred_adapter(target.hf)
+        _check_positions(replace(target, adapter=adapter))
         adapter = _with_sites(replace(target, adapter=adapter), first_of_kinds(replace(target, adapter=adapter)))
         _KNOWN[key] = _Known(row, adapter)
         if proves and row is None:
@@ -118,6 +120,25 @@ def inferred_adapter(hf: Any) -> Adapter:
         with suppress(Exception):
             return infer(sample_of(hf, max(_kinds_of(hf)) + 1))
         raise
+
+
+def _check_positions(target: Target) -> None:
+    """Refuse a model on which hooks would count positions wrong; in place of a wide one, a narrow one is called.
+
+    Raises:
+        UnsupportedError: They would.
+    """
+    if is_wide(target.hf, list(target.layers)):
+        with suppress(Exception):  # sizes may depend on each other
+            narrow = sample_of(target.hf, 2, is_narrow=True)
+            target = replace(target, model=narrow, hf=narrow)
+    problem = positions_problem(target, token_ids(target, _LENGTH))
+    if problem is not None:
+        raise UnsupportedError(
+            f"positions cannot be counted in {target.name}: {problem}; rename that argument, or install the versions "
+            "of constraints.txt",
+            page="unsupported-model",
+        )
 
 
 def _layers_of(hf: Any) -> list[nn.Module]:
