@@ -31,6 +31,19 @@ def cache_in(given: Any) -> Any:
     return None
 
 
+def tokens_in(cache: Any) -> int:
+    """Number of tokens that a cache of transformers has read, with padding.
+
+    Where the first layer keeps a state and no keys, as in MiniMax, it says that there are none.
+    """
+    count = int(cache.get_seq_length())
+    if count == 0:
+        for layer in getattr(cache, "layers", None) or []:
+            if hasattr(layer, "get_seq_length"):
+                count = max(count, int(layer.get_seq_length()))
+    return count
+
+
 def cache_parameter(forward: Callable[..., Any]) -> inspect.Parameter | None:
     """The parameter for the cache; None if there is none of a known name."""
     parameters = inspect.signature(forward).parameters

@@ -32,7 +32,7 @@ class _Known:
     adapter: Adapter
 
 
-_KNOWN: dict[str, _Known] = {}  # by the configuration of the model
+_KNOWN: dict[tuple[type, str], _Known] = {}  # by the class and the configuration of the model
 
 
 def adapter_of(target: Target, *, proves: bool = True) -> Adapter:
@@ -123,22 +123,31 @@ def inferred_adapter(hf: Any) -> Adapter:
 
 
 def _check_positions(target: Target) -> None:
-    """Refuse a model on which hooks would count positions wrong; in place of a wide one, a narrow one is called.
+    """Refuse a model on which hooks would count positions wrong; a narrow one of its class is called where it can be.
 
     Raises:
         UnsupportedError: They would.
     """
-    if is_wide(target.hf, list(target.layers)):
-        with suppress(Exception):  # sizes may depend on each other
-            narrow = sample_of(target.hf, 2, is_narrow=True)
-            target = replace(target, model=narrow, hf=narrow)
-    problem = positions_problem(target, token_ids(target, _LENGTH))
-    if problem is not None:
-        raise UnsupportedError(
-            f"positions cannot be counted in {target.name}: {problem}; rename that argument, or install the versions "
-            "of constraints.txt",
-            page="unsupported-model",
-        )
+    models = [target.hf]
+    with suppress(Exception):  # sizes may depend on each other
+        narrow = sample_of(target.hf, max(_kinds_of(target.hf)) + 1, is_narrow=True)
+        if type(narrow) is type(target.hf):
+            models.insert(0, narrow)
+    for model in models:
+        called = replace(target, model=model, hf=model)
+        try:
+            problem = positions_problem(called, token_ids(called, _LENGTH))
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception:  # it does not generate
+            continue
+        if problem is not None:
+            raise UnsupportedError(
+                f"positions cannot be counted in {target.name}: {problem}; rename that argument, or install the "
+                "versions in constraints.txt",
+                page="unsupported-model",
+            )
+        return
 
 
 def _layers_of(hf: Any) -> list[nn.Module]:
@@ -181,9 +190,9 @@ def prove(target: Target, *, every_layer: bool = True) -> None:
     )
 
 
-def _key(hf: Any) -> str:
+def _key(hf: Any) -> tuple[type, str]:
     """What models of one class and configuration have in common."""
     config = hf.config.to_dict()
     for name in ("_name_or_path", "transformers_version", "dtype", "architectures"):
         config.pop(name, None)
-    return f"{type(hf).__name__} {sorted(config.items(), key=str)}"
+    return type(hf), str(sorted(config.items(), key=str))

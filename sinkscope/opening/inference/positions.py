@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from sinkscope.models.call_cache import CACHE_NAMES, by_name, cache_in, cache_parameter
+from sinkscope.models.call_cache import CACHE_NAMES, by_name, cache_in, cache_parameter, tokens_in
 from sinkscope.models.hooks import Args, Kwargs
 from sinkscope.models.quiet import quiet
 from sinkscope.models.target import Target
@@ -18,10 +16,7 @@ _NEW = 3  # tokens: the first follows the prompt, and each other one a step on t
 
 @torch.no_grad()
 def positions_problem(target: Target, prompt: Int[Tensor, "1 pos"]) -> str | None:
-    """What is wrong with the positions that hooks count while the model generates; None if nothing is.
-
-    A model that cannot generate has no positions to go on from, and nothing is wrong with it.
-    """
+    """What is wrong with the positions that hooks count while the model generates; None if nothing is."""
     length = prompt.shape[1]
     expected, counted = list(range(length - 1, length - 1 + _NEW)), list[int]()
 
@@ -32,17 +27,11 @@ def positions_problem(target: Target, prompt: Int[Tensor, "1 pos"]) -> str | Non
             tokens = given["inputs_embeds"]
         counted.append(tokens.shape[1] - 1)
         if cache is not None:
-            counted[-1] += int(cache.get_seq_length())
+            counted[-1] += tokens_in(cache)
 
-    model: Any = target.hf
     settings = {"do_sample": False, "num_beams": 1, "eos_token_id": None, "pad_token_id": 0, "use_cache": True}
-    try:
-        with quiet(), target.hooks((target.base, "pre", count)):
-            model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=_NEW, **settings)
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception:
-        return None
+    with quiet(), target.hooks((target.base, "pre", count)):
+        target.hf.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=_NEW, **settings)
     if counted == expected:
         return None
     reason = "the cache does not hold what earlier calls have read"
