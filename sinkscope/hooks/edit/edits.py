@@ -115,8 +115,8 @@ class NeuronEdit(Intervention):
         numbers = [one for one in neurons if isinstance(one, int)]
         if (layer is None) != (not numbers):
             raise SinkscopeError(
-                f"layer={layer!r} with neurons={[*neurons]!r}: give both, as in layer=1, neurons=[7890], or names, as in "
-                'neurons="L1.N338"',
+                f"layer={layer!r} with neurons={[*neurons]!r}: give both, as in layer=1, neurons=[7890], or names, as "
+                'in neurons="L1.N338"',
                 page=PAGE,
             )
         sites = self.sites
