@@ -82,13 +82,13 @@ def generate_in_pieces(
     """
     session = None if run is None else run.session
     rewinder: Rewinder | None = None if session is None else session.rewinder
-    rewinds = session is not None and rewinder is not None and options.get("streamer") is None
-    if rewinds and cache is None:
-        cache = DynamicCache(config=model.config)
     if cache is not None:
         options.update(cache_argument(model, cache))
-    if session is None or rewinder is None or not rewinds:
+    if session is None or rewinder is None or options.get("streamer") is not None:
         return model.generate(input_ids=ids, attention_mask=attention_mask, max_new_tokens=max_new_tokens, **options)
+    if cache is None:
+        cache = DynamicCache(config=model.config)
+        options.update(cache_argument(model, cache))
     options["stopping_criteria"] = StoppingCriteriaList([*options.pop("stopping_criteria", ()), rewinder])
     least: int = options.pop("min_new_tokens", None) or 0
     width, mask = ids.shape[1], attention_mask
