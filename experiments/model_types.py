@@ -69,8 +69,8 @@ in full, {part} in part, and {refused} are refused in one line.{wrong}
 
 ## Models that are split, moved or quantised
 
-- A model that is **split over processes** (tensor parallelism, FSDP, pipeline parallelism) is refused in one line, because
-  a process would see only its part of the neurons and heads. Load the whole model in one process.
+- A model that is **split over processes** (tensor parallelism, FSDP, pipeline parallelism) is refused in one line, as a
+  process would see only its part of the neurons and heads. Load the whole model in one process.
 - In a `DistributedDataParallel` every process holds the whole model, so the wrapper can be given in place of the model.
 - Weights that accelerate keeps **on disk or on the CPU** (`device_map`, `cpu_offload`) are read where they are, and the
   results are those of the model in memory.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 
@@ -21,7 +21,7 @@ def brought(module: nn.Module) -> Iterator[None]:
         yield
 
 
-def is_plain(weight: Any) -> bool:
+def is_plain(weight: Any) -> TypeGuard[Tensor]:
     """Whether a weight is a floating-point tensor, and no subclass that only acts as one (quantised by torchao)."""
     return type(weight) in (Tensor, nn.Parameter) and weight.is_floating_point()
 

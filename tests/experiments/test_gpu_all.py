@@ -75,9 +75,7 @@ def test_what_is_done_is_not_done_again_and_what_failed_is(tmp_path):
 
 def test_a_call_that_is_cut_off_goes_on_in_the_next(tmp_path):
     """The part that was running keeps what it wrote, and those after it have not begun."""
-    writes = (
-        "import pathlib, sys, time; f = pathlib.Path(sys.argv[2]) / 'n'; had = f.exists(); f.open('a').write('1'); "
-    )
+    writes = "import pathlib, sys, time; f = pathlib.Path(sys.argv[2]) / 'n'; had = f.exists(); f.open('a').write('1');"
     parts = [part("long", writes + "time.sleep(0 if had else 60)"), part("next", WRITES)]
     assert {name: about["state"] for name, about in run(parts, tmp_path, total=0.03).items()} == {"long": "ended"}
     assert {name: about["state"] for name, about in run(parts, tmp_path).items()} == {"long": "done", "next": "done"}

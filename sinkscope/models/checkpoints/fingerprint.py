@@ -85,8 +85,9 @@ def _parameter_digest(parameter: Tensor, share: int) -> str:
     if parameter.is_meta:
         return ""
     if hasattr(parameter, "__tensor_flatten__"):  # quantised: it is made of tensors
-        names, _ = parameter.__tensor_flatten__()
-        return " ".join(_parameter_digest(getattr(parameter, name), share) for name in names)
+        quantised: Any = parameter
+        names, _ = quantised.__tensor_flatten__()
+        return " ".join(_parameter_digest(getattr(quantised, name), share) for name in names)
     part = parameter.detach()
     while part.ndim > 1 and not part.is_contiguous():  # it is not worth a copy
         part = part[len(part) // 2]
