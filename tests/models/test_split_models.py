@@ -38,8 +38,7 @@ def mesh():
 def whole():
     """The model, which has been used: its adapter is known."""
     model, tokenizer = tiny_model("llama")
-    with ss.Full().on(model):
-        model(IDS)
+    ss.trace(model, IDS, "logits")
     return model, tokenizer
 
 
