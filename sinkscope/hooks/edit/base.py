@@ -267,17 +267,29 @@ def _acts(run: Run) -> bool:
 
 @contextmanager
 def _registered(run: Run) -> Iterator[None]:
-    """Register the run with its model."""
-    model = run.target.hf
+    """Register the run with its model, which sends no trace of nnsight to a server meanwhile."""
+    model, given = run.target.hf, run.target.model
     with _ACTIVE_LOCK:
         _ACTIVE.setdefault(model, []).append(run)
+        if run.target.kind == "nnsight":
+            vars(given)["_remote_backend"] = _refuse_remote
     try:
         yield
     finally:
         with _ACTIVE_LOCK:
             _ACTIVE[model].remove(run)
+            if not any(other.target.model is given for other in _ACTIVE[model]):
+                vars(given).pop("_remote_backend", None)
             if not _ACTIVE[model]:
                 del _ACTIVE[model]
+
+
+def _refuse_remote(*_: Any) -> None:
+    """Stands in a model of nnsight where it makes what sends a trace."""
+    raise UnsupportedError(
+        "a remote trace leaves this intervention behind, because its hooks are on this machine: trace without "
+        "remote=, or write the edit with nnsight's own operations (docs/interventions.md)"
+    )
 
 
 class Intervention(ABC):
