@@ -13,7 +13,7 @@ from jaxtyping import Int
 from pydantic import Field
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import TextStreamer
+from transformers import LogitsProcessor, LogitsProcessorList, TextStreamer
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Natural, check_values, wording
@@ -25,7 +25,8 @@ from sinkscope.kv.pieces import generate_in_pieces
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.measure.edit_options import edit_from_options
 from sinkscope.models.checks import check_length, end_ids, tokenizer_of
-from sinkscope.models.config import float32_by_default
+from sinkscope.models.config import check_finite, float32_by_default
+from sinkscope.models.draws import seed_of
 from sinkscope.models.inputs import read_inputs
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
@@ -137,11 +138,12 @@ def generate(
     if temperature > 0:
         options["temperature"] = temperature
     options = decoding(target, **options)
+    options["logits_processor"] = LogitsProcessorList([_FiniteLogits(target)])
     results: list[Generated] = []
     devices = [target.device] if target.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
         for start in range(0, len(rows), batch_size):
+            torch.manual_seed(seed_of(seed, f"prompts from {start}"))
             batch = rows[start : start + batch_size]
             with nullcontext() if edit is None else edit.on(target) as run:
                 rewinds = run is not None and run.session is not None and run.session.rewinder is not None
@@ -206,6 +208,23 @@ def padded(
         pad_sequence(ids, batch_first=True, padding_value=pad, padding_side="left"),
         pad_sequence(real, batch_first=True, padding_side="left"),
     )
+
+
+class _FiniteLogits(LogitsProcessor):
+    """Ends a generation whose logits are NaN, where every token would be token 0."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+
+    def __call__(self, input_ids: Any, scores: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if scores.isnan().any():
+            check_finite(self._target.hf)  # names the tensor if the weights are the reason
+            raise SinkscopeError(
+                f"the logits of {self._target.name} are NaN after {input_ids.shape[1]} tokens: load it with "
+                "dtype=bfloat16 or dtype=float32",
+                page="nan-weights",
+            )
+        return scores
 
 
 class _Streamer(TextStreamer):
