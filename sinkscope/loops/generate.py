@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import LogitsProcessor, LogitsProcessorList, TextStreamer
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.records import Natural, check_values, wording
+from sinkscope.files.records import Natural, wording
 from sinkscope.hooks.edit.base import Event, Run
 from sinkscope.hooks.edit.decode import decoding, to_end
 from sinkscope.hooks.edit.sink_patch import SinkPatch
@@ -30,6 +30,7 @@ from sinkscope.models.draws import seed_of
 from sinkscope.models.inputs import read_inputs
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
+from sinkscope.results.options import checks_arguments
 
 COLDEST = 0.001  # temperature; scores over a smaller one leave the range of half precision
 Temperature = Annotated[
@@ -64,6 +65,7 @@ class Generated:
 
 
 @float32_by_default()
+@checks_arguments("generate")
 def generate(
     model: object,
     prompts: Any = None,
@@ -73,11 +75,11 @@ def generate(
     policy: Policy | str | None = None,
     guard: LoopGuard | bool = False,
     tokenizer: Any = None,
-    max_new_tokens: int = 100,
-    temperature: float = 0.0,
-    seed: int = 0,
+    max_new_tokens: Natural = 100,
+    temperature: Temperature = 0.0,
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0,
     bos: bool | None = None,
-    batch_size: int = 1,
+    batch_size: Natural = 1,
     on_text: Callable[[int, str], None] | None = None,
     **inputs: Any,
 ) -> list[Generated]:
@@ -114,9 +116,6 @@ def generate(
     """
     target = target_of(model, tokenizer)
     tok = tokenizer_of(target)
-    check_values(Natural, "generate", max_new_tokens=max_new_tokens, batch_size=batch_size)
-    check_values(Annotated[int, Field(ge=0, lt=1 << 63)], "generate", seed=seed)
-    check_values(Temperature, "generate", temperature=temperature)
     if on_text is not None and batch_size != 1:
         raise SinkscopeError(
             f"on_text with batch_size={batch_size}: text can be passed on while it comes only with batch_size=1",

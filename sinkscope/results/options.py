@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from functools import cache
+from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from sinkscope.files.records import between, checked_value
 
@@ -67,7 +70,7 @@ C = TypeVar("C", bound=Callable[..., Any])
 
 
 def command(*, words: str, group: str, help: str, order: int = 0) -> Callable[[C], C]:
-    """Mark a function as a command that is no measurement; the table of commands reads the mark from the source.
+    """Mark a function as a command that is no measurement; its arguments are checked as `checks_arguments` does.
 
     Args:
         words: What is typed, such as "bench table".
@@ -75,7 +78,32 @@ def command(*, words: str, group: str, help: str, order: int = 0) -> Callable[[C
         help: One line.
         order: Place in its group; 0 is the end.
     """
-    return lambda function: function
+    return checks_arguments()
+
+
+def checks_arguments(page: str | None = None) -> Callable[[C], C]:
+    """Make a function refuse arguments that its annotations exclude, before it does anything.
+
+    The error is a SinkscopeError of one line with the name and the value.
+
+    Args:
+        page: Documentation page to name in the error.
+    """
+
+    def wrap(function: C) -> C:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given: dict[str, Any] = {}
+            with suppress(TypeError):  # the call itself raises what Python says of such arguments
+                given = inspect.signature(function).bind(*args, **kwargs).arguments
+            for one in _checked_parameters(function):
+                if one.name in given:
+                    one.check(given[one.name], in_python=True, page=page)
+            return function(*args, **kwargs)
+
+        return cast(C, call)
+
+    return wrap
 
 
 _TITLE = re.compile(r"\n\n(Args|Attributes|Example|Raises|Returns):\n")
@@ -94,6 +122,7 @@ class Parameter:
         help: Its description, from the docstring.
         many: Whether it takes several values.
         limits: What its annotation says of a value beside the type, such as `pydantic.Field(ge=2)`.
+        hint: The whole annotation.
     """
 
     name: str
@@ -103,6 +132,7 @@ class Parameter:
     help: str
     many: bool
     limits: tuple[Any, ...] = ()
+    hint: Any = Any
 
     @property
     def required(self) -> bool:
@@ -129,24 +159,36 @@ class Parameter:
             shown = ", ".join(map(str, shown))
         return f"{self.help} Default: {shown}."
 
-    def check(self, value: Any) -> None:
+    def check(self, value: Any, *, in_python: bool = False, page: str | None = None) -> None:
         """Refuse a value that the annotation excludes, and a number that is too large for any work.
 
+        Nothing is converted, except a whole number to a float. None is accepted if it is the default.
+
+        Args:
+            value: The value.
+            in_python: Whether only callers from Python can have given it, whom the error does not tell an option.
+            page: Documentation page to name in the error.
+
         Raises:
-            SinkscopeError: The value is too small, too large, or not a number.
+            SinkscopeError: The value is of another type or word, too small, too large, or not a number.
         """
-        if value is None or self.type not in LARGEST:
+        if value is None and self.default is None:
             return
-        kinds: list[Any] = []
-        if self.limits:
-            kinds.append(Annotated[(self.type, *self.limits)])
-        if not any(map(_has_largest, self.limits)):
-            kinds.append(between(self.type if self.limits else float, None, LARGEST[self.type]))
-        in_python = f" ({self.name}=... in Python)"
-        for number in value if self.many and isinstance(value, Sequence) else [value]:
-            if self.limits or isinstance(number, int | float):  # an annotation may be one of several types
-                for kind in kinds:
-                    checked_value(kind, number, f"{self.flag} ", strict=bool(self.limits), then=in_python)
+        name, then = f"{self.flag} ", f" ({self.name}=... in Python)"
+        if in_python or self.option.hidden:
+            name, then = f"{self.name}=", ""
+        checked_value(self.hint, value, name, page=page, strict=True, then=then)
+        if any(map(_has_largest, self.limits)):
+            return
+        for number in value if self.many and isinstance(value, list | tuple) else [value]:
+            if type(number) in LARGEST:
+                checked_value(between(type(number), None, LARGEST[type(number)]), number, name, page=page, then=then)
+
+
+@cache
+def _checked_parameters(function: Callable[..., Any]) -> tuple[Parameter, ...]:
+    """The parameters of a function, which are read when it is first called."""
+    return parameters_of(function)
 
 
 def _has_largest(limit: Any) -> bool:
@@ -179,7 +221,7 @@ def parameter(name: str, hint: Any, default: Any, *, help: str = "") -> Paramete
         default: Its default; `inspect.Parameter.empty` if it has none.
         help: Its description.
     """
-    option = Option()
+    option, whole = Option(), hint
     limits: list[Any] = []
     many = False
     while True:
@@ -200,7 +242,7 @@ def parameter(name: str, hint: Any, default: Any, *, help: str = "") -> Paramete
         elif len(parts) == 2 and parts[1] == Sequence[parts[0]]:  # one value, or several
             hint = parts[1]
         else:
-            return Parameter(name, hint, option, default, help, many, tuple(limits))
+            return Parameter(name, hint, option, default, help, many, tuple(limits), whole)
 
 
 def _section(doc: str, title: str) -> str:
