@@ -24,8 +24,6 @@ MARKS = (  # what the files of sinkscope say about their kind: JSON, HTML, PNG, 
     re.compile(rb'.{8}\{"__metadata__":\{"sinkscope ([\w-]{1,80})":', re.DOTALL),
 )
 
-FORMER_KINDS = {"line-weights": "lines"}
-"""Kinds under which earlier versions wrote results, with their names now."""
 OF_THE_SHELL = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
 """Pipes that a shell makes, as in `<(command)`; nobody may ever read or write any other."""
 
@@ -80,8 +78,7 @@ def kind_of(content: bytes) -> str | None:
     for mark in MARKS:
         match = mark.match(content)
         if match is not None:
-            kind = match[1].decode(errors="replace")
-            return FORMER_KINDS.get(kind, kind)
+            return match[1].decode(errors="replace")
     return None
 
 

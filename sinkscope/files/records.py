@@ -10,12 +10,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache, partial, wraps
 from math import nan
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    Union,
+    dataclass_transform,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from pydantic import (
     ConfigDict,
     Field,
-    GetPydanticSchema,
     PydanticSchemaGenerationError,
     Strict,
     TypeAdapter,
@@ -29,23 +39,26 @@ from sinkscope.files.output import read_text
 from sinkscope.files.plain import parse_json
 
 
-def wording(words: str, page: str | None = None) -> GetPydanticSchema:
+class Wording(NamedTuple):
     """What an error says that a type expects, and the documentation page that it names; for use in `Annotated`."""
-    return GetPydanticSchema(
-        lambda kind, handler: core_schema.custom_error_schema(
-            handler(kind), "said", custom_error_message=words, custom_error_context={"page": page}
+
+    words: str
+    page: str | None = None
+
+    def __get_pydantic_core_schema__(self, kind: Any, handler: Callable[[Any], Any]) -> Any:
+        return core_schema.custom_error_schema(
+            handler(kind), "said", custom_error_message=self.words, custom_error_context={"page": self.page}
         )
-    )
 
 
-Finite = Annotated[float, Strict(), Field(allow_inf_nan=False), wording("a finite number")]
-Share = Annotated[float, Strict(), Field(ge=0, le=1), wording("a number from 0 to 1")]
-Part = Annotated[float, Strict(), Field(gt=0, le=1), wording("a share above 0 and up to 1")]
-Whole = Annotated[int, Strict(), Field(ge=0), wording("a whole number from 0")]
-Natural = Annotated[int, Strict(), Field(ge=1), wording("a whole number from 1")]
+Finite = Annotated[float, Strict(), Field(allow_inf_nan=False), Wording("a finite number")]
+Share = Annotated[float, Strict(), Field(ge=0, le=1), Wording("a number from 0 to 1")]
+Part = Annotated[float, Strict(), Field(gt=0, le=1), Wording("a share above 0 and up to 1")]
+Whole = Annotated[int, Strict(), Field(ge=0), Wording("a whole number from 0")]
+Natural = Annotated[int, Strict(), Field(ge=1), Wording("a whole number from 1")]
 Budget = Annotated[
     Natural | Part,
-    wording("a number of tokens from 1, or a fraction of the prompt above 0.0 and up to 1.0", page="kv-budget"),
+    Wording("a number of tokens from 1, or a fraction of the prompt above 0.0 and up to 1.0", page="kv-budget"),
 ]
 T = TypeVar("T")
 _HALF = re.compile("[\ud800-\udfff]")

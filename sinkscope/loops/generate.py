@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import LogitsProcessor, LogitsProcessorList, TextStreamer
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.records import Natural, wording
+from sinkscope.files.records import Natural, Wording
 from sinkscope.hooks.edit.base import Event, Run
 from sinkscope.hooks.edit.decode import decoding, to_end
 from sinkscope.hooks.edit.sink_patch import SinkPatch
@@ -35,7 +35,7 @@ from sinkscope.results.options import checks_arguments
 COLDEST = 0.001  # temperature; scores over a smaller one leave the range of half precision
 Temperature = Annotated[
     Annotated[float, Field(ge=0, le=0)] | Annotated[float, Field(ge=COLDEST, allow_inf_nan=False)],
-    wording(f"0, which is greedy, or a number from {COLDEST}"),
+    Wording(f"0, which is greedy, or a number from {COLDEST}"),
 ]
 
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from sinkscope.files.records import between, checked_value
+from pydantic import Field
+
+from sinkscope.files.plain import plain
+from sinkscope.files.records import Wording, between, checked_value
 
 
 @dataclass(frozen=True)
@@ -69,16 +73,35 @@ class Output:
 C = TypeVar("C", bound=Callable[..., Any])
 
 
-def command(*, words: str, group: str, help: str, order: int = 0) -> Callable[[C], C]:
-    """Mark a function as a command that is no measurement; its arguments are checked as `checks_arguments` does.
+@dataclass(frozen=True)
+class Mark:
+    """How the help lists a command.
 
-    Args:
+    Attributes:
         words: What is typed, such as "bench table".
         group: Heading under which the help lists it.
         help: One line.
         order: Place in its group; 0 is the end.
     """
-    return checks_arguments()
+
+    words: str
+    group: str
+    help: str
+    order: int = 0
+
+
+def command(*, words: str, group: str, help: str, order: int = 0) -> Callable[[C], C]:
+    """Make a function a command that is no measurement; its arguments are checked as `checks_arguments` does.
+
+    The arguments are those of `Mark`. `python -m tools.commands` writes it into the table of commands.
+    """
+
+    def wrap(function: C) -> C:
+        made = checks_arguments()(function)
+        vars(made)["mark"] = Mark(words, group, help, order)
+        return made
+
+    return wrap
 
 
 def checks_arguments(page: str | None = None) -> Callable[[C], C]:
@@ -108,6 +131,8 @@ def checks_arguments(page: str | None = None) -> Callable[[C], C]:
 
 _TITLE = re.compile(r"\n\n(Args|Attributes|Example|Raises|Returns):\n")
 LARGEST = {float: 1e300, int: (1 << 31) - 1}
+TYPES = {"bool": bool, "int": int, "float": float, "path": Path}
+"""Types that the command line knows by name; anything else is text to it."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +184,48 @@ class Parameter:
             shown = ", ".join(map(str, shown))
         return f"{self.help} Default: {shown}."
 
+    def to_data(self) -> dict[str, Any]:
+        """What the command line needs to know of it, as JSON."""
+        kind = next((name for name, known in TYPES.items() if known is self.type), "text")
+        data: dict[str, Any] = {"name": self.name, "help": self.help, "type": kind}
+        if get_origin(self.type) is Literal:
+            data["type"] = list(get_args(self.type))
+        if self.default is not inspect.Parameter.empty:
+            data["default"] = plain(self.default)
+        option = {one.name: getattr(self.option, one.name) for one in fields(Option)}
+        data["option"] = {name: value for name, value in option.items() if value != getattr(Option(), name)}
+        data["limits"] = _limits_as_data(self.limits)
+        data["many"] = self.many
+        return {name: value for name, value in data.items() if value not in ({}, False) or name == "default"}
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Parameter:
+        """The parameter of which `to_data` gave this."""
+        kind: Any = Any
+        if isinstance(data["type"], list):
+            kind = Literal[tuple(data["type"])]
+        elif data["type"] in TYPES:
+            kind = TYPES[data["type"]]
+        default = data.get("default", inspect.Parameter.empty)
+        if isinstance(default, list):
+            default = tuple(default)
+        elif kind is Path and isinstance(default, str):
+            default = Path(default)
+        said = dict(data.get("limits", {}))
+        limits: list[Any] = []
+        if "words" in said:
+            limits.append(Wording(said.pop("words"), said.pop("page", None)))
+        if said:
+            limits.insert(0, Field(**said))
+        hint = kind
+        if limits:
+            hint = Annotated[(kind, *limits)]
+        many = data.get("many", False)
+        if many:
+            hint = Sequence[hint]
+        option = Option(**data.get("option", {}))
+        return cls(data["name"], kind, option, default, data["help"], many, tuple(limits), hint)
+
     def check(self, value: Any, *, in_python: bool = False, page: str | None = None) -> None:
         """Refuse a value that the annotation excludes, and a number that is too large for any work.
 
@@ -183,6 +250,18 @@ class Parameter:
         for number in value if self.many and isinstance(value, list | tuple) else [value]:
             if type(number) in LARGEST:
                 checked_value(between(type(number), None, LARGEST[type(number)]), number, name, page=page, then=then)
+
+
+def _limits_as_data(limits: Sequence[Any]) -> dict[str, Any]:
+    """The range of a number in an annotation, and the words for it."""
+    data: dict[str, Any] = {}
+    for limit in limits:
+        if isinstance(limit, Wording):
+            data |= limit._asdict()
+        for part in getattr(limit, "metadata", ()):
+            if type(part).__name__ in ("Ge", "Gt", "Le", "Lt"):
+                data |= asdict(part)
+    return data
 
 
 @cache
@@ -243,6 +322,51 @@ def parameter(name: str, hint: Any, default: Any, *, help: str = "") -> Paramete
             hint = parts[1]
         else:
             return Parameter(name, hint, option, default, help, many, tuple(limits), whole)
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What the command line knows of a function before it runs.
+
+    Attributes:
+        text: Its docstring without sections.
+        examples: Commands to type.
+        parameters: What it takes.
+        outputs: Additional files that it writes; read from data, without the functions that write.
+        returns_result: Whether it returns a result, rather than printing what it finds.
+    """
+
+    text: str
+    examples: tuple[str, ...]
+    parameters: tuple[Parameter, ...]
+    outputs: tuple[Output, ...] = ()
+    returns_result: bool = True
+
+    @classmethod
+    def of(cls, function: Any) -> Outline:
+        """The outline of a function that is imported."""
+        doc = inspect.getdoc(function) or ""
+        said = introduction(doc), tuple(example_lines(doc))
+        parameters = getattr(function, "all_parameters", None)
+        if parameters is not None:
+            return cls(*said, parameters, tuple(function.outputs))
+        returns = get_type_hints(function).get("return")
+        return cls(*said, parameters_of(function), returns_result=returns is not type(None))
+
+    def to_data(self) -> dict[str, Any]:
+        """The outline as JSON."""
+        outputs: list[dict[str, Any]] = []
+        for one in self.outputs:
+            outputs.append({field.name: getattr(one, field.name) for field in fields(one) if field.name != "save"})
+        parameters = [one.to_data() for one in self.parameters]
+        return {**vars(self), "parameters": parameters, "outputs": outputs, "examples": list(self.examples)}
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Outline:
+        """The outline of which `to_data` gave this."""
+        parameters = tuple(map(Parameter.from_data, data["parameters"]))
+        outputs = tuple(Output(**one, save=lambda *_: None) for one in data["outputs"])
+        return cls(data["text"], tuple(data["examples"]), parameters, outputs, data["returns_result"])
 
 
 def _section(doc: str, title: str) -> str:
