@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import random
+
 import torch
 from jaxtyping import Int
 from torch import Tensor
-
-from sinkscope.models.draws import draws, seed_of
 
 _SEARCH = 4.0  # rows of dense attention that take as long as the choice does for each sampled or checked query
 
 
 def sample_queries(queries: int, sample: int, seed: int = 0) -> Int[Tensor, " row"]:
     """Indices of the sampled queries, ascending."""
-    return torch.randperm(queries, generator=draws(seed, f"sample of {queries} queries"))[:sample].sort().values
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randperm(queries, generator=generator)[:sample].sort().values
 
 
 def choice_cost(queries: int, keys: int, sample: int, checked: int = 0) -> float:
@@ -30,7 +31,7 @@ def choice_cost(queries: int, keys: int, sample: int, checked: int = 0) -> float
 
 def draw_of(seed: int, layer: int, queries: int, keys: int) -> int:
     """Seed of the sample of one prompt in one layer: draws differ by seed, by layer, and by turn of a conversation."""
-    return seed_of(seed, f"layer {layer}, {queries} queries, {keys} keys")
+    return random.Random(f"{seed} {layer} {queries} {keys}").getrandbits(62)
 
 
 def held_out(queries: int, sample: int, seed: int = 0, count: int = 16) -> Int[Tensor, " row"]:

@@ -130,7 +130,7 @@ def checks_arguments(page: str | None = None) -> Callable[[C], C]:
 
 
 _TITLE = re.compile(r"\n\n(Args|Attributes|Example|Raises|Returns):\n")
-LARGEST = {float: 1e300, int: (1 << 31) - 1}
+LARGEST: dict[Any, float] = {float: 1e300, int: (1 << 31) - 1}
 TYPES = {"bool": bool, "int": int, "float": float, "path": Path}
 """Types that the command line knows by name; anything else is text to it."""
 

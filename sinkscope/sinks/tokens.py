@@ -13,7 +13,6 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import check_encodable
 from sinkscope.measure import Setup
 from sinkscope.models.checks import check_length
-from sinkscope.models.draws import draws
 from sinkscope.models.target import Target
 from sinkscope.results.notation import word_form, word_list
 
@@ -78,8 +77,8 @@ def pick_tokens(tokenizer: Any, ids: Tensor, strings: Sequence[str] | None, seed
 
 
 def sample_tokens(ids: list[int], count: int, seed: int) -> list[int]:
-    """Some of `ids`, in random order."""
-    order = torch.randperm(len(ids), generator=draws(seed, "order of tokens")).tolist()
+    """Some of `ids`, in random order, which the seed alone decides: all measurements name the same words."""
+    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed)).tolist()
     return [ids[i] for i in order[:count]]
 
 

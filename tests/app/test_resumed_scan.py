@@ -69,9 +69,9 @@ def test_only_one_place_makes_random_numbers_of_a_seed():
     for file in sorted(Path(scanning.__file__).parents[1].rglob("*.py")):
         if re.search(r"manual_seed|torch\.Generator\b(?! =)", file.read_text()):
             made.append(file.name)
-    # A sampler of transformers and a new model take the random state of torch; the sums of a layer have a
-    # generator of their own.
-    assert made == ["models.py", "generate.py", "draws.py", "sums.py"]
+    # A sampler of transformers and a new model take the random state of torch. The others have a generator for each
+    # layer, length or prompt, whose seed says so.
+    assert made == ["models.py", "sample.py", "generate.py", "draws.py", "sums.py", "sequences.py", "tokens.py"]
 
 
 def test_the_seed_of_a_draw_is_the_same_in_every_process_and_differs_by_purpose():

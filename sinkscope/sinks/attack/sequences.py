@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from operator import eq
 from typing import Any
@@ -13,7 +14,6 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Setup
-from sinkscope.models.draws import draws
 from sinkscope.models.text.chat import chat_text
 from sinkscope.sinks.tokens import TokenRows
 
@@ -72,7 +72,7 @@ def drawn_sequences(pools: Pools, length: int, count: int, seed: int) -> TokenRo
 
     No rows if no cluster has `length` tokens.
     """
-    generator = draws(seed, f"sequences of {length}")
+    generator = torch.Generator().manual_seed(zlib.crc32(f"draw {seed} {length}".encode()))
     large = [pool for pool in pools.values() if len(pool) >= length]
     if not large:
         return torch.zeros(0, length, dtype=torch.long)
