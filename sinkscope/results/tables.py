@@ -84,11 +84,7 @@ class Grid:
             else:
                 sizes[name] = _width(name, cells) + len(BETWEEN)
         room = width + len(BETWEEN)
-        columns = dict(self.columns)
-        while sum(sizes[name] for name in self.kept) > room:
-            sizes[max(self.kept, key=sizes.__getitem__)] -= 1
-        for name in self.kept:
-            columns[name] = ["\n".join(wrap(text, sizes[name] - len(BETWEEN))) for text in columns[name]]
+        columns = {**self.columns, **self._folded(sizes, room)}
         important = [name for name in (*self.kept, *self.important) if name in sizes]
         names = list(dict.fromkeys([*important, *sizes])) or list(columns)[:1]
         if sum(sizes.values()) > room:
@@ -105,6 +101,15 @@ class Grid:
         if left_out:
             note += f"\nNot shown: {', '.join(left_out)} (--csv FILE writes all columns)."
         return replace(self, columns={name: columns[name] for name in shown}, note=note.strip())
+
+    def _folded(self, sizes: dict[str, int], room: int) -> dict[str, list[str]]:
+        """The columns that are kept, folded so that all fit; the widest becomes narrower, in `sizes` too."""
+        while sum(sizes[name] for name in self.kept) > room:
+            sizes[max(self.kept, key=sizes.__getitem__)] -= 1
+        columns: dict[str, list[str]] = {}
+        for name in self.kept:
+            columns[name] = ["\n".join(wrap(text, sizes[name] - len(BETWEEN))) for text in self.columns[name]]
+        return columns
 
     def text(self, width: int | None = None, rows: int | None = None) -> str:
         """Title, the columns that fit, aligned, and note. Heads may take several lines; numbers are right-aligned.
