@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sinkscope.models.draws import draws
 from sinkscope.models.hooks import on_input
 from sinkscope.opening.inference.mlp import Write
 from sinkscope.opening.inference.stage import Fields, Run, Stage, contains, is_equal, largest, multiple, rounded
@@ -25,7 +24,7 @@ def attention_write(stage: Stage, write: Write | None) -> Fields:
         By the adapter's fields: "attn", the module whose output is added, "attn_factor", and "mid", the module that
         reads the sum, None if no module does before the layer gives it. Empty: nothing is added.
     """
-    generator = draws(0, "residual streams")
+    generator = torch.Generator().manual_seed(0)
     noise = torch.randn(stage.hidden.shape, generator=generator).to(stage.hidden) * stage.hidden.std()
     start = noise * torch.linspace(0.5, 2, len(noise), device=noise.device)[:, None]
     run = stage.run((stage.layer, "pre", on_input(lambda hidden: start.view_as(hidden))))

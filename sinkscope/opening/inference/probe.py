@@ -22,7 +22,6 @@ from sinkscope.errors import UnsupportedError
 from sinkscope.models.adapters import PATHS
 from sinkscope.models.config import first_line
 from sinkscope.models.down_projections import column_factor, w_out
-from sinkscope.models.draws import draws
 from sinkscope.models.experts import experts_of
 from sinkscope.models.grouped_heads import per_query_head
 from sinkscope.models.hooks import Args, Hook, Kwargs, first_tensor, on_hidden, on_input, on_output
@@ -126,7 +125,7 @@ def probe(target: Target, *, every_layer: bool = True) -> ProbeReport:
 def token_ids(target: Target, length: int) -> Int[Tensor, "1 pos"]:
     """Some tokens, always the same ones."""
     vocabulary = int(next(target.embedding.parameters()).shape[0])
-    generator = draws(0, "tokens of the probe")
+    generator = torch.Generator().manual_seed(0)
     return torch.randint(min(16, vocabulary // 2), vocabulary, (1, length), generator=generator).to(target.device)
 
 
