@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.models.call_cache import bridge_hooks
 from sinkscope.models.config import first_line
 from sinkscope.models.parts import Kind
 from sinkscope.models.target import Target
@@ -119,4 +120,7 @@ def _bridge(cls: Any, hf: Any, tokenizer: Any) -> Any:
     name = getattr(config, "_name_or_path", "")
     if "/" not in name:  # it may be an alias of TransformerLens, which warns of those
         name = type(hf).__name__
-    return cls.boot_transformers(name, hf_model=hf, tokenizer=tokenizer, dtype=hf.dtype)
+    bridge = cls.boot_transformers(name, hf_model=hf, tokenizer=tokenizer, dtype=hf.dtype)
+    for module, _, fn in bridge_hooks(bridge):
+        module.register_forward_pre_hook(fn, with_kwargs=True)
+    return bridge

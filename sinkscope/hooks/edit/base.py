@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.hooks.edit.edited_modules import EditedModules
 from sinkscope.hooks.edit.positions import Call, Tracker
+from sinkscope.models.call_cache import bridge_hooks, by_name, cache_in
 from sinkscope.models.compiler_stance import without_compiler
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
@@ -185,10 +186,13 @@ class Run:
 
     def watch(self) -> None:
         """Follow the forward calls of the model: `call` is set while one runs."""
+        if self.target.kind == "bridge":
+            for module, when, fn in bridge_hooks(self.target.hf):
+                self.hook(module, when, fn)
         self.hook(self.target.base, "pre", self._begin)
         self.hook(self.target.base, "post", self._end, always=True)
 
-    def _begin(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.call = None
         if not _acts(self):
             return
@@ -198,18 +202,19 @@ class Run:
                 "again without the edits: call model.eval() or model.gradient_checkpointing_disable()",
                 page="gradient-checkpointing",
             )
-        cache = kwargs.get("past_key_values")
-        ids = kwargs.get("input_ids", args[0] if args else None)
         self._unrepeated += _repetitions()
         self.edited.check_places()
-        self.call = self.tracker.begin(ids, kwargs.get("inputs_embeds"), kwargs.get("attention_mask"), cache)
+        given = by_name(module, args, kwargs)
+        self.call = self.tracker.begin(
+            given.get("input_ids"), given.get("inputs_embeds"), given.get("attention_mask"), cache_in(given)
+        )
 
     def _end(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
         call = self.call
         vars(self._local).clear()
         if call is not None and output is not None:
             self._passes += 1
-            self.tracker.bind(call.sequence, getattr(output, "past_key_values", None))
+            self.tracker.bind(call.sequence, cache_in(output))
 
     def check_edits(self) -> None:
         """Refuse to end as if edits had acted that did not.
