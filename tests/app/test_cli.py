@@ -25,8 +25,8 @@ import sinkscope.app.generate
 import sinkscope.opening.load
 from sinkscope.app.cli import main
 from sinkscope.app.command_run import click_command
-from sinkscope.app.commands import commands
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.catalog import commands
 from sinkscope.files.output import read_text
 from sinkscope.files.provenance import documentation_address
 from sinkscope.hooks.edit import SinkPatch
