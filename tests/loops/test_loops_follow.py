@@ -69,11 +69,9 @@ def test_a_loop_that_goes_on_is_told_once_and_a_new_one_again():
 
 
 def _chat(tokens: list[str], index: int = 0) -> list[dict[str, Any]]:
-    """Chunks as a server streams them: each token with the log probabilities of the distribution it came from."""
-    choices = [{"index": index, "delta": {"role": "assistant"}}]
-    for token in tokens:
-        own = {"token": token, "logprob": -0.5, "bytes": list(token.encode()), "top_logprobs": []}
-        choices.append({"index": index, "delta": {"content": token}, "logprobs": {"content": [own]}})
+    """Chunks as a server streams them."""
+    choices: list[dict[str, Any]] = [{"index": index, "delta": {"role": "assistant"}}]
+    choices += [{"index": index, "delta": {"content": f"{token} "}} for token in tokens]
     choices.append({"index": index, "delta": {}, "finish_reason": "length"})
     return [{"id": "chatcmpl-1", "choices": [choice]} for choice in choices]
 
@@ -119,7 +117,6 @@ def test_what_a_server_sends_raises_one_alarm_for_one_loop(server):
     "bad",
     [
         '{"choices": null}',
-        '{"choices": [{"index": 0, "delta": {"content": "x"}, "logprobs": {"tokens": null}}]}',
         '{"choices": [{"index": 0, "delta": {"tool_calls": [{"index": 0}]}}]}',
         '{"choices": [{"index": 0, "delta": 5}]}',
         '{"choices": [',
@@ -157,6 +154,26 @@ def test_a_loop_in_reasoning_and_in_calls_of_tools_is_seen():
     calls = [{"tool_calls": [{"index": 0, "function": {"arguments": p}}]} for p in TEXT.split(",")]
     for deltas in (parts, calls):
         assert len(_follow(events([{"choices": [{"index": 0, "delta": delta}]} for delta in deltas]))) == 1
+
+
+@pytest.mark.parametrize("between", ["", "\n"])
+def test_the_data_lines_of_an_event_are_joined(between):
+    """An event whose JSON stands on several lines, with empty lines between events or without."""
+    raw = "".join(
+        "".join(f"data: {line}\n" for line in json.dumps(one, indent=1).split("\n")) + between
+        for one in _chat(TEXT.split())
+    )
+    (alarm,) = _follow(raw, form="sse")
+    assert split(alarm.text) == split(LOOP)
+
+
+def test_equal_calls_of_tools_in_a_stream_of_ollama_are_a_loop():
+    def sent(calls: int) -> str:
+        call = {"function": {"name": "look", "arguments": {"at": "the lamp", "again": True}}}
+        chunk = {"message": {"role": "assistant", "content": "", "tool_calls": [call]}, "done": False}
+        return "".join(json.dumps(chunk) + "\n" for _ in range(calls))
+
+    assert len(_follow(sent(40))) == 1 and _follow(sent(2)) == []
 
 
 def test_control_characters_do_not_reach_the_terminal():
