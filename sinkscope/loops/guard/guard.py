@@ -100,7 +100,9 @@ class LoopGuard(Intervention):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        checked_value(Mapping[str, Any], self.monitor, "LoopGuard: monitor=", then=' of settings, as {"warmup": 128}')
+        checked_value(
+            Mapping[str, Any], self.monitor, "LoopGuard: monitor=", then='; give settings by name, as {"warmup": 128}'
+        )
         if "window" in self.monitor:
             raise SinkscopeError("monitor has 'window': give it as window=..., the recent window follows it")
         _ = self.settings
