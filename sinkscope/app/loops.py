@@ -19,7 +19,7 @@ from sinkscope.loops import Alarm, LoopCheck, Monitor, MonitorSettings, Watch, c
 from sinkscope.loops.servers.proxy import LOOPBACK, ProxySettings, check_proxy, serve
 from sinkscope.loops.text.forms import StreamForm
 from sinkscope.results.console import note
-from sinkscope.results.options import Hidden, Option, command
+from sinkscope.results.options import Option, command
 
 PROXY_HOST, PROXY_PORT = "127.0.0.1", 8790
 LOOP_IN_STREAM = 3  # exit status of --follow if there was a loop
@@ -45,7 +45,6 @@ def check_loops(
     port: Annotated[int | None, Field(ge=0, le=65535)] = None,
     host: Annotated[str | None, Option(metavar="ADDRESS")] = None,
     retry: bool = False,
-    progress: Hidden = None,
 ) -> LoopCheck | None:
     """Check whether texts or a stream repeat themselves, and since when. Loads no model.
 
@@ -66,7 +65,6 @@ def check_loops(
         host: With --proxy: address to listen at. By default 127.0.0.1, which other machines cannot reach.
         retry: With --proxy: ask once more for an answer that loops, with the server's own penalty. Answers are then
             passed on when they are complete.
-        progress: Called as `progress(what, done, total)`.
 
     Example:
         sinkscope loops answers.jsonl --max-new 2500
@@ -86,8 +84,6 @@ def check_loops(
     _refuse({"--first": first, "--tee": tee}, "without --follow")
     if file is None:
         raise SinkscopeError("give the file to check, or - for standard input")
-    if progress is not None:
-        progress("reading", 0, 0)
     gc.enable()  # the command line turns it off while libraries are imported
     with closing(_open_bytes(file)) as source:
         return check_file(

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.progress import silent
 from sinkscope.files.provenance import ModelInfo, provenance
 from sinkscope.files.records import Natural, check_values
 from sinkscope.loops.text.forms import StreamForm, pieces_of_output, shown
@@ -245,7 +244,6 @@ def check(
     settings: MonitorSettings | None = None,
     max_new: int | None = None,
     name: str = "input",
-    progress: Callable[[str, int, int], None] | None = None,
 ) -> LoopCheck:
     """Check outputs for repetition loops; no model, no tokenizer and no torch are needed.
 
@@ -260,7 +258,6 @@ def check(
         settings: Settings of the monitor.
         max_new: Maximum number of new tokens, for the loop rule with length (LoopGuard, Eq. 7).
         name: Name of the input in the result.
-        progress: Called with a stage, the amount done and the total.
 
     Returns:
         A `LoopCheck`.
@@ -268,7 +265,6 @@ def check(
     Raises:
         SinkscopeError: The input is empty or neither text nor ids, or the settings need probabilities.
     """
-    progress = progress or silent
     checker = Checker(settings, max_new, name)
     items: Any = id_list(outputs)
     if not isinstance(items, str | list | tuple) or not items:
@@ -276,8 +272,7 @@ def check(
     named: list[tuple[str, Any]] = [("text", items)]
     if not isinstance(items, str) and not isinstance(items[0], int):
         named = [(str(place), item) for place, item in enumerate(items, 1)]
-    for place, (each, output) in enumerate(named):
-        progress("checking", place, len(named))
+    for each, output in named:
         try:
             pieces = pieces_of_output(output, each, True)
         except ValueError as error:
