@@ -50,8 +50,7 @@ class Loops(Task):
 
     Attributes:
         source: small, small-dc, small-ri, stories, organism, text, or a file of prompts.
-        count: Number of prompts of each file, from the first one on, or of openings of text. None: all, and 16
-            openings.
+        count: Number of prompts of each file, from the first one on, or of openings of text. None: all, or 16 openings.
         opening: Tokens of each opening.
         given: Prompts to use instead.
     """
