@@ -9,8 +9,7 @@ _CJK = r"\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"  # w
 _WORDS = re.compile(
     rf"[{_CJK}]"  # a character each
     rf"|(?:(?![{_CJK}])\w){{1,12}}"
-    r"|([!-/:-@\[-`{-~])\1{0,11}"
-    r"|[^\w\s]"
+    r"|([^\w\s])\1{0,11}"
     r"|\s{16,}"
     r"|[^\S\n]*\n\s*"
 )
@@ -47,8 +46,8 @@ class Splitter:
 def split(text: str) -> list[str]:
     r"""Split into words of up to 12 letters or digits (longer ones in pieces), other characters, line breaks and gaps.
 
-    No tokenizer is needed, and the tokens are about as long as those of a large vocabulary. Up to 12 equal signs of
-    ASCII in a row form one token, so a ruler is only a few tokens. Chinese, Japanese and Korean characters stand alone.
+    No tokenizer is needed, and the tokens are about as long as those of a large vocabulary. Up to 12 equal signs
+    in a row form one token, so a ruler is only a few tokens. Chinese, Japanese and Korean characters stand alone.
     White space that has a line break is a token "\n". From 16 characters in a row on, it is a token " ", and each
     further 4 characters are another one. Other white space is no token.
     """
