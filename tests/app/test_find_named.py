@@ -66,7 +66,6 @@ def test_a_gguf_file_is_read_whole(deep, tmp_path):
         (organism, "gemma2", "two_stage", 1),
         (organism, "mixtral", "two_stage", 12),
         (organism, "gpt2", "two_stage", 9),
-        (hard, "qwen2_moe", "moe_shared", 1),
         (hard, "qwen2_moe", "moe_both", 1),
     ],
 )

@@ -44,18 +44,6 @@ def _two_sinks(b: Build) -> HardTruth:
     )
 
 
-@_kind("gpt_oss", count=1)
-def _logits_beside_a_neuron(b: Build) -> HardTruth:
-    """Half of the later heads read the spike, the others give their attention to a learned logit."""
-    marking = b.mark()
-    b.fire(b.space.mark, b.way)
-    truth = sink(b, b.way, marking)
-    for index in b.behind:
-        sinks = b.views.layers[index].attn_sinks
-        sinks[[head for head in range(b.plan.n_heads) if (index, head) not in truth.reading]] = 8.0
-    return placed(truth, marks={FIRST: b.markers()})
-
-
 @_kind("gpt2")
 def _idle_key_bias(b: Build) -> HardTruth:
     """Large biases of keys in a fused projection; without rotary they shift all scores alike and carry nothing."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .hard import Build, HardTruth, Head, Site, calm, sink
+from .hard import Build, HardTruth, Head, Site
 from .places import Group, Places
 from .plant import MARK
 from .tokens import BOS
@@ -63,32 +63,9 @@ def sharpen(b: Build, heads: tuple[Head, ...], times: float = 6.0):
         b.views.layers[layer].q[head] *= times
 
 
-def convolve(b: Build, rows: tuple[Tensor, Tensor, Tensor], weights: tuple[float, ...], way: Tensor):
-    """A channel of the convolution of layer 1 reads three rows, weighs three positions and writes a mark."""
-    conv = b.views.layers[1].block.conv
-    for part, row in zip(conv.in_proj.weight.chunk(3), rows, strict=True):
-        part[3] = row
-    conv.conv.weight[3] = torch.tensor([weights])
-    conv.out_proj.weight[:, 3] = MARK * way
-
-
 def tripped(b: Build, where: Tensor, at: tuple, times: float = 1.0, **more) -> HardTruth:
     """The flag trips the neuron of the sink layer; heads read the spike, with scores as many times as strong."""
     site = b.fire(b.flag, b.side, where=where)
     reading = b.read(b.behind, b.side, where=where)
     sharpen(b, reading, times)
     return spotted(at, (site,), reading, **more)
-
-
-def at_bos(b: Build, **more) -> HardTruth:
-    """BOS's embedding trips the neuron of the sink layer; heads read the spike."""
-    b.fire(b.flag, b.way, where=flag(b, (BOS,)))
-    return placed(sink(b, b.way, ()), **more)
-
-
-def at_tokens(b: Build, tokens: tuple[int, ...]) -> HardTruth:
-    """The same of other tokens, wherever they stand."""
-    where = flag(b, tokens)
-    calm(b)
-    is_alibi = b.plan.family.model_type in ("bloom", "falcon")
-    return tripped(b, where, tokens, 6.0 if is_alibi else 1.0, delimiters=tokens)
