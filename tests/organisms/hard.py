@@ -37,7 +37,6 @@ Rows = tuple[Tensor, Tensor]  # what a neuron reads: by its gate, by its up fact
 ALL = ("llama", "gemma2", "gpt2", "neox", "mixtral")
 BY_HEADS = ("llama", "gemma2", "neox", "mixtral")  # heads mark the first token; in GPT-2 its position does
 PLAIN = ("llama", "gpt2", "neox", "mixtral")  # nothing divides what an MLP writes by its size
-GATED = ("llama", "gemma2", "mixtral")
 LAYERS = (5, 8)  # least and most, where a kind does not say otherwise
 
 
@@ -375,9 +374,8 @@ class Build:
         *,
         where: Tensor | None = None,
         other: bool = False,
-        beside: tuple[Head, ...] | None = None,
     ) -> tuple[Head, ...]:
-        """Heads that attend to where `way` is large: half of them in each layer, the `other` half, or all but some."""
+        """Heads that attend to where `way` is large: half of them in each layer, or the `other` half."""
         plan, planted = self.plan, []
         ratio = plan.n_heads // plan.n_kv
         for index in layers:
@@ -390,8 +388,6 @@ class Build:
             order = random.Random(f"reading {plan.seed} {index}").sample(range(plan.n_kv), plan.n_kv)
             half = max(1, plan.n_kv // 2)
             chosen = order[half:] if other else order[:half]
-            if beside is not None:
-                chosen = [kv for kv in range(plan.n_kv) if (index, kv * ratio) not in beside]
             for kv in chosen:
                 heads = range(kv * ratio, (kv + 1) * ratio)
                 scores = [self.rng.uniform(6, 7) for _ in heads]
