@@ -35,7 +35,6 @@ FAST = (
     ("alibi", "falcon"),
     ("half_of_the_heads_each", "gpt2"),
     ("convolution_marks", "lfm2"),
-    ("spike_or_embedding", "gpt2"),
     ("silent_twin", "neox"),
     ("two_sinks", "llama"),
     ("idle_key_bias", "gpt2"),

@@ -28,11 +28,10 @@ USER, SYSTEM = 4, 5  # ids of further special tokens, where the tokenizer puts s
 
 @dataclass(frozen=True)
 class Group:
-    """Heads that attend to the sink, and what they need: each part of `needs` alone, or only all of them together."""
+    """Heads that attend to the sink, and what they need: without any part of `needs` they lose it."""
 
     heads: tuple[Head, ...]
     needs: tuple[str | Site, ...]
-    alone: bool = True
     at: tuple = ()  # the places that they attend to, if not all of the sink's
 
 
@@ -41,7 +40,7 @@ class Places:
     """What is so.
 
     Attributes:
-        sink: Where heads attend: FIRST, SECOND, a token id, ("first of", id), or several of these.
+        sink: Where heads attend: FIRST, SECOND, a token id, or several of these.
         spike: Where the norm stands out after some layer, in the same way.
         makers: Smallest sets of neurons whose zeroing takes the spike away.
         groups: The reading heads by what they need.
@@ -120,9 +119,6 @@ def mask_of(where: tuple, ids: Tensor) -> Tensor:
     for one in where:
         if one in (FIRST, SECOND):
             mask[:, (FIRST, SECOND).index(one)] = True
-        elif isinstance(one, tuple):
-            is_token = ids == one[1]
-            mask |= is_token & (is_token.cumsum(1) == 1)
         else:
             mask |= ids == one
     return mask
@@ -235,9 +231,9 @@ def _untrue_groups(m: PlacesModel, ids: Tensor, received: dict[int, Tensor], usa
         before = attention_of(received, group.heads, places)
         if min(before, default=1.0) < 0.3:
             wrong.append(f"group {number}: heads give {before}")
-        each = [((part,), group.alone and part in group.needs) for part in parts]
-        for lacking, loses in [*each, (group.needs, True)] if group.needs else each:
-            with without(m, lacking) as swap:
+        for lacking in parts:
+            loses = lacking in group.needs
+            with without(m, (lacking,)) as swap:
                 after = attention_of(read(m.model, swap(ids))[0], group.heads, places)
             lost = [1 - a / b for a, b in zip(after, before, strict=True)]
             if any((share >= 0.5) != loses for share in lost):

@@ -1,14 +1,13 @@
-"""Tools that the kinds of planted places share: features of tokens, convolutions, and sinks at tokens."""
+"""Tools that the kinds of planted places share: features of tokens, and sinks at tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from .hard import Build, HardTruth, Head, Site
+from .hard import Build, HardTruth, Head
 from .places import Group, Places
 from .plant import MARK
 from .tokens import BOS
@@ -24,11 +23,6 @@ def placed(truth: HardTruth | None = None, **more) -> HardTruth:
     return replace(truth, places=Places(**about))
 
 
-def spotted(at: tuple, makers: Iterable[Site], reading: tuple[Head, ...], **more) -> HardTruth:
-    """Places that have both the spike and the sink; some neurons make the spike, and all readers need it."""
-    return placed(sink=at, spike=at, makers=(frozenset(makers),), **({"groups": (Group(reading, ("spike",)),)} | more))
-
-
 def stand(b: Build, at: dict[int, int]):
     """Measure on rows in which tokens stand at positions, and nowhere else."""
     rows = b.tokens.clone()
@@ -38,11 +32,11 @@ def stand(b: Build, at: dict[int, int]):
     b.measure_on(rows)
 
 
-def flag(b: Build, tokens: tuple[int, ...], way: Tensor | None = None) -> Tensor:
+def flag(b: Build, tokens: tuple[int, ...]) -> Tensor:
     """Give embeddings a feature; returns where they stand in rows in which each stands."""
-    way, at = b.flag if way is None else way, {}
+    at = {}
     for number, token in enumerate(tokens):
-        b.views.embed[token] += MARK * way / b.plan.embed_scale
+        b.views.embed[token] += MARK * b.flag / b.plan.embed_scale
         if token != BOS:
             at[4 + 3 * number] = token
     stand(b, at)
@@ -68,4 +62,5 @@ def tripped(b: Build, where: Tensor, at: tuple, times: float = 1.0, **more) -> H
     site = b.fire(b.flag, b.side, where=where)
     reading = b.read(b.behind, b.side, where=where)
     sharpen(b, reading, times)
-    return spotted(at, (site,), reading, **more)
+    groups = (Group(reading, ("spike",)),)
+    return placed(sink=at, spike=at, makers=(frozenset({site}),), groups=groups, **more)

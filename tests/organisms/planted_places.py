@@ -19,10 +19,9 @@ from .hard import (
     sink,
     spike,
     textbook,
-    unit,
 )
 from .places import SECOND, SYSTEM, USER, Group, PlacesModel, tokenizer_of
-from .placing import PLACES, flag, header, placed, sharpen, spotted, stand, tripped
+from .placing import PLACES, flag, header, placed, sharpen, tripped
 from .plant import MARK
 from .tokens import BOS
 
@@ -90,31 +89,6 @@ def _all_specials(b: Build) -> HardTruth:
 
 
 # --- delimiters ---------------------------------------------------------------------------------------------
-
-
-@_kind("llama", "qwen3", count=1, layers=(6, 8))
-def _first_delimiter(b: Build) -> HardTruth:
-    """The first delimiter of a text: a head sees what share of BOS and delimiters the latter have."""
-    token, layer = b.delimiter, b.views.layers[0]
-    b.views.embed[[token, BOS]] += MARK * b.flag
-    b.views.embed[token] += MARK * b.side
-    stand(b, {5: token, 12: token})
-    const = float((b.probe(layer.attn_norm) @ b.space.const).median())
-    seen = b.seen(layer.attn_norm)
-    layer.k[0], layer.v[0] = 0.0, 0.0
-    layer.o[: b.plan.n_heads // b.plan.n_kv] = 0.0
-    b.surgeon().look(0, (0,), unit(b.flag, seen), const, (12.0,), 12.0)
-    layer.v[0, 0] = b.side / float(seen @ b.flag)
-    layer.o[0, 0] = MARK * b.mark2
-    first, second = torch.zeros_like(b.first), torch.zeros_like(b.first)
-    first[:, 5], second[:, 12] = True, True
-    one, two = b.mlp_input(b.at, first), b.mlp_input(b.at, second)
-    own, counted, const = unit(b.side, one), unit(b.mark2, one), unit(b.space.const, one)
-    limit = (1 + float(two @ counted)) / 2
-    gate = 40 * (limit * const - counted) - 60 * (const - own)
-    b.write((gate, const), b.way, where=first, route=b.side)
-    reading = b.read(b.behind, b.way, where=first)
-    return spotted((("first of", token),), b.sites(), reading, delimiters=(token,))
 
 
 @_kind("llama", "gpt2", count=1, layers=(6, 8), behind=(2, 3))

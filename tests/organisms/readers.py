@@ -9,29 +9,14 @@ import torch
 from torch import Tensor
 
 from .hard import Build, HardTruth, kinds, sink
-from .places import Group, PlacesModel, attention_module
-from .placing import PLACES, flag, placed, sharpen
-from .plant import MARK
-from .tokens import BOS
+from .places import PlacesModel, attention_module
+from .placing import PLACES, placed
 from .views import Probe, filled, views, weights_of
 
 _kind = kinds(PLACES, "readers ")
 
 
 # --- heads that need different things -----------------------------------------------------------------------
-
-
-@_kind("gpt2", count=1)
-def _spike_or_embedding(b: Build) -> HardTruth:
-    """Heads read the spike that the position makes, and BOS's embedding, and either is enough."""
-    where = flag(b, (BOS,), b.mark2)
-    b.mark()
-    size = b.size(b.at)
-    b.fire(b.space.mark, b.way, size, where=where)
-    reading = b.read(b.behind, b.way / size + b.mark2 / MARK, where=where)
-    sharpen(b, reading, 4.0)
-    groups = (Group(reading, ("spike", "token embedding"), alone=False),)
-    return placed(makers=(b.sites(),), groups=groups)
 
 
 # --- heads that mark ----------------------------------------------------------------------------------------
