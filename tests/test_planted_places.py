@@ -136,14 +136,6 @@ def test_the_heads_that_mark_a_token_suffice_and_none_of_them_is_idle(name, fami
             assert (marking_lost(m, 0, replaced, token, sites) <= 0.5) == (not left_out), (word, serving, left_out)
 
 
-def test_each_neuron_that_several_tokens_need_is_found_in_the_few_texts_of_a_streamed_model(tmp_path):
-    m = places("two_delimiters", "llama", 1)
-    for part in (m.model, m.tokenizer):
-        part.save_pretrained(tmp_path / "m")
-    found = find_sinks(tmp_path / "m", max_repeats=8, text=options(m, tmp_path)["text"])
-    assert found.minimal is not None and set(found.minimal.edit_sites) == set().union(*m.truth.makers)
-
-
 def test_the_attention_that_is_lost_is_that_in_texts_of_the_length_that_is_said(tmp_path):
     m = places("all_specials", "neox")
     said = str(find_sinks(m.model, max_repeats=8, **options(m, tmp_path)))
