@@ -87,6 +87,7 @@ class Outcome:
         logits: From the last token of the prompt on.
         sees: What each layer's queries saw, if there is a budget.
         bytes: What the cache held after each call.
+        lengths: What the cache said of its length after each call.
         rotated_again: Whether keys were handed out that were never written.
         mixed: Whether a key was handed out with the values of another token.
     """
@@ -94,6 +95,7 @@ class Outcome:
     logits: Logits
     sees: dict[int, Bool[Tensor, "row kv_head query key"]] = field(default_factory=dict[int, Tensor])
     bytes: list[int] = field(default_factory=list[int])
+    lengths: list[int] = field(default_factory=list[int])
     rotated_again: bool = False
     mixed: bool = False
 
@@ -119,6 +121,7 @@ class _Reader:
         if watched and notes:
             self._note(self.recorder.reads(out.logits), ids.shape[1], start, end)
         self.outcome.bytes.append(held_bytes(self.cache))
+        self.outcome.lengths.append(int(self.cache.get_seq_length()))
         return out.logits.detach()
 
     def _note(self, reads: dict[int, Read], total: int, start: int, end: int) -> None:
@@ -139,6 +142,7 @@ class _Reader:
         self.call(ids, mask, 0, self.flow.prompt, notes=False)
         self.call(ids, mask, self.flow.prompt, self.flow.prompt + 1, notes=False)
         self.outcome.bytes.clear()
+        self.outcome.lengths.clear()
 
     def draft(self, ids: Tensor, mask: Tensor, at: int) -> None:
         """Read tokens that are cropped again."""
