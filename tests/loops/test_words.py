@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import sinkscope as ss
-from sinkscope.loops.guard.steer import Steering
+from sinkscope.loops.guard.steer import BROKEN, Steering
 from sinkscope.loops.guard.words import Words, words_of
 
 TEXT = "Lily's friend won't go.\n\"Hello!\" Grandma said, und Ümläute: don't stop, don't stop"
@@ -75,21 +75,35 @@ def test_a_word_that_has_begun_loses_nothing_and_no_other_takes_its_place():
     assert int(logits.argmax()) == 10 and logits[7] == 2.0 - lost and logits[2] == -lost
     follows = torch.zeros(12)
     steering.steer(follows, [*ids, 6, 10], [2])
-    assert follows[8] == follows[9] == -lost and follows[11] == 0, "the end of 7 8 9 does not follow 10"
+    assert follows[8] == follows[9] == -BROKEN and follows[11] == 0, "the end of 7 8 9 does not follow 10"
     after = torch.zeros(12)
     steering.steer(after, [*ids, 6, 10, 11, 5], [2])
     assert not after.any(), "the next word is free"
 
 
+def test_where_the_model_is_sure_a_word_of_the_text_takes_the_place_and_is_whole():
+    ids = [6, 5, 7, 8, 9, 6, 5, 7, 8, 9, 6, 5]
+    steering = Steering(3.0, since=2, words=WORDS)
+    logits = torch.full((12,), -1.0)
+    logits[7], logits[10], logits[5], logits[2] = 8.0, 1.0, 0.5, 0.4
+    steering.steer(logits, ids, [2])
+    assert int(logits.argmax()) == 5, "10 has never been a word alone"
+    after = torch.zeros(12)
+    steering.steer(after, [*ids, 7], [2])
+    assert after[8] == -BROKEN and after[6] == 0, "nothing goes on with what took the place"
+    assert WORDS.rest([7, 8, 9, 6, 7, 8, 5], 7) == {8, 9} and WORDS.rest([5, 8, 9, 5, 6], 5) == {8, 9}
+    assert WORDS.whole(ids) == {5, 6}
+
+
 def test_nothing_grows_out_of_the_word_before():
-    """The likeliest token begins a word and loses: a token that would lengthen the word before loses as much."""
+    """The likeliest token begins a word and loses: a token that would lengthen the word before loses more."""
     ids = [10, 6, 10, 6, 10, 6, 10]
     logits = torch.zeros(12)
     logits[6] = 1.0
     steering = Steering(0.5, words=WORDS)
-    lost = steering.losses(ids)[6]
+    assert steering.losses(ids)[6] > 0
     steering.steer(logits, ids, [])
-    assert logits[11] == -lost and logits[5] == 0
+    assert logits[11] == -BROKEN and logits[5] == 0
 
 
 @pytest.mark.parametrize("rewind", [True, False])

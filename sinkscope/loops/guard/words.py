@@ -55,15 +55,25 @@ class Words:
         return None
 
     def rest(self, ids: Sequence[int], first: int) -> frozenset[int]:
-        """All tokens with which words go on that begin with a token, and this one if it can go on with another."""
-        found = self.inside & {first}
+        """All tokens with which a row goes on after a token, up to the end of the word, and this one if it is open."""
+        found = set(self.inside & {first})
         within = False
-        for place in range(len(ids)):
-            if self.begins(ids, place):
-                within = ids[place] == first
-            elif within:
-                found |= {ids[place]}
-        return found
+        for place in range(1, len(ids)):
+            if ids[place - 1] == first:
+                within = ids[place] in self.inside
+            elif self.begins(ids, place):
+                within = False
+            if within:
+                found.add(ids[place])
+        return frozenset(found)
+
+    def whole(self, ids: Sequence[int]) -> frozenset[int]:
+        """All tokens that are whole words somewhere, or no part of one."""
+        found: set[int] = set()
+        for place in range(len(ids) - 1):
+            if self.begins(ids, place) and self.begins(ids, place + 1):
+                found.add(ids[place])
+        return frozenset(found)
 
 
 def words_of(tokenizer: Any) -> Words | None:
