@@ -67,6 +67,16 @@ last column says in which layers there is attention, and on which a cache policy
 A type that is not in the table was not measured for it; ask `--check`. Of the {total} types in it, {full} are served
 in full, {part} in part, and {refused} are refused in one line.{wrong}
 
+## Models that are split, moved or quantised
+
+- A model that is **split over processes** (tensor parallelism, FSDP, pipeline parallelism) is refused in one line, as a
+  process would see only its part of the neurons and heads. Load the whole model in one process.
+- In a `DistributedDataParallel` every process holds the whole model, so the wrapper can be given in place of the model.
+- Weights that accelerate keeps **on disk or on the CPU** (`device_map`, `cpu_offload`) are read where they are, and the
+  results are those of the model in memory.
+- Linear modules that are **quantised in place** (torchao's `quantize_`) are read as their numbers are after
+  dequantisation.
+
 ## Sites
 
 When a model is loaded, or a live one first used, its sites are proved: what enters each layer, and what its attention

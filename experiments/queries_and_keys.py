@@ -12,6 +12,7 @@ from torch import Tensor
 
 from experiments.record import Row
 from sinkscope.errors import UnsupportedError
+from sinkscope.models.call_cache import cache_in
 from sinkscope.models.target import Target
 from sinkscope.tap.call import Attention
 from sinkscope.tap.observers import refuse_opaque
@@ -56,7 +57,7 @@ def queries_and_keys(target: Target, observer: QKObserver, layers: list[int]) ->
         nonlocal is_unrotated
         if is_unrotated or kwargs.get("position_embeddings") is None:
             return
-        if kwargs.get("past_key_values") is not None:
+        if cache_in(kwargs) is not None:
             raise UnsupportedError(
                 "queries and keys before rotary are measured by calling the attention twice, which would write "
                 "into the cache twice: run the model with use_cache=False"

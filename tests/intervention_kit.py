@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import copy
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -16,21 +13,13 @@ from organisms.tiny import tiny_model
 from raw_kit import blocks, down, inputs_edited
 from torch import Tensor, nn
 
+from sinkscope.models.backends import wrap
 from sinkscope.opening.live import target_of
 
 
 def bridge_of(model, tokenizer):
     """A bridge of a copy: booting changes the model in place."""
-    from transformer_lens.model_bridge import TransformerBridge
-
-    inner = copy.deepcopy(model)
-    inner.config.architectures = [type(inner).__name__]
-    folder = tempfile.mkdtemp()
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    tokenizer.save_pretrained(folder)
-    tokenizer.init_kwargs["name_or_path"] = folder
-    inner.config.save_pretrained(folder)
-    return TransformerBridge.boot_transformers(folder, hf_model=inner, tokenizer=tokenizer)
+    return wrap(copy.deepcopy(model), tokenizer, "bridge")
 
 
 def nnsight_of(model, tokenizer):

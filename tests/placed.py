@@ -12,6 +12,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from sinkscope.models.call_cache import CACHE_NAMES
+
 KIND = "ipu"  # a type of device that torch knows and does not try to start
 MOVES = ("_to_copy", "copy_", "_copy_from")
 INDEXED = ("index", "index_put", "index_put_")  # an index on the CPU is allowed
@@ -123,6 +125,6 @@ def _bring(place: str):
         def move(x):
             return x.to(place) if isinstance(x, Tensor) else x
 
-        return tree_map(move, args), {k: v if k == "past_key_values" else tree_map(move, v) for k, v in kwargs.items()}
+        return tree_map(move, args), {k: v if k in CACHE_NAMES else tree_map(move, v) for k, v in kwargs.items()}
 
     return hook

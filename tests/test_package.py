@@ -193,11 +193,12 @@ def test_no_private_name_crosses_packages():
                 assert not private or f"{package}.".startswith(f"{home}."), f"{name} imports {path}"
 
 
-def test_the_tested_set_fits_the_ranges_and_names_no_host():
+@pytest.mark.parametrize("file", ["constraints.txt", "constraints-newest.txt"])
+def test_the_tested_sets_fit_the_ranges_and_name_no_host(file):
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
-    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    lines = [line for line in (ROOT / file).read_text().splitlines() if line and not line.startswith("#")]
     pins = {canonicalize_name(r.name): r.specifier for r in map(Requirement, lines)}
     assert not any(word in line for line in lines for word in ("://", "--", "@", "+"))
     wanted = list(PROJECT["project"]["dependencies"])

@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+import warnings
 from typing import Any
+from unittest.mock import patch
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -16,6 +18,8 @@ import torch
 from test_loopserve_sparse import drawn, masked
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources
 
 from sinkscope.lines import triton as kernel
 from sinkscope.lines.head_lines import HeadLines
@@ -90,8 +94,50 @@ def case(kind: str, queries: int, past: int, width: int, kv: int, dtype: torch.d
     }
 
 
+class Failing:
+    """A kernel that raises when it is compiled, or when it is launched."""
+
+    def __init__(self, when: str, error: Exception):
+        self.when, self.error = when, error
+
+    def warmup(self, *_: Any, **__: Any) -> None:
+        if self.when == "compiling":
+            raise self.error
+
+    def __getitem__(self, grid: Any) -> Any:
+        return self.launch
+
+    def launch(self, *_: Any, **__: Any) -> None:
+        raise self.error
+
+
+def failure(when: str, kind: type[Exception]) -> list[str]:
+    """What becomes of an error of this kind, and what is said."""
+    error = type(kind.__name__, (kind,), {"__init__": lambda _: None, "__str__": lambda _: "no"})()
+    lines = drawn(2, 64, 64, 0.1, 0.1)
+    query = torch.zeros(2, 64, 16)
+    index = kernel.index_of(lines, 64)
+    with patch.object(kernel, "_attend", Failing(when, error)), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            kernel.triton_heads(query, query, query, lines, index, torch.arange(2), 1.0, torch.zeros(2, 64, 16))
+        except Exception as raised:
+            return ["raised", str(raised)]
+    return ["left", str(said[0].message)]
+
+
+FAILURES = {
+    "compiling": (ValueError, RuntimeError, CompilationError, torch.AcceleratorError),
+    "launching": (OutOfResources, RuntimeError, torch.AcceleratorError),
+}
+
 if __name__ == "__main__":
     wanted = json.loads(sys.argv[1])
-    json.dump(
-        {name: case(*words[:5], getattr(torch, words[5]), words[6]) for name, words in wanted.items()}, sys.stdout
-    )
+    told: dict[str, Any] = {}
+    for name, words in wanted.items():
+        told[name] = case(*words[:5], getattr(torch, words[5]), words[6])
+    told["failures"] = {}
+    for when, kinds in FAILURES.items():
+        for kind in kinds:
+            told["failures"][f"{when} {kind.__name__}"] = failure(when, kind)
+    json.dump(told, sys.stdout)

@@ -1,13 +1,13 @@
 """Everything that is measured on a GPU, by one command that may be cut off at any time and given again.
 
-    python -m experiments.gpu.all --out DIR [--only NAME ...] [--minutes 9] [--total MINUTES] [--stories FILE] [--dry]
+    python -m experiments.gpu.all --out DIR [--only NAME ...] [--minutes 9] [--total 9] [--stories FILE] [--dry]
 
 Parts, in order of value: `users` (everything that users do, right or wrong), `overhead` (of a token), `loopserve`
 (sparse prompts), `scale` (line sums, barcode, atlas, attack), `train` (the embedded model; without `--stories` it is
 skipped), `exactness` (rounding, and the checks of caches) and `throughput` (batches). Each runs in a process of its
 own. After `--minutes` it is ended with everything that it started; what it had written stays, and the next call goes
-on from there. A part that fails says why and the next begins. `--total` ends the whole call, for machines that are lent
-by the minute.
+on from there. A part that fails says why and the next begins. After `--total` minutes the whole call is ended in the
+same way.
 
 DIR gets NAME.json (versions, device, memory and clock are in "machine"), NAME.log, and state.json; parts that are done
 there are not done again. `--dry` runs all parts with tiny shapes on a CPU, several at a time: on two free cores in less
@@ -35,6 +35,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -218,7 +219,7 @@ def run_all(
     parts: Sequence[Part],
     out: Path,
     minutes: float,
-    total: float | None,
+    total: float,
     given: Mapping[str, str | None],
     dry: bool,
     jobs: int = 1,
@@ -229,7 +230,7 @@ def run_all(
         parts: in order.
         out: the folder.
         minutes: limit of a part.
-        total: limit of all together; None: there is none.
+        total: limit of all together.
         given: what is filled into commands, by name; None: not given.
         dry: whether it is a rehearsal.
         jobs: parts that run at a time.
@@ -273,10 +274,7 @@ def run_all(
                 ended(part, "skipped", f"it needs --{part.needs}", now(), 0)
                 continue
             settle(jobs)
-            if total is None:
-                left = 60 * minutes
-            else:
-                left = min(60 * minutes, 60 * total - (time.monotonic() - start))
+            left = min(60 * minutes, 60 * total - (time.monotonic() - start))
             if left < 1:
                 print(f"{part.name}: no time left; give the command again", flush=True)
                 break
@@ -297,7 +295,7 @@ def main(
     out: Path,
     only: Sequence[Literal[*NAMES]] = NAMES,
     minutes: float = 9.0,
-    total: float | None = None,
+    total: float = 9.0,
     stories: Path | None = None,
     dry: bool = False,
 ) -> None:
@@ -307,10 +305,12 @@ def main(
         out: Folder for results, logs and state.json.
         only: These parts alone.
         minutes: Limit of a part.
-        total: Limit of all parts together, in minutes.
+        total: Limit of this call, in minutes. The next call goes on from there.
         stories: File of stories for the training of the embedded model.
         dry: Tiny shapes on a CPU, to see that everything runs.
     """
+    if dry and find_spec("numba") is None:
+        raise SinkscopeError("--dry computes attention along lines on a CPU, which needs numba: pip install numba")
     if not dry:
         import torch
 

@@ -66,7 +66,7 @@ class Part:
 
 def loops(setup: Setup, *, count: int, max_new_tokens: int) -> BenchTable:
     """How often greedy text loops, without a guard and with it."""
-    task = f"loops:source=text:openings={count}"
+    task = f"loops:source=text:count={count}"
     run = run_bench(setup.target, task, ["full", "loopguard"], max_new_tokens=max_new_tokens, seed=setup.seed)
     return tabulate_records([run])
 

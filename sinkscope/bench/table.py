@@ -13,7 +13,6 @@ from typing import Annotated, Any, ClassVar
 from sinkscope.bench.draw import draw_bench
 from sinkscope.bench.finding import finding, ranked
 from sinkscope.bench.group import BenchGroup
-from sinkscope.bench.kvpress import is_kvpress, read_kvpress, write_kvpress
 from sinkscope.bench.methods import FULL, compression_ratio, order_of
 from sinkscope.bench.record import BenchRecord, BenchRun, Metrics, read_run
 from sinkscope.bench.scores import PERCENT
@@ -126,32 +125,21 @@ def bench_table(
     folders: Annotated[Sequence[Path], Option(argument=True, metavar="DIR...")],
     *,
     by: Annotated[str, Option(metavar="NAME")] = "part",
-    kvpress: Annotated[Path | None, Option(metavar="DIR", writes="Results")] = None,
 ) -> BenchTable:
     """Show scores beside costs from finished or unfinished runs.
 
     Args:
-        folders: Folders of `sinkscope bench`, or of results of kvpress's own evaluation.
+        folders: Folders of `sinkscope bench`.
         by: What the columns after the score stand for: part (such as the position of a question), turn, or a field of
             the prompts such as depth, length or period.
-        kvpress: Folder that also gets the answers and scores in the layout of kvpress's results, a folder for each
-            set and method; it has to be new.
 
     Raises:
-        SinkscopeError: A folder is not of a run, or that of `kvpress` is there already.
+        SinkscopeError: A folder is not of a run.
 
     Example:
         sinkscope bench table runs --by turn
     """
-    runs: list[BenchRun] = []
-    for folder in folders:
-        if is_kvpress(folder) and kvpress is None:
-            runs += read_kvpress(folder)
-            continue
-        runs.append(read_run(folder))
-        if kvpress is not None:
-            write_kvpress(kvpress, runs[-1], folder)
-    return tabulate_records(runs, by)
+    return tabulate_records([read_run(folder) for folder in folders], by)
 
 
 def tabulate_records(runs: Sequence[BenchRun], by: str = "part") -> BenchTable:

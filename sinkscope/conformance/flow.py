@@ -14,6 +14,7 @@ from sinkscope.conformance.masked import plain_logits, positions_of
 from sinkscope.conformance.models import kit_ids, kit_model
 from sinkscope.conformance.recorder import Read, Recorder, held_bytes
 from sinkscope.conformance.subject import Factory, entered, made
+from sinkscope.models.call_cache import cache_argument
 
 Logits = Float[Tensor, "row step vocab"]
 _OTHER = 50  # seeds further: another text
@@ -117,7 +118,8 @@ class _Reader:
             given = {"attention_mask": mask[:, :end], "position_ids": positions_of(mask)[:, start:end]}
         watched = self.flow.budget is not None
         with torch.set_grad_enabled(watched):
-            out = self.model(input_ids=ids[:, start:end], past_key_values=self.cache, use_cache=True, **given)
+            given.update(cache_argument(self.model, self.cache))
+            out = self.model(input_ids=ids[:, start:end], use_cache=True, **given)
         if watched and notes:
             self._note(self.recorder.reads(out.logits), ids.shape[1], start, end)
         self.outcome.bytes.append(held_bytes(self.cache))

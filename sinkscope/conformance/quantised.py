@@ -13,6 +13,7 @@ from sinkscope.conformance.kit import ApartError, FaultError, Kit, check
 from sinkscope.conformance.models import kit_model
 from sinkscope.conformance.recorder import Recorder
 from sinkscope.conformance.subject import entered, made
+from sinkscope.models.call_cache import cache_argument
 
 Layers = dict[int, tuple[Tensor, Tensor]]
 """Of each layer, keys beside values as they were written and as they come back."""
@@ -52,7 +53,7 @@ def _rounded(kit: Kit, flow: Flow) -> Layers:
     with entered(made(kit.factory, model, flow.prompt, None), model) as cache:
         recorder = Recorder(cache)
         for part in (ids[:, : flow.prompt], ids[:, flow.prompt : flow.prompt + 1]):
-            model(input_ids=part, past_key_values=cache)
+            model(input_ids=part, **cache_argument(model, cache))
     layers: Layers = {}
     same = True
     for layer, (written, handed) in recorder.pairs().items():
@@ -76,7 +77,7 @@ def _after(flow: Flow, layers: Layers, column: int | None) -> Tensor:
         keys, values = held.chunk(2, -1)
         cache.update(keys, values, layer)
     model = kit_model(flow.model)
-    return model(input_ids=flow.tokens()[0][:, flow.prompt :], past_key_values=cache).logits.log_softmax(-1)
+    return model(input_ids=flow.tokens()[0][:, flow.prompt :], **cache_argument(model, cache)).logits.log_softmax(-1)
 
 
 def _loss(logits: Tensor, exact: Tensor) -> float:

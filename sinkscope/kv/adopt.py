@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any, get_args
 
 from jaxtyping import Int
@@ -14,6 +13,7 @@ from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.kv.cache import COLUMNS, CacheLayer
 from sinkscope.kv.cache_kinds import KINDS
 from sinkscope.kv.scope import cache_layers
+from sinkscope.models.call_cache import cache_parameter
 from sinkscope.models.target import Target
 
 
@@ -36,7 +36,7 @@ def adopt(cache: Any, target: Target, columns: Int[Tensor, "batch seen"]) -> Non
     if not isinstance(cache, DynamicCache) or offloading:
         kind = "an offloading cache" if offloading else type(cache).__name__
         raise UnsupportedError(
-            f"past_key_values is {kind}: a cache policy needs a plain DynamicCache; pass `DynamicCache()` or nothing",
+            f"the cache is {kind}: a cache policy needs a plain DynamicCache; pass `DynamicCache()` or nothing",
             page="kv-cache",
         )
     ours = _empty_layers(target)
@@ -44,7 +44,7 @@ def adopt(cache: Any, target: Target, columns: Int[Tensor, "batch seen"]) -> Non
         for layer in layers:
             if type(layer) is not DynamicLayer:
                 raise UnsupportedError(
-                    f"past_key_values already holds tokens in a {type(layer).__name__}, which may have dropped some: "
+                    f"the cache already holds tokens in a {type(layer).__name__}, which may have dropped some: "
                     "start with an empty cache inside the `with`",
                     page="kv-cache",
                 )
@@ -64,7 +64,7 @@ def adopt(cache: Any, target: Target, columns: Int[Tensor, "batch seen"]) -> Non
 
 def new_cache(target: Target) -> Any:
     """An empty cache, of the class that the model asks for."""
-    asked = inspect.signature(target.base.forward).parameters.get("past_key_values")
+    asked = cache_parameter(target.base.forward)
     for kind in get_args(getattr(asked, "annotation", None)):
         if isinstance(kind, type) and issubclass(kind, DynamicCache) and kind is not DynamicCache:
             return kind()
@@ -118,7 +118,7 @@ def _check_shape(layers: list[Any], target: Target) -> None:
     }
     if len(layers) != target.n_layers or not shapes <= {target.n_kv_heads}:
         raise SinkscopeError(
-            f"past_key_values has {len(layers)} layers of {max(shapes, default=0)} kv heads and {target.name} has "
+            f"the cache has {len(layers)} layers of {max(shapes, default=0)} kv heads and {target.name} has "
             f"{target.n_layers} of {target.n_kv_heads}: it is the cache of another model; pass a new one",
             page="kv-cache",
         )

@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 from sinkscope.hooks.edit.base import Run
+from sinkscope.models.call_cache import cache_argument
 
 
 @dataclass(eq=False)
@@ -55,6 +56,7 @@ def generate_in_pieces(
     *,
     attention_mask: Int[Tensor, "row pos"],
     max_new_tokens: int,
+    cache: Any = None,
     fixed: bool = False,
     **options: Any,
 ) -> Any:
@@ -71,6 +73,7 @@ def generate_in_pieces(
         ids: Token ids of the prompts, padded on the left.
         attention_mask: Which of them are real.
         max_new_tokens: Maximum number of new tokens.
+        cache: The cache that `generate` goes on with; a new one if it is None.
         fixed: Whether the answer is given in advance, so that nothing may be removed.
         options: Further arguments of `model.generate`.
 
@@ -79,11 +82,13 @@ def generate_in_pieces(
     """
     session = None if run is None else run.session
     rewinder: Rewinder | None = None if session is None else session.rewinder
+    if cache is not None:
+        options.update(cache_argument(model, cache))
     if session is None or rewinder is None or options.get("streamer") is not None:
         return model.generate(input_ids=ids, attention_mask=attention_mask, max_new_tokens=max_new_tokens, **options)
-    cache: Any = options.pop("past_key_values", None)
     if cache is None:
         cache = DynamicCache(config=model.config)
+        options.update(cache_argument(model, cache))
     options["stopping_criteria"] = StoppingCriteriaList([*options.pop("stopping_criteria", ()), rewinder])
     least: int = options.pop("min_new_tokens", None) or 0
     width, mask = ids.shape[1], attention_mask
@@ -99,9 +104,7 @@ def generate_in_pieces(
                 break
             if least:
                 options["min_new_tokens"] = max(0, least - max(written))
-            output = model.generate(
-                input_ids=ids, attention_mask=mask, max_new_tokens=left, past_key_values=cache, **options
-            )
+            output = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=left, **options)
             ids = getattr(output, "sequences", output)
             mask = torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
             if rewinder.read is None:

@@ -27,6 +27,7 @@ from sinkscope.kv.cache import COLUMNS, CacheLayer
 from sinkscope.kv.cache_state import CacheState, CacheStates, CurrentCall, Moment
 from sinkscope.kv.usage import Usage
 from sinkscope.kv.windows import check_generation, check_mask, check_servable
+from sinkscope.models.call_cache import by_name, cache_in, with_cache
 from sinkscope.tap.call import Attention
 from sinkscope.tap.internals import attention_name, following_generate
 from sinkscope.tap.listeners import Handler, leave, listen
@@ -158,7 +159,7 @@ class Session:
             warn(
                 f"{self._policy_name or 'the intervention'} never acted: it acts when a generated token follows a "
                 "prompt, and only prompts were read, so all results are those of the full cache; generate, or feed "
-                "tokens one by one with past_key_values"
+                "tokens one by one with a cache"
             )
 
     def _settle(self) -> None:
@@ -180,7 +181,7 @@ class Session:
 
     # What the model calls ---------------------------------------------------------------------------------------
 
-    def _begin(self, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         if self.now.handler is not None:  # the latest call was interrupted, after which torch runs no hook
             leave(self.now.handler)
             self.now.handler = None
@@ -195,7 +196,8 @@ class Session:
                 "acts here: set it before the `with`",
                 page="kv-session",
             )
-        cache = kwargs.get("past_key_values")
+        kwargs = by_name(module, args, kwargs)
+        cache = cache_in(kwargs)
         use_cache = kwargs.get("use_cache")
         if use_cache is None:
             use_cache = getattr(self.target.config, "use_cache", True)
@@ -203,20 +205,20 @@ class Session:
             cache = new_cache(self.target)
         if self.watching.watchers and getattr(cache, "is_compileable", False):
             raise UnsupportedError(
-                f"past_key_values is {type(cache).__name__}, which holds room for tokens that are still to come: "
+                f"the cache is {type(cache).__name__}, which holds room for tokens that are still to come: "
                 "attention is observed on a plain DynamicCache; pass `DynamicCache()` or nothing",
                 page="kv-cache",
             )
         self.now.cache = cache
         own_masks = False
         if cache is not None:
-            kwargs = {**kwargs, "past_key_values": cache}
+            kwargs = with_cache(module, kwargs, cache)
             if call.past == 0:  # the cache is new or was emptied
                 self.states.forget(cache)
             if self.watching.owns_cache:
                 own_masks = self._begin_on_own_cache(call, cache, kwargs)
         self._enter_call(call, cache, own_masks)
-        return args, kwargs
+        return (), kwargs
 
     def _begin_on_own_cache(self, call: Call, cache: Any, kwargs: dict[str, Any]) -> bool:
         """Act before a call, and give new tokens their positions; whether our masks replace the stock mask."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from sinkscope.errors import UnsupportedError
 from sinkscope.hooks.edit.positions import Call
 from sinkscope.kv.scope import cache_layers
+from sinkscope.models.call_cache import cache_in
 from sinkscope.models.target import Target
 from sinkscope.results.notation import count_of
 from sinkscope.tap.view import ChunkWindow
@@ -94,7 +95,7 @@ def check_generation(method: str, options: Mapping[str, Any]) -> None:
             "tokens that come one by one: generate without an assistant, or use Full",
             page="kv-session",
         )
-    if not options.get("use_cache") and options.get("past_key_values") is None:
+    if not options.get("use_cache") and cache_in(options) is None:
         raise UnsupportedError(
             "use_cache=False: there is no cache that a cache policy or a guard could act on: generate with "
             "use_cache=True, or without them",

@@ -23,6 +23,7 @@ from einops import reduce, repeat
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
+from triton.errors import TritonError
 
 from sinkscope.errors import warn
 from sinkscope.lines.head_lines import HeadLines
@@ -164,17 +165,24 @@ def triton_heads(
     arguments += [scaling * _LOG2_E, query.shape[1], key.shape[1]]
     arguments += [index.blocks.shape[1], index.column_index.shape[1], index.lone_offset.shape[1]]
     arguments += [parts[0].shape[2], parts[2].shape[2], index.size, KEYS]
-    launch = cast(Any, _attend)[(len(index.starts), len(heads))]
+    kernel, grid = cast(Any, _attend), (len(index.starts), len(heads))
     error: Exception | None = None
     for stages in (3, 2, 1):  # steps of the loop over keys that are in flight: fewer where shared memory is short
+        options = {"num_warps": _warps(value.shape[2], index.size), "num_stages": stages}
         try:
-            launch(*arguments, num_warps=_warps(value.shape[2], index.size), num_stages=stages)
-            out[heads] = whole[heads, :, : out.shape[2]]
-            return True
-        except torch.OutOfMemoryError:  # which may not be so for the next prompt
+            kernel.warmup(*arguments, grid=grid, **options)  # compiles only
+        except (torch.AcceleratorError, torch.OutOfMemoryError):
             raise
         except Exception as problem:  # compilers fail in many ways
             error = problem
+            continue
+        try:
+            kernel[grid](*arguments, **options)
+        except TritonError as problem:  # what was compiled does not fit; errors of CUDA are none of these
+            error = problem
+            continue
+        out[heads] = whole[heads, :, : out.shape[2]]
+        return True
     reason = f"{type(error).__name__} {error}".splitlines()[0]
     warn(f"lines are not computed by Triton, which could not compile them: {reason}")
     return False

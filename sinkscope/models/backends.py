@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.models.call_cache import bridge_hooks
 from sinkscope.models.config import first_line
 from sinkscope.models.parts import Kind
 from sinkscope.models.target import Target
@@ -17,17 +18,53 @@ Backend = Literal["bridge", "hf", "nnsight"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 
+_SPLITTING = {
+    "FSDPModule": "FSDP2",
+    "FullyShardedDataParallel": "FSDP",
+    "PipelineIdentityLayer": "pipeline parallelism",
+}
+"""Classes of modules that are there only if a model is split."""
+
+
 def unwrap(model: object) -> tuple[nn.Module, Kind]:
     """The plain Hugging Face module inside `model`, and the kind of object that `model` is.
 
     Raises:
         SinkscopeError: `model` is none of the three kinds.
+        UnsupportedError: The model is split over processes.
     """
+    hf, kind = _inside(model)
+    split = _split_by(hf)
+    if split is not None:
+        raise UnsupportedError(
+            f"this {type(hf).__name__} is split over processes by {split}, and sinkscope would see only the part of "
+            "this process: load the whole model in one process"
+        )
+    return hf, kind
+
+
+def _split_by(hf: nn.Module) -> str | None:
+    """By what a model is split over processes; None if it is whole."""
+    for module in hf.modules():
+        for cls in type(module).__mro__:
+            if cls.__name__ in _SPLITTING:
+                return _SPLITTING[cls.__name__]
+    for name, parameter in hf.named_parameters():
+        if hasattr(parameter, "device_mesh"):
+            return f"tensor parallelism ({name} is a DTensor)"
+    if (getattr(hf, "tp_size", None) or 1) > 1:  # transformers below 5.19 keeps plain tensors
+        return "tensor parallelism"
+    return None
+
+
+def _inside(model: object) -> tuple[nn.Module, Kind]:
     if isinstance(model, Target):
         return model.hf, model.kind
-    compiled = getattr(model, "_orig_mod", None)
-    if isinstance(compiled, nn.Module):
-        return unwrap(compiled)
+    inside = getattr(model, "_orig_mod", None)  # of a compiled model
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        inside = model.module
+    if isinstance(inside, nn.Module):
+        return _inside(inside)
     original = getattr(model, "original_model", None)
     if isinstance(original, nn.Module):
         return original, "bridge"
@@ -39,7 +76,7 @@ def unwrap(model: object) -> tuple[nn.Module, Kind]:
                 "measure the model without it, or an adapter in the weights, such as LoRA"
             )
         wrapper: Any = model
-        return unwrap(wrapper.get_base_model())
+        return _inside(wrapper.get_base_model())
     packages = {cls.__module__.split(".")[0] for cls in type(model).__mro__}
     if "nnsight" in packages:
         load_weights: Any = getattr(model, "dispatch", None)
@@ -50,6 +87,8 @@ def unwrap(model: object) -> tuple[nn.Module, Kind]:
             return inner, "nnsight"
     if isinstance(model, nn.Module) and hasattr(model, "config"):
         return model, "hf"
+    if isinstance(getattr(model, "module", None), nn.Module):
+        raise SinkscopeError(f"{type(model).__name__} is a wrapper around a model: pass model.module")
     raise SinkscopeError(
         f"{type(model).__name__} is not a model: expected a Hugging Face causal language model, a TransformerBridge "
         "or a model of nnsight (TransformersModel); load names and folders with sinkscope.load(...)"
@@ -119,4 +158,7 @@ def _bridge(cls: Any, hf: Any, tokenizer: Any) -> Any:
     name = getattr(config, "_name_or_path", "")
     if "/" not in name:  # it may be an alias of TransformerLens, which warns of those
         name = type(hf).__name__
-    return cls.boot_transformers(name, hf_model=hf, tokenizer=tokenizer, dtype=hf.dtype)
+    bridge = cls.boot_transformers(name, hf_model=hf, tokenizer=tokenizer, dtype=hf.dtype)
+    for module, _, fn in bridge_hooks(bridge):
+        module.register_forward_pre_hook(fn, with_kwargs=True)
+    return bridge

@@ -11,6 +11,8 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
+from sinkscope.models.linear import is_plain
+
 Hidden = Float[Tensor, "token d_model"]
 Neurons = Float[Tensor, "token neuron"]
 InputRows = tuple[Float[Tensor, "neuron d_model"], Float[Tensor, " neuron"] | None]
@@ -81,7 +83,7 @@ class Experts:
     @property
     def is_plain(self) -> bool:
         """Whether the weights can be read."""
-        return isinstance(self._down, Tensor) and self._down.ndim == 3 and self._down.is_floating_point()
+        return is_plain(self._down) and self._down.ndim == 3
 
     def routed(self, args: Args, kwargs: Kwargs) -> Routed:
         """What a call with these arguments means: hidden states, chosen experts and their weights, by any names."""

@@ -1,10 +1,29 @@
-"""Linear modules, as they are stored, wrapped, adapted or quantised."""
+"""The weights of modules, as they are stored, wrapped, adapted, quantised or kept elsewhere."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeGuard
 
 from torch import Tensor, nn
+
+
+@contextmanager
+def brought(module: nn.Module) -> Iterator[None]:
+    """Context manager in which weights that accelerate keeps on disk or on the CPU are in the module."""
+    with ExitStack() as stack:
+        for part in module.modules():
+            if any(parameter.is_meta for parameter in part.parameters(recurse=False)):
+                from accelerate.utils import align_module_device
+
+                stack.enter_context(align_module_device(part))
+        yield
+
+
+def is_plain(weight: Any) -> TypeGuard[Tensor]:
+    """Whether a weight is a floating-point tensor, and no subclass that only acts as one (quantised by torchao)."""
+    return type(weight) in (Tensor, nn.Parameter) and weight.is_floating_point()
 
 
 def plain_weight(module: Any) -> Tensor | None:
@@ -13,7 +32,7 @@ def plain_weight(module: Any) -> Tensor | None:
         return None
     inner = getattr(module, "original_component", None)
     weight = getattr(inner if isinstance(inner, nn.Module) else module, "weight", None)
-    if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.ndim != 2:
+    if not is_plain(weight) or weight.ndim != 2:
         return None
     return weight.detach()
 

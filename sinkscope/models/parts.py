@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -13,6 +13,7 @@ from sinkscope.errors import UnsupportedError
 from sinkscope.models.adapters import Adapter
 from sinkscope.models.config import without_cache
 from sinkscope.models.experts import Experts, experts_of
+from sinkscope.models.linear import brought
 
 Kind = Literal["hf", "bridge", "nnsight"]
 
@@ -164,9 +165,9 @@ class Parts:
     def loaded(self, layer: int) -> AbstractContextManager[None]:
         """Context manager in which a layer's weights may be read and its parts called, outside a call of the layer.
 
-        It only has an effect on streamed models (see `models.stream`).
+        It has an effect on streamed models (see `models.stream`) and on weights that accelerate keeps elsewhere.
         """
-        return nullcontext()
+        return brought(self.layers[layer])
 
     @property
     def is_elsewhere(self) -> bool:

@@ -69,12 +69,20 @@ def test_interventions():
 
 def test_openings_of_text_and_their_own_continuation():
     target = target_of(load(None, backend="hf", probe=False))
-    task = Loops(source="text", openings=3)
+    task = Loops(source="text", count=3)
     prompts = task.prompts(target)
     assert len(prompts) == 3 and {prompt.set for prompt in prompts} == {"text"}
     ids = target.tokenizer(prompts[1].turns[0].text)["input_ids"]
     assert abs(len(ids) - task.opening) <= 1 and len(prompts[1].turns[0].answers[0]) > 500
     assert task.new_tokens(target) == 384 and Loops().new_tokens(target) == 2500
+
+
+def test_the_first_prompts_of_each_set():
+    target = target_of(*tiny())
+    whole = Loops().prompts(target)
+    some = Loops(count=2).prompts(target)
+    sets = dict.fromkeys(prompt.set for prompt in whole)
+    assert some == [prompt for name in sets for prompt in [one for one in whole if one.set == name][:2]]
 
 
 def test_unknown_prompts():

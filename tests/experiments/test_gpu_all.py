@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from refusals import refused
 
 from experiments.gpu import all as script
 from experiments.gpu.all import Part
@@ -29,7 +31,7 @@ time.sleep(60)
 """
 
 
-def run(parts: list[Part], out: Path, minutes: float = 1, total: float | None = None) -> dict[str, Any]:
+def run(parts: list[Part], out: Path, minutes: float = 1, total: float = 9) -> dict[str, Any]:
     return script.run_all(parts, out, minutes, total, {}, dry=True)
 
 
@@ -69,6 +71,27 @@ def test_what_is_done_is_not_done_again_and_what_failed_is(tmp_path):
     assert [s["state"] for s in run(parts, tmp_path).values()] == ["done", "done"]
     run(parts, tmp_path)
     assert (tmp_path / "n").read_text() == "122"
+
+
+def test_a_call_that_is_cut_off_goes_on_in_the_next(tmp_path):
+    """The part that was running keeps what it wrote, and those after it have not begun."""
+    writes = "import pathlib, sys, time; f = pathlib.Path(sys.argv[2]) / 'n'; had = f.exists(); f.open('a').write('1');"
+    parts = [part("long", writes + "time.sleep(0 if had else 60)"), part("next", WRITES)]
+    assert {name: about["state"] for name, about in run(parts, tmp_path, total=0.03).items()} == {"long": "ended"}
+    assert {name: about["state"] for name, about in run(parts, tmp_path).items()} == {"long": "done", "next": "done"}
+    assert (tmp_path / "n").read_text() == "11"
+
+
+def test_one_call_takes_less_than_ten_minutes_unless_more_is_asked_for():
+    options = inspect.signature(script.main).parameters
+    assert options["total"].default <= 9 and options["minutes"].default <= 9
+
+
+def test_a_rehearsal_says_that_it_needs_numba(tmp_path, monkeypatch):
+    monkeypatch.setattr(script, "find_spec", lambda name: None)
+    with refused("needs numba: pip install numba"):
+        script.main(out=tmp_path, dry=True)
+    assert not list(tmp_path.iterdir())
 
 
 def test_every_script_of_the_folder_is_a_part():

@@ -297,6 +297,8 @@ def test_two_threads_with_runs_of_their_own_do_not_meet():
     ("model_type", "settings", "words"),
     [
         ("llama", {}, ["no neuron", "layer=1"]),
+        ("llama", {"neurons": [3]}, ["layer=None", 'neurons="L1.N338"']),
+        ("llama", {"layer": 1, "neurons": "L1.N3"}, ["layer=1", "names"]),
         ("llama", {"sites": [(1,)]}, ["(1,)", "(layer, neuron)"]),
         ("llama", {"sites": [(1, -2)]}, ["-2", "from 0"]),
         ("llama", {"sites": [(1, 1)], "value": float("nan")}, ["nan", "zero"]),
@@ -317,6 +319,12 @@ def test_what_cannot_be_ablated(model_type, settings, words):
     model, _ = tiny_model(model_type)
     with refused(words=words), Ablate(**settings).on(model):
         pass
+
+
+def test_a_neuron_is_given_as_it_is_printed():
+    by_numbers = Ablate(sites=[(1, 3), (2, 0, 7)]).sites
+    assert Ablate(neurons=list(map(str, by_numbers))).sites == by_numbers
+    assert Ablate(neurons="L1.N3").sites == Ablate(layer=1, neurons=3).sites == by_numbers[:1]
 
 
 def test_fwd_hooks_says_where_it_cannot():

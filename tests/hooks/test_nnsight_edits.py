@@ -9,6 +9,7 @@ import pytest
 import torch
 from hub_server import hub
 from organisms import Organism, organism
+from refusals import refused
 from torch.testing import assert_close
 
 import sinkscope as ss
@@ -99,6 +100,22 @@ def test_each_prompt_of_a_trace_is_edited(traced):
     with edit.on(planted().model):
         assert_close(first, planted().model(IDS).logits, atol=1e-4, rtol=1e-4)
     assert_close(second, by_hand(edit, OTHER), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("remote", [True, "local"])
+@torch.no_grad()
+def test_a_remote_trace_cannot_take_an_edit_along(traced, remote):
+    """Inside one block and inside two, of which either may end first; afterwards nothing is left on the model."""
+    before = dict(vars(traced))
+    first, second = edits()["ablate"].on(traced), edits()["add"].on(traced)
+    first.__enter__()
+    second.__enter__()
+    for block in (first, second):
+        with refused("a remote trace leaves this intervention behind, .* trace without remote="):
+            with traced.trace(IDS, remote=remote):
+                traced.output.logits.save()
+        block.__exit__(None, None, None)
+    assert vars(traced) == before
 
 
 @pytest.mark.parametrize("kind", ["LanguageModel", pytest.param("TransformersModel", marks=pytest.mark.slow)])

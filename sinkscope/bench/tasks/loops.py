@@ -40,7 +40,7 @@ SETS = ("small", "small-dc", "small-ri", "stories", "organism")
 TEXT = "text"
 EARLY = 400 / 2500
 """Share of the new tokens before which Fig. 4 b calls an intervention early."""
-_TEXT_NEW = 384
+_TEXT_NEW, _TEXT_COUNT = 384, 16
 
 
 @register_task
@@ -50,7 +50,7 @@ class Loops(Task):
 
     Attributes:
         source: small, small-dc, small-ri, stories, organism, text, or a file of prompts.
-        openings: Number of openings of ordinary text, for "text".
+        count: Number of prompts of each file, from the first one on, or of openings of text. None: all, or 16 openings.
         opening: Tokens of each opening.
         given: Prompts to use instead.
     """
@@ -66,7 +66,7 @@ class Loops(Task):
     budget: ClassVar[int] = 1024
 
     source: str = "small"
-    openings: Size = 16
+    count: Size | None = None
     opening: Size = 16
     given: tuple[Prompt, ...] = ()
 
@@ -83,7 +83,7 @@ class Loops(Task):
             raise SinkscopeError(f"source={self.source!r}: expected {', '.join(SETS)}, {TEXT}, or a file of prompts")
         prompts: list[Prompt] = []
         for file in files:
-            prompts += read_prompts(file)
+            prompts += read_prompts(file)[: self.count]
         return prompts
 
     def new_tokens(self, target: Target) -> int:
@@ -103,7 +103,9 @@ class Loops(Task):
         length = self.opening + self.new_tokens(target)
         bos = getattr(tokenizer, "bos_token_id", None)
         prompts: list[Prompt] = []
-        for number, row in enumerate(text_rows(tokenizer, typical_text(), self.openings, length, bos).tolist()):
+        for number, row in enumerate(
+            text_rows(tokenizer, typical_text(), self.count or _TEXT_COUNT, length, bos).tolist()
+        ):
             opening = tokenizer.decode(row[int(bos is not None) : self.opening])
             turn = Turn(opening, (tokenizer.decode(row[self.opening :]),))
             prompts.append(Prompt(f"text-{number}", (turn,), TEXT))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.hooks.edit.edited_modules import EditedModules
 from sinkscope.hooks.edit.positions import Call, Tracker
+from sinkscope.models.call_cache import bridge_hooks, by_name, cache_in
 from sinkscope.models.compiler_stance import without_compiler
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
@@ -185,10 +186,13 @@ class Run:
 
     def watch(self) -> None:
         """Follow the forward calls of the model: `call` is set while one runs."""
+        if self.target.kind == "bridge":
+            for module, when, fn in bridge_hooks(self.target.hf):
+                self.hook(module, when, fn)
         self.hook(self.target.base, "pre", self._begin)
         self.hook(self.target.base, "post", self._end, always=True)
 
-    def _begin(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.call = None
         if not _acts(self):
             return
@@ -198,18 +202,19 @@ class Run:
                 "again without the edits: call model.eval() or model.gradient_checkpointing_disable()",
                 page="gradient-checkpointing",
             )
-        cache = kwargs.get("past_key_values")
-        ids = kwargs.get("input_ids", args[0] if args else None)
         self._unrepeated += _repetitions()
         self.edited.check_places()
-        self.call = self.tracker.begin(ids, kwargs.get("inputs_embeds"), kwargs.get("attention_mask"), cache)
+        given = by_name(module, args, kwargs)
+        self.call = self.tracker.begin(
+            given.get("input_ids"), given.get("inputs_embeds"), given.get("attention_mask"), cache_in(given)
+        )
 
     def _end(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
         call = self.call
         vars(self._local).clear()
         if call is not None and output is not None:
             self._passes += 1
-            self.tracker.bind(call.sequence, getattr(output, "past_key_values", None))
+            self.tracker.bind(call.sequence, cache_in(output))
 
     def check_edits(self) -> None:
         """Refuse to end as if edits had acted that did not.
@@ -262,17 +267,29 @@ def _acts(run: Run) -> bool:
 
 @contextmanager
 def _registered(run: Run) -> Iterator[None]:
-    """Register the run with its model."""
-    model = run.target.hf
+    """Register the run with its model, which sends no trace of nnsight to a server meanwhile."""
+    model, given = run.target.hf, run.target.model
     with _ACTIVE_LOCK:
         _ACTIVE.setdefault(model, []).append(run)
+        if run.target.kind == "nnsight":
+            vars(given)["_remote_backend"] = _refuse_remote
     try:
         yield
     finally:
         with _ACTIVE_LOCK:
             _ACTIVE[model].remove(run)
+            if not any(other.target.model is given for other in _ACTIVE[model]):
+                vars(given).pop("_remote_backend", None)
             if not _ACTIVE[model]:
                 del _ACTIVE[model]
+
+
+def _refuse_remote(*_: Any) -> None:
+    """Stands in a model of nnsight where it makes what sends a trace."""
+    raise UnsupportedError(
+        "a remote trace leaves this intervention behind, because its hooks are on this machine: trace without "
+        "remote=, or write the edit with nnsight's own operations (docs/interventions.md)"
+    )
 
 
 class Intervention(ABC):

@@ -14,6 +14,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from sinkscope.errors import warn
 from sinkscope.hooks.edit.base import Event, Intervention
+from sinkscope.models.call_cache import cache_argument
 from sinkscope.models.checks import end_ids
 from sinkscope.models.target import Target
 
@@ -182,7 +183,8 @@ def repeat_probabilities(
     probabilities, likeliest = list[Tensor](), list[Tensor]()
     with edit.on(target) if edit is not None else nullcontext():
         for chunk in ids.split(_CHUNK, 1):
-            logits = target.hf(input_ids=chunk, past_key_values=cache, use_cache=True).logits[0].float()
+            output = target.hf(input_ids=chunk, use_cache=True, **cache_argument(target.hf, cache))
+            logits = output.logits[0].float()
             probabilities.append(logits.softmax(-1)[:, word].cpu())
             likeliest.append(logits.argmax(-1).cpu())
     return torch.cat(probabilities)[len(head) :], torch.cat(likeliest)[len(head) :]

@@ -96,33 +96,34 @@ class NeuronEdit(Intervention):
 
     Attributes:
         sites: The neurons, as (layer, neuron), as (layer, expert, neuron) in a mixture of experts, or by name:
-            "L1.N338", "L3.E2.N7". A neuron of a shared expert is (layer, neuron). `layer` and `neurons` are a shorter
-            way to give one or several neurons of one layer.
+            "L1.N338", "L3.E2.N7". A neuron of a shared expert is (layer, neuron). `neurons` takes the same, and with
+            `layer` the numbers of neurons of this layer.
         site: "post" edits the input of the down projection, which is gate times up in a gated MLP (`hook_post`);
             "up" edits the linear factor (`hook_pre_linear`), as the paper's Listing 1 does.
     """
 
     sites: Sequence[SiteLike] = ()
     layer: InitVar[int | None] = None
-    neurons: InitVar[int | Sequence[int]] = ()
+    neurons: InitVar[int | str | Sequence[int | SiteLike]] = ()
     site: Where = "post"
 
     KIND: ClassVar[str] = "edited"
 
-    def __post_init__(self, layer: int | None, neurons: int | Sequence[int]) -> None:
-        if isinstance(neurons, int):
+    def __post_init__(self, layer: int | None, neurons: int | str | Sequence[int | SiteLike]) -> None:
+        if isinstance(neurons, int | str):
             neurons = [neurons]
-        if (layer is None) != (not neurons):
+        numbers = [one for one in neurons if isinstance(one, int)]
+        if (layer is None) != (not numbers):
             raise SinkscopeError(
-                f"layer={layer!r} with neurons={[*neurons]!r}: give both, as in layer=1, neurons=[7890], or "
-                "sites=[(layer, neuron)]",
+                f"layer={layer!r} with neurons={[*neurons]!r}: give both, as in layer=1, neurons=[7890], or names, as "
+                'in neurons="L1.N338"',
                 page=PAGE,
             )
         sites = self.sites
         if isinstance(sites, str):
             sites = [sites]
         every = [site_of(site) for site in sites]
-        every += [site_of((layer, number)) for number in neurons]
+        every += [site_of((layer, one) if isinstance(one, int) else one) for one in neurons]
         if not every and not self._heads:
             raise SinkscopeError(
                 "no neuron given: expected layer=1, neurons=[7890] or sites=[(layer, neuron)]", page=PAGE
@@ -265,6 +266,8 @@ class Ablate(NeuronEdit):
     Example:
         >>> Ablate(layer=1, neurons=[3, 4], positions="first").sites[0]
         NeuronSite(layer=1, neuron=3, expert=None)
+        >>> Ablate(neurons="L1.N338").sites[0]
+        NeuronSite(layer=1, neuron=338, expert=None)
         >>> Ablate(heads=["L0.H4", (2, 1)]).heads
         ((0, 4), (2, 1))
     """
@@ -275,7 +278,7 @@ class Ablate(NeuronEdit):
 
     KIND: ClassVar[str] = "ablated"
 
-    def __post_init__(self, layer: int | None, neurons: int | Sequence[int]) -> None:
+    def __post_init__(self, layer: int | None, neurons: int | str | Sequence[int | SiteLike]) -> None:
         heads = self.heads
         if isinstance(heads, str):
             heads = [heads]

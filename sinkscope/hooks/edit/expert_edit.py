@@ -20,6 +20,7 @@ from torch import Tensor
 
 from sinkscope.models.experts import Experts
 from sinkscope.models.hooks import on_hidden
+from sinkscope.models.linear import brought
 
 _Key = tuple[str, int, int, int]
 """Factor ("up" or "post"), id of the experts' module, expert, neuron."""
@@ -47,7 +48,7 @@ def expert_hook(
 ) -> Callable[..., Any]:
     """Forward hook (with kwargs) for the module that holds `experts`."""
 
-    def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def corrected(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         routed = experts.routed(args, kwargs)
         edited = _latest.edits((*args, *kwargs.values())[0])
 
@@ -74,5 +75,9 @@ def expert_hook(
         written = ((left["post"] - post) * weight).to(post.dtype) @ experts.columns(expert, neurons).to(post.dtype)
         change = on_hidden(lambda hidden: hidden + written.view_as(hidden))
         return change(module, args, kwargs, output)
+
+    def hook(module: Any, *call: Any) -> Any:
+        with brought(module):
+            return corrected(module, *call)
 
     return hook

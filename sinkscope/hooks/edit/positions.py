@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
+from sinkscope.models.call_cache import tokens_in
 from sinkscope.models.target import Target
 from sinkscope.tap.rows import shown
 
@@ -151,11 +152,11 @@ class Tracker:
         if past is None and cache is not None:
             if not hasattr(cache, "get_seq_length"):
                 raise UnsupportedError(
-                    f"past_key_values is {type(cache).__name__}: expected a cache of transformers; pass "
+                    f"the cache is {type(cache).__name__}: expected a cache of transformers; pass "
                     "`DynamicCache()` or nothing",
                     page="kv-cache",
                 )
-            past = int(cache.get_seq_length())
+            past = tokens_in(cache)
         past = past or 0
         sequence = self._sequence(cache, batch, past, tokens.device)
         sequence.crop(past)

@@ -17,7 +17,7 @@ from sinkscope.errors import SinkscopeError, warn
 from sinkscope.files.output import read_json, write_output
 from sinkscope.files.records import Finite, Whole, check, checked_value
 from sinkscope.hooks.edit.edits import NeuronEdit, NeuronValues
-from sinkscope.hooks.edit.sites import NeuronSite, Where, site_of
+from sinkscope.hooks.edit.sites import NeuronSite, SiteLike, Where, site_of
 from sinkscope.models.origin import is_checkpoint
 from sinkscope.models.target import Target
 
@@ -88,7 +88,7 @@ class SinkPatch(NeuronEdit):
 
     KIND: ClassVar[str] = "patched"
 
-    def __post_init__(self, layer: int | None, neurons: int | Sequence[int]) -> None:
+    def __post_init__(self, layer: int | None, neurons: int | str | Sequence[int | SiteLike]) -> None:
         super().__post_init__(layer, neurons)
         checked_value(Value, self.value, "value", page=_PAGE)
         calibrated = {site_of(site): value for site, value in self.calibrated.items()}

@@ -17,6 +17,7 @@ from torch import Tensor
 from sinkscope.models.down_projections import w_out
 from sinkscope.models.experts import Experts, Routed
 from sinkscope.models.hooks import first_tensor, on_input, on_output
+from sinkscope.models.linear import brought
 from sinkscope.models.norms import norms_of
 from sinkscope.models.target import NOT_READ, Entering, Target
 
@@ -79,7 +80,8 @@ def view_layer(
         experts = target.experts(layer)
         routed = experts.routed(args, kwargs)
         parts["routing"] = pick(routed.weight)
-        parts["post"] = _expert_activations(experts, routed, chosen)
+        with brought(experts.module):
+            parts["post"] = _expert_activations(experts, routed, chosen)
 
     hooks = [*target.on_mlp(layer, keep("mlp"))]
     if not target.is_mixture(layer):
@@ -172,10 +174,11 @@ def columns(target: Target, layer: int, neurons: Int[Tensor, " k"]) -> Float[Ten
     count = target.n_experts(layer)
     experts = (neurons // target.d_mlp).clamp(max=count)
     written = torch.zeros(len(neurons), target.d_model, device=neurons.device)
-    for expert in experts.unique().tolist():
-        own = experts == expert
-        numbers = (neurons[own] - expert * target.d_mlp).tolist()
-        written[own] = w_out(target, layer, numbers, None if expert == count else expert).to(neurons.device)
+    with target.loaded(layer):
+        for expert in experts.unique().tolist():
+            own = experts == expert
+            numbers = (neurons[own] - expert * target.d_mlp).tolist()
+            written[own] = w_out(target, layer, numbers, None if expert == count else expert).to(neurons.device)
     return written
 
 

@@ -32,6 +32,7 @@ from sinkscope.kv.pieces import generate_in_pieces
 from sinkscope.kv.session import Session
 from sinkscope.lines.head_lines import HeadLines
 from sinkscope.lines.serve.saved import SavedTurn, read_conversation, write_conversation
+from sinkscope.models.call_cache import CACHE_NAMES
 from sinkscope.models.checks import check_length, end_ids
 from sinkscope.models.config import float32_by_default
 from sinkscope.models.inputs import read_row
@@ -45,7 +46,7 @@ _SET_BY_US = (
     "inputs",
     "inputs_embeds",
     "attention_mask",
-    "past_key_values",
+    *CACHE_NAMES,
     "use_cache",
     "cache_implementation",
     "generation_config",
@@ -298,7 +299,7 @@ class Conversation:
                 target.hf,
                 ids,
                 attention_mask=torch.ones_like(ids),
-                past_key_values=cache,
+                cache=cache,
                 max_new_tokens=max_new_tokens,
                 fixed=gold is not None,
                 **settings,

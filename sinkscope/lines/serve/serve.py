@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Annotated, Any
@@ -78,9 +79,10 @@ class LoopServe(SparsePrompts):
             there.
         seed: Seed for drawing queries. Draws also depend on the layer and on the lengths of prompt and context, so they
             differ between the turns of a conversation.
-        begin: Number of first tokens that all queries see. 1 in the paper.
-        local: Number of latest tokens that a query sees, including itself. 1 in the paper. With fewer, a head that
-            mostly attends to the first token may lose its neighbours, because the first token alone holds alpha.
+        begin: Number of first tokens that all queries see. Ours; algorithm 5 begins with two empty sets.
+        local: Number of latest tokens that a query sees, including itself. Ours; without it, a head that mostly attends
+            to the first token may lose its neighbours, because the first token alone holds alpha. It is at least 1,
+            because a query without any key has no attention.
         sharp: Lines on which the attention is at least this dense are taken even if alpha is reached (`select_lines`).
             None in the paper: a row may then lose a key that holds all its attention.
         checked: Number of queries outside the sample that are checked for a single sought key, which is then kept
@@ -107,7 +109,7 @@ class LoopServe(SparsePrompts):
     shortest: Whole = 2048
     dense_above: Annotated[float, Field(ge=0)] | None = None
     seed: int = 0
-    begin: Natural = 4
+    begin: Whole = 4
     local: Natural = 16
     sharp: Annotated[float, Field(gt=0)] | None = 0.1
     checked: Whole = 64
@@ -122,6 +124,9 @@ class LoopServe(SparsePrompts):
     def paper(cls, budget: int | float = 1024, **changed: Any) -> LoopServe:
         """The paper's algorithm 5 with the paper's settings; values given here override them.
 
+        Every head is computed along its lines, however many these are, on every device. Of what algorithm 5 chooses,
+        only the main diagonal is added, so that each query has a key.
+
         Args:
             budget: As for the plain constructor.
             changed: Other fields to set.
@@ -131,7 +136,7 @@ class LoopServe(SparsePrompts):
             'faithful'
         """
         printed: dict[str, Any] = {"alpha": 0.955, "dense_rows": 0, "variant": "faithful", "shortest": 0}
-        printed |= {"begin": 1, "local": 1, "sharp": None, "checked": 0}
+        printed |= {"begin": 0, "local": 1, "sharp": None, "checked": 0, "dense_above": math.inf}
         return cls(budget, **(printed | changed))
 
     @property

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from sinkscope.models.checkpoints.checkpoint import SafetensorsSource, read_header, weight_files
 from sinkscope.models.config import read_checkpoint_json
+from sinkscope.models.linear import brought
 
 _FILE_BYTES = 1 << 20  # weights of files that are read, as far as every tensor gives some
 _LIVE_BYTES = 1 << 24  # weights of a live model, which are in memory: a small one is read whole
@@ -44,7 +45,11 @@ def _of_model(model: Any) -> str:
     share = _share(len(parameters), _LIVE_BYTES)
     parts: dict[str, Any] = {}
     for name, parameter in parameters.items():
-        parts[name] = str(parameter.dtype), list(parameter.shape), _parameter_digest(parameter, share)
+        path, _, attribute = name.rpartition(".")
+        module = model.get_submodule(path)
+        with brought(module):
+            digest = _parameter_digest(getattr(module, attribute), share)
+        parts[name] = str(parameter.dtype), list(parameter.shape), digest
     return _digest(model.config.to_dict(), parts)
 
 
@@ -79,6 +84,10 @@ def _parameter_digest(parameter: Tensor, share: int) -> str:
     """Digest of the middle of a parameter; empty if its weights are elsewhere."""
     if parameter.is_meta:
         return ""
+    if hasattr(parameter, "__tensor_flatten__"):  # quantised: it is made of tensors
+        quantised: Any = parameter
+        names, _ = quantised.__tensor_flatten__()
+        return " ".join(_parameter_digest(getattr(quantised, name), share) for name in names)
     part = parameter.detach()
     while part.ndim > 1 and not part.is_contiguous():  # it is not worth a copy
         part = part[len(part) // 2]

@@ -16,6 +16,7 @@ from sinkscope.models.config import first_line
 from sinkscope.models.stack import DRAFT, first_of_kinds, kind_of, stack_of
 from sinkscope.models.target import Target
 from sinkscope.opening.inference.infer import infer
+from sinkscope.opening.inference.positions import positions_problem
 from sinkscope.opening.inference.probe import probe, token_ids
 from sinkscope.opening.inference.sample import has_same_parts, is_wide, sample_of
 from sinkscope.opening.inference.sums import unproved_sites
@@ -31,7 +32,7 @@ class _Known:
     adapter: Adapter
 
 
-_KNOWN: dict[str, _Known] = {}  # by the configuration of the model
+_KNOWN: dict[tuple[type, str], _Known] = {}  # by the class and the configuration of the model
 
 
 def adapter_of(target: Target, *, proves: bool = True) -> Adapter:
@@ -61,6 +62,7 @@ def adapter_of(target: Target, *, proves: bool = True) -> Adapter:
         target = Target(sample, sample, "hf", DRAFT)
     with _evaluating(target.hf):
         adapter = row or inferred_adapter(target.hf)
+        _check_positions(replace(target, adapter=adapter))
         adapter = _with_sites(replace(target, adapter=adapter), first_of_kinds(replace(target, adapter=adapter)))
         _KNOWN[key] = _Known(row, adapter)
         if proves and row is None:
@@ -120,6 +122,34 @@ def inferred_adapter(hf: Any) -> Adapter:
         raise
 
 
+def _check_positions(target: Target) -> None:
+    """Refuse a model on which hooks would count positions wrong; a narrow one of its class is called where it can be.
+
+    Raises:
+        UnsupportedError: They would.
+    """
+    models = [target.hf]
+    with suppress(Exception):  # sizes may depend on each other
+        narrow = sample_of(target.hf, max(_kinds_of(target.hf)) + 1, is_narrow=True)
+        if type(narrow) is type(target.hf):
+            models.insert(0, narrow)
+    for model in models:
+        called = replace(target, model=model, hf=model)
+        try:
+            problem = positions_problem(called, token_ids(called, _LENGTH))
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception:  # it does not generate
+            continue
+        if problem is not None:
+            raise UnsupportedError(
+                f"positions cannot be counted in {target.name}: {problem}; rename that argument, or install the "
+                "versions in constraints.txt",
+                page="unsupported-model",
+            )
+        return
+
+
 def _layers_of(hf: Any) -> list[nn.Module]:
     return list(hf.get_submodule(stack_of(hf)).children())
 
@@ -160,9 +190,9 @@ def prove(target: Target, *, every_layer: bool = True) -> None:
     )
 
 
-def _key(hf: Any) -> str:
+def _key(hf: Any) -> tuple[type, str]:
     """What models of one class and configuration have in common."""
     config = hf.config.to_dict()
     for name in ("_name_or_path", "transformers_version", "dtype", "architectures"):
         config.pop(name, None)
-    return f"{type(hf).__name__} {sorted(config.items(), key=str)}"
+    return type(hf), str(sorted(config.items(), key=str))

@@ -29,6 +29,7 @@ from sinkscope.models.norms import norms_of
 from sinkscope.models.stack import kind_of
 from sinkscope.models.target import LayerInput, Target
 from sinkscope.opening.inference.passing import Passing
+from sinkscope.opening.inference.positions import positions_problem
 from sinkscope.tap.call import Attention
 from sinkscope.tap.observers import attention_rows
 from sinkscope.tap.stock import configs_of, eager
@@ -112,6 +113,8 @@ def probe(target: Target, *, every_layer: bool = True) -> ProbeReport:
             middle = len(target.layers) // 2
             if not begins_at(target, middle, len(target.layers) - 1):
                 raise _WrongError(f"a pass that begins at layer {middle} does not end as the whole pass does")
+        if every_layer and target.resident and target.kind != "hf":  # a plain model was checked where it was opened
+            report.problem = positions_problem(target, token_ids(target, _LENGTH))
         _measure_attention(report, target)
     except (MemoryError, torch.OutOfMemoryError):
         raise

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -15,11 +13,10 @@ import torch
 from pydantic import Field
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.files.output import write_atomic
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.hooks.edit.decode import greedy
 from sinkscope.hooks.edit.quantize import Quantize
-from sinkscope.measure import Output, Result, ScanPart, Setup, Whole, measurement
+from sinkscope.measure import Result, ScanPart, Setup, Whole, measurement
 from sinkscope.measure.evidence import Evidence, percent_pair
 from sinkscope.models.target import Target
 from sinkscope.results.notation import neuron_names, word_list
@@ -33,7 +30,6 @@ from sinkscope.sinks.precision.exact import (
     Sink,
     compared_layers,
     comparisons,
-    down_projections,
     has_experts,
 )
 from sinkscope.sinks.precision.rounded import Rounded, Texts
@@ -104,9 +100,6 @@ class Precision(Result):
         place: The words for the places of the sink; empty if there is none.
         neurons: The neurons that make its spikes.
         layers: The layers that build them.
-        projections: Names of the down projections of `layers`.
-        stack: Name of the list of layers.
-        prefix: Tokens to put before every text: those of later places, and the one that texts begin with.
     """
 
     percent = ("regained", "margin", "random")
@@ -120,9 +113,6 @@ class Precision(Result):
     place: str
     neurons: tuple[tuple[int, ...], ...]
     layers: tuple[int, ...]
-    projections: tuple[str, ...]
-    stack: str
-    prefix: tuple[int, ...]
 
     @property
     def costs(self) -> list[Kept]:
@@ -208,34 +198,6 @@ def draw(result: Precision) -> go.Figure:
     return figure_of(fig.update_yaxes(tickformat=".0%"), result, width=1300, height=520, legend=-0.5, bottom=200)
 
 
-def write_recipe(result: Precision, path: str) -> None:
-    """Write a recipe of llm-compressor whose `ignore` lists what is worth it; JSON, which is also YAML."""
-    ignore = ["lm_head"]
-    for scheme in result.costliest:
-        best = None
-        if ACTIVATIONS in SCHEMES[scheme]:
-            best = result.best(scheme, PROJECTIONS, *LAYERS)
-        if best is not None and best.kept == PROJECTIONS:
-            ignore += result.projections
-        else:
-            ignore += [rf"re:{re.escape(result.stack)}\.{layer}\." for layer in result.exact_layers(best)]
-    modifier = {"targets": ["Linear"], "scheme": "W8A8", "ignore": list(dict.fromkeys(ignore))}
-    recipe = {"quant_stage": {"quant_modifiers": {"QuantizationModifier": modifier}}}
-    write_atomic(path, json.dumps(recipe, indent=2) + "\n")
-
-
-def write_vllm(result: Precision, path: str) -> None:
-    """Write options with which vLLM rounds keys and values to 4 bits, but in the layers where it is worth it not to."""
-    layers = result.exact_layers(result.best("kv4", *LAYERS))
-    options = {"kv-cache-dtype": "int4_per_token_head", "kv-cache-dtype-skip-layers": [str(layer) for layer in layers]}
-    write_atomic(path, json.dumps(options, indent=2) + "\n")
-
-
-def write_prefix(result: Precision, path: str) -> None:
-    """Write the ids of the prefix, as a list in JSON."""
-    write_atomic(path, json.dumps(result.prefix) + "\n")
-
-
 @measurement(
     group="Sinks",
     order=6,
@@ -244,11 +206,6 @@ def write_prefix(result: Precision, path: str) -> None:
     figure=draw,
     loading="whole",
     quick={"schemes": ["a8-tensor"], "pieces": 3, "length": 16, "new": 0},
-    outputs=[
-        Output("recipe", "Write a recipe of llm-compressor, with what it is to ignore.", write_recipe, word="Recipe"),
-        Output("vllm", "Write options of vLLM, with the layers that it is to skip.", write_vllm, word="Options"),
-        Output("prefix", "Write the ids of a prefix as in PrefixQuant.", write_prefix, word="Prefix"),
-    ],
 )
 def precision(
     setup: Setup,
@@ -273,7 +230,7 @@ def precision(
         new: Tokens that the model writes behind half of each piece, to see how much it repeats; 0 leaves this out.
 
     Example:
-        sinkscope precision --model llama-2-7b --recipe recipe.yaml --vllm vllm.yaml
+        sinkscope precision --model llama-2-7b --html precision.html
     """
     target = setup.target
     sink = Sink.of(find_sinks.on(setup))
@@ -306,7 +263,6 @@ def precision(
         raise UnsupportedError(
             f"{target.name} is a mixture of experts, of which only keys and values can be rounded: give --scheme kv8"
         )
-    start = () if setup.bos is None else (setup.bos,)
     return Precision(
         rounded=tuple(rounded),
         perplexity=texts.exact.perplexity,
@@ -315,9 +271,6 @@ def precision(
         place=str(sink.place or ""),
         neurons=sink.neurons,
         layers=sink.layers,
-        projections=() if has_experts(target) else tuple(down_projections(target, sink.layers)),
-        stack=target.adapter.layers,
-        prefix=(*sink.prefix(ids), *start),
     )
 
 

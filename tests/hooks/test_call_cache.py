@@ -1,0 +1,129 @@
+"""Whatever a model calls its cache, positions go on where the prompt ended; under an unknown name, nothing acts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from organisms.decoders import decoder
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, LlamaModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+import sinkscope as ss
+from sinkscope.errors import UnsupportedError
+from sinkscope.models.call_cache import CACHE_NAMES, bridge_hooks, by_name, cache_argument, cache_in, with_cache
+
+IDS = torch.randint(3, 64, (1, 12), generator=torch.Generator().manual_seed(5))
+NEW = 6
+
+
+def named(name: str, *, positional: bool = False) -> LlamaForCausalLM:
+    """A Llama whose decoder takes its cache by a name, or as the fourth argument."""
+    parameters = f"self, input_ids=None, attention_mask=None, position_ids=None, {name}=None, use_cache=None"
+    call = f"LlamaModel.forward(self, input_ids, attention_mask, position_ids, {name}, use_cache=use_cache)"
+    scope = {"LlamaModel": LlamaModel}
+    exec(f"def forward({parameters}):\n    return {call}", scope)
+
+    class Decoder(LlamaModel):
+        forward = scope["forward"]
+
+    class Named(LlamaForCausalLM):
+        def __init__(self, config):
+            super().__init__(config)
+            self.model = Decoder(config)
+
+        def forward(self, input_ids=None, attention_mask=None, position_ids=None, use_cache=None, **given):
+            given = {name: cache_in(given)}
+            if positional:
+                out = self.model(input_ids, attention_mask, position_ids, given[name], use_cache)
+            else:
+                out = self.model(input_ids, attention_mask, position_ids, use_cache=use_cache, **given)
+            return CausalLMOutputWithPast(logits=self.lm_head(out[0]), **cache_argument(stock(), cache_in(out)))
+
+    torch.manual_seed(3)
+    return Named(config()).eval()
+
+
+def config() -> LlamaConfig:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaConfig(vocab_size=64, bos_token_id=1, eos_token_id=None, pad_token_id=0, **sizes)
+
+
+def stock() -> LlamaForCausalLM:
+    torch.manual_seed(3)
+    return LlamaForCausalLM(config()).eval()
+
+
+def generated(model) -> list[int]:
+    options = {"max_new_tokens": NEW, "do_sample": False}
+    return model.generate(IDS, attention_mask=torch.ones_like(IDS), **options)[0].tolist()
+
+
+@pytest.mark.parametrize("positional", [False, True], ids=["by name", "by place"])
+@pytest.mark.parametrize("name", CACHE_NAMES)
+def test_positions_go_on_and_policies_act_whatever_the_cache_is_called(name, positional):
+    model, plain = named(name, positional=positional), stock()
+    model.load_state_dict(plain.state_dict())
+    for position in (0, IDS.shape[1] + 2):
+        with ss.Ablate(layer=1, neurons=[3], positions=position).on(model) as run:
+            generated(model)
+        assert [event.position for event in run.events] == [position]
+    for edit in (ss.H2O(8), ss.StreamingLLM(8)):
+        with edit.on(plain) as expected:
+            text = generated(plain)
+        with edit.on(model) as run:
+            assert generated(model) == text
+        assert run.usage == expected.usage and run.usage
+
+
+@pytest.mark.parametrize("positional", [False, True], ids=["by name", "by place"])
+def test_a_cache_by_an_unknown_name_is_refused(positional):
+    expected = (
+        r"3 calls while it generates end at positions \[8, 9, 10\], and are counted to \[8, 0, 0\]: "
+        r"Decoder.forward does not take its cache as cache or past_key_values; rename that argument"
+    )
+    for _ in range(2):  # also the second time
+        with pytest.raises(UnsupportedError, match=expected):
+            ss.Ablate(layer=1, neurons=[3], positions=0).on(named("memory", positional=positional))
+
+
+def test_positions_go_on_where_the_first_layer_keeps_a_state():
+    model = decoder("minimax")
+    with ss.Add(torch.ones(64), "blocks.1.hook_resid_post", positions=IDS.shape[1] + 1).on(model) as run:
+        generated(model)
+    assert [event.step for event in run.events] == [2]
+
+
+def test_a_bridge_keeps_what_it_has_read():
+    plain, bridge = ss.load(backend="hf"), ss.load(backend="bridge")
+    inner = bridge.original_model
+    with torch.no_grad():
+        whole = plain(input_ids=IDS).logits[:, -1]
+        for hooked in (True, False):
+            if not hooked:  # as TransformerLens makes it
+                for module, _, _ in bridge_hooks(bridge):
+                    module._forward_pre_hooks.clear()
+            with ss.Ablate(layer=1, neurons=[3], positions=99).on(bridge):
+                read = cache_in(inner(input_ids=IDS[:, :-1], use_cache=True))
+                step = inner(input_ids=IDS[:, -1:], **cache_argument(inner, read)).logits[:, -1]
+            assert read.get_seq_length() == IDS.shape[1]
+            assert torch.allclose(step, whole, atol=1e-3)
+
+
+def test_the_argument_is_replaced_where_it_is():
+    model, old, new = stock(), DynamicCache(), DynamicCache()
+    ours = next(iter(cache_argument(model, new)))
+    assert by_name(model, (IDS, None, None, old), {}) == {
+        "input_ids": IDS, "attention_mask": None, "position_ids": None, ours: old
+    }  # fmt: skip
+    assert with_cache(model, {"cache": None}, new) == {"cache": new}
+    assert with_cache(model, {"past_key_values": old, "use_cache": True}, new)["past_key_values"] is new
+    assert with_cache(model, {"use_cache": True}, new) == {"use_cache": True, ours: new}
+    assert cache_in({"cache": old, "past_key_values": new}) is old  # as transformers reads it
+
+
+def test_no_other_file_names_the_argument():
+    package = Path(ss.__file__).parent
+    named_in = [path.name for path in package.rglob("*.py") if "past_key_value" in path.read_text(encoding="utf-8")]
+    assert named_in == ["call_cache.py"]
