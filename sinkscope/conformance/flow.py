@@ -90,7 +90,7 @@ class Outcome:
         bytes: What the cache held after each call.
         lengths: What the cache said of its length after each call.
         rotated_again: Whether keys were handed out that were never written.
-        mixed: Whether a key was handed out with the values of another token.
+        mixed: The kv heads in which a key was handed out with the values of another token.
     """
 
     logits: Logits
@@ -98,7 +98,7 @@ class Outcome:
     bytes: list[int] = field(default_factory=list[int])
     lengths: list[int] = field(default_factory=list[int])
     rotated_again: bool = False
-    mixed: bool = False
+    mixed: set[int] = field(default_factory=set[int])
 
 
 class _Reader:
@@ -136,7 +136,8 @@ class _Reader:
             sees[:, :, start:end] = seen[:, :, None, :total]
             written = read.key_columns >= 0
             self.outcome.rotated_again |= bool((visible & ~written).any())
-            self.outcome.mixed |= bool((visible & written & (read.columns != read.key_columns)).any())
+            mixed = (visible & written & (read.columns != read.key_columns)).any(-1).any(0)
+            self.outcome.mixed.update(mixed.nonzero().flatten().tolist())
 
     def other_text(self) -> None:
         """Read something else first."""
