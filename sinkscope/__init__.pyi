@@ -49,7 +49,6 @@ from .sinks.precision.precision import precision as precision
 from .sinks.repetition.repeat import repeat as repeat
 
 __version__: str
-FINDER: str
 
 # Any other name is a measurement of another package.
 def __getattr__(name: str) -> Measurement[..., Result]: ...  # pyright: ignore[reportIncompleteStub]

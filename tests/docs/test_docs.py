@@ -21,7 +21,7 @@ import torch
 import sinkscope
 from experiments.script import run as run_script
 from sinkscope.app.cli import main
-from sinkscope.app.commands import commands
+from sinkscope.files.catalog import commands
 from sinkscope.files.envelope import known_kinds
 from sinkscope.kv import registry
 from sinkscope.models import adapters

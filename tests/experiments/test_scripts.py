@@ -301,8 +301,8 @@ CASES = {
         quick=True,
     ),
     "loopset.compare": Case(
-        "--count 24 --out {out}",
-        lambda made: len(made["result"]["detectors"]) == 9,
+        "--count 24 --out {out}/loops_compare.json",
+        lambda made: len(made["result"]["detectors"]) == 10,
         "loops_compare.json",
         quick=True,
     ),

@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
-from sinkscope.files.records import Budget, Natural, Whole, check_fields
+from sinkscope.files.records import Budget, Natural, Whole, check_fields, checked_value
 from sinkscope.hooks.edit.base import Event, Intervention, Run
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.cache_state import Moment
@@ -58,9 +58,9 @@ class LoopGuard(Intervention):
         window: Number of tokens that the monitor looks at (W).
         between: What happens between interventions. "full" removes nothing ("event-driven" in the paper), so the cache
             grows beyond the budget. "window" keeps anchors and latest tokens, so the cache always fits the budget.
-        variant: When to intervene: "repeats" for any repetition, "tolerant" for looser ones too, "full" for the paper's
-            votes, or a variant of Table 3 and others: "none" never intervenes, "always" intervenes every 200 tokens,
-            and "p1", "ttr", "cr", "stall" and "tail" each use that signal alone (`MonitorSettings.variant`).
+        variant: When to intervene: "repeats" for any exact repetition, "full" for the paper's votes, or a variant of
+            Table 3 and others: "none" never intervenes, "always" intervenes every 200 tokens, and "p1", "ttr", "cr",
+            "stall" and "tail" each use that signal alone (`MonitorSettings.variant`).
         monitor: Further monitor settings, by name (`MonitorSettings`).
         recent_window: Whether recent tokens come from the last W tokens alone, as in the paper (`Retention`). An
             intervention soon after another then keeps fewer of them.
@@ -105,6 +105,9 @@ class LoopGuard(Intervention):
 
     def __post_init__(self) -> None:
         check_fields(self)
+        checked_value(
+            Mapping[str, Any], self.monitor, "LoopGuard: monitor=", then='; give settings by name, as {"warmup": 128}'
+        )
         if "window" in self.monitor:
             raise SinkscopeError("monitor has 'window': give it as window=..., the recent window follows it")
         _ = self.settings
@@ -126,7 +129,7 @@ class LoopGuard(Intervention):
     def settings(self) -> MonitorSettings:
         """Settings of the monitor of every row."""
         settings: dict[str, Any] = {"relapse": self.window}
-        if self.variant in ("repeats", "tolerant"):
+        if self.variant == "repeats":
             settings["cooldown"] = 8  # a loop that goes on after the cut is met with more than a cut: no need to wait
         settings |= self.monitor
         return MonitorSettings.variant(self.variant, window=self.window, **settings)
@@ -352,7 +355,8 @@ class Guarding:
         for ids in (getattr(settings, "eos_token_id", None), getattr(settings, "pad_token_id", None)):
             if ids is not None:
                 ends.update(torch.as_tensor(ids).reshape(-1).tolist())
-        return GuardedRows(RowMonitors(self.settings, len(prompt), ends), prompt, prompt_ids, seen, ends)
+        monitors = RowMonitors(self.settings, len(prompt), ends, self.run.target.available_tokenizer)
+        return GuardedRows(monitors, prompt, prompt_ids, seen, ends)
 
     def _cut(self, moment: Moment, rows: GuardedRows, alarms: dict[int, Step]) -> None:
         """Cut the cache of the rows that loop, and do what else is set."""
