@@ -331,7 +331,7 @@ ELSEWHERE = {  # name -> the test that runs it
     "check_cache.presses": "",  # needs kvpress, and with it another release of transformers
     "golden.make": "test_golden.py",
     "loopguard.figure4": "test_loopguard_experiments.py",
-    "make_two_hops": "test_scripts.py",
+    "make_two_hops": "test_needle.py",
     "train_bundled": "test_bundled_model.py",
 }
 
@@ -388,12 +388,3 @@ def test_the_text_that_ships_is_what_its_script_makes(tmp_path: Path) -> None:
     for name in ("typical.txt", "LICENSE-typical.txt"):
         made = (tmp_path / name).read_text(encoding="utf-8")
         assert made[:2000] == (ROOT / "sinkscope/models/text" / name).read_text(encoding="utf-8")[:2000]
-
-
-@pytest.mark.slow
-def test_the_second_hop_that_ships_is_what_its_script_makes(tmp_path: Path) -> None:
-    run(import_module("experiments.make_two_hops").main, ["--out", str(tmp_path / "x.npz")])
-    made, ships = np.load(tmp_path / "x.npz"), np.load(ROOT / "sinkscope/models/recall/two_hops.npz")
-    assert sorted(made.files) == sorted(ships.files)
-    for name in made.files:
-        assert np.array_equal(made[name], ships[name], equal_nan=True)

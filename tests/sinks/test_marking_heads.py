@@ -13,7 +13,7 @@ import torch
 from attack_kit import text_file
 from covering import slow
 from organisms import FAMILIES, Organism, organism
-from organisms.hard import HardModel, hard
+from organisms.hard import HardModel
 from organisms.planted_places import places
 from raw_kit import inputs_edited
 from sample_results import NEURONS
@@ -70,12 +70,6 @@ def test_a_mark_that_no_head_makes_and_no_sink_at_all(tmp_path):
         none.conclusion().startswith("No MLP makes a norm spike")
         and "no attention sink in texts of" in none.conclusion()
     )
-
-
-@pytest.mark.parametrize(("name", "family"), [("no_norm", "llama"), ("no_norm", "gpt2"), ("key_bias", "qwen2")])
-def test_a_sink_without_a_spike_is_not_denied(name, family, tmp_path):
-    says = measured(hard(name, family), tmp_path, count=4).conclusion()
-    assert "No MLP makes a norm spike" in says and "heads attend to the first token, see `circuit`" in says
 
 
 def test_replacement_equals_an_edited_pass_over_the_text(monkeypatch):
