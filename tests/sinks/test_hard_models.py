@@ -42,7 +42,7 @@ ALSO = {"embedding_spike": {"token embedding"}}  # what else carries it: there t
 def options_of(h: HardModel, folder: Path) -> dict[str, Any]:
     """The options of a measurement in the model's own words."""
     text = folder / "text.txt"
-    text.write_text(h.text(40 if h.name in UNSEEN else 6), encoding="utf-8")
+    text.write_text(h.text(40 if h.truth.share < 1 or h.truth.length else 6), encoding="utf-8")
     return {"tokenizer": h.tokenizer, "text": text, "bos": None if h.truth.bos else False}
 
 
