@@ -31,7 +31,6 @@ from .views import Probe, scale_norm, views
 
 Site = tuple[int, ...]
 Head = tuple[int, int]  # (layer, query head)
-Marking = tuple[tuple[int, tuple[int, ...]], ...]  # (layer, query heads)
 Rows = tuple[Tensor, Tensor]  # what a neuron reads: by its gate, by its up factor
 
 ALL = ("llama", "gemma2", "gpt2", "neox", "mixtral")
@@ -55,7 +54,6 @@ class HardTruth:
         later: ids of tokens that are sinks wherever they stand, and the neurons that make the spike of each (or none).
         shared_dims: residual dimensions that are massive on every token.
         reading: (layer, query head) planted to attend to the first token.
-        marking: (layer, query heads) that mark the first token.
         bos_only: without BOS no first token is a spike or a sink.
         repeated: neurons that make the spike of repeated tokens, where they are others than the first token's.
         bos: texts begin with BOS.
@@ -76,7 +74,6 @@ class HardTruth:
     later: dict[int, tuple[Site, ...]] = field(default_factory=dict)
     shared_dims: tuple[int, ...] = ()
     reading: tuple[Head, ...] = ()
-    marking: Marking = ()
     bos_only: bool = False
     repeated: tuple[Site, ...] = ()
     bos: bool = True
@@ -252,9 +249,8 @@ class Build:
         """Two neurons that are no sink neurons, in any layer."""
         return self.plan.cleaner, self.plan.early_neuron
 
-    def surgeon(self, *, mark: Tensor | None = None, **changes) -> Surgeon:
-        space = self.space if mark is None else replace(self.space, mark=mark)
-        return Surgeon(replace(self.plan, **changes), space, self.views, self.probe)
+    def surgeon(self, **changes) -> Surgeon:
+        return Surgeon(replace(self.plan, **changes), self.space, self.views, self.probe)
 
     def site(self, layer: int, neuron: int, expert: int | None = None) -> Site:
         if self.plan.family.experts == 1:
@@ -277,11 +273,9 @@ class Build:
         norms = self.probe(self.views.layers[layer].block).norm(dim=-1)
         return self.plan.spike * float(norms[:, 1:].median())
 
-    def mark(self, layer: int | None = None, way: Tensor | None = None) -> Marking:
-        layer = self.plan.marking_layer if layer is None else layer
-        self.surgeon(mark=way, marking_layer=layer).mark_first()
-        heads = tuple(sorted(head for head, _, _ in self.plan.slots))
-        return () if self.views.positions is not None else ((layer, heads),)
+    def mark(self):
+        """Heads of layer 0 mark the first token; in GPT-2 its position does."""
+        self.surgeon().mark_first()
 
     def on(self, layer: int, way: Tensor, where: Tensor | None = None, threshold: float = THRESHOLD) -> Rows:
         """Rows of a neuron that is on where `way` is as large in the MLP's input as it now is at `where`."""
@@ -435,21 +429,21 @@ def _with_features(space: Space, plan: Plan, count: int) -> tuple[Space, list[Te
 # --- the kinds -----------------------------------------------------------------------------------------------------
 
 
-def spike(b: Build, marking: Marking) -> HardTruth:
+def spike(b: Build) -> HardTruth:
     """A spike that the neurons of the sink layer make, and that nothing reads."""
     layer = b.at
-    return HardTruth(True, False, None, layer, (b.sites(),), step_up=(layer,), marking=marking)
+    return HardTruth(True, False, None, layer, (b.sites(),), step_up=(layer,))
 
 
-def sink(b: Build, way: Tensor, marking: Marking, layers: Iterable[int] | None = None, **more) -> HardTruth:
+def sink(b: Build, way: Tensor, layers: Iterable[int] | None = None, **more) -> HardTruth:
     """A spike along `way` that heads of `layers` now come to read."""
     reading = b.read(b.behind if layers is None else layers, way)
-    return replace(spike(b, marking), sink=True, carried_by="spike", reading=reading, **more)
+    return replace(spike(b), sink=True, carried_by="spike", reading=reading, **more)
 
 
 def textbook(b: Build, **more) -> HardTruth:
-    marking = b.mark()
-    return sink(b, b.surgeon().make_sink(), marking, **more)
+    b.mark()
+    return sink(b, b.surgeon().make_sink(), **more)
 
 
 def read_by_later(b: Build, carrier: str, way: Tensor, **more) -> HardTruth:
@@ -459,8 +453,8 @@ def read_by_later(b: Build, carrier: str, way: Tensor, **more) -> HardTruth:
 
 def read_mark(b: Build, **more) -> HardTruth:
     """Later heads read the mark of the first token itself."""
-    marking = b.mark()
-    return read_by_later(b, "mark" if marking else "position embedding", b.space.mark, marking=marking, **more)
+    b.mark()
+    return read_by_later(b, "mark" if b.plan.by_heads else "position embedding", b.space.mark, **more)
 
 
 @_kind(*ALL, "mistral", "qwen2", "qwen3", "qwen3_moe", "gpt_oss")
@@ -472,14 +466,15 @@ def _plain(b: Build) -> HardTruth:
 @_kind(*ALL, layers=(28, 30), behind=(11, 12), thin=True, count=1, spike=42.0)
 def _small_stages(b: Build) -> HardTruth:
     """Layers 1 and 2 add 2.7 % each at right angles to what the heads read; the real layer is far behind."""
-    marking, deep = b.mark(), b.at
+    b.mark()
+    deep = b.at
     size, way = b.size(deep), b.way
     before = {layer: b.const(layer) for layer in (2, deep)}
     b.fire(b.space.mark, b.side, 0.027 * size, layer=1, neuron=b.spare[0])
     rows = b.steady(2, b.on(2, b.space.mark), b.side, before[2])
     b.write(rows, b.side, 0.027 * size, layer=2, neuron=b.spare[1])
     b.write(b.steady(deep, b.on(deep, b.space.mark), b.side, before[deep]), way, size)
-    return sink(b, way, marking, step_up=(1, 2, deep))
+    return sink(b, way, step_up=(1, 2, deep))
 
 
 @_kind(*ALL, spike=1.2, massive_layer=None)
@@ -498,25 +493,26 @@ def _no_norm(b: Build) -> HardTruth:
 
 @_kind(*ALL)
 def _spike_only(b: Build) -> HardTruth:
-    marking = b.mark()
+    b.mark()
     b.surgeon().make_sink()
-    calm(b, marking)
-    return spike(b, marking)
+    calm(b, marked=True)
+    return spike(b)
 
 
 @_kind(*ALL, count=2)
 def _redundant_pair(b: Build) -> HardTruth:
     """Each of the neurons suffices; in Gemma 2 the norm after the MLP even keeps the spike's size."""
-    marking = b.mark()
+    b.mark()
     b.fire(b.space.mark, b.way, b.size(b.at), ballast=8.0)
     b.copy(*b.plan.neurons)
-    return sink(b, b.way, marking)
+    return sink(b, b.way)
 
 
 @_kind(*ALL, layers=(6, 8), behind=(3, 4), count=1)
 def _backup_next(b: Build) -> HardTruth:
     """A neuron of the next layer does the same where there is no spike yet; it is planted before the other one."""
-    marking, size, neuron = b.mark(), b.size(b.at), b.spare[0]
+    b.mark()
+    size, neuron = b.size(b.at), b.spare[0]
     site = b.fire(b.space.mark, b.way, size, layer=b.at + 1, neuron=neuron)
     view, expert = b.views.layers[b.at + 1], site[1] if len(site) == 3 else 0
     column = view.down[expert, neuron]
@@ -525,7 +521,7 @@ def _backup_next(b: Build) -> HardTruth:
     b.fire(b.space.mark, b.way, size)
     column.copy_(saved)
     view.gate[expert, neuron] -= 12.0 * b.full(b.at + 1, b.way)
-    return sink(b, b.way, marking, range(b.at + 2, b.plan.n_layers), sets=(b.sites() | {site},))
+    return sink(b, b.way, range(b.at + 2, b.plan.n_layers), sets=(b.sites() | {site},))
 
 
 @_kind(*ALL)
@@ -565,19 +561,19 @@ def _embedding_spike(b: Build) -> HardTruth:
     return read_by_later(b, "spike", b.way, spike=True, bos_only=True)
 
 
-def write_by_heads(b: Build, way: Tensor) -> Marking:
+def write_by_heads(b: Build, way: Tensor):
     """The heads of layer 0 that mark the first token also write a spike of the usual size along `way`."""
-    marking, layer, size = b.mark(), b.views.layers[0], b.size(0)
+    b.mark()
+    layer, size = b.views.layers[0], b.size(0)
     for head, _, slot in b.plan.slots:
         layer.o[head, slot] += size * way
-    return marking
 
 
 @_kind("llama", "neox", "mixtral", odds=1e4)
 def attention_spike(b: Build) -> HardTruth:
     """Heads of layer 0 write the spike themselves; no MLP has a part in it."""
-    marking = write_by_heads(b, b.way)
-    return read_by_later(b, "spike", b.way, spike=True, marking=marking)
+    write_by_heads(b, b.way)
+    return read_by_later(b, "spike", b.way, spike=True)
 
 
 @_kind(*ALL, layers=(7, 8), behind=(4, 5))
@@ -592,13 +588,14 @@ def _rise_and_fall(b: Build) -> HardTruth:
 @_kind(*PLAIN, count=1)
 def _many_decoys(b: Build) -> HardTruth:
     """Twenty pairs of neurons write more than the sink neuron does, and each pair cancels."""
-    marking, rows, size = b.mark(), b.on(b.at, b.space.mark), b.size(b.at)
+    b.mark()
+    rows, size = b.on(b.at, b.space.mark), b.size(b.at)
     b.write(rows, b.way, size)
     free = [n for n in range(b.plan.d_mlp) if n not in b.plan.busy_neurons]
     for plus, minus in zip(free[:20], free[20:40], strict=True):
         b.write(rows, b.side, 1.1 * size, neuron=plus)
         b.copy(plus, minus, -1.0)
-    return sink(b, b.way, marking)
+    return sink(b, b.way)
 
 
 @_kind(*ALL)
@@ -643,9 +640,9 @@ def _sharp(b: Build) -> HardTruth:
     return HardTruth(False, False, None)
 
 
-def calm(b: Build, marking: Marking = ()):
+def calm(b: Build, marked: bool = False):
     """Draw the queries of heads anew that by chance attend to the first token; those that mark it stay."""
-    stay = [[layer, head] for layer, heads in marking for head in heads]
+    stay = [[0, head] for head, _, _ in b.plan.slots if marked and b.plan.by_heads]
     for turn in range(20):
         places = [
             place
@@ -678,10 +675,11 @@ def attentions(model: PreTrainedModel, ids: Tensor) -> Tensor:
 @_kind("qwen2_moe", count=2)
 def _moe_both(b: Build) -> HardTruth:
     """A routed and a shared neuron, each of which suffices."""
-    marking, rows, size = b.mark(), b.on(b.at, b.space.mark), b.size(b.at)
+    b.mark()
+    rows, size = b.on(b.at, b.space.mark), b.size(b.at)
     routed, neuron = b.views.layers[b.at], b.plan.neurons[1]
     one = b.write(rows, b.way, size)
     b.views.layers[b.at] = routed.shared
     b.write(rows, b.way, size, neuron=neuron, expert=0)
     b.views.layers[b.at] = routed
-    return sink(b, b.way, marking, sets=(frozenset({one, (b.at, neuron)}),))
+    return sink(b, b.way, sets=(frozenset({one, (b.at, neuron)}),))

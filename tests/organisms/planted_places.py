@@ -66,7 +66,7 @@ def _convolution_marks(b: Build) -> HardTruth:
     conv.conv.weight[3] = torch.tensor([-0.5, -0.5, 1.0])
     conv.out_proj.weight[:, 3] = MARK * b.space.mark
     b.fire(b.space.mark, b.way)
-    return placed(sink(b, b.way, ()), before=(), has_bos=False)
+    return placed(sink(b, b.way), before=(), has_bos=False)
 
 
 # --- what stands before a text ------------------------------------------------------------------------------
@@ -134,8 +134,9 @@ def _decoy_spike(b: Build) -> HardTruth:
 @_kind("llama", "gpt2", count=2)
 def _half_of_the_heads_each(b: Build) -> HardTruth:
     """Two neurons write a direction each, and half of the heads read each: both are needed."""
-    marking, way = b.mark(), b.space.sinks[1]
+    b.mark()
+    way = b.space.sinks[1]
     sites = b.fire(b.space.mark, b.way), b.fire(b.space.mark, way, neuron=b.plan.neurons[1])
     one, two = b.read(b.behind, b.way), b.read(b.behind, way, other=True)
-    truth = replace(spike(b, marking), sink=True, carried_by="spike")
+    truth = replace(spike(b), sink=True, carried_by="spike")
     return placed(truth, groups=(Group(one, (sites[0],)), Group(two, (sites[1],))))

@@ -22,8 +22,8 @@ _kind = kinds(PLACES, "readers ")
 # --- heads that mark ----------------------------------------------------------------------------------------
 
 
-def _copied_marking_head(b: Build) -> tuple[int, int]:
-    """A second head of layer 0 that does what the marking head of BOS does; both heads."""
+def _copied_marking_head(b: Build) -> int:
+    """A second head of layer 0 that does what the marking head of BOS does."""
     layer, ratio = b.views.layers[0], b.plan.n_heads // b.plan.n_kv
     (head,) = b.of_bos()
     other = next(one for one in range(b.plan.n_heads) if one // ratio != head // ratio)
@@ -33,7 +33,7 @@ def _copied_marking_head(b: Build) -> tuple[int, int]:
     for rows in (layer.k, layer.v, layer.k_bias, layer.v_bias):
         if rows is not None:
             rows[other // ratio] = rows[head // ratio].clone()
-    return head, other
+    return other
 
 
 @_kind("neox", "llama", count=1)
@@ -43,22 +43,23 @@ def _either_marking_head(b: Build) -> HardTruth:
     A second neuron limits the first one, so that any mark well above the threshold gives the same.
     """
     b.mark()
-    both, size, sites = _copied_marking_head(b), b.size(b.at) / 0.15, []
+    _copied_marking_head(b)
+    size, sites = b.size(b.at) / 0.15, []
     limits = (0.2, 0.8, b.plan.neurons[0], b.way), (0.35, 0.65, b.spare[0], -b.way)
     rows = [b.on(b.at, b.space.mark, threshold=threshold) for threshold, *_ in limits]
     for row, (_, share, neuron, way) in zip(rows, limits, strict=True):
         sites.append(b.write(row, way, share * size, neuron=neuron))
-    return placed(sink(b, b.way, ((0, both),), sets=(frozenset(sites),)))
+    return placed(sink(b, b.way, sets=(frozenset(sites),)))
 
 
 @_kind("neox", count=1)
 def _silent_twin(b: Build) -> HardTruth:
     """One head of layer 0 marks BOS; another attends in the same way and writes nothing."""
     b.mark()
-    head, other = _copied_marking_head(b)
+    other = _copied_marking_head(b)
     b.views.layers[0].o[other] = 0.0
     b.fire(b.space.mark, b.way)
-    return placed(sink(b, b.way, ((0, (head,)),)))
+    return placed(sink(b, b.way))
 
 
 # --- the truth of marking heads, from the plain model -------------------------------------------------------

@@ -69,9 +69,9 @@ def _late_readers(b: Build) -> HardTruth:
 def _amplified(b: Build) -> HardTruth:
     """Heads of layer 0 write a spike, and a neuron reads it and writes four times as much."""
     size = b.size(0)
-    marking = write_by_heads(b, b.way)
+    write_by_heads(b, b.way)
     b.fire(b.way, b.way, 4 * size)
-    return sink(b, b.way, marking, step_up=())
+    return sink(b, b.way, step_up=())
 
 
 def _bos_apart(b: Build, repeated_layer: int) -> HardTruth:
@@ -84,7 +84,7 @@ def _bos_apart(b: Build, repeated_layer: int) -> HardTruth:
     repeated = b.fire(b.space.mark, b.way, size, layer=repeated_layer, neuron=b.spare[0])
     b.measure_on(flagged)
     b.fire(b.flag, b.way, size)
-    return sink(b, b.way, (), range(repeated_layer + 1, b.plan.n_layers), repeated=(repeated,))
+    return sink(b, b.way, range(repeated_layer + 1, b.plan.n_layers), repeated=(repeated,))
 
 
 @_unseen("llama", "neox", "qwen3", "mixtral", marked=0.85, count=1)
