@@ -14,7 +14,6 @@ import torch
 from attack_kit import text_file
 from conclusion_kit import check_size
 from covering import covering, slow
-from intervention_kit import bridge_of, nnsight_of
 from organisms import FAMILIES, Organism, organism
 from organisms.hard import HARD, HardModel, depth, hard
 from organisms.unseen import UNSEEN
@@ -156,20 +155,6 @@ def test_streamed_layers_are_read_until_attention_agrees(tmp_path):
     h.tokenizer.save_pretrained(tmp_path / "model")
     text = str(options_of(h, tmp_path)["text"])
     assert mistakes(h, find_sinks(str(tmp_path / "model"), text=text, max_repeats=8)) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "family", "kind"),
-    [
-        ("backup_next", "mixtral", nnsight_of),
-        slow("learned_logits", "gpt_oss", bridge_of),
-    ],
-)
-def test_other_kinds_of_model(name, family, kind, tmp_path):
-    h = hard(name, family, 1)
-    result = find_sinks(kind(h.model, h.tokenizer), max_repeats=8, **options_of(h, tmp_path))
-    assert mistakes(h, result) == []
 
 
 @pytest.mark.parametrize(("name", "family"), [("token_embedding", "gpt2")])
