@@ -334,7 +334,7 @@ ELSEWHERE = {  # name -> the test that runs it
     "golden.make": "test_golden.py",
     "loopguard.figure4": "test_loopguard_experiments.py",
     "loopguard.outcome": "test_loopguard_remedies.py",
-    "loopguard.text": "",  # needs the stories of the training text
+    "loopguard.text": "test_loopguard_remedies.py",
     "make_two_hops": "test_scripts.py",
     "train_bundled": "test_bundled_model.py",
 }

@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
-from sinkscope.files.records import Budget, Natural, Whole, check_fields, checked_value
+from sinkscope.files.records import Budget, Natural, Whole, check_fields
 from sinkscope.hooks.edit.base import Event, Intervention, Run
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.cache_state import Moment
@@ -104,9 +104,6 @@ class LoopGuard(Intervention):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        checked_value(
-            Mapping[str, Any], self.monitor, "LoopGuard: monitor=", then='; give settings by name, as {"warmup": 128}'
-        )
         if "window" in self.monitor:
             raise SinkscopeError("monitor has 'window': give it as window=..., the recent window follows it")
         _ = self.settings
