@@ -30,6 +30,8 @@ def test_the_planted_mark_separates_perfectly_and_its_reader_is_found(tmp_path):
     assert plane.auroc == neuron.auroc == 1 and neuron.neuron == plan.cleaner
     assert max(abs(one.shuffled - 0.5) for one in (plane, neuron)) < 0.15
     chosen = separated(o, tmp_path, neuron=plan.cleaner)
+    drawn = {(one.name, one.xaxis): one.x for one in chosen.figure().data}
+    assert min(drawn["first", "x"]) > max(drawn["later", "x"]) and len(drawn) == 6
     assert (chosen.probes[1].neuron, chosen.probes[1].auroc) == (plan.cleaner, 1)
     other = separated(o, tmp_path, neuron=plan.cleaner + 1).probes[1]
     assert other.neuron == plan.cleaner + 1 and other.auroc < 0.9

@@ -21,6 +21,7 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import PIECE, Natural, Result, Setup, Whole, measurement
+from sinkscope.models.draws import seed_of
 from sinkscope.models.text import text_rows
 from sinkscope.results.style import figure_of
 from sinkscope.results.tables import Table
@@ -86,7 +87,8 @@ def draw(result: Separation) -> go.Figure:
     rows: Table = []
     for one in result.probes:
         for number, score in enumerate(one.score.tolist()):
-            rows.append({"score": score, "token": "later" if 2 * number >= len(one.score) else "first", **vars(one)})
+            token = "first" if 2 * number < len(one.score) else "later"
+            rows.append({"probe": one.probe, "score": score, "token": token})
     fig = px.histogram(rows, x="score", color="token", facet_col="probe", barmode="overlay", nbins=80)
     return figure_of(fig, result, width=1200, height=460)
 
@@ -113,7 +115,7 @@ def separate(
     ids = text_rows(setup.tokenizer, setup.text, pieces, PIECE, setup.bos)
     if len(ids) < FOLDS:
         raise SinkscopeError(f"there are {len(ids)} pieces of text; give at least --pieces {FOLDS}, or a longer --text")
-    generator = np.random.default_rng(setup.seed)
+    generator = np.random.default_rng(seed_of(setup.seed, "places of later tokens"))
     order = generator.permutation(len(ids) * (PIECE - CLEAR))
     _, chosen = np.unique(ids[:, CLEAR:].flatten()[order], return_index=True)  # one place of each token
     row, pos = np.divmod(order[generator.permutation(chosen)[:count]], PIECE - CLEAR)
@@ -138,7 +140,8 @@ def samples(
     """The sum of some sites at tokens that stand alone, then at the same tokens in text."""
     alone = trace(setup.target, ids[places][:, None], sites, lambda value: value[:, 0], batch_size=256)
     text = trace(setup.target, ids, sites, batch_size=32)
-    return sum(torch.cat([alone[site], text[site][places]]).float() for site in sites).numpy()
+    parts = [torch.cat([alone[site], text[site][places]]).float() for site in sites]
+    return torch.stack(parts).sum(0).numpy()
 
 
 def fitted(name: str, neuron: int | None, inputs: Float[np.ndarray, "sample d"], texts: np.ndarray, seed: int) -> Probe:
@@ -148,10 +151,17 @@ def fitted(name: str, neuron: int | None, inputs: Float[np.ndarray, "sample d"],
     if name != "plane":
         model.steps.insert(0, ("best", SelectKBest(k=1)))
         neuron = int(SelectKBest(k=1).fit(inputs, first).scores_.argmax()) if neuron is None else neuron
-    options = {"groups": texts, "cv": GroupKFold(FOLDS)}
-    areas = cross_val_score(model, inputs, first, scoring="roc_auc", **options)
-    shuffling = {"n_permutations": SHUFFLES, "random_state": seed % 2**32}
-    _, chance, _ = permutation_test_score(model, inputs, first, scoring="roc_auc", **shuffling, **options)
-    score = cross_val_predict(model, inputs, first, method="decision_function", **options)
-    neuron = None if name == "plane" else neuron
-    return Probe(name, neuron, float(areas.mean()), float(areas.std(ddof=1) / FOLDS**0.5), float(chance.mean()), score)
+    folds, draw = GroupKFold(FOLDS), seed_of(seed, "labels of first and later tokens") % 2**32
+    areas = cross_val_score(model, inputs, first, groups=texts, cv=folds, scoring="roc_auc")
+    _, chance, _ = permutation_test_score(
+        model, inputs, first, groups=texts, cv=folds, scoring="roc_auc", n_permutations=SHUFFLES, random_state=draw
+    )
+    score = cross_val_predict(model, inputs, first, groups=texts, cv=folds, method="decision_function")
+    return Probe(
+        probe=name,
+        neuron=None if name == "plane" else neuron,
+        auroc=float(areas.mean()),
+        error=float(areas.std(ddof=1) / FOLDS**0.5),
+        shuffled=float(chance.mean()),
+        score=np.round(score, 4),
+    )

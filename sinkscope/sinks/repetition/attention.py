@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from sinkscope.measure import Setup
+from sinkscope.models.draws import seed_of
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
 from sinkscope.results.notation import word_list
@@ -169,11 +170,12 @@ def cluster_members(setup: Setup, left_out: Sequence[int]) -> Int[Tensor, " toke
     sink = sink_neurons(setup)
     if not sink.neurons or not setup.target.has_attention(0):
         return torch.zeros(0, dtype=torch.long)
-    candidates = sample_tokens(vocabulary(setup.target), CANDIDATES, setup.seed)
+    candidates = sample_tokens(vocabulary(setup.target), CANDIDATES, seed_of(setup.seed, "tokens to cluster"))
     clusters = find_clusters(setup, sink.neurons, sorted(candidates), None)
     largest = clusters.tokens_of(clusters.heads[0]) if clusters is not None and clusters.heads else ()
-    others = set(largest) - {*left_out, *setup.tokenizer.all_special_ids}
-    return torch.tensor(sample_tokens(sorted(others), len(others), setup.seed), dtype=torch.long)
+    others = sorted({*largest} - {*left_out, *setup.tokenizer.all_special_ids})
+    order = sample_tokens(others, len(others), seed_of(setup.seed, "order in a cluster"))
+    return torch.tensor(order, dtype=torch.long)
 
 
 @torch.no_grad()
