@@ -178,6 +178,16 @@ def test_one_token_prompt():
     assert all(e.step == 1 and e.position == 1 for e in run.events if e.kind == "fallback")
 
 
+def test_counts_say_of_a_patch_that_changed_nothing_that_it_ran():
+    o = organism("llama", 1)
+    with patch_for(o).on(o.model) as run:
+        assert not dict(run.counts)
+        logits(o.model, o.natural(2, 12))
+        assert dict(run.counts) == {"patched": 0}
+        logits(o.model, o.repeated(2 * o.truth.repeats_expected))
+        assert run.counts["patched"] == sum(event.kind == "patched" for event in run.events) > 0
+
+
 def test_each_neuron_takes_its_calibrated_value():
     model, _, _ = loud_model()
     sites, ids = [(1, 3), (1, 11)], torch.tensor([[1, 20, 21, 22, 20]])
