@@ -115,7 +115,7 @@ def load(
         check_vocabulary(tokenizer, hf)
         check_finite(hf)
         with _in_first(layers, name):
-            adapter_of(Target(hf, hf, "hf", DRAFT), proves=False)  # before it is wrapped: inferred from plain modules
+            adapter_of(Target(hf, hf, "hf", DRAFT), proves=False)  # before it is wrapped: proposed by plain modules
             model = wrap(hf, tokenizer, backend or "bridge")
             if probe:
                 prove(target_of(model))

@@ -8,7 +8,7 @@ weights and the recomputed ones. In these passes every window, chunk and choice 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from sinkscope.models.hooks import Args, Hook, Kwargs, first_tensor, on_hidden, 
 from sinkscope.models.norms import norms_of
 from sinkscope.models.stack import kind_of
 from sinkscope.models.target import LayerInput, Target
-from sinkscope.opening.inference.passing import Passing
+from sinkscope.opening.inference.passing import Passing, rounded
 from sinkscope.opening.inference.positions import positions_problem
 from sinkscope.tap.call import Attention
 from sinkscope.tap.observers import attention_rows
@@ -187,6 +187,21 @@ def _typical_neuron(target: Target, layer: int) -> int | None:
     return None
 
 
+def measured_factors(target: Target, layer: int) -> dict[str, float]:
+    """Constants between down projections and what the MLP gives, by the adapter's fields."""
+    neuron: int | None = 0
+    if target.has_part(layer, target.adapter.down):
+        neuron = _typical_neuron(target, layer)
+    if neuron is None:
+        return {}
+    edited = _EditedLayer(target, layer, neuron)
+    with suppress(_WrongError), target.hooks(*edited.hooks()):
+        target.forward(repeat(token_ids(target, _LENGTH), "1 pos -> row pos", row=_ROWS), upto=layer)
+        edited.check_passed()
+        edited.errors()
+    return edited.factors
+
+
 class _EditedLayer:
     """Edits in one layer at one position, in rows of a batch of their own, and what passed its modules in each row.
 
@@ -201,6 +216,7 @@ class _EditedLayer:
         self.first = _TURNED if self.is_mixture else _MOVED
         self.post, self.experts, self.mlp, self.end = (Passing(_ROWS) for _ in range(4))
         self.up, self.norm, self.shared_gate = (Passing(_ROWS) for _ in range(3))
+        self.factors = dict[str, float]()  # as they would have to be
         self._expert_error = 0.0
 
     def hooks(self) -> list[Hook]:
@@ -246,17 +262,20 @@ class _EditedLayer:
             written = self.post.change(_MOVED)[:, self.neuron, None] * column.to(self.post.rows.device)
             if self.shared_gate.ran:
                 written = written * self.shared_gate.rows[_MOVED].sigmoid()
-            errors += self._errors_of_write(_MOVED, written)
+            errors += self._errors_of_write(_MOVED, written, "shared_factor" if self.is_mixture else "down_factor")
         if self.is_mixture:
             written = self.experts.change(_TURNED) * column_factor(self.target, self.layer, 0)
-            errors += self._errors_of_write(_TURNED, written)
+            errors += self._errors_of_write(_TURNED, written, "expert_factor")
         if self.up.ran:
             errors.append(self._error_of_up())
         return errors
 
-    def _errors_of_write(self, row: int, written: Float[Tensor, "pos d_model"]) -> list[float]:
+    def _errors_of_write(self, row: int, written: Float[Tensor, "pos d_model"], name: str) -> list[float]:
         """How far what arrives behind the MLP and the layer is from what is written."""
         factor = self.adapter.write_factor
+        if written.any():
+            ratio = (self.mlp.change(row) * factor * written).sum() / (written * written).sum()
+            self.factors[name] = rounded(float(ratio) * getattr(self.adapter, name))
         errors = [_relative(self.mlp.change(row) * factor, written, self.mlp.rows)]
         change = self.end.change(row)
         if self.adapter.adds:
@@ -289,8 +308,13 @@ class _EditedLayer:
         experts = experts_of(module)
         if experts is not None:
             given = first_tensor(output).flatten(0, -2).float()
-            computed = experts.output(experts.routed(args, kwargs)).float()
-            self._expert_error = _relative(given, computed, given)
+            try:
+                computed = experts.output(experts.routed(args, kwargs)).float()
+                self._expert_error = _relative(given, computed, given)
+            except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+                raise _WrongError(
+                    f"its experts ({type(module).__name__}) compute something else than an MLP each"
+                ) from None
 
     def _edit(self, passing: Passing, edit: Callable[[Tensor], None]) -> Callable[[Tensor], Tensor]:
         """A function that keeps what passes a module, of which `edit` has changed the rows at one position."""
