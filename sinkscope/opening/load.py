@@ -66,7 +66,7 @@ def load(
         quantization_config: Passed on to transformers.
         tokenizer: Tokenizer to use instead of the one stored with the weights.
         trust_remote_code: Run Python code that comes with the checkpoint.
-        probe: Check on a few tokens that edits reach the logits and that attention is recomputed correctly
+        probe: Check on a few tokens that edits do what they should and that attention is recomputed correctly
             (`sinkscope.opening.inference.probe`). Live models are not probed.
 
     Returns:

@@ -20,9 +20,8 @@ from organisms.tiny import tiny_model
 import sinkscope as ss
 from experiments.model_types import COVERING, DATA
 from sinkscope.errors import UnsupportedError
-from sinkscope.opening.inference.probe import token_ids
 from sinkscope.opening.inference.propose import propose
-from sinkscope.opening.inference.sums import unproved_sites
+from sinkscope.opening.inference.sums import layer_sums
 from sinkscope.opening.live import target_of
 
 RECORDED = json.loads(DATA.read_text())["result"]
@@ -73,7 +72,8 @@ def test_a_norm_of_a_small_residual_stream_is_no_writer(model_type):
 def _refused(model, **fields) -> set[str]:
     target = target_of(model)
     wrong = replace(target, adapter=replace(target.adapter, **fields))
-    return {name.partition(".")[2].partition(".")[2] for name in unproved_sites(wrong, token_ids(target, 4), [0])}
+    (sums,) = layer_sums(wrong, [0])
+    return set(sums.problems)
 
 
 RESIDUAL = {"hook_attn_out", "hook_resid_mid"}

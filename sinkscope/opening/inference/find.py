@@ -13,13 +13,14 @@ from torch import nn
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.adapters import Adapter, row_of, shown_row
 from sinkscope.models.config import first_line
+from sinkscope.models.passes import token_ids
+from sinkscope.models.positions import positions_problem
 from sinkscope.models.stack import DRAFT, first_of_kinds, kind_of
 from sinkscope.models.target import Target
-from sinkscope.opening.inference.positions import positions_problem
-from sinkscope.opening.inference.probe import probe, token_ids
+from sinkscope.opening.inference.probe import probe
 from sinkscope.opening.inference.propose import propose
 from sinkscope.opening.inference.sample import sample_of
-from sinkscope.opening.inference.sums import unproved_sites
+from sinkscope.opening.inference.sums import layer_sums
 
 _LENGTH = 9  # tokens of the proof
 
@@ -63,7 +64,7 @@ def adapter_of(target: Target, *, proves: bool = True) -> Adapter:
         adapter = row or propose(target.hf)
         target = replace(target, adapter=adapter)
         _check_positions(target)
-        adapter = _with_sites(target, first_of_kinds(target))
+        adapter = _with_sites(target)
         _KNOWN[key] = _Known(row, adapter)
         if proves and row is None:
             prove(replace(target, adapter=adapter), every_layer=False)
@@ -83,25 +84,20 @@ def _evaluating(hf: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _with_sites(target: Target, layers: list[int]) -> Adapter:
+def _with_sites(target: Target) -> Adapter:
     """The adapter with the sites that cannot be proved; layers of a kind share what was found in the first of it."""
-    adapter = target.adapter
-    firsts = {kind_of(target.layers[layer]): layer for layer in reversed(layers)}
+    firsts = first_of_kinds(target)
     try:
-        problems = unproved_sites(target, token_ids(target, _LENGTH), layers)
+        found = {kind_of(target.layers[sums.layer]): sums.problems for sums in layer_sums(target, firsts)}
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # the model does not run so; the probe says more
-        return replace(adapter, unproved=(("*", f"a pass raised {type(error).__name__}: {first_line(error)}"),))
-    noted = dict(adapter.unproved)
+        return replace(target.adapter, unproved=(("*", f"a pass raised {type(error).__name__}: {first_line(error)}"),))
+    noted = list[tuple[str, str]]()
     for number, layer in enumerate(target.layers):
-        checked = number if number in layers else firsts[kind_of(layer)]
-        for name, problem in problems.items():
-            if name.startswith(f"blocks.{checked}."):
-                noted[name.replace(f"blocks.{checked}.", f"blocks.{number}.", 1)] = problem
-    if noted == dict(adapter.unproved):
-        return adapter
-    return replace(adapter, unproved=tuple(sorted(noted.items())))
+        for part, problem in found[kind_of(layer)].items():
+            noted.append((f"blocks.{number}.{part}", problem))
+    return replace(target.adapter, unproved=tuple(sorted(noted)))
 
 
 def _check_positions(target: Target) -> None:
@@ -133,11 +129,11 @@ def prove(target: Target, *, every_layer: bool = True) -> None:
     """
     if target.is_elsewhere:
         return
-    problem = probe(target, every_layer=every_layer).problem
-    adapter, key = target.adapter, _key(target.hf)
+    report = probe(target, every_layer=every_layer)
+    problem, adapter, key = report.problem, target.adapter, _key(target.hf)
     if problem is None:
         if every_layer and target.resident:
-            adapter = _with_sites(target, list(range(len(target.layers))))
+            adapter = replace(adapter, unproved=tuple(sorted(report.unproved.items())))
             _KNOWN[key] = _Known(row_of(target.hf.config.model_type), adapter)
         return
     known = _KNOWN.pop(key, None)

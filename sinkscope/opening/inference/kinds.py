@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sinkscope.models.adapters import PATHS, Adapter
+from sinkscope.models.passes import begins_at
 from sinkscope.models.stack import NotInferredError
 from sinkscope.models.target import Target
 from sinkscope.opening.inference.names import POSITIONS
-from sinkscope.opening.inference.probe import begins_at
 
 Fields = dict[str, str | bool | float | None]
 """What was found of a layer, by the fields of an adapter."""
@@ -60,7 +60,8 @@ def common_adapter(target: Target, kinds: list[Kind]) -> Adapter:
         raise NotInferredError("no MLP was found in its layers")
     layer = max(kinds[-1].number, 1)  # one of another kind than the first may read what that has kept
     settings["from_any_layer"] = layer < len(target.layers) and begins_at(target, layer, layer)
-    has_positions = any(hasattr(module, name) for module in target.base.modules() for name in POSITIONS)
+    embeddings = target.hf.get_submodule(target.adapter.embed.rpartition(".")[0])
+    has_positions = any(hasattr(embeddings, name) for name in POSITIONS)
     return replace(target.adapter, **settings, absolute_positions=has_positions)
 
 

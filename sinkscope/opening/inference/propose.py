@@ -26,11 +26,11 @@ from sinkscope.models.config import first_line
 from sinkscope.models.experts import experts_of
 from sinkscope.models.hooks import Hook, on_input
 from sinkscope.models.linear import input_width
+from sinkscope.models.passes import token_ids
 from sinkscope.models.stack import DRAFT, NotInferredError, first_of_kinds, not_inferred, stack_path
 from sinkscope.models.target import Target
 from sinkscope.opening.inference import names
 from sinkscope.opening.inference.kinds import Fields, Kind, common_adapter
-from sinkscope.opening.inference.probe import measured_factors, token_ids
 from sinkscope.opening.inference.sums import LayerSums, layer_sums
 from sinkscope.tap.call import Attention
 from sinkscope.tap.stock import eager
@@ -123,12 +123,14 @@ def _kind(target: Target, layer: int, call: Attention | None) -> Kind:
     attention = parts.attention(call)
     if attention.get("attn") != fields.get("mlp"):
         fields |= attention
-    for _ in range(2):  # again, because one choice may hide another
-        for sites, ways in parts.choices(fields).items():
+    choices = parts.choices(fields)
+    for ways in choices.values():
+        fields |= ways[0]
+    sums, _ = _best(target, layer, fields, (), [{}])
+    for sites, ways in [*choices.items(), *choices.items()]:  # again, because one choice may hide another
+        if sums.problems:
             sums, way = _best(target, layer, fields, sites, ways)
             fields |= way
-        if not sums.problems:
-            break
     if "attn.hook_z" in sums.problems:
         fields["o"] = None
     if "hook_attn_out" not in sums.problems:
@@ -136,8 +138,7 @@ def _kind(target: Target, layer: int, call: Attention | None) -> Kind:
     if "mlp" in fields:
         adds = "hook_mlp_out" not in sums.problems and not parts.has_buffers
         fields |= {"adds": adds, "write_factor": sums.factors["write_factor"] if adds else 1.0}
-        adapter = replace(target.adapter, **{**_NOWHERE, **fields})
-        fields |= measured_factors(replace(target, adapter=adapter), layer)
+        fields |= sums.edits.factors
     return Kind(layer, frozenset(parts.modules) - {""}, fields)
 
 
@@ -147,7 +148,7 @@ def _best(
     """The first way for which the sums of some sites hold, or else the last one."""
     for way in ways:
         of_way = replace(target, adapter=replace(target.adapter, **{**_NOWHERE, **fields, **way}))
-        (sums,) = layer_sums(of_way, token_ids(target, _LENGTH), [layer], measures=True)
+        (sums,) = layer_sums(of_way, [layer], measures=True)
         if not any(site in sums.problems for site in sites):
             break
     return sums, way

@@ -18,19 +18,21 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.models.grouped_heads import head_projection
 from sinkscope.models.hooks import Hook, first_tensor, on_hidden, on_input, on_output
+from sinkscope.models.passes import token_ids
 from sinkscope.models.target import Target
+from sinkscope.opening.inference.edits import EDITED_ROWS, MlpEdits
 from sinkscope.opening.inference.passing import Passing, rounded
 from sinkscope.tap.call import Attention
 from sinkscope.tap.tap import listening
 
 Rows = Float[Tensor, "row pos width"]
 _TURNED = {"q": 1, "k": 2, "v": 3}  # rows in which a head of them is turned
-_ROWS = 1 + len(_TURNED)
+_ROWS = 1 + len(_TURNED) + len(EDITED_ROWS)
 _TOKENS = 6
 _HEAD = 1  # the one that is edited, if there are two
 _LARGE = 1000.0
@@ -39,29 +41,11 @@ _EXACT = 1e-3  # largest relative distance of a sum from what it must be, in flo
 _IN_HALF = 4  # times the relative rounding of a number, in half precision
 
 
-def unproved_sites(target: Target, ids: Int[Tensor, "1 pos"], layers: list[int]) -> dict[str, str]:
-    """The sites of some layers that the adapter names, but that cannot be proved, by name, and why.
-
-    Args:
-        target: The model, with an adapter. It is left unchanged.
-        ids: A few tokens.
-        layers: The layers.
-    """
-    problems = dict[str, str]()
-    for sums in layer_sums(target, ids, layers):
-        for part, problem in sums.problems.items():
-            problems[f"blocks.{sums.layer}.{part}"] = problem
-    return problems
-
-
-def layer_sums(
-    target: Target, ids: Int[Tensor, "1 pos"], layers: list[int], *, measures: bool = False
-) -> list[LayerSums]:
+def layer_sums(target: Target, layers: list[int], *, measures: bool = False) -> list[LayerSums]:
     """The sums of some layers, after one pass.
 
     Args:
         target: The model, with an adapter. It is left unchanged.
-        ids: A few tokens.
         layers: The layers.
         measures: Whether the factors of attention and MLP are measured, and not those of the adapter.
     """
@@ -79,7 +63,7 @@ def layer_sums(
     if target.kind != "bridge":  # its attention is its own
         tap = listening(target, see)
     with torch.no_grad(), tap, target.hooks(*hooks):
-        target.forward(ids[:, :_TOKENS].expand(_ROWS, -1), upto=max(layers))
+        target.forward(token_ids(target, _TOKENS).expand(_ROWS, -1), upto=max(layers))
     return list(checks.values())
 
 
@@ -89,6 +73,7 @@ class LayerSums:
     Attributes:
         problems: Why sites cannot be proved, by the last part of their names.
         factors: Constants between what attention and MLP give and what the layer adds, by the adapter's fields.
+        edits: What edits of the MLP show.
     """
 
     def __init__(self, target: Target, layer: int, tolerance: float, measures: bool) -> None:
@@ -97,6 +82,7 @@ class LayerSums:
         self.factors = {"attn_factor": target.adapter.attn_factor, "write_factor": target.adapter.write_factor}
         self.pre, self.attn, self.mid, self.mlp = (Passing(_ROWS) for _ in range(4))
         self.own_attn, self.projected, self.heads = (Passing(_ROWS) for _ in range(3))  # what attention itself gives
+        self.edits = MlpEdits(target, layer, _ROWS)
         self._generator = torch.Generator().manual_seed(layer)
         self._turned = dict[str, tuple[int, ...]]()  # how many heads a site has, and how wide
         self._count = 0  # query heads
@@ -120,6 +106,7 @@ class LayerSums:
                 (writer, "post", on_output(self.own_attn.keep)),
                 (writer, "post", on_hidden(partial(self._replace, self.attn, same=True))),
             ]
+        hooks += self.edits.hooks()
         if target.has_neurons(layer):
             writers = target.mlp_writers(layer)
             if target.has_part(layer, adapter.post_mlp_norm):
@@ -203,6 +190,7 @@ class LayerSums:
         post = Passing(_ROWS)
         post.keep(output)
         adapter, pre = self.target.adapter, self.pre.rows
+        self.edits.finish()
         if self.measures:
             self._measure(post.rows)
         start, names = pre, ["hook_resid_pre"]
@@ -224,6 +212,8 @@ class LayerSums:
             names.append("hook_mlp_out")
         if adapter.adds:
             self._prove_post(post.rows, parts, names)
+        elif self.mlp.ran and bool((post.rows == post.rows[:1]).all()):
+            self.problems["hook_mlp_out"] = "it does not change what the layer gives"
         self._prove_heads()
         self._prove_projection()
 
