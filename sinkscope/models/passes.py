@@ -27,7 +27,7 @@ def relative_error(change: Tensor, expected: Tensor, numbers: Tensor | None = No
         return float("inf")
     if numbers is not None:
         size = torch.maximum(size, numbers.abs().max())
-    return float((change - expected).abs().max() / size)
+    return float(((change - expected).abs().max() / size).nan_to_num(torch.inf))
 
 
 def begins_at(target: Target, layer: int, last: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from typing import Any
 
@@ -68,6 +69,14 @@ def stack_path(model: Any, names: dict[nn.Module, str]) -> str:
     if not sizes:
         raise NotInferredError(f"it has no list of {depth} layers, one for each that its configuration names")
     return names[max(sizes, key=lambda stack: sizes[stack])]
+
+
+def base_path(model: Any, stack: str) -> str:
+    """Path of the innermost module around the layers that takes token ids."""
+    base = stack
+    while base and "input_ids" not in inspect.signature(model.get_submodule(base).forward).parameters:
+        base = base.rpartition(".")[0]
+    return base
 
 
 def first_of_kinds(target: Target) -> list[int]:

@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from sinkscope.models.down_projections import column_factor, w_out
+from sinkscope.models.down_projections import column_factor, typical_neuron, w_out
 from sinkscope.models.experts import experts_of
 from sinkscope.models.hooks import Args, Hook, Kwargs, first_tensor, on_hidden, on_input, on_output
-from sinkscope.models.norms import norms_of
 from sinkscope.models.passes import relative_error
 from sinkscope.models.target import Target
 from sinkscope.opening.inference.passing import Passing, rounded
 
-_TYPICAL = 1024  # neurons among which a typical one is looked for
 EDITED_ROWS = (4, 5, 6)
 """Rows of the batch with an edit."""
 _MOVED, _TURNED, _SCALED = EDITED_ROWS  # a neuron, what experts give, or `up` is
 _POSITION = 4  # of the edits
 _FACTOR = -2.0  # of `up`; no gate follows it, be its activation odd, such as tanh, or linear above 0, such as ReLU
-
-
-def _typical_neuron(target: Target, layer: int) -> int | None:
-    """A neuron whose column is neither zero nor large; None if all are zero."""
-    norms = norms_of(w_out(target, layer, range(min(target.width(layer), _TYPICAL))))
-    order = norms.argsort()[int((norms == 0).sum()) :]
-    if len(order):
-        return int(order[len(order) // 2])
-    return None
 
 
 class MlpEdits:
@@ -54,41 +44,37 @@ class MlpEdits:
         self.problem: str | None = None
         self.is_mixture = target.is_mixture(layer)
         self.post, self.experts, self.mlp, self.up, self.shared_gate = (Passing(rows) for _ in range(5))
-        self.neuron: int | None = 0
+        neuron: int | None = 0
         if target.has_part(layer, target.adapter.down):
-            self.neuron = _typical_neuron(target, layer)
+            neuron = typical_neuron(target, layer)
+        self.is_silent = neuron is None or not target.has_neurons(layer)
+        self.neuron = neuron or 0
 
     def hooks(self) -> list[Hook]:
         """The hooks that edit and record."""
         target, layer, adapter = self.target, self.layer, self.adapter
-        hooks = list[Hook]()
-        if self.neuron is None or not target.has_neurons(layer):
-            return hooks
-        if target.has_part(layer, adapter.down):
-            hooks.append((target.mlp_part(layer, "down"), "pre", on_input(self._edit(self.post, self._move))))
+        if self.is_silent:
+            return []
+        on_part = partial(target.part_hooks, layer)
+        hooks = on_part(adapter.down, "pre", on_input(self._edit(self.post, self._move)))
         if self.is_mixture:
-            experts = target.sub(layer, adapter.experts or "")
-            hooks.append((experts, "post", self._recompute))
-            hooks.append((experts, "post", on_hidden(self._edit(self.experts, self._turn))))
-        elif target.has_part(layer, adapter.up):
-            hooks.append((target.mlp_part(layer, "up"), "post", on_hidden(self._edit(self.up, self._scale_up))))
-        hooks += target.on_mlp(layer, self.mlp.keep)
-        if adapter.shared_gate is not None and target.has_part(layer, adapter.shared_gate):
-            hooks.append((target.sub(layer, adapter.shared_gate), "post", on_output(self.shared_gate.keep)))
-        return hooks
+            turned = on_hidden(self._edit(self.experts, self._turn))
+            hooks += on_part(adapter.experts, "post", self._recompute, turned)
+        else:
+            hooks += on_part(adapter.up, "post", on_hidden(self._edit(self.up, self._scale_up)))
+        hooks += on_part(adapter.shared_gate, "post", on_output(self.shared_gate.keep))
+        return hooks + target.on_mlp(layer, self.mlp.keep)
 
     def finish(self) -> None:
         """Compare the actual changes with the expected ones, at the end of the layer."""
-        if self.neuron is None or not self.target.has_neurons(self.layer) or self.problem is not None:
+        if self.is_silent or self.problem is not None:
             return
-        parts = {"experts": self.experts, "mlp": self.mlp} if self.is_mixture else {"mlp": self.mlp, "post": self.post}
-        missing = [name for name, passing in parts.items() if not passing.ran]
-        if missing:
-            self.problem = f"the adapter's {' and '.join(missing)} did not run in layer {self.layer}"
+        if not (self.mlp.ran and (self.experts if self.is_mixture else self.post).ran):
+            self.problem = f"parts of the MLP that the adapter names did not run in layer {self.layer}"
             return
         if self.post.ran:
-            column = w_out(self.target, self.layer, [self.neuron or 0])[0]
-            written = self.post.change(_MOVED)[:, self.neuron or 0, None] * column.to(self.post.rows.device)
+            column = w_out(self.target, self.layer, [self.neuron])[0]
+            written = self.post.change(_MOVED)[:, self.neuron, None] * column.to(self.post.rows.device)
             if self.shared_gate.ran:
                 written = written * self.shared_gate.rows[_MOVED].sigmoid()
             self._compare(_MOVED, written, "shared_factor" if self.is_mixture else "down_factor")
@@ -108,9 +94,7 @@ class MlpEdits:
 
     def _error_of_up(self) -> float:
         width, neurons = self.up.rows.shape[-1], self.post.rows.shape[-1]
-        expected = neurons
-        if self.adapter.fused_gate_up:
-            expected = 2 * neurons
+        expected = neurons * (1 + self.adapter.fused_gate_up)
         if width != expected:
             self.problem = f"the output of {self.adapter.up!r} has width {width}, expected {expected}"
             return 0.0
@@ -118,12 +102,9 @@ class MlpEdits:
         is_gated = self.adapter.gate is not None or self.adapter.fused_gate_up
         if not self.up.rows[0].any() or (is_gated and not post.any()):  # weights of zero
             return 0.0
-        scaled = torch.zeros_like(post)
-        if is_gated:
-            scaled[_POSITION, ::2] = (_FACTOR - 1) * post[_POSITION, ::2]
-            return relative_error(change, scaled, post)
-        scaled[_POSITION, ::2] = change[_POSITION, ::2]
-        return relative_error(change, scaled)
+        expected_change = torch.zeros_like(post)
+        expected_change[_POSITION, ::2] = (post * (_FACTOR - 1) if is_gated else change)[_POSITION, ::2]
+        return relative_error(change, expected_change, post if is_gated else None)
 
     def _recompute(self, module: nn.Module, args: Args, kwargs: Kwargs, output: Any) -> None:
         """Compare what experts give with what they must give according to their layout."""
@@ -151,7 +132,7 @@ class MlpEdits:
 
     def _move(self, post: Float[Tensor, "row neuron"]) -> None:
         # By the norm of the whole vector, so that rounding does not hide the move.
-        post[_MOVED, self.neuron or 0] += post[0].float().norm().clamp(min=1).to(post.dtype)
+        post[_MOVED, self.neuron] += post[0].float().norm().clamp(min=1).to(post.dtype)
 
     def _scale_up(self, up: Float[Tensor, "row output"]) -> None:
         first = self.target.width(self.layer) if self.adapter.fused_gate_up else 0

@@ -13,16 +13,13 @@ from torch import nn
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.adapters import Adapter, row_of, shown_row
 from sinkscope.models.config import first_line
-from sinkscope.models.passes import token_ids
-from sinkscope.models.positions import positions_problem
+from sinkscope.models.positions import check_positions
 from sinkscope.models.stack import DRAFT, first_of_kinds, kind_of
 from sinkscope.models.target import Target
 from sinkscope.opening.inference.probe import probe
 from sinkscope.opening.inference.propose import propose
 from sinkscope.opening.inference.sample import sample_of
 from sinkscope.opening.inference.sums import layer_sums
-
-_LENGTH = 9  # tokens of the proof
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,7 @@ def adapter_of(target: Target, *, proves: bool = True) -> Adapter:
     with _evaluating(target.hf):
         adapter = row or propose(target.hf)
         target = replace(target, adapter=adapter)
-        _check_positions(target)
+        check_positions(target)
         adapter = _with_sites(target)
         _KNOWN[key] = _Known(row, adapter)
         if proves and row is None:
@@ -98,27 +95,6 @@ def _with_sites(target: Target) -> Adapter:
         for part, problem in found[kind_of(layer)].items():
             noted.append((f"blocks.{number}.{part}", problem))
     return replace(target.adapter, unproved=tuple(sorted(noted)))
-
-
-def _check_positions(target: Target) -> None:
-    """Refuse a model on which hooks would count positions wrong.
-
-    Raises:
-        UnsupportedError: They would.
-    """
-    problem = None
-    try:
-        problem = positions_problem(target, token_ids(target, _LENGTH))
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception:  # it does not generate
-        pass
-    if problem is not None:
-        raise UnsupportedError(
-            f"positions cannot be counted in {target.name}: {problem}; rename that argument, or install the "
-            "versions in constraints.txt",
-            page="unsupported-model",
-        )
 
 
 def prove(target: Target, *, every_layer: bool = True) -> None:

@@ -11,16 +11,13 @@ from dataclasses import dataclass, field
 import torch
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.adapters import PATHS
 from sinkscope.models.config import first_line
-from sinkscope.models.passes import begins_at, reaches_logits, token_ids
-from sinkscope.models.positions import positions_problem
+from sinkscope.models.passes import begins_at, reaches_logits
+from sinkscope.models.positions import check_positions
 from sinkscope.models.stack import first_of_kinds
 from sinkscope.models.target import Target
 from sinkscope.opening.inference.sums import layer_sums
 from sinkscope.tap.proof import attention_errors
-
-_LENGTH = 8
 
 
 @dataclass
@@ -48,10 +45,6 @@ class ProbeReport:
     unproved: dict[str, str] = field(default_factory=dict[str, str])
 
 
-class _WrongError(Exception):
-    """The message says what does not fit."""
-
-
 @torch.no_grad()
 def probe(target: Target, *, every_layer: bool = True) -> ProbeReport:
     """Check on a few tokens that edits at the adapter's sites work as intended and attention is recomputed correctly.
@@ -71,56 +64,53 @@ def probe(target: Target, *, every_layer: bool = True) -> ProbeReport:
         tolerance = max(tolerance, 0.2)
     report = ProbeReport(tolerance)
     try:
-        _check_paths(target)
-        layers = first_of_kinds(target)
+        target.check_paths()
         if every_layer and target.resident:
-            layers = list(range(target.n_layers))
-        _measure_edits(report, target, layers)
-        if every_layer and target.resident and not reaches_logits(target):
-            raise _WrongError("what the last layer gives does not change the logits")
-        if every_layer and target.resident and target.adapter.from_any_layer:
-            middle = len(target.layers) // 2
-            if not begins_at(target, middle, len(target.layers) - 1):
-                raise _WrongError(f"a pass that begins at layer {middle} does not end as the whole pass does")
-        if every_layer and target.resident and target.kind != "hf":  # a plain model was checked where it was opened
-            report.problem = positions_problem(target, token_ids(target, _LENGTH))
+            _measure_edits(report, target, list(range(target.n_layers)))
+            _check_whole(target)
+        else:
+            _measure_edits(report, target, first_of_kinds(target))
         report.row_sum_error, report.attention_error = attention_errors(target)
         if not report.row_sum_error <= report.tolerance:
-            raise _WrongError(f"recomputed attention rows do not sum to one (off by {report.row_sum_error:.2g})")
+            raise UnsupportedError(f"recomputed attention rows do not sum to one (off by {report.row_sum_error:.2g})")
         if not report.attention_error <= report.tolerance:
-            raise _WrongError(f"recomputed attention differs from the model's own (by {report.attention_error:.2g})")
+            raise UnsupportedError(
+                f"recomputed attention differs from the model's own (by {report.attention_error:.2g})"
+            )
     except (MemoryError, torch.OutOfMemoryError):
         raise
-    except (_WrongError, UnsupportedError) as wrong:
+    except UnsupportedError as wrong:
         report.problem = str(wrong)
     except Exception as error:
         report.problem = f"a forward pass raised {type(error).__name__}: {first_line(error)}"
     return report
 
 
-def _check_paths(target: Target) -> None:
-    """Refuse an adapter that names a module that no layer has."""
-    for name in PATHS:
-        path = getattr(target.adapter, name)
-        is_optional = path is None or (target.adapter.experts is not None and name in ("down", "up", "gate"))
-        if not is_optional and not any(target.has_part(layer, path) for layer in range(target.n_layers)):
-            raise _WrongError(f"the adapter names a module that is not there ({path!r} in no layer)")
-
-
 def _measure_edits(report: ProbeReport, target: Target, layers: list[int]) -> None:
     """Edit layers, and prove their sums."""
     for sums in layer_sums(target, layers):
         if sums.edits.problem is not None:
-            raise _WrongError(sums.edits.problem)
+            raise UnsupportedError(sums.edits.problem)
         for part, problem in sums.problems.items():
             report.unproved[f"blocks.{sums.layer}.{part}"] = problem
         report.edit_error = max(report.edit_error, *sums.edits.errors, 0.0)
         if sums.edits.errors:
             report.layers += (sums.layer,)
     if not report.edit_error <= report.tolerance:  # "not <=", so that NaN is wrong as well
-        raise _WrongError(
+        raise UnsupportedError(
             f"a moved neuron does not change the layer as the adapter says (relative error {report.edit_error:.2g})"
         )
     for site, problem in report.unproved.items():
         if site.endswith("hook_mlp_out"):
-            raise _WrongError(f"what the MLP gives is not added as the adapter says: {problem}")
+            raise UnsupportedError(f"what the MLP gives is not added as the adapter says: {problem}")
+
+
+def _check_whole(target: Target) -> None:
+    """Refuse a model whose passes do not go through all layers to the logits."""
+    middle, last = len(target.layers) // 2, len(target.layers) - 1
+    if not reaches_logits(target):
+        raise UnsupportedError("what the last layer gives does not change the logits")
+    if target.adapter.from_any_layer and not begins_at(target, middle, last):
+        raise UnsupportedError(f"a pass that begins at layer {middle} does not end as the whole pass does")
+    if target.kind != "hf":  # a plain model was checked where it was opened
+        check_positions(target)

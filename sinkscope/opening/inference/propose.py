@@ -10,7 +10,6 @@ that do not hold is taken.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Iterable
 from dataclasses import replace
@@ -27,7 +26,7 @@ from sinkscope.models.experts import experts_of
 from sinkscope.models.hooks import Hook, on_input
 from sinkscope.models.linear import input_width
 from sinkscope.models.passes import token_ids
-from sinkscope.models.stack import DRAFT, NotInferredError, first_of_kinds, not_inferred, stack_path
+from sinkscope.models.stack import DRAFT, NotInferredError, base_path, first_of_kinds, not_inferred, stack_path
 from sinkscope.models.target import Target
 from sinkscope.opening.inference import names
 from sinkscope.opening.inference.kinds import Fields, Kind, common_adapter
@@ -55,9 +54,7 @@ def propose(hf: nn.Module) -> Adapter:
     try:
         paths = {module: path for path, module in model.named_modules()}
         stack = stack_path(model, paths)
-        base = stack
-        while base and "input_ids" not in inspect.signature(model.get_submodule(base).forward).parameters:
-            base = base.rpartition(".")[0]
+        base = base_path(model, stack)
         draft = replace(draft, base=base, layers=stack, embed=paths[model.get_input_embeddings()])
         with torch.no_grad():
             return _proposed(Target(model, model, "hf", draft))

@@ -90,32 +90,25 @@ class LayerSums:
     def hooks(self) -> list[Hook]:
         """Hooks that replace, record, and compare at the end of the layer."""
         target, layer, adapter = self.target, self.layer, self.target.adapter
+        on_part = partial(target.part_hooks, layer)
         hooks: list[Hook] = [(target.layers[layer], "pre", on_input(partial(self._replace, self.pre, same=True)))]
         for which in _TURNED:
             path = getattr(adapter, which)
             if adapter.qkv_layout is not None:
                 path = path or adapter.fused_qkv
-            if target.kind != "bridge" and path and target.has_part(layer, path):
-                hooks.append((target.sub(layer, path), "post", on_hidden(partial(self._turn, which))))
-        if target.has_part(layer, adapter.o) and adapter.o:
-            hooks.append((target.sub(layer, adapter.o), "pre", on_input(self.heads.keep)))
-            hooks.append((target.sub(layer, adapter.o), "post", on_output(self.projected.keep)))
-        if target.has_part(layer, adapter.behind_attn):
-            writer = target.sub(layer, adapter.behind_attn)
-            hooks += [
-                (writer, "post", on_output(self.own_attn.keep)),
-                (writer, "post", on_hidden(partial(self._replace, self.attn, same=True))),
-            ]
+            if target.kind != "bridge":
+                hooks += on_part(path, "post", on_hidden(partial(self._turn, which)))
+        hooks += on_part(adapter.o, "pre", on_input(self.heads.keep))
+        hooks += on_part(adapter.o, "post", on_output(self.projected.keep))
+        replaced = on_hidden(partial(self._replace, self.attn, same=True))
+        hooks += on_part(adapter.behind_attn, "post", on_output(self.own_attn.keep), replaced)
         hooks += self.edits.hooks()
+        replaced = on_hidden(partial(self._replace, self.mlp, same=False))
+        behind = on_part(adapter.post_mlp_norm, "post", replaced)
         if target.has_neurons(layer):
-            writers = target.mlp_writers(layer)
-            if target.has_part(layer, adapter.post_mlp_norm):
-                writers = [target.sub(layer, adapter.post_mlp_norm or "")]
-            hooks += [(writer, "post", on_hidden(partial(self._replace, self.mlp, same=False))) for writer in writers]
-        if adapter.mid is not None and target.has_part(layer, adapter.mid):
-            hooks.append((target.sub(layer, adapter.mid), "pre", on_input(self.mid.keep)))
-        hooks.append((target.layers[layer], "post", on_output(self._finish)))
-        return hooks
+            hooks += behind or [(writer, "post", replaced) for writer in target.mlp_writers(layer)]
+        hooks += on_part(adapter.mid, "pre", on_input(self.mid.keep))
+        return [*hooks, (target.layers[layer], "post", on_output(self._finish))]
 
     def _replace(self, passing: Passing, tensor: Tensor, same: bool) -> Tensor:
         """Put random numbers in the place of what passes; the same ones in both rows, or not."""
@@ -219,21 +212,19 @@ class LayerSums:
 
     def _measure(self, post: Rows) -> None:
         """The factors with which attention and MLP come nearest to what the layer gives."""
-        pre, attn, mlp = ((part.rows if part.ran else None) for part in (self.pre, self.attn, self.mlp))
+        start, parts = self.pre.rows, {"attn_factor": self.attn}
         if self.mid.ran:
-            self._fit(self.mid.rows - self.pre.rows, attn_factor=attn)
-            self._fit(post - self.mid.rows, write_factor=mlp)
-        elif pre is not None:
-            self._fit(post - pre, attn_factor=attn, write_factor=mlp)
+            self._fit(self.mid.rows - start, parts)
+            start, parts = self.mid.rows, {}
+        self._fit(post - start, {**parts, "write_factor": self.mlp})
 
-    def _fit(self, total: Rows, **parts: Rows | None) -> None:
-        known = {name: part for name, part in parts.items() if part is not None and part.shape == total.shape}
-        if not known:
-            return
-        columns = torch.stack([part[:, :-1].flatten() for part in known.values()], 1).double()
-        found = torch.linalg.lstsq(columns, total[:, :-1].reshape(-1, 1).double()).solution[:, 0]
-        for name, constant in zip(known, found.tolist(), strict=True):
-            self.factors[name] = rounded(constant) or 1.0  # 0: it is no part
+    def _fit(self, total: Rows, parts: dict[str, Passing]) -> None:
+        ran = {name: part.rows[:, :-1].flatten() for name, part in parts.items() if part.rows.shape == total.shape}
+        if ran:
+            columns = torch.stack([*ran.values()], 1).double()
+            found = torch.linalg.lstsq(columns, total[:, :-1].reshape(-1, 1).double()).solution
+            for name, constant in zip(ran, found[:, 0].tolist(), strict=True):
+                self.factors[name] = rounded(constant) or 1.0  # 0: it is no part
 
     def _prove_post(self, post: Rows, parts: list[Tensor], names: list[str]) -> None:
         off = self._off(post, *parts)
@@ -254,16 +245,12 @@ class LayerSums:
         """What the output projection gives is what attention adds, or what a norm behind it reads."""
         if not self.projected.ran or not self.own_attn.ran:
             return
-        given, projected = self.own_attn.rows, self.projected.rows
-        off = 1.0
-        if given.shape == projected.shape:
-            off = self._off(given, projected)
+        off = self._off(self.own_attn.rows, self.projected.rows)
         if off > self.tolerance:
             writer: Any = self.target.sub(self.layer, self.target.adapter.behind_attn)
             with self.target.loaded(self.layer), suppress(Exception):  # it may be no norm
-                given_of = first_tensor(writer.forward(projected.to(self.target.dtype))).float()
-                if given_of.shape == given.shape:
-                    off = self._off(given, given_of)
+                given = first_tensor(writer.forward(self.projected.rows.to(self.target.dtype))).float()
+                off = self._off(self.own_attn.rows, given)
         self._must(off, "hook_attn_out cannot be computed from it", "attn.hook_z")
 
     def _must(self, off: float, claim: str, *parts: str) -> None:
