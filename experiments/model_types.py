@@ -82,8 +82,9 @@ in full, {part} in part, and {refused} are refused in one line.{wrong}
 
 When a model is loaded, or a live one first used, its sites are proved: what enters each layer, and what its attention
 and its MLP give, are replaced by random numbers, and the residual stream has to be their sum (`hook_resid_mid`,
-`hook_attn_out`, `hook_mlp_out`; one sum where the parts are parallel). `hook_q` and `hook_k` have to give the scores
-of a token with itself, which no rotation changes; `hook_v` has to be what attention gets, and `hook_attn_out` must
+`hook_attn_out`, `hook_mlp_out`; one sum where the parts are parallel). Where
+the numbers of one head of `hook_q`, `hook_k` or `hook_v` change places, exactly this head of what attention gets must
+change. Attention gives numbers in one head alone, and only this head of `hook_z` may show them; `hook_attn_out` must
 follow from `hook_z`. **A site that cannot be proved is not offered**, and the message says what did not hold.
 Examples are `hook_attn_out` of `falcon_h1`, whose layers add a state-space part to it, and `hook_mlp_out` of
 `minimax`, whose layers add to a norm of the residual stream.

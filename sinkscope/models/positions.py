@@ -47,9 +47,13 @@ def positions_problem(target: Target, prompt: Int[Tensor, "1 pos"]) -> str | Non
 def check_positions(target: Target) -> None:
     """Refuse a model on which hooks would count positions wrong; one that does not generate is not refused.
 
+    A model that is read layer by layer does not generate.
+
     Raises:
         UnsupportedError: They would.
     """
+    if not target.resident:
+        return
     try:
         problem = positions_problem(target, token_ids(target, _LENGTH))
     except (MemoryError, torch.OutOfMemoryError):

@@ -90,11 +90,19 @@ def _with_sites(target: Target) -> Adapter:
         raise
     except Exception as error:  # the model does not run so; the probe says more
         return replace(target.adapter, unproved=(("*", f"a pass raised {type(error).__name__}: {first_line(error)}"),))
-    noted = list[tuple[str, str]]()
+    noted = dict[str, str]()
     for number, layer in enumerate(target.layers):
         for part, problem in found[kind_of(layer)].items():
-            noted.append((f"blocks.{number}.{part}", problem))
-    return replace(target.adapter, unproved=tuple(sorted(noted)))
+            noted[f"blocks.{number}.{part}"] = problem
+    return _noted(target.adapter, noted)
+
+
+def _noted(adapter: Adapter, problems: dict[str, str]) -> Adapter:
+    """The adapter with the sites that cannot be proved; the same object if it has them already."""
+    unproved = tuple(sorted(problems.items()))
+    if unproved == adapter.unproved:
+        return adapter
+    return replace(adapter, unproved=unproved)
 
 
 def prove(target: Target, *, every_layer: bool = True) -> None:
@@ -109,7 +117,7 @@ def prove(target: Target, *, every_layer: bool = True) -> None:
     problem, adapter, key = report.problem, target.adapter, _key(target.hf)
     if problem is None:
         if every_layer and target.resident:
-            adapter = replace(adapter, unproved=tuple(sorted(report.unproved.items())))
+            adapter = _noted(adapter, report.unproved)
             _KNOWN[key] = _Known(row_of(target.hf.config.model_type), adapter)
         return
     known = _KNOWN.pop(key, None)

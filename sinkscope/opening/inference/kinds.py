@@ -47,22 +47,22 @@ def common_adapter(target: Target, kinds: list[Kind]) -> Adapter:
     """
     settings: dict[str, Any] = {}
     for name in dict.fromkeys(name for kind in kinds for name in kind.fields):
-        values = list(dict.fromkeys(kind.fields[name] for kind in kinds if name in kind.fields))
+        values = {kind.fields[name]: None for kind in kinds if name in kind.fields}
         if name in PATHS:
             settings[name] = _spec(name, kinds)
         elif len(values) == 1:
-            settings[name] = values[0]
+            (settings[name],) = values
         elif name in _IF_MIXED:
             settings[name] = _IF_MIXED[name]
         else:
-            raise NotInferredError(f"{name!r} of the adapter is {values[0]} in one layer, {values[1]} in another")
+            raise NotInferredError(f"{name!r} of the adapter differs between layers: {', '.join(map(str, values))}")
     if "mlp" not in settings:
         raise NotInferredError("no MLP was found in its layers")
     layer = max(kinds[-1].number, 1)  # one of another kind than the first may read what that has kept
     settings["from_any_layer"] = layer < len(target.layers) and begins_at(target, layer, layer)
     embeddings = target.hf.get_submodule(target.adapter.embed.rpartition(".")[0])
-    has_positions = any(hasattr(embeddings, name) for name in POSITIONS)
-    return replace(target.adapter, **settings, absolute_positions=has_positions)
+    settings["absolute_positions"] = any(hasattr(embeddings, name) for name in POSITIONS)
+    return replace(target.adapter, **settings)
 
 
 def _spec(name: str, kinds: list[Kind]) -> str | None:

@@ -2,8 +2,7 @@
 
 A table of names (`inference.names`) says where the first layer of each kind may have its parts. In one pass it is seen
 which of these layers attend. Where a part has several names in a layer, or norms may stand in several places, each way
-is tried until all sums of `inference.sums` hold, which also measure the factors; or else the way with the fewest sites
-that do not hold is taken.
+is tried until the sums of `inference.sums` hold, which also measure the factors; where none holds, no norm is believed.
 
 `inference.probe` and `inference.sums` then prove the adapter on the model's own weights.
 """
@@ -114,20 +113,22 @@ def _attention(target: Target) -> dict[int, Attention]:
 
 
 def _kind(target: Target, layer: int, call: Attention | None) -> Kind:
-    """What is found in a layer: of each choice the first for which its sums hold, or that with the fewest problems."""
+    """What is found in a layer: of each choice the first way for which its sums hold, or else the last."""
     parts = _Parts(target.layers[layer])
     fields = parts.mlp()
     attention = parts.attention(call)
     if attention.get("attn") != fields.get("mlp"):
         fields |= attention
     choices = parts.choices(fields)
-    for ways in choices.values():
+    for _, ways in choices:
         fields |= ways[0]
-    sums, _ = _best(target, layer, fields, (), [{}])
-    for sites, ways in [*choices.items(), *choices.items()]:  # again, because one choice may hide another
-        if sums.problems:
-            sums, way = _best(target, layer, fields, sites, ways)
+    sums = _sums_of(target, layer, fields)
+    for sites, ways in choices + choices:  # again, because one choice may hide another
+        for way in ways:
+            if sums.problems.keys().isdisjoint(sites):
+                break
             fields |= way
+            sums = _sums_of(target, layer, fields)
     if "attn.hook_z" in sums.problems:
         fields["o"] = None
     if "hook_attn_out" not in sums.problems:
@@ -139,16 +140,10 @@ def _kind(target: Target, layer: int, call: Attention | None) -> Kind:
     return Kind(layer, frozenset(parts.modules) - {""}, fields)
 
 
-def _best(
-    target: Target, layer: int, fields: Fields, sites: tuple[str, ...], ways: list[Fields]
-) -> tuple[LayerSums, Fields]:
-    """The first way for which the sums of some sites hold, or else the last one."""
-    for way in ways:
-        of_way = replace(target, adapter=replace(target.adapter, **{**_NOWHERE, **fields, **way}))
-        (sums,) = layer_sums(of_way, [layer], measures=True)
-        if not any(site in sums.problems for site in sites):
-            break
-    return sums, way
+def _sums_of(target: Target, layer: int, fields: Fields) -> LayerSums:
+    adapter = replace(target.adapter, **{**_NOWHERE, **fields})
+    (sums,) = layer_sums(replace(target, adapter=adapter), [layer], measures=True)
+    return sums
 
 
 class _Parts:
@@ -204,28 +199,30 @@ class _Parts:
             return {"mlp": block or parent, **fields, **projections, "transposed_down": is_transposed}
         return fields
 
-    def choices(self, known: Fields) -> dict[tuple[str, ...], list[Fields]]:
-        """Ways to choose from, by the sites that tell which is right."""
-        layouts: list[Fields] = [{"qkv_layout": "beside"}]
+    def choices(self, known: Fields) -> list[tuple[tuple[str, ...], list[Fields]]]:
+        """Ways to choose from, each after the sites that tell which is right; the last one believes no norm."""
+        forms = ["beside"]
         if known.get("fused_qkv"):
-            layouts += [{"qkv_layout": "by head"}, {"qkv_layout": None}]
-        choices = {("attn.hook_q", "attn.hook_k", "attn.hook_v"): layouts}
+            forms = ["beside", "by head", None]
+        layouts: list[Fields] = [{"qkv_layout": form} for form in forms]
+        writes, additions = list[Fields](), list[Fields]()
         mids: list[Any] = [None]
         if "mlp" in known:
             mids = [*self._there(names.MID), known["mlp"], known.get("up"), None]
-            mlps = dict.fromkeys(known.get(name) for name in ("mlp", "experts", "down"))
-            pairs = itertools.product([*self._there(names.MLP_NORM), None], filter(None, mlps))
-            choices["hook_mlp_out",] = [
-                {"mlp": mlp, "post_mlp_norm": norm} for norm, mlp in pairs if not f"{norm}.".startswith(f"{mlp}.")
-            ]
-            choices["hook_mlp_out",] += choices["hook_mlp_out",][:1]
+            mlps = filter(None, dict.fromkeys(known.get(name) for name in ("mlp", "experts", "down")))
+            for norm, mlp in itertools.product([*self._there(names.MLP_NORM), None], mlps):
+                if not f"{norm}.".startswith(f"{mlp}."):
+                    writes.append({"mlp": mlp, "post_mlp_norm": norm})
+            writes.append(writes[0])
         if "attn" in known:
             around = filter(None, [str(known["attn"]).rpartition(".")[0], known.get("o")])
-            pairs = itertools.product(mids, [*self._there(names.ATTENTION_NORM), None, *around])
-            choices["hook_attn_out", "hook_resid_mid"] = [
-                {"mid": mid, "attn_out": writer} for mid, writer in pairs if mid is None or mid != writer
-            ] + [{"mid": None, "attn_out": None}]
-        return choices
+            for mid, writer in itertools.product(mids, [*self._there(names.ATTENTION_NORM), None, *around]):
+                if mid is None or mid != writer:
+                    additions.append({"mid": mid, "attn_out": writer})
+            additions.insert(1, {"mid": None, "attn_out": None})  # parallel parts
+            additions.append(additions[1])
+        sites = [("attn.hook_q", "attn.hook_k", "attn.hook_v"), ("hook_mlp_out",), ("hook_attn_out", "hook_resid_mid")]
+        return [pair for pair in zip(sites, (layouts, writes, additions), strict=True) if pair[1]]
 
 
 def is_conv1d(module: nn.Module) -> bool:
