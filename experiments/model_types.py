@@ -164,7 +164,7 @@ def remark(found: Row) -> str:
         return found["scope"]
     shortened = []
     for reason in reasons:
-        shortened.append(reason.partition("; write one with")[0].partition("; change what is wrong")[0])
+        shortened.append(reason.partition("; if it has these parts")[0].partition("; change what is wrong")[0])
     return "; ".join(shortened).replace("|", "\\|")
 
 
