@@ -15,7 +15,7 @@ from plotly.io import from_json
 from plotly.offline import get_plotlyjs
 
 from sinkscope.app.command_run import EXPLAIN_HELP, FORCE_HELP, RESULT_OPTIONS
-from sinkscope.app.commands import Command, commands
+from sinkscope.files.catalog import Command, commands
 from sinkscope.measure import EDIT_PARAMETERS, SETUP_PARAMETERS, Measurement, Output
 from sinkscope.results.options import Parameter, introduction, parameters_of
 

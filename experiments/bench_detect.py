@@ -103,7 +103,6 @@ class Server:
 
 RULES: dict[str, Callable[[], Rule]] = {
     "default": lambda: Watching(Monitor()),
-    "tolerant": lambda: Watching(Monitor(MonitorSettings.variant("tolerant"))),
     "paper": lambda: Watching(Monitor(MonitorSettings.paper())),
     "vllm (1 to 20, 3 copies)": lambda: Server(1, 20, 3),
     "vllm (4 to 128, 4 copies)": lambda: Server(4, 128, 4),

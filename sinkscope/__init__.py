@@ -4,7 +4,6 @@ Names are imported when first used, so that `import sinkscope` is instant and lo
 each of them lives, for Python and for type checkers; measurements of other packages are found by their entry points.
 """
 
-import sys
 from importlib import import_module
 from typing import Any
 
@@ -12,31 +11,19 @@ import lazy_loader
 
 __version__ = "0.2.0"
 
-_FORMER = {  # names of earlier versions, for one release
-    "cluster_attack": "attack",
-    "evaluate_patch": "patch_eval",
-    "line_weights": "lines",
-    "make_patch": "patch_make",
-    "marking_heads": "heads",
-}
 _stated, _, __all__ = lazy_loader.attach_stub(__name__, __file__)
 globals()["__lazy_shadowed__"].add("lines")  # the function stays where the package of its name is imported
 
 
 def _measurements() -> dict[str, str]:
-    from sinkscope.files.catalog import marked
+    from sinkscope.files.catalog import commands
 
-    return {one.name: one.module for one in marked("measurement")}
+    return {one.name: one.module for one in commands().values() if one.measures}
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
         return _stated(name)
-    if name in _FORMER:
-        import warnings
-
-        warnings.warn(f"sinkscope.{name} is now sinkscope.{_FORMER[name]}", DeprecationWarning, stacklevel=2)
-        return getattr(sys.modules[__name__], _FORMER[name])
     if not name.startswith("_") and name in _measurements():
         return globals().setdefault(name, getattr(import_module(_measurements()[name]), name))
     raise AttributeError(f"module 'sinkscope' has no attribute {name!r}; it has: {', '.join(__dir__())}")

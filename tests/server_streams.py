@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from session_forms import FIXTURES, filled
+FIXTURES = Path(__file__).with_name("fixtures")
+
+
+def filled(template: Any, values: dict[str, Any]) -> Any:
+    """A template of JSON: a text "<name>" becomes the value, and a "<name>" within a text its words."""
+    text = json.dumps(template)
+    for name, value in values.items():
+        text = text.replace(f'"<{name}>"', json.dumps(value))
+        if isinstance(value, str):
+            text = text.replace(f"<{name}>", json.dumps(value)[1:-1])
+    return json.loads(text)
 
 
 def chunks(text: str) -> list[str]:

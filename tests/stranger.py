@@ -9,8 +9,7 @@ from importlib import invalidate_caches
 from pathlib import Path
 
 import sinkscope
-from sinkscope.app.commands import commands
-from sinkscope.files.catalog import kind_modules, marked
+from sinkscope.files.catalog import commands, kind_modules
 from sinkscope.files.envelope import _CLASSES
 
 SOURCE = Path(__file__).parent / "fixtures" / "attention_entropy.py"
@@ -43,5 +42,4 @@ def installed(folder: Path, source: str, name: str = NAME) -> Iterator[None]:
 def _look_again() -> None:
     invalidate_caches()
     commands.cache_clear()
-    marked.cache_clear()
     kind_modules.cache_clear()

@@ -68,12 +68,6 @@ def test_type_checkers_see_the_same_names():
     assert seen | {"__version__"} == set(dir(sinkscope)), "a measurement without a line there has a general type"
 
 
-def test_names_of_the_last_release_still_work_and_say_the_new_one():
-    for former, name in sinkscope._FORMER.items():
-        with pytest.warns(DeprecationWarning, match=f"sinkscope.{name}$"):
-            assert getattr(sinkscope, former) is getattr(sinkscope, name)
-
-
 def test_functions_named_like_their_modules_stay_callable():
     """Whichever module is imported first: each order in a fork of this process, which forgets the package."""
     for first in ("sinkscope", "sinkscope.opening.load", "sinkscope.hooks.trace.run"):

@@ -1,6 +1,6 @@
 """Detectors of loops side by side on the set: recall, false alarms and delay.
 
-    python -m experiments.loopset.compare [--half choose|report] [--out figures] [--page docs/measure/loops.md]
+    python -m experiments.loopset.compare [--half choose|report] [--out figures/loops_compare.json] [--page PAGE]
 
 A detector takes a text and returns the number of characters after which it would have stopped the generation, or None.
 Those of others are written from their public rules; all of them get the same tokens, the words of `loops.outputs`.
@@ -8,7 +8,6 @@ Those of others are written from their public rules; all of them get the same to
 
 from __future__ import annotations
 
-import html
 import re
 import statistics
 import time
@@ -17,19 +16,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
-
-import plotly.express as px
+from typing import Literal
 
 from experiments.bench_detect import Server
-from experiments.drawn import put_table, save
+from experiments.drawn import put_table
 from experiments.loopset.make import HALVES, made_set
 from experiments.record import Row, record, value_of_each
 from experiments.script import run
-from sinkscope.loops.text.check import checked_output
-from sinkscope.loops.text.monitor import MonitorSettings
-from sinkscope.loops.text.outputs import TokenRecord, number, spans
-from sinkscope.results.style import BLUE, figure_of
+from sinkscope.files.output import write_atomic
+from sinkscope.loops import check, tail_period
+from sinkscope.loops.text.outputs import number, spans
 from sinkscope.results.tables import percent
 
 Detector = Callable[[str], int | None]
@@ -93,11 +89,16 @@ def compression(text: str, window: int = 1000, least: float = 2.4) -> int | None
 
 def ours(verdicts: tuple[str, ...], text: str) -> int | None:
     """Where `loops.check` finds a text to have one of the verdicts."""
-    words = spans(text)
-    result = checked_output(TokenRecord("text", number(word for word, _ in words), text), MonitorSettings())
+    (result,) = check(text).records
     if result.verdict not in verdicts or result.detected is None:
         return None
-    return words[result.detected - 1][1]
+    return [*spans(text), ("", len(text))][result.detected - 1][1]
+
+
+def plain_suffix(text: str, smallest: int = 48) -> int | None:
+    """The text ends in three copies of at least 48 characters in all."""
+    tail = tail_period(list(map(ord, text.rstrip())), shortest=smallest)
+    return None if tail is None else len(text)
 
 
 DETECTORS: dict[str, Detector] = {
@@ -108,6 +109,7 @@ DETECTORS: dict[str, Detector] = {
     "llama.cpp, 16 to 1024, 4 copies": partial(exact_copies, 16, 1024, 4),  # llama.cpp#26039
     "vllm-mlx, 1 to 128, 3 copies": partial(exact_copies, 1, 128, 3, tokens=48, every=16, after=64),  # vllm-mlx#723
     "suffix of 48": suffix,
+    "three copies at the end": plain_suffix,
     "8 of 12 paragraphs": paragraphs,
     "compression above 2.4": compression,
 }
@@ -165,29 +167,6 @@ def compare(texts: Sequence[Row], detectors: dict[str, Detector] = DETECTORS) ->
     return {"loops": len(texts) - honest, "honest": honest, "looping": list(looping), "detectors": rows}
 
 
-def figure(data: Row) -> Any:
-    """The share of the texts of each class in which each detector raises an alarm."""
-    scores, looping = data["result"]["detectors"], data["result"]["looping"]
-    kinds = list(scores[0]["by_class"])
-    shares = []
-    for score in scores:
-        shares.append([score["by_class"][kind] for kind in kinds])
-    fig = px.imshow(
-        shares,
-        x=list(map(html.escape, kinds)),
-        y=list(map(html.escape, value_of_each(scores, "detector"))),
-        labels={"x": "class", "y": "", "color": "alarms"},
-        color_continuous_scale=["white", BLUE],
-        zmin=0,
-        zmax=1,
-        aspect="auto",
-    )
-    fig.add_vline(len(looping) - 0.5, line={"dash": "dot"})
-    fig.update_xaxes(title_text="classes with a loop, then honest ones", tickangle=-50)
-    title = f"Alarms on {data['result']['loops']} loops and {data['result']['honest']} honest texts"
-    return figure_of(fig, None, title, width=1200, height=620, bottom=170)
-
-
 def table(result: Row) -> str:
     """A line per rule."""
     lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
@@ -203,7 +182,7 @@ def main(
     *,
     half: Literal[*HALVES] = "report",
     count: int | None = None,
-    out: Path = Path("figures"),
+    out: Path = Path("figures/loops_compare.json"),
     page: Path | None = None,
 ) -> None:
     """Make what the module describes.
@@ -215,7 +194,7 @@ def main(
     started = time.perf_counter()
     result = compare(list(made_set((half,)))[::count])
     settings = {"half": half, "count": count}
-    save("loops_compare", record("loops-compare", result, settings, started=started, dtype="text"), figure, out)
+    write_atomic(out, record("loops-compare", result, settings, started=started, dtype="text"))
     if page is not None:
         put_table(page, "loopset.compare", table(result))
     print(table(result))

@@ -213,7 +213,9 @@ class SinkCard(Result):
         """What changed, and the numbers with their controls."""
         grids: list[Grid] = []
         if self.changes:
-            grids.append(Grid(strings(self.rows()), title=f"Compared with {self.against}", note=RULE))
+            changes = strings(self.rows())
+            kept = ("label", "before", "after")
+            grids.append(Grid(changes, title=f"Compared with {self.against}", note=RULE, kept=kept))
         return [*grids, Grid(strings(replace(self, against=None).rows()), title="Numbers, each with its control")]
 
     def compared(self, other: SinkCard) -> SinkCard:

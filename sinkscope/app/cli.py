@@ -20,8 +20,8 @@ from click.exceptions import NoSuchOption
 from click.shell_completion import CompletionItem
 
 from sinkscope import __version__
-from sinkscope.app.commands import commands
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, is_out_of_memory, one_line
+from sinkscope.files.catalog import commands
 from sinkscope.files.provenance import documentation_address, documented_at
 from sinkscope.results.console import drop, note
 

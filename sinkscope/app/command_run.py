@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_h
 
 import click
 
-from sinkscope.app.commands import Command
-from sinkscope.app.outline import Outline
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.catalog import Command
 from sinkscope.files.provenance import documented_at
 from sinkscope.results.console import ProgressBar, emit, note, print_result
-from sinkscope.results.options import Output, Parameter, example_lines, introduction
+from sinkscope.results.options import Outline, Output, Parameter
 
 if TYPE_CHECKING:
     from sinkscope.results.result import Result
@@ -35,20 +34,19 @@ BACKEND_HELP = "Load the model as this kind of object. By default a model is rea
 
 def click_command(command: Command) -> click.Command:
     """The click command of a line of the table. Only the function of another package is imported for it."""
-    outline = Outline.read(command.module, command.name)
     end = ["\b"]
-    if outline is None:
+    if command.outline is None:
         outline = Outline.of(command.load())
         page = ""  # our pages do not describe the commands of other packages
     else:
+        outline = Outline.from_data(command.outline)
         page = documented_at("cli", f"sinkscope-{command.words.replace(' ', '-')}")
-    examples = example_lines(outline.doc)
-    if examples:
+    if outline.examples:
         end.append("Examples:")
-    end += [f"  {line}" for line in examples]
+    end += [f"  {line}" for line in outline.examples]
     if page:
         end.append(f"Documentation: {page}")
-    text = introduction(outline.doc)
+    text = outline.text
     for one in outline.parameters:
         if one.option.argument:
             text += f"\n\n{one.option.metavar}: {one.help}"
@@ -87,7 +85,7 @@ class CommandRun:
     def click_parameters(self) -> list[click.Parameter]:
         """The options of the command: those of the function, the kind of model object, and files."""
         params = [click_parameter(one) for one in self.parameters.values() if not one.option.hidden]
-        if self.outline.measures:
+        if self.command.measures:
             kinds = click.Choice(["bridge", "hf", "nnsight"])
             params.append(click.Option(["--backend"], type=kinds, help=BACKEND_HELP))
         for name, output in self.outputs.items():
@@ -103,7 +101,7 @@ class CommandRun:
     def __call__(self, **values: Any) -> None:
         """Run the command with the values of its options."""
         force, explain = bool(values.pop("force", False)), bool(values.pop("explain", False))
-        backend = values.pop("backend", None) if self.outline.measures else None
+        backend = values.pop("backend", None) if self.command.measures else None
         files: dict[str, str] = {}
         for name in (*RESULT_OPTIONS, *self.outputs):
             if self.outline.returns_result and values.get(name) is not None:
@@ -180,7 +178,7 @@ class CommandRun:
 
     def _result(self, arguments: dict[str, Any], backend: str | None, progress: ProgressBar) -> Any:
         """What the function returns."""
-        if self.outline.measures:
+        if self.command.measures:
             self.function.refuse(arguments)  # before a model is opened
         if backend is not None:
             from sinkscope.opening.load import load

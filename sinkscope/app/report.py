@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 from sinkscope.app.card import CARD
-from sinkscope.app.commands import commands
 from sinkscope.app.pages import Section, document, result_section, save_document
 from sinkscope.errors import SinkscopeError, one_line
+from sinkscope.files.catalog import commands
 from sinkscope.files.output import check_output, read_json
 from sinkscope.files.plain import visible
 from sinkscope.files.progress import silent

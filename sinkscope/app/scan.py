@@ -11,7 +11,6 @@ from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from pkgutil import resolve_name
 from textwrap import fill
 from typing import Annotated, Any
 
@@ -23,7 +22,7 @@ from sinkscope.app.pages import Section, document, folded, plot, result_section,
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.table import BenchTable, tabulate_records
 from sinkscope.errors import SinkscopeError, is_out_of_memory
-from sinkscope.files.catalog import marked
+from sinkscope.files.catalog import commands
 from sinkscope.files.plain import pathless, visible
 from sinkscope.files.progress import Progress, silent
 from sinkscope.files.store import Folder, Keyed
@@ -112,9 +111,9 @@ BENCHMARKS = (
 def scan_parts() -> list[Part]:
     """The parts of a scan in the order of the card: measurements that say so, and benchmarks."""
     parts = list(BENCHMARKS)
-    for one in marked("measurement"):
-        measurement = resolve_name(one.target)
-        if measurement.scan is not None:
+    for one in commands().values():
+        measurement = one.load()
+        if one.measures and measurement.scan is not None:
             parts.append(Part(one.name, measurement.scan.command or one.words, measurement, measurement.scan))
     return sorted(parts, key=lambda part: part.scan.order)
 

@@ -11,7 +11,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.records import checked_value, read_rows, wording
+from sinkscope.files.records import Wording, checked_value, read_rows
 
 FILE = 'JSON lines with "prompt" (or "turns", each with a "prompt") and "answers"'
 
@@ -70,7 +70,7 @@ def with_controls(prompts: Sequence[Prompt]) -> list[Prompt]:
 class TurnRow(TypedDict):
     """A turn as a file has it; other fields are ignored here."""
 
-    prompt: Annotated[str, Field(pattern=r"\S"), wording("a text")]
+    prompt: Annotated[str, Field(pattern=r"\S"), Wording("a text")]
     answers: NotRequired[tuple[str, ...]]
     metric: NotRequired[str]
 

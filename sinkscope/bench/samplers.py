@@ -5,13 +5,14 @@ The sampling of transformers draws one random number for all rows: a prompt's ou
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from transformers import LogitsProcessor
+
+from sinkscope.models.draws import draws
 
 
 class RowSampler(LogitsProcessor):
@@ -28,10 +29,7 @@ class RowSampler(LogitsProcessor):
 
     def __init__(self, temperature: float, seed: int, prompts: Sequence[str]) -> None:
         self._temperature = temperature
-        self._generators: list[torch.Generator] = []
-        for prompt in prompts:
-            digest = hashlib.sha256(f"{seed}/{prompt}".encode()).digest()
-            self._generators.append(torch.Generator().manual_seed(int.from_bytes(digest[:7])))
+        self._generators = [draws(seed, prompt) for prompt in prompts]
 
     def __call__(self, input_ids: Tensor, scores: Float[Tensor, "row vocab"]) -> Float[Tensor, "row vocab"]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Scores of the next token."""

@@ -17,12 +17,12 @@ from sinkscope.bench.samplers import RowSampler
 from sinkscope.bench.scores import score
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import is_file
-from sinkscope.files.records import Budget, check_fields, read_settings, wording
+from sinkscope.files.records import Budget, Wording, check_fields, read_settings
 from sinkscope.models.target import Target
 
 ENTRY_POINTS = "sinkscope.tasks"
 _REGISTERED: dict[str, type[Task]] = {}
-Size = Annotated[int, Strict(), Field(ge=1, le=1 << 20), wording(f"a whole number from 1 to {1 << 20}")]
+Size = Annotated[int, Strict(), Field(ge=1, le=1 << 20), Wording(f"a whole number from 1 to {1 << 20}")]
 """A setting of a task that is a number of things."""
 
 

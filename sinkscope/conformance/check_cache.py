@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
+from pydantic import Field
+
 from sinkscope.conformance.kit import TOLERANCE, CheckedBehaviour, Kit, all_checks
 from sinkscope.conformance.subject import Factory, factory_named
 from sinkscope.errors import SinkscopeError
@@ -76,9 +78,9 @@ class CacheCheck(Result):
 def check_cache(
     factory: Annotated[str, Option(argument=True, metavar="MODULE:FACTORY")],
     *,
-    only: tuple[str, ...] = (),
-    without: tuple[str, ...] = (),
-    tolerance: float = TOLERANCE,
+    only: Sequence[str] = (),
+    without: Sequence[str] = (),
+    tolerance: Annotated[float, Field(ge=0)] = TOLERANCE,
     progress: Hidden = None,
 ) -> CacheCheck:
     """Check a KV cache on small models whose needs are known: a sink, distant facts, windows, learned sink logits.

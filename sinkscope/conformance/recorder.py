@@ -9,6 +9,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sinkscope.models.draws import draws
+
 _SAME = 0.02  # of the spread of the numbers: closer keys or values are the same but for rounding
 
 Pair = tuple[Float[Tensor, "row kv_head _ d_head"], Float[Tensor, "row kv_head _ d_head"]]
@@ -73,7 +75,7 @@ class Recorder:
 
     def reads(self, logits: Float[Tensor, "row query vocab"]) -> dict[int, Read]:
         """What each layer read in the call that gave these logits."""
-        draw = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0), device="cpu")
+        draw = torch.randn(logits.shape, generator=draws(0, "weights of logits"), device="cpu")
         (logits.float() * draw.to(logits.device)).sum().backward()
         found: dict[int, Read] = {}
         for layer, (keys, values) in self._handed.items():

@@ -1,97 +1,94 @@
-"""What the modules of sinkscope define, read from their text: nothing is imported before it is used.
+"""The commands and the kinds of results, as data: nothing is imported before it is used.
 
-A function is marked by a decorator such as `@measurement(...)`, and a class of results states its `kind`.
+`python -m tools.commands` writes the data from what `@measurement`, `@command` and the classes of results state.
 """
 
 from __future__ import annotations
 
-import ast
-import re
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
-PACKAGE = "sinkscope"
+from sinkscope.errors import SinkscopeError
+
 MEASUREMENTS = "sinkscope.measurements"
 """Group of entry points by which other packages add measurements."""
-_KIND = re.compile(r'^    kind: ClassVar\[str\] = "([\w-]+)"', re.MULTILINE)
+FILE = Path(__file__).parents[1] / "app" / "commands.json"
+ELSEWHERE = "Other packages"
 
 
 @dataclass(frozen=True)
-class MarkedFunction:
-    """A function with a decorator.
+class Command:
+    """A command.
 
     Attributes:
-        module: Its module.
-        name: Its name.
-        settings: Arguments of the decorator that are given by name; those that are no constants are None.
+        words: What is typed, such as "find-sinks" or "patch make".
+        target: Its function, as "module:function".
+        group: Heading under which the help lists it.
+        help: One line.
+        measures: Whether it is a measurement, which `sinkscope` has as a public name.
+        outline: What the command line knows of its function before it is imported, as `results.options.Outline` writes
+            it. None: the function belongs to another package and is imported for its help.
     """
 
-    module: str
-    name: str
-    settings: Mapping[str, Any]
+    words: str
+    target: str
+    group: str
+    help: str
+    measures: bool
+    outline: Mapping[str, Any] | None = field(default=None, hash=False, repr=False)
 
     @property
-    def target(self) -> str:
-        """The function as "module:function"."""
-        return f"{self.module}:{self.name}"
+    def module(self) -> str:
+        """Module of its function."""
+        return self.target.partition(":")[0]
 
     @property
-    def words(self) -> str:
-        """The words of its command: those that the decorator states, or the function's name with dashes."""
-        return self.settings.get("words") or self.name.replace("_", "-")
+    def name(self) -> str:
+        """Name of its function."""
+        return self.target.partition(":")[2]
+
+    def load(self) -> Any:
+        """Its function; this imports its module."""
+        return resolve_name(self.target)
 
 
 @cache
-def sources() -> dict[str, str]:
-    """The text of every module of the package."""
-    folder = Path(__file__).parents[1]
-    texts: dict[str, str] = {}
-    for file in sorted(folder.rglob("*.py")):
-        parts = (PACKAGE, *file.relative_to(folder).with_suffix("").parts)
-        texts[".".join(parts).removesuffix(".__init__")] = file.read_text(encoding="utf-8")
-    return texts
+def _written() -> dict[str, Any]:
+    """What the tool wrote."""
+    return json.loads(FILE.read_text(encoding="utf-8"))
 
 
 @cache
-def marked(decorator: str) -> tuple[MarkedFunction, ...]:
-    """The functions of sinkscope that a decorator marks, then those of other packages if it is `measurement`."""
-    mark = re.compile(rf"^@{decorator}\(.*?^def (\w+)\(", re.MULTILINE | re.DOTALL)
-    functions: list[MarkedFunction] = []
-    for module, text in sources().items():
-        if f"\n@{decorator}(" not in text:
-            continue
-        for match in mark.finditer(text):
-            functions.append(MarkedFunction(module, match[1], _settings(match[0])))
-    if decorator == "measurement":
-        for point in entry_points(group=MEASUREMENTS):
-            module, _, name = point.value.replace(" ", "").partition(":")
-            functions.append(MarkedFunction(module, name, {}))
-    return tuple(functions)
+def commands() -> dict[str, Command]:
+    """Every command by its words: those of sinkscope by their groups, then those of other packages.
 
-
-def _settings(text: str) -> dict[str, Any]:
-    """The arguments by name of the decorator at the beginning of a text that ends behind `def name(`."""
-    (function,) = ast.parse(f"{text}): ...").body
-    decorator = getattr(function, "decorator_list", [])[0]
-    settings: dict[str, Any] = {}
-    for keyword in decorator.keywords:
-        settings[keyword.arg] = getattr(keyword.value, "value", None)
-    return settings
+    Raises:
+        SinkscopeError: A function of another package has words or a name that are taken.
+    """
+    table = {row["words"]: Command(**row) for row in _written()["commands"]}
+    for point in sorted(entry_points(group=MEASUREMENTS)):
+        target = point.value.replace(" ", "")
+        name = target.partition(":")[2]
+        words = name.replace("_", "-")
+        if words in table or any(name == one.name for one in table.values() if one.measures):
+            raise SinkscopeError(
+                f"{target} is registered under the name of another command, {words}: give the function another name"
+            )
+        table[words] = Command(words, target, ELSEWHERE, f"See sinkscope {words} --help.", True)
+    return table
 
 
 @cache
 def kind_modules() -> dict[str, str]:
     """Each kind of result that can be read, with the module that defines it."""
-    stated: dict[str, str] = {}
-    for module, text in sources().items():
-        for kind in _KIND.findall(text):
-            stated[kind] = module
     kinds: dict[str, str] = {}
-    for one in marked("measurement"):
-        if one.module not in stated.values():
-            kinds[one.words.replace(" ", "-")] = one.module
-    return kinds | stated
+    for one in commands().values():
+        if one.outline is None:
+            kinds[one.words] = one.module
+    return kinds | _written()["kinds"]

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeVar
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.catalog import kind_modules
-from sinkscope.files.output import FORMER_KINDS, read_json, write_output
+from sinkscope.files.output import read_json, write_output
 from sinkscope.files.plain import plain
 from sinkscope.files.provenance import UNKNOWN_MODEL, UNKNOWN_PROVENANCE, ModelInfo, Provenance
 from sinkscope.files.records import build
@@ -131,7 +131,6 @@ def class_of(kind: str, name: str = "data") -> type[Envelope]:
     Raises:
         SinkscopeError: There is no such kind.
     """
-    kind = FORMER_KINDS.get(kind, kind)
     modules = kind_modules()
     if kind not in _CLASSES and kind in modules:
         import_module(modules[kind])

@@ -24,8 +24,6 @@ MARKS = (  # what the files of sinkscope say about their kind: JSON, HTML, PNG, 
     re.compile(rb'.{8}\{"__metadata__":\{"sinkscope ([\w-]{1,80})":', re.DOTALL),
 )
 
-FORMER_KINDS = {"line-weights": "lines"}
-"""Kinds under which earlier versions wrote results, with their names now."""
 OF_THE_SHELL = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
 """Pipes that a shell makes, as in `<(command)`; nobody may ever read or write any other."""
 
@@ -80,8 +78,7 @@ def kind_of(content: bytes) -> str | None:
     for mark in MARKS:
         match = mark.match(content)
         if match is not None:
-            kind = match[1].decode(errors="replace")
-            return FORMER_KINDS.get(kind, kind)
+            return match[1].decode(errors="replace")
     return None
 
 
@@ -93,8 +90,8 @@ def check_writable(path: str | os.PathLike[str], *, folder: bool = False) -> Pat
         folder: Whether it may also be a folder.
 
     Raises:
-        SinkscopeError: The path is empty, not UTF-8 or a folder, it or its folder is not writable, or a part of it is
-            not a folder.
+        SinkscopeError: The path is empty, not UTF-8, a folder or a link to nothing, it or its folder is not writable,
+            or a part of it is not a folder.
     """
     name = os.fspath(path)
     try:
@@ -106,6 +103,8 @@ def check_writable(path: str | os.PathLike[str], *, folder: bool = False) -> Pat
             target = Path(os.path.realpath(name))  # a link stays a link: its target is replaced
         if target.is_symlink() and not is_device(target):
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+        if os.path.islink(name) and not target.exists():
+            raise SinkscopeError(f"cannot write {name}: it is a link to {target}, which is not there; remove the link")
         if not folder and (target.is_dir() or name.endswith(("/", os.sep))):
             raise SinkscopeError(f"{name} is a folder: give the name of a file to write")
         with suppress(FileNotFoundError):

@@ -10,9 +10,27 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache, partial, wraps
 from math import nan
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    Union,
+    dataclass_transform,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
-from pydantic import ConfigDict, Field, GetPydanticSchema, Strict, TypeAdapter, ValidationError
+from pydantic import (
+    ConfigDict,
+    Field,
+    PydanticSchemaGenerationError,
+    Strict,
+    TypeAdapter,
+    ValidationError,
+)
 from pydantic.dataclasses import dataclass
 from pydantic_core import SchemaValidator, core_schema
 
@@ -21,30 +39,33 @@ from sinkscope.files.output import read_text
 from sinkscope.files.plain import parse_json
 
 
-def wording(words: str, page: str | None = None) -> GetPydanticSchema:
+class Wording(NamedTuple):
     """What an error says that a type expects, and the documentation page that it names; for use in `Annotated`."""
-    return GetPydanticSchema(
-        lambda kind, handler: core_schema.custom_error_schema(
-            handler(kind), "said", custom_error_message=words, custom_error_context={"page": page}
+
+    words: str
+    page: str | None = None
+
+    def __get_pydantic_core_schema__(self, kind: Any, handler: Callable[[Any], Any]) -> Any:
+        return core_schema.custom_error_schema(
+            handler(kind), "said", custom_error_message=self.words, custom_error_context={"page": self.page}
         )
-    )
 
 
-Finite = Annotated[float, Strict(), Field(allow_inf_nan=False), wording("a finite number")]
-Share = Annotated[float, Strict(), Field(ge=0, le=1), wording("a number from 0 to 1")]
-Part = Annotated[float, Strict(), Field(gt=0, le=1), wording("a share above 0 and up to 1")]
-Whole = Annotated[int, Strict(), Field(ge=0), wording("a whole number from 0")]
-Natural = Annotated[int, Strict(), Field(ge=1), wording("a whole number from 1")]
+Finite = Annotated[float, Strict(), Field(allow_inf_nan=False), Wording("a finite number")]
+Share = Annotated[float, Strict(), Field(ge=0, le=1), Wording("a number from 0 to 1")]
+Part = Annotated[float, Strict(), Field(gt=0, le=1), Wording("a share above 0 and up to 1")]
+Whole = Annotated[int, Strict(), Field(ge=0), Wording("a whole number from 0")]
+Natural = Annotated[int, Strict(), Field(ge=1), Wording("a whole number from 1")]
 Budget = Annotated[
     Natural | Part,
-    wording("a number of tokens from 1, or a fraction of the prompt above 0.0 and up to 1.0", page="kv-budget"),
+    Wording("a number of tokens from 1, or a fraction of the prompt above 0.0 and up to 1.0", page="kv-budget"),
 ]
 T = TypeVar("T")
 _HALF = re.compile("[\ud800-\udfff]")
-_type_adapter: Callable[[Any], Any] = lru_cache(256)(TypeAdapter)
 _WORDS = {
     "Input should be ": "",
     "Unexpected keyword argument": "no field of this name",
+    "Extra inputs are not permitted": "no field of this name",
     "a valid integer": "a whole number",
     "a valid boolean": "True or False",
     "a valid array": "a list",
@@ -59,6 +80,15 @@ _WORDS = {
     " after validation, not 0": "",
 }
 """How errors say what pydantic says."""
+
+
+@lru_cache(256)
+def _type_adapter(kind: Any) -> Any:
+    """What checks values of a type; of a class that pydantic does not know, whether they are instances."""
+    try:
+        return TypeAdapter(kind)
+    except PydanticSchemaGenerationError:
+        return TypeAdapter(kind, config=ConfigDict(arbitrary_types_allowed=True))
 
 
 def checked_value(
@@ -157,6 +187,10 @@ def _refusal(error: ValidationError, value: Any, name: str, then: str = "", *, p
     cause = context.get("error")  # raised by __post_init__
     page = page or context.get("page") or getattr(cause, "page", None)
     place = ": ".join(part for part in (name, _place(value, first)) if part)
+    if name.endswith(" "):  # an option, which is given once for each of several values
+        place = name
+    elif name.endswith("="):
+        place = f"{name[:-1]}{_place(value, first)}="
     if "missing" in first["type"]:
         return SinkscopeError(f"{place} is missing{then}", page=page)
     if cause is not None:
@@ -185,7 +219,7 @@ def _place(value: Any, problem: Any) -> str:
 
 
 def check_fields(settings: Any) -> None:
-    """Refuse fields of a dataclass whose values do not fit the numbers, switches and words that are annotated there.
+    """Refuse fields of a dataclass that do not fit the numbers, switches, words and mappings annotated there.
 
     A bool is not a number here, an int is, and fields of any other type are not checked. What a subclass annotates
     anew must fit the annotations of its base as well. A class whose annotations use names that are imported for type
@@ -205,12 +239,12 @@ def check_fields(settings: Any) -> None:
 
 
 def _checkable(hint: Any) -> bool:
-    """Whether a type is made of numbers, switches, words and None."""
+    """Whether a type is made of numbers, switches, words, mappings and None."""
     if get_origin(hint) is Annotated:
         return _checkable(get_args(hint)[0])
     if get_origin(hint) in (Union, UnionType):
         return all(_checkable(part) for part in get_args(hint))
-    return hint in (int, float, bool, NoneType) or get_origin(hint) is Literal
+    return hint in (int, float, bool, NoneType) or get_origin(hint) in (Literal, Mapping)
 
 
 def build(kind: type[T], value: Any, where: str) -> T:

@@ -17,13 +17,10 @@ from sinkscope.kv.streaming_llm import StreamingLLM
 from sinkscope.kv.tova import TOVA
 from sinkscope.kv.usage import Usage
 
-At = LayerMoment
-"""The earlier name of `LayerMoment`, for one release."""
 __all__ = [
     "H2O",
     "TOVA",
     "AdaKV",
-    "At",
     "AttentionRows",
     "Full",
     "LayerMoment",

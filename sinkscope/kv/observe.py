@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from sinkscope.files.records import Natural, check_values
 from sinkscope.hooks.edit.base import Intervention, Run
@@ -34,6 +35,8 @@ class Observe(Intervention):
     last: int | None = None
 
     def __post_init__(self) -> None:
+        check_values(Callable[..., Any], fn=self.fn)
+        check_values(Sequence[int] | None, layers=self.layers)
         check_values(Natural | None, last=self.last)
 
     def enter(self, run: Run, key: int) -> None:

@@ -7,9 +7,10 @@ from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float
+from pydantic import InstanceOf
 from torch import Tensor
 
-from sinkscope.files.records import Natural
+from sinkscope.files.records import Natural, checked_value
 from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.kv.registry import register_policy
 from sinkscope.kv.row_budgets import LayerBudget
@@ -40,6 +41,10 @@ class Pyramid(Policy):
     beta: Natural = 20
     scorer: Policy = field(default_factory=SnapKV)
     every: Natural | Literal["prefill"] = "prefill"
+
+    def __post_init__(self) -> None:
+        checked_value(InstanceOf[Policy], self.scorer, "Pyramid: scorer=")
+        super().__post_init__()
 
     def watch(self, session: Session, key: int) -> None:
         """Ask for what the scorer needs."""

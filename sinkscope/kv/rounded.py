@@ -16,6 +16,7 @@ from sinkscope.hooks.edit.quantize import rounded, rounding_step
 from sinkscope.kv.cache import Growth
 from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.session import Session
+from sinkscope.models.draws import draws
 
 Bits = Annotated[int, Field(ge=2, le=8)]
 
@@ -44,23 +45,23 @@ class Rounded(Intervention):
         """Own the cache, and change what a call has added to it."""
         session = Session.of(run)
         session.own_cache()
-        generator = torch.Generator().manual_seed(0)
-        session.after_call(lambda moment: self._round(moment, generator))
+        session.after_call(self._round)
 
-    def _round(self, moment: Moment, generator: torch.Generator) -> None:
+    def _round(self, moment: Moment) -> None:
         new = moment.call.index.shape[1]
-        for kv in moment.layers:
-            kv.keys = self._rounded(kv.keys, new, generator)
-            kv.values = self._rounded(kv.values, new, generator)
+        for layer, kv in enumerate(moment.layers):
+            kv.keys = self._rounded(kv.keys, new, f"keys of layer {layer}")
+            kv.values = self._rounded(kv.values, new, f"values of layer {layer}")
             kv.growth = Growth()
 
     def _rounded(
-        self, whole: Float[Tensor, "batch kv_head slot d"], new: int, generator: torch.Generator
+        self, whole: Float[Tensor, "batch kv_head slot d"], new: int, name: str
     ) -> Float[Tensor, "batch kv_head slot d"]:
         before, added = whole[..., :-new, :], whole[..., -new:, :]
         largest = added.abs().amax(-1, keepdim=True)
         changed = rounded(added, largest, self.bits)
         if self.noise:
+            generator = draws(0, f"noise of {name} at slot {before.shape[2]}")
             noise = torch.rand(added.shape, generator=generator).to(added.device) - 0.5
             changed = changed + (rounding_step(largest, self.bits) * noise).to(added.dtype)
         return torch.cat([before, changed], -2)

@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from sinkscope.models.draws import draws
+
 
 @dataclass(frozen=True, eq=False)
 class HeadLines:
@@ -54,8 +56,12 @@ class HeadLines:
         offset = at[:, None] - torch.arange(self.vertical.shape[-1], device=at.device)
         return (self.vertical[..., None, :] | self.slash[..., offset.clamp(min=0)]) & (offset >= 0)
 
-    def random(self, generator: torch.Generator, *, cells: bool) -> HeadLines:
-        """Draw random lines in place of these, per kind: the same number, or with `cells` the same lengths."""
+    def random(self, seed: int, purpose: str, *, cells: bool) -> HeadLines:
+        """Draw random lines in place of these, per kind: the same number, or with `cells` the same lengths.
+
+        Seed and purpose are those of `models.draws.draws`.
+        """
+        generator = draws(seed, purpose)
         _, heads, keys = self.vertical.shape
         length = self.lengths()
         if not cells:

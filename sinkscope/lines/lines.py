@@ -227,17 +227,16 @@ def lines(
     weights: dict[str, list[Float[Tensor, "eta head"]]] = {}  # of one text after the other, layer by layer
     chosen: list[HeadLines] = []
     random: list[HeadLines] = []
-    # All layers share the draws of random lines, which are made as the pass reaches them.
-    weight_draws, line_draws = (torch.Generator().manual_seed(setup.seed) for _ in range(2))
 
     def see(layer: int, scores: Scores) -> None:
         vertical, slash = line_sums(scores)
         own = top_lines(vertical, slash, shares)
-        numbers = weighed(scores, vertical, slash, own, weight_draws) | segments(scores, shares, line_draws)
+        drawn = setup.seed, f"lines of layer {layer} in text {len(chosen) // len(wanted)}"
+        numbers = weighed(scores, vertical, slash, own, *drawn) | segments(scores, shares, *drawn)
         for name, values in numbers.items():
             weights.setdefault(name, []).append(values.double().cpu())
         chosen.append(HeadLines(own.vertical.cpu(), own.slash.cpu(), own.queries))
-        random.append(chosen[-1].random(line_draws, cells=False))
+        random.append(chosen[-1].random(*drawn, cells=False))
         setup.progress("layers", len(chosen), len(wanted) * len(rows))
 
     with setup.edited(), scores_of(target, see, wanted):
@@ -257,8 +256,8 @@ def lines(
     return LineWeights(etas=shares, tokens=tuple(len(ids) for ids in rows), layers=tuple(wanted), **arrays)
 
 
-def segments(scores: Scores, etas: Sequence[float], draws: torch.Generator) -> dict[str, Float[Tensor, "eta head"]]:
-    """How many lines the halves of a text share, under the names of `LineWeights`."""
+def segments(scores: Scores, etas: Sequence[float], seed: int, purpose: str) -> dict[str, Float[Tensor, "eta head"]]:
+    """How many lines the halves of a text share, under the names of `LineWeights`; random ones are drawn."""
     keys = scores.key.shape[1]
     half = keys // 2
     second_scores = scores.part(half, keys)
@@ -266,11 +265,12 @@ def segments(scores: Scores, etas: Sequence[float], draws: torch.Generator) -> d
     second = top_lines(*line_sums(second_scores), etas, keys - half)
     vertical, slash = line_sums(second_scores, since=half)
     inside = top_lines(vertical[:, half:], slash[:, : keys - half], etas)
-    first_random = first.random(draws, cells=False)
+    first_random = first.random(seed, f"{purpose}, first half", cells=False)
+    second_random = second.random(seed, f"{purpose}, second half", cells=False)
     return {
         "segments": shared_by_second(first, second),
         "segments_relative": shared_by_second(first, inside),
-        "segments_random": shared_by_second(first_random, second.random(draws, cells=False)),
+        "segments_random": shared_by_second(first_random, second_random),
     }
 
 
@@ -279,12 +279,13 @@ def weighed(
     vertical: Float[Tensor, "head key"],
     slash: Float[Tensor, "head key"],
     own: HeadLines,
-    draws: torch.Generator,
+    seed: int,
+    purpose: str,
 ) -> dict[str, Float[Tensor, "eta head"]]:
     """Attention on the heaviest and on random lines of one layer and text, under the names of `LineWeights`."""
     total = vertical.sum(1)
     count = len(own.vertical)
-    random = own.random(draws, cells=True)
+    random = own.random(seed, f"{purpose}, as long", cells=True)
     both = HeadLines(torch.cat([own.vertical, random.vertical]), torch.cat([own.slash, random.slash]), own.queries)
     summed = (vertical * both.vertical).sum(2) + (slash * both.slash).sum(2)
     mass = (summed - crossings(scores, both.vertical, both.slash)) / total

@@ -1,6 +1,6 @@
 """Repetition in plain token ids: signals, LoopGuard's online monitor, and a checker of texts. Loads no torch."""
 
-from sinkscope.loops.text.check import CheckedOutput, LoopCheck, check
+from sinkscope.loops.text.check import CheckedOutput, LoopCheck, check, check_file
 from sinkscope.loops.text.monitor import VARIANTS, Monitor, MonitorSettings, Step
 from sinkscope.loops.text.signals import (
     Tail,
@@ -23,6 +23,7 @@ __all__ = [
     "Tail",
     "Watch",
     "check",
+    "check_file",
     "compression_ratio",
     "ends_in_loop",
     "is_loop",

@@ -13,10 +13,10 @@ from jaxtyping import Int
 from pydantic import Field
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import TextStreamer
+from transformers import LogitsProcessor, LogitsProcessorList, TextStreamer
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.records import Natural, check_values, wording
+from sinkscope.files.records import Natural, Wording
 from sinkscope.hooks.edit.base import Event, Run
 from sinkscope.hooks.edit.decode import decoding, to_end
 from sinkscope.hooks.edit.sink_patch import SinkPatch
@@ -25,15 +25,17 @@ from sinkscope.kv.pieces import generate_in_pieces
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.measure.edit_options import edit_from_options
 from sinkscope.models.checks import check_length, end_ids, tokenizer_of
-from sinkscope.models.config import float32_by_default
+from sinkscope.models.config import check_finite, float32_by_default
+from sinkscope.models.draws import seed_of
 from sinkscope.models.inputs import read_inputs
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
+from sinkscope.results.options import checks_arguments
 
 COLDEST = 0.001  # temperature; scores over a smaller one leave the range of half precision
 Temperature = Annotated[
     Annotated[float, Field(ge=0, le=0)] | Annotated[float, Field(ge=COLDEST, allow_inf_nan=False)],
-    wording(f"0, which is greedy, or a number from {COLDEST}"),
+    Wording(f"0, which is greedy, or a number from {COLDEST}"),
 ]
 
 
@@ -63,6 +65,7 @@ class Generated:
 
 
 @float32_by_default()
+@checks_arguments("generate")
 def generate(
     model: object,
     prompts: Any = None,
@@ -72,11 +75,11 @@ def generate(
     policy: Policy | str | None = None,
     guard: LoopGuard | bool = False,
     tokenizer: Any = None,
-    max_new_tokens: int = 100,
-    temperature: float = 0.0,
-    seed: int = 0,
+    max_new_tokens: Natural = 100,
+    temperature: Temperature = 0.0,
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0,
     bos: bool | None = None,
-    batch_size: int = 1,
+    batch_size: Natural = 1,
     on_text: Callable[[int, str], None] | None = None,
     **inputs: Any,
 ) -> list[Generated]:
@@ -113,9 +116,6 @@ def generate(
     """
     target = target_of(model, tokenizer)
     tok = tokenizer_of(target)
-    check_values(Natural, "generate", max_new_tokens=max_new_tokens, batch_size=batch_size)
-    check_values(Annotated[int, Field(ge=0, lt=1 << 63)], "generate", seed=seed)
-    check_values(Temperature, "generate", temperature=temperature)
     if on_text is not None and batch_size != 1:
         raise SinkscopeError(
             f"on_text with batch_size={batch_size}: text can be passed on while it comes only with batch_size=1",
@@ -137,11 +137,12 @@ def generate(
     if temperature > 0:
         options["temperature"] = temperature
     options = decoding(target, **options)
+    options["logits_processor"] = LogitsProcessorList([_FiniteLogits(target)])
     results: list[Generated] = []
     devices = [target.device] if target.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
         for start in range(0, len(rows), batch_size):
+            torch.manual_seed(seed_of(seed, f"prompts from {start}"))
             batch = rows[start : start + batch_size]
             with nullcontext() if edit is None else edit.on(target) as run:
                 rewinds = run is not None and run.session is not None and run.session.rewinder is not None
@@ -206,6 +207,23 @@ def padded(
         pad_sequence(ids, batch_first=True, padding_value=pad, padding_side="left"),
         pad_sequence(real, batch_first=True, padding_side="left"),
     )
+
+
+class _FiniteLogits(LogitsProcessor):
+    """Ends a generation whose logits are NaN, where every token would be token 0."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+
+    def __call__(self, input_ids: Any, scores: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if scores.isnan().any():
+            check_finite(self._target.hf)  # names the tensor if the weights are the reason
+            raise SinkscopeError(
+                f"the logits of {self._target.name} are NaN after {input_ids.shape[1]} tokens: load it with "
+                "dtype=bfloat16 or dtype=float32",
+                page="nan-weights",
+            )
+        return scores
 
 
 class _Streamer(TextStreamer):

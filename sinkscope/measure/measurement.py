@@ -14,7 +14,7 @@ from sinkscope.hooks.edit.decode import noted_decoding
 from sinkscope.measure.edit_options import edit_from_options
 from sinkscope.measure.setup import Setup
 from sinkscope.models.config import float32_by_default
-from sinkscope.results.options import Output, Parameter, parameters_of
+from sinkscope.results.options import Mark, Output, Parameter, parameters_of
 from sinkscope.results.result import Result
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Measurement(Generic[P, R]):
     """
 
     function: Callable[Concatenate[Setup, P], R]
-    group: str
+    mark: Mark
     loading: Loading
     edits: bool
     quick: dict[str, Any]
@@ -217,6 +217,8 @@ def measurement(
         if "kind" not in vars(result_class):
             result_class.claim((words or function.__name__).replace("_", "-").replace(" ", "-"))
         result_class.drawing = figure
-        return Measurement(function, group, loading, edits, quick or {}, outputs, check, scan)
+        said = (words or function.__name__).replace("_", "-")
+        mark = Mark(said, group, help or f"See sinkscope {said} --help.", order)
+        return Measurement(function, mark, loading, edits, quick or {}, outputs, check, scan)
 
     return wrap

@@ -33,9 +33,11 @@ from sinkscope.models.stack import DRAFT
 from sinkscope.models.target import Target
 from sinkscope.opening.inference.find import adapter_of, prove
 from sinkscope.opening.live import target_of
+from sinkscope.results.options import checks_arguments
 
 
 @float32_by_default()
+@checks_arguments("load-failed")
 def load(
     x: Any = None,
     *,

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from sinkscope.files.records import between, checked_value
+from pydantic import Field
+
+from sinkscope.files.plain import plain
+from sinkscope.files.records import Wording, between, checked_value
 
 
 @dataclass(frozen=True)
@@ -66,20 +73,66 @@ class Output:
 C = TypeVar("C", bound=Callable[..., Any])
 
 
-def command(*, words: str, group: str, help: str, order: int = 0) -> Callable[[C], C]:
-    """Mark a function as a command that is no measurement; the table of commands reads the mark from the source.
+@dataclass(frozen=True)
+class Mark:
+    """How the help lists a command.
 
-    Args:
+    Attributes:
         words: What is typed, such as "bench table".
         group: Heading under which the help lists it.
         help: One line.
         order: Place in its group; 0 is the end.
     """
-    return lambda function: function
+
+    words: str
+    group: str
+    help: str
+    order: int = 0
+
+
+def command(*, words: str, group: str, help: str, order: int = 0) -> Callable[[C], C]:
+    """Make a function a command that is no measurement; its arguments are checked as `checks_arguments` does.
+
+    The arguments are those of `Mark`. `python -m tools.commands` writes it into the table of commands.
+    """
+
+    def wrap(function: C) -> C:
+        made = checks_arguments()(function)
+        vars(made)["mark"] = Mark(words, group, help, order)
+        return made
+
+    return wrap
+
+
+def checks_arguments(page: str | None = None) -> Callable[[C], C]:
+    """Make a function refuse arguments that its annotations exclude, before it does anything.
+
+    The error is a SinkscopeError of one line with the name and the value.
+
+    Args:
+        page: Documentation page to name in the error.
+    """
+
+    def wrap(function: C) -> C:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given: dict[str, Any] = {}
+            with suppress(TypeError):  # the call itself raises what Python says of such arguments
+                given = inspect.signature(function).bind(*args, **kwargs).arguments
+            for one in _checked_parameters(function):
+                if one.name in given:
+                    one.check(given[one.name], in_python=True, page=page)
+            return function(*args, **kwargs)
+
+        return cast(C, call)
+
+    return wrap
 
 
 _TITLE = re.compile(r"\n\n(Args|Attributes|Example|Raises|Returns):\n")
-LARGEST = {float: 1e300, int: (1 << 31) - 1}
+LARGEST: dict[Any, float] = {float: 1e300, int: (1 << 31) - 1}
+TYPES = {"bool": bool, "int": int, "float": float, "path": Path}
+"""Types that the command line knows by name; anything else is text to it."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +147,7 @@ class Parameter:
         help: Its description, from the docstring.
         many: Whether it takes several values.
         limits: What its annotation says of a value beside the type, such as `pydantic.Field(ge=2)`.
+        hint: The whole annotation.
     """
 
     name: str
@@ -103,6 +157,7 @@ class Parameter:
     help: str
     many: bool
     limits: tuple[Any, ...] = ()
+    hint: Any = Any
 
     @property
     def required(self) -> bool:
@@ -129,24 +184,90 @@ class Parameter:
             shown = ", ".join(map(str, shown))
         return f"{self.help} Default: {shown}."
 
-    def check(self, value: Any) -> None:
+    def to_data(self) -> dict[str, Any]:
+        """What the command line needs to know of it, as JSON."""
+        kind = next((name for name, known in TYPES.items() if known is self.type), "text")
+        data: dict[str, Any] = {"name": self.name, "help": self.help, "type": kind}
+        if get_origin(self.type) is Literal:
+            data["type"] = list(get_args(self.type))
+        if self.default is not inspect.Parameter.empty:
+            data["default"] = plain(self.default)
+        option = {one.name: getattr(self.option, one.name) for one in fields(Option)}
+        data["option"] = {name: value for name, value in option.items() if value != getattr(Option(), name)}
+        data["limits"] = _limits_as_data(self.limits)
+        data["many"] = self.many
+        return {name: value for name, value in data.items() if value not in ({}, False) or name == "default"}
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Parameter:
+        """The parameter of which `to_data` gave this."""
+        kind: Any = Any
+        if isinstance(data["type"], list):
+            kind = Literal[tuple(data["type"])]
+        elif data["type"] in TYPES:
+            kind = TYPES[data["type"]]
+        default = data.get("default", inspect.Parameter.empty)
+        if isinstance(default, list):
+            default = tuple(default)
+        elif kind is Path and isinstance(default, str):
+            default = Path(default)
+        said = dict(data.get("limits", {}))
+        limits: list[Any] = []
+        if "words" in said:
+            limits.append(Wording(said.pop("words"), said.pop("page", None)))
+        if said:
+            limits.insert(0, Field(**said))
+        hint = kind
+        if limits:
+            hint = Annotated[(kind, *limits)]
+        many = data.get("many", False)
+        if many:
+            hint = Sequence[hint]
+        option = Option(**data.get("option", {}))
+        return cls(data["name"], kind, option, default, data["help"], many, tuple(limits), hint)
+
+    def check(self, value: Any, *, in_python: bool = False, page: str | None = None) -> None:
         """Refuse a value that the annotation excludes, and a number that is too large for any work.
 
+        Nothing is converted, except a whole number to a float. None is accepted if it is the default.
+
+        Args:
+            value: The value.
+            in_python: Whether only callers from Python can have given it, whom the error does not tell an option.
+            page: Documentation page to name in the error.
+
         Raises:
-            SinkscopeError: The value is too small, too large, or not a number.
+            SinkscopeError: The value is of another type or word, too small, too large, or not a number.
         """
-        if value is None or self.type not in LARGEST:
+        if value is None and self.default is None:
             return
-        kinds: list[Any] = []
-        if self.limits:
-            kinds.append(Annotated[(self.type, *self.limits)])
-        if not any(map(_has_largest, self.limits)):
-            kinds.append(between(self.type if self.limits else float, None, LARGEST[self.type]))
-        in_python = f" ({self.name}=... in Python)"
-        for number in value if self.many and isinstance(value, Sequence) else [value]:
-            if self.limits or isinstance(number, int | float):  # an annotation may be one of several types
-                for kind in kinds:
-                    checked_value(kind, number, f"{self.flag} ", strict=bool(self.limits), then=in_python)
+        name, then = f"{self.flag} ", f" ({self.name}=... in Python)"
+        if in_python or self.option.hidden:
+            name, then = f"{self.name}=", ""
+        checked_value(self.hint, value, name, page=page, strict=True, then=then)
+        if any(map(_has_largest, self.limits)):
+            return
+        for number in value if self.many and isinstance(value, list | tuple) else [value]:
+            if type(number) in LARGEST:
+                checked_value(between(type(number), None, LARGEST[type(number)]), number, name, page=page, then=then)
+
+
+def _limits_as_data(limits: Sequence[Any]) -> dict[str, Any]:
+    """The range of a number in an annotation, and the words for it."""
+    data: dict[str, Any] = {}
+    for limit in limits:
+        if isinstance(limit, Wording):
+            data |= limit._asdict()
+        for part in getattr(limit, "metadata", ()):
+            if type(part).__name__ in ("Ge", "Gt", "Le", "Lt"):
+                data |= asdict(part)
+    return data
+
+
+@cache
+def _checked_parameters(function: Callable[..., Any]) -> tuple[Parameter, ...]:
+    """The parameters of a function, which are read when it is first called."""
+    return parameters_of(function)
 
 
 def _has_largest(limit: Any) -> bool:
@@ -179,7 +300,7 @@ def parameter(name: str, hint: Any, default: Any, *, help: str = "") -> Paramete
         default: Its default; `inspect.Parameter.empty` if it has none.
         help: Its description.
     """
-    option = Option()
+    option, whole = Option(), hint
     limits: list[Any] = []
     many = False
     while True:
@@ -200,7 +321,52 @@ def parameter(name: str, hint: Any, default: Any, *, help: str = "") -> Paramete
         elif len(parts) == 2 and parts[1] == Sequence[parts[0]]:  # one value, or several
             hint = parts[1]
         else:
-            return Parameter(name, hint, option, default, help, many, tuple(limits))
+            return Parameter(name, hint, option, default, help, many, tuple(limits), whole)
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What the command line knows of a function before it runs.
+
+    Attributes:
+        text: Its docstring without sections.
+        examples: Commands to type.
+        parameters: What it takes.
+        outputs: Additional files that it writes; read from data, without the functions that write.
+        returns_result: Whether it returns a result, rather than printing what it finds.
+    """
+
+    text: str
+    examples: tuple[str, ...]
+    parameters: tuple[Parameter, ...]
+    outputs: tuple[Output, ...] = ()
+    returns_result: bool = True
+
+    @classmethod
+    def of(cls, function: Any) -> Outline:
+        """The outline of a function that is imported."""
+        doc = inspect.getdoc(function) or ""
+        said = introduction(doc), tuple(example_lines(doc))
+        parameters = getattr(function, "all_parameters", None)
+        if parameters is not None:
+            return cls(*said, parameters, tuple(function.outputs))
+        returns = get_type_hints(function).get("return")
+        return cls(*said, parameters_of(function), returns_result=returns is not type(None))
+
+    def to_data(self) -> dict[str, Any]:
+        """The outline as JSON."""
+        outputs: list[dict[str, Any]] = []
+        for one in self.outputs:
+            outputs.append({field.name: getattr(one, field.name) for field in fields(one) if field.name != "save"})
+        parameters = [one.to_data() for one in self.parameters]
+        return {**vars(self), "parameters": parameters, "outputs": outputs, "examples": list(self.examples)}
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Outline:
+        """The outline of which `to_data` gave this."""
+        parameters = tuple(map(Parameter.from_data, data["parameters"]))
+        outputs = tuple(Output(**one, save=lambda *_: None) for one in data["outputs"])
+        return cls(data["text"], tuple(data["examples"]), parameters, outputs, data["returns_result"])
 
 
 def _section(doc: str, title: str) -> str:

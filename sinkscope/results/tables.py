@@ -42,6 +42,7 @@ class Grid:
         title: Title above the table.
         note: Note below the table.
         important: Names of the columns that are shown if not all fit. Empty: the first columns that fit.
+        kept: Names of the columns that are shown in any case; their cells take several lines where they must.
         matters: Which rows matter; empty: all.
         others: A line about the other rows, which stands for them on a terminal.
         total: Number of rows of the whole table, if it has more than these.
@@ -51,6 +52,7 @@ class Grid:
     title: str = ""
     note: str = ""
     important: Sequence[str] = ()
+    kept: Sequence[str] = ()
     matters: Sequence[bool] = ()
     others: str = ""
     total: int = 0
@@ -77,13 +79,14 @@ class Grid:
         sizes: dict[str, int] = {}
         constants: list[str] = []
         for name, cells in self.columns.items():
-            if len(cells) > 1 and len(set(cells)) == 1:
+            if len(cells) > 1 and len(set(cells)) == 1 and name not in self.kept:
                 constants.append(f"{_words(name)} {cells[0] or 'empty'}")
             else:
                 sizes[name] = _width(name, cells) + len(BETWEEN)
-        important = [name for name in self.important if name in sizes]
-        names = list(dict.fromkeys([*important, *sizes])) or list(self.columns)[:1]
         room = width + len(BETWEEN)
+        columns = {**self.columns, **self._folded(sizes, room)}
+        important = [name for name in (*self.kept, *self.important) if name in sizes]
+        names = list(dict.fromkeys([*important, *sizes])) or list(columns)[:1]
         if sum(sizes.values()) > room:
             names = important or names
         shown: list[str] = []
@@ -97,7 +100,16 @@ class Grid:
             note += f"\n{CONSTANT}{', '.join(constants)}."
         if left_out:
             note += f"\nNot shown: {', '.join(left_out)} (--csv FILE writes all columns)."
-        return replace(self, columns={name: self.columns[name] for name in shown}, note=note.strip())
+        return replace(self, columns={name: columns[name] for name in shown}, note=note.strip())
+
+    def _folded(self, sizes: dict[str, int], room: int) -> dict[str, list[str]]:
+        """The columns that are kept, folded so that all fit; the widest becomes narrower, in `sizes` too."""
+        while sum(sizes[name] for name in self.kept) > room:
+            sizes[max(self.kept, key=sizes.__getitem__)] -= 1
+        columns: dict[str, list[str]] = {}
+        for name in self.kept:
+            columns[name] = ["\n".join(wrap(text, sizes[name] - len(BETWEEN))) for text in self.columns[name]]
+        return columns
 
     def text(self, width: int | None = None, rows: int | None = None) -> str:
         """Title, the columns that fit, aligned, and note. Heads may take several lines; numbers are right-aligned.
@@ -115,12 +127,15 @@ class Grid:
             heads.append(wrap(_words(name), _width(name, cells)))
         height = max(map(len, heads), default=0)
         blocks: list[list[str]] = []
+        lines_of_rows = [max(map(_lines, row)) for row in zip(*shown.columns.values(), strict=True)]
         for head, (name, cells) in zip(heads, shown.columns.items(), strict=True):
             size = _width(name, cells)
             if len(cells[:rows]) < len(cells):
                 kept = [line for line in shown.note.splitlines() if line.startswith(CONSTANT)]
                 note = "\n".join([*kept, f"{rows} of {max(self.total, len(cells))} rows are shown."])
-            block = [*[""] * (height - len(head)), *head, *cells[:rows]]
+            block = [*[""] * (height - len(head)), *head]
+            for cell, lines in zip(cells[:rows], lines_of_rows, strict=False):
+                block += [*cell.split("\n"), *[""] * (lines - _lines(cell))]
             if all(map(_NUMBER.fullmatch, cells)):
                 block = [part.rjust(size) for part in block]
             blocks.append([set_cell_size(part, size) for part in block])
@@ -144,7 +159,12 @@ def _width(name: str, cells: Sequence[str]) -> int:
     """The width of a column: that of its widest cell or word of the head."""
     from rich.cells import cell_len
 
-    return max(map(cell_len, [*name.split("_"), *cells]))
+    return max(map(cell_len, [*name.split("_"), *"\n".join(cells).split("\n")]))
+
+
+def _lines(cell: str) -> int:
+    """How many lines a cell takes."""
+    return cell.count("\n") + 1
 
 
 def height(blocks: Sequence[str], width: int) -> int:

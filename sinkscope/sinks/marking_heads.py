@@ -25,6 +25,7 @@ from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Natural, Number, Result, ScanPart, Setup, measurement
 from sinkscope.measure.evidence import NEEDED, Evidence, percent_pair
 from sinkscope.measure.margin import margin_of
+from sinkscope.models.draws import draws
 from sinkscope.models.hooks import on_input
 from sinkscope.models.target import Target
 from sinkscope.results.notation import count_of, head_name, head_names, neuron_name, word_form, word_list
@@ -389,7 +390,7 @@ class _Marks:
         size = enough.int().argmax(1)
         heads = self._without_unneeded(layer, rank < rearrange(size, "token -> token 1"))
         size = heads.sum(1)
-        generator = torch.Generator().manual_seed(seed)
+        generator = draws(seed, f"heads of layer {layer}")
         edits = repeat(torch.zeros_like(heads), "token head -> token draw head", draw=CONTROL_DRAWS + 1).clone()
         edits[:, 0] = heads
         for token, others in enumerate(~heads):

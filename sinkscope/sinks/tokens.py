@@ -77,13 +77,9 @@ def pick_tokens(tokenizer: Any, ids: Tensor, strings: Sequence[str] | None, seed
 
 
 def sample_tokens(ids: list[int], count: int, seed: int) -> list[int]:
-    """Some of `ids`, in random order."""
-    return _shuffled(ids, torch.Generator().manual_seed(seed))[:count]
-
-
-def _shuffled(ids: list[int], generator: torch.Generator) -> list[int]:
-    order = torch.randperm(len(ids), generator=generator).tolist()
-    return [ids[i] for i in order]
+    """Some of `ids`, in random order, which the seed alone decides: all measurements name the same words."""
+    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed)).tolist()
+    return [ids[i] for i in order[:count]]
 
 
 def first_tokens(target: Target, ids: Tensor, count: int, seed: int, strings: Sequence[str] | None = None) -> list[int]:
@@ -102,9 +98,8 @@ def first_tokens(target: Target, ids: Tensor, count: int, seed: int, strings: Se
     special = set(target.tokenizer.all_special_ids)
     in_text = [i for i in ids[:, 1:].unique().tolist() if i not in special]
     others = sorted(set(every) - special - set(in_text))
-    generator = torch.Generator().manual_seed(seed)
-    in_order = _shuffled(in_text, generator) + _shuffled(others, generator)
-    return in_order[:count]
+    in_order = sample_tokens(in_text, count, seed)
+    return in_order + sample_tokens(others, count - len(in_order), seed)
 
 
 def vocabulary(target: Target, strings: Sequence[str] | None = None) -> list[int]:

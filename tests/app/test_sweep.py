@@ -11,7 +11,7 @@ from checkpoints import spoiled
 
 from sinkscope.app.cli import main
 from sinkscope.app.command_run import click_command
-from sinkscope.app.commands import commands
+from sinkscope.files.catalog import commands
 from sinkscope.files.plain import visible
 from sinkscope.hooks.edit import SinkPatch
 

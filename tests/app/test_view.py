@@ -109,6 +109,13 @@ def test_a_model_without_a_sink_offers_no_switch_and_says_so(tmp_path):
     assert found.conclusion().startswith("0 of 12 tokens have a norm spike") and found.texts[0].spikes == ()
 
 
+@pytest.mark.parametrize("request_", [{"texts": "a"}, {"text": None, "at_once": True, "Place": 1}])
+def test_a_request_with_unknown_keys_is_answered_by_an_error_that_names_the_first(tmp_path, request_):
+    one = explorer(organism("llama", 1), tmp_path)
+    key = list(request_)[-1]
+    assert one.answer(request_) == {"error": f"the request: {key} is {request_[key]!r}, expected no field of this name"}
+
+
 @pytest.mark.slow
 def test_marking_heads_are_those_of_the_circuit_and_switches_of_ones_own_have_a_control(tmp_path):
     o = organism("llama", 1)

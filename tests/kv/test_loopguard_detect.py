@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from guard_kit import padded, tiny
+from loop_texts import TABLES
+from refusals import refused
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.kv.pieces import Rewinder
-from sinkscope.loops.guard import LoopReporter
+from sinkscope.loops.guard import LoopGuard, LoopReporter
 from sinkscope.loops.guard.detect import RowMonitors
 from sinkscope.loops.text.monitor import Monitor, MonitorSettings
 
+BUNDLED = Path(__file__).parents[2] / "sinkscope/models/bundled"
 TAIL = MonitorSettings.variant("tail", warmup=0, window=16, tail_shortest=6)
 P1 = MonitorSettings.variant("p1", warmup=0, theta_conf=0.05, streak=3, cooldown=4)
 LOOPS = [11, 12, 13] * 20
@@ -46,6 +51,23 @@ def triggers(tokens: list[int], settings: MonitorSettings, probs: list[float] | 
     monitor = Monitor(settings)
     steps = [monitor.update(token, None if probs is None else probs[i]) for i, token in enumerate(tokens)]
     return [step.step for step in steps if step.trigger]
+
+
+@pytest.mark.parametrize("wrong", [[1], {1: 2}, "warmup", 5])
+def test_settings_of_another_form_are_refused_in_a_line(wrong):
+    with refused(words=["LoopGuard: monitor", "expected"]):
+        LoopGuard(monitor=wrong)
+
+
+@pytest.mark.parametrize("name", sorted(TABLES))
+def test_tables_whose_rows_follow_a_rule_do_not_call_the_guard(name):
+    """In the tokens of the bundled tokenizer; rows of words in the same form do."""
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
+    words = " ".join(["the lamp and the bird,"] * 20)
+    for text, loops in ((TABLES[name], False), (f"{TABLES[name]}\n{words}", True)):
+        rows = RowMonitors(MonitorSettings(), 1, (), tokenizer)
+        alarms = [rows.push(torch.tensor([token]), None) for token in tokenizer(text, verbose=False)["input_ids"]]
+        assert any(alarms) == loops
 
 
 @pytest.mark.parametrize("sample", [False, True])

@@ -158,3 +158,16 @@ def test_what_cannot_be_generated_is_refused_with_its_remedy(prompts, settings, 
     model, tokenizer = tiny_model("llama")
     with refused(words=words):
         generate(model, prompts, **{"tokenizer": tokenizer, **settings})
+
+
+@pytest.mark.parametrize("guard", [False, True])
+def test_a_model_with_nan_weights_is_refused_by_the_name_of_the_tensor(guard):
+    model, tokenizer = tiny_model("llama")
+    prompt = {"prompts": PROMPTS, "batch_size": 2, "guard": guard, "tokenizer": tokenizer, "max_new_tokens": 3}
+    model.model.layers[1].mlp.up_proj.weight.data[3, 2] = torch.nan
+    with refused("tensor model.layers.1.mlp.up_proj.weight holds values that are NaN or infinite"):
+        generate(model, **prompt)
+    model.model.layers[1].mlp.up_proj.weight.data[3, 2] = 0
+    with model.lm_head.register_forward_hook(lambda *_: torch.full((2, 1, 100), torch.nan)):
+        with refused(r"the logits of .* are NaN after \d+ tokens: load it with dtype=bfloat16"):
+            generate(model, **prompt)

@@ -69,11 +69,9 @@ def test_a_loop_that_goes_on_is_told_once_and_a_new_one_again():
 
 
 def _chat(tokens: list[str], index: int = 0) -> list[dict[str, Any]]:
-    """Chunks as a server streams them: each token with the log probabilities of the distribution it came from."""
-    choices = [{"index": index, "delta": {"role": "assistant"}}]
-    for token in tokens:
-        own = {"token": token, "logprob": -0.5, "bytes": list(token.encode()), "top_logprobs": []}
-        choices.append({"index": index, "delta": {"content": token}, "logprobs": {"content": [own]}})
+    """Chunks as a server streams them."""
+    choices: list[dict[str, Any]] = [{"index": index, "delta": {"role": "assistant"}}]
+    choices += [{"index": index, "delta": {"content": f"{token} "}} for token in tokens]
     choices.append({"index": index, "delta": {}, "finish_reason": "length"})
     return [{"id": "chatcmpl-1", "choices": [choice]} for choice in choices]
 
@@ -119,7 +117,6 @@ def test_what_a_server_sends_raises_one_alarm_for_one_loop(server):
     "bad",
     [
         '{"choices": null}',
-        '{"choices": [{"index": 0, "delta": {"content": "x"}, "logprobs": {"tokens": null}}]}',
         '{"choices": [{"index": 0, "delta": {"tool_calls": [{"index": 0}]}}]}',
         '{"choices": [{"index": 0, "delta": 5}]}',
         '{"choices": [',
@@ -159,6 +156,26 @@ def test_a_loop_in_reasoning_and_in_calls_of_tools_is_seen():
         assert len(_follow(events([{"choices": [{"index": 0, "delta": delta}]} for delta in deltas]))) == 1
 
 
+@pytest.mark.parametrize("between", ["", "\n"])
+def test_the_data_lines_of_an_event_are_joined(between):
+    """An event whose JSON stands on several lines, with empty lines between events or without."""
+    raw = "".join(
+        "".join(f"data: {line}\n" for line in json.dumps(one, indent=1).split("\n")) + between
+        for one in _chat(TEXT.split())
+    )
+    (alarm,) = _follow(raw, form="sse")
+    assert split(alarm.text) == split(LOOP)
+
+
+def test_equal_calls_of_tools_in_a_stream_of_ollama_are_a_loop():
+    def sent(calls: int) -> str:
+        call = {"function": {"name": "look", "arguments": {"at": "the lamp", "again": True}}}
+        chunk = {"message": {"role": "assistant", "content": "", "tool_calls": [call]}, "done": False}
+        return "".join(json.dumps(chunk) + "\n" for _ in range(calls))
+
+    assert len(_follow(sent(40))) == 1 and _follow(sent(2)) == []
+
+
 def test_control_characters_do_not_reach_the_terminal():
     assert shown("a\x1b[2J\n‮b") == "a\\x1b[2J\\n\\u202eb" and len(shown("x" * 999)) == 63
     (alarm,) = _follow("".join(json.dumps({"token": t}) + "\n" for t in ["\x1b[2J", "b\n"] * 200))
@@ -174,12 +191,12 @@ def test_exit_codes_and_the_first_loop(tmp_path, capsys):
     assert main(["loops", str(looping), "--follow", "--first"]) == 3 and capsys.readouterr().out.count("\n") == 1
 
 
-@pytest.fixture
-def process():
+@pytest.fixture(params=["--follow", "-"])
+def process(request):
     def heed():  # a shell lets what runs in the background ignore Ctrl-C
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-    command = [sys.executable, "-m", "sinkscope", "loops", "--follow"]
+    command = [sys.executable, "-m", "sinkscope", "loops", request.param]
     pipe = subprocess.PIPE
     started = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, preexec_fn=heed)
     yield started
@@ -191,18 +208,23 @@ def test_an_alarm_comes_while_the_pipe_is_open_and_ctrl_c_leaves_cleanly(process
     detected = check(TEXT).records[0].detected
     words = TEXT.split(" ")
     sent = 0
-    os.set_blocking(process.stdout.fileno(), False)
+    told = process.stderr if process.args[-1] == "-" else process.stdout  # a table follows on standard output
+    os.set_blocking(told.fileno(), False)
     seen = b""
     while not seen and sent < len(words):
         process.stdin.write(f"{words[sent]} ".encode())
         sent += 1
         if len(split(" ".join(words[:sent]))) >= (detected or 0):
             for _ in range(600):
-                if seen := process.stdout.read() or b"":
+                if seen := told.read() or b"":
                     break
                 time.sleep(0.05)
             break
     assert f"at token {detected}: period {len(split(LOOP))}".encode() in seen and process.poll() is None
+    if told is process.stderr:
+        process.stdin.close()
+        assert process.wait(60) == 3 and b"The output in standard input loops." in process.stdout.read()
+        return
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130 and process.stderr.read().strip() == b"interrupted"
 

@@ -22,9 +22,8 @@ from torch.testing import assert_close
 
 import sinkscope as ss
 from sinkscope.app import cli
-from sinkscope.app.commands import Command, commands
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.files.catalog import kind_modules
+from sinkscope.files.catalog import Command, commands, kind_modules
 from sinkscope.files.envelope import class_of
 from sinkscope.hooks.edit import SinkPatch
 from sinkscope.kv import Full, StreamingLLM

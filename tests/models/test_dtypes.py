@@ -11,7 +11,7 @@ from covering import every_nth
 from organisms import tiny_model
 
 import sinkscope as ss
-from sinkscope.app.commands import Command, commands
+from sinkscope.files.catalog import Command, commands
 from sinkscope.hooks.edit import Ablate, SinkPatch
 from sinkscope.hooks.edit.steer import Add
 from sinkscope.kv import make_policy, policies

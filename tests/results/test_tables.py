@@ -96,6 +96,21 @@ def test_no_line_is_too_wide_and_no_cell_is_cut(rows):
     assert shown.columns.items() <= _columns(rows).items()
 
 
+def test_columns_that_are_kept_take_several_lines_where_all_are_too_wide_and_lose_no_word():
+    columns = {
+        "label": ["words " * 12, "one"],
+        "before": ["a, " * 20, "b"],
+        "margin": ["0", "1"],
+        "after": ["Q" * 90] * 2,
+    }
+    lines = Grid(columns, kept=["label", "before", "after"], note="Note.").text(80).splitlines()
+    assert lines[0].split() == ["label", "before", "after"] and max(map(len, lines)) <= 80
+    words = " ".join(lines).split()
+    assert words.count("words") == 12 and words.count("a,") == 20 and "".join(words).count("Q") == 180
+    assert [line.split()[:2] for line in lines if line.startswith("one")] == [["one", "b"]]
+    assert "Not shown: margin" in lines[-1] or "Not shown: margin" in lines[-2]
+
+
 def test_one_row_has_no_constant_columns():
     assert list(Grid({"a": ["1"], "b": ["2"]}).narrow(80).columns) == ["a", "b"]
 

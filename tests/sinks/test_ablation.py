@@ -80,7 +80,7 @@ def test_a_set_is_held_against_the_strongest_of_the_random_sets(monkeypatch, tmp
 def test_a_set_is_held_against_twenty_random_sets_of_other_neurons_of_its_layers():
     target = target_of(organism("llama", 0).model)
     layers, candidates = (0, 1, 1), [(1, neuron) for neuron in range(target.d_mlp - 3)]
-    sets = random_sets(target, ((0, 5), (1, 1), (1, 2)), tuple(candidates), torch.Generator().manual_seed(0))
+    sets = random_sets(target, ((0, 5), (1, 1), (1, 2)), tuple(candidates), 0)
     assert len(sets) == 20 and len(set(sets)) > 10
     for drawn in sets:
         assert tuple(layer for layer, _ in drawn) == layers and len(set(drawn)) == 3

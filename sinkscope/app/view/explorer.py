@@ -27,7 +27,7 @@ from sinkscope.results.notation import head_name, neuron_name, neuron_names, wor
 ROOM = 3 << 20  # bytes of packed attention in a page
 
 
-class Request(BaseModel):
+class Request(BaseModel, extra="forbid"):
     """What a page asks for; see `Explorer.answer`."""
 
     text: str | None = None

@@ -13,6 +13,7 @@ from sinkscope.app.view.explorer import Explorer
 from sinkscope.app.view.page import SCRIPTS, source
 from sinkscope.app.view.result import ModelView
 from sinkscope.errors import SinkscopeError
+from sinkscope.results.options import checks_arguments
 
 
 @dataclass(eq=False)
@@ -67,6 +68,7 @@ class View:
         return f"View of {self.result.model.name}: {self.result.conclusion()}"
 
 
+@checks_arguments()
 def view(model: object = None, text: str | None = None, *, generation: bool = False, **options: Any) -> View:
     """Explore a model on a text in a notebook: tokens, heads, the circuit, and what edits change.
 

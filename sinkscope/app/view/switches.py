@@ -13,6 +13,7 @@ from sinkscope.hooks.edit import Ablate, SinkPatch
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.hooks.edit.sites import head_of, site_of
 from sinkscope.models.checks import check_site
+from sinkscope.models.draws import draws
 from sinkscope.results.notation import word_list
 
 
@@ -66,10 +67,10 @@ def random_others(sink: ModelSink, places: Sequence[tuple[int, ...]], widths: Se
         places: The neurons or heads.
         widths: How many there are where each of them is.
     """
-    generator = torch.Generator().manual_seed(sink.setup.seed)
     drawn: list[tuple[int, ...]] = []
     for place, width in zip(places, widths, strict=True):
         taken = {*places, *sink.neurons, *sink.marks, *drawn}
+        generator = draws(sink.setup.seed, f"beside {place}, {len(drawn)} drawn before")
         order = torch.randperm(width, generator=generator).tolist()
         others = [(*place[:-1], number) for number in order if (*place[:-1], number) not in taken]
         drawn += others[:1]

@@ -343,17 +343,17 @@ class Intervention(ABC):
         return Composed((*self.parts, *other.parts))
 
     def on(self, model: object) -> AbstractContextManager[Run]:
-        """Act on `model` (Hugging Face, TransformerBridge or nnsight) inside the `with`.
+        """Act on `model` (Hugging Face, TransformerBridge or nnsight) inside the `with`. What is returned is used once.
 
         Everything that calls the model there is edited: forward, `generate` and its variants, nnsight's `trace` and
         `generate`. On exit, even by an exception, the model is restored. `Run` explains which threads are
         affected. Weights are never changed.
 
         Raises:
-            SinkscopeError: The model has no such layer or neuron.
+            SinkscopeError: The model has no such layer or neuron, or what is returned is entered a second time.
             UnsupportedError: The model cannot be edited this way (no such site); the message says what can.
         """
-        return self._entered(target_of(model))
+        return _Once(self._entered(target_of(model)))
 
     @contextmanager
     def _entered(self, target: Target) -> Iterator[Run]:
@@ -422,6 +422,22 @@ def _followed(run: Run, fn: Callable[..., Any]) -> Callable[..., Any]:
         return fn(tensor)
 
     return act
+
+
+class _Once(AbstractContextManager[Run]):
+    """A context manager that says so when it is entered a second time."""
+
+    def __init__(self, context: AbstractContextManager[Run]) -> None:
+        self._context, self._entered = context, False
+
+    def __enter__(self) -> Run:
+        if self._entered:
+            raise SinkscopeError("an .on(...) that was entered before: call .on(model) again for another `with`")
+        self._entered = True
+        return self._context.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._context.__exit__(*error)
 
 
 @dataclass(frozen=True)

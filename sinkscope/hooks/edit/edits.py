@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal, cast
@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.files.records import Finite, checked_value
+from sinkscope.files.records import Finite, check_values, checked_value
 from sinkscope.hooks.edit.base import BridgeHook, Event, Intervention, Run
 from sinkscope.hooks.edit.expert_edit import expert_hook
 from sinkscope.hooks.edit.positions import Call, Memory
@@ -110,6 +110,8 @@ class NeuronEdit(Intervention):
     KIND: ClassVar[str] = "edited"
 
     def __post_init__(self, layer: int | None, neurons: int | str | Sequence[int | SiteLike]) -> None:
+        check_values(Iterable[Any], PAGE, sites=self.sites)
+        check_values(Iterable[Any] | int, PAGE, neurons=neurons)
         if isinstance(neurons, int | str):
             neurons = [neurons]
         numbers = [one for one in neurons if isinstance(one, int)]
@@ -279,6 +281,7 @@ class Ablate(NeuronEdit):
     KIND: ClassVar[str] = "ablated"
 
     def __post_init__(self, layer: int | None, neurons: int | str | Sequence[int | SiteLike]) -> None:
+        check_values(Iterable[Any], PAGE, heads=self.heads)
         heads = self.heads
         if isinstance(heads, str):
             heads = [heads]

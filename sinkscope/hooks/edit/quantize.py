@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.files.records import Whole, check_fields, checked_value
+from sinkscope.files.records import Whole, check_fields, check_values, checked_value
 from sinkscope.hooks.edit.base import Intervention, Run, row_events
 from sinkscope.hooks.edit.positions import Call, Memory
 from sinkscope.hooks.edit.sites import (
@@ -103,6 +103,7 @@ class Quantize(Intervention):
     layers: Sequence[Whole | str] = ()
 
     def __post_init__(self) -> None:
+        check_values(Sequence[Any], PAGE, places=self.places, neurons=self.neurons, layers=self.layers)
         positions = checked_positions(self.positions)
         object.__setattr__(self, "positions", () if positions is None else positions)
         object.__setattr__(self, "neurons", tuple(map(site_of, self.neurons)))

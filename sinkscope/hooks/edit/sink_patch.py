@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError, warn
 from sinkscope.files.output import read_json, write_output
-from sinkscope.files.records import Finite, Whole, check, checked_value
+from sinkscope.files.records import Finite, Whole, check, check_values, checked_value
 from sinkscope.hooks.edit.edits import NeuronEdit, NeuronValues
 from sinkscope.hooks.edit.sites import NeuronSite, SiteLike, Where, site_of
 from sinkscope.models.origin import is_checkpoint
@@ -90,6 +90,8 @@ class SinkPatch(NeuronEdit):
 
     def __post_init__(self, layer: int | None, neurons: int | str | Sequence[int | SiteLike]) -> None:
         super().__post_init__(layer, neurons)
+        check_values(Mapping[Any, Any], _PAGE, calibrated=self.calibrated)
+        check_values(Mapping[str, Any] | None, _PAGE, model=self.model)
         checked_value(Value, self.value, "value", page=_PAGE)
         calibrated = {site_of(site): value for site, value in self.calibrated.items()}
         for site, value in calibrated.items():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.records import Finite, checked_value
+from sinkscope.files.records import Finite, check_values, checked_value
 from sinkscope.hooks.edit.base import BridgeHook, Intervention, Run, row_events
 from sinkscope.hooks.edit.sites import PAGE, Positions, checked_positions, chosen_positions
 from sinkscope.hooks.trace.sites import Site, resolve
@@ -63,6 +63,7 @@ class Add(Intervention):
                 "numbers, one for each dimension of the residual stream",
                 page=PAGE,
             )
+        check_values(str, PAGE, site=self.site)
         checked_value(Finite, self.scale, "scale", page=PAGE)
         object.__setattr__(self, "vector", vector.float())
         object.__setattr__(self, "positions", checked_positions(self.positions))

@@ -13,12 +13,14 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.files.records import Natural
 from sinkscope.hooks.trace.sites import Pattern, Site, resolve
 from sinkscope.models.hooks import on_input, on_output
 from sinkscope.models.inputs import read_inputs
 from sinkscope.models.norms import norms_of
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
+from sinkscope.results.options import checks_arguments
 from sinkscope.tap.observers import attention_rows
 
 Reducer = Callable[[Tensor], Tensor]
@@ -69,6 +71,7 @@ class Trace(dict[str, Tensor]):
         return "\n".join([f"Trace of {len(self)} sites", *lines])
 
 
+@checks_arguments()
 def trace(
     model: object,
     tokens: Any = None,
@@ -77,7 +80,7 @@ def trace(
     *,
     observers: Sequence[Observer] = (),
     attention_mask: Any = None,
-    batch_size: int | None = None,
+    batch_size: Natural | None = None,
     tokenizer: Any = None,
     bos: bool | None = None,
     **inputs: Any,

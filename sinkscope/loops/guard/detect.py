@@ -13,20 +13,37 @@ from transformers import LogitsProcessor
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.hooks.edit.base import Event
 from sinkscope.loops.text.monitor import Monitor, MonitorSettings, Step
+from sinkscope.loops.text.outputs import is_plain, split
 
 
 class RowMonitors:
     """One monitor for each row. Rows that have ended are ignored.
 
+    Args:
+        settings: Settings of the monitors.
+        rows: Number of rows.
+        ends: Ids that end a row.
+        tokenizer: Tells numbers and signs, whose repetition may be honest, from words.
+
     Attributes:
         tokens: Generated tokens of each row that its monitor has seen.
     """
 
-    def __init__(self, settings: MonitorSettings, rows: int, ends: Collection[int]) -> None:
+    def __init__(
+        self, settings: MonitorSettings, rows: int, ends: Collection[int], tokenizer: Any | None = None
+    ) -> None:
         self._settings = settings
-        self._monitors = [Monitor(settings) for _ in range(rows)]
+        self._tokenizer = tokenizer
+        self._monitors = [self._monitor() for _ in range(rows)]
         self._ends = ends
         self.tokens: list[list[int]] = [[] for _ in range(rows)]
+
+    def _monitor(self) -> Monitor:
+        """A new monitor, which knows numbers and signs if there is a tokenizer."""
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            return Monitor(self._settings)
+        return Monitor(self._settings, lambda ids: is_plain(split(tokenizer.decode(ids))))
 
     def push(self, tokens: Int[Tensor, " row"], p_max: Float[Tensor, " row"] | None) -> dict[int, Step]:
         """Add the next token of every row, and the largest probability of the token after it.
@@ -54,9 +71,13 @@ class RowMonitors:
     def take_back(self, row: int, count: int) -> None:
         """Forget all but the first `count` tokens of a row, as if the others had never arrived."""
         self.tokens[row] = self.tokens[row][:count]
-        self._monitors[row] = Monitor(self._settings)
+        self._monitors[row] = self._monitor()
         for token in self.tokens[row]:
             self._monitors[row].update(token, 0.0)
+
+    def last(self, row: int) -> Step:
+        """What the monitor of a row reported last."""
+        return self._monitors[row].last
 
     @property
     def ended(self) -> list[bool]:

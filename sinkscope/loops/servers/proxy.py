@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import parse_json
-from sinkscope.loops.text.endings import Ending
+from sinkscope.loops.servers.endings import Ending
 from sinkscope.loops.text.monitor import MonitorSettings
 from sinkscope.loops.text.streams import Alarm, Watch, pieces_of_line
 

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import hashlib
-import statistics
 import time
+import zlib
 from array import array
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from sinkscope.files.progress import silent
+from sinkscope.errors import SinkscopeError
 from sinkscope.files.provenance import ModelInfo, provenance
 from sinkscope.files.records import Natural, check_values
-from sinkscope.loops.text.figure import draw_check
-from sinkscope.loops.text.monitor import Monitor, MonitorSettings
-from sinkscope.loops.text.near_copies import counting_rows, echoes
-from sinkscope.loops.text.outputs import TokenRecord, as_records, spans
-from sinkscope.loops.text.signals import Ids, Tail, compression_ratio, is_loop, type_token_ratio
+from sinkscope.loops.text.forms import StreamForm, pieces_of_output, shown
+from sinkscope.loops.text.monitor import MonitorSettings, Step
+from sinkscope.loops.text.near_copies import Echoes
+from sinkscope.loops.text.signals import Ids, Tail, id_list, is_loop_by
+from sinkscope.loops.text.streams import KEPT_NUMBERS, Alarm, Stream, Watch
 from sinkscope.results.notation import count_of, word_form
 from sinkscope.results.result import Result
 
 Verdict = Literal["loops", "looped", "suspicious", "clean"]
-CURVE_POINTS = 128  # at most, of a record's curve
-SHORT_END = 8  # tokens behind the last copy that may be anything
-GRAM, RECYCLED = 3, 0.5  # an end is of the loop if this share of its n-grams were in the loop
+SHORT_END = 48  # tokens after the last copy that may be anything
+BLOCK = 4096  # tokens that are compressed at once
 LOOP_FOUND = 3  # exit status
 NAME_SHOWN = 32  # characters of a name in the table
 
@@ -37,11 +35,9 @@ class CheckedOutput:
     Attributes:
         name: Name such as "line 3", or the file's name.
         verdict: "loops": it repeats itself to its end. "looped": it repeated itself and went on. "suspicious": it has
-            near copies, such as counters, that a rule on exact copies cannot prove. "clean": none of these.
-        role: Who repeats, in a session; None of a text.
-        turns: Messages of a session in which the repetition is, counted from 1; None of a text.
+            near copies, such as counters, which may be honest. "clean": none of these.
         tokens: Number of tokens.
-        wasted: Number of tokens behind the first copy that belong to the repetition; None if there is none.
+        wasted: Number of tokens after the first copy that belong to the repetition; None if there is none.
         period: Period in tokens of the stretch that covers most, as the monitor found it; None if there is none.
         onset: Position of the first token of the repetition, counted from 0.
         repeats: Number of copies in that stretch.
@@ -49,14 +45,10 @@ class CheckedOutput:
         ttr: Type-token ratio of the whole record.
         cr: Compression ratio of the whole record.
         loop_rule: Whether the loop rule with length holds (Eq. 7); None if the maximum number of tokens was not given.
-        steps: Steps at which `curve` was measured.
-        curve: Type-token ratio of the window at these steps.
     """
 
     name: str
     verdict: Verdict
-    role: str | None = None
-    turns: str | None = None
     tokens: int = 0
     wasted: int | None = None
     period: int | None = None
@@ -66,8 +58,6 @@ class CheckedOutput:
     ttr: float | None = None
     cr: float | None = None
     loop_rule: bool | None = None
-    steps: tuple[int, ...] = ()
-    curve: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +72,7 @@ class LoopCheck(Result):
     """
 
     kind: ClassVar[str] = "loops"
-    drawing: ClassVar[Any] = draw_check
-    table_without: ClassVar[tuple[str, ...]] = ("steps", "curve")
-    columns: ClassVar[tuple[str, ...]] = ("name", "verdict", "role", "turns", "tokens", "wasted", "period", "onset")
+    columns: ClassVar[tuple[str, ...]] = ("name", "verdict", "tokens", "wasted", "period", "onset")
 
     loops: int
     looped: int
@@ -97,7 +85,7 @@ class LoopCheck(Result):
         return LOOP_FOUND if self.loops or self.looped else 0
 
     def conclusion(self) -> str:
-        """How many records have each verdict, and their diversity."""
+        """How many records have each verdict."""
         parts: list[str] = []
         for count, one, several in (
             (self.loops, "loops", "loop"),
@@ -108,61 +96,146 @@ class LoopCheck(Result):
             if count:
                 parts.append(f"{count} {word_form(count, one, several)}")
         if len(self.records) == 1:
-            (part,) = parts
-            return f"The {self._unit()} in {self.model.name} {part.removeprefix('1 ')}{self._ratios()}."
-        said = parts[-1]
-        if len(parts) > 1:
-            said = f"{', '.join(parts[:-1])} and {parts[-1]}"
-        return f"Of {count_of(len(self.records), self._unit())} in {self.model.name}, {said}{self._ratios()}."
+            return f"The output in {self.model.name} {parts[0].removeprefix('1 ')}."
+        said = " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
+        return f"Of {count_of(len(self.records), 'output')} in {self.model.name}, {said}."
 
     def details(self) -> list[str]:
-        """Where the repetitions begin, and what they cost."""
-        lines: list[str] = []
-        period = self._median("period")
-        if period is not None:
-            onset = self._median("onset")
-            lines.append(f"The loops have a median period of {period:g} tokens and begin at token {onset:g} (median).")
-        for record in self.records:
-            if record.turns is not None:
-                lines.append(f"In {record.name}, the {record.role} repeats itself in messages {record.turns}.")
+        """What the repetitions cost."""
         wasted = sum(record.wasted or 0 for record in self.records)
-        if wasted and self.model.family != "session":
-            lines.append(f"{count_of(wasted, 'token')} behind the first copies are wasted.")
-        return lines
+        if not wasted:
+            return []
+        return [f"{count_of(wasted, 'token')} after the first copies are wasted."]
 
     def shown_rows(self) -> list[dict[str, Any]]:
         """The rows that are printed, with names that leave room for the verdict."""
         rows = super().shown_rows()
         for row in rows:
-            name = str(row["name"])
-            if len(name) > NAME_SHOWN:
-                row["name"] = f"{name[: NAME_SHOWN // 2 - 2]}...{name[1 - NAME_SHOWN // 2 :]}"
+            row["name"] = shown(str(row["name"]), NAME_SHOWN)
         return rows
 
-    def _unit(self) -> str:
-        return "session" if self.model.family == "session" else "output"
 
-    def _ratios(self) -> str:
-        """What sessions waste, or the median type-token ratios of repetitive and clean records."""
-        wasted = sum(record.wasted or 0 for record in self.records)
-        if wasted and self.model.family == "session":
-            return f"; {wasted} of {sum(record.tokens for record in self.records)} tokens are wasted on repetition"
-        repetitive, clean = self._median("ttr"), self._median("ttr", clean=True)
-        if repetitive is None and clean is None:
-            return ""
-        if repetitive is None or clean is None:
-            return f"; the median type-token ratio is {repetitive or clean:.2g}"
-        return f"; the median type-token ratio is {repetitive:.2g}, and {clean:.2g} of the clean ones"
+class CheckedStream(Stream):
+    """One output, its monitor, and the numbers beside its verdict; memory does not grow with the output."""
 
-    def _median(self, field: str, clean: bool = False) -> float | None:
-        values: list[float] = []
-        for record in self.records:
-            value = getattr(record, field)
-            if (record.verdict == "clean") == clean and value is not None:
-                values.append(value)
-        if not values:
-            return None
-        return statistics.median(values)
+    def __init__(self, settings: MonitorSettings | None = None) -> None:
+        super().__init__(settings)
+        self._echoes = Echoes()
+        self._suspected: int | None = None
+        self._longest: Tail | None = None
+        self._covered = 0
+        self._last_copy = 0  # number of tokens up to the last one that repeats
+        self._detected: int | None = None
+        self._ids = array("I")
+        self._packed = zlib.compressobj(9)
+        self._packed_bytes = 0
+        self._tokens = 0
+        self._different: set[int] = set()
+        self._types = 0
+        self.digest = hashlib.sha256()
+
+    def _see(self, token: int, step: Step, text: str) -> None:
+        """Take note of a token."""
+        if self.monitor.is_plain is not None and self._detected is None and self._suspected is None:
+            if self._echoes.add(text, step.step - 1):
+                self._suspected = step.step
+        if step.trigger and self._detected is None:
+            self._detected = step.step
+        tail = step.tail
+        if tail is not None or step.trigger:
+            self._last_copy = step.step
+        if tail is not None and step.step - tail.start > self._covered:
+            self._longest = tail
+            self._covered = step.step - tail.start
+        self._different.add(token)
+        if len(self._different) > KEPT_NUMBERS:  # those that come again count again
+            self._types += len(self._different)
+            self._different.clear()
+        self._ids.append(token)
+        if len(self._ids) == BLOCK:
+            self._pack()
+
+    def _pack(self) -> None:
+        """Compress the tokens that wait."""
+        raw = self._ids.tobytes()
+        self._packed_bytes += len(self._packed.compress(raw))
+        self.digest.update(raw)
+        self._tokens += len(self._ids)
+        self._ids = array("I")
+
+    def result(self, name: str, max_new: int | None = None) -> CheckedOutput:
+        """The verdict on the output, which has ended.
+
+        Args:
+            name: Its name.
+            max_new: Maximum number of new tokens, for the loop rule with length.
+        """
+        settings = self.monitor.settings
+        self._pack()
+        tokens = self._tokens
+        facts: dict[str, Any] = {"tokens": tokens}
+        if tokens:
+            self._packed_bytes += len(self._packed.flush())
+            facts["ttr"] = (self._types + len(self._different)) / tokens
+            facts["cr"] = self._packed_bytes / (4 * tokens)
+        if max_new is not None:
+            ratios = (facts.get("ttr", 1.0), facts.get("cr", 1.0))
+            facts["loop_rule"] = is_loop_by(tokens, *ratios, max_new, settings.theta_ttr, settings.theta_cr)
+        if self._detected is None:
+            if self._suspected is None and self._echoes.add("\n", tokens):
+                self._suspected = tokens
+            if self._suspected is None or settings.rule == "never":
+                return CheckedOutput(name, "clean", **facts)
+            return CheckedOutput(name, "suspicious", onset=self._echoes.onset, detected=self._suspected, **facts)
+        onset = self._detected
+        tail = self._longest
+        if tail is not None:
+            onset = tail.start
+            wasted = max(0, self._last_copy - onset - tail.period)
+            facts |= {"period": tail.period, "repeats": tail.repeats, "wasted": wasted}
+        verdict: Verdict = "looped"
+        if tokens - self._last_copy <= max(SHORT_END, settings.cooldown):
+            verdict = "loops"
+        return CheckedOutput(name, verdict, onset=onset, detected=self._detected, **facts)
+
+
+class Checker:
+    """Collects the verdicts of outputs as they end.
+
+    Args:
+        settings: Settings of the monitor.
+        max_new: Maximum number of new tokens, for the loop rule with length (LoopGuard, Eq. 7).
+        name: Name of the input in the result.
+    """
+
+    def __init__(self, settings: MonitorSettings | None, max_new: int | None, name: str) -> None:
+        check_values(Natural | None, max_new=max_new)
+        self._settings = settings or MonitorSettings()
+        self._max_new = max_new
+        self._name = name
+        self._started = time.perf_counter()
+        self._digest = hashlib.sha256()
+        self._records: list[CheckedOutput] = []
+        self.watch = Watch(self._settings, CheckedStream, self._end)
+
+    def _end(self, name: str, stream: CheckedStream) -> None:
+        record = stream.result(name, self._max_new)
+        self._records.append(record)
+        self._digest.update(stream.digest.digest())
+
+    def result(self) -> LoopCheck:
+        """The verdicts on all outputs."""
+        verdicts = [record.verdict for record in self._records]
+        digest = self._digest.hexdigest()[:16]  # of the ids, in place of a model's
+        return LoopCheck(
+            loops=verdicts.count("loops"),
+            looped=verdicts.count("looped"),
+            suspicious=verdicts.count("suspicious"),
+            records=tuple(self._records),
+            model=ModelInfo(name=self._name, family="text", n_layers=0, d_model=0, d_mlp=0, fingerprint=digest),
+            settings={**vars(self._settings), "max_new": self._max_new},
+            provenance=provenance(started=self._started, device="cpu", dtype="int", attention="none", bos=None, seed=0),
+        )
 
 
 def check(
@@ -171,22 +244,20 @@ def check(
     settings: MonitorSettings | None = None,
     max_new: int | None = None,
     name: str = "input",
-    progress: Callable[[str, int, int], None] | None = None,
 ) -> LoopCheck:
     """Check outputs for repetition loops; no model, no tokenizer and no torch are needed.
 
-    A record loops or looped if the monitor triggers in it. By default this happens as soon as there are 3 copies of
-    anything that cover at least 48 tokens and are exact or nearly so. With `MonitorSettings.paper()`, LoopGuard's
-    monitor decides. Because there are no probabilities, its other two votes (type-token ratio and compression ratio)
-    must agree, and one of its gates (stalled novelty or tail repetition) must hold. A text in which it does not trigger
-    is suspicious if nearly all sentences resemble earlier ones, or if rows differ in a number only.
+    A record loops or looped if the monitor triggers in it. By default this happens as soon as there are 3 exact copies
+    of anything that cover at least 48 tokens, or 384 tokens of numbers and signs. With `MonitorSettings.paper()`,
+    LoopGuard's monitor decides. Because there are no probabilities, its other two votes (type-token ratio and
+    compression ratio) must agree, and one of its gates (stalled novelty or tail repetition) must hold. A text in which
+    it does not trigger is suspicious if nearly all sentences or rows resemble earlier ones.
 
     Args:
-        outputs: A text, token ids, or several of either; or records that `loops.outputs.parse` makes from a file.
+        outputs: A text, token ids, or several of either.
         settings: Settings of the monitor.
         max_new: Maximum number of new tokens, for the loop rule with length (LoopGuard, Eq. 7).
         name: Name of the input in the result.
-        progress: Called with a stage, the amount done and the total.
 
     Returns:
         A `LoopCheck`.
@@ -194,110 +265,48 @@ def check(
     Raises:
         SinkscopeError: The input is empty or neither text nor ids, or the settings need probabilities.
     """
-    started = time.perf_counter()
-    settings = settings or MonitorSettings()
-    progress = progress or silent
-    check_values(Natural | None, max_new=max_new)
-    records = as_records(outputs)
-    results: list[CheckedOutput] = []
-    for place, record in enumerate(records):
-        progress("checking", place, len(records))
-        results.append(checked_output(record, settings, max_new))
-    # What stands in place of a model: its fingerprint is that of the ids.
-    digest = hashlib.sha256()
-    for record in records:
-        digest.update(array("I", record.ids).tobytes() + b"|")
-    model = ModelInfo(name=name, family="text", n_layers=0, d_model=0, d_mlp=0, fingerprint=digest.hexdigest()[:16])
-    return loop_check(results, model, {**vars(settings), "max_new": max_new}, started)
+    checker = Checker(settings, max_new, name)
+    items: Any = id_list(outputs)
+    if not isinstance(items, str | list | tuple) or not items:
+        raise SinkscopeError(f"{outputs!r} cannot be checked: give a text, token ids, or several of either")
+    named: list[tuple[str, Any]] = [("text", items)]
+    if not isinstance(items, str) and not isinstance(items[0], int):
+        named = [(str(place), item) for place, item in enumerate(items, 1)]
+    for each, output in named:
+        try:
+            pieces = pieces_of_output(output, each, True)
+        except ValueError as error:
+            raise SinkscopeError(f"output {each} cannot be checked: {error}") from None
+        for piece in pieces:
+            for _ in checker.watch.take(piece):
+                pass
+    return checker.result()
 
 
-def loop_check(
-    results: Sequence[CheckedOutput], model: ModelInfo, settings: dict[str, Any], started: float
+def check_file(
+    source: Any,
+    *,
+    form: StreamForm = "auto",
+    settings: MonitorSettings | None = None,
+    max_new: int | None = None,
+    name: str = "input",
+    told: Callable[[Alarm], None] | None = None,
 ) -> LoopCheck:
-    """The result of records that were checked.
+    """Check the outputs of a file while it is read, in memory that does not grow with it.
 
     Args:
-        results: The records.
-        model: What stands in place of a model: the input and its fingerprint.
+        source: A binary file or a pipe: a text, JSON lines, server-sent events, or one JSON value, which is read whole.
+        form: Form of the source; "auto" decides by the first line.
         settings: Settings of the monitor.
-        started: `time.perf_counter()` at the start.
+        max_new: As for `check`.
+        name: Name of the file in the result and in errors.
+        told: Called with each loop as it is found.
+
+    Raises:
+        SinkscopeError: The source is empty, or something in it cannot be read.
     """
-    verdicts = [result.verdict for result in results]
-    return LoopCheck(
-        loops=verdicts.count("loops"),
-        looped=verdicts.count("looped"),
-        suspicious=verdicts.count("suspicious"),
-        records=tuple(results),
-        model=model,
-        settings=settings,
-        provenance=provenance(started=started, device="cpu", dtype="int", attention="none", bos=None, seed=0),
-    )
-
-
-def checked_output(record: TokenRecord, settings: MonitorSettings, max_new: int | None = None) -> CheckedOutput:
-    """The verdict on one record, and the numbers beside it."""
-    ids = record.ids
-    monitor = Monitor(settings)
-    every = max(1, -(-len(ids) // CURVE_POINTS))
-    longest: Tail | None = None
-    covered = 0
-    last_copy = 0  # number of tokens up to the last one that repeats
-    detected: int | None = None
-    curve: dict[int, float] = {}
-    for token in ids:
-        step = monitor.update(token)
-        if step.trigger and detected is None:
-            detected = step.step
-        if step.tail is not None or step.trigger:
-            last_copy = step.step
-        if step.tail is not None and step.step - step.tail.start > covered:
-            longest = step.tail
-            covered = step.step - step.tail.start
-        if step.step % every == 0 or step.step == len(ids):
-            curve[step.step] = round(step.ttr, 4)
-    facts: dict[str, Any] = {"tokens": len(ids), "steps": tuple(curve), "curve": tuple(curve.values())}
-    if ids:
-        facts |= {"ttr": type_token_ratio(ids), "cr": compression_ratio(ids)}
-    if max_new is not None:
-        facts["loop_rule"] = is_loop(ids, max_new, theta_ttr=settings.theta_ttr, theta_cr=settings.theta_cr)
-    if detected is None:
-        return _suspicion(CheckedOutput(record.name, "clean", **facts), record, settings)
-    onset = detected
-    if longest is not None:
-        onset = longest.start
-        wasted = max(0, last_copy - onset - longest.period)
-        facts |= {"period": longest.period, "repeats": longest.repeats, "wasted": wasted}
-    verdict: Verdict = "looped"
-    if _goes_on(ids, onset, last_copy, settings):
-        verdict = "loops"
-    return CheckedOutput(record.name, verdict, onset=onset, detected=detected, **facts)
-
-
-def _goes_on(ids: Sequence[int], onset: int, last_copy: int, settings: MonitorSettings) -> bool:
-    """Whether what follows the last copy still belongs to the loop, so that it runs to the end."""
-    rest = len(ids) - last_copy
-    if rest <= SHORT_END or (settings.rule != "repeats" and rest <= settings.cooldown):
-        return True
-    seen: set[tuple[int, ...]] = set()
-    for place in range(onset, last_copy - GRAM + 1):
-        seen.add(tuple(ids[place : place + GRAM]))
-    recycled = 0
-    for place in range(last_copy, len(ids)):
-        recycled += tuple(ids[place - GRAM + 1 : place + 1]) in seen
-    return recycled >= RECYCLED * rest
-
-
-def _suspicion(result: CheckedOutput, record: TokenRecord, settings: MonitorSettings) -> CheckedOutput:
-    """The result, suspicious if its text has near copies."""
-    if record.text is None or settings.rule == "never":
-        return result
-    words = spans(record.text)
-    place = counting_rows([word for word, _ in words])
-    characters = echoes(record.text)
-    if characters is not None:
-        first, found = (bisect_left(words, at, key=lambda word: word[1]) for at in characters)
-        if place is None or found < place[1]:
-            place = (first, found + 1)
-    if place is None:
-        return result
-    return replace(result, verdict="suspicious", onset=place[0], detected=min(place[1], len(words)))
+    checker = Checker(settings, max_new, name)
+    for alarm in checker.watch.follow(source, form=form, name=name):
+        if told is not None:
+            told(alarm)
+    return checker.result()

@@ -1,17 +1,17 @@
-"""What servers send while they generate: `pieces_of` has a case for each form. To add a server, add a case."""
+"""The forms of outputs and of what servers send: `pieces_of` has a case for each. To add a server, add a case."""
 
 from __future__ import annotations
 
+import json
 from typing import Any, Literal, NamedTuple
 
 from sinkscope.files.plain import visible
-from sinkscope.loops.text.outputs import FIELDS
-from sinkscope.loops.text.signals import is_token_id
+from sinkscope.loops.text.signals import id_list, is_token_id
 
-StreamForm = Literal["auto", "text", "jsonl", "sse", "session"]
+StreamForm = Literal["auto", "text", "jsonl", "sse"]
 SHOWN_CHARACTERS = 60
-_PIECE_FIELDS = ("token", "content", "response")  # of a JSON line that adds to an output; FIELDS are whole ones
-FILE_FIELDS = (*FIELDS, *_PIECE_FIELDS)
+FIELDS = ("tokens", "output", "text")  # of a whole output, the first that is there: ids are more exact than text
+FILE_FIELDS = (*FIELDS, "token", "content", "response")  # the others add to an output
 
 
 class Piece(NamedTuple):
@@ -49,11 +49,12 @@ def pieces_of(data: dict[str, Any], place: int) -> list[Piece] | None:
     Raises:
         ValueError, TypeError, LookupError, AttributeError: It has the form of a server but cannot be read.
     """
+    line = f"line {place}"
     match data:
         case {"choices": choices}:  # chat completions and completions, of OpenAI and the servers that imitate it
             outputs: list[Piece] = []
             for choice in choices or ():
-                outputs += _choice(choice, data.get("id"))
+                outputs += _choice(choice, data.get("id"), line)
             return outputs
         case {"type": str(kind)} if kind.startswith("response."):
             return _response(data, kind)
@@ -71,10 +72,29 @@ def pieces_of(data: dict[str, Any], place: int) -> list[Piece] | None:
         case {"token": {"id": key, "text": text}}:  # Text Generation Inference's /generate_stream
             return [Piece("output 0", int(key), str(text), last=data.get("generated_text") is not None)]
         case {"message": dict(message), "done": done}:  # Ollama's /api/chat; /api/generate has the field `response`
-            text = (message.get("thinking") or "") + (message.get("content") or "")
-            return [Piece("stream 0", text=text, last=bool(done))]
+            return [Piece("stream 0", text=_said(message), last=bool(done))]
+        case {"output": [dict(), *_] as items} | {"content": [dict(), *_] as items}:  # whole: Responses, Anthropic
+            return [Piece(line, text="\n".join(map(_said, items)), last=True)]
+        case {"response": {"body": dict(body)}}:  # a line of OpenAI's batches
+            return pieces_of(body, place)
         case _:
-            return _fields(data, place)
+            return _fields(data, line)
+
+
+def _said(item: dict[str, Any]) -> str:
+    """What a message, a part of one, or an item of Responses says: its reasoning, its text, and its calls."""
+    parts: list[str] = []
+    for field in ("reasoning", "reasoning_content", "thinking", "summary", "content", "text", "name", "arguments"):
+        value = item.get(field)
+        if isinstance(value, str):
+            parts.append(value)
+        elif isinstance(value, list):
+            parts += [_said(part) for part in value]
+        elif value is not None:  # arguments
+            parts.append(json.dumps(value, ensure_ascii=False))
+    for call in item.get("tool_calls") or ():
+        parts.append(_said(call.get("function") or {}))
+    return "".join(parts)
 
 
 def _response(data: dict[str, Any], kind: str) -> list[Piece]:
@@ -87,43 +107,49 @@ def _response(data: dict[str, Any], kind: str) -> list[Piece]:
     return []
 
 
-def _choice(choice: dict[str, Any], origin: object) -> list[Piece]:
-    """A choice of a chunk, with its tokens where it has log probabilities."""
+def _choice(choice: dict[str, Any], origin: object, line: str) -> list[Piece]:
+    """A choice of a chunk or of a whole answer."""
     name = f"choice {int(choice.get('index') or 0)}"
-    if origin:
+    whole = "message" in choice
+    if whole:
+        name = f"{line} {name}"
+    elif origin:
         name = f"{name} of {shown(str(origin))}"
-    last = choice.get("finish_reason") is not None
-    logged = choice.get("logprobs") or {}
-    tokens = [Piece(name, token, token) for token in logged.get("tokens") or ()]  # of completions
-    for token in logged.get("content") or ():  # of chat completions
-        tokens.append(Piece(name, str(token.get("bytes") or token["token"]), token["token"]))
-    if tokens:
-        return [*tokens, Piece(name, last=last)]
-    delta = choice.get("delta") or choice.get("message") or choice  # completions have their text in the choice
-    parts = [delta.get("reasoning") or delta.get("reasoning_content"), delta.get("content"), delta.get("text")]
-    for call in delta.get("tool_calls") or ():
-        parts.append((call.get("function") or {}).get("arguments"))
-    return [Piece(name, text="".join(part or "" for part in parts), last=last)]
+    last = whole or choice.get("finish_reason") is not None
+    return [Piece(name, text=_said(choice.get("delta") or choice.get("message") or choice), last=last)]
 
 
-def _fields(data: dict[str, Any], place: int) -> list[Piece] | None:
+def _fields(data: dict[str, Any], line: str) -> list[Piece] | None:
     """A JSON line: a whole output, unless it has an `index` or is a piece by its field (llama.cpp, Ollama)."""
     present = [field for field in FILE_FIELDS if field in data]
     if not present:
         return None
     filled = [field for field in present if data[field] not in (None, "", [])]
     field = (filled or present)[0]
-    whole = field in FIELDS and "index" not in data
-    name = f"line {place}" if whole else f"stream {shown(str(data.get('index', 0)))}"
-    last = whole or bool(data.get("stop") or data.get("done") or data.get("finish_reason"))
+    name = f"stream {shown(str(data.get('index', 0)))}"
+    last = bool(data.get("stop") or data.get("done") or data.get("finish_reason"))
+    if (field in FIELDS and "index" not in data) or "role" in data:
+        name, last = line, True
     value = data[field]
-    if isinstance(value, str) and field != "token":
+    if field == "token" or value is None:
+        value = [value] if value is not None else []
+    return pieces_of_output(value, name, last)
+
+
+def pieces_of_output(value: Any, name: str, last: bool) -> list[Piece]:
+    """The pieces of a text, or of tokens that are ids or texts.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    if isinstance(value, str):
         return [Piece(name, text=value, last=last)]
-    if not isinstance(value, list):
-        value = [] if value is None else [value]
+    tokens = id_list(value)
+    if not isinstance(tokens, list | tuple):
+        raise ValueError(f"expected a string, or a list of tokens, and found {shown(repr(value))}")
     outputs: list[Piece] = []
-    for token in value:
+    for token in tokens:
         if not isinstance(token, str) and not is_token_id(token):
-            raise ValueError(f"{shown(repr(token))} is no token")
+            raise ValueError(f"{shown(repr(token))} is no token: expected a string, or an id from 0 to 2**32 - 1")
         outputs.append(Piece(name, token, str(token)))
     return [*outputs, Piece(name, last=last)]

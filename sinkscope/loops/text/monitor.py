@@ -1,21 +1,20 @@
 """The online monitor of one row: it takes one token at a time and says whether to intervene at once.
 
-By default it acts as soon as something has occurred three times, exactly or nearly so. `MonitorSettings.paper()` is the
-monitor of LoopGuard, section 5.2 and appendix B.2. Time and memory per token do not grow with the length of the row.
+By default it acts as soon as something has occurred three times. `MonitorSettings.paper()` is the monitor of LoopGuard,
+section 5.2 and appendix B.2. Time and memory per token do not grow with the length of the row.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from operator import index
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import Field, Strict, StrictFloat, StrictInt
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Natural, Share, Whole, between, checked, checked_value
-from sinkscope.loops.text.repetition import NearRepetition
+from sinkscope.loops.text.repetition import TailRepetition
 from sinkscope.loops.text.signals import (
     THETA_CR,
     THETA_TTR,
@@ -23,11 +22,13 @@ from sinkscope.loops.text.signals import (
     LastItems,
     Tail,
     WindowNovelty,
+    checked_id,
     compression_ratio,
 )
 
 Voter = Literal["ttr", "cr", "p1"]
 Gate = Literal["stall", "tail"]
+PLAIN_TOKENS = 384
 Copies = Annotated[StrictInt | StrictFloat, Field(ge=2)]
 
 
@@ -58,14 +59,11 @@ class MonitorSettings:
             the length that seq-rep-4 and no-repeat-4-gram use.
         novelty_span: Number of tokens over which novelty is averaged. With 64 and the paper's 0.02, one new n-gram is
             tolerated; a single changed token creates four new ones, so a list that counts up never stalls.
-        tail_repeats: Number of copies in a tail repetition. Two copies may be a quotation.
-        tail_exact: The same if the copies are exact, for rule "repeats". With 2, villanelles and code cause alarms.
+        tail_repeats: Number of copies in a tail repetition. Two copies may be a quotation. With fewer than three, some
+            cycles are found later.
         tail_shortest: Minimum tokens of a tail repetition, so that a short ruler is not one; at least 6. `paper()`
             has 64.
         tail_longest: Largest period of a tail repetition. `paper()` has 64 ("short-period"), a quarter of the window.
-        tail_noise: Largest share of tokens in a tail repetition that differ from those one period before; only rule
-            "repeats" tolerates any. With 1 in 14 or more, truth tables cause alarms.
-        tail_counting: Whether a token of a tail repetition may change in every copy, as in a list that counts up.
         tail_hold: Number of consecutive steps with a tail repetition that open the tail gate. `paper()` has 4, as for a
             stall.
         relapse: A trigger at most this many steps after the previous one raises the level ("re-triggers shortly"); any
@@ -92,11 +90,8 @@ class MonitorSettings:
     novelty_n: Natural = 4
     novelty_span: Natural = 64
     tail_repeats: Copies = 3
-    tail_exact: Copies = 2.5
     tail_shortest: Annotated[int, Strict(), Field(ge=6)] = 48
     tail_longest: Natural = 2048
-    tail_noise: Share = 1 / 16
-    tail_counting: bool = False
     tail_hold: Natural = 1
     relapse: Whole = WINDOW
     rule: Literal["repeats", "signals", "always", "never"] = "repeats"
@@ -108,14 +103,6 @@ class MonitorSettings:
                 raise SinkscopeError(f"{names!r}: expected each name at most once")
         checked_value(between(int, None, len(self.voters)), self.votes, "votes", then=", the number of voters")
         checked_value(between(int, self.novelty_n, None), self.window, "window", then=", the value of novelty_n")
-        if self.rule == "repeats" and (self.tail_repeats < 3 or self.tail_shortest < 12):
-            sizes = f"tail_repeats is {self.tail_repeats}, tail_shortest {self.tail_shortest}"
-            raise SinkscopeError(f'{sizes}: rule "repeats" needs at least 3 and 12')
-
-    @property
-    def needs_probabilities(self) -> bool:
-        """Whether no warning is possible without the probabilities of a model."""
-        return self.rule == "signals" and self.voters == ("p1",) and self.votes > 0
 
     @classmethod
     def paper(cls, **changed: Any) -> MonitorSettings:
@@ -127,10 +114,9 @@ class MonitorSettings:
         """Settings by name: the default, the paper's, a single signal alone, or one of the controls.
 
         Args:
-            name: "repeats": the default. "tolerant": the same, but a tenth of the tokens may differ and a token may
-                change in every copy, so honest lists and data cause some alarms. The others modify the paper's monitor,
-                "full": "p1" (Table 3's single-signal), "ttr", "cr": only that vote, without a gate; "stall", "tail":
-                only that gate, without a vote; "always" and "none" of Table 3.
+            name: "repeats": the default. The others modify the paper's monitor, "full": "p1" (Table 3's single-signal),
+                "ttr", "cr": only that vote, without a gate; "stall", "tail": only that gate, without a vote; "always"
+                and "none" of Table 3.
             changed: Further fields to set.
 
         Raises:
@@ -146,12 +132,10 @@ _PAPER = {
     "warmup": 64,
     "tail_shortest": 64,
     "tail_longest": 64,
-    "tail_noise": 0.0,
     "tail_hold": 4,
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "repeats": {},
-    "tolerant": {"tail_noise": 0.1, "tail_counting": True},
     "full": _PAPER,
     **{voter: {**_PAPER, "voters": (voter,), "votes": 1, "gates": ()} for voter in get_args(Voter)},
     **{gate: {**_PAPER, "voters": (), "votes": 0, "gates": (gate,)} for gate in get_args(Gate)},
@@ -195,18 +179,24 @@ class Monitor:
     """The monitor of one row: call `update` with every generated token, and `end` when the row is finished.
 
     `last` is the last `Step`. A new turn of a conversation needs a new monitor.
+
+    Args:
+        settings: Settings of the monitor.
+        is_plain: Says whether tokens, two copies of a repetition and a little more, are numbers and signs alone. Rule
+            "repeats" then waits for 384 of them, because rows of a table may be equal. By default no tokens are.
     """
 
-    def __init__(self, settings: MonitorSettings | None = None) -> None:
+    def __init__(
+        self, settings: MonitorSettings | None = None, is_plain: Callable[[list[int]], bool] | None = None
+    ) -> None:
         s = self.settings = settings or MonitorSettings()
+        self.is_plain = is_plain
+        self._judged: tuple[Tail | None, bool] = (None, False)  # a repetition, and whether it is plain
         self.last = Step()
         self.ended = False
         self._window = LastItems(s.window)
         self._novelty = WindowNovelty(s.window, s.novelty_n, s.novelty_span)
-        noise, exact, counting = 0.0, s.tail_repeats, False
-        if s.rule == "repeats":
-            noise, exact, counting = s.tail_noise, s.tail_exact, s.tail_counting
-        self._tail = NearRepetition(s.tail_longest, s.tail_repeats, s.tail_shortest, noise, exact, counting)
+        self._tail = TailRepetition(s.tail_longest, s.tail_repeats, s.tail_shortest)
         self._confident_steps = 0
         self._stalled_steps = 0
         self._tail_steps = 0
@@ -229,60 +219,17 @@ class Monitor:
             The signals and whether to intervene; after `end`, the last step again without a trigger.
 
         Raises:
-            SinkscopeError: Only probabilities vote, and none was given.
+            SinkscopeError: The token is no id, or only probabilities vote, and none was given.
         """
         if self.ended:
             return self.last
-        token = index(token)
+        token = checked_id(token)
         self._window.add(token)
-        return self._judge(token, self._tail.add(token, self.last.step), p_max)
-
-    def advance(self, ids: Sequence[int], start: int = 0) -> int:
-        """Process several tokens without probabilities, up to the first one that triggers.
-
-        The state afterwards is that after `update` with each of them. Rule "repeats" needs much less time this way.
-
-        Args:
-            ids: The tokens.
-            start: The first one that is processed.
-
-        Returns:
-            The number of tokens up to the one that triggered, or all of them.
-        """
-        s = self.settings
-        if s.rule != "repeats" or self.ended:
-            for place in range(start, len(ids)):
-                if self.update(ids[place]).trigger:
-                    return place + 1
-            return len(ids)
-        add = self._tail.add
-        offset = self.last.step - start
-        judged = start  # tokens up to here are in the window
-        for place in range(start, len(ids)):
-            tail = add(ids[place], place + offset)
-            if tail is None:
-                continue
-            if place > judged:
-                self._pass_over(ids[judged:place])
-            self._window.add(ids[place])
-            judged = place + 1
-            if self._judge(ids[place], tail, None).trigger:
-                return judged
-        if judged < len(ids):
-            self._pass_over(ids[judged:])
-        return len(ids)
-
-    def _pass_over(self, ids: Sequence[int]) -> None:
-        """Take tokens that no repetition reaches into the window."""
-        self._window.extend(ids)
-        self._tail_steps = 0
-        ttr = len(self._window.counts) / len(self._window.items)
-        self.last = Step(self.last.step + len(ids), ttr, level=self.last.level)
-
-    def _judge(self, token: int, tail: Tail | None, p_max: float | None) -> Step:
-        """The state after a token that is in the window already, and whether to intervene."""
         s = self.settings
         step = self.last.step + 1
+        tail = self._tail.add(token)
+        if tail is not None and s.rule == "repeats" and self._waits(tail, step):
+            tail = None
         ttr = len(self._window.counts) / len(self._window.items)
         self._tail_steps = 0 if tail is None else self._tail_steps + 1
         tail_rep = self._tail_steps >= s.tail_hold
@@ -314,6 +261,16 @@ class Monitor:
         self.last = Step(step, ttr, cr, streak, novelty, tail, votes, stall, tail_rep, trigger, level)
         return self.last
 
+    def _waits(self, tail: Tail, step: int) -> bool:
+        """Whether a repetition may be rows of a table that are equal, because it is plain and not long yet."""
+        if self.is_plain is None or step - tail.start >= max(PLAIN_TOKENS, 3 * tail.period):
+            return False
+        judged, plain = self._judged
+        if judged is None or judged[:2] != tail[:2]:
+            plain = self.is_plain(self._tail.last(2 * tail.period + 2))
+            self._judged = (tail, plain)
+        return plain
+
     def _votes(self, ttr: float, cr: float) -> int:
         """Signals that vote on a warning (Eq. 8)."""
         s = self.settings
@@ -333,7 +290,9 @@ class Monitor:
             return s.votes
         needed = min(s.votes, len(s.voters) - 1)
         if not needed and s.votes:
-            raise SinkscopeError("only the top-1 streak (p1) votes, and no probability came: pass p_max")
+            raise SinkscopeError(
+                "only the top-1 streak (p1) votes, and no probability came: pass p_max, or take another variant"
+            )
         return needed
 
     def _is_due(self, step: int, warn: bool, stall: bool, tail_rep: bool) -> bool:

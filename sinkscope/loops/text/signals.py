@@ -13,6 +13,7 @@ import zlib
 from array import array
 from collections import deque
 from collections.abc import Sequence
+from operator import index
 from typing import Any, NamedTuple, Protocol
 
 from sinkscope.errors import SinkscopeError
@@ -70,11 +71,6 @@ class LastItems:
             self.counts[oldest] -= 1
             if not self.counts[oldest]:
                 del self.counts[oldest]
-
-    def extend(self, items: Sequence[Any]) -> None:
-        """Add items in their order."""
-        for item in items[-self.size :]:
-            self.add(item)
 
 
 class WindowNovelty:
@@ -139,6 +135,21 @@ def compression_ratio(ids: Ids | str) -> float:
 def is_token_id(value: object) -> bool:
     """Whether a value is a whole number from 0 to 2**32 - 1."""
     return type(value) is int and 0 <= value < 1 << 32  # a bool is no token
+
+
+def checked_id(token: Any) -> int:
+    """A token id, which may be a number of numpy or of torch, as an int.
+
+    Raises:
+        SinkscopeError: It is no whole number from 0 to 2**32 - 1.
+    """
+    try:
+        number = index(token)
+    except TypeError:
+        number = -1
+    if not 0 <= number < 1 << 32:
+        raise SinkscopeError(f"the token is {token!r}: expected a whole number from 0 to 2**32 - 1")
+    return number
 
 
 def _packed(ids: Sequence[int]) -> bytes:
@@ -212,10 +223,15 @@ def is_loop(
         theta_cr: Largest compression ratio of a loop.
     """
     ids = id_list(ids)
+    return is_loop_by(len(ids), type_token_ratio(ids), compression_ratio(ids), max_new, theta_ttr, theta_cr)
+
+
+def is_loop_by(tokens: int, ttr: float, cr: float, max_new: int | None, theta_ttr: float, theta_cr: float) -> bool:
+    """`is_loop` of an output whose length and ratios are known."""
     shortest = 0
     if max_new is not None:
         shortest = max_new * THETA_LEN // MAX_NEW
-    return len(ids) >= shortest and type_token_ratio(ids) <= theta_ttr and compression_ratio(ids) <= theta_cr
+    return tokens >= shortest and ttr <= theta_ttr and cr <= theta_cr
 
 
 def ends_in_loop(ids: Ids, last: int = WINDOW, *, theta_ttr: float = THETA_TTR, theta_cr: float = THETA_CR) -> bool:

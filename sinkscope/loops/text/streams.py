@@ -1,26 +1,23 @@
-"""`Watch` reports where outputs loop while they are being written; `sinkscope loops --follow` is its command."""
+"""`Watch` reports where outputs loop while they are being read; `sinkscope loops --follow` is its command."""
 
 from __future__ import annotations
 
 import codecs
-import io
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 from sinkscope.errors import SinkscopeError, warn
-from sinkscope.files.output import read_json, reason_of
 from sinkscope.files.plain import parse_json
 from sinkscope.loops.text.forms import FILE_FIELDS, Piece, StreamForm, pieces_of, shown
-from sinkscope.loops.text.monitor import Monitor, MonitorSettings
-from sinkscope.loops.text.outputs import Splitter
+from sinkscope.loops.text.monitor import Monitor, MonitorSettings, Step
+from sinkscope.loops.text.outputs import Splitter, is_plain
 from sinkscope.loops.text.signals import Tail
 
 OPEN_STREAMS = 4096  # at most; of more, the one that was silent for longest is forgotten
 KEPT_TOKENS = 2048  # whose text is kept
-KEPT_NUMBERS = 1 << 20  # different tokens whose numbers are kept
+KEPT_NUMBERS = 1 << 16  # different tokens whose numbers are kept
 PART = 1 << 16  # characters that are split at a time
 SHOWN_TOKENS = 60  # of a loop without an exact period
 LONGEST_LINE = 1 << 24  # bytes of a line of JSON
@@ -57,54 +54,51 @@ class Stream:
         settings: Settings of the monitor.
     """
 
-    def __init__(self, settings: MonitorSettings | None) -> None:
-        self.monitor = Monitor(settings)
+    def __init__(self, settings: MonitorSettings | None = None) -> None:
+        recent = deque[str](maxlen=KEPT_TOKENS)
+        self.monitor = Monitor(settings, lambda ids: is_plain(list(recent)[-len(ids) :]))
         self._splitter = Splitter()
         self._whole_text: str | None = ""  # of a server that sends all of it each time; None: it does not
-        self._ids: dict[object, int] = {}
+        self._numbers: dict[object, int] = {}
         self._next_number = 0
-        self._recent = deque[str](maxlen=KEPT_TOKENS)
+        self._recent = recent
         self._quiet_until = 0
 
     def take(self, piece: Piece) -> Iterator[Alarm]:
         """Yield the alarms that a piece raises; a long text is split a part at a time."""
         if piece.key is not None:
+            self.monitor.is_plain = None  # the tokens are no words
             key = piece.key if isinstance(piece.key, int) else self._number(piece.key)
-            yield from self._advance(piece.stream, [key], [piece.text])
+            yield from self._advance(piece.stream, key, piece.text)
             return
         text = self._new_text(piece)
         for start in range(0, len(text) or 1, PART):
             last = piece.last and start + PART >= len(text)
-            words = self._splitter.feed(text[start : start + PART], last)
-            ids: list[int] = []
-            for word in words:
-                number = self._ids.get(word)
-                ids.append(self._number(word) if number is None else number)
-            yield from self._advance(piece.stream, ids, words, " ")
+            for word in self._splitter.feed(text[start : start + PART], last):
+                yield from self._advance(piece.stream, self._number(word), word)
 
-    def _advance(self, name: str, ids: list[int], texts: list[str], gap: str = "") -> Iterator[Alarm]:
-        """Yield the alarms that tokens raise; `gap` stands between their texts."""
-        done = 0
-        while done < len(ids):
-            end = self.monitor.advance(ids, done)
-            for text in texts[max(done, end - KEPT_TOKENS) : end]:
-                self._recent.append(text[:SHOWN_TOKENS] + gap)
-            done = end
-            step = self.monitor.last
-            if not step.trigger:
-                return
-            if step.step > self._quiet_until:
-                yield Alarm(name, step.step, step.tail, self._copy(step.tail, step.step))
-            self._quiet_until = step.step + self.monitor.settings.relapse  # a loop that goes on is reported once
+    def _advance(self, name: str, token: int, text: str) -> Iterator[Alarm]:
+        """Yield the alarm that a token raises, if it does."""
+        self._recent.append(text[:SHOWN_TOKENS])
+        step = self.monitor.update(token)
+        self._see(token, step, text)
+        if not step.trigger:
+            return
+        if step.step > self._quiet_until:
+            yield Alarm(name, step.step, step.tail, self._copy(step.tail, step.step))
+        self._quiet_until = step.step + self.monitor.settings.relapse  # a loop that goes on is reported once
+
+    def _see(self, token: int, step: Step, text: str) -> None:
+        """Take note of a token."""
 
     def _number(self, key: object) -> int:
         """The number of a token; after very many different ones, they are numbered anew."""
-        number = self._ids.get(key)
+        number = self._numbers.get(key)
         if number is None:
-            if len(self._ids) >= KEPT_NUMBERS:
-                self._ids.clear()
+            if len(self._numbers) >= KEPT_NUMBERS:
+                self._numbers.clear()
             number = self._next_number
-            self._ids[key] = number
+            self._numbers[key] = number
             self._next_number += 1
         return number
 
@@ -127,30 +121,41 @@ class Stream:
             turned = step - tail.start  # it begins where the first copy began
         copy = deque([*self._recent][-length:])
         copy.rotate(turned)
-        return shown("".join(copy).strip(" "))
+        gap = "" if self.monitor.is_plain is None else " "
+        return shown(gap.join(copy).strip(" "))
 
 
 class Watch:
-    """All streams of an input.
+    """All outputs of an input.
 
     Attributes:
-        streams: Number of streams seen so far.
+        streams: Number of outputs seen so far.
         skipped: Number of lines that could not be read, and of an end that broke off.
-        open: Streams that have not ended, by name.
+        open: Outputs that have not ended, by name.
 
     Args:
         settings: Settings of the monitors.
+        make: Makes what watches an output; by default a `Stream`.
+        ended: Called with the name of each output that ended, and what watched it. An input that cannot be read is then
+            an error, and is not skipped.
     """
 
-    def __init__(self, settings: MonitorSettings | None = None) -> None:
+    def __init__(
+        self,
+        settings: MonitorSettings | None = None,
+        make: Callable[[MonitorSettings | None], Stream] = Stream,
+        ended: Callable[[str, Any], None] | None = None,
+    ) -> None:
         self._settings = settings
+        self._make = make
+        self._ended = ended
         self.streams = 0
         self.skipped = 0
         self._first_problem = ""
         self.open: dict[str, Stream] = {}
 
     def follow(self, source: Any, *, form: StreamForm = "auto", name: str = "the input") -> Iterator[Alarm]:
-        """Yield the alarms of a stream as they occur.
+        """Yield the alarms of an input as they occur.
 
         A line of JSON that cannot be read is skipped with a warning. If the source breaks off, what was read until then
         counts.
@@ -165,7 +170,7 @@ class Watch:
             SinkscopeError: The source is empty, holds no output, or is not UTF-8 text.
         """
         try:
-            for piece in _pieces(source, form, name, self._skip):
+            for piece in _pieces(source, form, name, self._skip, self._ended is not None):
                 yield from self.take(piece)
         except UnicodeDecodeError as error:
             if error.reason != "unexpected end of data":  # a character that was cut off is left out silently
@@ -183,29 +188,28 @@ class Watch:
             warn(problem)
 
     def take(self, piece: Piece) -> Iterator[Alarm]:
-        """Yield the alarms that a piece raises in its stream."""
+        """Yield the alarms that a piece raises in its output."""
         stream = self.open.pop(piece.stream, None)
         if stream is None:
-            stream = Stream(self._settings)
+            stream = self._make(self._settings)
             self.streams += 1
         yield from stream.take(piece)
-        if piece.last:
-            return
-        self.open[piece.stream] = stream  # the one that was silent for longest is the first
-        if len(self.open) > OPEN_STREAMS:
-            del self.open[next(iter(self.open))]
+        if not piece.last:
+            self.open[piece.stream] = stream  # the one that was silent for longest is the first
+            if len(self.open) > OPEN_STREAMS:
+                del self.open[next(iter(self.open))]
+        elif self._ended is not None:
+            self._ended(piece.stream, stream)
 
     def _skip(self, problem: str) -> None:
-        """Count what cannot be read, and warn of the first; before any output it is kept for the end."""
+        """Count what cannot be read; the first problem is told at the end."""
+        if self._ended is not None:
+            raise SinkscopeError(problem)
         self.skipped += 1
-        if self.skipped == 1:
-            self._first_problem = problem
-            if self.streams:
-                end = "; it is skipped, as all is that cannot be read"
-                warn(problem + end)
+        self._first_problem = self._first_problem or problem
 
 
-def _pieces(source: Any, form: StreamForm, name: str, skip: Callable[[str], None]) -> Iterator[Piece]:
+def _pieces(source: Any, form: StreamForm, name: str, skip: Callable[[str], None], is_file: bool) -> Iterator[Piece]:
     """The pieces that a byte stream adds to each output, as soon as they arrive; `skip` is told what cannot be read."""
     start = b""
     if form == "auto":
@@ -214,15 +218,64 @@ def _pieces(source: Any, form: StreamForm, name: str, skip: Callable[[str], None
         for text in _texts(start, source):
             yield Piece(name, text=text)
         return
+    event = ""  # data of a server-sent event that has not ended
     for place, line in enumerate(_lines(start, source), 1):
-        if len(line) > LONGEST_LINE:
+        if len(line) > LONGEST_LINE and not (is_file and place == 1):
             skip(f"{name} line {place} has more than {LONGEST_LINE >> 20} MB: give shorter lines")
             continue
-        text = line.decode("utf-8-sig").strip()
+        text = ""
         try:
-            yield from _line(text, form, place)
+            text = line.decode("utf-8-sig").strip()
+            if form == "sse":
+                text, event = _data_of(text, event)
+            elif is_file and place == 1 and _is_document(text):
+                yield from _document(line + source.read())
+                return
+            if text not in ("", "[DONE]"):
+                yield from pieces_of_line(parse_json(text), form, place)
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             skip(f"{name} line {place} is no output of a model: {error}; it is {shown(text)}")
+
+
+def _data_of(line: str, event: str) -> tuple[str, str]:
+    """The data of an event that a line completes, and that of one which goes on in the next line.
+
+    An event ends with an empty line, but data that are JSON are complete before.
+    """
+    if not line:
+        return event, ""
+    if not line.startswith("data:"):
+        return "", event
+    data = line.removeprefix("data:").strip()
+    if event:
+        data = f"{event}\n{data}"
+    if data == "[DONE]" or len(data) > LONGEST_LINE:
+        return data, ""
+    with suppress(ValueError):
+        parse_json(data)
+        return data, ""
+    return "", data
+
+
+def _is_document(line: str) -> bool:
+    """Whether a file is one JSON value, by its first line: a list, or an object that goes on."""
+    if not line.startswith("{"):
+        return line.startswith("[")
+    with suppress(ValueError):
+        parse_json(line)
+        return False
+    return True
+
+
+def _document(data: bytes) -> Iterator[Piece]:
+    """The pieces of a file that is one JSON value: an output, or a list of outputs."""
+    try:
+        value = parse_json(data.decode("utf-8-sig"))
+    except ValueError:  # lines, the first of which is wrong
+        value = parse_json(data.decode("utf-8-sig").partition("\n")[0])
+    rows = value if isinstance(value, list) else [value]
+    for place, row in enumerate(rows, 1):
+        yield from pieces_of_line(row, "jsonl", place)
 
 
 def _lines(start: bytes, source: Any) -> Iterator[bytes]:
@@ -248,7 +301,8 @@ def _texts(start: bytes, source: Any) -> Iterator[str]:
             if error.start:
                 yield error.object[: error.start].decode()
             raise
-        yield text
+        if text:
+            yield text
         data = source.read1(1 << 16)
     decoder.decode(b"", final=True)  # a character that was cut off is an error
 
@@ -275,17 +329,6 @@ def _beginning(source: Any) -> tuple[bytes, StreamForm]:
     return start, "text"
 
 
-def _line(line: str, form: StreamForm, place: int) -> list[Piece]:
-    """What one line adds: nothing if it is a comment, the name of an event, or the sign that all is over."""
-    if form == "sse":
-        if not line.startswith("data:"):
-            return []
-        line = line.removeprefix("data:").strip()
-    if line in ("", "[DONE]"):
-        return []
-    return pieces_of_line(parse_json(line), form, place)
-
-
 def pieces_of_line(data: Any, form: StreamForm, place: int) -> list[Piece]:
     """What the JSON of a line or event adds.
 
@@ -297,6 +340,8 @@ def pieces_of_line(data: Any, form: StreamForm, place: int) -> list[Piece]:
     Raises:
         ValueError, TypeError, LookupError, AttributeError: It reports an error, or cannot be read.
     """
+    if not isinstance(data, dict):
+        raise ValueError("expected an object")
     problem = data.get("error")
     if problem:
         raise ValueError(f"the server reports an error, {shown(str(problem), 200)}")
@@ -306,61 +351,3 @@ def pieces_of_line(data: Any, form: StreamForm, place: int) -> list[Piece]:
     if form == "jsonl":
         raise ValueError(f"expected one of the fields choices, {', '.join(FILE_FIELDS)}")
     return []
-
-
-class Tee:
-    """A byte stream that passes on what is read from it.
-
-    Args:
-        source: The stream, with `read1` and `readline`.
-        sink: Where the bytes go, at once.
-    """
-
-    def __init__(self, source: Any, sink: Any) -> None:
-        self._source = source
-        self._sink = sink
-
-    def read1(self, size: int = -1) -> bytes:
-        """Read what is there."""
-        return self._passed(self._source.read1(size))
-
-    def readline(self, size: int = -1) -> bytes:
-        """Read a line."""
-        return self._passed(self._source.readline(size))
-
-    def _passed(self, data: bytes) -> bytes:
-        self._sink.write(data)
-        self._sink.flush()
-        return data
-
-
-def monitor_settings(file: str | None, variant: str) -> MonitorSettings:
-    """The settings of a variant, overridden by those of a file.
-
-    Args:
-        variant: As for `MonitorSettings.variant`.
-        file: JSON file with an object of names and values.
-
-    Raises:
-        SinkscopeError: The file cannot be read or has another content, or a value is invalid.
-    """
-    data: Any = {}
-    if file is not None:
-        data = read_json(file)
-    if not isinstance(data, dict):
-        raise SinkscopeError(f'{file} holds no settings: expected an object such as {{"window": 128}}')
-    return MonitorSettings.variant(variant, **data)
-
-
-def open_bytes(file: str) -> Any:
-    """Open a file, or standard input for "-", to read bytes.
-
-    Raises:
-        SinkscopeError: The file cannot be opened.
-    """
-    if file == "-":
-        return getattr(sys.stdin, "buffer", io.BytesIO())  # there is none if it is closed
-    try:
-        return open(file, "rb")
-    except OSError as error:
-        raise SinkscopeError(f"cannot read {file}: {reason_of(error)}; give another path") from None

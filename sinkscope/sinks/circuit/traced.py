@@ -15,6 +15,7 @@ from einops import reduce
 from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Setup
 from sinkscope.measure.evidence import NEEDED
+from sinkscope.models.draws import draws
 from sinkscope.models.norms import norm_of
 from sinkscope.models.target import Target
 from sinkscope.results.notation import head_name, neuron_name
@@ -151,9 +152,8 @@ class TracedPlace:
 
         Only the edit itself if there are too few others.
         """
-        generator = torch.Generator().manual_seed(self.setup.seed)
         if removal.zero:
-            sets = random_sets(self.setup.target, removal.zero, self.spike.sites, generator)
+            sets = random_sets(self.setup.target, removal.zero, self.spike.sites, self.setup.seed)
             return [removal, *silencing(sets)]
         pool: list[Component] = []
         for layer in filter(self.setup.target.has_attention, range(depth + 1)):
@@ -161,6 +161,7 @@ class TracedPlace:
         pool = [head for head in pool if head not in removal.swap]
         size = max(1, len(removal.swap))
         edits = [removal]
+        generator = draws(self.setup.seed, f"heads beside {removal.swap}")
         for _ in range(CONTROL_DRAWS if size <= len(pool) else 0):
             drawn = torch.randperm(len(pool), generator=generator)[:size].tolist()
             edits.append(Edit(swap=tuple(pool[index] for index in drawn)))

@@ -37,7 +37,7 @@ class SinkContext:
         target: The model.
         ids: The texts.
         scan: The layers, as these texts show them at the place.
-        generator: Source of all random draws.
+        seed: Seed of every random draw.
         at: The place in each text.
         entering: What entered each layer when the texts were read.
         beside: The first token of typical text. None: this is it.
@@ -46,7 +46,7 @@ class SinkContext:
     target: Target
     ids: Int[Tensor, "row pos"]
     scan: LayerScan
-    generator: torch.Generator
+    seed: int
     at: Int[Tensor, " row"]
     entering: Entering
     beside: SinkContext | None = None
@@ -54,8 +54,7 @@ class SinkContext:
     @classmethod
     def at_first(cls, target: Target, ids: TokenRows, scan: LayerScan, seed: int = 0) -> SinkContext:
         """The first token of typical text."""
-        generator = torch.Generator().manual_seed(seed)
-        return cls(target, ids, scan, generator, torch.zeros(len(ids), dtype=torch.long), scan.entering)
+        return cls(target, ids, scan, seed, torch.zeros(len(ids), dtype=torch.long), scan.entering)
 
     @property
     def typical(self) -> SinkContext:

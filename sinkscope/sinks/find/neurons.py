@@ -12,6 +12,7 @@ from sinkscope.hooks.trace.layer_view import (
     neutral_view,
     view_layer,
 )
+from sinkscope.models.draws import draws
 from sinkscope.sinks.find.context import SinkContext
 from sinkscope.sinks.find.members import Member, Neuron
 from sinkscope.sinks.removal.components import Edit
@@ -70,9 +71,12 @@ def stage_neurons(context: SinkContext, stage: int, top_k: int, upto: int = 0) -
             spare = contribution > 0
         spare[top] = False
         others = spare.nonzero().flatten()
-        drawn = [torch.randperm(len(others), generator=context.generator)[:1] for _ in range(CONTROL_DRAWS)]
+        drawn = torch.zeros(0, dtype=torch.long)
+        if len(others):
+            generator = draws(context.seed, f"neurons of layer {stage} beside {top}")
+            drawn = torch.randint(len(others), (CONTROL_DRAWS,), generator=generator)
         members = []
-        for number in top + others[torch.cat(drawn).to(others.device)].tolist():
+        for number in top + others[drawn.to(others.device)].tolist():
             members.append(Member(stage, *expert_and_neuron(target, stage, number)))
         neutral = [(neutral_post(target, text, number), neutral_up(text, number)) for number in top]
         drops = context.drops([Edit(zero=(member.site,)) for member in members], max(stage, upto)).tolist()

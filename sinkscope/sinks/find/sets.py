@@ -157,7 +157,7 @@ class _SpikeSearch:
             excluded: Neurons that are not drawn.
             others: Candidates that join the set if attention needs them as well.
         """
-        sets = [chosen, *random_sets(self.context.target, chosen, excluded, self.context.generator)]
+        sets = [chosen, *random_sets(self.context.target, chosen, excluded, self.context.seed)]
         trials = [self.norm_trial(sets)]
         if self.heads:
             trials.append(self.attention_trial([*sets, chosen + others]))
@@ -294,7 +294,7 @@ class SinkNeurons:
         if not neurons:
             neurons = tuple(neuron for neuron in found.neurons if neuron.causal)
         sites = sites_of(neurons)
-        return cls(context.layer, neurons, random_sites(context.target, sites, sites, context.generator))
+        return cls(context.layer, neurons, random_sites(context.target, sites, sites, context.seed))
 
 
 def sink_neurons(setup: Setup) -> SinkNeurons:

@@ -26,6 +26,7 @@ from sinkscope.hooks.edit.base import Intervention
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.hooks.trace.layer_view import flat_number, neutral_post, neutral_up, neutral_view
 from sinkscope.measure import PIECE, Option, Result, Setup, measurement
+from sinkscope.models.draws import draws
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
 from sinkscope.results.notation import neuron_names
@@ -230,7 +231,6 @@ def random_patch(setup: Setup, patch: SinkPatch) -> SinkPatch:
     Raises:
         SinkscopeError: The patch has more than half of the neurons of a layer.
     """
-    generator = torch.Generator().manual_seed(setup.seed)
     calibrated = {}
     for group in patch.groups():
         with setup.target.loaded(group.layer):
@@ -242,6 +242,7 @@ def random_patch(setup: Setup, patch: SinkPatch) -> SinkPatch:
                 f"the patch has {len(taken)} of the {width} neurons of layer {group.layer}: no random patch of as many "
                 "others can be drawn beside it; give a smaller patch"
             )
+        generator = draws(setup.seed, f"neurons beside the patch in layer {group.layer}, expert {group.expert}")
         order = torch.randperm(width, generator=generator).tolist()
         others = [neuron for neuron in order if neuron not in taken]
         for neuron in others[: len(taken)]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sinkscope.hooks.edit.quantize import down_projection, linear_modules
 from sinkscope.measure import Setup
+from sinkscope.models.draws import draws
 from sinkscope.models.target import Target
 from sinkscope.sinks.find.places import Description
 from sinkscope.sinks.find.result import FindSinks
@@ -96,12 +97,13 @@ def comparisons(setup: Setup, sink: Sink, ids: TokenRows) -> dict[str, Compared]
 
     The first tokens are as many as a text has places of the sink, or one where no text has such a place.
     """
-    target, generator = setup.target, torch.Generator().manual_seed(setup.seed)
+    target = setup.target
     there = sink.there(ids)
     count = there.sum(1, keepdim=True)
     if not there.any():
         count = torch.ones_like(count)
     first = torch.arange(ids.shape[1]) < count
+    generator = draws(setup.seed, "places beside those of the sink")
     others = torch.rand(DRAWS, *ids.shape, generator=generator).masked_fill(there | first, 2.0)
     random = (others.argsort(-1).argsort(-1) < count).unbind()
     compared: dict[str, Compared] = {}
@@ -110,11 +112,12 @@ def comparisons(setup: Setup, sink: Sink, ids: TokenRows) -> dict[str, Compared]
             compared[name] = _compared("places", [one.nonzero().tolist() for one in (places, *random)])
     prefix = sink.prefix(ids)
     if prefix:
+        generator = draws(setup.seed, "tokens beside the prefix")
         tokens = torch.randint(int(target.config.vocab_size), (DRAWS, len(prefix)), generator=generator).tolist()
         begin = {"positions": slice(0, len(prefix) + (setup.bos is not None))}
         compared["prefix"] = [Exact(begin, prefix=tuple(one)) for one in (prefix, *tokens)]
     if sink.neurons and not has_experts(target):
-        drawn = [random_sites(target, sink.neurons, sink.neurons, generator) for _ in range(DRAWS)]
+        drawn = [random_sites(target, sink.neurons, sink.neurons, setup.seed, number) for number in range(DRAWS)]
         compared["sink neurons"] = _compared("neurons", [sink.neurons, *drawn], (ACTIVATIONS,))
     if sink.layers and not has_experts(target):
         layers = (sink.layers, *random_layers(setup, sink.layers))
@@ -132,13 +135,13 @@ def compared_layers(setup: Setup, layers: Sequence[int]) -> Compared:
 
 def random_layers(setup: Setup, layers: Sequence[int]) -> list[list[int]]:
     """As many other layers, in several draws; none if there are not enough others."""
-    generator = torch.Generator().manual_seed(setup.seed)
+    generator = draws(setup.seed, f"layers beside {list(layers)}")
     others = [layer for layer in range(setup.n_layers) if layer not in layers]
-    draws = list[list[int]]()
-    while len(others) >= len(layers) and len(draws) < DRAWS:
+    drawn = list[list[int]]()
+    while len(others) >= len(layers) and len(drawn) < DRAWS:
         order = torch.randperm(len(others), generator=generator)[: len(layers)].tolist()
-        draws.append([others[index] for index in order])
-    return draws
+        drawn.append([others[index] for index in order])
+    return drawn
 
 
 def down_projections(target: Target, layers: Sequence[int]) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from sinkscope.models.draws import draws
 from sinkscope.models.target import Target
 from sinkscope.sinks.removal.components import Sites
 
@@ -80,8 +81,17 @@ def _most_effective(sets: list[Members], remove: Remove) -> Members | None:
     return best
 
 
-def random_sites(target: Target, sites: Sites, excluded: Sites, generator: torch.Generator) -> Sites:
-    """As many other neurons of the same layers (and experts), none of `excluded` while there are enough others."""
+def random_sites(target: Target, sites: Sites, excluded: Sites, seed: int, number: int = 0) -> Sites:
+    """As many other neurons of the same layers (and experts), none of `excluded` while there are enough others.
+
+    Args:
+        target: The model.
+        sites: The neurons that are compared with the random ones.
+        excluded: Neurons that are not drawn.
+        seed: Seed of the measurement.
+        number: Number of the draw, of several beside the same neurons.
+    """
+    generator = draws(seed, f"neurons beside {sites}, draw {number}")
     drawn = ()
     for site in sites:
         neighbours = [(*site[:-1], neuron) for neuron in range(target.width(site[0], *site[1:-1]))]
@@ -93,6 +103,6 @@ def random_sites(target: Target, sites: Sites, excluded: Sites, generator: torch
     return drawn
 
 
-def random_sets(target: Target, sites: Sites, excluded: Sites, generator: torch.Generator) -> list[Sites]:
-    """The random sets that a set is compared with."""
-    return [random_sites(target, sites, excluded, generator) for _ in range(CONTROL_DRAWS)]
+def random_sets(target: Target, sites: Sites, excluded: Sites, seed: int) -> list[Sites]:
+    """The random sets that a set is compared with; the arguments are those of `random_sites`."""
+    return [random_sites(target, sites, excluded, seed, number) for number in range(CONTROL_DRAWS)]

@@ -1,0 +1,22 @@
+"""Random draws: each has a generator of its own, so that no result depends on what was drawn before."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+
+def seed_of(seed: int, purpose: str) -> int:
+    """The seed of one draw, the same in every process.
+
+    Args:
+        seed: Seed that the caller chose.
+        purpose: What is drawn, with every number that tells this draw from others, such as "controls of layer 3".
+    """
+    return int.from_bytes(hashlib.sha256(f"{seed}/{purpose}".encode()).digest()[:7])
+
+
+def draws(seed: int, purpose: str) -> torch.Generator:
+    """The random numbers of one draw; the arguments are those of `seed_of`."""
+    return torch.Generator().manual_seed(seed_of(seed, purpose))

@@ -1,0 +1,56 @@
+"""Write what the command line and `Result.load` know before a module is imported.
+
+    python -m tools.commands
+
+It imports every module, and writes commands, their options and kinds of results to `sinkscope/app/commands.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import suppress
+from importlib import import_module
+from pkgutil import walk_packages
+from typing import Any
+
+import sinkscope
+from sinkscope.files.catalog import FILE
+from sinkscope.files.envelope import Envelope
+from sinkscope.measure import Measurement
+from sinkscope.results.options import Mark, Outline
+
+GROUPS = ("Sinks", "Repetition", "Loops", "Dialogues", "Benchmark", "Look")
+"""Headings of the help, in their order."""
+LAST = 1000  # place of a command that states none
+
+
+def written() -> str:
+    """The content of the file."""
+    for module in walk_packages(sinkscope.__path__, "sinkscope."):
+        with suppress(ImportError):  # it needs a library that is not there, and holds no command
+            import_module(module.name)
+    found: list[tuple[tuple[int, int, str], dict[str, Any]]] = []
+    for module in [name for name in sys.modules if name.startswith("sinkscope.")]:
+        for name, value in vars(sys.modules[module]).items():
+            mark = getattr(value, "mark", None)
+            if isinstance(mark, Mark) and value.__module__ == module:
+                row = {"words": mark.words, "target": f"{module}:{name}", "group": mark.group, "help": mark.help}
+                row |= {"measures": isinstance(value, Measurement), "outline": Outline.of(value).to_data()}
+                found.append(((GROUPS.index(mark.group), mark.order or LAST, mark.words), row))
+    rows = [row for _, row in sorted(found, key=lambda pair: pair[0])]
+    return json.dumps({"commands": rows, "kinds": dict(sorted(_kinds(Envelope)))}, indent=1) + "\n"
+
+
+def _kinds(base: type[Envelope]) -> list[tuple[str, str]]:
+    """The kinds of results of the classes below one, each with its module."""
+    kinds: list[tuple[str, str]] = []
+    for cls in base.__subclasses__():
+        if "kind" in vars(cls) and cls.__module__.startswith("sinkscope."):
+            kinds.append((cls.kind, cls.__module__))
+        kinds += _kinds(cls)
+    return kinds
+
+
+if __name__ == "__main__":
+    FILE.write_text(written(), encoding="utf-8")
