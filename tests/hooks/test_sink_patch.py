@@ -222,7 +222,7 @@ def test_expert_neurons_take_the_second_tokens_value(model_type):
     inputs, experts = [], model.model.layers[1].mlp.experts
     with inputs_edited(experts, lambda x: inputs.append(x) or x):
         plain = logits(model, ids)
-    x = inputs[-1][1]  # the adapter was inferred in calls before
+    x = inputs[-1][1]  # the adapter was proposed in calls before
     if model_type == "mixtral":
         gate, up = (experts.gate_up_proj[2] @ x).chunk(2)
         value = torch.nn.functional.silu(gate[5]) * up[5]

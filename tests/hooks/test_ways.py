@@ -332,7 +332,7 @@ def test_an_edit_whose_module_never_runs_is_an_error_at_the_end(plain):
 
     edit = EDITS["ablate"]
     target = target_of(model)
-    mlp.forward = fused  # after the adapter was inferred
+    mlp.forward = fused  # after the adapter was proposed
     with refused("model.layers.1.mlp.down_proj of .* never ran while the model did"), edit.on(target):
         run(model)
     with edit.on(target):  # the model did not run
