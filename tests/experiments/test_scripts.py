@@ -153,7 +153,9 @@ CASES = {
         {"scan": two_parts},
         quick=True,
     ),
-    "loopguard.figure2": Case("{run} --out {out}", lambda made: made["result"]["runs"] == 1, "loopguard_fig2.json"),
+    "loopguard.figure2": Case(
+        "{run} --out {out}", lambda made: made["result"]["folders"][0]["runs"] == 1, "loopguard_fig2.json"
+    ),
     "loopguard.why": Case(
         "--count 0 --out {out}",
         lambda made: made["result"]["organisms"][0]["found"] == made["result"]["organisms"][0]["planted"],
@@ -256,7 +258,7 @@ CASES = {
     ),
     "loopguard.honest": Case("", half_of_the_honest),
     "loopguard.remedies": Case(
-        "{out}/d --count 1 --new 60 --only full LoopGuard stop",
+        "{out}/d --count 1 --new 60 --families actions --only full LoopGuard stop",
         lambda text: '"method": "stop"' in text,
     ),
     "loopguard.rotary": Case(
@@ -328,8 +330,9 @@ ELSEWHERE = {  # name -> the test that runs it
     "check_cache.presses": "",  # needs kvpress, and with it another release of transformers
     "golden.make": "test_golden.py",
     "loopguard.figure4": "test_loopguard_experiments.py",
+    "loopguard.outcome": "test_loopguard_remedies.py",
     "loopguard.text": "test_loopguard_remedies.py",
-    "make_two_hops": "test_scripts.py",
+    "make_two_hops": "test_needle.py",
     "train_bundled": "test_bundled_model.py",
 }
 
@@ -386,12 +389,3 @@ def test_the_text_that_ships_is_what_its_script_makes(tmp_path: Path) -> None:
     for name in ("typical.txt", "LICENSE-typical.txt"):
         made = (tmp_path / name).read_text(encoding="utf-8")
         assert made[:2000] == (ROOT / "sinkscope/models/text" / name).read_text(encoding="utf-8")[:2000]
-
-
-@pytest.mark.slow
-def test_the_second_hop_that_ships_is_what_its_script_makes(tmp_path: Path) -> None:
-    run(import_module("experiments.make_two_hops").main, ["--out", str(tmp_path / "x.npz")])
-    made, ships = np.load(tmp_path / "x.npz"), np.load(ROOT / "sinkscope/models/recall/two_hops.npz")
-    assert sorted(made.files) == sorted(ships.files)
-    for name in made.files:
-        assert np.array_equal(made[name], ships[name], equal_nan=True)
