@@ -79,7 +79,7 @@ def measure(folder: Path) -> Row:
         "runs": len(runs),
         "curves": curves,
         "collapse": survived(points, cap),
-        "alarm": survived([one.metrics["alarm"] for one in runs], cap),
+        "alarm": survived([one.metrics.get("alarm") for one in runs], cap),
     }
 
 
