@@ -1,5 +1,6 @@
 """The public names for type checkers; `__init__.py` imports them when they are first used."""
 
+from . import kv as kv
 from . import loops as loops
 from .app.report import report as report
 from .app.scan import scan as scan
@@ -13,15 +14,6 @@ from .hooks.edit.quantize import Quantize as Quantize
 from .hooks.edit.sink_patch import SinkPatch as SinkPatch
 from .hooks.edit.steer import Add as Add
 from .hooks.trace.run import trace as trace
-from .kv import H2O as H2O
-from .kv import TOVA as TOVA
-from .kv import AdaKV as AdaKV
-from .kv import Full as Full
-from .kv import Observe as Observe
-from .kv import Policy as Policy
-from .kv import Pyramid as Pyramid
-from .kv import SnapKV as SnapKV
-from .kv import StreamingLLM as StreamingLLM
 from .lines.lines import lines as lines
 from .lines.serve.conversation import Conversation as Conversation
 from .lines.serve.progressive import Progressive as Progressive
@@ -31,12 +23,10 @@ from .lines.shapes import MInference as MInference
 from .lines.shapes import TriShape as TriShape
 from .loops.barcode import barcode as barcode
 from .loops.generate import generate as generate
-from .loops.guard.detect import LoopReporter as LoopReporter
 from .loops.guard.guard import LoopGuard as LoopGuard
 from .loops.why import why as why
 from .measure.measurement import Measurement as Measurement
 from .models.checkpoints.names import models as models
-from .models.target import Target as Target
 from .opening.load import load as load
 from .results.result import Result as Result
 from .sinks.attack.attack import attack as attack

@@ -56,12 +56,43 @@ FORMS = {
 """Family -> its forms; prose is the beginnings of ordinary sentences about other things than stories."""
 CHOOSING = ("dialogue", "lists", "questions", "prose")
 """The families on which the rule was chosen."""
+WORDS = {
+    "development": (
+        "Every night {name} dreamed of a {thing}. In the dream, the {thing}",
+        "There was a {thing} at the end of the street. Nobody knew why. {name}",
+        "It was {name}'s birthday. Grandma brought a big {thing} and",
+        "{name} lost the {thing} in the snow. {other} helped to look for it. They looked",
+        "The old {thing} was tired. It wanted to",
+        '"I can do it!" said the little {thing}. But the {second}',
+        "{name} wanted to paint a {thing}. First {name} painted",
+        "A {thing} and a {second} lived together. Each morning, the {thing}",
+        "When {name} opened the door, there was a {thing}! {name} was so",
+        "In the garden, {name} counted the flowers: one, two,",
+        "The {thing} was too small. {name} cried. Then {other} said,",
+        "Mom told {name} a story about a {thing}. The story began:",
+    ),
+    "held-out": (
+        "Far away, on a green hill, a {thing} waited for {name}. It waited",
+        "{name} and {other} built a {thing} from sand. The sea came and",
+        "The {thing} could talk, but only to {name}. It always said",
+        "On the bus, {name} sat next to a {thing}. The bus went",
+        "At the market, {other} sold a {thing}, a {second} and",
+        "{name} was afraid of the dark. The {thing} under the bed",
+        "Dad fixed the {thing} with a hammer. Bang, bang,",
+        "It was a race! The {thing} was fast, but the {second} was",
+        "{other} made soup with a {thing}. {name} tasted it and",
+        "One winter, the {thing} went to sleep. In spring, the {thing}",
+        "{name} knocked at the door. Knock, knock! The {second} asked,",
+        "The king had lost his {thing}. He asked {name}, and he asked {other}, and",
+    ),
+}
+"""Forms on which the treatment of words was chosen, and others that were looked at once."""
 
 
 def openings(family: str, count: int, seed: int = 0) -> list[str]:
     """Different openings of a family, each of its forms in turn."""
     rng = random.Random(f"{family} {seed}")
-    forms = FORMS[family]
+    forms = (FORMS | WORDS)[family]
     if not forms:
         paragraphs = [text for text in typical_text().split("\n\n") if len(text) > 80]
         return [" ".join(text.split()[:8]) for text in rng.sample(paragraphs, count)]

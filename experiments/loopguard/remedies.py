@@ -135,7 +135,7 @@ def continued(model: Any, setting: Row, method: str, numbers: dict[str, range], 
     places: list[tuple[str, int]] = []
     rows: list[list[int]] = []
     for family, chosen in numbers.items():
-        texts = openings(family, len(chosen))
+        texts = openings(family, max(chosen) + 1)
         for number in chosen:
             places.append((family, number))
             rows.append(model.tokenizer(texts[number], verbose=False)["input_ids"])

@@ -88,15 +88,17 @@ class Outcome:
         logits: From the last token of the prompt on.
         sees: What each layer's queries saw, if there is a budget.
         bytes: What the cache held after each call.
+        lengths: What the cache said of its length after each call.
         rotated_again: Whether keys were handed out that were never written.
-        mixed: Whether a key was handed out with the values of another token.
+        mixed: The kv heads in which a key was handed out with the values of another token.
     """
 
     logits: Logits
     sees: dict[int, Bool[Tensor, "row kv_head query key"]] = field(default_factory=dict[int, Tensor])
     bytes: list[int] = field(default_factory=list[int])
+    lengths: list[int] = field(default_factory=list[int])
     rotated_again: bool = False
-    mixed: bool = False
+    mixed: set[int] = field(default_factory=set[int])
 
 
 class _Reader:
@@ -121,6 +123,7 @@ class _Reader:
         if watched and notes:
             self._note(self.recorder.reads(out.logits), ids.shape[1], start, end)
         self.outcome.bytes.append(held_bytes(self.cache))
+        self.outcome.lengths.append(int(self.cache.get_seq_length()))
         return out.logits.detach()
 
     def _note(self, reads: dict[int, Read], total: int, start: int, end: int) -> None:
@@ -133,7 +136,8 @@ class _Reader:
             sees[:, :, start:end] = seen[:, :, None, :total]
             written = read.key_columns >= 0
             self.outcome.rotated_again |= bool((visible & ~written).any())
-            self.outcome.mixed |= bool((visible & written & (read.columns != read.key_columns)).any())
+            mixed = (visible & written & (read.columns != read.key_columns)).any(-1).any(0)
+            self.outcome.mixed.update(mixed.nonzero().flatten().tolist())
 
     def other_text(self) -> None:
         """Read something else first."""
@@ -141,6 +145,7 @@ class _Reader:
         self.call(ids, mask, 0, self.flow.prompt, notes=False)
         self.call(ids, mask, self.flow.prompt, self.flow.prompt + 1, notes=False)
         self.outcome.bytes.clear()
+        self.outcome.lengths.clear()
 
     def draft(self, ids: Tensor, mask: Tensor, at: int) -> None:
         """Read tokens that are cropped again."""

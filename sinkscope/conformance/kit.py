@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import sysconfig
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Literal
 
+import torch
+import transformers
 from transformers import Cache, DynamicCache
 
+import sinkscope
 from sinkscope.conformance.flow import Flow, Logits, Outcome, error_of, outcome_of, right_logits
 from sinkscope.conformance.models import kit_model
 from sinkscope.conformance.subject import EXPECTED, Factory, evicts, made, parameters
@@ -128,6 +134,14 @@ class Kit:
         except NotImplementedError as error:
             raise SinkscopeError(f"{self.place} refuses a small Llama: {error}; {EXPECTED}") from None
 
+    def flows(self, *flows: Flow) -> list[Flow]:
+        """Flows with room for everything, and then, if less can be asked for, with half of the prompt."""
+        tried = list(flows)
+        if self.evicts:
+            for flow in flows:
+                tried.append(replace(flow, budget=flow.prompt // 2))
+        return tried
+
     def right(self, *flows: Flow, budget: bool = True) -> str:
         """Check that flows give the right logits: with room for everything, and then with half of the prompt.
 
@@ -138,13 +152,9 @@ class Kit:
         Returns:
             The largest error.
         """
-        tried = list(flows)
-        if budget and self.evicts:
-            for flow in flows:
-                tried.append(replace(flow, budget=flow.prompt // 2))
         refusal = ApartError(ROTATED)
         worst: float | None = None
-        for flow in tried:
+        for flow in self.flows(*flows) if budget else flows:
             try:
                 outcome = self.outcome(flow)
             except ApartError as error:
@@ -192,7 +202,8 @@ class Kit:
             if operation or isinstance(error, NotImplementedError | SinkscopeError):
                 raise ApartError(f"it refuses: {reason}") from None
             self._blame(flow)
-            raise FaultError("logits", f"{type(error).__name__}: {reason}", flow, "outcome.logits") from None
+            seen = f"{type(error).__name__} at {own_line(error, self.factory)}: {reason}"
+            raise FaultError("logits and no error", seen, flow, "outcome.logits") from None
 
     def _blame(self, flow: Flow) -> None:
         """Refuse to blame a context manager or a policy for what the stock cache below it does, with room."""
@@ -207,13 +218,60 @@ class Kit:
             raise ApartError("the stock cache below it fails, too") from None
 
 
+def own_line(error: Exception, factory: Factory) -> str:
+    """The latest line in the code of whoever wrote the cache that led to an error, as file:line.
+
+    Args:
+        error: The error.
+        factory: Where the cache is made: this is the line if the error came later, in what the model did.
+    """
+    apart = [sysconfig.get_paths()["stdlib"]]
+    for module in (torch, transformers, sinkscope):
+        apart.append(str(Path(inspect.getfile(module)).parent))
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith((*apart, "<")):
+            return f"{frame.filename}:{frame.lineno}"
+    code = inspect.unwrap(factory)
+    try:
+        return f"{inspect.getsourcefile(code)}:{inspect.getsourcelines(code)[1]}"
+    except (OSError, TypeError):  # made without a file
+        return getattr(factory, "__name__", "the cache")
+
+
 def _stock(config: Any) -> Cache:
     return DynamicCache(config=config)
 
 
 Check = Callable[[Kit], str]
 CHECKS: dict[str, Check] = {}
-"""All checks by name, in their order. A check returns what it saw, and raises if it fails or does not apply."""
+"""All checks by name. A check returns what it saw, and raises if it fails or does not apply."""
+ORDER = (
+    "a_new_cache_is_empty",
+    "the_cache_knows_its_length",
+    "rounding_the_sink_costs_no_more_than_rounding_others",
+    "with_room_for_everything_logits_are_the_plain_models",
+    "a_text_of_hundreds_of_tokens_is_kept",
+    "each_kv_head_reads_its_own_choice",
+    "positions_are_right_after_eviction_inside_the_text",
+    "facts_on_both_sides_of_a_hole_are_recalled",
+    "the_first_tokens_survive",
+    "the_budget_holds_at_every_step_in_tokens",
+    "the_budget_holds_at_every_step_in_bytes",
+    "windows_hide_what_has_left_them_and_nothing_else",
+    "learned_sink_logits_count",
+    "states_of_a_hybrid_are_kept",
+    "a_text_without_bos_is_served",
+    "a_prompt_in_chunks_is_the_whole_prompt",
+    "a_second_turn_continues_the_first",
+    "after_a_reset_nothing_is_left",
+    "rows_of_a_batch_do_not_mix",
+    "padded_rows_are_what_they_are_alone",
+    "rows_change_places_as_beams_do",
+    "a_cropped_draft_leaves_no_trace",
+    "bfloat16_is_as_exact_as_the_plain_model",
+    "float16_is_as_exact_as_the_plain_model",
+)
+"""From simple to complex: a fault of one check may let later ones fail, but not earlier ones."""
 
 
 def check(function: Check) -> Check:
@@ -223,7 +281,7 @@ def check(function: Check) -> Check:
 
 
 def all_checks() -> dict[str, Check]:
-    """Every check by its name."""
+    """Every check by its name, in their order."""
     for file in ("whole", "evicted", "quantised"):
         import_module(f"{__package__}.{file}")
-    return CHECKS
+    return {name: CHECKS[name] for name in ORDER}

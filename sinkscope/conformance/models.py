@@ -156,7 +156,8 @@ def _strength() -> float:
 def kit_ids(name: str, lengths: tuple[int, ...], more: int, seed: int = 0) -> Int[Tensor, "row column"]:
     """Token ids of rows that end together and begin with padding (id 0) where they are shorter; `more` go on.
 
-    Row i of a seed is row 0 of the seed i higher. No token stands twice in a row of a tiny model.
+    Row i of a seed is row 0 of the seed i higher. In a row of a tiny model no token comes again before all others
+    have come.
     """
     width = max(lengths)
     rows: list[Tensor] = []
@@ -169,7 +170,10 @@ def kit_ids(name: str, lengths: tuple[int, ...], more: int, seed: int = 0) -> In
 def _tokens(name: str, length: int, seed: int) -> Int[Tensor, " column"]:
     about = MODELS[name]
     if not about.folder:
-        ids = random.Random(seed).sample(range(5, kit_model(name).config.vocab_size), length)
+        draw, others = random.Random(seed), range(5, kit_model(name).config.vocab_size)
+        ids: list[int] = []
+        while len(ids) < length:
+            ids += draw.sample(others, min(length - len(ids), len(others)))
         if about.bos:
             ids[0] = BOS
         return torch.tensor(ids)

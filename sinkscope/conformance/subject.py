@@ -15,7 +15,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit.base import Intervention
 
 Factory = Callable[..., Any]
-ROOM = 512
+ROOM = 1024
 """Tokens for which a cache has room that is to keep everything."""
 KNOWN = ("model", "config", "budget", "share", "max_cache_len")
 """Names of parameters that a factory may have."""

@@ -5,20 +5,52 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from transformers import Cache
 
 from sinkscope.conformance.flow import Flow, Logits, Outcome, right_logits
 from sinkscope.conformance.kit import SEEN, ApartError, FaultError, Kit, check
 from sinkscope.conformance.models import WINDOW
 from sinkscope.conformance.subject import parameters
 
+LONG = Flow(lengths=(600,))
 _LONG = 2 * WINDOW + 8
 _ROUGHER = 1.5  # times the rounding of the stock model
+
+
+@check
+def the_cache_knows_its_length(kit: Kit) -> str:
+    """`get_seq_length` counts all tokens read, evicted or not: a model that is told no positions asks for it."""
+    if not kit.knows_length:
+        raise ApartError("a stock cache holds the keys: give position_ids, as generate does")
+    flows = [Flow(steps=2)]
+    if isinstance(kit.subject(), Cache):  # a policy acts on generated tokens
+        flows.insert(0, Flow(steps=0))
+    known = 0
+    for flow in kit.flows(*flows):
+        try:
+            lengths = kit.outcome(flow).lengths
+        except (ApartError, FaultError):  # what raises is no question of lengths
+            continue
+        right = list(range(flow.prompt, flow.prompt + flow.steps + 1))
+        if lengths != right:
+            expected = f"lengths of {right} after the prompt and each token"
+            raise FaultError(expected, str(lengths), flow, "outcome.lengths")
+        known += len(right)
+    if not known:
+        raise ApartError("it raises an error whenever it is read")
+    return f"right after {known} calls"
 
 
 @check
 def with_room_for_everything_logits_are_the_plain_models(kit: Kit) -> str:
     """A cache that need not evict changes nothing."""
     return kit.right(Flow(lengths=(6,), steps=2), Flow(), Flow(model="bundled", lengths=(48,)), budget=False)
+
+
+@check
+def a_text_of_hundreds_of_tokens_is_kept(kit: Kit) -> str:
+    """What a cache does to a short text it does to a long one."""
+    return kit.right(LONG, budget=False)
 
 
 @check
@@ -73,7 +105,10 @@ def _tokens(outcome: Outcome, row: int, column: int) -> int:
 @check
 def a_second_turn_continues_the_first(kit: Kit) -> str:
     """Several tokens that follow generated ones see what was said before."""
-    return kit.right(Flow(turn=6, steps=2), Flow(model="windows", lengths=(_LONG,), turn=6))
+    flows = [Flow(turn=6, steps=2), Flow(model="windows", lengths=(_LONG,), turn=6)]
+    if kit.knows_length:
+        flows.append(Flow(positions=False, turn=4, steps=2))
+    return kit.right(*flows)
 
 
 @check
@@ -84,8 +119,18 @@ def after_a_reset_nothing_is_left(kit: Kit) -> str:
 
 @check
 def a_new_cache_is_empty(kit: Kit) -> str:
-    """Two caches of one factory share nothing."""
-    return kit.right(Flow(renewed=True, seed=7))
+    """Two caches of one factory share nothing: the second gives what the first gave."""
+    flow = Flow(seed=7)
+    try:
+        first = kit.outcome(flow)
+    except FaultError as error:
+        raise ApartError(f"even the first cannot be read: {error.seen}") from None
+    flow = replace(flow, renewed=True)
+    second = kit.outcome(flow)
+    if second.lengths != first.lengths:
+        expected = f"lengths of {first.lengths}, as of the first cache"
+        raise FaultError(expected, str(second.lengths), flow, "outcome.lengths")
+    return f"a difference of {kit.close(second.logits, first.logits, flow, 'those of the first cache'):.1g}"
 
 
 @check
@@ -124,14 +169,6 @@ def states_of_a_hybrid_are_kept(kit: Kit) -> str:
 def a_text_without_bos_is_served(kit: Kit) -> str:
     """The first token is the sink whatever it is, and positions are learned."""
     return kit.right(Flow(model="no BOS"))
-
-
-@check
-def the_cache_knows_its_length(kit: Kit) -> str:
-    """A model that is told no positions asks `get_seq_length`, which counts all tokens read, evicted or not."""
-    if not kit.knows_length:
-        raise ApartError("a stock cache holds the keys: give position_ids, as generate does")
-    return kit.right(Flow(positions=False), Flow(positions=False, turn=4, steps=2))
 
 
 @check

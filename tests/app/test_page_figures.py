@@ -20,9 +20,7 @@ LARGEST = 2_500_000
 """Bytes of a page."""
 
 
-@pytest.mark.parametrize(
-    "name", ["attack", "barcode", "loops", "patch-eval", "patch-make", "repeat", "repeat-attention"]
-)
+@pytest.mark.parametrize("name", ["attack", "barcode", "patch-eval", "patch-make", "repeat", "repeat-attention"])
 def test_a_page_is_svg_and_small(name):
     result = Result.load(FIGURES / f"{name}.json")
     assert {one.type for one in result.figure().data} <= DRAWN

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 from checkpoints import spoiled
 
-from sinkscope.app import pages
 from sinkscope.app.cli import main
 from sinkscope.files.plain import visible
 from sinkscope.results.result import Result
@@ -64,7 +62,5 @@ def test_tables_figures_and_pages(tmp_path, monkeypatch, capfd):
     out, err = capfd.readouterr()
     assert visible(out) == out and visible(err) == err
     result = Result.load("x.json")
-    plot = pages.plot(result.figure())
-    for text in (Path("x.html").read_text().partition("</script>")[2], result.to_html(), plot):  # behind plotly.js
+    for text in (Path("x.html").read_text(), result.to_html()):
         assert text and not {"\x1b", "\u202e", "\u2066", "\x07"} & set(text)
-    assert "u202e" in plot and not re.search(r"(?<!\\)(\\\\)*\\u(202e|001b|2066)", plot)

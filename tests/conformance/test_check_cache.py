@@ -49,7 +49,7 @@ def test_exit_status_and_bad_input(capsys):
         assert main(["check-cache", place]) == 2
         error = capsys.readouterr().err
         assert said in error and error.count("\n") == 1
-    with pytest.raises(SinkscopeError, match="check 'speed': expected one of with_room"):
+    with pytest.raises(SinkscopeError, match="check 'speed': expected one of a_new_cache"):
         ss.check_cache("transformers:DynamicCache", only=("speed",))
 
 

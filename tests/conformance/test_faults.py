@@ -1,14 +1,17 @@
-"""Each planted fault is caught by the check that names it, which the same cache without the fault passes."""
+"""The first check that a planted fault fails is the one that names it; the same cache without the fault passes it."""
 
 from __future__ import annotations
+
+import inspect
 
 import pytest
 from covering import every_nth
 
+from experiments.check_cache import faulty
 from experiments.check_cache.faulty import FAULTS
 from experiments.check_cache.keepers import Keeper, cache_of
 from experiments.check_cache.right import RIGHT, ROUNDING
-from sinkscope.conformance.kit import TOLERANCE, Kit, all_checks
+from sinkscope.conformance.kit import CHECKS, TOLERANCE, Kit, all_checks
 
 LIMITS = {  # of caches that are right otherwise: they raise, or nothing in them could do it
     "dynamic_cache_without_config": ["states_of_a_hybrid_are_kept"],
@@ -17,11 +20,11 @@ LIMITS = {  # of caches that are right otherwise: they raise, or nothing in them
 
 
 @pytest.mark.parametrize("name", every_nth(FAULTS, 5))
-def test_the_named_check_catches_a_fault(name):
+def test_the_first_check_that_fails_names_the_fault(name):
     fault = FAULTS[name]
     tolerance = max(ROUNDING.values()) if fault.check.startswith("rounding") else TOLERANCE
-    found = Kit(f"faulty:{name}", fault.factory, tolerance).checked(fault.check)
-    assert found.verdict == "fails", found
+    kit = Kit(f"faulty:{name}", fault.factory, tolerance)
+    assert next(one for one in all_checks() if kit.checked(one).verdict == "fails") == fault.check
     assert Kit("right:one", fault.right, tolerance).checked(fault.check).verdict == "passes"
 
 
@@ -36,8 +39,22 @@ def test_right_caches_pass(factory):
     assert list(verdicts.values()).count("passes") >= 12
 
 
-def test_every_check_has_a_fault_that_it_names():
-    assert {fault.check for fault in FAULTS.values()} == set(all_checks()) and len(FAULTS) >= 30
+def test_every_check_has_a_fault_that_it_names_and_a_place_in_the_order():
+    assert {fault.check for fault in FAULTS.values()} == set(all_checks()) == set(CHECKS) and len(FAULTS) >= 41
+
+
+@pytest.mark.parametrize("name", ["a_second_turn_raises_an_error", "only_16_tokens_are_handed_out"])
+def test_an_error_of_a_cache_is_a_failure_with_its_own_line(name):
+    """Every check ends with a verdict, and the line is that in the cache's code that led to the error."""
+    kit = Kit(f"faulty:{name}", FAULTS[name].factory)
+    found = [kit.checked(one) for one in all_checks()]
+    assert found[-1].verdict
+    (turn,) = [one for one in found if one.check == FAULTS[name].check.replace("_", " ")]
+    assert turn.verdict == "fails"
+    if "raises" in name:
+        lines = inspect.getsource(faulty).splitlines()
+        line = next(number for number, text in enumerate(lines, 1) if 'raise KeyError("turn 2")' in text)
+        assert turn.seen == f"KeyError at {faulty.__file__}:{line}: 'turn 2'"
 
 
 def test_bytes_count_at_every_call_and_not_at_the_last_alone():

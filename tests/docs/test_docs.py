@@ -244,9 +244,10 @@ def test_the_readme_from_top_to_bottom(tmp_path, monkeypatch):
 
 _IMAGE = re.compile(r"!\[[^\]]+\]\(([^)]+)\)")
 PAGES = sorted([*(ROOT / "docs/measure").glob("*.md"), *(ROOT / "docs/papers").glob("*.md")])
+DRAWN = [page for page in PAGES if page.stem != "loops"]  # of texts nothing is drawn
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")
+@pytest.mark.parametrize("page", DRAWN, ids=lambda page: f"{page.parent.name}/{page.stem}")
 def test_every_figure_of_a_page_is_there_and_says_how_to_read_it(page):
     text = page.read_text(encoding="utf-8")
     images = list(_IMAGE.finditer(text))

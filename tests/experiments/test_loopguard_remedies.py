@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.loopguard import outcome
-from experiments.loopguard.openings import CHOOSING, FORMS, openings
+from experiments.loopguard import outcome, text
+from experiments.loopguard.openings import CHOOSING, FORMS, WORDS, openings
 from experiments.loopguard.remedies import METHODS, guard_of
 from experiments.loopguard.rules import Dry, Ends, Ladder, Longest
 
@@ -56,7 +56,7 @@ def test_a_row_counts_what_was_planted():
 
 
 def test_openings_differ_and_no_family_is_in_both_parts():
-    texts = [text for family in FORMS for text in openings(family, 12)]
+    texts = [one for family in FORMS for one in openings(family, 12)]
     assert len(set(texts)) == 12 * len(FORMS) and openings("lists", 12) == openings("lists", 12)
     assert set(CHOOSING) < set(FORMS) and len(FORMS) >= 5
 
@@ -89,3 +89,39 @@ def test_the_page_has_the_tables_and_the_examples_of_the_figure():
     page = (ROOT / "docs/what_to_try.md").read_text()
     assert outcome.pages(result["settings"]) in page and outcome.example_table(result["examples"]) in page
     assert len(result["examples"]) == 10 and result["choosing"] == list(CHOOSING)
+
+
+class Spelling:
+    """A tokenizer whose ids are places in a list of pieces."""
+
+    PIECES = ("the ", "dog ", "c", "at ", "ran. ", "ution ", "I", "'m ")
+
+    def decode(self, ids, skip_special_tokens=False):
+        return "".join(self.PIECES[i] for i in ids)
+
+
+def test_wrong_words_are_counted_at_seams_and_after_the_first_act():
+    known = {"", "the", "dog", "cat", "ran", "i'm"}
+    full = {
+        ("scenes", 0): output(0, [0, 1, 4] * 30, [], 1.0, 1),
+        ("scenes", 1): output(1, [0] * 90, [], 1.0, 1, alarm=9),
+    }
+    wrong = output(0, [0, 1, 2, 5, 4, 0, 1], [[3, 1], [5, 1]], 1.0, 1)
+    right = output(1, [6, 7, 4, 0, 2, 3, 4], [[1, 2]], 1.0, 1)
+    row = text.summary("LoopGuard", [wrong, right], full, known, Spelling())
+    assert (row["seams"], row["wrong_seams"]) == (3, 1), "c|ution is one word; I|'m is right; dog and ran are, too"
+    assert (row["unknown"], row["unknown_in"], row["texts"]) == (1, 1, 2)
+    own = text.summary("full", list(full.values()), full, known, Spelling())
+    assert own["texts"] == 1 and own["distinct"] == pytest.approx(3 / 39), "of the output without an alarm, from 48 on"
+    assert text.beside('said, "I', "'m sorry") == ["i'm", "sorry"] and text.beside("a dog. ", "The end") == [
+        "dog",
+        "the",
+    ]
+    assert text.distinct([1, 2, 3, 4, 1, 2, 3, 4]) == (4, 5)
+
+
+def test_the_guards_page_has_the_table_of_openings_that_were_not_chosen_on():
+    found = json.loads(text.RESULT.read_text())
+    assert found["part"] == "held-out" and text.table(found["rows"]) in (ROOT / "docs/guard.md").read_text()
+    forms = [form for forms in (FORMS | WORDS).values() for form in forms]
+    assert len(set(forms)) == len(forms), "no form is in two sets"

@@ -323,6 +323,7 @@ ELSEWHERE = {  # name -> the test that runs it
     "check_cache.presses": "",  # needs kvpress, and with it another release of transformers
     "golden.make": "test_golden.py",
     "loopguard.figure4": "test_loopguard_experiments.py",
+    "loopguard.text": "test_loopguard_remedies.py",
     "make_two_hops": "test_scripts.py",
     "train_bundled": "test_bundled_model.py",
 }

@@ -108,9 +108,9 @@ def test_sinks_are_found_where_weights_are_elsewhere(tmp_path, away, family):
 
 
 EDITS = {
-    "full": ss.Full(),
-    "h2o": ss.H2O(6),
-    "streaming, select": ss.StreamingLLM(6, mode="select"),
+    "full": ss.kv.Full(),
+    "h2o": ss.kv.H2O(6),
+    "streaming, select": ss.kv.StreamingLLM(6, mode="select"),
     "loopserve": ss.LoopServe(6, prefill=False),
     "heads": ss.Ablate(heads=[(1, 2)]),
     "patch": ss.SinkPatch(layer=1, neurons=[3]),

@@ -88,7 +88,7 @@ def test_layers_that_the_caller_checkpoints_are_refused():
 
 
 @pytest.mark.parametrize(
-    "what", [EDITS["patch"], ss.H2O(3), ss.LoopGuard(64), ss.LoopServe(64), Observe(lambda rows: None)]
+    "what", [EDITS["patch"], ss.kv.H2O(3), ss.LoopGuard(64), ss.LoopServe(64), Observe(lambda rows: None)]
 )
 def test_checkpointed_layers_are_refused(what):
     model = tiny_model("llama")[0].train()
@@ -99,7 +99,7 @@ def test_checkpointed_layers_are_refused(what):
         model(IDS)
 
 
-@pytest.mark.parametrize("what", [ss.H2O(3), ss.LoopGuard(64), ss.LoopServe(64), Observe(lambda rows: None)])
+@pytest.mark.parametrize("what", [ss.kv.H2O(3), ss.LoopGuard(64), ss.LoopServe(64), Observe(lambda rows: None)])
 def test_another_attention_inside_the_with_is_refused(what):
     model = tiny_model("llama")[0]
     was = attention_name(model.config)

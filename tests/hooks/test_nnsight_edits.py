@@ -43,8 +43,8 @@ def edits():
         "ablate": ss.Ablate(layer=2, neurons=[28, 179]),
         "patch": ss.SinkPatch(sites=SITES, calibrated={(2, 28): 0.1, (2, 179): 0.1}),
         "add": ss.Add(torch.linspace(-1, 1, width), "blocks.1.hook_resid_post"),
-        "h2o": ss.H2O(12),
-        "streaming": ss.StreamingLLM(12),
+        "h2o": ss.kv.H2O(12),
+        "streaming": ss.kv.StreamingLLM(12),
     }
 
 

@@ -78,11 +78,12 @@ def test_every_parameter_of_a_public_function_refuses_wrong_values_at_once(name,
     assert tried >= 2
 
 
-CLASSES: list[str] = []
-for each_name in sinkscope.__all__:
-    each_class = getattr(sinkscope, each_name)
-    if inspect.isclass(each_class) and issubclass(each_class, Intervention) and not inspect.isabstract(each_class):
-        CLASSES.append(each_name)
+CLASSES: dict[str, Any] = {}
+for each_room in (sinkscope, sinkscope.kv):
+    for each_name in each_room.__all__:
+        each_class = getattr(each_room, each_name)
+        if inspect.isclass(each_class) and issubclass(each_class, Intervention) and not inspect.isabstract(each_class):
+            CLASSES[each_name] = each_class
 NEEDED = {
     "Add": {"vector": [1.0], "site": "blocks.0.hook_resid_post"},
     "Observe": {"fn": print},
@@ -94,7 +95,7 @@ NEEDED = {
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_every_field_of_a_policy_or_intervention_refuses_wrong_values(name):
-    made = getattr(sinkscope, name)
+    made = CLASSES[name]
     tried = 0
     for field, one in inspect.signature(made).parameters.items():
         values: list[Any] = [Stranger(), math.nan]

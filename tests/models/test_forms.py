@@ -194,7 +194,7 @@ def test_configurations_without_bos_are_edited_and_cached(model_type):
     for edit in (ss.Ablate(layer=1, neurons=3), patch := ss.SinkPatch(layer=1, neurons=[3], calibrated={(1, 3): 0.5})):
         with edit.on(model):
             found.append(model(ids).logits)
-    with ss.H2O(16).on(model) as run:
+    with ss.kv.H2O(16).on(model) as run:
         model.generate(ids, max_new_tokens=4, do_sample=False)
     assert run.usage[0].mean_tokens[0] < 30
     config.bos_token_id = None

@@ -36,8 +36,8 @@ NEURON = 7
 LENGTH = 81  # more than every window and top-k of the tiny configurations
 PLANTED = (12, 72)  # texts and tokens by which a neuron is planted: as long as those in which it is then looked for
 POLICIES = {
-    "h2o": lambda: ss.H2O(32),
-    "streaming": lambda: ss.StreamingLLM(32),
+    "h2o": lambda: ss.kv.H2O(32),
+    "streaming": lambda: ss.kv.StreamingLLM(32),
     "loopguard": lambda: ss.LoopGuard(budget=48),
     "loopserve": ss.LoopServe,
 }
@@ -387,7 +387,7 @@ def _check_generation(report: TypeReport, target: Target, quick: bool):
         with policy.on(target):
             return model.generate(ids, **options)
 
-    full = report.attempt("policies", lambda: under(ss.Full()))
+    full = report.attempt("policies", lambda: under(ss.kv.Full()))
     if full is None:
         return
     report.must(torch.equal(full, plain), "Full gives other tokens than plain generate")

@@ -75,6 +75,10 @@ class RowMonitors:
         for token in self.tokens[row]:
             self._monitors[row].update(token, 0.0)
 
+    def last(self, row: int) -> Step:
+        """What the monitor of a row reported last."""
+        return self._monitors[row].last
+
     @property
     def ended(self) -> list[bool]:
         """Which rows have ended."""

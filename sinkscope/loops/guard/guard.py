@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -12,7 +13,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
-from sinkscope.files.records import Budget, Natural, Whole, check_fields, checked_value
+from sinkscope.files.records import Budget, Natural, Whole, check_fields
 from sinkscope.hooks.edit.base import Event, Intervention, Run
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.cache_state import Moment
@@ -22,6 +23,7 @@ from sinkscope.kv.streaming_llm import StreamingLLM
 from sinkscope.loops.guard.detect import RowMonitors, largest_probability
 from sinkscope.loops.guard.retention import Retention, ranges_of, tokens_to_keep
 from sinkscope.loops.guard.steer import Steering
+from sinkscope.loops.guard.words import LONGEST, Words, words_of
 from sinkscope.loops.text.monitor import MonitorSettings, Step
 from sinkscope.loops.text.signals import tail_period
 from sinkscope.results.notation import count_of, interval_phrase
@@ -68,6 +70,9 @@ class LoopGuard(Intervention):
         rewind: Whether to remove the loop from the output as well, wherever the caller can take tokens back: the text
             is cut after the first copy and continues under the penalty.
 
+    If the model carries a tokenizer whose tokens mark words, the cache is cut and tokens are taken back where a word
+    begins, and the penalty does not break words (`words.Words`). An alarm inside a word waits for its end.
+
     An intervention is an event of kind "guard", with `step` and `position` of the token that set it off. Its `data` has
     "period" (of the repetition at the end, or None), "bad" (ranges to remove), "kept" (ranges [start, stop)),
     "kept_count", "cached_before", "generated" (number of the token), "taken_back" (tokens removed from the output),
@@ -92,7 +97,7 @@ class LoopGuard(Intervention):
     variant: str = "repeats"
     monitor: Mapping[str, Any] = field(default_factory=dict, hash=False)
     recent_window: bool = False
-    penalty: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.3
+    penalty: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 2.0
     rewind: bool = True
 
     KIND: ClassVar[str] = "guard"
@@ -100,9 +105,6 @@ class LoopGuard(Intervention):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        checked_value(
-            Mapping[str, Any], self.monitor, "LoopGuard: monitor=", then='; give settings by name, as {"warmup": 128}'
-        )
         if "window" in self.monitor:
             raise SinkscopeError("monitor has 'window': give it as window=..., the recent window follows it")
         _ = self.settings
@@ -202,6 +204,7 @@ class GuardedRows:
         seen: Number of tokens in the cache after the last call.
         count: Number of generated tokens of each row, with those after its end.
         steering: How rows that looped are steered.
+        waiting: Rows that loop inside a word, and the step of their alarm.
     """
 
     monitors: RowMonitors
@@ -211,6 +214,7 @@ class GuardedRows:
     ends: Collection[int]
     count: int = 0
     steering: dict[int, Steering] = field(default_factory=dict)
+    waiting: dict[int, int] = field(default_factory=dict)
 
     def row_ids(self, row: int) -> list[int]:
         """The latest ids of a row, up to the newest."""
@@ -237,6 +241,13 @@ class Guarding:
     key: int
     warned: bool = False
 
+    @cached_property
+    def words(self) -> Words | None:
+        """Where words begin; not known to the paper's guard, and without a tokenizer."""
+        if not self.guard.penalty and not self.guard.rewind:
+            return None
+        return words_of(self.run.target.available_tokenizer)
+
     def decide(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Pass the token of a finished call to the monitors, and cut the rows that loop."""
         moment = self.session.now.ended
@@ -260,11 +271,32 @@ class Guarding:
         logits = (output.logits if hasattr(output, "logits") else output[0])[:, -1]
         largest = None if self.settings.rule == "repeats" else largest_probability(logits)
         alarms = rows.monitors.push(ids[:, -1], largest)
+        if alarms or rows.waiting:
+            alarms = self._at_words(rows, alarms, logits)
         if rewinder is not None and rewinder.full_at:  # a full row goes on as padding
             alarms = {row: step for row, step in alarms.items() if rows.seen < rewinder.full_at[row]}
         if alarms:
             self._cut(moment, rows, alarms)
         self._steer(rows, logits)
+
+    def _at_words(self, rows: GuardedRows, alarms: dict[int, Step], logits: Tensor) -> dict[int, Step]:
+        """The alarms of rows that stand between words. Others wait until their word has ended, if words end there."""
+        words = self.words
+        if words is None:
+            return alarms
+        due: dict[int, Step] = {}
+        for row in {**rows.waiting, **alarms}:
+            step, ids = rows.monitors.last(row), rows.monitors.tokens[row]
+            since = rows.waiting.pop(row, step.step)
+            tail = step.tail
+            if rows.monitors.ended[row] or (tail is None and row not in alarms):
+                continue
+            inside = words.goes_on(ids[-1], int(logits[row].argmax())) and step.step - since < LONGEST
+            if inside and tail is not None and words.seam(ids, tail.start, tail.period) is not None:
+                rows.waiting[row] = since
+            else:
+                due[row] = step
+        return due
 
     def _rows_of(self, moment: Moment, ids: Int[Tensor, "batch pos"]) -> GuardedRows | None:
         """The rows that go on by one token; None after a prompt, which begins new ones."""
@@ -332,7 +364,7 @@ class Guarding:
         events: list[Event] = []
         for row, step in alarms.items():
             length = int(moment.call.columns[row].max()) + 1
-            taken_back[row], reason = self._count_to_take_back(row, rows.prompt[row], length, step)
+            taken_back[row], reason = self._count_to_take_back(rows, row, length, step)
             cached = _cached_positions(moment.layers, row)
             data, kept[row] = self._respond(rows, row, step, length, cached, taken_back[row])
             data["why"] += reason
@@ -376,6 +408,7 @@ class Guarding:
         if self.guard.penalty:
             rung = "rewind" if taken_back else "penalty"
             steering = rows.steering.setdefault(row, self.guard.STEERING(self.guard.penalty))
+            steering.words = self.words
             level = steering.act(ids, taken_back, rows.count, self.guard.window)
         why = "first alarm"
         if level:
@@ -384,7 +417,10 @@ class Guarding:
         if taken_back:
             begin = length - taken_back
         elif retention.recent is None and period is not None:
-            # The text goes on in the copy that has begun, as if it were the first one.
+            # The text goes on in the copy that has begun, as if it were the first one. Both begin with a word.
+            if self.words is not None:
+                known = length - len(ids)  # tokens before the latest ids
+                begin = known + (self.words.seam(ids, begin - known, period) or begin - known)
             end -= (length - begin) % period
         bad = [(begin, end)] if begin < end else []
         kept = tokens_to_keep(cached, length, bad, retention, level)
@@ -422,7 +458,7 @@ class Guarding:
         tail = tail or step.tail
         return begin, None if tail is None else tail.period
 
-    def _count_to_take_back(self, row: int, prompt: int, length: int, step: Step) -> tuple[int, str]:
+    def _count_to_take_back(self, rows: GuardedRows, row: int, length: int, step: Step) -> tuple[int, str]:
         """Number of tokens to remove from the output, all copies of the loop but the first; why it is 0, in words."""
         rewinder, tail = self.session.rewinder, step.tail
         if rewinder is None:
@@ -431,7 +467,10 @@ class Guarding:
             return 0, ", no token can be taken back"
         if tail is None:
             return 0, ", no copies to take back"
-        count = length - prompt - tail.start - tail.period
+        ids, stay = rows.monitors.tokens[row], tail.start + tail.period
+        if self.words is not None:
+            stay = self.words.seam(ids, stay, tail.period) or self.words.seam_before(ids, stay) or stay
+        count = length - rows.prompt[row] - stay
         if not 0 < count <= rewinder.allowance[row]:
             return 0, f", only {rewinder.allowance[row]} more tokens may be taken back"
         rewinder.allowance[row] -= count

@@ -9,8 +9,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from sinkscope.loops.guard.words import Words
+
 LENIENT = 2
 """Number of tokens that may be repeated without a loss, such as a name."""
+SURE = 4.0
+"""Difference in logit to the token that takes the place of the likeliest one, from which on the model is sure: what it
+would begin instead is often no word."""
+BROKEN = 20.0
+"""Loss of a token that would break a word."""
 
 
 @dataclass(eq=False)
@@ -24,17 +31,26 @@ class Steering:
     with another word each time. An end of the text loses what the likeliest token lost, so that no text ends only
     because its next word is less likely.
 
+    Where words are known, only tokens that begin a word lose, unless the repetition has none, and nothing goes on with
+    the word before instead. Where the model is sure of the word that it has to leave, it takes one that the row has.
+
     Attributes:
         penalty: What the logit of a token loses for each token of a copy.
         until: Last generated token that is followed by a steered one.
         since: Number of tokens of the row at the act, without those that were taken back.
         level: Number of acts before the last one, each soon after the one before.
+        words: Where words begin. None: not known.
+        avoided: Tokens with which the word goes on that was likeliest before the steering.
+        avoided_at: Place where it would have begun.
     """
 
     penalty: float
     until: int = -1
     since: int = 0
     level: int = 0
+    words: Words | None = None
+    avoided: frozenset[int] = frozenset()
+    avoided_at: int = 0
 
     def act(self, ids: Sequence[int], taken_back: int, now: int, window: int) -> int:
         """Steer the next `window` tokens of a row.
@@ -65,7 +81,7 @@ class Steering:
         losses: dict[int, float] = {}
         for place, length in copies(ids, len(ids) - self.since):
             token, loss = ids[place], strength * (length - LENIENT)
-            if loss <= 0:
+            if loss <= 0 or self._within_word(ids, token, length):
                 continue
             if place >= self.since:
                 losses[token] = losses.get(token, 0.0) + loss
@@ -77,12 +93,36 @@ class Steering:
 
     def steer(self, logits: Float[Tensor, " vocab"], ids: Sequence[int], ends: Collection[int]) -> None:
         """Lower the logits after a row of ids in place; `ends` are the ids that end it."""
+        words = self.words
+        if words is not None and ids[-1] in words.left_open and words.seam(ids, self.avoided_at + 1, len(ids)) is None:
+            logits[list(self.avoided)] -= BROKEN  # another beginning gets no end of the word avoided
         losses = self.losses(ids)
         if not losses:
             return
-        lost = losses.get(int(logits.argmax()), 0.0)
+        likeliest, plain = int(logits.argmax()), logits.clone()
+        lost = losses.get(likeliest, 0.0)
         logits[list(losses)] -= torch.tensor(list(losses.values())).to(logits)
         logits[list(ends)] -= lost
+        if words is None or not lost or words.goes_on(ids[-1], likeliest):
+            return
+        if ids[-1] in words.left_open:
+            logits[words.inside_ids] -= BROKEN
+        instead = int(logits.argmax())
+        self.avoided, self.avoided_at = words.rest(ids, likeliest), len(ids)
+        if plain[likeliest] - plain[instead] > SURE:  # only what the text has had as a word, which then is whole
+            others = torch.ones_like(logits)
+            others[[*words.whole(ids), *ends]] = 0
+            logits -= BROKEN * others
+            self.avoided = words.inside
+        if int(logits.argmax()) == likeliest:
+            self.avoided = frozenset()
+
+    def _within_word(self, ids: Sequence[int], token: int, length: int) -> bool:
+        """Whether a token after the last ids goes on with a word of a copy of a length in which words begin."""
+        words = self.words
+        if words is None or not words.goes_on(ids[-1], token):
+            return False
+        return words.seam(ids, len(ids) - length, length) is not None
 
 
 def copies(ids: Sequence[int], longest: int) -> Iterator[tuple[int, int]]:
