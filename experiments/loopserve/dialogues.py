@@ -153,6 +153,7 @@ TURNS = {
     "MInference": "minference",
     "random part": f"random:window=32:budget={FIXED}",
 }
+CHAIN_TURNS = {name: text for name, text in TURNS.items() if "paper" not in text}
 BY_ALPHA = (
     (PRINTED, "loopserve-p:paper:alpha={}", ALPHAS),
     (DRAWN, "loopserve-p:paper:variant=exact:alpha={}", ALPHAS),
@@ -189,11 +190,11 @@ FIGURES: dict[str, tuple[Panel, ...]] = {
     ),
     "turns": (
         Panel("one fact: right answers", NINE, "score", alone(TURNS), "turn"),
-        Panel("chain of seven: before the first mistake", NINE_CHAIN, "prefix", alone(TURNS), "turn"),
+        Panel("chain of seven: before the first mistake", NINE_CHAIN, "prefix", alone(CHAIN_TURNS), "turn"),
     ),
     "sweeps": (
         Panel("alpha of the prompt's half (one fact)", SWEPT_KEPT, "score", BY_ALPHA),
-        Panel("queries in the sample (one fact)", SWEPT_KEPT, "score", by_sample(0.995)),
+        Panel("queries in the sample (one fact)", SWEPT_KEPT, "score", by_sample(0.995)[::2]),
         Panel(
             "budget (one fact)",
             SWEPT_KEPT,
@@ -320,28 +321,33 @@ def figure(data: Row) -> Any:
     """A panel for each measurement: bars by position of the question, or curves over turns or values."""
     panels = FIGURES[data["settings"]["figure"]]
     rows = data["result"]["rows"]
-    columns = 2 if len(panels) < 4 else 4
+    columns = min(len(panels), 4)
     lines = -(-len(panels) // columns)
     titles = [panel.title for panel in panels]
     fig: Any = make_subplots(lines, columns, subplot_titles=titles, horizontal_spacing=0.05, vertical_spacing=0.28)
+    legends: Row = {}
     for number, panel in enumerate(panels):
-        at = {"row": number // columns + 1, "col": number % columns + 1}
-        name = str(number + 1) if number else ""
-        box = fig.get_subplot(at["row"], at["col"])
-        below = {"x": box.xaxis.domain[0], "y": box.yaxis.domain[0] - 0.05, "orientation": "v", "xanchor": "left"}
-        fig.update_layout({f"legend{name}": below | {"yanchor": "top"}})
+        at: Row = {"row": number // columns + 1, "col": number % columns + 1}
+        legend = "legend"
+        if number:
+            legend = f"legend{number + 1}"
+        if panel.by == "value":  # each panel has curves of its own
+            box = fig.get_subplot(at["row"], at["col"])
+            place = {"x": box.xaxis.domain[0], "y": box.yaxis.domain[0] - 0.05}
+            legends[legend] = {**place, "orientation": "v", "xanchor": "left", "yanchor": "top"}
+            at["legend"] = legend
         if panel.by == "position":
-            fig.update_layout({f"legend{name}": below | {"yanchor": "top", "y": box.yaxis.domain[1] + 0.03}})
-            bars(fig, panel, rows, legend=f"legend{name}", **at)
+            bars(fig, panel, rows, showlegend=not number, **at)
         else:
-            curves(fig, panel, rows, legend=f"legend{name}", **at)
+            curves(fig, panel, rows, showlegend=panel.by == "value" or not number, **at)
+        axis = {"range": [-0.03, 1.06], "tickformat": ".0%"}
         if panel.key == "kl":
-            fig.update_yaxes(**powers("KL, nats"), **at)
-        else:
-            fig.update_yaxes(range=[-0.03, 1.06], tickformat=".0%", **at)
+            axis = powers("KL, nats")
+        fig.update_yaxes(**axis, row=at["row"], col=at["col"])
     fig.update_xaxes(type="category")
-    wide = {"width": 850 * columns if columns == 2 else 1750, "height": 150 + 500 * lines}
-    return figure_of(fig, None, finding(panels[0], rows), barmode="group", font={"size": 12}, bottom=190, **wide)
+    size = {"width": 1750, "height": 230 + 450 * lines, "bottom": 190}
+    style = {"legend": -0.38, "barmode": "group", "font": {"size": 12}} | legends
+    return figure_of(fig, None, finding(panels[0], rows), **size, **style)
 
 
 def bars(fig: Any, panel: Panel, rows: Sequence[Row], **at: Any) -> None:
