@@ -375,7 +375,7 @@ def curves(fig: Any, panel: Panel, rows: Sequence[Row], **at: Any) -> None:
                 here = row["at"] if panel.by == "turn" else label
             x.append(str(here))
         error = None
-        if panel.by == "value":
+        if panel.by == "value" and panel.key != "prefix":  # intervals are those of right answers
             error = error_bars(mine, panel.key)
         marker = {"size": 17 - 2 * (number % 6), "symbol": number % 6}
         line = {"color": COLOURS[number % len(COLOURS)], "dash": ("solid", "dash")[number % 2]}
@@ -408,16 +408,11 @@ def main(name: Literal[*FIGURES], *, only: str = "", work: Path = Path("runs"), 
     if only:
         earlier = json.loads((out / f"{file}.json").read_text(encoding="utf-8"))["result"]["rows"]
         rows += [row for row in earlier if only not in row["method"]]
-    rows.sort(key=lambda row: order_of(panels, row))
+    places = [(panel.title, *method) for panel in panels for method in panel.methods]
+    rows.sort(key=lambda row: places.index((row["panel"], row["label"], row["value"])))
     settings = {"figure": name, "suites": [panel.suite for panel in panels], "only": only}
     print(table(panels, rows))
     save(file, record(f"loopserve-{name}", {"rows": rows}, settings, started=started), figure, out)
-
-
-def order_of(panels: Sequence[Panel], row: Row) -> int:
-    """Place of a row's method among those of its panel, panel after panel."""
-    places = [(panel.title, *method) for panel in panels for method in panel.methods]
-    return places.index((row["panel"], row["label"], row["value"]))
 
 
 if __name__ == "__main__":
