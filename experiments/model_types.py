@@ -1,9 +1,10 @@
 """Which decoder types of transformers are served: builds each one small, examines it, and writes the table of the docs.
 
-    python -m experiments.model_types [--sites] [TYPE ...]
+    python -m experiments.model_types [--only-sites] [--one-size] [TYPE ...]
 
-Writes figures/model_types.json (types that are named replace their entries) and docs/models.md. With --sites, types are
-not examined again, and only their sites are compared with what their layers really add and multiply, at five sizes.
+Writes figures/model_types.json (types that are named replace their entries) and docs/models.md. With --only-sites,
+types are not examined again, and only their sites are compared with what their layers really add and multiply, at five
+sizes, or with --one-size at the first.
 """
 
 from __future__ import annotations
@@ -81,8 +82,9 @@ in full, {part} in part, and {refused} are refused in one line.{wrong}
 
 When a model is loaded, or a live one first used, its sites are proved: what enters each layer, and what its attention
 and its MLP give, are replaced by random numbers, and the residual stream has to be their sum (`hook_resid_mid`,
-`hook_attn_out`, `hook_mlp_out`; one sum where the parts are parallel). `hook_q` and `hook_k` have to give the scores
-of a token with itself, which no rotation changes; `hook_v` has to be what attention gets, and `hook_attn_out` must
+`hook_attn_out`, `hook_mlp_out`; one sum where the parts are parallel). Where
+the numbers of one head of `hook_q`, `hook_k` or `hook_v` change places, exactly this head of what attention gets must
+change. Attention gives numbers in one head alone, and only this head of `hook_z` may show them; `hook_attn_out` must
 follow from `hook_z`. **A site that cannot be proved is not offered**, and the message says what did not hold.
 Examples are `hook_attn_out` of `falcon_h1`, whose layers add a state-space part to it, and `hook_mlp_out` of
 `minimax`, whose layers add to a norm of the residual stream.
@@ -109,15 +111,15 @@ def types() -> list[str]:
     return rows
 
 
-def sites(model_type: str) -> Row:
-    """How many sites of a type are right at each size, which are wrong, and which are not offered."""
+def sites(model_type: str, one_size: bool) -> Row:
+    """How many sites of a type are right at each size or the first, which are wrong, and which are not offered."""
     from sinkscope.errors import SinkscopeError
     from tests.organisms.decoders import decoder
     from tests.organisms.site_check import check_sites
     from tests.organisms.sizes import SIZES, Built, sized_decoder
 
     found: Row = {}
-    for name in (SMALL, *SIZES):
+    for name in (SMALL,) if one_size else (SMALL, *SIZES):
         try:
             if name == SMALL:
                 built = Built(decoder(model_type))
@@ -137,7 +139,7 @@ def sites(model_type: str) -> Row:
     return found
 
 
-def entry(model_type: str) -> Row | None:
+def entry(model_type: str, one_size: bool) -> Row | None:
     """What was found of a type; None if it cannot be built small."""
     from tests.organisms.decoders import decoder
     from tests.organisms.examine import examine
@@ -151,7 +153,7 @@ def entry(model_type: str) -> Row | None:
         return None
     report = examine(model_type)
     found = {"status": report.status, "parts": report.parts, "wrong": report.wrong, "scope": report.scope}
-    return {**found, "sites": sites(model_type)}
+    return {**found, "sites": sites(model_type, one_size)}
 
 
 def remark(found: Row) -> str:
@@ -162,7 +164,7 @@ def remark(found: Row) -> str:
         return found["scope"]
     shortened = []
     for reason in reasons:
-        shortened.append(reason.partition("; write one with")[0].partition("; change what is wrong")[0])
+        shortened.append(reason.partition("; if it has these parts")[0].partition("; change what is wrong")[0])
     return "; ".join(shortened).replace("|", "\\|")
 
 
@@ -173,7 +175,7 @@ def sites_table(found: Row) -> str:
         served = []
         widths = right = wrong = kinds = 0
         for entry in found.values():
-            size = entry["sites"][name]
+            size = entry["sites"].get(name, {})
             if "right" in size:
                 served.append(size)
                 widths += size["has these widths"]
@@ -204,12 +206,13 @@ def page(data: Row) -> str:
     return text
 
 
-def main(names: Sequence[str] = (), *, only_sites: bool = False) -> None:
+def main(names: Sequence[str] = (), *, only_sites: bool = False, one_size: bool = False) -> None:
     """Examine the types and write both files.
 
     Args:
         names: Types; default: all.
         only_sites: Examine the sites alone.
+        one_size: Compare them at the first size alone.
     """
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -217,9 +220,9 @@ def main(names: Sequence[str] = (), *, only_sites: bool = False) -> None:
         names = list(json.loads(DATA.read_text())["result"]["types"])
     for model_type in names or types():
         if only_sites:
-            found = sites(model_type)
+            found = sites(model_type, one_size)
         else:
-            found = entry(model_type)
+            found = entry(model_type, one_size)
         if found is None:
             continue
         data: Row = {"types": {}}

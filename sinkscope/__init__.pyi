@@ -31,6 +31,7 @@ from .opening.load import load as load
 from .results.result import Result as Result
 from .sinks.attack.attack import attack as attack
 from .sinks.circuit.circuit import circuit as circuit
+from .sinks.circuit.separate import separate as separate
 from .sinks.find.find import find_sinks as find_sinks
 from .sinks.marking_heads import heads as heads
 from .sinks.patch.evaluate import patch_eval as patch_eval

@@ -24,11 +24,3 @@ def planted_clusters(o: Organism) -> dict[int, list[int]]:
         if len(tokens) > 1:
             clusters[heads[0]] = tokens
     return clusters
-
-
-def mixed_clusters(o: Organism) -> dict[int, list[int]]:
-    """As many clusters of the same sizes, each of all groups in turn: neighbours in it are of different groups."""
-    groups = list(planted_clusters(o).values())
-    count = min(map(len, groups))
-    turns = [token for place in range(count) for token in (group[place] for group in groups)]
-    return {head: turns[head * count : (head + 1) * count] for head in range(len(groups))}

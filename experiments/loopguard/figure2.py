@@ -1,18 +1,16 @@
-"""Figure 2 of the paper: how diversity collapses, and when runs collapse.
+"""Figure 2 of the paper: how diversity collapses, and how long runs of models of several sizes survive.
 
-    python -m experiments.loopguard.figure2 RUN [--out figures]
+    python -m experiments.loopguard.figure2 RUN ... [--out figures]
 
-RUN is a folder of `sinkscope bench --task loops` whose methods include `full`.
-
-(a) Type-token ratio of the last W = 256 tokens (of all tokens before step 256) over the first 1,000 steps, with the
-collapse point, which is the first step from which the ratio stays below 0.2. The control is ordinary text in the same
-tokens. (b) Share of runs that have not collapsed by a step, for W = 256 and for W = 64. Only whole windows count, so
-no run can collapse before step W.
+Each RUN is a folder of `sinkscope bench --task loops` whose methods include `full`. Runs at a temperature are the
+control of the greedy ones. (a) Type-token ratio of the last W = 256 tokens (of all tokens before step 256) in the first
+folder, with the collapse point, which is the first step from which the ratio stays below 0.2. Only whole windows count,
+so no run collapses before step 256. (b) Share of runs that have not collapsed by a step. (c) Share of runs that have no
+repetition by a step, that is, no alarm of the default monitor: a measure that does not depend on the vocabulary.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,12 +22,10 @@ from experiments.script import run
 from sinkscope.bench.record import BenchRecord, read_run
 from sinkscope.errors import SinkscopeError
 from sinkscope.loops.text.signals import THETA_TTR, WINDOW
-from sinkscope.models.text import typical_text
-from sinkscope.opening.load import load
-from sinkscope.results.style import BLUE, GREEN, GREY, ORANGE, RED, figure_of
+from sinkscope.results.style import BLUE, COLOURS, GREEN, GREY, RED, figure_of, panels
 
-WINDOWS = (WINDOW, 64)
-CURVES, FIRST, SHOWN = 8, 16, 1000  # (a): runs, first and last step that are drawn
+CURVES, FIRST, SHOWN = 4, 16, 1000  # (a): runs of a folder, first and last step that are drawn
+MEASURES = {"collapse": "(b) runs that have not collapsed", "alarm": "(c) runs without a repetition"}
 
 
 def diversity(ids: Sequence[int], window: int = WINDOW) -> list[float]:
@@ -55,155 +51,86 @@ def collapse_point(ids: Sequence[int], window: int = WINDOW, theta: float = THET
     return first_low
 
 
-def full_runs(folder: Path) -> list[BenchRecord]:
-    """Records of method "full"."""
-    found = []
-    for r in read_run(folder):
-        if r.method == "full":
-            found.append(r)
-    if not found:
-        raise SinkscopeError(f"{folder.name} has no runs of the method full")
-    return found
-
-
-def survived(runs: Sequence[BenchRecord], window: int, cap: int) -> Row:
-    """Collapse points and the share of runs without one by each step."""
-    points = []
-    for r in runs:
-        points.append(collapse_point(r.tokens, window))
-    steps = sorted({*range(0, min(cap, 640), 16), *range(0, cap + 1, 50), cap})
-    known = []
-    for p in points:
-        if p is not None:
-            known.append(p)
-    median = None
-    if known:
-        median = statistics.median(known)
-    survival = []
+def survived(points: Sequence[int | None], cap: int) -> Row:
+    """The share of runs without a point by each step."""
+    known = [point for point in points if point is not None]
+    steps = sorted({0, *known, cap})
+    shares = []
     for step in steps:
-        count = 0
-        for each in points:
-            count += each is None or each > step
-        survival.append(round(count / len(points), 4))
+        shares.append(1 - sum(point <= step for point in known) / len(points))
+    return {"points": list(points), "failed": len(known) / len(points), "steps": steps, "survival": shares}
+
+
+def measure(folder: Path) -> Row:
+    """Everything that is drawn of a folder."""
+    found = read_run(folder)
+    runs: list[BenchRecord] = [one for one in found if one.method == "full"]
+    if not runs:
+        raise SinkscopeError(f"{folder.name} has no runs of the method full")
+    curves = []
+    for one in runs[:: max(1, len(runs) // CURVES)][:CURVES]:
+        curves.append([round(each, 4) for each in diversity(one.tokens[:SHOWN])[FIRST - 1 :]])
+    cap = found.settings["max_new_tokens"]
+    points = [collapse_point(one.tokens) for one in runs]
     return {
-        "window": window,
-        "points": points,
-        "collapsed": len(known) / len(points),
-        "median": median,
-        "steps": steps,
-        "survival": survival,
+        "model": found.settings["model"]["name"],
+        "set": runs[0].settings["set"],
+        "temperature": runs[0].settings["temperature"],
+        "runs": len(runs),
+        "curves": curves,
+        "collapse": survived(points, cap),
+        "alarm": survived([one.metrics["alarm"] for one in runs], cap),
     }
 
 
-def curve(ids: Sequence[int]) -> Row:
-    """Diversity at every fourth step; windows are shorter before step W."""
-    values = diversity(ids)
-    steps = list(range(FIRST, min(len(values), SHOWN) + 1, 4))
-    ttr = []
-    for s in steps:
-        ttr.append(round(values[s - 1], 4))
-    return {"steps": steps, "ttr": ttr, "collapse": collapse_point(ids)}
-
-
-def measure(runs: Sequence[BenchRecord], ordinary: list[int]) -> Row:
-    """Everything that is drawn."""
-    cap = max(len(one.tokens) for one in runs)
-    curves = []
-    for one in runs[:: max(1, len(runs) // CURVES)][:CURVES]:
-        curves.append({"prompt": one.prompt, **curve(one.tokens)})
-    survival = []
-    for window in WINDOWS:
-        survival.append(survived(runs, window, cap))
-    return {"curves": curves, "control": curve(ordinary[:cap]), "runs": len(runs), "survival": survival}
+def name_of(row: Row) -> str:
+    """A folder in words."""
+    return f"{row['model']}, {row['set']}, temperature {row['temperature']:g}"
 
 
 def figure(data: Row) -> Any:
-    """Both panels."""
-    result = data["result"]
-    from plotly.subplots import make_subplots
-
-    fig: Any = make_subplots(
-        rows=1,
-        cols=2,
-        horizontal_spacing=0.09,
-        subplot_titles=["(a) type-token ratio of the last 256 tokens", "(b) runs that have not collapsed"],
-    )
-    for i, one in enumerate(result["curves"]):
-        fig.add_scatter(
-            x=one["steps"],
-            y=one["ttr"],
-            mode="lines",
-            line={"color": BLUE, "width": 1 + len(result["curves"]) - i},
-            opacity=0.5,
-            name="generated",
-            legendgroup="generated",
-            showlegend=i == 0,
-            hovertext=one["prompt"],
-            row=1,
-            col=1,
-        )
-        if one["collapse"] is not None:
-            at = min(range(len(one["steps"])), key=lambda k: abs(one["steps"][k] - one["collapse"]))
-            fig.add_scatter(
-                x=[one["collapse"]],
-                y=[one["ttr"][at]],
-                mode="markers",
-                name="collapse point",
-                legendgroup="collapse",
-                showlegend=i == 0,
-                marker={"color": RED, "size": 9, "symbol": "circle-open", "line": {"width": 2}},
-                row=1,
-                col=1,
-            )
-    control = result["control"]
-    fig.add_scatter(
-        x=control["steps"],
-        y=control["ttr"],
-        mode="lines",
-        name="ordinary text (control)",
-        line={"color": GREEN, "width": 2},
-        row=1,
-        col=1,
-    )
+    """The curves of diversity, and survival by folder: solid is greedy, dotted is the control."""
+    rows = data["result"]["folders"]
+    fig = panels(["(a) type-token ratio of the last 256 tokens", *MEASURES.values()], spacing=0.06)
+    shown = [(rows[0], BLUE), *[(row, GREEN) for row in rows if row["temperature"]][:1]]
+    for row, colour in shown:
+        for number, curve in enumerate(row["curves"]):
+            style = {"line_color": colour, "opacity": 0.6, "name": name_of(row), "showlegend": False}
+            fig.add_scatter(x0=FIRST, y=curve, mode="lines", **style, row=1, col=1)
+            point = row["collapse"]["points"][:: max(1, row["runs"] // CURVES)][number]
+            if point is not None and point <= SHOWN:
+                mark = {"marker_color": RED, "mode": "markers", "showlegend": False}
+                fig.add_scatter(x=[point], y=[curve[point - FIRST]], **mark, row=1, col=1)
     fig.add_hline(THETA_TTR, line={"color": GREY, "dash": "dot", "width": 1}, row=1, col=1)
-    for one, dash in zip(result["survival"], ("solid", "dot"), strict=True):
-        fig.add_scatter(
-            x=one["steps"],
-            y=one["survival"],
-            mode="lines",
-            name=f"W = {one['window']}",
-            line={"color": ORANGE, "dash": dash, "shape": "hv"},
-            row=1,
-            col=2,
-        )
+    models = list(dict.fromkeys((row["model"], row["set"]) for row in rows))
+    said = []
+    for row in rows:
+        line = {"color": COLOURS[models.index((row["model"], row["set"]))], "shape": "hv"}
+        line["dash"] = "dot" if row["temperature"] else "solid"
+        for column, measure in enumerate(MEASURES, 2):
+            found = row[measure]
+            style = {"line": line, "name": name_of(row), "showlegend": column == 2, "legendgroup": name_of(row)}
+            fig.add_scatter(x=found["steps"], y=found["survival"], mode="lines", **style, row=1, col=column)
+        said.append(f"{row['alarm']['failed']:.0%} ({name_of(row)})")
     fig.update_xaxes(title_text="new tokens")
-    fig.update_xaxes(range=[0, SHOWN], row=1, col=1)
-    fig.update_xaxes(range=[0, 640], row=1, col=2)
     fig.update_yaxes(**powers(), range=[-2, 0.02], row=1, col=1)
-    fig.update_yaxes(range=[-0.02, 1.03], tickformat=".0%", row=1, col=2)
-    told = []
-    for one in result["survival"]:
-        told.append(f"{one['collapsed']:.0%} with W = {one['window']} (median step {one['median']})")
-    found = f"Of {result['runs']} runs, diversity collapses in {', in '.join(told)}"
-    if control["collapse"] is None:
-        found = f"{found}; in ordinary text it does not"
-    return figure_of(fig, None, found, width=1500, height=560)
+    for column in (2, 3):
+        fig.update_yaxes(range=[-0.02, 1.03], tickformat=".0%", row=1, col=column)
+    return figure_of(fig, None, f"Runs that repeat: {', '.join(said)}", width=1500, height=600, bottom=150)
 
 
-def main(folder: Path, *, out: Path = Path("figures")) -> None:
+def main(runs: Sequence[Path], *, out: Path = Path("figures")) -> None:
     """Make what the module describes.
 
     Args:
-        folder: A run of `sinkscope bench --task loops` with method full.
+        runs: Folders of runs of `sinkscope bench --task loops` with method full.
     """
     started = time.perf_counter()
-    tokenizer = load(None, backend="hf").tokenizer
-    ordinary = tokenizer(typical_text(), add_special_tokens=False, verbose=False)["input_ids"]
-    result = measure(full_runs(folder), ordinary)
-    settings = {"theta_ttr": THETA_TTR, "windows": WINDOWS, "bench": read_run(folder).settings}
-    save("loopguard_fig2", record("loopguard-fig2", result, settings, started=started), figure, out)
-    for one in result["survival"]:
-        print(f"W = {one['window']}: {one['collapsed']:.0%} of {result['runs']} runs, median step {one['median']}")
+    folders = [measure(folder) for folder in runs]
+    settings = {"theta_ttr": THETA_TTR, "window": WINDOW}
+    save("loopguard_fig2", record("loopguard-fig2", {"folders": folders}, settings, started=started), figure, out)
+    for row in folders:
+        print(f"{name_of(row)}: {row['collapse']['failed']:.0%} collapse, {row['alarm']['failed']:.0%} repeat")
 
 
 if __name__ == "__main__":

@@ -1,32 +1,12 @@
-"""Openings of texts, in families of different forms: rules are chosen on some families and reported on the others."""
+"""Openings of stories, in families of different forms: rules are chosen on one family and reported on the others."""
 
 from __future__ import annotations
 
 import random
 
-from sinkscope.models.text import typical_text
-
 NAMES = ("Ben", "Mia", "Tom", "Lily", "Sam", "Anna", "Max", "Sara", "Tim", "Lucy", "Jack", "Nina", "Leo", "Emma")
 THINGS = ("ball", "bird", "cat", "box", "tree", "dog", "boat", "hat", "frog", "star", "cake", "duck", "key", "train")
 FORMS = {
-    "dialogue": (
-        "{name} had a {thing}. {name} said,",
-        "{name} and {other} saw a {thing}. The {thing} said,",
-        "One day, the {thing} sang the same song again and again:",
-        "{other} gave the {thing} to {name}. {name} gave",
-    ),
-    "lists": (
-        "In the bag there was a {thing}, a {second} and a",
-        "{name} liked the {thing}, {other} liked the {second}, and",
-        "First they found a {thing}. Then they found a {second}. Then they found",
-        "{name} had one {thing}. {other} had two",
-    ),
-    "questions": (
-        '"Where is the {thing}?" asked {name}.',
-        '"Why is the {thing} so big?" {other} asked.',
-        "What did the {thing} do?",
-        "{name} did not know who took the {thing}. Was it {other}?",
-    ),
     "actions": (
         "{name} ran and ran and ran. The {thing}",
         "{name} threw the {thing} up, and it came down. {name} threw it up, and",
@@ -51,13 +31,11 @@ FORMS = {
         "Here is how to find a {thing}. First, {name} must",
         "The rule of the game was that the {thing} must not",
     ),
-    "prose": (),
 }
-"""Family -> its forms; prose is the beginnings of ordinary sentences about other things than stories."""
-CHOOSING = ("dialogue", "lists", "questions", "prose")
-"""The families on which the rule was chosen."""
+"""The families on which remedies are compared."""
+CHOOSING, LOOKED_AT_ONCE = "development", "held-out"
 WORDS = {
-    "development": (
+    CHOOSING: (
         "Every night {name} dreamed of a {thing}. In the dream, the {thing}",
         "There was a {thing} at the end of the street. Nobody knew why. {name}",
         "It was {name}'s birthday. Grandma brought a big {thing} and",
@@ -71,7 +49,7 @@ WORDS = {
         "The {thing} was too small. {name} cried. Then {other} said,",
         "Mom told {name} a story about a {thing}. The story began:",
     ),
-    "held-out": (
+    LOOKED_AT_ONCE: (
         "Far away, on a green hill, a {thing} waited for {name}. It waited",
         "{name} and {other} built a {thing} from sand. The sea came and",
         "The {thing} could talk, but only to {name}. It always said",
@@ -86,16 +64,13 @@ WORDS = {
         "The king had lost his {thing}. He asked {name}, and he asked {other}, and",
     ),
 }
-"""Forms on which the treatment of words was chosen, and others that were looked at once."""
+"""Forms on which LoopGuard's answer to a loop was chosen, and others that were looked at once."""
 
 
 def openings(family: str, count: int, seed: int = 0) -> list[str]:
     """Different openings of a family, each of its forms in turn."""
     rng = random.Random(f"{family} {seed}")
     forms = (FORMS | WORDS)[family]
-    if not forms:
-        paragraphs = [text for text in typical_text().split("\n\n") if len(text) > 80]
-        return [" ".join(text.split()[:8]) for text in rng.sample(paragraphs, count)]
     texts: list[str] = []
     while len(texts) < count:
         name, other = rng.sample(NAMES, 2)

@@ -1,44 +1,38 @@
-"""What remedies did: the figure, and the tables and examples of `docs/what_to_try.md`.
+"""What remedies did: the figures, and the tables and examples of `docs/what_to_try.md`.
 
-The columns of a table:
+    python -m experiments.loopguard.outcome WORK [--out figures]
+
+WORK is a folder of `python -m experiments.loopguard.remedies`. The columns of a table:
 
 - `loops`: outputs that end in a loop, by the rule of `sinkscope bench --task loops`.
-- `perplexity`: of up to 400 tokens after the guard's first act (for samplers, after the first alarm in the output with
-  the whole cache), read once more by the model itself with a clean cache, over the outputs that do not end in a loop.
-  Beside it, over the perplexity of the model's own outputs that raise no alarm, from token 48 on.
+- `over own text`: perplexity of up to 400 tokens after the guard's first act (for samplers, after the first alarm in
+  the output with the whole cache), read once more by the model itself with a clean cache, over the outputs that do not
+  end in a loop; divided by that of the model's own outputs that raise no alarm, from token 48 on.
 - `acts`: interventions per output that had any, and the most. `taken back`: tokens removed from such an output.
-- `ends at once`: outputs that end within 10 tokens of the last act, of those with an act; in brackets, the share of the
-  model's own outputs without an alarm that end within 10 tokens of the same places.
+- `ends at once`: outputs that end within 10 tokens of the last act, of those with an act.
 - `changed`: outputs that differ from those with the whole cache although these raise no alarm.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from experiments.drawn import put_table, save
-from experiments.loopguard.openings import CHOOSING, FORMS, openings
+from experiments.loopguard.openings import FORMS, openings
+from experiments.loopguard.remedies import CHOICES, FULL, GUARD, P1, PLAIN, PRINTED, SAMPLERS, read
 from experiments.record import Row, record, value_of_each
+from experiments.script import run
 from sinkscope.bench.tasks.loops import loops
+from sinkscope.loops.text.monitor import MonitorSettings
 from sinkscope.opening.load import load
-from sinkscope.results.style import COLOURS, figure_of
+from sinkscope.results.style import COLOURS, figure_of, panels
 
 AT_ONCE = 10
-MODULE = "loopguard.remedies"
-SEAMS = Path(__file__).with_name("seams.jsonl")
-"""Forty seams that were read by eye, and what is damaged."""
-
-
-def read(work: Path) -> list[Row]:
-    """The outputs in a folder."""
-    file = work / "runs.jsonl"
-    if not file.exists():
-        return []
-    return [json.loads(line) for line in file.read_text().splitlines()]
+REMEDIES = (FULL, PLAIN, GUARD, PRINTED, *SAMPLERS)
+HEAD = ("remedy", "loops", "over own text", "acts", "taken back", "ends at once", "changed")
 
 
 def perplexity(outputs: Sequence[Row]) -> float | None:
@@ -51,85 +45,60 @@ def perplexity(outputs: Sequence[Row]) -> float | None:
 
 def summary(method: str, outputs: Sequence[Row], full: dict[Any, Row]) -> Row:
     """One row of a table; `full` are the outputs of the whole cache, by family and number."""
-    own = [output for output in full.values() if output["alarm"] is None]
+    own = perplexity([output for output in full.values() if output["alarm"] is None])
     acted: list[Row] = []
     alarmed: list[Row] = []
-    looping = at_once = changed = healthy = acts = taken_back = most = 0
+    counts: list[int] = []
+    row = dict.fromkeys(("loops", "at_once", "changed", "healthy", "taken_back", "looping", "met", "sure"), 0)
     for output in outputs:
         looped = loops(output["tokens"])
-        looping += looped
+        row["loops"] += looped
         plain = full[output["family"], output["number"]]
         if plain["alarm"] is None:
-            healthy += 1
-            changed += output["tokens"] != plain["tokens"]
+            row["healthy"] += 1
+            row["changed"] += output["tokens"] != plain["tokens"]
         elif not looped:
             alarmed.append(output)
+        if loops(plain["tokens"]):
+            row["looping"] += 1
+            row["met"] += bool(output["acts"])
+            row["sure"] += plain["streak"] >= MonitorSettings.paper().streak
         if output["acts"]:
             acted.append(output)
-            acts += len(output["acts"])
-            most = max(most, len(output["acts"]))
-            taken_back += sum(back for _, back in output["acts"])
-            at_once += output["ended"] and len(output["tokens"]) - output["acts"][-1][0] <= AT_ONCE
-    last = [output["acts"][-1][0] for output in acted]
-    own_perplexity = perplexity(own)
+            counts.append(len(output["acts"]))
+            row["taken_back"] += sum(back for _, back in output["acts"])
+            row["at_once"] += output["ended"] and len(output["tokens"]) - output["acts"][-1][0] <= AT_ONCE
     after = perplexity(alarmed)
     return {
         "method": method,
         "outputs": len(outputs),
-        "loops": looping,
+        **row,
         "perplexity": after,
-        "ratio": None if own_perplexity is None or after is None else after / own_perplexity,
+        "ratio": None if own is None or after is None else after / own,
         "acted": len(acted),
-        "acts": acts / max(1, len(acted)),
-        "most": most,
-        "taken_back": taken_back / max(1, len(acted)),
-        "at_once": at_once,
-        "own_at_once": ending_after(own, last),
-        "ended": sum(value_of_each(outputs, "ended")),
-        "healthy": healthy,
-        "changed": changed,
-        "own": own_perplexity,
+        "acts": sum(counts) / max(1, len(acted)),
+        "most": max(counts, default=0),
+        "taken_back": row["taken_back"] / max(1, len(acted)),
+        "own": own,
     }
 
 
-def ending_after(outputs: Sequence[Row], places: Sequence[int]) -> float | None:
-    """Share of the outputs, of those that are longer than a place, that end within 10 tokens of it; over all places."""
-    longer = ending = 0
-    for output in outputs:
-        length = len(output["tokens"])
-        for place in places:
-            if length > place:
-                longer += 1
-                ending += output["ended"] and length - place <= AT_ONCE
-    if not longer:
-        return None
-    return ending / longer
-
-
-def settings_of(outputs: Sequence[Row]) -> list[Row]:
-    """Every model, length and temperature, with the rows over the families for choosing and over the others."""
+def settings_of(outputs: Sequence[Row], methods: Sequence[str]) -> list[Row]:
+    """Every model, length and temperature, with a row for each of the methods that was run."""
     grouped: dict[Any, dict[str, dict[Any, Row]]] = {}
     for output in outputs:
         key = (output["model"], output["new"], output["temperature"])
-        place = (output["family"], output["number"])
-        grouped.setdefault(key, {}).setdefault(output["method"], {})[place] = output
+        if output["family"] in FORMS:
+            place = (output["family"], output["number"])
+            grouped.setdefault(key, {}).setdefault(output["method"], {})[place] = output
     settings: list[Row] = []
-    for (model, new, temperature), methods in grouped.items():
-        setting: Row = {"model": model, "new": new, "temperature": temperature}
-        for name, chosen in (("chosen", True), ("reported", False)):
-            full = _of_families(methods["full"], chosen)
-            rows = []
-            for method, by_place in methods.items():
-                mine = list(_of_families(by_place, chosen).values())
-                if mine:
-                    rows.append(summary(method, mine, full))
-            setting[name] = rows
-        settings.append(setting)
+    for (model, new, temperature), found in grouped.items():
+        rows = []
+        for method in methods:
+            if method in found:
+                rows.append(summary(method, list(found[method].values()), found[FULL]))
+        settings.append({"model": model, "new": new, "temperature": temperature, "rows": rows})
     return settings
-
-
-def _of_families(outputs: dict[Any, Row], chosen: bool) -> dict[Any, Row]:
-    return {place: output for place, output in outputs.items() if (place[0] in CHOOSING) == chosen}
 
 
 def name_of(setting: Row) -> str:
@@ -140,132 +109,85 @@ def name_of(setting: Row) -> str:
     return f"{setting['model']}, {setting['new']:,} tokens, {decoding}"
 
 
-def table(setting: Row, part: str) -> str:
-    """The table of a setting in Markdown."""
-    lines = [
-        "| remedy | loops | perplexity | over own text | acts | taken back | ends at once | changed |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for row in setting[part]:
-        after, ratio, acts, back, ends = "-", "-", "-", "-", "-"
-        if row["perplexity"] is not None:
-            after, ratio = f"{row['perplexity']:.2f}", f"{row['ratio']:.2f}"
-        if row["acted"]:
-            acts, back = f"{row['acts']:.1f}, at most {row['most']}", f"{row['taken_back']:.0f}"
-            ends = f"{row['at_once']} of {row['acted']}"
-            if row["own_at_once"] is not None:
-                ends += f" ({row['own_at_once']:.0%})"
-        lines.append(
-            f"| {row['method']} | {row['loops']} of {row['outputs']} | {after} | {ratio} | {acts} | {back} | {ends} | "
-            f"{row['changed']} of {row['healthy']} |"
-        )
-    return "\n".join(lines)
+def cells(row: Row) -> list[str]:
+    """A row of a table."""
+    ratio, acts, back, ends = "-", "-", "-", "-"
+    if row["ratio"] is not None:
+        ratio = f"{row['ratio']:.2f}"
+    if row["acted"]:
+        acts, back = f"{row['acts']:.1f}, at most {row['most']}", f"{row['taken_back']:.0f}"
+        ends = f"{row['at_once']} of {row['acted']}"
+    loops, changed = f"{row['loops']} of {row['outputs']}", f"{row['changed']} of {row['healthy']}"
+    return [row["method"], loops, ratio, acts, back, ends, changed]
 
 
-def in_short(setting: Row) -> str:
-    """What the guard did on the reported families of a setting, in a sentence."""
-    rows = {row["method"]: row for row in setting["reported"]}
-    words = [f"{rows['full']['loops']} of {rows['full']['outputs']} outputs loop without a guard"]
-    for method, way in (("LoopGuard, plain generate", "under plain `generate`"), ("LoopGuard", "with `ss.generate`")):
-        row = rows.get(method)
-        if row is None:
-            continue
-        ratio = ""
-        if row["acted"] and row["ratio"] is not None:
-            ratio = f" at {row['ratio']:.2f} times the perplexity of the model's own text"
-        words.append(f"{row['loops']} of {row['outputs']} {way}{ratio}")
-    return f"- {name_of(setting)}: {', '.join(words)}."
+def table(lines: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown; the first line is its head."""
+    written = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
+    return "\n".join("| " + " | ".join(line) + " |" for line in written)
 
 
 def pages(settings: Sequence[Row]) -> str:
-    """All tables, the families that did not serve to choose first."""
+    """All tables."""
     parts: list[str] = []
-    parts.append("\n".join(in_short(setting) for setting in settings if setting["reported"]))
     for setting in settings:
-        if setting["reported"]:
-            parts += [f"**{name_of(setting)}**", table(setting, "reported")]
-    parts.append("The same on the families that served to choose:")
-    for setting in settings:
-        if setting["chosen"]:
-            parts += [f"**{name_of(setting)}**", table(setting, "chosen")]
+        parts += ["**" + name_of(setting) + "**", table([HEAD, *map(cells, setting["rows"])])]
     return "\n\n".join(parts)
 
 
 def figure(data: Row) -> Any:
-    """Loops and perplexity of each remedy on the reported families, a colour for each setting."""
-    from plotly.subplots import make_subplots
-
-    titles = ["outputs that loop", "perplexity after the act, over own text"]
-    fig: Any = make_subplots(rows=1, cols=2, horizontal_spacing=0.08, subplot_titles=titles)
-    looping = outputs = 0
-    for number, setting in enumerate(data["result"]["settings"]):
-        rows = setting["reported"]
+    """Loops under each remedy, and its cost, a colour for each setting."""
+    settings, choices = data["result"]["settings"], data["kind"].endswith("choices")
+    fig = panels(["outputs that loop", "acts in an output" if choices else "perplexity after the act, over own text"])
+    told: dict[str, list[int]] = {}
+    for number, setting in enumerate(settings):
+        rows, name = setting["rows"], name_of(setting)
         names = value_of_each(rows, "method")
-        name = name_of(setting)
         style = {"marker_color": COLOURS[number % len(COLOURS)], "legendgroup": name, "name": name}
         shares = []
         for row in rows:
             shares.append(row["loops"] / row["outputs"])
-            if row["method"] == "LoopGuard":
-                looping += row["loops"]
-                outputs += row["outputs"]
+            count = told.setdefault(row["method"], [0, 0])
+            count[0] += row["loops"]
+            count[1] += row["outputs"]
         fig.add_bar(x=names, y=shares, **style, row=1, col=1)
-        fig.add_bar(x=names, y=value_of_each(rows, "ratio"), **style, showlegend=False, row=1, col=2)
+        costs = value_of_each(rows, "acts" if choices else "ratio")
+        fig.add_bar(x=names, y=costs, **style, showlegend=False, row=1, col=2)
     fig.update_yaxes(range=[0, 1.03], tickformat=".0%", row=1, col=1)
-    found = f"With LoopGuard, {looping} of {outputs} outputs loop"
-    return figure_of(fig, None, found, width=1500, height=650, barmode="group", bottom=190)
-
-
-def seams(outputs: Sequence[Row], method: str, tokenizer: Any) -> list[Row]:
-    """The text around the first act in the greedy outputs of a method on the reported families."""
-    full: dict[Any, Row] = {}
-    made: list[Row] = []
-    for output in outputs:
-        if output["method"] == "full":
-            full[output["family"], output["number"]] = output
-    for output in outputs:
-        if output["method"] != method or not output["acts"] or output["family"] in CHOOSING:
-            continue
-        place = output["acts"][0][0]
-        tokens = output["tokens"]
-        plain = full[output["family"], output["number"]]["tokens"]
-        made.append(
-            {
-                "family": output["family"],
-                "number": output["number"],
-                "method": method,
-                "opening": openings(output["family"], 12)[output["number"]],
-                "without": tokenizer.decode(plain[-30:]),
-                "before": tokenizer.decode(tokens[max(0, place - 20) : place]),
-                "after": tokenizer.decode(tokens[place : place + 50], skip_special_tokens=True),
-                "perplexity": perplexity([output]) or 1.0,
-            }
-        )
-    return made
+    said = []
+    for method in (PRINTED, P1) if choices else (GUARD,):
+        if method in told:
+            said.append(f"{told[method][0]} of {told[method][1]} ({method})")
+    found = f"Outputs that loop: {told[FULL][0]} of {told[FULL][1]} without a guard, {', '.join(said)}"
+    return figure_of(fig, None, found, width=1500, height=650, barmode="group", bottom=190, legend=-0.42)
 
 
 def examples(outputs: Sequence[Row], tokenizer: Any) -> list[Row]:
-    """Two outputs with an act of each reported family, and the two of the highest perplexity among the others."""
-    chosen: list[Row] = []
-    others: list[Row] = []
-    taken: dict[str, int] = {}
-    for seam in seams(outputs, "LoopGuard", tokenizer):
-        taken[seam["family"]] = taken.get(seam["family"], 0) + 1
-        if taken[seam["family"]] <= 2:
-            chosen.append(seam)
-        else:
-            others.append(seam)
-    others.sort(key=lambda seam: seam["perplexity"], reverse=True)
-    return chosen + others[:2]
+    """The text around the first act, for the first output with an act of each family."""
+    made: dict[str, Row] = {}
+    full = {(each["family"], each["number"]): each["tokens"] for each in outputs if each["method"] == FULL}
+    for output in outputs:
+        family, number = output["family"], output["number"]
+        if output["method"] != GUARD or not output["acts"] or family not in FORMS or family in made:
+            continue
+        place, tokens = output["acts"][0][0], output["tokens"]
+        made[family] = {
+            "opening": openings(family, number + 1)[number],
+            "without": tokenizer.decode(full[family, number][-30:]),
+            "before": tokenizer.decode(tokens[max(0, place - 20) : place]),
+            "after": tokenizer.decode(tokens[place : place + 50], skip_special_tokens=True),
+        }
+    return list(made.values())
 
 
 def example_table(found: Sequence[Row]) -> str:
     """Outputs before and after in Markdown."""
-    lines = ["| opening | without a guard, its end | with LoopGuard: before the act → after it |", "|---|---|---|"]
-    for seam in found:
-        shown = f"…{seam['before']} **→** {seam['after']}…"
-        lines.append(f"| {_cell(seam['opening'])} | {_cell('…' + seam['without'])} | {_cell(shown)} |")
-    return "\n".join(lines)
+    lines: list[list[str]] = [["opening", "without a guard, its end", "with LoopGuard: before the act → after it"]]
+    for one in found:
+        shown = {name: _cell(text) for name, text in one.items()}
+        after = "…" + shown["before"] + " **→** " + shown["after"] + "…"
+        lines.append([shown["opening"], "…" + shown["without"], after])
+    return table(lines)
 
 
 def _cell(text: str) -> str:
@@ -274,25 +196,32 @@ def _cell(text: str) -> str:
     return text
 
 
-def draw(outputs: Sequence[Row], out: Path, page: Path) -> None:
-    """Write the figure, and the tables of the page."""
+def main(work: Path, *, out: Path = Path("figures"), page: Path = Path("docs/what_to_try.md")) -> None:
+    """Make what the module describes.
+
+    Args:
+        work: Folder of the outputs.
+        out: Folder of the figures.
+        page: The page with the tables.
+    """
+    outputs = read(work)
     families: Row = {}
     for family in FORMS:
         families[family] = openings(family, 12)
-    settings = settings_of(outputs)
+    choices = settings_of(outputs, (FULL, *CHOICES))
+    save("loopguard_choices", record("loopguard-choices", {"settings": choices}, families), figure, out)
+    settings = settings_of(outputs, REMEDIES)
     first = settings[0]
-    mine: list[Row] = []
+    mine = []
     for output in outputs:
         if all(output[key] == first[key] for key in ("model", "new", "temperature")):
             mine.append(output)
-    tokenizer = load(None, backend="hf").tokenizer
-    result = {
-        "families": families,
-        "choosing": CHOOSING,
-        "settings": settings,
-        "examples": examples(mine, tokenizer),
-        "seams": [json.loads(line) for line in SEAMS.read_text().splitlines()],
-    }
-    save("loopguard_remedies", record("loopguard-remedies", result, {}), figure, out)
-    put_table(page, MODULE, pages(settings))
-    put_table(page, "loopguard.outcome", example_table(result["examples"]))
+    told = examples(mine, load(None, backend="hf").tokenizer)
+    result = {"settings": settings, "examples": told}
+    save("loopguard_remedies", record("loopguard-remedies", result, families), figure, out)
+    put_table(page, "loopguard.remedies", pages(settings))
+    put_table(page, "loopguard.outcome", example_table(told))
+
+
+if __name__ == "__main__":
+    run(main)

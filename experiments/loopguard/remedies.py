@@ -1,36 +1,36 @@
 """What ends loops, and what each remedy costs: samplers, stopping at the alarm, and LoopGuard, on the same openings.
 
     python -m experiments.loopguard.remedies WORK [--model M] [--new 400] [--temperature 0] [--only NAME ...]
-    python -m experiments.loopguard.remedies WORK --draw [--out figures]
+    python -m experiments.loopguard.outcome WORK     # the figures, and the tables of the page
 
-It lets a model continue openings of six families under each remedy, and appends the outputs to WORK/runs.jsonl; run it
-again to go on after an interruption. LoopGuard's answer to a loop was chosen on the families `CHOOSING` and is reported
-on the others. `--draw` makes the figure, and the tables and examples of the page (`experiments.loopguard.outcome` says
-what the columns are).
+It lets a model continue openings under each remedy, and appends the outputs to WORK/runs.jsonl; run it again to go on
+after an interruption.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from transformers import LogitsProcessor, NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
-from experiments.loopguard import outcome
-from experiments.loopguard.openings import CHOOSING, FORMS, openings
-from experiments.loopguard.rules import Dry, Ends, Ladder, Longest, guard
+from experiments.loopguard.openings import FORMS, WORDS, openings
 from experiments.record import Row, value_of_each
 from experiments.script import run
 from sinkscope.bench.tasks.loops import first_alarm
 from sinkscope.loops.generate import generate, padded
-from sinkscope.loops.guard import LoopGuard, LoopReporter
+from sinkscope.loops.guard import LoopGuard, LoopReporter, Retention
 from sinkscope.opening.load import load
 
 UNALARMED = 48
 """Where the surprise of an output without an alarm is measured from: no alarm comes earlier."""
+READ, CONFIDENT = 400, 0.9
+BUDGET = 256
+"""Of the printed guard: it is as far below the length of these outputs as the paper's is below that of its own."""
 
 
 class DryProcessor(LogitsProcessor):
@@ -60,50 +60,81 @@ class DryProcessor(LogitsProcessor):
         return scores
 
 
-GUARDS: dict[str, Callable[..., LoopGuard]] = {
-    "LoopGuard": LoopGuard,
-    "ladder": lambda **way: guard(Ladder, **way),
-    "DRY after an alarm": lambda **way: guard(Dry, **way),
-    "longest copy": lambda **way: guard(Longest, penalty=0.5, **way),
-    "longest copy, ends may gain": lambda **way: guard(Ends, penalty=0.5, **way),
-    "penalty 0.5": lambda **way: LoopGuard(penalty=0.5, **way),
+class WideGuard(LoopGuard):
+    """A guard whose recent window R reaches back to the first token."""
+
+    def retention(self, prompt: int, first: int = 0) -> Retention:
+        """The printed budgets."""
+        return replace(super().retention(prompt, first), recent=1 << 20)
+
+
+@dataclass(frozen=True)
+class NoHistory(Retention):
+    """Anchors and recent tokens alone."""
+
+    @property
+    def sparse_tokens(self) -> int:
+        """None."""
+        return 0
+
+
+class BareGuard(LoopGuard):
+    """A guard that keeps no history, so none with copies."""
+
+    def retention(self, prompt: int, first: int = 0) -> Retention:
+        """The printed budgets, but no history."""
+        return NoHistory(**vars(super().retention(prompt, first)))
+
+
+PRINTED = "as printed"
+P1 = "p1 alone"
+CHOICES: dict[str, Callable[[], LoopGuard]] = {
+    PRINTED: lambda: LoopGuard.paper(BUDGET),
+    "R: all tokens": lambda: WideGuard.paper(BUDGET),
+    "no history": lambda: BareGuard.paper(BUDGET),
+    "no copies at all": lambda: LoopGuard.paper(BUDGET, recent_window=False),
+    "exact copies alarm": lambda: LoopGuard.paper(BUDGET, variant="repeats"),
+    "penalty": lambda: LoopGuard.paper(BUDGET, penalty=LoopGuard().penalty),
+    "copies alarm, penalty": lambda: LoopGuard.paper(BUDGET, variant="repeats", penalty=LoopGuard().penalty),
+    P1: lambda: LoopGuard.paper(BUDGET, variant="p1"),
+    "p1 above 0.5": lambda: LoopGuard.paper(BUDGET, variant="p1", monitor={"theta_conf": 0.5}),
+    "always on": lambda: LoopGuard.paper(BUDGET, variant="always"),
 }
-"""Answers to a loop."""
-PLAIN = ", plain generate"
-"""What follows the name of a guard that takes nothing back."""
-figure = outcome.figure  # the gallery draws a picture again with the module that made it
+"""The printed guard with one choice changed (or two, where a comma is), and pruning without a signal as the control."""
+FULL, GUARD, PLAIN = "full", "LoopGuard", "LoopGuard, plain generate"
+GUARDS: dict[str, Callable[[], LoopGuard | bool]] = {
+    FULL: lambda: False,
+    PLAIN: lambda: LoopGuard(rewind=False),
+    GUARD: LoopGuard,
+    **CHOICES,
+}
 SAMPLERS: dict[str, Callable[[], Any]] = {
     "temperature 0.7": lambda: {"do_sample": True, "temperature": 0.7, "top_k": 0},
     "repetition penalty 1.1": lambda: {"logits_processor": [RepetitionPenaltyLogitsProcessor(1.1)]},
-    "no-repeat-4": lambda: {"logits_processor": [NoRepeatNGramLogitsProcessor(4)]},
     "no-repeat-6": lambda: {"logits_processor": [NoRepeatNGramLogitsProcessor(6)]},
     "DRY": lambda: {"logits_processor": [DryProcessor()]},
     "stop": dict,
 }
-METHODS: tuple[str, ...] = ("full", *SAMPLERS, "LoopGuard.paper", *GUARDS, *(name + PLAIN for name in GUARDS))
-
-
-def guard_of(method: str) -> LoopGuard | bool:
-    """The guard of a method; False for the whole cache."""
-    if method == "LoopGuard.paper":
-        return LoopGuard.paper()
-    if method == "full":
-        return False
-    name, plain, _ = method.partition(PLAIN)
-    if plain:
-        return GUARDS[name](rewind=False)
-    return GUARDS[name]()
 
 
 @torch.no_grad()
-def surprise(model: Any, ids: list[int], tokens: list[int], after: int) -> tuple[float, int]:
-    """Sum of the surprise of at most 400 tokens after a step, for the model with a clean cache, and their number."""
-    text = tokens[: after + 400]
+def surprise(model: Any, ids: list[int], tokens: list[int], after: int) -> Row:
+    """How the model itself reads at most 400 tokens after a step, with a clean cache.
+
+    Returns:
+        nll: the sum of their surprise. counted: their number. streak: the longest run of tokens of a probability above
+        0.9 for the most likely one, which is what the paper's p1 counts.
+    """
+    text = tokens[: after + READ]
     if after >= len(text):
-        return 0.0, 0
+        return {"nll": 0.0, "counted": 0, "streak": 0}
     logits = model(torch.tensor([[*ids, *text]]), use_cache=False).logits[0, len(ids) + after - 1 : -1].float()
     nll = torch.nn.functional.cross_entropy(logits, torch.tensor(text[after:]), reduction="sum")
-    return float(nll), len(text) - after
+    streak = longest = 0
+    for sure in (logits.softmax(-1).amax(-1) > CONFIDENT).tolist():
+        streak = (streak + 1) * sure
+        longest = max(longest, streak)
+    return {"nll": float(nll), "counted": len(text) - after, "streak": longest}
 
 
 @torch.no_grad()
@@ -130,15 +161,13 @@ def sampled(model: Any, rows: list[list[int]], method: str, new: int, ends: Sequ
     return written
 
 
-def continued(model: Any, setting: Row, method: str, numbers: dict[str, range], full: dict[Any, Row]) -> list[Row]:
-    """The outputs of a method after openings, by number in their family; `full` are those of the whole cache."""
-    places: list[tuple[str, int]] = []
+def continued(
+    model: Any, setting: Row, method: str, places: Sequence[tuple[str, int]], full: dict[Any, Row]
+) -> list[Row]:
+    """The outputs of a method after openings, by family and number; `full` are those of the whole cache."""
     rows: list[list[int]] = []
-    for family, chosen in numbers.items():
-        texts = openings(family, max(chosen) + 1)
-        for number in chosen:
-            places.append((family, number))
-            rows.append(model.tokenizer(texts[number], verbose=False)["input_ids"])
+    for family, number in places:
+        rows.append(model.tokenizer(openings(family, number + 1)[number], verbose=False)["input_ids"])
     ends = model.generation_config.eos_token_id
     new = setting["new"]
     events: list[Sequence[Any]] = [()] * len(rows)
@@ -146,7 +175,7 @@ def continued(model: Any, setting: Row, method: str, numbers: dict[str, range], 
         written = sampled(model, rows, method, new, ends)
     else:
         options: Row = {"max_new_tokens": new, "temperature": setting["temperature"], "batch_size": len(rows)}
-        told = generate(model, rows, guard=guard_of(method), **options)
+        told = generate(model, rows, guard=GUARDS[method](), **options)
         written = [one.tokens for one in told]
         events = [one.events for one in told]
     outputs: list[Row] = []
@@ -160,43 +189,41 @@ def continued(model: Any, setting: Row, method: str, numbers: dict[str, range], 
             after = acts[0][0]
         elif place in full:
             after = full[place]["alarm"] or UNALARMED
-        nll, counted = surprise(model, ids, tokens, after)
         output = {"method": method, "family": place[0], "number": place[1], "tokens": tokens, "acts": acts}
         ended = bool(tokens) and tokens[-1] in ends
-        outputs.append({**setting, **output, "ended": ended, "alarm": alarm, "nll": nll, "counted": counted})
+        outputs.append({**setting, **output, "ended": ended, "alarm": alarm, **surprise(model, ids, tokens, after)})
     return outputs
+
+
+def read(work: Path) -> list[Row]:
+    """The outputs in a folder."""
+    file = work / "runs.jsonl"
+    if not file.exists():
+        return []
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def main(
     work: Path,
     *,
-    draw: bool = False,
     model: str | None = None,
     new: int = 400,
     temperature: float = 0.0,
     count: int = 12,
-    part: Literal["all", "chosen", "reported"] = "all",
-    only: Sequence[Literal[*METHODS]] = ("full", "LoopGuard", "LoopGuard" + PLAIN),
-    out: Path = Path("figures"),
-    page: Path = Path("docs/what_to_try.md"),
+    families: Sequence[Literal[*FORMS, *WORDS]] = tuple(FORMS),
+    only: Sequence[Literal[*GUARDS, *SAMPLERS]] = (FULL, GUARD, PLAIN),
 ) -> None:
     """Make what the module describes.
 
     Args:
         work: Folder of the outputs.
-        draw: Make the figure and the tables instead of continuing openings.
         model: A name, hub id or folder; by default the model in the package.
         new: Number of new tokens.
         temperature: 0 decodes greedily.
         count: Number of openings of each family.
-        part: The families that served to choose, the others, or all.
+        families: Families of openings.
         only: Remedies, the whole cache first.
-        out: Folder of the figure.
-        page: The page with the tables.
     """
-    if draw:
-        outcome.draw(outcome.read(work), out, page)
-        return
     live: Any = load(model, backend="hf")
     name = "model in the package"
     if model:
@@ -206,18 +233,18 @@ def main(
     setting = {"model": name, "new": new, "temperature": temperature}
     work.mkdir(parents=True, exist_ok=True)
     for method in only:
-        known: dict[str, dict[Any, Row]] = {}
-        for output in outcome.read(work):
-            if all(output[key] == value for key, value in setting.items()):
-                known.setdefault(output["method"], {})[output["family"], output["number"]] = output
-        missing: dict[str, range] = {}
-        for family in FORMS:
-            mine = part == "all" or (family in CHOOSING) == (part == "chosen")
-            if mine and (family, 0) not in known.get(method, {}):
-                missing[family] = range(count)
+        known: dict[str, dict[Any, Row]] = {FULL: {}, method: {}}
+        for output in read(work):
+            if output["method"] in known and all(output[key] == value for key, value in setting.items()):
+                known[output["method"]][output["family"], output["number"]] = output
+        missing: list[tuple[str, int]] = []
+        for family in families:
+            for number in range(count):
+                if (family, number) not in known[method]:
+                    missing.append((family, number))
         if not missing:
             continue
-        outputs = continued(live, setting, method, missing, known.get("full", {}))
+        outputs = continued(live, setting, method, missing, known[FULL])
         with (work / "runs.jsonl").open("a") as file:
             for output in outputs:
                 file.write(json.dumps(output) + "\n")

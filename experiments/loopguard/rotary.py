@@ -1,10 +1,14 @@
-"""Lemma 1 of the paper on a real loop: how attention scores and the tail operator repeat with the loop's period.
+"""Appendix A of the paper on a real loop: how scores and the tail operator repeat, and whether a perturbation decays.
 
     python -m experiments.loopguard.rotary [--model NAME|FOLDER] [--max-new-tokens 512] [--layer N ...] [--out figures]
 
-The model continues the beginning of the typical text greedily until it loops. Quantities at a shift of one period P
+The model continues a text greedily until it loops. Quantities at a shift of one period P
 (blue) stand beside P + 1 (orange) and ordinary text at P (grey). The bound of Eq. 15 holds by construction (the
 triangle and the Cauchy-Schwarz inequality), so it is not measured.
+
+For appendix A.3, the keys and values of the last 32 tokens in the cache are disturbed by noise of 1 %, and the text
+goes on. What counts is how far the keys and values of each new token are from those without the noise, in parts of
+that 1 %: in the loop (blue), after its copies were taken out of the cache (orange), and in ordinary text (grey).
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from einops import einsum
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from experiments.drawn import save
+from experiments.drawn import powers, save
 from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.errors import SinkscopeError
@@ -35,6 +39,7 @@ from sinkscope.results.style import BLUE, GREY, ORANGE, figure_of, panels
 from sinkscope.tap.call import Attention
 from sinkscope.tap.tap import listening
 
+NOISE, DRAWS, STEPS = 0.01, 4, 96
 TAIL = 32  # positions of the window (the paper's B_t), rounded up to whole periods
 SHIFTS = (
     ("", "a period apart", BLUE),
@@ -102,6 +107,33 @@ def tails(target: Target, ids: Int[Tensor, " pos"], layers: list[int], tail: int
     return by_layer
 
 
+@torch.no_grad()
+def decay(model: Any, ids: list[int], kept: int, told: list[int]) -> list[float]:
+    """How far the keys and values of tokens that follow a text are from those without noise, over the noise.
+
+    Args:
+        model: of transformers.
+        ids: The text.
+        kept: Number of first positions that stay in the cache.
+        told: The tokens that follow.
+    """
+    random = torch.Generator().manual_seed(0)
+    cache = model(torch.tensor([ids] * (1 + DRAWS)), use_cache=True).past_key_values
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys[:, :, :kept], layer.values[:, :, :kept]
+        for entries in (layer.keys, layer.values):
+            near = entries[1:, :, -TAIL:]
+            near *= 1 + NOISE * torch.randn(near.shape, generator=random)
+    rows = torch.tensor([told] * (1 + DRAWS))
+    model(rows, past_key_values=cache, position_ids=torch.arange(len(ids), len(ids) + len(told)).expand_as(rows))
+    moved: list[Tensor] = []
+    for layer in cache.layers[1:]:  # those of the first layer depend on the tokens alone
+        for entries in (layer.keys, layer.values):
+            new = entries[:, :, kept:]
+            moved.append((new[1:] - new[:1]).norm(dim=-1) / new[:1].norm(dim=-1))
+    return (torch.stack(moved).mean((0, 1, 2)) / NOISE).tolist()
+
+
 def measure(setup: Setup, prompt: list[int], new: int, layers: list[int]) -> Row:
     """All numbers, as `[layer head]`."""
     target = setup.target
@@ -111,7 +143,9 @@ def measure(setup: Setup, prompt: list[int], new: int, layers: list[int]) -> Row
         raise SinkscopeError(f"the {len(ids)} tokens end in no loop: give more --max-new-tokens, or another prompt")
     period = loop.period
     tail = period * max(1, min(-(-TAIL // period), (len(ids) - loop.start - period) // (2 * period)))
-    ordinary = text_rows(setup.tokenizer, setup.text, 1, len(ids), setup.bos)[0]
+    length = len(ids)
+    text = text_rows(setup.tokenizer, setup.text, 1, length + STEPS, setup.bos)[0]
+    ordinary = text[:length]
     own = tails(target, ids, layers, tail)
     plain = tails(target, ordinary, layers, tail)
     heads: dict[str, list[list[float]]] = {}
@@ -119,8 +153,15 @@ def measure(setup: Setup, prompt: list[int], new: int, layers: list[int]) -> Row
         heads[f"{prefix}change"] = [of_layer[layer].change(shift).tolist() for layer in layers]
     for prefix, of_layer, shift in (("", own, period), ("step_", own, 1), ("healthy_", plain, period)):
         heads[f"{prefix}drift"] = [of_layer[layer].drift(shift).tolist() for layer in layers]
+    own_ids, further = ids.tolist(), (ids[-period:].tolist() * STEPS)[:STEPS]
+    perturbed = {
+        "in the loop": decay(target.hf, own_ids, length, further),
+        "after a cut": decay(target.hf, own_ids, loop.start, further),
+        "ordinary text": decay(target.hf, ordinary.tolist(), length, text[length:].tolist()),
+    }
     return {
-        "tokens": len(ids),
+        "perturbed": perturbed,
+        "tokens": length,
         "period": period,
         "onset": loop.start,
         "repeated": setup.tokenizer.decode(ids[-period:].tolist()),
@@ -132,6 +173,10 @@ def measure(setup: Setup, prompt: list[int], new: int, layers: list[int]) -> Row
 def summary(result: Row) -> str:
     """The conclusion in one sentence."""
     middle = {name: float(np.median(values)) for name, values in result["heads"].items()}
+    left = []
+    for state, curve in result["perturbed"].items():
+        left.append(f"{np.mean(curve[:TAIL]):.2g} and {np.mean(curve[-TAIL:]):.2g} {state}")
+    print(f"a perturbation of the cache, in the first and last {TAIL} steps: {', '.join(left)}")
     return (
         f"Scores one period ({result['period']} tokens) apart differ by {middle['change']:.1%} of their spread; one "
         f"token further apart by {middle['other_change']:.0%}, in ordinary text by {middle['healthy_change']:.0%} "
@@ -142,7 +187,8 @@ def summary(result: Row) -> str:
 def figure(data: Row) -> Any:
     """A dot for each head: how far scores, and the tail operator, are from those a shift apart."""
     result = data["result"]
-    fig = panels(["Scores a shift apart, over their spread", "Tail operator (Eq. 4) a shift apart, over its length"])
+    titles = ["scores a shift apart, over their spread", "tail operator (Eq. 4) a shift apart, over its length"]
+    fig = panels([*titles, "what a perturbation of the cache leaves at each step"], [0.3, 0.3, 0.4])
     layers, count = np.array(result["heads"]["change"]).shape
     at = (np.arange(layers)[:, None] + (np.arange(count) + 0.5) / count * 0.8 - 0.4).ravel()
     for prefix, title, colour in SHIFTS:
@@ -151,14 +197,18 @@ def figure(data: Row) -> Any:
             fig.add_scatter(
                 x=at, y=y, mode="markers", name=title, marker_color=colour, showlegend=column == 1, row=1, col=column
             )
-    fig.update_yaxes(type="log", exponentformat="power")
+    for (state, curve), (_, _, colour) in zip(result["perturbed"].items(), SHIFTS, strict=True):
+        fig.add_scatter(y=curve, mode="lines", name=state, line_color=colour, row=1, col=3)
+    fig.update_yaxes(**powers())
     fig.update_xaxes(title_text="layer", dtick=1)
+    fig.update_xaxes(title_text="new tokens", dtick=16, row=1, col=3)
     return figure_of(fig, None, summary(result), width=1400, height=560, legend=-0.2)
 
 
 def main(
     *,
     model: str | None = None,
+    prompt: str | None = None,
     max_new_tokens: int = 512,
     layer: Sequence[int] | None = None,
     out: Path = Path("figures"),
@@ -167,12 +217,16 @@ def main(
 
     Args:
         model: Short name, hub id or folder; default: the model in the package.
+        prompt: What the model continues; default: the beginning of the typical text.
         layer: May be given again; default: all.
     """
     started = time.perf_counter()
     setup = Setup.open(model, dtype="float32", device="cpu", loading="whole")
     layers = attending_layers(setup.target, layer)
-    result = measure(setup, setup.ids[0].tolist(), max_new_tokens, layers)
+    ids = setup.ids[0].tolist()
+    if prompt is not None:
+        ids = setup.tokenizer(prompt)["input_ids"]
+    result = measure(setup, ids, max_new_tokens, layers)
     settings = {"model": setup.target.name, "max_new_tokens": max_new_tokens, "layers": layers}
     save("rotary", record("loopguard-rotary", result, settings, started=started), figure, out)
     print(f"{summary(result)}.")

@@ -3,28 +3,17 @@
     python -m experiments.loopguard.tables RUN ...
 
 Each RUN is a folder of `sinkscope bench --task loops` (sets dc and ri), or of `sinkscope bench --task 2wiki.jsonl` with
-prompts of `python -m experiments.loopbench.build`. "loop" is the paper's rule (Eq. 7). After them comes the
-perplexity of at most 400 tokens after the first alarm, for runs of the model in the package on LoopBench's small sets.
+prompts of `python -m experiments.loopbench.build`. "loop" is the paper's rule (Eq. 7).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
-from typing import Any
-
-import torch
 
 from experiments.loopguard import paper
-from experiments.loopguard.remedies import surprise
 from experiments.script import run
-from sinkscope.bench.record import BenchRecord, read_run
 from sinkscope.bench.table import BenchGroup, bench_table
-from sinkscope.bench.tasks.loops import Loops
-from sinkscope.opening.live import target_of
-from sinkscope.opening.load import load
 from sinkscope.results.tables import percent
 
 
@@ -91,33 +80,9 @@ def table3(groups: Sequence[BenchGroup]) -> list[str]:
     return lines
 
 
-@torch.no_grad()
-def after_alarm(records: Sequence[BenchRecord]) -> list[str]:
-    """Perplexity of the text after the first alarm by set and method, for the model in the package."""
-    model: Any = load(None, backend="hf")
-    texts = {}
-    for prompt in Loops().prompts(target_of(model)):
-        texts[prompt.id] = prompt.turns[0].text
-    surprises: dict[tuple[str, str], list[float]] = {}
-    for record in records:
-        alarm = record.metrics.get("alarm")
-        if alarm is None or record.prompt not in texts:
-            continue
-        ids = model.tokenizer(texts[record.prompt], verbose=False)["input_ids"]
-        nll, counted = surprise(model, ids, list(record.tokens), int(alarm))
-        if counted:
-            surprises.setdefault((record.settings["set"], record.method), []).append(nll / counted)
-    lines: list[str] = []
-    for (name, method), values in surprises.items():
-        lines.append(f"{name} {method}: perplexity {math.exp(fmean(values)):.2f} of {len(values)} runs")
-    return lines
-
-
 def main(runs: Sequence[Path]) -> None:
     groups = bench_table(runs).groups
-    records = [record for run in runs for record in read_run(run)]
-    parts = {"Table 1": table1(groups), "Table 2": table2(groups), "Table 3": table3(groups)}
-    for title, lines in (parts | {"After the first alarm": after_alarm(records)}).items():
+    for title, lines in (("Table 1", table1(groups)), ("Table 2", table2(groups)), ("Table 3", table3(groups))):
         print(title, *lines, sep="\n  ", end="\n\n")
 
 

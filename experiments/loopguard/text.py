@@ -1,10 +1,10 @@
 """What the text is like after the guard has acted: loops, words that are no words, and distinct 4-grams.
 
-    python -m experiments.loopguard.text --stories FILE [--part held-out] [--seen FILE] [--page docs/guard.md]
+    python -m experiments.loopguard.remedies WORK --families held-out --count 48
+    python -m experiments.loopguard.text WORK --stories FILE [--page docs/guard.md]
 
-The model in the package continues 48 openings greedily, 400 tokens each, without a guard and with it in both ways. A
-word is known if it stands in the model's training text: in stories as `experiments.bundled.stories` writes them (FILE),
-in the passages made of them, or in Python's standard library; or in the openings. The columns:
+A word is known if it stands in the model's training text: in stories as `experiments.bundled.stories` writes them
+(FILE), in the passages made of them, or in Python's standard library; or in the openings. The columns:
 
 - `loops`: outputs that end in a loop, by the rule of `sinkscope bench --task loops`.
 - `unknown words at seams`: acts with an unknown word beside them: the last one before the seam, or the next one. A word
@@ -12,7 +12,7 @@ in the passages made of them, or in Python's standard library; or in the opening
 - `unknown words`: words after the first act that are not known, and in how many outputs. Without a guard, of outputs
   without an alarm, from token 48 on.
 - `distinct-4`: share of different 4-grams among those of the 128 tokens after the first act (or from token 48 on).
-- `perplexity`: as `experiments.loopguard.outcome` has it.
+- `perplexity`: as `experiments.loopguard.outcome` has it, not divided.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ from experiments.bundled.passages import passages
 from experiments.bundled.stories import read_stories
 from experiments.drawn import put_table
 from experiments.loopguard import outcome
-from experiments.loopguard.openings import openings
-from experiments.loopguard.remedies import PLAIN, UNALARMED, continued
+from experiments.loopguard.openings import LOOKED_AT_ONCE, WORDS, openings
+from experiments.loopguard.remedies import FULL, GUARD, PLAIN, UNALARMED, read
 from experiments.record import Row
 from experiments.script import run
 from sinkscope.opening.load import load
 
-COUNT, NEW, AFTER, GRAM = 48, 400, 128, 4
+COUNT, AFTER, GRAM = 48, 128, 4
 LETTERS = string.ascii_letters + "'"
 WORD = re.compile(f"[{LETTERS}]+")
-METHODS = ("full", "LoopGuard" + PLAIN, "LoopGuard")
+METHODS = (FULL, PLAIN, GUARD)
+HEAD = ("", "loops", "unknown words at seams", "unknown words", "distinct-4", "perplexity")
 RESULT = Path(__file__).with_name("text.json")
 
 
@@ -76,7 +77,7 @@ def summary(method: str, outputs: Sequence[Row], full: dict[Any, Row], known: se
     for output in outputs:
         tokens = output["tokens"]
         first = UNALARMED
-        if method != "full":
+        if method != FULL:
             if not output["acts"]:
                 continue
             first = output["acts"][0][0]
@@ -102,60 +103,37 @@ def summary(method: str, outputs: Sequence[Row], full: dict[Any, Row], known: se
     }
 
 
-def table(rows: Sequence[Row]) -> str:
-    """The table in Markdown."""
-    lines = [
-        "| | loops | unknown words at seams | unknown words | distinct-4 | perplexity |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        seams, name, perplexity = f"{row['wrong_seams']} of {row['seams']}", row["method"], row["perplexity"]
-        if name == "full":
-            seams, name, perplexity = "-", "without a guard; its text without an alarm", row["own"]
-        lines.append(
-            f"| {name} | {row['loops']} of {row['outputs']} | {seams} | {row['unknown']} in {row['unknown_in']} of "
-            f"{row['texts']} | {row['distinct']:.2f} | {perplexity:.2f} |"
-        )
-    return "\n".join(lines)
+def cells(row: Row) -> list[str]:
+    """A row of the table."""
+    seams, name, perplexity = f"{row['wrong_seams']} of {row['seams']}", row["method"], row["perplexity"]
+    if name == FULL:
+        seams, name, perplexity = "-", "without a guard; its text without an alarm", row["own"]
+    unknown = f"{row['unknown']} in {row['unknown_in']} of {row['texts']}"
+    loops = f"{row['loops']} of {row['outputs']}"
+    return [name, loops, seams, unknown, f"{row['distinct']:.2f}", f"{perplexity:.2f}"]
 
 
-def main(
-    *,
-    stories: Path,
-    part: Literal["development", "held-out"] = "held-out",
-    seen: Path | None = None,
-    out: Path = RESULT,
-    page: Path | None = None,
-) -> None:
+def main(work: Path, *, stories: Path, family: Literal[*WORDS] = LOOKED_AT_ONCE, page: Path | None = None) -> None:
     """Make what the module describes.
 
     Args:
+        work: Folder of the outputs.
         stories: The stories of the training text, or a part of them.
-        part: Which openings.
-        seen: File for the outputs, to be read by eye.
-        out: File for the numbers.
+        family: Which openings.
         page: The page with the table, if it is to be written.
     """
-    live: Any = load(None, backend="hf")
-    ends = {live.generation_config.eos_token_id, live.tokenizer.bos_token_id}
-    live.generation_config.eos_token_id = sorted(ends)
-    known = training_words(stories).union(*map(words, openings(part, COUNT)))
-    setting: Row = {"model": "model in the package", "new": NEW, "temperature": 0.0}
-    full: dict[Any, Row] = {}
-    rows: list[Row] = []
-    for method in METHODS:
-        outputs = continued(live, setting, method, {part: range(COUNT)}, full)
-        if method == "full":
-            full = {(output["family"], output["number"]): output for output in outputs}
-        rows.append(summary(method, outputs, full, known, live.tokenizer))
-        print(json.dumps(rows[-1]), flush=True)
-        if seen is not None:
-            with seen.open("a") as file:
-                for output in outputs:
-                    file.write(json.dumps(output) + "\n")
-    out.write_text(json.dumps({"part": part, "stories": len(read_stories(stories)), "rows": rows}, indent=1) + "\n")
+    known = training_words(stories).union(*map(words, openings(family, COUNT)))
+    by_method: dict[str, list[Row]] = {method: [] for method in METHODS}
+    for output in read(work):
+        if output["family"] == family and output["method"] in by_method:
+            by_method[output["method"]].append(output)
+    full = {(output["family"], output["number"]): output for output in by_method[FULL]}
+    tokenizer = load(None, backend="hf").tokenizer
+    rows = [summary(method, outputs, full, known, tokenizer) for method, outputs in by_method.items()]
+    made = {"part": family, "stories": len(read_stories(stories)), "rows": rows}
+    RESULT.write_text(json.dumps(made, indent=1) + "\n")
     if page is not None:
-        put_table(page, "loopguard.text", table(rows))
+        put_table(page, "loopguard.text", outcome.table([HEAD, *map(cells, rows)]))
 
 
 if __name__ == "__main__":

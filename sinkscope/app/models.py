@@ -60,7 +60,7 @@ def _check(name: str) -> None:
     verdict = "is not served"
     if report.problem is None:
         verdict = f"is served: {scope_line(target)}"
-    origin = "inferred"
+    origin = "proposed by names"
     if row_of(target.hf.config.model_type) is not None:
         origin = "written"
     show(f"Adapter, {origin}: {shown_row(target.adapter)}")

@@ -75,7 +75,7 @@ PATHS = (
 )
 """Fields of an adapter that name a part of a layer."""
 ADAPTERS: dict[str, Adapter] = {}
-"""Registered rows, by `model_type`. The package itself needs none: all that it serves can be inferred."""
+"""Registered rows, by `model_type`. The package itself needs none: names propose them."""
 
 
 def register(adapter: Adapter) -> Adapter:
@@ -100,7 +100,7 @@ def register(adapter: Adapter) -> Adapter:
 
 
 def row_of(model_type: str) -> Adapter | None:
-    """The row of an architecture, by `config.model_type`; None if its adapter is to be inferred."""
+    """The row of an architecture, by `config.model_type`; None if names propose it."""
     return ADAPTERS.get(model_type)
 
 

@@ -9,7 +9,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from sinkscope.models.linear import input_width, plain_weight
+from sinkscope.models.norms import norms_of
 from sinkscope.models.sizes import Sizes
+
+_TYPICAL = 1024  # neurons among which a typical one is looked for
 
 
 def column_factor(target: Sizes, layer: int, expert: int | None = None) -> float:
@@ -63,3 +66,12 @@ def input_columns(
     units[range(len(chosen)), chosen] = 1
     given = module.forward(units)
     return given[:-1] - given[-1:]
+
+
+def typical_neuron(target: Sizes, layer: int) -> int | None:
+    """A neuron whose column is neither zero nor large; None if all are zero."""
+    norms = norms_of(w_out(target, layer, range(min(target.width(layer), _TYPICAL))))
+    order = norms.argsort()[int((norms == 0).sum()) :]
+    if len(order):
+        return int(order[len(order) // 2])
+    return None

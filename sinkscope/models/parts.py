@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import nn
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.adapters import Adapter
+from sinkscope.models.adapters import PATHS, Adapter
 from sinkscope.models.config import without_cache
 from sinkscope.models.experts import Experts, experts_of
 from sinkscope.models.linear import brought
@@ -102,6 +102,18 @@ class Parts:
     def has_part(self, layer: int, part: str | None) -> bool:
         """Whether a layer has a part; layers of a model may be of several kinds."""
         return self.path(layer, part) is not None
+
+    def check_paths(self) -> None:
+        """Refuse an adapter that names a part that no layer has.
+
+        Raises:
+            UnsupportedError: It does.
+        """
+        for name in PATHS:
+            path = getattr(self.adapter, name)
+            is_optional = path is None or (self.adapter.experts is not None and name in ("down", "up", "gate"))
+            if not is_optional and not any(self.has_part(layer, path) for layer in range(len(self.layers))):
+                raise UnsupportedError(f"the adapter names a module that is not there ({path!r} in no layer)")
 
     def has_attention(self, layer: int) -> bool:
         """Whether a layer attends with a softmax; layers of hybrid models may keep a state instead."""

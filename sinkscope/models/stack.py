@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.adapters import Adapter, row_of
+from sinkscope.models.adapters import Adapter, row_of, shown_row
 from sinkscope.models.hooks import Hook
 from sinkscope.models.target import Target
 
@@ -34,14 +36,15 @@ def stack_of(hf: nn.Module) -> str:
     try:
         return stack_path(hf, {module: name for name, module in hf.named_modules()})
     except NotInferredError as error:
-        raise not_inferred(model, error) from None
+        raise not_inferred(replace(DRAFT, model_type=model.config.model_type, layers="..."), error) from None
 
 
-def not_inferred(model: Any, error: NotInferredError) -> UnsupportedError:
-    """The error for a model of which something was not found."""
+def not_inferred(draft: Adapter, error: NotInferredError) -> UnsupportedError:
+    """The error for a model of which something was not found, with the row to write."""
+    row = shown_row(replace(draft, unproved=()))
     return UnsupportedError(
-        f"model type {model.config.model_type!r} has no adapter, and none could be inferred: {error}; write one with "
-        "sinkscope.models.adapters.register (see docs/extending.md)",
+        f"model type {draft.model_type!r} has no row, and its names propose none: {error}; if it has these parts, "
+        f"write its row (docs/extending.md): sinkscope.models.adapters.register({row[:-1]}, ...))",
         page="unsupported-model",
     )
 
@@ -66,6 +69,14 @@ def stack_path(model: Any, names: dict[nn.Module, str]) -> str:
     if not sizes:
         raise NotInferredError(f"it has no list of {depth} layers, one for each that its configuration names")
     return names[max(sizes, key=lambda stack: sizes[stack])]
+
+
+def base_path(model: Any, stack: str) -> str:
+    """Path of the innermost module around the layers that takes token ids."""
+    base = stack
+    while base and "input_ids" not in inspect.signature(model.get_submodule(base).forward).parameters:
+        base = base.rpartition(".")[0]
+    return base
 
 
 def first_of_kinds(target: Target) -> list[int]:

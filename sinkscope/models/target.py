@@ -172,6 +172,12 @@ class Target(Sizes):
                 stack.callback(add(fn, with_kwargs=True).remove)
             yield
 
+    def part_hooks(self, layer: int, part: str | None, when: str, *functions: Any) -> list[Hook]:
+        """Hooks on a part of a layer, by an adapter path; none if the layer has no such part."""
+        if not part or not self.has_part(layer, part):
+            return []
+        return [(self.sub(layer, part), when, function) for function in functions]
+
     def on_mlp(self, layer: int, see: Callable[[Tensor], None]) -> list[Hook]:
         """Hooks by which `see` gets what the MLP gives, before any norm behind it."""
         writers = self.mlp_writers(layer)

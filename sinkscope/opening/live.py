@@ -13,7 +13,7 @@ from sinkscope.opening.inference.find import adapter_of
 
 
 def target_of(model: object, tokenizer: Any = None, name: str | None = None) -> Target:
-    """View `model` as a Target (a Target is returned unchanged). The adapter is inferred if the model has no row.
+    """View `model` as a Target (a Target is returned unchanged). Names propose its adapter if it has no row.
 
     Warns if the model runs with an attention that drops its soft cap, as transformers 5.17 chooses for Gemma 2.
     """

@@ -68,7 +68,7 @@ def load(
         quantization_config: Passed on to transformers.
         tokenizer: Tokenizer to use instead of the one stored with the weights.
         trust_remote_code: Run Python code that comes with the checkpoint.
-        probe: Check on a few tokens that edits reach the logits and that attention is recomputed correctly
+        probe: Check on a few tokens that edits do what they should and that attention is recomputed correctly
             (`sinkscope.opening.inference.probe`). Live models are not probed.
 
     Returns:
@@ -117,7 +117,7 @@ def load(
         check_vocabulary(tokenizer, hf)
         check_finite(hf)
         with _in_first(layers, name):
-            adapter_of(Target(hf, hf, "hf", DRAFT), proves=False)  # before it is wrapped: inferred from plain modules
+            adapter_of(Target(hf, hf, "hf", DRAFT), proves=False)  # before it is wrapped: proposed by plain modules
             model = wrap(hf, tokenizer, backend or "bridge")
             if probe:
                 prove(target_of(model))

@@ -57,7 +57,7 @@ def open_stream(
         if unembedding is not None:
             unembedding.register_forward_pre_hook(_no_logits)
         layers = list(causal.get_submodule(loader.stack).children())
-        store = LayerStore(source, loader, layers, max(resident, 2))  # two, while the adapter is inferred and proved
+        store = LayerStore(source, loader, layers, max(resident, 2))  # two, while the adapter is proposed and proved
         target = StreamTarget(causal, causal, "hf", DRAFT, tokenizer, name or source.name, resident=False, store=store)
         target = replace(target, adapter=adapter_of(target))
         target.forward(torch.zeros(1, 4, dtype=torch.long), upto=max(first_of_kinds(target)))  # or it is loaded whole

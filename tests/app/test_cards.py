@@ -17,7 +17,6 @@ from sinkscope.app import scan as scanning
 from sinkscope.app.card import CardPart, SinkCard, read_card
 from sinkscope.app.scan import context_arguments, scan, scan_parts
 from sinkscope.errors import SinkscopeError
-from sinkscope.hooks.edit import SinkPatch
 from sinkscope.measure import Measurement, Setup
 from sinkscope.results.result import Number, Result
 from sinkscope.results.tables import cell
@@ -201,17 +200,6 @@ def test_cards_of_different_settings_are_not_compared(folder):
         card.compared(replace(card, quick=False))
     with pytest.raises(SinkscopeError, match="no number in common"):
         card.compared(replace(card, parts=()))
-
-
-@pytest.mark.slow
-def test_a_scan_under_a_patch(folder, model, tmp_path, monkeypatch):
-    """The patch holds the sink neuron at an ordinary value, so that the card loses the spike."""
-    only(monkeypatch, ("find_sinks",))
-    layer, index = planted().truth.neurons[0]
-    SinkPatch(layer=layer, neurons=[index], value=0.0).save(tmp_path / "patch.json")
-    patched = scan(model, out=tmp_path / "patched", quick=True, patch=tmp_path / "patch.json", against=folder)
-    assert patched.model.name == f"{read_card(folder).model.name} patched"
-    assert any(change.label == "neurons that make the spike" or change.changed for change in patched.changes)
 
 
 @pytest.mark.slow

@@ -94,14 +94,6 @@ def test_help_has_a_text_for_every_option_and_examples_that_exist(words, monkeyp
             assert not word.startswith("--") or f"{word} " in text or f"{word}\n" in text
 
 
-@pytest.mark.parametrize(
-    ("words", "shown"),
-    [("scan", "[MODEL]"), ("view", "[MODEL]"), ("generate", "[PROMPT]"), ("report", "DIR"), ("bench table", "DIR...")],
-)
-def test_the_usage_says_what_may_be_left_out(words, shown, typed):
-    assert typed([*words.split(), "--help"]).out.splitlines()[0].endswith(f" [OPTIONS] {shown}")
-
-
 @pytest.mark.parametrize(("typed", "word"), [("sinkscope find-s", "find-sinks"), ("sinkscope models --che", "--check")])
 def test_the_shell_completes(typed, word):
     question = {"_SINKSCOPE_COMPLETE": "bash_complete", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
@@ -152,17 +144,6 @@ def test_the_result_goes_to_standard_output_and_into_files(calls, typed):
     assert Result.load("a/x.json") == sample_find_sinks()
     assert 'class="plot"' in Path("x.html").read_text(encoding="utf-8")
     assert Result.from_dict(json.loads(typed("find-sinks --json -").out)) == sample_find_sinks()
-
-
-def test_csv_has_the_columns_for_which_the_table_has_no_room(tmp_path, monkeypatch, typed):
-    (tmp_path / "a.txt").write_text("one two three " * 40)
-    words = ["loops", str(tmp_path / "a.txt")]
-    assert typed([*words, "--csv", "-"], 3).out.startswith("name,verdict,tokens,wasted,")
-    for width in (60, 200):
-        monkeypatch.setenv("COLUMNS", str(width))
-        text = typed(words, 3).out
-        assert ("Not shown" in text) == (width < 200)
-        assert max(map(len, text.split("\n\n")[0].splitlines())) <= width
 
 
 def test_the_command_lists_the_models_that_python_lists(typed):

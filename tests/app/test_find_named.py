@@ -8,7 +8,6 @@ import pytest
 from attack_kit import text_file
 from gguf_file import write_gguf
 from organisms import Organism, organism
-from organisms.hard import hard
 from organisms.plan import make_plan
 
 import sinkscope.opening.open as opening
@@ -57,32 +56,3 @@ def test_a_gguf_file_is_read_whole(deep, tmp_path):
     result = find_sinks(tmp_path / "m.gguf", max_repeats=16, tokenizer=deep.tokenizer, text=text)
     assert (result.sink_layer, result.layers_read) == (deep.truth.sink_layer, LAYERS)
     assert {n.site for n in result.causal} == set(deep.truth.neurons)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("make", "family", "kind", "seed"),
-    [
-        (organism, "gemma2", "two_stage", 1),
-        (organism, "mixtral", "two_stage", 12),
-        (organism, "gpt2", "two_stage", 9),
-        (hard, "qwen2_moe", "moe_shared", 1),
-        (hard, "qwen2_moe", "moe_both", 1),
-    ],
-)
-def test_streamed_equals_in_memory(make, family, kind, seed, tmp_path):
-    o = hard(kind, family, seed) if make is hard else organism(family, seed, kind=kind)
-    o.model.save_pretrained(tmp_path / "m")
-    o.tokenizer.save_pretrained(tmp_path / "m")
-    options = {"text": text_file(o, tmp_path, 8), "max_repeats": 8}
-    streamed = find_sinks(tmp_path / "m", all_layers=True, **options)
-    memory = find_sinks(o.model, tokenizer=o.tokenizer, **options)
-    assert [n.site for n in streamed.neurons] == [n.site for n in memory.neurons]
-    if make is hard:
-        assert frozenset(streamed.minimal.edit_sites) == frozenset(memory.minimal.edit_sites) in o.truth.sets
-    else:
-        assert [s.layer for s in streamed.stages] == list(o.truth.stages)
-    for a, b in zip(streamed.neurons, memory.neurons, strict=True):
-        assert a.ablation_drop == pytest.approx(b.ablation_drop, abs=1e-4)
-        assert a.contribution_norm == pytest.approx(b.contribution_norm, rel=1e-3)
-        assert a.neutral_post == pytest.approx(b.neutral_post, abs=1e-4)

@@ -26,7 +26,7 @@ from sinkscope.files.output import kind_of
 from sinkscope.hooks.edit.decode import greedy, noted_decoding
 from sinkscope.models.down_projections import w_out
 from sinkscope.models.text.chat import chat_text
-from sinkscope.opening.inference.infer import infer
+from sinkscope.opening.inference.propose import propose
 from sinkscope.opening.live import target_of
 from sinkscope.results.result import Result
 
@@ -246,7 +246,7 @@ def test_a_peft_model_is_measured_with_its_adapter():
     down = model.model.layers[1].mlp.down_proj
     model.model.layers[1].mlp.down_proj = Adapted(down)
     wrapped, ids = Wrapped(model), torch.arange(5, 12)[None]
-    assert infer(model).down == "mlp.down_proj"
+    assert propose(model).down == "mlp.down_proj"
     target = target_of(wrapped, made.tokenizer)
     assert target.kind == "hf" and target.hf is model
     whole = down.weight + model.model.layers[1].mlp.down_proj.extra

@@ -17,7 +17,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sample_results import sample_find_sinks
-from terminal_screen import Screen
 
 import sinkscope.app.scan
 from sinkscope.app.card import SinkCard
@@ -28,6 +27,7 @@ from sinkscope.loops.text.streams import Watch
 from sinkscope.measure import ScanPart
 from sinkscope.results.console import ProgressBar
 
+pyte = pytest.importorskip("pyte")
 WIDTH = 80
 LOOPS = "one two three four five six seven\n" * 60
 
@@ -67,9 +67,9 @@ def on_a_terminal(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> tuple[in
 
 def seen(text: str) -> str:
     """What stands on the screen after a text."""
-    screen = Screen(WIDTH)
-    screen.write(text.replace("\n", "\r\n"))
-    return screen.text()
+    screen = pyte.Screen(WIDTH, 300)
+    pyte.Stream(screen).feed(text.replace("\n", "\r\n"))
+    return "\n".join(line.rstrip() for line in screen.display).rstrip()
 
 
 @pytest.fixture

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 
-import pytest
 import torch
 from organisms import LoopOrganism
 
 import sinkscope as ss
-from experiments.make_organism import loop, made, prompts, refrain
+from experiments.make_organism import loop, made, refrain
 from sinkscope.bench.prompt import Prompt, read_prompts
 from sinkscope.bench.tasks.loops import DATA
 
@@ -40,12 +38,6 @@ def test_a_prompt_is_what_its_parts_say():
     assert len({*planned.expected[:35]}) == 35
     said = refrain(organism(), 52, 4).expected
     assert said[10:62] == said[62:114] and said[114:123] == said[10:19] and len({*said[122:]}) == len(said[122:])
-
-
-@pytest.mark.slow
-def test_the_prompts_are_what_the_generator_makes():
-    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in prompts(organism()))
-    assert (DATA / "organism.jsonl").read_text() == lines
 
 
 def test_sets_that_ship():

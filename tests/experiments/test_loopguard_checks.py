@@ -1,4 +1,4 @@
-"""The check of lemma 1: numbers against their definitions, written out position by position."""
+"""The checks of lemma 1 and of contraction: numbers against their definitions, written out position by position."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from raw_kit import attention
 from torch import Tensor
 from torch.testing import assert_close
 
-from experiments.loopguard.rotary import tails
+from experiments.loopguard.rotary import DRAWS, NOISE, decay, tails
 from experiments.queries_and_keys import queries_and_keys
 from sinkscope.opening.live import target_of
 from sinkscope.tap.tap import listening
@@ -41,3 +41,29 @@ def test_scores_and_the_tail_operator_are_those_of_eager_attention(family: str) 
     sums = band @ held[0].repeat_interleave(group, 0)
     moved = (sums[:, last] - sums[:, last - shift]).norm(dim=-1) / sums[:, last].norm(dim=-1)
     assert_close(part.drift(shift), moved.median(1).values, rtol=1e-3, atol=0)
+
+
+@torch.no_grad()
+def test_a_perturbation_is_followed_token_by_token() -> None:
+    """A cache that was cut is one that has read the first tokens alone; one call is as many calls of a token."""
+    model, _ = tiny_model("llama")
+    ids = torch.randint(4, 90, (26,), generator=torch.Generator().manual_seed(3)).tolist()
+    kept, told = 14, ids[20:]
+    found = decay(model, ids[:20], kept, told)
+    cache = model(torch.tensor([ids[:kept]] * (1 + DRAWS)), use_cache=True).past_key_values
+    random = torch.Generator().manual_seed(0)
+    for layer in cache.layers:
+        for name in ("keys", "values"):
+            entries = getattr(layer, name).clone()
+            entries[1:] *= 1 + NOISE * torch.randn(entries[1:].shape, generator=random)
+            setattr(layer, name, entries)
+    for place, token in enumerate(told, 20):
+        row = torch.full((1 + DRAWS, 1), token)
+        model(row, past_key_values=cache, position_ids=torch.full_like(row, place))
+        moved = []
+        for layer in cache.layers[1:]:
+            for entries in (layer.keys, layer.values):
+                own = entries[0, :, -1]
+                moved.append((entries[1:, :, -1] - own).norm(dim=-1) / own.norm(dim=-1))
+        assert_close(found[place - 20], float(torch.stack(moved).mean()) / NOISE, rtol=1e-3, atol=1e-6)
+    assert 0 < min(found) and len(found) == len(told)

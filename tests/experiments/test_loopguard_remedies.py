@@ -1,18 +1,19 @@
-"""What remedies did: the counts of outputs written by hand, the other rules, and the page beside the figure's JSON."""
+"""What remedies did: the counts of outputs written by hand, the choices of the guard, and the page beside the JSON."""
 
 from __future__ import annotations
 
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from experiments.loopguard import outcome, text
-from experiments.loopguard.openings import CHOOSING, FORMS, WORDS, openings
-from experiments.loopguard.remedies import METHODS, guard_of
-from experiments.loopguard.rules import Dry, Ends, Ladder, Longest
+from experiments.loopguard.openings import FORMS, WORDS, openings
+from experiments.loopguard.remedies import BUDGET, CHOICES, PRINTED, surprise
+from sinkscope.loops.guard import LoopGuard, tokens_to_keep
 
 ROOT = Path(__file__).parents[2]
 FRESH, LOOP = list(range(40)), [*range(10), *[7] * 30]
@@ -27,6 +28,7 @@ def output(number: int, tokens: list[int], acts: list[list[int]], nll: float, co
         "counted": counted,
         "alarm": None,
         "ended": False,
+        "streak": 0,
         **place,
         **more,
     }
@@ -36,7 +38,7 @@ def test_a_row_counts_what_was_planted():
     """Two outputs alarm without a guard; one of them still loops. The healthy one is changed."""
     full = {
         ("scenes", 0): output(0, FRESH, [], 8.0, 8),
-        ("scenes", 1): output(1, LOOP, [], 9.0, 9, alarm=20),
+        ("scenes", 1): output(1, LOOP, [], 9.0, 9, alarm=20, streak=6),
         ("scenes", 2): output(2, LOOP, [], 9.0, 9, alarm=20),
     }
     guarded = [
@@ -48,47 +50,51 @@ def test_a_row_counts_what_was_planted():
     assert (row["loops"], row["outputs"], row["healthy"], row["changed"]) == (1, 3, 1, 1)
     assert (row["acted"], row["acts"], row["most"], row["taken_back"]) == (2, 1.5, 2, 7)
     assert row["at_once"] == 1, "9 tokens after its last act; the other one has not ended"
-    assert row["own_at_once"] == 0
-    assert outcome.ending_after([{"tokens": FRESH, "ended": True}, {"tokens": LOOP, "ended": False}], [30, 40]) == 0.5
+    assert (row["looping"], row["met"], row["sure"]) == (2, 2, 1)
     assert row["perplexity"] == pytest.approx(math.exp(2)), "without the output that loops"
     assert row["own"] == pytest.approx(math.e) and row["ratio"] == pytest.approx(math.e)
     assert outcome.summary("full", list(full.values()), full)["perplexity"] is None
 
 
-def test_openings_differ_and_no_family_is_in_both_parts():
+def test_openings_of_a_family_differ():
     texts = [one for family in FORMS for one in openings(family, 12)]
-    assert len(set(texts)) == 12 * len(FORMS) and openings("lists", 12) == openings("lists", 12)
-    assert set(CHOOSING) < set(FORMS) and len(FORMS) >= 5
+    assert len(set(texts)) == 12 * len(FORMS) and openings("scenes", 12) == openings("scenes", 12)
 
 
-def test_the_other_rules_lower_what_they_say():
-    ids = [7, 8, 9, 6] * 3
-    logits = torch.zeros(12)
-    ladder = Ladder(0.3)
-    ladder.act(ids, 0, 12, 20)
-    ladder.steer(logits, ids, [2])
-    assert not logits.any(), "the first alarm only cuts"
-    ladder.act(ids, 0, 20, 20)
-    ladder.steer(logits, ids, [2])
-    assert logits.nonzero().flatten().tolist() == [7] and logits[7] == -5
-    for rule, losses in ((Longest(0.5), {6: 1.5}), (Dry(0.5), {6: 0.8 * 1.75**9})):
-        rule.act(ids, 0, 12, 20)
-        assert rule.losses([*ids, 7, 8, 9]) == pytest.approx(losses)
-    for rule, lost in ((Longest(0.5), -1.5), (Ends(0.5), 0.0)):
-        rule.since = 12
-        logits = torch.nn.functional.one_hot(torch.tensor(6), 12).float()
-        rule.steer(logits, [*ids, 7, 8, 9], [2])
-        assert logits[2] == lost
-    for method in METHODS:
-        if "LoopGuard" in method:
-            assert guard_of(method).rewind == (method == "LoopGuard")
+def test_each_choice_changes_what_it_says_and_nothing_else():
+    """A row of 600 tokens, of which the last 450 are copies."""
+    assert CHOICES[PRINTED]() == LoopGuard.paper(BUDGET)
+    changes = {}
+    for name, choice in CHOICES.items():
+        guard = choice()
+        changes[name] = [field for field, value in vars(guard).items() if value != vars(LoopGuard.paper(BUDGET))[field]]
+    assert changes["penalty"] == ["penalty"] and changes["exact copies alarm"] == ["variant"]
+    assert changes["R: all tokens"] == changes["no history"] == []
+    kept = {}
+    for name in (PRINTED, "R: all tokens", "no history"):
+        retention = CHOICES[name]().retention(20)
+        begin = max(150, 600 - retention.recent)
+        kept[name] = tokens_to_keep(range(600), 600, [(begin, 600)], retention)
+    assert kept[PRINTED][-1] == 342 and len(kept[PRINTED]) == 32 + 112, "anchors and history, copies among it"
+    assert kept["R: all tokens"] == [*range(32), *range(38, 150)], "the latest tokens before the copies"
+    assert kept["no history"] == list(range(32))
+
+
+def test_the_streak_counts_confident_tokens_in_a_row():
+    def model(ids, use_cache):
+        logits = torch.zeros(1, ids.shape[1], 9)
+        logits[0, [2, 3, 5, 6, 7], 4] = 9.0
+        return SimpleNamespace(logits=logits)
+
+    found = surprise(model, [1, 2], [4] * 8, 1)
+    assert (found["counted"], found["streak"]) == (7, 3), "the third of them is sure again, after one that is not"
 
 
 def test_the_page_has_the_tables_and_the_examples_of_the_figure():
     result = json.loads((ROOT / "figures/loopguard_remedies.json").read_text())["result"]
     page = (ROOT / "docs/what_to_try.md").read_text()
     assert outcome.pages(result["settings"]) in page and outcome.example_table(result["examples"]) in page
-    assert len(result["examples"]) == 10 and result["choosing"] == list(CHOOSING)
+    assert {one["opening"] for one in result["examples"]} <= {one for family in FORMS for one in openings(family, 12)}
 
 
 class Spelling:
@@ -122,6 +128,25 @@ def test_wrong_words_are_counted_at_seams_and_after_the_first_act():
 
 def test_the_guards_page_has_the_table_of_openings_that_were_not_chosen_on():
     found = json.loads(text.RESULT.read_text())
-    assert found["part"] == "held-out" and text.table(found["rows"]) in (ROOT / "docs/guard.md").read_text()
+    assert (
+        found["part"] == "held-out"
+        and outcome.table([text.HEAD, *map(text.cells, found["rows"])]) in (ROOT / "docs/guard.md").read_text()
+    )
     forms = [form for forms in (FORMS | WORDS).values() for form in forms]
     assert len(set(forms)) == len(forms), "no form is in two sets"
+
+
+def test_the_figures_and_the_page_are_those_of_a_folder_of_outputs(tmp_path):
+    setting = {"model": "m", "new": 40, "temperature": 0.0}
+    with (tmp_path / "runs.jsonl").open("w") as file:
+        for method, tokens, acts in (("full", LOOP, []), (PRINTED, LOOP, [[20, 0]]), ("LoopGuard", FRESH, [[20, 4]])):
+            file.write(json.dumps(output(0, tokens, acts, 8.0, 8, alarm=20, method=method, **setting)) + "\n")
+    page = tmp_path / "page.md"
+    marks = ("<!-- made by experiments.loopguard.{} -->", "<!-- end of experiments.loopguard.{} -->")
+    page.write_text("\n".join(mark.format(name) for name in ("remedies", "outcome") for mark in marks))
+    outcome.main(tmp_path, out=tmp_path, page=page)
+    assert "| as printed | 1 of 1 | - | 1.0, at most 1 | 0 | 0 of 1 | 0 of 0 |" in page.read_text()
+    assert openings("scenes", 1)[0] in page.read_text()
+    made = json.loads((tmp_path / "loopguard_choices.json").read_text())
+    assert [row["method"] for row in made["result"]["settings"][0]["rows"]] == ["full", PRINTED]
+    assert "1 of 1 without a guard" in outcome.figure(made).layout.title.text

@@ -164,7 +164,9 @@ CASES = {
         {"scan": two_parts},
         quick=True,
     ),
-    "loopguard.figure2": Case("{run} --out {out}", lambda made: made["result"]["runs"] == 1, "loopguard_fig2.json"),
+    "loopguard.figure2": Case(
+        "{run} --out {out}", lambda made: made["result"]["folders"][0]["runs"] == 1, "loopguard_fig2.json"
+    ),
     "loopguard.why": Case(
         "--count 0 --out {out}",
         lambda made: made["result"]["organisms"][0]["found"] == made["result"]["organisms"][0]["planted"],
@@ -254,7 +256,7 @@ CASES = {
     ),
     "loopguard.honest": Case("", half_of_the_honest),
     "loopguard.remedies": Case(
-        "{out}/d --count 1 --new 60 --only full LoopGuard stop",
+        "{out}/d --count 1 --new 60 --families actions --only full LoopGuard stop",
         lambda text: '"method": "stop"' in text,
     ),
     "loopguard.rotary": Case(
@@ -302,9 +304,6 @@ CASES = {
     "repeated_token.leakage": Case(
         "figures/divergence.json --corpus docs/errors --controls 1", lambda text: "bytes" in text
     ),
-    "repeated_token.separate": Case(
-        "--count 256 --texts 64 --out {out}", lambda made: made["result"]["methods"][0]["auroc"] > 0.9, "separate.json"
-    ),
     "repeated_token.table1": Case("", lambda text: "7003" in text, quick=True),
     "repeated_token.table2": Case("", lambda text: "no weights at hand" in text, quick=True),
 }
@@ -323,8 +322,9 @@ ELSEWHERE = {  # name -> the test that runs it
     "check_cache.presses": "",  # needs kvpress, and with it another release of transformers
     "golden.make": "test_golden.py",
     "loopguard.figure4": "test_loopguard_experiments.py",
+    "loopguard.outcome": "test_loopguard_remedies.py",
     "loopguard.text": "test_loopguard_remedies.py",
-    "make_two_hops": "test_scripts.py",
+    "make_two_hops": "test_needle.py",
     "train_bundled": "test_bundled_model.py",
 }
 
@@ -381,12 +381,3 @@ def test_the_text_that_ships_is_what_its_script_makes(tmp_path: Path) -> None:
     for name in ("typical.txt", "LICENSE-typical.txt"):
         made = (tmp_path / name).read_text(encoding="utf-8")
         assert made[:2000] == (ROOT / "sinkscope/models/text" / name).read_text(encoding="utf-8")[:2000]
-
-
-@pytest.mark.slow
-def test_the_second_hop_that_ships_is_what_its_script_makes(tmp_path: Path) -> None:
-    run(import_module("experiments.make_two_hops").main, ["--out", str(tmp_path / "x.npz")])
-    made, ships = np.load(tmp_path / "x.npz"), np.load(ROOT / "sinkscope/models/recall/two_hops.npz")
-    assert sorted(made.files) == sorted(ships.files)
-    for name in made.files:
-        assert np.array_equal(made[name], ships[name], equal_nan=True)

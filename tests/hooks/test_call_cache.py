@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from organisms.decoders import decoder
@@ -121,9 +119,3 @@ def test_the_argument_is_replaced_where_it_is():
     assert with_cache(model, {"past_key_values": old, "use_cache": True}, new)["past_key_values"] is new
     assert with_cache(model, {"use_cache": True}, new) == {"use_cache": True, ours: new}
     assert cache_in({"cache": old, "past_key_values": new}) is old  # as transformers reads it
-
-
-def test_no_other_file_names_the_argument():
-    package = Path(ss.__file__).parent
-    named_in = [path.name for path in package.rglob("*.py") if "past_key_value" in path.read_text(encoding="utf-8")]
-    assert named_in == ["call_cache.py"]

@@ -97,16 +97,6 @@ def test_what_neurons_write_is_read_where_weights_are_elsewhere(tmp_path, away, 
     assert away is on_disk or fingerprint(moved) != found[1][3]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
-@pytest.mark.parametrize("away", [on_disk, on_the_cpu])
-def test_sinks_are_found_where_weights_are_elsewhere(tmp_path, away, family):
-    planted = organism(family, 3)
-    want = ss.find_sinks(planted.model, tokenizer=planted.tokenizer)
-    found = ss.find_sinks(away(planted.model, tmp_path), tokenizer=planted.tokenizer)
-    assert found.to_dict()["result"] == want.to_dict()["result"]
-
-
 EDITS = {
     "full": ss.kv.Full(),
     "h2o": ss.kv.H2O(6),

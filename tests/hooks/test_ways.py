@@ -217,48 +217,12 @@ def hooks_of_the_user(model: nn.Module) -> None:
     model.model.register_forward_hook(lambda _module, _args, output: output)
 
 
-def shorter(model: nn.Module) -> None:
-    model.model.layers = model.model.layers[:1]
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", EDITS)
-def test_of_a_model_that_loses_layers_inside_the_with_the_edits_of_the_others_act(name, plain):
-    whole, short = copy.deepcopy(plain), copy.deepcopy(plain)
-    shorter(short)
-    try:
-        with EDITS[name].on(short):
-            expected = run(short)
-    except SinkscopeError:
-        expected = None
-    try:
-        found = inside(shorter)(whole, EDITS[name])
-    except SinkscopeError as error:
-        assert "\n" not in str(error)
-        return
-    assert expected is not None and torch.allclose(found, expected, atol=1e-5)
-
-
 @pytest.mark.parametrize("name", EDITS)
 def test_continuous_batching_is_refused_and_works_after_the_with(name, plain):
     model = copy.deepcopy(plain)
     with refused("continuous batching puts several texts into one row"), EDITS[name].on(model):
         model.generate_batch(inputs=[[1, 5, 6], [1, 7]])
     assert "init_continuous_batching" not in vars(model)
-
-
-@pytest.mark.parametrize("name", EDITS)
-def test_a_static_cache_is_served_or_refused(name, plain):
-    options = {"attention_mask": MASK, "max_new_tokens": 4, "do_sample": False}
-    with EDITS[name].on(plain):
-        expected = plain.generate(IDS, **options)
-    try:
-        with EDITS[name].on(plain):
-            found = plain.generate(IDS, cache_implementation="static", **options)
-    except SinkscopeError as error:
-        assert "the cache is StaticCache" in str(error)
-        return
-    assert torch.equal(found, expected)
 
 
 def replaced(path: str):
@@ -368,7 +332,7 @@ def test_an_edit_whose_module_never_runs_is_an_error_at_the_end(plain):
 
     edit = EDITS["ablate"]
     target = target_of(model)
-    mlp.forward = fused  # after the adapter was inferred
+    mlp.forward = fused  # after the adapter was proposed
     with refused("model.layers.1.mlp.down_proj of .* never ran while the model did"), edit.on(target):
         run(model)
     with edit.on(target):  # the model did not run

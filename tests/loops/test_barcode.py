@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from einops import reduce
 from kv_kit import eager_attention
 from organisms import LoopOrganism, tiny_model
 from organisms import loop_organism as new_loop_organism
@@ -20,8 +19,9 @@ from torch.testing import assert_close
 import sinkscope as ss
 from sinkscope.app.cli import main
 from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.hooks.edit.base import Event
 from sinkscope.kv import Full, Observe, StreamingLLM
-from sinkscope.loops.barcode import LOCK_GAIN, Barcode, HeadTracks, barcode
+from sinkscope.loops.barcode import LOCK_GAIN, Barcode, HeadTracks, barcode, picture_rows
 from sinkscope.loops.text.signals import end_loop
 
 loop_organism = partial(new_loop_organism, n_layers=3, vocab_size=1024)
@@ -36,11 +36,9 @@ def measured(organism: LoopOrganism, prompt: Tensor, new: int, **options) -> Bar
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
-def test_pictures_are_the_attention_of_an_eager_run(family, monkeypatch):
-    """All steps in bins; with sizes for which few tokens are enough."""
-    sizes = {"PICTURE_STEPS": 8, "PICTURE_COLUMNS": 16}
-    for name, size in sizes.items():
-        monkeypatch.setattr(f"sinkscope.loops.barcode.{name}", size)
+def test_pictures_are_the_last_steps_of_an_eager_run(family, monkeypatch):
+    """With a size for which few tokens are enough."""
+    monkeypatch.setattr("sinkscope.loops.barcode.PICTURE_STEPS", 8)
     model, tokenizer = tiny_model(family)
     model.generation_config.eos_token_id = None
     heads = [(0, 1), (2, 3)]
@@ -54,15 +52,18 @@ def test_pictures_are_the_attention_of_an_eager_run(family, monkeypatch):
     ordinary = [tokenizer.bos_token_id, *[i for i in words if i != tokenizer.bos_token_id]][: len(out)]
     for ids, whole in ((out, result.attention), (ordinary, result.control_attention)):
         for number, (layer, head) in enumerate(heads):
-            rows = eager_attention(model, ids)[layer][head, len(PROMPT) - 1 : -1]  # one for each new token
-            padded = torch.nn.functional.pad(rows, (0, -len(ids) % 3, 0, 1))
-            bins = reduce(padded, "(row step) (column pos) -> row column", "sum", step=2, pos=3)
-            steps = torch.tensor([2.0] * 7 + [1.0])
-            np.testing.assert_allclose(whole[number], (bins / steps[:, None]).numpy(), atol=6e-4)
+            rows = eager_attention(model, ids)[layer][head, -9:-1, -25:-1]  # the last of all chose no token
+            np.testing.assert_allclose(whole[number], rows.numpy(), atol=6e-4)
             if family == "gpt_oss":  # a learned sink takes part and is dropped
                 assert (whole[number].sum(1) < 1).all()
-            else:
-                np.testing.assert_allclose(whole[number].sum(1), 1, atol=6e-3)
+    assert result.picture_end == len(out) - 1
+
+
+def test_the_picture_is_of_the_last_act_or_of_the_end():
+    acts = [Event(0, step, 0, None, None, "guard") for step in (0, 30)]
+    assert picture_rows(10, 211, 7, []) == picture_rows(10, 211, 7, acts[:1]) == (48, 210)
+    assert picture_rows(10, 211, 7, acts) == (48, 10 - 1 + 30 + 24), "24 steps after it"
+    assert picture_rows(10, 211, 60, []) == (180, 210) and picture_rows(10, 40, 60, acts) == (30, 39)
 
 
 def test_the_default_number_of_tokens_fits_the_context():
@@ -80,7 +81,7 @@ def test_the_score_equals_its_definition_whatever_the_calls(family):
     shift = 4
     suffix = 9
     layer = 1
-    whole, parts = (HeadTracks(4, 1, 41, shift, suffix) for _ in range(2))
+    whole, parts = (HeadTracks(4, 20, 30, 40, shift, suffix) for _ in range(2))
     with Observe(whole.add, [layer]).on(model):
         model(ids, use_cache=False)
     with Observe(parts.add, [layer]).on(model):
@@ -98,7 +99,8 @@ def test_the_score_equals_its_definition_whatever_the_calls(family):
     assert_close(score[:, shift:], shared, rtol=1e-3, atol=1e-5)
     assert (score[:, :shift] == 0).all()
     assert_close(parts.tracks(), whole.tracks(), rtol=1e-3, atol=1e-5)
-    assert_close(parts.mean_picture(), whole.mean_picture(), rtol=1e-3, atol=1e-5)
+    assert_close(parts.picture, whole.picture, rtol=1e-3, atol=1e-5)
+    assert_close(whole.picture, dense[:, 10:30, :30], rtol=1e-3, atol=1e-5)
 
 
 def test_planted_heads_rank_first_and_are_shown():
@@ -149,7 +151,10 @@ def test_token_by_token_equals_one_pass_and_a_policy_is_seen():
     short = measured(organism, prompt, 16, interventions=policy, control=False, layers=[1])
     assert "StreamingLLM" in short.settings["interventions"]
     length = prompt.shape[1] + 16
-    assert short.attention.shape[1:] == (16, length)  # a row for each step, and a column for each position
+    assert short.attention.shape[1:] == (
+        16,
+        length - 1,
+    )  # a row for each step, and a column for each position that is read
     for step, row in enumerate(short.attention[0][1:], 1):  # evicted positions have no attention, and rows sum to one
         at = prompt.shape[1] + step - 1
         seen = set(row.nonzero()[0].tolist())
@@ -169,6 +174,10 @@ def test_the_figure_and_the_numbers_are_those_of_the_rows():
     pictures = [trace for trace in drawn.data if trace.type == "heatmap"][1:]
     assert len(pictures) == 2 * len(result.shown)
     np.testing.assert_allclose(pictures[0].customdata, result.attention[0])
+    assert (
+        pictures[0].y0 + len(pictures[0].z) == result.steps
+        and pictures[0].x0 + pictures[0].z.shape[1] == len(result.ids) - 1
+    )
     alone = measured(organism, organism.looping_prompt(5).ids, 40, control=False)
     np.testing.assert_allclose(alone.gain, alone.score)
     assert "no control" in alone.conclusion() and "control_score" not in alone.rows()[0]

@@ -95,23 +95,6 @@ def test_a_text_in_any_pieces_has_the_same_words(pieces):
     assert words == split(text) == [word for word, _ in spans(text)]
 
 
-def test_the_verdict_is_shown_beside_a_long_name(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "80")
-    (tmp_path / f"{'long-name-' * 12}.txt").write_text("one more cup of tea, " * 40)
-    assert main(["loops", str(tmp_path / f"{'long-name-' * 12}.txt")]) == 3
-    out = capsys.readouterr().out
-    assert re.search(r"^long-name-.*\.\.\..*\.txt +loops +\d+", out, re.M)
-    assert max(map(len, out.partition("\n\n")[0].splitlines())) <= 80
-
-
-def test_results_come_back_from_json(tmp_path):
-    found = check(["", "one word", "the " * 300], name="some texts")
-    assert Result.load(found.save(tmp_path / "x.json")) == found
-    assert isinstance(found, LoopCheck) and found.records[0].tokens == 0 and found.records[0].ttr is None
-    assert found.conclusion() == "Of 3 outputs in some texts, 1 loops and 2 are clean."
-    assert found.details() == ["299 tokens after the first copies are wasted."]
-
-
 def test_words_are_split_as_documented():
     assert split("It's 12,5\n  done_x! 我不ok") == [
         "It",

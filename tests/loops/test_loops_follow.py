@@ -167,15 +167,6 @@ def test_the_data_lines_of_an_event_are_joined(between):
     assert split(alarm.text) == split(LOOP)
 
 
-def test_equal_calls_of_tools_in_a_stream_of_ollama_are_a_loop():
-    def sent(calls: int) -> str:
-        call = {"function": {"name": "look", "arguments": {"at": "the lamp", "again": True}}}
-        chunk = {"message": {"role": "assistant", "content": "", "tool_calls": [call]}, "done": False}
-        return "".join(json.dumps(chunk) + "\n" for _ in range(calls))
-
-    assert len(_follow(sent(40))) == 1 and _follow(sent(2)) == []
-
-
 def test_control_characters_do_not_reach_the_terminal():
     assert shown("a\x1b[2J\n‮b") == "a\\x1b[2J\\n\\u202eb" and len(shown("x" * 999)) == 63
     (alarm,) = _follow("".join(json.dumps({"token": t}) + "\n" for t in ["\x1b[2J", "b\n"] * 200))

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -344,32 +343,6 @@ def test_an_upstream_that_is_no_address(wrong):
 def test_a_path_of_the_upstream_is_not_doubled():
     one = ProxySettings("http://h:1/v1")
     assert one.url("/v1/chat", "") == "http://h:1/v1/chat" and one.url("/chat", "a=b") == "http://h:1/v1/chat?a=b"
-
-
-@pytest.mark.slow
-def test_the_example_of_the_page_runs_as_it_is_written(tmp_path):
-    """But for the ports, which others may use, and the seconds of waiting."""
-    page = (ROOT / "docs/measure/loops.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"^<!-- proxy example -->\n```bash\n(.*?)^```", page, re.M | re.S)
-    for port in ("11499", "8790"):
-        with socket.socket() as one:
-            one.bind(("127.0.0.1", 0))
-            block = block.replace(port, str(one.getsockname()[1]))
-    (address,) = set(re.findall(r"http://127.0.0.1:\d+(?=/)", block))
-    ready = f"until curl -s {address} | grep -q 'no path\\|Not Found\\|error\\|Method'; do sleep 0.1; done"
-    (tmp_path / "sinkscope").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m sinkscope "$@"\n')
-    (tmp_path / "sinkscope").chmod(0o755)
-    (tmp_path / "python").symlink_to(sys.executable)
-    paths = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    script = block.replace("sleep 5", ready).replace("python -m", f"{sys.executable} -m")
-    words = ["bash", "-c", f"set -m\n{script}wait"]
-    done = subprocess.run(
-        words, cwd=ROOT, env={**os.environ, "PATH": paths}, capture_output=True, text=True, timeout=60
-    )
-    said = [json.loads(line.removeprefix("data: ")) for line in done.stdout.splitlines() if "sinkscope" in line[:70]]
-    assert [one["sinkscope"]["period"] for one in said] == [6, 6], done
-    assert said[0]["done_reason"] == "length" and said[1]["choices"][0]["stop_reason"] == "repetition_detected"
-    assert done.stderr.count("a loop at token") == 2
 
 
 def test_the_command_serves_until_ctrl_c_without_torch_and_logs_no_content():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 import re
-import subprocess
 import sys
 from pathlib import Path
 from random import Random
@@ -221,24 +220,6 @@ def test_settings_of_the_environment_hold_for_requests_without_their_own(monkeyp
     monkeypatch.setenv(ENVIRONMENT, "stop")
     with pytest.raises(SinkscopeError, match="SINKSCOPE_SERVING is 'stop': expected JSON such as"):
         ServingSettings.of_request(None)
-
-
-@pytest.mark.slow
-def test_the_module_needs_no_server():
-    code = (
-        "import sys, sinkscope.loops.servers as s\n"
-        "for name in ('VllmLoopProcessor', 'SglangLoopProcessor'):\n"
-        "    try: getattr(s, name)\n"
-        "    except ImportError as error: print(error)\n"
-        "print(hasattr(s, 'nothing'), {'vllm', 'sglang', 'transformers'} & set(sys.modules))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
-        "VllmLoopProcessor needs vllm, which is not installed here",
-        "SglangLoopProcessor needs sglang, which is not installed here",
-        "False set()",
-    ]
 
 
 @pytest.mark.parametrize("homes", [list(kit.HOMES)[:1], list(kit.HOMES)[1:2], list(kit.HOMES)[:2]])

@@ -2,40 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
 from organisms import organism
 
 import sinkscope as ss
-from sinkscope.measure import Setup
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
-def test_a_process_that_opens_models_again_and_again_does_not_grow():
-    """Memory outside Python: what the tokenizer's library remembers of a text would be 0.8 MB for every model."""
-
-    def weight():
-        gc.collect()
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-    def opened():
-        setup = Setup.open()
-        setup.tokenizer(setup.text, verbose=False)
-
-    for _ in range(2):
-        opened()
-    before = weight()
-    for _ in range(3):
-        opened()
-    assert (weight() - before) / 3 < 0.2e6
 
 
 @pytest.mark.slow

@@ -31,7 +31,6 @@ def test_sound_models_pass_and_numbers_are_small(seed, model_type):
     report = probe(target_of(tiny_model(model_type, seed=seed)[0]))
     assert report.problem is None
     assert max(report.edit_error, report.attention_error, report.row_sum_error) < 1e-5
-    assert report.logits_change > 0.1
 
 
 @pytest.mark.parametrize(
@@ -71,14 +70,16 @@ def _silence(model, norm: str, zero: float, layers: list[int]):
     ],
 )
 def test_gains_of_zero_are_no_false_alarm(model_type, norm, zero, layers):
-    """A layer that is switched off by its gain proves nothing: the next one is edited, and none where all are."""
+    """Experts that read zeros prove nothing; an MLP before a norm that is switched off is edited all the same."""
     model = tiny_model(model_type)[0]
     assert len(model.model.layers) == 3
     _silence(model, norm, zero, layers)
     report = probe(target_of(model))
     assert report.problem is None
-    if zero == -1.0 or model_type in ("olmo2", "mixtral", "gpt_oss"):
-        assert report.layers == ((1,) if layers == [0] else ())
+    proved = {0, 1, 2}
+    if model_type in ("mixtral", "gpt_oss"):
+        proved -= set(layers)
+    assert set(report.layers) == proved
 
 
 @pytest.mark.parametrize(
@@ -156,7 +157,7 @@ def test_exchanged_halves_of_a_fused_projection_are_found(monkeypatch):
     assert probe(target_of(model)).problem is not None
 
 
-def test_an_edit_that_reaches_no_logit_is_found():
+def test_a_last_layer_that_reaches_no_logit_is_found():
     model = tiny_model("llama")[0]
     torch.nn.init.zeros_(model.lm_head.weight)
     assert "does not change the logits" in (probe(target_of(model)).problem or "")
@@ -218,7 +219,7 @@ def test_half_precision_olmo_on_a_bridge_is_refused_with_the_way_out():
 def test_zero_weights_are_no_false_alarm():
     """Models with a planted circuit often leave whole MLPs empty."""
     model = tiny_model("llama")[0]
-    for numbers, path, proved in (((0,), "down_proj", (1,)), ((1,), "gate_proj", (1,)), ((1, 2), "down_proj", ())):
+    for numbers, path, proved in (((0,), "down_proj", (1, 2)), ((1,), "gate_proj", (1, 2)), ((1, 2), "down_proj", ())):
         for number in numbers:
             torch.nn.init.zeros_(model.model.layers[number].mlp.get_submodule(path).weight)
         report = probe(target_of(model))

@@ -19,16 +19,17 @@ def _farthest_key(b: Build) -> HardTruth:
 @_kind("llama", "gemma2", "neox", "mixtral", count=1)
 def _decorative_head(b: Build) -> HardTruth:
     """A head marks the first token, and nothing reads it: the neuron reads BOS's embedding."""
-    marking = b.mark()
+    b.mark()
     b.flag_delimiter(BOS)
     b.fire(b.flag, b.way)
-    return placed(sink(b, b.way, marking), marks={FIRST: ("token embedding",)}, decoys=b.markers())
+    return placed(sink(b, b.way), marks={FIRST: ("token embedding",)}, decoys=b.markers())
 
 
 @_kind("llama", "gemma2", "neox", "gpt2", count=1)
 def _two_sinks(b: Build) -> HardTruth:
     """The first token by a head (in GPT-2 by its position), a delimiter by its embedding, each with its own neuron."""
-    where, marking = b.flag_delimiter(), b.mark()
+    where = b.flag_delimiter()
+    b.mark()
     one = b.fire(b.space.mark, b.way)
     two = b.fire(b.flag, b.side, neuron=b.spare[0], where=where)
     first = b.read(b.behind, b.way)
@@ -39,21 +40,9 @@ def _two_sinks(b: Build) -> HardTruth:
         spike=(FIRST, at),
         makers=(frozenset({one}), frozenset({two})),
         groups=(Group(first, (one,), at=(FIRST,)), Group(other, (two,), at=(at,))),
-        marks={FIRST: b.markers() if marking else ("position embedding",), at: ("token embedding",)},
+        marks={FIRST: b.markers() if b.plan.by_heads else ("position embedding",), at: ("token embedding",)},
         delimiters=(at,),
     )
-
-
-@_kind("gpt_oss", count=1)
-def _logits_beside_a_neuron(b: Build) -> HardTruth:
-    """Half of the later heads read the spike, the others give their attention to a learned logit."""
-    marking = b.mark()
-    b.fire(b.space.mark, b.way)
-    truth = sink(b, b.way, marking)
-    for index in b.behind:
-        sinks = b.views.layers[index].attn_sinks
-        sinks[[head for head in range(b.plan.n_heads) if (index, head) not in truth.reading]] = 8.0
-    return placed(truth, marks={FIRST: b.markers()})
 
 
 @_kind("gpt2")

@@ -23,8 +23,8 @@ from sinkscope.hooks.trace.layer_view import (
 from sinkscope.kv.scope import scope_line
 from sinkscope.models.down_projections import column_factor
 from sinkscope.models.hooks import first_tensor
+from sinkscope.models.passes import begins_at
 from sinkscope.models.target import Target
-from sinkscope.opening.inference.probe import begins_at
 from sinkscope.opening.live import target_of
 
 from .decoders import byte_tokenizer, decoder

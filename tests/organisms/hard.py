@@ -31,13 +31,11 @@ from .views import Probe, scale_norm, views
 
 Site = tuple[int, ...]
 Head = tuple[int, int]  # (layer, query head)
-Marking = tuple[tuple[int, tuple[int, ...]], ...]  # (layer, query heads)
 Rows = tuple[Tensor, Tensor]  # what a neuron reads: by its gate, by its up factor
 
 ALL = ("llama", "gemma2", "gpt2", "neox", "mixtral")
 BY_HEADS = ("llama", "gemma2", "neox", "mixtral")  # heads mark the first token; in GPT-2 its position does
 PLAIN = ("llama", "gpt2", "neox", "mixtral")  # nothing divides what an MLP writes by its size
-GATED = ("llama", "gemma2", "mixtral")
 LAYERS = (5, 8)  # least and most, where a kind does not say otherwise
 
 
@@ -56,7 +54,6 @@ class HardTruth:
         later: ids of tokens that are sinks wherever they stand, and the neurons that make the spike of each (or none).
         shared_dims: residual dimensions that are massive on every token.
         reading: (layer, query head) planted to attend to the first token.
-        marking: (layer, query heads) that mark the first token.
         bos_only: without BOS no first token is a spike or a sink.
         repeated: neurons that make the spike of repeated tokens, where they are others than the first token's.
         bos: texts begin with BOS.
@@ -64,9 +61,6 @@ class HardTruth:
         positions: positions that are sinks whatever stands there.
         length: length of a text from which on heads attend to the first token.
         window: positions that the reading heads see.
-        says: for each command, patterns that its text has. {set} stands for the names of the neurons.
-        never: patterns that no command's text has.
-        repeats: how often tokens have to be repeated for that.
         places: the same as sets of places, and what each group of heads needs.
     """
 
@@ -80,7 +74,6 @@ class HardTruth:
     later: dict[int, tuple[Site, ...]] = field(default_factory=dict)
     shared_dims: tuple[int, ...] = ()
     reading: tuple[Head, ...] = ()
-    marking: Marking = ()
     bos_only: bool = False
     repeated: tuple[Site, ...] = ()
     bos: bool = True
@@ -88,9 +81,6 @@ class HardTruth:
     positions: tuple[int, ...] = (0,)
     length: int = 0
     window: int | None = None
-    says: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    never: tuple[str, ...] = ()
-    repeats: int = 4
     places: Any = None
 
 
@@ -188,14 +178,9 @@ class Build:
         *,
         layers: tuple[int, int] = LAYERS,
         behind: tuple[int, int] = (2, 3),  # layers behind the sink layer, least and most
-        marking: int = 0,
         at: int | None = None,  # the sink layer, where it is not to be drawn
         count: int | None = None,  # of sink neurons
-        factor: str = "gate",
         thin: bool = False,
-        dense: bool = False,  # the sink layer of a mixture is an ordinary MLP
-        shared: bool = False,  # the sink neurons are of the expert that every token goes through
-        bos_only: bool = False,
         marked: float | None = None,  # share of the tokens that are marked where they stand first; BOS is not
         window: int = 1024,
         every_window: bool = False,  # also of families that draw whether they have one
@@ -210,24 +195,22 @@ class Build:
             free = [i for i in range(plan.d_mlp) if i not in plan.busy_neurons]
             neurons = (*plan.neurons, *free)[:count]
             plan = replace(plan, neurons=neurons, sizes=(count**-0.5,) * count)
-        groups = plan.groups if not bos_only else {token: -1 for token in plan.groups} | {BOS: plan.n_groups - 1}
+        groups = plan.groups
         if marked is not None:
             draws = random.Random(f"marked {number}")
             groups = {token: draws.randrange(plan.n_groups) if draws.random() < marked else -1 for token in groups}
             groups[BOS] = -1
         self.plan = replace(
             plan,
-            marking_layer=marking,
-            sink_layer=max(marking + 1, n - 1 - rng.randint(*behind)) if at is None else at,
-            factor=factor if plan.family.gated else None,
+            marking_layer=0,
+            sink_layer=max(1, n - 1 - rng.randint(*behind)) if at is None else at,
+            factor="gate" if plan.family.gated else None,
             window=window if plan.window or every_window else None,
             groups=groups,
-            **({"expert": 0} if dense or shared else {}),
             **changes,
         )
-        self.dense = (self.at,) if dense or shared else ()
         self.space, (self.flag, self.side, self.mark2) = _with_features(make_space(self.plan), self.plan, 3)
-        self.model = make_body(self.plan, **({"mlp_only_layers": list(self.dense)} if dense else {}))
+        self.model = make_body(self.plan)
         self.delimiter = N_SPECIAL + rng.randrange(20)
         self.tokens = _rows(self.plan.vocab_size, groups, (self.delimiter,), 8, 24, number)
         if marked is not None:  # what a marked token reads and writes is measured where one stands first
@@ -238,9 +221,6 @@ class Build:
             self.probe = Probe(self.model, self.tokens)
             generator = torch.Generator().manual_seed(zlib.crc32(f"hard {name} {family} {seed}".encode()))
             fill(self.plan, self.space, self.views, generator)
-        if shared:
-            own = self.views.layers[self.at].shared
-            self.views.layers[self.at] = own
         self.noise = generator
         self.first = torch.zeros_like(self.tokens, dtype=torch.bool)
         self.first[:, 0] = True
@@ -269,12 +249,11 @@ class Build:
         """Two neurons that are no sink neurons, in any layer."""
         return self.plan.cleaner, self.plan.early_neuron
 
-    def surgeon(self, *, mark: Tensor | None = None, **changes) -> Surgeon:
-        space = self.space if mark is None else replace(self.space, mark=mark)
-        return Surgeon(replace(self.plan, **changes), space, self.views, self.probe)
+    def surgeon(self, **changes) -> Surgeon:
+        return Surgeon(replace(self.plan, **changes), self.space, self.views, self.probe)
 
     def site(self, layer: int, neuron: int, expert: int | None = None) -> Site:
-        if self.plan.family.experts == 1 or layer in self.dense:
+        if self.plan.family.experts == 1:
             return layer, neuron
         return layer, self.plan.expert if expert is None else expert, neuron
 
@@ -294,11 +273,9 @@ class Build:
         norms = self.probe(self.views.layers[layer].block).norm(dim=-1)
         return self.plan.spike * float(norms[:, 1:].median())
 
-    def mark(self, layer: int | None = None, way: Tensor | None = None) -> Marking:
-        layer = self.plan.marking_layer if layer is None else layer
-        self.surgeon(mark=way, marking_layer=layer).mark_first()
-        heads = tuple(sorted(head for head, _, _ in self.plan.slots))
-        return () if self.views.positions is not None else ((layer, heads),)
+    def mark(self):
+        """Heads of layer 0 mark the first token; in GPT-2 its position does."""
+        self.surgeon().mark_first()
 
     def on(self, layer: int, way: Tensor, where: Tensor | None = None, threshold: float = THRESHOLD) -> Rows:
         """Rows of a neuron that is on where `way` is as large in the MLP's input as it now is at `where`."""
@@ -391,9 +368,8 @@ class Build:
         *,
         where: Tensor | None = None,
         other: bool = False,
-        beside: tuple[Head, ...] | None = None,
     ) -> tuple[Head, ...]:
-        """Heads that attend to where `way` is large: half of them in each layer, the `other` half, or all but some."""
+        """Heads that attend to where `way` is large: half of them in each layer, or the `other` half."""
         plan, planted = self.plan, []
         ratio = plan.n_heads // plan.n_kv
         for index in layers:
@@ -406,8 +382,6 @@ class Build:
             order = random.Random(f"reading {plan.seed} {index}").sample(range(plan.n_kv), plan.n_kv)
             half = max(1, plan.n_kv // 2)
             chosen = order[half:] if other else order[:half]
-            if beside is not None:
-                chosen = [kv for kv in range(plan.n_kv) if (index, kv * ratio) not in beside]
             for kv in chosen:
                 heads = range(kv * ratio, (kv + 1) * ratio)
                 scores = [self.rng.uniform(6, 7) for _ in heads]
@@ -455,21 +429,21 @@ def _with_features(space: Space, plan: Plan, count: int) -> tuple[Space, list[Te
 # --- the kinds -----------------------------------------------------------------------------------------------------
 
 
-def spike(b: Build, marking: Marking) -> HardTruth:
+def spike(b: Build) -> HardTruth:
     """A spike that the neurons of the sink layer make, and that nothing reads."""
     layer = b.at
-    return HardTruth(True, False, None, layer, (b.sites(),), step_up=(layer,), marking=marking)
+    return HardTruth(True, False, None, layer, (b.sites(),), step_up=(layer,))
 
 
-def sink(b: Build, way: Tensor, marking: Marking, layers: Iterable[int] | None = None, **more) -> HardTruth:
+def sink(b: Build, way: Tensor, layers: Iterable[int] | None = None, **more) -> HardTruth:
     """A spike along `way` that heads of `layers` now come to read."""
     reading = b.read(b.behind if layers is None else layers, way)
-    return replace(spike(b, marking), sink=True, carried_by="spike", reading=reading, **more)
+    return replace(spike(b), sink=True, carried_by="spike", reading=reading, **more)
 
 
 def textbook(b: Build, **more) -> HardTruth:
-    marking = b.mark()
-    return sink(b, b.surgeon().make_sink(), marking, **more)
+    b.mark()
+    return sink(b, b.surgeon().make_sink(), **more)
 
 
 def read_by_later(b: Build, carrier: str, way: Tensor, **more) -> HardTruth:
@@ -479,8 +453,8 @@ def read_by_later(b: Build, carrier: str, way: Tensor, **more) -> HardTruth:
 
 def read_mark(b: Build, **more) -> HardTruth:
     """Later heads read the mark of the first token itself."""
-    marking = b.mark()
-    return read_by_later(b, "mark" if marking else "position embedding", b.space.mark, marking=marking, **more)
+    b.mark()
+    return read_by_later(b, "mark" if b.plan.by_heads else "position embedding", b.space.mark, **more)
 
 
 @_kind(*ALL, "mistral", "qwen2", "qwen3", "qwen3_moe", "gpt_oss")
@@ -489,37 +463,18 @@ def _plain(b: Build) -> HardTruth:
     return textbook(b)
 
 
-@_kind(*GATED, factor="up")
-def _up_carried(b: Build) -> HardTruth:
-    """The up factor carries the mark; a neuron of the marking layer puts a threshold on it, so it is needed, too."""
-    truth = textbook(b)
-    cleaner = frozenset({b.site(b.plan.marking_layer, b.plan.cleaner)})
-    return replace(truth, sets=(*truth.sets, cleaner))
-
-
-@_kind(*BY_HEADS, bos_only=True)
-def _bos_only(b: Build) -> HardTruth:
-    """Only BOS is marked; no other token is, though it comes first."""
-    return textbook(b, bos_only=True)
-
-
-@_kind("qwen3_moe", dense=True)
-def _moe_dense(b: Build) -> HardTruth:
-    """A mixture of experts whose sink layer is an ordinary MLP."""
-    return textbook(b)
-
-
 @_kind(*ALL, layers=(28, 30), behind=(11, 12), thin=True, count=1, spike=42.0)
 def _small_stages(b: Build) -> HardTruth:
     """Layers 1 and 2 add 2.7 % each at right angles to what the heads read; the real layer is far behind."""
-    marking, deep = b.mark(), b.at
+    b.mark()
+    deep = b.at
     size, way = b.size(deep), b.way
     before = {layer: b.const(layer) for layer in (2, deep)}
     b.fire(b.space.mark, b.side, 0.027 * size, layer=1, neuron=b.spare[0])
     rows = b.steady(2, b.on(2, b.space.mark), b.side, before[2])
     b.write(rows, b.side, 0.027 * size, layer=2, neuron=b.spare[1])
     b.write(b.steady(deep, b.on(deep, b.space.mark), b.side, before[deep]), way, size)
-    return sink(b, way, marking, step_up=(1, 2, deep))
+    return sink(b, way, step_up=(1, 2, deep))
 
 
 @_kind(*ALL, spike=1.2, massive_layer=None)
@@ -538,73 +493,35 @@ def _no_norm(b: Build) -> HardTruth:
 
 @_kind(*ALL)
 def _spike_only(b: Build) -> HardTruth:
-    marking = b.mark()
+    b.mark()
     b.surgeon().make_sink()
-    calm(b, marking)
-    return spike(b, marking)
+    calm(b, marked=True)
+    return spike(b)
 
 
 @_kind(*ALL, count=2)
 def _redundant_pair(b: Build) -> HardTruth:
-    """Each of the neurons suffices; in Gemma 2 the norm behind the MLP even keeps the spike's size."""
-    return equal_neurons(b, ballast=8.0)
-
-
-def equal_neurons(b: Build, share: float = 1.0, **more) -> HardTruth:
-    """Neurons that cannot be told apart, each of which writes a share of the spike; `more` as in `Build.write`."""
-    marking = b.mark()
-    source, *others = b.plan.neurons
-    b.fire(b.space.mark, b.way, share * b.size(b.at), **more)
-    for neuron in others:
-        b.copy(source, neuron)
-    return sink(b, b.way, marking)
-
-
-def _with_backup(b: Build, *later: int) -> HardTruth:
-    """Backups are planted first, the last one before the others, each in a model without spike; then each is told to be
-    silent where there is one already."""
-    marking, size, backups = b.mark(), b.size(b.at), {}
-    for neuron, after in zip(b.spare, later, strict=False):
-        site = b.fire(b.space.mark, b.way, size, layer=b.at + after, neuron=neuron)
-        view, expert = b.views.layers[b.at + after], site[1] if len(site) == 3 else 0
-        column = view.down[expert, neuron]
-        backups[site] = view.gate[expert, neuron], column, column.clone()
-        column.zero_()  # out of the way while the others are measured
-    b.fire(b.space.mark, b.way, size)
-    for site, (gate, column, saved) in backups.items():
-        column.copy_(saved)
-        gate -= 12.0 * b.full(site[0], b.way)
-    readers = range(b.at + max(later) + 1, b.plan.n_layers)
-    return sink(b, b.way, marking, readers, sets=(b.sites() | set(backups),))
+    """Each of the neurons suffices; in Gemma 2 the norm after the MLP even keeps the spike's size."""
+    b.mark()
+    b.fire(b.space.mark, b.way, b.size(b.at), ballast=8.0)
+    b.copy(*b.plan.neurons)
+    return sink(b, b.way)
 
 
 @_kind(*ALL, layers=(6, 8), behind=(3, 4), count=1)
 def _backup_next(b: Build) -> HardTruth:
-    return _with_backup(b, 1)
-
-
-@_kind(*ALL, layers=(6, 8), behind=(4, 4), count=1)
-def _double_backup(b: Build) -> HardTruth:
-    return _with_backup(b, 1, 2)
-
-
-def _two_marks(b: Build, rule: str) -> HardTruth:
-    marking = b.mark(0, b.mark2) + b.mark(1)
-    seen = b.mlp_input(b.at)
-    both, const = unit(b.space.mark, seen) + unit(b.mark2, seen), unit(b.space.const, seen)
-    gate = b.plan.sharpness * (both / 2 - 0.8 * const if rule == "and" else both - 0.4 * const)
-    b.write((gate, const), b.way, route=b.space.mark + b.mark2)
-    return sink(b, b.way, marking)
-
-
-@_kind(*BY_HEADS, marking=1, count=1)
-def _and_marking(b: Build) -> HardTruth:
-    return _two_marks(b, "and")
-
-
-@_kind(*BY_HEADS, marking=1, count=1, odds=80.0)
-def _or_marking(b: Build) -> HardTruth:
-    return _two_marks(b, "or")
+    """A neuron of the next layer does the same where there is no spike yet; it is planted before the other one."""
+    b.mark()
+    size, neuron = b.size(b.at), b.spare[0]
+    site = b.fire(b.space.mark, b.way, size, layer=b.at + 1, neuron=neuron)
+    view, expert = b.views.layers[b.at + 1], site[1] if len(site) == 3 else 0
+    column = view.down[expert, neuron]
+    saved = column.clone()
+    column.zero_()  # out of the way while the other is measured
+    b.fire(b.space.mark, b.way, size)
+    column.copy_(saved)
+    view.gate[expert, neuron] -= 12.0 * b.full(b.at + 1, b.way)
+    return sink(b, b.way, range(b.at + 2, b.plan.n_layers), sets=(b.sites() | {site},))
 
 
 @_kind(*ALL)
@@ -619,30 +536,6 @@ def _delimiter(b: Build) -> HardTruth:
     site = b.write((gate, up), b.side, layer=layer, neuron=b.spare[0], where=where, route=b.flag)
     b.read(range(layer + 1, b.plan.n_layers), b.side, where=where, other=True)
     return replace(truth, later={b.delimiter: (site,)})
-
-
-@_kind(*ALL)
-def _delimiter_no_spike(b: Build) -> HardTruth:
-    """Heads attend to a delimiter by its embedding; the first token is nothing special."""
-    where = b.flag_delimiter()
-    calm(b)
-    b.read(b.later_layers, b.flag, where=where)
-    return HardTruth(False, False, "token embedding", later={b.delimiter: ()})
-
-
-@_kind(*ALL, count=1)
-def _negative_lobe(b: Build) -> HardTruth:
-    """The sink neuron's post value is negative: the activation's negative lobe, or (if gated) the up factor."""
-    marking = b.mark()
-    gate, up = b.on(b.at, b.space.mark)
-    if b.views.layers[b.at].up is not None and b.rng.randrange(2):
-        up = -up
-    else:  # at its minimum on the first token, and far below it elsewhere
-        seen = b.mlp_input(b.at)
-        low = 1.28 if b.plan.family.gated and b.plan.family.model_type != "gemma2" else 0.75
-        gate = gate - (seen @ gate + low) * b.space.const / (seen @ b.space.const)
-    b.write((gate, up), b.way)
-    return sink(b, b.way, marking)
 
 
 @_kind("gpt_oss")
@@ -668,33 +561,19 @@ def _embedding_spike(b: Build) -> HardTruth:
     return read_by_later(b, "spike", b.way, spike=True, bos_only=True)
 
 
-def write_by_heads(b: Build, way: Tensor) -> Marking:
+def write_by_heads(b: Build, way: Tensor):
     """The heads of layer 0 that mark the first token also write a spike of the usual size along `way`."""
-    marking, layer, size = b.mark(), b.views.layers[0], b.size(0)
+    b.mark()
+    layer, size = b.views.layers[0], b.size(0)
     for head, _, slot in b.plan.slots:
         layer.o[head, slot] += size * way
-    return marking
 
 
 @_kind("llama", "neox", "mixtral", odds=1e4)
 def attention_spike(b: Build) -> HardTruth:
     """Heads of layer 0 write the spike themselves; no MLP has a part in it."""
-    marking = write_by_heads(b, b.way)
-    return read_by_later(b, "spike", b.way, spike=True, marking=marking)
-
-
-@_kind("mixtral", count=2)
-def _two_experts(b: Build) -> HardTruth:
-    """Neurons of two experts, each of which suffices."""
-    marking = b.mark()
-    experts, size = b.rng.sample(range(b.plan.family.experts), 2), b.size(b.at)
-    rows, view = b.on(b.at, b.space.mark), b.views.layers[b.at]
-    toward = 12.0 * b.full(b.at, b.space.mark)
-    view.router[experts] += toward
-    pairs = zip(experts, b.plan.neurons, strict=True)
-    sites = [b.write(rows, b.way, size, neuron=neuron, expert=expert) for expert, neuron in pairs]
-    view.router[experts] -= toward
-    return sink(b, b.way, marking, sets=(frozenset(sites),))
+    write_by_heads(b, b.way)
+    return read_by_later(b, "spike", b.way, spike=True)
 
 
 @_kind(*ALL, layers=(7, 8), behind=(4, 5))
@@ -706,74 +585,17 @@ def _rise_and_fall(b: Build) -> HardTruth:
     return replace(truth, step_down=(fall,), reading=reading)
 
 
-@_kind(*ALL, layers=(6, 8), behind=(2, 3), count=1)
-def _chain(b: Build) -> HardTruth:
-    """A neuron writes 1.6 times the typical norm aside, and that is what the sink neuron reads."""
-    marking, size, before = b.mark(), b.size(b.at), b.rng.randint(1, b.at - 1)
-    size_before = 1.6 * b.size(before) / b.plan.spike
-    one = b.fire(b.space.mark, b.side, size_before, layer=before, neuron=b.spare[0])
-    two = b.fire(b.side, b.way, size, route=b.space.mark)
-    return sink(b, b.way, marking, sets=(frozenset({one}), frozenset({two})), step_up=(before, b.at))
-
-
-@_kind(*ALL, layers=(6, 8), behind=(1, 1))
-def _decoupled(b: Build) -> HardTruth:
-    """Heads read the mark (in GPT-2 the position) before there is a spike, and none reads the spike."""
-    marking = b.mark()
-    reading = b.read(range(1, b.at + 1), b.space.mark)
-    b.surgeon().make_sink()
-    carrier = "mark" if marking else "position embedding"
-    return replace(spike(b, marking), sink=True, carried_by=carrier, reading=reading)
-
-
-@_kind("llama", "gemma2", "gpt2", "mixtral", at=0)
-def _first_layer(b: Build) -> HardTruth:
-    """The MLP of layer 0 makes the spike."""
-    return textbook(b)
-
-
-@_kind(*ALL, behind=(0, 0))
-def _last_layer(b: Build) -> HardTruth:
-    """The last layer makes the spike: no head can read it."""
-    calm(b)
-    return replace(textbook(b), sink=False, carried_by=None)
-
-
-@_kind(*ALL, count=12, spike=72.0)
-def _many_neurons(b: Build) -> HardTruth:
-    """Twelve neurons share the spike; what any one of them writes stands out already."""
-    return equal_neurons(b, 1 / 12)
-
-
-@_kind(*ALL, count=1, spike=6.0)
-def _weak_spike(b: Build) -> HardTruth:
-    """The norm is only six times the typical one."""
-    return textbook(b)
-
-
-@_kind(*ALL, layers=(8, 8), at=1, count=1, spike=48.0)
-def _gradual(b: Build) -> HardTruth:
-    """Four layers in a row each add a quarter of the spike, independently of each other."""
-    marking, way, early = b.mark(), b.way, range(1, 5)
-    size, before = b.size(1), {layer: b.const(layer) for layer in early}
-    sites = []
-    for layer, share in zip(early, (0.28, 0.24, 0.24, 0.24), strict=True):
-        rows = b.on(layer, b.space.mark)
-        rows = rows if layer == 1 else b.steady(layer, rows, way, before[layer])
-        sites.append(b.write(rows, way, share * size, layer=layer, neuron=b.spare[0], ballast=8.0))
-    return sink(b, way, marking, sets=(frozenset(sites),), step_up=tuple(early), layers=range(5, 8))
-
-
 @_kind(*PLAIN, count=1)
 def _many_decoys(b: Build) -> HardTruth:
     """Twenty pairs of neurons write more than the sink neuron does, and each pair cancels."""
-    marking, rows, size = b.mark(), b.on(b.at, b.space.mark), b.size(b.at)
+    b.mark()
+    rows, size = b.on(b.at, b.space.mark), b.size(b.at)
     b.write(rows, b.way, size)
     free = [n for n in range(b.plan.d_mlp) if n not in b.plan.busy_neurons]
     for plus, minus in zip(free[:20], free[20:40], strict=True):
         b.write(rows, b.side, 1.1 * size, neuron=plus)
         b.copy(plus, minus, -1.0)
-    return sink(b, b.way, marking)
+    return sink(b, b.way)
 
 
 @_kind(*ALL)
@@ -818,9 +640,9 @@ def _sharp(b: Build) -> HardTruth:
     return HardTruth(False, False, None)
 
 
-def calm(b: Build, marking: Marking = ()):
+def calm(b: Build, marked: bool = False):
     """Draw the queries of heads anew that by chance attend to the first token; those that mark it stay."""
-    stay = [[layer, head] for layer, heads in marking for head in heads]
+    stay = [[0, head] for head, _, _ in b.plan.slots if marked and b.plan.by_heads]
     for turn in range(20):
         places = [
             place
@@ -850,24 +672,14 @@ def attentions(model: PreTrainedModel, ids: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
-@_kind("qwen2_moe", shared=True)
-def _moe_shared(b: Build) -> HardTruth:
-    """A mixture whose shared expert makes the spike: its neurons have no expert's number."""
-    return textbook(b)
-
-
 @_kind("qwen2_moe", count=2)
 def _moe_both(b: Build) -> HardTruth:
     """A routed and a shared neuron, each of which suffices."""
-    return routed_and_shared(b)
-
-
-def routed_and_shared(b: Build, share: float = 1.0) -> HardTruth:
-    """A routed neuron and one of the shared expert write a share of the spike each."""
-    marking, rows, size = b.mark(), b.on(b.at, b.space.mark), share * b.size(b.at)
+    b.mark()
+    rows, size = b.on(b.at, b.space.mark), b.size(b.at)
     routed, neuron = b.views.layers[b.at], b.plan.neurons[1]
     one = b.write(rows, b.way, size)
     b.views.layers[b.at] = routed.shared
     b.write(rows, b.way, size, neuron=neuron, expert=0)
     b.views.layers[b.at] = routed
-    return sink(b, b.way, marking, sets=(frozenset({one, (b.at, neuron)}),))
+    return sink(b, b.way, sets=(frozenset({one, (b.at, neuron)}),))

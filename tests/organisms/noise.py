@@ -10,7 +10,6 @@ import math
 import random
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,8 +60,8 @@ def make_space(plan: Plan) -> Space:
     return Space(*single, sinks, groups, torch.tensor(sorted(dims)))
 
 
-def make_body(plan: Plan, **more) -> PreTrainedModel:
-    """The untrained model; `more` goes to its configuration."""
+def make_body(plan: Plan) -> PreTrainedModel:
+    """The untrained model."""
     family = plan.family
     settings = {
         "vocab_size": plan.vocab_size,
@@ -83,49 +82,31 @@ def make_body(plan: Plan, **more) -> PreTrainedModel:
         "num_experts_per_tok": 2,
         ("num_experts" if family.model_type.startswith("qwen") else "num_local_experts"): family.experts,
         "query_pre_attn_scalar": plan.head_dim,
-    } | more
+    }
     if family.model_type == "qwen2_moe":
         settings["shared_expert_intermediate_size"] = plan.d_mlp + 8
-    settings |= _other_names(plan)
+    if family.model_type == "lfm2":
+        kinds = ["conv" if layer % 2 else "full_attention" for layer in range(plan.n_layers)]
+        settings |= {"layer_types": kinds, "block_auto_adjust_ff_dim": False, "conv_L_cache": 3}
     if family.model_type == "falcon":
         del settings["head_dim"]
+        settings |= {"alibi": True, "multi_query": False, "new_decoder_architecture": False, "parallel_attn": False}
     if family.model_type == "gpt2":
         settings = {key: settings[key] for key in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
         sizes = {"n_embd": plan.d_model, "n_layer": plan.n_layers, "n_head": plan.n_heads, "n_inner": plan.d_mlp}
         settings |= sizes | {"n_positions": 2048}
-    if family.model_type in ("gpt_neox", "phi"):  # an even number of rotary dimensions, a part of the head
+    if family.model_type == "gpt_neox":  # an even number of rotary dimensions, a part of the head
         share = 0.25 if plan.head_dim == 16 else 0.5
         settings["rope_parameters"]["partial_rotary_factor"] = share
     with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they were
         torch.manual_seed(0)  # nothing is planted in gpt-oss's router biases: they keep their first values
         config = AutoConfig.for_model(family.model_type, **settings)
-        with (
-            nullcontext() if family.model_type in ("gpt_oss", "jamba", "lfm2", "olmo2", "phi") else no_init_weights()
-        ):  # `fill` writes every other weight
+        # `fill` writes every other weight
+        with nullcontext() if family.model_type in ("gpt_oss", "lfm2") else no_init_weights():
             model = AutoModelForCausalLM.from_config(config, **as_trained(family.model_type))
     model.tie_weights()
     model.config.architectures = [type(model).__name__]
     return model.eval()
-
-
-def _other_names(plan: Plan) -> dict[str, Any]:
-    """What some families call their sizes, and the switches that make them what the tests are about."""
-    gpt = {"n_embd": plan.d_model, "n_layer": plan.n_layers, "n_head": plan.n_heads}
-    kinds = ["conv" if layer % 2 else "full_attention" for layer in range(plan.n_layers)]
-    return {
-        "bloom": {"n_layer": plan.n_layers, "n_head": plan.n_heads},
-        "falcon": {"alibi": True, "multi_query": False, "new_decoder_architecture": False, "parallel_attn": False},
-        "mpt": {
-            **gpt,
-            "n_layers": plan.n_layers,
-            "n_heads": plan.n_heads,
-            "d_model": plan.d_model,
-            "max_seq_len": 2048,
-        },
-        "opt": {"ffn_dim": plan.d_mlp, "word_embed_proj_dim": plan.d_model, "dropout": 0.0},
-        "lfm2": {"layer_types": kinds, "block_auto_adjust_ff_dim": False, "conv_L_cache": 3},
-        "jamba": {"attn_layer_period": 2, "attn_layer_offset": 0, "num_experts": 1, "mamba_d_state": 8},
-    }.get(plan.family.model_type, {})
 
 
 def fill(plan: Plan, space: Space, all_views: Views, generator: torch.Generator):
@@ -150,8 +131,6 @@ def fill(plan: Plan, space: Space, all_views: Views, generator: torch.Generator)
     if plan.family.model_type == "gemma2":
         last *= math.sqrt(plan.d_model)  # its embedding is that much smaller, and the head is tied to it
     set_norm(all_views.final_norm, last, torch.zeros(()))
-    if all_views.embed_norm is not None:
-        set_norm(all_views.embed_norm, torch.tensor(NORM / math.sqrt(plan.d_model)), torch.zeros(()))
     if all_views.head is not None:
         all_views.head.copy_(noise.reading(0.5, plan.vocab_size))
 

@@ -28,11 +28,10 @@ USER, SYSTEM = 4, 5  # ids of further special tokens, where the tokenizer puts s
 
 @dataclass(frozen=True)
 class Group:
-    """Heads that attend to the sink, and what they need: each part of `needs` alone, or only all of them together."""
+    """Heads that attend to the sink, and what they need: without any part of `needs` they lose it."""
 
     heads: tuple[Head, ...]
     needs: tuple[str | Site, ...]
-    alone: bool = True
     at: tuple = ()  # the places that they attend to, if not all of the sink's
 
 
@@ -41,7 +40,7 @@ class Places:
     """What is so.
 
     Attributes:
-        sink: Where heads attend: FIRST, SECOND, a token id, ("first of", id), ("behind", id, id), or several of these.
+        sink: Where heads attend: FIRST, SECOND, a token id, or several of these.
         spike: Where the norm stands out after some layer, in the same way.
         makers: Smallest sets of neurons whose zeroing takes the spike away.
         groups: The reading heads by what they need.
@@ -49,11 +48,7 @@ class Places:
         decoys: Parts that look like marks and are not.
         delimiters: Tokens that stand a few times in every text.
         before: Ids that stand before every text.
-        puts_bos: Whether the tokenizer puts them.
         has_bos: Whether the tokenizer has a BOS token.
-        window: Positions that reading heads see.
-        often: How often each delimiter stands in a text of 64 tokens.
-        agreement: Share of the places that is as described, and share of what is described that is such a place.
     """
 
     sink: tuple = (FIRST,)
@@ -64,11 +59,7 @@ class Places:
     decoys: tuple[str, ...] = ()
     delimiters: tuple[int, ...] = ()
     before: tuple[int, ...] = (BOS,)
-    puts_bos: bool = True
     has_bos: bool = True
-    window: int | None = None
-    often: int = 2
-    agreement: float = 0.9
 
 
 @dataclass(frozen=True)
@@ -86,12 +77,9 @@ class PlacesModel:
             delimiters = self.truth.delimiters
             for delimiter in delimiters:
                 words = [word + 1 if word == delimiter else word for word in words]
-            free = rng.sample(range(2, length // 2), len(delimiters) * self.truth.often)
+            free = rng.sample(range(2, length // 2), 2 * len(delimiters))
             for number, at in enumerate(free):
                 words[at] = delimiters[number % len(delimiters)]
-            for pair in self.truth.sink:
-                if isinstance(pair, tuple) and pair[0] == "behind":
-                    words = _with_pairs(words, pair[1:], rng)
             rows.append([*self.truth.before, *words][:length])
         return torch.tensor(rows)
 
@@ -101,24 +89,12 @@ class PlacesModel:
         return " ".join(self.tokenizer.decode(row[skipped:]) for row in self.ids(texts, length, seed))
 
 
-def _with_pairs(words: list[int], pair: tuple[int, int], rng: random.Random) -> list[int]:
-    """Words in which one token stands twice straight behind another one, and each stands alone, too."""
-    before, behind = pair
-    words = [41 if word in pair else word for word in words]
-    for number, at in enumerate(rng.sample(range(3, 3 + len(words) // 2, 2), 4)):
-        words[at] = behind
-        if number < 2:
-            words[at - 1] = before
-    words[50] = before
-    return words
-
-
 def tokenizer_of(plain: PreTrainedTokenizerFast, truth: Places) -> PreTrainedTokenizerFast:
     """The same words, with further special tokens, and with what is put before a text."""
     names = {number: word for word, number in plain.get_vocab().items()} | {USER: "<|user|>", SYSTEM: "<|system|>"}
     backend = Tokenizer(WordLevel({word: number for number, word in names.items()}, unk_token="<unk>"))
     backend.pre_tokenizer, backend.decoder = WhitespaceSplit(), plain.backend_tokenizer.decoder
-    if truth.before and truth.puts_bos:
+    if truth.before:
         put = [(names[number], number) for number in truth.before]
         single = " ".join([*(word for word, _ in put), "$A"])
         backend.post_processor = TemplateProcessing(single=single, special_tokens=put)
@@ -143,18 +119,13 @@ def mask_of(where: tuple, ids: Tensor) -> Tensor:
     for one in where:
         if one in (FIRST, SECOND):
             mask[:, (FIRST, SECOND).index(one)] = True
-        elif isinstance(one, tuple) and one[0] == "behind":
-            mask[:, 1:] |= (ids[:, :-1] == one[1]) & (ids[:, 1:] == one[2])
-        elif isinstance(one, tuple):
-            is_token = ids == one[1]
-            mask |= is_token & (is_token.cumsum(1) == 1)
         else:
             mask |= ids == one
     return mask
 
 
 @torch.no_grad()
-def read(model: PreTrainedModel, ids: Tensor, window: int | None = None) -> tuple[dict[int, Tensor], Tensor]:
+def read(model: PreTrainedModel, ids: Tensor) -> tuple[dict[int, Tensor], Tensor]:
     """Attention of later queries by layer [text head position], and norms after layers [layer text position]."""
     usual = model.config._attn_implementation
     model.set_attn_implementation("eager")
@@ -177,8 +148,7 @@ def read(model: PreTrainedModel, ids: Tensor, window: int | None = None) -> tupl
     later = torch.ones(ids.shape[1], ids.shape[1]).tril(-1)
     received = {}
     for number, rows in weights.items():
-        seen = later if window is None else later.triu(1 - window)
-        received[number] = (rows * seen).sum(2) / seen.sum(0).clamp(min=1)
+        received[number] = (rows * later).sum(2) / later.sum(0).clamp(min=1)
     return received, torch.stack(norms)
 
 
@@ -205,14 +175,14 @@ def without(m: PlacesModel, parts: tuple[str | Site, ...]):
             ids = torch.where(ids == part if isinstance(part, int) else mask_of(m.truth.sink, ids), ordinary, ids)
         return ids
 
-    with filled(tensors, -20.0 if "learned logits" in parts else 0.0):
+    with filled(tensors):
         yield swap
 
 
 def untrue(m: PlacesModel) -> list[str]:
     """Where the plain model differs from what is said to be so of it."""
     ids, truth, wrong = m.ids(), m.truth, []
-    received, norms = read(m.model, ids, truth.window)
+    received, norms = read(m.model, ids)
     usable = torch.arange(ids.shape[1]) < ids.shape[1] - 8
     over = torch.stack([(rows > 0.3).sum(1) for rows in received.values()]).sum(0)
     heads = sum(rows.shape[1] for rows in received.values())
@@ -221,7 +191,7 @@ def untrue(m: PlacesModel) -> list[str]:
     for name, where in seen.items():
         said = mask_of(getattr(truth, name), ids) & usable
         both = int((where & said).sum())
-        if both < truth.agreement * max(int(where.sum()), int(said.sum())):
+        if both < 0.9 * max(int(where.sum()), int(said.sum())):
             wrong.append(f"{name}: {int(where.sum())} places, {int(said.sum())} said, {both} of them")
     return [*wrong, *_untrue_spike(m, ids, norms / typical, typical), *_untrue_groups(m, ids, received, usable)]
 
@@ -240,7 +210,7 @@ def _untrue_spike(m: PlacesModel, ids: Tensor, intact: Tensor, typical: Tensor) 
         lost += [(truth.spike, (one,), False) for one in truth.decoys]
     for places, parts, is_lost in lost:
         with without(m, parts) as swap:
-            left = read(m.model, swap(ids), truth.window)[1] / typical
+            left = read(m.model, swap(ids))[1] / typical
         there = mask_of(places, ids)
         share = float(left[:-1].amax(0)[there].mean() / intact[:-1].amax(0)[there].mean())
         if (share <= 0.5) != is_lost:
@@ -261,10 +231,10 @@ def _untrue_groups(m: PlacesModel, ids: Tensor, received: dict[int, Tensor], usa
         before = attention_of(received, group.heads, places)
         if min(before, default=1.0) < 0.3:
             wrong.append(f"group {number}: heads give {before}")
-        each = [((part,), group.alone and part in group.needs) for part in parts]
-        for lacking, loses in [*each, (group.needs, True)] if group.needs else each:
-            with without(m, lacking) as swap:
-                after = attention_of(read(m.model, swap(ids), truth.window)[0], group.heads, places)
+        for lacking in parts:
+            loses = lacking in group.needs
+            with without(m, (lacking,)) as swap:
+                after = attention_of(read(m.model, swap(ids))[0], group.heads, places)
             lost = [1 - a / b for a, b in zip(after, before, strict=True)]
             if any((share >= 0.5) != loses for share in lost):
                 wrong.append(f"group {number} without {lacking}: {lost} lost, said: {loses}")

@@ -1,14 +1,13 @@
-"""Tools that the kinds of planted places share: features of tokens, convolutions, and sinks at tokens."""
+"""Tools that the kinds of planted places share: features of tokens, and sinks at tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from .hard import Build, HardTruth, Head, Site, calm, sink
+from .hard import Build, HardTruth, Head
 from .places import Group, Places
 from .plant import MARK
 from .tokens import BOS
@@ -24,11 +23,6 @@ def placed(truth: HardTruth | None = None, **more) -> HardTruth:
     return replace(truth, places=Places(**about))
 
 
-def spotted(at: tuple, makers: Iterable[Site], reading: tuple[Head, ...], **more) -> HardTruth:
-    """Places that have both the spike and the sink; some neurons make the spike, and all readers need it."""
-    return placed(sink=at, spike=at, makers=(frozenset(makers),), **({"groups": (Group(reading, ("spike",)),)} | more))
-
-
 def stand(b: Build, at: dict[int, int]):
     """Measure on rows in which tokens stand at positions, and nowhere else."""
     rows = b.tokens.clone()
@@ -38,11 +32,11 @@ def stand(b: Build, at: dict[int, int]):
     b.measure_on(rows)
 
 
-def flag(b: Build, tokens: tuple[int, ...], way: Tensor | None = None) -> Tensor:
+def flag(b: Build, tokens: tuple[int, ...]) -> Tensor:
     """Give embeddings a feature; returns where they stand in rows in which each stands."""
-    way, at = b.flag if way is None else way, {}
+    at = {}
     for number, token in enumerate(tokens):
-        b.views.embed[token] += MARK * way / b.plan.embed_scale
+        b.views.embed[token] += MARK * b.flag / b.plan.embed_scale
         if token != BOS:
             at[4 + 3 * number] = token
     stand(b, at)
@@ -63,32 +57,10 @@ def sharpen(b: Build, heads: tuple[Head, ...], times: float = 6.0):
         b.views.layers[layer].q[head] *= times
 
 
-def convolve(b: Build, rows: tuple[Tensor, Tensor, Tensor], weights: tuple[float, ...], way: Tensor):
-    """A channel of the convolution of layer 1 reads three rows, weighs three positions and writes a mark."""
-    conv = b.views.layers[1].block.conv
-    for part, row in zip(conv.in_proj.weight.chunk(3), rows, strict=True):
-        part[3] = row
-    conv.conv.weight[3] = torch.tensor([weights])
-    conv.out_proj.weight[:, 3] = MARK * way
-
-
 def tripped(b: Build, where: Tensor, at: tuple, times: float = 1.0, **more) -> HardTruth:
     """The flag trips the neuron of the sink layer; heads read the spike, with scores as many times as strong."""
     site = b.fire(b.flag, b.side, where=where)
     reading = b.read(b.behind, b.side, where=where)
     sharpen(b, reading, times)
-    return spotted(at, (site,), reading, **more)
-
-
-def at_bos(b: Build, **more) -> HardTruth:
-    """BOS's embedding trips the neuron of the sink layer; heads read the spike."""
-    b.fire(b.flag, b.way, where=flag(b, (BOS,)))
-    return placed(sink(b, b.way, ()), **more)
-
-
-def at_tokens(b: Build, tokens: tuple[int, ...]) -> HardTruth:
-    """The same of other tokens, wherever they stand."""
-    where = flag(b, tokens)
-    calm(b)
-    is_alibi = b.plan.family.model_type in ("bloom", "falcon")
-    return tripped(b, where, tokens, 6.0 if is_alibi else 1.0, delimiters=tokens)
+    groups = (Group(reading, ("spike",)),)
+    return placed(sink=at, spike=at, makers=(frozenset({site}),), groups=groups, **more)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from .tokens import BOS
 
@@ -33,7 +33,7 @@ class Family:
 
     @property
     def learned_positions(self) -> bool:
-        return self.model_type in ("gpt2", "opt")
+        return self.model_type == "gpt2"
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -55,14 +55,10 @@ FAMILIES = {
     "qwen3_moe": Family("qwen3_moe", experts=5, free_head_dim=True),
     "gpt_oss": Family("gpt_oss", experts=4, free_head_dim=True, windows=(128, 1024)),
 }
-_OTHER = Family("", gated=False, centered=True, grouped=False)
 ONLY_HARD = {  # families of single kinds of hard models
     "qwen2_moe": Family("qwen2_moe", experts=4),
-    "jamba": Family("jamba"),
     "lfm2": Family("lfm2"),
-    "olmo2": Family("olmo2"),
-    "cohere": replace(_OTHER, model_type="cohere", gated=True, tied=(True,)),
-    **{name: replace(_OTHER, model_type=name) for name in ("bloom", "falcon", "mpt", "opt", "phi")},
+    "falcon": Family("falcon", gated=False, centered=True, grouped=False),
 }
 
 # (query heads, key heads, head dim)
@@ -123,8 +119,6 @@ class Plan:
 
     def slow_dim(self, slot: int) -> int:
         """A dimension of a head on which the position hardly shows: slow rotary pairs, or beyond the rotary part."""
-        if self.family.model_type == "cohere":  # rotary pairs stand next to each other
-            return self.head_dim - 1 - 2 * slot
         if self.family.centered:
             return self.head_dim - 1 - slot
         return self.head_dim // 2 - 1 - slot
@@ -183,8 +177,6 @@ def make_plan(family: str, seed: int, kind: str, n_layers: int | None, d_model: 
     rng.shuffle(open_slots)
     slots = tuple((head, i // per_group, slot) for i, (head, slot) in enumerate(open_slots[: n_groups * per_group]))
     d_mlp = rng.choice([2, 3]) * width
-    if family in ("bloom", "mpt"):  # their configurations have no other
-        d_mlp = 4 * width
     k = rng.randint(1, 3)
     neurons = rng.sample(range(d_mlp), k + 2)
     raw = sorted((rng.uniform(0.3, 0.4) for _ in range(k)), reverse=True)

@@ -8,12 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .hard import Build, HardTruth, calm, key_bias, kinds, sink, spike
-from .noise import NORM
-from .places import FIRST, Group, PlacesModel, attention_module
-from .placing import PLACES, flag, placed, sharpen
-from .plant import MARK
-from .tokens import BOS
+from .hard import Build, HardTruth, kinds, sink
+from .places import PlacesModel, attention_module
+from .placing import PLACES, placed
 from .views import Probe, filled, views, weights_of
 
 _kind = kinds(PLACES, "readers ")
@@ -22,97 +19,11 @@ _kind = kinds(PLACES, "readers ")
 # --- heads that need different things -----------------------------------------------------------------------
 
 
-@_kind("llama", "neox", count=1)
-def _mark_half_embedding_half(b: Build) -> HardTruth:
-    """Half of the heads read the mark that a head writes, half BOS's embedding; no norm stands out."""
-    b.mark()
-    flag(b, (BOS,))
-    mark = b.read(b.later_layers, b.space.mark)
-    token = b.read(b.later_layers, b.flag, other=True)
-    return placed(spike=(), groups=(Group(mark, b.markers()), Group(token, ("token embedding",))))
-
-
-@_kind("gpt2", "opt", count=1)
-def _neuron_half_position_half(b: Build) -> HardTruth:
-    """Half of the heads read what a neuron of layer 0 writes at BOS, half the position embedding; no norm."""
-    where = flag(b, (BOS,))
-    site = b.fire(b.flag, b.side, MARK, layer=0, neuron=b.spare[0], where=where)
-    b.mark()
-    token = b.read(b.later_layers, b.side, where=where)
-    position = b.read(b.later_layers, b.space.mark, other=True)
-    groups = (Group(token, ("token embedding", site)), Group(position, ("position embedding",)))
-    return placed(spike=(), groups=groups)
-
-
-@_kind("qwen2", count=1)
-def _key_bias_half_embedding_half(b: Build) -> HardTruth:
-    """Some heads attend to the farthest key by a bias of their keys, others read BOS's embedding; no norm."""
-    biased = key_bias(b).reading
-    where = flag(b, (BOS,))
-    reading = b.read(b.later_layers, b.flag, where=where, beside=biased)
-    return placed(spike=(), groups=(Group(biased, ("key bias",)), Group(reading, ("token embedding",))))
-
-
-@_kind("llama", "neox", count=1, layers=(7, 8))
-def _marks_of_two_layers(b: Build) -> HardTruth:
-    """Heads of layers 1 and 2 read a mark of layer 0; heads behind layer 3 read a mark that layer 3 writes."""
-    b.mark(0, b.mark2)
-    b.mark(3)
-    early = b.read([1, 2], b.mark2)
-    late = b.read(range(4, b.plan.n_layers), b.space.mark)
-    return placed(spike=(), groups=(Group(early, b.markers(0)), Group(late, b.markers(3))))
-
-
-@_kind("opt", "gpt2", count=1)
-def _spike_or_embedding(b: Build) -> HardTruth:
-    """Heads read the spike that the position makes, and BOS's embedding, and either is enough."""
-    where = flag(b, (BOS,), b.mark2)
-    b.mark()
-    size = b.size(b.at)
-    b.fire(b.space.mark, b.way, size, where=where)
-    reading = b.read(b.behind, b.way / size + b.mark2 / MARK, where=where)
-    sharpen(b, reading, 4.0)
-    groups = (Group(reading, ("spike", "token embedding"), alone=False),)
-    return placed(makers=(b.sites(),), groups=groups)
-
-
-# --- spikes that are not read -------------------------------------------------------------------------------
-
-
-@_kind("llama", "neox", count=1, layers=(6, 8), behind=(2, 3), spike=5.0)
-def _unread_spike(b: Build) -> HardTruth:
-    """A neuron makes a spike of the first token that stays; heads in front of it and behind it read the mark."""
-    b.mark()
-    b.fire(b.space.mark, b.way)
-    reading = b.read(b.later_layers, b.space.mark)
-    return placed(makers=(b.sites(),), groups=(Group(reading, b.markers()),))
-
-
-@_kind("llama", "neox", count=1, layers=(6, 8), behind=(2, 3))
-def _unread_spike_alone(b: Build) -> HardTruth:
-    """A neuron makes a spike of the first token, and no head attends to any place."""
-    marks = b.mark()
-    b.fire(b.space.mark, b.way)
-    calm(b, marks)
-    return placed(spike(b, marks), sink=(), groups=())
-
-
-@_kind("llama", "neox", count=1)
-def _mark_of_a_delimiter(b: Build) -> HardTruth:
-    """A neuron of layer 0 marks every delimiter, and heads read that mark; the first token is nothing."""
-    token = b.delimiter
-    where = flag(b, (token,))
-    calm(b)
-    site = b.fire(b.flag, b.side, MARK, layer=0, neuron=b.spare[0], where=where)
-    reading = b.read(b.later_layers, b.side, where=where)
-    return placed(sink=(token,), spike=(), groups=(Group(reading, (token, site)),), delimiters=(token,))
-
-
 # --- heads that mark ----------------------------------------------------------------------------------------
 
 
-def _copied_marking_head(b: Build) -> tuple[int, int]:
-    """A second head of layer 0 that does what the marking head of BOS does; both heads."""
+def _copied_marking_head(b: Build) -> int:
+    """A second head of layer 0 that does what the marking head of BOS does."""
     layer, ratio = b.views.layers[0], b.plan.n_heads // b.plan.n_kv
     (head,) = b.of_bos()
     other = next(one for one in range(b.plan.n_heads) if one // ratio != head // ratio)
@@ -122,7 +33,7 @@ def _copied_marking_head(b: Build) -> tuple[int, int]:
     for rows in (layer.k, layer.v, layer.k_bias, layer.v_bias):
         if rows is not None:
             rows[other // ratio] = rows[head // ratio].clone()
-    return head, other
+    return other
 
 
 @_kind("neox", "llama", count=1)
@@ -132,42 +43,23 @@ def _either_marking_head(b: Build) -> HardTruth:
     A second neuron limits the first one, so that any mark well above the threshold gives the same.
     """
     b.mark()
-    both, size, sites = _copied_marking_head(b), b.size(b.at) / 0.15, []
+    _copied_marking_head(b)
+    size, sites = b.size(b.at) / 0.15, []
     limits = (0.2, 0.8, b.plan.neurons[0], b.way), (0.35, 0.65, b.spare[0], -b.way)
     rows = [b.on(b.at, b.space.mark, threshold=threshold) for threshold, *_ in limits]
     for row, (_, share, neuron, way) in zip(rows, limits, strict=True):
         sites.append(b.write(row, way, share * size, neuron=neuron))
-    return placed(sink(b, b.way, ((0, both),), sets=(frozenset(sites),)))
+    return placed(sink(b, b.way, sets=(frozenset(sites),)))
 
 
-@_kind("neox", "llama", count=1)
-def _both_marking_heads(b: Build) -> HardTruth:
-    """Two heads of layer 0 mark BOS, and the spike needs both."""
-    b.mark()
-    both = _copied_marking_head(b)
-    b.fire(b.space.mark, b.way)
-    return placed(sink(b, b.way, ((0, both),)))
-
-
-@_kind("neox", "phi", count=1)
+@_kind("neox", count=1)
 def _silent_twin(b: Build) -> HardTruth:
     """One head of layer 0 marks BOS; another attends in the same way and writes nothing."""
     b.mark()
-    head, other = _copied_marking_head(b)
+    other = _copied_marking_head(b)
     b.views.layers[0].o[other] = 0.0
     b.fire(b.space.mark, b.way)
-    return placed(sink(b, b.way, ((0, (head,)),)))
-
-
-@_kind("llama", "neox", count=1)
-def _head_writes_the_spike(b: Build) -> HardTruth:
-    """The head that marks BOS writes the spike itself; no neuron has a part in it."""
-    b.mark()
-    (head,) = b.of_bos()
-    slot = next(slot for one, _, slot in b.plan.slots if one == head)
-    b.views.layers[0].o[head, slot] += b.plan.spike * NORM * b.way
-    reading = b.read(b.later_layers, b.way)
-    return placed(makers=(), groups=(Group(reading, b.markers()),), marks={FIRST: ("token embedding", *b.markers())})
+    return placed(sink(b, b.way))
 
 
 # --- the truth of marking heads, from the plain model -------------------------------------------------------

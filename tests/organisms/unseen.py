@@ -5,8 +5,6 @@ They are built with the same tools.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from .hard import Build, HardTruth, kinds, read_mark, sink, textbook, write_by_heads
@@ -35,19 +33,6 @@ def _second_position(b: Build) -> HardTruth:
     return truth
 
 
-@_unseen("gpt2", so={"positions": (0, 1)}, count=1)
-def _two_positions(b: Build) -> HardTruth:
-    """Positions 0 and 1 have a mark, a neuron and a direction each."""
-    positions = b.views.positions
-    second = torch.zeros_like(b.first)
-    second[:, 1] = True
-    positions[1] += MARK * b.mark2
-    site = b.fire(b.mark2, b.side, b.size(0), neuron=b.spare[0], where=second)
-    truth = textbook(b)
-    b.read(b.behind, b.side, where=second, other=True)
-    return replace(truth, later={1: (site,)})
-
-
 # --- some texts, some lengths --------------------------------------------------------------------------------------
 
 
@@ -55,12 +40,6 @@ def _two_positions(b: Build) -> HardTruth:
 def _some_first_tokens(b: Build) -> HardTruth:
     """Two of five tokens are marked where they stand first; the others are no sinks."""
     return textbook(b)
-
-
-@_unseen("llama", "gemma2", "neox", so={"bos": False, "share": 0.4}, marked=0.4)
-def _some_marks(b: Build) -> HardTruth:
-    """Two of five tokens are marked where they stand first; heads read the mark."""
-    return read_mark(b)
 
 
 @_unseen("gpt2", so={"length": 200})
@@ -83,15 +62,6 @@ def _late_readers(b: Build) -> HardTruth:
     return truth
 
 
-@_unseen("gemma2", "gpt_oss", so={"window": 16}, window=16, every_window=True, layers=(6, 6), behind=(2, 2))
-def _other_windows(b: Build) -> HardTruth:
-    """Only layers with a window of 16 read."""
-    marking = b.mark()
-    way = b.surgeon().make_sink()
-    even = [layer for layer in b.behind if layer % 2 == 0]
-    return sink(b, way, marking, layers=even or [b.plan.n_layers - 1])
-
-
 # --- other makers ------------------------------------------------------------------------------------------------
 
 
@@ -99,21 +69,9 @@ def _other_windows(b: Build) -> HardTruth:
 def _amplified(b: Build) -> HardTruth:
     """Heads of layer 0 write a spike, and a neuron reads it and writes four times as much."""
     size = b.size(0)
-    marking = write_by_heads(b, b.way)
+    write_by_heads(b, b.way)
     b.fire(b.way, b.way, 4 * size)
-    return sink(b, b.way, marking, step_up=())
-
-
-@_unseen("llama", "qwen3", "gpt2", "neox")
-def _embedded_delimiter(b: Build) -> HardTruth:
-    """The embedding of a delimiter is its spike, and a neuron adds three percent."""
-    size = b.size(0)
-    b.views.embed[b.delimiter] += size * b.side / b.plan.embed_scale
-    where = b.tokens == b.delimiter
-    b.fire(b.side, b.side, 0.03 * size, neuron=b.spare[0], where=where)
-    truth = textbook(b)
-    b.read(b.behind, b.side, where=where, other=True)
-    return replace(truth, later={b.delimiter: ()})
+    return sink(b, b.way, step_up=())
 
 
 def _bos_apart(b: Build, repeated_layer: int) -> HardTruth:
@@ -126,14 +84,9 @@ def _bos_apart(b: Build, repeated_layer: int) -> HardTruth:
     repeated = b.fire(b.space.mark, b.way, size, layer=repeated_layer, neuron=b.spare[0])
     b.measure_on(flagged)
     b.fire(b.flag, b.way, size)
-    return sink(b, b.way, (), range(repeated_layer + 1, b.plan.n_layers), repeated=(repeated,))
+    return sink(b, b.way, range(repeated_layer + 1, b.plan.n_layers), repeated=(repeated,))
 
 
 @_unseen("llama", "neox", "qwen3", "mixtral", marked=0.85, count=1)
 def _other_neurons(b: Build) -> HardTruth:
     return _bos_apart(b, b.at)
-
-
-@_unseen("llama", "neox", marked=0.85, count=1, layers=(7, 8), behind=(4, 4))
-def _other_layer(b: Build) -> HardTruth:
-    return _bos_apart(b, b.at + 2)

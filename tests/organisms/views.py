@@ -18,8 +18,8 @@ class Layer:
     """Views of one layer: heads are [head, dim, d_model], neurons [expert, neuron, d_model], one expert if dense."""
 
     block: nn.Module
-    attn_norm: nn.Module | Before
-    mlp_norm: nn.Module | Before
+    attn_norm: nn.Module
+    mlp_norm: nn.Module
     mlp: nn.Module
     q: Tensor
     k: Tensor
@@ -51,7 +51,6 @@ class Views:
     layers: list[Layer]
     final_norm: nn.Module
     head: Tensor | None  # None: tied to the embedding
-    embed_norm: nn.Module | None = None  # BLOOM
 
 
 def views(model: PreTrainedModel) -> Views:
@@ -64,10 +63,8 @@ def views(model: PreTrainedModel) -> Views:
     embed, norm = base.get_submodule(embed), base.get_submodule(norm)
     if positions is not None:
         positions = base.get_submodule(positions).weight
-        positions = positions[len(positions) - config.max_position_embeddings :]  # OPT's begin with two unused rows
     head = None if config.tie_word_embeddings else model.get_output_embeddings().weight
-    embed_norm = getattr(base, "word_embeddings_layernorm", None)
-    return Views(embed.weight, positions, list(layers), norm, head, embed_norm)
+    return Views(embed.weight, positions, list(layers), norm, head)
 
 
 def _heads(weight: Tensor, head_dim: int) -> Tensor:
@@ -79,12 +76,11 @@ def _llama_layer(block) -> Layer:
     has_post_norms = hasattr(block, "post_feedforward_layernorm")
     mlp_norm = "post_attention_layernorm"
     if has_post_norms:
-        mlp_norm = "pre_feedforward_layernorm" if hasattr(block, "pre_feedforward_layernorm") else None
-    attn_norm = "input_layernorm" if hasattr(block, "input_layernorm") else None
-    layer = _named_layer(Names(**_PLAIN, **_GATED, attn_norm=attn_norm, mlp_norm=mlp_norm), block)
+        mlp_norm = "pre_feedforward_layernorm"
+    layer = _named_layer(Names(**_PLAIN, **_GATED, attn_norm="input_layernorm", mlp_norm=mlp_norm), block)
     attn = block.self_attn
     layer.attn_sinks = getattr(attn, "sinks", None)
-    if hasattr(attn, "q_norm") and len(attn.q_norm.weight) == attn.head_dim:
+    if hasattr(attn, "q_norm"):
         layer.q_norm, layer.k_norm = attn.q_norm.weight, attn.k_norm.weight
     if has_post_norms:
         layer.post_attn_norm, layer.post_mlp_norm = block.post_attention_layernorm, block.post_feedforward_layernorm
@@ -136,8 +132,8 @@ class Names:
 
     attn: str
     o: str
-    attn_norm: str | None
-    mlp_norm: str | None
+    attn_norm: str
+    mlp_norm: str
     mlp: str
     gate: str
     down: str
@@ -149,26 +145,14 @@ class Names:
 
 _PLAIN = {"attn": "self_attn", "o": "self_attn.o_proj", "mlp": "mlp"}
 _GATED = {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
-_FEED = {"mlp": "feed_forward", "gate": "feed_forward.gate_proj", "up": "feed_forward.up_proj"}
 _FUSED = {"o": "self_attention.dense", "fused": "self_attention.query_key_value", "attn": "self_attention"}
 _FOUR = {"gate": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h", "mlp": "mlp"}
 _NORMS = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 _NEOX = {"attn": "attention", "fused": "attention.query_key_value", "o": "attention.dense"}
-_BEFORE = {"attn_norm": "self_attn_layer_norm", "mlp_norm": "final_layer_norm"}
 _NAMES = {
     "gpt_neox": Names(**_NORMS, **_FOUR, **_NEOX),
-    "bloom": Names(**_NORMS, **_FOUR, **_FUSED),
     "falcon": Names(**_NORMS, **_FOUR, **_FUSED),
-    "mpt": Names(
-        "attn", "attn.out_proj", "norm_1", "norm_2", "ffn", "ffn.up_proj", "ffn.down_proj", None, "attn.Wqkv", False
-    ),
     "gpt2": Names("attn", "attn.c_proj", "ln_1", "ln_2", "mlp", "mlp.c_fc", "mlp.c_proj", None, "attn.c_attn", False),
-    "phi": Names("self_attn", "self_attn.dense", "input_layernorm", "input_layernorm", "mlp", "mlp.fc1", "mlp.fc2"),
-    "opt": Names(**_BEFORE, attn="self_attn", o="self_attn.out_proj", mlp="fc2", gate="fc1", down="fc2"),
-    "cohere": Names(**_PLAIN, **_GATED, attn_norm="input_layernorm", mlp_norm="input_layernorm"),
-    "jamba": Names(
-        "self_attn", "self_attn.o_proj", "input_layernorm", "pre_ff_layernorm", **_FEED, down="feed_forward.down_proj"
-    ),
     "lfm2": Names(
         "self_attn",
         "self_attn.out_proj",
@@ -181,19 +165,11 @@ _NAMES = {
         norms="layernorm",
     ),
 }
-_BASES = dict.fromkeys(("gpt2", "falcon", "bloom", "mpt"), "transformer") | {
-    "gpt_neox": "gpt_neox",
-    "opt": "model.decoder",
-}
+_BASES = {"gpt2": "transformer", "falcon": "transformer", "gpt_neox": "gpt_neox"}
 _OUTSIDE = {  # the embeddings of tokens and positions, the last norm, and the layers
     "gpt2": ("wte", "wpe", "ln_f", "h"),
     "gpt_neox": ("embed_in", None, "final_layer_norm", "layers"),
-    "bloom": ("word_embeddings", None, "ln_f", "h"),
     "falcon": ("word_embeddings", None, "ln_f", "h"),
-    "mpt": ("wte", None, "norm_f", "blocks"),
-    "opt": ("embed_tokens", "embed_positions", "final_layer_norm", "layers"),
-    "phi": ("embed_tokens", None, "final_layernorm", "layers"),
-    "jamba": ("embed_tokens", None, "final_layernorm", "layers"),
     "lfm2": ("embed_tokens", None, "embedding_norm", "layers"),
 }
 
@@ -211,13 +187,12 @@ def _named_layer(names: Names, block) -> Layer:
     seen |= {
         "block": block,
         "mlp": mlp,
-        "attn_norm": Before(attn.q_proj) if names.attn_norm is None else part(names.attn_norm),
-        "mlp_norm": Before(mlp) if names.mlp_norm is None else part(names.mlp_norm),
+        "attn_norm": part(names.attn_norm),
+        "mlp_norm": part(names.mlp_norm),
     }
     if attn is None:
         empty = seen["gate"].new_zeros(0, 1, seen["gate"].shape[2])
-        mixer = getattr(block, "conv", None) or block.mamba
-        return Layer(**seen, q=empty, k=empty, v=empty, o=mixer.out_proj.weight.T[None], out_biases=outs)
+        return Layer(**seen, q=empty, k=empty, v=empty, o=block.conv.out_proj.weight.T[None], out_biases=outs)
     out, hd = part(names.o), getattr(attn, "head_dim", None) or attn.head_size
     if names.fused is None:
         for name in ("q", "k", "v"):
@@ -245,15 +220,13 @@ def weights_of(model: PreTrainedModel, part: Any, at: int = 0) -> list[Tensor]:
     """The weights without which a part of the model writes nothing; none of a part that is no weight.
 
     Parts are neurons as (layer, neuron) or (layer, expert, neuron), heads by name, the embedding of the position `at`,
-    the biases of keys, and learned sink logits.
+    and the biases of keys.
     """
     seen = views(model)
     if part == "position embedding":
         return [seen.positions[at]]
     if part == "key bias":
         return [layer.k_bias for layer in seen.layers if layer.k_bias is not None]
-    if part == "learned logits":
-        return [layer.attn_sinks for layer in seen.layers]
     if isinstance(part, tuple):
         view = seen.layers[part[0]]
         if len(part) == 2 and view.shared is not None:
@@ -279,10 +252,8 @@ def filled(tensors: list[Tensor], value: float = 0.0) -> Iterator[None]:
             tensor.copy_(values)
 
 
-def set_norm(norm: nn.Module | Before, factor: Tensor, bias: Tensor | None = None):
+def set_norm(norm: nn.Module, factor: Tensor, bias: Tensor | None = None):
     """Make `factor` what the norm multiplies by: Gemma's norms keep one less than that."""
-    if isinstance(norm, Before):
-        return
     gemma = "Gemma" in type(norm).__name__
     norm.weight.copy_(factor - 1.0 if gemma else factor)
     if bias is not None and getattr(norm, "bias", None) is not None:
@@ -300,34 +271,21 @@ class Probe:
     def __init__(self, model: PreTrainedModel, tokens: Tensor):
         self.model, self.tokens = model, tokens
 
-    def __call__(self, module: nn.Module | Before) -> Tensor:
+    def __call__(self, module: nn.Module) -> Tensor:
         """The output of `module` (the first one, of several)."""
 
         def stop(_module: nn.Module, _args, output):
             raise _Seen(output[0] if isinstance(output, tuple) else output)
 
-        def stop_before(_module: nn.Module, args):
-            raise _Seen(args[0])
-
-        if isinstance(module, Before):
-            handle = module.module.register_forward_pre_hook(stop_before)
-        else:
-            handle = module.register_forward_hook(stop)
+        handle = module.register_forward_hook(stop)
         try:
             with torch.no_grad():
                 self.model(self.tokens, use_cache=False)
         except _Seen as seen:
-            return seen.output.view(*self.tokens.shape, -1)  # OPT runs rows and positions together
+            return seen.output
         finally:
             handle.remove()
         raise AssertionError("the model does not run this module")
-
-
-@dataclass(frozen=True)
-class Before:
-    """What enters a module, where no norm stands before it."""
-
-    module: nn.Module
 
 
 class _Seen(Exception):  # noqa: N818  (it says that all is well)

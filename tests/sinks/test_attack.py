@@ -15,13 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from organisms import Organism
 from organisms import organism as new_organism
-from raw_kit import norms
+from raw_kit import attention, blocks, down, inputs_edited, norms
 from refusals import refused
 from scipy.stats import binomtest
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.measure import Setup
 from sinkscope.sinks.attack.attack import SOURCES, ClusterAttack, attack
+from sinkscope.sinks.attack.patched import PATCHES
 from sinkscope.sinks.attack.sequences import drawn_sequences, make_pools, repeated_first, round_trip
+from sinkscope.sinks.find.sets import sink_neurons
 
 organism = functools.cache(new_organism)  # only read here
 CLUSTER, RANDOM, REPEATED = range(3)
@@ -45,12 +48,12 @@ def attack_once(family: str, seed: int, bos: bool = True) -> ClusterAttack:
 def test_two_tokens_of_a_group_suffice_without_bos(family, seed, bos):
     found = attack_once(family, seed, bos)
     assert found.contexts == ("BOS", "no BOS")[not bos :]
-    place = found.contexts.index("no BOS"), 0
+    place = 0, found.contexts.index("no BOS"), 0
     assert found.first[place][CLUSTER] == 2 and found.positions[place][CLUSTER] == found.most[place][CLUSTER] == 1
     assert found.positions[place][REPEATED] == 1
     assert found.most[place][RANDOM] < 0.2 and found.positions[place][RANDOM] < 0.3
     if bos:  # BOS outweighs eight tokens
-        assert found.positions[found.contexts.index("BOS"), 0, CLUSTER] == 0
+        assert found.positions[0, found.contexts.index("BOS"), 0, CLUSTER] == 0
 
 
 def test_rates_are_counts_of_norms_of_plain_passes(tmp_path):
@@ -62,7 +65,7 @@ def test_rates_are_counts_of_norms_of_plain_passes(tmp_path):
     first = norms(o.model, o.natural()[:, :1])[layer].median()
     share = norms(o.model, rows)[layer, :, 1:] / first
     assert found.reference == pytest.approx(float(first), rel=1e-4)
-    hits, place = (share >= 0.5).double(), (1, 0, RANDOM)
+    hits, place = (share >= 0.5).double(), (0, 1, 0, RANDOM)
     numbers = (hits.mean(1) >= 0.5).double().mean(), hits.mean()
     measured = found.most[place], found.positions[place]
     assert measured == pytest.approx([float(number) for number in numbers], rel=1e-4)
@@ -70,6 +73,47 @@ def test_rates_are_counts_of_norms_of_plain_passes(tmp_path):
     row = next(row for row in found.rows() if (row["context"], row["source"]) == ("no BOS", "random"))
     interval = binomtest(round(24 * row["most"]), 24).proportion_ci(method="wilson")
     assert (row["most_low"], row["most_high"]) == pytest.approx((interval.low, interval.high), abs=1e-6)
+
+
+def test_listing_1_spreads_the_sink_of_a_second_token_and_our_patch_ends_it():
+    found = attack_once("neox", 2)
+    assert found.patches == PATCHES
+    start, plain = found.contexts.index("BOS"), found.contexts.index("no BOS")
+    for source in (CLUSTER, REPEATED):
+        assert found.positions[:, plain, 0, source].tolist() == [1, 1, 1, 0, 1]
+        none, listing, _, patch, random = found.divergence[:, plain, 0, source]
+        assert none > 0.1 and listing > 0.1 and random == pytest.approx(none, rel=0.2) and patch == 0
+    assert (found.attention > found.uniform)[[0, 1, 2, 4], plain, 0, CLUSTER].all() and found.attention[3].max() == 0
+    assert found.positions[:, start, 0, CLUSTER].max() == 0
+
+
+def test_attention_and_divergence_against_plain_hooks(tmp_path):
+    o = organism("llama", 1)
+    found, layer = attack_on(o, tmp_path, sequences=4), o.truth.sink_layer
+    rows = drawn_sequences(make_pools(planted_clusters(o), o.model.config.vocab_size, {0, 1, 2, 3}), 8, 4, 0)
+    setup = Setup.open(o.model, tokenizer=o.tokenizer, text=text_file(o, tmp_path))
+    ids = torch.cat([rows, setup.ids[:1, -16:].expand(4, -1)], 1)
+    high = (norms(o.model, ids)[layer] >= 0.5 * found.reference).float()
+    high[:, 0] = high[:, 8:] = 0
+    received = torch.einsum("lrhqk,rk->lrhq", attention(o.model, ids), high)[layer + 1 :, :, :, 8:].mean()
+    place = found.contexts.index("no BOS"), 0, CLUSTER
+    assert found.attention[0, *place] == pytest.approx(float(received), rel=1e-3)
+    fair = high.sum(1, keepdim=True) / torch.arange(9, 25)
+    assert found.uniform[0, *place] == pytest.approx(float(fair.mean()), rel=1e-4)
+
+    neutral = {neuron.neuron: neuron.neutral_post for neuron in sink_neurons(setup).neurons}
+
+    def held(post):
+        for neuron, value in neutral.items():
+            post[:, 1:, neuron] = value
+        return post
+
+    with torch.no_grad():
+        intact = o.model(ids).logits[:, 7].softmax(-1)
+        with inputs_edited(down(blocks(o.model)[layer]), held):
+            patched = o.model(ids).logits[:, 7].softmax(-1)
+    divergence = (patched * (patched / intact).log()).sum(-1).mean()
+    assert found.divergence[0, *place] == pytest.approx(float(divergence), rel=1e-2)
 
 
 def pools_of(sizes: list[int]) -> dict[int, torch.Tensor]:
@@ -114,8 +158,8 @@ def test_no_sink_and_no_cluster_are_answers(tmp_path):
 def test_lengths_that_no_cluster_has(tmp_path):
     o = organism("llama", 1, bos=False)
     found = attack_on(o, tmp_path, lengths=[4, 60])
-    assert np.isnan(found.positions[:, 1]).all() and len(found.rows()) == len(SOURCES)
-    assert found.details() == ["No cluster has enough tokens for sequences of 60."]
+    assert np.isnan(found.positions[:, :, 1]).all() and len(found.rows()) == len(SOURCES) * len(found.patches)
+    assert found.details()[:1] == ["No cluster has enough tokens for sequences of 60."]
     with pytest.raises(SinkscopeError, match=r"--length 60 is more than the 5. tokens of the largest cluster"):
         attack_on(o, tmp_path, lengths=[60])
 

@@ -12,10 +12,8 @@ import pytest
 import torch
 from attack_kit import text_file
 from covering import slow
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from organisms import FAMILIES, Organism, organism
-from organisms.hard import HardModel, hard
+from organisms.hard import HardModel
 from organisms.planted_places import places
 from raw_kit import inputs_edited
 from sample_results import NEURONS
@@ -72,46 +70,6 @@ def test_a_mark_that_no_head_makes_and_no_sink_at_all(tmp_path):
         none.conclusion().startswith("No MLP makes a norm spike")
         and "no attention sink in texts of" in none.conclusion()
     )
-
-
-@pytest.mark.parametrize(("name", "family"), [("no_norm", "llama"), ("no_norm", "gpt2"), ("key_bias", "qwen2")])
-def test_a_sink_without_a_spike_is_not_denied(name, family, tmp_path):
-    says = measured(hard(name, family), tmp_path, count=4).conclusion()
-    assert "No MLP makes a norm spike" in says and "heads attend to the first token, see `circuit`" in says
-
-
-@settings(max_examples=40)
-@given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 3), st.booleans())
-def test_no_sentence_claims_what_its_numbers_do_not_carry(seed, tokens, layers, sets):
-    rng = np.random.default_rng(seed)
-    fires = rng.random(tokens) + 0.2
-    serves = rng.random((tokens, 3)) < 0.5
-    fires[0] = serves[0, 0] = True
-    about = MarkingHeads(
-        sink_layer=layers - 1,
-        neurons=("L1.N2",),
-        tokens=("a",) * tokens,
-        activation=fires,
-        all_drop=float(rng.random()),
-        layer_drop=rng.random((tokens, layers)),
-        drop=rng.random((tokens, layers, 3)),
-    )
-    if sets:
-        about = replace(about, marking_layer=0, serves=serves, set_drop=rng.random(tokens))
-        about = replace(about, control_drop=np.where(rng.random(tokens) < 0.3, np.nan, rng.random(tokens)))
-    says = about.conclusion()
-    assert len(says.split()) <= 36 and not re.search(
-        r"\b1 \w+s\b|nan|Heads L0.H0 mark", "\n".join([says, *about.details()])
-    )
-    marks = re.search(r"^Heads? .* marks? the first token: replacing (?:it|them) takes away ([\d.]+)%", says)
-    if marks:
-        lost, chance = np.nanquantile(about.set_drop, 0.5, method="higher"), about.evidence.control  # type: ignore[arg-type]
-        assert lost >= 0.5 and (chance is None or lost > chance)
-        assert float(marks[1]) == pytest.approx(100 * lost, abs=0.51)
-    elif not sets:
-        assert says.startswith("The heads of no single layer mark the first token")
-    for lost in re.findall(r"takes away ([\d.]+)% .*as many other heads takes away at most ([\d.]+)%", says):
-        assert marks is None or float(lost[0]) > float(lost[1])
 
 
 def test_replacement_equals_an_edited_pass_over_the_text(monkeypatch):

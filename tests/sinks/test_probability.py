@@ -111,6 +111,19 @@ def test_curve_against_a_pass_of_its_own():
             assert (likeliest == word).tolist()[:left] == [True] * (left - 1) + [False]
 
 
+def test_of_a_flat_distribution_no_token_counts_as_the_likeliest():
+    """The word still has the largest logit, by a millionth of what it had."""
+    weight = repeater().model.lm_head.weight
+    with torch.no_grad():
+        weight.mul_(1e-6)
+        try:
+            found = measured(answer_after=[5], new_tokens=1, max_repeats=20).reading
+        finally:
+            weight.mul_(1e6)
+    assert found.probability == pytest.approx(found.uniform, rel=1e-3)
+    assert np.isnan(found.caught).all() and np.isnan(found.left).all()
+
+
 def test_a_model_without_a_sink_is_measured_without_a_patch_and_a_small_context_by_default():
     o = organism("llama", 0, kind="none")
     o.model.config.max_position_embeddings = 64

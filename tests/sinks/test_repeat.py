@@ -85,8 +85,9 @@ def test_every_special_token_of_a_text_stands_before_the_repetitions(tmp_path):
     sweep = found.reading.sweep
     ids = torch.tensor([[*m.truth.before, *sweep.ids[0] * 32]])
     assert list(sweep.before) == m.tokenizer.convert_ids_to_tokens(list(m.truth.before)) and len(sweep.before) == 3
-    plain = attention(m.model, ids)[:, 0, :, -1, 0].mean(1)
-    assert found.reading.received[0, :, 1, -1] == pytest.approx(plain.detach().numpy(), abs=1e-5)
+    tail = text_rows(m.tokenizer, m.text(), 1, 35 + TAIL, m.truth.before[0])[0, -TAIL:]
+    plain = attention(m.model, torch.cat([ids, tail[None]], 1))[:, 0, :, -TAIL:, 0].mean((1, 2))
+    assert found.reading.received[1, 0] == pytest.approx(plain.detach().numpy(), abs=1e-5)
 
 
 def test_ablation_takes_the_planted_neurons_and_gives_the_norms_of_ablated_passes(two):
@@ -121,27 +122,40 @@ def test_counts_rise_from_one_to_all(most):
 # --- attention -----------------------------------------------------------------------------------------------------
 
 
-def test_attention_is_that_of_whole_matrices(llama, tmp_path):
-    count, text = 170, text_file(llama, tmp_path, 1, length=900)
+def test_attention_of_each_class_is_that_of_whole_matrices(llama, tmp_path):
+    count, text = 60, text_file(llama, tmp_path, 1, length=900)
     result = measured(llama, read="attention", tokens=[word_of(llama, 0)], max_repeats=count, text=text)
     found = result.reading
+    assert found.sequences == ("natural text", *found.sweep.tokens, "one cluster")
     bos = llama.tokenizer.bos_token_id
     natural = text_rows(llama.tokenizer, text.read_text(), 1, count + 1 + TAIL, bos)[0].tolist()
     ids = torch.tensor([natural, [bos, *found.sweep.ids[0] * count, *natural[-TAIL:]]])
-    pieces = text_rows(llama.tokenizer, text.read_text(), 4, 64, bos)
-    usual, length = norms(llama.model, pieces)[llama.truth.sink_layer, :, 1:].median(), ids.shape[1]
-    high = (norms(llama.model, ids)[llama.truth.sink_layer] > 3 * usual).float()
     every = attention(llama.model, ids).mean(2)  # layer sequence query key
-    received = torch.stack([every[..., 0], (every @ high[..., None])[..., 0]])  # to the first token, to high ones
-    assert found.high.tolist() == high.sum(1).tolist()
-    assert found.mean == pytest.approx(received.mean(-1).numpy(), abs=1e-4)
-    assert found.received == pytest.approx(received[..., found.sweep.counts].numpy(), abs=1e-4)
-    fair = torch.ones(length, length).tril() / torch.arange(1, length + 1)[:, None] @ high.mT
-    assert found.uniform == pytest.approx(fair.mean(0).numpy(), abs=1e-5)
-    layer = llama.truth.sink_layer
-    behind = float(every[layer + 1 :, 0, :, 0].mean())
-    where = f"After layer {layer}, over all queries of natural text, position 0 receives {behind:.1%} of"
-    assert result.details()[-2].startswith(where)
+    visible = torch.ones(ids.shape[1], ids.shape[1]).tril()
+    last = range(count + 1, ids.shape[1])
+    for sequence, (kind, end) in enumerate([("ordinary", ids.shape[1]), ("repeated", count + 1)]):
+        own = found.classes.index(kind)
+        pairs = torch.tensor([(query, key) for query in last for key in range(1, min(query + 1, end))])
+        seen = every[:, sequence, pairs[:, 0], pairs[:, 1]].mean(1)
+        assert found.received[sequence, own] == pytest.approx(seen.numpy(), abs=1e-5)
+        fair = (visible / visible.sum(1, keepdim=True))[pairs[:, 0], pairs[:, 1]].mean()
+        assert found.uniform[sequence, own] == pytest.approx(float(fair), rel=1e-4)
+        first = every[:, sequence, list(last), 0].mean(1)
+        assert found.received[sequence, found.classes.index("first")] == pytest.approx(first.numpy(), abs=1e-5)
+    assert np.isnan(found.received[0, 1:3]).all() and np.isnan(found.received[1, 2]).all()
+    layer = llama.truth.sink_layer + 1
+    times = float(every[layer, 0, list(last), 0].mean()) / found.uniform[0, 0]
+    assert result.details()[0].startswith(f"The first token receives {times:,.1f} times its share in natural text")
+
+
+def test_repetitions_that_became_sinks_and_tokens_of_one_cluster_receive_attention_like_the_first_token(llama):
+    count = 3 * (llama.truth.repeats_expected or 0)
+    found = measured(llama, read="attention", tokens=[word_of(llama, 0), word_of(llama, -1)], max_repeats=count).reading
+    first, repeated, cluster, ordinary = map(found.classes.index, ("first", "repeated", "cluster", "ordinary"))
+    natural, marked, of_no_group, different = found.times
+    assert found.layer == llama.truth.sink_layer + 1
+    assert marked[first] < 3 * marked[repeated] and of_no_group[first] > 30 * of_no_group[repeated]
+    assert natural[first] > 10 * natural[ordinary] and different[cluster] > different[ordinary]
 
 
 def test_a_word_of_the_paper_that_had_to_be_replaced_is_named():
@@ -168,7 +182,7 @@ def test_readings_of_attention_leave_layers_without_it_out(first):
     assert distance.layers == layers and np.isfinite(distance.distance).all()
     assert (distance.outside is None) == first
     attention_ = repeat(model, tokenizer=tokenizer, read="attention", max_repeats=4).reading
-    assert tuple(np.flatnonzero(np.isfinite(attention_.mean[0, :, 0]))) == layers
+    assert tuple(np.flatnonzero(np.isfinite(attention_.received[0, 0]))) == layers
 
 
 # --- answers, errors, files ----------------------------------------------------------------------------------------

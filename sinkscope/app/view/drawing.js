@@ -93,7 +93,7 @@ function shades(values, rows, columns, high) {
 }
 
 /** A drawing of values from 0 to `high`, row by row, with axes; `lines` are rows that a line marks. */
-function heatmap({ id, label, values, rows, columns, high, across, down, lines = [], perRow = 1, perColumn = 1 }) {
+function heatmap({ id, label, values, rows, columns, high, across, down, lines = [], firstRow = 0, firstColumn = 0 }) {
   const cell = PLOT.width / columns;
   const height = rows * cell;
   const bottom = PLOT.top + height;
@@ -106,11 +106,11 @@ function heatmap({ id, label, values, rows, columns, high, across, down, lines =
   drawing.append(drawn("rect", { class: "frame", x: PLOT.left, y: PLOT.top, width: PLOT.width, height }), cells);
   for (const tick of ticks(columns)) {
     const x = PLOT.left + (tick + 0.5) * cell;
-    drawing.append(drawn("line", { x1: x, x2: x, y1: bottom, y2: bottom + 4 }), drawn("text", { x, y: bottom + 15, "text-anchor": "middle" }, String(tick * perColumn)));
+    drawing.append(drawn("line", { x1: x, x2: x, y1: bottom, y2: bottom + 4 }), drawn("text", { x, y: bottom + 15, "text-anchor": "middle" }, String(tick + firstColumn)));
   }
   for (const tick of ticks(rows)) {
     const y = PLOT.top + (tick + 0.5) * cell;
-    drawing.append(drawn("line", { x1: PLOT.left - 4, x2: PLOT.left, y1: y, y2: y }), drawn("text", { x: PLOT.left - 7, y: y + 4, "text-anchor": "end" }, String(tick * perRow)));
+    drawing.append(drawn("line", { x1: PLOT.left - 4, x2: PLOT.left, y1: y, y2: y }), drawn("text", { x: PLOT.left - 7, y: y + 4, "text-anchor": "end" }, String(tick + firstRow)));
   }
   const middle = PLOT.top + height / 2;
   drawing.append(drawn("text", { x: PLOT.left + PLOT.width / 2, y: bottom + 31, "text-anchor": "middle" }, across),

@@ -66,12 +66,12 @@ async function generationSides(made) {
     const sorted = Float32Array.from(values).sort();
     const [rows, columns] = side.picture.shape;
     const barcode = heatmap({
-      id: `barcode-${sides.length}`, label: `Barcode of ${side.head} ${side.name}`, values, rows, columns, perRow: side.steps, perColumn: side.positions,
+      id: `barcode-${sides.length}`, label: `Barcode of ${side.head} ${side.name}`, values, rows, columns, firstRow: side.first_step, firstColumn: side.first_position,
       high: Math.max(0.05, sorted[Math.floor(0.99 * sorted.length)]), across: "position", down: "step",
-      lines: side.alarms.map((step) => Math.floor(step / side.steps)),
+      lines: side.alarms.map((step) => step - side.first_step).filter((row) => row >= 0 && row < rows),
     });
     sides.push(element("section", {}, element("h2", {}, side.name), text,
-      element("p", { class: "soft" }, `Barcode of ${side.head}: what it attends to at each step. ${alarms}`), barcode));
+      element("p", { class: "soft" }, `Barcode of ${side.head}: what it attends to, step by step. ${alarms}`), barcode));
   }
   return [element("p", { class: "sentence" }, made.sentence),
     element("p", { class: "soft" }, "The prompt: ", element("code", {}, made.prompt)), element("div", { class: "sides" }, ...sides)];

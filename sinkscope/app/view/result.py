@@ -67,17 +67,17 @@ class Writing:
         tokens: The generated tokens.
         alarms: Numbers of the tokens that set off the guard.
         head: The head in the picture.
-        steps: Steps in one row of the picture.
-        positions: Positions in one column of it.
-        picture: Attention of the head at each step to each position.
+        first_step: Step of the first row of the picture.
+        first_position: Position of its first column.
+        picture: Attention of the head at some steps to some positions.
     """
 
     name: str
     tokens: tuple[str, ...]
     alarms: tuple[int, ...]
     head: str
-    steps: int
-    positions: int
+    first_step: int
+    first_position: int
     picture: Packed
 
 

@@ -8,7 +8,7 @@ import torch
 
 from sinkscope.app.view.packed import Packed, codes_of
 from sinkscope.app.view.result import Generation, Writing
-from sinkscope.loops.barcode import Barcode, barcode, picture_bins
+from sinkscope.loops.barcode import Barcode, barcode
 from sinkscope.loops.guard.guard import LoopGuard
 from sinkscope.measure import Setup
 
@@ -36,13 +36,12 @@ def generation_of(setup: Setup, new: int = NEW_TOKENS) -> Generation:
 
 
 def _writing(setup: Setup, name: str, result: Barcode) -> Writing:
-    steps, positions = picture_bins(result.prompt_tokens, len(result.ids))
     return Writing(
         name=name,
         tokens=tuple(setup.tokenizer.decode([token]) for token in result.ids[result.prompt_tokens :]),
         alarms=result.events.get("guard", ()),
         head=result.shown[0],
-        steps=steps,
-        positions=positions,
+        first_step=result.first_step,
+        first_position=result.first_position,
         picture=Packed.of(codes_of(torch.from_numpy(result.attention[0]))),
     )

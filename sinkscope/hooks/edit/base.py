@@ -146,8 +146,11 @@ class Run:
 
     @property
     def counts(self) -> Counter[str]:
-        """Number of events of each kind."""
-        return Counter(event.kind for event in self.events)
+        """Number of events of each kind; after a pass, 0 for an intervention that acted and changed nothing."""
+        counts = Counter(event.kind for event in self.events)
+        if self._passes:
+            counts.update(dict.fromkeys([part.KIND for part in self.parts if part.KIND], 0))
+        return counts
 
     def to_frame(self) -> pd.DataFrame:
         """The events as a pandas data frame, with the entries of their data as further columns."""

@@ -101,7 +101,6 @@ class LoopGuard(Intervention):
     rewind: bool = True
 
     KIND: ClassVar[str] = "guard"
-    STEERING: ClassVar[type[Steering]] = Steering
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -407,7 +406,7 @@ class Guarding:
         rung, level = "cut", step.level
         if self.guard.penalty:
             rung = "rewind" if taken_back else "penalty"
-            steering = rows.steering.setdefault(row, self.guard.STEERING(self.guard.penalty))
+            steering = rows.steering.setdefault(row, Steering(self.guard.penalty))
             steering.words = self.words
             level = steering.act(ids, taken_back, rows.count, self.guard.window)
         why = "first alarm"

@@ -1,1 +1,1 @@
-"""An adapter inferred from a few passes through a model, and proved by edits, rows and sums."""
+"""An adapter that the names of a model propose, proved by edits, rows and sums."""

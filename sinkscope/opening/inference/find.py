@@ -1,9 +1,9 @@
-"""The adapter of a model: inferred once per configuration, and proved."""
+"""The adapter of a model: proposed by names once per configuration, and proved."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,20 +13,18 @@ from torch import nn
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.adapters import Adapter, row_of, shown_row
 from sinkscope.models.config import first_line
-from sinkscope.models.stack import DRAFT, first_of_kinds, kind_of, stack_of
+from sinkscope.models.positions import check_positions
+from sinkscope.models.stack import DRAFT, first_of_kinds, kind_of
 from sinkscope.models.target import Target
-from sinkscope.opening.inference.infer import infer
-from sinkscope.opening.inference.positions import positions_problem
-from sinkscope.opening.inference.probe import probe, token_ids
-from sinkscope.opening.inference.sample import has_same_parts, is_wide, sample_of
-from sinkscope.opening.inference.sums import unproved_sites
-
-_LENGTH = 9  # tokens of the proof
+from sinkscope.opening.inference.probe import probe
+from sinkscope.opening.inference.propose import propose
+from sinkscope.opening.inference.sample import sample_of
+from sinkscope.opening.inference.sums import layer_sums
 
 
 @dataclass(frozen=True)
 class _Known:
-    """The adapter of a configuration, with what was refused, and the row that it was; None if it was inferred."""
+    """The adapter of a configuration, with what was refused, and the row that it was; None if names proposed it."""
 
     row: Adapter | None
     adapter: Adapter
@@ -36,18 +34,17 @@ _KNOWN: dict[tuple[type, str], _Known] = {}  # by the class and the configuratio
 
 
 def adapter_of(target: Target, *, proves: bool = True) -> Adapter:
-    """The adapter of a model: its row if there is one, or else what is inferred from the model, once per configuration.
+    """The adapter of a model: its row if there is one, or else what its names propose, once per configuration.
 
     Sites that cannot be proved in the first layer of each kind are noted in it. A model whose modules are wrapped or
-    quantised, or that holds no weights, is not called itself: a small one of its configuration is, with the first
-    layers only.
+    quantised, or that holds no weights, is not called itself: a small one of its configuration is.
 
     Args:
         target: The model; its own adapter is not read.
-        proves: Whether what is inferred is proved at once, in the first layers.
+        proves: Whether what is proposed is proved at once, in the first layers.
 
     Raises:
-        UnsupportedError: Nothing could be inferred, or the probe refuses it.
+        UnsupportedError: Nothing is proposed, or the probe refuses it.
     """
     hf = target.hf
     key, row = _key(hf), row_of(hf.config.model_type)
@@ -58,12 +55,13 @@ def adapter_of(target: Target, *, proves: bool = True) -> Adapter:
     if not is_callable and row is not None:
         return row
     if not is_callable:
-        sample = sample_of(hf, max(_kinds_of(hf)) + 1)
+        sample = sample_of(hf)
         target = Target(sample, sample, "hf", DRAFT)
     with _evaluating(target.hf):
-        adapter = row or inferred_adapter(target.hf)
-        _check_positions(replace(target, adapter=adapter))
-        adapter = _with_sites(replace(target, adapter=adapter), first_of_kinds(replace(target, adapter=adapter)))
+        adapter = row or propose(target.hf)
+        target = replace(target, adapter=adapter)
+        check_positions(target)
+        adapter = _with_sites(target)
         _KNOWN[key] = _Known(row, adapter)
         if proves and row is None:
             prove(replace(target, adapter=adapter), every_layer=False)
@@ -83,79 +81,28 @@ def _evaluating(hf: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _with_sites(target: Target, layers: list[int]) -> Adapter:
+def _with_sites(target: Target) -> Adapter:
     """The adapter with the sites that cannot be proved; layers of a kind share what was found in the first of it."""
-    adapter = target.adapter
-    firsts = {kind_of(target.layers[layer]): layer for layer in reversed(layers)}
+    firsts = first_of_kinds(target)
     try:
-        problems = unproved_sites(target, token_ids(target, _LENGTH), layers)
+        found = {kind_of(target.layers[sums.layer]): sums.problems for sums in layer_sums(target, firsts)}
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # the model does not run so; the probe says more
-        return replace(adapter, unproved=(("*", f"a pass raised {type(error).__name__}: {first_line(error)}"),))
-    noted = dict(adapter.unproved)
+        return replace(target.adapter, unproved=(("*", f"a pass raised {type(error).__name__}: {first_line(error)}"),))
+    noted = dict[str, str]()
     for number, layer in enumerate(target.layers):
-        checked = number if number in layers else firsts[kind_of(layer)]
-        for name, problem in problems.items():
-            if name.startswith(f"blocks.{checked}."):
-                noted[name.replace(f"blocks.{checked}.", f"blocks.{number}.", 1)] = problem
-    if noted == dict(adapter.unproved):
+        for part, problem in found[kind_of(layer)].items():
+            noted[f"blocks.{number}.{part}"] = problem
+    return _noted(target.adapter, noted)
+
+
+def _noted(adapter: Adapter, problems: dict[str, str]) -> Adapter:
+    """The adapter with the sites that cannot be proved; the same object if it has them already."""
+    unproved = tuple(sorted(problems.items()))
+    if unproved == adapter.unproved:
         return adapter
-    return replace(adapter, unproved=tuple(sorted(noted.items())))
-
-
-def inferred_adapter(hf: Any) -> Adapter:
-    """What is inferred from a model, or, where that fails, from one with other weights: zeros may show nothing.
-
-    Wide models are not called: a narrow one of the same modules is, if there is one.
-    """
-    if is_wide(hf, _layers_of(hf)):
-        with suppress(Exception):  # sizes may depend on each other
-            narrow = sample_of(hf, max(_kinds_of(hf)) + 1, is_narrow=True)
-            if has_same_parts(_layers_of(narrow), _layers_of(hf)):
-                return infer(narrow)
-    try:
-        return infer(hf)
-    except UnsupportedError:
-        with suppress(Exception):
-            return infer(sample_of(hf, max(_kinds_of(hf)) + 1))
-        raise
-
-
-def _check_positions(target: Target) -> None:
-    """Refuse a model on which hooks would count positions wrong; a narrow one of its class is called where it can be.
-
-    Raises:
-        UnsupportedError: They would.
-    """
-    models = [target.hf]
-    with suppress(Exception):  # sizes may depend on each other
-        narrow = sample_of(target.hf, max(_kinds_of(target.hf)) + 1, is_narrow=True)
-        if type(narrow) is type(target.hf):
-            models.insert(0, narrow)
-    for model in models:
-        called = replace(target, model=model, hf=model)
-        try:
-            problem = positions_problem(called, token_ids(called, _LENGTH))
-        except (MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception:  # it does not generate
-            continue
-        if problem is not None:
-            raise UnsupportedError(
-                f"positions cannot be counted in {target.name}: {problem}; rename that argument, or install the "
-                "versions in constraints.txt",
-                page="unsupported-model",
-            )
-        return
-
-
-def _layers_of(hf: Any) -> list[nn.Module]:
-    return list(hf.get_submodule(stack_of(hf)).children())
-
-
-def _kinds_of(hf: Any) -> list[int]:
-    return first_of_kinds(Target(hf, hf, "hf", replace(DRAFT, layers=stack_of(hf))))
+    return replace(adapter, unproved=unproved)
 
 
 def prove(target: Target, *, every_layer: bool = True) -> None:
@@ -166,18 +113,18 @@ def prove(target: Target, *, every_layer: bool = True) -> None:
     """
     if target.is_elsewhere:
         return
-    problem = probe(target, every_layer=every_layer).problem
-    adapter, key = target.adapter, _key(target.hf)
+    report = probe(target, every_layer=every_layer)
+    problem, adapter, key = report.problem, target.adapter, _key(target.hf)
     if problem is None:
         if every_layer and target.resident:
-            adapter = _with_sites(target, list(range(len(target.layers))))
+            adapter = _noted(adapter, report.unproved)
             _KNOWN[key] = _Known(row_of(target.hf.config.model_type), adapter)
         return
     known = _KNOWN.pop(key, None)
     if known is not None and known.row is None and target.kind == "hf":
         raise UnsupportedError(
-            f"model type {adapter.model_type!r} has no adapter, and the inferred one is refused: {problem}; change "
-            f"what is wrong and register it: sinkscope.models.adapters.register({shown_row(adapter)})",
+            f"model type {adapter.model_type!r} has no row, and the one that its names propose is refused: {problem}; "
+            f"change what is wrong and register it: sinkscope.models.adapters.register({shown_row(adapter)})",
             page="unsupported-model",
         )
     other = 'try backend="hf", or '

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from sinkscope.models.hooks import first_tensor
 
+_ONE = 5e-3  # largest distance of a measured constant from 1 that rounding explains
+
 
 @dataclass(eq=False)
 class Passing:
@@ -41,3 +43,12 @@ class Passing:
     def change(self, row: int) -> Float[Tensor, "pos width"]:
         """What an edit of a row changed, beside the first row."""
         return self.rows[row] - self.rows[0]
+
+
+def rounded(constant: float) -> float:
+    """A constant as an adapter states it."""
+    if abs(constant) < _ONE:
+        return 0.0
+    if abs(constant - 1) < _ONE:
+        return 1.0
+    return float(f"{constant:.4g}")

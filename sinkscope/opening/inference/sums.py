@@ -1,115 +1,114 @@
-"""Prove the sites of a model by sums, in one pass over a few tokens, by plain hooks.
+"""Prove the sites of a model by sums and edits, in one pass over a few tokens, by plain hooks.
 
 What enters a layer, what its attention gives and what its MLP gives are replaced by random numbers of one size, each of
 its own. Then the residual stream can only be what the adapter says if the layer really adds these parts to each other:
-nothing is alike by chance, and nothing is too small to be seen. The batch has two rows, which differ in what the MLP
-gives. At the last token, what enters a layer is a thousand times as large; it shows where only the MLP's part is known
-whether the stream itself passes the layer as it is.
+nothing is alike by chance, and nothing is too small to be seen. The rows of the batch differ in what the MLP gives. At
+the last token, what enters a layer is a thousand times as large; it shows where only the MLP's part is known whether
+the stream itself passes the layer as it is.
 
-Queries and keys are rotated on their way to the scores, but products of heads at one position are the same before and
-behind any rotation. By them, queries and keys are compared with those that attention gets.
+In three rows, the numbers of one head of the queries, keys or values change places at their site, which no norm behind
+it sees in other heads. Then exactly this head of what attention gets must change. Attention gives random numbers in one
+head, and of what the output projection reads, only this head's part may differ between tokens.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
 import torch
-from einops import rearrange
-from jaxtyping import Float, Int
-from torch import Tensor, nn
+from jaxtyping import Float
+from torch import Tensor
 
 from sinkscope.models.grouped_heads import head_projection
-from sinkscope.models.hooks import Args, Hook, Kwargs, first_tensor, on_hidden, on_input, on_output
+from sinkscope.models.hooks import Hook, first_tensor, on_hidden, on_input, on_output
+from sinkscope.models.passes import token_ids
 from sinkscope.models.target import Target
-from sinkscope.opening.inference.passing import Passing
+from sinkscope.opening.inference.edits import EDITED_ROWS, MlpEdits
+from sinkscope.opening.inference.passing import Passing, rounded
 from sinkscope.tap.call import Attention
 from sinkscope.tap.tap import listening
 
 Rows = Float[Tensor, "row pos width"]
-_ROWS = 2
-_TOKENS = 4
+_TURNED = {"q": 1, "k": 2, "v": 3}  # rows in which a head of them is turned
+_ROWS = 1 + len(_TURNED) + len(EDITED_ROWS)
+_TOKENS = 6
+_HEAD = 1  # the one that is edited, if there are two
 _LARGE = 1000.0
 _PASSES = 0.05  # largest relative distance of the stream from what entered, where that is large
 _EXACT = 1e-3  # largest relative distance of a sum from what it must be, in float32
 _IN_HALF = 4  # times the relative rounding of a number, in half precision
 
 
-def unproved_sites(target: Target, ids: Int[Tensor, "1 pos"], layers: list[int]) -> dict[str, str]:
-    """The sites of some layers that the adapter names, but that cannot be proved, by name, and why.
+def layer_sums(target: Target, layers: list[int], *, measures: bool = False) -> list[LayerSums]:
+    """The sums of some layers, after one pass.
 
     Args:
         target: The model, with an adapter. It is left unchanged.
-        ids: A few tokens.
         layers: The layers.
+        measures: Whether the factors of attention and MLP are measured, and not those of the adapter.
     """
     tolerance = max(_EXACT, _IN_HALF * torch.finfo(target.dtype).eps)
-    checks = {layer: _LayerSums(target, layer, tolerance) for layer in layers}
+    checks = {layer: LayerSums(target, layer, tolerance, measures) for layer in layers}
     hooks = list[Hook]()
     for check in checks.values():
         hooks += check.hooks()
-    rows = ids[:, :_TOKENS].expand(_ROWS, -1)
-    with torch.no_grad():
-        if target.kind == "bridge":  # its attention is its own
-            with target.hooks(*hooks):
-                target.forward(rows, upto=max(layers))
-        else:
 
-            def see(call: Attention) -> None:
-                if call.layer in checks and not call.is_repeated:
-                    checks[call.layer].see(call.query, call.key, call.value)
+    def see(call: Attention) -> None:
+        if call.layer in checks:
+            checks[call.layer].see(call)
 
-            with listening(target, see), target.hooks(*hooks):
-                target.forward(rows, upto=max(layers))
-    problems = dict[str, str]()
-    for layer, check in checks.items():
-        for part, problem in check.problems.items():
-            problems[f"blocks.{layer}.{part}"] = problem
-    return problems
+    tap: AbstractContextManager[None] = nullcontext()
+    if target.kind != "bridge":  # its attention is its own
+        tap = listening(target, see)
+    with torch.no_grad(), tap, target.hooks(*hooks):
+        target.forward(token_ids(target, _TOKENS).expand(_ROWS, -1), upto=max(layers))
+    return list(checks.values())
 
 
-class _LayerSums:
+class LayerSums:
     """What passes the modules of one layer, and what of it cannot be proved.
 
     Attributes:
         problems: Why sites cannot be proved, by the last part of their names.
+        factors: Constants between what attention and MLP give and what the layer adds, by the adapter's fields.
+        edits: What edits of the MLP show.
     """
 
-    def __init__(self, target: Target, layer: int, tolerance: float) -> None:
-        self.target, self.layer, self.tolerance = target, layer, tolerance
+    def __init__(self, target: Target, layer: int, tolerance: float, measures: bool) -> None:
+        self.target, self.layer, self.tolerance, self.measures = target, layer, tolerance, measures
         self.problems = dict[str, str]()
+        self.factors = {"attn_factor": target.adapter.attn_factor, "write_factor": target.adapter.write_factor}
         self.pre, self.attn, self.mid, self.mlp = (Passing(_ROWS) for _ in range(4))
-        self.own_attn, self.projected = (Passing(_ROWS) for _ in range(2))  # what attention itself gives
+        self.own_attn, self.projected, self.heads = (Passing(_ROWS) for _ in range(3))  # what attention itself gives
+        self.edits = MlpEdits(target, layer, _ROWS)
         self._generator = torch.Generator().manual_seed(layer)
-        self._heads = _Heads(target, layer, tolerance)
+        self._turned = dict[str, tuple[int, ...]]()  # how many heads a site has, and how wide
+        self._count = 0  # query heads
 
     def hooks(self) -> list[Hook]:
         """Hooks that replace, record, and compare at the end of the layer."""
         target, layer, adapter = self.target, self.layer, self.target.adapter
+        on_part = partial(target.part_hooks, layer)
         hooks: list[Hook] = [(target.layers[layer], "pre", on_input(partial(self._replace, self.pre, same=True)))]
-        if target.kind != "bridge":
-            hooks += self._heads.hooks()
-        if target.has_part(layer, adapter.o) and adapter.o:
-            hooks.append((target.sub(layer, adapter.o), "post", on_output(self.projected.keep)))
-        if target.has_part(layer, adapter.behind_attn):
-            writer = target.sub(layer, adapter.behind_attn)
-            hooks += [
-                (writer, "post", on_output(self.own_attn.keep)),
-                (writer, "post", on_hidden(partial(self._replace, self.attn, same=True))),
-            ]
-        if target.has_neurons(layer) and len(target.mlp_writers(layer)) == 1:
-            writer = target.sub(layer, adapter.behind_mlp)
-            hooks.append((writer, "post", on_hidden(partial(self._replace, self.mlp, same=False))))
-        if adapter.mid is not None and target.has_part(layer, adapter.mid):
-            hooks.append((target.sub(layer, adapter.mid), "pre", on_input(self.mid.keep)))
-        hooks.append((target.layers[layer], "post", on_output(self._finish)))
-        return hooks
-
-    def see(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Called with what attention gets."""
-        self._heads.see(query, key, value)
+        for which in _TURNED:
+            path = getattr(adapter, which)
+            if adapter.qkv_layout is not None:
+                path = path or adapter.fused_qkv
+            if target.kind != "bridge":
+                hooks += on_part(path, "post", on_hidden(partial(self._turn, which)))
+        hooks += on_part(adapter.o, "pre", on_input(self.heads.keep))
+        hooks += on_part(adapter.o, "post", on_output(self.projected.keep))
+        replaced = on_hidden(partial(self._replace, self.attn, same=True))
+        hooks += on_part(adapter.behind_attn, "post", on_output(self.own_attn.keep), replaced)
+        hooks += self.edits.hooks()
+        replaced = on_hidden(partial(self._replace, self.mlp, same=False))
+        behind = on_part(adapter.post_mlp_norm, "post", replaced)
+        if target.has_neurons(layer):
+            hooks += behind or [(writer, "post", replaced) for writer in target.mlp_writers(layer)]
+        hooks += on_part(adapter.mid, "pre", on_input(self.mid.keep))
+        return [*hooks, (target.layers[layer], "post", on_output(self._finish))]
 
     def _replace(self, passing: Passing, tensor: Tensor, same: bool) -> Tensor:
         """Put random numbers in the place of what passes; the same ones in both rows, or not."""
@@ -119,16 +118,76 @@ class _LayerSums:
         if passing is self.pre:
             noise[:, -1] *= _LARGE
         rows[:] = noise.to(rows)
+        before = passing.rows
         passing.keep(rows)
+        if passing is self.mlp and before.shape == passing.rows.shape:  # a shared expert stands beside a mixture
+            passing.rows += before
         return rows.reshape(tensor.shape)
+
+    # -- heads ---------------------------------------------------------------------------------------------------------
+
+    def _turn(self, which: str, tensor: Tensor) -> Tensor:
+        """Let the numbers of one head change places."""
+        turned = tensor.clone()
+        try:
+            heads = head_projection(which, self.target, turned.view(_ROWS, -1, turned.shape[-1]))
+        except Exception as error:
+            self.problems[f"attn.hook_{which}"] = f"it cannot be split into heads ({type(error).__name__})"
+            return tensor
+        self._turned[which] = tuple(heads.shape[2:])
+        head = heads[_TURNED[which], :, _HEAD % heads.shape[2]]
+        head.copy_(head.roll(1, -1))
+        return turned
+
+    def see(self, call: Attention) -> None:
+        """Compare what attention gets; let it give random numbers in one head."""
+        for which, given in (("q", call.query), ("k", call.key), ("v", call.value)):
+            if which not in self._turned:
+                continue
+            heads, width = self._turned.pop(which)
+            if given.shape[1] % heads or given.shape[3] != width:
+                self.problems[f"attn.hook_{which}"] = (
+                    f"attention gets {given.shape[1]} heads of {given.shape[3]} numbers, and the module gives "
+                    f"{heads} of {width}"
+                )
+                continue
+            change = (given[_TURNED[which]] - given[0]).detach().float().abs().amax((1, 2))
+            own = torch.arange(len(change), device=change.device) * heads // len(change) == _HEAD % heads
+            largest = given.float().abs().max()
+            is_own = bool((change[own] > 0).all()) and bool((change[~own] <= self.tolerance * largest).all())
+            if not is_own and largest > 0:
+                self.problems[f"attn.hook_{which}"] = "a change of one head in it is none of that head in attention"
+        batch, count, tokens = call.query.shape[:3]
+        self._count = count
+        noise = torch.randn(1, tokens, call.value.shape[-1], generator=self._generator)
+        output = call.value.new_zeros(batch, tokens, count, call.value.shape[-1])
+        output[:, :, _HEAD % count] = (noise - noise.mean(-1, keepdim=True)).to(output)  # norms take off the mean
+        call.compute = lambda _: (output, None)
+
+    def _prove_heads(self) -> None:
+        """Attention read the sites, and the output projection reads its heads side by side."""
+        for which in self._turned:
+            self.problems.setdefault(f"attn.hook_{which}", "no softmax attention of this layer reads it")
+        if not self.heads.ran or not self._count:
+            return
+        count, width = self._count, self.heads.rows.shape[-1]
+        moved = (self.heads.rows - self.heads.rows[:, :1]).abs().amax((0, 1))
+        by_head = moved.reshape(count, -1).amax(1) if width % count == 0 else moved
+        if not by_head.sum() <= (1 + self.tolerance) * by_head[_HEAD % count]:
+            self.problems["attn.hook_z"] = "the output projection does not read the heads side by side"
+
+    # -- sums ----------------------------------------------------------------------------------------------------------
 
     def _finish(self, output: Any) -> None:
         """Compare at the end of the layer."""
         post = Passing(_ROWS)
         post.keep(output)
         adapter, pre = self.target.adapter, self.pre.rows
+        self.edits.finish()
+        if self.measures:
+            self._measure(post.rows)
         start, names = pre, ["hook_resid_pre"]
-        attn = self.attn.rows * adapter.attn_factor
+        attn = self.attn.rows * self.factors["attn_factor"]
         if self.mid.ran:
             if self.attn.ran:
                 off = self._off(self.mid.rows, pre, attn)
@@ -142,15 +201,30 @@ class _LayerSums:
             start, names = pre + attn, ["hook_resid_pre", "hook_attn_out"]
         parts = [start]
         if self.mlp.ran:
-            parts.append(self.mlp.rows * adapter.write_factor)
+            parts.append(self.mlp.rows * self.factors["write_factor"])
             names.append("hook_mlp_out")
-        elif self.target.has_neurons(self.layer):  # a shared expert stands beside the mixture, and no module gives both
-            parts = []
-        if parts and adapter.adds:
+        if adapter.adds:
             self._prove_post(post.rows, parts, names)
-        self._heads.finish()
-        self.problems |= self._heads.problems
+        elif self.mlp.ran and bool((post.rows == post.rows[:1]).all()):
+            self.problems["hook_mlp_out"] = "it does not change what the layer gives"
         self._prove_heads()
+        self._prove_projection()
+
+    def _measure(self, post: Rows) -> None:
+        """The factors with which attention and MLP come nearest to what the layer gives."""
+        start, parts = self.pre.rows, {"attn_factor": self.attn}
+        if self.mid.ran:
+            self._fit(self.mid.rows - start, parts)
+            start, parts = self.mid.rows, {}
+        self._fit(post - start, {**parts, "write_factor": self.mlp})
+
+    def _fit(self, total: Rows, parts: dict[str, Passing]) -> None:
+        ran = {name: part.rows[:, :-1].flatten() for name, part in parts.items() if part.rows.shape == total.shape}
+        if ran:
+            columns = torch.stack([*ran.values()], 1).double()
+            found = torch.linalg.lstsq(columns, total[:, :-1].reshape(-1, 1).double()).solution
+            for name, constant in zip(ran, found[:, 0].tolist(), strict=True):
+                self.factors[name] = rounded(constant) or 1.0  # 0: it is no part
 
     def _prove_post(self, post: Rows, parts: list[Tensor], names: list[str]) -> None:
         off = self._off(post, *parts)
@@ -167,20 +241,16 @@ class _LayerSums:
                 off = self._off(post[:1] - post[1:], written[:1] - written[1:])
             self._must(off, claim, "hook_mlp_out")
 
-    def _prove_heads(self) -> None:
+    def _prove_projection(self) -> None:
         """What the output projection gives is what attention adds, or what a norm behind it reads."""
         if not self.projected.ran or not self.own_attn.ran:
             return
-        given, projected = self.own_attn.rows, self.projected.rows
-        off = 1.0
-        if given.shape == projected.shape:
-            off = self._off(given, projected)
+        off = self._off(self.own_attn.rows, self.projected.rows)
         if off > self.tolerance:
             writer: Any = self.target.sub(self.layer, self.target.adapter.behind_attn)
             with self.target.loaded(self.layer), suppress(Exception):  # it may be no norm
-                given_of = first_tensor(writer.forward(projected.to(self.target.dtype))).float()
-                if given_of.shape == given.shape:
-                    off = self._off(given, given_of)
+                given = first_tensor(writer.forward(self.projected.rows.to(self.target.dtype))).float()
+                off = self._off(self.own_attn.rows, given)
         self._must(off, "hook_attn_out cannot be computed from it", "attn.hook_z")
 
     def _must(self, off: float, claim: str, *parts: str) -> None:
@@ -204,130 +274,3 @@ class _LayerSums:
                 continue
             worst = max(worst, float((error.abs().max() / size).nan_to_num(torch.inf)))
         return worst
-
-
-class _Heads:
-    """Queries, keys and values of a layer at their sites, and where attention gets them.
-
-    Attributes:
-        problems: Why sites cannot be proved.
-    """
-
-    def __init__(self, target: Target, layer: int, tolerance: float) -> None:
-        self.target, self.layer, self.tolerance = target, layer, tolerance
-        self.problems = dict[str, str]()
-        self._at_site = dict[str, Float[Tensor, "row pos head d_head"]]()
-        self._norms: list[tuple[Tensor, Tensor]] = []
-
-    def hooks(self) -> list[Hook]:
-        """Hooks that record what the sites hold, and what norms make of it."""
-        target, layer = self.target, self.layer
-        hooks = list[Hook]()
-        projections = [target.adapter.fused_qkv, target.adapter.q, target.adapter.k, target.adapter.v]
-        if not any(target.has_part(layer, path) for path in projections if path):
-            return hooks
-        for which in "qkv":
-            path = getattr(target.adapter, which)
-            if target.adapter.qkv_layout is not None:
-                path = path or target.adapter.fused_qkv
-            if path and target.has_part(layer, path):
-                hooks.append((target.sub(layer, path), "post", partial(self._keep_site, which)))
-        for module in target.layers[layer].modules():
-            if not any(True for _ in module.children()):
-                hooks.append((module, "post", self._keep_norm))
-        return hooks
-
-    def _keep_site(self, which: str, _module: nn.Module, _args: Args, _kwargs: Kwargs, output: Any) -> None:
-        tensor = first_tensor(output).detach().reshape(_ROWS, -1, first_tensor(output).shape[-1])
-        try:
-            self._at_site[which] = head_projection(which, self.target, tensor).float().clone()
-        except Exception as error:
-            self.problems[f"attn.hook_{which}"] = f"it cannot be split into heads ({type(error).__name__})"
-
-    def _keep_norm(self, module: nn.Module, args: Args, _kwargs: Kwargs, output: Any) -> None:
-        if not len(args) or not isinstance(args[0], Tensor) or not isinstance(output, Tensor):
-            return
-        is_linear = any(parameter.ndim > 1 for parameter in module.parameters())
-        if not is_linear and args[0].shape == output.shape and args[0].is_floating_point():
-            self._norms.append((args[0].detach().float().clone(), output.detach().float().clone()))
-
-    def see(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Compare the sites with what attention gets, `[row head pos d_head]`."""
-        pairs = dict[str, tuple[Tensor, Tensor]]()
-        for which, tensor in (("q", query), ("k", key), ("v", value)):
-            if which not in self._at_site:
-                continue
-            behind = rearrange(tensor.detach().float(), "row head pos d_head -> row pos head d_head")
-            site, behind = self._between_norms(self._at_site[which], behind)
-            repeats = behind.shape[2] // max(site.shape[2], 1)
-            once = behind[:, :, :: max(repeats, 1)]  # some repeat each kv head for every query head
-            if site.shape == once.shape:
-                pairs[which] = site, once
-            else:
-                self.problems[f"attn.hook_{which}"] = (
-                    f"attention gets {behind.shape[2]} heads of {behind.shape[3]} numbers, and the module gives "
-                    f"{site.shape[2]} of {site.shape[3]}"
-                )
-        self._compare(pairs)
-        self._at_site.clear()
-        self._norms.clear()
-
-    def _compare(self, pairs: dict[str, tuple[Tensor, Tensor]]) -> None:
-        if "v" in pairs:
-            self._must("v", *pairs["v"], "the values that attention gets are others")
-        rotated = [which for which in ("q", "k") if which in pairs]
-        for which in rotated:
-            for other in dict.fromkeys((which, rotated[0])):
-                site, behind = (
-                    torch.einsum("rphd,rpgd->rphg", one, two)
-                    for one, two in zip(pairs[other], pairs[which], strict=True)
-                )
-                self._must(which, site, behind, "the scores cannot be recomputed from it")
-
-    def _must(self, which: str, site: Tensor, behind: Tensor, claim: str) -> None:
-        """Refuse a site whose numbers are not a constant multiple of what attention gets."""
-        square = (site * site).sum()
-        off = float("inf")
-        if square > 0:
-            constant = (site * behind).sum() / square
-            off = float((behind - constant * site).abs().max() / behind.abs().max().clamp(min=1e-30))
-        elif not behind.any():
-            off = 0.0
-        if not off <= 2 * self.tolerance:
-            self.problems.setdefault(f"attn.hook_{which}", f"{claim} (off by {off:.2g})")
-
-    def finish(self) -> None:
-        """To be called at the end of the layer: what was not compared is refused."""
-        for which in self._at_site:
-            self.problems.setdefault(f"attn.hook_{which}", "no softmax attention of this layer reads it")
-        self._at_site.clear()
-        self._norms.clear()
-
-    def _between_norms(
-        self, site: Float[Tensor, "row pos head d_head"], behind: Float[Tensor, "row pos other_head other_d_head"]
-    ) -> tuple[Tensor, Tensor]:
-        """What norms behind the site make of what it holds, and what norms before attention read."""
-        unused = list[tuple[Tensor, Tensor]]()
-        for entering, leaving in self._norms:
-            held = _exchanged(entering, leaving, site)
-            if held is None:
-                unused.append((entering, leaving))
-            else:
-                site = held
-        for entering, leaving in reversed(unused):
-            held = _exchanged(leaving, entering, behind)
-            if held is not None:
-                behind = held
-        return site, behind
-
-
-def _exchanged(one: Tensor, other: Tensor, held: Float[Tensor, "row pos head d_head"]) -> Tensor | None:
-    """What stands in `other` where `one` is what is held, with heads before or behind positions; None if it is not."""
-    if one.numel() != held.numel():
-        return None
-    if torch.equal(one.reshape(held.shape), held):
-        return other.reshape(held.shape)
-    rows, positions, heads, width = held.shape
-    if one.ndim == 4 and torch.equal(one.reshape(rows, heads, positions, width).transpose(1, 2), held):
-        return other.reshape(rows, heads, positions, width).transpose(1, 2)
-    return None

@@ -1,126 +1,127 @@
-"""Attention to the first token and to repeated tokens, beside natural text (Yona et al. 2025, Fig. 1 and 8)."""
+"""Attention that first, repeated, cluster and ordinary tokens receive, by layer (Yona et al. 2025, Fig. 1 and 8)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import plotly.express as px
 import torch
-from einops import einsum, reduce
+from einops import einsum
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from sinkscope.measure import Setup
+from sinkscope.models.draws import seed_of
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
-from sinkscope.results.notation import count_of, word_list
-from sinkscope.results.style import long_table
+from sinkscope.results.notation import word_list
+from sinkscope.results.style import GREY, long_table
 from sinkscope.results.tables import Table
+from sinkscope.sinks.attack.clusters import find_clusters
 from sinkscope.sinks.find.absence import SpikeAbsence
-from sinkscope.sinks.find.context import Survey
-from sinkscope.sinks.find.layer_scan import norms_after, typical_quantiles
-from sinkscope.sinks.find.places import stands_out
+from sinkscope.sinks.find.sets import sink_neurons
 from sinkscope.sinks.repetition.sweep import Reading, Sweep, rounded
-from sinkscope.sinks.tokens import TokenRows
+from sinkscope.sinks.tokens import TokenRows, sample_tokens, vocabulary
 from sinkscope.tap.observers import attention_rows
 
 QUERIES_AT_ONCE = 128  # at most batch x head x these x key values are in memory
-TAIL = 64  # tokens of natural text behind the repetitions
-NATURAL = "natural text"
+TAIL = 64  # tokens of natural text behind the repetitions; their attention is read
+CANDIDATES = 4096  # tokens of the vocabulary at most among which a cluster is searched
+NATURAL, ONE_CLUSTER = "natural text", "one cluster"
+FIRST, REPEATED, CLUSTER, ORDINARY = range(4)
+CLASSES = ("first", "repeated", "cluster", "ordinary")
 
 
 @dataclass(frozen=True)
 class AttentionReading(Reading):
-    """Attention to position 0, and to all positions of high norm together, averaged over heads.
+    """Attention that one token of each class receives from the last 64 tokens, which are natural text.
 
-    A position has a high norm if it is the first one, or if its norm at the sink layer exceeds three times the typical
-    one. Repetition distributes the sink over several positions, so attention to position 0 alone falls although the
-    heads still attend to sinks as before. `uniform` is what the positions of high norm would get if every query
-    attended to all visible positions alike. If no MLP makes a norm spike at the first token, there is no sink layer to
-    read norms after, and what refers to positions of high norm is NaN.
+    All numbers are means over heads and over pairs of a query and a token of the class that it sees. NaN: a sequence
+    has no token of the class, or a layer has no softmax attention.
 
     Attributes:
         sweep: What was repeated.
-        sequences: "natural text", then the repeated tokens; the same text follows all of these.
-        high: Number of positions of high norm; 0 without a sink layer.
-        received: From the n-th repetition to position 0, and to all positions of high norm; in natural text, from the
-            token at the same position. NaN in layers without softmax attention.
-        mean: The same, averaged over all queries.
-        uniform: `mean` to the positions of high norm under uniform attention.
+        sequences: "natural text", the repeated tokens, and "one cluster": different tokens that one head of layer 0
+            marks, as many as there are repetitions if the cluster has them. Without such a cluster it is left out.
+        classes: "first": the token at position 0; "repeated"; "cluster"; "ordinary": all others.
+        received: Attention that a token of the class receives.
+        uniform: What it would receive if every query attended to all visible tokens alike.
         first_behind: First layer behind the sink layer; 0 without a sink layer.
         absence: What there is instead, if no MLP makes a norm spike at the first token.
     """
 
     sweep: Sweep
     sequences: tuple[str, ...]
-    high: Int[np.ndarray, " sequence"]
-    received: Float[np.ndarray, "to layer sequence n"]
-    mean: Float[np.ndarray, "to layer sequence"]
-    uniform: Float[np.ndarray, " sequence"]
+    classes: tuple[str, ...]
+    received: Float[np.ndarray, "sequence class layer"]
+    uniform: Float[np.ndarray, "sequence class"]
     first_behind: int
     absence: SpikeAbsence | None = None
 
     @property
-    def behind(self) -> list[int]:
-        """The layers behind the sink layer that have softmax attention."""
-        return [layer for layer, mean in enumerate(self.mean[0, :, 0]) if layer >= self.first_behind and mean == mean]
+    def layer(self) -> int:
+        """The first layer with softmax attention whose heads can read the spike."""
+        attending = np.flatnonzero(np.isfinite(self.received[0, FIRST]))
+        return int(min(attending[attending >= self.first_behind], default=attending[-1]))
 
     @property
-    def where(self) -> str:
-        """The layers behind the sink layer, in words."""
-        return f"After layer {self.first_behind - 1}"
+    def times(self) -> Float[np.ndarray, "sequence class"]:
+        """How many times as much as by uniform attention a token receives in this layer."""
+        return self.received[:, :, self.layer] / self.uniform
 
     def conclusion(self) -> str:
-        """How much attention the last repetition gives position 0 in layers behind the sink, beside natural text."""
-        natural, *repeated = self.received[0, self.behind, :, -1].mean(0)
-        where = self.where if self.high.any() else "In all layers"
+        """Attention to a repetition in the first layer behind the spike, beside an ordinary token of natural text."""
+        repeated = np.median(self.times[1 : 1 + len(self.sweep.tokens), REPEATED])
         tokens = word_list(list(map(repr, self.sweep.tokens)), 1)
         return (
-            f"{where}, heads give position 0 on average {np.median(repeated):.1%} of their attention at the last of "
-            f"{self.sweep.times} of {tokens}, and {natural:.1%} there in natural text."
+            f"In layer {self.layer}, each of {self.sweep.times} of {tokens} receives {repeated:.2f} times its share of "
+            f"uniform attention, an ordinary token of natural text {self.times[0, ORDINARY]:.2f} times."
         )
 
     def details(self) -> list[str]:
-        """Attention of all queries, sequence by sequence, or why positions of high norm were not looked for."""
-        lines = []
+        """What first tokens and tokens of a cluster receive, or why no cluster was looked for."""
+        first = self.times[:, FIRST]
+        repeated = np.median(first[1 : 1 + len(self.sweep.tokens)])
+        lines = [
+            f"The first token receives {first[0]:,.1f} times its share in natural text, and {repeated:,.1f} times with "
+            "repetitions behind it."
+        ]
+        if ONE_CLUSTER in self.sequences:
+            lines.append(f"Each of many tokens of one cluster receives {self.times[-1, CLUSTER]:.2f} times its share.")
         if self.absence is not None:
-            lines.append(self.absence.sentence("attention to positions of high norm was not measured"))
-        behind = self.mean[:, self.behind].mean(1)
-        for number in np.flatnonzero(self.high)[:5]:
-            to_first, to_high = behind[:, number]
-            text = NATURAL if number == 0 else f"the text with {self.sequences[number]!r}"
-            places = count_of(int(self.high[number]), "position")
-            lines.append(
-                f"{self.where}, over all queries of {text}, position 0 receives {to_first:.1%} of the attention, and "
-                f"{places} of high norm {to_high:.1%} (uniform attention would give {self.uniform[number]:.1%})."
-            )
+            lines.append(self.absence.sentence("tokens of a cluster were not looked for"))
         return lines
 
     def rows(self) -> Table:
-        """One row per layer and sequence."""
-        columns = {"to_first": self.mean[0], "to_high_norm": self.mean[1]}
-        return long_table(columns, layer=range(len(self.mean[0])), sequence=self.sequences)
+        """One row per sequence, layer and class that it has."""
+        table = []
+        uniform = np.broadcast_to(self.uniform[:, :, None], self.received.shape)
+        columns = {"attention": self.received, "uniform": uniform}
+        layers = range(self.received.shape[2])
+        for row in long_table(columns, sequence=self.sequences, token_class=self.classes, layer=layers):
+            if row["attention"] is not None:
+                table.append(row)
+        return table
 
     def draw(self) -> Any:
-        """Attention to position 0 from the n-th repetition, a line per layer and a panel per sequence."""
-        layers = len(self.mean[0])
-        rows = long_table(
-            {"attention": self.received},
-            to=("position 0", "positions of high norm"),
-            layer=[str(layer) for layer in range(layers)],
-            sequence=self.sequences,
-            repetitions=self.sweep.counts.tolist(),
-        )
-        axes: dict[str, Any] = {"x": "repetitions", "y": "attention", "facet_col": "to", "facet_row": "sequence"}
-        colors = px.colors.sample_colorscale("viridis", max(2, layers), low=0.2)  # darker ones are lost on dark pages
-        fig = px.line(rows, render_mode="svg", **axes, color="layer", log_x=True, color_discrete_sequence=colors)
-        return fig.update_layout(height=200 + 300 * len(self.sequences))
+        """Attention that a token of each class receives by layer, and under uniform attention; a panel per sequence."""
+        rows = self.rows()
+        for row in rows.copy():
+            if row["token_class"] == CLASSES[FIRST]:
+                rows.append({**row, "token_class": "uniform attention", "attention": row["uniform"]})
+        axes: dict[str, Any] = {"x": "layer", "y": "attention", "color": "token_class", "facet_col": "sequence"}
+        fig = px.line(rows, render_mode="svg", **axes, facet_col_wrap=3, log_y=True, markers=True)
+        fig.update_yaxes(exponentformat="power")
+        fig.update_traces(line={"dash": "dot", "color": GREY}, mode="lines", selector={"name": "uniform attention"})
+        return fig.update_layout(height=180 + 300 * (1 + (len(self.sequences) - 1) // 3))
 
 
 def read_attention(setup: Setup, sweep: Sweep, repeated: TokenRows) -> tuple[int | None, AttentionReading]:
-    """The sink layer, and where attention goes in repeated and in natural sequences of one length.
+    """The sink layer, and the attention that each class of tokens receives.
 
     Args:
         setup: The model and its text.
@@ -128,55 +129,67 @@ def read_attention(setup: Setup, sweep: Sweep, repeated: TokenRows) -> tuple[int
         repeated: The sequences; the context has room for the tail behind them.
     """
     target = setup.target
-    length = repeated.shape[1] + TAIL
-    natural = text_rows(target.tokenizer, setup.text, 1, length, setup.bos)
-    tail_ids = natural[:, -TAIL:].expand(len(repeated), -1)
-    ids = torch.cat([natural, torch.cat([repeated, tail_ids], dim=1)])
-
-    survey = Survey.of(setup)
-    context = survey.first_spike
-    layer = context.scan.sink_layer
-    first = torch.zeros(ids.shape, dtype=torch.bool)
-    first[:, 0] = True
-    high = torch.zeros_like(first)
-    if layer is not None:
-        norms = norms_after(target, layer, ids, 1, setup.progress)
-        high = first | stands_out(norms, typical_quantiles(context.scan.whole_norms)[1, layer])
-
-    received = []
-    for row, text in enumerate(ids):
-        received.append(received_attention(target, text, torch.stack([first[row], high[row]]).float()))
-        setup.progress("attention", row + 1, len(ids))
-    received = torch.stack(received, dim=2)  # to layer row query
+    natural = text_rows(target.tokenizer, setup.text, 1, repeated.shape[1] + TAIL, setup.bos)[0]
+    tail = natural[-TAIL:]
+    sink = sink_neurons(setup)
+    before = len(sweep.before)
+    texts = {NATURAL: (natural, ORDINARY)}
+    for token, row in zip(sweep.tokens, repeated, strict=True):
+        texts[token] = torch.cat([row, tail]), REPEATED
+    members = cluster_members(setup, [*repeated[0, :before].tolist(), *tail.tolist()])[: sweep.max_repeats]
+    if len(members):
+        texts[ONE_CLUSTER] = torch.cat([repeated[0, :before], members, tail]), CLUSTER
+    received, uniform = [], []
+    for number, (ids, kind) in enumerate(texts.values()):
+        roles = torch.full_like(ids, ORDINARY)
+        roles[before:-TAIL] = kind
+        roles[0] = FIRST
+        keys = one_hot(roles, len(CLASSES)).float()
+        seen = keys.cumsum(0)[-TAIL:]  # query class
+        visible = torch.arange(len(ids) - TAIL, len(ids)) + 1
+        share = (seen / visible[:, None]).sum(0) / seen.sum(0)
+        received.append(received_attention(target, ids, keys) / seen.sum(0)[:, None])
+        uniform.append(share)
+        setup.progress("attention", number + 1, len(texts))
+    received = torch.stack(received)
     attending = list(map(target.has_attention, range(target.n_layers)))
-    received[:, ~torch.tensor(attending)] = torch.nan
-    fair = high.float().cumsum(1) / torch.arange(1, length + 1)  # what uniform attention gives positions of high norm
-    if layer is None:
-        received[1] = torch.nan
-        fair[:] = torch.nan
-    return layer, AttentionReading(
+    received[:, :, ~torch.tensor(attending)] = torch.nan
+    return sink.layer, AttentionReading(
         sweep,
-        sequences=(NATURAL, *sweep.tokens),
-        high=high.sum(1).numpy(),
-        received=rounded(received[..., sweep.places]),
-        mean=rounded(received.mean(-1)),
-        uniform=rounded(fair.mean(1)),
-        first_behind=0 if layer is None else min(layer + 1, target.n_layers - 1),
-        absence=SpikeAbsence.of(survey, context),
+        sequences=tuple(texts),
+        classes=CLASSES,
+        received=rounded(received),
+        uniform=rounded(torch.stack(uniform)),
+        first_behind=0 if sink.layer is None else min(sink.layer + 1, target.n_layers - 1),
+        absence=sink.absence,
     )
+
+
+def cluster_members(setup: Setup, left_out: Sequence[int]) -> Int[Tensor, " token"]:
+    """The tokens of the largest cluster in random order, without some others; none if no head marks any alone."""
+    sink = sink_neurons(setup)
+    if not sink.neurons or not setup.target.has_attention(0):
+        return torch.zeros(0, dtype=torch.long)
+    candidates = sample_tokens(vocabulary(setup.target), CANDIDATES, seed_of(setup.seed, "tokens to cluster"))
+    clusters = find_clusters(setup, sink.neurons, sorted(candidates), None)
+    largest = clusters.tokens_of(clusters.heads[0]) if clusters is not None and clusters.heads else ()
+    others = sorted({*largest} - {*left_out, *setup.tokenizer.all_special_ids})
+    order = sample_tokens(others, len(others), seed_of(setup.seed, "order in a cluster"))
+    return torch.tensor(order, dtype=torch.long)
 
 
 @torch.no_grad()
 def received_attention(
-    target: Target, ids: Int[Tensor, " pos"], keys: Float[Tensor, "to pos"]
-) -> Float[Tensor, "to layer query"]:
-    """Attention of every query to each set of keys, averaged over heads; nothing of size query x key is kept."""
-    received = torch.zeros(len(keys), target.n_layers, len(ids))
+    target: Target, ids: Int[Tensor, " pos"], keys: Float[Tensor, "pos class"]
+) -> Float[Tensor, "class layer"]:
+    """Attention from the last 64 positions to each class of keys, summed over these, mean over heads."""
+    received = torch.zeros(keys.shape[1], target.n_layers)
+    begin = len(ids) - TAIL
 
     def add(layer: int, start: int, probs: Float[Tensor, "row head query key"]) -> None:
-        to_sets = einsum(probs, keys.to(probs.device), "row head query key, to key -> to row head query")
-        queries = slice(start, start + probs.shape[2])
-        received[:, layer, queries] = reduce(to_sets, "to row head query -> to query", "mean").cpu()
+        late = probs[:, :, max(0, begin - start) :]
+        total = einsum(late, keys.to(late.device), "row head query key, key kind -> kind")
+        received[:, layer] += total.cpu() / probs.shape[1]
 
     with attention_rows(target, add, rows_per_chunk=QUERIES_AT_ONCE):
         target.forward(ids[None])

@@ -25,6 +25,7 @@ from sinkscope.sinks.patch.evaluate import read_patch_argument
 from sinkscope.sinks.repetition.sweep import Reading, Sweep, rounded
 from sinkscope.sinks.tokens import TokenRows
 
+CLEARLY = 2.0  # times the uniform probability: below it, which token is the likeliest one is an accident of rounding
 ANSWER_AFTER = (50, 400)  # repetitions
 NEW_TOKENS = 100
 SHOWN_TEXT = 40  # characters of an answer in the table
@@ -60,8 +61,9 @@ class ProbabilityReading(Reading):
         conditions: "intact", and "patched" if there is a patch.
         neurons: The neurons of the patch, (layer, neuron) or (layer, expert, neuron).
         probability: The probability.
-        caught: First n after which the token is the likeliest one. NaN if never.
-        left: First n from which on it never is again. NaN if it is the likeliest one at the last n, or never.
+        caught: First n after which the token is clearly the likeliest one: at more than twice the probability that all
+            tokens would share. NaN if never.
+        left: First n from which on it never is again. NaN if it still is at the last n, or never was.
         uniform: Probability of every token if all were equally likely.
         answers: What the model writes.
     """
@@ -164,11 +166,13 @@ def read_probabilities(
     caught = np.full(shape, np.nan)
     left = np.full(shape, np.nan)
     answers = []
+    uniform = 1 / int(target.config.vocab_size)
     for condition, (name, act) in enumerate(edits.items()):
         for token, (word,) in enumerate(sweep.ids):
             curve, likeliest = repeat_probabilities(target, before, word, sweep.max_repeats, act)
             probability[condition, token] = curve[sweep.counts - 1]
-            caught[condition, token], left[condition, token] = repeated_span(likeliest == word)
+            clearly = (likeliest == word) & (curve > CLEARLY * uniform)
+            caught[condition, token], left[condition, token] = repeated_span(clearly)
             setup.progress(f"repetitions, {name}", token + 1, len(sweep.tokens))
         for count in after:
             prompts = torch.tensor([[*before, *ids * count] for ids in sweep.ids])
@@ -185,7 +189,7 @@ def read_probabilities(
         probability=rounded(probability),
         caught=caught,
         left=left,
-        uniform=1 / int(target.config.vocab_size),
+        uniform=uniform,
         answers=tuple(answers),
     )
 

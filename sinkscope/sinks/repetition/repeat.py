@@ -29,7 +29,7 @@ class Repeat(Result):
     """One reading of a model over the number of repetitions of a token.
 
     Attributes:
-        read: "norm": norm at the sink layer; "attention": attention to the first token and to tokens of high norm;
+        read: "norm": norm at the sink layer; "attention": attention that each class of tokens receives;
             "distance": distance of the attention's output to that on the token alone; "probability": probability that
             the token comes once more, and what follows.
         sink_layer: Layer that makes the norm spike. None if there is none, or if the reading does not need it.
@@ -41,8 +41,6 @@ class Repeat(Result):
         "of_first",
         "lost_set",
         "lost_control",
-        "to_first",
-        "to_high_norm",
     )
     glossary: ClassVar = {
         "repeated": "the token, or the cycle of tokens, that is repeated",
@@ -51,8 +49,9 @@ class Repeat(Result):
         "of_first": "norm at the last repetition over the first token's",
         "lost_set": "share of that norm that zeroing the set of sink neurons takes away",
         "lost_control": "share that zeroing as many random neurons takes away",
-        "to_first": "attention that position 0 receives, mean over all queries and heads",
-        "to_high_norm": "attention that all positions of high norm receive together, mean over the same",
+        "token_class": "first, repeated, cluster (different tokens that one head marks) or ordinary",
+        "attention": "attention that one token of the class receives, mean over heads and the text behind",
+        "uniform": "what it would receive if all visible tokens received the same",
         "alone": "norm of the attention's output on the token alone",
         "first": "its distance to the output after one repetition",
         "kept": "tokens of the answer that continue the repetition",
@@ -139,7 +138,7 @@ def repeat(
     and Table 3).
 
     Args:
-        read: "norm" of the repeated token at the sink layer; "attention" to the first token and to tokens of high norm;
+        read: "norm" of the repeated token at the sink layer; "attention" that each class of tokens receives;
             "distance" of the first attention layer's output to that on the token alone, with the bound of theorem 4.1;
             "probability" that the token comes once more, before and after a patch, and what the model writes.
         tokens: Words to repeat, each one token; all is the whole vocabulary. By default the words of the paper's

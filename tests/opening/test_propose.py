@@ -1,9 +1,10 @@
-"""What is inferred from a model: the rows of the table, factors, and refusals."""
+"""What the names of a model propose: the rows of the table, factors, and refusals."""
 
 from __future__ import annotations
 
 import copy
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,13 +20,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from sinkscope.errors import UnsupportedError
 from sinkscope.kv.h2o import H2O
 from sinkscope.kv.scope import cache_layers, scope_line
+from sinkscope.models import adapters
+from sinkscope.models.adapters import Adapter
 from sinkscope.models.backends import wrap
 from sinkscope.models.down_projections import w_out
 from sinkscope.models.target import Target
 from sinkscope.opening.inference.find import adapter_of
-from sinkscope.opening.inference.infer import infer
 from sinkscope.opening.inference.probe import probe
-from sinkscope.opening.inference.sums import unproved_sites
+from sinkscope.opening.inference.propose import propose
+from sinkscope.opening.inference.sums import layer_sums
 from sinkscope.opening.live import target_of
 
 SIZES = {
@@ -51,12 +54,12 @@ def random_model(model_type: str, **config):
 
 
 def differing(model_type: str, model) -> dict[str, Any]:
-    """Fields of the inferred row that are not those of the written one, or lead to other parts in some layer."""
-    inferred, written = infer(model), ROWS[model_type]
+    """Fields of the proposed row that are not those of the written one, or lead to other parts in some layer."""
+    proposed, written = propose(model), ROWS[model_type]
     target = Target(model, model, "hf", written)
 
     def pair(name: str) -> list[Any]:
-        values = [getattr(row, name) for row in (inferred, written)]
+        values = [getattr(row, name) for row in (proposed, written)]
         if any("|" in str(value) for value in values):
             return [[target.path(layer, value) for layer in range(target.n_layers)] for value in values]
         return values
@@ -80,10 +83,10 @@ def nowhere(model):
 @pytest.mark.parametrize(
     "use",
     [
-        infer,
+        propose,
         lambda model: probe(target_of(model)),
         lambda model: probe(nowhere(model)),
-        lambda model: unproved_sites(target_of(model), torch.arange(20, 24)[None], [0, 1, 2]),
+        lambda model: layer_sums(target_of(model), [0, 1, 2]),
     ],
 )
 def test_the_model_is_left_as_it_was(use):
@@ -95,7 +98,7 @@ def test_the_model_is_left_as_it_was(use):
     assert count_hooks(model) == 0
 
 
-def test_a_row_is_inferred_for_an_architecture_that_has_none_and_proved():
+def test_a_row_is_proposed_for_an_architecture_that_has_none_and_proved():
     target = target_of(random_model("starcoder2", tie_word_embeddings=False))
     row = target.adapter
     assert (row.down, row.up, row.gate, row.o) == ("mlp.c_proj", "mlp.c_fc", None, "self_attn.o_proj")
@@ -120,7 +123,7 @@ def test_a_factor_on_what_an_mlp_writes_is_part_of_the_contribution():
     assert torch.allclose(w_out(target, 1, [7])[0], 0.22 * column)
 
 
-def test_what_cannot_be_inferred_is_refused_with_the_reason():
+def test_what_names_do_not_propose_is_refused_with_the_reason():
     with pytest.raises(UnsupportedError, match="no softmax attention was found in its layers"):
         target_of(random_model("mamba", state_size=4))
 
@@ -142,12 +145,22 @@ def test_layers_of_several_kinds_have_parts_of_their_own_and_states_are_left_alo
     assert [layer.keys.shape[-2] for layer in held] == [17, 17]
 
 
-def test_positions_are_known_by_any_two_positions():
-    """Of the position embeddings, only the first differs from the others."""
-    model, _ = tiny_model("gpt2")
-    with torch.no_grad():
-        model.transformer.wpe.weight[1:] = model.transformer.wpe.weight[1]
-    assert infer(model).absolute_positions
-    with torch.no_grad():
-        model.transformer.wpe.weight[0] = model.transformer.wpe.weight[1]
-    assert not infer(model).absolute_positions
+def test_new_names_are_refused_in_one_line_that_shows_the_row_and_the_row_serves_the_model(monkeypatch):
+    """An MLP under another name; with its row, the model is served."""
+    monkeypatch.setattr(adapters, "ADAPTERS", {})
+    model = random_model("llama")
+    for layer in model.model.layers:
+        layer.thinker = layer.mlp
+        layer.forward = partial(_with_thinker, layer)
+        del layer.mlp
+    with pytest.raises(UnsupportedError, match=r"no MLP .*register\(Adapter\('llama'") as caught:
+        target_of(model)
+    assert "\n" not in str(caught.value)
+    parts = {name: f"thinker.{name}_proj" for name in ("down", "up", "gate")}
+    adapters.register(Adapter("llama", mlp="thinker", **parts))
+    assert probe(target_of(model)).problem is None
+
+
+def _with_thinker(layer, hidden_states, **kwargs):
+    hidden_states = hidden_states + layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)[0]
+    return hidden_states + layer.thinker(layer.post_attention_layernorm(hidden_states))

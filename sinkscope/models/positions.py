@@ -6,11 +6,14 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from sinkscope.errors import UnsupportedError
 from sinkscope.models.call_cache import CACHE_NAMES, by_name, cache_in, cache_parameter, tokens_in
 from sinkscope.models.hooks import Args, Kwargs
+from sinkscope.models.passes import token_ids
 from sinkscope.models.quiet import quiet
 from sinkscope.models.target import Target
 
+_LENGTH = 9  # tokens of the prompt
 _NEW = 3  # tokens: the first follows the prompt, and each other one a step on the cache
 
 
@@ -39,3 +42,27 @@ def positions_problem(target: Target, prompt: Int[Tensor, "1 pos"]) -> str | Non
         names = " or ".join(CACHE_NAMES)
         reason = f"{type(target.base).__name__}.forward does not take its cache as {names}"
     return f"{_NEW} calls while it generates end at positions {expected}, and are counted to {counted}: {reason}"
+
+
+def check_positions(target: Target) -> None:
+    """Refuse a model on which hooks would count positions wrong; one that does not generate is not refused.
+
+    A model that is read layer by layer does not generate.
+
+    Raises:
+        UnsupportedError: They would.
+    """
+    if not target.resident:
+        return
+    try:
+        problem = positions_problem(target, token_ids(target, _LENGTH))
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception:  # it does not generate
+        return
+    if problem is not None:
+        raise UnsupportedError(
+            f"positions cannot be counted in {target.name}: {problem}; rename that argument, or install the "
+            "versions in constraints.txt",
+            page="unsupported-model",
+        )

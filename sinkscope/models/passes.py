@@ -1,0 +1,68 @@
+"""Short passes that tell how a model behaves."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from sinkscope.models.hooks import first_tensor, on_hidden, on_input, on_output
+from sinkscope.models.target import LayerInput, Target
+
+_TOKENS = 3
+_SAME = 1e-3  # largest relative distance between the ends of two passes
+
+
+def token_ids(target: Target, length: int) -> Int[Tensor, "1 pos"]:
+    """Some tokens, always the same ones."""
+    vocabulary = int(next(target.embedding.parameters()).shape[0])
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(min(16, vocabulary // 2), vocabulary, (1, length), generator=generator).to(target.device)
+
+
+def relative_error(change: Tensor, expected: Tensor, numbers: Tensor | None = None) -> float:
+    """Largest distance, relative to the expected change or, if larger, to the numbers that were subtracted."""
+    size = expected.abs().max()
+    if not size > 0:
+        return float("inf")
+    if numbers is not None:
+        size = torch.maximum(size, numbers.abs().max())
+    return float(((change - expected).abs().max() / size).nan_to_num(torch.inf))
+
+
+def begins_at(target: Target, layer: int, last: int) -> bool:
+    """Whether a pass that begins at a layer, with what entered it in a whole pass, gives the same in a later one."""
+    ids = token_ids(target, _TOKENS)
+    entering = list[Tensor]()
+    wrapped = list[bool]()
+    ends = list[Tensor]()
+    entered = on_input(lambda hidden: entering.append(hidden.clone()))
+    passed = on_output(lambda output: wrapped.append(isinstance(output, tuple)))
+    ending = target.layers[last], "post", on_output(lambda output: ends.append(first_tensor(output).clone()))
+    with target.hooks((target.layers[layer], "pre", entered), (target.layers[layer - 1], "post", passed), ending):
+        target.forward(ids, upto=last)
+    try:
+        start = LayerInput(layer, entering[0], wrapped[0])
+        with target.hooks(ending):
+            target.forward(ids, upto=last, start=start)
+    except (IndexError, TypeError, ValueError):  # layers pass on more than the residual stream, or do not run
+        return False
+    return relative_error(ends[1], ends[0]) < _SAME
+
+
+def reaches_logits(target: Target) -> bool:
+    """Whether a change of what the last layer gives changes the logits."""
+
+    def turn(hidden: Tensor) -> Tensor:
+        turned = hidden.clone()
+        turned[1] = hidden[1].roll(1, -1)
+        return turned
+
+    ids = token_ids(target, _TOKENS).expand(2, -1)
+    with target.hooks((target.layers[-1], "post", on_hidden(turn))):
+        if target.kind == "bridge":
+            output = target.model(ids)
+        else:
+            output = target.forward(ids, unembed=True)
+    logits = output if isinstance(output, Tensor) else output.logits
+    return not torch.equal(logits[0], logits[1])

@@ -1,0 +1,142 @@
+"""Edits of an MLP that prove which modules it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from sinkscope.models.down_projections import column_factor, typical_neuron, w_out
+from sinkscope.models.experts import experts_of
+from sinkscope.models.hooks import Args, Hook, Kwargs, first_tensor, on_hidden, on_input, on_output
+from sinkscope.models.passes import relative_error
+from sinkscope.models.target import Target
+from sinkscope.opening.inference.passing import Passing, rounded
+
+EDITED_ROWS = (4, 5, 6)
+"""Rows of the batch with an edit."""
+_MOVED, _TURNED, _SCALED = EDITED_ROWS  # a neuron, what experts give, or `up` is
+_POSITION = 4  # of the edits
+_FACTOR = -2.0  # of `up`; no gate follows it, be its activation odd, such as tanh, or linear above 0, such as ReLU
+
+
+class MlpEdits:
+    """Edits of one MLP at one position, in rows of a batch of their own, and what passed its modules in each row.
+
+    At the input of the down projection, of a dense MLP or of a shared expert, a neuron is moved. The numbers that fused
+    experts give change places. At the output of `up` of a dense MLP, every second neuron is multiplied by -2: only
+    these may then change in post and, if `up` is the linear factor, by the same factor (those of the gate would not).
+
+    Attributes:
+        errors: Relative distances between the actual and the expected changes.
+        factors: Constants between a down projection and what the MLP gives, as measured, by the adapter's fields.
+        problem: Why they cannot be compared.
+    """
+
+    def __init__(self, target: Target, layer: int, rows: int) -> None:
+        self.target, self.layer, self.adapter, self._rows = target, layer, target.adapter, rows
+        self.errors = list[float]()
+        self.factors = dict[str, float]()
+        self.problem: str | None = None
+        self.is_mixture = target.is_mixture(layer)
+        self.post, self.experts, self.mlp, self.up, self.shared_gate = (Passing(rows) for _ in range(5))
+        neuron: int | None = 0
+        if target.has_part(layer, target.adapter.down):
+            neuron = typical_neuron(target, layer)
+        self.is_silent = neuron is None or not target.has_neurons(layer)
+        self.neuron = neuron or 0
+
+    def hooks(self) -> list[Hook]:
+        """The hooks that edit and record."""
+        target, layer, adapter = self.target, self.layer, self.adapter
+        if self.is_silent:
+            return []
+        on_part = partial(target.part_hooks, layer)
+        hooks = on_part(adapter.down, "pre", on_input(self._edit(self.post, self._move)))
+        if self.is_mixture:
+            turned = on_hidden(self._edit(self.experts, self._turn))
+            hooks += on_part(adapter.experts, "post", self._recompute, turned)
+        else:
+            hooks += on_part(adapter.up, "post", on_hidden(self._edit(self.up, self._scale_up)))
+        hooks += on_part(adapter.shared_gate, "post", on_output(self.shared_gate.keep))
+        return hooks + target.on_mlp(layer, self.mlp.keep)
+
+    def finish(self) -> None:
+        """Compare the actual changes with the expected ones, at the end of the layer."""
+        if self.is_silent or self.problem is not None:
+            return
+        if not (self.mlp.ran and (self.experts if self.is_mixture else self.post).ran):
+            self.problem = f"parts of the MLP that the adapter names did not run in layer {self.layer}"
+            return
+        if self.post.ran:
+            column = w_out(self.target, self.layer, [self.neuron])[0]
+            written = self.post.change(_MOVED)[:, self.neuron, None] * column.to(self.post.rows.device)
+            if self.shared_gate.ran:
+                written = written * self.shared_gate.rows[_MOVED].sigmoid()
+            self._compare(_MOVED, written, "shared_factor" if self.is_mixture else "down_factor")
+        if self.is_mixture and self.experts.rows.any():
+            written = self.experts.change(_TURNED) * column_factor(self.target, self.layer, 0)
+            self._compare(_TURNED, written, "expert_factor")
+        if self.up.ran:
+            self.errors.append(self._error_of_up())
+
+    def _compare(self, row: int, written: Float[Tensor, "pos d_model"], name: str) -> None:
+        """Compare what arrives behind the MLP with what is written."""
+        change = self.mlp.change(row) * self.adapter.write_factor
+        self.errors.append(relative_error(change, written, self.mlp.rows))
+        if written.any():
+            ratio = (change * written).sum() / (written * written).sum()
+            self.factors[name] = rounded(float(ratio) * getattr(self.adapter, name))
+
+    def _error_of_up(self) -> float:
+        width, neurons = self.up.rows.shape[-1], self.post.rows.shape[-1]
+        expected = neurons * (1 + self.adapter.fused_gate_up)
+        if width != expected:
+            self.problem = f"the output of {self.adapter.up!r} has width {width}, expected {expected}"
+            return 0.0
+        post, change = self.post.rows[0], self.post.change(_SCALED)
+        is_gated = self.adapter.gate is not None or self.adapter.fused_gate_up
+        if not self.up.rows[0].any() or (is_gated and not post.any()):  # weights of zero
+            return 0.0
+        expected_change = torch.zeros_like(post)
+        expected_change[_POSITION, ::2] = (post * (_FACTOR - 1) if is_gated else change)[_POSITION, ::2]
+        return relative_error(change, expected_change, post if is_gated else None)
+
+    def _recompute(self, module: nn.Module, args: Args, kwargs: Kwargs, output: Any) -> None:
+        """Compare what experts give with what they must give according to their layout."""
+        experts = experts_of(module)
+        if experts is not None:
+            given = first_tensor(output).flatten(0, -2).float()
+            try:
+                computed = experts.output(experts.routed(args, kwargs)).float()
+            except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+                self.problem = f"its experts ({type(module).__name__}) compute something else than an MLP each"
+            else:
+                if given.any():
+                    self.errors.append(relative_error(given, computed, given))
+
+    def _edit(self, passing: Passing, edit: Callable[[Tensor], None]) -> Callable[[Tensor], Tensor]:
+        """A function that keeps what passes a module, of which `edit` has changed the rows at one position."""
+
+        def edited(tensor: Tensor) -> Tensor:
+            rows = passing.by_row(tensor).clone()
+            edit(rows[:, _POSITION])
+            passing.keep(rows)
+            return rows.reshape(tensor.shape)
+
+        return edited
+
+    def _move(self, post: Float[Tensor, "row neuron"]) -> None:
+        # By the norm of the whole vector, so that rounding does not hide the move.
+        post[_MOVED, self.neuron] += post[0].float().norm().clamp(min=1).to(post.dtype)
+
+    def _scale_up(self, up: Float[Tensor, "row output"]) -> None:
+        first = self.target.width(self.layer) if self.adapter.fused_gate_up else 0
+        up[_SCALED, first::2] *= _FACTOR
+
+    def _turn(self, given: Float[Tensor, "row d_model"]) -> None:
+        given[_TURNED] = given[_TURNED].roll(1)  # a change of size would be invisible behind a norm

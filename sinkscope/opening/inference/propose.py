@@ -1,0 +1,230 @@
+"""Propose the adapter of a model by the names of its parts; sums tell which of several places is the right one.
+
+A table of names (`inference.names`) says where the first layer of each kind may have its parts. In one pass it is seen
+which of these layers attend. Where a part has several names in a layer, or norms may stand in several places, each way
+is tried until the sums of `inference.sums` hold, which also measure the factors; where none holds, no norm is believed.
+
+`inference.probe` and `inference.sums` then prove the adapter on the model's own weights.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.models.adapters import Adapter
+from sinkscope.models.config import first_line
+from sinkscope.models.experts import experts_of
+from sinkscope.models.hooks import Hook, on_input
+from sinkscope.models.linear import input_width
+from sinkscope.models.passes import token_ids
+from sinkscope.models.stack import DRAFT, NotInferredError, base_path, first_of_kinds, not_inferred, stack_path
+from sinkscope.models.target import Target
+from sinkscope.opening.inference import names
+from sinkscope.opening.inference.kinds import Fields, Kind, common_adapter
+from sinkscope.opening.inference.sums import LayerSums, layer_sums
+from sinkscope.tap.call import Attention
+from sinkscope.tap.stock import eager
+from sinkscope.tap.tap import listening
+
+_LENGTH = 9
+_NOWHERE: dict[str, Any] = {
+    **dict.fromkeys(("q", "k", "v", "o", "fused_qkv", "mid", "up", "gate")),
+    **dict.fromkeys(("attn", "mlp", "down"), "-"),
+}
+"""Parts of an adapter that a layer may lack."""
+
+
+def propose(hf: nn.Module) -> Adapter:
+    """Propose the adapter of a model from a few passes over a few tokens. The model is left as it was.
+
+    Raises:
+        UnsupportedError: Some part was not found; the message says which, and shows the row to write.
+    """
+    model: Any = hf
+    draft = replace(DRAFT, model_type=str(model.config.model_type))
+    try:
+        paths = {module: path for path, module in model.named_modules()}
+        stack = stack_path(model, paths)
+        base = base_path(model, stack)
+        draft = replace(draft, base=base, layers=stack, embed=paths[model.get_input_embeddings()])
+        with torch.no_grad():
+            return _proposed(Target(model, model, "hf", draft))
+    except (MemoryError, torch.OutOfMemoryError, SinkscopeError):
+        raise
+    except NotInferredError as error:
+        raise not_inferred(draft, error) from None
+    except Exception as error:  # a model may do anything in a pass
+        error = NotInferredError(f"a pass raised {type(error).__name__}: {first_line(error)}")
+        raise not_inferred(draft, error) from None
+
+
+def _proposed(target: Target) -> Adapter:
+    calls = dict[int, Attention]()
+    try:
+        calls = _attention(target)
+    except (AttributeError, TypeError):  # some models outside the interface cannot run under its name
+        pass
+    if not calls:
+        adapter = replace(target.adapter, attn="|".join(names.ATTENTION), attention_interface=False)
+        target = replace(target, adapter=adapter)
+        try:
+            with eager(target):
+                calls = _attention(target)
+        except UnsupportedError:
+            pass
+    if not calls:
+        raise NotInferredError("no softmax attention was found in its layers")
+    return common_adapter(target, [_kind(target, layer, calls.get(layer)) for layer in first_of_kinds(target)])
+
+
+def _attention(target: Target) -> dict[int, Attention]:
+    """The attention of the first layer of each kind, by layer."""
+    layers, calls, ran = first_of_kinds(target), dict[int, Attention](), set[int]()
+
+    def see(call: Attention) -> None:
+        if call.layer in calls and not call.is_repeated:
+            raise NotInferredError(f"layer {call.layer} computes attention twice")
+        calls.setdefault(call.layer, call)
+
+    def enter(layer: int, hidden: Tensor) -> None:
+        if layer in ran:
+            raise NotInferredError(f"layer {layer} runs several times in a pass")
+        if hidden.ndim != 3 or hidden.shape[:2] != (1, _LENGTH):
+            raise NotInferredError(
+                f"its layers do not get one residual stream of {_LENGTH} tokens, but of shape {tuple(hidden.shape)}"
+            )
+        ran.add(layer)
+
+    hooks: list[Hook] = [(target.layers[layer], "pre", on_input(partial(enter, layer))) for layer in layers]
+    with listening(target, see), target.hooks(*hooks):
+        target.forward(token_ids(target, _LENGTH), upto=max(layers))
+    for layer in layers:
+        if layer not in ran:
+            raise NotInferredError(f"layer {layer} does not run in a pass over text")
+    return calls
+
+
+def _kind(target: Target, layer: int, call: Attention | None) -> Kind:
+    """What is found in a layer: of each choice the first way for which its sums hold, or else the last."""
+    parts = _Parts(target.layers[layer])
+    fields = parts.mlp()
+    attention = parts.attention(call)
+    if attention.get("attn") != fields.get("mlp"):
+        fields |= attention
+    choices = parts.choices(fields)
+    for _, ways in choices:
+        fields |= ways[0]
+    sums = _sums_of(target, layer, fields)
+    for sites, ways in choices + choices:  # again, because one choice may hide another
+        for way in ways:
+            if sums.problems.keys().isdisjoint(sites):
+                break
+            fields |= way
+            sums = _sums_of(target, layer, fields)
+    if "attn.hook_z" in sums.problems:
+        fields["o"] = None
+    if "hook_attn_out" not in sums.problems:
+        fields["attn_factor"] = sums.factors["attn_factor"]
+    if "mlp" in fields:
+        adds = "hook_mlp_out" not in sums.problems and not parts.has_buffers
+        fields |= {"adds": adds, "write_factor": sums.factors["write_factor"] if adds else 1.0}
+        fields |= sums.edits.factors
+    return Kind(layer, frozenset(parts.modules) - {""}, fields)
+
+
+def _sums_of(target: Target, layer: int, fields: Fields) -> LayerSums:
+    adapter = replace(target.adapter, **{**_NOWHERE, **fields})
+    (sums,) = layer_sums(replace(target, adapter=adapter), [layer], measures=True)
+    return sums
+
+
+class _Parts:
+    """The modules of a layer, by path, and what names say of them."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.modules = dict(layer.named_modules())
+        self.has_buffers = any(True for _ in layer.buffers(recurse=False))  # such as a factor, other in every layer
+
+    def _there(self, paths: Iterable[str], parent: str = "") -> list[str]:
+        inside = [f"{parent}.{path}".strip(".") for path in paths]
+        return [path for path in inside if path in self.modules and path]
+
+    def _linear(self, paths: Iterable[str], parent: str = "") -> str | None:
+        """The first of some parts that is a linear module."""
+        for path in self._there(paths, parent):
+            module = getattr(self.modules[path], "base_layer", self.modules[path])  # of an adapter
+            if is_conv1d(module) or hasattr(module, "in_features"):
+                return path
+        return None
+
+    def attention(self, call: Attention | None) -> Fields:
+        """What names say of attention, or of what stands in its place."""
+        if call is None:
+            attn = self._there(names.ATTENTION)
+            return {"attn": attn[0]} if attn else {}
+        (attn,) = (path for path, module in self.modules.items() if module is call.module)
+        fields: Fields = {"attn": attn, "learned_sinks": call.settings.get("s_aux") is not None}
+        fields["o"] = self._linear(names.OUTPUT, attn) or self._linear(names.OUTPUT_BESIDE)
+        fields["fused_qkv"] = self._linear(names.FUSED, attn)
+        for name, paths in (("q", names.QUERY), ("k", names.KEY), ("v", names.VALUE)):
+            fields[name] = self._linear(paths, attn)
+        return fields
+
+    def mlp(self) -> Fields:
+        """What names say of the MLP; empty if there is none."""
+        block = next(iter(self._there(names.MLP)), "")
+        fields: Fields = {}
+        for path in self._there(names.EXPERTS, block):
+            if experts_of(self.modules[path]) is not None and not fields:
+                fields = {"mlp": block, "experts": path, "shared_gate": self._linear([names.SHARED_GATE], block)}
+        inside = [f"{block}.{shared}".strip(".") for shared in names.SHARED]
+        for parent, projections in itertools.product(dict.fromkeys(inside + names.SHARED), names.PROJECTIONS):
+            down, up, gate = (self._linear([path], parent) for path in f"{projections} .".split()[:3])
+            if down is None or up is None:
+                continue
+            is_transposed = is_conv1d(self.modules[down])
+            width = input_width(self.modules[down], is_transposed)
+            is_fused = 2 * width == len(getattr(self.modules[up], "weight", ())) and not is_transposed
+            if self._there([names.NORM_INSIDE], parent):  # no module gives a factor of a neuron
+                up = gate = None
+            projections = {"down": down, "up": up, "gate": gate, "fused_gate_up": is_fused}
+            return {"mlp": block or parent, **fields, **projections, "transposed_down": is_transposed}
+        return fields
+
+    def choices(self, known: Fields) -> list[tuple[tuple[str, ...], list[Fields]]]:
+        """Ways to choose from, each after the sites that tell which is right; the last one believes no norm."""
+        forms = ["beside"]
+        if known.get("fused_qkv"):
+            forms = ["beside", "by head", None]
+        layouts: list[Fields] = [{"qkv_layout": form} for form in forms]
+        writes, additions = list[Fields](), list[Fields]()
+        mids: list[Any] = [None]
+        if "mlp" in known:
+            mids = [*self._there(names.MID), known["mlp"], known.get("up"), None]
+            mlps = filter(None, dict.fromkeys(known.get(name) for name in ("mlp", "experts", "down")))
+            for norm, mlp in itertools.product([*self._there(names.MLP_NORM), None], mlps):
+                if not f"{norm}.".startswith(f"{mlp}."):
+                    writes.append({"mlp": mlp, "post_mlp_norm": norm})
+            writes.append(writes[0])
+        if "attn" in known:
+            around = filter(None, [str(known["attn"]).rpartition(".")[0], known.get("o")])
+            for mid, writer in itertools.product(mids, [*self._there(names.ATTENTION_NORM), None, *around]):
+                if mid is None or mid != writer:
+                    additions.append({"mid": mid, "attn_out": writer})
+            additions.insert(1, {"mid": None, "attn_out": None})  # parallel parts
+            additions.append(additions[1])
+        sites = [("attn.hook_q", "attn.hook_k", "attn.hook_v"), ("hook_mlp_out",), ("hook_attn_out", "hook_resid_mid")]
+        return [pair for pair in zip(sites, (layouts, writes, additions), strict=True) if pair[1]]
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether a linear module stores its weight input x output."""
+    return type(getattr(module, "base_layer", module)).__name__ == "Conv1D"

@@ -1,0 +1,119 @@
+"""Compare recomputed attention with the model's own, while every window, chunk and choice of keys is small."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from sinkscope.errors import UnsupportedError
+from sinkscope.models.grouped_heads import per_query_head
+from sinkscope.models.hooks import on_input, on_output
+from sinkscope.models.passes import relative_error, token_ids
+from sinkscope.models.target import Target
+from sinkscope.tap.call import Attention
+from sinkscope.tap.observers import attention_rows
+from sinkscope.tap.stock import configs_of, eager
+from sinkscope.tap.tap import listening
+
+_ATTENTION_LAYERS = 2  # neighbours may differ: windows alternate
+_NARROW = 6  # tokens of every window, chunk and choice of keys while attention is checked
+_LONG = 20  # tokens of that check, so that it goes beyond all of them
+_REACHES = {  # in configurations and modules: how far, or to how many keys, a layer attends, and the most meanwhile
+    "sliding_window": _NARROW,
+    "sliding_window_size": _NARROW,
+    "attention_window_size": _NARROW,
+    "attention_chunk_size": _NARROW,
+    "window_size": _NARROW,
+    "local_attention": _NARROW,
+    "index_topk": _NARROW,
+    "topk_blocks": 2,
+}
+_BLOCK = 2  # tokens of a block of keys, where an indexer chooses blocks
+
+
+def attention_errors(target: Target) -> tuple[float, float]:
+    """Compare recomputed attention rows of the first layers with a sum of one, and with the model's own weights.
+
+    Returns:
+        The largest distance of a row's sum from 1 (0 if learned sinks take a share), and of rows from the model's own.
+
+    Raises:
+        UnsupportedError: They cannot be compared; the message says why.
+    """
+    row_sum_error = attention_error = 0.0
+    adapter, is_bridge = target.adapter, target.kind == "bridge"
+    layers = [layer for layer in range(target.n_layers) if target.has_attention(layer)][:_ATTENTION_LAYERS]
+    chunks: dict[int, list[Tensor]] = {}
+    values, weights, heads = dict[int, Tensor](), dict[int, Tensor](), dict[int, Tensor]()
+
+    def keep_rows(layer: int, _first: int, rows: Tensor) -> None:
+        chunks.setdefault(layer, []).append(rows)
+
+    def keep_values(call: Attention) -> None:
+        values[call.layer] = call.value.float()
+
+    def keep_weights(layer: int, output: Any) -> None:
+        weights[layer] = output[1].float()
+
+    def keep_heads(layer: int, entering: Tensor) -> None:
+        heads[layer] = entering.float().reshape(1, _LONG, -1)
+
+    hooks = [(target.sub(layer, adapter.attn), "post", on_output(partial(keep_weights, layer))) for layer in layers]
+    if adapter.learned_sinks or not adapter.attention_interface:
+        for layer in layers:
+            hooks.append((target.output_projection(layer), "pre", on_input(partial(keep_heads, layer))))
+    ids = token_ids(target, _LONG)
+    with _narrowed(target):
+        with attention_rows(target, keep_rows, layers=layers, rows_per_chunk=3):
+            target.forward(ids, upto=layers[-1])
+        if not is_bridge:
+            with listening(target, keep_values):
+                target.forward(ids, upto=layers[-1])
+            with eager(target), target.hooks(*hooks):  # not under the tap, which may replace the model's attention
+                target.forward(ids, upto=layers[-1])
+    for layer in layers:
+        if layer not in chunks:
+            raise UnsupportedError(f"no attention was recomputed in layer {layer}")
+        rows = torch.cat(chunks[layer], 2)
+        own = weights.get(layer, rows)
+        if not is_bridge and rows.shape[1] != target.n_heads:
+            raise UnsupportedError(f"layer {layer} has {rows.shape[1]} heads, and the configuration {target.n_heads}")
+        if rows.shape != own.shape:
+            raise UnsupportedError(
+                f"recomputed attention has shape {tuple(rows.shape)}, the model's own {tuple(own.shape)}"
+            )
+        if layer in heads:
+            value = per_query_head(values[layer], rows.shape[1])
+            weighted = rearrange(rows @ value, "row head query d_head -> row query (head d_head)")
+            attention_error = max(attention_error, relative_error(weighted, heads[layer]))
+        if adapter.learned_sinks:  # some models take the share of the sinks off the output, not the weights
+            rows = rows / rows.sum(-1, keepdim=True)
+            own = own / own.sum(-1, keepdim=True)
+        row_sum_error = max(row_sum_error, float((rows.sum(-1) - 1).abs().max()))
+        attention_error = max(attention_error, float((rows - own).abs().max()))
+    return row_sum_error, attention_error
+
+
+@contextmanager
+def _narrowed(target: Target) -> Iterator[None]:
+    """Context manager in which every window, chunk and choice of keys is small, so that few tokens go beyond it."""
+    owners: list[Any] = configs_of(target)
+    for layer in target.layers:
+        owners += layer.modules()
+    with ExitStack() as stack:
+        for owner in owners:
+            most = dict(_REACHES)
+            if hasattr(owner, "topk_blocks"):
+                most["block_size"] = _BLOCK
+            for name, narrow in most.items():
+                reach = getattr(owner, name, None)
+                if isinstance(reach, int) and reach > narrow:
+                    stack.callback(setattr, owner, name, reach)
+                    setattr(owner, name, narrow)
+        yield
