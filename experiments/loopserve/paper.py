@@ -136,7 +136,7 @@ def _read(text: str) -> dict[str, dict[str, float | None]]:
 TABLE1 = {model: {place: _read(text) for place, text in places.items()} for model, places in _TABLE1.items()}
 """By model, position of the question, task and method: percent, None where the number is lost."""
 
-TABLE8: dict[str, dict[str, float]] = {
+TABLE8: dict[str, dict[str, float | None]] = {
     "multifieldqa_en": {"adakv": 45.08, "snapkv": 46.05, "minference": 46.32, "loopserve": 47.16},
     "2wikimqa": {"adakv": 34.10, "snapkv": 35.03, "minference": 33.57, "loopserve": 36.21},
     "qasper": {"adakv": 25.11, "snapkv": 29.89, "minference": 29.10, "loopserve": 36.30},
