@@ -154,7 +154,7 @@ def test_attention_says_where_the_spike_is_that_it_does_not_look_at(tmp_path):
     found = repeat(m.model, read="attention", max_repeats=4, **options(m, tmp_path))
     said = str(found)
     assert found.sink_layer is None and "no position has a high norm" not in said
-    assert "attention to positions of high norm was not measured; its norm spike is at " in said
+    assert "tokens of a cluster were not looked for; its norm spike is at " in said
     assert "at position 1" in said
     said = repeat(m.model, read="probability", max_repeats=4, answer_after=[2], new_tokens=2, **options(m, tmp_path))
     assert "no causal neuron of a spike at the first token to patch" in said.conclusion()

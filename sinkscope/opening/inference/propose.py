@@ -81,7 +81,7 @@ def _proposed(target: Target) -> Adapter:
         except UnsupportedError:
             pass
     if not calls:
-        raise NotInferredError("no softmax attention was found in its layers")
+        raise NotInferredError("no softmax attention was found in its layers, or none of one layer alone")
     return common_adapter(target, [_kind(target, layer, calls.get(layer)) for layer in first_of_kinds(target)])
 
 
@@ -97,10 +97,9 @@ def _attention(target: Target) -> dict[int, Attention]:
     def enter(layer: int, hidden: Tensor) -> None:
         if layer in ran:
             raise NotInferredError(f"layer {layer} runs several times in a pass")
-        if hidden.ndim != 3 or hidden.shape[:2] != (1, _LENGTH):
-            raise NotInferredError(
-                f"its layers do not get one residual stream of {_LENGTH} tokens, but of shape {tuple(hidden.shape)}"
-            )
+        expected, shape = (1, _LENGTH, target.d_model), tuple(hidden.shape)
+        if shape != expected:
+            raise NotInferredError(f"its layers do not get one residual stream of shape {expected}, but of {shape}")
         ran.add(layer)
 
     hooks: list[Hook] = [(target.layers[layer], "pre", on_input(partial(enter, layer))) for layer in layers]
@@ -160,7 +159,7 @@ class _Parts:
     def _linear(self, paths: Iterable[str], parent: str = "") -> str | None:
         """The first of some parts that is a linear module."""
         for path in self._there(paths, parent):
-            module = getattr(self.modules[path], "base_layer", self.modules[path])  # of an adapter
+            module = self.modules[path]
             if is_conv1d(module) or hasattr(module, "in_features"):
                 return path
         return None

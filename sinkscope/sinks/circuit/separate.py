@@ -163,5 +163,5 @@ def fitted(name: str, neuron: int | None, inputs: Float[np.ndarray, "sample d"],
         auroc=float(areas.mean()),
         error=float(areas.std(ddof=1) / FOLDS**0.5),
         shuffled=float(chance.mean()),
-        score=np.round(score, 4),
+        score=np.asarray(score, dtype=float).round(4),
     )
