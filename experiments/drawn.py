@@ -51,6 +51,14 @@ def record_section(data: Row, file: str, figure: Any = None) -> Section:
     return section(str(data["kind"]), file, lists, shown)
 
 
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines: list[str] = []
+    for cells in (head, ["---"] * len(head), *rows):
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def put_table(page: Path, module: str, made: str) -> None:
     """Replace what stands in a page between the two comments that name a module of `experiments`."""
     text = page.read_text(encoding="utf-8")

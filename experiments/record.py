@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from sinkscope.files.plain import plain
+from sinkscope.files.plain import pathless, plain
 from sinkscope.files.provenance import provenance
 
 Row = dict[str, Any]
@@ -43,7 +43,7 @@ def record(
         bos=True,
         seed=seed,
     )
-    made = replace(made, argv=("python", "-m", *_module(), *sys.argv[1:]))
+    made = replace(made, argv=("python", "-m", *_module(), *map(pathless, sys.argv[1:])))
     envelope = {
         "schema": 1,
         "kind": kind,

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
+from plotly.subplots import make_subplots
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -51,6 +52,7 @@ NAME = "loopserve_latency"
 OUTPUTS = paper.LENGTHS
 SMALL = 3e-4
 WARM = 164
+TENTH = 0.1  # of the text is marked
 LIMITS = {"h2o": 4096, "minference": 16384}  # longest context: the slowest prompts
 STYLES = {
     "full": (GREY, "solid"),
@@ -63,7 +65,6 @@ STYLES = {
     "minference": (RED, "solid"),
 }
 NOTED = ("tokens", "logical", "physical", "answering", "read", "cells", "computed", "dense_heads", "kernel")
-TICKS = [0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 7, 10, 15, 20, 30]
 Clock = Callable[[], float]
 Run = Row
 
@@ -199,49 +200,34 @@ def plan(contexts: Sequence[int], long: Sequence[int], names: Sequence[str], rou
 
 def rows_of(runs: Sequence[Run], outputs: Sequence[int]) -> list[Row]:
     """A row per context and arm: medians over rounds, and ratios to full attention in the same round."""
+    full: dict[tuple[int, int], list[float]] = {}
+    arms: dict[tuple[int, str], list[Run]] = {}
+    for run in runs:
+        arms.setdefault((run["context"], run["arm"]), []).append(run)
+        if run["arm"] == "full":
+            full[run["context"], run["round"]] = run["seconds"]
     rows: list[Row] = []
-    full = {}
-    for r in runs:
-        if r["arm"] == "full":
-            full[(r["context"], r["round"])] = r
-    for context, arm in dict.fromkeys((r["context"], r["arm"]) for r in runs):
-        mine = []
-        for r in runs:
-            if (r["context"], r["arm"]) == (context, arm) and (context, r["round"]) in full:
-                mine.append(r)
-        if not mine:
-            continue
-        pairs = []
-        for r in mine:
-            pairs.append((full[context, r["round"]]["seconds"], r["seconds"]))
+    for (context, arm), mine in arms.items():
 
-        def faster(part: slice, pairs: list[tuple[list[float], list[float]]] = pairs) -> float:
-            values = []
-            for a, b in pairs:
-                values.append(sum(a[part]) / sum(b[part]))
-            return statistics.median(values)
+        def timed(part: slice, mine: list[Run] = mine) -> tuple[float, float]:
+            """Median seconds, and the median of how many times faster than full."""
+            seconds = []
+            ratios = []
+            for run in mine:
+                seconds.append(sum(run["seconds"][part]))
+                ratios.append(sum(full[run["context"], run["round"]][part]) / seconds[-1])
+            return statistics.median(seconds), statistics.median(ratios)
 
-        seconds = {}
+        row: Row = {"context": context, "arm": arm, "rounds": len(mine), "seconds": {}, "times_faster": {}}
+        row["first_seconds"], row["first_times_faster"] = timed(slice(1))
+        steps, row["per_token_times_faster"] = timed(slice(1, None))
+        row["ms_per_token"] = 1e3 * steps / (len(mine[0]["seconds"]) - 1)
         for n in outputs:
-            seconds[str(n)] = statistics.median(sum(r["seconds"][: 1 + n]) for r in mine)
-        times_faster = {}
-        for n in outputs:
-            times_faster[str(n)] = faster(slice(1 + n))
-        rows.append(
-            {
-                "context": context,
-                "arm": arm,
-                "rounds": len(mine),
-                "first_seconds": statistics.median(r["seconds"][0] for r in mine),
-                "ms_per_token": statistics.median(1e3 * statistics.fmean(r["seconds"][1:]) for r in mine),
-                "seconds": seconds,
-                "first_times_faster": faster(slice(1)),
-                "per_token_times_faster": faster(slice(1, None)),
-                "times_faster": times_faster,
-                **{k: mine[-1][k] for k in NOTED},
-                "peak": max((r["peak"] for r in mine if r["peak"] is not None), default=None),
-            }
-        )
+            row["seconds"][str(n)], row["times_faster"][str(n)] = timed(slice(1 + n))
+        for name in NOTED:
+            row[name] = mine[-1][name]
+        peaks = [run["peak"] for run in mine if run["peak"] is not None]
+        rows.append({**row, "peak": max(peaks, default=None)})
     return rows
 
 
@@ -249,77 +235,44 @@ def figure(data: Row) -> Any:
     """Times and ratios by context, by length of the answer, and memory."""
     rows = data["result"]["rows"]
     outputs = data["settings"]["outputs"]
-    from plotly.subplots import make_subplots
-
-    values = value_of_each(rows, "rounds")
-    most = max(values)
-    values = []
-    for each in rows:
-        if each["rounds"] == most:
-            values.append(each["context"])
-    shown = max(values)
     last = str(outputs[-1])
+    most = max(value_of_each(rows, "rounds"))
+    shown = max(row["context"] for row in rows if row["rounds"] == most)
     titles = (
-        f"prompt and {last} tokens, against full",
-        "prompt alone, against full",
-        "a token of the answer, against full",
-        f"by length of the answer at {shown:,}",
-        "keys and values while answering",
-        "peak of memory above the model",
+        f"prompt and {last} tokens, times faster than full",
+        "prompt alone, times faster than full",
+        "a token of the answer, times faster than full",
+        f"seconds by length of the answer at {shown:,}",
+        "MiB of keys and values while answering",
+        "MiB of memory above the model, at the peak",
     )
     fig = make_subplots(2, 3, subplot_titles=titles, horizontal_spacing=0.07, vertical_spacing=0.16)
-    for arm, (color, dash) in STYLES.items():
-        mine = []
-        for r in rows:
-            if r["arm"] == arm:
-                mine.append(r)
-        if not mine:
-            continue
-        line = {"color": color, "dash": dash}
-        x = [r["context"] for r in mine]
-
-        def draw(at: tuple[int, int], x: Sequence[Any], y: Sequence[Any], arm: str = arm, line: Row = line) -> None:
-            fig.add_scatter(
-                x=x,
-                y=y,
-                name=arm,
-                legendgroup=arm,
-                mode="lines+markers",
-                line=line,
-                row=at[0],
-                col=at[1],
-                showlegend=at == (1, 1),
-            )
-
-        draw((1, 1), x, [r["times_faster"][last] for r in mine])
-        draw((1, 2), x, [r["first_times_faster"] for r in mine])
-        draw((1, 3), x, [r["per_token_times_faster"] for r in mine])
-        by_output = []
-        for r in mine:
-            if r["context"] == shown:
-                by_output.append(r)
-        draw((2, 1), outputs, [by_output[0]["seconds"][str(n)] for n in outputs] if by_output else [])
-        draw((2, 2), x, [r["answering"] / 2**20 for r in mine])
-        draw((2, 3), x, [None if r["peak"] is None else r["peak"] / 2**20 for r in mine])
-    ticks = sorted({r["context"] for r in rows})
-    for row, col in ((1, 1), (1, 2), (1, 3), (2, 2), (2, 3)):
-        ticktext = []
-        for n in ticks:
-            ticktext.append(f"{n:,}")
-        fig.update_xaxes(type="log", tickvals=ticks, ticktext=ticktext, title="tokens of context", row=row, col=col)
-    for col in (1, 2, 3):
-        fig.update_yaxes(title="times faster", type="log", tickvals=TICKS, row=1, col=col)
-        fig.add_hline(1, line={"color": GREY, "width": 1}, row=1, col=col)
-    fig.update_xaxes(title="tokens of the answer", tickvals=list(outputs), row=2, col=1)
-    fig.update_yaxes(title="seconds", rangemode="tozero", row=2, col=1)
-    for col in (2, 3):
-        fig.update_yaxes(
-            title="MiB", type="log", tickvals=[b * 10**e for e in range(5) for b in (1, 2, 5)], row=2, col=col
-        )
     faster = {}
-    for r in rows:
-        if r["context"] == shown and r["arm"] != "full":
-            faster[r["arm"]] = r["times_faster"][last]
+    for arm, (color, dash) in STYLES.items():
+        curves: list[tuple[list[Any], list[Any]]] = [([], []) for _ in titles]
+        for row in rows:
+            if row["arm"] != arm:
+                continue
+            peak = None
+            if row["peak"] is not None:
+                peak = row["peak"] / 2**20
+            first, token = row["first_times_faster"], row["per_token_times_faster"]
+            values = (row["times_faster"][last], first, token, None, row["answering"] / 2**20, peak)
+            for (x, y), value in zip(curves, values, strict=True):
+                x.append(row["context"])
+                y.append(value)
+            if row["context"] == shown:
+                faster[arm] = row["times_faster"][last]
+                curves[3] = [*outputs], [*row["seconds"].values()]
+        for number, (x, y) in enumerate(curves):
+            style: Row = {"name": arm, "legendgroup": arm, "showlegend": not number, "mode": "lines+markers"}
+            at = {"row": number // 3 + 1, "col": number % 3 + 1}
+            fig.add_scatter(x=x, y=y, line={"color": color, "dash": dash}, **style, **at)
+    fig.update_xaxes(title="tokens of context", type="log", tickvals=sorted({row["context"] for row in rows}))
+    fig.update_xaxes(title="tokens of the answer", type="linear", tickvals=list(outputs), row=2, col=1)
+    fig.update_yaxes(type="log")
+    fig.update_yaxes(type="linear", rangemode="tozero", row=2, col=1)
+    del faster["full"]
     best = max(faster, key=lambda arm: faster[arm])
     title = f"A turn of {last} tokens after {shown:,} is {faster[best]:.1f} times faster with {best} than without"
     return figure_of(fig, None, title, width=1500, height=900, legend=-0.1, top=100)
@@ -335,8 +288,6 @@ def main(
     budget: int = 1024,
     shortest: int = 2048,
     shape: Literal[*SHAPES] = "lines-512",
-    marked: float = 0.1,
-    seed: int = 0,
     out: Path = Path("figures"),
 ) -> None:
     """Make what the module describes.
@@ -346,15 +297,14 @@ def main(
         outputs: Tokens of an answer.
         names: Arms; `full` must be among them.
         shortest: Prompts below are dense under LoopServe.
-        marked: Share of marked tokens.
         out: Folder of the figure.
     """
     started = time.perf_counter()
     torch.set_num_threads(1)
     outputs = sorted(set(outputs))
     runs = plan(contexts, long, names, rounds)
-    target = shape_of(shape, seed)
-    ids = text(max([*contexts, *long]) + outputs[-1], seed, marked)
+    target = shape_of(shape, 0)
+    ids = text(max([*contexts, *long]) + outputs[-1], 0, TENTH)
     for name, edit in arms(budget, 0).items():  # libraries are loaded, loops compiled
         if name in names:
             turn(target, edit, ids[:, :WARM], WARM - 4, time.thread_time)
@@ -375,12 +325,11 @@ def main(
         "budget": budget,
         "shortest": shortest,
         "shape": shape,
-        "marked": marked,
-        "seed": seed,
+        "marked": TENTH,
         "threads": 1,
     }
     result = {"rows": rows, "runs": measured}
-    save(NAME, record("loopserve-latency", result, settings, started=started, seed=seed), figure, out)
+    save(NAME, record("loopserve-latency", result, settings, started=started), figure, out)
     for row in rows:
         print(json.dumps(row))
 

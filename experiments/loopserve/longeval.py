@@ -18,15 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from plotly.subplots import make_subplots
 
-from experiments.drawn import at_place, put_table, save
+from experiments.drawn import at_place, markdown, put_table, save
 from experiments.loopserve import tokens
-from experiments.record import Row, record
+from experiments.record import Row, record, value_of_each
 from experiments.script import run
 from sinkscope.lines.lines import lines
 from sinkscope.measure import Setup
 from sinkscope.opening.load import load
 from sinkscope.results.style import BLUE, GREEN, ORANGE, figure_of
+from sinkscope.results.tables import percent
 
 COLOURS = (BLUE, ORANGE, GREEN)
 ROWS = (  # what the table says: part of the paper, name, place in the result
@@ -47,133 +49,97 @@ ROWS = (  # what the table says: part of the paper, name, place in the result
 )
 
 
+TENTH = 0.1
+DRAWN = (  # panel, part of a source, curve and dash
+    (0, "weights", "mass", "solid"),
+    (0, "weights", "random_mass", "dot"),
+    (1, "overlap", "inputs", "solid"),
+    (1, "overlap", "inputs_random", "dot"),
+    (2, "overlap", "segments", "solid"),
+    (2, "overlap", "segments_random", "dot"),
+)
 WEIGHTS, AGREEMENT = ("mass", "random_mass", "cells"), ("inputs", "inputs_random", "segments", "segments_relative")
 
 
 def measure(model: Any, name: str, data: Path | None, *, count: int, length: int, new: int) -> Row:
     """All numbers of one source: as measured, and those of the table."""
     setup = Setup.open(model, loading="whole")
-    if data is None:
-        prompts = []
-    else:
+    prompts = []
+    if data is not None:
         prompts = tokens.prompts_of(data, count)
     texts = [context + question for context, question in prompts] or None
     weights = lines.on(setup, texts=texts, count=count, length=length)
-    asked = tokens.questions(setup, prompts, count, length, new)
-    found = tokens.token_overlap(setup.target, asked, new, 8)
-    i = weights.etas.index(0.1)
-    k = found["budgets"].index(0.1)
-    blocks = {}
+    found = tokens.token_overlap(setup.target, tokens.questions(setup, prompts, count, length, new), new, 8)
+    parts: Row = {}
+    shown: dict[str, float | None] = dict.fromkeys(("first", "near", "far"))
+    for part, names in (("weights", WEIGHTS), ("overlap", (*AGREEMENT, "segments_random"))):
+        parts[part] = {"etas": weights.etas}
+        for each in names:
+            parts[part][each] = weights.mean(each).tolist()
+            shown[each] = parts[part][each][weights.etas.index(TENTH)]
+    k = found["budgets"].index(TENTH)
+    for each in found["positions"]:
+        shown[each["position"]] = each["overlap"][k]
     for each in found["blocks"]:
-        blocks[each["block"]] = each
-    first = blocks[0]["apart"]
-    near = found["distances"]
-    shown: dict[str, float | None] = {}
-    for each in (*WEIGHTS, *AGREEMENT):
-        shown[each] = float(weights.mean(each)[i])
-    shown |= {each["position"]: each["overlap"][k] for each in found["positions"]}
-    shown |= {"last": blocks[-1]["overlap"][k], "first": None if first is None else first[k]}
-    far = None
-    if near:
-        far = near[-1]["overlap"][k]
-    shown |= {"near": near[0]["overlap"][k] if near else None, "far": far}
-    return {
-        "name": name,
-        "shown": shown,
-        "weights": {"etas": weights.etas, **{each: weights.mean(each).tolist() for each in WEIGHTS}},
-        "overlap": {
-            "etas": weights.etas,
-            **{each: weights.mean(each).tolist() for each in (*AGREEMENT, "segments_random")},
-        },
-        "tokens": found,
-    }
+        if each["block"] == -1:
+            shown["last"] = each["overlap"][k]
+        if each["block"] == 0 and each["apart"]:
+            shown["first"] = each["apart"][k]
+    if found["distances"]:
+        shown["near"] = found["distances"][0]["overlap"][k]
+        shown["far"] = found["distances"][-1]["overlap"][k]
+    return {"name": name, "shown": shown, **parts, "tokens": found}
 
 
 def table(sources: Sequence[Row]) -> str:
-    """Markdown: a row per number, a column per source."""
-    lines = ["| part | quantity | " + " | ".join(each["name"] for each in sources) + " |"]
-    lines.append("|---" * (2 + len(sources)) + "|")
+    """A row per number, a column per source."""
+    rows = []
     for part, said, name in ROWS:
-        numbers = []
-        for each in sources:
-            numbers.append(each["shown"][name])
-        parts = []
-        for n in numbers:
-            parts.append("-" if n is None else f"{n:.0%}")
-        lines.append(f"| {part} | {said} | " + " | ".join(parts) + " |")
-    return "\n".join(lines)
-
-
-def title(sources: Sequence[Row]) -> str:
-    """What the last window finds in each source, with the question at the end and at the beginning."""
-    found = []
-    for each in sources:
-        found.append(f"{each['name']} {each['shown']['end']:.0%} and {each['shown']['begin']:.0%}")
-    return f"Found by the last window, question at the end and at the beginning: {'; '.join(found)}"
+        rows.append([part, said, *(percent(each["shown"][name]) for each in sources)])
+    return markdown(["part", "quantity", *value_of_each(sources, "name")], rows)
 
 
 def figure(data: Row) -> Any:
     """Six panels: Figs. 1, 1 d, 2 b, 2 c, 4 a and 4 b, a colour for each source, random choices dotted."""
-    sources = data["result"]["sources"]
-    from plotly.subplots import make_subplots
-
-    titles = [
-        "Fig. 1: attention on the heaviest lines",
-        "Fig. 1 d: lines shared by two inputs",
-        "Fig. 2 b: lines of the second half that are the first's",
-        "Fig. 2 c: important tokens that the last window finds",
+    titles = (
+        "Fig. 1: attention on the heaviest lines, by eta",
+        "Fig. 1 d: lines shared by two inputs, by eta",
+        "Fig. 2 b: lines of the second half that are the first's, by eta",
+        "Fig. 2 c: important tokens that the last window finds, by place of the question",
         "Fig. 4 a: found by blocks (0: first of the answer)",
-        "Fig. 4 b: shared by blocks of the answer",
-    ]
-    fig: Any = make_subplots(rows=2, cols=3, subplot_titles=titles, horizontal_spacing=0.06, vertical_spacing=0.16)
-
-    def curve(at: int, x: Any, y: Any, source: Row, colour: str, dash: str = "solid") -> None:
-        row, column = divmod(at, 3)
+        "Fig. 4 b: shared by blocks of the answer, by distance",
+    )
+    fig: Any = make_subplots(2, 3, subplot_titles=titles, horizontal_spacing=0.06, vertical_spacing=0.16)
+    told = []
+    for source, colour in zip(data["result"]["sources"], COLOURS, strict=False):
         name = html.escape(source["name"])
-        first = at == 0 and dash == "solid"
-        line = {"color": colour, "dash": dash}
-        fig.add_scatter(x=x, y=y, name=name, legendgroup=name, showlegend=first, line=line, row=row + 1, col=column + 1)
-
-    for source, colour in zip(sources, COLOURS, strict=False):
-        lines = source["weights"]
-        agree = source["overlap"]
-        found = source["tokens"]
-        k = found["budgets"].index(0.1)
-        curve(0, lines["etas"], lines["mass"], source, colour)
-        curve(0, lines["etas"], lines["random_mass"], source, colour, "dot")
-        for at, name in ((1, "inputs"), (2, "segments")):
-            curve(at, agree["etas"], agree[name], source, colour)
-            curve(at, agree["etas"], agree[f"{name}_random"], source, colour, "dot")
-        places = found["positions"]
-        name = html.escape(source["name"])
-        shares = []
-        for p in places:
-            shares.append(p["overlap"][k])
-        x = []
-        for p in places:
-            x.append(at_place(p["position"]))
-        fig.add_bar(x=x, y=shares, name=name, legendgroup=name, showlegend=False, marker_color=colour, row=2, col=1)
-        blocks = []
-        for each in found["blocks"]:
-            if each["overlap"]:
-                blocks.append(each)
-        curve(4, [b["block"] for b in blocks], [b["overlap"][k] for b in blocks], source, colour)
-        apart = []
-        for b in blocks:
-            if b["apart"]:
-                apart.append(b)
-        curve(4, [b["block"] for b in apart], [b["apart"][k] for b in apart], source, colour, "dash")
-        curve(
-            5,
-            [d["blocks"] for d in found["distances"]],
-            [d["overlap"][k] for d in found["distances"]],
-            source,
-            colour,
-        )
-    for at, said in enumerate(("eta", "eta", "eta", "question", "block", "blocks apart")):
-        fig.update_xaxes(title_text=said, row=at // 3 + 1, col=at % 3 + 1)
+        for number, (x, y, dash) in curves_of(source):
+            style: Row = {"name": name, "legendgroup": name, "line": {"color": colour, "dash": dash}}
+            first = number == 0 and dash == "solid"
+            fig.add_scatter(x=x, y=y, showlegend=first, row=number // 3 + 1, col=number % 3 + 1, **style)
+        told.append(f"{name} {percent(source['shown']['end'])} and {percent(source['shown']['begin'])}")
     fig.update_yaxes(range=[0, 1.02], tickformat=".0%")
-    return figure_of(fig, None, title(sources), width=1500, height=900, legend=-0.1)
+    title = f"Found by the last window, question at the end and at the beginning: {'; '.join(told)}"
+    return figure_of(fig, None, title, width=1500, height=900, legend=-0.1)
+
+
+def curves_of(source: Row) -> list[tuple[int, tuple[list[Any], list[float], str]]]:
+    """What is drawn of a source: the panel, x, y, and the dash."""
+    found = source["tokens"]
+    k = found["budgets"].index(TENTH)
+    curves = []
+    for number, part, name, dash in DRAWN:
+        curves.append((number, (source[part]["etas"], source[part][name], dash)))
+    places = [at_place(each["position"]) for each in found["positions"]]
+    for number, name, x, key, dash in (
+        (3, "positions", places, "overlap", "solid"),
+        (4, "blocks", value_of_each(found["blocks"], "block"), "overlap", "solid"),
+        (4, "blocks", value_of_each(found["blocks"], "block"), "apart", "dash"),
+        (5, "distances", value_of_each(found["distances"], "blocks"), "overlap", "solid"),
+    ):
+        y = [None if each[key] is None else each[key][k] for each in found[name]]
+        curves.append((number, (x, y, dash)))
+    return curves
 
 
 def main(

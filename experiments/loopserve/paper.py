@@ -32,10 +32,8 @@ BUDGETS = (256, 512, 1024, 2048)
 """The budgets that section 6.3 names (Figs. 5 d, 10 b)."""
 WINDOWS = (6, 12, 24, 48, 96)
 """Observation windows (section A.10.3, Fig. 11)."""
-TURNS = tuple(range(1, 10))
-"""Fig. 12: Qasper with 1 to 9 turns."""
-CONTEXTS, LENGTHS = (2048, 4096, 8192, 16384, 32768), (40, 80, 120)
-"""Tokens of the input and of the output (section A.13; Figs. 5 a, 13)."""
+LENGTHS = (40, 80, 120)
+"""Tokens of the output (section A.13; Figs. 5 a, 13)."""
 
 # Percent; tasks by LongBench's names (MFQA-en, NrtvQA and so on in the paper); columns as METHODS. The text that these
 # were read from has 17 numbers instead of 18 in the three rows of TREC: the last one, Qwen's LoopServe, is missing.
@@ -138,23 +136,18 @@ def _read(text: str) -> dict[str, dict[str, float | None]]:
 TABLE1 = {model: {place: _read(text) for place, text in places.items()} for model, places in _TABLE1.items()}
 """By model, position of the question, task and method: percent, None where the number is lost."""
 
-TABLE8: dict[str, dict[str, float]] = {
-    "adakv": {"multifieldqa_en": 45.08, "2wikimqa": 34.10, "qasper": 25.11},
-    "snapkv": {"multifieldqa_en": 46.05, "2wikimqa": 35.03, "qasper": 29.89},
-    "minference": {"multifieldqa_en": 46.32, "2wikimqa": 33.57, "qasper": 29.10},
-    "loopserve": {"multifieldqa_en": 47.16, "2wikimqa": 36.21, "qasper": 36.30},
+TABLE8: dict[str, dict[str, float | None]] = {
+    "multifieldqa_en": {"adakv": 45.08, "snapkv": 46.05, "minference": 46.32, "loopserve": 47.16},
+    "2wikimqa": {"adakv": 34.10, "snapkv": 35.03, "minference": 33.57, "loopserve": 36.21},
+    "qasper": {"adakv": 25.11, "snapkv": 29.89, "minference": 29.10, "loopserve": 36.30},
 }
-"""Llama-3.2-3B-Instruct, questions at the end, by method and task; the model without any method is not in it."""
+"""Llama-3.2-3B-Instruct, questions at the end, by task and method; the model without any method is not in it."""
 
 
-def mean(model: str, place: str, method: str, tasks: tuple[str, ...] = ()) -> float:
-    """Mean of a column of Table 1 over tasks; none given: all but TREC, of which one number is lost."""
-    column = TABLE1[model][place]
+def mean(model: str, place: str, method: str) -> float:
+    """Mean of a column of Table 1 over all tasks but TREC, of which one number is lost."""
     numbers = []
-    for task in tasks or [task for task in column if task != "trec"]:
-        numbers.append(column[task][method])
-    counts = []
-    for number in numbers:
-        if number is not None:
-            counts.append(number)
-    return sum(counts) / len(numbers)
+    for task, values in TABLE1[model][place].items():
+        if task != "trec":
+            numbers.append(values[method] or 0.0)
+    return sum(numbers) / len(numbers)

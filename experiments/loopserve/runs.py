@@ -1,19 +1,21 @@
-"""Dialogues of the recall model, the methods that answer them, and how far the answers are right.
+"""Dialogues of the recall model, ordinary text, and the methods that read them.
 
 What the scripts beside this one share. Every suite is a folder of `run_bench`: a killed run goes on, and what another
 script has answered there already is not answered again.
 
 The numbers of the suites were chosen by rules that look at no method's score: an eighth of the shortest prompt exceeds
 SnapKV's window; an answer of `kept` is the one fact that the prompt's last token looks for, those of the others run on
-beyond LoopServe's first 16 tokens; fixed budgets are far below the context; all runs together take less than three
-quarters of an hour of one core.
+beyond LoopServe's first 16 tokens; fixed budgets are far below the context; all runs together take less than an hour
+and a half of one core.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,21 +23,25 @@ from torch import Tensor
 from experiments.record import Row
 from sinkscope.bench.answer import Answer, Batch, BenchModel, cells_of, row_events
 from sinkscope.bench.methods import read_method
-from sinkscope.bench.record import BenchRecord
+from sinkscope.bench.record import BenchRecord, BenchRun
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.task import Task
-from sinkscope.bench.tasks.recall import POSITIONS, Recall
+from sinkscope.bench.tasks.recall import Recall
+from sinkscope.bench.tasks.text import TextFidelity
 from sinkscope.files.records import Natural, Whole
 from sinkscope.hooks.edit.decode import to_end
 from sinkscope.kv import SnapKV
 from sinkscope.kv.policy import LayerMoment
+from sinkscope.lines.serve import LoopServe
 from sinkscope.lines.serve.conversation import Conversation
 from sinkscope.lines.serve.progressive import Progressive
+from sinkscope.lines.serve.sparse_prompts import SparsePrompts
 from sinkscope.measure.rate import mean_known, wilson
 from sinkscope.opening.load import load
 from sinkscope.results.console import ProgressBar
 
 ALL = "all"
+HELD_OUT = 16  # queries outside of the sample, on which LoopServe measures what its lines hold
 SHARE = 0.125
 """Of the context: what each method may read or compute, where sizes are equal."""
 LONGBENCH = "window=32:kernel=7:pooling=max"
@@ -107,10 +113,11 @@ class NineTurns(OneCache, Recall):
 
 @dataclass(frozen=True)
 class Suite:
-    """Dialogues under the name of the folder of their answers."""
+    """What is answered under the name of the folder of the answers; without a model's name by the text model."""
 
     name: str
-    task: Recall
+    task: Task
+    model: str | None = "recall"
 
 
 KEPT = Suite("kept", Recall(count=8, turns=3, total=1800, least=512, hops=1))
@@ -118,10 +125,9 @@ CHAIN = Suite("chain", Recall(count=8, turns=3, total=1800, least=512, hops=8))
 LONG = Suite("long", Recall(count=2, turns=1, total=4864, least=4864, hops=8))
 SWEPT_KEPT = Suite("swept-kept", Recall(count=3, turns=3, total=1800, least=512, hops=1, first=100))
 SWEPT_CHAIN = Suite("swept-chain", Recall(count=3, turns=3, total=1800, least=512, hops=8, first=100))
-
-
 NINE = Suite("nine", NineTurns(count=2, hops=1))
 NINE_CHAIN = Suite("nine-chain", NineTurns(count=3, hops=7))
+TEXT = Suite("fidelity", TextFidelity(prompt=1024, answer=96), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,89 +166,64 @@ def specs(names: Sequence[str]) -> list[str]:
     return written
 
 
-def answers(suite: Suite, methods: Sequence[str], work: Path) -> list[BenchRecord]:
+def answers(suite: Suite, methods: Sequence[str], work: Path) -> BenchRun:
     """Everything that the methods say, from the folder or anew."""
     torch.set_num_threads(1)
     with ProgressBar() as progress:
-        model = load("recall", backend="hf")
+        model = load(suite.model, backend="hf")
         return run_bench(model, suite.task, methods, out=work / suite.name, progress=progress)
 
 
-def rows_of(suite: Suite, records: Sequence[BenchRecord], method: str) -> list[Row]:
-    """Scores of a method by position of the question, and over all."""
+def rows_of(records: Sequence[BenchRecord], method: str, by_turn: bool = False) -> list[Row]:
+    """Scores of a method over all answers, and by position of the question or by turn, counted from 1 ("at").
+
+    By position, `cells` are those that outputs attend to, without the rows from which lines are chosen.
+    """
+    groups: dict[Any, list[BenchRecord]] = {ALL: []}
+    for one in records:
+        if one.method == method:
+            at = one.settings.get("part")
+            if by_turn:
+                at = one.turn + 1
+            groups[ALL].append(one)
+            groups.setdefault(at or ALL, [])
+            if at:
+                groups[at].append(one)
     rows: list[Row] = []
-    for place in (*POSITIONS, ALL):
-        row = _row(suite, records, method, lambda each, place=place: place in (each.settings["part"], ALL))
-        if row:
-            rows.append({"position": place, **row})
+    for at, group in groups.items():
+        row: Row = {"at": at, "method": method, "answers": len(group), **_scores(group)}
+        if not by_turn and row["cells"] is not None:
+            row["cells"] -= fmean(choice_share(method, one.metrics["prompt_tokens"] or 1) for one in group)
+        rows.append(row)
     return rows
 
 
-def turns_of(suite: Suite, records: Sequence[BenchRecord], method: str) -> list[Row]:
-    """Scores of a method by turn, counted from 1, over all positions."""
-    rows: list[Row] = []
-    for turn in range(suite.task.turns):
-        row = _row(suite, records, method, lambda each, turn=turn: each.turn == turn)
-        if row:
-            rows.append({"turn": turn + 1, **row})
-    return rows
+def choice_share(method: str, tokens: float) -> float:
+    """Cells that are computed to choose lines and to measure what they hold, as a share of a prompt's causal cells."""
+    edit = read_method(method).make()
+    if not isinstance(edit, SparsePrompts) or not edit.choice_rows:
+        return 0.0
+    rows = edit.choice_rows
+    if isinstance(edit, LoopServe):
+        rows += HELD_OUT
+    return 2 * rows / (tokens + 1)
 
 
-def _row(suite: Suite, records: Sequence[BenchRecord], method: str, among: Callable[[BenchRecord], bool]) -> Row:
-    """Exact answers with Wilson's 95 % interval, and how far the answers go.
+def _scores(records: Sequence[BenchRecord]) -> Row:
+    """Means over answers, and around the first of them a 95 % interval (Wilson's), or the range over texts.
 
     `prefix` is the mean share of an answer before its first mistake: along a chain of facts a mistake is the end of it.
-    `same` is the share of answers equal to those of everything, `read` what a decoding step attends to, `cells` the
-    share of the prompt's cells that are computed (None: left to the model).
+    `kl` is over all tokens of an answer, `read` what a decoding step attends to, `cells` the share of the prompt's
+    cells that outputs attend to (None: left to the model).
     """
-    full = {}
-    for each in records:
-        if each.method == "full":
-            full[(each.prompt, each.turn)] = each.tokens
-    mine = []
-    for each in records:
-        if each.method == method and among(each):
-            mine.append(each)
-    if not mine:
-        return {}
-    count = 0
-    for one in mine:
-        count += one.metrics["score"] or 0
-    rate = wilson(count, len(mine))
-    equal = []
-    if full:
-        equal = []
-        for one in mine:
-            equal.append(one.tokens == full[one.prompt, one.turn])
-    means = {}
-    for name in ("prefix", "read", "cells", "prompt_tokens"):
-        means[name] = mean_known(each.metrics[name] for each in mine)
-    return {
-        "suite": suite.name,
-        "method": method,
-        "questions": len(mine),
-        "score": rate.share,
-        "low": rate.low,
-        "high": rate.high,
-        "same": mean_known(equal),
-        **means,
-    }
-
-
-def settings_of(suites: Sequence[Suite], seconds: float) -> Row:
-    """What the JSON says of the dialogues, and how long all answers took, also those that were there already."""
-    return {
-        "suites": [{"name": suite.name, **asdict(suite.task)} for suite in suites],
-        "model": "recall",
-        "sampling": "greedy",
-        "threads": 1,
-        "answering_seconds": round(seconds),
-    }
-
-
-def seconds_of(records: Sequence[BenchRecord]) -> float:
-    """Wall clock of the answers."""
-    count = 0
-    for record in records:
-        count += record.metrics["seconds"] or 0.0
-    return count
+    kept = ("score", "prefix", "agree", "read", "cells", "prompt_tokens", "seconds")
+    found: Row = {}
+    for name in kept:
+        found[name] = mean_known(one.metrics.get(name) for one in records)
+    if found["score"] is not None:
+        rate = wilson(found["score"] * len(records), len(records))
+        return found | {"low": rate.low, "high": rate.high}
+    kl = []
+    for one in records:
+        kl.append(fmean(one.steps["kl"]))
+    return found | {"kl": fmean(kl), "low": min(kl), "high": max(kl)}

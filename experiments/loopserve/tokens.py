@@ -7,10 +7,11 @@ importance is the attention that it receives from a set of queries, summed over 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from experiments.record import Row
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.records import read_rows
 from sinkscope.hooks.edit.decode import greedy
 from sinkscope.lines.sums import Scores, line_sums, scores_of
 from sinkscope.measure import Setup
@@ -58,36 +60,25 @@ def split_prompt(prompt: str) -> tuple[str, str]:
 
 def prompts_of(file: Path, count: int) -> list[tuple[str, str]]:
     """Context and question of the first prompts of a file of LongEval."""
-    lines = []
-    for line in file.read_text(encoding="utf-8").splitlines():
-        if line.strip():
-            lines.append(line)
     rows = []
-    for line in lines[:count]:
-        rows.append(split_prompt(json.loads(line)["prompt"]))
-    return rows
+    for _, row in read_rows(file, "LongEval's JSON lines"):
+        rows.append(split_prompt(row["prompt"]))
+    return rows[:count]
 
 
 def questions(setup: Setup, prompts: Sequence[tuple[str, str]], count: int, length: int, new: int) -> list[Question]:
     """Prompts of at most `length` tokens, which leave room for an answer of `new`; without any, ordinary text."""
 
     def ids_of(text: str) -> list[int]:
-        ids = []
-        for i in setup.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]:
-            ids.append(int(i))
-        if ids[:1] == [setup.bos]:
-            return ids[1:]
-        return ids
+        ids = setup.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids[int(ids[:1] == [setup.bos]) :]  # some tokenizers add it all the same
 
     start = [setup.bos]
     if setup.bos is None:
         start = []
-    if prompts:
-        named = [(ids_of(context), ids_of(question)) for context, question in prompts]
-    else:
-        pieces = text_rows(setup.tokenizer, setup.text, count, length, setup.bos)[:, len(start) :].tolist()
-        named = []
-        for piece in pieces:
+    named = [(ids_of(context), ids_of(question)) for context, question in prompts]
+    if not prompts:
+        for piece in text_rows(setup.tokenizer, setup.text, count, length, setup.bos)[:, len(start) :].tolist():
             named.append((piece, ids_of(ASKED)))
     limit = min(length, (setup.target.max_positions or length + new) - new)
     asked: list[Question] = []
@@ -125,17 +116,9 @@ def top_tokens(received: Float[Tensor, " key"], budgets: Sequence[float] = BUDGE
     return chosen
 
 
-def share_of(a: Bool[Tensor, "budget key"], b: Bool[Tensor, "budget key"]) -> list[float]:
-    """The share of the tokens `b` that are also in `a`."""
-    return ((a & b).sum(1) / b.sum(1)).tolist()
-
-
 def means(series: Sequence[Sequence[float]]) -> list[float]:
     """Element-wise mean of several series of equal length."""
-    rows = []
-    for values in zip(*series, strict=True):
-        rows.append(sum(values) / len(values))
-    return rows
+    return torch.tensor(series, dtype=torch.float64).mean(0).tolist()
 
 
 def token_overlap(target: Target, asked: Sequence[Question], new: int, window: int) -> Row:
@@ -146,56 +129,55 @@ def token_overlap(target: Target, asked: Sequence[Question], new: int, window: i
         prompt find; "blocks", the share that blocks of queries before (negative) and in the answer find, with the
         question at the end ("apart": without the block's own queries); "distances", what blocks of an answer share.
     """
-    by_position: dict[str, list[list[float]]] = {position: [] for position in POSITIONS}
-    blocks: dict[int, list[list[float]]] = {}
-    apart: dict[int, list[list[float]]] = {}
-    distances: dict[int, list[list[float]]] = {}
+    shares: dict[str, dict[Any, list[list[float]]]] = {"positions": {}, "blocks": {}, "apart": {}, "distances": {}}
     random: list[list[float]] = []
     lengths: list[int] = []
+
+    def note(name: str, at: Any, found: Bool[Tensor, "budget key"], truth: Bool[Tensor, "budget key"]) -> None:
+        shares[name].setdefault(at, []).append(((found & truth).sum(1) / truth.sum(1)).tolist())
+
     for question in asked:
         for position in POSITIONS:
             ids = question.placed(position)
             answer = greedy(target, torch.tensor([ids]), new)[0]
             n = len(ids)
-            whole = torch.tensor([*ids, *answer])
             places: list[int] = []
             if position == "end":
                 places = [*range(-1, -1 - min(BEFORE, n // window), -1), *range(len(answer) // window)]
-            ranges = [(max(0, n - window), n), (n, len(whole))]
-            ranges += [(n + place * window, n + (place + 1) * window) for place in places]
-            last, output, *parts = importance(target, whole, n, ranges)
+            ranges = [(max(0, n - window), n), (n, n + len(answer))]
+            for place in places:
+                ranges.append((n + place * window, n + (place + 1) * window))
+            last, output, *parts = importance(target, torch.tensor([*ids, *answer]), n, ranges)
             truth = top_tokens(output)
-            by_position[position].append(share_of(top_tokens(last), truth))
+            note("positions", position, top_tokens(last), truth)
             random.append((truth.sum(1) / n).tolist())
             lengths.append(len(answer))
             tops = {place: top_tokens(part) for place, part in zip(places, parts, strict=True)}
             for place, part in zip(places, parts, strict=True):
-                blocks.setdefault(place, []).append(share_of(tops[place], truth))
+                note("blocks", place, tops[place], truth)
                 if place < 0:
-                    apart.setdefault(place, []).append(share_of(tops[place], truth))
+                    note("apart", place, tops[place], truth)
                 elif len(answer) != window:  # an answer of one block has no other queries
-                    apart.setdefault(place, []).append(share_of(tops[place], top_tokens(output - part)))
+                    note("apart", place, tops[place], top_tokens(output - part))
                 for other in range(place):
-                    distances.setdefault(place - other, []).append(share_of(tops[other], tops[place]))
-    rows: list[Row] = []
-    for place in sorted(blocks):
+                    note("distances", place - other, tops[other], tops[place])
+    blocks: list[Row] = []
+    for place, values in sorted(shares["blocks"].items()):
         alone = None
-        if place in apart:
-            alone = means(apart[place])
-        rows.append({"block": place, "overlap": means(blocks[place]), "apart": alone, "prompts": len(blocks[place])})
-    far = []
-    for each in sorted(distances):
-        far.append({"blocks": each, "overlap": means(distances[each]), "pairs": len(distances[each])})
-    positions = []
-    for name, values in by_position.items():
-        positions.append({"position": name, "overlap": means(values)})
+        if place in shares["apart"]:
+            alone = means(shares["apart"][place])
+        blocks.append({"block": place, "overlap": means(values), "apart": alone, "prompts": len(values)})
+    positions = [{"position": name, "overlap": means(values)} for name, values in shares["positions"].items()]
+    distances: list[Row] = []
+    for apart, values in sorted(shares["distances"].items()):
+        distances.append({"blocks": apart, "overlap": means(values), "pairs": len(values)})
     return {
         "budgets": list(BUDGETS),
         "window": window,
         "prompts": len(asked),
-        "answer_tokens": sum(lengths) / len(lengths),
+        "answer_tokens": fmean(lengths),
         "random": means(random),
         "positions": positions,
-        "blocks": rows,
-        "distances": far,
+        "blocks": blocks,
+        "distances": distances,
     }

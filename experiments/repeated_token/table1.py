@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from experiments.repeated_token.weights import ABSENT, markdown, measured
+from experiments.drawn import markdown
+from experiments.repeated_token.weights import ABSENT, measured
 from experiments.script import run as run_script
 from sinkscope.models.checkpoints.names import BUNDLED
 from sinkscope.sinks.find.find import FindSinks, find_sinks

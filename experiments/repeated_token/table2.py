@@ -18,9 +18,10 @@ from typing import Literal
 
 import torch
 
+from experiments.drawn import markdown
 from experiments.record import Row, record
 from experiments.repeated_token.harness import evaluate_tasks
-from experiments.repeated_token.weights import ABSENT, markdown, measured
+from experiments.repeated_token.weights import ABSENT, measured
 from experiments.script import run as run_script
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import write_atomic

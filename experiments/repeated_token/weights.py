@@ -31,11 +31,3 @@ def measured(models: Sequence[str], run: Sequence[str], measure: Callable[[str, 
                 raise
             print(f"{name}: {error}", file=sys.stderr)
     return found
-
-
-def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown."""
-    lines: list[str] = []
-    for cells in (head, ["---"] * len(head), *rows):
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -16,6 +17,9 @@ from sinkscope.files.plain import pathless
 
 DOCUMENTATION = "Documentation"
 """Key in `project.urls` of pyproject.toml: where the documentation is published."""
+CHECKOUT = Path(__file__).parents[2]
+CODE = ("sinkscope", "experiments")
+"""The folders of a checkout whose code makes results."""
 LIBRARIES = ("torch", "transformers", "transformer_lens", "nnsight")
 
 
@@ -49,6 +53,8 @@ class Provenance:
         seed: Seed of every random choice.
         seconds: Time from start to result.
         peak_memory_bytes: Largest memory of this process so far; on cuda, the largest memory allocated there.
+        commit: Commit of the git checkout that holds this code, with a "+" if the code was changed since. None where
+            there is no checkout, as for an installed package.
     """
 
     argv: tuple[str, ...]
@@ -60,6 +66,7 @@ class Provenance:
     seed: int
     seconds: float
     peak_memory_bytes: int | None
+    commit: str | None = None
 
 
 UNKNOWN_MODEL = ModelInfo("unknown", "unknown", 0, 0, 0, "")
@@ -95,7 +102,34 @@ def provenance(
         seed=seed,
         seconds=round(time.perf_counter() - started, 3),
         peak_memory_bytes=peak_memory(str(device)),
+        commit=commit_of(CHECKOUT),
     )
+
+
+@cache
+def commit_of(checkout: Path) -> str | None:
+    """Commit of a git checkout, with a "+" if its code differs from it.
+
+    Args:
+        checkout: Folder with the packages `sinkscope` and `experiments`.
+
+    Returns:
+        None where the folder is no checkout, or where git cannot tell.
+    """
+    if not (checkout / ".git").exists():
+        return None
+    git = ("git", "-C", str(checkout))
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", *CODE], capture_output=True, check=False)
+    except OSError:  # git is not installed
+        return None
+    if head.returncode:
+        return None
+    commit = head.stdout.strip()
+    if changed.returncode:
+        return f"{commit}+"
+    return commit
 
 
 def versions() -> dict[str, str]:

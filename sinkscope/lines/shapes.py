@@ -80,9 +80,9 @@ class TriShape(AShape):
 class MInference(Shape):
     """Fixed numbers of vertical and slash lines, chosen for each head by the last queries (Jiang et al. 2024).
 
-    The authors search for the best pattern of each head; here every head has the vertical-slash pattern. Their kernel
-    computes whole blocks around slash lines; here only the lines themselves are computed, so that cell counts can be
-    compared.
+    The authors search, for each head of a model, which of three patterns is closest to full attention: A-shape,
+    vertical-slash or block-sparse. This is one of the three, in every head: vertical-slash. Their kernel computes whole
+    blocks around slash lines; here only the lines themselves are computed, so that cell counts can be compared.
 
     Attributes:
         vertical: Number of vertical lines.

@@ -9,16 +9,20 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
-from bench_kit import MODEL, SETTINGS, dialogues, made_record, tiny
+from bench_kit import MODEL, SETTINGS, made_record, tiny
+from bench_kit import dialogues as prompts
 
+from experiments import drawn
 from experiments.drawn import put_table
-from experiments.loopserve import ablation, fidelity, longeval, runs, sweeps, table1, turns
+from experiments.loopserve import dialogues, halves, latency, longeval, runs, table1
 from sinkscope.bench.methods import read_method
 from sinkscope.bench.record import BenchRecord, open_run
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.task import PromptFile
+from sinkscope.bench.tasks.recall import Recall
 
 ROOT = Path(__file__).parents[2]
+KEPT = Recall(count=1, turns=1, total=320, least=256, hops=1)
 
 
 def said(position: str = "end", dialogue: str = "recall-0", **changed) -> BenchRecord:
@@ -30,7 +34,7 @@ def said(position: str = "end", dialogue: str = "recall-0", **changed) -> BenchR
 
 def test_ours_comes_from_finished_folders_and_the_rest_is_not_run(tmp_path):
     folder = _qasper_run(tmp_path / "run", "meta-llama/Llama-3.1-8B-Instruct")
-    rows = table1.paper_rows([str(folder)])
+    rows = table1.rows_of([folder])
     ours = {(r["position"], r["task"], r["method"]): r["ours"] for r in rows if r["ours"] is not None}
     # One token of F1 in two answers: 100 % and, of "Ellen" for "Ellen Varga", 2/3.
     assert ours == {("end", "qasper", "snapkv"): pytest.approx(100 * fmean([1, 2 / 3]))}
@@ -38,10 +42,10 @@ def test_ours_comes_from_finished_folders_and_the_rest_is_not_run(tmp_path):
     line = next(line for line in table1.table(rows).splitlines() if line.startswith("| llama-3.1 | end | qasper |"))
     assert line.count("not run") == 8 and "35.95 / 83.33" in line
     assert "68.85 / not run | lost / not run |" in table1.table(rows)
-    none = table1.paper_rows()
-    assert len(none) == 2 * 3 * 11 * 9 and all(row["ours"] is None for row in none)
+    none = table1.rows_of()
+    assert len(none) == 2 * 3 * 11 * 9 + 4 * 3 and all(row["ours"] is None for row in none)
     small = _qasper_run(tmp_path / "small", "meta-llama/Llama-3.2-3B-Instruct")
-    eight = {r["method"]: r["ours"] for r in table1.table8_rows([str(small)]) if r["task"] == "qasper"}
+    eight = {r["method"]: r["ours"] for r in table1.rows_of([small])[-12:] if r["task"] == "qasper"}
     assert eight == {"adakv": None, "snapkv": pytest.approx(500 / 6), "minference": None, "loopserve": None}
 
 
@@ -55,15 +59,54 @@ def _qasper_run(folder: Path, name: str) -> Path:
 
 
 def test_every_method_of_the_experiments_can_be_made():
-    names = [*table1.OWN, *table1.LONGER, *ablation.NAMES.values(), *turns.NAMES.values()]
-    names += [text.format(value) for _, _, text, values in fidelity.CURVES for value in values]
-    swept = [spec for suite in (runs.SWEPT_KEPT, runs.SWEPT_CHAIN) for spec in sweeps.methods_of(suite).values()]
-    for spec in [*runs.specs(names), *swept]:
-        method = read_method(spec)
-        assert method.spec == spec and (method.make() is not None or spec == "full")
-    assert len(swept) == sum(len(values) for *_, values in sweeps.CURVES), "two curves of a panel have the same name"
-    assert {panel for panel, *_ in sweeps.CURVES} == set(sweeps.TITLES)
-    assert {panel for panel, *_ in fidelity.CURVES} == set(fidelity.TITLES)
+    for panels in dialogues.FIGURES.values():
+        assert len({panel.title for panel in panels}) == len(panels)
+        for panel in panels:
+            assert len(panel.methods) == sum(len(values) for *_, values in panel.curves), (
+                "two curves have the same name"
+            )
+            for spec in panel.methods.values():
+                method = read_method(spec)
+                assert method.spec == spec and (method.make() is not None or spec == "full")
+
+
+def test_methods_that_are_not_answered_again_keep_their_rows(tmp_path, monkeypatch):
+    suite = runs.Suite("tiny", KEPT)
+    panel = dialogues.Panel("tiny", suite, "score", dialogues.alone({"a": "full", "b": "tova:8"}), "position")
+    monkeypatch.setattr(dialogues, "FIGURES", {"turns": (panel,)})
+    monkeypatch.setattr(drawn, "write_png", lambda *_: None)
+    for only, score in (("", 0.0), ("tova", 1.0)):
+        records = [said("end", method=method, metrics={"score": score}) for method in ("full", "tova:8")]
+        monkeypatch.setattr(
+            dialogues, "answers", lambda _, methods, __, r=records: [x for x in r if x.method in methods]
+        )
+        dialogues.main("turns", only=only, work=tmp_path, out=tmp_path)
+    rows = json.loads((tmp_path / "loopserve_turns.json").read_text())["result"]["rows"]
+    assert [(row["label"], row["at"], row["score"]) for row in rows] == [
+        ("a", "all", 0),
+        ("a", "end", 0),
+        ("b", "all", 1),
+        ("b", "end", 1),
+    ]
+
+
+def test_the_lines_of_a_half_are_drawn_within_it():
+    x, y = halves.strokes({"start": 4, "vertical": [5], "slash": [1]}, 7)
+    assert (x, y) == ([5, 5, None, 4, 6, None], [5, 7, None, 5, 7, None])
+
+
+@pytest.mark.parametrize("name", ["table1", "ablation", "sweeps", "fidelity", "turns", "fig2a", "latency", "longeval"])
+def test_the_committed_numbers_are_what_a_figure_draws(name):
+    data = json.loads((ROOT / f"figures/loopserve_{name}.json").read_text(encoding="utf-8"))
+    script = {"fig2a": halves, "latency": latency, "longeval": longeval}.get(name, dialogues)
+    drawn = script.figure(data)
+    assert drawn.layout.title.text
+    assert all(len(trace.x) == len(trace.y) for trace in drawn.data if trace.type == "scatter")
+    if script is dialogues:
+        points = sum(len(trace.x) for trace in drawn.data)
+        shown = [panel for panel in dialogues.FIGURES[name]]
+        per = {"position": 3, "turn": 9, "value": 1}
+        assert points == sum(len(panel.methods) * per[panel.by] for panel in shown)
 
 
 def test_the_page_has_every_part_of_the_paper():
@@ -97,7 +140,7 @@ class OnOneCache(runs.OneCache, PromptFile):
 def test_on_one_cache_what_was_evicted_stays_away():
     model, tokenizer = tiny()
     fresh, grown = (
-        run_bench(model, kind(given=dialogues(), new=6), ["full", "snapkv:24:window=4"], tokenizer=tokenizer)
+        run_bench(model, kind(given=prompts(), new=6), ["full", "snapkv:24:window=4"], tokenizer=tokenizer)
         for kind in (PromptFile, OnOneCache)
     )
     changed = 0

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -24,10 +24,12 @@ from experiments.bench_figures import BenchFigure
 from experiments.check_cache.faulty import FAULTS
 from experiments.check_cache.right import streaming_llm
 from experiments.loopserve import runs
+from experiments.loopserve.dialogues import Panel, alone
 from experiments.make_shape import make_plan
 from experiments.script import run
 from sinkscope.bench.tasks.loops import DATA
 from sinkscope.bench.tasks.recall import Recall
+from sinkscope.bench.tasks.text import TextFidelity
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,18 +53,27 @@ class Case:
     quick: bool = False
 
 
-SMALL = tuple(
-    (runs.Suite(name, Recall(count=1, turns=1, total=320, least=256, hops=hops)), key, name)
-    for name, key, hops in (("kept", "score", 1), ("chain", "prefix", 2))
-)
-"""Dialogues of the recall model, as few and as short as they can be."""
+def small(name: str, task: Recall, methods: dict[str, str], by: Literal["position", "turn"] = "position") -> Panel:
+    """Dialogues of the recall model, as few and as short as they can be."""
+    return Panel(name, runs.Suite(name, task), "score", alone(methods), by)
 
 
-NINE = tuple(
-    (runs.Suite(name, runs.NineTurns(count=1, turns=1, total=320, least=256, hops=hops)), key, name)
-    for name, key, hops in (("nine", "score", 1), ("nine-chain", "prefix", 2))
+SHORT: dict[str, Any] = {"count": 1, "turns": 1, "total": 320, "least": 256, "hops": 1}
+BESIDE = {"whole cache": "full", "LoopServe": "loopserve", "random part": "random:window=32"}
+TEXT = Panel(
+    "alpha",
+    runs.Suite("text", TextFidelity(count=1, prompt=256, answer=8), None),
+    "kl",
+    (("printed", "loopserve-p:paper:alpha={}", (0.75, 1.0)),),
 )
-KEPT, CHAIN = SMALL[0][0], SMALL[1][0]
+
+
+def rate_of(made: Any, label: str) -> float:
+    """Right answers of a method over all positions of the question."""
+    (row,) = [row for row in made["result"]["rows"] if (row["label"], row["at"]) == (label, "all")]
+    return row["score"]
+
+
 FILES = {  # prompts of LongEval's form
     "t.jsonl": json.dumps({"prompt": "We talked about rivers. Now the record ends. What was the first topic?"}),
     "l.jsonl": json.dumps({"prompt": "line old-lamp: the number is 7\nNow the record is over. Tell me old-lamp."}),
@@ -168,50 +179,37 @@ CASES = {
         "x.jsonl",
         quick=True,
     ),
-    "loopserve.fidelity": Case(
-        "--count 1 --work {out}/w --out {out}",
-        lambda made: made["result"]["points"][0]["kl"] < 0.1,
+    "loopserve.dialogues": Case(
+        "table1 --work {out}/w --out {out}",
+        lambda made: rate_of(made, "whole cache") == rate_of(made, "LoopServe") == 1 > rate_of(made, "random part"),
+        "loopserve_table1.json",
+        {"FIGURES": {"table1": (small("kept", Recall(**SHORT), BESIDE),)}},
+    ),
+    "loopserve.dialogues, turns": Case(
+        "turns --work {out}/w --out {out}",
+        lambda made: [row["at"] for row in made["result"]["rows"]] == ["all", 1, "all", 1],
+        "loopserve_turns.json",
+        {"FIGURES": {"turns": (small("nine", runs.NineTurns(**SHORT), {"a": "full", "b": "loopserve"}, "turn"),)}},
+    ),
+    "loopserve.dialogues, text": Case(
+        "fidelity --work {out}/w --out {out}",
+        lambda made: made["result"]["rows"][0]["kl"] > made["result"]["rows"][1]["kl"] == 0,
         "loopserve_fidelity.json",
-        {
-            "CURVES": (("alpha", "printed", "loopserve-p:paper:alpha={}", (0.99,)),),
-            "TITLES": {"alpha": "alpha"},
-            "ALONE": ("loopserve",),
-            "PROMPT": 256,
-            "ANSWER": 8,
-        },
+        {"FIGURES": {"fidelity": (TEXT,)}},
+    ),
+    "loopserve.halves": Case(
+        "--length 48 --out {out}",
+        lambda made: (
+            made["result"]["heads"][0]["shared"] < made["result"]["mean"] < made["result"]["heads"][1]["shared"]
+        ),
+        "loopserve_fig2a.json",
     ),
     "loopserve.longeval": Case(
         "--topics {out}/t.jsonl --lines {out}/l.jsonl --count 2 --length 96 --new 16 --out {out}",
         lambda made: len(made["result"]["sources"]) == 3,
         "loopserve_longeval.json",
     ),
-    "loopserve.sweeps": Case(
-        "--work {out}/w --out {out}",
-        lambda made: {row["score"] for row in made["result"]["full"]} == {1.0},
-        "loopserve_sweeps.json",
-        {
-            "CURVES": (("alpha", KEPT, "default", "loopserve-p:alpha={}", (0.75,)),),
-            "SWEPT_KEPT": KEPT,
-            "SWEPT_CHAIN": CHAIN,
-        },
-    ),
-    "loopserve.table1": Case(
-        "--work {out}/w --out {out}",
-        lambda made: {row["score"] for row in made["result"]["recall"] if row["method"] == "full"} == {1.0},
-        "loopserve_table1.json",
-        {"OWN": ("full", "snapkv"), "LONGER": ("full",), "KEPT": KEPT, "CHAIN": CHAIN, "LONG": CHAIN},
-    ),
-    "loopserve.turns": Case(
-        "--work {out}/w --out {out}",
-        lambda made: {row["score"] for row in made["result"]["rows"] if row["label"] == "whole cache"} == {1.0},
-        "loopserve_turns.json",
-        {
-            "NAMES": {"whole cache": "full", "LoopServe": "loopserve", "random part": "random:window=32"},
-            "SHOWN": NINE,
-            "NINE": NINE[0][0],
-            "TURNS": (1,),
-        },
-    ),
+    "loopserve.table1": Case("", lambda text: "| loopserve | 104% | 102% | 104% | 101% |" in text, quick=True),
     "bench_detect": Case(
         "--draws 1 --rounds 1 --out {out}/x.json",
         lambda made: all(row["found"] == 1 for row in made["result"]["delays"]["default"]["exact"]),
@@ -276,12 +274,6 @@ CASES = {
     ),
     "loopguard.show": Case("{run}", lambda text: "## loopguard:256: 40 tokens" in text, quick=True),
     "loopguard.tables": Case("{run}", lambda text: "Table 1" in text and "not run; paper" in text),
-    "loopserve.ablation": Case(
-        "--work {out}/w --out {out}",
-        lambda made: {row["score"] for row in made["result"]["rows"] if row["label"] == "whole cache"} == {1.0},
-        "loopserve_ablation.json",
-        {"SHOWN": SMALL, "NAMES": {"whole cache": "full", "default": "loopserve", "random part": "random:window=32"}},
-    ),
     "loopserve.latency": Case(
         "--contexts 192 --outputs 4 8 --names full loopserve --rounds 1 --budget 80 --shortest 0 --shape lines-128 "
         "--out {out}",

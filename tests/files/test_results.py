@@ -112,7 +112,7 @@ def test_envelope_is_the_contract():
     assert (data["schema"], data["kind"]) == (1, "test-sample")
     assert list(data["model"]) == ["name", "family", "n_layers", "d_model", "d_mlp", "fingerprint"]
     assert list(data["provenance"]) == (
-        ["argv", "versions", "device", "dtype", "attention", "bos", "seed", "seconds", "peak_memory_bytes"]
+        ["argv", "versions", "device", "dtype", "attention", "bos", "seed", "seconds", "peak_memory_bytes", "commit"]
     )
     assert data["result"]["parts"][1] == {"layer": 2, "expert": None, "share": 0.25, "causal": None, "label": "two"}
 

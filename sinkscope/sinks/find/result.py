@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from sinkscope.measure import Result
 from sinkscope.results.notation import word_list
@@ -59,6 +60,8 @@ class FindSinks(Result):
         sink_rate: Sink rate over 100 texts, or over 25 if layers are read from disk. None if not all layers were read.
         published: What the literature reports. None if nothing is published for the model.
     """
+
+    kind: ClassVar[str] = "find-sinks"  # read without the command, which stands in another module
 
     percent = ("share", "ablation_drop", "control_drop")
     matters, told = "causal", "ablation_drop"

@@ -1,0 +1,71 @@
+"""The quick figures are made again by the commands in their JSON, and the numbers are those that are committed."""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments import drawn
+from experiments.script import run
+from sinkscope.app.cli import main
+
+FIGURES = Path(__file__).parents[2] / "figures"
+QUICKEST = ("lines", "loopserve_fig2a", "repeat-ablate", "repeat-attention", "rotary")  # run by default
+QUICK = ("barcode", "barcode-guard", "circuit", "clusters", "converge", "find_sinks", "heads", "patch-eval")
+QUICK += ("patch-make", "repeat", "separate")
+OUTPUTS = ("--json", "--html", "--png")
+
+
+def recorded(name: str) -> Any:
+    return json.loads((FIGURES / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def make_again(name: str, folder: Path) -> Any:
+    """What the command of a figure writes, without its picture."""
+    words = recorded(name)["provenance"]["argv"]
+    options = [word for number, word in enumerate(words) if word not in OUTPUTS and words[number - 1] not in OUTPUTS]
+    if words[:2] == ["python", "-m"]:
+        if "--out" in options:
+            options = options[: options.index("--out")]
+        run(import_module(words[2]).main, [*options[3:], "--out", str(folder)])
+        made = folder / f"{name}.json"
+    else:
+        made = folder / f"{name}-again.json"
+        assert main([*options[1:], "--json", str(made)]) == 0
+    return json.loads(made.read_text(encoding="utf-8"))["result"]
+
+
+def same(old: Any, new: Any, place: str = "result") -> None:
+    """Numbers are equal up to rounding; how long something took is not compared."""
+    if isinstance(old, dict):
+        assert old.keys() == new.keys(), place
+        for name in old:
+            if "seconds" not in name:
+                same(old[name], new[name], f"{place}.{name}")
+    elif isinstance(old, list):
+        assert len(old) == len(new), place
+        for number, (one, other) in enumerate(zip(old, new, strict=True)):
+            same(one, other, f"{place}[{number}]")
+    elif isinstance(old, float) and new is not None:
+        assert new == pytest.approx(old, rel=1e-4, abs=1e-4), place
+    else:
+        assert old == new, place
+
+
+@pytest.mark.parametrize("name", [*QUICKEST, *(pytest.param(name, marks=pytest.mark.slow) for name in QUICK)])
+def test_a_figure_is_what_its_command_makes(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(drawn, "write_png", lambda *_: None)
+    monkeypatch.chdir(tmp_path)
+    if name == "patch-eval":
+        assert main(["patch", "make", "--out", "patch.json"]) == 0
+    same(recorded(name)["result"], make_again(name, tmp_path))
+
+
+def test_the_comparison_sees_another_number():
+    with pytest.raises(AssertionError, match=r"result\.a\[1\]"):
+        same({"a": [1.0, 2.0], "seconds": 1.0}, {"a": [1.0, 2.001], "seconds": 9.0})
+    same({"a": [1.0, None], "seconds": 1.0}, {"a": [1.00001, None], "seconds": 9.0})
