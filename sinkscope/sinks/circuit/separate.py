@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar
@@ -88,7 +89,7 @@ def draw(result: Separation) -> go.Figure:
     for one in result.probes:
         for number, score in enumerate(one.score.tolist()):
             token = "first" if 2 * number < len(one.score) else "later"
-            rows.append({"probe": one.probe, "score": score, "token": token})
+            rows.append({"probe": html.escape(one.probe), "score": score, "token": token})
     fig = px.histogram(rows, x="score", color="token", facet_col="probe", barmode="overlay", nbins=80)
     return figure_of(fig, result, width=1200, height=460)
 
