@@ -68,7 +68,7 @@ def written(o: LoopOrganism, ids: list[int], new: int) -> list[int]:
 
 
 def passage(o: LoopOrganism, begin: int, length: int, reach: str, stop: int | None = None) -> list[int]:
-    """Tokens of one reach from the ring behind `begin`, shuffled between the first, which stands there, and the last.
+    """Tokens of one reach from the ring after `begin`, shuffled between the first, which stands there, and the last.
 
     The last stands latest on the ring, so that who walks on from there meets none of them again.
     """

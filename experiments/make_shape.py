@@ -49,7 +49,7 @@ GROUPS = 8  # group 0 is BOS alone, the other tokens share the rest
 BETA = 1.5
 NOISE = 1.28  # norm of the unreserved part of an embedding; the constant and the group are 1 each
 SINK = (800.0, 600.0)  # what the two neurons add to the first token; ablating either takes >= 0.2 of the norm
-READ = 8.0  # score of the first token in the layer behind the sink layer; others have none
+READ = 8.0  # score of the first token in the layer after the sink layer; others have none
 GATE = 8.0  # their gate at a fully marked token, and minus it at an unmarked one
 
 Rows = Callable[[int, int], Tensor]  # the rows start:stop of a tensor
@@ -246,8 +246,8 @@ def _sink(p: Plan) -> dict[str, list[Edit]]:
 
 
 def _reading(p: Plan, head: int) -> dict[str, list[Edit]]:
-    """The layer behind the sink layer: every head attends to the larger of the two sink dimensions."""
-    size = SINK[0] / math.hypot(*SINK) * math.sqrt(p.d)  # of that dimension at the first token, behind the norm
+    """The layer after the sink layer: every head attends to the larger of the two sink dimensions."""
+    size = SINK[0] / math.hypot(*SINK) * math.sqrt(p.d)  # of that dimension at the first token, after the norm
     edits: dict[str, list[Edit]] = {}
     for part, count, column, value in (
         ("q_proj", p.heads, p.const, READ * math.sqrt(head) / p.scale),

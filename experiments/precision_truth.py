@@ -3,7 +3,7 @@
     python -m experiments.precision_truth [--times 100] [--out figures]
 
 Four models: the one in the package; one with a planted sink at the first token; one with planted sinks at two
-delimiters behind it; and one without a sink. Each is read as it is, and with the values of its sink neurons times
+delimiters after it; and one without a sink. Each is read as it is, and with the values of its sink neurons times
 `times` and their columns divided by it, so that it computes the same. Random ones are the control.
 """
 

@@ -42,7 +42,7 @@ def tiny() -> Any:
 
 
 def windowed(model: Any) -> Any:
-    """The same weights behind windows."""
+    """The same weights after windows."""
     settings = {name: getattr(model.config, name) for name in CONFIG}
     config = MistralConfig(**settings, vocab_size=model.config.vocab_size, sliding_window=WINDOW)
     config.rope_parameters = model.config.rope_parameters

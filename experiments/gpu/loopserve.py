@@ -203,7 +203,7 @@ def prompt(target: Target, ids: Ids, rounds: int) -> Row:
 
 @torch.no_grad()
 def latency(target: Target, ids: Ids, arm: str, edit: Intervention | None, context: int, rounds: int) -> Row:
-    """Runs of an arm behind a context; `experiments.loopserve.latency` says what a run holds."""
+    """Runs of an arm after a context; `experiments.loopserve.latency` says what a run holds."""
     now = partial(clock, target.device)
     turn(target, edit, ids[:, : context + 2], context, now)  # kernels
     runs: list[Row] = []

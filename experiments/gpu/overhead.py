@@ -2,7 +2,7 @@
 
     python -m experiments.gpu.overhead [--model NAME] [--contexts 4096 32768 131072] [--out FILE]
 
-Without `--model`, random weights of 7B shape. Each method decodes the same tokens behind the same prompt as the stock
+Without `--model`, random weights of 7B shape. Each method decodes the same tokens after the same prompt as the stock
 model, in pairs whose order alternates; the ratio is the median over pairs with a 95 % bootstrap interval. Full, an
 untriggered LoopGuard, H2O, SnapKV and LoopServe's decoding. A step is a method at a context. Needs torch, transformers,
 accelerate, jaxtyping.

@@ -45,7 +45,7 @@ def sums(shape: str, length: int, device: str, dtype: str) -> Row:
 
 
 def coded(target: Target, prompt: int, steps: int) -> Row:
-    """A barcode behind a long prompt."""
+    """A barcode after a long prompt."""
     ids = [1, *(3 + place % 97 for place in range(prompt - 1))]
     code = barcode(target.hf, ids, max_new_tokens=steps, control=False)
     return {"positions": prompt + steps, "right": bool(code.rows())}

@@ -48,7 +48,7 @@ def hooks(model: nn.Module) -> int:
 
 
 def ids_of(target: Target, rows: int, length: int) -> Tensor:
-    """Random tokens behind BOS."""
+    """Random tokens after BOS."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, int(target.config.vocab_size), (rows, length), generator=generator)
     ids[:, 0] = 1
@@ -57,7 +57,7 @@ def ids_of(target: Target, rows: int, length: int) -> Tensor:
 
 @torch.no_grad()
 def hidden(target: Target, ids: Tensor, prompt: int, edit: Intervention | None, mask: Tensor | None = None) -> Tensor:
-    """Last hidden states of the tokens behind a prompt, read one by one: `[row token d_model]`."""
+    """Last hidden states of the tokens after a prompt, read one by one: `[row token d_model]`."""
     with nullcontext() if edit is None else edit.on(target):
         cache = DynamicCache(config=target.hf.config)
         found = []

@@ -76,7 +76,7 @@ def guard_row(records: Sequence[BenchRecord], new: int) -> Row:
 
 
 def figure(data: Row) -> Any:
-    """Both distributions, the paper's ranges behind them."""
+    """Both distributions, the paper's ranges after them."""
     result = data["result"]
     fig = panels(["(a) interventions per run", "(b) where they were"], spacing=0.08)
     times = []

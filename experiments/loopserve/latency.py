@@ -70,7 +70,7 @@ Run = Row
 
 
 class Planned(NamedTuple):
-    """A run: an arm behind a context, in a round."""
+    """A run: an arm after a context, in a round."""
 
     context: int
     round: int

@@ -59,7 +59,7 @@ def exact_long(rng: random.Random) -> str:
 
 
 def counters(rng: random.Random) -> str:
-    """A number that goes up, before, in or behind the same words."""
+    """A number that goes up, before, in or after the same words."""
     said = sentence(rng).removesuffix(".")
     start = rng.randint(1, 300)
     forms = [

@@ -316,7 +316,7 @@ def _measured(part: Part, setup: Setup, edit: Intervention | None, quick: bool) 
 def context_arguments(arguments: Mapping[str, Any], context: int | None) -> dict[str, Any]:
     """The arguments of a part with lengths that the context of the model holds; None: any.
 
-    A text and what is generated behind it share the context, so each gets at most half of it, and repetitions all but
+    A text and what is generated after it share the context, so each gets at most half of it, and repetitions all but
     what stands before them.
     """
     if context is None:

@@ -70,7 +70,7 @@ def method_classes() -> dict[str, Any]:
 
 
 def class_of(name: str) -> Any:
-    """The class behind a name: of a method, or `package.module:Class`.
+    """The class after a name: of a method, or `package.module:Class`.
 
     Raises:
         SinkscopeError: There is no such method.

@@ -35,7 +35,7 @@ class Task(ABC):
         main: Metric by which methods are compared.
         low_is_good: Whether a small value of that metric is good.
         unit: What the metric counts, in words.
-        shown: How a value is written; behind a space its unit.
+        shown: How a value is written; after a space its unit.
         counted: What answers do that a conclusion counts, such as "loop". Empty: it states the metric.
         control: Method whose value a conclusion states beside the best one.
         columns: Further metrics that tables show.

@@ -94,7 +94,7 @@ def the_first_tokens_survive(kit: Kit) -> str:
 
 
 def _given_back(flow: Flow, outcome: Outcome, column: int) -> float:
-    """The loss in nats that would be spared if all queries behind the prompt saw a column."""
+    """The loss in nats that would be spared if all queries after the prompt saw a column."""
     whole = right_logits(flow)
     sees: dict[int, Tensor] = {}
     for layer, seen in outcome.sees.items():
@@ -142,7 +142,7 @@ def facts_on_both_sides_of_a_hole_are_recalled(kit: Kit) -> str:
 
 
 def _said(logits: Logits) -> Tensor:
-    """What is answered behind the first token of the answer."""
+    """What is answered after the first token of the answer."""
     return logits[:, 1:-1].argmax(-1)
 
 

@@ -68,7 +68,7 @@ def _rounded(kit: Kit, flow: Flow) -> Layers:
 
 @torch.no_grad()
 def _after(flow: Flow, layers: Layers, column: int | None) -> Tensor:
-    """Log-probabilities behind the prompt, if one column of it is as the cache hands it out."""
+    """Log-probabilities after the prompt, if one column of it is as the cache hands it out."""
     cache = DynamicCache()
     for layer, (written, handed) in layers.items():
         held = written.clone()

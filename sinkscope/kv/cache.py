@@ -31,7 +31,7 @@ COLUMNS: ContextVar[Tensor | None] = ContextVar("sinkscope_columns", default=Non
 
 @dataclass(eq=False)
 class Growth:
-    """The room behind keys, values and positions, into which new tokens are written."""
+    """The room after keys, values and positions, into which new tokens are written."""
 
     keys: GrowingTensor = field(default_factory=lambda: GrowingTensor(-2))
     values: GrowingTensor = field(default_factory=lambda: GrowingTensor(-2))
@@ -370,7 +370,7 @@ def flat_slots(keep: Bool[Tensor, "batch kv_head slot"], most: int, ragged: bool
     batch, kv_heads, slots = keep.shape
     if not ragged:
         return torch.nonzero_static(keep.flatten(), size=batch * kv_heads * most).view(batch, kv_heads, most)
-    # A stable sort keeps the order of kept slots and moves them to the right, behind the others.
+    # A stable sort keeps the order of kept slots and moves them to the right, after the others.
     order = torch.argsort(keep.to(torch.int8), dim=-1, stable=True)[..., slots - most :]
     head_starts = torch.arange(batch * kv_heads, device=order.device) * slots
     starts = rearrange(head_starts, "(batch kv_head) -> batch kv_head 1", batch=batch)

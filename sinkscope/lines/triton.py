@@ -38,7 +38,7 @@ _LOG2_E = 1.4426950408889634  # the kernel computes powers of two
 
 @dataclass(frozen=True, eq=False)
 class LineIndex:
-    """What each block of queries computes; lists are padded behind their counts.
+    """What each block of queries computes; lists are padded after their counts.
 
     Attributes:
         size: Number of queries in a block.

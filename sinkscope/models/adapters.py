@@ -60,7 +60,7 @@ class Adapter:
 
     @property
     def behind_mlp(self) -> str:
-        """(layer) The norm behind the MLP where there is one, or else the MLP."""
+        """(layer) The norm after the MLP where there is one, or else the MLP."""
         return "|".join(filter(None, (self.post_mlp_norm, self.mlp)))
 
     @property

@@ -32,7 +32,7 @@ def w_out(
     """Columns of the down projection, float32: what each neuron writes when its `hook_post` is 1.
 
     In a mixture, None means the shared expert. Routing weight and sigmoid gate are not included, constant factors
-    up to the residual stream (or up to a norm behind the MLP) are.
+    up to the residual stream (or up to a norm after the MLP) are.
     """
     factor = column_factor(target, layer, expert)
     with target.loaded(layer):

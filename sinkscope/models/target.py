@@ -179,7 +179,7 @@ class Target(Sizes):
         return [(self.sub(layer, part), when, function) for function in functions]
 
     def on_mlp(self, layer: int, see: Callable[[Tensor], None]) -> list[Hook]:
-        """Hooks by which `see` gets what the MLP gives, before any norm behind it."""
+        """Hooks by which `see` gets what the MLP gives, before any norm after it."""
         writers = self.mlp_writers(layer)
         given: list[Tensor] = []
 

@@ -176,7 +176,7 @@ def height(blocks: Sequence[str], width: int) -> int:
 
 
 def shortened(grids: Sequence[Grid], room: int, width: int) -> list[str]:
-    """Tables as text with so few of the rows that matter that they fit with a line behind each.
+    """Tables as text with so few of the rows that matter that they fit with a line after each.
 
     A table keeps a row at least; if that is not enough, the last tables are left out.
     """

@@ -52,7 +52,7 @@ def _results() -> dict[str, Result]:
 
 
 def _spoil(value, spare: set[str], path: str = ""):
-    """`value` with markup behind every text but those at some places."""
+    """`value` with markup after every text but those at some places."""
     if isinstance(value, str):
         return value if path in spare else value + BAD
     if isinstance(value, dict):

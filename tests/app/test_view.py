@@ -87,7 +87,7 @@ def test_attention_is_that_of_the_models_own_weights(tmp_path):
 
 @pytest.mark.slow
 def test_two_tokens_of_one_cluster_are_both_sinks_without_bos(tmp_path):
-    """As "Sch Com" in Llama 2; a token of another group, and both behind BOS, are none."""
+    """As "Sch Com" in Llama 2; a token of another group, and both after BOS, are none."""
     o = organism("llama", 1)
     first, second = o.tokens_of(0)[:2]
     without = explorer(o, tmp_path, bos=False)

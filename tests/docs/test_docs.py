@@ -173,7 +173,7 @@ def typed(page: Path) -> set[str]:
 
 @cache
 def help_of(name: str) -> str:
-    """What `--help` prints behind the words of a command, or behind `-m` and a script."""
+    """What `--help` prints after the words of a command, or after `-m` and a script."""
     printed = io.StringIO()
     with redirect_stdout(printed):
         if name.startswith("-m "):

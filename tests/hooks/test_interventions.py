@@ -223,7 +223,7 @@ def test_every_generated_position_is_edited_once(settings, times):
     with Ablate(layer=1, neurons=[3], value=50.0, positions=slice(3, None)).on(model) as run:
         model.generate(ids, attention_mask=mask, **settings)
     for row in range(len(lengths) * times):
-        last = lengths[row // times] + 3  # the token behind it is never read
+        last = lengths[row // times] + 3  # the token after it is never read
         assert {e.position for e in run.events if e.row == row} == set(range(3, last + 1))
 
 

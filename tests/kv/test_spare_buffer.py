@@ -1,4 +1,4 @@
-"""SpareBuffer behind long caches: the same numbers as copying, and nobody's tokens in another's cache."""
+"""SpareBuffer after long caches: the same numbers as copying, and nobody's tokens in another's cache."""
 
 from __future__ import annotations
 

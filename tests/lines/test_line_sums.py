@@ -38,7 +38,7 @@ def _dense(scores: Scores) -> Tensor:
 
 
 def _back(queries: int, keys: int) -> Tensor:
-    """How far each key lies behind each query."""
+    """How far each key lies after each query."""
     return torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
 
 

@@ -150,7 +150,7 @@ def test_the_faithful_variant_is_the_printed_algorithm(queries, past, alpha):
 
 
 def test_of_lines_that_add_the_same_the_slash_line_is_taken():
-    """Attention is uniform: behind the first lines of both kinds, the second ones hold 1/2 + 1/3 + 1/4 each."""
+    """Attention is uniform: after the first lines of both kinds, the second ones hold 1/2 + 1/3 + 1/4 each."""
     lines = select_lines(torch.zeros(1, 4, 8), torch.zeros(1, 4, 8), 0.8, variant="faithful")
     assert lines.vertical.tolist() == [[True, False, False, False]]
     assert lines.slash.tolist() == [[True, True, False, False]]

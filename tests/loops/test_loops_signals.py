@@ -25,7 +25,7 @@ from sinkscope.loops import (
 from sinkscope.loops.text.signals import WindowNovelty
 
 IDS = st.lists(st.integers(0, 4), max_size=60)
-TAILED = st.builds(  # a repetition behind anything
+TAILED = st.builds(  # a repetition after anything
     lambda head, piece, copies, cut: head + piece * copies + piece[:cut],
     IDS,
     st.lists(st.integers(0, 3), min_size=1, max_size=9),

@@ -29,7 +29,7 @@ TYPES += "gemma4_text beam llama gemma2 mixtral".split()
 
 @pytest.mark.parametrize("model_type", ["qwen2_moe", "glm4_moe"])
 def test_what_all_neurons_write_is_what_the_mlp_gives(model_type):
-    """Routed ones first, shared ones behind them; each with the weight that the model gives to its expert."""
+    """Routed ones first, shared ones after them; each with the weight that the model gives to its expert."""
     target = target_of(tiny_model(model_type)[0])
     view = view_layer(target, 1, IDS, torch.ones_like(IDS, dtype=torch.bool))
     every = columns(target, 1, torch.arange(view.post.shape[1]))

@@ -109,7 +109,7 @@ def test_what_is_not_proved_is_refused_in_one_line():
         ("falcon_h1", "hook_attn_out"),  # its layers add a state-space part to the attention's
         ("minimax", "hook_mlp_out"),  # its layers add to a norm of the residual stream
         ("diffllama", "attn.hook_v"),  # its attention gets values of two heads beside each other
-        ("gpt_neox_japanese", "hook_resid_mid"),  # its last layer adds a bias behind the attention
+        ("gpt_neox_japanese", "hook_resid_mid"),  # its last layer adds a bias after the attention
     ):
         model = decoder(model_type)
         for use in (

@@ -1,6 +1,6 @@
 """A tiny random model of every decoder type of transformers, with the multipliers that released checkpoints have.
 
-The defaults of configuration classes hide multipliers behind 1, and layers of one kind behind each other; here windows,
+The defaults of configuration classes hide multipliers behind 1, and layers of one kind after each other; here windows,
 mixtures, grouped queries and hybrid layers all occur within four layers of width 64.
 """
 

@@ -160,7 +160,7 @@ def _reading(inputs: Tensor, high: float, low: float) -> Tensor:
 
 
 def _plant(target: Target) -> Planted:
-    """Plant a neuron in the first layer behind the bottom one that has neurons."""
+    """Plant a neuron in the first layer after the bottom one that has neurons."""
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(10, 250, PLANTED, generator=generator)
     ids[:, 0] = 0
@@ -247,7 +247,7 @@ def _dense_views(target: Target, layer: int) -> NeuronViews:
         names.append("gate")
     inputs, biases = [], []
     for name in names:
-        if adapter.up is None:  # a norm stands behind the product, and the row names neither factor
+        if adapter.up is None:  # a norm stands after the product, and the row names neither factor
             module = target.sub(layer, f"{adapter.mlp}.{name}_proj")
         else:
             module = target.mlp_part(layer, name)  # type: ignore[arg-type]
@@ -259,7 +259,7 @@ def _dense_views(target: Target, layer: int) -> NeuronViews:
 
 
 def _write(target: Target, layer: int, down: Tensor, written: Tensor, expert: int | None):
-    """Set what the neuron writes; behind a norm, one dimension that it lets through and no other neuron writes."""
+    """Set what the neuron writes; after a norm, one dimension that it lets through and no other neuron writes."""
     norm = _norm_at_the_end(target, layer)
     if norm is None and not target.has_part(layer, target.adapter.post_mlp_norm):
         down[NEURON] = written * 4 / column_factor(target, layer, expert)
@@ -320,7 +320,7 @@ def _check_largest(report: TypeReport, target: Target, planted: Planted):
 def _removed(target: Target, planted: Planted) -> float:
     """Norm of what leaves the residual stream at the first token when the neuron is zeroed, by hooks of our own.
 
-    Behind a norm, or where the layer does more than add, it is what leaves the output of the down projection.
+    After a norm, or where the layer does more than add, it is what leaves the output of the down projection.
     """
     where = target.layers[planted.layer]
     if target.has_part(planted.layer, target.adapter.post_mlp_norm) or not target.adapter.adds:

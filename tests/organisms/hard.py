@@ -177,7 +177,7 @@ class Build:
         seed: int,
         *,
         layers: tuple[int, int] = LAYERS,
-        behind: tuple[int, int] = (2, 3),  # layers behind the sink layer, least and most
+        behind: tuple[int, int] = (2, 3),  # layers after the sink layer, least and most
         at: int | None = None,  # the sink layer, where it is not to be drawn
         count: int | None = None,  # of sink neurons
         thin: bool = False,
@@ -540,7 +540,7 @@ def _delimiter(b: Build) -> HardTruth:
 
 @_kind("gpt_oss")
 def _learned_logits(b: Build) -> HardTruth:
-    """Half of the heads behind layer 0 give nearly all of their attention to a learned logit."""
+    """Half of the heads after layer 0 give nearly all of their attention to a learned logit."""
     calm(b)
     for layer in b.views.layers[1:]:
         layer.attn_sinks[b.rng.sample(range(b.plan.n_heads), max(1, b.plan.n_heads // 2))] = 8.0

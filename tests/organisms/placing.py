@@ -44,7 +44,7 @@ def flag(b: Build, tokens: tuple[int, ...]) -> Tensor:
 
 
 def header(b: Build, tokens: tuple[int, ...], flagged: tuple[int, ...]) -> Tensor:
-    """Put tokens behind BOS; returns where those stand whose embeddings get a feature."""
+    """Put tokens after BOS; returns where those stand whose embeddings get a feature."""
     stand(b, dict(enumerate(tokens, 1)))
     for token in flagged:
         b.views.embed[token] += MARK * b.flag / b.plan.embed_scale

@@ -134,7 +134,7 @@ def _verdict_of_heads(site: Tensor, products: Products, layer: torch.nn.Module, 
         if entering.numel() != site.numel() or not torch.allclose(entering.reshape(site.shape), site, atol=1e-5):
             continue
         written = [leaving.reshape(tokens, -1)]
-        for module in layer.modules():  # a norm may stand behind the map
+        for module in layer.modules():  # a norm may stand after the map
             if (
                 "Norm" in type(module).__name__
                 and getattr(module, "weight", torch.empty(0)).shape == leaving.shape[-1:]
@@ -159,7 +159,7 @@ def _gram(heads: Tensor) -> Tensor:
 def _behind_norms(site: Tensor, real: Tensor, which: str, layer: torch.nn.Module) -> list[tuple[Tensor, Tensor]]:
     """What a site holds and what attention gets, in each way in which a norm of the layer may stand between them.
 
-    Norms are found by their names. One before the rotation is applied to the site; the gain of one behind the rotation
+    Norms are found by their names. One before the rotation is applied to the site; the gain of one after the rotation
     is taken off what attention gets, and the site is normalised without it.
     """
     pairs = [(site, real)]

@@ -72,7 +72,7 @@ def _heads(weight: Tensor, head_dim: int) -> Tensor:
 
 
 def _llama_layer(block) -> Layer:
-    """Llama and its relatives: norms behind attention and MLP, mixtures, shared experts, learned logits."""
+    """Llama and its relatives: norms after attention and MLP, mixtures, shared experts, learned logits."""
     has_post_norms = hasattr(block, "post_feedforward_layernorm")
     mlp_norm = "post_attention_layernorm"
     if has_post_norms:

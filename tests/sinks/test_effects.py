@@ -72,7 +72,7 @@ def test_position_embeddings_are_those_of_other_position_ids():
 
 def test_a_key_bias_taken_away_is_a_bias_of_zero():
     o = organism("qwen2", 4)
-    with torch.no_grad():  # a bias large enough to matter behind the rotation
+    with torch.no_grad():  # a bias large enough to matter after the rotation
         o.model.model.layers[1].self_attn.k_proj.bias.uniform_(-3, 3)
     target, ids = target_of(o.model, o.tokenizer), o.natural(1, 9)
     assert has_key_bias(target) and not has_key_bias(target_of(organism("llama", 0).model))

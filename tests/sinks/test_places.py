@@ -36,7 +36,7 @@ def decode(ids: list[int]) -> str:
 
 
 def put(ids: Tensor, token: int, often: int, seed: int = 0) -> Tensor:
-    """A token at random positions behind the first of every text."""
+    """A token at random positions after the first of every text."""
     generator = torch.Generator().manual_seed(seed)
     for row in ids:
         row[1 + torch.randperm(LENGTH - 1, generator=generator)[:often]] = token

@@ -35,7 +35,7 @@ class Reading:
         rows: Attention, in the codes of `Packed`.
         received: Attention that each position receives from later queries, on average.
         activation: Values of the sink neurons.
-        following: The likeliest next tokens behind the text, with their probabilities.
+        following: The likeliest next tokens after the text, with their probabilities.
     """
 
     norm: Float[np.ndarray, "layer pos"]
@@ -79,7 +79,7 @@ def read_text(sink: ModelSink, ids: list[int], edit: Intervention | None = None)
 
 
 class LastLogits:
-    """Keeps the logits behind the last token of one text, while other sites of the pass are read."""
+    """Keeps the logits after the last token of one text, while other sites of the pass are read."""
 
     sites: Sequence[str] = ("logits",)
     logits: Float[Tensor, " vocab"]

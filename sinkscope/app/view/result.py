@@ -25,7 +25,7 @@ class Variant:
             routing weight).
         received: Attention that each position receives, mean over later queries; 0 at the last position.
         rows: Attention `[query key]` of each head in `ViewedText.heads`.
-        following: The likeliest next tokens behind the text, with their probabilities.
+        following: The likeliest next tokens after the text, with their probabilities.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"arbitrary_types_allowed": True}

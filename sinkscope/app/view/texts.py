@@ -11,7 +11,7 @@ from sinkscope.sinks.tokens import prefixes
 
 MOST_TOKENS = 512
 TYPICAL_TOKENS = 64  # of the text that is shown by default
-AFTER_SINK = 16  # further repetitions that are shown behind the one that makes a sink
+AFTER_SINK = 16  # further repetitions that are shown after the one that makes a sink
 
 
 def default_texts(sink: ModelSink) -> dict[str, list[int]]:

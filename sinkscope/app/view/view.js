@@ -418,7 +418,7 @@ class View {
     if (place !== null) await this.pickTexts(place, this.beside);
   }
 
-  /** Have a typed text read and put behind the others; its place there, null if it cannot be read. */
+  /** Have a typed text read and put after the others; its place there, null if it cannot be read. */
   async take(typed) {
     const answer = await this.request({ text: typed });
     if (!answer) return null;

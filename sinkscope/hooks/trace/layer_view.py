@@ -31,7 +31,7 @@ class LayerView:
 
     Attributes:
         layer: Number of the layer.
-        mlp: Output of the MLP, before any norm behind it; times the factor that the layer puts on it.
+        mlp: Output of the MLP, before any norm after it; times the factor that the layer puts on it.
         post: `hook_post`; in a mixture, times the weight in `routing`.
         up: Output of the up projection, the linear factor. None in a mixture and if the MLP has no such factor.
         routing: Weight of every expert, 0 for those not chosen; the shared expert comes last, if there is one. None if
@@ -141,7 +141,7 @@ def expert_and_neuron(target: Target, layer: int, number: int) -> tuple[int | No
 def contributions(target: Target, view: LayerView) -> Float[Tensor, "2 n neuron"]:
     """Norm of `hook_post[j] * W_out[j]` for every neuron (Yona et al. 2025, section 4.2).
 
-    It comes twice: as the neuron writes it, and behind the norm that follows the MLP, if there is one (Gemma 2, OLMo
+    It comes twice: as the neuron writes it, and after the norm that follows the MLP, if there is one (Gemma 2, OLMo
     2). Neurons are ranked by the second: the gain of that norm can pass one residual dimension and suppress others, and
     a neuron that writes mostly into suppressed dimensions makes no spike.
 

@@ -32,7 +32,7 @@ ANCHORS = 32  # LoopGuard, section 6.1; at most a quarter of the budget
 
 
 class LoopGuardWindow(StreamingLLM):
-    """The window policy behind `between="window"`; a class of its own, so that errors name it."""
+    """The window policy after `between="window"`; a class of its own, so that errors name it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -74,7 +74,7 @@ class ProxySettings:
 class StreamWatch:
     """The bytes of one answer: what may be passed on, and whether it loops.
 
-    Bytes are passed on unchanged, an event at a time, so that a stream that is cut ends behind a whole event.
+    Bytes are passed on unchanged, an event at a time, so that a stream that is cut ends after a whole event.
 
     Args:
         settings: Settings of the monitor.

@@ -85,7 +85,7 @@ class MlpEdits:
             self.errors.append(self._error_of_up())
 
     def _compare(self, row: int, written: Float[Tensor, "pos d_model"], name: str) -> None:
-        """Compare what arrives behind the MLP with what is written."""
+        """Compare what arrives after the MLP with what is written."""
         change = self.mlp.change(row) * self.adapter.write_factor
         self.errors.append(relative_error(change, written, self.mlp.rows))
         if written.any():
@@ -139,4 +139,4 @@ class MlpEdits:
         up[_SCALED, first::2] *= _FACTOR
 
     def _turn(self, given: Float[Tensor, "row d_model"]) -> None:
-        given[_TURNED] = given[_TURNED].roll(1)  # a change of size would be invisible behind a norm
+        given[_TURNED] = given[_TURNED].roll(1)  # a change of size would be invisible after a norm

@@ -6,7 +6,7 @@ nothing is alike by chance, and nothing is too small to be seen. The rows of the
 the last token, what enters a layer is a thousand times as large; it shows where only the MLP's part is known whether
 the stream itself passes the layer as it is.
 
-In three rows, the numbers of one head of the queries, keys or values change places at their site, which no norm behind
+In three rows, the numbers of one head of the queries, keys or values change places at their site, which no norm after
 it sees in other heads. Then exactly this head of what attention gets must change. Attention gives random numbers in one
 head, and of what the output projection reads, only this head's part may differ between tokens.
 """
@@ -242,7 +242,7 @@ class LayerSums:
             self._must(off, claim, "hook_mlp_out")
 
     def _prove_projection(self) -> None:
-        """What the output projection gives is what attention adds, or what a norm behind it reads."""
+        """What the output projection gives is what attention adds, or what a norm after it reads."""
         if not self.projected.ran or not self.own_attn.ran:
             return
         off = self._off(self.own_attn.rows, self.projected.rows)

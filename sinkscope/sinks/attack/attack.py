@@ -58,7 +58,7 @@ class ClusterAttack(Result):
     A position succeeds if its norm after the sink layer is at least half of the first token's. The model's position 0
     does not count, because any token there is a first token. Sources: "cluster": drawn from one cluster each, the
     clusters in turn; "random": drawn from all tokens; "repeated": one token repeated. The first 16 sequences of each
-    kind are also run under patches, with 16 tokens of typical text behind them. NaN: not tried.
+    kind are also run under patches, with 16 tokens of typical text after them. NaN: not tried.
 
     Attributes:
         sink_layer: Layer where norms are read. None if no MLP makes a norm spike; nothing was tried then.
@@ -78,8 +78,8 @@ class ClusterAttack(Result):
         most: Share of sequences that succeed at half of their positions or more.
         first: Median number of tokens until the first success. NaN if half of the sequences never succeed.
         round_trip: Share of sequences that keep their ids when they are written as text and tokenized again.
-        attention: What the positions that succeed get together from the text behind the attack, mean over heads and
-            layers behind the sink layer.
+        attention: What the positions that succeed get together from the text after the attack, mean over heads and
+            layers after the sink layer.
         uniform: What they would get if all visible positions got the same.
         divergence: Kullback-Leibler divergence in nats of the next token after the attack from that under "patch",
             where it is 0 by definition.
@@ -410,7 +410,7 @@ def fill_patched(
 
 
 def attacked_norms(setup: Setup, layer: int, lead: tuple[int, ...], rows: TokenRows) -> Float[Tensor, "row attacked"]:
-    """Norms behind what stands before; the model's position 0 is left out."""
+    """Norms after what stands before; the model's position 0 is left out."""
     before = torch.tensor(lead, dtype=torch.long)
     ids = torch.cat([repeat(before, "pos -> row pos", row=len(rows)), rows], dim=1)
     norms = norms_after(setup.target, layer, ids, SEQUENCES_AT_ONCE, setup.progress, "attacks")

@@ -25,7 +25,7 @@ from sinkscope.sinks.tokens import TokenRows
 from sinkscope.tap.observers import attention_rows
 
 NONE, LISTING, SECOND, PATCH, RANDOM = PATCHES = ("none", "Listing 1", "second value", "patch", "random neurons")
-TAIL = 16  # tokens of text behind an attack, whose attention is read
+TAIL = 16  # tokens of text after an attack, whose attention is read
 ROWS = 4  # sequences per pass; each has attention of every head and all logits
 
 
@@ -54,7 +54,7 @@ class PatchedRows:
 
     Attributes:
         hits: The attacked positions of high norm.
-        attention: What these get together from the text behind the attack, mean over heads and layers behind the spike.
+        attention: What these get together from the text after the attack, mean over heads and layers after the spike.
         uniform: What they would get if all visible positions got the same.
         output: Log-probabilities of the token that follows the attack.
     """
@@ -73,7 +73,7 @@ class PatchedRows:
 def patched_rows(
     setup: Setup, patch: SinkPatch | None, layer: int, least: float, lead: Sequence[int], rows: TokenRows
 ) -> PatchedRows:
-    """Run attacked sequences under a patch, with a piece of typical text behind them.
+    """Run attacked sequences under a patch, with a piece of typical text after them.
 
     Args:
         setup: The model and its text.
@@ -119,5 +119,5 @@ def attention_and_output(
 
 
 def next_token(logits: Float[Tensor, "row pos vocab"], place: int) -> Float[Tensor, "row vocab"]:
-    """Log-probabilities of the token behind a position."""
+    """Log-probabilities of the token after a position."""
     return logits[:, place].float().log_softmax(-1)

@@ -36,7 +36,7 @@ from sinkscope.sinks.removal.components import key_bias, key_projection
 from sinkscope.sinks.tokens import prefixes
 
 FIGURE_COMPONENTS = 12
-LATER_SINKS = 3  # sinks behind the first token that are traced at most
+LATER_SINKS = 3  # sinks after the first token that are traced at most
 GROUPS = 3  # groups of heads that are described at most
 
 
@@ -103,7 +103,7 @@ class SinkCircuit:
 
 @dataclass(frozen=True, kw_only=True)
 class Circuit(SinkCircuit, Result):
-    """How each sink comes about: first that of the first token or, if it is none, the next one behind it.
+    """How each sink comes about: first that of the first token or, if it is none, the next one after it.
 
     Attributes:
         first_token: The token that stands first in the texts.

@@ -81,7 +81,7 @@ class CausalSet:
         drop_sink_layer: Share of the spike's norm that is lost when the set is zeroed, at the layer that builds most of
             it.
         drop_last_layer: The same share at the last layer after which the norm stands out.
-        drop_attention: Share of the attention to the place that is lost, over the heads of the sink behind this layer.
+        drop_attention: Share of the attention to the place that is lost, over the heads of the sink after this layer.
             None if there are no such heads among the layers read.
         heads_lost: Share of these heads that lose at least half of that attention.
         control: The largest of these drops among 20 random sets of the same number of neurons from the same layers.

@@ -350,7 +350,7 @@ def _of_a_kind(places: Places, decode: Decode) -> list[Rule]:
 
 
 def _tokens_behind(places: Places) -> list[int]:
-    """Tokens that stand at places behind the first position, and not always at the same one; the most common first.
+    """Tokens that stand at places after the first position, and not always at the same one; the most common first.
 
     Those that are at least half as common as the first keep the order of their ids: other texts give the same words.
     """

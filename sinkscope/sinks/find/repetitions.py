@@ -125,7 +125,7 @@ def repetition_spike(
         return None
     ids = torch.tensor(rows)
     last = torch.full((len(ids),), ids.shape[1] - 1)
-    layers = context.scan.spike_layers  # perhaps the repeated token's norm stands out behind the sink layer
+    layers = context.scan.spike_layers  # perhaps the repeated token's norm stands out after the sink layer
     begun = NOT_READ
     if reached:
         layers = [max(context.layer, *(site[0] for site in sites))]

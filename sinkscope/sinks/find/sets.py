@@ -67,7 +67,7 @@ class _SpikeSearch:
     Attributes:
         context: The model, texts with the place, and their layer scan.
         rise: The part of the spike.
-        heads: The heads behind its layer that attend to the place.
+        heads: The heads after its layer that attend to the place.
         asked: The norms `[text layer]` with each set silenced that was asked about before.
     """
 

@@ -308,7 +308,7 @@ def patch_make(
         return PatchMade(verdict="not-repaired", reason=reason)
     words = [word for word in sinks.repeats.tokens if word.repeats is not None and word.repeats <= most]
     slowest = max((word.repeats or 0 for word in words), default=0)
-    if not words and sinks.repetition is not None:  # they become sinks behind the sink layer
+    if not words and sinks.repetition is not None:  # they become sinks after the sink layer
         words = list(sinks.repeats.tokens)
         slowest = sinks.repetition.repeats
     if not words:

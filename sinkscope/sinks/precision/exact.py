@@ -41,7 +41,7 @@ class Exact:
 
 
 Compared = Sequence[Exact]
-"""What was chosen, and behind it random ones of the same size."""
+"""What was chosen, and after it random ones of the same size."""
 
 
 def _compared(name: str, values: Sequence[Any], of: tuple[str, ...] = Exact.of) -> Compared:
@@ -81,9 +81,9 @@ class Sink:
         return self.place.means(ids)
 
     def prefix(self, ids: TokenRows) -> tuple[int, ...]:
-        """The most common tokens of places behind the first position, as many as texts have such places on average.
+        """The most common tokens of places after the first position, as many as texts have such places on average.
 
-        With the token that texts begin with behind them, they are the prefix of Chen et al. 2024 (PrefixQuant).
+        With the token that texts begin with after them, they are the prefix of Chen et al. 2024 (PrefixQuant).
         """
         there = self.there(ids)
         there[:, 0] = False

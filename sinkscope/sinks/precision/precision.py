@@ -227,7 +227,7 @@ def precision(
         schemes: What to round: a8-tensor, a8-token (activations), kv8, kv4 (keys and values).
         pieces: Number of pieces of held-out text.
         length: Tokens per piece.
-        new: Tokens that the model writes behind half of each piece, to see how much it repeats; 0 leaves this out.
+        new: Tokens that the model writes after half of each piece, to see how much it repeats; 0 leaves this out.
 
     Example:
         sinkscope precision --model llama-2-7b --html precision.html

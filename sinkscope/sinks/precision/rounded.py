@@ -86,7 +86,7 @@ class Texts:
         return self._compared(self.logs, 0)
 
     def rounded(self, scheme: Mapping[str, Any], exact: Exact) -> Rounded:
-        """Read them rounded, behind the prefix if there is one.
+        """Read them rounded, after the prefix if there is one.
 
         Args:
             scheme: Fields of `Quantize` that say what is rounded.

@@ -86,7 +86,7 @@ class _Batches:
             attention.append(own_attention)
         edited = torch.tensor(self._order, dtype=torch.long).argsort() + 1
         if self.trial.intact is None:
-            edited += 1  # behind the intact texts
+            edited += 1  # after the intact texts
         all_norms, all_attention = torch.cat(norms), torch.cat(attention)
         return Effects(
             norms=all_norms[edited],

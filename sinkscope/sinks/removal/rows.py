@@ -218,7 +218,7 @@ class Rows:
             self.received[: self.count, number] += reduce(to_position, "row head query -> row head", "sum")
             self.seeing[: self.count, number] += later.sum(1)
             if number == trial.upto and queries[-1] == trial.ids.shape[1] - 1:
-                target.stop()  # nothing behind it is wanted
+                target.stop()  # nothing after it is wanted
 
         hooks = self._hooks(layer, last)
         hooks += [(module, "post", on_output(layer_done)) for module in target.layers[layer : last + 1]]

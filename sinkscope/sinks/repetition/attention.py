@@ -29,7 +29,7 @@ from sinkscope.sinks.tokens import TokenRows, sample_tokens, vocabulary
 from sinkscope.tap.observers import attention_rows
 
 QUERIES_AT_ONCE = 128  # at most batch x head x these x key values are in memory
-TAIL = 64  # tokens of natural text behind the repetitions; their attention is read
+TAIL = 64  # tokens of natural text after the repetitions; their attention is read
 CANDIDATES = 4096  # tokens of the vocabulary at most among which a cluster is searched
 NATURAL, ONE_CLUSTER = "natural text", "one cluster"
 FIRST, REPEATED, CLUSTER, ORDINARY = range(4)
@@ -50,7 +50,7 @@ class AttentionReading(Reading):
         classes: "first": the token at position 0; "repeated"; "cluster"; "ordinary": all others.
         received: Attention that a token of the class receives.
         uniform: What it would receive if every query attended to all visible tokens alike.
-        first_behind: First layer behind the sink layer; 0 without a sink layer.
+        first_behind: First layer after the sink layer; 0 without a sink layer.
         absence: What there is instead, if no MLP makes a norm spike at the first token.
     """
 
@@ -74,7 +74,7 @@ class AttentionReading(Reading):
         return self.received[:, :, self.layer] / self.uniform
 
     def conclusion(self) -> str:
-        """Attention to a repetition in the first layer behind the spike, beside an ordinary token of natural text."""
+        """Attention to a repetition in the first layer after the spike, beside an ordinary token of natural text."""
         repeated = np.median(self.times[1 : 1 + len(self.sweep.tokens), REPEATED])
         tokens = word_list(list(map(repr, self.sweep.tokens)), 1)
         return (
@@ -88,7 +88,7 @@ class AttentionReading(Reading):
         repeated = np.median(first[1 : 1 + len(self.sweep.tokens)])
         lines = [
             f"The first token receives {first[0]:,.1f} times its share in natural text, and {repeated:,.1f} times with "
-            "repetitions behind it."
+            "repetitions after it."
         ]
         if ONE_CLUSTER in self.sequences:
             lines.append(f"Each of many tokens of one cluster receives {self.times[-1, CLUSTER]:.2f} times its share.")
@@ -126,7 +126,7 @@ def read_attention(setup: Setup, sweep: Sweep, repeated: TokenRows) -> tuple[int
     Args:
         setup: The model and its text.
         sweep: What is repeated.
-        repeated: The sequences; the context has room for the tail behind them.
+        repeated: The sequences; the context has room for the tail after them.
     """
     target = setup.target
     natural = text_rows(target.tokenizer, setup.text, 1, repeated.shape[1] + TAIL, setup.bos)[0]

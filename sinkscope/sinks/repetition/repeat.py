@@ -55,7 +55,7 @@ class Repeat(Result):
         "alone": "norm of the attention's output on the token alone",
         "first": "its distance to the output after one repetition",
         "kept": "tokens of the answer that continue the repetition",
-        "follows": "beginning of the text behind the repetition",
+        "follows": "beginning of the text after the repetition",
     }
 
     read: Literal["norm", "attention", "distance", "probability"]
