@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 from covering import every_nth
+from versions import OLD_TRANSFORMERS
 
 from experiments.check_cache import faulty
 from experiments.check_cache.faulty import FAULTS
@@ -22,6 +23,8 @@ LIMITS = {  # of caches that are right otherwise: they raise, or nothing in them
 @pytest.mark.parametrize("name", every_nth(FAULTS, 5))
 def test_the_first_check_that_fails_names_the_fault(name):
     fault = FAULTS[name]
+    if OLD_TRANSFORMERS and name == "reset_does_nothing":
+        pytest.skip("the cache that is compared with does nothing there either")
     tolerance = max(ROUNDING.values()) if fault.check.startswith("rounding") else TOLERANCE
     kit = Kit(f"faulty:{name}", fault.factory, tolerance)
     assert next(one for one in all_checks() if kit.checked(one).verdict == "fails") == fault.check
@@ -31,6 +34,8 @@ def test_the_first_check_that_fails_names_the_fault(name):
 @pytest.mark.parametrize("factory", every_nth(RIGHT, 5), ids=lambda factory: factory.__name__)
 def test_right_caches_pass(factory):
     name = factory.__name__
+    if OLD_TRANSFORMERS:
+        pytest.skip("DynamicCache.reset leaves its tokens in transformers before 5.18")
     if name == "quantized_cache":
         pytest.importorskip("optimum.quanto")
     kit = Kit(f"right:{name}", factory, ROUNDING.get(name, TOLERANCE))

@@ -16,6 +16,7 @@ from organisms.images import LACK_BOS, image_decoder
 from refusals import refused
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
+from transformers import CONFIG_MAPPING
 
 import sinkscope as ss
 from sinkscope.app.cli import main
@@ -187,6 +188,8 @@ def test_a_cut_that_cannot_be_made_is_not_blamed_on_the_files(tmp_path):
 @torch.no_grad()
 def test_configurations_without_bos_are_edited_and_cached(model_type):
     """Ablation against an edit by hand, and a patch against that of a configuration that has the field."""
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip("this version of transformers does not have the type")
     model = image_decoder(model_type)
     ids, config = torch.arange(20, 60)[None], model.config.get_text_config()
     assert not hasattr(config, "bos_token_id")
