@@ -110,8 +110,8 @@ def test_nothing_grows_out_of_the_word_before():
 def test_the_guards_seams_stand_between_words(rewind):
     """Before, the text was cut inside of "I'm"."""
     model = ss.load(backend="hf")
-    prompt = "The dog was too small. Sam cried. Then Mia said,"
-    told = ss.generate(model, prompt, guard=ss.LoopGuard(rewind=rewind), max_new_tokens=64)[0]
+    prompt = "The dog was too small. Lily cried. Then Tom said,"
+    told = ss.generate(model, prompt, guard=ss.LoopGuard(rewind=rewind), max_new_tokens=96)[0]
     words = words_of(model.tokenizer)
     assert told.events and words is not None
     for event in told.events:
