@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from sinkscope.hooks.edit.base import Run
 from sinkscope.kv.cache import CacheLayer
 
 
@@ -153,3 +154,11 @@ def _larger(one: Tensor | int, other: Tensor | int) -> Tensor | int:
 def _slot_bytes(layer: CacheLayer) -> int:
     """Bytes of the keys and values of one slot, all kv heads together."""
     return layer.keys[0, :, :1].nbytes + layer.values[0, :, :1].nbytes
+
+
+def tokens_read(run: Run) -> list[list[float]]:
+    """Tokens that a decoding step attends to, including its own, for each cache of the run and each of its rows.
+
+    They are averaged over steps, layers and kv heads. The list is empty if the run has no `Progressive` or `LoopServe`.
+    """
+    return [usage.mean_read for usage in run.usage if usage.mean_read]

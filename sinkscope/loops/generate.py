@@ -22,6 +22,7 @@ from sinkscope.hooks.edit.decode import decoding, to_end
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.kv import Policy
 from sinkscope.kv.pieces import generate_in_pieces
+from sinkscope.kv.usage import tokens_read
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.measure.edit_options import edit_from_options
 from sinkscope.models.checks import check_length, end_ids, tokenizer_of
@@ -164,7 +165,7 @@ def generate(
 def _with_run(generated: Generated, run: Run, row: int, start: int) -> Generated:
     """A row of a batch whose first prompt is number `start`, with what the interventions did."""
     usage = run.usage[-1:]
-    read = [one.mean_read for one in run.usage if one.mean_read][-1:]
+    read = tokens_read(run)[-1:]
     last = generated.prompt_tokens + len(generated.tokens) - 1
     events: list[Event] = []
     for event in run.events:  # a row that has ended continues as padding until the last row ends

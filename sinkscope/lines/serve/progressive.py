@@ -20,6 +20,7 @@ from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.kv.registry import register_policy
 from sinkscope.kv.rotary import Rotary
 from sinkscope.kv.session import Session
+from sinkscope.kv.usage import tokens_read
 
 
 @register_policy("progressive")
@@ -116,14 +117,6 @@ def work_on_copy(kv: CacheLayer, keep: Bool[Tensor, "batch kv_head slot"]) -> No
     whole = kv.copy()
     kv.evict(keep)
     kv.aside = whole
-
-
-def tokens_read(run: Run) -> list[list[float]]:
-    """Tokens that a decoding step attends to, including its own, for each cache of the run and each of its rows.
-
-    They are averaged over steps, layers and kv heads. The list is empty if the run has no `Progressive` or `LoopServe`.
-    """
-    return [usage.mean_read for usage in run.usage if usage.mean_read]
 
 
 def steps_summary(name: str, run: Run) -> str:
