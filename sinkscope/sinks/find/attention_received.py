@@ -20,19 +20,16 @@ from sinkscope.models.hooks import first_tensor, on_output
 from sinkscope.models.norms import norm_of
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
-from sinkscope.sinks.find.members import RATE_EPS
+from sinkscope.results.claims import Search
 from sinkscope.sinks.find.places import (
     MOST_TEXTS,
     PLACE_SHARE,
     POSITION_SHARE,
     SINK_HEADS,
-    Description,
     Places,
-    Rule,
-    describe,
     sink_places,
 )
-from sinkscope.sinks.find.records import SHORT, SinkRate
+from sinkscope.sinks.find.records import RATE_EPS, SHORT, SinkRate
 from sinkscope.sinks.removal.components import Heads
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.tap.observers import visible_rows
@@ -157,12 +154,14 @@ class AttentionReceived:
             return []
         return [(layer, head) for layer, head in steady.nonzero().tolist()]
 
-    def readers(self, rule: Rule) -> Heads:
-        """The (layer, head) pairs that attend to most of the sinks that words mean; empty if too few for a sink."""
-        share = POSITION_SHARE
-        if rule.position is None or rule.tokens:
-            share = PLACE_SHARE
-        return self._in_most(self.above[:, :, self.places.of(rule).there], share)
+    def readers(self, there: Bool[Tensor, "text pos"]) -> Heads:
+        """The (layer, head) pairs that attend to most of some places; empty if too few for a sink.
+
+        Fewer heads are enough at a single position than at others, which may be a word that some heads prefer.
+        """
+        there = there[:, : self.received.shape[-1]]
+        share = PLACE_SHARE if int(there.any(0).sum()) > 1 else POSITION_SHARE
+        return self._in_most(self.above[:, :, there], share)
 
     @cached_property
     def learned_heads(self) -> Heads:
@@ -176,9 +175,12 @@ class AttentionReceived:
             return 0.0
         return float((self.learned > RATE_EPS)[self.attending].float().mean())
 
-    def described(self, decode: Callable[[list[int]], str]) -> Description | None:
-        """Words for the attention sink; None if no words hold for places that enough heads attend to."""
-        return describe(self.places, decode, lambda rule: bool(self.readers(rule)))
+    @property
+    def most_attended(self) -> Search:
+        """The largest share of the texts in which two heads attend to one position, or to one token, unfiltered."""
+        anywhere = self.above[self.attending].int().sum((0, 1)) >= SINK_HEADS
+        at = int(anywhere.float().mean(0).argmax())
+        return Search("positions", anywhere.shape[1], float(anywhere[:, at].float().mean()), f"position {at}")
 
 
 @torch.no_grad()

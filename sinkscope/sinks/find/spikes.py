@@ -1,88 +1,193 @@
-"""The norm spike at each kind of place, and what makes it: neurons of MLPs or, if these do not, a component."""
+"""The norm spike at each place, and what makes it: neurons of MLPs or, if these do not, a component."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from sinkscope.measure.evidence import NEEDED
+import torch
+from torch import Tensor
+
+from sinkscope.hooks.edit import Ablate
+from sinkscope.measure import Setup
 from sinkscope.measure.margin import margin_of
-from sinkscope.sinks.find.context import SinkContext, Survey
-from sinkscope.sinks.find.layer_scan import STEP_SHARE
-from sinkscope.sinks.find.places import Rule
-from sinkscope.sinks.find.records import NormSpike, PlacedSpike
+from sinkscope.results.claims import NEEDED, Claim, Contrast, Outcome, Search
+from sinkscope.results.parts import Component, sites_of
+from sinkscope.sinks.find.layer_scan import STEP_SHARE, norms_after, typical_quantiles
+from sinkscope.sinks.find.places import LEAST_CASES, Decode, Place, Places, stands_out
+from sinkscope.sinks.find.records import Candidate, Spike
 from sinkscope.sinks.find.sets import CANDIDATES, CausalSets, causal_sets
-from sinkscope.sinks.removal.components import one_by_one, writers
+from sinkscope.sinks.find.survey import SinkContext, Survey
+from sinkscope.sinks.removal.components import Sites, one_by_one, writers
 from sinkscope.sinks.removal.effects import effects
+from sinkscope.sinks.removal.search import random_sites
 
 MAKER_TEXTS = 2
 MAKER_LENGTH = 32  # typical text in which the maker of a spike is searched
+AT_ONCE = 8  # texts of the survey in one pass
+MOST_APART = 8  # neurons of a set that are asked one by one whether they make the spike of different places
 
 
 @dataclass(frozen=True, eq=False)
 class MadeSpike:
-    """The spike at one kind of place.
+    """The spike at one place.
 
     Attributes:
-        rule: The places.
-        context: The model at these places.
+        context: The model at this place.
         sets: The smallest sets of neurons that make the spike; none if no set that was tried does.
         spike: Its layers and its height, and what makes it.
     """
 
-    rule: Rule
     context: SinkContext
     sets: CausalSets
-    spike: NormSpike
-
-    @property
-    def placed(self) -> PlacedSpike:
-        """The spike of a further kind of place, as results hold it."""
-        spike = self.spike
-        position = spike.positions[spike.place.rules.index(self.rule)]
-        return PlacedSpike(self.rule.words, position, self.rule.token, spike.ratio, spike.made_by, self.sets.minimal)
+    spike: Spike
 
 
-def made_spikes(survey: Survey, top_k: int = CANDIDATES) -> list[MadeSpike]:
-    """The spike at each kind of place, and what makes it; none if no norm stands out at the first kind.
+def made_spikes(setup: Setup, survey: Survey, top_k: int = CANDIDATES) -> list[MadeSpike]:
+    """The spike at each place, and what makes it; they are searched once for a survey.
 
     Args:
+        setup: The model and its text.
         survey: Where the spikes are.
         top_k: Number of candidate neurons of a sink layer.
     """
+    key = (made_spikes, survey, top_k)
+    if key not in setup.memory:
+        setup.memory[key] = _made(survey, setup.tokenizer.decode, top_k)
+    return setup.memory[key]
+
+
+@dataclass(frozen=True, eq=False)
+class SinkNeurons:
+    """The neurons that every measurement of a setup edits or reads, in the words of `find_sinks`: its smallest set.
+
+    Attributes:
+        made: The first spike that MLPs make. None: there is none.
+        neurons: The smallest set of neurons that makes it, largest contribution first. If no set removes the spike, the
+            neurons that are causal alone.
+        controls: As many random neurons of the same layers.
+        instead: What there is if no MLP makes a spike, as a clause.
+    """
+
+    made: MadeSpike | None
+    neurons: tuple[Candidate, ...] = ()
+    controls: Sites = ()
+    instead: str = ""
+
+    @property
+    def layer(self) -> int | None:
+        """The sink layer."""
+        return None if self.made is None else self.made.context.layer
+
+    def absence(self, consequence: str) -> str:
+        """Why something cannot be measured, and what there is.
+
+        Args:
+            consequence: What cannot be measured, as a clause.
+        """
+        return f"No MLP makes a norm spike, so {consequence}; {self.instead}."
+
+
+def sink_neurons(setup: Setup) -> SinkNeurons:
+    """The neurons that make the first spike; they are searched once for a setup."""
+    survey = Survey.of(setup)
+    for made in made_spikes(setup, survey):
+        if made.context.scan.sink_layer is not None:
+            neurons = made.sets.members or tuple(neuron for neuron in made.sets.neurons if neuron.causal)
+            sites = sites_of(neurons)
+            return SinkNeurons(made, neurons, random_sites(setup.target, sites, sites, setup.seed))
+    instead = f"no attention sink was found either ({survey.received.most_attended})"
+    if survey.sinks:
+        instead = f"heads attend to {survey.sinks[0].words}, see `circuit`"
+    elif survey.received.learned_heads:
+        instead = "heads attend to their learned sink logits"
+    elif survey.spikes:
+        instead = f"the norm at {survey.spikes[0].words} stands out, see `circuit`"
+    return SinkNeurons(None, instead=instead)
+
+
+def _made(survey: Survey, decode: Decode, top_k: int) -> list[MadeSpike]:
     made: list[MadeSpike] = []
-    for rule in survey.spike.rules if survey.spike is not None else ():
-        context = survey.context(rule)
-        if context.scan.spike_layers:
-            sets = causal_sets(context, survey.received.readers(rule), top_k)
-            made.append(MadeSpike(rule, context, sets, norm_spike(survey, context)))
-        elif not made:
-            break
+    waiting = list(survey.spikes)
+    while waiting:
+        place = waiting.pop(0)
+        context = survey.context(place)
+        if not context.scan.spike_layers:
+            continue
+        sets = causal_sets(context, place.words, survey.readers(place), top_k)
+        parts = _apart(survey, place, sets, decode)
+        if parts:
+            waiting = parts + waiting
+        else:
+            made.append(MadeSpike(context, sets, _spike(context, place, sets)))
     return made
 
 
-def norm_spike(survey: Survey, context: SinkContext) -> NormSpike:
-    """The places whose norm stands out, and what makes the spike of the kind that a context looks at."""
+def _apart(survey: Survey, place: Place, sets: CausalSets, decode: Decode) -> list[Place]:
+    """The parts of a place whose spikes different neurons of a set make; empty if all of it needs the same."""
+    if sets.minimal is None or not 1 < len(sets.minimal.neurons) <= MOST_APART or place.share < 1 and place.is_first:
+        return []
+    ids, norms = survey.norms.ids, survey.norms
+    there = place.there(ids)
+    layer = max(neuron.layer for neuron in sets.minimal.neurons)
+    typical = norms.norms[layer].median()
+    lost: list[Tensor] = []
+    for neuron in sets.minimal.neurons:
+        with Ablate(sites=[neuron.site]).on(survey.first.target):
+            after = norms_after(survey.first.target, layer, ids, AT_ONCE)
+        gone = there & ~stands_out(after, typical) & stands_out(norms.norms[layer], typical)
+        if not any(bool((gone == other).all()) for other in lost):
+            lost.append(gone)
+    lost = [gone for gone in lost if int(gone.sum()) >= LEAST_CASES]
+    together = torch.stack(lost).int().sum(0) if lost else there
+    if len(lost) < 2 or bool((together > 1).any()) or float((together > 0)[there].float().mean()) < NEEDED:
+        return []
+    parts = []
+    for gone in lost:
+        tokens = ids[gone].unique()
+        rule = place.rule
+        if rule is not None:
+            names = ", ".join(repr(decode([token])) for token in tokens.tolist()[:3])
+            words = names + (" and more" if len(tokens) > 3 else "") + " wherever it stands"
+            rule = replace(rule, words=words, tokens=tuple(tokens.tolist()))
+        parts.append(Place.of(Places(ids, there), gone, rule, decode))
+    return parts
+
+
+def _spike(context: SinkContext, place: Place, sets: CausalSets) -> Spike:
+    """The place whose norm stands out, and what makes its spike."""
     scan = context.scan
-    assert survey.spike is not None
     stages = scan.stages
-    maker = None
+    maker, claim = None, None
+    search = Search("neurons", sets.tried, max((n.ablation_drop for n in sets.neurons), default=0.0))
     if not stages or scan.norm_before:
-        maker = spike_maker(context)
-    return NormSpike(
-        place=survey.spike,
-        positions=tuple(survey.spikes.of(rule).earliest for rule in survey.spike.rules),
+        maker, claim, search = spike_maker(context, place.words)
+    claims = [one for each in sets.sets for one in each.claims]
+    if claim is not None:
+        claims.append(claim)
+    top = int(scan.ratios.argmax())
+    _, typical, high = typical_quantiles(scan.typical.norms)[:, top].tolist()
+    return Spike(
+        place=place,
+        layers=tuple(scan.spike_runs),
         step_up=tuple(stages or (scan.growth >= STEP_SHARE).nonzero().flatten().tolist()),
         step_down=tuple((scan.growth <= -STEP_SHARE).nonzero().flatten().tolist()),
         ratio=float(scan.ratios.max()),
-        runs=tuple(scan.spike_runs),
-        made_by="MLP" if stages else maker,
+        usual=high / max(typical, 1e-9),
+        maker=None if stages else maker,
         begun_by=maker if stages else None,
+        by_mlp=bool(stages),
+        sets=sets.sets,
+        claims=tuple(claims),
+        search=search,
         margin=margin_of(scan.ratios_by_text.numpy()),
     )
 
 
-def spike_maker(context: SinkContext) -> str | None:
-    """The component without which the spike is gone; None if there is no single one."""
+def spike_maker(context: SinkContext, place: str) -> tuple[Component | None, Claim | None, Search]:
+    """The component without which the spike is gone, if there is one, and what was searched.
+
+    Each component writes at the place what it writes at a typical position; the others are its random contrast.
+    """
     scan = context.scan
     layer = scan.spike_layers[0]
     at = context.at[:MAKER_TEXTS]
@@ -90,9 +195,29 @@ def spike_maker(context: SinkContext) -> str | None:
     candidates = writers(context.target, layer + 1)
     edits = one_by_one(candidates)
     source = (at + ids.shape[1]) // 2
-    edited = effects(context.target, ids, edits, at=at, source=source, upto=layer, without=scan.shared_dims)
+    reading = {"upto": layer, "without": scan.shared_dims, "directions": context.directions}
+    edited = effects(context.target, ids, edits, at=at, source=source, **reading)
     drops = edited.drops(layer)
     best = int(drops.argmax())
+    search = Search("components one by one", len(candidates), float(drops[best]), str(candidates[best]))
     if float(drops[best]) < NEEDED:
-        return None
-    return str(candidates[best])
+        return None, None, search
+    left = (edited.along / edited.intact_along)[..., layer].clamp(min=0)
+    others = left.mean(1)[torch.arange(len(left)) != best]
+    contrasts = [Contrast("intact", 1.0)]
+    if len(others):
+        contrasts.append(Contrast("random", float(others.median()), len(others), "the median component"))
+    else:
+        contrasts.append(Contrast("other", 1.0, 1, "no other component"))
+    claim = Claim(
+        role="makes",
+        subject=(candidates[best],),
+        outcome=Outcome("spike", layers=(layer,)),
+        place=place,
+        value=float(left[best].mean()),
+        contrasts=tuple(contrasts),
+        draws=len(ids),
+        search=search,
+        margin=margin_of(left[best].numpy()),
+    )
+    return candidates[best], claim, search

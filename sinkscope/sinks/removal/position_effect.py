@@ -18,16 +18,16 @@ from torch import Tensor
 
 from sinkscope.measure.evidence import NEEDED
 from sinkscope.models.target import Target
-from sinkscope.sinks.removal.components import Component, Edit, Heads, has_key_bias, heads_of, one_by_one, writers
+from sinkscope.results.parts import Component, Head
+from sinkscope.sinks.removal.components import Edit, Heads, has_key_bias, heads_of, one_by_one, writers
 from sinkscope.sinks.removal.effects import effects
-from sinkscope.sinks.removal.rows import At, Rows
+from sinkscope.sinks.removal.rows import KEY_BIAS, At, Rows
 from sinkscope.sinks.removal.search import Removal, smallest_set
 from sinkscope.sinks.tokens import TokenRows
 
 NEARLY = 0.75  # of several components, those are needed that lose at least this share of the largest loss
 SET_CANDIDATES = 8  # components that are tried in sets if none is needed alone
-KEY_BIAS = Component("key bias")
-Components = tuple[Component, ...]
+Components = tuple[Component | Head, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +133,7 @@ class PositionEffect:
         return shares
 
     def needed(
-        self, components: Sequence[Component], lost: Float[Tensor, "component part"]
+        self, components: Sequence[Component | Head], lost: Float[Tensor, "component part"]
     ) -> Bool[Tensor, "component part"]:
         """Which components each head needs alone.
 
@@ -157,7 +157,7 @@ class PositionEffect:
             draws[components.index(KEY_BIAS)] = True
         return needed & draws
 
-    def marks(self, candidates: Sequence[Component]) -> Components:
+    def marks(self, candidates: Sequence[Component | Head]) -> Components:
         """The candidates that make the effect, with heads in place of attention layers."""
         alone = self.necessity(one_by_one(candidates))
         chosen = self.smallest(candidates, alone)
@@ -174,7 +174,7 @@ class PositionEffect:
         chosen = []
         for member in whole:
             own = (member,)
-            if member.kind == "attention":
+            if isinstance(member, Component) and member.kind == "attention":
                 heads = heads_of(self.target, member.layer or 0)
                 others = tuple(component for component in whole if component != member and not alone)
                 of_heads = self.necessity([Edit(swap=(*others, head)) for head in heads])
@@ -183,7 +183,7 @@ class PositionEffect:
         return tuple(chosen)
 
     def smallest(
-        self, candidates: Sequence[Component], alone: Sequence[float], removed_too: Components = ()
+        self, candidates: Sequence[Component | Head], alone: Sequence[float], removed_too: Components = ()
     ) -> Components:
         """The candidates that are needed alone or, if none is, the smallest set found that is needed together.
 
