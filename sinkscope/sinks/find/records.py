@@ -265,6 +265,11 @@ class RepetitionSpike:
     set: CausalSet | None
     candidates: tuple[Candidate, ...]
 
+    @property
+    def other_neurons(self) -> bool:
+        """Whether copies make a spike that does not need the neurons of the model's spike."""
+        return self.by_copies.verdict == "sufficient" and (self.same is None or self.same.verdict != "needed")
+
 
 @dataclass(frozen=True)
 class SinkRate:

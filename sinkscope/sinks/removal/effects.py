@@ -15,7 +15,7 @@ from einops import reduce
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.measure.evidence import NEEDED
+from sinkscope.results.claims import NEEDED
 from sinkscope.models.target import Target
 from sinkscope.sinks.removal.components import Edit, Heads
 from sinkscope.sinks.removal.rows import BATCH_ELEMENTS, Rows, Trial

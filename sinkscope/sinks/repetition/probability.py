@@ -20,7 +20,7 @@ from sinkscope.opening.open import open_target
 from sinkscope.results.notation import count_of, neuron_names
 from sinkscope.results.style import GREY
 from sinkscope.results.tables import Table
-from sinkscope.sinks.find.sets import sink_neurons
+from sinkscope.sinks.find.spikes import sink_neurons
 from sinkscope.sinks.patch.evaluate import read_patch_argument
 from sinkscope.sinks.repetition.sweep import Reading, Sweep, rounded
 from sinkscope.sinks.tokens import TokenRows
