@@ -32,7 +32,7 @@ from sinkscope.loops.barcode import barcode
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.models.target import Target
 from sinkscope.results.notation import read_neuron
-from sinkscope.sinks.circuit.circuit import NEURONS, circuit
+from sinkscope.sinks.circuit.circuit import circuit
 from sinkscope.sinks.find.find import find_sinks
 
 TOLERANCE = {"bfloat16": 0.02, "float16": 0.005, "float32": 1e-4}

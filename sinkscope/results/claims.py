@@ -66,7 +66,7 @@ class Search:
 
     def __str__(self) -> str:
         most = ""
-        if self.most is not None:
+        if self.most is not None and self.most > 0:
             most = f"; the most: {self.best + ' ' if self.best else ''}{self.most:.0%}"
         return f"{self.tried:,} {self.what} tried{most}"
 

@@ -73,6 +73,15 @@ class Circuit(Result):
         """A row for each claim."""
         return [claim.row() for claim in self.claims]
 
+    def readers(self) -> Table:
+        """A row for each head that attends to a sink: what it keeps of that attention without what it needs."""
+        rows: Table = []
+        for sink in self.sinks:
+            for group in sink.groups:
+                for head, before, after in zip(group.heads, group.attention, group.left, strict=True):
+                    rows.append({"role": "reads", "subject": head, "place": sink.words, "left": float(after / before)})
+        return rows
+
     def conclusion(self) -> str:
         """What marks the first spike that heads need; else who attends where, and what they need."""
         marks = self.of(MARKS)
@@ -111,10 +120,8 @@ def draw(result: Circuit) -> go.Figure:
     fig.update_xaxes(tickformat=".0%", col=1)
     fig.update_yaxes(autorange="reversed", col=1)
     kept: dict[tuple[int, int], float] = {}
-    for sink in result.sinks:
-        for group in sink.groups:
-            for name, before, after in zip(group.heads, group.attention, group.left, strict=True):
-                kept.setdefault(head_of(name), float(after / before))
+    for row in result.readers():
+        kept.setdefault(head_of(row["subject"]), row["left"])
     if kept:
         grid = np.full(np.array([*kept]).max(0) + 1, np.nan)
         for place, share in kept.items():

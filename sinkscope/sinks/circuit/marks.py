@@ -29,7 +29,7 @@ def begins(made: MadeSpike) -> int:
     ends = [max(neuron.layer for neuron in found.neurons) for found in made.spike.sets]
     if ends:
         return min(ends)
-    return made.context.scan.sink_layer if made.spike.by_mlp else made.context.scan.spike_layers[0]
+    return made.context.layer if made.spike.by_mlp else made.context.scan.spike_layers[0]
 
 
 def marks_of(setup: Setup, made: MadeSpike) -> tuple[Claim, ...]:

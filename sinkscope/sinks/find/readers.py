@@ -47,14 +47,14 @@ class HeadByHead:
         setup: The model.
         place: The words for the place.
         effect: The attention of these heads, in some texts.
-        sites: The neurons that make the spike of the place; none if it has none, or other components make it.
-        makers: Components that make the spike, if no neurons do.
+        sets: The neurons that make each part of the spike of the place; none if it has none, or components make it.
+        makers: Components that make the spike.
     """
 
     setup: Setup
     place: str
     effect: PositionEffect
-    sites: Sites = ()
+    sets: tuple[Sites, ...] = ()
     makers: tuple[Component, ...] = ()
 
     def edit(self, parts: Parts) -> Edit:
@@ -63,6 +63,11 @@ class HeadByHead:
         if POSITION in parts:
             return Edit(swap=tuple(self.effect.written))
         return Edit(zero, tuple(part for part in parts if isinstance(part, Component | Head)))
+
+    @cached_property
+    def sites(self) -> Sites:
+        """The neurons of all parts of the spike."""
+        return tuple(dict.fromkeys(site for each in self.sets for site in each))
 
     @cached_property
     def spike(self) -> Parts:
@@ -75,7 +80,9 @@ class HeadByHead:
         components = self.effect.components
         spike = self.spike
         each: list[Parts] = [spike] if spike else []
-        if len(self.sites) > 1:
+        if len(self.sets) > 1:
+            each += [neurons_of(sites) for sites in self.sets]
+        elif len(self.sites) > 1:
             each += [(neuron,) for neuron in spike]
         everything = Edit(swap=tuple(self.effect.written))
         edits = [*map(self.edit, each), *one_by_one(components), everything]
@@ -87,10 +94,11 @@ class HeadByHead:
         for head in range(count):
             found = tuple(compress(components, needed[head]))
             if of_parts[head] and of_parts[head][0]:
-                own = [parts[0] for parts in compress(each[1:], of_parts[head][1:])]
-                needs[head] = Need(tuple(own) if several and own else spike, by_spike=True)
+                own = [part for parts in compress(each[1:], of_parts[head][1:]) for part in parts]
+                apart = own and (several or len(self.sets) > 1)
+                needs[head] = Need(tuple(own) if apart else spike, by_spike=True)
             elif found:
-                needs[head] = Need(found)
+                needs[head] = Need(found, by_spike=not {*self.makers}.isdisjoint(found))
             elif float(lost[-1, head]) < NEEDED:
                 needs[head] = Need((POSITION,))
         without = [head for head, need in enumerate(needs) if not need.parts]

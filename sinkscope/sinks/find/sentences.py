@@ -153,7 +153,9 @@ def _set_sentences(found: CausalSet, spike: Spike) -> list[str]:
     if found.layers is not None and len(spike.sets) > 1:
         first, last = found.layers
         names = in_words(found.neurons)
-        sentences.append(f"{names} {word_form(len(found.neurons), 'makes', 'make')} its part after layers {first} to {last}.")
+        sentences.append(
+            f"{names} {word_form(len(found.neurons), 'makes', 'make')} its part after layers {first} to {last}."
+        )
     return sentences
 
 

@@ -118,8 +118,8 @@ def _readers(
         number, length = 1, ids.shape[1]
     ids, at = ids[:number, :length], at[:number]
     effect = PositionEffect(setup.target, ids, at, (at + ids.shape[1]) // 2, heads=heads)
-    sites, makers = (), ()
+    sets, makers = (), ()
     for each in standing:
-        sites += tuple(site for site in each.sets.sites if site not in sites)
+        sets += tuple(found.edit_sites for found in each.sets.sets)
         makers += each.spike.makers
-    return HeadByHead(setup, place.words, effect, sites, makers).groups()
+    return HeadByHead(setup, place.words, effect, sets, makers).groups()

@@ -124,7 +124,7 @@ def _made(survey: Survey, decode: Decode, top_k: int) -> list[MadeSpike]:
 
 def _apart(survey: Survey, place: Place, sets: CausalSets, decode: Decode) -> list[Place]:
     """The parts of a place whose spikes different neurons of a set make; empty if all of it needs the same."""
-    if sets.minimal is None or not 1 < len(sets.minimal.neurons) <= MOST_APART or place.share < 1 and place.is_first:
+    if sets.minimal is None or not 1 < len(sets.minimal.neurons) <= MOST_APART or (place.share < 1 and place.is_first):
         return []
     ids, norms = survey.norms.ids, survey.norms
     there = place.there(ids)

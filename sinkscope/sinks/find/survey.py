@@ -177,9 +177,7 @@ class Survey:
         return replace(in_longer, lengths=(*survey.lengths, longer.ids.shape[1]), rate=rate)
 
     @classmethod
-    def _read(
-        cls, setup: Setup, first: SinkContext, received: AttentionReceived, norms: AttentionReceived
-    ) -> Survey:
+    def _read(cls, setup: Setup, first: SinkContext, received: AttentionReceived, norms: AttentionReceived) -> Survey:
         """The places in some texts."""
         decode = setup.tokenizer.decode
         sinks, other_sinks = pieces(received.places, decode, lambda there: bool(received.readers(there)))

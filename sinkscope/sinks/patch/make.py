@@ -29,6 +29,7 @@ from sinkscope.results.style import figure_of, long_table
 from sinkscope.results.tables import Table
 from sinkscope.sinks.find.find import find_sinks
 from sinkscope.sinks.find.layer_scan import LayerScan
+from sinkscope.sinks.find.spikes import made_spikes
 from sinkscope.sinks.find.survey import Survey
 from sinkscope.sinks.patch.evaluate import held_out, losses, random_patch, under
 from sinkscope.sinks.tokens import TokenRows, prefixes, repetition_limit
@@ -320,7 +321,7 @@ def patch_make(
     count = min(most, 2 * slowest)
     starts = prefixes(setup, [word.id for word in words])
     rows = torch.tensor([[start, *[word.id] * count] for start, word in zip(starts, words, strict=True)])
-    scan = Survey.of(setup, whole=True).first_spike.scan
+    scan = made_spikes(setup, Survey.of(setup, whole=True))[0].context.scan
     ordinary = text_rows(setup.tokenizer, setup.text, len(rows), rows.shape[1], setup.bos)
     edits = (None, patch, random_patch(setup, patch))
     layers = list(range(max(scan.stages), target.n_layers))

@@ -15,8 +15,8 @@ from einops import reduce
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.results.claims import NEEDED
 from sinkscope.models.target import Target
+from sinkscope.results.claims import NEEDED
 from sinkscope.sinks.removal.components import Edit, Heads
 from sinkscope.sinks.removal.rows import BATCH_ELEMENTS, Rows, Trial
 from sinkscope.sinks.tokens import TokenRows

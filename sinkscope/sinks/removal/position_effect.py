@@ -16,8 +16,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinkscope.results.claims import NEEDED
 from sinkscope.models.target import Target
+from sinkscope.results.claims import NEEDED
 from sinkscope.results.parts import Component, Head
 from sinkscope.sinks.removal.components import Edit, Heads, has_key_bias, heads_of, one_by_one, writers
 from sinkscope.sinks.removal.effects import effects
