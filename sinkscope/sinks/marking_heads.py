@@ -174,7 +174,7 @@ class MarkingHeads(Result):
     }
 
     sink_layer: int | None
-    absence: str = ""
+    absence: str | None = None
     neurons: tuple[str, ...] = ()
     marking_layer: int | None = None
     tokens: tuple[str, ...] = ()
@@ -207,7 +207,7 @@ class MarkingHeads(Result):
     def conclusion(self) -> str:
         """Which heads mark the first token, and what other heads lose."""
         if self.sink_layer is None:
-            return self.absence
+            return self.absence or ""
         if self.layer_drop is None:
             return "None of the tokens given fires the sink neurons when it stands first; give other tokens."
         layer = self.marking_layer

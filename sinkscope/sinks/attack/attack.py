@@ -95,7 +95,7 @@ class ClusterAttack(Result):
 
     sink_layer: int | None
     clusters: TokenClusters | None = None
-    absence: str = ""
+    absence: str | None = None
     reference: float | None = None
     patches: tuple[str, ...] = PATCHES
     contexts: tuple[str, ...]
@@ -311,7 +311,7 @@ def attack(
     result = ClusterAttack(
         sink_layer=sink.layer,
         clusters=token_clusters,
-        absence="" if sink.made is not None else sink.absence("there are no sink neurons to attack"),
+        absence=None if sink.made is not None else sink.absence("there are no sink neurons to attack"),
         patches=tuple(patches),
         contexts=tuple(contexts),
         lengths=np.array(lengths),

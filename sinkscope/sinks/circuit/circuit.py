@@ -79,7 +79,7 @@ class Circuit(Result):
         for sink in self.sinks:
             for group in sink.groups:
                 for head, before, after in zip(group.heads, group.attention, group.left, strict=True):
-                    rows.append({"role": "reads", "subject": head, "place": sink.words, "left": float(after / before)})
+                    rows.append({"role": "reads", "subject": head, "place": sink.words, "left": after / before})
         return rows
 
     def conclusion(self) -> str:

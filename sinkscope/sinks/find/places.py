@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations
 
-import numpy as np
 import torch
 from einops import rearrange, reduce
 from jaxtyping import Bool, Float, Int
@@ -132,7 +131,7 @@ class Rule:
         return fits
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Place:
     """A set of positions of the texts that were surveyed, with the words that label it.
 
@@ -146,7 +145,7 @@ class Place:
         common: The most common tokens.
     """
 
-    cases: Int[np.ndarray, "case two"]
+    cases: tuple[tuple[int, int], ...]
     rule: Rule | None
     coverage: float
     precision: float
@@ -159,7 +158,7 @@ class Place:
         """A piece of a set of places."""
         piece = Places(whole.ids, there & whole.there)
         return cls(
-            cases=piece.there.nonzero().numpy(),
+            cases=tuple((text, at) for text, at in piece.there.nonzero().tolist()),
             rule=rule,
             coverage=len(piece) / len(whole),
             precision=len(piece) / int(there.sum()),
@@ -184,12 +183,12 @@ class Place:
     @property
     def is_first(self) -> bool:
         """Whether it is the first token, of all texts or of some."""
-        return not self.cases[:, 1].any()
+        return not any(at for _, at in self.cases)
 
     def there(self, ids: TokenRows) -> Bool[Tensor, "text pos"]:
         """The positions as a mask of the texts that were surveyed, which may be cut off."""
         mask = torch.zeros_like(ids, dtype=torch.bool)
-        text, at = torch.from_numpy(self.cases).T
+        text, at = torch.tensor(self.cases).T
         within = at < ids.shape[1]
         mask[text[within], at[within]] = True
         return mask

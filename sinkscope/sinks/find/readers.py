@@ -167,7 +167,7 @@ class HeadByHead:
                 search=search,
                 margin=margin_of((edited[0] / intact).numpy()) if len(effect.ids) > 1 else None,
             )
-        before, after = ((values[ranked]).double().numpy() for values in (intact, edited[0] if edited else intact))
+        before, after = (tuple(values[ranked].tolist()) for values in (intact, edited[0] if edited else intact))
         return Readers(names, before, after, parts, need.by_spike, claim, search)
 
     def beside_random(self, parts: Parts, depth: int) -> list[Edit]:

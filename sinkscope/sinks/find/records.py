@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-from jaxtyping import Float
-
 from sinkscope.results.claims import Claim, Search
 from sinkscope.results.parts import Component, Neuron, Parts, sites_of
 from sinkscope.sinks.find.places import Place
@@ -159,8 +156,8 @@ class Readers:
     """
 
     heads: tuple[str, ...]
-    attention: Float[np.ndarray, " head"]
-    left: Float[np.ndarray, " head"]
+    attention: tuple[float, ...]
+    left: tuple[float, ...]
     needs: Parts
     by_spike: bool
     claim: Claim | None

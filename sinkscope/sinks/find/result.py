@@ -156,6 +156,8 @@ class FindSinks(Result):
         """The layers, the spikes, the sinks, the repetitions, and what is published."""
         lines = [sentences.layers_read(self.layers_read, self.model.n_layers, self.shared_dims)]
         lines += [sentences.spike_sentences(spike) for spike in self.spikes]
+        if self.sink_layer is not None:
+            lines[0] += f" The sink layer is layer {self.sink_layer}."
         attention = [f"{sentences.statement(sink)}." for sink in self.sinks]
         if not self.sinks:
             attention = [f"No attention sink was found in texts of {self.lengths[-1]} tokens ({self.most_attended})."]

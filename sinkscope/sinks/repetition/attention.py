@@ -59,7 +59,7 @@ class AttentionReading(Reading):
     received: Float[np.ndarray, "sequence class layer"]
     uniform: Float[np.ndarray, "sequence class"]
     first_behind: int
-    absence: str = ""
+    absence: str | None = None
 
     @property
     def layer(self) -> int:
@@ -160,7 +160,7 @@ def read_attention(setup: Setup, sweep: Sweep, repeated: TokenRows) -> tuple[int
         received=rounded(received),
         uniform=rounded(torch.stack(uniform)),
         first_behind=0 if sink.layer is None else min(sink.layer + 1, target.n_layers - 1),
-        absence="" if sink.layer is not None else sink.absence("tokens of a cluster were not looked for"),
+        absence=None if sink.layer is not None else sink.absence("tokens of a cluster were not looked for"),
     )
 
 
