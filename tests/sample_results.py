@@ -60,7 +60,9 @@ def sample_find_sinks(**changes) -> FindSinks:
         settings={"top_k": 3, "seed": 0, "text": None},
         provenance=Provenance(("sinkscope",), {"python": "3"}, "cpu", "float32", "sdpa", True, 0, 1.5, 1 << 30),
         spikes=(spike(FIRST, 232.0), spike(STOP, 12.0)),
-        sinks=(Sink(FIRST, LayerAttention(0.4, 8, 0.7, 0.02, 0.03), (NOT_READ, NOT_READ, READ, READ), 32, (HEADS,), 0),),
+        sinks=(
+            Sink(FIRST, LayerAttention(0.4, 8, 0.7, 0.02, 0.03), (NOT_READ, NOT_READ, READ, READ), 32, (HEADS,), 0),
+        ),
         other_spikes=LeftOver(2, 0.1, (TokenShare(",", 0.5),)),
         most_attended=Search("positions", 48, 1.0, "position 0"),
         shared_dims=(7,),

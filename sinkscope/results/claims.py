@@ -12,7 +12,7 @@ from sinkscope.results.parts import Parts, in_words, kind_of
 NEEDED = 0.5
 """Share of an effect that an edit must take away (or bring) more than every contrast, to be needed (or sufficient)."""
 NOTHING = 0.2
-"""An edit that stays within this share of every contrast shows nothing."""
+"""An edit that leaves as much as one of its contrasts, within this share, shows nothing."""
 NAMED = 4  # parts that a sentence names
 Verdict = Literal["needed", "sufficient", "not shown", "undecided"]
 Opposite = {"needed": "not shown", "not shown": "needed", "sufficient": "needed"}
@@ -138,7 +138,7 @@ class Claim:
             return "needed"
         if -max(gaps) - slack >= NEEDED:
             return "sufficient"
-        if max(abs(gap) for gap in gaps) + slack <= NOTHING:
+        if min(abs(gap) for gap in gaps) <= NOTHING:
             return "not shown"
         return "undecided"
 
@@ -182,11 +182,11 @@ class Claim:
 
 
 def percent_pair(share: float, control: float) -> tuple[str, str]:
-    """A share and its control in per cent, with as many digits as it takes to tell them apart (at most three)."""
+    """A share and its control in per cent, with as many digits as it takes to tell them apart (at most two)."""
     texts = ("", "")
-    for digits in range(4):
+    for digits in range(3):
         texts = f"{share:.{digits}%}".replace("-0%", "0%"), f"{control:.{digits}%}".replace("-0%", "0%")
-        if share == control or texts[0] != texts[1]:
+        if abs(share - control) < 1e-3 or texts[0] != texts[1]:
             break
     return texts
 

@@ -30,9 +30,9 @@ def test_the_same_sink():
     assert [s.neurons for s in half.causal_sets] == [s.neurons for s in full.causal_sets]
     assert half.minimal.drop_sink_layer == pytest.approx(full.minimal.drop_sink_layer, abs=0.02)
     assert half.first_token_norm == pytest.approx(full.first_token_norm, rel=0.02)
-    assert (
-        half.repeats.median == full.repeats.median and [group.needs for group in half.sink.groups] == [group.needs for group in full.sink.groups]
-    )
+    assert half.repeats.median == full.repeats.median and [group.needs for group in half.sink.groups] == [
+        group.needs for group in full.sink.groups
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

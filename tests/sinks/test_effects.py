@@ -144,11 +144,7 @@ def swapped(model, ids: torch.Tensor, component: Component | Head, at: int, sour
     kept = []
 
     def columns(values: torch.Tensor) -> torch.Tensor:
-        return (
-            values.unflatten(-1, (-1, model.config.head_dim))[..., component.head, :]
-            if of_head
-            else values
-        )
+        return values.unflatten(-1, (-1, model.config.head_dim))[..., component.head, :] if of_head else values
 
     def before(_module, given):
         return (edited(given[0]), *given[1:])
@@ -166,9 +162,7 @@ def swapped(model, ids: torch.Tensor, component: Component | Head, at: int, sour
             columns(values)[:, at] = kept[0]
         return values
 
-    handle = (
-        module.register_forward_pre_hook(before) if of_head else module.register_forward_hook(after)
-    )
+    handle = module.register_forward_pre_hook(before) if of_head else module.register_forward_hook(after)
     with torch.no_grad():
         model(ids)
     try:

@@ -143,8 +143,8 @@ class SinkPatch(NeuronEdit):
         if repetition is not None and repetition.other_neurons:
             if repetition.set is None:
                 raise SinkscopeError(
-                    f"the norm of the repeated token {repetition.token!r} does not need the first token's neurons, and no "
-                    "other neurons were found that make it: this patch would not repair repetition; give the neurons "
+                    f"the norm of the repeated token {repetition.token!r} does not need the first token's neurons, and "
+                    "no others were found that make it: this patch would not repair repetition; give the neurons "
                     "yourself with SinkPatch(sites=...)",
                     page="no-sink",
                 )

@@ -100,6 +100,7 @@ class Rule:
         first: Whether only the first of these tokens in a text counts; of all tokens, the first of each.
         repeated: Whether the token before has to be the same.
         after: The token that has to stand before. None: any.
+        unless: Tokens that may not stand before.
         token: The token as text, if there is only one; else empty.
     """
 
@@ -110,6 +111,7 @@ class Rule:
     repeated: bool = False
     token: str = ""
     after: int | None = None
+    unless: tuple[int, ...] = ()
 
     def means(self, ids: TokenRows) -> Bool[Tensor, "text pos"]:
         """The positions of some texts that the words mean."""
@@ -128,6 +130,8 @@ class Rule:
             before = ids[:, 1:] if self.after is None else self.after
             fits[:, 0] = False
             fits[:, 1:] &= ids[:, :-1] == before
+        if self.unless:
+            fits[:, 1:] &= ~torch.isin(ids[:, :-1], torch.tensor(self.unless, device=ids.device))
         return fits
 
 
@@ -209,8 +213,10 @@ def _first_occurrences(ids: TokenRows) -> Bool[Tensor, "text pos"]:
     return ~same.tril(-1).any(2)
 
 
-def texts_with(place: Place, ids: Int[Tensor, "text pos"]) -> tuple[TokenRows, Int[Tensor, " row"]]:
-    """Some texts with a place, and the position in each; those in which it comes first.
+def texts_with(
+    place: Place, ids: Int[Tensor, "text pos"]
+) -> tuple[TokenRows, Int[Tensor, " row"], Bool[Tensor, "row pos"]]:
+    """Some texts with a place, its first position in each, and all of them; those texts in which it comes first.
 
     Different neurons may make the spikes of several tokens, so these take turns, and a text may stand there twice.
 
@@ -231,7 +237,7 @@ def texts_with(place: Place, ids: Int[Tensor, "text pos"]) -> tuple[TokenRows, I
     number = PLACE_TEXTS
     if len(ids[rows, at].unique()) >= LEAST_CASES:
         number = min(4 * PLACE_TEXTS, max(PLACE_TEXTS, KEPT_POSITIONS // ids.shape[1]))
-    return ids[rows[:number]], at[:number]
+    return ids[rows[:number]], at[:number], there[rows[:number]]
 
 
 # --- finding ---------------------------------------------------------------------------------------------------------
@@ -361,9 +367,24 @@ def _simple(places: Places, decode: Decode) -> list[Rule]:
         rules.append(Rule(f"the first {name!r} of a text", tokens=(token,), first=True, token=name))
         before = int(ids[:, :-1][places.there[:, 1:] & (ids[:, 1:] == token)].mode().values)
         rules.append(Rule(f"{name!r} after {decode([before])!r}", tokens=(token,), token=name, after=before))
+        rules += _exceptions(places, token, decode)
     rules.append(Rule("every token that repeats the one before it", repeated=True))
     rules.append(Rule("the first occurrence of every token", first=True))
     return rules
+
+
+def _exceptions(places: Places, token: int, decode: Decode) -> list[Rule]:
+    """A token except after some others, which keep it from being such a place; none if that is not what does."""
+    stands = places.ids[:, 1:] == token
+    before, there = places.ids[:, :-1], places.there[:, 1:]
+    keeping = before[stands & ~there].unique()
+    allowing = before[stands & there].unique()
+    keeping = keeping[~torch.isin(keeping, allowing)]
+    if not 0 < len(keeping) < len(allowing):
+        return []
+    names = word_list([repr(decode([other])) for other in keeping.tolist()], COMMON)
+    words = f"{decode([token])!r} except after {names}"
+    return [Rule(words, tokens=(token,), token=decode([token]), unless=tuple(keeping.tolist()))]
 
 
 def _of_a_kind(places: Places, decode: Decode) -> list[Rule]:

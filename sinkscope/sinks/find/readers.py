@@ -14,9 +14,9 @@ from sinkscope.measure.margin import margin_of
 from sinkscope.models.draws import draws
 from sinkscope.results.claims import NEEDED, Claim, Contrast, Outcome, Search
 from sinkscope.results.notation import head_name
-from sinkscope.results.parts import Component, Head, Neuron, Part, Parts, neurons_of
+from sinkscope.results.parts import Component, Head, Part, Parts, neurons_of
 from sinkscope.sinks.find.records import Readers
-from sinkscope.sinks.removal.components import Edit, Sites, heads_of, one_by_one, silencing
+from sinkscope.sinks.removal.components import Edit, Sites, edit_of, heads_of, one_by_one, silencing
 from sinkscope.sinks.removal.position_effect import PositionEffect
 from sinkscope.sinks.removal.search import CONTROL_DRAWS, random_sets
 
@@ -48,6 +48,7 @@ class HeadByHead:
         place: The words for the place.
         effect: The attention of these heads, in some texts.
         sets: The neurons that make each part of the spike of the place; none if it has none, or components make it.
+        further: Neurons that add to it, but are in no such set.
         makers: Components that make the spike.
     """
 
@@ -55,14 +56,14 @@ class HeadByHead:
     place: str
     effect: PositionEffect
     sets: tuple[Sites, ...] = ()
-    makers: tuple[Component, ...] = ()
+    further: Sites = ()
+    makers: Parts = ()
 
     def edit(self, parts: Parts) -> Edit:
         """What removes all of these parts."""
-        zero = tuple(part.site for part in parts if isinstance(part, Neuron))
         if POSITION in parts:
             return Edit(swap=tuple(self.effect.written))
-        return Edit(zero, tuple(part for part in parts if isinstance(part, Component | Head)))
+        return edit_of(parts)
 
     @cached_property
     def sites(self) -> Sites:
@@ -83,7 +84,8 @@ class HeadByHead:
         if len(self.sets) > 1:
             each += [neurons_of(sites) for sites in self.sets]
         elif len(self.sites) > 1:
-            each += [(neuron,) for neuron in spike]
+            each += [(neuron,) for neuron in neurons_of(self.sites)]
+        each += [(neuron,) for neuron in neurons_of(self.further)] if spike else []
         everything = Edit(swap=tuple(self.effect.written))
         edits = [*map(self.edit, each), *one_by_one(components), everything]
         lost = self.effect.lost(edits)
@@ -96,6 +98,8 @@ class HeadByHead:
             if of_parts[head] and of_parts[head][0]:
                 own = [part for parts in compress(each[1:], of_parts[head][1:]) for part in parts]
                 apart = own and (several or len(self.sets) > 1)
+                if apart and self.further:
+                    own = list(dict.fromkeys([*spike, *own]))
                 needs[head] = Need(tuple(own) if apart else spike, by_spike=True)
             elif found:
                 needs[head] = Need(found, by_spike=not {*self.makers}.isdisjoint(found))

@@ -99,9 +99,8 @@ class Spike:
         step_down: Layers that reduce it by at least 5 %.
         ratio: The largest ratio of the spike's norm to the typical norm.
         usual: The 95 % quantile of that ratio over ordinary positions.
-        maker: The component without which the spike is gone, if no MLP makes it. None if there is no single one.
-        begun_by: What makes a norm that stands out before an MLP amplifies it. None if there is no such norm, or no
-            single component makes it.
+        maker: The parts without which the spike is gone, if no set of neurons makes it; empty if none were found.
+        begun_by: What makes a norm that stands out before neurons amplify it; empty if there is no such norm.
         by_mlp: Whether MLPs make it.
         sets: The smallest set found whose ablation removes the spike; if it falls and rises again, a set for each part.
         claims: Of its makers.
@@ -115,8 +114,8 @@ class Spike:
     step_down: tuple[int, ...]
     ratio: float
     usual: float
-    maker: Component | None
-    begun_by: Component | None
+    maker: Parts
+    begun_by: Parts
     by_mlp: bool
     sets: tuple[CausalSet, ...]
     claims: tuple[Claim, ...]
@@ -124,15 +123,11 @@ class Spike:
     margin: float | None = None
 
     @property
-    def makers(self) -> tuple[Component, ...]:
-        """The components that make the spike."""
-        made: list[Component] = []
-        if self.begun_by is not None:
-            made.append(self.begun_by)
-        if self.by_mlp:
+    def makers(self) -> Parts:
+        """The parts that make the spike."""
+        made = [*self.begun_by, *self.maker]
+        if self.by_mlp and not self.maker:
             made += [Component("mlp", layer) for layer in self.step_up]
-        elif self.maker is not None:
-            made.append(self.maker)
         return tuple(made)
 
     @property

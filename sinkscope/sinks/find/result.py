@@ -155,7 +155,11 @@ class FindSinks(Result):
     def details(self) -> list[str]:
         """The layers, the spikes, the sinks, the repetitions, and what is published."""
         lines = [sentences.layers_read(self.layers_read, self.model.n_layers, self.shared_dims)]
-        lines += [sentences.spike_sentences(spike) for spike in self.spikes]
+        read = {sink.spike for sink in self.sinks}
+        for number, spike in enumerate(self.spikes):
+            lines.append(sentences.spike_sentences(spike))
+            if number not in read:
+                lines[-1] += " No head attends to most of these positions."
         if self.sink_layer is not None:
             lines[0] += f" The sink layer is layer {self.sink_layer}."
         attention = [f"{sentences.statement(sink)}." for sink in self.sinks]

@@ -74,22 +74,25 @@ def need(group: Readers, named: int = NAMED[0], *, brief: bool = False) -> str:
     if claim is None:
         return "nothing that was removed takes it away"
     names = in_words(claim.subject, named)
+    if POSITION in claim.subject and claim.verdict != "sufficient":
+        return "nothing that was removed takes it away"
     if POSITION in claim.subject:
         left, chance = percent_pair(claim.value, claim.control.value)
         if brief:
             return "the position is enough"
         return f"the position is enough: {left} stays with all replaced that is written there (elsewhere {chance})"
-    what = names
+    what, is_needed = names, word_form(len(claim.subject), "is needed: without it", "are needed: without them")
     if group.by_spike:
+        is_needed = "is needed: without it"
         what = f"its spike ({names})"
     if claim.verdict == "undecided":
         what = f"{what} in part"
     elif claim.verdict != "needed":
         return f"{names} shows no effect"
     if brief:
-        return f"{what} is needed"
+        return f"{what} {is_needed.partition(':')[0]}"
     left, chance = percent_pair(claim.value, claim.control.value)
-    return f"{what} is needed: without it {left} stays ({claim.control.in_words(claim.subject)}: {chance})"
+    return f"{what} {is_needed} {left} stays ({claim.control.in_words(claim.subject)}: {chance})"
 
 
 def spike_clause(spike: Spike, named: int = NAMED[0]) -> str:
@@ -103,7 +106,7 @@ def spike_clause(spike: Spike, named: int = NAMED[0]) -> str:
     if claim.verdict != "needed":
         return f"of the spike at {where}, {left} stays without {names} ({_control(claim)}: {chance})"
     makes = word_form(len(claim.subject), "makes", "make together")
-    if spike.begun_by is not None and isinstance(claim.subject[0], Neuron):
+    if spike.begun_by and isinstance(claim.subject[0], Neuron):
         makes = word_form(len(claim.subject), "amplifies", "amplify")
     return f"{names} {makes} the spike at {where}: without {_it(claim)} {left} stays ({_control(claim)}: {chance})"
 
@@ -130,8 +133,11 @@ def spike_sentences(spike: Spike) -> str:
     runs = [f"layer {first}" if first == last else f"layers {first} to {last}" for first, last in spike.layers]
     size = f"{spike.ratio:.0f} times the typical norm after {word_list(runs)} (ordinary positions: {spike.usual:.1f})"
     sentences = [f"The norm at {spike.place.words} is {size}.", f"{_capital(spike_clause(spike))}."]
-    if spike.begun_by is not None:
-        sentences.append(f"{_capital(in_words((spike.begun_by,)))} begins the spike.")
+    if spike.begun_by:
+        sentences.append(f"{_capital(in_words(spike.begun_by))} begins the spike.")
+    alone = [f"{in_words(claim.subject)} {claim.value:.0%}" for claim in spike.claims if claim.role == "makes alone"]
+    if alone:
+        sentences.append(f"Without one of them alone, this stays: {', '.join(alone[:GROUPS])}.")
     if not spike.claims:
         sentences = [sentences[0], f"Nothing that was tried removes it ({spike.search})."]
     for found in spike.sets:
@@ -142,11 +148,11 @@ def spike_sentences(spike: Spike) -> str:
 def _set_sentences(found: CausalSet, spike: Spike) -> list[str]:
     """What zeroing a set, or each of its neurons, takes away."""
     sentences: list[str] = []
-    alone = [claim for claim in found.claims if claim.role == "makes alone"]
-    if alone:
-        left = [f"{in_words(claim.subject)} {claim.value:.0%}" for claim in alone[:GROUPS]]
-        chance = min(claim.control.value for claim in alone)
-        sentences.append(f"Without one of them alone, this stays: {', '.join(left)} (random: {chance:.0%}).")
+    for claim in found.claims:
+        if claim.role == "adds":
+            left, chance = percent_pair(claim.value, claim.control.value)
+            names = in_words(claim.subject)
+            sentences.append(f"{names} adds to it: without it {left} stays ({_control(claim)}: {chance}).")
     if found.equals:
         words = word_form(len(found.equals), "alone removes", "alone each remove")
         sentences.append(f"Zeroing {word_list(found.equals)} {words} the spike as well.")

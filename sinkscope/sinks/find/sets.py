@@ -214,16 +214,16 @@ class _SpikeSearch:
             margin=margin_of(left[0].numpy()),
         )
 
-    def alone(self, chosen: Sites) -> tuple[Claim, ...]:
-        """What is left without each neuron of a set alone, beside random ones."""
-        if len(chosen) == 1:
-            return ()
+    def alone(self, chosen: Sites, role: str) -> tuple[Claim, ...]:
+        """What is left without each neuron of a set alone, beside random ones; a set of one has been asked about."""
         claims = []
+        if len(chosen) == 1 and role != "adds":
+            return ()
         for site in chosen:
             sets = [(site,), *random_sets(self.context.target, (site,), chosen, self.context.seed)]
             along = self.read(sets)[1]
             left = (along / self.asked[()][1])[..., self.rise.layer].clamp(min=0)
-            claims.append(self.claim("spike", (site,), left, "makes alone"))
+            claims.append(self.claim("spike", (site,), left, role))
         return tuple(claims)
 
     def with_backups(self, here: Sites) -> tuple[dict[Site, Candidate], Sites | None]:
@@ -272,7 +272,11 @@ class _SpikeSearch:
         if best is None:
             return CausalSets((), tuple(neurons), len(sites))
         equals = neurons_of(self.equals(best.edit_sites, sites))
-        best = replace(best, equals=equals, claims=(*best.claims, *self.alone(best.edit_sites)))
+        claims = [*best.claims, *self.alone(best.edit_sites, "makes alone")]
+        adding = tuple(
+            n.site for n in neurons if n.causal and n.site not in best.edit_sites and n.address not in equals
+        )
+        best = replace(best, equals=equals, claims=(*claims, *self.alone(adding, "adds")))
         added = [candidates[site] for site in candidates if site in best.edit_sites and site not in known]
         return CausalSets((best,), (*neurons, *added), len(sites))
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from einops import reduce
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinkscope.measure import Setup
@@ -45,17 +45,15 @@ def _of_heads(
 def _attention(received: AttentionReceived, place: Place | None, heads: Heads) -> list[LayerAttention]:
     """The attention of all layers together, and of each, to places, or to learned sink logits.
 
-    That to places is the mean over those of each text that has one.
+    That to places is the sum over those of each text that has one.
     """
     attention, rates = received.learned, (received.learned > RATE_EPS).float()
     if place is not None:
         there = place.there(received.places.ids)
         texts = there.any(1)
-        attention, rates = (
-            reduce(values[:, :, texts] * there[texts], "layer head text at -> layer head text", "sum")
-            / there[texts].sum(1)
-            for values in (received.received, received.above.float())
-        )
+        attention = received.given(there)[:, :, texts]
+        rates = reduce(received.above[:, :, texts] & there[texts], "layer head text at -> layer head text", "sum")
+        rates = rates / there[texts].sum(1)
     readers = torch.zeros(rates.shape[:2], dtype=torch.bool)
     for layer, head in heads:
         readers[layer, head] = True
@@ -106,20 +104,31 @@ def attention_sinks(setup: Setup, survey: Survey, made: Sequence[MadeSpike]) -> 
     return tuple(sinks)
 
 
+def ordinary_position(barred: Bool[Tensor, "text pos"]) -> Int[Tensor, " text"]:
+    """A position of each text near the middle that is not barred."""
+    length = barred.shape[1]
+    distance = (torch.arange(length) - length // 2).abs().expand_as(barred).float()
+    return distance.masked_fill(barred, torch.inf).argmin(1)
+
+
 def _readers(
     setup: Setup, survey: Survey, place: Place, heads: Heads, standing: Sequence[MadeSpike]
 ) -> tuple[Readers, ...]:
     """The heads that attend to a place, by what they need."""
     received = survey.received
-    ids, at = texts_with(place, received.ids)
+    ids, at, there = texts_with(place, received.ids)
     number = READER_TEXTS
     length = max(READER_LENGTH, int(at[:READER_TEXTS].max()) + READER_LENGTH // 3)
     if ids.shape[1] > SHORT:  # a sink of long texts shows in the whole text only
         number, length = 1, ids.shape[1]
-    ids, at = ids[:number, :length], at[:number]
-    effect = PositionEffect(setup.target, ids, at, (at + ids.shape[1]) // 2, heads=heads)
-    sets, makers = (), ()
+    ids, at, there = ids[:number, :length], at[:number], there[:number, :length]
+    source = ordinary_position(there | (torch.arange(length) <= at[:, None]))
+    effect = PositionEffect(setup.target, ids, at, source, heads=heads, places=there)
+    sets, further, makers = (), (), ()
     for each in standing:
         sets += tuple(found.edit_sites for found in each.sets.sets)
+        further += tuple(
+            neuron.site for neuron in each.sets.neurons if neuron.causal and neuron.site not in each.sets.sites
+        )
         makers += each.spike.makers
-    return HeadByHead(setup, place.words, effect, sets, makers).groups()
+    return HeadByHead(setup, place.words, effect, sets, further, makers).groups()

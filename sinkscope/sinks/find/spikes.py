@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.hooks.edit import Ablate
 from sinkscope.measure import Setup
 from sinkscope.measure.margin import margin_of
 from sinkscope.results.claims import NEEDED, Claim, Contrast, Outcome, Search
-from sinkscope.results.parts import Component, sites_of
-from sinkscope.sinks.find.layer_scan import STEP_SHARE, norms_after, typical_quantiles
+from sinkscope.results.parts import Component, Part, Parts, in_words, sites_of
+from sinkscope.sinks.find.layer_scan import STEP_SHARE, norms_after
 from sinkscope.sinks.find.places import LEAST_CASES, Decode, Place, Places, stands_out
 from sinkscope.sinks.find.records import Candidate, Spike
 from sinkscope.sinks.find.sets import CANDIDATES, CausalSets, causal_sets
 from sinkscope.sinks.find.survey import SinkContext, Survey
-from sinkscope.sinks.removal.components import Sites, one_by_one, writers
+from sinkscope.sinks.removal.components import Sites, edit_of, heads_of, writers
 from sinkscope.sinks.removal.effects import effects
 from sinkscope.sinks.removal.search import random_sites
 
 MAKER_TEXTS = 2
 MAKER_LENGTH = 32  # typical text in which the maker of a spike is searched
 AT_ONCE = 8  # texts of the survey in one pass
+SAME = 0.05  # what is left without parts that do the same
+PAIRED = 6  # parts that are removed in pairs if none makes the spike alone
 MOST_APART = 8  # neurons of a set that are asked one by one whether they make the spike of different places
 
 
@@ -157,24 +162,24 @@ def _spike(context: SinkContext, place: Place, sets: CausalSets) -> Spike:
     """The place whose norm stands out, and what makes its spike."""
     scan = context.scan
     stages = scan.stages
-    maker, claim = None, None
+    maker: Parts = ()
+    made: list[Claim] = []
     search = Search("neurons", sets.tried, max((n.ablation_drop for n in sets.neurons), default=0.0))
-    if not stages or scan.norm_before:
-        maker, claim, search = spike_maker(context, place.words)
-    claims = [one for each in sets.sets for one in each.claims]
-    if claim is not None:
-        claims.append(claim)
+    if not sets.sets or scan.norm_before:
+        maker, made, search = spike_maker(context, place.words, () if sets.sets else sets.neurons)
+    claims = [*[one for each in sets.sets for one in each.claims], *made]
     top = int(scan.ratios.argmax())
-    _, typical, high = typical_quantiles(scan.typical.norms)[:, top].tolist()
+    norms = scan.typical.norms[top, :, 1:].flatten()
+    ordinary = norms[~stands_out(norms, norms.median())]
     return Spike(
         place=place,
         layers=tuple(scan.spike_runs),
         step_up=tuple(stages or (scan.growth >= STEP_SHARE).nonzero().flatten().tolist()),
         step_down=tuple((scan.growth <= -STEP_SHARE).nonzero().flatten().tolist()),
         ratio=float(scan.ratios.max()),
-        usual=high / max(typical, 1e-9),
-        maker=None if stages else maker,
-        begun_by=maker if stages else None,
+        usual=float(ordinary.quantile(0.95) / norms.median().clamp(min=1e-9)),
+        maker=() if sets.sets else maker,
+        begun_by=maker if sets.sets else (),
         by_mlp=bool(stages),
         sets=sets.sets,
         claims=tuple(claims),
@@ -183,41 +188,81 @@ def _spike(context: SinkContext, place: Place, sets: CausalSets) -> Spike:
     )
 
 
-def spike_maker(context: SinkContext, place: str) -> tuple[Component | None, Claim | None, Search]:
-    """The component without which the spike is gone, if there is one, and what was searched.
+def _breadth(part: Part) -> int:
+    """0 for neurons and heads, 1 for what is made of them."""
+    return int(isinstance(part, Component))
 
-    Each component writes at the place what it writes at a typical position; the others are its random contrast.
+
+def spike_maker(context: SinkContext, place: str, neurons: Sequence[Candidate]) -> tuple[Parts, list[Claim], Search]:
+    """The component without which the spike is gone or, if there is none, two parts; and what was searched.
+
+    Each component, or head, writes at the place what it writes at a typical position, and neurons are zeroed; what is
+    left without the other ones is the random contrast.
+
+    Args:
+        context: The model at the places of the spike.
+        place: The words for them.
+        neurons: Candidate neurons, which are tried in pairs with components.
     """
     scan = context.scan
     layer = scan.spike_layers[0]
     at = context.at[:MAKER_TEXTS]
     ids = context.ids[:MAKER_TEXTS, : max(MAKER_LENGTH, context.up_to_place + 4)]
-    candidates = writers(context.target, layer + 1)
-    edits = one_by_one(candidates)
+    target = context.target
+    written = writers(target, layer + 1)
+    candidates: list[Part] = [one for one in written if one.layer is not None]
+    if neurons:
+        for number in filter(target.has_attention, range(layer + 1)):
+            candidates += heads_of(target, number)
+        candidates += [neuron.address for neuron in neurons if neuron.causal]
     source = (at + ids.shape[1]) // 2
-    reading = {"upto": layer, "without": scan.shared_dims, "directions": context.directions}
-    edited = effects(context.target, ids, edits, at=at, source=source, **reading)
-    drops = edited.drops(layer)
-    best = int(drops.argmax())
-    search = Search("components one by one", len(candidates), float(drops[best]), str(candidates[best]))
-    if float(drops[best]) < NEEDED:
-        return None, None, search
-    left = (edited.along / edited.intact_along)[..., layer].clamp(min=0)
-    others = left.mean(1)[torch.arange(len(left)) != best]
-    contrasts = [Contrast("intact", 1.0)]
-    if len(others):
-        contrasts.append(Contrast("random", float(others.median()), len(others), "the median component"))
-    else:
-        contrasts.append(Contrast("other", 1.0, 1, "no other component"))
-    claim = Claim(
-        role="makes",
-        subject=(candidates[best],),
-        outcome=Outcome("spike", layers=(layer,)),
-        place=place,
-        value=float(left[best].mean()),
-        contrasts=tuple(contrasts),
-        draws=len(ids),
-        search=search,
-        margin=margin_of(left[best].numpy()),
+
+    def left(subjects: Sequence[Parts]) -> Float[Tensor, "subject text"]:
+        edits = [edit_of(parts) for parts in subjects]
+        reading = {"upto": layer, "without": scan.shared_dims, "directions": context.directions}
+        edited = effects(target, ids, edits, at=at, source=source, **reading)
+        return (edited.along / edited.intact_along)[..., layer].clamp(min=0)
+
+    # An embedding tells the place from others, so all of it needs that: it is named if nothing that reads it is.
+    embeddings: list[Part] = [one for one in written if one.layer is None]
+    subjects: list[Parts] = [(one,) for one in (*candidates, *embeddings)]
+    kept = left(subjects)
+    order = kept[: len(candidates)].mean(1).argsort(stable=True).tolist()
+    pairs: list[Parts] = list(combinations([candidates[number] for number in order[:PAIRED]], 2))
+    if not order or float(kept[order[0]].mean()) > 1 - NEEDED:
+        subjects, kept = [*subjects, *pairs], torch.cat([kept, left(pairs)]) if pairs else kept
+    values = kept.mean(1)
+    search = Search(
+        "parts alone and in pairs", len(subjects), 1 - float(values.min()), in_words(subjects[int(values.argmin())])
     )
-    return candidates[best], claim, search
+    rest = [number for number, parts in enumerate(subjects) if not {*parts} & {*embeddings}]
+    least = min([float(values[number]) for number in rest], default=1.0)
+    if least <= 1 - NEEDED:
+        near = [number for number in rest if float(values[number]) <= least + SAME]
+        best = min(near, key=lambda number: (len(subjects[number]), *map(_breadth, subjects[number])))
+    else:
+        best = int(values.argmin())
+    if float(values[best]) > 1 - NEEDED:
+        return (), [], search
+    others = kept.mean(1)[[number for number, parts in enumerate(subjects) if not {*parts} & {*subjects[best]}]]
+    control = Contrast("other", 1.0, 1, "no other part")
+    if len(others):
+        control = Contrast("random", float(others.median()), len(others), "the median of other parts")
+    claims = []
+    for role, parts in (("makes", subjects[best]), *[("makes alone", (one,)) for one in subjects[best]]):
+        if role == "makes" or len(subjects[best]) > 1:
+            number = subjects.index(parts)
+            claims.append(
+                Claim(
+                    role=role,
+                    subject=parts,
+                    outcome=Outcome("spike", layers=(layer,)),
+                    place=place,
+                    value=float(kept[number].mean()),
+                    contrasts=(Contrast("intact", 1.0), control),
+                    draws=len(ids),
+                    search=search,
+                    margin=margin_of(kept[number].numpy()),
+                )
+            )
+    return subjects[best], claims, search

@@ -21,7 +21,7 @@ from sinkscope.sinks.find.attention_received import (
     with_long_texts,
 )
 from sinkscope.sinks.find.layer_scan import LayerScan, scan_layers
-from sinkscope.sinks.find.places import ENOUGH, LeftOver, Place, pieces, spike_places, texts_with
+from sinkscope.sinks.find.places import ENOUGH, MOST_TEXTS, LeftOver, Place, pieces, spike_places, texts_with
 from sinkscope.sinks.find.records import SinkRate
 from sinkscope.sinks.removal.components import Edit, Heads
 from sinkscope.sinks.removal.effects import side_by_side
@@ -180,16 +180,26 @@ class Survey:
     def _read(cls, setup: Setup, first: SinkContext, received: AttentionReceived, norms: AttentionReceived) -> Survey:
         """The places in some texts."""
         decode = setup.tokenizer.decode
-        sinks, other_sinks = pieces(received.places, decode, lambda there: bool(received.readers(there)))
         spikes, other_spikes = pieces(spike_places(norms.norms, norms.ids), decode)
+        attended = received.places
+        sinks: list[Place] = []
+        for spike in spikes if norms is received else ():  # a place of both is one place
+            there = spike.there(attended.ids)
+            share = float(attended.there[there].float().mean()) if bool(there.any()) else 0.0
+            if share >= MOST_TEXTS and received.readers(there & attended.there):
+                sinks.append(Place.of(attended, there, spike.rule, decode))
+                attended = attended.without(there)
+        further, other_sinks = pieces(attended, decode, lambda there: bool(received.readers(there)))
+        sinks = sorted([*sinks, *further], key=lambda place: -len(received.readers(place.there(attended.ids))))
         length = received.ids.shape[1]
-        return cls(first, received, sinks, other_sinks, norms, spikes, other_spikes, (length,))
+        return cls(first, received, tuple(sinks), other_sinks, norms, spikes, other_spikes, (length,))
 
     def context(self, place: Place) -> SinkContext:
         """The model at a place of a spike."""
         if place.is_first and place.rule is not None and not place.rule.tokens:
             return self.first
-        return self.first.elsewhere(*texts_with(place, self.norms.ids))
+        ids, at, _ = texts_with(place, self.norms.ids)
+        return self.first.elsewhere(ids, at)
 
     def spiking(self, place: Place) -> Bool[Tensor, "text pos"]:
         """The positions of a spike in the texts in which sinks were looked for."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from sinkscope.errors import UnsupportedError
 from sinkscope.hooks.trace.sites import resolve
 from sinkscope.models.target import Target
-from sinkscope.results.parts import Component, Head
+from sinkscope.results.parts import Component, Head, Neuron, Parts
 
 Sites = tuple[tuple[int, ...], ...]
 """Neurons as interventions take them: (layer, neuron), or (layer, expert, neuron) in a mixture."""
@@ -38,6 +38,12 @@ class Edit(NamedTuple):
         """The first layer that is edited. None if nothing is."""
         layers = [site[0] for site in self.zero] + [component.layer or 0 for component in self.swap]
         return min(layers, default=None)
+
+
+def edit_of(parts: Parts) -> Edit:
+    """What removes all of these parts: neurons are silenced, and others replaced."""
+    zero = tuple(part.site for part in parts if isinstance(part, Neuron))
+    return Edit(zero, tuple(part for part in parts if isinstance(part, Component | Head)))
 
 
 def one_by_one(components: Iterable[Component | Head]) -> list[Edit]:

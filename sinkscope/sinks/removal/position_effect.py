@@ -41,6 +41,7 @@ class PositionEffect:
         other: The typical position, in the same way.
         layer: The effect is the norm after this layer, unless `heads` are given.
         heads: If given, the effect is the attention that these heads pay to the position.
+        places: Several positions of each text, edited together, whose attention is summed. None: the position.
         without: Residual dimensions that norms leave out.
         known: The passes of the intact texts, read at the position and, if reversed, at the typical one.
     """
@@ -51,6 +52,7 @@ class PositionEffect:
     other: At
     layer: int | None = None
     heads: Heads = ()
+    places: Bool[Tensor, "text pos"] | None = None
     without: tuple[int, ...] = ()
     known: dict[bool, Rows] = field(default_factory=dict)
 
@@ -85,6 +87,8 @@ class PositionEffect:
         at, source = (self.other, self.at) if reverse else (self.at, self.other)
         reading: dict[str, Any] = {"at": at, "source": source, "without": self.without, "keep": True}
         ids = self.ids
+        if not reverse:
+            reading["places"] = self.places
         if self.heads:
             reading |= {"upto": self.depth, "attention": True, "behind": min(layer for layer, _ in self.heads)}
         else:  # later tokens do not change norms

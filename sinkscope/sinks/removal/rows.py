@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from einops import rearrange, reduce, repeat
+from einops import einsum, rearrange, reduce, repeat
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -37,6 +37,7 @@ class Trial:
         ids: The texts.
         edits: The edits; each takes as many rows of a batch as there are texts.
         at: The position that swaps edit, and where effects are read; one, or one of each text.
+        places: Positions that swaps edit, and whose attention is read in sum. None: this one.
         source: The position whose values replace those of swapped components; one, or one of each text.
         upto: The last layer to run. None: all.
         attention: Whether to read attention.
@@ -51,6 +52,7 @@ class Trial:
     ids: TokenRows
     edits: Sequence[Edit]
     at: At = 0
+    places: Bool[Tensor, "text pos"] | None = None
     source: At = -1
     upto: int | None = None
     attention: bool = False
@@ -103,6 +105,10 @@ class Rows:
         self.keeps = target.skips_layers and trial.ids.numel() <= KEPT_POSITIONS
         texts, length = trial.ids.shape
         self._at = (torch.as_tensor(trial.at) % length).expand(texts)
+        self._places = torch.zeros(texts, length, dtype=torch.bool)
+        self._places[torch.arange(texts), self._at] = True
+        if trial.places is not None:
+            self._places = trial.places
         self._source = (torch.as_tensor(trial.source) % length).expand(texts)
         self._begins = self._first_layers()
         self._layer = min(self._begins, default=0)  # the next to run
@@ -222,10 +228,12 @@ class Rows:
             visible: Callable[[], Bool[Tensor, "row _ query key"]],
         ) -> None:
             queries = torch.arange(first, first + probs.shape[2])
-            later = queries > rearrange(at, "row -> row 1")
-            sees = visible().expand(self.count, -1, -1, -1)
-            later &= sees[rows, 0, :, at].cpu()
-            to_position = probs[rows, :, :, at].cpu() * rearrange(later, "row query -> row 1 query")
+            keys = self._places.repeat(self._joined, 1).to(probs.device)[:, : probs.shape[-1]]
+            later = queries > rearrange(keys.int().argmax(1).cpu(), "row -> row 1")
+            sees = visible().expand(self.count, -1, -1, -1)[:, 0]
+            later &= (sees.to(probs.device) & rearrange(keys, "row key -> row 1 key")).any(-1).cpu()
+            to_position = einsum(probs, keys.to(probs.dtype), "row head query key, row key -> row head query").cpu()
+            to_position = to_position * rearrange(later, "row query -> row 1 query")
             self.received[: self.count, number] += reduce(to_position, "row head query -> row head", "sum")
             self.seeing[: self.count, number] += later.sum(1)
             if number == trial.upto and queries[-1] == trial.ids.shape[1] - 1:
@@ -298,8 +306,8 @@ class Rows:
         return [(module, when, on(partial(keep, number))) for number, (module, when, on) in enumerate(points)]
 
     def _swap(self, component: Component | Head, rows: Int[Tensor, " swapped"]) -> list[Hook]:
-        text = rows % self.texts
-        at = self._at[text]
+        row, at = self._places[rows % self.texts].nonzero().T
+        row, text = rows[row], rows[row] % self.texts
 
         def replaced(number: int, output: Tensor) -> Tensor:
             """What a component writes, with the source's value at the position."""
@@ -310,8 +318,8 @@ class Rows:
                 width = whole.shape[-1] // self.target.n_heads
                 columns = slice(component.head * width, (component.head + 1) * width)
             if component == POSITIONS:
-                written = whole[rows, at] + written
-            whole[rows, at, columns] = written[:, columns]
+                written = whole[row, at] + written
+            whole[row, at, columns] = written[:, columns]
             return whole.reshape(output.shape)
 
         points = _points(self.target, component)
