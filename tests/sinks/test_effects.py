@@ -15,8 +15,8 @@ from torch.testing import assert_close
 
 from sinkscope.opening.live import target_of
 from sinkscope.opening.stream import open_stream
-from sinkscope.sinks.find.layer_scan import scan_layers
 from sinkscope.results.parts import Component, Head
+from sinkscope.sinks.find.layer_scan import scan_layers
 from sinkscope.sinks.removal.components import Edit, has_key_bias
 from sinkscope.sinks.removal.effects import Effects, effects
 from sinkscope.sinks.removal.position_effect import PositionEffect

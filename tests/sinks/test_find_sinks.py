@@ -17,11 +17,11 @@ from raw_kit import attention, zeroed
 from sinkscope.hooks.trace.run import trace
 from sinkscope.opening.live import target_of
 from sinkscope.opening.stream import open_stream
-from sinkscope.sinks.find.survey import SinkContext
 from sinkscope.sinks.find.find import find_sinks
 from sinkscope.sinks.find.layer_scan import LayerReading, LayerScan, scan_layers
 from sinkscope.sinks.find.repetitions import repeat_until_half
 from sinkscope.sinks.find.result import FindSinks
+from sinkscope.sinks.find.survey import SinkContext
 from sinkscope.sinks.removal.search import Removal, smallest_set
 
 WITH_SINK = tuple(kind for kind in KINDS if kind not in ("none", "massive_dim"))

@@ -88,6 +88,7 @@ def repetition_spike(
     needed: RepeatsNeeded,
     prefixes: Sequence[int],
     sites: Sites,
+    times: int = 2,
 ) -> RepetitionSpike | None:
     """Whether the neurons that make a spike make that of a repeated token, too, or which others do.
 
@@ -96,6 +97,7 @@ def repetition_spike(
         needed: The repeated tokens, and when the norm of each reaches half of the spike's at the sink layer.
         prefixes: The token before each.
         sites: The neurons that make the spike, all its parts.
+        times: How many times as many copies as the token needs are looked at: more than 1 is well inside the sink.
 
     Returns:
         None if no repeated token's norm stands out.
@@ -105,7 +107,7 @@ def repetition_spike(
     reached = [place for place in places if repeats[place] is not None][:1]
     rows = []
     for place in reached or places:
-        copies = min(2 * (repeats[place] or needed.max_repeats), needed.max_repeats)  # well inside the sink
+        copies = min(times * (repeats[place] or needed.max_repeats), needed.max_repeats)
         rows.append([prefixes[place], *[needed.tokens[place].id] * copies])
     if not rows:
         return None
@@ -119,6 +121,8 @@ def repetition_spike(
     reading = {"upto": layers[-1], "without": context.scan.shared_dims}
     intact = effects(context.target, ids, [], at=last, **reading).intact_norms
     heights = intact[:, layers] / torch.tensor(context.scan.spike_norm)[layers]
+    if float(heights[:count].max()) < NEEDED and reached and times > 1:  # it is no sink any more
+        return repetition_spike(context, needed, prefixes, sites, times=1)
     if float(heights[:count].max()) < NEEDED:
         return None
     row = int(heights[:count].max(1).values.argmax())

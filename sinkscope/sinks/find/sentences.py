@@ -106,7 +106,7 @@ def spike_clause(spike: Spike, named: int = NAMED[0]) -> str:
     if claim.verdict != "needed":
         return f"of the spike at {where}, {left} stays without {names} ({_control(claim)}: {chance})"
     makes = word_form(len(claim.subject), "makes", "make together")
-    if spike.begun_by and isinstance(claim.subject[0], Neuron):
+    if spike.begun_by and len(spike.layers) == 1 and isinstance(claim.subject[0], Neuron):
         makes = word_form(len(claim.subject), "amplifies", "amplify")
     return f"{names} {makes} the spike at {where}: without {_it(claim)} {left} stays ({_control(claim)}: {chance})"
 

@@ -165,7 +165,8 @@ def _spike(context: SinkContext, place: Place, sets: CausalSets) -> Spike:
     maker: Parts = ()
     made: list[Claim] = []
     search = Search("neurons", sets.tried, max((n.ablation_drop for n in sets.neurons), default=0.0))
-    if not sets.sets or scan.norm_before:
+    first = min([each.layers[0] for each in sets.sets if each.layers is not None], default=0)
+    if not sets.sets or scan.norm_before or (scan.spike_runs[0][1] < first):
         maker, made, search = spike_maker(context, place.words, () if sets.sets else sets.neurons)
     claims = [*[one for each in sets.sets for one in each.claims], *made]
     top = int(scan.ratios.argmax())
