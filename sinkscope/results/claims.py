@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sinkscope.results.notation import word_form
-from sinkscope.results.parts import Parts, in_words, kind_of
+from sinkscope.results.parts import Parts, in_words, kind_of, removed
 
 NEEDED = 0.5
 """Share of an effect that an edit must take away (or bring) more than every contrast, to be needed (or sufficient)."""
@@ -169,16 +169,17 @@ class Claim:
         left, chance = percent_pair(self.value, self.control.value)
         control = f"{self.control.in_words(self.subject)}: {chance}"
         count = len(self.subject)
-        it = word_form(count, "it", "them")
         match self.verdict:
             case "needed":
-                return f"{names} {word_form(count, 'is', 'are')} needed: without {it} {left} stays ({control})"
+                return (
+                    f"{names} {word_form(count, 'is', 'are')} needed: {removed(self.subject)} {left} stays ({control})"
+                )
             case "sufficient":
                 return f"{names} {word_form(count, 'is', 'are')} enough: {left} ({control})"
             case "not shown":
                 return f"no effect of {names} is shown: {left} stays ({control})"
             case _:
-                return f"{left} stays without {names} ({control}), which decides nothing"
+                return f"{names}: {removed(self.subject)} {left} stays ({control}), which decides nothing"
 
 
 def percent_pair(share: float, control: float) -> tuple[str, str]:

@@ -91,6 +91,14 @@ def in_words(parts: Parts, most: int = 4) -> str:
     return word_list(names, most)
 
 
+def removed(parts: Parts) -> str:
+    """How a sentence goes on that says what is left: neurons are zeroed, others write what they write elsewhere."""
+    it = "it" if len(parts) == 1 else "them"
+    if all(isinstance(part, Neuron) for part in parts):
+        return f"without {it}"
+    return f"with {it} replaced"
+
+
 def kind_of(parts: Parts) -> str:
     """What parts are in one word, in the plural."""
     if all(isinstance(part, Neuron) for part in parts):

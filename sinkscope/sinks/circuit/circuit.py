@@ -23,7 +23,7 @@ from sinkscope.results.tables import Table
 from sinkscope.sinks.circuit.marks import marks_of, repetition_marks
 from sinkscope.sinks.find.find import find_sinks
 from sinkscope.sinks.find.records import Sink, Spike
-from sinkscope.sinks.find.sentences import NAMED, conclusion, spike_clause, statement
+from sinkscope.sinks.find.sentences import NAMED, conclusion, layers_read, spike_clause, statement
 from sinkscope.sinks.find.spikes import made_spikes
 from sinkscope.sinks.find.survey import Survey
 from sinkscope.sinks.removal.components import key_bias, key_projection
@@ -43,6 +43,7 @@ class Circuit(Result):
         spikes: The places whose norm stands out.
         sinks: The places that heads attend to.
         most_attended: The most attended position, before any threshold.
+        layers_read: Number of layers read.
         untested: What may carry a sink and cannot be replaced in this model.
     """
 
@@ -63,6 +64,7 @@ class Circuit(Result):
     spikes: tuple[Spike, ...]
     sinks: tuple[Sink, ...]
     most_attended: Search
+    layers_read: int
     untested: tuple[str, ...] = ()
 
     def of(self, role: str) -> list[Claim]:
@@ -101,7 +103,8 @@ class Circuit(Result):
 
     def details(self) -> list[str]:
         """The neurons, the copies, the heads, and what was not tested."""
-        lines = [f"{spike_clause(spike)}." for spike in self.spikes[:TRACED] if spike.claims]
+        lines = [layers_read(self.layers_read, self.model.n_layers, ())]
+        lines += [f"{spike_clause(spike)}." for spike in self.spikes[:TRACED] if spike.claims]
         lines += [f"At {claim.place}, {claim.phrase()}." for claim in self.of(COPIES)]
         lines += [f"{statement(sink)}." for sink in self.sinks]
         if self.untested:
@@ -176,6 +179,7 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Natural | No
         spikes=sinks.spikes,
         sinks=sinks.sinks,
         most_attended=sinks.most_attended,
+        layers_read=sinks.layers_read,
         untested=_untested(setup.target),
     )
 

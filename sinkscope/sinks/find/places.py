@@ -99,7 +99,7 @@ class Rule:
         tokens: Ids of the tokens that may stand there. Empty: any.
         first: Whether only the first of these tokens in a text counts; of all tokens, the first of each.
         repeated: Whether the token before has to be the same.
-        after: The token that has to stand before. None: any.
+        after: The tokens of which one has to stand before. Empty: any.
         unless: Tokens that may not stand before.
         token: The token as text, if there is only one; else empty.
     """
@@ -110,7 +110,7 @@ class Rule:
     first: bool = False
     repeated: bool = False
     token: str = ""
-    after: int | None = None
+    after: tuple[int, ...] = ()
     unless: tuple[int, ...] = ()
 
     def means(self, ids: TokenRows) -> Bool[Tensor, "text pos"]:
@@ -126,10 +126,12 @@ class Rule:
             at_position = torch.zeros_like(fits)
             at_position[:, self.position : self.position + 1] = True
             fits &= at_position
-        if self.repeated or self.after is not None:
-            before = ids[:, 1:] if self.after is None else self.after
+        if self.repeated or self.after:
             fits[:, 0] = False
-            fits[:, 1:] &= ids[:, :-1] == before
+        if self.repeated:
+            fits[:, 1:] &= ids[:, :-1] == ids[:, 1:]
+        if self.after:
+            fits[:, 1:] &= torch.isin(ids[:, :-1], torch.tensor(self.after, device=ids.device))
         if self.unless:
             fits[:, 1:] &= ~torch.isin(ids[:, :-1], torch.tensor(self.unless, device=ids.device))
         return fits
@@ -365,26 +367,30 @@ def _simple(places: Places, decode: Decode) -> list[Rule]:
         name = decode([token])
         rules.append(Rule(f"{name!r} wherever it stands", tokens=(token,), token=name))
         rules.append(Rule(f"the first {name!r} of a text", tokens=(token,), first=True, token=name))
-        before = int(ids[:, :-1][places.there[:, 1:] & (ids[:, 1:] == token)].mode().values)
-        rules.append(Rule(f"{name!r} after {decode([before])!r}", tokens=(token,), token=name, after=before))
-        rules += _exceptions(places, token, decode)
+        rules += _by_the_token_before(places, token, decode)
     rules.append(Rule("every token that repeats the one before it", repeated=True))
     rules.append(Rule("the first occurrence of every token", first=True))
     return rules
 
 
-def _exceptions(places: Places, token: int, decode: Decode) -> list[Rule]:
-    """A token except after some others, which keep it from being such a place; none if that is not what does."""
+def _by_the_token_before(places: Places, token: int, decode: Decode) -> list[Rule]:
+    """A token after some others, or except after some others; the fewer of the two are named."""
     stands = places.ids[:, 1:] == token
     before, there = places.ids[:, :-1], places.there[:, 1:]
     keeping = before[stands & ~there].unique()
     allowing = before[stands & there].unique()
+    name = decode([token])
+
+    def words(what: str, tokens: Tensor) -> str:
+        names = word_list([repr(decode([other])) for other in tokens.tolist()], COMMON)
+        return f"{name!r} {what} {names}"
+
+    if len(allowing) <= max(1, len(keeping)):
+        return [Rule(words("after", allowing), tokens=(token,), token=name, after=tuple(allowing.tolist()))]
     keeping = keeping[~torch.isin(keeping, allowing)]
-    if not 0 < len(keeping) < len(allowing):
+    if not len(keeping):
         return []
-    names = word_list([repr(decode([other])) for other in keeping.tolist()], COMMON)
-    words = f"{decode([token])!r} except after {names}"
-    return [Rule(words, tokens=(token,), token=decode([token]), unless=tuple(keeping.tolist()))]
+    return [Rule(words("except after", keeping), tokens=(token,), token=name, unless=tuple(keeping.tolist()))]
 
 
 def _of_a_kind(places: Places, decode: Decode) -> list[Rule]:

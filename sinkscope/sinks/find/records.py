@@ -190,6 +190,8 @@ class Sink:
         groups: The heads that attend in most cases, by what they need, the largest group first.
         spike: Number of the spike of `FindSinks.spikes` that stands at most of these positions. None: there is none.
         length: Length of the texts, in tokens.
+        between: Smallest and largest mean attention of a head that attends in most cases.
+        before: Where the same heads attend as long as they have seen no such position. None: nowhere, or not known.
         window: Positions that the attending heads see, if a window hides others.
     """
 
@@ -200,6 +202,8 @@ class Sink:
     groups: tuple[Readers, ...] = ()
     spike: int | None = None
     length: int = SHORT
+    between: tuple[float, float] = (0.0, 0.0)
+    before: Place | None = None
     window: int | None = None
 
     @property

@@ -161,7 +161,9 @@ class FindSinks(Result):
             if number not in read:
                 lines[-1] += " No head attends to most of these positions."
         if self.sink_layer is not None:
-            lines[0] += f" The sink layer is layer {self.sink_layer}."
+            lines[0] += (
+                f" The sink layer is layer {self.sink_layer}, which builds most of the spike at {self.spikes[0].place}."
+            )
         attention = [f"{sentences.statement(sink)}." for sink in self.sinks]
         if not self.sinks:
             attention = [f"No attention sink was found in texts of {self.lengths[-1]} tokens ({self.most_attended})."]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from sinkscope.results.claims import Claim, Search, percent_pair
 from sinkscope.results.notation import count_of, short_sentence, word_form, word_list
-from sinkscope.results.parts import Neuron, in_words
+from sinkscope.results.parts import Neuron, in_words, removed
 from sinkscope.sinks.find.places import LeftOver
 from sinkscope.sinks.find.readers import POSITION
 from sinkscope.sinks.find.records import (
@@ -38,9 +38,10 @@ def statement(sink: Sink, named: int = NAMED[0], *, brief: bool = False) -> str:
     """How many heads attend to a place and, of each group of them, what it needs."""
     if sink.place is None:
         readers = sum(layer.readers for layer in sink.layers)
+        least, most = sink.between
         return (
-            f"{readers} of {sink.n_heads} heads give {sink.everywhere.attention or 0.0:.0%} of their attention to "
-            "learned sink logits, which stand in for a token"
+            f"{readers} of {sink.n_heads} heads give {least:.0%} to {most:.0%} of their attention to learned sink "
+            "logits, which stand in for a token"
         )
     count = sum(len(group.heads) for group in sink.groups)
     who = f"{count} of {sink.n_heads} heads {word_form(count, 'attends', 'attend')} to {sink.words}{_when(sink)}"
@@ -59,8 +60,10 @@ def statement(sink: Sink, named: int = NAMED[0], *, brief: bool = False) -> str:
 def _when(sink: Sink) -> str:
     """In which texts and windows heads attend, if not in all; as part of a sentence."""
     words = ""
+    if sink.before is not None:
+        words = f" (and to {sink.before.words} until they see one)"
     if sink.place is not None and sink.place.share < 1 and sink.place.is_first:
-        words = f" in {sink.place.share:.0%} of texts"
+        words += f" in {sink.place.share:.0%} of texts"
     if sink.length > SHORT:
         words = f"{words or ' in texts'} of {sink.length} tokens"
     if sink.window is not None:
@@ -81,18 +84,20 @@ def need(group: Readers, named: int = NAMED[0], *, brief: bool = False) -> str:
         if brief:
             return "the position is enough"
         return f"the position is enough: {left} stays with all replaced that is written there (elsewhere {chance})"
-    what, is_needed = names, word_form(len(claim.subject), "is needed: without it", "are needed: without them")
+    what, is_needed = names, word_form(len(claim.subject), "is needed", "are needed")
     if group.by_spike:
-        is_needed = "is needed: without it"
+        is_needed = "is needed"
         what = f"its spike ({names})"
     if claim.verdict == "undecided":
         what = f"{what} in part"
     elif claim.verdict != "needed":
         return f"{names} shows no effect"
     if brief:
-        return f"{what} {is_needed.partition(':')[0]}"
+        return f"{what} {is_needed}"
     left, chance = percent_pair(claim.value, claim.control.value)
-    return f"{what} {is_needed} {left} stays ({claim.control.in_words(claim.subject)}: {chance})"
+    return (
+        f"{what} {is_needed}: {removed(claim.subject)} {left} stays ({claim.control.in_words(claim.subject)}: {chance})"
+    )
 
 
 def spike_clause(spike: Spike, named: int = NAMED[0]) -> str:
@@ -104,19 +109,15 @@ def spike_clause(spike: Spike, named: int = NAMED[0]) -> str:
     names = in_words(claim.subject, named)
     left, chance = percent_pair(claim.value, claim.control.value)
     if claim.verdict != "needed":
-        return f"of the spike at {where}, {left} stays without {names} ({_control(claim)}: {chance})"
+        return f"of the spike at {where}, {left} stays with {names} removed ({_control(claim)}: {chance})"
     makes = word_form(len(claim.subject), "makes", "make together")
     if spike.begun_by and len(spike.layers) == 1 and isinstance(claim.subject[0], Neuron):
         makes = word_form(len(claim.subject), "amplifies", "amplify")
-    return f"{names} {makes} the spike at {where}: without {_it(claim)} {left} stays ({_control(claim)}: {chance})"
+    return f"{names} {makes} the spike at {where}: {removed(claim.subject)} {left} stays ({_control(claim)}: {chance})"
 
 
 def _control(claim: Claim) -> str:
     return claim.control.in_words(claim.subject)
-
-
-def _it(claim: Claim) -> str:
-    return word_form(len(claim.subject), "it", "them")
 
 
 def layers_read(read: int, n_layers: int, dims: Sequence[int]) -> str:
@@ -131,13 +132,13 @@ def layers_read(read: int, n_layers: int, dims: Sequence[int]) -> str:
 def spike_sentences(spike: Spike) -> str:
     """Where a spike is, how high, and what makes it, alone and together."""
     runs = [f"layer {first}" if first == last else f"layers {first} to {last}" for first, last in spike.layers]
-    size = f"{spike.ratio:.0f} times the typical norm after {word_list(runs)} (ordinary positions: {spike.usual:.1f})"
+    size = f"up to {spike.ratio:.0f} times the typical norm after {word_list(runs)} (elsewhere {spike.usual:.1f})"
     sentences = [f"The norm at {spike.place.words} is {size}.", f"{_capital(spike_clause(spike))}."]
     if spike.begun_by:
         sentences.append(f"{_capital(in_words(spike.begun_by))} begins the spike.")
     alone = [f"{in_words(claim.subject)} {claim.value:.0%}" for claim in spike.claims if claim.role == "makes alone"]
     if alone:
-        sentences.append(f"Without one of them alone, this stays: {', '.join(alone[:GROUPS])}.")
+        sentences.append(f"Without one of them alone, this stays along its direction: {', '.join(alone[:GROUPS])}.")
     if not spike.claims:
         sentences = [sentences[0], f"Nothing that was tried removes it ({spike.search})."]
     for found in spike.sets:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from sinkscope.measure import Setup
 from sinkscope.measure.margin import margin_of
-from sinkscope.sinks.find.attention_received import AttentionReceived
-from sinkscope.sinks.find.places import Place, texts_with
+from sinkscope.sinks.find.attention_received import LATER_QUERIES, AttentionReceived, attention_received
+from sinkscope.sinks.find.places import MOST_TEXTS, Place, Places, pieces, texts_with
 from sinkscope.sinks.find.readers import HeadByHead
 from sinkscope.sinks.find.records import RATE_EPS, SHORT, LayerAttention, Readers, Sink
 from sinkscope.sinks.find.spikes import MadeSpike
@@ -20,6 +20,7 @@ from sinkscope.sinks.find.survey import Survey
 from sinkscope.sinks.removal.components import Heads
 from sinkscope.sinks.removal.position_effect import PositionEffect
 
+BEFORE_TEXTS, LEAST_BEFORE = 8, 8 + LATER_QUERIES  # texts up to a place, and their least length
 READER_TEXTS = 2
 READER_LENGTH = 48  # typical text in which components are replaced
 
@@ -83,8 +84,11 @@ def attention_sinks(setup: Setup, survey: Survey, made: Sequence[MadeSpike]) -> 
     for place in places:
         heads = received.learned_heads if place is None else received.readers(place.there(received.ids))
         everywhere, *layers = _attention(received, place, heads)
-        spike, groups, window = None, (), None
+        spike, groups, window, before = None, (), None, None
+        given = received.learned if place is None else received.given(place.there(received.places.ids))
+        each = [float(given[layer, head].mean()) for layer, head in heads]
         if place is not None:
+            before = _before(setup, received, place, heads)
             standing = [each for each in made if survey.stands_at(each.spike.place, place)]
             spike = made.index(standing[0]) if standing else None
             groups = _readers(setup, survey, place, heads, standing)
@@ -98,6 +102,8 @@ def attention_sinks(setup: Setup, survey: Survey, made: Sequence[MadeSpike]) -> 
                 groups=groups,
                 spike=spike,
                 length=received.ids.shape[1],
+                between=(min(each), max(each)),
+                before=before,
                 window=window,
             )
         )
@@ -109,6 +115,21 @@ def ordinary_position(barred: Bool[Tensor, "text pos"]) -> Int[Tensor, " text"]:
     length = barred.shape[1]
     distance = (torch.arange(length) - length // 2).abs().expand_as(barred).float()
     return distance.masked_fill(barred, torch.inf).argmin(1)
+
+
+def _before(setup: Setup, received: AttentionReceived, place: Place, heads: Heads) -> Place | None:
+    """Where heads attend in the part of texts before a place that they attend to; None if nowhere in particular."""
+    there = place.there(received.ids)
+    first = torch.where(there.any(1), there.int().argmax(1), there.shape[1])
+    length = int(first.median())
+    texts = received.ids[first >= length]
+    if length < LEAST_BEFORE or place.is_first or len(texts) < READER_TEXTS:
+        return None
+    seen = attention_received(setup.target, texts[:BEFORE_TEXTS, :length])
+    layer, head = torch.tensor(heads).T
+    attended = (seen.received[layer, head] > RATE_EPS).float().mean(0) >= MOST_TEXTS
+    found, _ = pieces(Places(seen.ids[:, : attended.shape[1]], attended), setup.tokenizer.decode)
+    return next(iter(found), None)
 
 
 def _readers(
