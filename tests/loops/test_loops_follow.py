@@ -21,7 +21,6 @@ from server_streams import SERVERS, chunks, events
 from sinkscope.app.cli import main
 from sinkscope.errors import SinkscopeWarning
 from sinkscope.loops import Alarm, Monitor, MonitorSettings, Watch, check
-from sinkscope.loops.text import streams
 from sinkscope.loops.text.forms import shown
 from sinkscope.loops.text.outputs import split
 
@@ -156,17 +155,6 @@ def test_a_loop_in_reasoning_and_in_calls_of_tools_is_seen():
         assert len(_follow(events([{"choices": [{"index": 0, "delta": delta}]} for delta in deltas]))) == 1
 
 
-@pytest.mark.parametrize("between", ["", "\n"])
-def test_the_data_lines_of_an_event_are_joined(between):
-    """An event whose JSON stands on several lines, with empty lines between events or without."""
-    raw = "".join(
-        "".join(f"data: {line}\n" for line in json.dumps(one, indent=1).split("\n")) + between
-        for one in _chat(TEXT.split())
-    )
-    (alarm,) = _follow(raw, form="sse")
-    assert split(alarm.text) == split(LOOP)
-
-
 def test_control_characters_do_not_reach_the_terminal():
     assert shown("a\x1b[2J\n‮b") == "a\\x1b[2J\\n\\u202eb" and len(shown("x" * 999)) == 63
     (alarm,) = _follow("".join(json.dumps({"token": t}) + "\n" for t in ["\x1b[2J", "b\n"] * 200))
@@ -218,27 +206,6 @@ def test_an_alarm_comes_while_the_pipe_is_open_and_ctrl_c_leaves_cleanly(process
         return
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130 and process.stderr.read().strip() == b"interrupted"
-
-
-class Counted(io.BytesIO):
-    """A source that knows how much it gave at once."""
-
-    most = 0
-
-    def readline(self, size: int | None = -1) -> bytes:
-        line = super().readline(size)
-        self.most = max(self.most, len(line))
-        return line
-
-
-def test_a_line_that_is_too_long_is_skipped_and_the_next_one_is_read(monkeypatch):
-    monkeypatch.setattr(streams, "LONGEST_LINE", 5000)
-    good = json.dumps({"text": "one more cup of tea, " * 40}).encode() + b"\n"
-    bad = json.dumps({"text": "x" * 30_000}).encode() + b"\n"
-    source = Counted(good + bad + good)
-    with pytest.warns(SinkscopeWarning, match="line 2 has more than"):
-        alarms = list(Watch().follow(source))
-    assert [alarm.stream for alarm in alarms] == ["line 1", "line 3"] and source.most <= 5001
 
 
 def test_tee_passes_everything_on(tmp_path, capfdbinary):
