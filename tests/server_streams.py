@@ -14,6 +14,8 @@ def filled(template: Any, values: dict[str, Any]) -> Any:
     """A template of JSON: a text "<name>" becomes the value, and a "<name>" within a text its words."""
     text = json.dumps(template)
     for name, value in values.items():
+        if f"<{name}>" not in text:  # to write what is long takes time
+            continue
         text = text.replace(f'"<{name}>"', json.dumps(value))
         if isinstance(value, str):
             text = text.replace(f"<{name}>", json.dumps(value)[1:-1])

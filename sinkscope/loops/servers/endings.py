@@ -8,7 +8,6 @@ from typing import Any
 REASON = "repetition_detected"
 """Value of `stop_reason`, as vLLM's own detection says it."""
 _KEPT = ("id", "object", "created", "created_at", "model", "system_fingerprint", "model_version")
-MOST_TEXT = 1 << 20  # characters that are kept of a server whose last event repeats the whole text
 
 
 class Ending:
@@ -24,7 +23,6 @@ class Ending:
         self._response: dict[str, Any] = {}  # of OpenAI's Responses
         self._open: dict[int, None] = {}  # choices or blocks that have not ended
         self._text: list[str] = []
-        self._size = 0
 
     def see(self, data: dict[str, Any]) -> None:
         """Look at an event."""
@@ -40,9 +38,8 @@ class Ending:
                 self._note(int(data.get("index") or 0), True)
             case {"type": "content_block_stop"}:
                 self._note(int(data.get("index") or 0), False)
-            case {"token": {"text": str(text)}} if self._size < MOST_TEXT:
+            case {"token": {"text": str(text)}}:  # the last event repeats the whole text
                 self._text.append(text)
-                self._size += len(text)
             case _:
                 pass
         self._last = data
