@@ -94,9 +94,8 @@ def test_json_lines_are_records_or_pieces():
     records = "".join(json.dumps(line) + "\n" for line in lines)
     assert [a.stream for a in _follow(records)] == ["line 2", "line 3"]
     ids = [*range(400), *[7, 8, 9] * 100]
-    rows = [{"token": i, "index": "a"} for i in ids]
-    (alarm,) = _follow("".join(json.dumps(row) + "\n" for row in rows), settings=PAPER)
-    assert alarm.stream == "stream a" and [alarm.token] == _by_hand(ids, PAPER)
+    (alarm,) = _follow(json.dumps({"tokens": ids}) + "\n", settings=PAPER)
+    assert alarm.stream == "line 1" and [alarm.token] == _by_hand(ids, PAPER)
     pieces = [{"response": word, "done": False} for word in TEXT.replace(" ", " \n").split("\n")]
     assert len(_follow("".join(json.dumps(piece) + "\n" for piece in pieces))) == 1
 
@@ -157,7 +156,7 @@ def test_a_loop_in_reasoning_and_in_calls_of_tools_is_seen():
 
 def test_control_characters_do_not_reach_the_terminal():
     assert shown("a\x1b[2J\n‮b") == "a\\x1b[2J\\n\\u202eb" and len(shown("x" * 999)) == 63
-    (alarm,) = _follow("".join(json.dumps({"token": t}) + "\n" for t in ["\x1b[2J", "b\n"] * 200))
+    (alarm,) = _follow(json.dumps({"tokens": ["\x1b[2J", "b\n"] * 200}) + "\n")
     assert str(alarm).isprintable() and "\\x1b[2Jb\\n" in str(alarm)
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from sinkscope.errors import SinkscopeError, warn
 from sinkscope.files.plain import parse_json
-from sinkscope.loops.text.forms import FILE_FIELDS, Piece, StreamForm, pieces_of, shown
+from sinkscope.loops.text.forms import Piece, StreamForm, pieces_of, pieces_of_record, shown
 from sinkscope.loops.text.monitor import Monitor, MonitorSettings, Step
 from sinkscope.loops.text.outputs import Splitter, is_plain
 from sinkscope.loops.text.signals import Tail
@@ -56,7 +56,6 @@ class Stream:
         recent = deque[str](maxlen=KEPT_TOKENS)
         self.monitor = Monitor(settings, lambda ids: is_plain(list(recent)[-len(ids) :]))
         self._splitter = Splitter()
-        self._whole_text: str | None = ""  # of a server that sends all of it each time; None: it does not
         self._numbers: dict[object, int] = {}
         self._next_number = 0
         self._recent = recent
@@ -69,7 +68,7 @@ class Stream:
             key = piece.key if isinstance(piece.key, int) else self._number(piece.key)
             yield from self._advance(piece.stream, key, piece.text)
             return
-        for word in self._splitter.feed(self._new_text(piece), piece.last):
+        for word in self._splitter.feed(piece.text, piece.last):
             yield from self._advance(piece.stream, self._number(word), word)
 
     def _advance(self, name: str, token: int, text: str) -> Iterator[Alarm]:
@@ -96,17 +95,6 @@ class Stream:
             self._numbers[key] = number
             self._next_number += 1
         return number
-
-    def _new_text(self, piece: Piece) -> str:
-        """The part of a text that was not there before, if a server sends the whole text each time."""
-        before = self._whole_text
-        if not piece.cumulative or before is None:
-            return piece.text
-        self._whole_text = piece.text
-        if not piece.text.startswith(before):  # this server sends pieces after all
-            self._whole_text = None
-            return piece.text
-        return piece.text[len(before) :]
 
     def _copy(self, tail: Tail | None, step: int) -> str:
         """Text of one copy of the loop, or of the last tokens."""
@@ -300,8 +288,6 @@ def pieces_of_line(data: Any, form: StreamForm, place: int) -> list[Piece]:
     if problem:
         raise ValueError(f"the server reports an error, {shown(str(problem), 200)}")
     outputs = pieces_of(data, place)
-    if outputs is not None:
-        return outputs
-    if form == "jsonl":
-        raise ValueError(f"expected one of the fields choices, {', '.join(FILE_FIELDS)}")
-    return []
+    if outputs is None and form == "jsonl":
+        return pieces_of_record(data, place)
+    return outputs or []
