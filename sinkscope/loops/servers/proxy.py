@@ -22,16 +22,11 @@ if TYPE_CHECKING:
     import httpx
     from starlette.requests import Request
 
-LARGEST_EVENT = 1 << 20
-"""Bytes of an event; a stream with a larger one is passed on unwatched from there."""
 LOOPBACK = ("127.0.0.1", "localhost")
 _HOP_BY_HOP = frozenset(
     "connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer trailers "
     "transfer-encoding upgrade".split()
 )
-_EVENT_END = re.compile(rb"\r?\n\r?\n")
-_LINE_END = re.compile(rb"\n")
-_EVENT_LINES = re.compile(r"\r\n|\n|\r")
 
 
 @dataclass(frozen=True)
@@ -62,7 +57,7 @@ class ProxySettings:
 class StreamWatch:
     """The bytes of one answer: what may be passed on, and whether it loops.
 
-    Bytes are passed on unchanged, an event at a time, so that a stream that is cut ends after a whole event.
+    Bytes are passed on unchanged, a line at a time, so that a stream that is cut ends after a whole event.
 
     Args:
         settings: Settings of the monitor.
@@ -74,35 +69,23 @@ class StreamWatch:
         self._watch = Watch(settings)
         self._ending = Ending(events)
         self._events = events
-        self._held = bytearray()
-        self._searched = 0
+        self._held = b""
         self._alarmed: dict[str, None] = {}
-        self._watching = True
 
     def feed(self, data: bytes) -> bytes:
         """Take bytes of the answer, and give those that may be passed on. After an alarm there are no more."""
-        if not self._watching:
-            return data
-        self._held += data
-        end = 0
-        for match in (_EVENT_END if self._events else _LINE_END).finditer(self._held, self._searched):
-            self._read(bytes(self._held[end : match.end()]))
-            end = match.end()
+        *lines, self._held = (self._held + data).split(b"\n")
+        passed = b""
+        for line in lines:
+            passed += line + b"\n"
+            self._read(line)
             if self.alarm is not None:
-                break
-        passed = bytes(self._held[:end])
-        del self._held[:end]
-        self._searched = max(0, len(self._held) - 3)  # an end of four bytes may have begun
-        if len(self._held) > LARGEST_EVENT:
-            self._watching = False
-            return passed + self.rest()
+                return passed + b"\n" * self._events  # the end of the event
         return passed
 
     def rest(self) -> bytes:
         """What is left when the answer ends."""
-        rest = bytes(self._held)
-        self._held.clear()
-        return rest
+        return self._held
 
     def ending(self) -> bytes:
         """The events that end the answer after an alarm."""
@@ -118,16 +101,10 @@ class StreamWatch:
             about.update(period=alarm.tail.period, repeats=round(alarm.tail.repeats, 1), start=alarm.tail.start + 1)
         return about
 
-    def _read(self, event: bytes) -> None:
-        """Feed the monitors with an event. It loops when every output that has not ended loops."""
-        text = event.decode("utf-8", "replace").removeprefix("\ufeff").strip()
-        if self._events:
-            lines = [line[5:].strip() for line in _EVENT_LINES.split(text) if line.startswith("data:")]
-            text = "\n".join(lines)
-        if text in ("", "[DONE]"):
-            return
+    def _read(self, line: bytes) -> None:
+        """Feed the monitors with a line. The answer loops when every output that has not ended loops."""
         try:
-            data = parse_json(text)
+            data = parse_json(line.strip().removeprefix(b"data:"))
             pieces = pieces_of_line(data, "sse", 0)
             self._ending.see(data)
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):

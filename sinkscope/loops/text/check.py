@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.provenance import ModelInfo, provenance
 from sinkscope.files.records import Natural, check_values
-from sinkscope.loops.text.forms import StreamForm, pieces_of_output, shown
+from sinkscope.loops.text.forms import StreamForm, pieces_of_output
 from sinkscope.loops.text.monitor import MonitorSettings, Step
 from sinkscope.loops.text.near_copies import Echoes
 from sinkscope.loops.text.signals import Ids, Tail, compression_ratio, id_list, is_loop, type_token_ratio
@@ -23,7 +23,6 @@ from sinkscope.results.result import Result
 Verdict = Literal["loops", "looped", "suspicious", "clean"]
 SHORT_END = 48  # tokens after the last copy that may be anything
 LOOP_FOUND = 3  # exit status
-NAME_SHOWN = 32  # characters of a name in the table
 
 
 @dataclass(frozen=True)
@@ -104,13 +103,6 @@ class LoopCheck(Result):
         if not wasted:
             return []
         return [f"{count_of(wasted, 'token')} after the first copies are wasted."]
-
-    def shown_rows(self) -> list[dict[str, Any]]:
-        """The rows that are printed, with names that leave room for the verdict."""
-        rows = super().shown_rows()
-        for row in rows:
-            row["name"] = shown(str(row["name"]), NAME_SHOWN)
-        return rows
 
 
 class CheckedStream(Stream):

@@ -10,7 +10,6 @@ BACK, TIMES = 48, 2  # an echo resembles that many of so many sentences before i
 LEAST_WORDS, MOST_WORDS = 3, 200  # of a sentence
 CHANGING = 0.2  # values of an echo that are others, as a share of what it says; one is always allowed
 GRAM, WINDOW, RECYCLED = 5, 250, 0.7  # of so many words, that share lies in n-grams that were there twice before
-KEPT_GRAMS = 1 << 14
 _ENDS = ".!?"
 
 
@@ -84,8 +83,6 @@ class Echoes:
         if self._seen[gram] >= TIMES:
             for back in range(1, len(gram) + 1):
                 self._covered[-back] = True
-        if len(self._seen) > KEPT_GRAMS:
-            self._seen.clear()
         self._seen[gram] += 1
 
     def _similarity(self, words: frozenset[str], values: frozenset[str]) -> float:
