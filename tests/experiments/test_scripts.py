@@ -261,7 +261,6 @@ CASES = {
         {"PERIODS": (1, 8), "SWEEPS": {"votes": (1,), "variant": ("repeats",)}},
     ),
     "loopguard.show": Case("{run}", lambda text: "## loopguard:256: 40 tokens" in text, quick=True),
-    "loopguard.tables": Case("{run}", lambda text: "Table 1" in text and "not run; paper" in text),
     "loopserve.latency": Case(
         "--contexts 192 --outputs 4 8 --names full loopserve --rounds 1 --budget 80 --shortest 0 --shape lines-128 "
         "--out {out}",
