@@ -147,13 +147,6 @@ def test_a_stream_that_breaks_off_keeps_its_exit_code(monkeypatch):
         assert len(list(Watch().follow(Broken(TEXT.encode()), form="text"))) == 1
 
 
-def test_a_loop_in_reasoning_and_in_calls_of_tools_is_seen():
-    parts = [{"reasoning_content": p} for p in TEXT.split(",")]
-    calls = [{"tool_calls": [{"index": 0, "function": {"arguments": p}}]} for p in TEXT.split(",")]
-    for deltas in (parts, calls):
-        assert len(_follow(events([{"choices": [{"index": 0, "delta": delta}]} for delta in deltas]))) == 1
-
-
 def test_control_characters_do_not_reach_the_terminal():
     assert shown("a\x1b[2J\n‮b") == "a\\x1b[2J\\n\\u202eb" and len(shown("x" * 999)) == 63
     (alarm,) = _follow(json.dumps({"tokens": ["\x1b[2J", "b\n"] * 200}) + "\n")
@@ -169,12 +162,12 @@ def test_exit_codes_and_the_first_loop(tmp_path, capsys):
     assert main(["loops", str(looping), "--follow", "--first"]) == 3 and capsys.readouterr().out.count("\n") == 1
 
 
-@pytest.fixture(params=["--follow", "-"])
-def process(request):
+@pytest.fixture
+def process():
     def heed():  # a shell lets what runs in the background ignore Ctrl-C
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-    command = [sys.executable, "-m", "sinkscope", "loops", request.param]
+    command = [sys.executable, "-m", "sinkscope", "loops", "--follow"]
     pipe = subprocess.PIPE
     started = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, preexec_fn=heed)
     yield started
@@ -186,23 +179,18 @@ def test_an_alarm_comes_while_the_pipe_is_open_and_ctrl_c_leaves_cleanly(process
     detected = check(TEXT).records[0].detected
     words = TEXT.split(" ")
     sent = 0
-    told = process.stderr if process.args[-1] == "-" else process.stdout  # a table follows on standard output
-    os.set_blocking(told.fileno(), False)
+    os.set_blocking(process.stdout.fileno(), False)
     seen = b""
     while not seen and sent < len(words):
         process.stdin.write(f"{words[sent]} ".encode())
         sent += 1
         if len(split(" ".join(words[:sent]))) >= (detected or 0):
             for _ in range(600):
-                if seen := told.read() or b"":
+                if seen := process.stdout.read() or b"":
                     break
                 time.sleep(0.05)
             break
     assert f"at token {detected}: period {len(split(LOOP))}".encode() in seen and process.poll() is None
-    if told is process.stderr:
-        process.stdin.close()
-        assert process.wait(60) == 3 and b"The output in standard input loops." in process.stdout.read()
-        return
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130 and process.stderr.read().strip() == b"interrupted"
 
