@@ -8,11 +8,8 @@ Those of others are written from their public rules; all of them get the same to
 
 from __future__ import annotations
 
-import re
 import statistics
 import time
-import zlib
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -69,34 +66,6 @@ def suffix(text: str, length: int = 48) -> int | None:
     return None
 
 
-def paragraphs(text: str) -> int | None:
-    """8 of the last 12 paragraphs share half of their words with one of the 32 before them (senpi#1763).
-
-    Paragraphs of fewer than 64 characters or 24 letters and digits do not count.
-    """
-    earlier: deque[frozenset[str]] = deque(maxlen=32)
-    echoes: deque[bool] = deque(maxlen=12)
-    for match in re.finditer(r"(?:[^\n]+\n?)+", text):
-        paragraph = match[0]
-        if len(paragraph) < 64 or sum(map(str.isalnum, paragraph)) < 24:
-            continue
-        words = frozenset(re.findall(r"\w+", paragraph.lower()))
-        echoes.append(any(2 * len(words & other) >= len(words | other) for other in earlier))
-        earlier.append(words)
-        if len(echoes) == 12 and sum(echoes) >= 8:
-            return match.end()
-    return None
-
-
-def compression(text: str, window: int = 1000, least: float = 2.4) -> int | None:
-    """The last 1,000 characters compress by more than 2.4 times, the threshold of Whisper; a look every 50."""
-    for end in range(window, len(text) + 1, 50):
-        raw = text[end - window : end].encode()
-        if len(raw) > least * len(zlib.compress(raw)):
-            return end
-    return None
-
-
 def ours(verdicts: tuple[str, ...], text: str) -> int | None:
     """Where `loops.check` finds a text to have one of the verdicts."""
     (result,) = check(text).records
@@ -120,8 +89,6 @@ DETECTORS: dict[str, Detector] = {
     "vllm-mlx, 1 to 128, 3 copies": partial(exact_copies, 1, 128, 3, tokens=48, every=16, after=64),  # vllm-mlx#723
     "suffix of 48": suffix,
     "three copies at the end": plain_suffix,
-    "8 of 12 paragraphs": paragraphs,
-    "compression above 2.4": compression,
 }
 
 

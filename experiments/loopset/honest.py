@@ -6,14 +6,11 @@ import json
 import random
 from collections.abc import Callable
 from datetime import datetime, timedelta
-from importlib.util import find_spec
-from pathlib import Path
 
 from experiments.loopset.words import ADJECTIVES, NAMES, NOUNS, PLACES, VERBS, sentence
 from sinkscope.models.text import typical_text
 
 MANY = 45
-MODULES = ("argparse", "ast", "csv", "difflib", "inspect", "pickle", "statistics", "tarfile", "textwrap", "zipfile")
 
 
 def refrains(rng: random.Random) -> str:
@@ -184,23 +181,6 @@ def data(rng: random.Random) -> str:
     return "\n".join(rows)
 
 
-def source_code() -> str:
-    """Python source of the standard library, read from the running interpreter."""
-    texts = list[str]()
-    for name in MODULES:
-        spec = find_spec(name)
-        if spec is not None and spec.has_location and spec.origin is not None and spec.origin.endswith(".py"):
-            texts.append(Path(spec.origin).read_text("utf-8"))
-    return "\n".join(texts)
-
-
-def program(rng: random.Random) -> str:
-    """A stretch of Python's own library."""
-    text = source_code()
-    start = rng.randrange(len(text) - 8000)
-    return text[start : start + 6000]
-
-
 def english(rng: random.Random) -> str:
     """A stretch of documentation."""
     text = typical_text()
@@ -237,7 +217,6 @@ HONEST: dict[str, Callable[[random.Random], str]] = {
     "lists": lists,
     "tests": tests,
     "data": data,
-    "program": program,
     "prose": english,
     "reasoning": reasoning,
 }

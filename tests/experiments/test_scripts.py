@@ -270,7 +270,7 @@ CASES = {
     ),
     "loopset.compare": Case(
         "--count 24 --out {out}/loops_compare.json",
-        lambda made: len(made["result"]["detectors"]) == 10,
+        lambda made: len(made["result"]["detectors"]) == 8,
         "loops_compare.json",
         quick=True,
     ),
