@@ -41,8 +41,7 @@ CAUSES = {
     "window": "the policy's window",
     "rounding": "the rounding of keys and values",
 }
-PRONOUNS: dict[tuple[str, ...], str] = {("sink",): "it", ("window",): "it", ("rounding",): "it"}
-"""How a conclusion speaks of causes; of any others as "them"."""
+SINGULAR = {("sink",), ("window",), ("rounding",), ("history",)}  # how a conclusion speaks of causes
 REFERENCES = {"output": "all generated tokens removed", "context": "all but the first token removed"}
 Trial = tuple[frozenset[str], int | None]
 """What is taken away, and the number of the random draw that stands in for it; None: it itself is."""
@@ -122,31 +121,25 @@ class Why(Result):
                 f"The weights alone keep {loop} going: after the first and the last token, in {self._of(share)} cases."
             )
         if not self.kept_by:
-            names = word_list([CAUSES[name] for name in by_name if name in CAUSES])
-            return short_sentence(
-                [
-                    f"Undecided: {loop} goes on, or ends as under random changes, without {names}.",
-                    f"Undecided: {loop} depends on none of {len(by_name)} things more than on random changes.",
-                ]
-            )
+            return f"Undecided: {loop} depends on none of {len(by_name)} things more than on random changes."
         return short_sentence(self._needs())
 
     def _needs(self) -> list[str]:
-        """What the loop needs, in sentences from the longest to the shortest."""
+        """What the loop needs, in a sentence and a shorter one."""
         loop, count = f"the loop of period {self.period}", len(self.cuts)
         by_name = {tried.without: tried for tried in self.tried}
-        taken = [by_name[" and ".join(self.kept_by)]] if self.either else [by_name[name] for name in self.kept_by]
+        taken = [by_name[name] for name in self.kept_by]
+        them = "it" if self.kept_by in SINGULAR else "them"
+        said = f"{loop.capitalize()} needs {word_list(self.kept_by)}: without {them}, it goes on in"
+        if self.either:
+            taken = [by_name[" and ".join(self.kept_by)]]
+            said = f"{' or '.join(self.kept_by).capitalize()} keeps {loop} going: without both, in"
         shares = word_list([str(round(tried.goes_on * count)) for tried in taken])
         control = f"{self._of(min(tried.control or 0.0 for tried in taken))} under random changes"
-        them = PRONOUNS.get(self.kept_by, "them")
         others = round(max(tried.other_loop for tried in taken) * count)
-        sentences: list[str] = []
-        for other in (f" ({others} end in another loop)" if others else "", ""):
-            for named in ([CAUSES[name] for name in self.kept_by], list(self.kept_by)):
-                said = f"{loop.capitalize()} needs {word_list(named)}: without {them}, it goes on in"
-                if self.either:
-                    said = f"{' or '.join(named).capitalize()} keeps {loop} going: without both, in"
-                sentences.append(f"{said} {shares} of {count} cases{other}; {control}.")
+        sentences = [f"{said} {shares} of {count} cases; {control}."]
+        if others:
+            sentences.insert(0, f"{said} {shares} of {count} cases ({others} end in another loop); {control}.")
         return sentences
 
     def _of(self, share: float) -> str:
