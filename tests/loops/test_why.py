@@ -180,6 +180,7 @@ def test_what_enters_the_cache_is_rounded_once(noise: bool):
         Rounded(1)
 
 
+@pytest.mark.usefixtures("_few_tokens")
 def test_the_sink_goes_with_a_patch_that_is_given(tmp_path):
     patch = SinkPatch(layer=1, neurons=[3, 5], value=0.0)
     setup = SimpleNamespace(edit=None, seed=0, target=SimpleNamespace(width=lambda layer, expert: 64))
@@ -192,10 +193,10 @@ def test_the_sink_goes_with_a_patch_that_is_given(tmp_path):
     assert len({draw.sites for draw in [patch, *draws]}) == 4
     made = kept_loop(("history",))
     patch.save(tmp_path / "patch.json")
-    for given in (patch, tmp_path / "patch.json"):
-        found = why(made.model, made.turn, answer=made.cycle * 4, tokenizer=made.tokenizer, cuts=1, sink_patch=given)
-        how = {tried.without: (tried.how, tried.removed) for tried in found.tried}
-        assert how["sink"] == ("SinkPatch of 2 neurons", 0)
+    given = {"answer": made.cycle * 4, "sink_patch": tmp_path / "patch.json"}
+    found = why(made.model, made.turn, **given, tokenizer=made.tokenizer, cuts=1)
+    how = {tried.without: (tried.how, tried.removed) for tried in found.tried}
+    assert how["sink"] == ("SinkPatch of 2 neurons", 0)
 
 
 def test_prompts_as_text_begin_once():
