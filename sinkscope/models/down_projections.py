@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from sinkscope.models.linear import input_width, plain_weight
+from sinkscope.models.linear import input_width, is_transposed, plain_weight
 from sinkscope.models.norms import norms_of
 from sinkscope.models.sizes import Sizes
 
@@ -54,12 +54,11 @@ def input_columns(
         module: The module.
         inputs: Inputs; None is all.
     """
-    transposed = target.adapter.transposed_down  # such an architecture stores all of them so
-    width = input_width(module, transposed)
+    width = input_width(module)
     chosen = list(range(width) if inputs is None else inputs)
     weight = plain_weight(module)
     if weight is not None:
-        return weight[chosen] if transposed else weight[:, chosen].T
+        return weight[chosen] if is_transposed(module) else weight[:, chosen].T
     # Quantised or adapted weights: ask the module itself, but without its hooks; the last row gives its bias.
     device = next((parameter.device for parameter in module.parameters()), target.device)
     units = torch.zeros(len(chosen) + 1, width, device=device, dtype=target.dtype)

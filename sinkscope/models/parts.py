@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import nn
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.adapters import PATHS, Adapter
+from sinkscope.models.adapters import PATHS, Found
 from sinkscope.models.config import without_cache
 from sinkscope.models.experts import Experts, experts_of
 from sinkscope.models.linear import brought
@@ -35,7 +35,7 @@ class Parts:
     model: Any
     hf: Any
     kind: Kind
-    adapter: Adapter
+    adapter: Found
     tokenizer: Any = None
     name: str = "model"
     resident: bool = True

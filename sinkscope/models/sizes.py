@@ -53,7 +53,7 @@ class Sizes(Parts):
 
     def head_columns(self, layer: int, head: int) -> list[int]:
         """The inputs of the output projection that hold a head; layers may have heads of different widths."""
-        width = input_width(self.output_projection(layer), self.adapter.transposed_down) // self.n_heads
+        width = input_width(self.output_projection(layer)) // self.n_heads
         return list(range(head * width, (head + 1) * width))
 
     def n_experts(self, layer: int) -> int:
@@ -66,7 +66,7 @@ class Sizes(Parts):
         """Number of neurons of an expert; for None, of the layer's dense MLP or shared expert."""
         if expert is not None:
             return self.experts(layer).width
-        return input_width(self.mlp_part(layer, "down"), self.adapter.transposed_down)
+        return input_width(self.mlp_part(layer, "down"))
 
     @cached_property
     def d_mlp(self) -> int:

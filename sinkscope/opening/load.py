@@ -58,7 +58,7 @@ def load(
         x: Short name (`sinkscope.models()` lists them), hub id `org/name`, folder, `.gguf` file, or a live model.
             None loads the model inside this package. A live Hugging Face model, TransformerBridge or nnsight model is
             returned unchanged.
-        backend: "bridge" (TransformerBridge, the default), "hf" (plain Hugging Face), or "nnsight". If given
+        backend: "hf" (plain Hugging Face, the default), "bridge" (TransformerBridge), or "nnsight". If given
             explicitly, a live Hugging Face model is copied and the copy wrapped, since wrapping changes it in place.
         revision: Branch, tag or commit of a hub id.
         layers: Load only the first `layers` decoder layers; tensors of the others are not read.
@@ -72,7 +72,7 @@ def load(
             (`sinkscope.opening.inference.probe`). Live models are not probed.
 
     Returns:
-        TransformerBridge, Hugging Face model or nnsight model, in eval mode. Its tokenizer is kept on the Hugging
+        Hugging Face model, TransformerBridge or nnsight model, in eval mode. Its tokenizer is kept on the Hugging
         Face module as `tokenizer`, its name as `sinkscope_name`.
 
     Raises:
@@ -118,7 +118,7 @@ def load(
         check_finite(hf)
         with _in_first(layers, name):
             adapter_of(Target(hf, hf, "hf", DRAFT), proves=False)  # before it is wrapped: proposed by plain modules
-            model = wrap(hf, tokenizer, backend or "bridge")
+            model = wrap(hf, tokenizer, backend or "hf")
             if probe:
                 prove(target_of(model))
         if quantization_config is None:

@@ -18,6 +18,7 @@ from torch.testing import assert_close
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.hooks.edit import Ablate, Add, SinkPatch
+from sinkscope.models.linear import is_transposed
 from sinkscope.opening.live import target_of
 
 IDS = torch.tensor([[1, 5, 6, 7, 8, 9], [1, 20, 21, 22, 23, 24]])
@@ -40,7 +41,7 @@ def without_heads(model, heads: list[tuple[int, int]]):
     for layer, head in heads:
         module = target.sub(layer, target.adapter.o)
         weight = module.weight.data
-        weight = weight if target.adapter.transposed_down else weight.T
+        weight = weight if is_transposed(module) else weight.T
         width = weight.shape[0] // target.n_heads
         weight[head * width : (head + 1) * width] = 0
     return edited

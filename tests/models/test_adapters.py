@@ -117,7 +117,7 @@ def test_falcon_7b_style_attention_goes_through_the_bridge(tmp_path):
     model, tokenizer = tiny_model("falcon", new_decoder_architecture=False, multi_query=True)
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    target = target_of(bridge := load(tmp_path))
+    target = target_of(bridge := load(tmp_path, backend="bridge"))
     assert target.n_kv_heads == 1
     assert_close(bridge(IDS), model(IDS).logits, atol=1e-5, rtol=0)
 
@@ -133,7 +133,8 @@ def starcoder2(monkeypatch):
 def test_a_registered_row_is_all_that_an_architecture_needs(starcoder2, backend):
     loaded = load(checkpoint("starcoder2"), backend=backend)  # with the load-time probe
     target = target_of(loaded)
-    assert target.adapter is starcoder2 and (target.n_layers, target.d_mlp, target.n_kv_heads) == (3, 64, 2)
+    assert (target.adapter.up, target.adapter.down) == ("mlp.c_fc", "mlp.c_proj")
+    assert (target.n_layers, target.d_mlp, target.n_kv_heads) == (3, 64, 2)
     with Ablate(layer=1, neurons=[3]).on(loaded) as run, torch.no_grad():
         edited = target.forward(IDS)[0]
     want = target_of(tiny_model("starcoder2")[0])
@@ -176,7 +177,7 @@ def test_nothing_is_installed_behind_the_users_back(tmp_path, monkeypatch):
         monkeypatch.setattr(subprocess, name, lambda *args, **_kwargs: ran.append(args))
     monkeypatch.setitem(sys.modules, "torchvision", None)
     with pytest.raises(UnsupportedError, match=r"pip install torchvision.*backend=\"hf\" can"):
-        load(tmp_path)
+        load(tmp_path, backend="bridge")
     assert ran == []
 
 

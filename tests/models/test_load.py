@@ -34,10 +34,11 @@ IDS = torch.tensor([[1, 10, 11, 12, 13, 14, 15]])
 # -- what comes back -----------------------------------------------------------------------------------------------
 
 
-def test_default_is_a_bridge_and_the_module_holds_name_and_tokenizer():
+def test_default_is_the_plain_model_and_a_bridge_is_asked_for():
     from transformer_lens.model_bridge import TransformerBridge
 
-    bridge = ss.load(checkpoint("qwen2"))
+    assert type(ss.load(checkpoint("qwen2"))).__name__ == "Qwen2ForCausalLM"
+    bridge = ss.load(checkpoint("qwen2"), backend="bridge")
     assert isinstance(bridge, TransformerBridge)
     assert not bridge.training
     assert bridge.original_model.sinkscope_name == "qwen2"
@@ -52,7 +53,7 @@ def test_bridge_tokenizes_as_transformer_lens_does():
 
     folder = checkpoint("llama")
     theirs = TransformerBridge.boot_transformers(str(folder), device="cpu")
-    ours = load(folder)
+    ours = load(folder, backend="bridge")
     for prepend in (True, False):
         a, b = (m.to_tokens("poem book", prepend_bos=prepend) for m in (ours, theirs))
         assert a.tolist() == b.tolist()
@@ -86,7 +87,7 @@ def test_a_live_model_is_wrapped_on_request_as_a_copy(backend):
 
 
 def test_a_bridge_becomes_nothing_else():
-    bridge = load(checkpoint("llama"))
+    bridge = load(checkpoint("llama"), backend="bridge")
     with pytest.raises(UnsupportedError, match=r"cannot become backend=\'nnsight\'.*load\(name, backend=\'nnsight\'\)"):
         load(bridge, backend="nnsight")
 
@@ -157,7 +158,7 @@ def test_dtype_of_the_checkpoint_is_kept(tmp_path):
     model, tokenizer = tiny_model("llama")
     model.half().save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    bridge = load(tmp_path)
+    bridge = load(tmp_path, backend="bridge")
     assert bridge.original_model.dtype == bridge.cfg.dtype == torch.float16
 
 

@@ -110,10 +110,8 @@ def test_what_is_wrong_behind_a_layer_that_is_switched_off_is_found(fields):
                 {"mlp": "self_attn"},
                 {"mlp": "self_attn", "down": "self_attn.o_proj", "up": "self_attn.v_proj", "gate": None},
                 {"post_mlp_norm": "post_attention_layernorm"},
-                {"transposed_down": True},
             )
         ),
-        ("gpt2", {"n_inner": 32, "intermediate_size": 32}, {"transposed_down": False}, "."),
         ("gemma2", {}, {"post_mlp_norm": None}, "."),
         ("llama", {}, {"down": "mlp.nope"}, r"a module that is not there"),
         ("phi3", {}, {"fused_gate_up": False}, r"the output of 'mlp\.gate_up_proj' has width 128, expected 64"),
@@ -205,15 +203,15 @@ def test_load_refuses_what_the_probe_finds(monkeypatch):
     with pytest.raises(
         UnsupportedError, match=r"the load-time probe of this llama model failed \(bridge\): .*backend=\"hf\""
     ):
-        load(checkpoint("llama"))
+        load(checkpoint("llama"), backend="bridge")
     load(checkpoint("llama"), probe=False)
 
 
 def test_half_precision_olmo_on_a_bridge_is_refused_with_the_way_out():
     """TransformerLens multiplies float32 attention with half-precision values there when nothing is cached."""
     with pytest.raises(UnsupportedError, match=r"olmo model failed \(bridge\).*try backend=\"hf\""):
-        load(checkpoint("olmo"), dtype="bf16")
-    load(checkpoint("olmo"), dtype="bf16", backend="hf")
+        load(checkpoint("olmo"), dtype="bf16", backend="bridge")
+    load(checkpoint("olmo"), dtype="bf16")
 
 
 def test_zero_weights_are_no_false_alarm():

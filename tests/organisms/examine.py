@@ -23,6 +23,7 @@ from sinkscope.hooks.trace.layer_view import (
 from sinkscope.kv.scope import scope_line
 from sinkscope.models.down_projections import column_factor
 from sinkscope.models.hooks import first_tensor
+from sinkscope.models.linear import is_transposed
 from sinkscope.models.passes import begins_at
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
@@ -251,11 +252,11 @@ def _dense_views(target: Target, layer: int) -> NeuronViews:
             module = target.sub(layer, f"{adapter.mlp}.{name}_proj")
         else:
             module = target.mlp_part(layer, name)  # type: ignore[arg-type]
-        inputs += (module.weight.T if adapter.transposed_down else module.weight).chunk(count)
+        inputs += (module.weight.T if is_transposed(module) else module.weight).chunk(count)
         if getattr(module, "bias", None) is not None:
             biases += module.bias.chunk(count)
-    down = target.mlp_part(layer, "down").weight
-    return NeuronViews(inputs, biases, down if adapter.transposed_down else down.T)
+    down = target.mlp_part(layer, "down")
+    return NeuronViews(inputs, biases, down.weight if is_transposed(down) else down.weight.T)
 
 
 def _write(target: Target, layer: int, down: Tensor, written: Tensor, expert: int | None):

@@ -90,7 +90,7 @@ class MlpEdits:
         self.errors.append(relative_error(change, written, self.mlp.rows))
         if written.any():
             ratio = (change * written).sum() / (written * written).sum()
-            self.factors[name] = rounded(float(ratio) * getattr(self.adapter, name))
+            self.factors[name] = rounded(float(ratio) * getattr(self.adapter, name)) or 1.0  # 0: it writes nothing
 
     def _error_of_up(self) -> float:
         width, neurons = self.up.rows.shape[-1], self.post.rows.shape[-1]
