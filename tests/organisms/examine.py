@@ -46,12 +46,16 @@ POLICIES = {
 
 @dataclass
 class TypeReport:
-    """What was found of one type: "" where a part is served, or else why it is not; `wrong` must stay empty."""
+    """What was found of one type: "" where a part is served, or else why it is not; `wrong` must stay empty.
+
+    `sites` says how many are right, and which kinds are not offered.
+    """
 
     model_type: str
     parts: dict[str, str] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
     scope: str = ""
+    sites: dict[str, Any] = field(default_factory=dict)
 
     @property
     def status(self) -> str:
@@ -96,7 +100,9 @@ def examine(model_type: str, *, seed: int = 0, quick: bool = False) -> TypeRepor
     if target is None:
         return report
     report.scope = scope_line(target)
-    report.wrong += [f"site {wrong}" for wrong in check_sites(model, edits=not quick).wrong]
+    sites = check_sites(model, edits=not quick)
+    report.wrong += [f"site {wrong}" for wrong in sites.wrong]
+    report.sites = {"right": len(sites.right), "not offered": sorted({s.split(".", 2)[2] for s in sites.refused})}
     before = _state(model)
     _check_attention(report, target)
     for layer in range(1, target.n_layers):
