@@ -33,7 +33,6 @@ from sinkscope.sinks.repetition.repeat import repeat
 
 FAST = (
     ("alibi", "falcon"),
-    ("half_of_the_heads_each", "gpt2"),
     ("convolution_marks", "lfm2"),
     ("silent_twin", "neox"),
     ("two_sinks", "llama"),
@@ -77,9 +76,7 @@ def needed(group: Group, truth: Places) -> tuple[str, ...]:
 
 
 GROUPS = [
-    ("half_of_the_heads_each", "gpt2"),
     ("decoy_spike", "neox"),
-    slow("half_of_the_heads_each", "llama"),
     slow("hybrid", "lfm2"),
     slow("alibi", "falcon"),
     ("farthest_key", "neox"),
@@ -116,15 +113,8 @@ def test_heads_are_grouped_by_what_they_need_and_marks_and_neurons_are_named(nam
         assert set(neurons.chosen if neurons else ()) == {neuron_name(*site) for site in makers}
 
 
-def test_the_mark_of_a_spike_is_what_every_typical_token_lacks_where_it_begins(tmp_path):
-    mark = traced(places("either_marking_head", "neox"), tmp_path).step(MARK)
-    assert mark is not None and mark.chosen == ("L0.H0", "L0.H1")
-    assert mark.together > 0.9 > (mark.control or 0.0) + 0.5
-
-
-@pytest.mark.parametrize(("name", "family"), [("silent_twin", "neox"), slow("either_marking_head", "llama")])
-def test_the_heads_that_mark_a_token_suffice_and_none_of_them_is_idle(name, family, tmp_path):
-    m = places(name, family)
+def test_the_heads_that_mark_a_token_suffice_and_none_of_them_is_idle(tmp_path):
+    m = places("silent_twin", "neox")
     found = heads(m.model, count=6, **options(m, tmp_path))
     sites = tuple(site for makers in m.truth.makers for site in makers if neuron_name(*site) in found.neurons)
     everyone = set(range(len(views(m.model).layers[0].q)))
