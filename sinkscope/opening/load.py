@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.models.backends import BACKENDS, Backend, unwrap, wrap
 from sinkscope.models.checkpoints.checkpoint import local_files
 from sinkscope.models.checkpoints.fingerprint import fingerprint
 from sinkscope.models.checkpoints.locate import locate
 from sinkscope.models.checkpoints.weights import model_with_weights
-from sinkscope.models.config import (
+from sinkscope.models.loading.backends import BACKENDS, Backend, unwrap, wrap
+from sinkscope.models.loading.config import (
     check_finite,
     check_vocabulary,
     float32_by_default,
@@ -27,9 +27,9 @@ from sinkscope.models.config import (
     read_config,
     read_tokenizer,
 )
-from sinkscope.models.quiet import quiet
-from sinkscope.models.refusals import loading_errors
-from sinkscope.models.stack import DRAFT
+from sinkscope.models.loading.quiet import quiet
+from sinkscope.models.loading.refusals import loading_errors
+from sinkscope.models.modules.stack import DRAFT
 from sinkscope.models.target import Target
 from sinkscope.opening.inference.find import adapter_of, prove
 from sinkscope.opening.live import target_of

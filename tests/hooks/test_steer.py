@@ -18,7 +18,7 @@ from torch.testing import assert_close
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.hooks.edit import Ablate, Add, SinkPatch
-from sinkscope.models.linear import is_transposed
+from sinkscope.models.modules.linear import is_transposed
 from sinkscope.opening.live import target_of
 
 IDS = torch.tensor([[1, 5, 6, 7, 8, 9], [1, 20, 21, 22, 23, 24]])

@@ -20,9 +20,9 @@ from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.hooks.edit import Ablate
 from sinkscope.models import adapters
 from sinkscope.models.adapters import Adapter
-from sinkscope.models.backends import BACKENDS
-from sinkscope.models.down_projections import w_out
 from sinkscope.models.hooks import first_tensor
+from sinkscope.models.loading.backends import BACKENDS
+from sinkscope.models.modules.down_projections import w_out
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 import sinkscope as ss
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.models.backends import BACKENDS
+from sinkscope.models.loading.backends import BACKENDS
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
 from sinkscope.opening.stream import open_stream
@@ -283,7 +283,7 @@ def test_no_tokenizer(tmp_path):
 
 
 def test_device_that_is_there(monkeypatch):
-    from sinkscope.models.config import parse_device
+    from sinkscope.models.loading.config import parse_device
 
     assert parse_device("cpu") == torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -10,7 +10,7 @@ from refusals import refused
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from sinkscope.models.checkpoints.names import models, published_for, resolve
-from sinkscope.models.config import reads_images
+from sinkscope.models.loading.config import reads_images
 
 
 def test_every_entry_is_well_formed():

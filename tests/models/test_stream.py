@@ -22,8 +22,8 @@ from experiments.make_shape import make_plan, write
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.checkpoints.checkpoint import SafetensorsSource
 from sinkscope.models.checkpoints.stream import StreamTarget
-from sinkscope.models.down_projections import w_out
 from sinkscope.models.hooks import first_tensor
+from sinkscope.models.modules.down_projections import w_out
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.opening.stream import open_stream

@@ -22,8 +22,8 @@ from sinkscope.kv.h2o import H2O
 from sinkscope.kv.scope import cache_layers, scope_line
 from sinkscope.models import adapters
 from sinkscope.models.adapters import Adapter
-from sinkscope.models.backends import wrap
-from sinkscope.models.down_projections import w_out
+from sinkscope.models.loading.backends import wrap
+from sinkscope.models.modules.down_projections import w_out
 from sinkscope.models.target import Target
 from sinkscope.opening.inference.find import adapter_of
 from sinkscope.opening.inference.probe import probe

@@ -21,10 +21,10 @@ from sinkscope.hooks.trace.layer_view import (
     view_layer,
 )
 from sinkscope.kv.scope import scope_line
-from sinkscope.models.down_projections import column_factor
 from sinkscope.models.hooks import first_tensor
-from sinkscope.models.linear import is_transposed
-from sinkscope.models.passes import begins_at
+from sinkscope.models.modules.down_projections import column_factor
+from sinkscope.models.modules.linear import is_transposed
+from sinkscope.models.passes.short import begins_at
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 

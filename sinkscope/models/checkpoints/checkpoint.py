@@ -16,7 +16,7 @@ from sinkscope.models.checkpoints.beside import TOKENIZER_FILES
 from sinkscope.models.checkpoints.hub import hub_folder, hub_shard, optional_file
 from sinkscope.models.checkpoints.locate import ModelSource
 from sinkscope.models.checkpoints.stored import check_quantised
-from sinkscope.models.config import check_kind, read_checkpoint_json
+from sinkscope.models.loading.config import check_kind, read_checkpoint_json
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"

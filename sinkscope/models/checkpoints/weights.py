@@ -11,7 +11,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.models.checkpoints.checkpoint import LocalFiles, weight_files
 from sinkscope.models.checkpoints.locate import ModelSource
 from sinkscope.models.checkpoints.stored import check_pickled, check_unexpected, is_quantised
-from sinkscope.models.config import causal_class, reads_images
+from sinkscope.models.loading.config import causal_class, reads_images
 from sinkscope.results.console import note
 
 

@@ -10,10 +10,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from sinkscope.models.down_projections import column_factor, typical_neuron, w_out
-from sinkscope.models.experts import experts_of
 from sinkscope.models.hooks import Args, Hook, Kwargs, first_tensor, on_hidden, on_input, on_output
-from sinkscope.models.passes import relative_error
+from sinkscope.models.modules.down_projections import column_factor, typical_neuron, w_out
+from sinkscope.models.modules.experts import experts_of
+from sinkscope.models.passes.short import relative_error
 from sinkscope.models.target import Target
 from sinkscope.opening.inference.passing import Passing, rounded
 

@@ -12,9 +12,9 @@ from torch import nn
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.adapters import Adapter, Found, row_of, shown_row
-from sinkscope.models.config import first_line
-from sinkscope.models.positions import check_positions
-from sinkscope.models.stack import DRAFT, first_of_kinds, kind_of
+from sinkscope.models.loading.config import first_line
+from sinkscope.models.modules.stack import DRAFT, first_of_kinds, kind_of
+from sinkscope.models.passes.positions import check_positions
 from sinkscope.models.target import Target
 from sinkscope.opening.inference.probe import probe
 from sinkscope.opening.inference.propose import propose

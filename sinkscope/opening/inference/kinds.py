@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sinkscope.models.adapters import PATHS, Found
-from sinkscope.models.passes import begins_at
-from sinkscope.models.stack import NotInferredError
+from sinkscope.models.modules.stack import NotInferredError
+from sinkscope.models.passes.short import begins_at
 from sinkscope.models.target import Target
 from sinkscope.opening.inference.names import POSITIONS
 

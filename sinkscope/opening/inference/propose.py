@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.adapters import PATHS, Adapter, Found
-from sinkscope.models.config import first_line
-from sinkscope.models.experts import experts_of
 from sinkscope.models.hooks import Hook, on_input
-from sinkscope.models.linear import input_width, is_transposed
-from sinkscope.models.passes import token_ids
-from sinkscope.models.stack import DRAFT, NotInferredError, base_path, first_of_kinds, not_inferred, stack_path
+from sinkscope.models.loading.config import first_line
+from sinkscope.models.modules.experts import experts_of
+from sinkscope.models.modules.linear import input_width, is_transposed
+from sinkscope.models.modules.stack import DRAFT, NotInferredError, base_path, first_of_kinds, not_inferred, stack_path
+from sinkscope.models.passes.short import token_ids
 from sinkscope.models.target import Target
 from sinkscope.opening.inference import names
 from sinkscope.opening.inference.kinds import Fields, Kind, common_adapter

@@ -11,9 +11,9 @@ from torch import nn
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.adapters import PATHS, Found
-from sinkscope.models.config import without_cache
-from sinkscope.models.experts import Experts, experts_of
-from sinkscope.models.linear import brought
+from sinkscope.models.loading.config import without_cache
+from sinkscope.models.modules.experts import Experts, experts_of
+from sinkscope.models.modules.linear import brought
 
 Kind = Literal["hf", "bridge", "nnsight"]
 
@@ -29,7 +29,7 @@ class Parts:
         adapter: Where the model's parts are.
         tokenizer: The tokenizer; None if the caller gave none and the model carries none.
         name: Short name, hub id or base name of the folder, for reports.
-        resident: False if layers are read from disk as they are called (see `models.stream`).
+        resident: False if layers are read from disk as they are called (see `models.checkpoints.stream`).
     """
 
     model: Any
@@ -177,7 +177,7 @@ class Parts:
     def loaded(self, layer: int) -> AbstractContextManager[None]:
         """Context manager in which a layer's weights may be read and its parts called, outside a call of the layer.
 
-        It has an effect on streamed models (see `models.stream`) and on weights that accelerate keeps elsewhere.
+        It has an effect on streamed models (see `models.checkpoints.stream`) and on weights that accelerate keeps elsewhere.
         """
         return brought(self.layers[layer])
 

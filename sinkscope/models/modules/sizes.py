@@ -8,8 +8,8 @@ from functools import cached_property
 import torch
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.linear import input_width
-from sinkscope.models.parts import Parts
+from sinkscope.models.modules.linear import input_width
+from sinkscope.models.modules.parts import Parts
 
 
 class Sizes(Parts):

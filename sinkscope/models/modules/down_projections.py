@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from sinkscope.models.linear import input_width, is_transposed, plain_weight
+from sinkscope.models.modules.linear import input_width, is_transposed, plain_weight
+from sinkscope.models.modules.sizes import Sizes
 from sinkscope.models.norms import norms_of
-from sinkscope.models.sizes import Sizes
 
 _TYPICAL = 1024  # neurons among which a typical one is looked for
 
