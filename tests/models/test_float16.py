@@ -2,37 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 import torch
 from organisms import tiny_model
 
 import sinkscope as ss
 from sinkscope.hooks.trace import trace
-
-
-@cache
-def model(dtype: str):
-    return ss.load(backend="hf", dtype=dtype)
-
-
-@cache
-def found(dtype: str):
-    return ss.find_sinks(model(dtype), max_repeats=64)
-
-
-@pytest.mark.slow
-def test_the_same_sink():
-    half, full = found("float16"), found("float32")
-    assert half.sink_layer == full.sink_layer and half.residual_dims == full.residual_dims
-    assert {n.site for n in half.causal} == {n.site for n in full.causal}
-    assert [s.sites for s in half.causal_sets] == [s.sites for s in full.causal_sets]
-    assert half.minimal.drop_sink_layer == pytest.approx(full.minimal.drop_sink_layer, abs=0.02)
-    assert half.first_token_norm == pytest.approx(full.first_token_norm, rel=0.02)
-    assert (
-        half.repeats.median == full.repeats.median and half.attention_sink.carried_by == full.attention_sink.carried_by
-    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from covering import every_nth
 from hub_server import hub
-from organisms import Organism, organism, tiny_model
+from organisms import Organism, organism
 from organisms.decoders import decoder
 from organisms.images import LACK_BOS, image_decoder
 from refusals import refused
@@ -56,10 +56,6 @@ def in_int8(name: str, weight):
     return {name: weight.to(torch.int8), name.replace("weight", "SCB"): torch.ones(len(weight))}
 
 
-def without_scale(stored):
-    return lambda name, weight: {name: stored(name, weight)[name]}
-
-
 def in_four_bits(name: str, weight):
     if not name.endswith("proj.weight"):
         return {name: weight}
@@ -70,9 +66,7 @@ def in_four_bits(name: str, weight):
     ("change", "kind"),
     [
         (in_fp8, "F8_E4M3"),
-        (without_scale(in_fp8), "F8_E4M3"),
         (in_int8, "I8"),
-        (without_scale(in_int8), "I8"),
         (in_four_bits, "qweight"),
     ],
 )
@@ -169,12 +163,6 @@ def test_an_adapter_says_what_it_is_and_how_to_load_it(tmp_path, capsys, beside)
             ss.find_sinks("org/name")
 
 
-@pytest.mark.parametrize("base", [None, "", 5, "a\nb"])
-def test_adapters_with_odd_bases(tmp_path, base):
-    with refused(words=["LORA adapter of"]):
-        load(adapter_in(tmp_path / "m", base))
-
-
 def test_a_cut_that_cannot_be_made_is_not_blamed_on_the_files(tmp_path):
     decoder("gemma4_text").save_pretrained(tmp_path / "m")
     with refused(words=["m has shape", "gemma4_text cannot be cut to its first layers", "leave out layers="]):
@@ -213,12 +201,3 @@ def test_a_folder_that_holds_only_a_gguf_file_names_it(tmp_path):
     for read in (load, ss.find_sinks):
         with refused(words=["has no config.json; give the file itself", "m-Q8_0.gguf"]):
             read(str(tmp_path))
-
-
-def test_weights_of_an_adapter_alone_make_no_adapter(tmp_path):
-    """What says that a folder holds an adapter is its adapter_config.json."""
-    model, tokenizer = tiny_model("llama")
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
-    assert load(tmp_path, backend="hf").config.model_type == "llama"

@@ -2,82 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from functools import cache
-from pathlib import Path
 
 import pytest
-import torch
 from checkpoints import spoiled
 from organisms import Organism, organism
 
 import sinkscope as ss
-from sinkscope.app.cli import main
 from sinkscope.bench.run import bench
 from sinkscope.errors import SinkscopeError
 from sinkscope.tap.internals import attention_name
-
-SHORT = ("--max-repeats", "32")
-COMMANDS = {
-    "find-sinks": SHORT,
-    "circuit": SHORT,
-    "heads": ("--count", "4"),
-    "repeat": SHORT,
-    "attack": ("--sequences", "4"),
-    "barcode": ("--max-new-tokens", "8", "--no-control"),
-    "lines": ("--count", "2", "--length", "64"),
-}
-QUICK = ("find-sinks", "repeat")
 
 
 @cache
 def planted() -> Organism:
     return organism("llama", 3)
-
-
-def of_one_number(folder: Path, number: float) -> Path:
-    """A model all of whose weights are one number."""
-    model = copy.deepcopy(planted().model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(number)
-    planted().tokenizer.save_pretrained(folder)
-    model.save_pretrained(folder)
-    return folder
-
-
-def of_context(folder: Path, context: int) -> Path:
-    planted().save(folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": context}))
-    return folder
-
-
-MODELS = {
-    "zero": lambda at: of_one_number(at, 0.0),
-    "constant": lambda at: of_one_number(at, 0.01),
-    "context 1": lambda at: of_context(at, 1),
-    "context 2": lambda at: of_context(at, 2),
-}
-
-
-@pytest.mark.parametrize(
-    ("model", "command"),
-    [
-        pytest.param(model, command, marks=[] if command in QUICK and (i + j) % 2 == 0 else pytest.mark.slow)
-        for i, model in enumerate(MODELS)
-        for j, command in enumerate(COMMANDS)
-    ],
-)
-def test_models_of_nothing(tmp_path, capsys, model, command):
-    code = main([command, "--model", str(MODELS[model](tmp_path / "m")), *COMMANDS[command]])
-    out, err = capsys.readouterr()
-    assert "nobody foresaw" not in err
-    if code == 0:
-        assert "Conclusion: " in out
-    else:
-        assert code == 2 and [line[:7] for line in err.splitlines() if not line.startswith("note: ")] == ["error: "]
 
 
 @pytest.mark.parametrize("ends", ["x", [1.5], {"a": 1}, True, 10**30, [None], [], -1, 10**9, [1, 2]])

@@ -177,7 +177,7 @@ class Parts:
     def loaded(self, layer: int) -> AbstractContextManager[None]:
         """Context manager in which a layer's weights may be read and its parts called, outside a call of the layer.
 
-        It has an effect on streamed models (see `models.checkpoints.stream`) and on weights that accelerate keeps elsewhere.
+        It has an effect on streamed models (`checkpoints.stream`) and on weights that accelerate keeps elsewhere.
         """
         return brought(self.layers[layer])
 
