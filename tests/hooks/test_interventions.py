@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import copy
-import runpy
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 from covering import each_other
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from intervention_kit import KINDS, bridge_of, count_hooks, logits, nnsight_of
+from intervention_kit import KINDS, bridge_of, count_hooks, logits
 from organisms import MODEL_TYPES, tiny_model
 from raw_kit import inputs_edited, zeroed
 from refusals import refused
@@ -323,20 +321,3 @@ def test_a_neuron_is_given_as_it_is_printed():
     by_numbers = Ablate(sites=[(1, 3), (2, 0, 7)]).sites
     assert Ablate(neurons=list(map(str, by_numbers))).sites == by_numbers
     assert Ablate(neurons="L1.N3").sites == Ablate(layer=1, neurons=3).sites == by_numbers[:1]
-
-
-@pytest.mark.slow
-def test_the_recipe_for_remote_runs(tmp_path):
-    """The block of the documentation, serialized and read back as for a server, does what the patch does."""
-    page = (Path(__file__).parents[2] / "docs/interventions.md").read_text(encoding="utf-8")
-    block = page.partition("<!-- remote -->\n```python\n")[2].partition("```")[0]
-    model, tokenizer = tiny_model("llama")
-    patch = SinkPatch(layer=1, neurons=[3, 11])
-    with patch.on(model):
-        want = logits(model, IDS)
-    recipe = tmp_path / "recipe.py"
-    recipe.write_text(block)  # nnsight reads the source of a trace from its file
-    given = {"model": nnsight_of(model, tokenizer), "patch": patch, "ids": IDS, "REMOTE": "local"}
-    found = runpy.run_path(str(recipe), given, run_name="__main__")["logits"]
-    assert_close(found, want, atol=1e-5, rtol=1e-4)
-    assert not torch.allclose(want, logits(model, IDS), atol=1e-3)

@@ -94,20 +94,6 @@ def test_padded_batch_equals_one_by_one(side, kind):
     assert_close(batch[1, mask[1] == 1], alone, atol=2e-5, rtol=1e-4)
 
 
-def test_embeddings_instead_of_ids():
-    model, _, sites = loud_model()
-    ids = torch.tensor([[1, 20, 21, 22, 20]])
-    patch = SinkPatch(sites=sites, calibrated=dict.fromkeys(sites, 7.0))  # not used: counts as beginning with BOS
-    settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
-    with patch.on(model) as run:
-        got = model.generate(
-            inputs_embeds=model.model.embed_tokens(ids), attention_mask=torch.ones_like(ids), **settings
-        )
-        counts = run.counts
-        assert torch.equal(got, model.generate(ids, **settings)[:, 5:])
-    assert counts["fallback"] in (0, run.counts["fallback"] // 2)
-
-
 # --- which neutral value -------------------------------------------------------------------------------------------
 
 
@@ -173,16 +159,6 @@ def test_one_token_prompt():
     assert torch.equal(got, with_number(model, ids, sites, 0.25, **settings))
     assert set(reasons(run).values()) == {"one-token prompt"} and len(reasons(run)) == 3
     assert all(e.step == 1 and e.position == 1 for e in run.events if e.kind == "fallback")
-
-
-def test_counts_say_of_a_patch_that_changed_nothing_that_it_ran():
-    o = organism("llama", 1)
-    with patch_for(o).on(o.model) as run:
-        assert not dict(run.counts)
-        logits(o.model, o.natural(2, 12))
-        assert dict(run.counts) == {"patched": 0}
-        logits(o.model, o.repeated(2 * o.truth.repeats_expected))
-        assert run.counts["patched"] == sum(event.kind == "patched" for event in run.events) > 0
 
 
 def test_each_neuron_takes_its_calibrated_value():

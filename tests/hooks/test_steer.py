@@ -132,20 +132,6 @@ def test_in_generation_and_nothing_stays(kind):
     assert count_hooks(hf) == before and torch.equal(generated(hf, ids, max_new_tokens=8), plain)
 
 
-def test_other_ways_to_name_the_same():
-    model, _ = tiny_model("llama")
-    for one, same in (
-        (Ablate(layer=0, neurons=3, value=9.0, positions=2), Ablate(sites=["L0.N3"], value=9.0, positions=2)),
-        (Ablate(layer=0, neurons=3, heads=[(0, 1)]), Ablate(sites=[(0, 3)], heads="L0.H1")),
-    ):
-        with one.on(model):
-            got = logits(model, IDS)
-        with same.on(model):
-            assert torch.equal(got, logits(model, IDS))
-        assert not torch.equal(got, logits(model, IDS))
-    assert Ablate(sites=["L3.E2.N7"]) == Ablate(sites=[(3, 2, 7)])
-
-
 @pytest.mark.parametrize(
     ("make", "words"),
     [

@@ -8,19 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from covering import every_nth
 from hub_server import hub
 from organisms import Organism, organism
 from organisms.decoders import decoder
-from organisms.images import LACK_BOS, image_decoder
 from refusals import refused
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
-from transformers import CONFIG_MAPPING
 
 import sinkscope as ss
 from sinkscope.app.cli import main
-from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
 from sinkscope.opening.stream import open_stream
 
@@ -170,30 +166,6 @@ def test_a_cut_that_cannot_be_made_is_not_blamed_on_the_files(tmp_path):
     decoder("qwen3_next").save_pretrained(tmp_path / "n")
     with refused(words=["the first 1 layers of n cannot be measured alone", "no softmax attention"]):
         load(tmp_path / "n", backend="hf", layers=1)
-
-
-@pytest.mark.parametrize("model_type", every_nth(LACK_BOS, 4))
-@torch.no_grad()
-def test_configurations_without_bos_are_edited_and_cached(model_type):
-    """Ablation against an edit by hand, and a patch against that of a configuration that has the field."""
-    if model_type not in CONFIG_MAPPING:
-        pytest.skip("this version of transformers does not have the type")
-    model = image_decoder(model_type)
-    ids, config = torch.arange(20, 60)[None], model.config.get_text_config()
-    assert not hasattr(config, "bos_token_id")
-    found = []
-    for edit in (ss.Ablate(layer=1, neurons=3), patch := ss.SinkPatch(layer=1, neurons=[3], calibrated={(1, 3): 0.5})):
-        with edit.on(model):
-            found.append(model(ids).logits)
-    with ss.kv.H2O(16).on(model) as run:
-        model.generate(ids, max_new_tokens=4, do_sample=False)
-    assert run.usage[0].mean_tokens[0] < 30
-    config.bos_token_id = None
-    with patch.on(model):
-        assert_close(model(ids).logits, found[1])
-    target_of(model).mlp_part(1, "down").weight[:, 3] = 0
-    assert_close(model(ids).logits, found[0])
-    assert not torch.allclose(*found)
 
 
 def test_a_folder_that_holds_only_a_gguf_file_names_it(tmp_path):
