@@ -49,9 +49,7 @@ served.
 
 The table below was made with transformers {version} by `python -m experiments.model_types`. Each decoder type was made
 as a random model of a few layers, with the multipliers, windows, mixtures and hybrid layers that released checkpoints
-have. Forms of checkpoints are not part of the table: weights that are quantised without a `quantization_config`,
-tensors for which the configuration has no place, and adapters (LoRA) are refused in one line that says what to do
-([errors](errors/index.md)). A type is **in full** if
+have. A type is **in full** if
 
 - a planted sink neuron is ranked first, live and from a folder, and its contribution equals an independent ablation;
 - attention rows equal those of the model's own eager attention within 1e-4, on a text longer than every window;
@@ -67,30 +65,27 @@ in full, {part} in part, and {refused} are refused in one line.{wrong}
 
 ## Models that are split, moved or quantised
 
-- A model that is **split over processes** (tensor parallelism, FSDP, pipeline parallelism) is refused in one line, as a
-  process would see only its part of the neurons and heads. Load the whole model in one process.
-- In a `DistributedDataParallel` every process holds the whole model, so the wrapper can be given in place of the model.
-- Weights that accelerate keeps **on disk or on the CPU** (`device_map`, `cpu_offload`) are read where they are, and the
-  results are those of the model in memory.
-- Linear modules that are **quantised in place** (torchao's `quantize_`) are read as their numbers are after
-  dequantisation.
+- A model that is **split over processes** (tensor parallelism, FSDP, pipeline parallelism) is refused in one line. Load
+  the whole model in one process; a `DistributedDataParallel` holds it and can be given.
+- Weights that accelerate keeps **on disk or on the CPU** (`device_map`, `cpu_offload`) are read where they are.
+- Linear modules that are **quantised in place** (torchao's `quantize_`) are read dequantised. Quantised weights without
+  a `quantization_config`, tensors without a place, and adapters (LoRA) are [refused](errors/index.md) in one line.
 
 ## Sites
 
 When a model is loaded, or a live one first used, its sites are proved: what enters each layer, and what its attention
-and its MLP give, are replaced by random numbers, and the residual stream has to be their sum (`hook_resid_mid`,
-`hook_attn_out`, `hook_mlp_out`; one sum where the parts are parallel). Where
-the numbers of one head of `hook_q`, `hook_k` or `hook_v` change places, exactly this head of what attention gets must
-change. Attention gives numbers in one head alone, and only this head of `hook_z` may show them; `hook_attn_out` must
-follow from `hook_z`. **A site that cannot be proved is not offered**, and the message says what did not hold.
-Examples are `hook_attn_out` of `falcon_h1`, whose layers add a state-space part to it, and `hook_mlp_out` of
-`minimax`, whose layers add to a norm of the residual stream.
+and its MLP give, are replaced by random numbers, and the residual stream has to be their sum. Where the numbers of one
+head change places at a site, exactly this head must change in attention. **A site that cannot be proved is not
+offered**, and the message says what did not hold. Examples are `hook_attn_out` of `falcon_h1`, whose layers add a
+state-space part to it, and `hook_mlp_out` of `minimax`, whose layers add to a norm of the residual stream.
 
 The types were compared with another reading: a function mode of torch follows the additions and products that a layer
 carries out, without any path or hook of sinkscope. `Add` was compared at the last layer as well.
 {sites}
 
 ## Types
+
+In full, in all layers: {whole}.
 
 | type | served | remarks |
 |---|---|---|
@@ -153,6 +148,13 @@ def page(data: Row) -> str:
     wrong = ""
     if counts["wrong"]:
         wrong = f" {counts['wrong']} give a wrong number."
+    whole = list[str]()
+    table = ""
+    for model_type, found in sorted(data["types"].items()):
+        if found["status"] == "in full" and not remark(found):
+            whole.append(f"`{model_type}`")
+        else:
+            table += f"| `{model_type}` | {found['status']} | {remark(found)} |\n"
     text = INTRODUCTION.format(
         version=data["transformers"],
         total=len(data["types"]),
@@ -161,10 +163,9 @@ def page(data: Row) -> str:
         refused=counts["refused"],
         wrong=wrong,
         sites=counted_sites(data["types"]),
+        whole=", ".join(whole),
     )
-    for model_type, found in sorted(data["types"].items()):
-        text += f"| `{model_type}` | {found['status']} | {remark(found)} |\n"
-    return text
+    return text + table
 
 
 def main(names: Sequence[str] = ()) -> None:
