@@ -143,7 +143,7 @@ def test_an_adapter_says_what_it_is_and_how_to_load_it(tmp_path, capsys, beside)
     if beside:
         planted().save(folder)
     adapter_in(folder)
-    words = ["LORA adapter of meta-llama/Llama-2-7b-hf", "sinkscope.load('meta-llama/Llama-2-7b-hf', backend='hf')"]
+    words = ["adapter (LORA) of meta-llama/Llama-2-7b-hf", "sinkscope.load('meta-llama/Llama-2-7b-hf')"]
     words += ["peft.PeftModel.from_pretrained(base", "to measure the model alone" if beside else "not a whole model"]
     with refused(words=words):
         load(folder)

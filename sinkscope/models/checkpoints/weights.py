@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import sys
 from typing import Any
 
 from sinkscope.errors import SinkscopeError
@@ -41,15 +38,13 @@ def model_with_weights(
     if is_pickled:
         options = {**options, "weights_only": True}
         check_pickled(source.name, config, weight_files(files.folder))
-    hides_bar = files.gguf is not None and not sys.stderr.isatty()  # the bar of GGUF files knows no switch
-    with contextlib.redirect_stderr(io.StringIO()) if hides_bar else contextlib.nullcontext():
-        loaded: Any = auto.from_pretrained(
-            files.folder,
-            config=config,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported below, with names
-            **{name: value for name, value in options.items() if value is not None},
-        )
+    loaded: Any = auto.from_pretrained(
+        files.folder,
+        config=config,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # reported below, with names
+        **{name: value for name, value in options.items() if value is not None},
+    )
     model, info = loaded
     mismatched, missing = sorted(info["mismatched_keys"]), sorted(info["missing_keys"])
     problem = None
