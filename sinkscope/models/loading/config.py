@@ -50,6 +50,9 @@ def read_checkpoint_json(file: Path) -> Any:
 def float32_by_default() -> Iterator[None]:
     """Context manager, and decorator, in which new tensors are float32, whatever the caller set for all of torch."""
     before = torch.get_default_dtype()
+    if before == torch.float32:  # nothing is set, for the sake of other threads
+        yield
+        return
     torch.set_default_dtype(torch.float32)
     try:
         yield

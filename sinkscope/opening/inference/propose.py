@@ -56,16 +56,17 @@ def propose(hf: nn.Module, row: Adapter | None = None) -> Found:
     model: Any = hf
     draft = replace(DRAFT, model_type=str(model.config.model_type))
     try:
+        paths = {module: path for path, module in model.named_modules()}
         if row is not None:
             draft = Found(**vars(row))
-            with torch.no_grad():
-                return replace(_proposed(Target(model, model, "hf", draft), row), **vars(row))
-        paths = {module: path for path, module in model.named_modules()}
-        stack = stack_path(model, paths)
-        base = base_path(model, stack)
-        draft = replace(draft, base=base, layers=stack, embed=paths[model.get_input_embeddings()])
+            stack = row.layers
+        else:
+            stack = stack_path(model, paths)
+        embed = paths[model.get_input_embeddings()]
+        draft = replace(draft, base=base_path(model, stack), layers=stack, embed=embed)
         with torch.no_grad():
-            return _proposed(Target(model, model, "hf", draft))
+            found = _proposed(Target(model, model, "hf", draft), row)
+        return found if row is None else replace(found, **vars(row))
     except (MemoryError, torch.OutOfMemoryError, SinkscopeError):
         raise
     except Exception as error:  # a model may do anything in a pass
