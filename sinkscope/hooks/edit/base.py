@@ -202,7 +202,6 @@ class Run:
                 "torch.utils.checkpoint out",
                 page="gradient-checkpointing",
             )
-        self.edited.check_places()
         given = by_name(module, args, kwargs)
         self.call = self.tracker.begin(
             given.get("input_ids"), given.get("inputs_embeds"), given.get("attention_mask"), cache_in(given)
@@ -214,15 +213,6 @@ class Run:
         if call is not None and output is not None:
             self._passes += 1
             self.tracker.bind(call.sequence, cache_in(output))
-
-    def check_edits(self) -> None:
-        """Refuse to end as if edits had acted that did not.
-
-        Raises:
-            UnsupportedError: The model ran, and an edited module never did.
-        """
-        if self._passes:
-            self.edited.check_ran()
 
     def _drain(self) -> None:
         for events in self._pending:
@@ -344,7 +334,8 @@ class Intervention(ABC):
             for key, part in enumerate(parts):
                 part.enter(run, key)
             yield run
-            run.check_edits()
+            if run._passes:
+                run.edited.check()
 
 
 class _Once(AbstractContextManager[Run]):
