@@ -60,7 +60,6 @@ def open_target(
     # The bundled model needs no probe at every start, because the tests check its circuit.
     hf = load(
         model,
-        backend="hf",
         revision=revision,
         dtype=dtype,
         device=device,

@@ -148,7 +148,7 @@ def test_a_registered_row_is_all_that_an_architecture_needs(starcoder2, backend)
 def test_a_wrong_row_of_a_stranger_is_refused_when_a_model_is_loaded(starcoder2, monkeypatch):
     monkeypatch.setitem(adapters.ADAPTERS, "starcoder2", replace(starcoder2, down="mlp.c_fc", up="mlp.c_proj"))
     with pytest.raises(UnsupportedError, match="load-time probe of this starcoder2 model failed"):
-        load(checkpoint("starcoder2"), backend="hf")
+        load(checkpoint("starcoder2"))
 
 
 def test_a_name_is_registered_once_and_a_row_names_its_projections(starcoder2):
@@ -185,7 +185,7 @@ def test_nothing_is_installed_behind_the_users_back(tmp_path, monkeypatch):
 def test_first_layers_alone_compute_the_same(model_type, tmp_path):
     model = tiny_model(model_type)[0] if model_type in MODEL_TYPES else decoder(model_type)
     model.save_pretrained(tmp_path)
-    target = target_of(load(tmp_path, backend="hf", layers=2))
+    target = target_of(load(tmp_path, layers=2))
     assert target.n_layers == target.config.num_hidden_layers == 2
     assert len(getattr(target.config, "layer_types", None) or [0, 0]) == 2
     for ours, theirs in zip(outputs(target), outputs(target_of(model)), strict=False):

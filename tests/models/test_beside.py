@@ -72,7 +72,7 @@ def model(tmp_path):
 def test_a_damaged_file_beside_the_weights_is_refused(model, name, damage):
     DAMAGES[damage](model / name)
     with refused(name.partition(".")[0] if "config" in name and not name.startswith("tok") else "tokenizer|special"):
-        ss.load(model, backend="hf")
+        ss.load(model)
 
 
 @pytest.mark.parametrize("ends", [None, 3, [3, 4]])
@@ -83,7 +83,7 @@ def test_ends_of_text_are_those_of_the_file(model, ends):
     if ends is not None:
         entries["eos_token_id"] = ends
     file.write_text(json.dumps(entries))
-    assert ss.load(model, backend="hf").generation_config.eos_token_id == ends
+    assert ss.load(model).generation_config.eos_token_id == ends
 
 
 def test_a_model_read_layer_by_layer_is_held_against_the_same_files(model):

@@ -68,7 +68,7 @@ def in_four_bits(name: str, weight):
 )
 def test_quantised_weights_need_a_configuration(tmp_path, change, kind):
     folder = changed(tmp_path / "m", change)
-    for measured in (str(folder), lambda: load(folder, backend="hf")):
+    for measured in (str(folder), lambda: load(folder)):
         with refused(words=["m stores 35 weights quantised", kind, "no quantization_config", "16 bits"]):
             ss.find_sinks(measured() if callable(measured) else measured, **SHORT)
 
@@ -78,7 +78,7 @@ def test_pickled_weights_of_one_byte_are_refused(tmp_path):
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
     with refused(words=["m stores 35 weights quantised", "int8"]):
-        load(folder, backend="hf")
+        load(folder)
 
 
 def test_shards_of_a_hub_are_looked_at_when_they_come(tmp_path):
@@ -101,7 +101,7 @@ BESIDE = {  # tensors that would change what the model computes
 def test_tensors_of_parts_that_the_model_has_are_not_left_out(tmp_path, tensor):
     folder = changed(tmp_path / "m", lambda name, weight: {name: weight, tensor: torch.ones(4)})
     with refused(words=[f"m has the tensor {tensor}", "no place"]):
-        load(folder, backend="hf")
+        load(folder)
     with refused(words=[tensor, "no place"]):
         ss.find_sinks(str(folder), **SHORT)
 
@@ -122,7 +122,7 @@ def test_harmless_tensors_are_left_out(tmp_path, name):
     folder = changed(tmp_path / "m", lambda name, weight: {name: weight, tensor: value})
     ids = torch.arange(5, 17)[None]
     expected = planted().model(ids)
-    assert_close(load(folder, backend="hf")(ids).logits, expected.logits)
+    assert_close(load(folder)(ids).logits, expected.logits)
     streamed = open_stream(folder).forward(ids).last_hidden_state
     assert_close(streamed, planted().model.model(ids).last_hidden_state)
 
@@ -162,10 +162,10 @@ def test_an_adapter_says_what_it_is_and_how_to_load_it(tmp_path, capsys, beside)
 def test_a_cut_that_cannot_be_made_is_not_blamed_on_the_files(tmp_path):
     decoder("gemma4_text").save_pretrained(tmp_path / "m")
     with refused(words=["m has shape", "gemma4_text cannot be cut to its first layers", "leave out layers="]):
-        load(tmp_path / "m", backend="hf", layers=2)
+        load(tmp_path / "m", layers=2)
     decoder("qwen3_next").save_pretrained(tmp_path / "n")
     with refused(words=["the first 1 layers of n cannot be measured alone", "no softmax attention"]):
-        load(tmp_path / "n", backend="hf", layers=1)
+        load(tmp_path / "n", layers=1)
 
 
 def test_a_folder_that_holds_only_a_gguf_file_names_it(tmp_path):

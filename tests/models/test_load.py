@@ -144,13 +144,13 @@ def test_tokenizer_without_bos_stays_without(backend, tmp_path):
 def test_dtype_and_names_of_dtypes():
     folder = checkpoint("llama")
     for name in ("bfloat16", "bf16", "torch.bfloat16", torch.bfloat16):
-        assert load(folder, backend="hf", dtype=name).dtype == torch.bfloat16
-    assert load(folder, backend="hf").dtype == load(folder, backend="hf", dtype="auto").dtype == torch.float32
+        assert load(folder, dtype=name).dtype == torch.bfloat16
+    assert load(folder).dtype == load(folder, dtype="auto").dtype == torch.float32
 
 
 def test_soft_cap_is_computed_whatever_transformers_would_choose():
     """Some versions choose SDPA for Gemma 2, which drops the cap."""
-    for loaded in (load(checkpoint("gemma2"), backend="hf"), open_stream(checkpoint("gemma2"))):
+    for loaded in (load(checkpoint("gemma2")), open_stream(checkpoint("gemma2"))):
         assert target_of(loaded).config._attn_implementation == "eager"
 
 
@@ -212,9 +212,9 @@ def test_a_folder_that_shares_a_models_name_does_not_hide_it(tmp_path, monkeypat
     (tmp_path / "gpt2").mkdir()
     with hub(tmp_path / "home") as server:
         server.add("openai-community/gpt2", checkpoint("gpt2"))
-        assert target_of(load("gpt2", backend="hf")).config.model_type == "gpt2"
+        assert target_of(load("gpt2")).config.model_type == "gpt2"
         spoiled(tmp_path / "gpt2" / ".." / "llama-2-7b")
-        assert target_of(load("llama-2-7b", backend="hf")).n_layers == 3  # a checkpoint in the folder comes first
+        assert target_of(load("llama-2-7b")).n_layers == 3  # a checkpoint in the folder comes first
 
 
 # -- what is refused -----------------------------------------------------------------------------------------------
@@ -228,8 +228,8 @@ def test_overflow_to_infinity_is_found(tmp_path):
         model.model.norm.weight[0] = 1e6
     model.save_pretrained(tmp_path)
     with refused(r"tensor model\.norm\.weight holds values that are NaN or infinite; .*dtype=float32"):
-        load(tmp_path, backend="hf", layers=1, dtype="fp16")
-    load(tmp_path, backend="hf", layers=1)
+        load(tmp_path, layers=1, dtype="fp16")
+    load(tmp_path, layers=1)
 
 
 def test_special_tokens_without_a_row_are_no_mismatch(tmp_path):
@@ -238,7 +238,7 @@ def test_special_tokens_without_a_row_are_no_mismatch(tmp_path):
     tokenizer = word_tokenizer(96)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     tokenizer.save_pretrained(folder)
-    load(folder, backend="hf")
+    load(folder)
     tokenizer.add_tokens(["word"])
     tokenizer.save_pretrained(folder)
     with refused(words=["(1 tokens have none)"]):
@@ -258,7 +258,7 @@ def test_pickled_weights_load_with_a_note_and_no_code_runs(tmp_path, capsys):
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     torch.save(tensors, folder / "pytorch_model.bin")
-    model = load(folder, backend="hf")
+    model = load(folder)
     assert_close(logits(model, IDS), logits(tiny_model("llama")[0], IDS), atol=1e-6, rtol=0)
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
@@ -277,7 +277,7 @@ def test_no_tokenizer(tmp_path):
     for backend in ("bridge", "nnsight"):
         with refused(r"needs a tokenizer.*tokenizer=.*backend=\"hf\""):
             load(folder, backend=backend)
-    assert target_of(load(folder, backend="hf")).tokenizer is None
+    assert target_of(load(folder)).tokenizer is None
     given = copy.deepcopy(tiny_model("llama")[1])
     assert target_of(load(folder, tokenizer=given)).tokenizer is given
 
@@ -302,7 +302,7 @@ def test_package_not_installed(backend, package, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     with refused(words=["pip install", 'backend="hf"']):
         load(checkpoint("llama"), backend=backend)
-    load(checkpoint("llama"), backend="hf")
+    load(checkpoint("llama"))
 
 
 @pytest.mark.parametrize(

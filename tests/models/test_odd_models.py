@@ -25,19 +25,19 @@ def test_odd_ids_of_the_end(tmp_path, ends):
     folder = spoiled(tmp_path / "m")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     if (type(ends) is int and ends < 10**20) or ends in ([], [1, 2]):
-        assert ss.generate(ss.load(folder, backend="hf"), "poem book", max_new_tokens=2)
+        assert ss.generate(ss.load(folder), "poem book", max_new_tokens=2)
         return
     with pytest.raises(
         SinkscopeError, match=r"eos_token_id (of the generation_config of m|in generation_config.json is ).* expected"
     ):
-        ss.generate(ss.load(folder, backend="hf"), "poem book", max_new_tokens=2)
+        ss.generate(ss.load(folder), "poem book", max_new_tokens=2)
 
 
 def test_attention_that_a_checkpoint_names_is_not_followed(tmp_path):
     names = dict.fromkeys(
         ("attn_implementation", "_attn_implementation", "experts_implementation"), "kernels-community/x"
     )
-    model = ss.load(spoiled(tmp_path / "m", **names), backend="hf")
+    model = ss.load(spoiled(tmp_path / "m", **names))
     assert attention_name(model.config) == "sdpa" and model.config._experts_implementation != "kernels-community/x"
 
 
