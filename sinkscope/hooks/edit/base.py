@@ -93,7 +93,7 @@ class Run:
         self._events: list[Event] = []
         self._pending: list[Callable[[], list[Event]]] = []
         self.edited = EditedModules(target)
-        self._passes = 0  # whole ones on which the run acted
+        self.passes = 0  # whole ones on which the run acted
         self.warned = False  # of a second value that looks like a sink's
         self.session: Any = None  # of the cache, once a policy or an observer of attention is entered (kv.session)
 
@@ -144,7 +144,7 @@ class Run:
     def counts(self) -> Counter[str]:
         """Number of events of each kind; after a pass, 0 for an intervention that acted and changed nothing."""
         counts = Counter(event.kind for event in self.events)
-        if self._passes:
+        if self.passes:
             counts.update(dict.fromkeys([part.KIND for part in self.parts if part.KIND], 0))
         return counts
 
@@ -211,7 +211,7 @@ class Run:
         call = self.call
         vars(self._local).clear()
         if call is not None and output is not None:
-            self._passes += 1
+            self.passes += 1
             self.tracker.bind(call.sequence, cache_in(output))
 
     def _drain(self) -> None:
@@ -334,7 +334,7 @@ class Intervention(ABC):
             for key, part in enumerate(parts):
                 part.enter(run, key)
             yield run
-            if run._passes:
+            if run.passes:
                 run.edited.check()
 
 
