@@ -26,9 +26,9 @@ from sinkscope.kv.usage import tokens_read
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.measure.edit_options import edit_from_options
 from sinkscope.models.checks import check_length, end_ids, tokenizer_of
-from sinkscope.models.config import check_finite, float32_by_default
 from sinkscope.models.draws import seed_of
 from sinkscope.models.inputs import read_inputs
+from sinkscope.models.loading.config import check_finite, float32_by_default
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.results.options import checks_arguments

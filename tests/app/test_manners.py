@@ -24,7 +24,7 @@ from sinkscope.bench.answer import BenchModel, answer_rows
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
 from sinkscope.files.output import kind_of
 from sinkscope.hooks.edit.decode import greedy, noted_decoding
-from sinkscope.models.down_projections import w_out
+from sinkscope.models.modules.down_projections import w_out
 from sinkscope.models.text.chat import chat_text
 from sinkscope.opening.inference.propose import propose
 from sinkscope.opening.live import target_of

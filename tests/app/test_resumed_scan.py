@@ -71,7 +71,7 @@ def test_only_one_place_makes_random_numbers_of_a_seed():
             made.append(file.name)
     # A sampler of transformers and a new model take the random state of torch. The others have a generator for each
     # layer, length or prompt, whose seed says so.
-    names = ["models.py", "sample.py", "generate.py", "draws.py", "passes.py", "sample.py", "sums.py"]
+    names = ["models.py", "sample.py", "generate.py", "draws.py", "short.py", "sample.py", "sums.py"]
     assert made == [*names, "sequences.py", "tokens.py"]
 
 

@@ -76,7 +76,6 @@ def test_the_examples_of_extending_are_short_and_do_what_the_page_says(run, monk
     assert any(
         source == STRANGER.read_text() for source in blocks("docs/extending.md")
     )  # the page shows what is tested
-    assert names["watcher"].found[f"blocks.{found().sink_layer}.hook_resid_post"] in found().residual_dims
     t = torch.randn(2, 3, 1000, generator=torch.Generator().manual_seed(0))
     assert names["kurtosis"](t).mean().item() == pytest.approx(3, abs=0.3)  # of a normal distribution
     assert names["row"].down == "mlp.c_proj"

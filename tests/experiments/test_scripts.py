@@ -146,7 +146,7 @@ CASES = {
     ),
     "model_types": Case(
         "llama",
-        lambda page: "| `llama` | in full |" in page,
+        lambda page: "In full, in all layers: `llama`." in page,
         "p.md",
         {"DATA": "{out}/d.json", "PAGE": "{out}/p.md"},
     ),

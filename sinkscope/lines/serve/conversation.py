@@ -34,8 +34,8 @@ from sinkscope.lines.head_lines import HeadLines
 from sinkscope.lines.serve.saved import SavedTurn, read_conversation, write_conversation
 from sinkscope.models.call_cache import CACHE_NAMES
 from sinkscope.models.checks import check_length, end_ids
-from sinkscope.models.config import float32_by_default
 from sinkscope.models.inputs import read_row
+from sinkscope.models.loading.config import float32_by_default
 from sinkscope.models.origin import fingerprint_of, is_checkpoint
 from sinkscope.opening.live import target_of
 from sinkscope.results.notation import count_of

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.measure import Setup
-from sinkscope.models.down_projections import input_columns
+from sinkscope.models.modules.down_projections import input_columns
 from sinkscope.models.target import Target
 from sinkscope.results.style import long_table
 from sinkscope.results.tables import Table
