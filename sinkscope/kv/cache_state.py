@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sinkscope.errors import UnsupportedError
 from sinkscope.hooks.edit.positions import Call
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.row_budgets import RowBudgets
@@ -79,6 +80,18 @@ class Moment:
     state: CacheState
     prefill_ended: bool
 
+    def check_order(self, name: str) -> None:
+        """Refuse rows that changed places since the prompt, for what follows each of them.
+
+        Raises:
+            UnsupportedError: They did.
+        """
+        if self.layers[0].reorders != self.state.reorders:
+            raise UnsupportedError(
+                f"beam search lets rows change places, and {name} follows each row: use num_beams=1",
+                page="kv-session",
+            )
+
 
 class CacheStates:
     """The states of all caches of a run, as long as these live, and what was counted of them."""
@@ -121,6 +134,7 @@ class CurrentCall(threading.local):
         tapped_layers: Layers whose attention went through the tap; on a TransformerBridge some architectures do so.
         bridge_queries: Queries of layers of a TransformerBridge whose scores have not come yet.
         prompting: Whether `generate` is reading a prompt, so that even a single-token call is a part of it.
+        resuming: Whether `generate` goes on after tokens were taken back, so that it reads no prompt.
         settings: Settings of the latest `generate`; None without one.
         ended: The moment after the layers of the latest call, until the logits have come.
         handler: Our listener at the tap.
@@ -135,6 +149,7 @@ class CurrentCall(threading.local):
     tapped_layers: set[int]
     bridge_queries: dict[int, Tensor]
     prompting: bool = False
+    resuming: bool = False
     settings: Any = None
     ended: Moment | None = None
 

@@ -53,8 +53,22 @@ class LayerMoment:
         return length.repeat(len(self.kv.pos) // len(length))  # more than once where layers are joined
 
 
+class Anchored(Intervention):
+    """Base of policies and guards, which keep each other's first positions."""
+
+    @property
+    @abstractmethod
+    def kept_first(self) -> int:
+        """Number of first positions that are always kept."""
+
+
+def anchors_of(run: Run) -> int:
+    """Number of first positions that the policies and guards of a run keep."""
+    return max((part.kept_first for part in run.parts if isinstance(part, Anchored)), default=0)
+
+
 @dataclass(frozen=True, kw_only=True)
-class Policy(Intervention):
+class Policy(Anchored):
     """Base class of cache policies. A subclass implements `scores`, and `watch` if it needs to see attention.
 
     A policy acts when the whole prompt has been read (in any number of calls), before the first generated token is
@@ -122,6 +136,11 @@ class Policy(Intervention):
         """Ask `session` for the attention that `scores` needs; by default none."""
 
     @property
+    def kept_first(self) -> int:
+        """`first`."""
+        return self.first
+
+    @property
     def shown_name(self) -> str:
         """Name in messages."""
         return type(self).__name__
@@ -146,7 +165,6 @@ class Policy(Intervention):
         """Take over the cache and act at the right moments."""
         session = Session.of(run)
         session.own_cache(self.shown_name)
-        session.anchors = max(session.anchors, self.first)
         rotary = Rotary(run.target) if self.positions == "rebased" else None
         self.watch(session, key)
         session.before_decode(lambda moment: self._act(moment, session, key, rotary))
@@ -298,12 +316,13 @@ class Policy(Intervention):
         """The budget of each row at the end of a prompt, and how much of it is for tokens that are always kept."""
         lengths = moment.call.before
         budgets = self.tokens(lengths)
+        anchors = anchors_of(session.run)
         first: list[int] = []
         latest: list[int] = []
         events: list[Event] = []
         for row, budget in enumerate(budgets):
             first_kept, latest_kept = self.always_kept(budget)
-            first.append(max(first_kept, min(session.anchors, (budget - latest_kept) // 2)))
+            first.append(max(first_kept, min(anchors, (budget - latest_kept) // 2)))
             latest.append(latest_kept)
             if (first_kept, latest_kept) != self.always_kept(sys.maxsize):
                 window = {"window": latest_kept or budget - first_kept}

@@ -46,12 +46,7 @@ class Session:
         watching: What is seen of the attention, and what replaces it.
         window_queries: Keeps the latest queries (`AttentionWatch.keep_queries`).
         window_rows: The attention of these queries (`AttentionWatch.window_rows`).
-        followers: Names of what follows the generated tokens of each row, which must come one by one.
-        anchors: Number of first positions that policies and guards in the same run keep.
-        rewinder: Passes on what a guard removes from the output. None if nothing can be removed.
-        resuming: Whether `generate` was called to continue after tokens were removed, so that it reads no prompt.
-        line_follower: Called as `line_follower(layer, row, lines)` for every prompt row that is read along lines.
-        counts_reads: Whether `usage` counts the tokens that decoding steps attend to.
+        guests: What policies, guards and observers keep for the run, by its class.
     """
 
     def __init__(self, run: Run) -> None:
@@ -64,12 +59,8 @@ class Session:
         self.watching = AttentionWatch(target, self.now, self.states)
         self.window_queries = self.watching.keep_queries
         self.window_rows = self.watching.window_rows
-        self.followers: list[str] = []
-        self.anchors = 0
-        self.rewinder: Any = None
-        self.resuming = False
-        self.line_follower: Callable[[int, int, Any], None] | None = None
-        self.counts_reads = False
+        self.guests: dict[type, Any] = {}
+        self._counts_reads = False
         self._policy_name: str | None = None
         self._acted: bool | None = None  # False: the model was called, but never to decode, nor by `generate`
         self._before_decode: list[Callable[[Moment], None]] = []
@@ -134,6 +125,10 @@ class Session:
     def before_decode(self, fn: Callable[[Moment], None]) -> None:
         """Call `fn` before every call that reads a single generated token."""
         self._before_decode.append(fn)
+
+    def count_reads(self) -> None:
+        """Let `usage` also count the tokens that decoding steps attend to."""
+        self._counts_reads = True
 
     def replace_prefill(self, fn: Callable[[Attention, CacheLayer | None], Tensor | None]) -> None:
         """Let `fn` compute attention `[batch query head d_value]` in calls with several tokens.
@@ -254,11 +249,6 @@ class Session:
             for kv in layers:  # a prompt sees everything
                 kv.settle()
             return
-        if self.followers and layers[0].reorders != state.reorders:
-            raise UnsupportedError(
-                f"beam search lets rows change places, and {self.followers[0]} follows each row: use num_beams=1",
-                page="kv-session",
-            )
         # If others filled the cache, or its rows were multiplied, it counts as a prompt that has just ended.
         prompt_known = state.prompt is not None and len(state.prompt) == len(call.index)
         prefill_ended = state.prefilling or not prompt_known
@@ -288,7 +278,7 @@ class Session:
                 self.now.ended = Moment(cache, layers, call, state, prefill_ended=False)
                 for act in self._after_call:
                     act(self.now.ended)
-                state.meter.note(layers, self.counts_reads and not state.prefilling)
+                state.meter.note(layers, self._counts_reads and not state.prefilling)
         finally:
             self._leave_call()
 
@@ -313,10 +303,10 @@ class Session:
             self.now.handler = None
 
     def _set_prompting(self, reads: bool) -> None:
-        self.now.prompting = reads and not self.resuming
+        self.now.prompting = reads and not self.now.resuming
 
     def _check_generate(self, method: str, options: dict[str, Any], settings: Any) -> None:
         """Note the settings of `generate`, and refuse kinds in which nothing could act on generated tokens."""
         self.now.settings = settings
-        if self._before_decode or self.followers:
+        if self._before_decode:
             check_generation(method, options)

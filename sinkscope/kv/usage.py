@@ -25,7 +25,7 @@ class Usage:
             working copies.
         read_tokens: Number of tokens that the longest row has read, whether still held or not.
         mean_read: For each row, number of tokens that a decoding step attended to, its own included, averaged over
-            steps, layers and kv heads. Empty if nobody asked for it (`Session.counts_reads`), or there was no step.
+            steps, layers and kv heads. Empty if nobody asked for it (`Session.count_reads`), or there was no step.
         in_parts: Whether a step worked on a copy of chosen tokens.
     """
 

@@ -32,6 +32,7 @@ from sinkscope.kv.pieces import generate_in_pieces
 from sinkscope.kv.session import Session
 from sinkscope.lines.head_lines import HeadLines
 from sinkscope.lines.serve.saved import SavedTurn, read_conversation, write_conversation
+from sinkscope.lines.serve.sparse_prompts import LinesKept
 from sinkscope.models.call_cache import CACHE_NAMES
 from sinkscope.models.checks import check_length, end_ids
 from sinkscope.models.config import float32_by_default
@@ -110,14 +111,11 @@ class TurnRecorder(Intervention):
         """Follow the calls."""
         session = Session.of(run)
         session.own_cache()
-        session.counts_reads = True
+        session.count_reads()
         if self.earlier is not None:
             run.tracker.bind(self.earlier.copy(), self.cache)
-        session.line_follower = self._keep_lines
+        session.guests[LinesKept] = LinesKept(self.lines)
         session.after_call(self._note_call)
-
-    def _keep_lines(self, layer: int, _row: int, lines: HeadLines) -> None:
-        self.lines[layer] = HeadLines(lines.vertical.cpu(), lines.slash.cpu(), lines.queries)
 
     def _note_call(self, moment: Moment) -> None:
         if moment.cache is not self.cache:  # a logits processor runs the model on a cache of its own

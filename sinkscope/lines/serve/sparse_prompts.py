@@ -123,6 +123,17 @@ class PromptRead:
         return data
 
 
+@dataclass(frozen=True, eq=False)
+class LinesKept:
+    """A guest of a session that wants to know the lines of the latest prompt.
+
+    Attributes:
+        by_layer: The lines of each layer that is read along lines, on a CPU.
+    """
+
+    by_layer: dict[int, HeadLines]
+
+
 class SparsePrompts(Intervention):
     """Base of interventions that read prompts along lines, row by row, and of no other call.
 
@@ -223,8 +234,10 @@ class SparsePrompts(Intervention):
                     continue
                 rows[number] = row
                 reads[number] = self.read(row)
-                if session.line_follower is not None:
-                    session.line_follower(prompt.layer, number, reads[number].lines)
+                if LinesKept in session.guests:
+                    lines = reads[number].lines
+                    kept: LinesKept = session.guests[LinesKept]
+                    kept.by_layer[prompt.layer] = HeadLines(lines.vertical.cpu(), lines.slash.cpu(), lines.queries)
         _log_prompt(session.run, call, prompt.layer, view, why_dense, reads)
         if why_dense is not None:
             return None
