@@ -49,7 +49,7 @@ class AttentionWatch:
 
     def is_needed(self, call: Call) -> bool:
         """Whether the attention of this call has to be seen. If not, the model computes it alone, in less time."""
-        if self.watchers or self.target.kind == "bridge" or self._keeps_decoding_queries:
+        if self.watchers or self._keeps_decoding_queries:
             return True
         if call.index.shape[1] > 1 or self.now.prompting:
             return True
@@ -75,9 +75,6 @@ class AttentionWatch:
         keys = kv.keys
         if hasattr(module, "expand_kv"):  # the cache holds latent vectors, from which the module makes keys
             keys = module.expand_kv(kv.keys, kv.own_values)[0]
-        below_bridge = getattr(module, "original_component", None)
-        if isinstance(below_bridge, nn.Module):
-            module = below_bridge
         columns = moment.call.columns[:, : moment.call.past].to(keys.device)
         view = View(kv.pos, latest.pos[:, -last:], self._windows[layer], kv.hidden, columns=columns)
         query = latest.query[:, :, -last:]
@@ -90,8 +87,7 @@ class AttentionWatch:
         """The error of a policy that needs queries which were read before it could see them."""
         return UnsupportedError(
             "the latest queries were not seen: this cache was filled outside of the `with`, or is a copy (read the "
-            "prompt inside, into the cache to go on with), or the model is a TransformerBridge that hides them "
-            f"(load {self.target.adapter.model_type} with backend='hf')",
+            "prompt inside, into the cache to go on with)",
             page="kv-session",
         )
 
@@ -99,7 +95,6 @@ class AttentionWatch:
         """Handle the attention of one layer in one call: decide what computes it and who sees its rows."""
         layer = attention.layer
         queries = attention.query.shape[2]
-        self.now.tapped_layers.add(layer)
         if attention.key.dtype != attention.query.dtype:  # rebased keys are float32
             attention.key = attention.key.to(attention.query.dtype)
         if self._queries_kept:

@@ -1,4 +1,4 @@
-"""Cache layers that hold more than keys and values: an indexer's keys, or a state."""
+"""Cache layers that hold the keys of an indexer beside keys and values."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.hooks.edit.growing_tensor import GrowingTensor
@@ -58,36 +57,9 @@ class IndexedCacheLayer(CacheLayer):
         return self.values[:, 0, :, self._width :]
 
 
-class StateCacheLayer(LinearAttentionAndFullAttentionLayer, CacheLayer):
-    """Keys and values of a layer that also keeps a state, which is left as it is."""
-
-    def __init__(self, number: int, stock: LinearAttentionAndFullAttentionLayer) -> None:
-        CacheLayer.__init__(self, number)
-        if hasattr(stock, "number_of_states"):  # of transformers 5.18 or so on: how many depends on the model
-            LinearAttentionLayer.__init__(self, stock.number_of_states)
-        else:
-            LinearAttentionLayer.__init__(self)
-
-    def reset(self) -> None:
-        """Make the layer empty, like a new one."""
-        LinearAttentionLayer.reset(self)
-        CacheLayer.reset(self)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Reorder the rows as beam search requests."""
-        LinearAttentionLayer.reorder_cache(self, beam_idx.long())  # type: ignore[arg-type]
-        CacheLayer.reorder_cache(self, beam_idx)
-
-    def crop(self, tokens_to_remove: int | Tensor) -> None:
-        """Forget the last tokens; the state refuses, unless it records its past."""
-        LinearAttentionLayer.crop(self, int(tokens_to_remove))
-        CacheLayer.crop(self, tokens_to_remove)
-
-
 KINDS: dict[str, type[CacheLayer]] = {
     "DynamicLayer": CacheLayer,
     "DynamicSlidingWindowLayer": CacheLayer,
     "DynamicIndexedLayer": IndexedCacheLayer,
-    "LinearAttentionAndFullAttentionLayer": StateCacheLayer,
 }
 """By the name of a stock layer, because older versions of transformers lack some: the layer that takes its place."""

@@ -131,8 +131,6 @@ class CurrentCall(threading.local):
         call: The forward call; None outside of one.
         cache: The cache of that call.
         own_masks: Whether our masks replace the stock mask, because some layer does not hold all tokens so far.
-        tapped_layers: Layers whose attention went through the tap; on a TransformerBridge some architectures do so.
-        bridge_queries: Queries of layers of a TransformerBridge whose scores have not come yet.
         prompting: Whether `generate` is reading a prompt, so that even a single-token call is a part of it.
         resuming: Whether `generate` goes on after tokens were taken back, so that it reads no prompt.
         settings: Settings of the latest `generate`; None without one.
@@ -146,8 +144,6 @@ class CurrentCall(threading.local):
     handler: Handler | None = None
     chosen: Tensor | None = None
     own_masks: bool = False
-    tapped_layers: set[int]
-    bridge_queries: dict[int, Tensor]
     prompting: bool = False
     resuming: bool = False
     settings: Any = None

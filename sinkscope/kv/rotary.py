@@ -19,8 +19,8 @@ class Rotary:
     """Rotates a model's keys to other positions.
 
     Raises:
-        UnsupportedError: The model has no rotary positions, its rotary frequencies change with the length, it has
-            layers with a sliding window, or it is a TransformerBridge.
+        UnsupportedError: The model has no rotary positions, its rotary frequencies change with the length,
+            or layers with a sliding window.
     """
 
     def __init__(self, target: Target) -> None:
@@ -29,10 +29,10 @@ class Rotary:
         fixed = isinstance(frequencies, Tensor) and getattr(rotary, "rope_type", "default") in _FIXED_ROPE
         layer_types = getattr(target.config, "layer_types", None) or ["sliding_attention"]
         windowed = bool(getattr(target.config, "sliding_window", None)) and "sliding_attention" in layer_types
-        if not fixed or windowed or target.kind == "bridge":
+        if not fixed or windowed:
             raise UnsupportedError(
                 f'positions="rebased" does not work on {target.name}: it needs rotary positions with one fixed set of '
-                'frequencies and no window, on a model that backend="hf" loads; use positions="original"',
+                'frequencies and no window; use positions="original"',
                 page="kv-session",
             )
         self._frequencies: Float[Tensor, " half"] = frequencies.float()

@@ -22,7 +22,6 @@ from sinkscope.hooks.edit.positions import Call
 from sinkscope.kv.adopt import adopt, new_cache, own_layers, used_layers
 from sinkscope.kv.attention_rows import AttentionRows, Watcher
 from sinkscope.kv.attention_watch import AttentionWatch
-from sinkscope.kv.bridge_attention import BridgeAttention
 from sinkscope.kv.cache import COLUMNS, CacheLayer
 from sinkscope.kv.cache_state import CacheState, CacheStates, CurrentCall, Moment
 from sinkscope.kv.usage import Usage
@@ -73,8 +72,6 @@ class Session:
         run.stack.push(self._warn_of_idle_policy)
         run.hook(target.base, "pre", self._begin)
         run.hook(target.base, "post", self._end, always=True)
-        if target.kind == "bridge":
-            run.stack.enter_context(target.hooks(*BridgeAttention(self.watching).hooks()))
         for layer in range(target.n_layers):
             if not target.has_attention(layer):
                 continue
@@ -236,10 +233,7 @@ class Session:
             if position_ids is None:
                 position_ids = torch.arange(call.past, call.columns.shape[1], device=call.index.device)[None]
             kwargs["position_ids"] = (position_ids - state.dropped[:, None]).clamp(min=0)
-        own_masks = self.target.kind == "bridge"
-        for layer in layers:
-            own_masks = own_masks or layer.edited
-        return own_masks
+        return any(layer.edited for layer in layers)
 
     def _act_before(self, layers: list[CacheLayer], call: Call, state: CacheState) -> None:
         if call.index.shape[1] > 1 or call.past == 0 or self.now.prompting:
@@ -286,8 +280,6 @@ class Session:
         self.now.call = call
         self.now.cache = cache
         self.now.own_masks = own_masks
-        self.now.tapped_layers = set()
-        self.now.bridge_queries = {}
         COLUMNS.set(call.columns)
         idle = not self.watching.is_needed(call)
         self.now.handler = Handler(self.watching.see, self._configs, masks=own_masks, idle=idle, ended=self._ended)

@@ -36,13 +36,13 @@ def check_servable(target: Target) -> None:
     """Refuse a model on which no cache policy and no attention observer can act.
 
     Raises:
-        UnsupportedError: Its attention cannot be replaced, its window is not the same in every pass, or its cache
+        UnsupportedError: It is a TransformerBridge, its window is not the same in every pass, or its cache
             holds no keys and values alone.
     """
-    if not target.adapter.attention_interface and target.kind == "bridge":
+    if target.kind == "bridge":
         raise UnsupportedError(
-            f"the attention of {target.adapter.model_type} cannot be replaced on a TransformerBridge: load the "
-            "model with backend='hf'",
+            "a TransformerBridge computes its own attention, on which no cache policy, guard or observer acts: load "
+            "the model with backend='hf'",
             page="kv-session",
         )
     if target.config.model_type == "minimax" and target.config.sliding_window is not None:

@@ -61,7 +61,6 @@ mpt progressive 20
 gptj drawn 20
 falcon ragged 20
 deepseek_v32 ragged 50
-falcon_h1 h2o 20
 """
 SLOW = """
 bloom ragged 20
@@ -75,7 +74,6 @@ axk2 drawn 50
 dots3_note_text drawn 50
 glm_moe_dsa progressive 40
 deepseek_v32 progressive 40
-falcon_h1 ragged 20
 """
 
 

@@ -12,7 +12,6 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinkscope.errors import UnsupportedError
 from sinkscope.files.records import check_fields
 from sinkscope.hooks.edit.base import Event, Intervention, Run
 from sinkscope.hooks.edit.positions import Call
@@ -186,19 +185,8 @@ class SparsePrompts(Intervention):
     # Done here ----------------------------------------------------------------------------------------------------
 
     def enter(self, run: Run, key: int) -> None:
-        """Replace the attention of prompts.
-
-        Raises:
-            UnsupportedError: The model is a TransformerBridge.
-        """
+        """Replace the attention of prompts."""
         session = Session.of(run)
-        if session.target.kind == "bridge":
-            raise UnsupportedError(
-                f"a TransformerBridge computes its own attention, so {self.shown_name} cannot make prompts sparse on "
-                "it: load the model with backend='hf'; LoopServe can leave prompts as they are, too, with "
-                "prefill=False",
-                page="kv-session",
-            )
         session.replace_prefill(lambda prompt, kv: self._attend(prompt, kv, session))
 
     def summary(self, run: Run) -> str:
