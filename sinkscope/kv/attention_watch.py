@@ -56,7 +56,7 @@ class AttentionWatch:
         if not self.now.own_masks:
             return False
         for kv in used_layers(self.now.cache):
-            if self._windows[kv.number] is not None or not kv.complete or kv.keys.dtype != kv.values.dtype:
+            if self._windows[kv.number] is not None or not kv.complete:
                 return True
         return False
 
@@ -95,8 +95,6 @@ class AttentionWatch:
         """Handle the attention of one layer in one call: decide what computes it and who sees its rows."""
         layer = attention.layer
         queries = attention.query.shape[2]
-        if attention.key.dtype != attention.query.dtype:  # rebased keys are float32
-            attention.key = attention.key.to(attention.query.dtype)
         if self._queries_kept:
             attention.view = self._view_of(attention)
             self._row_functions[layer] = attention.row_function()

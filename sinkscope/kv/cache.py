@@ -50,9 +50,7 @@ class CacheLayer(DynamicLayer):
         values: `[batch kv_head slot d_head]`.
         seen: Number of tokens appended so far (batch columns, including padding), whether or not they were evicted.
         edited: Whether any token was evicted or hidden, so that slot and position may differ.
-        ragged: Whether rows or heads hold different numbers of tokens, so that there may be holes.
         reorders: How often rows were reordered (by beam search).
-        rebased: Whether keys were rotated to contiguous positions, which new tokens then have to continue.
         aside: The whole layer, while this one works on a copy of some of its slots. None if this one is whole.
         gapless: True if there are certainly no holes. If False, `holes` counts them.
         number: Number of the decoder layer.
@@ -73,8 +71,6 @@ class CacheLayer(DynamicLayer):
     def _clear(self) -> None:
         self.seen = 0
         self.edited = False
-        self.ragged = False
-        self.rebased = False
         self.gapless = False
         self.aside: CacheLayer | None = None
         self._holes: Float[Tensor, " batch"] | None = None
@@ -144,7 +140,7 @@ class CacheLayer(DynamicLayer):
     @property
     def complete(self) -> bool:
         """Whether a new token certainly sees every slot: none is hidden, and none is a hole."""
-        return _HIDDEN not in self.numbers and (self.gapless or (self.edited and not self.ragged))
+        return self.gapless and _HIDDEN not in self.numbers
 
     @property
     def readable(self) -> Bool[Tensor, "batch kv_head slot"]:
@@ -190,7 +186,6 @@ class CacheLayer(DynamicLayer):
         if ragged:
             pos = torch.where(keep, pos, -1)
         self.keep_slots(index, pos)
-        self.ragged = ragged
         self.gapless = not ragged
 
     def keep_slots(
@@ -238,8 +233,6 @@ class CacheLayer(DynamicLayer):
         self.keys = other.keys
         self.values = other.values
         self.edited = other.edited
-        self.ragged = other.ragged
-        self.rebased = other.rebased
         self.gapless = other.gapless
         self.aside = other.aside
         self._holes = other._holes
@@ -274,8 +267,7 @@ class CacheLayer(DynamicLayer):
         self.seen += new
         if new > 1:  # there may be padding among the new tokens
             self._holes = None
-            self.gapless = False
-            self.ragged = self.ragged or (self.edited and bool((self.pos < 0).any()))
+            self.gapless = self.edited and bool((self.pos >= 0).all())
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
@@ -302,12 +294,11 @@ class CacheLayer(DynamicLayer):
         used = stays.flatten(0, 1).any(0).nonzero().flatten().tolist()
         slots = max(used, default=-1) + 1  # holes at the right end go, too
         self._pos = torch.where(stays, pos, -1)[..., :slots]
-        self.ragged = bool((self._pos < 0).any())  # heads that keep different tokens lose different numbers
         self.keys = self.keys[..., :slots, :]
         self.values = self.values[..., :slots, :]
         self.numbers = moved_numbers(self, lambda numbers: numbers[..., :slots])
         self._holes = None
-        self.gapless = False
+        self.gapless = bool((self._pos >= 0).all())  # heads that keep different tokens lose different numbers
 
     def reset(self) -> None:
         """Make the layer empty, like a new one."""

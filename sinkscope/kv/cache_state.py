@@ -35,10 +35,7 @@ class CacheState:
         prompt: Number of real tokens in each row at the end of the last prefill.
         decoded: Number of single-token calls since then.
         reorders: `CacheLayer.reorders` when the last prompt was read.
-        dropped: Number of positions by which later tokens of each row are shifted towards the start
-            (`positions="rebased"`).
         padded: Whether the last prompt is padded.
-        uniform: Whether every layer and head has held the same positions since.
         budgets: What the policy keeps of each row of the last prompt.
         copied: Whether layers work on copies of chosen slots (`Progressive`).
         memory: The record of each other intervention, by its key.
@@ -51,9 +48,7 @@ class CacheState:
     prompt: Int[Tensor, " batch"] | None = None
     decoded: int = 0
     reorders: int = 0
-    dropped: Int[Tensor, " batch"] | None = None
     padded: bool = False
-    uniform: bool = False
     budgets: RowBudgets | None = None
     copied: bool = False
     memory: dict[int, Any] = field(default_factory=dict)

@@ -34,21 +34,19 @@ def evict_joined(
     """Free every slot that is not kept in some layers; each head keeps `count`.
 
     Args:
-        joined: The layers as one, or one that stands for them, because all hold the same.
+        joined: The layers as one.
         layers: The layers.
         keep: The slots that stay.
         count: Number of slots that every row and head keeps.
     """
-    parts = len(keep) // len(layers[0].keys)
+    parts = len(layers)
     index = flat_slots(keep, count, ragged=False)
     pos = joined.pos.take(index).chunk(parts)
     numbers = moved_numbers(joined, lambda numbers: numbers.take(index))
     slots = (index % (keep.numel() // parts)).chunk(parts)
     for number, kv in enumerate(layers):
-        part = number % parts
         kv.numbers = {}
-        kv.keep_slots(slots[part], pos[part])
-        kv.ragged = False
+        kv.keep_slots(slots[number], pos[number])
         kv.gapless = True
         for name, of_all in numbers.items():
-            kv.numbers[name] = of_all.chunk(parts)[part]
+            kv.numbers[name] = of_all.chunk(parts)[number]

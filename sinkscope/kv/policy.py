@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import sys
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -16,13 +15,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Budget, Natural, Whole, check_fields
 from sinkscope.hooks.edit.base import Event, Intervention, Run
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.joined_layers import evict_joined, joined_layer
-from sinkscope.kv.rotary import Rotary
 from sinkscope.kv.row_budgets import LayerBudget, RowBudgets
 from sinkscope.kv.session import Session
 from sinkscope.models.grouped_heads import in_groups
@@ -83,8 +81,6 @@ class Policy(Anchored):
         every: Number of generated tokens between two choices. "prefill" chooses only once, after a prompt is read.
         mode: "evict" frees the tokens that are not chosen; "select" keeps the cache whole and attends to the chosen
             tokens.
-        positions: "original" leaves keys rotated to the positions at which they were read. "rebased" re-rotates keys
-            to contiguous positions, and new tokens continue from there.
         reduce: How the attention of query heads that share a kv head is combined into one number.
     """
 
@@ -93,26 +89,15 @@ class Policy(Anchored):
     last: Whole = 0
     every: Natural | Literal["prefill"] = 1
     mode: Literal["evict", "select"] = "evict"
-    positions: Literal["original", "rebased"] = "original"
     reduce: Literal["mean", "max"] = "mean"
 
-    UNIFORM: ClassVar[bool] = False
-    """Whether every layer and head keeps the same positions, as `positions="rebased"` needs."""
     JOINS_LAYERS: ClassVar[bool] = False
     """Whether scores follow from positions and extras alone, so that all layers are scored at once, in less time."""
 
     def __post_init__(self) -> None:
         check_fields(self)
-        name = self.shown_name
         if isinstance(self.budget, int):
             self._check_room(self.budget, "")
-        if self.positions == "rebased" and not self.UNIFORM:
-            raise UnsupportedError(
-                f"{name} keeps other positions in every head, so new positions cannot be given: use "
-                'positions="original"'
-            )
-        if self.positions == "rebased" and self.mode == "select":
-            raise SinkscopeError(f'{name}: positions="rebased" needs mode="evict"')
 
     # To be written by a policy ------------------------------------------------------------------------------------
 
@@ -165,9 +150,8 @@ class Policy(Anchored):
         """Take over the cache and act at the right moments."""
         session = Session.of(run)
         session.own_cache(self.shown_name)
-        rotary = Rotary(run.target) if self.positions == "rebased" else None
         self.watch(session, key)
-        session.before_decode(lambda moment: self._act(moment, session, key, rotary))
+        session.before_decode(lambda moment: self._act(moment, session))
 
     def group(self, heads: Float[Tensor, "batch head *_ slot"], kv_heads: int) -> Float[Tensor, "batch kv_head slot"]:
         """Combine the numbers of query heads that share a kv head into one number, by `reduce`; for one query each."""
@@ -258,17 +242,10 @@ class Policy(Anchored):
         own = type(self)
         return own.select is Policy.select and own.budgets is Policy.budgets and self.mode == "evict"
 
-    def _act(self, moment: Moment, session: Session, key: int, rotary: Rotary | None) -> None:
+    def _act(self, moment: Moment, session: Session) -> None:
         """Choose what is kept in every layer, if it is time to."""
         state, layers = moment.state, moment.layers
         if moment.prefill_ended:
-            state.uniform = self.UNIFORM and type(self).budgets is Policy.budgets and _same_positions(layers)
-            if rotary is not None and not state.uniform:
-                raise UnsupportedError(
-                    "this cache holds other positions in every layer, so new positions cannot be given: use "
-                    'positions="original", or start with a new cache',
-                    page="kv-session",
-                )
             state.budgets = self.row_budgets(moment, session)
         elif self.every == "prefill" or state.decoded % self.every:
             return
@@ -277,40 +254,21 @@ class Policy(Anchored):
         budget = rows.budget
         if self._chooses_alike and isinstance(budget, int):
             layers = [kv for kv in layers if kv.slots > budget]
-            if self.JOINS_LAYERS and rotary is None and _alike(layers):
-                joined = layers[0]  # where scores are uniform it stands for all
-                if not state.uniform:
-                    joined = joined_layer(layers)
+            if self.JOINS_LAYERS and _alike(layers):
+                joined = joined_layer(layers)
                 at = LayerMoment(layers[0].number, joined, moment, session, rows)
                 evict_joined(joined, layers, self.select(self.checked_scores(at), at, budget), budget)
                 return
-        self._act_by_layer(layers, moment, session, rows, rotary)
-
-    def _act_by_layer(
-        self,
-        layers: Sequence[CacheLayer],
-        moment: Moment,
-        session: Session,
-        rows: RowBudgets,
-        rotary: Rotary | None,
-    ) -> None:
-        """Choose layer by layer, or once for all where scores are uniform."""
-        state = moment.state
-        keep: Tensor | None = None
         exact: int | None = None  # what every head keeps; None if heads may keep different numbers
-        if self._chooses_alike and isinstance(rows.budget, int) and not state.padded:
-            exact = rows.budget
+        if self._chooses_alike and isinstance(budget, int) and not state.padded:
+            exact = budget
         for kv in layers:
-            if keep is None or not state.uniform:
-                at = LayerMoment(kv.number, kv, moment, session, rows)
-                keep = self.select(self.checked_scores(at), at, self.budgets(at))
-            keep = keep.to(kv.keys.device)  # some layers may be on another device
+            at = LayerMoment(kv.number, kv, moment, session, rows)
+            keep = self.select(self.checked_scores(at), at, self.budgets(at)).to(kv.keys.device)
             if self.mode == "select":
                 kv.select(keep)
-                continue
-            if rotary is not None:
-                rotary.rebase(kv, keep)
-            kv.evict(keep, None if kv.ragged else exact)
+            else:
+                kv.evict(keep, exact if kv.gapless else None)
 
     def row_budgets(self, moment: Moment, session: Session) -> RowBudgets:
         """The budget of each row at the end of a prompt, and how much of it is for tokens that are always kept."""
@@ -379,12 +337,3 @@ def _alike(layers: list[CacheLayer]) -> bool:
         if not kv.gapless or kv.keys.shape != layers[0].keys.shape or kv.keys.device != layers[0].keys.device:
             return False
     return len(layers) > 1
-
-
-def _same_positions(layers: list[CacheLayer]) -> bool:
-    """Whether every layer holds the same positions; another policy may have changed this cache before."""
-    first = layers[0].pos
-    for kv in layers:
-        if kv.pos.shape != first.shape or not torch.equal(kv.pos.to(first.device), first):
-            return False
-    return True

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
-import torch
 from torch import Tensor, nn
 
 from sinkscope.errors import UnsupportedError, warn
@@ -213,7 +212,7 @@ class Session:
         return (), kwargs
 
     def _begin_on_own_cache(self, call: Call, cache: Any, kwargs: dict[str, Any]) -> bool:
-        """Act before a call, and give new tokens their positions; whether our masks replace the stock mask."""
+        """Act before a call; whether our masks replace the stock mask."""
         layers: list[CacheLayer] = []
         if cache in self.states:
             layers = used_layers(cache)
@@ -224,15 +223,7 @@ class Session:
             check_mask(kwargs.get("attention_mask"), call, self.target)
         if not self.target.adapter.attention_interface and kwargs.get("attention_mask") is None:
             kwargs["attention_mask"] = (call.columns >= 0).long()  # position biases are as long as this
-        state = self.states.of(self.now.cache)
-        self._act_before(layers, call, state)
-        if layers[0].rebased:  # new tokens follow closely
-            held = (layers[0].pos[:, 0] >= 0).sum(-1)
-            state.dropped = call.before - held.to(call.before.device)
-            position_ids = kwargs.get("position_ids")
-            if position_ids is None:
-                position_ids = torch.arange(call.past, call.columns.shape[1], device=call.index.device)[None]
-            kwargs["position_ids"] = (position_ids - state.dropped[:, None]).clamp(min=0)
+        self._act_before(layers, call, self.states.of(self.now.cache))
         return any(layer.edited for layer in layers)
 
     def _act_before(self, layers: list[CacheLayer], call: Call, state: CacheState) -> None:

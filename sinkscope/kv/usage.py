@@ -89,7 +89,6 @@ class Meter:
     _read: TokenCount = field(default_factory=TokenCount)
     _largest: Tensor | int = 0  # bytes of the cached tokens of all rows, times the number of layers
     _slot_bytes: list[int] = field(default_factory=list)
-    _key_dtype: torch.dtype | None = None
 
     def note(self, layers: list[CacheLayer], counts_reads: bool = False) -> None:
         """Count what the layers hold after a call and, if wanted, what a query of it could attend to."""
@@ -99,8 +98,7 @@ class Meter:
         rows = len(first.keys)
         self.calls += 1
         self.read_tokens = max(self.read_tokens, first.seen)
-        if first.keys.dtype != self._key_dtype:  # rebased keys are float32
-            self._key_dtype = first.keys.dtype
+        if not self._slot_bytes:
             self._slot_bytes = [_slot_bytes(kv) for kv in layers]
         held: Tensor | int = 0
         read: Tensor | int = 0

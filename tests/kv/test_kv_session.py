@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from intervention_kit import bridge_of, count_hooks, nnsight_of
-from kv_kit import Drawn, Everywhere, Ragged, decode, prompts
+from kv_kit import Drawn, Ragged, decode, prompts
 from kv_kit import shallow_of as model_of
 from organisms.tiny import tiny_model
 from refusals import refused
@@ -166,13 +166,10 @@ def odd_model(name: str):
         return bridge_of(model_of("llama"), tiny_model("llama")[1])
     if name == "alibi":
         return tiny_model("falcon", new_decoder_architecture=False, alibi=True)[0]
-    if name == "dynamic":
-        return model_of("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
     return model_of(name)
 
 
 STREAMING = StreamingLLM(budget=9)
-REBASED = Everywhere(budget=7, first=1, last=2, positions="rebased")
 
 
 @pytest.mark.parametrize(
@@ -185,9 +182,6 @@ REBASED = Everywhere(budget=7, first=1, last=2, positions="rebased")
         ("llama", Observe(ignore, layers=[2]), "layer 2 is not in .*: give one from 0 to 1"),
         ("alibi", Full(), "recomputed attention differs from the model's own"),
         ("bridge", LoopServe(), "a TransformerBridge computes its own attention.*backend='hf'"),
-        ("gpt2", REBASED, 'it needs rotary positions.*positions="original"'),
-        ("gemma3_text", REBASED, 'it needs rotary positions.*positions="original"'),
-        ("dynamic", REBASED, 'it needs rotary positions.*positions="original"'),
     ],
 )
 def test_what_cannot_be_entered(name, edit, said):

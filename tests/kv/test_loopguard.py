@@ -15,7 +15,7 @@ from organisms.decoders import decoder
 from torch.testing import assert_close
 from transformers import DynamicCache
 
-from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.errors import SinkscopeError
 from sinkscope.kv import H2O, StreamingLLM
 from sinkscope.loops.guard import LoopGuard, ranges_of, tokens_to_keep
 from sinkscope.loops.guard.steer import Steering, copies
@@ -95,12 +95,6 @@ def test_between_window_is_streaming_llm_until_a_loop_comes(model):
     assert torch.equal(got, want) and {e.data["generated"] > 10 for e in run.events} == {True} and len(more)
     assert all(peak <= 31 for usage in run.usage for peak in usage.peak_tokens)
     assert all(mean <= 26 for usage in run.usage for mean in usage.mean_tokens)
-
-
-def test_a_policy_that_moves_positions_is_refused_beside_it(model):
-    both = StreamingLLM(budget=28, positions="rebased") | TAIL
-    with pytest.raises(UnsupportedError, match="positions="), both.on(model):
-        feed(model, *padded(20), torch.tensor([looping(3, 40)]))
 
 
 def test_a_fraction_of_the_prompt(model):

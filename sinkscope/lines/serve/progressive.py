@@ -18,7 +18,6 @@ from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.kv.registry import register_policy
-from sinkscope.kv.rotary import Rotary
 from sinkscope.kv.session import Session
 from sinkscope.kv.usage import tokens_read
 
@@ -77,7 +76,7 @@ class Progressive(Policy):
         votes = (real.to(rows)[:, None, None] @ rows)[:, :, 0]
         return self.group(votes, at.kv.pos.shape[1])
 
-    def _act(self, moment: Moment, session: Session, key: int, rotary: Rotary | None) -> None:
+    def _act(self, moment: Moment, session: Session) -> None:
         moment.check_order(self.shown_name)
         state = moment.state
         if moment.prefill_ended:

@@ -271,11 +271,6 @@ class Guarding:
         rewinder = self.rewinder
         if rewinder is not None and rewinder.read is not None:  # this piece of the generation has ended
             return
-        if moment.state.dropped is not None:
-            raise UnsupportedError(
-                'LoopGuard keeps the positions that tokens were read at: use positions="original" in the policy beside',
-                page="kv-session",
-            )
         rows = self._rows_of(moment, ids)
         if rows is None:
             return
