@@ -62,7 +62,7 @@ class CacheLayer(DynamicLayer):
     keys: Tensor  # pyright: ignore[reportIncompatibleVariableOverride]
     values: Tensor  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def __init__(self, number: int = 0, _stock: Any = None) -> None:
+    def __init__(self, number: int = 0) -> None:
         super().__init__()
         self.number = number
         self.reorders = 0
@@ -112,11 +112,6 @@ class CacheLayer(DynamicLayer):
         columns = self._columns.narrow(1, self.seen - new, new).to(self.keys.device)
         # "batch slot -> batch kv_head slot" as a view: where all heads hold the same, masks are computed once.
         return columns.unsqueeze(1).expand(batch, kv_heads, new)
-
-    @property
-    def own_values(self) -> Float[Tensor, "batch kv_head slot d_head"]:
-        """The values alone, where other numbers are held beside them."""
-        return self.values
 
     @property
     def allocated(self) -> int:

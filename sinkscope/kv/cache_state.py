@@ -131,13 +131,11 @@ class CurrentCall(threading.local):
         settings: Settings of the latest `generate`; None without one.
         ended: The moment after the layers of the latest call, until the logits have come.
         handler: Our listener at the tap.
-        chosen: Positions that the latest indexer chose for each query.
     """
 
     call: Call | None = None
     cache: Any = None
     handler: Handler | None = None
-    chosen: Tensor | None = None
     own_masks: bool = False
     prompting: bool = False
     resuming: bool = False

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -74,10 +73,7 @@ class Session:
         for layer in range(target.n_layers):
             if not target.has_attention(layer):
                 continue
-            attention = target.sub(layer, target.adapter.attn)
-            run.edited.keep(attention)
-            if getattr(attention, "indexer", None) is not None:
-                run.hook(attention, "pre", partial(self.watching.mask_indexer, layer))
+            run.edited.keep(target.sub(layer, target.adapter.attn))
 
     @classmethod
     def of(cls, run: Run) -> Session:
