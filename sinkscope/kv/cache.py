@@ -249,7 +249,12 @@ class CacheLayer(DynamicLayer):
         columns = COLUMNS.get()
         new = int(key_states.shape[-2])
         if columns is None:
-            _check_unedited(self.edited)
+            if self.edited:
+                raise UnsupportedError(
+                    "this cache had tokens evicted or hidden and is used outside of the `with` that did it: stock masks "
+                    "would be wrong; go on inside it, or start from a new cache",
+                    page="kv-session",
+                )
             columns = _columns_without_session(self._columns, self.seen, key_states)
         self._columns = columns
         if self.is_initialized and self.keys.shape[-2]:
@@ -339,16 +344,6 @@ def moved_numbers(
     for name in layer.numbers:
         moved[name] = move(layer.extra(name))
     return moved
-
-
-def _check_unedited(edited: bool) -> None:
-    """Refuse a layer with other slots than a stock one outside of a session."""
-    if edited:
-        raise UnsupportedError(
-            "this cache had tokens evicted or hidden and is used outside of the `with` that did it: stock masks would "
-            "be wrong; go on inside it, or start from a new cache",
-            page="kv-session",
-        )
 
 
 def flat_slots(keep: Bool[Tensor, "batch kv_head slot"], most: int, ragged: bool) -> Int[Tensor, "batch kv_head kept"]:

@@ -35,7 +35,6 @@ class CacheState:
         prompt: Number of real tokens in each row at the end of the last prefill.
         decoded: Number of single-token calls since then.
         reorders: `CacheLayer.reorders` when the last prompt was read.
-        padded: Whether the last prompt is padded.
         budgets: What the policy keeps of each row of the last prompt.
         copied: Whether layers work on copies of chosen slots (`Progressive`).
         memory: The record of each other intervention, by its key.
@@ -48,7 +47,6 @@ class CacheState:
     prompt: Int[Tensor, " batch"] | None = None
     decoded: int = 0
     reorders: int = 0
-    padded: bool = False
     budgets: RowBudgets | None = None
     copied: bool = False
     memory: dict[int, Any] = field(default_factory=dict)

@@ -20,7 +20,7 @@ from sinkscope.files.records import Budget, Natural, Whole, check_fields
 from sinkscope.hooks.edit.base import Event, Intervention, Run
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.cache_state import Moment
-from sinkscope.kv.joined_layers import evict_joined, joined_layer
+from sinkscope.kv.joined_layers import alike, evict_joined, joined_layer
 from sinkscope.kv.row_budgets import LayerBudget, RowBudgets
 from sinkscope.kv.session import Session
 from sinkscope.models.grouped_heads import in_groups
@@ -254,13 +254,13 @@ class Policy(Anchored):
         budget = rows.budget
         if self._chooses_alike and isinstance(budget, int):
             layers = [kv for kv in layers if kv.slots > budget]
-            if self.JOINS_LAYERS and _alike(layers):
+            if self.JOINS_LAYERS and alike(layers):
                 joined = joined_layer(layers)
                 at = LayerMoment(layers[0].number, joined, moment, session, rows)
                 evict_joined(joined, layers, self.select(self.checked_scores(at), at, budget), budget)
                 return
         exact: int | None = None  # what every head keeps; None if heads may keep different numbers
-        if self._chooses_alike and isinstance(budget, int) and not state.padded:
+        if self._chooses_alike and isinstance(budget, int):
             exact = budget
         for kv in layers:
             at = LayerMoment(kv.number, kv, moment, session, rows)
@@ -329,11 +329,3 @@ def rank_from_top(scores: Float[Tensor, "*batch slot"]) -> Int[Tensor, "*batch s
     order = scores.argsort(dim=-1, stable=True).flip(-1)
     index = torch.arange(scores.shape[-1], device=scores.device).expand_as(order)
     return torch.empty_like(order).scatter_(-1, order, index)
-
-
-def _alike(layers: list[CacheLayer]) -> bool:
-    """Whether layers have the same shape, no holes and one device."""
-    for kv in layers:
-        if not kv.gapless or kv.keys.shape != layers[0].keys.shape or kv.keys.device != layers[0].keys.device:
-            return False
-    return len(layers) > 1
