@@ -251,8 +251,8 @@ class CacheLayer(DynamicLayer):
         if columns is None:
             if self.edited:
                 raise UnsupportedError(
-                    "this cache had tokens evicted or hidden and is used outside of the `with` that did it: stock masks "
-                    "would be wrong; go on inside it, or start from a new cache",
+                    "this cache had tokens evicted or hidden and is used outside of the `with` that did it: stock "
+                    "masks would be wrong; go on inside it, or start from a new cache",
                     page="kv-session",
                 )
             columns = _columns_without_session(self._columns, self.seen, key_states)

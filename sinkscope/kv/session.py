@@ -62,7 +62,6 @@ class Session:
         self._acted: bool | None = None  # False: the model was called, but never to decode, nor by `generate`
         self._before_decode: list[Callable[[Moment], None]] = []
         self._after_call: list[Callable[[Moment], None]] = []
-        self._config = target.config
         self._configs = run.stack.enter_context(tapped(target))
         self._ended = threading.Event()
         run.stack.callback(self._ended.set)
@@ -176,7 +175,7 @@ class Session:
         call = self.run.call
         if call is None:
             return None
-        name = attention_name(self._config)
+        name = attention_name(self.target.config)
         if name != NAME and self.target.adapter.attention_interface:
             raise UnsupportedError(
                 f"the attention of {self.target.name} was set to {name!r} inside the `with`, which would go past what "
