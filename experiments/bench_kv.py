@@ -7,8 +7,6 @@ Sections, each in a process of its own, on one thread:
 - `overhead`: time of `generate` (sampled, so that nothing loops) under `Full` and under an untriggered `LoopGuard`,
   divided by that of plain `generate`; plain over plain shows the noise. The model is a Llama with random weights that
   takes at least 20 ms per token, and, in microseconds per token, the bundled model, there also under evicting policies.
-- `h2o`: time of H2O that sees every query and evicts nothing, at 4,096 tokens of context, divided by that of plain
-  eager attention and of plain sdpa attention, for the prompt and for decoding, with eager or sdpa attention underneath.
 - `decoding`: evicting policies while decoding at equal budget and interval, over the plain model, here and in kvpress
   (`DecodingPress`). kvpress needs another release of transformers, so the same script runs there too (`--peer`; what
   else that environment needs says `experiments.check_cache.presses`), both
@@ -52,7 +50,7 @@ DECODING = [
     (1024, 512, 129, 128, ("snapkv",)),
     (2048, 1024, 32, 1, ("streaming", "tova")),
 ]
-SECTIONS = ("overhead", "h2o", "decoding")
+SECTIONS = ("overhead", "decoding")
 Arm = Callable[[int], dict[str, float]]  # round -> seconds by what was done
 
 
@@ -169,38 +167,6 @@ def decoded(model: Any, ids: Any, prompt: int) -> dict[str, float]:
     return {"prompt": middle - start, "token": (end - middle) / (ids.shape[1] - prompt - 1)}
 
 
-def h2o(rounds: int) -> dict[str, Any]:
-    from sinkscope.kv import H2O
-
-    model = llama(4)
-    prompt = 4096
-    ids = tokens(prompt + 33)
-
-    def arm(attention: str, policy: Any) -> Arm:
-        def run(_i: int) -> dict[str, float]:
-            model.set_attn_implementation(attention)
-            with nullcontext() if policy is None else policy.on(model):
-                return decoded(model, ids, prompt)
-
-        return run
-
-    arms = {
-        "eager": arm("eager", None),
-        "sdpa": arm("sdpa", None),
-        "h2o_on_eager": arm("eager", H2O(budget=8192)),
-        "h2o_on_sdpa": arm("sdpa", H2O(budget=8192)),
-        "h2o_evicting_on_sdpa": arm("sdpa", H2O(budget=1024)),
-    }
-    seconds = interleaved(arms, rounds)
-    return {
-        "context": prompt,
-        "milliseconds_per_token": statistics.median(seconds["eager"]["token"]) * 1e3,
-        "prompt_seconds": statistics.median(seconds["eager"]["prompt"]),
-        "over_eager": ratios(seconds, "eager"),
-        "over_sdpa": ratios(seconds, "sdpa"),
-    }
-
-
 def decoding(rounds: int) -> dict[str, Any]:
     """In either environment: the policies of the one that it has."""
     try:
@@ -282,6 +248,7 @@ def advantage(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
 
 def tables(result: dict[str, Any]) -> str:
     """Times over those of the plain model: of a token under each arm, and of each policy here and in kvpress."""
+    from experiments.drawn import markdown  # not in the other environment
 
     def shown(one: dict[str, Any]) -> str:
         low, high = one["interval"]
@@ -289,29 +256,30 @@ def tables(result: dict[str, Any]) -> str:
 
     overhead = result["overhead"]
     plain = overhead["bundled_microseconds_per_token"]["plain"] / 1000
-    lines = [f"| | model in the package, {plain:.1f} ms a token | random weights, "]
-    lines[0] += f"{overhead['milliseconds_per_token']:.0f} ms a token |"
-    lines.append("|---|---|---|")
+    big = overhead["milliseconds_per_token"]
+    rows = []
     for name, parts in overhead["bundled_ratio"].items():
-        big = overhead["ratio"].get(name)
-        lines.append(f"| {name} | {shown(parts['token'])} | {'-' if big is None else shown(big['token'])} |")
+        rows.append([name, shown(parts["token"]), "-"])
+        if name in overhead["ratio"]:
+            rows[-1][-1] = shown(overhead["ratio"][name]["token"])
+    head = ["", f"model in the package, {plain:.1f} ms a token", f"random weights, {big:.0f} ms a token"]
+    tables = [markdown(head, rows)]
     made = result.get("decoding", {})
     if "kvpress" in made:
-        lines += ["", "| | sinkscope, prompt | kvpress, prompt | sinkscope, token | kvpress, token |"]
-        lines.append("|---|---|---|---|---|")
+        rows = []
+        slower: dict[str, list[float]] = {"prompt": [], "token": []}
         for case, policies in made["sinkscope"]["cases"].items():
             for name, ours in policies["over_plain"].items():
                 theirs = made["kvpress"]["cases"][case]["over_plain"][name]
-                cells = [shown(both[part]) for part in ("prompt", "token") for both in (ours, theirs)]
-                lines.append(f"| {name}, {case} | {' | '.join(cells)} |")
-        slower: dict[str, list[float]] = {"prompt": [], "token": []}
-        for policies in made["kvpress_over_sinkscope"].values():
-            for parts in policies.values():
+                cells = [shown(both[part]) for part in slower for both in (ours, theirs)]
+                rows.append([f"{name}, {case}", *cells])
                 for part, values in slower.items():
-                    values.append(parts[part]["median"])
-        said = [f"{min(values):.2f} to {max(values):.2f} for a {part}" for part, values in slower.items()]
-        lines += ["", f"The ratio of kvpress, divided by ours: {', '.join(said)} (above 1, kvpress takes longer)."]
-    return "\n".join(lines)
+                    values.append(made["kvpress_over_sinkscope"][case][name][part]["median"])
+        head = ["", "sinkscope, prompt", "kvpress, prompt", "sinkscope, token", "kvpress, token"]
+        tables.append(markdown(head, rows))
+        said = ", ".join(f"{min(values):.2f} to {max(values):.2f} for a {part}" for part, values in slower.items())
+        tables.append(f"The ratio of kvpress, divided by ours: {said} (above 1, kvpress takes longer).")
+    return "\n\n".join(tables)
 
 
 def main(
@@ -332,7 +300,7 @@ def main(
         section: Only run this, and print what it found, as the script does itself in processes of their own.
     """
     if section is not None:
-        sections = {"overhead": overhead, "h2o": h2o, "decoding": decoding}
+        sections = {"overhead": overhead, "decoding": decoding}
         print(json.dumps(sections[section](rounds)))
         return
     started = time.perf_counter()

@@ -29,7 +29,7 @@ from rich.console import Console
 from torch import Tensor
 from transformers import DynamicCache
 
-from experiments.drawn import put_table
+from experiments.drawn import markdown, put_table
 from experiments.planted_lines import ids_of, made
 from experiments.record import Row, record, value_of_each
 from experiments.script import run
@@ -144,21 +144,15 @@ def whole_model(lengths: list[int], rounds: int) -> list[Row]:
 
 def turns_table(rows: list[Row]) -> str:
     """Times of new turns over those of the model alone; in brackets where lines are chosen whatever that costs."""
-    lines = [f"| attention | context | {' | '.join(f'{new:,}' for new in TURNS)} |", "|---" * (2 + len(TURNS)) + "|"]
-    for name, context in dict.fromkeys((row["model"], row["context"]) for row in rows):
-        over = []
-        for row in rows:
-            if (row["model"], row["context"]) == (name, context):
-                over.append(row["over_alone"])
-        cells = []
-        for one in over:
-            cells.append(f"{one['ours']:.2f} ({one['always']:.2f})")
-        lines.append(f"| `{name}` | {context:,} | {' | '.join(cells)} |")
-    values = []
-    for each in rows:
-        values.append(each["over_alone"]["ours"])
-    slowest = max(values)
-    return "\n".join([*lines, "", f"The slowest turn takes {slowest:.2f} times as long as the model alone."])
+    cells: dict[tuple[str, int], list[str]] = {}
+    slowest = 0.0
+    for row in rows:
+        over = row["over_alone"]
+        slowest = max(slowest, over["ours"])
+        place = cells.setdefault((row["model"], row["context"]), [f"`{row['model']}`", f"{row['context']:,}"])
+        place.append(f"{over['ours']:.2f} ({over['always']:.2f})")
+    table = markdown(["attention", "context", *(f"{new:,}" for new in TURNS)], list(cells.values()))
+    return f"{table}\n\nThe slowest turn takes {slowest:.2f} times as long as the model alone."
 
 
 def main(

@@ -123,8 +123,8 @@ CASES = {
         "x.json",
     ),
     "bench_kv": Case(
-        "--only h2o --out {out}/x.json",
-        lambda made: made["result"] == {"h2o": "h2o in 9 rounds"},
+        "--only overhead --out {out}/x.json",
+        lambda made: made["result"] == {"overhead": "overhead in 9 rounds"},
         "x.json",
         {"child": lambda _python, section, rounds: f"{section} in {rounds} rounds"},
         quick=True,
