@@ -1,20 +1,18 @@
 """Attention that computes only chosen lines (after MInference, Jiang et al. 2024).
 
-On a CPU with numba each head is computed separately, block by block of queries. Elsewhere a mask hides what is on no
-line, which gives the same numbers and takes as long as all attention.
+On CUDA, one Triton kernel computes all heads (`triton.py`). On a CPU each head is computed separately, block by block
+of queries. A block of queries needs three kinds of keys: the columns of the vertical lines, gathered once per head; a
+range of keys, if many offsets from 0 on are chosen; and for each other offset one key per row. Columns inside the range
+are computed with it and left out of the gathered ones, so no cell is counted twice; one softmax runs over all parts.
 
-A block of queries needs three kinds of keys: the columns of the vertical lines, gathered once per head; a range of
-keys, if many offsets from 0 on are chosen; and for each other offset one key per row. Columns inside the range are
-computed with it and left out of the gathered ones, so no cell is counted twice; one softmax runs over all parts.
-
-The cost of blocks is known beforehand; by a mask it counts as the cells on lines. If it exceeds `dense_above` of dense
-attention, the head is computed densely.
+The cost of all this is known beforehand. If it exceeds `dense_above` of dense attention, the head is computed densely.
 """
 
 from __future__ import annotations
 
 import importlib
 import math
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,7 +30,7 @@ from sinkscope.lines.head_lines import HeadLines
 from sinkscope.models.grouped_heads import kv_head_of
 
 CPU_LIMIT = 0.65
-MASK_LIMIT = 0.5
+CUDA_LIMIT = 0.5
 NARROW = 48
 BLOCK = 256
 """Queries at a time, and half as many beside a band of more than `WIDE` offsets, which is computed in whole blocks."""
@@ -44,21 +42,43 @@ LONE_COST = 1.5
 def dense_limit(width: int, device: torch.device) -> float:
     """Share of computed cells above which plain attention is about as fast, measured on a CPU in float32.
 
-    The limit is lower for heads narrower than 48, whose dense attention is cheaper, and for other devices, where it was
+    The limit is lower for heads narrower than 48, whose dense attention is cheaper, and for Triton, for which it was
     not measured.
     """
-    if device.type != "cpu":
-        return MASK_LIMIT
+    if _by_kernel(device):
+        return CUDA_LIMIT
     return CPU_LIMIT * min(1.0, width / NARROW)
 
 
+def lack_of_library(
+    query: Float[Tensor, "head query d_head"], value: Float[Tensor, "kv_head key d_value"]
+) -> str | None:
+    """Why attention along lines of these inputs cannot be computed; None if it can."""
+    device = query.device.type
+    if device not in ("cpu", "cuda"):
+        return "only CPUs and CUDA do that"
+    library = "numba"
+    if _by_kernel(query.device):
+        library = "triton"
+    if _module(library) is None:
+        return f"{library} is not installed"
+    if library == "triton" and value.dtype == torch.float64:
+        return "triton does not compute in float64"
+    return None
+
+
+def _by_kernel(device: torch.device) -> bool:
+    """Whether the Triton kernel computes lines there; on a CPU, its interpreter does if it was asked for."""
+    return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+
+
 @cache
-def _loops() -> Any:
-    """The module of the loops over lone lines; None, with one warning, without numba."""
+def _module(library: str) -> Any:
+    """The module that computes lines with a library; None, with one warning, if that is not installed."""
     try:
-        return importlib.import_module("sinkscope.lines.lone")
+        return importlib.import_module({"numba": "sinkscope.lines.lone", "triton": "sinkscope.lines.triton"}[library])
     except ImportError as error:
-        warn(f"attention along lines takes as long as all attention: {error}; install numba")
+        warn(f"attention along lines is not computed: {error}; install {library}")
     return None
 
 
@@ -68,10 +88,9 @@ class Sparsity:
 
     Attributes:
         cells: Share of the causal cells that lie on the lines.
-        computed: Cost as a share of the causal cells: cells that were computed, or take as long; 1.0 if dense. By a
-            mask, the cells on lines.
+        computed: Cost as a share of the causal cells: cells that were computed, or take as long; 1.0 if dense.
         dense: Whether the head was computed by plain attention, because that is faster.
-        kernel: What computed the other heads, "blocks" or "mask".
+        kernel: What computed the other heads, "blocks" or "triton".
     """
 
     cells: tuple[float, ...]
@@ -112,33 +131,36 @@ def sparse_attention(
         lines: Chosen lines of every query head. The main diagonal must be among them.
         scaling: Factor on the scores; None: one over the root of `d_head`.
         dense_above: Share of computed cells above which a head is computed densely, with all its cells. None:
-            `dense_limit`, which is 0.65 on a CPU, less for narrow heads, and 0.5 on other devices.
+            `dense_limit`, which is 0.65 in blocks, less for narrow heads, and 0.5 with Triton.
 
     Returns:
-        The output, in the dtype of `value`, computed in float32 in blocks, and in that dtype by a mask; and what was
-        computed.
+        The output, in the dtype of `value`, computed in float32 (Triton computes in the inputs' dtype and accumulates
+        in float32); and what was computed.
 
     Raises:
         SinkscopeError: Lines have the wrong shape, or a head lacks the main diagonal.
-        UnsupportedError: An input requires gradients.
+        UnsupportedError: An input requires gradients, or what computes lines is not installed.
     """
     if scaling is None:
         scaling = float(query.shape[-1] ** -0.5)
     _check(query, key, value, lines)
     inputs = _Inputs(query, key, value, scaling)
     out = torch.empty(*query.shape[:2], value.shape[-1], device=query.device, dtype=value.dtype)
+    reason = lack_of_library(query, value)
+    if reason is not None:
+        raise UnsupportedError(
+            f"attention along lines cannot be computed on {query.device.type}: {reason}; use numba, or triton on CUDA",
+            page="kv-session",
+        )
     limit = dense_above
     if limit is None:
         limit = dense_limit(query.shape[-1], query.device)
-    kernel = "mask"
-    if query.device.type == "cpu" and _loops() is not None:
-        kernel = "blocks"
-        costs = _in_blocks(inputs, lines, limit, out)
-    else:
-        costs = lines.density().tolist()
-        _by_pytorch(inputs, [head for head, cost in enumerate(costs) if cost <= limit], lines, out)
+    kernel, compute = "blocks", _in_blocks
+    if _by_kernel(query.device):
+        kernel, compute = "triton", _by_triton
+    costs = compute(inputs, lines, limit, out)
     dense_heads = [head for head, cost in enumerate(costs) if cost > limit]
-    _by_pytorch(inputs, dense_heads, None, out)
+    _dense(inputs, dense_heads, out)
     for head in dense_heads:
         costs[head] = 1.0
     dense = tuple(head in dense_heads for head in range(len(costs)))
@@ -169,9 +191,22 @@ def _check(query: Tensor, key: Tensor, value: Tensor, lines: HeadLines) -> None:
         raise SinkscopeError("lines of a head lack the main diagonal: expected it among them")
 
 
+def _by_triton(inputs: _Inputs, lines: HeadLines, limit: float, out: Tensor) -> list[float]:
+    """Write the heads that cost at most the limit into `out`; infinite costs if the kernel cannot be compiled."""
+    module = _module("triton")
+    index = module.index_of(lines, module.queries_at_once(inputs.value.dtype))
+    costs = (index.cells() / int(lines.lengths().sum())).tolist()
+    heads = torch.tensor([head for head, cost in enumerate(costs) if cost <= limit], device=out.device).long()
+    if len(heads):
+        compiled = module.triton_heads(inputs.query, inputs.key, inputs.value, lines, index, heads, inputs.scaling, out)
+        if not compiled:
+            return [math.inf] * len(costs)
+    return costs
+
+
 def _in_blocks(inputs: _Inputs, lines: HeadLines, limit: float, out: Tensor) -> list[float]:
     """Write the heads that cost at most the limit into `out`, block by block of queries; the costs of all heads."""
-    loops = _loops().lone_loops(inputs.query.shape[-1], inputs.value.shape[-1])
+    loops = _module("numba").lone_loops(inputs.query.shape[-1], inputs.value.shape[-1])
     cells = int(lines.lengths().sum())
     costs: list[float] = []
     heads: dict[int, _BlockedHead] = {}
@@ -210,14 +245,14 @@ def _side_by_side(compute: Callable[[int], None], heads: list[int]) -> None:
         torch.set_num_threads(threads)  # the number that a thread sets is also what new threads start with
 
 
-def _by_pytorch(inputs: _Inputs, heads: list[int], lines: HeadLines | None, out: Tensor) -> None:
-    """Attention of some heads, causal or under a mask of their lines, on 4-D tensors: others build the whole matrix."""
+def _dense(inputs: _Inputs, heads: list[int], out: Tensor) -> None:
+    """Plain causal attention of some heads, on 4-D tensors: for other shapes PyTorch builds the whole matrix."""
     from torch.nn.attention.bias import causal_lower_right  # loads sympy, for which no help need wait
 
     queries, keys = inputs.query.shape[1], inputs.key.shape[1]
     rows = queries
-    if queries < keys or lines is not None:
-        rows = 1024  # at a time: their mask is built
+    if queries < keys:
+        rows = 1024  # at a time: on a CPU PyTorch builds their mask
     for kv_head, some in groupby(heads, key=inputs.kv_head):  # so that no keys are copied
         own = list(some)
         for start in range(0, queries, rows):
@@ -225,10 +260,7 @@ def _by_pytorch(inputs: _Inputs, heads: list[int], lines: HeadLines | None, out:
             end = keys - queries + stop
             parts = inputs.query[own, start:stop], inputs.key[kv_head, :end], inputs.value[kv_head, :end]
             query, key, value = (part.to(out.dtype).expand(1, len(own), -1, -1) for part in parts)
-            visible: Any = causal_lower_right(stop - start, end)
-            if lines is not None:
-                at = torch.arange(keys - queries + start, end, device=out.device)
-                visible = HeadLines(lines.vertical[own], lines.slash[own], queries).rows(at)[..., :end]
+            visible = causal_lower_right(stop - start, end)
             out[own, start:stop] = scaled_dot_product_attention(query, key, value, visible, scale=inputs.scaling)[0]
 
 

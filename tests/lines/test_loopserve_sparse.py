@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -148,24 +146,3 @@ def test_what_does_not_fit_is_refused(changed):
     words = "expected keys and values.*have lines of this shape" if changed else "main diagonal"
     with pytest.raises(SinkscopeError, match=words):
         call(query, key, value, lines)
-
-
-def test_without_numba_a_mask_gives_the_same_and_it_is_said_once(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sinkscope.lines.lone", None)  # an import of it fails
-    sparse._loops.cache_clear()  # pyright: ignore[reportPrivateUsage]
-    with pytest.warns(UserWarning, match="install numba") as said:
-        for queries, keys in ((200, 200), (60, 200)):
-            query, key, value = inputs(4, 2, queries, keys)
-            lines = drawn(4, keys, queries, 0.05, 0.02)
-            lines.slash[1] = True  # dense
-            out, what = sparse_attention(query, key, value, lines, dense_above=0.5)
-            assert what.kernel == "mask" and what.dense == (False, True, False, False)
-            assert_close(out.double(), masked(query, key, value, lines), atol=1e-5, rtol=0)
-    assert len(said) == 1
-    sparse._loops.cache_clear()  # pyright: ignore[reportPrivateUsage]
-
-
-def test_the_limit_goes_by_device_and_width():
-    cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    assert [sparse.dense_limit(64, device) for device in (cuda, cpu)] == [0.5, 0.65]
-    assert sparse.dense_limit(24, cpu) == 0.325

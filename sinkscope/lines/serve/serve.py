@@ -75,7 +75,8 @@ class LoopServe(SparsePrompts):
             costs little, and heads that need too many cells to make up for the choice. With 0, lines are chosen
             whatever that costs.
         dense_above: Share of computed cells above which a head is computed densely. None means 0.65, less for heads
-            narrower than 48, and 0.5 on other devices than a CPU.
+            narrower than 48, and 0.5 on CUDA. Other devices then read densely, because a loop over blocks does not pay
+            there.
         seed: Seed for drawing queries. Draws also depend on the layer and on the lengths of prompt and context, so they
             differ between the turns of a conversation.
         begin: Number of first tokens that all queries see. Ours; algorithm 5 begins with two empty sets.

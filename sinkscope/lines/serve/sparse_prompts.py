@@ -19,7 +19,7 @@ from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.session import Session
 from sinkscope.lines.attention import recovered
 from sinkscope.lines.head_lines import HeadLines
-from sinkscope.lines.sparse import Sparsity, all_dense, dense_limit, sparse_attention
+from sinkscope.lines.sparse import Sparsity, all_dense, dense_limit, lack_of_library, sparse_attention
 from sinkscope.tap.call import Attention
 from sinkscope.tap.view import View
 
@@ -140,7 +140,8 @@ class SparsePrompts(Intervention):
     "prefill".
 
     Attributes:
-        dense_above: Share of computed cells above which a head is dense. None uses `dense_limit`.
+        dense_above: Share of computed cells above which a head is dense. None uses the kernel's default, and leaves
+            prompts on devices without a kernel of their own to the model's attention.
         shortest: Prompts with fewer keys are read by the model's own attention.
         dense_rows: Number of queries at the end that attend to everything.
     """
@@ -281,6 +282,9 @@ class SparsePrompts(Intervention):
             return f"fewer than {self.shortest} keys"
         if not self.pays(prompt.query[0, :, self.dense_rows :], keys, flat):
             return f"{prompt.queries} new tokens are too few to pay for a choice of lines"
+        why_no_kernel = lack_of_library(prompt.query[0], prompt.value[0])
+        if why_no_kernel is not None:
+            return f"on {prompt.query.device.type}: {why_no_kernel}"
         if view.window is not None and keys > view.window:
             return "sliding window"
         if prompt.softcap is not None:

@@ -1,0 +1,193 @@
+"""Triton's kernel, interpreted on a CPU, equals attention under a mask; and what happens without triton."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import venv
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from test_loopserve_sparse import drawn, inputs, masked
+
+from sinkscope.errors import UnsupportedError
+from sinkscope.lines import sparse
+from sinkscope.lines.shapes import AShape
+from sinkscope.tap.call import Attention
+from sinkscope.tap.view import View
+
+CASES = {
+    f"{kind}, {queries} of {queries + past}, width {width}, {kv} kv heads, {dtype}, limit {limit:g}": (
+        kind,
+        queries,
+        past,
+        width,
+        kv,
+        dtype,
+        limit,
+    )
+    for kind, queries, past, width, kv, limit in (
+        ("mixed", 300, 0, 24, 2, 1e9),  # heads share keys, and nothing is a multiple of a block
+        ("mixed", 300, 0, 24, 2, 0.9),  # the last heads are dense
+        ("mixed", 256, 0, 16, 4, 1e9),  # everything is
+        ("lone", 200, 130, 48, 1, 1e9),  # no vertical lines
+        ("band", 130, 211, 80, 1, 1e9),
+        ("columns", 190, 0, 16, 2, 1e9),  # no slash lines but the main diagonal
+        ("columns", 1, 70, 16, 2, 1e9),
+    )
+    for dtype in ("float16", "float32")
+}
+
+
+@pytest.fixture(scope="module")
+def found():
+    """All cases, in one process that reads the variable before it imports triton."""
+    pytest.importorskip("triton")
+    try:
+        int(np.ones(1, dtype=np.int64))  # Triton 3.6's interpreter does so; NumPy 2.5 refuses
+    except TypeError:
+        pytest.skip("Triton's interpreter does not run with this version of NumPy")
+    here = Path(__file__).parents[1]
+    path = os.pathsep.join([str(here), str(here.parent), *filter(None, sys.path)])
+    run = [sys.executable, str(here / "triton_cases.py"), json.dumps(CASES)]
+    done = subprocess.run(run, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted_it_equals_attention_under_the_mask(name, found):
+    kind, _, _, _, _, dtype, limit = CASES[name]
+    case = found[name]
+    assert case["kernel"] == "triton" and case["done"] and case["type"] == f"torch.{dtype}"
+    if dtype == "float32":
+        assert case["relative"] < 1e-6
+    else:  # weights are rounded for the product, as flash attention rounds them
+        assert case["root_mean_square"] < 1.5e-4 and case["relative"] < 3e-4
+        assert case["off"] < 1.4 * case["pytorch_off"]
+    assert any(case["dense"]) == (limit < 1)
+    if kind == "mixed" and limit < 1:
+        assert case["dense"][3] and not case["dense"][2]
+    numbers = zip(case["dense"], case["computed"], case["cells"], strict=True)
+    assert all(full or done > cells for full, done, cells in numbers)
+
+
+LISTS = "heads kv_heads block_count block_index column_count column_index lone_count lone_offset".split()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "width"), [("bfloat16", 128), ("float32", 128), ("bfloat16", 256)])
+def test_it_compiles_for_compute_capability_90_and_fits_its_shared_memory(dtype, width):
+    """No GPU is needed to compile. Without tensor cores a float32 kernel has no registers left for its products."""
+    pytest.importorskip("triton")
+    from triton import compile as compiled
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from sinkscope.lines import triton as kernel
+
+    kind = getattr(torch, dtype)
+    size = kernel.queries_at_once(kind)
+    fixed = {"width": width, "values": width, "SIZE": size, "KEYS": kernel.KEYS}
+    names = kernel._attend.arg_names
+    types = {name: "i32" for name in names} | {"scaling": "fp32"} | dict.fromkeys(fixed, "constexpr")
+    types |= dict.fromkeys(("query", "key", "value", "out"), "*bf16" if dtype == "bfloat16" else "*fp32")
+    types |= dict.fromkeys(LISTS, "*i32") | dict.fromkeys(("banded", "vertical", "whole"), "*u8")
+    # Addresses are multiples of 16, as those of a model's tensors are.
+    even = [i for i, name in enumerate(names) if types[name][0] == "*"]
+    source = ASTSource(
+        kernel._attend,
+        types,
+        {(names.index(name),): number for name, number in fixed.items()},
+        {(i,): [["tt.divisibility", 16]] for i in even},
+    )
+    options = {"num_warps": kernel._warps(width, size), "num_stages": 1}
+    made = compiled(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert made.metadata.shared <= 227 * 1024
+    assert "wgmma" in made.asm["ptx"], "the products are not computed on tensor cores"
+
+
+def test_what_compilers_raise_leaves_lines_to_pytorch_and_errors_of_cuda_do_not(found):
+    failures = found["failures"]
+    said = "lines are not computed by Triton, which could not compile them: "
+    for name in ("ValueError", "RuntimeError", "CompilationError"):
+        assert failures[f"compiling {name}"] == ["left", f"{said}{name} no"]
+    assert failures["launching OutOfResources"] == ["left", f"{said}OutOfResources no"]
+    for name in ("compiling AcceleratorError", "launching AcceleratorError", "launching RuntimeError"):
+        assert failures[name] == ["raised", "no"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_all_of_this_in_an_environment_with_triton(tmp_path):
+    """An environment with triton and a NumPy that its interpreter takes, before the packages of this one."""
+    venv.create(tmp_path, with_pip=True)
+    python = tmp_path / "bin/python"
+    install = [python, "-m", "pip", "install", "--quiet", "triton", "numpy<2.4"]
+    done = subprocess.run(install, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"triton and numpy<2.4 cannot be installed: {done.stderr.strip().splitlines()[-1]}")
+    packages = next(tmp_path.glob("lib/python*/site-packages"))
+    (packages / "here.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    words = f"-m pytest -n 0 -q -p no:cacheprovider {__file__} -k".split()
+    run = [python, *words, "not in_an_environment", "-m", "slow or not slow"]
+    root = Path(__file__).parents[2]
+    told = subprocess.run(run, capture_output=True, text=True, check=False, cwd=root).stdout
+    assert "failed" not in told and "error" not in told, told
+    skipped = 0 if torch.cuda.is_available() else 6
+    passed = re.search(r"(\d+) passed(?:, (\d+) skipped)?", told)
+    assert passed is not None and int(passed[1]) >= len(CASES) + 3 and int(passed[2] or 0) <= skipped, told
+
+
+@pytest.mark.parametrize(
+    ("library", "module", "interpreted"),
+    [("triton", "sinkscope.lines.triton", "1"), ("numba", "sinkscope.lines.lone", "0")],
+)
+def test_without_its_library_lines_are_refused_and_it_is_said_once(monkeypatch, library, module, interpreted):
+    monkeypatch.setitem(sys.modules, module, None)  # an import of it fails
+    monkeypatch.setenv("TRITON_INTERPRET", interpreted)
+    sparse._module.cache_clear()
+    with pytest.warns(UserWarning, match=f"install {library}") as said:
+        for _ in range(2):
+            with pytest.raises(UnsupportedError, match=f"on cpu: {library} is not installed"):
+                sparse.sparse_attention(*inputs(2, 1, 200, 200), drawn(2, 200, 200, 0.05, 0.02))
+    assert len(said) == 1
+    sparse._module.cache_clear()
+
+
+def test_the_limit_goes_by_device_and_width():
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert [sparse.dense_limit(64, device) for device in (cuda, cpu)] == [0.5, 0.65]
+    assert sparse.dense_limit(24, cpu) == 0.325
+
+
+def test_prompts_on_a_device_without_it_are_left_to_the_model():
+    query = torch.empty(1, 2, 200, 16, device="meta")
+    key = torch.empty(1, 1, 200, 16, device="meta")
+    pos = torch.arange(200)[None]
+    module = SimpleNamespace(layer_idx=0, config=SimpleNamespace(_attn_implementation="sdpa"))
+    view = View(pos[None], pos)
+    prompt = Attention(module, query, key, key, None, {}, view=view)
+    assert AShape().why_dense(prompt, view, None, flat=False) == "on meta: only CPUs and CUDA do that"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize(("queries", "past"), [(512, 0), (300, 211), (1000, 0)])
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-4), (torch.bfloat16, 4e-3)])
+def test_on_a_gpu_it_is_what_is_used(dtype, error, queries, past):
+    pytest.importorskip("sinkscope.lines.triton")
+    given = [tensor.to(dtype) for tensor in inputs(4, 2, queries, queries + past, width=128)]
+    lines = drawn(4, queries + past, queries, 0.05, 0.01)
+    lines.slash[1, 20:200] = True
+    there = sparse.HeadLines(lines.vertical.cuda(), lines.slash.cuda(), queries)
+    out, what = sparse.sparse_attention(*(tensor.cuda() for tensor in given), there, scaling=0.25, dense_above=1e9)
+    assert what.kernel == "triton" and not any(what.dense)
+    wanted = masked(*given, lines)
+    assert float((out.cpu().double() - wanted).norm() / wanted.norm()) < error

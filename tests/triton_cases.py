@@ -1,0 +1,143 @@
+"""Triton's kernel interpreted on a CPU, in a process of its own, because triton reads the variable when it is imported.
+
+Prints one JSON object: for every case what `sparse_attention` said, and its differences from the same by a mask.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from typing import Any
+from unittest.mock import patch
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+from test_loopserve_sparse import drawn, masked
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources
+
+from sinkscope.lines import triton as kernel
+from sinkscope.lines.head_lines import HeadLines
+from sinkscope.lines.sparse import sparse_attention
+
+
+def lines_of(keys: int, queries: int, kind: str) -> HeadLines:
+    """Lines of four heads."""
+    lines = drawn(4, keys, queries, 0.0, 0.0)
+    generator = torch.Generator().manual_seed(7)
+    lone = torch.randperm(keys - 1, generator=generator)[:5] + 1
+    few = torch.rand(keys, generator=generator) < 0.1
+    match kind:
+        case "mixed":  # columns and lone lines; a band with a hole and lone lines beside it; columns; both kinds dense
+            lines.vertical[0] = few
+            lines.slash[0, lone] = True
+            lines.slash[1, 70:150] = True
+            lines.slash[1, 100] = False
+            lines.slash[1, [40, 220]] = True
+            lines.vertical[1] = few.flip(0)
+            lines.vertical[2] = few
+            lines.slash[3], lines.vertical[3] = True, few
+        case "lone":
+            lines.slash[:, lone] = True
+        case "band":
+            for head in range(4):
+                lines.slash[head, : 50 * head + 1] = True
+            lines.slash[:, -1] = True
+        case "columns":
+            lines.vertical[:] = few
+            lines.vertical[1] = True
+    return lines
+
+
+def case(kind: str, queries: int, past: int, width: int, kv: int, dtype: torch.dtype, limit: float) -> dict[str, Any]:
+    """One case; the values have two thirds of the width, so that both are padded."""
+    keys, generator = queries + past, torch.Generator().manual_seed(0)
+
+    def normal(heads: int, rows: int, wide: int) -> Tensor:
+        return torch.randn(heads, rows, wide, generator=generator).to(dtype)
+
+    query, key = normal(4, queries, width), normal(kv, keys, width)
+    value = normal(keys, kv, 2 * width // 3).transpose(0, 1)  # as a model gives them: not contiguous
+    lines = lines_of(keys, queries, kind)
+    found, what = sparse_attention(query, key, value, lines, scaling=0.25, dense_above=limit)
+    wanted = masked(query, key, value, lines)
+    if any(what.dense):
+        lines.slash[torch.tensor(what.dense)] = True  # all cells
+        wanted = masked(query, key, value, lines)
+    # The same before the result is rounded, which rounds by itself.
+    plain = HeadLines(lines.vertical, lines_of(keys, queries, kind).slash, queries)
+    whole = torch.empty(found.shape)
+    index = kernel.index_of(plain, kernel.queries_at_once(dtype))
+    some = torch.tensor([head for head, full in enumerate(what.dense) if not full], dtype=torch.long)
+    done = kernel.triton_heads(query, key, value, plain, index, some, 0.25, whole)
+    its = wanted[some]
+    at = torch.arange(past, keys)
+    mask = lines.rows(at)
+    same = (tensor.repeat_interleave(4 // len(tensor), 0) for tensor in (key, value))
+    theirs = scaled_dot_product_attention(query, *same, attn_mask=mask, scale=0.25)
+    return {
+        "kernel": what.kernel,
+        "done": done,
+        "dense": list(what.dense),
+        "type": str(found.dtype),
+        "off": float((found - wanted).norm()),
+        "pytorch_off": float((theirs - wanted).norm()),
+        "relative": float((whole[some] - its).norm() / its.norm()),
+        "root_mean_square": float((whole[some] - its).square().mean().sqrt()),
+        "computed": list(what.computed),
+        "cells": list(what.cells),
+    }
+
+
+class Failing:
+    """A kernel that raises when it is compiled, or when it is launched."""
+
+    def __init__(self, when: str, error: Exception):
+        self.when, self.error = when, error
+
+    def warmup(self, *_: Any, **__: Any) -> None:
+        if self.when == "compiling":
+            raise self.error
+
+    def __getitem__(self, grid: Any) -> Any:
+        return self.launch
+
+    def launch(self, *_: Any, **__: Any) -> None:
+        raise self.error
+
+
+def failure(when: str, kind: type[Exception]) -> list[str]:
+    """What becomes of an error of this kind, and what is said."""
+    error = type(kind.__name__, (kind,), {"__init__": lambda _: None, "__str__": lambda _: "no"})()
+    lines = drawn(2, 64, 64, 0.1, 0.1)
+    query = torch.zeros(2, 64, 16)
+    index = kernel.index_of(lines, 64)
+    with patch.object(kernel, "_attend", Failing(when, error)), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            kernel.triton_heads(query, query, query, lines, index, torch.arange(2), 1.0, torch.zeros(2, 64, 16))
+        except Exception as raised:
+            return ["raised", str(raised)]
+    return ["left", str(said[0].message)]
+
+
+FAILURES = {
+    "compiling": (ValueError, RuntimeError, CompilationError, torch.AcceleratorError),
+    "launching": (OutOfResources, RuntimeError, torch.AcceleratorError),
+}
+
+if __name__ == "__main__":
+    wanted = json.loads(sys.argv[1])
+    told: dict[str, Any] = {}
+    for name, words in wanted.items():
+        told[name] = case(*words[:5], getattr(torch, words[5]), words[6])
+    told["failures"] = {}
+    for when, kinds in FAILURES.items():
+        for kind in kinds:
+            told["failures"][f"{when} {kind.__name__}"] = failure(when, kind)
+    json.dump(told, sys.stdout)
