@@ -10,7 +10,6 @@ from math import hypot
 from pathlib import Path
 from typing import Any, ClassVar
 
-from sinkscope.app.readers import moved, readers_in_words
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import path_of
 from sinkscope.files.plain import visible
@@ -89,7 +88,6 @@ class SinkCard(Result):
         parts: The parts in the order of the card.
         against: Model of the other card; None if there is none.
         changes: Comparison with the other card, including what stayed the same.
-        readers: What happened to the heads that attend to the sink, in words.
     """
 
     kind: ClassVar[str] = "sink-card"
@@ -99,7 +97,6 @@ class SinkCard(Result):
     parts: tuple[CardPart, ...]
     against: str | None = None
     changes: tuple[CardChange, ...] = ()
-    readers: tuple[str, ...] = ()
 
     @property
     def finished(self) -> list[CardPart]:
@@ -128,10 +125,8 @@ class SinkCard(Result):
         return f"{finding}."
 
     def details(self) -> list[str]:
-        """What happened to the readers of the sink; every part's conclusion, any failures, and the cost."""
+        """Every part's conclusion, any failures, and the cost."""
         lines: list[str] = []
-        if self.readers:
-            lines.append(" ".join(self.readers))
         for part in self.parts:
             if part.problem is None:
                 lines.append(f"{part.command}: {part.conclusion} ({part.seconds:.1f} s)")
@@ -168,7 +163,6 @@ class SinkCard(Result):
         parts: list[str] = []
         if self.against is not None:
             parts.append(f"<p><b>{escape(self.conclusion())}</b></p>")
-            parts += [f"<p>{escape(visible(sentence))}</p>" for sentence in self.readers]
             rows = [asdict(change) for change in self.changes if change.changed]
             parts.append(Grid(strings(rows)).html())
         parts.append('<div class="tiles">')
@@ -241,8 +235,7 @@ class SinkCard(Result):
         name = other.model.name
         if name == self.model.name:
             name = f"{name} ({other.model.fingerprint[:8]})"
-        readers = readers_in_words(*[_numbers_of(card, "find_sinks") for card in (other, self)])
-        return replace(self, against=name, changes=tuple(changes), readers=tuple(readers))
+        return replace(self, against=name, changes=tuple(changes))
 
 
 def _number(number: Number | None) -> str:
@@ -253,15 +246,6 @@ def _number(number: Number | None) -> str:
     return f"<p><b>{escape(cell(number.value))}</b> {escape(visible(number.label))} <small>({control})</small></p>"
 
 
-def _numbers_of(card: SinkCard, part: str) -> dict[str, Number]:
-    """The numbers of one part of a card, by their labels; none if it failed or was left out."""
-    numbers: dict[str, Number] = {}
-    for one in card.parts:
-        if one.name == part:
-            numbers |= {number.label: number for number in one.numbers}
-    return numbers
-
-
 def _change(before: Number, after: Number) -> CardChange:
     """How a number moved, and whether by more than both margins; a word changes if it is another."""
     margin: float | None = None
@@ -270,7 +254,8 @@ def _change(before: Number, after: Number) -> CardChange:
         changed = before.value != after.value
     elif before.margin is not None and after.margin is not None:
         margin = hypot(before.margin, after.margin)
-        changed = moved(before, after, SMALLEST_CHANGE)
+        moved = abs(float(after.value or 0.0) - float(before.value or 0.0))
+        changed = moved > max(margin, SMALLEST_CHANGE * abs(float(before.value or 0.0)))
     return CardChange(after.label, cell(before.value), cell(after.value), margin, changed)
 
 

@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import shutil
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -80,13 +79,6 @@ FILES = {  # prompts of LongEval's form
 }
 
 
-def two_parts(*, out: Path, quick: bool, progress: Callable[..., None]) -> None:
-    """A scan of two parts, the first of which takes two tenths of a second."""
-    progress("scan: find-sinks, layers", 0, 2)
-    time.sleep(0.2)
-    progress("scan: repeat, tokens", 1, 2)
-
-
 def planted_neurons(printed: str) -> bool:
     """The arms of the comparison find what the checkpoint's truth says."""
     found = json.loads(printed)
@@ -156,13 +148,6 @@ CASES = {
         lambda page: "| float32 | 256 | 2 | 1 | 3/3 | 3/3 | 3/3 | 1/1 / 1/1 / 1/1 |" in page,
         "recall/README.md",
         {"CASES": (recall_card.Case("float32", 256, 2, 1, 2),)},
-    ),
-    "scan_seconds": Case(
-        "--out {out}/x.json",
-        lambda made: made["result"]["full"] == {"find-sinks": 0.2, "repeat": 0.0},
-        "x.json",
-        {"scan": two_parts},
-        quick=True,
     ),
     "loopguard.figure2": Case(
         "{run} --out {out}", lambda made: made["result"]["folders"][0]["runs"] == 1, "loopguard_fig2.json"
