@@ -1,6 +1,6 @@
-// What a view shows of its texts: tokens, heads, and the rows of one head. Each part draws itself again when told.
+// What a view shows of a text: tokens, heads, and the rows of one head. Each part draws itself again when told.
 
-/** The tokens of each shown text under the chosen colour, and what comes next. */
+/** The tokens of the text under the chosen colour, and what comes next. */
 class Strips {
   constructor(view) {
     this.view = view;
@@ -10,39 +10,35 @@ class Strips {
   }
 
   draw() {
-    const { sides, data } = this.view;
-    const wanted = sides.map((side) => data.texts.indexOf(side.text)).join();
-    if (this.strips.dataset.texts !== wanted) {
-      this.strips.dataset.texts = wanted;
-      this.strips.replaceChildren(...sides.flatMap((side, place) => this.strip(side, place)));
+    const { shown } = this.view;
+    if (this.text !== shown.text) {
+      this.text = shown.text;
+      this.strips.replaceChildren(...this.strip(shown));
     }
-    sides.forEach((side, place) => this.colour(side, place));
-    this.tell(0, this.view.picked);
+    this.colour(shown);
+    this.tell(this.view.picked);
   }
 
-  strip({ text }, place) {
-    const id = place ? "other" : "token";
+  strip({ text }) {
     const buttons = text.tokens.map((token, number) => element("button", {
-      class: "token", type: "button", id: `${id}-${number}`,
-      onclick: () => this.view.pickToken(number), onpointerenter: () => this.tell(place, number), onfocus: () => this.tell(place, number),
+      class: "token", type: "button", id: `token-${number}`,
+      onclick: () => this.view.pickToken(number), onpointerenter: () => this.tell(number), onfocus: () => this.tell(number),
     }, visible(token)));
     const group = element("div", { class: "strip", role: "group", "aria-label": `Tokens of ${text.name}` }, ...buttons);
     group.mark = roving(group);
-    const name = this.view.sides.length > 1 ? [element("p", { class: "soft" }, `${text.name}:`)] : [];
-    return [...name, group, element("p", { class: "soft", id: place ? "following-other" : "following" })];
+    return [group, element("p", { class: "soft", id: "following" })];
   }
 
-  colour(side, place) {
-    const group = this.strips.querySelectorAll(".strip")[place];
+  colour(side) {
+    const group = this.strips.querySelector(".strip");
     const values = this.values(side);
-    const chosen = Math.min(this.view.picked, values.length - 1);
     [...group.children].forEach((button, number) => {
       const [value, share] = values[number];
       const part = Math.max(0, Math.min(1, share));
       button.style.setProperty("--v", Math.round(100 * part));
       button.classList.toggle("strong", part > 0.55);
       button.classList.toggle("sink", side.text.spikes.includes(number));
-      button.classList.toggle("chosen", number === chosen);
+      button.classList.toggle("chosen", number === this.view.picked);
       button.setAttribute("aria-label", `token ${number}, ${side.text.tokens[number]}, ${shown(value)}`);
     });
     group.mark();
@@ -51,7 +47,7 @@ class Strips {
     group.nextElementSibling.textContent = before ? `Next token, intact: ${before}.${after}` : "";
   }
 
-  /** A value and a share from 0 to 1 for each token of a shown text. */
+  /** A value and a share from 0 to 1 for each token. */
   values({ text, intact, reading, rows }) {
     const { colour, data, layer, query } = this.view;
     const length = text.tokens.length;
@@ -69,7 +65,7 @@ class Strips {
       });
     }
     if (colour === "row") {
-      const line = Math.min(query, length - 1) * length;
+      const line = query * length;
       return text.tokens.map((_, token) => {
         const value = rows ? rows[line + token] : 0;
         return [value, Math.sqrt(value)];
@@ -81,10 +77,10 @@ class Strips {
   }
 
   /** Say the value of one token. */
-  tell(place, number) {
-    const { sides, data, colour, layer, head, query, variant } = this.view;
-    const { text } = sides[place];
-    const [value] = this.values(sides[place])[number];
+  tell(number) {
+    const { shown: side, data, colour, layer, head, query, variant } = this.view;
+    const { text } = side;
+    const [value] = this.values(side)[number];
     const words = {
       norm: `norm ${shown(value)} after layer ${layer}, ${shown(value / data.typical_norm[layer])} times the typical one`,
       attention: `${percent(value)} of the attention in layer ${layer}`,
@@ -101,7 +97,7 @@ function following(variant) {
   return (variant.following || []).map(([token, probability]) => `${quoted(token)} ${probability < 0.005 ? "below 1%" : percent(probability)}`).join(", ");
 }
 
-/** The heads of the first text, a row for each layer, by their attention to the chosen token. */
+/** The heads, a row for each layer, by their attention to the chosen token. */
 class Heads {
   constructor(view) {
     this.view = view;
@@ -139,7 +135,7 @@ class Heads {
   }
 }
 
-/** The rows of the chosen head in each shown text, intact and as the chosen model has them. */
+/** The rows of the chosen head, intact and as the chosen model has them. */
 class Rows {
   constructor(view) {
     this.view = view;
@@ -152,12 +148,12 @@ class Rows {
   }
 
   draw() {
-    const { sides, head, query: picked } = this.view;
-    const [{ text, rows }] = sides;
+    const { shown: side, head, query: picked } = this.view;
+    const { text, rows } = side;
     const length = text.tokens.length;
     this.title.textContent = `Rows of ${headName(head)}`;
     const focused = this.figures.contains(document.activeElement) && document.activeElement.id;
-    this.figures.replaceChildren(...sides.flatMap((side, place) => this.pictures(side, place)));
+    this.figures.replaceChildren(...this.pictures(side));
     if (focused) this.figures.querySelector(`#${focused}`)?.focus();
     if (!rows) {
       this.words.textContent = "This file has no room for the rows of this head; a shorter text shows them.";
@@ -171,13 +167,10 @@ class Rows {
   }
 
   /** The intact rows of a text, if a switch is on, and its rows now. */
-  pictures({ text, rows, rowsBefore }, place) {
-    const { sides, variant } = this.view;
-    const of = sides.length > 1 ? `: ${text.name}` : "";
-    const end = place ? "-other" : "";
+  pictures({ text, rows, rowsBefore }) {
     const made = [];
-    if (rowsBefore) made.push(this.picture(`rows-before${end}`, `intact${of}`, text, rowsBefore));
-    if (rows) made.push(this.picture(`rows${end}`, `${variant}${of}`, text, rows));
+    if (rowsBefore) made.push(this.picture("rows-before", "intact", text, rowsBefore));
+    if (rows) made.push(this.picture("rows", this.view.variant, text, rows));
     return made;
   }
 
