@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import pty
-import re
 import sys
 import termios
 import threading
@@ -151,20 +150,3 @@ def test_what_is_waited_for_is_painted_over_by_what_comes_first(monkeypatch, cap
     status, shown = on_a_terminal(monkeypatch, words)
     assert status == 2 and shown.startswith(f"Loading {words[-1]} ...\r")
     assert seen(shown) == fill(capfd.readouterr().err, WIDTH)
-
-
-@pytest.mark.parametrize("plain", [False, True])
-def test_conclusions_and_headings_are_bold(plain, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.txt").write_text(LOOPS)
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    if plain:
-        monkeypatch.setenv("NO_COLOR", "1")
-    _, shown = on_a_terminal(monkeypatch, ["loops", "a.txt"])
-    bold = re.findall("\x1b\\[1m(.*?)\x1b\\[0m", shown, re.DOTALL)
-    if plain:
-        assert bold == [] and "Conclusion: " in shown
-    else:
-        assert bold[-2].split()[:2] == ["name", "verdict"] and bold[-1].startswith("Conclusion: ") and len(bold) == 2, (
-            shown
-        )

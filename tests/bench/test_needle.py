@@ -14,9 +14,7 @@ from experiments import make_two_hops
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.tasks.needle import KINDS, WORDINGS, Needle, needle_prompt, wording_of
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.origin import fingerprint_of
 from sinkscope.opening.live import target_of
-from sinkscope.opening.open import open_target
 
 WRITTEN = [(name, kind) for name, kinds in WORDINGS.items() for kind in kinds]
 
@@ -102,15 +100,6 @@ def test_two_hops_answer_from_the_linked_fact_alone():
     assert said(hf, text.format(linked, "fact lotte carpet pipe nina")) == "unknown ."
     assert said(hf, text.format(asked, linked)) == "unknown ."
     assert said(hf, text.format(linked, "the fish market was open")) == "unknown ."
-
-
-def test_two_hops_is_another_model_than_recall(tmp_path):
-    names = ("recall", "recall-2hop")
-    one, two = (fingerprint_of(target_of(model(name))) for name in names)
-    assert one != two
-    opened = open_target("recall-2hop", None, None, None, None, False)  # never streamed: the file has other weights
-    assert torch.equal(opened.hf.lm_head.weight, model("recall-2hop").lm_head.weight)
-    assert ss.load("recall-2hop", backend="hf", layers=1, probe=False).config.num_hidden_layers == 1
 
 
 def test_script_makes_the_numbers_of_the_package():

@@ -237,18 +237,6 @@ def test_the_readme_from_top_to_bottom(tmp_path, monkeypatch):
 
 _IMAGE = re.compile(r"!\[[^\]]+\]\(([^)]+)\)")
 PAGES = sorted([*(ROOT / "docs/measure").glob("*.md"), *(ROOT / "docs/papers").glob("*.md")])
-DRAWN = [page for page in PAGES if page.stem != "loops"]  # of texts nothing is drawn
-
-
-@pytest.mark.parametrize("page", DRAWN, ids=lambda page: f"{page.parent.name}/{page.stem}")
-def test_every_figure_of_a_page_is_there_and_says_how_to_read_it(page):
-    text = page.read_text(encoding="utf-8")
-    images = list(_IMAGE.finditer(text))
-    assert images
-    for image in images:
-        assert (page.parent / image[1]).is_file(), image[1]
-        around = text[max(0, image.start() - 250) : image.end() + 60]
-        assert "How to read" in around, image[1]
 
 
 MEASURED = [page for page in PAGES if page.parent.name == "measure"]
