@@ -94,14 +94,6 @@ def test_help_has_a_text_for_every_option_and_examples_that_exist(words, monkeyp
             assert not word.startswith("--") or f"{word} " in text or f"{word}\n" in text
 
 
-@pytest.mark.parametrize(("typed", "word"), [("sinkscope find-s", "find-sinks"), ("sinkscope models --che", "--check")])
-def test_the_shell_completes(typed, word):
-    question = {"_SINKSCOPE_COMPLETE": "bash_complete", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
-    code = "import sys; sys.argv = ['sinkscope']; from sinkscope.__main__ import main; main()"
-    done = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT | question, capture_output=True, text=True)
-    assert done.stdout.split() == [f"plain,{word}"] and done.stderr == ""
-
-
 # What arrives and what comes back
 
 
@@ -128,14 +120,6 @@ def test_help_and_errors_point_to_the_published_pages(monkeypatch, typed):
         assert "(https://pages.example/latest/errors/unknown-dtype.html)" in typed("find-sinks --dtype int3", 2).err
     finally:
         documentation_address.cache_clear()
-
-
-def test_backend_loads_the_kind_of_object_that_it_names(calls, monkeypatch, typed):
-    loads = []
-    monkeypatch.setattr(sinkscope.opening.load, "load", lambda *args, **given: loads.append((args, given)) or "object")
-    typed("find-sinks --model m --backend bridge --dtype float16")
-    assert loads == [(("m",), {"backend": "bridge", "dtype": "float16"})]
-    assert calls[0]["model"] == "object"
 
 
 def test_the_result_goes_to_standard_output_and_into_files(calls, typed):
