@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from html import escape
@@ -18,12 +17,6 @@ from sinkscope.results.result import Number, Result
 from sinkscope.results.tables import Grid, cell, strings
 
 CARD = "card.json"
-NEXT_STEPS = (
-    ("Explore it on a text of yours", "sinkscope view {model} --text FILE"),
-    ("Make the patch that repairs repetition", "sinkscope patch make --model {model} --out patch.json"),
-    ("Generate under the guard", "sinkscope generate --model {model} --prompt-file FILE --guard"),
-    ("Compare another model with it", "sinkscope scan OTHER --against {folder}"),
-)
 SMALLEST_CHANGE = 0.01  # of its value that a number moves by at least before it counts as changed
 RULE = (
     "A number changed if it moved by more than the margins of both cards together and by 1 % of its value; a number "
@@ -170,18 +163,6 @@ class SinkCard(Result):
             parts.append(f"<article><h3>{escape(topic)}</h3>{_number(part.headline)}<p>{escape(visible(sentence))}</p>")
             parts.append("</article>")
         return "".join([*parts, "</div>"])
-
-    def next_steps(self, folder: str) -> str:
-        """What to do next as HTML, fully escaped.
-
-        Args:
-            folder: Name of the folder that holds the card.
-        """
-        parts: list[str] = []
-        for words, command in NEXT_STEPS:
-            typed = command.format(model=shlex.quote(self.model.name), folder=shlex.quote(folder))
-            parts.append(f"<li>{words}: <code>{escape(visible(typed))}</code></li>")
-        return f"<h3>What next</h3><ul>{''.join(parts)}</ul>"
 
     def about(self) -> str:
         """The model, how and when it was measured, and the costs, in a line."""

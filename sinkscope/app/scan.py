@@ -208,18 +208,18 @@ def scan(
         if other is not None:
             card = card.compared(other)
         card.save(folder / CARD)
-        save_document(folder / PAGE, _page(card, results, folder))
+        save_document(folder / PAGE, _page(card, results))
     if written is not None:
         written("Card", folder / PAGE)
     return card
 
 
-def _page(card: SinkCard, results: dict[str, Result], folder: Path) -> str:
-    """The card's page: tiles, the norm per layer, all numbers, what to do next; then each part, closed."""
+def _page(card: SinkCard, results: dict[str, Result]) -> str:
+    """The card's page: tiles, the norm per layer, all numbers; then each part, closed."""
     first = card.first_screen()
     if "find_sinks" in results:
         first += plot(results["find_sinks"].figure(), CARD)
-    first += "".join(grid.html() for grid in card.grids()) + card.next_steps(folder.name)
+    first += "".join(grid.html() for grid in card.grids())
     commands = {part.name: part.command for part in card.parts}
     sections: list[Section] = []
     for name, one in {**results, "card": card}.items():
