@@ -53,7 +53,6 @@ def tables(planted: Row, unplanted: Row) -> dict[str, str]:
         "losses": losses(planted, unplanted),
         "norms": norms(planted["norms"], unplanted["norms"]),
         "sinks": sinks(planted, unplanted),
-        "cycles": cycles(planted["conditions"], unplanted["conditions"]),
         "conditions": conditions(planted["conditions"], unplanted["conditions"]),
     }
 
@@ -88,15 +87,6 @@ def sinks(planted: Row, unplanted: Row) -> str:
         ["sink rate (eps 0.3, 64 tokens, all layers)", *rate],
     ]
     return markdown(["measurement", *BOTH], rows)
-
-
-def cycles(planted: Row, unplanted: Row) -> str:
-    counts = list(next(iter(planted["ditto"].values())))
-    rows: list[list[str]] = []
-    for period in planted["ditto"]:
-        for name, one in zip(BOTH, (planted, unplanted), strict=True):
-            rows.append([period, name, *(f"{one['ditto'][period][count]:.2f}" for count in counts)])
-    return markdown(["period", "model", *(f"after {count}" for count in counts)], rows)
 
 
 def conditions(planted: Row, unplanted: Row) -> str:

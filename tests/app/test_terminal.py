@@ -102,9 +102,6 @@ PROMPT = "The bird sang the same song again: again, again, again, again, again, 
 COMMANDS = {
     "generate": ["generate", PROMPT, "--max-new-tokens", "40"],
     "generate under the guard": ["generate", PROMPT, "--max-new-tokens", "80", "--guard"],
-    "generate under the guard, as it is written": [
-        *("generate", PROMPT, "--max-new-tokens", "80", "--guard", "--no-rewind"),
-    ],
     "loops": ["loops", "--follow", "FILE"],
     "loops with the stream": ["loops", "--follow", "--tee", "FILE"],
     "demo": ["demo"],

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from covering import slow
 
 from experiments.golden import make, reader
 
@@ -24,7 +23,8 @@ def test_an_engine_without_torch_agrees():
     assert (FOLDER / "golden.npz").stat().st_size + (FOLDER / "golden.json").stat().st_size < 2e6
 
 
-@pytest.mark.parametrize("fault", ["window", slow("position"), slow("fact")])
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["position", "fact", "window"])
 def test_a_faulty_engine_is_seen(fault, monkeypatch):
     own = reader.Llama
 
