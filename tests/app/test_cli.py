@@ -94,6 +94,14 @@ def test_help_has_a_text_for_every_option_and_examples_that_exist(words, monkeyp
             assert not word.startswith("--") or f"{word} " in text or f"{word}\n" in text
 
 
+@pytest.mark.parametrize(("typed", "word"), [("sinkscope find-s", "find-sinks"), ("sinkscope models --che", "--check")])
+def test_the_shell_completes(typed, word):
+    question = {"_SINKSCOPE_COMPLETE": "bash_complete", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
+    code = "import sys; sys.argv = ['sinkscope']; from sinkscope.__main__ import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT | question, capture_output=True, text=True)
+    assert done.stdout.split() == [f"plain,{word}"] and done.stderr == ""
+
+
 # What arrives and what comes back
 
 
