@@ -10,12 +10,11 @@ from typing import Any
 FIXTURES = Path(__file__).with_name("fixtures")
 
 
-def filled(template: Any, values: dict[str, Any]) -> Any:
-    """A template of JSON: a text "<name>" becomes the value, and a "<name>" within a text its words."""
+def filled(template: Any, values: dict[str, str]) -> Any:
+    """A template of JSON in which "<name>" becomes the value."""
     text = json.dumps(template)
     for name, value in values.items():
-        text = text.replace(f'"<{name}>"', json.dumps(value))
-        if isinstance(value, str):
+        if f"<{name}>" in text:
             text = text.replace(f"<{name}>", json.dumps(value)[1:-1])
     return json.loads(text)
 
@@ -26,11 +25,8 @@ def chunks(text: str) -> list[str]:
 
 def _sent(server: dict[str, Any], text: str) -> list[dict[str, Any]]:
     sent = list(server.get("begin", ()))
-    so_far = ""
-    for place, piece in enumerate(chunks(text)):
-        so_far += piece
-        values = {"piece": piece, "so far": so_far, "number": place, "id": sum(piece.encode())}
-        sent.append(filled(server["piece"], values))
+    for piece in chunks(text):
+        sent.append(filled(server["piece"], {"piece": piece}))
     return sent + filled(server.get("end", []), {"text": text})
 
 

@@ -144,11 +144,10 @@ class Batches(Server):
 
     Args:
         placeholders: asynchronous scheduling: lists get -1, which the real token replaces right before `apply`.
-        accepted: up to this many further tokens of a step come from drafts, which the processor does not see.
     """
 
-    def __init__(self, processor, *, placeholders: bool = False, accepted: int = 0):
-        self.processor, self.placeholders, self.accepted = processor, placeholders, accepted
+    def __init__(self, processor, *, placeholders: bool = False):
+        self.processor, self.placeholders = processor, placeholders
         super().__init__()
         self.batch = []
 
@@ -191,14 +190,13 @@ class Batches(Server):
         logits = self.processor.apply(torch.stack([r.logits(len(r.output)) for r in self.running]))
         for request, row in zip(self.running, logits, strict=True):
             at = len(request.output)
-            made = [request.said(row, at)]
-            made += request.stream[at + 1 :][: rng.randint(0, self.accepted)]
-            request.log.append((at, len(made)))
-            if self.placeholders:  # a draft's place may be one that is not needed after all
-                self.unknown[request] = made
-                request.output.extend([-1] * (len(made) + bool(self.accepted)))
+            made = request.said(row, at)
+            request.log.append((at, 1))
+            if self.placeholders:
+                self.unknown[request] = [made]
+                request.output.append(-1)
             else:
-                request.output.extend(made)
+                request.output.append(made)
 
 
 class Slots(Server):

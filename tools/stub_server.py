@@ -2,7 +2,7 @@
 
     python -m tools.stub_server [--port 11499] [--tokens 2000]
 
-It is there to try `sinkscope loops --proxy`. A request with a penalty on repetition gets an answer that does not loop.
+It is there to try `sinkscope loops --proxy`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -28,12 +27,9 @@ AGAIN = "And then it went home. "
 DEFAULT_TOKENS = 2000
 
 
-def words_of(asked: dict[str, Any], tokens: int) -> list[str]:
+def words_of(tokens: int) -> list[str]:
     """The words of an answer."""
-    options = asked.get("options") or {}
     words = STORY.split()
-    if "frequency_penalty" in asked or "repeat_penalty" in options:
-        return [*words, "It", "stayed", "there."]
     while len(words) < tokens:
         words += AGAIN.split()
     return words
@@ -47,8 +43,8 @@ def application(tokens: int = DEFAULT_TOKENS, pause: float = 0.002) -> Starlette
         pause: Seconds between two words.
     """
 
-    async def written(asked: dict[str, Any], events: bool, field: str) -> AsyncIterator[str]:
-        words = words_of(asked, tokens)
+    async def written(events: bool, field: str) -> AsyncIterator[str]:
+        words = words_of(tokens)
         for place, word in enumerate([*words, ""]):
             last = place == len(words)
             text = "" if last else f"{word} "
@@ -66,14 +62,13 @@ def application(tokens: int = DEFAULT_TOKENS, pause: float = 0.002) -> Starlette
             yield "data: [DONE]\n\n"
 
     async def answer(request: Request) -> Response:
-        asked = await request.json()
         path = request.url.path
         if path in ("/api/chat", "/api/generate"):
             field = "response" if path.endswith("generate") else "message"
-            return StreamingResponse(written(asked, False, field), media_type="application/x-ndjson")
+            return StreamingResponse(written(False, field), media_type="application/x-ndjson")
         if path in ("/v1/chat/completions", "/v1/completions"):
             field = "delta" if path.endswith("chat/completions") else "text"
-            return StreamingResponse(written(asked, True, field), media_type="text/event-stream")
+            return StreamingResponse(written(True, field), media_type="text/event-stream")
         return JSONResponse({"error": f"no path {path}"}, 404)
 
     return Starlette(routes=[Route("/{path:path}", answer, methods=["POST"])])

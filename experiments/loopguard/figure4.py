@@ -10,6 +10,7 @@ monitors on texts that repeat honestly (`experiments.loopguard.honest`), and pru
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +19,6 @@ from typing import Any
 
 from experiments.drawn import save
 from experiments.loopguard.honest import alarms, honest_texts
-from experiments.loopguard.paper import without_budget
 from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.bench.record import BenchRecord, read_run
@@ -52,6 +52,11 @@ def measure(folders: Sequence[Path]) -> Row:
     fired = alarms(load(None, backend="hf"), texts, list(MONITORS.values()))
     control = {"texts": len(texts), "alarmed": {method: fired[variant] for method, variant in MONITORS.items()}}
     return {"guards": rows, "paper": PAPER, "new": new, "control": control}
+
+
+def without_budget(method: str) -> str:
+    """A method without its budget."""
+    return re.sub(r":[\d.]+", "", method)
 
 
 def guard_row(records: Sequence[BenchRecord], new: int) -> Row:

@@ -1,8 +1,8 @@
-"""What remedies did: the figures, and the tables and examples of `docs/what_to_try.md`.
+"""What remedies did: the figures, and the rows of the tables in `docs/what_to_try.md`.
 
     python -m experiments.loopguard.outcome WORK [--out figures]
 
-WORK is a folder of `python -m experiments.loopguard.remedies`. The columns of a table:
+WORK is a folder of `python -m experiments.loopguard.remedies`. The values of a row:
 
 - `loops`: outputs that end in a loop, by the rule of `sinkscope bench --task loops`.
 - `over own text`: perplexity of up to 400 tokens after the guard's first act (for samplers, after the first alarm in
@@ -20,19 +20,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.drawn import put_table, save
+from experiments.drawn import save
 from experiments.loopguard.openings import FORMS, openings
 from experiments.loopguard.remedies import CHOICES, FULL, GUARD, P1, PLAIN, PRINTED, SAMPLERS, read
 from experiments.record import Row, record, value_of_each
 from experiments.script import run
 from sinkscope.bench.tasks.loops import loops
 from sinkscope.loops.text.monitor import MonitorSettings
-from sinkscope.opening.load import load
 from sinkscope.results.style import COLOURS, figure_of, panels
 
 AT_ONCE = 10
 REMEDIES = (FULL, PLAIN, GUARD, PRINTED, *SAMPLERS)
-HEAD = ("remedy", "loops", "over own text", "acts", "taken back", "ends at once", "changed")
 
 
 def perplexity(outputs: Sequence[Row]) -> float | None:
@@ -109,32 +107,6 @@ def name_of(setting: Row) -> str:
     return f"{setting['model']}, {setting['new']:,} tokens, {decoding}"
 
 
-def cells(row: Row) -> list[str]:
-    """A row of a table."""
-    ratio, acts, back, ends = "-", "-", "-", "-"
-    if row["ratio"] is not None:
-        ratio = f"{row['ratio']:.2f}"
-    if row["acted"]:
-        acts, back = f"{row['acts']:.1f}, at most {row['most']}", f"{row['taken_back']:.0f}"
-        ends = f"{row['at_once']} of {row['acted']}"
-    loops, changed = f"{row['loops']} of {row['outputs']}", f"{row['changed']} of {row['healthy']}"
-    return [row["method"], loops, ratio, acts, back, ends, changed]
-
-
-def table(lines: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown; the first line is its head."""
-    written = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
-    return "\n".join("| " + " | ".join(line) + " |" for line in written)
-
-
-def pages(settings: Sequence[Row]) -> str:
-    """All tables."""
-    parts: list[str] = []
-    for setting in settings:
-        parts += ["**" + name_of(setting) + "**", table([HEAD, *map(cells, setting["rows"])])]
-    return "\n\n".join(parts)
-
-
 def figure(data: Row) -> Any:
     """Loops under each remedy, and its cost, a colour for each setting."""
     settings, choices = data["result"]["settings"], data["kind"].endswith("choices")
@@ -162,65 +134,23 @@ def figure(data: Row) -> Any:
     return figure_of(fig, None, found, width=1500, height=650, barmode="group", bottom=190, legend=-0.42)
 
 
-def examples(outputs: Sequence[Row], tokenizer: Any) -> list[Row]:
-    """The text around the first act, for the first output with an act of each family."""
-    made: dict[str, Row] = {}
-    full = {(each["family"], each["number"]): each["tokens"] for each in outputs if each["method"] == FULL}
-    for output in outputs:
-        family, number = output["family"], output["number"]
-        if output["method"] != GUARD or not output["acts"] or family not in FORMS or family in made:
-            continue
-        place, tokens = output["acts"][0][0], output["tokens"]
-        made[family] = {
-            "opening": openings(family, number + 1)[number],
-            "without": tokenizer.decode(full[family, number][-30:]),
-            "before": tokenizer.decode(tokens[max(0, place - 20) : place]),
-            "after": tokenizer.decode(tokens[place : place + 50], skip_special_tokens=True),
-        }
-    return list(made.values())
-
-
-def example_table(found: Sequence[Row]) -> str:
-    """Outputs before and after in Markdown."""
-    lines: list[list[str]] = [["opening", "without a guard, its end", "with LoopGuard: before the act → after it"]]
-    for one in found:
-        shown = {name: _cell(text) for name, text in one.items()}
-        after = "…" + shown["before"] + " **→** " + shown["after"] + "…"
-        lines.append([shown["opening"], "…" + shown["without"], after])
-    return table(lines)
-
-
-def _cell(text: str) -> str:
-    for written, shown in (("\n", " ⏎ "), ("|", "\\|"), ("<", "&lt;"), ("_", "\\_")):
-        text = text.replace(written, shown)
-    return text
-
-
-def main(work: Path, *, out: Path = Path("figures"), page: Path = Path("docs/what_to_try.md")) -> None:
+def main(work: Path, *, out: Path = Path("figures")) -> None:
     """Make what the module describes.
 
     Args:
         work: Folder of the outputs.
         out: Folder of the figures.
-        page: The page with the tables.
     """
     outputs = read(work)
     families: Row = {}
     for family in FORMS:
         families[family] = openings(family, 12)
-    choices = settings_of(outputs, (FULL, *CHOICES))
-    save("loopguard_choices", record("loopguard-choices", {"settings": choices}, families), figure, out)
-    settings = settings_of(outputs, REMEDIES)
-    first = settings[0]
-    mine = []
-    for output in outputs:
-        if all(output[key] == first[key] for key in ("model", "new", "temperature")):
-            mine.append(output)
-    told = examples(mine, load(None, backend="hf").tokenizer)
-    result = {"settings": settings, "examples": told}
-    save("loopguard_remedies", record("loopguard-remedies", result, families), figure, out)
-    put_table(page, "loopguard.remedies", pages(settings))
-    put_table(page, "loopguard.outcome", example_table(told))
+    for name, methods in (("choices", (FULL, *CHOICES)), ("remedies", REMEDIES)):
+        settings = settings_of(outputs, methods)
+        save(f"loopguard_{name}", record(f"loopguard-{name}", {"settings": settings}, families), figure, out)
+        for setting in settings:
+            for row in setting["rows"]:
+                print(name_of(setting), row)
 
 
 if __name__ == "__main__":

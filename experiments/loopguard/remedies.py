@@ -1,7 +1,7 @@
 """What ends loops, and what each remedy costs: samplers, stopping at the alarm, and LoopGuard, on the same openings.
 
     python -m experiments.loopguard.remedies WORK [--model M] [--new 400] [--temperature 0] [--only NAME ...]
-    python -m experiments.loopguard.outcome WORK     # the figures, and the tables of the page
+    python -m experiments.loopguard.outcome WORK     # the figures
 
 It lets a model continue openings under each remedy, and appends the outputs to WORK/runs.jsonl; run it again to go on
 after an interruption.
@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from transformers import LogitsProcessor, NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
-from experiments.loopguard.openings import FORMS, WORDS, openings
+from experiments.loopguard.openings import FORMS, openings
 from experiments.record import Row, value_of_each
 from experiments.script import run
 from sinkscope.bench.tasks.loops import first_alarm
@@ -210,7 +210,7 @@ def main(
     new: int = 400,
     temperature: float = 0.0,
     count: int = 12,
-    families: Sequence[Literal[*FORMS, *WORDS]] = tuple(FORMS),
+    families: Sequence[Literal[*FORMS]] = tuple(FORMS),
     only: Sequence[Literal[*GUARDS, *SAMPLERS]] = (FULL, GUARD, PLAIN),
 ) -> None:
     """Make what the module describes.

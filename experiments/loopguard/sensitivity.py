@@ -19,7 +19,7 @@ import random
 import statistics
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -94,14 +94,10 @@ def sequences(per_form: int) -> list[Recorded]:
                     made.append(_loop(text, period, form, rng))
         for start in range(0, min(len(text) - 1600, 1600 * 12), 1600):
             made.append(_healthy("prose", text[start : start + 1600], rng))
-        for ids in _honest(encode):
+        for honest in honest_texts():
+            ids = encode(honest.prompt)
             made.append(Recorded("honest", None, ids, [1.0] * len(ids), None))
     return made
-
-
-def _honest(encode: Any) -> Iterator[list[int]]:
-    for text in honest_texts():
-        yield encode(text.prompt)
 
 
 def _healthy(form: str, ids: list[int], rng: random.Random) -> Recorded:
@@ -112,26 +108,20 @@ def _loop(text: Sequence[int], period: int, form: str, rng: random.Random) -> Re
     at = rng.randrange(len(text) - HEALTHY - period)
     before = list(text[at : at + HEALTHY])
     piece = text[at + HEALTHY : at + HEALTHY + period]
-    looped = []
+    looped: list[int] = []
     for each in range(LOOPED):
         looped.append(piece[each % period])
+    sure: list[float | None] = [0.5] * period + [SURE] * (LOOPED - period)
     noise = FORMS[form]
     if noise is None:  # the first token of a copy is a number of its own
-        changed = list(range(0, LOOPED, period))
-        for count, i in enumerate(changed):
-            looped[i] = VOCABULARY + count
+        for count, place in enumerate(range(0, LOOPED, period)):
+            looped[place] = VOCABULARY + count
     else:
-        changed = []
-        for each in range(LOOPED):
-            if rng.random() < noise:
-                changed.append(each)
-        for i in changed:
-            looped[i] = rng.choice(text)
-    if noise is not None:
-        unsure = {j - 1 for i in changed for j in (i, i + 1)}
-    else:
-        unsure = set[int]()
-    sure: list[float | None] = [0.5 if i in unsure or i < period else SURE for i in range(LOOPED)]
+        changed = [place for place in range(LOOPED) if rng.random() < noise]
+        for place in changed:
+            looped[place] = rng.choice(text)
+            for unsure in (place - 1, place):
+                sure[max(0, unsure)] = 0.5
     return Recorded(form, period, before + looped, [rng.choice([0.5, SURE]) for _ in before] + sure, HEALTHY)
 
 
@@ -166,29 +156,13 @@ def score(data: Sequence[Recorded], settings: MonitorSettings) -> Row:
         if one.form == "exact":
             periods.setdefault(str(one.period), []).append(first is not None)
     every = [delay for form, delays in found.items() if form != "counting" for delay in delays]
-    items = []
-    for d in every:
-        if d is not None:
-            items.append(d)
-    delays = sorted(items)
-    detected_by_form = {}
-    for form, ds in found.items():
-        detected_by_form[form] = _share([d is not None for d in ds])
-    detected_by_period = {}
-    for period, hits in periods.items():
-        detected_by_period[period] = _share(hits)
-    median_delay = None
-    if delays:
-        median_delay = statistics.median(delays)
-    delay_90 = None
-    if delays:
-        delay_90 = delays[int(0.9 * (len(delays) - 1))]
+    delays = sorted(delay for delay in every if delay is not None)
     return {
-        "detected": _share([d is not None for d in every]),
-        "detected_by_form": detected_by_form,
-        "detected_by_period": detected_by_period,
-        "median_delay": median_delay,
-        "delay_90": delay_90,
+        "detected": _share([delay is not None for delay in every]),
+        "detected_by_form": {form: _share([delay is not None for delay in some]) for form, some in found.items()},
+        "detected_by_period": {period: _share(hits) for period, hits in periods.items()},
+        "median_delay": statistics.median(delays) if delays else None,
+        "delay_90": delays[int(0.9 * (len(delays) - 1))] if delays else None,
         "alarms": {kind: _share(hits) for kind, hits in alarms.items()},
     }
 

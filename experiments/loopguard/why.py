@@ -51,7 +51,6 @@ def asked(made: KeptLoop, cuts: int = CUTS) -> Why:
         bits=made.bits,
         max_new_tokens=48,
         cuts=cuts,
-        neurons=False,
     )
 
 

@@ -1,1 +1,1 @@
-"""A set of texts with known truth, loops and honest repetition, and the comparison of detectors on it."""
+"""A set of texts with known truth: 22 classes of loops and 9 of honest repetition, half of it for choosing rules."""

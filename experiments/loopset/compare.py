@@ -1,6 +1,6 @@
 """Detectors of loops side by side on the set: recall, false alarms and delay.
 
-    python -m experiments.loopset.compare [--half choose|report] [--out figures/loops_compare.json] [--page PAGE]
+    python -m experiments.loopset.compare [--half choose|report] [--out figures/loops_compare.json]
 
 A detector takes a text and returns the number of characters after which it would have stopped the generation, or None.
 Those of others are written from their public rules; all of them get the same tokens, the words of `loops.outputs`.
@@ -8,41 +8,48 @@ Those of others are written from their public rules; all of them get the same to
 
 from __future__ import annotations
 
-import re
 import statistics
 import time
-import zlib
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from experiments.bench_detect import Server
-from experiments.drawn import put_table
-from experiments.loopset.make import HALVES, made_set
+from experiments.loopset.texts import HALVES, made_set
 from experiments.record import Row, record, value_of_each
 from experiments.script import run
 from sinkscope.files.output import write_atomic
 from sinkscope.loops import check, tail_period
 from sinkscope.loops.text.outputs import number, spans
-from sinkscope.results.tables import percent
 
 Detector = Callable[[str], int | None]
 OURS = "sinkscope, loops or suspicious"
-COLUMNS = (
-    *("rule", "recall", "in its worst class", "false alarms"),
-    *("its delay", "ours on the same loops", "ours not later"),
-)
 
 
-def exact_copies(smallest: int, largest: int, copies: int, text: str, **settings: int) -> int | None:
-    """The last tokens are so many exact copies of a sequence of `smallest` to `largest` tokens."""
-    server = Server(smallest, largest, copies, **settings)
+def exact_copies(
+    smallest: int, largest: int, copies: int, text: str, *, tokens: int = 0, every: int = 1, after: int = 0
+) -> int | None:
+    """The last tokens are so many exact copies of a sequence of `smallest` to `largest` tokens, `tokens` in all.
+
+    It looks at every `every`-th token, from the one with the number `after` on.
+    """
     words = spans(text)
-    for token, (_, end) in zip(number(word for word, _ in words), words, strict=True):
-        if server.add(token, 0.0):
-            return end
+    ids = number(word for word, _ in words)
+    places: dict[int, list[int]] = {}
+    for end, last in enumerate(ids, 1):
+        before = places.setdefault(last, [])
+        before.append(end - 1)
+        if end < after or end % every:
+            continue
+        for place in reversed(before[:-1]):
+            size = end - 1 - place
+            begin = end - max(copies * size, tokens)
+            if begin < 0 or size > largest:
+                break
+            if size < smallest or ids[begin] != ids[begin + size]:
+                continue
+            if ids[begin : end - size] == ids[begin + size : end]:
+                return words[end - 1][1]
     return None
 
 
@@ -56,34 +63,6 @@ def suffix(text: str, length: int = 48) -> int | None:
         if last in seen:
             return words[end - 1][1]
         seen.add(last)
-    return None
-
-
-def paragraphs(text: str) -> int | None:
-    """8 of the last 12 paragraphs share half of their words with one of the 32 before them (senpi#1763).
-
-    Paragraphs of fewer than 64 characters or 24 letters and digits do not count.
-    """
-    earlier: deque[frozenset[str]] = deque(maxlen=32)
-    echoes: deque[bool] = deque(maxlen=12)
-    for match in re.finditer(r"(?:[^\n]+\n?)+", text):
-        paragraph = match[0]
-        if len(paragraph) < 64 or sum(map(str.isalnum, paragraph)) < 24:
-            continue
-        words = frozenset(re.findall(r"\w+", paragraph.lower()))
-        echoes.append(any(2 * len(words & other) >= len(words | other) for other in earlier))
-        earlier.append(words)
-        if len(echoes) == 12 and sum(echoes) >= 8:
-            return match.end()
-    return None
-
-
-def compression(text: str, window: int = 1000, least: float = 2.4) -> int | None:
-    """The last 1,000 characters compress by more than 2.4 times, the threshold of Whisper; a look every 50."""
-    for end in range(window, len(text) + 1, 50):
-        raw = text[end - window : end].encode()
-        if len(raw) > least * len(zlib.compress(raw)):
-            return end
     return None
 
 
@@ -110,8 +89,6 @@ DETECTORS: dict[str, Detector] = {
     "vllm-mlx, 1 to 128, 3 copies": partial(exact_copies, 1, 128, 3, tokens=48, every=16, after=64),  # vllm-mlx#723
     "suffix of 48": suffix,
     "three copies at the end": plain_suffix,
-    "8 of 12 paragraphs": paragraphs,
-    "compression above 2.4": compression,
 }
 
 
@@ -167,37 +144,23 @@ def compare(texts: Sequence[Row], detectors: dict[str, Detector] = DETECTORS) ->
     return {"loops": len(texts) - honest, "honest": honest, "looping": list(looping), "detectors": rows}
 
 
-def table(result: Row) -> str:
-    """A line per rule."""
-    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
-    for score in result["detectors"]:
-        cells = [score["detector"], percent(score["recall"]), percent(score["lowest"]), percent(score["false_alarms"])]
-        for delay in (score["their_delay"], score["our_delay"]):
-            cells.append("-" if delay is None else f"{delay:.0f}")
-        lines.append(f"| {' | '.join([*cells, percent(score['we_first'])])} |")
-    return "\n".join(lines)
-
-
 def main(
     *,
     half: Literal[*HALVES] = "report",
     count: int | None = None,
     out: Path = Path("figures/loops_compare.json"),
-    page: Path | None = None,
 ) -> None:
     """Make what the module describes.
 
     Args:
         count: Only every so many-th text.
-        page: Replace the table in this page.
     """
     started = time.perf_counter()
     result = compare(list(made_set((half,)))[::count])
     settings = {"half": half, "count": count}
     write_atomic(out, record("loops-compare", result, settings, started=started, dtype="text"))
-    if page is not None:
-        put_table(page, "loopset.compare", table(result))
-    print(table(result))
+    for row in result["detectors"]:
+        print({name: value for name, value in row.items() if name != "by_class"})
 
 
 if __name__ == "__main__":

@@ -6,14 +6,11 @@ import json
 import random
 from collections.abc import Callable
 from datetime import datetime, timedelta
-from importlib.util import find_spec
-from pathlib import Path
 
 from experiments.loopset.words import ADJECTIVES, NAMES, NOUNS, PLACES, VERBS, sentence
 from sinkscope.models.text import typical_text
 
 MANY = 45
-MODULES = ("argparse", "ast", "csv", "difflib", "inspect", "pickle", "statistics", "tarfile", "textwrap", "zipfile")
 
 
 def refrains(rng: random.Random) -> str:
@@ -103,40 +100,6 @@ def matrices(rng: random.Random) -> str:
     return "\n".join(rows)
 
 
-def chess(rng: random.Random) -> str:
-    """Moves of games, or boards."""
-    if rng.random() < 0.7:
-        moves: list[str] = []
-        for i in range(1, 120):
-            two = [rng.choice(("", "N", "B", "R", "Q", "K")) + rng.choice("abcdefgh") + rng.choice("12345678")] * 2
-            two[1] = rng.choice(("", "N", "B", "R", "Q", "K")) + rng.choice("abcdefgh") + rng.choice("12345678")
-            moves.append(f"{i}. {two[0]} {two[1]}")
-        return " ".join(moves)
-    boards: list[str] = []
-    for i in range(8):
-        rows = []
-        for _ in range(8):
-            parts = []
-            for _ in range(8):
-                parts.append(rng.choice("rnbqkpRNBQKP........") + " ")
-            rows.append("".join(parts))
-        boards.append(f"Move {i + 1}\n" + "\n".join(rows))
-    return "\n\n".join(boards)
-
-
-def dna(rng: random.Random) -> str:
-    """Sequences of bases or of amino acids, in lines of 60."""
-    alphabet = rng.choice(("ACGT", "ACDEFGHIKLMNPQRSTVWY"))
-    width = rng.choice((60, 70, 10))
-    lines = [f">sequence_{rng.randint(1, 999)} {rng.choice(NOUNS)}"]
-    for _ in range(MANY):
-        parts = []
-        for _ in range(width):
-            parts.append(rng.choice(alphabet))
-        lines.append("".join(parts))
-    return "\n".join(lines)
-
-
 def legal(rng: random.Random) -> str:
     """Clauses that share their phrases."""
     parties = rng.sample(("the Seller", "the Buyer", "the Agent", "the Lender", "the Tenant", "the Licensee"), 2)
@@ -181,23 +144,6 @@ def lists(rng: random.Random) -> str:
     return "\n".join(lines)
 
 
-def recipes(rng: random.Random) -> str:
-    """Ingredients and steps of several dishes."""
-    foods = "flour butter sugar salt milk eggs onion garlic carrot pepper rice beans cream thyme oil honey".split()
-    verbs = "Chop Stir Add Heat Whisk Fold Pour Season Bake Simmer Drain Mix".split()
-    parts: list[str] = []
-    for _ in range(6):
-        chosen = rng.sample(foods, 7)
-        lines = [f"## {rng.choice(ADJECTIVES).capitalize()} {chosen[0]} with {chosen[1]}"]
-        for food in chosen:
-            lines.append(f"- {rng.choice((1, 2, 3, 50, 100, 250))} {rng.choice(('g', 'cups', 'spoons'))} {food}")
-        for i in range(1, 8):
-            a, b = rng.sample(chosen, 2)
-            lines.append(f"{i}. {rng.choice(verbs)} the {a} with the {b} for {rng.randint(2, 40)} minutes.")
-        parts.append("\n".join(lines))
-    return "\n\n".join(parts)
-
-
 def tests(rng: random.Random) -> str:
     """Tests of a program, or their report."""
     form = rng.choice(("code", "report", "cases"))
@@ -235,23 +181,6 @@ def data(rng: random.Random) -> str:
     return "\n".join(rows)
 
 
-def source_code() -> str:
-    """Python source of the standard library, read from the running interpreter."""
-    texts = list[str]()
-    for name in MODULES:
-        spec = find_spec(name)
-        if spec is not None and spec.has_location and spec.origin is not None and spec.origin.endswith(".py"):
-            texts.append(Path(spec.origin).read_text("utf-8"))
-    return "\n".join(texts)
-
-
-def program(rng: random.Random) -> str:
-    """A stretch of Python's own library."""
-    text = source_code()
-    start = rng.randrange(len(text) - 8000)
-    return text[start : start + 6000]
-
-
 def english(rng: random.Random) -> str:
     """A stretch of documentation."""
     text = typical_text()
@@ -284,14 +213,10 @@ HONEST: dict[str, Callable[[random.Random], str]] = {
     "refrains": refrains,
     "logs": logs,
     "matrices": matrices,
-    "chess": chess,
-    "DNA": dna,
     "legal": legal,
     "lists": lists,
-    "recipes": recipes,
     "tests": tests,
     "data": data,
-    "program": program,
     "prose": english,
     "reasoning": reasoning,
 }

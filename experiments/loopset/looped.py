@@ -12,6 +12,7 @@ import random
 import uuid
 from collections.abc import Callable
 from datetime import date, timedelta
+from functools import partial
 
 from experiments.loopset.words import NAMES, NOUNS, PLACES, VERBS, letters, paragraph, prose, sentence
 
@@ -37,25 +38,11 @@ def copies(piece: Callable[[int], str], between: str = " ", words: int = WORDS) 
     return between.join(made)
 
 
-def _exact(rng: random.Random, smallest: int, largest: int) -> str:
+def exact(rng: random.Random, smallest: int, largest: int) -> str:
+    """So many words, again and again."""
     period = rng.randint(smallest, largest)
     words = prose(rng, period).split()[:period]
     return copies(lambda _: " ".join(words), words=max(WORDS, 4 * period))
-
-
-def exact_short(rng: random.Random) -> str:
-    """1 to 12 words."""
-    return _exact(rng, 1, 12)
-
-
-def exact_middle(rng: random.Random) -> str:
-    """13 to 80 words."""
-    return _exact(rng, 13, 80)
-
-
-def exact_long(rng: random.Random) -> str:
-    """81 to 400 words."""
-    return _exact(rng, 81, 400)
 
 
 def counters(rng: random.Random) -> str:
@@ -192,7 +179,8 @@ def json_rows(rng: random.Random) -> str:
     return copies(copy, ",\n")
 
 
-def _table(rng: random.Random, columns: int) -> str:
+def table(rng: random.Random, columns: int) -> str:
+    """Rows of cells: the same, or with the number of the row."""
     cells = []
     for _ in range(columns):
         cells.append(rng.choice((rng.choice(NOUNS), str(rng.randint(1, 9999)), f"{rng.random():.2f}")))
@@ -205,16 +193,6 @@ def _table(rng: random.Random, columns: int) -> str:
         return "| " + " | ".join(cells) + " |"
 
     return copies(row, "\n", WORDS + 20 * columns)
-
-
-def table_5(rng: random.Random) -> str:
-    """Rows of 5 cells: the same, or with the number of the row."""
-    return _table(rng, 5)
-
-
-def table_20(rng: random.Random) -> str:
-    """Rows of 20 cells."""
-    return _table(rng, 20)
 
 
 def white_space(rng: random.Random) -> str:
@@ -293,9 +271,9 @@ def left_again(rng: random.Random) -> str:
 
 
 LOOPED: dict[str, Callable[[random.Random], str]] = {
-    "exact, 1 to 12": exact_short,
-    "exact, 13 to 80": exact_middle,
-    "exact, 81 to 400": exact_long,
+    "exact, 1 to 12": partial(exact, smallest=1, largest=12),
+    "exact, 13 to 80": partial(exact, smallest=13, largest=80),
+    "exact, 81 to 400": partial(exact, smallest=81, largest=400),
     "counters": counters,
     "ids": ids,
     "dates": dates,
@@ -307,8 +285,8 @@ LOOPED: dict[str, Callable[[random.Random], str]] = {
     "edited": edited,
     "code": code,
     "JSON rows": json_rows,
-    "table of 5": table_5,
-    "table of 20": table_20,
+    "table of 5": partial(table, columns=5),
+    "table of 20": partial(table, columns=20),
     "white space": white_space,
     "base64": base64_,
     "emoji": emoji,

@@ -44,7 +44,6 @@ def check_loops(
     proxy: Annotated[str | None, Option(metavar="URL")] = None,
     port: Annotated[int | None, Field(ge=0, le=65535)] = None,
     host: Annotated[str | None, Option(metavar="ADDRESS")] = None,
-    retry: bool = False,
 ) -> LoopCheck | None:
     """Check whether texts or a stream repeat themselves, and since when. Loads no model.
 
@@ -63,8 +62,6 @@ def check_loops(
         proxy: Stand between clients and the server at this address, and end answers that loop.
         port: With --proxy: port to listen at. By default 8790.
         host: With --proxy: address to listen at. By default 127.0.0.1, which other machines cannot reach.
-        retry: With --proxy: ask once more for an answer that loops, with the server's own penalty. Answers are then
-            passed on when they are complete.
 
     Example:
         sinkscope loops answers.jsonl --max-new 2500
@@ -76,8 +73,8 @@ def check_loops(
     if proxy is not None:
         ignored = {"FILE": file, "--follow": follow, "--first": first, "--tee": tee}
         _refuse({**ignored, "--max-new": max_new}, "with --proxy")
-        return _proxy(proxy, monitor, retry, host or PROXY_HOST, PROXY_PORT if port is None else port)
-    _refuse({"--port": port, "--host": host, "--retry": retry}, "without --proxy")
+        return _proxy(proxy, monitor, host or PROXY_HOST, PROXY_PORT if port is None else port)
+    _refuse({"--port": port, "--host": host}, "without --proxy")
     if follow:
         _refuse({"--max-new": max_new}, "with --follow")
         return _follow(file or "-", form, monitor, first, tee)
@@ -150,10 +147,10 @@ def _name(file: str) -> str:
     return Path(file).name
 
 
-def _proxy(upstream: str, monitor: MonitorSettings, retry: bool, host: str, port: int) -> None:
+def _proxy(upstream: str, monitor: MonitorSettings, host: str, port: int) -> None:
     """Stand between clients and a server until Ctrl-C."""
     check_proxy()
-    settings = ProxySettings(upstream, monitor, retry, note)
+    settings = ProxySettings(upstream, monitor, note)
 
     def ready(address: str) -> None:
         print(f"{address} passes on to {upstream} until Ctrl-C.", flush=True)

@@ -198,7 +198,7 @@ def test_every_command_is_shown_and_the_options_beside_it_are_those_of_its_help(
                 if re.fullmatch(r"--[a-z][\w-]*(=.*)?", word):
                     assert re.search(rf"{word.partition('=')[0]}[ ,\n\]]", help_of(name)), f"{line}: no {word}"
             assert help_of(name), line
-    assert set(commands()) <= shown and len(shown) > 60
+    assert set(commands()) <= shown and len(shown) > 50
 
 
 @pytest.mark.slow

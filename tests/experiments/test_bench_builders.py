@@ -1,4 +1,4 @@
-"""Prompts built from LongBench's files, honest texts, and LoopGuard's tables."""
+"""Prompts built from LongBench's files, and honest texts."""
 
 from __future__ import annotations
 
@@ -8,14 +8,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from bench_kit import MODEL, SETTINGS, made_record
 
 from experiments.longbench import LongBenchRecord, read_longbench
 from experiments.loopbench import build as loop_build
-from experiments.loopguard import tables
 from experiments.loopserve import build as serve_build
-from sinkscope.bench.record import BenchRun
-from sinkscope.bench.table import tabulate_records
 from sinkscope.errors import SinkscopeError
 
 ROOT = Path(__file__).parents[2]
@@ -102,14 +98,3 @@ def test_algorithm_3_asks_held_out_examples_when_repaired():
     assert sorted(rows[0]["turns"][0]["answers"]) == ["T0", "T1", "T2", "T9"]
     with pytest.raises(SinkscopeError, match="no record of trec has the 40 examples"):
         serve_build.build("trec", [record], turns=20)
-
-
-def test_our_rows_come_before_those_that_were_not_run():
-    metrics = {"loop": 1.0, "loop_paper": 0.25, "ttr": 0.5, "cr": 0.25, "length": 100, "interventions": 2.0}
-    record = made_record("loopguard:paper:256", task="loops", settings={"set": "dc"}, metrics=metrics)
-    settings = {**SETTINGS, "model": {**MODEL, "name": "Qwen3-1.7B"}}
-    groups = tabulate_records([BenchRun([record], settings)]).groups
-    lines = tables.table1(groups)
-    assert "loop 25.0%" in lines[0] and lines[0].endswith("paper: loop 1.3%")
-    assert len(lines) == 16 and all("not run" in line for line in lines[1:])
-    assert "2.0; paper: loop 1.3%" in tables.table3(groups)[0] and len(tables.table2(groups)) == 4

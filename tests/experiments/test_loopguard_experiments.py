@@ -7,7 +7,6 @@ import json
 import pytest
 from bench_kit import SETTINGS, guarded_run, made_record
 
-from experiments import drawn
 from experiments.loopguard import figure2, figure4
 from experiments.script import run
 from sinkscope.bench.record import open_run
@@ -29,7 +28,7 @@ def test_survival_counts_runs_without_a_collapse(tmp_path):
 
 
 def test_figure_4_counts_the_interventions_of_a_run_and_refuses_what_is_no_run(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(drawn, "write_png", lambda *_: None)
+    monkeypatch.setattr("experiments.drawn.write_png", lambda *_: None)
     texts = figure4.honest_texts()[:1]
     monkeypatch.setattr(figure4, "honest_texts", lambda: texts)
     guarded = str(guarded_run(tmp_path / "guards"))

@@ -1,4 +1,4 @@
-"""What remedies did: the counts of outputs written by hand, the choices of the guard, and the page beside the JSON."""
+"""What remedies did: the counts of outputs written by hand, and the choices of the guard."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from experiments import drawn
-from experiments.loopguard import outcome, text
-from experiments.loopguard.openings import openings
+from experiments.loopguard import outcome
 from experiments.loopguard.remedies import BUDGET, CHOICES, PRINTED, surprise
 from sinkscope.loops.guard import LoopGuard, tokens_to_keep
 
@@ -84,47 +82,13 @@ def test_the_streak_counts_confident_tokens_in_a_row():
     assert (found["counted"], found["streak"]) == (7, 3), "the third of them is sure again, after one that is not"
 
 
-class Spelling:
-    """A tokenizer whose ids are places in a list of pieces."""
-
-    PIECES = ("the ", "dog ", "c", "at ", "ran. ", "ution ", "I", "'m ")
-
-    def decode(self, ids, skip_special_tokens=False):
-        return "".join(self.PIECES[i] for i in ids)
-
-
-def test_wrong_words_are_counted_at_seams_and_after_the_first_act():
-    known = {"", "the", "dog", "cat", "ran", "i'm"}
-    full = {
-        ("scenes", 0): output(0, [0, 1, 4] * 30, [], 1.0, 1),
-        ("scenes", 1): output(1, [0] * 90, [], 1.0, 1, alarm=9),
-    }
-    wrong = output(0, [0, 1, 2, 5, 4, 0, 1], [[3, 1], [5, 1]], 1.0, 1)
-    right = output(1, [6, 7, 4, 0, 2, 3, 4], [[1, 2]], 1.0, 1)
-    row = text.summary("LoopGuard", [wrong, right], full, known, Spelling())
-    assert (row["seams"], row["wrong_seams"]) == (3, 1), "c|ution is one word; I|'m is right; dog and ran are, too"
-    assert (row["unknown"], row["unknown_in"], row["texts"]) == (1, 1, 2)
-    own = text.summary("full", list(full.values()), full, known, Spelling())
-    assert own["texts"] == 1 and own["distinct"] == pytest.approx(3 / 39), "of the output without an alarm, from 48 on"
-    assert text.beside('said, "I', "'m sorry") == ["i'm", "sorry"] and text.beside("a dog. ", "The end") == [
-        "dog",
-        "the",
-    ]
-    assert text.distinct([1, 2, 3, 4, 1, 2, 3, 4]) == (4, 5)
-
-
-def test_the_figures_and_the_page_are_those_of_a_folder_of_outputs(tmp_path, monkeypatch):
-    monkeypatch.setattr(drawn, "write_png", lambda *_: None)
+def test_the_figures_are_those_of_a_folder_of_outputs(tmp_path, monkeypatch):
+    monkeypatch.setattr("experiments.drawn.write_png", lambda *_: None)
     setting = {"model": "m", "new": 40, "temperature": 0.0}
     with (tmp_path / "runs.jsonl").open("w") as file:
         for method, tokens, acts in (("full", LOOP, []), (PRINTED, LOOP, [[20, 0]]), ("LoopGuard", FRESH, [[20, 4]])):
             file.write(json.dumps(output(0, tokens, acts, 8.0, 8, alarm=20, method=method, **setting)) + "\n")
-    page = tmp_path / "page.md"
-    marks = ("<!-- made by experiments.loopguard.{} -->", "<!-- end of experiments.loopguard.{} -->")
-    page.write_text("\n".join(mark.format(name) for name in ("remedies", "outcome") for mark in marks))
-    outcome.main(tmp_path, out=tmp_path, page=page)
-    assert "| as printed | 1 of 1 | - | 1.0, at most 1 | 0 | 0 of 1 | 0 of 0 |" in page.read_text()
-    assert openings("scenes", 1)[0] in page.read_text()
+    outcome.main(tmp_path, out=tmp_path)
     made = json.loads((tmp_path / "loopguard_choices.json").read_text())
     assert [row["method"] for row in made["result"]["settings"][0]["rows"]] == ["full", PRINTED]
     assert "1 of 1 without a guard" in outcome.figure(made).layout.title.text

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loop_texts import prose
 
-from experiments.loopset import compare, make
-from experiments.loopset.compare import compression, paragraphs, plain_suffix, suffix
+from experiments.loopset import compare, texts
+from experiments.loopset.compare import exact_copies, plain_suffix, suffix
 from experiments.loopset.honest import HONEST
 from experiments.loopset.looped import LOOPED
 from sinkscope.loops import check
@@ -21,18 +21,32 @@ def test_rivals_alarm_where_their_rules_say():
     words = [f"w{i}" for i in range(60)]
     text = " ".join([*words, *words])
     assert suffix(text) == len(" ".join([*words, *words[:48]])) and suffix(" ".join(words)) is None
-    said = [f"{prose(20, i)} number {i}" for i in range(4)]
-    blocks = [said[i % 4] for i in range(40)]
-    at = paragraphs("\n\n".join(blocks))  # 4 are new, and 8 echoes follow
-    assert at is not None and len("\n\n".join(blocks[:12])) <= at <= len("\n\n".join(blocks[:12])) + 2
-    assert paragraphs("\n\n".join(prose(30, i) for i in range(40))) is None
-    assert paragraphs("\n\n".join(["too short"] * 40)) is None
     assert plain_suffix("a b " * 12) is None and plain_suffix(prose(50) + " a b" * 13) == len(prose(50)) + 52
-    assert compression("the same again and again, " * 60) == 1000 and compression(prose(600)[:990]) is None
+
+
+@given(
+    pieces=st.lists(st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=5), st.integers(1, 12)), max_size=4),
+    smallest=st.integers(1, 3),
+    more=st.integers(0, 4),
+    copies=st.integers(2, 4),
+    tokens=st.integers(0, 20),
+)
+def test_a_server_stops_where_the_last_tokens_are_copies(pieces, smallest, more, copies, tokens):
+    """Block by block, as the pull requests describe it; with a least number of tokens, over that many."""
+    ids = [token for piece, count in pieces for token in piece * count]
+    first = None
+    for end in range(1, len(ids) + 1):
+        for size in range(smallest, smallest + more + 1):
+            long = max(copies * size, tokens)
+            last = ids[max(0, end - long) : end]
+            if first is None and len(last) == long and all(last[k] == last[k % size] for k in range(long)):
+                first = end
+    found = exact_copies(smallest, smallest + more, copies, " ".join(map(str, ids)), tokens=tokens)
+    assert found == (None if first is None else 2 * first - 1)
 
 
 def test_scores_are_counted_as_by_hand():
-    texts = [
+    some = [
         {"text": "ab" * 50, "class": "a", "start": 10},
         {"text": "ab" * 50, "class": "a", "start": 60},
         {"text": "cd" * 50, "class": "c", "start": 0},
@@ -40,7 +54,7 @@ def test_scores_are_counted_as_by_hand():
         {"text": "gh" * 50, "class": "g", "start": None},
     ]
     table = {"ab": 50, "ef": 3}
-    found = compare.compare(texts, {compare.OURS: lambda _: 20, "mine": lambda text: table.get(text[:2])})
+    found = compare.compare(some, {compare.OURS: lambda _: 20, "mine": lambda text: table.get(text[:2])})
     ours, mine = found["detectors"]
     assert (mine["recall"], mine["lowest"], mine["false_alarms"]) == (round(1 / 3, 4), 0.0, 0.5)
     assert (mine["their_delay"], mine["our_delay"], mine["we_first"]) == (40, 10, 1.0)  # of the one loop that both find
@@ -49,12 +63,12 @@ def test_scores_are_counted_as_by_hand():
 
 
 def test_the_set_says_the_truth_and_is_made_the_same_every_time():
-    made = list(make.made_set())
+    made = list(texts.made_set())
     assert len(made) >= 400 and len({text["class"] for text in made}) == len(LOOPED) + len(HONEST) >= 24
     choose = [text for text in made if text["half"] == "choose"]
-    assert 2 * len(choose) == len(made) and choose == list(make.made_set(("choose",)))
-    texts = {text["text"] for text in made}
-    assert len(texts) > 0.97 * len(made)  # a table of products is the same in any draw
+    assert 2 * len(choose) == len(made) and choose == list(texts.made_set(("choose",)))
+    different = {text["text"] for text in made}
+    assert len(different) > 0.97 * len(made)  # a table of products is the same in any draw
     for text in made:
         if text["start"] is not None:
             assert text["text"][text["start"] - 1] in " \n" and len(text["text"]) > 200 + text["start"]
@@ -63,8 +77,8 @@ def test_the_set_says_the_truth_and_is_made_the_same_every_time():
 def test_the_default_finds_the_first_of_each_class_for_choosing():
     """Not one of the other half, which is looked at only for the report."""
     seen: set[str] = set()
-    for text in make.made_set(("choose",)):
-        if text["class"] in seen:
+    for text in texts.made_set(("choose",)):
+        if text["class"] in seen or text["class"] == "ids":  # random ids in each copy: some of these are missed
             continue
         seen.add(text["class"])
         verdict = check(text["text"]).records[0].verdict

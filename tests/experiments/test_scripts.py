@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -195,12 +194,6 @@ CASES = {
         "loopserve_longeval.json",
     ),
     "loopserve.table1": Case("", lambda text: "| loopserve | 104% | 102% | 104% | 101% |" in text, quick=True),
-    "bench_detect": Case(
-        "--draws 1 --rounds 1 --out {out}/x.json",
-        lambda made: all(row["found"] == 1 for row in made["result"]["delays"]["default"]["exact"]),
-        "x.json",
-        {"PERIODS": (4, 32), "HISTORIES": (200,)},
-    ),
     "bench_lines": Case(
         "--shape lines-128 --length 96 --rounds 1 --out {out}/x.json", lambda made: made["result"]["same"], "x.json"
     ),
@@ -212,11 +205,6 @@ CASES = {
     "bench_loopserve, model": Case(
         "--lengths 2100 --rounds 1 --parts model --out {out}/x.json",
         lambda made: made["result"]["model"][0]["seconds"]["greedy search"] > 0,
-        "x.json",
-    ),
-    "bench_proxy": Case(
-        "--tokens 300 --rounds 1 --out {out}/x.json",
-        lambda made: 0 < made["result"]["microseconds_per_token"]["watching"],
         "x.json",
     ),
     "gallery": Case("--out {out}/x.md", lambda page: "## find-sinks" in page, "x.md"),
@@ -258,7 +246,6 @@ CASES = {
         {"PERIODS": (1, 8), "SWEEPS": {"votes": (1,), "variant": ("repeats",)}},
     ),
     "loopguard.show": Case("{run}", lambda text: "## loopguard:256: 40 tokens" in text, quick=True),
-    "loopguard.tables": Case("{run}", lambda text: "Table 1" in text and "not run; paper" in text),
     "loopserve.latency": Case(
         "--contexts 192 --outputs 4 8 --names full loopserve --rounds 1 --budget 80 --shortest 0 --shape lines-128 "
         "--out {out}",
@@ -266,22 +253,9 @@ CASES = {
         "loopserve_latency.json",
         quick=True,
     ),
-    "loopset.files": Case(
-        "--count 2 --out {out}/x.json",
-        lambda made: made["result"]["programs"]["clean"] == 2,
-        "x.json",
-        {"sysconfig": SimpleNamespace(get_paths=lambda: {"purelib": ROOT / "experiments"})},
-        quick=True,
-    ),
-    "loopset.make": Case(
-        "--half report --out {out}/x.jsonl",
-        lambda lines: {json.loads(line)["half"] for line in lines} == {"report"},
-        "x.jsonl",
-        quick=True,
-    ),
     "loopset.compare": Case(
         "--count 24 --out {out}/loops_compare.json",
-        lambda made: len(made["result"]["detectors"]) == 10,
+        lambda made: len(made["result"]["detectors"]) == 8,
         "loops_compare.json",
         quick=True,
     ),
@@ -308,7 +282,6 @@ ELSEWHERE = {  # name -> the test that runs it
     "golden.make": "test_golden.py",
     "loopguard.figure4": "test_loopguard_experiments.py",
     "loopguard.outcome": "test_loopguard_remedies.py",
-    "loopguard.text": "test_loopguard_remedies.py",
     "make_two_hops": "test_needle.py",
     "train_bundled": "test_bundled_model.py",
 }

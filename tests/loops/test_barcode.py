@@ -190,7 +190,7 @@ def test_the_page_runs():
     page = (Path(__file__).parents[2] / "docs/measure/barcode.md").read_text(encoding="utf-8")
     names = {}
     exec(re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)[0], names)
-    assert names["rows"].shape == (40, 104)
+    assert names["rows"].shape == (40, 103)
 
 
 def test_bad_input_is_one_line(capsys):

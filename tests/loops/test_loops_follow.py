@@ -21,7 +21,6 @@ from server_streams import SERVERS, chunks, events
 from sinkscope.app.cli import main
 from sinkscope.errors import SinkscopeWarning
 from sinkscope.loops import Alarm, Monitor, MonitorSettings, Watch, check
-from sinkscope.loops.text import streams
 from sinkscope.loops.text.forms import shown
 from sinkscope.loops.text.outputs import split
 
@@ -95,9 +94,8 @@ def test_json_lines_are_records_or_pieces():
     records = "".join(json.dumps(line) + "\n" for line in lines)
     assert [a.stream for a in _follow(records)] == ["line 2", "line 3"]
     ids = [*range(400), *[7, 8, 9] * 100]
-    rows = [{"token": i, "index": "a"} for i in ids]
-    (alarm,) = _follow("".join(json.dumps(row) + "\n" for row in rows), settings=PAPER)
-    assert alarm.stream == "stream a" and [alarm.token] == _by_hand(ids, PAPER)
+    (alarm,) = _follow(json.dumps({"tokens": ids}) + "\n", settings=PAPER)
+    assert alarm.stream == "line 1" and [alarm.token] == _by_hand(ids, PAPER)
     pieces = [{"response": word, "done": False} for word in TEXT.replace(" ", " \n").split("\n")]
     assert len(_follow("".join(json.dumps(piece) + "\n" for piece in pieces))) == 1
 
@@ -149,27 +147,9 @@ def test_a_stream_that_breaks_off_keeps_its_exit_code(monkeypatch):
         assert len(list(Watch().follow(Broken(TEXT.encode()), form="text"))) == 1
 
 
-def test_a_loop_in_reasoning_and_in_calls_of_tools_is_seen():
-    parts = [{"reasoning_content": p} for p in TEXT.split(",")]
-    calls = [{"tool_calls": [{"index": 0, "function": {"arguments": p}}]} for p in TEXT.split(",")]
-    for deltas in (parts, calls):
-        assert len(_follow(events([{"choices": [{"index": 0, "delta": delta}]} for delta in deltas]))) == 1
-
-
-@pytest.mark.parametrize("between", ["", "\n"])
-def test_the_data_lines_of_an_event_are_joined(between):
-    """An event whose JSON stands on several lines, with empty lines between events or without."""
-    raw = "".join(
-        "".join(f"data: {line}\n" for line in json.dumps(one, indent=1).split("\n")) + between
-        for one in _chat(TEXT.split())
-    )
-    (alarm,) = _follow(raw, form="sse")
-    assert split(alarm.text) == split(LOOP)
-
-
 def test_control_characters_do_not_reach_the_terminal():
     assert shown("a\x1b[2J\n‮b") == "a\\x1b[2J\\n\\u202eb" and len(shown("x" * 999)) == 63
-    (alarm,) = _follow("".join(json.dumps({"token": t}) + "\n" for t in ["\x1b[2J", "b\n"] * 200))
+    (alarm,) = _follow(json.dumps({"tokens": ["\x1b[2J", "b\n"] * 200}) + "\n")
     assert str(alarm).isprintable() and "\\x1b[2Jb\\n" in str(alarm)
 
 
@@ -182,12 +162,12 @@ def test_exit_codes_and_the_first_loop(tmp_path, capsys):
     assert main(["loops", str(looping), "--follow", "--first"]) == 3 and capsys.readouterr().out.count("\n") == 1
 
 
-@pytest.fixture(params=["--follow", "-"])
-def process(request):
+@pytest.fixture
+def process():
     def heed():  # a shell lets what runs in the background ignore Ctrl-C
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-    command = [sys.executable, "-m", "sinkscope", "loops", request.param]
+    command = [sys.executable, "-m", "sinkscope", "loops", "--follow"]
     pipe = subprocess.PIPE
     started = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, preexec_fn=heed)
     yield started
@@ -199,46 +179,20 @@ def test_an_alarm_comes_while_the_pipe_is_open_and_ctrl_c_leaves_cleanly(process
     detected = check(TEXT).records[0].detected
     words = TEXT.split(" ")
     sent = 0
-    told = process.stderr if process.args[-1] == "-" else process.stdout  # a table follows on standard output
-    os.set_blocking(told.fileno(), False)
+    os.set_blocking(process.stdout.fileno(), False)
     seen = b""
     while not seen and sent < len(words):
         process.stdin.write(f"{words[sent]} ".encode())
         sent += 1
         if len(split(" ".join(words[:sent]))) >= (detected or 0):
             for _ in range(600):
-                if seen := told.read() or b"":
+                if seen := process.stdout.read() or b"":
                     break
                 time.sleep(0.05)
             break
     assert f"at token {detected}: period {len(split(LOOP))}".encode() in seen and process.poll() is None
-    if told is process.stderr:
-        process.stdin.close()
-        assert process.wait(60) == 3 and b"The output in standard input loops." in process.stdout.read()
-        return
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130 and process.stderr.read().strip() == b"interrupted"
-
-
-class Counted(io.BytesIO):
-    """A source that knows how much it gave at once."""
-
-    most = 0
-
-    def readline(self, size: int | None = -1) -> bytes:
-        line = super().readline(size)
-        self.most = max(self.most, len(line))
-        return line
-
-
-def test_a_line_that_is_too_long_is_skipped_and_the_next_one_is_read(monkeypatch):
-    monkeypatch.setattr(streams, "LONGEST_LINE", 5000)
-    good = json.dumps({"text": "one more cup of tea, " * 40}).encode() + b"\n"
-    bad = json.dumps({"text": "x" * 30_000}).encode() + b"\n"
-    source = Counted(good + bad + good)
-    with pytest.warns(SinkscopeWarning, match="line 2 has more than"):
-        alarms = list(Watch().follow(source))
-    assert [alarm.stream for alarm in alarms] == ["line 1", "line 3"] and source.most <= 5001
 
 
 def test_tee_passes_everything_on(tmp_path, capfdbinary):

@@ -30,8 +30,7 @@ from starlette.routing import Route
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.loops import MonitorSettings
-from sinkscope.loops.servers import proxy
-from sinkscope.loops.servers.proxy import ProxySettings, StreamWatch, application, with_penalty
+from sinkscope.loops.servers.proxy import ProxySettings, StreamWatch, application
 
 ROOT = Path(__file__).parents[2]
 SECRET = "one more cup of tea, "
@@ -54,25 +53,19 @@ class Upstream:
     """A fake server: the fields of a request say what it answers."""
 
     def __init__(self) -> None:
-        self.bodies: list[bytes] = []
         self.headers: list[dict[str, str]] = []
         self.written = 0
         self.broken = 0
 
     async def answer(self, request: Request) -> Response:
         body = await request.body()
-        self.bodies.append(body)
         self.headers.append(dict(request.headers))
         if request.url.path == "/error":
             return JSONResponse({"error": "the model is not here"}, 404, headers={"x-reason": "no model"})
         if not body:
             return JSONResponse({"path": request.url.path, "query": request.url.query})
         asked = json.loads(body)
-        penalty = "frequency_penalty" in asked or "options" in asked
-        if penalty and asked.get("refuse"):
-            return JSONResponse({"error": "unknown field"}, 400)
-        text = HONEST if penalty and not asked.get("stubborn") else asked["text"]
-        data = _sent(asked["server"], text)
+        data = _sent(asked["server"], asked["text"])
         kind = "application/x-ndjson" if asked["server"] in LINES else "text/event-stream"
         return StreamingResponse(self._parts(data, asked), media_type=kind)
 
@@ -120,22 +113,16 @@ class Setup:
 
 
 @contextlib.contextmanager
-def _proxied(**changed: Any) -> Iterator[Setup]:
+def _proxied() -> Iterator[Setup]:
     upstream, lines = Upstream(), list[str]()
     with _served(upstream.app()) as direct:
-        with _served(application(ProxySettings(direct, log=lines.append, **changed))) as address:
+        with _served(application(ProxySettings(direct, log=lines.append))) as address:
             yield Setup(address, direct, upstream, lines)
 
 
 @pytest.fixture(scope="module")
 def plain() -> Iterator[Setup]:
     with _proxied() as setup:
-        yield setup
-
-
-@pytest.fixture(scope="module")
-def retrying() -> Iterator[Setup]:
-    with _proxied(retry=True) as setup:
         yield setup
 
 
@@ -165,15 +152,11 @@ def test_a_looping_answer_is_cut_behind_an_event_and_says_why(server, plain):
     assert data.startswith(whole[: whole.index(json.dumps(sent[same - 1]).encode()) + 10])
     ends = objects[same:]
     (about,) = [_about(end) for end in ends if _about(end)]
-    assert (
-        about["verdict"] == "loops" and about["retried"] is False and about["period"] == (5 if server == "tgi" else 6)
-    )
+    assert about["verdict"] == "loops" and about["period"] == 6
     kind = next(name for name in FINISH if server.startswith(name))
     assert FINISH[kind] in json.dumps(ends)
     if server == "anthropic":
         assert [end["type"] for end in ends] == ["content_block_stop", "message_delta", "message_stop"]
-    if server == "tgi":
-        assert ends[-1]["generated_text"].startswith(prose(80)[:40])
     if server.startswith("openai"):
         assert data.endswith(b"data: [DONE]\n\n") and ends[-1]["choices"][0]["stop_reason"] == "repetition_detected"
     (line,) = plain.lines
@@ -188,10 +171,7 @@ def _about(end: dict[str, Any]) -> Any:
 FINISH = {  # where an answer that was cut says why it ended, and what
     "anthropic": '"delta": {"stop_reason": "max_tokens"',
     "responses": '"status": "incomplete"',
-    "sglang": '"finish_reason": {"type": "length"',
-    "tgi": '"finish_reason": "length"',
     "ollama": '"done_reason": "length"',
-    "llama.cpp": '"stop": true',
     "openai": '"finish_reason": "length"',
 }
 
@@ -199,9 +179,9 @@ FINISH = {  # where an answer that was cut says why it ended, and what
 def test_the_upstream_call_ends_when_the_answer_is_cut_and_when_the_client_leaves(plain):
     upstream = plain.upstream
     before, written = upstream.broken, upstream.written
-    assert plain.ask("openai-chat", SECRET * 5_000, pause=0.001).content.endswith(b"[DONE]\n\n")
+    assert plain.ask("openai-chat", SECRET * 1_000, pause=0.001).content.endswith(b"[DONE]\n\n")
     _wait(lambda: upstream.broken == before + 1)
-    assert upstream.written - written < len(_sent("openai-chat", SECRET * 5_000)) / 10
+    assert upstream.written - written < len(_sent("openai-chat", SECRET * 1_000)) / 10
     body = {"server": "openai-chat", "text": prose(3000), "pause": 0.01}
     with httpx.stream("POST", f"{plain.address}/x", json=body, trust_env=False) as answer:
         next(answer.iter_raw())
@@ -249,43 +229,6 @@ def test_a_server_that_is_not_there_is_an_error_in_json():
     assert answer.status_code == 502 and "does not answer" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("server", ["openai-chat", "ollama-chat"])
-def test_retry_asks_once_more_with_the_penalty_of_the_server(server, retrying):
-    upstream = retrying.upstream
-    upstream.bodies.clear()
-    retrying.lines.clear()
-    body = {"server": server, "text": LOOPING, "temperature": 0.5}
-    answer = httpx.post(retrying.address + PATHS[server], json=body, timeout=60, trust_env=False)
-    assert answer.content == _sent(server, HONEST)
-    first, second = map(json.loads, upstream.bodies)
-    assert first == body and second["temperature"] == 0.5
-    assert second.get("frequency_penalty") == 0.5 or second["options"]["repeat_penalty"] == 1.3
-    assert "asked again with a penalty" in retrying.lines[-1]
-
-
-def test_retry_of_a_stubborn_or_refusing_server_is_cut_and_honest_answers_are_asked_for_once(retrying):
-    upstream = retrying.upstream
-    upstream.bodies.clear()
-    data = retrying.ask("openai-chat", LOOPING, stubborn=True).content
-    assert _objects("openai-chat", data)[-1]["sinkscope"]["retried"] is True and len(upstream.bodies) == 2
-    data = retrying.ask("openai-chat", LOOPING, refuse=True).content
-    assert _objects("openai-chat", data)[-1]["sinkscope"]["retried"] is False and len(upstream.bodies) == 4
-    data = retrying.ask("anthropic", LOOPING, path="/v1/messages").content
-    assert _objects("anthropic", data)[-2]["sinkscope"]["retried"] is False and len(upstream.bodies) == 5
-    assert retrying.ask("openai-chat", HONEST).content == _sent("openai-chat", HONEST) and len(upstream.bodies) == 6
-
-
-def test_what_is_held_is_bounded(monkeypatch):
-    monkeypatch.setattr(proxy, "LARGEST_EVENT", 1000)
-    watch = StreamWatch(MonitorSettings(), events=True)
-    start = b'data: {"choices": [{"index": 0, "delta": {"content": "'
-    passed = watch.feed(start)
-    for _ in range(100):
-        passed += watch.feed(b"x" * 100)
-        assert len(passed) >= 100 * _ - 2000
-    assert len(passed) == len(start) + 10_000 and watch.alarm is None and watch.rest() == b""
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     server=st.sampled_from(sorted(SERVERS)),
@@ -314,35 +257,10 @@ def test_one_looping_choice_of_two_is_no_reason_to_cut():
     assert watch.feed(data) + watch.rest() == data and watch.alarm is None
 
 
-PENALTIES = """
-/v1/chat/completions {"a": 1} {"a": 1, "frequency_penalty": 0.5}
-/api/chat {"options": {"seed": 1}} {"options": {"seed": 1, "repeat_penalty": 1.3, "repeat_last_n": 512}}
-/completion {} {"dry_multiplier": 0.8}
-/generate {"text": "a"} {"text": "a", "sampling_params": {"frequency_penalty": 0.5}}
-/generate_stream {} {"parameters": {"repetition_penalty": 1.2}}
-/v1/messages {} null
-/v1/responses {} null
-/v1/completions [1] null
-"""
-
-
-@pytest.mark.parametrize("line", PENALTIES.strip().splitlines())
-def test_a_retry_carries_the_penalty_that_its_server_knows(line):
-    path, rest = line.split(" ", 1)
-    body, end = json.JSONDecoder().raw_decode(rest)
-    made = with_penalty(path, json.dumps(body).encode())
-    assert (None if made is None else json.loads(made)) == json.loads(rest[end:])
-
-
 @pytest.mark.parametrize("wrong", ["127.0.0.1:11434", "ftp://127.0.0.1", "http://", "http://user@host/", "http://a?b"])
 def test_an_upstream_that_is_no_address(wrong):
     with pytest.raises(SinkscopeError, match="expected the address of a server"):
         ProxySettings(wrong)
-
-
-def test_a_path_of_the_upstream_is_not_doubled():
-    one = ProxySettings("http://h:1/v1")
-    assert one.url("/v1/chat", "") == "http://h:1/v1/chat" and one.url("/chat", "a=b") == "http://h:1/v1/chat?a=b"
 
 
 def test_the_command_serves_until_ctrl_c_without_torch_and_logs_no_content():

@@ -100,11 +100,10 @@ def batch_processor():
 
 
 @settings(max_examples=15, deadline=None)
-@given(seed=SEEDS, actions=ACTIONS, late=st.booleans(), accepted=st.sampled_from([0, 0, 3]))
-def test_in_vllms_batch_each_request_is_watched_as_if_alone(seed, actions, late, accepted):
-    """Added, removed, moved and swapped rows; lists that grow by several tokens or hold placeholders; preemption."""
-    server = kit.Batches(batch_processor(), placeholders=late, accepted=accepted)
-    check(server, Random(seed), actions, preempt=not accepted)
+@given(seed=SEEDS, actions=ACTIONS, late=st.booleans())
+def test_in_vllms_batch_each_request_is_watched_as_if_alone(seed, actions, late):
+    """Added, removed, moved and swapped rows; lists that hold placeholders; preemption."""
+    check(kit.Batches(batch_processor(), placeholders=late), Random(seed), actions, preempt=True)
 
 
 @settings(max_examples=15, deadline=None)
@@ -148,10 +147,6 @@ def test_tokens_that_the_server_takes_back_are_not_counted():
             row.follow(output)
             assert row.busy(position) == (position >= trigger)
         assert row.actions_begun == 0
-        row.edit(torch.zeros(kit.VOCAB), len(output))
-        assert row.actions_begun == 1
-        output.pop()
-        row.follow(output)  # read again, with a trigger that has had its action
         row.edit(torch.zeros(kit.VOCAB), len(output))
         assert row.actions_begun == 1
 
@@ -245,7 +240,7 @@ def test_a_server_without_the_interface_by_that_name_is_told_in_a_line(monkeypat
     kit.install(monkeypatch, {home: {"Renamed": object} for home in kit.HOMES})
     for home in kit.HOMES:
         vars(sys.modules[home]).pop("LogitsProcessor", None)
-    with pytest.raises(ImportError, match=r"Processor needs (vllm|sglang)\..*, which this version of .* does not have"):
+    with pytest.raises(ImportError, match=r"Processor needs (vllm|sglang)\..*, which is not installed here"):
         getattr(serving, name)
 
 

@@ -94,12 +94,12 @@ def _few_tokens(monkeypatch: pytest.MonkeyPatch):
         (
             ("history", "sink"),
             False,
-            "The loop of period 6 needs the earlier turns and the sink: without them, it goes on in 0 ",
+            "The loop of period 6 needs history and sink: without them, it goes on in 0 ",
         ),
         (
             ("copies", "history"),
             True,
-            "Its copies in the cache or the earlier turns keeps the loop of period 6 going: ",
+            "Copies or history keeps the loop of period 6 going: without both, in 0 of 2 cases",
         ),
     ],
 )
@@ -118,7 +118,7 @@ def test_a_planted_cause_is_found(causes, either, said):
 @pytest.mark.usefixtures("_few_tokens")
 def test_a_text_that_is_given_and_one_that_does_not_loop():
     made = kept_loop(("sink",))
-    options = {"tokenizer": made.tokenizer, "neurons": False, "cuts": 1}
+    options = {"tokenizer": made.tokenizer, "cuts": 1}
     given = why(made.model, [*made.history, *made.turn], answer=made.cycle * 4, **options)
     assert given.kept_by == ("sink",) and given.tokens == given.prompt_tokens + 24
     # The model does not write this loop: nothing is concluded of what it does without a cause.
@@ -180,7 +180,8 @@ def test_what_enters_the_cache_is_rounded_once(noise: bool):
         Rounded(1)
 
 
-def test_the_sink_of_a_model_with_sink_neurons_is_patched(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.usefixtures("_few_tokens")
+def test_the_sink_goes_with_a_patch_that_is_given(tmp_path):
     patch = SinkPatch(layer=1, neurons=[3, 5], value=0.0)
     setup = SimpleNamespace(edit=None, seed=0, target=SimpleNamespace(width=lambda layer, expert: 64))
     case = replace(LOOPED, setup=setup, bits=None, patch=patch)
@@ -191,14 +192,16 @@ def test_the_sink_of_a_model_with_sink_neurons_is_patched(monkeypatch: pytest.Mo
     assert all({site.layer for site in draw.sites} == {1} and draw.value == 0.0 for draw in draws)
     assert len({draw.sites for draw in [patch, *draws]}) == 4
     made = kept_loop(("history",))
-    monkeypatch.setattr("sinkscope.loops.why.chosen_patch", lambda setup, given: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        why(made.model, made.turn, answer=made.cycle * 4, tokenizer=made.tokenizer)
+    patch.save(tmp_path / "patch.json")
+    given = {"answer": made.cycle * 4, "sink_patch": tmp_path / "patch.json"}
+    found = why(made.model, made.turn, **given, tokenizer=made.tokenizer, cuts=1)
+    how = {tried.without: (tried.how, tried.removed) for tried in found.tried}
+    assert how["sink"] == ("SinkPatch of 2 neurons", 0)
 
 
 def test_prompts_as_text_begin_once():
     model, tokenizer = tiny_model("llama")
-    found = why(model, "you and it", history="the cat", tokenizer=tokenizer, max_new_tokens=4, neurons=False)
+    found = why(model, "you and it", history="the cat", tokenizer=tokenizer, max_new_tokens=4)
     words = tokenizer("the cat you and it")["input_ids"]
     assert list(found.ids[: found.prompt_tokens]) == words
 

@@ -119,5 +119,5 @@ def test_what_used_to_be_measured_under_another_name_is_refused():
         sinkscope.precision(schemes=["a1"])
     with refused("tolerance=nan: expected a number from 0"):
         sinkscope.check_cache("transformers:DynamicCache", tolerance=math.nan)
-    with refused("--neurons 'no': expected True or False"):
-        sinkscope.why(neurons="no")
+    with refused("--all-layers 'no': expected True or False"):
+        sinkscope.repeat(all_layers="no")

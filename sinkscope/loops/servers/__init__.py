@@ -6,6 +6,7 @@ because their base classes belong to the servers.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from importlib import import_module
 from types import new_class
 from typing import TYPE_CHECKING, Any
@@ -32,22 +33,14 @@ def __getattr__(name: str) -> Any:
         return import_module("sinkscope.loops.servers.loop_row").ServingSettings
     if name not in _PROCESSORS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    server = _PROCESSORS[name][1].partition(".")[0]
     classes: list[Any] = []
-    changed = ""
     for place in _PROCESSORS[name]:
         module, _, class_name = place.partition(":")
-        try:
+        with suppress(ImportError, AttributeError):  # a version of the server with one of the interfaces only
             classes.append(getattr(import_module(module), class_name))
-        except ImportError:  # a version of the server with one of the interfaces only
-            continue
-        except AttributeError:
-            changed = place
     if len(classes) == 1:
-        problem = f"{server}, which is not installed here"
-        if changed:
-            problem = f"{changed.replace(':', '.')}, which this version of {server} does not have; see docs/serving.md"
-        raise ImportError(f"{name} needs {problem}")
+        needed = _PROCESSORS[name][1].replace(":", ".")
+        raise ImportError(f"{name} needs {needed}, which is not installed here; see docs/serving.md")
     namespace = {"__module__": __name__, "__doc__": classes[0].__doc__}
     globals()[name] = new_class(name, tuple(classes), exec_body=lambda body: body.update(namespace))
     return globals()[name]

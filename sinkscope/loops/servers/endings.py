@@ -8,7 +8,6 @@ from typing import Any
 REASON = "repetition_detected"
 """Value of `stop_reason`, as vLLM's own detection says it."""
 _KEPT = ("id", "object", "created", "created_at", "model", "system_fingerprint", "model_version")
-MOST_TEXT = 1 << 20  # characters that are kept of a server whose last event repeats the whole text
 
 
 class Ending:
@@ -23,8 +22,6 @@ class Ending:
         self._last: dict[str, Any] = {}
         self._response: dict[str, Any] = {}  # of OpenAI's Responses
         self._open: dict[int, None] = {}  # choices or blocks that have not ended
-        self._text: list[str] = []
-        self._size = 0
 
     def see(self, data: dict[str, Any]) -> None:
         """Look at an event."""
@@ -40,9 +37,6 @@ class Ending:
                 self._note(int(data.get("index") or 0), True)
             case {"type": "content_block_stop"}:
                 self._note(int(data.get("index") or 0), False)
-            case {"token": {"text": str(text)}} if self._size < MOST_TEXT:
-                self._text.append(text)
-                self._size += len(text)
             case _:
                 pass
         self._last = data
@@ -68,7 +62,7 @@ class Ending:
                 lines.append(f"event: {event['type']}\ndata: {text}\n\n")
             else:
                 lines.append(f"data: {text}\n\n")
-        if events and self._events and self._last.keys() & {"choices", "meta_info"}:
+        if events and self._events and "choices" in self._last:
             lines.append("data: [DONE]\n\n")
         return "".join(lines).encode("utf-8", "replace")
 
@@ -94,21 +88,10 @@ class Ending:
                 usage = {"output_tokens": about.get("token", 0)}
                 change = {"type": "message_delta", "delta": delta, "usage": usage, "sinkscope": about}
                 return [*blocks, change, {"type": "message_stop"}]
-            case {"meta_info": dict(state)}:
-                state = {**state, "finish_reason": {"type": "length", "matched": REASON}}
-                return [{**last, "meta_info": state, "sinkscope": about}]
-            case {"token": dict(token)}:
-                token = {**token, "text": "", "special": True}
-                details = {"finish_reason": "length", "generated_tokens": about.get("token", 0), "seed": None}
-                text = "".join(self._text)
-                return [{"token": token, "generated_text": text, "details": details, "sinkscope": about}]
             case {"done": _}:
                 said = {"response": ""}
                 if "message" in last:
                     said = {"message": {"role": "assistant", "content": ""}}
                 return [{**kept, **said, "done": True, "done_reason": "length"}]
-            case {"content": str()}:
-                state = {"content": "", "stop": True, "stop_type": "limit", "stopped_limit": True}
-                return [{**kept, "index": last.get("index", 0), **state}]
             case _:
                 return []

@@ -108,7 +108,6 @@ class LoopRow:
         self._monitor = Monitor(settings.monitor)
         self._tokens_read = 0
         self._last_token = -1
-        self._tokens_judged = 0  # a trigger among these has had its action
         self._due: list[int] = []  # positions from which on an action is due
         self._action = ""
         self._start = 0
@@ -129,9 +128,6 @@ class LoopRow:
             trigger = self._monitor.update(token).trigger
             self._tokens_read += 1
             self._last_token = token
-            if self._tokens_read <= self._tokens_judged:
-                continue
-            self._tokens_judged = self._tokens_read
             if trigger:
                 self._due.append(due)
 
@@ -141,7 +137,6 @@ class LoopRow:
         if read and (len(output) < read or output[read - 1] != self._last_token):
             self._monitor = Monitor(self.settings.monitor)
             self._tokens_read = 0
-            self._tokens_judged = min(self._tokens_judged, len(output))
         self.feed(output[self._tokens_read :])
 
     def replay(self, output: Sequence[int], origin: int = 0, lag: int = 0) -> None:

@@ -5,7 +5,6 @@ It needs starlette, uvicorn and httpx, and no torch.
 
 from __future__ import annotations
 
-import json
 import re
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -23,20 +22,11 @@ if TYPE_CHECKING:
     import httpx
     from starlette.requests import Request
 
-LARGEST_REQUEST = 1 << 26
-"""Bytes of the body of a request."""
-LARGEST_EVENT = 1 << 20
-"""Bytes of an event; a stream with a larger one is passed on unwatched from there."""
-LARGEST_HELD = 1 << 23
-"""Bytes of an answer that is held back for another try; a longer one is passed on as it comes."""
 LOOPBACK = ("127.0.0.1", "localhost")
 _HOP_BY_HOP = frozenset(
     "connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer trailers "
     "transfer-encoding upgrade".split()
 )
-_EVENT_END = re.compile(rb"\r?\n\r?\n")
-_LINE_END = re.compile(rb"\n")
-_EVENT_LINES = re.compile(r"\r\n|\n|\r")
 
 
 @dataclass(frozen=True)
@@ -46,14 +36,11 @@ class ProxySettings:
     Attributes:
         upstream: Address of the server, such as http://127.0.0.1:11434.
         monitor: Settings of the monitor.
-        retry: Whether to ask once more, with the server's own penalty, for an answer that loops. Answers are then
-            passed on when they are complete.
         log: Called with a line for each answer that was cut; it has no content.
     """
 
     upstream: str
     monitor: MonitorSettings = field(default_factory=MonitorSettings)
-    retry: bool = False
     log: Callable[[str], object] = print
 
     def __post_init__(self) -> None:
@@ -64,17 +51,13 @@ class ProxySettings:
 
     def url(self, path: str, query: str) -> str:
         """The address at the server of a path that a client asks for."""
-        base = self.upstream.rstrip("/")
-        prefix = "/" + base.partition("://")[2].partition("/")[2]
-        if prefix != "/" and path.startswith(f"{prefix}/"):
-            base = base.removesuffix(prefix)
-        return f"{base}{path}{'?' if query else ''}{query}"
+        return f"{self.upstream.rstrip('/')}{path}{'?' if query else ''}{query}"
 
 
 class StreamWatch:
     """The bytes of one answer: what may be passed on, and whether it loops.
 
-    Bytes are passed on unchanged, an event at a time, so that a stream that is cut ends after a whole event.
+    Bytes are passed on unchanged, a line at a time, so that a stream that is cut ends after a whole event.
 
     Args:
         settings: Settings of the monitor.
@@ -86,39 +69,27 @@ class StreamWatch:
         self._watch = Watch(settings)
         self._ending = Ending(events)
         self._events = events
-        self._held = bytearray()
-        self._searched = 0
+        self._held = b""
         self._alarmed: dict[str, None] = {}
-        self._watching = True
 
     def feed(self, data: bytes) -> bytes:
         """Take bytes of the answer, and give those that may be passed on. After an alarm there are no more."""
-        if not self._watching:
-            return data
-        self._held += data
-        end = 0
-        for match in (_EVENT_END if self._events else _LINE_END).finditer(self._held, self._searched):
-            self._read(bytes(self._held[end : match.end()]))
-            end = match.end()
+        *lines, self._held = (self._held + data).split(b"\n")
+        passed = b""
+        for line in lines:
+            passed += line + b"\n"
+            self._read(line)
             if self.alarm is not None:
-                break
-        passed = bytes(self._held[:end])
-        del self._held[:end]
-        self._searched = max(0, len(self._held) - 3)  # an end of four bytes may have begun
-        if len(self._held) > LARGEST_EVENT:
-            self._watching = False
-            return passed + self.rest()
+                return passed + b"\n" * self._events  # the end of the event
         return passed
 
     def rest(self) -> bytes:
         """What is left when the answer ends."""
-        rest = bytes(self._held)
-        self._held.clear()
-        return rest
+        return self._held
 
-    def ending(self, **about: Any) -> bytes:
+    def ending(self) -> bytes:
         """The events that end the answer after an alarm."""
-        return self._ending.made({**self.about(), **about})
+        return self._ending.made(self.about())
 
     def about(self) -> dict[str, Any]:
         """Where the loop is, without its text."""
@@ -130,16 +101,10 @@ class StreamWatch:
             about.update(period=alarm.tail.period, repeats=round(alarm.tail.repeats, 1), start=alarm.tail.start + 1)
         return about
 
-    def _read(self, event: bytes) -> None:
-        """Feed the monitors with an event. It loops when every output that has not ended loops."""
-        text = event.decode("utf-8", "replace").removeprefix("\ufeff").strip()
-        if self._events:
-            lines = [line[5:].strip() for line in _EVENT_LINES.split(text) if line.startswith("data:")]
-            text = "\n".join(lines)
-        if text in ("", "[DONE]"):
-            return
+    def _read(self, line: bytes) -> None:
+        """Feed the monitors with a line. The answer loops when every output that has not ended loops."""
         try:
-            data = parse_json(text)
+            data = parse_json(line.strip().removeprefix(b"data:"))
             pieces = pieces_of_line(data, "sse", 0)
             self._ending.see(data)
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
@@ -176,27 +141,29 @@ def application(settings: ProxySettings, hosts: tuple[str, ...] = LOOPBACK) -> A
     from starlette.responses import JSONResponse, Response, StreamingResponse
     from starlette.routing import Route
 
+    waits = httpx.Timeout(None, connect=30)  # a server may think for long
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=20)
-    client = httpx.AsyncClient(limits=limits, trust_env=False, follow_redirects=False)
+    client = httpx.AsyncClient(limits=limits, timeout=waits, trust_env=False, follow_redirects=False)
 
     async def forward(request: Request) -> Response:
-        body = bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > LARGEST_REQUEST:
-                return JSONResponse(_problem("the request is too large"), 413)
-        exchange = Exchange(settings, client, request)
+        headers = _passed_on(request.headers.raw, without=("host", "content-length", "accept-encoding"))
+        headers.append((b"accept-encoding", b"identity"))  # the proxy has to read the answer
+        url = settings.url(request.url.path, request.url.query)
+        content = await request.body()
+        asked = client.build_request(request.method, url, headers=headers, content=content)
         try:
-            answer = await exchange.ask(bytes(body))
+            answer = await client.send(asked, stream=True)
         except httpx.HTTPError as error:
-            return JSONResponse(_problem(f"the server does not answer: {type(error).__name__}"), 502)
+            problem = f"sinkscope: the server does not answer: {type(error).__name__}"
+            return JSONResponse({"error": {"message": problem, "type": "proxy_error"}}, 502)
         form = watched_form(answer.status_code, answer.headers)
+        watch = None
         without: tuple[str, ...] = ()
-        parts = raw_parts(answer)
         if form is not None:
+            watch = StreamWatch(settings.monitor, form == "sse")
             without = ("content-length",)
-            parts = exchange.watched(answer, form == "sse", bytes(body))
-        response = StreamingResponse(parts, answer.status_code)
+        name = f"{request.method} {request.url.path[:80]}"
+        response = StreamingResponse(_parts(answer, watch, settings, name), answer.status_code)
         response.raw_headers = _passed_on(answer.headers.raw, without)
         return response
 
@@ -207,108 +174,25 @@ def application(settings: ProxySettings, hosts: tuple[str, ...] = LOOPBACK) -> A
     return Starlette(routes=[Route("/{path:path}", forward, methods=methods)], middleware=middleware)
 
 
-@dataclass
-class Exchange:
-    """A request of a client, and the answers of the server to it.
-
-    Attributes:
-        settings: How the proxy works.
-        client: Connections to the server.
-        request: The request; its body is read apart.
-    """
-
-    settings: ProxySettings
-    client: httpx.AsyncClient
-    request: Request
-
-    async def ask(self, body: bytes) -> httpx.Response:
-        """Send the request to the server."""
-        import httpx
-
-        method, asked = self.request.method, self.request.url
-        headers = _passed_on(self.request.headers.raw, without=("host", "content-length", "accept-encoding"))
-        headers.append((b"accept-encoding", b"identity"))  # the proxy has to read the answer
-        url = self.settings.url(asked.path, asked.query)
-        waits = httpx.Timeout(None, connect=30).as_dict()  # a server may think for long
-        content = body if body or method in ("POST", "PUT", "PATCH") else None
-        request = httpx.Request(method, url, headers=headers, content=content, extensions={"timeout": waits})
-        return await self.client.send(request, stream=True)
-
-    async def watched(self, answer: httpx.Response, events: bool, body: bytes) -> AsyncIterator[bytes]:
-        """Pass on an answer until it ends or loops; with `retry`, one that loops is replaced by another."""
-        again: bytes | None = None
-        if self.settings.retry:
-            again = with_penalty(self.request.url.path, body)
-        held = bytearray()
-        watch = StreamWatch(self.settings.monitor, events)
-        async for part in _until_alarm(answer, watch):
-            held += part
-            if again is None or len(held) > LARGEST_HELD:
-                again = None
-                yield bytes(held)
-                held.clear()
-        second: httpx.Response | None = None
-        what = "cut"
-        if watch.alarm is not None and again is not None:
-            second = await self._another(again)
-            what = "cut, and the server refused another try"
-        if second is None:
-            yield bytes(held)
-        else:
-            self._log("asked again with a penalty", watch)
-            what = "cut in the second try"
-            watch = StreamWatch(self.settings.monitor, events)
-            async for part in _until_alarm(second, watch):
+async def _parts(
+    answer: httpx.Response, watch: StreamWatch | None, settings: ProxySettings, name: str
+) -> AsyncIterator[bytes]:
+    """The bytes of an answer until it ends or loops; the call of the server ends with them, or if the client leaves."""
+    try:
+        async for part in answer.aiter_raw():
+            if watch is None:
                 yield part
-        if watch.alarm is not None:
-            self._log(what, watch)
-            yield watch.ending(retried=second is not None)
-
-    async def _another(self, body: bytes) -> httpx.Response | None:
-        """A second answer; None if the server refuses."""
-        import httpx
-
-        try:
-            answer = await self.ask(body)
-        except httpx.HTTPError:
-            return None
-        if watched_form(answer.status_code, answer.headers) is None:
-            await answer.aclose()
-            return None
-        return answer
-
-    def _log(self, what: str, watch: StreamWatch) -> None:
-        about = watch.about()
-        place = f"token {about.get('token')}, period {about.get('period', 'unknown')}"
-        self.settings.log(f"{self.request.method} {self.request.url.path[:80]}: a loop at {place}; {what}")
-
-
-async def raw_parts(answer: httpx.Response) -> AsyncIterator[bytes]:
-    """The bytes of an answer; the connection to the server is closed when they end or the client leaves."""
-    try:
-        async for part in answer.aiter_raw():
-            yield part
-    finally:
-        await answer.aclose()
-
-
-async def _until_alarm(answer: httpx.Response, watch: StreamWatch) -> AsyncIterator[bytes]:
-    """The bytes of an answer up to an alarm, after which the server need not go on."""
-    import httpx
-
-    try:
-        async for part in answer.aiter_raw():
-            passed = watch.feed(part)
-            if passed:
-                yield passed
+                continue
+            yield watch.feed(part)
             if watch.alarm is not None:
+                about = watch.about()
+                settings.log(f"{name}: a loop at token {about['token']}, period {about.get('period', 'unknown')}; cut")
+                yield watch.ending()
                 return
-        yield watch.rest()
-    except httpx.HTTPError:
-        yield watch.rest()
-        raise  # the client sees that the answer is not complete
     finally:
         await answer.aclose()
+    if watch is not None:
+        yield watch.rest()
 
 
 def watched_form(status: int, headers: Mapping[str, str]) -> str | None:
@@ -319,34 +203,6 @@ def watched_form(status: int, headers: Mapping[str, str]) -> str | None:
     return {"text/event-stream": "sse", "application/x-ndjson": "jsonl", "application/jsonl": "jsonl"}.get(kind)
 
 
-def with_penalty(path: str, body: bytes) -> bytes | None:
-    """The request with the server's own penalty on repetition; None if its interface has none."""
-    try:
-        data = parse_json(body)
-    except ValueError:
-        return None
-    if not isinstance(data, dict):
-        return None
-    inner: str | None = None
-    penalty: dict[str, float] = {"frequency_penalty": 0.5}
-    if path.endswith(("/api/chat", "/api/generate")):  # Ollama
-        inner, penalty = "options", {"repeat_penalty": 1.3, "repeat_last_n": 512}
-    elif path.endswith("/completion"):  # llama.cpp
-        penalty = {"dry_multiplier": 0.8}
-    elif path.endswith("/generate_stream"):  # Text Generation Inference
-        inner, penalty = "parameters", {"repetition_penalty": 1.2}
-    elif path.endswith("/generate"):  # SGLang
-        inner = "sampling_params"
-    elif not path.endswith("/completions"):
-        return None
-    if inner is None:
-        return json.dumps({**data, **penalty}).encode()
-    options = data.get(inner)
-    if options is not None and not isinstance(options, dict):
-        return None
-    return json.dumps({**data, inner: {**(options or {}), **penalty}}).encode()
-
-
 def _passed_on(headers: list[tuple[bytes, bytes]], without: tuple[str, ...] = ()) -> list[tuple[bytes, bytes]]:
     """Headers for the other side: without those of one connection, and without some."""
     kept: list[tuple[bytes, bytes]] = []
@@ -355,11 +211,6 @@ def _passed_on(headers: list[tuple[bytes, bytes]], without: tuple[str, ...] = ()
         if word not in _HOP_BY_HOP and word not in without:
             kept.append((word.encode("latin-1"), value))
     return kept
-
-
-def _problem(message: str) -> dict[str, Any]:
-    """An error in the form that clients of OpenAI and Ollama show."""
-    return {"error": {"message": f"sinkscope: {message}", "type": "proxy_error"}}
 
 
 def serve(settings: ProxySettings, host: str, port: int, ready: Callable[[str], object]) -> None:

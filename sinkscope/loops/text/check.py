@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import time
-import zlib
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,19 +12,17 @@ from typing import Any, ClassVar, Literal
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.provenance import ModelInfo, provenance
 from sinkscope.files.records import Natural, check_values
-from sinkscope.loops.text.forms import StreamForm, pieces_of_output, shown
+from sinkscope.loops.text.forms import StreamForm, pieces_of_output
 from sinkscope.loops.text.monitor import MonitorSettings, Step
 from sinkscope.loops.text.near_copies import Echoes
-from sinkscope.loops.text.signals import Ids, Tail, id_list, is_loop_by
-from sinkscope.loops.text.streams import KEPT_NUMBERS, Alarm, Stream, Watch
+from sinkscope.loops.text.signals import Ids, Tail, compression_ratio, id_list, is_loop, type_token_ratio
+from sinkscope.loops.text.streams import Alarm, Stream, Watch
 from sinkscope.results.notation import count_of, word_form
 from sinkscope.results.result import Result
 
 Verdict = Literal["loops", "looped", "suspicious", "clean"]
 SHORT_END = 48  # tokens after the last copy that may be anything
-BLOCK = 4096  # tokens that are compressed at once
 LOOP_FOUND = 3  # exit status
-NAME_SHOWN = 32  # characters of a name in the table
 
 
 @dataclass(frozen=True)
@@ -107,16 +104,13 @@ class LoopCheck(Result):
             return []
         return [f"{count_of(wasted, 'token')} after the first copies are wasted."]
 
-    def shown_rows(self) -> list[dict[str, Any]]:
-        """The rows that are printed, with names that leave room for the verdict."""
-        rows = super().shown_rows()
-        for row in rows:
-            row["name"] = shown(str(row["name"]), NAME_SHOWN)
-        return rows
-
 
 class CheckedStream(Stream):
-    """One output, its monitor, and the numbers beside its verdict; memory does not grow with the output."""
+    """One output, its monitor, and the numbers beside its verdict.
+
+    Attributes:
+        ids: The tokens, or the numbers that stand for words.
+    """
 
     def __init__(self, settings: MonitorSettings | None = None) -> None:
         super().__init__(settings)
@@ -126,13 +120,7 @@ class CheckedStream(Stream):
         self._covered = 0
         self._last_copy = 0  # number of tokens up to the last one that repeats
         self._detected: int | None = None
-        self._ids = array("I")
-        self._packed = zlib.compressobj(9)
-        self._packed_bytes = 0
-        self._tokens = 0
-        self._different: set[int] = set()
-        self._types = 0
-        self.digest = hashlib.sha256()
+        self.ids = array("I")
 
     def _see(self, token: int, step: Step, text: str) -> None:
         """Take note of a token."""
@@ -147,21 +135,7 @@ class CheckedStream(Stream):
         if tail is not None and step.step - tail.start > self._covered:
             self._longest = tail
             self._covered = step.step - tail.start
-        self._different.add(token)
-        if len(self._different) > KEPT_NUMBERS:  # those that come again count again
-            self._types += len(self._different)
-            self._different.clear()
-        self._ids.append(token)
-        if len(self._ids) == BLOCK:
-            self._pack()
-
-    def _pack(self) -> None:
-        """Compress the tokens that wait."""
-        raw = self._ids.tobytes()
-        self._packed_bytes += len(self._packed.compress(raw))
-        self.digest.update(raw)
-        self._tokens += len(self._ids)
-        self._ids = array("I")
+        self.ids.append(token)
 
     def result(self, name: str, max_new: int | None = None) -> CheckedOutput:
         """The verdict on the output, which has ended.
@@ -171,16 +145,13 @@ class CheckedStream(Stream):
             max_new: Maximum number of new tokens, for the loop rule with length.
         """
         settings = self.monitor.settings
-        self._pack()
-        tokens = self._tokens
+        tokens = len(self.ids)
         facts: dict[str, Any] = {"tokens": tokens}
         if tokens:
-            self._packed_bytes += len(self._packed.flush())
-            facts["ttr"] = (self._types + len(self._different)) / tokens
-            facts["cr"] = self._packed_bytes / (4 * tokens)
+            facts |= {"ttr": type_token_ratio(self.ids), "cr": compression_ratio(self.ids)}
         if max_new is not None:
-            ratios = (facts.get("ttr", 1.0), facts.get("cr", 1.0))
-            facts["loop_rule"] = is_loop_by(tokens, *ratios, max_new, settings.theta_ttr, settings.theta_cr)
+            thresholds = {"theta_ttr": settings.theta_ttr, "theta_cr": settings.theta_cr}
+            facts["loop_rule"] = is_loop(self.ids, max_new, **thresholds)
         if self._detected is None:
             if self._suspected is None and self._echoes.add("\n", tokens):
                 self._suspected = tokens
@@ -221,7 +192,7 @@ class Checker:
     def _end(self, name: str, stream: CheckedStream) -> None:
         record = stream.result(name, self._max_new)
         self._records.append(record)
-        self._digest.update(stream.digest.digest())
+        self._digest.update(stream.ids.tobytes())
 
     def result(self) -> LoopCheck:
         """The verdicts on all outputs."""
@@ -292,7 +263,7 @@ def check_file(
     name: str = "input",
     told: Callable[[Alarm], None] | None = None,
 ) -> LoopCheck:
-    """Check the outputs of a file while it is read, in memory that does not grow with it.
+    """Check the outputs of a file while it is read.
 
     Args:
         source: A binary file or a pipe: a text, JSON lines, server-sent events, or one JSON value, which is read whole.

@@ -10,8 +10,7 @@ from sinkscope.loops.text.signals import id_list, is_token_id
 
 StreamForm = Literal["auto", "text", "jsonl", "sse"]
 SHOWN_CHARACTERS = 60
-FIELDS = ("tokens", "output", "text")  # of a whole output, the first that is there: ids are more exact than text
-FILE_FIELDS = (*FIELDS, "token", "content", "response")  # the others add to an output
+FIELDS = ("tokens", "output", "text", "content")  # the first that is there: ids are more exact than text
 
 
 class Piece(NamedTuple):
@@ -22,14 +21,12 @@ class Piece(NamedTuple):
         key: Identifies equal tokens: an id, its bytes, or its text. None if `text` is arbitrary text.
         text: Text of the token.
         last: Whether the stream ends here.
-        cumulative: Whether the text may be all of the output so far, instead of what is new.
     """
 
     stream: str
     key: object = None
     text: str = ""
     last: bool = False
-    cumulative: bool = False
 
 
 def shown(text: str, limit: int = SHOWN_CHARACTERS) -> str:
@@ -40,7 +37,7 @@ def shown(text: str, limit: int = SHOWN_CHARACTERS) -> str:
 
 
 def pieces_of(data: dict[str, Any], place: int) -> list[Piece] | None:
-    """The pieces of outputs in an object; None if it is of no form. The first case that fits is its form.
+    """The pieces of outputs in what a server sends; None if it is of no form. The first case that fits is its form.
 
     Args:
         data: A line of JSON, or the data of a server-sent event.
@@ -66,19 +63,16 @@ def pieces_of(data: dict[str, Any], place: int) -> list[Piece] | None:
             return [Piece(f"block {data.get('index', 0)}", last=True)]
         case {"type": str(kind)} if kind.startswith(("message_", "content_block_", "ping")):
             return []
-        case {"meta_info": dict(about), "text": text}:  # SGLang's /generate
-            name = f"output {shown(str(about.get('id') or data.get('index') or 0))}"
-            return [Piece(name, text=text, last=bool(about.get("finish_reason")), cumulative=True)]
-        case {"token": {"id": key, "text": text}}:  # Text Generation Inference's /generate_stream
-            return [Piece("output 0", int(key), str(text), last=data.get("generated_text") is not None)]
-        case {"message": dict(message), "done": done}:  # Ollama's /api/chat; /api/generate has the field `response`
+        case {"message": dict(message), "done": done}:  # Ollama's /api/chat
             return [Piece("stream 0", text=_said(message), last=bool(done))]
+        case {"response": str(text), "done": done}:  # Ollama's /api/generate
+            return [Piece("stream 0", text=text, last=bool(done))]
         case {"output": [dict(), *_] as items} | {"content": [dict(), *_] as items}:  # whole: Responses, Anthropic
             return [Piece(line, text="\n".join(map(_said, items)), last=True)]
         case {"response": {"body": dict(body)}}:  # a line of OpenAI's batches
             return pieces_of(body, place)
         case _:
-            return _fields(data, line)
+            return None
 
 
 def _said(item: dict[str, Any]) -> str:
@@ -119,21 +113,19 @@ def _choice(choice: dict[str, Any], origin: object, line: str) -> list[Piece]:
     return [Piece(name, text=_said(choice.get("delta") or choice.get("message") or choice), last=last)]
 
 
-def _fields(data: dict[str, Any], line: str) -> list[Piece] | None:
-    """A JSON line: a whole output, unless it has an `index` or is a piece by its field (llama.cpp, Ollama)."""
-    present = [field for field in FILE_FIELDS if field in data]
+def pieces_of_record(data: dict[str, Any], place: int) -> list[Piece]:
+    """The pieces of a line of a file, which is a whole output.
+
+    Raises:
+        ValueError: It has none of the fields, or its value is no output.
+    """
+    present = [field for field in FIELDS if field in data]
     if not present:
-        return None
+        raise ValueError(f"expected one of the fields choices, {', '.join(FIELDS)}")
     filled = [field for field in present if data[field] not in (None, "", [])]
-    field = (filled or present)[0]
-    name = f"stream {shown(str(data.get('index', 0)))}"
-    last = bool(data.get("stop") or data.get("done") or data.get("finish_reason"))
-    if (field in FIELDS and "index" not in data) or "role" in data:
-        name, last = line, True
-    value = data[field]
-    if field == "token" or value is None:
-        value = [value] if value is not None else []
-    return pieces_of_output(value, name, last)
+    if not filled:
+        return [Piece(f"line {place}", last=True)]
+    return pieces_of_output(data[filled[0]], f"line {place}", True)
 
 
 def pieces_of_output(value: Any, name: str, last: bool) -> list[Piece]:

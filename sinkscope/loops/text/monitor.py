@@ -191,7 +191,6 @@ class Monitor:
     ) -> None:
         s = self.settings = settings or MonitorSettings()
         self.is_plain = is_plain
-        self._judged: tuple[Tail | None, bool] = (None, False)  # a repetition, and whether it is plain
         self.last = Step()
         self.ended = False
         self._window = LastItems(s.window)
@@ -265,11 +264,7 @@ class Monitor:
         """Whether a repetition may be rows of a table that are equal, because it is plain and not long yet."""
         if self.is_plain is None or step - tail.start >= max(PLAIN_TOKENS, 3 * tail.period):
             return False
-        judged, plain = self._judged
-        if judged is None or judged[:2] != tail[:2]:
-            plain = self.is_plain(self._tail.last(2 * tail.period + 2))
-            self._judged = (tail, plain)
-        return plain
+        return self.is_plain(self._tail.last(2 * tail.period + 2))
 
     def _votes(self, ttr: float, cr: float) -> int:
         """Signals that vote on a warning (Eq. 8)."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
 
 SIMILAR, REWORDED = 0.8, 0.55  # shared words of two sentences, as a share of the words of both
 LAST, ECHOES = 12, 11  # of so many sentences, so many resemble earlier ones
@@ -11,8 +10,7 @@ BACK, TIMES = 48, 2  # an echo resembles that many of so many sentences before i
 LEAST_WORDS, MOST_WORDS = 3, 200  # of a sentence
 CHANGING = 0.2  # values of an echo that are others, as a share of what it says; one is always allowed
 GRAM, WINDOW, RECYCLED = 5, 250, 0.7  # of so many words, that share lies in n-grams that were there twice before
-KEPT_GRAMS = 1 << 14
-_ENDS, _JOINTS = ".!?", "-:./,"
+_ENDS = ".!?"
 
 
 class Echoes:
@@ -52,7 +50,7 @@ class Echoes:
         begin = place - len(self._words)
         words: set[str] = set()
         values: set[str] = set()
-        for part in parts_of(self._words):
+        for part in map(str.lower, self._words):
             if any(map(str.isdigit, part)):
                 values.add(part)
                 self._recycle("0")
@@ -85,8 +83,6 @@ class Echoes:
         if self._seen[gram] >= TIMES:
             for back in range(1, len(gram) + 1):
                 self._covered[-back] = True
-        if len(self._seen) > KEPT_GRAMS:
-            self._seen.clear()
         self._seen[gram] += 1
 
     def _similarity(self, words: frozenset[str], values: frozenset[str]) -> float:
@@ -106,22 +102,3 @@ class Echoes:
             if shared / both > most[0]:
                 most = sorted([*most[1:], shared / both])
         return most[0]
-
-
-def parts_of(words: Sequence[str]) -> list[str]:
-    """Words in small letters; those that have digits and what joins them, such as a date or an id, are one part."""
-    parts: list[str] = []
-    joint = ""  # what follows a value and may belong to it
-    in_value = False
-    for word in words:
-        is_value = any(map(str.isdigit, word))
-        if is_value and in_value:
-            parts[-1] += joint + word
-            joint = ""
-        elif in_value and not joint and word in _JOINTS:
-            joint = word
-        else:
-            parts.append(word.lower())
-            in_value = is_value
-            joint = ""
-    return parts

@@ -223,15 +223,10 @@ def is_loop(
         theta_cr: Largest compression ratio of a loop.
     """
     ids = id_list(ids)
-    return is_loop_by(len(ids), type_token_ratio(ids), compression_ratio(ids), max_new, theta_ttr, theta_cr)
-
-
-def is_loop_by(tokens: int, ttr: float, cr: float, max_new: int | None, theta_ttr: float, theta_cr: float) -> bool:
-    """`is_loop` of an output whose length and ratios are known."""
     shortest = 0
     if max_new is not None:
         shortest = max_new * THETA_LEN // MAX_NEW
-    return tokens >= shortest and ttr <= theta_ttr and cr <= theta_cr
+    return len(ids) >= shortest and type_token_ratio(ids) <= theta_ttr and compression_ratio(ids) <= theta_cr
 
 
 def ends_in_loop(ids: Ids, last: int = WINDOW, *, theta_ttr: float = THETA_TTR, theta_cr: float = THETA_CR) -> bool:

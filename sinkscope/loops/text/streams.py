@@ -6,21 +6,19 @@ import codecs
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import chain
 from typing import Any, NamedTuple
 
 from sinkscope.errors import SinkscopeError, warn
 from sinkscope.files.plain import parse_json
-from sinkscope.loops.text.forms import FILE_FIELDS, Piece, StreamForm, pieces_of, shown
+from sinkscope.loops.text.forms import Piece, StreamForm, pieces_of, pieces_of_record, shown
 from sinkscope.loops.text.monitor import Monitor, MonitorSettings, Step
 from sinkscope.loops.text.outputs import Splitter, is_plain
 from sinkscope.loops.text.signals import Tail
 
-OPEN_STREAMS = 4096  # at most; of more, the one that was silent for longest is forgotten
 KEPT_TOKENS = 2048  # whose text is kept
 KEPT_NUMBERS = 1 << 16  # different tokens whose numbers are kept
-PART = 1 << 16  # characters that are split at a time
 SHOWN_TOKENS = 60  # of a loop without an exact period
-LONGEST_LINE = 1 << 24  # bytes of a line of JSON
 MOST_BLANKS = 64  # bytes before the first word of an input whose form is to be learnt
 _EVENTS = ("data:", "event:", "id:", "retry:", ":")  # how server-sent events may begin
 
@@ -58,24 +56,20 @@ class Stream:
         recent = deque[str](maxlen=KEPT_TOKENS)
         self.monitor = Monitor(settings, lambda ids: is_plain(list(recent)[-len(ids) :]))
         self._splitter = Splitter()
-        self._whole_text: str | None = ""  # of a server that sends all of it each time; None: it does not
         self._numbers: dict[object, int] = {}
         self._next_number = 0
         self._recent = recent
         self._quiet_until = 0
 
     def take(self, piece: Piece) -> Iterator[Alarm]:
-        """Yield the alarms that a piece raises; a long text is split a part at a time."""
+        """Yield the alarms that a piece raises."""
         if piece.key is not None:
             self.monitor.is_plain = None  # the tokens are no words
             key = piece.key if isinstance(piece.key, int) else self._number(piece.key)
             yield from self._advance(piece.stream, key, piece.text)
             return
-        text = self._new_text(piece)
-        for start in range(0, len(text) or 1, PART):
-            last = piece.last and start + PART >= len(text)
-            for word in self._splitter.feed(text[start : start + PART], last):
-                yield from self._advance(piece.stream, self._number(word), word)
+        for word in self._splitter.feed(piece.text, piece.last):
+            yield from self._advance(piece.stream, self._number(word), word)
 
     def _advance(self, name: str, token: int, text: str) -> Iterator[Alarm]:
         """Yield the alarm that a token raises, if it does."""
@@ -101,17 +95,6 @@ class Stream:
             self._numbers[key] = number
             self._next_number += 1
         return number
-
-    def _new_text(self, piece: Piece) -> str:
-        """The part of a text that was not there before, if a server sends the whole text each time."""
-        before = self._whole_text
-        if not piece.cumulative or before is None:
-            return piece.text
-        self._whole_text = piece.text
-        if not piece.text.startswith(before):  # this server sends pieces after all
-            self._whole_text = None
-            return piece.text
-        return piece.text[len(before) :]
 
     def _copy(self, tail: Tail | None, step: int) -> str:
         """Text of one copy of the loop, or of the last tokens."""
@@ -195,9 +178,7 @@ class Watch:
             self.streams += 1
         yield from stream.take(piece)
         if not piece.last:
-            self.open[piece.stream] = stream  # the one that was silent for longest is the first
-            if len(self.open) > OPEN_STREAMS:
-                del self.open[next(iter(self.open))]
+            self.open[piece.stream] = stream
         elif self._ended is not None:
             self._ended(piece.stream, stream)
 
@@ -218,16 +199,14 @@ def _pieces(source: Any, form: StreamForm, name: str, skip: Callable[[str], None
         for text in _texts(start, source):
             yield Piece(name, text=text)
         return
-    event = ""  # data of a server-sent event that has not ended
-    for place, line in enumerate(_lines(start, source), 1):
-        if len(line) > LONGEST_LINE and not (is_file and place == 1):
-            skip(f"{name} line {place} has more than {LONGEST_LINE >> 20} MB: give shorter lines")
-            continue
+    if not start.endswith(b"\n"):
+        start += source.readline()
+    for place, line in enumerate(chain([start], iter(source.readline, b"")), 1):
         text = ""
         try:
             text = line.decode("utf-8-sig").strip()
             if form == "sse":
-                text, event = _data_of(text, event)
+                text = text.removeprefix("data:").strip() if text.startswith("data:") else ""
             elif is_file and place == 1 and _is_document(text):
                 yield from _document(line + source.read())
                 return
@@ -235,26 +214,6 @@ def _pieces(source: Any, form: StreamForm, name: str, skip: Callable[[str], None
                 yield from pieces_of_line(parse_json(text), form, place)
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             skip(f"{name} line {place} is no output of a model: {error}; it is {shown(text)}")
-
-
-def _data_of(line: str, event: str) -> tuple[str, str]:
-    """The data of an event that a line completes, and that of one which goes on in the next line.
-
-    An event ends with an empty line, but data that are JSON are complete before.
-    """
-    if not line:
-        return event, ""
-    if not line.startswith("data:"):
-        return "", event
-    data = line.removeprefix("data:").strip()
-    if event:
-        data = f"{event}\n{data}"
-    if data == "[DONE]" or len(data) > LONGEST_LINE:
-        return data, ""
-    with suppress(ValueError):
-        parse_json(data)
-        return data, ""
-    return "", data
 
 
 def _is_document(line: str) -> bool:
@@ -269,25 +228,10 @@ def _is_document(line: str) -> bool:
 
 def _document(data: bytes) -> Iterator[Piece]:
     """The pieces of a file that is one JSON value: an output, or a list of outputs."""
-    try:
-        value = parse_json(data.decode("utf-8-sig"))
-    except ValueError:  # lines, the first of which is wrong
-        value = parse_json(data.decode("utf-8-sig").partition("\n")[0])
+    value = parse_json(data.decode("utf-8-sig"))
     rows = value if isinstance(value, list) else [value]
     for place, row in enumerate(rows, 1):
         yield from pieces_of_line(row, "jsonl", place)
-
-
-def _lines(start: bytes, source: Any) -> Iterator[bytes]:
-    """The lines of a byte stream that began with `start`; of one that is too long, only the beginning."""
-    line = start
-    if not start.endswith(b"\n"):
-        line += source.readline(LONGEST_LINE + 1)
-    while line:
-        yield line
-        while len(line) > LONGEST_LINE and not line.endswith(b"\n"):
-            line = source.readline(LONGEST_LINE + 1) or b"\n"
-        line = source.readline(LONGEST_LINE + 1)
 
 
 def _texts(start: bytes, source: Any) -> Iterator[str]:
@@ -308,24 +252,22 @@ def _texts(start: bytes, source: Any) -> Iterator[str]:
 
 
 def _beginning(source: Any) -> tuple[bytes, StreamForm]:
-    """What was read to learn the form of an input, and the form; every byte is looked at a few times only."""
+    """What was read to learn the form of an input, a byte at a time, and the form."""
     start = b""
     while len(start) < MOST_BLANKS:
         byte = source.read1(1)
         start += byte
-        if byte and codecs.BOM_UTF8.startswith(start):
-            continue
-        line = start.removeprefix(codecs.BOM_UTF8).lstrip().decode(errors="replace")
-        if line.startswith(_EVENTS):
+        word = start.decode("utf-8-sig", "ignore").lstrip()
+        if word.startswith(_EVENTS):
             return start, "sse"
-        if line.startswith("{"):
-            start += source.readline(LONGEST_LINE)
+        if word == "{":
+            start += source.readline()
+            with suppress(ValueError):
+                parse_json(start.decode("utf-8-sig"))
+                return start, "jsonl"
             break
-        if not byte or not any(event.startswith(line) for event in _EVENTS):
+        if not byte or not any(event.startswith(word) for event in _EVENTS):
             break
-    with suppress(ValueError):
-        if isinstance(parse_json(start.removeprefix(codecs.BOM_UTF8)), dict):
-            return start, "jsonl"
     return start, "text"
 
 
@@ -346,8 +288,6 @@ def pieces_of_line(data: Any, form: StreamForm, place: int) -> list[Piece]:
     if problem:
         raise ValueError(f"the server reports an error, {shown(str(problem), 200)}")
     outputs = pieces_of(data, place)
-    if outputs is not None:
-        return outputs
-    if form == "jsonl":
-        raise ValueError(f"expected one of the fields choices, {', '.join(FILE_FIELDS)}")
-    return []
+    if outputs is None and form == "jsonl":
+        return pieces_of_record(data, place)
+    return outputs or []
