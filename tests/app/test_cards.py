@@ -165,6 +165,8 @@ def test_lengths_fit_the_context():
     assert context_arguments(quick, 2048) == context_arguments(quick, None) == quick
 
 
+
+
 def test_a_fact_that_changed_is_named(folder):
     card = read_card(folder)
     first_part, *others = card.parts

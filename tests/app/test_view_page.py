@@ -6,6 +6,7 @@ import json
 import re
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import unquote
 from xml.etree import ElementTree
@@ -18,6 +19,7 @@ from sinkscope.app.view.explorer import Explorer
 from sinkscope.app.view.page import view_page
 from sinkscope.app.view.result import ModelView
 from sinkscope.app.view.server import serve
+from sinkscope.app.view.writing import generation_of
 from sinkscope.results.result import Result
 from sinkscope.sinks.circuit.circuit import Circuit
 
@@ -34,9 +36,9 @@ def bundled():
 
 @pytest.fixture(scope="module")
 def view(bundled):
-    """The model in the package on a short text, with its circuit."""
+    """The model in the package on a short text, with its circuit and a generation."""
     bundled.sink.circuit = Circuit.load(Path(__file__).parents[2] / "figures/circuit.json")
-    return bundled.view(TEXT)
+    return replace(bundled.view(TEXT), generation=generation_of(bundled.sink.setup, 12))
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +76,9 @@ def test_a_result_comes_back_from_its_file_and_makes_the_same_page(view, tmp_pat
 def test_the_page_in_a_browser(view, opened):
     for how in ({"width": 390, "phone": True}, {"width": 390, "dark": True}, {"width": 1400}):
         chrome = opened(**how)
-        assert chrome.run("document.documentElement.scrollWidth <= innerWidth"), how
+        for tab in ("generation", "text"):
+            chrome.click(f"#tab-{tab}")
+            assert chrome.run("document.documentElement.scrollWidth <= innerWidth"), (how, tab)
     text = view.texts[0]
     assert len(chrome.texts(".token")) == len(text.tokens)
 
@@ -98,11 +102,13 @@ def test_the_page_in_a_browser(view, opened):
         chrome.press(key)
         assert chrome.run("document.activeElement.id") == there
     assert len(chrome.texts('.token[tabindex="0"]')) == 1
+    chrome.click("#tab-generation")
+    assert len(chrome.texts(".written")) == 2
     assert chrome.errors == [] and all(url.startswith(("file:", "blob:", "data:")) for url in chrome.asked)
 
 
 @pytest.mark.slow
-def test_the_page_says_which_heads_look_elsewhere_and_saves_both_rows(view, opened):
+def test_the_page_says_which_heads_look_elsewhere_and_shows_both_rows(view, opened):
     text = view.texts[0]
     intact, zeroed, random = text.variants[0], text.variants[1], text.variants[-1]
     sink = text.spikes[0]
@@ -113,30 +119,51 @@ def test_the_page_says_which_heads_look_elsewhere_and_saves_both_rows(view, open
     chrome = opened()
     named = json.dumps(text.tokens[sink])
     assert chrome.text("#headline").startswith(f"{readers.sum()} of {readers.size} heads give token {named} more than")
+    assert chrome.texts(CAPTIONS) == ["intact"]
     chrome.click("#variant-1")
+    before, after, beside = (json.dumps(one.following[0][0]) for one in (intact, zeroed, random))
+    change = f"stays {before}" if before == after else f"changes from {before} to {after}"
     said = f"{gone} of the {readers.sum()} heads that read {named} look elsewhere ({random.name}: {control}); "
+    said += f"the likeliest next token {change} ({random.name}: {beside})."
+
     layer, head = text.heads[-1]
     chrome.click(f"#head-{layer}-{head}")
-    chrome.reopen()  # the link opens the same view again
+    chrome.reopen()  # the link opens the same view again, and the pointer reads a cell
     chrome.wait(LOADED)
-    chrome.wait(f"document.querySelector('#headline').textContent.startsWith({json.dumps(said)})")
+    chrome.wait(f"document.querySelector('#headline').textContent === {json.dumps(said)}")
+    assert chrome.text("#rows-title") == f"Rows of L{layer}.H{head}"
     assert chrome.texts(CAPTIONS) == ["intact", zeroed.name]
-    chrome.run("document.querySelector('#rows-before').focus()")
-    chrome.press("ArrowUp")
+    frame = "document.querySelector('#rows-before .frame')"
+    chrome.run(f"{frame}.scrollIntoView()")
+    x, y = chrome.run(f"{{const at = {frame}.getBoundingClientRect();[at.left + 1, at.bottom - 2]}}")
+    chrome.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+    chrome.run("new Promise((done) => setTimeout(done, 50))")
     rows, last = intact.rows[-1].array()[:, 0], len(text.tokens) - 1
+    first = json.dumps(text.tokens[0])
+    assert (
+        chrome.text("#cell") == f"token {last}, {json.dumps(text.tokens[-1])}, gives {rows[-1]:.0%} to token 0, {first}"
+    )
+    chrome.run("document.querySelector('#rows-before').focus()")  # and so do the keys
+    chrome.press("ArrowUp")
     cell = chrome.text("#cell")
     assert cell.startswith(f"token {last - 1}, ") and f"gives {rows[-2]:.0%} to token 0" in cell
+    chrome.press("Enter")
+    assert chrome.run("document.querySelector('#colour').value") == "row"
+    assert chrome.run(f"document.querySelector('#token-{last - 1}').classList.contains('chosen')")
+
     chrome.run("HTMLAnchorElement.prototype.click = function () { window.saved = [this.download, this.href]; }")
+    saved = {}
     for kind, begins in (("svg", "data:image/svg+xml,"), ("png", "data:image/png;base64,")):
         chrome.run("window.saved = null")
         chrome.click(f"#save-{kind}")
         chrome.wait("window.saved")
         name, data = chrome.run("window.saved")
         assert name == f"L{layer}.H{head}.{kind}" and data.startswith(begins) and len(data) > 500
-        if kind == "svg":
-            picture = ElementTree.fromstring(unquote(data.removeprefix(begins)))
-            words = [one.text for one in picture.iter("{http://www.w3.org/2000/svg}text")]
-            assert {"intact", zeroed.name} <= {*words} and "var(" not in data
+        saved[kind] = data.removeprefix(begins)
+    picture = ElementTree.fromstring(unquote(saved["svg"]))
+    words = [one.text for one in picture.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"intact", zeroed.name} <= {*words} and words.count("token that is read") == 2
+    assert "var(" not in saved["svg"] and len(list(picture.iter("{http://www.w3.org/2000/svg}path"))) > 1
 
 
 def test_the_rows_are_drawn_cell_by_cell_on_axes_of_tokens(view, opened):
@@ -154,6 +181,42 @@ def test_the_rows_are_drawn_cell_by_cell_on_axes_of_tokens(view, opened):
     ticks = "[...document.querySelectorAll('#rows text[y=\"221\"]')]"
     for number, x in chrome.run(f"{ticks}.map((one) => [one.textContent, one.getAttribute('x')])"):
         assert float(x) == pytest.approx(44 + 200 * (int(number) + 0.5) / len(rows))
+
+
+@pytest.mark.slow
+def test_two_texts_stand_side_by_side_and_the_link_opens_both(bundled, view, opened):
+    second = bundled.view("a function of a module").texts[0]
+    chrome = opened(shown=replace(view, texts=(*view.texts, second)))
+    beside = "document.querySelector('#beside')"
+    chrome.run(f"{beside}.value = '1'; {beside}.dispatchEvent(new Event('change'))")
+    for _ in ("chosen", "opened by the link"):
+        chrome.wait("document.querySelectorAll('.pair figcaption').length == 2")
+        assert chrome.texts(CAPTIONS) == [f"intact: {view.texts[0].name}", f"intact: {second.name}"]
+        assert chrome.run("document.querySelectorAll('.strip')[1].children.length") == len(second.tokens)
+        last = len(second.tokens) - 1
+        chrome.run(f"document.querySelector('#other-{last}').dispatchEvent(new Event('pointerenter'))")
+        norm = float(f"{second.variants[0].norm[view.layer, last]:.4g}")
+        assert f": norm {norm:g} after" in chrome.text("#readout")
+        chrome.reopen()
+        chrome.wait(LOADED)
+
+
+def test_the_first_visit_begins_with_a_tour_that_the_keys_go_through_or_end(opened):
+    chrome = opened(390)
+    chrome.run("localStorage.clear()")
+    opened(390)
+    chrome.wait("document.querySelector('.tour')")
+    for number in (1, 2, 3):
+        assert chrome.text(".tour p").startswith(f"{number} of 3")
+        assert chrome.run("document.activeElement.closest('.tour') !== null")
+        chrome.run("document.activeElement.click()")
+    assert chrome.texts(".tour p") == [] and chrome.run("document.activeElement.id") == "tour"
+    opened(390)
+    assert chrome.texts(".tour p") == []  # once
+    chrome.click("#tour")
+    assert chrome.text(".tour p").startswith("1 of 3")
+    chrome.press("Escape")
+    assert chrome.texts(".tour p") == []
 
 
 def test_the_live_page_in_a_browser(bundled, chrome):
@@ -182,6 +245,8 @@ def test_the_live_page_in_a_browser(bundled, chrome):
     chrome.click("#read")
     typed = "[...document.querySelectorAll('.token')].some((token) => token.textContent.includes('module'))"
     chrome.wait(typed)
+    chrome.click("#tab-generation")  # it fills itself
+    chrome.wait("document.querySelectorAll('.written').length === 2")
     chrome.reopen()  # the link says which text was typed
     chrome.wait(typed)
     assert chrome.errors == []

@@ -1,6 +1,6 @@
-// What a view shows of a text: tokens, heads, and the rows of one head. Each part draws itself again when told.
+// What a view shows of its texts: tokens, heads, and the rows of one head. Each part draws itself again when told.
 
-/** The tokens of the text under the chosen colour, and what comes next. */
+/** The tokens of each shown text under the chosen colour, and what comes next. */
 class Strips {
   constructor(view) {
     this.view = view;
@@ -10,35 +10,39 @@ class Strips {
   }
 
   draw() {
-    const { shown } = this.view;
-    if (this.text !== shown.text) {
-      this.text = shown.text;
-      this.strips.replaceChildren(...this.strip(shown));
+    const { sides, data } = this.view;
+    const wanted = sides.map((side) => data.texts.indexOf(side.text)).join();
+    if (this.strips.dataset.texts !== wanted) {
+      this.strips.dataset.texts = wanted;
+      this.strips.replaceChildren(...sides.flatMap((side, place) => this.strip(side, place)));
     }
-    this.colour(shown);
-    this.tell(this.view.picked);
+    sides.forEach((side, place) => this.colour(side, place));
+    this.tell(0, this.view.picked);
   }
 
-  strip({ text }) {
+  strip({ text }, place) {
+    const id = place ? "other" : "token";
     const buttons = text.tokens.map((token, number) => element("button", {
-      class: "token", type: "button", id: `token-${number}`,
-      onclick: () => this.view.pickToken(number), onpointerenter: () => this.tell(number), onfocus: () => this.tell(number),
+      class: "token", type: "button", id: `${id}-${number}`,
+      onclick: () => this.view.pickToken(number), onpointerenter: () => this.tell(place, number), onfocus: () => this.tell(place, number),
     }, visible(token)));
     const group = element("div", { class: "strip", role: "group", "aria-label": `Tokens of ${text.name}` }, ...buttons);
     group.mark = roving(group);
-    return [group, element("p", { class: "soft", id: "following" })];
+    const name = this.view.sides.length > 1 ? [element("p", { class: "soft" }, `${text.name}:`)] : [];
+    return [...name, group, element("p", { class: "soft", id: place ? "following-other" : "following" })];
   }
 
-  colour(side) {
-    const group = this.strips.querySelector(".strip");
+  colour(side, place) {
+    const group = this.strips.querySelectorAll(".strip")[place];
     const values = this.values(side);
+    const chosen = Math.min(this.view.picked, values.length - 1);
     [...group.children].forEach((button, number) => {
       const [value, share] = values[number];
       const part = Math.max(0, Math.min(1, share));
       button.style.setProperty("--v", Math.round(100 * part));
       button.classList.toggle("strong", part > 0.55);
       button.classList.toggle("sink", side.text.spikes.includes(number));
-      button.classList.toggle("chosen", number === this.view.picked);
+      button.classList.toggle("chosen", number === chosen);
       button.setAttribute("aria-label", `token ${number}, ${side.text.tokens[number]}, ${shown(value)}`);
     });
     group.mark();
@@ -47,7 +51,7 @@ class Strips {
     group.nextElementSibling.textContent = before ? `Next token, intact: ${before}.${after}` : "";
   }
 
-  /** A value and a share from 0 to 1 for each token. */
+  /** A value and a share from 0 to 1 for each token of a shown text. */
   values({ text, intact, reading, rows }) {
     const { colour, data, layer, query } = this.view;
     const length = text.tokens.length;
@@ -65,7 +69,7 @@ class Strips {
       });
     }
     if (colour === "row") {
-      const line = query * length;
+      const line = Math.min(query, length - 1) * length;
       return text.tokens.map((_, token) => {
         const value = rows ? rows[line + token] : 0;
         return [value, Math.sqrt(value)];
@@ -77,10 +81,10 @@ class Strips {
   }
 
   /** Say the value of one token. */
-  tell(number) {
-    const { shown: side, data, colour, layer, head, query, variant } = this.view;
-    const { text } = side;
-    const [value] = this.values(side)[number];
+  tell(place, number) {
+    const { sides, data, colour, layer, head, query, variant } = this.view;
+    const { text } = sides[place];
+    const [value] = this.values(sides[place])[number];
     const words = {
       norm: `norm ${shown(value)} after layer ${layer}, ${shown(value / data.typical_norm[layer])} times the typical one`,
       attention: `${percent(value)} of the attention in layer ${layer}`,
@@ -97,7 +101,7 @@ function following(variant) {
   return (variant.following || []).map(([token, probability]) => `${quoted(token)} ${probability < 0.005 ? "below 1%" : percent(probability)}`).join(", ");
 }
 
-/** The heads, a row for each layer, by their attention to the chosen token. */
+/** The heads of the first text, a row for each layer, by their attention to the chosen token. */
 class Heads {
   constructor(view) {
     this.view = view;
@@ -135,7 +139,7 @@ class Heads {
   }
 }
 
-/** The rows of the chosen head, intact and as the chosen model has them. */
+/** The rows of the chosen head in each shown text, intact and as the chosen model has them. */
 class Rows {
   constructor(view) {
     this.view = view;
@@ -148,12 +152,12 @@ class Rows {
   }
 
   draw() {
-    const { shown: side, head, query: picked } = this.view;
-    const { text, rows } = side;
+    const { sides, head, query: picked } = this.view;
+    const [{ text, rows }] = sides;
     const length = text.tokens.length;
     this.title.textContent = `Rows of ${headName(head)}`;
     const focused = this.figures.contains(document.activeElement) && document.activeElement.id;
-    this.figures.replaceChildren(...this.pictures(side));
+    this.figures.replaceChildren(...sides.flatMap((side, place) => this.pictures(side, place)));
     if (focused) this.figures.querySelector(`#${focused}`)?.focus();
     if (!rows) {
       this.words.textContent = "This file has no room for the rows of this head; a shorter text shows them.";
@@ -167,10 +171,13 @@ class Rows {
   }
 
   /** The intact rows of a text, if a switch is on, and its rows now. */
-  pictures({ text, rows, rowsBefore }) {
+  pictures({ text, rows, rowsBefore }, place) {
+    const { sides, variant } = this.view;
+    const of = sides.length > 1 ? `: ${text.name}` : "";
+    const end = place ? "-other" : "";
     const made = [];
-    if (rowsBefore) made.push(this.picture("rows-before", "intact", text, rowsBefore));
-    if (rows) made.push(this.picture("rows", this.view.variant, text, rows));
+    if (rowsBefore) made.push(this.picture(`rows-before${end}`, `intact${of}`, text, rowsBefore));
+    if (rows) made.push(this.picture(`rows${end}`, `${variant}${of}`, text, rows));
     return made;
   }
 

@@ -1,4 +1,4 @@
-// A view of a model: tokens, heads, circuit, switches. Used by a page, a live page and a notebook.
+// A view of a model: tokens, heads, circuit, switches, generation. Used by a page, a live page and a notebook.
 
 const READS = 0.3; // share of its attention that a head gives to what it reads, as the sink rate has it
 
@@ -8,8 +8,10 @@ class View {
     this.root = root;
     this.ask = ask;
     this.text = 0;
+    this.beside = null;
     this.variant = "intact";
     this.running = 0;
+    this.tab = "text";
     this.colour = "norm";
     this.token = 0;
     this.query = null;
@@ -17,6 +19,7 @@ class View {
     this.off = new Set();
     this.typed = [];
     this.draft = "";
+    this.generation = null;
     this.turn = Promise.resolve();
     this.linked = root.id === "view"; // a page of its own, whose address says what it shows
     this.opened = new URLSearchParams(this.linked ? location.hash.slice(1) : "");
@@ -29,6 +32,7 @@ class View {
     const number = (name) => Math.max(0, Number.parseInt(link.get(name) || "0", 10) || 0);
     this.text = number("text");
     this.token = number("token");
+    this.beside = link.has("beside") ? number("beside") : null;
     this.head = headOf(link.get("head"));
     this.variant = link.get("model") || "intact";
     if (this.ask && this.variant.startsWith("without ")) this.off = new Set(this.variant.slice(8).split(", "));
@@ -39,6 +43,7 @@ class View {
   link() {
     if (!this.linked) return;
     const state = new URLSearchParams({ text: this.text, token: this.token, head: headName(this.head), model: this.variant });
+    if (this.beside !== null) state.set("beside", this.beside);
     for (const typed of this.typed) state.append("typed", typed);
     history.replaceState(null, "", `#${state}`);
   }
@@ -48,9 +53,11 @@ class View {
     this.model = answer.model;
     this.data = answer.result;
     this.data.texts.forEach((text, place) => (text.asked = { text: null, place }));
+    this.generation = this.data.generation || this.generation;
     if (whole) await this.follow();
     const last = this.data.texts.length - 1;
     this.text = Math.min(this.text, last);
+    if (this.beside !== null && (this.beside > last || this.beside === this.text)) this.beside = null;
     if (this.layer === undefined) this.layer = this.data.layer;
     const [layers, heads, length] = this.now.variants[0].received.shape;
     if (!this.head || this.head[0] >= layers || this.head[1] >= heads) this.head = this.firstHead();
@@ -60,7 +67,7 @@ class View {
 
   /** Build the page with the intact model, and then choose what is shown. */
   async begin() {
-    this.shown = await this.side(this.now, "intact");
+    this.sides = [await this.side(this.now, "intact")];
     await this.unpackRows();
     this.build();
     await this.choose(this.variant);
@@ -75,9 +82,9 @@ class View {
     return this.data.texts[this.text];
   }
 
-  /** How the chosen model reads the text. */
+  /** How the chosen model reads the first of the shown texts. */
   get reading() {
-    return this.shown.reading;
+    return this.sides[0].reading;
   }
 
   /** What the model can be: intact, edited by a switch, or without what is switched off. */
@@ -90,20 +97,21 @@ class View {
     return `without ${[...this.off].join(", ")}`;
   }
 
-  /** Show a variant of the text; Python is asked for what the page does not have. False if there is none. */
+  /** Show a variant of the shown texts; Python is asked for what the page does not have. False if there is none. */
   async choose(name) {
     if (!this.variants.includes(name)) name = "intact";
     const before = this.variant;
     this.variant = name;
-    const text = this.now;
-    const side = await this.side(text, name);
-    if (!side) {
+    const texts = this.beside === null ? [this.now] : [this.now, this.data.texts[this.beside]];
+    const sides = [];
+    for (const text of texts) sides.push(await this.side(text, name));
+    if (sides.includes(null)) {
       this.variant = before;
       this.build();
       return false;
     }
-    if (this.variant !== name || text !== this.now) return true; // meanwhile something else was chosen
-    this.shown = side;
+    if (this.variant !== name || texts[0] !== this.now) return true; // meanwhile something else was chosen
+    this.sides = sides;
     await this.unpackRows();
     this.redraw();
     return true;
@@ -130,11 +138,12 @@ class View {
     return text.variants[text.variants.length - 1];
   }
 
-  /** Unpack the rows of the chosen head, intact and as the chosen model has them. */
+  /** Unpack the rows of the chosen head in each shown text, intact and as the chosen model has them. */
   async unpackRows() {
-    const side = this.shown;
-    side.rows = await this.rowsOf(side, side.reading);
-    side.rowsBefore = side.reading === side.intact ? null : await this.rowsOf(side, side.intact);
+    for (const side of this.sides) {
+      side.rows = await this.rowsOf(side, side.reading);
+      side.rowsBefore = side.reading === side.intact ? null : await this.rowsOf(side, side.intact);
+    }
   }
 
   async rowsOf({ text }, variant) {
@@ -151,17 +160,26 @@ class View {
     this.headline = element("p", { class: "headline", "aria-live": "polite", id: "headline" });
     this.status = element("p", { class: "soft", id: "status", "aria-live": "polite" });
     this.root.replaceChildren(
-      element("h1", {}, `${name} `, element("span", { class: "soft" }, `${family}, ${layers} layers`)),
+      element("div", { class: "row" }, element("h1", {}, `${name} `, element("span", { class: "soft" }, `${family}, ${layers} layers`)),
+        element("button", { type: "button", class: "tool", id: "tour", onclick: () => this.startTour() }, "Tour")),
       this.headline,
       this.sentence,
       this.switches(),
       ...(this.ask ? [this.status] : []),
+      this.tabs(),
       this.textPanel(),
+      element("div", { role: "tabpanel", id: "panel-generation", "aria-labelledby": "tab-generation" }),
     );
     this.redraw();
     this.showRunning();
+    this.selectTab(this.tab);
     const before = active && this.root.querySelector(`[id="${active}"]`);
     if (before) before.focus();
+  }
+
+  startTour() {
+    this.selectTab("text");
+    tour(this.root);
   }
 
   redraw() {
@@ -170,7 +188,7 @@ class View {
     this.draw();
   }
 
-  /** Draw what depends on the chosen text, token, head and colour. */
+  /** Draw what depends on the chosen texts, token, head and colour. */
   draw() {
     this.link();
     this.slider.disabled = this.colour !== "norm" && this.colour !== "attention";
@@ -188,7 +206,7 @@ class View {
 
   /** Say how many heads read the sink, and how many look elsewhere under the switch, beside random edits. */
   async drawHeadline() {
-    const { intact, reading } = this.shown;
+    const { intact, reading } = this.sides[0];
     const random = this.data.switches.find((name) => name.includes("random"));
     const beside = reading === intact || !random ? null : await this.side(this.now, random);
     if (reading !== this.reading) return; // meanwhile something else was chosen
@@ -229,25 +247,73 @@ class View {
     return group;
   }
 
+  tabs() {
+    const list = element("div", { role: "tablist", "aria-label": "What is shown" });
+    for (const [name, words] of [["text", "Text"], ["generation", "Generation"]]) {
+      const select = () => this.selectTab(name);
+      list.append(element("button", { role: "tab", id: `tab-${name}`, "aria-controls": `panel-${name}`, onclick: select }, words));
+    }
+    list.addEventListener("keydown", (event) => {
+      if (event.key !== "ArrowRight" && event.key !== "ArrowLeft") return;
+      this.selectTab(this.tab === "text" ? "generation" : "text");
+      this.root.querySelector(`#tab-${this.tab}`).focus();
+    });
+    return list;
+  }
+
+  selectTab(name) {
+    this.tab = name;
+    for (const one of ["text", "generation"]) {
+      const tab = this.root.querySelector(`#tab-${one}`);
+      tab.setAttribute("aria-selected", one === name);
+      tab.tabIndex = one === name ? 0 : -1;
+      this.root.querySelector(`#panel-${one}`).hidden = one !== name;
+    }
+    if (name === "generation") this.drawGeneration();
+  }
+
+  /** Draw what the model writes; Python is asked for it when this is first shown. */
+  async drawGeneration() {
+    const panel = this.root.querySelector("#panel-generation");
+    if (this.generation) {
+      panel.replaceChildren(...(await generationSides(this.generation)));
+      panel.querySelectorAll(".written").forEach((text) => (text.scrollTop = alarmIn(text)));
+      return;
+    }
+    const words = this.ask ? "The model continues typical text, with and without the guard." : "This page was made without a generation.";
+    panel.replaceChildren(element("p", {}, words));
+    if (!this.ask || this.writing) return;
+    this.writing = true;
+    const answer = await this.request({ generation: true });
+    this.writing = false;
+    if (answer) this.generation = answer.result.generation;
+    if (answer && this.tab === "generation") this.drawGeneration();
+  }
+
   textPanel() {
     const [strips, heads, rows] = [new Strips(this), new Heads(this), new Rows(this)];
     this.parts = [strips, heads, rows];
     this.circuit = element("div", { class: "circuit" });
     const circuit = element("section", {}, element("h2", {}, "Circuit"), this.circuit);
-    return element("div", {},
+    return element("div", { role: "tabpanel", id: "panel-text", "aria-labelledby": "tab-text" },
       this.asking(), this.colours(), strips.element, element("div", { class: "panels" }, heads.element, rows.element, circuit));
   }
 
-  textChoice() {
-    const texts = element("select", { id: "text", onchange: () => this.pickText(Number(texts.value)) });
+  /** A choice among the texts; `none` is a first one that chooses none of them. */
+  textChoice(id, words, chosen, none, choose) {
+    const texts = element("select", { id, onchange: () => choose(texts.value === "" ? null : Number(texts.value)) });
+    if (none) texts.append(element("option", { value: "" }, none));
     this.data.texts.forEach((text, number) => texts.append(element("option", { value: number }, text.name)));
-    texts.value = this.text;
-    return element("label", {}, "Text ", texts);
+    texts.value = chosen === null ? "" : chosen;
+    return element("label", {}, words, texts);
   }
 
   colours() {
     const row = element("div", { class: "row" });
-    if (this.data.texts.length > 1) row.append(this.textChoice());
+    if (this.data.texts.length > 1) {
+      row.append(this.textChoice("text", "Text ", this.text, null, (number) => this.pickTexts(number, this.beside)),
+        this.textChoice("beside", "beside ", this.beside, "no other", (number) => this.pickTexts(this.text, number)));
+    }
     this.picker = element("select", { id: "colour", onchange: () => this.pickColour(this.picker.value) });
     const choices = [["norm", "norm after the layer"], ["attention", "attention received in the layer"]];
     this.data.neurons.forEach((neuron, number) => choices.push([`neuron ${number}`, `activation of ${neuron}`]));
@@ -267,8 +333,10 @@ class View {
     return row;
   }
 
-  async pickText(text) {
-    if (text !== this.text) Object.assign(this, { text, token: 0, query: null });
+  /** Show a text, and another one beside it. */
+  async pickTexts(text, beside) {
+    if (text !== this.text) Object.assign(this, { token: 0, query: null });
+    Object.assign(this, { text, beside: beside === text ? null : beside });
     await this.begin();
   }
 
@@ -290,7 +358,9 @@ class View {
     return this.colour === "row" ? this.query : this.token;
   }
 
-  pickToken(token) {
+  /** Choose a token; a text that is shorter takes its last one. */
+  pickToken(number) {
+    const token = Math.min(number, this.now.tokens.length - 1);
     if (this.colour === "row") this.query = token;
     else this.token = token;
     this.draw();
@@ -345,7 +415,7 @@ class View {
   /** Read a typed text, and show it. */
   async readText(typed) {
     const place = typed ? await this.take(typed) : 0;
-    if (place !== null) await this.pickText(place);
+    if (place !== null) await this.pickTexts(place, this.beside);
   }
 
   /** Have a typed text read and put after the others; its place there, null if it cannot be read. */
@@ -404,12 +474,13 @@ export async function mount(root, answer, ask = null) {
   return view;
 }
 
-/** Begin in a page: with its own data, or with what the server answers. */
+/** Begin in a page: with its own data, or with what the server answers. The first visit begins with the tour. */
 export async function start(page) {
   const root = page.querySelector("#view");
   const data = JSON.parse(page.querySelector("#data").textContent);
-  if (data) await mount(root, data);
-  else await live(root);
+  const first = !location.hash && !tourSeen();
+  const view = data ? await mount(root, data) : await live(root);
+  if (view && first) view.startTour();
 }
 
 async function live(root) {
@@ -427,6 +498,7 @@ async function live(root) {
   const whole = await view.request({});
   if (whole) await view.show(whole, true);
   if (!view.data.circuit) await view.traceCircuit();
+  return view;
 }
 
 /** A widget in a notebook: Python answers messages. */
