@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import shutil
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -77,13 +76,6 @@ FILES = {  # prompts of LongEval's form
     "t.jsonl": json.dumps({"prompt": "We talked about rivers. Now the record ends. What was the first topic?"}),
     "l.jsonl": json.dumps({"prompt": "line old-lamp: the number is 7\nNow the record is over. Tell me old-lamp."}),
 }
-
-
-def two_parts(*, out: Path, quick: bool, progress: Callable[..., None]) -> None:
-    """A scan of two parts, the first of which takes two tenths of a second."""
-    progress("scan: find-sinks, layers", 0, 2)
-    time.sleep(0.2)
-    progress("scan: repeat, tokens", 1, 2)
 
 
 def planted_neurons(printed: str) -> bool:
@@ -157,13 +149,6 @@ CASES = {
         lambda page: "| float32 | 256 | 2 | 1 | 3/3 | 3/3 | 3/3 | 1/1 / 1/1 / 1/1 |" in page,
         "recall/README.md",
         {"CASES": (recall_card.Case("float32", 256, 2, 1, 2),)},
-    ),
-    "scan_seconds": Case(
-        "--out {out}/x.json",
-        lambda made: made["result"]["full"] == {"find-sinks": 0.2, "repeat": 0.0},
-        "x.json",
-        {"scan": two_parts},
-        quick=True,
     ),
     "loopguard.figure2": Case(
         "{run} --out {out}", lambda made: made["result"]["folders"][0]["runs"] == 1, "loopguard_fig2.json"
