@@ -21,7 +21,7 @@ from sinkscope.hooks.edit.base import Event, Run
 from sinkscope.hooks.edit.decode import decoding, to_end
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.kv import Policy
-from sinkscope.kv.pieces import generate_in_pieces
+from sinkscope.kv.pieces import Rewinder, generate_in_pieces
 from sinkscope.kv.usage import tokens_read
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.measure.edit_options import edit_from_options
@@ -146,7 +146,7 @@ def generate(
             torch.manual_seed(seed_of(seed, f"prompts from {start}"))
             batch = rows[start : start + batch_size]
             with nullcontext() if edit is None else edit.on(target) as run:
-                rewinds = run is not None and run.session is not None and run.session.rewinder is not None
+                rewinds = run is not None and run.session is not None and Rewinder in run.session.guests
                 options["streamer"] = None
                 if on_text is not None and not rewinds:
                     options["streamer"] = _Streamer(tok, start, on_text)

@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from organisms import organism
 
 from sinkscope.app import scan as scanning
 from sinkscope.app.scan import scan, scan_parts
 from sinkscope.models.draws import seed_of
-
-DRAWING = ("find_sinks", "repeat")
 
 
 def results(folder: Path) -> dict[str, Any]:
@@ -48,13 +45,6 @@ def compare_resumed(model: Path | None, tmp_path: Path) -> None:
         scan(model, out=stopped, quick=True)
         for name, content in results(stopped).items():
             assert content == expected[name], f"{name} after a stop behind {parts[number - 1].name}"
-
-
-def test_parts_that_draw_find_the_same_after_a_stop(tmp_path, monkeypatch):
-    chosen = [part for part in scan_parts() if part.name in DRAWING]
-    monkeypatch.setattr(scanning, "scan_parts", lambda: chosen)
-    monkeypatch.setattr(f"{__name__}.scan_parts", lambda: chosen)
-    compare_resumed(Path(organism("llama", 2).save(tmp_path / "model")), tmp_path)
 
 
 @pytest.mark.slow
