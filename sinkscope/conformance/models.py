@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -46,6 +47,7 @@ class KitModel:
         about: What it has, in a few words.
         family: Its model type, of which a tiny model with a planted sink is made.
         folder: Or its folder in `sinkscope/models`.
+        build: Or a function that makes it.
         bos: Whether its prompts begin with BOS.
         options: What its configuration has beside the sizes.
     """
@@ -53,6 +55,7 @@ class KitModel:
     about: str
     family: str = ""
     folder: str = ""
+    build: Callable[[], Any] | None = None
     bos: bool = True
     options: dict[str, Any] = field(default_factory=dict[str, Any])
 
@@ -101,6 +104,8 @@ def kit_model(name: str, dtype: str = "float32") -> Any:
         model = AutoModelForCausalLM.from_pretrained(Path(__file__).parents[1] / "models" / about.folder)
         if shown:
             logging.enable_progress_bar()
+    elif about.build is not None:
+        model = about.build()
     else:
         model = _planted(about)
     model.generation_config.eos_token_id = None
