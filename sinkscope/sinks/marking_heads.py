@@ -1,8 +1,7 @@
-"""Which attention heads mark the first token (Yona et al. 2025, section 4.3).
+"""Which attention heads mark the place of a norm spike (Yona et al. 2025, section 4.3, for the first token).
 
-Heads at the first token are replaced by their mean output at later positions. The first token sees nothing but itself,
-so each pass consists of single tokens and each of its rows can replace different heads: all heads of all layers for
-many first tokens take only a few batches.
+Heads at the place are replaced by their mean output at typical positions. A first token sees nothing but itself, so it
+is read alone, and each row of a pass can replace other heads.
 """
 
 from __future__ import annotations
@@ -19,96 +18,88 @@ from einops import einsum, rearrange, reduce, repeat
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinkscope.files.progress import Progress, silent
 from sinkscope.hooks.trace.layer_view import columns, flat_number, view_layer
 from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Natural, Number, Result, ScanPart, Setup, measurement
-from sinkscope.measure.evidence import NEEDED, Evidence, percent_pair
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.draws import draws
 from sinkscope.models.hooks import on_input
 from sinkscope.models.target import Target
-from sinkscope.results.notation import count_of, head_name, head_names, neuron_name, word_form, word_list
-from sinkscope.results.parts import Neuron
+from sinkscope.results.claims import NEEDED, Claim, Contrast, Outcome, Search
+from sinkscope.results.notation import count_of, head_name, neuron_name, word_list
+from sinkscope.results.parts import Component, Head, Neuron
 from sinkscope.results.style import BLUE, figure_of, long_table
-from sinkscope.results.tables import Table, percent
+from sinkscope.results.tables import Table
+from sinkscope.sinks.find.places import Place
 from sinkscope.sinks.find.spikes import sink_neurons
 from sinkscope.sinks.removal.search import CONTROL_DRAWS
 from sinkscope.sinks.tokens import TokenRows, first_tokens
 
-PRESENT = 0.5  # share of the sink neurons' activation from which the sink counts as present
+PRESENT = 0.5  # share of the sink neurons' activation from which a token has the mark
 BATCH_VALUES = 1 << 26  # largest number of values of one sink-layer activation in memory
-NAMED = 4  # heads that the conclusion names
+FIRST = "the first token"
 
 
 @dataclass(frozen=True)
 class Replacement:
-    """A model whose heads' outputs can be replaced by their means over later positions of typical text.
+    """A model whose heads' outputs can be replaced at a place by their means over other positions of typical text.
 
     Attributes:
-        target: The model.
+        setup: The model.
         sink_layer: Layer of the sink neurons. Heads in this layer and below can be replaced.
         means: Mean `hook_z` of every head of layers 0 to the sink layer; 0 in layers without softmax attention.
         flat: The sink neurons, numbered as in a `LayerView`. If there are none, the whole MLP stands for them.
         cols: What each of them writes when its `hook_post` is 1.
-        progress: Called with the number of rows done.
     """
 
-    target: Target
+    setup: Setup
     sink_layer: int
     means: Float[Tensor, "layer head d_head"]
     flat: Int[Tensor, " neuron"]
     cols: Float[Tensor, "neuron d_model"]
-    progress: Progress = silent
 
     @classmethod
-    def of(
-        cls,
-        target: Target,
-        sink_layer: int,
-        neurons: Sequence[Neuron],
-        ids: TokenRows,
-        progress: Progress = silent,
-    ) -> Replacement:
-        """Built with means over the later positions of `ids`; position 0 holds the first token."""
+    def of(cls, setup: Setup, sink_layer: int, neurons: Sequence[Neuron], place: Place) -> Replacement:
+        """Built with means over typical text without the first position and without the place."""
+        target = setup.target
         layers = list(filter(target.has_attention, range(sink_layer + 1)))
-        sites = [f"blocks.{layer}.attn.hook_z" for layer in layers]
-        outputs = trace(target, ids, sites, lambda z: z[:, 1:].float().mean(1))  # row head d_head
+        typical = ~place.means(setup.ids)[:, 1:]
+        outputs = trace(target, setup.ids, [f"blocks.{layer}.attn.hook_z" for layer in layers], lambda z: z[:, 1:])
         means = torch.zeros(sink_layer + 1, target.n_heads, 0)
         if layers:
-            of_layers = reduce(list(outputs.values()), "layer row head d_head -> layer head d_head", "mean")
+            of_layers = torch.stack([output[typical.to(output.device)].float().mean(0) for output in outputs.values()])
             means = torch.zeros(sink_layer + 1, *of_layers.shape[1:])
-            means[layers] = of_layers
-        numbers = []
-        for neuron in neurons:
-            numbers.append(flat_number(target, sink_layer, neuron.expert, neuron.neuron))
+            means[layers] = of_layers.cpu()
+        numbers = [flat_number(target, sink_layer, neuron.expert, neuron.neuron) for neuron in neurons]
         flat = torch.tensor(numbers, dtype=torch.long)
-        return cls(target, sink_layer, means, flat, columns(target, sink_layer, flat), progress)
+        return cls(setup, sink_layer, means, flat, columns(target, sink_layer, flat))
 
     def written(
-        self, tokens: Int[Tensor, " row"], replaced: Bool[Tensor, "row layer head"] | None = None
+        self, ids: TokenRows, at: Int[Tensor, " row"], replaced: Bool[Tensor, "row layer head"] | None = None
     ) -> Float[Tensor, "row d_model"]:
-        """What the sink neurons write at tokens that stand alone.
+        """What the sink neurons write at a position of each text.
 
         Args:
-            tokens: The tokens.
-            replaced: For each of them, the heads that give their mean instead of their output. None: no head.
+            ids: The texts.
+            at: The position in each.
+            replaced: For each of them, the heads that give their mean there instead of their output. None: no head.
         """
-        target = self.target
+        target = self.setup.target
         if replaced is None:
-            replaced = torch.zeros(len(tokens), *self.means.shape[:2], dtype=torch.bool)
-        first = torch.ones(1, dtype=torch.bool)
-        batch = max(1, BATCH_VALUES // (target.d_mlp * max(1, target.n_experts(self.sink_layer))))
-        written = []
-        for ids, edits in zip(tokens[:, None].split(batch), replaced.split(batch), strict=True):
-            with target.hooks(*replacing(target, self.means, edits, first)):
-                view = view_layer(target, self.sink_layer, ids, first.expand(len(ids), 1))
+            replaced = torch.zeros(len(ids), *self.means.shape[:2], dtype=torch.bool)
+        there = torch.arange(ids.shape[1]) == rearrange(at, "row -> row 1")
+        values = ids.shape[1] * target.d_mlp * max(1, target.n_experts(self.sink_layer))
+        batch = max(1, BATCH_VALUES // values)
+        written: list[Tensor] = []
+        for rows, edits, where in zip(ids.split(batch), replaced.split(batch), there.split(batch), strict=True):
+            with target.hooks(*replacing(target, self.means, edits, where)):
+                view = view_layer(target, self.sink_layer, rows, where)
             output = view.mlp.cpu()
             if len(self.flat):
                 post = view.post[:, self.flat.to(view.post.device)].cpu()
                 output = einsum(post, self.cols, "n neuron, neuron d_model -> n d_model")
             written.append(output)
-            self.progress("heads", min(batch * len(written), len(tokens)), len(tokens))
+            self.setup.progress("heads", min(batch * len(written), len(ids)), len(ids))
         return torch.cat(written)
 
 
@@ -116,7 +107,7 @@ def replacing(
     target: Target,
     means: Float[Tensor, "layer head d_head"],
     edits: Bool[Tensor, "row layer head"],
-    where: Bool[Tensor, " pos"],
+    where: Bool[Tensor, "*row pos"],
 ) -> list[tuple[Any, str, Any]]:
     """Hooks that replace the heads of `edits` by their means at the positions of `where`, for a pass of these rows.
 
@@ -124,7 +115,7 @@ def replacing(
     """
 
     def hook(layer: int) -> Any:
-        chosen = rearrange(edits[:, layer], "row head -> row 1 head 1") & rearrange(where, "pos -> pos 1 1")
+        chosen = rearrange(edits[:, layer], "row head -> row 1 head 1") & rearrange(where, "... pos -> ... pos 1 1")
 
         def replace(z: Tensor) -> Tensor:
             flat = z.flatten(0, -2)
@@ -139,24 +130,25 @@ def replacing(
 
 @dataclass(frozen=True, kw_only=True)
 class MarkingHeads(Result):
-    """Which heads mark the first token.
+    """Which heads mark the place of a spike.
 
-    Drops are shares of the sink neurons' activation at a first token. Arrays by token are NaN where the token does not
-    fire the neurons. The arrays are None if no MLP makes a spike, and those about the marking layer if no layer marks.
+    Drops are shares of the sink neurons' activation at a token. Arrays by token are NaN where the token does not fire
+    the neurons. The arrays are None if no MLP makes a spike, and those about the marking layer if no layer marks.
 
     Attributes:
         sink_layer: The first layer whose sink neurons write at least half as much as the largest. None if no MLP
             makes a norm spike.
         absence: What there is instead, if no MLP makes a norm spike.
+        place: Where the tokens stand. First tokens stand alone; others stand in texts with a spike.
         neurons: The sink neurons whose activation is measured. If empty, no set of neurons makes the spike and the
             whole MLP of the sink layer stands for them.
         marking_layer: The layer whose heads make the mark. None if there is none.
-        tokens: The tokens that were put first. BOS comes first, if there is one.
-        activation: Activation of the sink neurons, relative to that at the first token of typical text. A token fires
-            the neurons if it is at least half.
+        tokens: The tokens. BOS comes first, if there is one and they stand first.
+        activation: Activation of the sink neurons, relative to that of the spike in typical text. A token has the mark
+            if it is at least half.
         all_drop: Share lost with all heads of layers 0 to the sink layer replaced, median over tokens.
         layer_drop: Share lost with all heads of a layer replaced. NaN in layers without softmax attention.
-        drop: Share lost with one head replaced by its mean over later positions. NaN in the same layers.
+        drop: Share lost with one head replaced by its mean over typical positions. NaN in the same layers.
         serves: Whether a head of the marking layer is in the smallest set of heads that keeps half of a token's
             activation when all others of the layer are replaced. A token that needs no head has none.
         set_drop: Share lost when only these heads are replaced. NaN if there are none.
@@ -169,12 +161,13 @@ class MarkingHeads(Result):
     columns = ("head", "serves", "drop")
     matters, told = "serves", "drop"
     glossary: ClassVar = {
-        "serves": "number of first tokens whose smallest sufficient set of heads contains this head",
-        "drop": "share of the mark lost when the head is replaced, mean over first tokens",
+        "serves": "number of tokens whose smallest sufficient set of heads contains this head",
+        "drop": "share of the mark lost when the head is replaced, mean over tokens",
     }
 
     sink_layer: int | None
     absence: str | None = None
+    place: str = FIRST
     neurons: tuple[str, ...] = ()
     marking_layer: int | None = None
     tokens: tuple[str, ...] = ()
@@ -187,9 +180,35 @@ class MarkingHeads(Result):
     control_drop: Float[np.ndarray, " token"] | None = None
 
     @property
-    def evidence(self) -> Evidence:
-        """What replacing the heads of the sets takes away, median over tokens."""
-        return Evidence(_median(self.set_drop), _median(self.control_drop))
+    def claims(self) -> tuple[Claim, ...]:
+        """What is left of the mark without each token's heads, and without the heads of one layer."""
+        if self.layer_drop is None:
+            return ()
+        medians = _medians(self.layer_drop)
+        best = int(medians.argmax())
+        search = Search("layers", int(np.isfinite(medians).sum()), float(medians[best]), f"layer {best}")
+        others = np.delete(medians, best)
+        other = Contrast("other", 1.0, 1, "no other layer")
+        if np.isfinite(others).any():
+            other = Contrast("other", float(1 - others.max()), len(others), "another layer")
+        claims: list[Claim] = []
+        if self.serves is not None and self.set_drop is not None and self.control_drop is not None:
+            layer = self.marking_layer or 0
+            heads = tuple(Head(layer, head) for head in np.flatnonzero(self.serves.any(0)).tolist())
+            random = Contrast("other", 1.0, 1, "too few other heads")
+            if np.isfinite(self.control_drop).any():
+                random = Contrast("random", float(1 - np.nanmedian(self.control_drop)), CONTROL_DRAWS)
+            if heads:
+                claims.append(self._claim(heads, self.set_drop, random, search))
+        claims.append(self._claim((Component("attention", best),), self.layer_drop[:, best], other, search))
+        return tuple(claims)
+
+    def _claim(self, subject: Any, drop: Float[np.ndarray, " token"], control: Contrast, search: Search) -> Claim:
+        drop = drop[np.isfinite(drop)]
+        left = max(0.0, float(1 - np.median(drop)))
+        contrasts = (Contrast("intact", 1.0), control)
+        margin = margin_of(drop, np.median)
+        return Claim("marks", subject, Outcome("the mark"), self.place, left, contrasts, len(drop), search, margin)
 
     def rows(self) -> Table:
         """One row per head, marking heads first."""
@@ -200,73 +219,58 @@ class MarkingHeads(Result):
         serves = np.zeros(drop.shape, int)
         if self.serves is not None:
             serves[self.marking_layer] = self.serves.sum(0)
-        names = [head_name(*place) for place in np.ndindex(drop.shape)]
+        names = [head_name(*site) for site in np.ndindex(drop.shape)]
         rows = [row for row in long_table({"serves": serves, "drop": drop}, head=names) if row["drop"] is not None]
         return sorted(rows, key=lambda row: (-row["serves"], -row["drop"]))
 
     def conclusion(self) -> str:
-        """Which heads mark the first token, and what other heads lose."""
+        """Which heads mark the place, and what other heads lose."""
         if self.sink_layer is None:
             return self.absence or ""
-        if self.layer_drop is None:
+        if not self.claims:
             return "None of the tokens given fires the sink neurons when it stands first; give other tokens."
-        layer = self.marking_layer
-        if self.serves is None or layer is None:
-            most, every = np.nanmax(_medians(self.layer_drop), initial=0.0), max(0.0, self.all_drop or 0.0)
+        claim = self.claims[0]
+        if self.serves is None:
             return (
-                f"The heads of no single layer mark the first token: replacing those of one takes away at most "
-                f"{percent(float(most))} of the mark, those of all layers {percent(every)}."
+                f"The heads of no single layer are shown to mark {self.place}: {claim.search}; those of all layers "
+                f"together {max(0.0, self.all_drop or 0.0):.0%}."
             )
-        heads = [(layer, head) for head in np.flatnonzero(self.serves.any(0)).tolist()]
-        lost, chance = percent_pair(self.evidence.change or 0.0, self.evidence.control)
-        control = ""
-        if self.evidence.control is not None:
-            control = f"; replacing as many other heads takes away at most {chance}"
-        names = head_names(heads, NAMED)
-        if not self.evidence.holds:
-            return f"No head is needed alone: replacing {names} takes away {lost} of the mark{control}."
-        marks, it = (
-            word_form(len(heads), "Head {} marks", "Heads {} mark").format(names),
-            word_form(len(heads), "it", "them"),
-        )
-        tokens = count_of(int(self.serves.any(1).sum()), "first token")
-        return f"{marks} {tokens}: replacing {it} takes away {lost} of the mark{control}."
+        tokens = f"{self.place} in {count_of(claim.draws, 'text')}"
+        if self.place == FIRST:
+            tokens = count_of(claim.draws, "first token")
+        return f"For the mark of {tokens}, {claim.phrase()}."
 
     def numbers(self) -> list[Number]:
-        """Share of the mark that is lost without the marking heads."""
-        margin = margin_of(self.set_drop, np.median)
-        return [Number("mark lost without the marking heads", self.evidence.change, self.evidence.control, margin)]
+        """Share of the mark that is left without the marking heads."""
+        numbers = []
+        for claim in self.claims[:1]:
+            label = "mark left without the marking heads"
+            numbers.append(Number(label, claim.value, claim.control.value, claim.margin))
+        return numbers
 
     def details(self) -> list[str]:
-        """The neurons, and the tokens that fire them."""
+        """The layer, the neurons, and the tokens that fire them."""
         if self.activation is None:
             return []
         where = f"the whole MLP of layer {self.sink_layer}, because no set of neurons makes the spike"
         if self.neurons:
             where = word_list(self.neurons, 8)
+        lines = [f"The mark is read at {where}."]
+        lines += [f"Of all heads of a layer, {claim.phrase()}." for claim in self.claims[1:]]
         fires = int((self.activation >= PRESENT).sum())
-        first = word_form(fires, "has it when it stands", "have it when they stand")
-        of_all = f"{fires} of {count_of(len(self.activation), 'token')}"
-        return [f"The mark is read at {where}.", f"{of_all} {first} first."]
+        return [*lines, f"{fires} of {count_of(len(self.activation), 'token')} at {self.place} fire them."]
 
 
-def _median(values: Float[np.ndarray, " token"] | None) -> float | None:
-    """The upper median without NaN; None if nothing is left."""
-    if values is None or np.isnan(values).all():
-        return None
-    return float(np.nanquantile(values, 0.5, method="higher"))
-
-
-def _medians(layer_drop: Float[np.ndarray, "token layer"]) -> Float[np.ndarray, " layer"]:
-    """The lower median over the tokens that fire, of each layer; NaN without softmax attention."""
-    attending = np.isfinite(layer_drop).any(0)
-    medians = np.full_like(layer_drop[0], np.nan)
-    medians[attending] = np.nanquantile(layer_drop[:, attending], 0.5, axis=0, method="lower")
+def _medians(values: Float[np.ndarray, "token layer"]) -> Float[np.ndarray, " layer"]:
+    """The median over tokens that fire; minus infinity without softmax attention."""
+    medians = np.full_like(values[0], -np.inf)
+    attending = np.isfinite(values).any(0)
+    medians[attending] = np.nanmedian(values[:, attending], axis=0)
     return medians
 
 
 def draw(result: MarkingHeads) -> go.Figure:
-    """Which head marks which first token."""
+    """Which head marks which token."""
     fig = go.Figure()
     if result.drop is not None and result.serves is not None:
         firing = np.flatnonzero(result.serves.any(1))
@@ -287,16 +291,17 @@ def draw(result: MarkingHeads) -> go.Figure:
     quick={"count": 2},
 )
 def heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: Natural = 32) -> MarkingHeads:
-    """Find the attention heads that mark the first token, by the effect of replacing their output on the sink neurons.
+    """Find the attention heads that mark the place of a spike, by the effect of replacing their output on its neurons.
 
-    A head's output at the first position (`hook_z`, before the output projection) is replaced by its mean over later
-    positions of typical text. Different tokens may be marked by different heads, so many tokens are put first, each
-    alone and without BOS, in addition to BOS itself. If no MLP makes a norm spike, `sink_layer` is None (Yona et al.
-    2025, section 4.3).
+    A head's output at the place (`hook_z`, before the output projection) is replaced by its mean over other positions
+    of typical text. Different heads may mark different tokens: if the spike is at the first token, many tokens are put
+    first, each alone and without BOS, in addition to BOS itself. A spike elsewhere is read in texts that have it. If no
+    MLP makes a norm spike, `sink_layer` is None (Yona et al. 2025, section 4.3).
 
     Args:
-        tokens: Words to put first, one token each. By default `count` tokens of the text, drawn by the seed.
-        count: Number of tokens of the text to put first.
+        tokens: Words to put first, one token each, wherever the spike is. By default `count` tokens of the text, drawn
+            by the seed.
+        count: Number of tokens of the text to put first, and largest number of texts with a spike elsewhere.
 
     Example:
         sinkscope heads --model llama-2-7b --count 8
@@ -305,28 +310,33 @@ def heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: Natural =
     if setup.bos is not None:
         words = [setup.bos, *(word for word in words if word != setup.bos)]
     sink = sink_neurons(setup)
-    if sink.layer is None:
-        return MarkingHeads(sink_layer=None, absence=sink.absence("a mark cannot be read at sink neurons"))
+    if sink.made is None:
+        return MarkingHeads(sink_layer=None, absence=sink.absence("a mark cannot be read"))
     most = max([neuron.contribution_norm for neuron in sink.neurons], default=0.0)
     large = [neuron for neuron in sink.neurons if neuron.contribution_norm >= NEEDED * most]
-    layer = min([neuron.layer for neuron in large], default=sink.layer)
+    layer = min([neuron.layer for neuron in large], default=sink.made.context.layer)
     neurons = [neuron for neuron in sink.neurons if neuron.layer == layer]
-    bench = Replacement.of(setup.target, layer, neurons, setup.ids, setup.progress)
-    firsts = torch.tensor(words)
-    typical = bench.written(setup.ids[:, 0])
-    intact = bench.written(firsts)
+    context, place = sink.made.context, sink.made.spike.place
+    bench = Replacement.of(setup, layer, neurons, place)
+    spiking = context.ids[:, : context.up_to_place]
+    typical = bench.written(spiking, context.at)
+    ids, at, words_for = spiking[:count], context.at[:count], place.words
+    if place.is_first or tokens:
+        ids, at, words_for = torch.tensor(words)[:, None], torch.zeros(len(words), dtype=torch.long), FIRST
+    intact = bench.written(ids, at)
     way = torch.nn.functional.normalize(typical.mean(0), dim=0)
     activation = einsum(intact, way, "token d_model, d_model -> token") / typical.norm(dim=-1).median()
     fires = activation >= PRESENT
     result = MarkingHeads(
         sink_layer=layer,
+        place=words_for,
         neurons=tuple(neuron_name(*neuron.site) for neuron in neurons),
-        tokens=tuple(setup.tokenizer.decode([word]) for word in words),
+        tokens=tuple(setup.tokenizer.decode([word]) for word in ids[torch.arange(len(ids)), at].tolist()),
         activation=activation.numpy(),
     )
     if not bool(fires.any()):
         return result
-    marks = _Marks(bench, firsts, fires, intact[fires])
+    marks = _Marks(bench, ids[fires], at[fires], fires, intact[fires])
     layers, heads = bench.means.shape[:2]
     every_layer = repeat(torch.eye(layers).bool(), "edit layer -> edit layer head", head=heads)
     every_head = torch.eye(layers * heads).bool().view(-1, layers, heads)
@@ -338,7 +348,7 @@ def heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: Natural =
     drop[:, without] = torch.nan
     drops = {"layer_drop": marks.of_all(layer_drop), "drop": marks.of_all(drop)}
     result = replace(result, all_drop=float(all_drop.median()), **drops)
-    medians = layer_drop.median(0).values.nan_to_num()
+    medians = _medians(layer_drop.numpy())
     if float(medians.max()) < NEEDED:
         return result
     marking = int(medians.argmax())
@@ -347,20 +357,20 @@ def heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: Natural =
 
 @dataclass(frozen=True)
 class _Marks:
-    """First tokens, which of them fire the sink neurons, and what these write there together."""
+    """Tokens that fire the sink neurons, and what these write there together; `fires` marks them among all."""
 
     bench: Replacement
-    firsts: Int[Tensor, " token"]
+    ids: TokenRows
+    at: Int[Tensor, " firing"]
     fires: Bool[Tensor, " token"]
     intact: Float[Tensor, "firing d_model"]
 
     def kept(self, edits: Bool[Tensor, "*firing edit layer head"]) -> Float[Tensor, "firing edit"]:
         """Activation of the sink neurons over the intact one, for every firing token and every edit."""
-        tokens = self.firsts[self.fires]
-        edits = edits.expand(len(tokens), *edits.shape[-3:])
-        copies = repeat(tokens, "token -> (token edit)", edit=edits.shape[1])
-        written = self.bench.written(copies, edits.flatten(0, 1))
-        written = rearrange(written, "(token edit) d_model -> token edit d_model", token=len(tokens))
+        edits = edits.expand(len(self.ids), *edits.shape[-3:])
+        rows = torch.arange(len(self.ids)).repeat_interleave(edits.shape[1])
+        written = self.bench.written(self.ids[rows], self.at[rows], edits.flatten(0, 1))
+        written = rearrange(written, "(token edit) d_model -> token edit d_model", token=len(self.ids))
         along = einsum(written, self.intact, "token edit d_model, token d_model -> token edit")
         return along / self.intact.square().sum(-1, keepdim=True)
 
