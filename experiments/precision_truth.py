@@ -74,7 +74,7 @@ def rows_of(name: str, times: float, pieces: int) -> list[Row]:
         if one.text is not None:
             text = Path(folder) / "text.txt"
             text.write_text(one.text)
-        found = ss.precision(one.model, tokenizer=one.tokenizer, text=text, schemes=[SCHEME], pieces=pieces, new=0)
+        found = ss.precision(one.model, tokenizer=one.tokenizer, text=text, schemes=[SCHEME], pieces=pieces)
     (cost,) = found.costs
     label = f"{name}, values x {times:g}: {cost.kl:.2g} nats"
     rows: list[Row] = []

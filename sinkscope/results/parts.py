@@ -9,7 +9,7 @@ from typing import Literal
 from sinkscope.results.notation import head_name, neuron_name, word_list
 
 ComponentKind = Literal["token embedding", "position embedding", "attention", "mixer", "mlp", "key bias", "position"]
-Swap = Literal["its own token", "the token before it", "all tokens", "copies"]
+Swap = Literal["its own token", "the token before it", "all tokens", "copies", "tokens kept exact"]
 
 
 @dataclass(frozen=True)

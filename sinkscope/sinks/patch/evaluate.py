@@ -127,8 +127,7 @@ class PatchEvaluation(Result):
         _, patch, random = self.rows()
         return (
             f"The patch of {neuron_names(self.neurons, 3)} changes the perplexity of held-out text by "
-            f"{patch['change']:+.2%} (two standard errors: {patch['two_errors']:.2%}), as many random neurons by "
-            f"{random['change']:+.2%}."
+            f"{patch['change']:+.2%} (random neurons: {random['change']:+.2%})."
         )
 
     def details(self) -> list[str]:

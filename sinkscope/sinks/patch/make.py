@@ -23,14 +23,15 @@ from sinkscope.measure.margin import margin_of
 from sinkscope.models.norms import norm_of
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
+from sinkscope.results.claims import Claim, Contrast, Outcome, Search
 from sinkscope.results.notation import count_of, neuron_names, short_sentence, word_form
+from sinkscope.results.parts import Tokens, neurons_of
 from sinkscope.results.result import Number
 from sinkscope.results.style import figure_of, long_table
 from sinkscope.results.tables import Table
 from sinkscope.sinks.find.find import find_sinks
 from sinkscope.sinks.find.layer_scan import LayerScan
-from sinkscope.sinks.find.spikes import made_spikes
-from sinkscope.sinks.find.survey import Survey
+from sinkscope.sinks.find.spikes import sink_neurons
 from sinkscope.sinks.patch.evaluate import held_out, losses, random_patch, under
 from sinkscope.sinks.tokens import TokenRows, prefixes, repetition_limit
 from sinkscope.tap.observers import attention_rows
@@ -55,10 +56,10 @@ class PatchProof:
         words: The words that were repeated.
         repeats: How often each is repeated.
         layers: Layers from the one that completes the spike to the last.
-        typical: Norms up to this value count as typical.
-        before: Up to this value, 1.5 times the word's own norm before the layers that make the spike, norms count as
-            those before the spike.
+        ceiling: Norms up to this value do not stand out: 1.5 times typical ones, or the word's own before the spike.
         norms: Largest norm after the first position.
+        once: Norm at the last position of ordinary text of the same length, without a patch: with one copy of the word
+            there ("one copy"), and with the text's own token ("other tokens").
         attention: Mean attention to the first token, over heads and the second half of the queries, in `layers[1:]`.
         ordinary_attention: The same on ordinary text of the same length, without a patch.
         perplexity: Perplexity of held-out text.
@@ -67,32 +68,27 @@ class PatchProof:
     words: tuple[str, ...]
     repeats: int
     layers: Int[np.ndarray, " layer"]
-    typical: Float[np.ndarray, " layer"]
-    before: Float[np.ndarray, "word 1"]
+    ceiling: Float[np.ndarray, "word layer"]
     norms: Float[np.ndarray, "condition word layer"]
+    once: Float[np.ndarray, "contrast word layer"]
     attention: Float[np.ndarray, "condition later_layer"]
     ordinary_attention: Float[np.ndarray, " later_layer"]
     perplexity: Float[np.ndarray, " condition"]
 
     @property
-    def ceiling(self) -> Float[np.ndarray, "word layer"]:
-        """Norms up to this value count as repaired: typical ones, and those as before the spike."""
-        return np.maximum(self.typical, self.before)
+    def stands_out(self) -> Bool[np.ndarray, "condition word"]:
+        """Whether a repeated word's norm stands out after some layer."""
+        return (self.norms > self.ceiling).any(2)
+
+    @property
+    def stands_out_once(self) -> Bool[np.ndarray, "contrast word"]:
+        """The same of one copy, and of the other token there."""
+        return (self.once > self.ceiling).any(2)
 
     @property
     def failing(self) -> Bool[np.ndarray, " word"]:
-        """The words that need repair: those whose norm stands out in the intact model. Only these prove anything."""
-        return (self.norms[0] > self.ceiling).any(1)
-
-    @property
-    def repaired(self) -> list[int]:
-        """Number of failing words whose norm no longer stands out, by condition."""
-        return ((self.norms <= self.ceiling).all(2) & self.failing).sum(1).tolist()
-
-    @property
-    def as_before(self) -> int:
-        """Number of repaired words whose norm is above the typical one, as it was before the spike."""
-        return int(((self.norms[1] > self.typical).any(1) & self.failing).sum())
+        """The words that need repair: copies stand out in the intact model, and one does not. Only these prove it."""
+        return self.stands_out[0] & ~self.stands_out_once[0]
 
     @property
     def taken(self) -> tuple[float, float]:
@@ -108,8 +104,8 @@ class PatchProof:
     def judged(self, limit: float) -> tuple[Verdict, str]:
         """The verdict and its reason."""
         if not self.failing.any():
-            return "no-repeats", f"no norm of {count_of(len(self.words), 'repeated word')} stands out where it is read."
-        above = (self.norms[1] > self.ceiling).any(0)
+            return "no-repeats", f"no norm of {count_of(len(self.words), 'word')} stands out only when it is repeated."
+        above = (self.norms[1] > self.ceiling)[self.failing].any(0)
         if above.any():
             return "not-repaired", f"under the patch, norms are not typical after layer {self.layers[above.argmax()]}."
         taken, restored = self.taken
@@ -161,49 +157,59 @@ class PatchMade(Result):
         calibrated = dict(zip(self.sites, self.calibrated, strict=True))
         return SinkPatch(sites=self.sites, calibrated=calibrated, model=vars(self.model))
 
+    @property
+    def claims(self) -> tuple[Claim, ...]:
+        """What copies do beside one copy and other tokens, and what is left of it under the patch."""
+        if self.proof is None:
+            return ()
+        outcome = Outcome("a norm that stands out", tuple(self.proof.layers.tolist()), unit="cases")
+        place, words = f"{self.proof.repeats} copies of a word", len(self.proof.words)
+        once, other = self.proof.stands_out_once.mean(1).tolist()
+        contrasts = (Contrast("one copy", once), Contrast("other tokens", other))
+        copies = (Tokens("copies", self.proof.repeats),)
+        intact, patched, random = self.proof.stands_out[:, self.proof.failing].sum(1).tolist()
+        search = Search("words", words)
+        value = float(self.proof.stands_out[0].mean())
+        claims = [Claim("repeats", copies, outcome, place, value, contrasts, words, search)]
+        if intact:
+            contrasts = (Contrast("intact", 1.0), Contrast("random", random / intact))
+            neurons = neurons_of(self.sites)
+            claims.append(Claim("makes", neurons, outcome, place, patched / intact, contrasts, intact, search))
+        return tuple(claims)
+
     def conclusion(self) -> str:
         """Whether there is a patch, and its effect on repeated words beside a random patch."""
         if self.verdict != "made" or self.proof is None:
             return f"No patch was made: {self.reason}"
-        _, patched, random = self.proof.repaired
-        norm = f"the norm of {patched} stays typical"
-        if self.proof.as_before:
-            norm = f"{patched} {word_form(patched, 'keeps', 'keep')} a typical norm or that before the spike"
-        words = count_of(int(self.proof.failing.sum()), "word")
+        claim = self.claims[1]
+        words = count_of(claim.draws, "word")
+        still, random = round(claim.value * claim.draws), round(claim.control.value * claim.draws)
         sentences: list[str] = []
         for names in (neuron_names(self.sites, NAMED), count_of(len(self.sites), "neuron")):
             sentences.append(
-                f"The patch of {names} repairs repetition: of {words} whose norm stands out when repeated, {norm} "
-                f"(with random neurons {random})."
+                f"The patch of {names} repairs repetition: of {words} whose norm stands out in copies alone, {still} "
+                f"still {word_form(still, 'does', 'do')} (random neurons: {random})."
             )
         return short_sentence(sentences)
 
     def details(self) -> list[str]:
-        """Norms and perplexity."""
-        if self.proof is None:
+        """Copies beside one copy, the attention, and the perplexity."""
+        proof = self.proof
+        if proof is None:
             return []
-        intact, patched, random = (self.proof.norms / self.proof.ceiling).max((1, 2))
+        copies, once = int(proof.stands_out[0].sum()), int(proof.stands_out_once[0].sum())
         lines = [
-            f"From layer {self.proof.layers[0]} on, the largest norm is {patched:.2g} times what counts as typical "
-            f"({intact:.2g} intact, {random:.2g} with random neurons)."
+            f"Of {count_of(len(proof.words), 'word')}, the norm of {copies} stands out in {proof.repeats} copies, and "
+            f"of {once} in one copy there behind other tokens."
         ]
-        fine = len(self.proof.words) - int(self.proof.failing.sum())
-        if 0 < fine < len(self.proof.words):
-            lines.append(f"The norm of {count_of(fine, 'more word')} does not stand out intact, so it proves nothing.")
-        taken, restored = self.proof.taken
+        taken, restored = proof.taken
         if taken:
+            share = f"{restored / taken:.0%}"
+            lines.append(f"Of the attention that repetition takes from the first token, {share} returns.")
+        if np.isfinite(proof.perplexity).all():
+            _, patch, random = proof.perplexity / proof.perplexity[0] - 1
             lines.append(
-                f"Of the attention that repetition takes from the first token, {restored / taken:.0%} returns."
-            )
-        else:
-            lines.append("Repetition takes no attention from the first token in these layers, so none had to return.")
-        before, *after = self.proof.perplexity
-        if not np.isfinite(self.proof.perplexity).all():
-            return lines
-        for name, value in zip(("patch", "random patch"), after, strict=True):
-            lines.append(
-                f"The {name} changes the perplexity of held-out text from {before:.4g} to {value:.4g} "
-                f"({value / before - 1:+.3%})."
+                f"The patch changes the perplexity of held-out text by {patch:+.3%}, a random one by {random:+.3%}."
             )
         return lines
 
@@ -296,11 +302,13 @@ def patch_make(
     """
     target = setup.target
     most = repetition_limit(target, max_repeats)
-    sinks = find_sinks.on(setup)
+    sinks, made = find_sinks.on(setup), sink_neurons(setup)
     setup.record(max_repeats=most)
-    if sinks.spike is None or not sinks.spike.by_mlp or not sinks.spike.place.is_first:
-        where = "" if sinks.spike is None else f" (there is one at {sinks.spike.place})"
-        return PatchMade(verdict="no-sink", reason=f"no MLP makes a norm spike at the first token{where}.")
+    if made.made is None:
+        return PatchMade(verdict="no-sink", reason=f"no MLP makes a norm spike; {made.instead}.")
+    if not made.made.spike.place.is_first:
+        reason = f"the norm spike is at {made.made.spike.place}, and this patch keeps the first token's value alone."
+        return PatchMade(verdict="no-sink", reason=reason)
     try:
         patch = SinkPatch.from_result(sinks)
     except SinkscopeError:
@@ -321,20 +329,21 @@ def patch_make(
     count = min(most, 2 * slowest)
     starts = prefixes(setup, [word.id for word in words])
     rows = torch.tensor([[start, *[word.id] * count] for start, word in zip(starts, words, strict=True)])
-    scan = made_spikes(setup, Survey.of(setup, whole=True))[0].context.scan
+    scan = made.made.context.scan
     ordinary = text_rows(setup.tokenizer, setup.text, len(rows), rows.shape[1], setup.bos)
+    one_copy = torch.cat([ordinary[:, :-1], rows[:, -1:]], 1)
     edits = (None, patch, random_patch(setup, patch))
     layers = list(range(max(scan.stages), target.n_layers))
     after = [f"blocks.{layer}.hook_resid_post" for layer in layers]
-    before = largest_norms(target, [f"blocks.{min(scan.stages)}.hook_resid_pre"], scan.shared_dims, rows, None)
+    before = largest_norms(target, [f"blocks.{min(scan.stages)}.hook_resid_pre"], scan.shared_dims, rows)
     text = held_out(setup, pieces, length)
     proof = PatchProof(
         words=tuple(word.token for word in words),
         repeats=count,
         layers=np.array(layers),
-        typical=typical_ceiling(scan, layers),
-        before=HEADROOM * before,
+        ceiling=np.maximum(typical_ceiling(scan, layers), HEADROOM * before),
         norms=np.array([largest_norms(target, after, scan.shared_dims, rows, edit) for edit in edits]),
+        once=np.array([largest_norms(target, after, scan.shared_dims, ids, since=-1) for ids in (one_copy, ordinary)]),
         attention=np.array([attention_to_first(target, layers[1:], rows, edit) for edit in edits]),
         ordinary_attention=attention_to_first(target, layers[1:], ordinary, None),
         perplexity=np.array(
@@ -361,11 +370,20 @@ def typical_ceiling(scan: LayerScan, layers: list[int]) -> Float[np.ndarray, " l
 
 @torch.no_grad()
 def largest_norms(
-    target: Target, sites: list[str], without: list[int], rows: TokenRows, edit: Intervention | None
+    target: Target,
+    sites: list[str],
+    without: list[int],
+    rows: TokenRows,
+    edit: Intervention | None = None,
+    since: int = 1,
 ) -> Float[np.ndarray, "row site"]:
-    """Largest norm of the residual stream after the first position; dimensions in `without` are left out."""
+    """Largest norm of the residual stream from a position on; dimensions in `without` are left out."""
+
+    def read(resid: Tensor) -> Tensor:
+        return norm_of(resid, without)[:, since:].amax(1)
+
     with under(edit, target):
-        norms = trace(target, rows, sites, lambda resid: norm_of(resid, without)[:, 1:].amax(1), batch_size=SEQUENCES)
+        norms = trace(target, rows, sites, read, batch_size=SEQUENCES)
     return torch.stack([norms[site] for site in sites], dim=1).numpy()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Annotated, Any, Literal
 
 import plotly.express as px
@@ -13,19 +12,17 @@ import torch
 from pydantic import Field
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.hooks.edit.base import Intervention
-from sinkscope.hooks.edit.decode import greedy
-from sinkscope.hooks.edit.quantize import Quantize
-from sinkscope.measure import Result, ScanPart, Setup, Whole, measurement
-from sinkscope.measure.evidence import Evidence, percent_pair
-from sinkscope.models.target import Target
-from sinkscope.results.notation import neuron_names, word_list
+from sinkscope.measure import Result, ScanPart, Setup, measurement
+from sinkscope.results.claims import Claim, Contrast, Outcome, Search, percent_pair
+from sinkscope.results.notation import word_list
+from sinkscope.results.parts import Component, Part, Parts, Tokens, in_words, neurons_of
 from sinkscope.results.result import Number
 from sinkscope.results.style import figure_of
 from sinkscope.sinks.find.find import find_sinks
 from sinkscope.sinks.patch.evaluate import held_out
 from sinkscope.sinks.precision.exact import (
     ACTIVATIONS,
+    DRAWS,
     Exact,
     Sink,
     compared_layers,
@@ -33,7 +30,6 @@ from sinkscope.sinks.precision.exact import (
     has_experts,
 )
 from sinkscope.sinks.precision.rounded import Rounded, Texts
-from sinkscope.sinks.tokens import TokenRows
 
 Scheme = Literal["a8-tensor", "a8-token", "kv8", "kv4"]
 SCHEMES: dict[str, dict[str, Any]] = {
@@ -81,11 +77,6 @@ class Kept:
     per_bit: float | None
     perplexity: float
 
-    @property
-    def is_worth_it(self) -> bool:
-        """Whether at least half is regained, beyond the margin, and more than by random ones."""
-        return self.margin is not None and Evidence(self.regained - self.margin, self.random).holds
-
 
 @dataclass(frozen=True, kw_only=True)
 class Precision(Result):
@@ -94,8 +85,6 @@ class Precision(Result):
     Attributes:
         rounded: What is rounded, and what stays exact.
         perplexity: Perplexity of the texts without rounding.
-        repetition: Share of the tokens of greedy continuations that stood in them before, without rounding ("exact")
-            and for each scheme with nothing exact. Empty if none were written.
         costliest: As many layers as build the spike, or one, that regain most alone, on other texts, by scheme.
         place: The words for the places of the sink; empty if there is none.
         neurons: The neurons that make its spikes.
@@ -108,7 +97,6 @@ class Precision(Result):
 
     rounded: tuple[Kept, ...]
     perplexity: float
-    repetition: dict[str, float]
     costliest: dict[str, tuple[int, ...]]
     place: str
     neurons: tuple[tuple[int, ...], ...]
@@ -119,19 +107,53 @@ class Precision(Result):
         """Every scheme with nothing exact."""
         return [one for one in self.rounded if one.kept == NOTHING]
 
-    def best(self, scheme: str, *among: str) -> Kept | None:
-        """Of what is worth it, what takes the fewest bits; None if nothing is."""
-        worth = []
+    @property
+    def claims(self) -> tuple[Claim, ...]:
+        """What is left of each cost while something stays exact."""
+        return tuple(self.claim_of(one) for one in self.rounded if one.kept != NOTHING)
+
+    def claim_of(self, one: Kept) -> Claim:
+        """What is left of a scheme's cost while something stays exact, beside random ones and nothing exact."""
+        same = [other for other in self.rounded if other.scheme == one.scheme and other.kept != NOTHING]
+        best = max(same, key=lambda other: other.regained)
+        random = Contrast("other", 1.0, 1, "no others of that size")
+        if one.random is not None:
+            random = Contrast("random", 1 - one.random, DRAWS, "random ones")
+        return Claim(
+            role="protects",
+            subject=self._parts(one),
+            outcome=Outcome(f"the cost of {one.scheme}"),
+            place=f"held-out text, with {one.kept} exact",
+            value=min(1.0, 1 - one.regained),
+            contrasts=(Contrast("intact", 1.0, 1, "nothing exact"), random),
+            draws=self.settings.get("pieces", 1),
+            search=Search("things kept exact", len(same), best.regained, best.kept),
+            margin=one.margin,
+        )
+
+    def layers_of(self, one: Kept) -> tuple[int, ...]:
+        """The layers that stay exact, or whose down projections do."""
+        return self.costliest[one.scheme] if one.kept == COSTLIEST else self.layers
+
+    def _parts(self, one: Kept) -> Parts:
+        """What stays exact."""
+        if one.kept == "sink neurons":
+            return neurons_of(self.neurons)
+        parts: list[Part] = []
+        for layer in self.layers_of(one):
+            if one.kept in LAYERS:
+                parts.append(Component("attention", layer))
+            if one.kept in (*LAYERS, PROJECTIONS):
+                parts.append(Component("mlp", layer))
+        return tuple(parts) or (Tokens("tokens kept exact"),)
+
+    def best(self, scheme: str) -> Kept | None:
+        """Of what regains at least half, beyond random ones, what takes the fewest bits; None if nothing does."""
+        worth: list[Kept] = []
         for one in self.rounded:
-            if one.scheme == scheme and one.is_worth_it and (not among or one.kept in among):
+            if one.scheme == scheme and one.kept != NOTHING and self.claim_of(one).verdict == "needed":
                 worth.append(one)
         return min(worth, key=lambda one: one.bits, default=None)
-
-    def exact_layers(self, best: Kept | None) -> tuple[int, ...]:
-        """The layers that stay exact."""
-        if best is None:
-            return ()
-        return self.costliest[best.scheme] if best.kept == COSTLIEST else self.layers
 
     def shown_rows(self) -> list[dict[str, Any]]:
         """One row for each scheme and what was kept exact; the scheme that costs most stands first."""
@@ -150,30 +172,27 @@ class Precision(Result):
         cost = max(self.costs, key=lambda one: one.kl)
         said = f"Rounding {WORDS[cost.scheme]} costs {cost.kl:.2g} nats"
         best = self.best(cost.scheme)
-        if best is not None:
-            name = f"the {best.kept}"
-            if best.kept == "sink neurons":
-                name = neuron_names(self.neurons, 2)
-            elif best.kept in LAYERS:
-                name = f"layer {word_list(self.exact_layers(best), 2)}"
-            regained, random = percent_pair(best.regained, best.random)
-            return f"{said}; keeping {name} exact regains {regained}, random ones at most {random}."
-        if not self.place:
-            return f"{said}; there is no sink, and nothing tried regains half of it and more than random ones."
-        return f"{said}; nothing of the sink, kept exact, regains half of it and more than random ones."
+        if best is None:
+            search = next(claim for claim in self.claims if claim.outcome.kind.endswith(cost.scheme)).search
+            return f"{said}; nothing kept exact regains half of it and more than random ones ({search})."
+        name = f"the {best.kept}"
+        if best.kept == "sink neurons":
+            name = in_words(self.claim_of(best).subject, 2)
+        elif best.kept in LAYERS:
+            name = f"layer {word_list(self.layers_of(best), 2)}"
+        claim = self.claim_of(best)
+        regained, random = percent_pair(1 - claim.value, 1 - claim.control.value)
+        return f"{said}; keeping {name} exact regains {regained} ({claim.control.in_words(())}: {random})."
 
     def details(self) -> list[str]:
         """What each scheme does to the perplexity and to repetition."""
         lines = []
         for cost in self.costs:
-            line = f"{cost.scheme}: the perplexity changes by {cost.perplexity / self.perplexity - 1:+.2%}"
-            if self.repetition:
-                exact, rounded = self.repetition["exact"], self.repetition[cost.scheme]
-                line += f", and repetition from {exact:.1%} to {rounded:.1%} of tokens"
-            lines.append(f"{line}.")
+            change = cost.perplexity / self.perplexity - 1
+            lines.append(f"{cost.scheme}: the perplexity changes by {change:+.2%}.")
         if self.place:
-            lines.append(f"The sink is at {self.place}.")
-        return lines
+            return [*lines, f"The sink is at {self.place}."]
+        return [*lines, "There is no sink."]
 
     def numbers(self) -> list[Number]:
         """The cost of each scheme, and what the sink's places and neurons regain."""
@@ -202,10 +221,10 @@ def draw(result: Precision) -> go.Figure:
     group="Sinks",
     order=6,
     help="Measure what rounding costs, and what to keep exact.",
-    scan=ScanPart(11, topic="Precision", quick={"pieces": 8, "new": 0}, streams=False),
+    scan=ScanPart(11, topic="Precision", quick={"pieces": 8}, streams=False),
     figure=draw,
     loading="whole",
-    quick={"schemes": ["a8-tensor"], "pieces": 3, "length": 16, "new": 0},
+    quick={"schemes": ["a8-tensor"], "pieces": 3, "length": 16},
 )
 def precision(
     setup: Setup,
@@ -213,7 +232,6 @@ def precision(
     schemes: Sequence[Scheme] = ("a8-tensor", "a8-token", "kv8", "kv4"),
     pieces: Annotated[int, Field(ge=2)] = 16,
     length: Annotated[int, Field(ge=8)] = 64,
-    new: Whole = 64,
 ) -> Precision:
     """Measure what rounding costs, and what is regained by keeping the sink's places, neurons or layers exact.
 
@@ -227,7 +245,6 @@ def precision(
         schemes: What to round: a8-tensor, a8-token (activations), kv8, kv4 (keys and values).
         pieces: Number of pieces of held-out text.
         length: Tokens per piece.
-        new: Tokens that the model writes after half of each piece, to see how much it repeats; 0 leaves this out.
 
     Example:
         sinkscope precision --model llama-2-7b --html precision.html
@@ -235,24 +252,17 @@ def precision(
     target = setup.target
     sink = Sink.of(find_sinks.on(setup))
     ids = held_out(setup, pieces, length)
-    half = ids.shape[1] // 2
-    new = min(new, (target.max_positions or half + new) - half)
-    setup.record(pieces=len(ids), length=ids.shape[1], new=new)
+    setup.record(pieces=len(ids), length=ids.shape[1])
     texts, other_texts = Texts.of(target, ids), Texts.of(target, setup.ids[:SELECTION, :length])
     compared = comparisons(setup, sink, ids)
     rounded = list[Kept]()
     costliest: dict[str, tuple[int, ...]] = {}
-    repeated: dict[str, float] = {}
-    if new:
-        repeated["exact"] = repetition(target, ids, new)
     for name in dict.fromkeys(schemes):
         scheme = SCHEMES[name]
         if ACTIVATIONS in scheme and has_experts(target):
             continue
         setup.progress(f"precision, {name}", len(costliest), len(schemes))
         costliest[name] = costliest_layers(other_texts, scheme)[: max(1, len(sink.layers))]
-        if new:
-            repeated[name] = repetition(target, ids, new, Quantize(**scheme))
         cost = texts.rounded(scheme, Exact())
         rounded.append(_kept(name, NOTHING, cost, cost, ()))
         for what, (chosen, *random) in {**compared, COSTLIEST: compared_layers(setup, costliest[name])}.items():
@@ -266,7 +276,6 @@ def precision(
     return Precision(
         rounded=tuple(rounded),
         perplexity=texts.exact.perplexity,
-        repetition=repeated,
         costliest=costliest,
         place=word_list([place.words for place in sink.places]) if sink.places else "",
         neurons=sink.neurons,
@@ -295,11 +304,3 @@ def costliest_layers(texts: Texts, scheme: dict[str, Any]) -> tuple[int, ...]:
     """The layers, the one first whose exactness leaves the smallest divergence."""
     left = [texts.rounded(scheme, Exact({"layers": [layer]})).divergence for layer in range(texts.target.n_layers)]
     return tuple(torch.tensor(left).argsort(stable=True).tolist())
-
-
-def repetition(target: Target, ids: TokenRows, new: int, edit: Intervention | None = None) -> float:
-    """Share of the tokens of greedy continuations of half of each text that stood in the same one before."""
-    shares: list[float] = []
-    for row in greedy(target, ids[:, : ids.shape[1] // 2], new, edit):
-        shares.append(len(set(row)) / len(row))
-    return 1 - fmean(shares)
