@@ -231,9 +231,10 @@ class MarkingHeads(Result):
             return "None of the tokens given fires the sink neurons when it stands first; give other tokens."
         claim = self.claims[0]
         if self.serves is None:
+            most, every = max(0.0, claim.search.most or 0.0), max(0.0, self.all_drop or 0.0)
             return (
-                f"The heads of no single layer are shown to mark {self.place}: {claim.search}; those of all layers "
-                f"together {max(0.0, self.all_drop or 0.0):.0%}."
+                f"The heads of no single layer are shown to mark {self.place}: those of one take at most {most:.0%} "
+                f"of the mark ({claim.search.best}), those of all layers {every:.0%}."
             )
         tokens = f"{self.place} in {count_of(claim.draws, 'text')}"
         if self.place == FIRST:

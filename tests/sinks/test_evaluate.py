@@ -50,7 +50,7 @@ def test_perplexity_row_against_separate_passes(tmp_path):
     none, row, random_row = found.rows()
     assert none["change"] == 0 and row["change"] == pytest.approx(patched / plain - 1, rel=1e-3)
     assert abs(row["change"]) > 10 * abs(random_row["change"])
-    assert found.neurons == o.truth.neurons and f"by {row['change']:+.2%} (two" in found.conclusion()
+    assert found.neurons == o.truth.neurons and f"by {row['change']:+.2%} (random" in found.conclusion()
     assert Result.from_dict(found.to_dict()).to_dict() == found.to_dict()
     [shown] = found.figure().data
     assert list(shown.y) == [row["change"], random_row["change"]]

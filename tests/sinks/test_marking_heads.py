@@ -16,13 +16,13 @@ from organisms import FAMILIES, Organism, organism
 from organisms.hard import HardModel
 from organisms.planted_places import places
 from raw_kit import inputs_edited
-from sample_results import NEURONS
 from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.trace.run import trace
-from sinkscope.opening.live import target_of
+from sinkscope.measure import Setup
 from sinkscope.sinks import marking_heads as module
+from sinkscope.sinks.find.spikes import sink_neurons
 from sinkscope.sinks.marking_heads import MarkingHeads, Replacement, heads
 
 KINDS = ("sink", "late_mark", "spread")
@@ -37,7 +37,7 @@ def measured(o: Organism | HardModel, folder: Path, **options) -> MarkingHeads:
 def mistakes(o: Organism, found: MarkingHeads) -> list[str]:
     """Where this differs from what was planted, each first token against the heads of its own group."""
     truth, wrong = o.truth, []
-    if found.marking_layer != truth.marking_layer or not found.evidence.holds:
+    if found.marking_layer != truth.marking_layer or found.claims[0].verdict != "needed":
         wrong.append(f"layer {found.marking_layer}, planted {truth.marking_layer}: {found.conclusion()}")
     for number, token in enumerate(found.tokens):
         group = truth.groups[o.tokenizer.convert_tokens_to_ids(o.tokenizer.tokenize(token))[0]]
@@ -63,7 +63,11 @@ def test_a_mark_that_no_head_makes_and_no_sink_at_all(tmp_path):
     by_position = measured(organism("gpt2", 0), tmp_path)
     assert by_position.marking_layer is None and len(by_position.figure().data) == 0
     assert by_position.all_drop < 0.1
-    assert by_position.conclusion().startswith("The heads of no single layer mark the first token")
+    said = by_position.conclusion()
+    assert (
+        said.startswith("The heads of no single layer are shown to mark the first token")
+        and "at most 0% (layer" in said
+    )
     none = measured(organism("llama", 0, kind="none"), tmp_path)
     assert none.sink_layer is None and none.rows() == []
     assert (
@@ -71,13 +75,14 @@ def test_a_mark_that_no_head_makes_and_no_sink_at_all(tmp_path):
     )
 
 
-def test_replacement_equals_an_edited_pass_over_the_text(monkeypatch):
-    """Rows of single tokens, each with its own edit, against a hook of our own on whole texts, one edit at a time."""
+@pytest.mark.parametrize("at", [0, 5])
+def test_replacement_equals_an_edited_pass_over_the_text(at, monkeypatch, tmp_path):
+    """Texts up to the place, each with its own edit, against a hook of our own on whole texts, one edit at a time."""
     o = organism("llama", 3)
-    ids = o.natural(3, 20)
-    sink = o.truth.sink_layer
-    neurons = [replace(NEURONS[0], layer=layer, neuron=neuron) for layer, neuron in o.truth.neurons]
-    bench = Replacement.of(target_of(o.model, o.tokenizer), sink, neurons, ids)
+    setup = Setup.open(o.model, tokenizer=o.tokenizer, text=text_file(o, tmp_path, 8))
+    ids, sink = setup.ids, o.truth.sink_layer
+    found = sink_neurons(setup)
+    bench = Replacement.of(setup, sink, found.neurons, found.made.spike.place)
     z = trace(o.model, ids, ["blocks.0.attn.hook_z"])["blocks.0.attn.hook_z"]
     means = z[:, 1:].flatten(0, 1).mean(0)
     assert_close(bench.means[0], means)
@@ -85,18 +90,31 @@ def test_replacement_equals_an_edited_pass_over_the_text(monkeypatch):
     edits = torch.zeros(heads, len(bench.means), heads, dtype=torch.bool)
     edits[:, 0] = torch.eye(heads, dtype=torch.bool)
     monkeypatch.setattr(module, "BATCH_VALUES", 3 * o.model.config.intermediate_size)  # three rows at a time
-    got = bench.written(ids[0, :1].expand(heads), edits)
+    got = bench.written(ids[:1, : at + 1].expand(heads, -1), torch.full((heads,), at), edits)
     site, weight = f"blocks.{sink}.mlp.hook_post", o.model.model.layers[sink].mlp.down_proj.weight.detach()
     for head in range(heads):
 
         def swap(z, head=head):
-            z.unflatten(-1, (heads, -1))[:, 0, head] = means[head]
+            z.unflatten(-1, (heads, -1))[:, at, head] = means[head]
             return z
 
         with inputs_edited(o.model.model.layers[0].self_attn.o_proj, swap):
-            post = trace(o.model, ids[:1], [site])[site][0, 0]
+            post = trace(o.model, ids[:1], [site])[site][0, at]
         wanted = sum(post[n] * weight[:, n] for _, n in o.truth.neurons)
         assert_close(got[head], wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_spike_elsewhere_is_read_where_it_is(tmp_path):
+    """Its neurons read the token, so no head marks it; tokens that are asked for are put first all the same."""
+    m = places("two_delimiters", "llama")
+    text = tmp_path / "text.txt"
+    text.write_text(m.text(), encoding="utf-8")
+    found = heads(m.model, tokenizer=m.tokenizer, text=text, count=4)
+    assert set(found.tokens) == {found.tokens[0]} and found.place == f"{found.tokens[0]!r} wherever it stands"
+    assert found.activation == pytest.approx(1, abs=0.2) and found.marking_layer is None
+    (claim,) = found.claims
+    assert (claim.verdict, claim.place) == ("not shown", found.place) and found.place in found.conclusion()
+    assert heads(m.model, tokenizer=m.tokenizer, text=text, tokens=[found.tokens[0]]).place == "the first token"
 
 
 def test_tokens_that_are_given(tmp_path):

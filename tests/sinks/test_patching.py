@@ -62,7 +62,9 @@ def test_patch_is_the_planted_neurons(family, kind, seed):
     intact, patched, control = proof.norms[:, :, 0]
     assert (patched <= proof.ceiling[:, 0]).all() and (intact > proof.ceiling[:, 0]).all()
     np.testing.assert_allclose(control, intact, rtol=0.05)  # random neurons change nothing
-    assert proof.repaired == [0, len(proof.words), 0]
+    copies, neurons = made.claims
+    assert (copies.verdict, neurons.verdict) == ("sufficient", "needed")
+    assert (neurons.value, neurons.control.value, neurons.draws) == (0, 1, len(proof.words))
 
 
 def test_the_proof_is_what_the_saved_patch_does(tmp_path):
@@ -156,13 +158,15 @@ def test_only_words_that_need_repair_prove_it():
     _, made = made_once("llama", 5)
     proof = made.proof
     norms = proof.norms.copy()
-    norms[:, 0] = proof.typical / 2
-    some = replace(proof, norms=norms)
-    assert some.repaired == [0, len(proof.words) - 1, 0] and some.judged(0.01)[0] == "made"
-    told = "\n".join([replace(made, proof=some).conclusion(), *replace(made, proof=some).details()])
-    assert f"of {len(proof.words) - 1} words" in told and "1 more word does not stand out intact" in told
+    norms[:, 0] = proof.ceiling[0] / 2
+    some = replace(made, proof=replace(proof, norms=norms))
+    assert some.claims[1].draws == len(proof.words) - 1 and some.proof.judged(0.01)[0] == "made"
+    assert f"of {len(proof.words) - 1} words" in some.conclusion() and "of 0 in one copy" in some.details()[0]
     none = replace(proof, norms=np.broadcast_to(norms[:, :1], norms.shape))
     assert none.judged(0.01)[0] == "no-repeats"
+    at_once = replace(proof, once=np.broadcast_to(proof.norms[0], proof.once.shape))
+    assert at_once.judged(0.01)[0] == "no-repeats"  # what one copy does at once is not what repetition does
+    assert replace(made, proof=at_once).claims[0].verdict == "not shown"
     assert "is not finite" in replace(proof, perplexity=np.array([np.inf] * 3)).judged(0.01)[1]
     harmful = replace(proof, perplexity=np.array([50.0, 51.0, 50.0]))
     assert harmful.judged(0.01) == (
@@ -175,9 +179,6 @@ def test_only_words_that_need_repair_prove_it():
     assert f"norms are not typical after layer {proof.layers[1]}" in replace(proof, norms=returns).judged(0.01)[1]
     with pytest.raises(SinkscopeError, match="it harms"):
         _ = replace(made, verdict="refused", reason="it harms").patch
-    before = replace(proof, before=3 * proof.norms[1].max(1, keepdims=True), typical=proof.typical * 0)
-    assert before.as_before == len(proof.words)
-    assert "keep a typical norm or that before the spike" in replace(made, proof=before).conclusion()
 
 
 # --- the commands ----------------------------------------------------------------------------------------------------

@@ -14,16 +14,14 @@ from organisms.planted_places import places
 from refusals import refused
 from rounding_kit import ByHand, divergence, enlarge, logs_by_hand
 
-from sinkscope.opening.live import target_of
 from sinkscope.sinks.precision.precision import (
     Kept,
     Precision,
     precision,
-    repetition,
 )
 
 TENSOR = "a8-tensor"
-FEW = {"pieces": 4, "length": 48, "new": 0}
+FEW = {"pieces": 4, "length": 48}
 
 
 def measured(o, folder: Path, **more) -> Precision:
@@ -128,38 +126,31 @@ def test_of_experts_keys_and_values_are_rounded(folder):
         measured(o, folder, schemes=["a8-tensor"])
 
 
-def test_repetition_is_that_of_what_the_model_writes():
-    o = organism("llama", 0, kind="none")
-    ids = o.natural(2, 16)
-    written = o.model.generate(
-        ids[:, :8], max_new_tokens=40, do_sample=False, pad_token_id=0, attention_mask=torch.ones_like(ids[:, :8])
-    )
-    shares = []
-    for row in written[:, 8:].tolist():
-        answer = row[: row.index(2) + 1] if 2 in row else row  # 2 ends a sequence
-        shares.append(sum(token in answer[:place] for place, token in enumerate(answer)) / len(answer))
-    assert max(shares) > 0.1
-    assert repetition(target_of(o.model), ids, 40) == pytest.approx(sum(shares) / 2)
-
-
-def changed(result: Precision, scheme: str, margin: float | None = 0.05, **regained: float) -> Precision:
+def changed(result: Precision, margin: float = 0.05, **regained: float) -> Precision:
     """The same with other shares regained in a scheme, and nothing in others."""
-    rounded = []
+    rounded: list[Kept] = []
     for one in result.rounded:
-        share = regained.get(one.kept.replace(" ", "_"), 0.0) if one.scheme == scheme else 0.0
+        share = regained.get(one.kept.replace(" ", "_"), 0.0) if one.scheme == TENSOR else 0.0
         rounded.append(replace(one, regained=share, random=0.1, margin=margin))
     return replace(result, rounded=tuple(rounded))
 
 
-def test_a_conclusion_says_when_nothing_is_worth_it(result):
-    said = changed(result, TENSOR).conclusion()
-    assert "nothing of the sink" in said and len(said.split()) <= 30
-    worth = changed(result, TENSOR, costliest_layers=0.6)
-    said = worth.conclusion()
-    assert "layer 2" in said and "60%" in said and "10%" in said
+def test_a_conclusion_names_what_is_needed_beyond_its_margin_or_the_largest_share(result):
+    worth = changed(result, costliest_layers=0.7)
+    assert "keeping layer 2 exact regains 70% (random ones: 10%)" in worth.conclusion()
     tile = worth.headline()  # a card's tile has the number of the sentence beside it
-    assert tile is not None and (tile.label, tile.value) == (f"regained by costliest layers, {TENSOR}", 0.6)
+    assert tile is not None and (tile.label, tile.value) == (f"regained by costliest layers, {TENSOR}", 0.7)
     assert worth.shown_rows()[0]["scheme"] == max(worth.costs, key=lambda one: one.kl).scheme
-    for margin in (0.2, None):  # within its margin, or without one
-        said = changed(result, TENSOR, margin, costliest_layers=0.6).conclusion()
-        assert "nothing of the sink" in said
+    said = changed(result, 0.2, costliest_layers=0.7).conclusion()  # within its margin
+    assert "nothing kept exact" in said and "the most: costliest layers 70%" in said and len(said.split()) <= 30
+
+
+def test_claims_are_what_is_left_of_each_cost(result):
+    claims = {claim.place: claim for claim in result.claims if claim.outcome.kind == f"the cost of {TENSOR}"}
+    kept = by_name(result)
+    assert len(result.claims) == len([one for one in result.rounded if one.kept != "nothing"])
+    for name in ("sink neurons", "sink places", "sink layers"):
+        claim = claims[f"held-out text, with {name} exact"]
+        assert (claim.value, claim.verdict) == (pytest.approx(1 - kept[name].regained), "needed")
+        assert claim.control.value == pytest.approx(1 - kept[name].random)
+    assert {part.site for part in claims["held-out text, with sink neurons exact"].subject} == set(result.neurons)

@@ -331,7 +331,8 @@ def patch_make(
     rows = torch.tensor([[start, *[word.id] * count] for start, word in zip(starts, words, strict=True)])
     scan = made.made.context.scan
     ordinary = text_rows(setup.tokenizer, setup.text, len(rows), rows.shape[1], setup.bos)
-    one_copy = torch.cat([ordinary[:, :-1], rows[:, -1:]], 1)
+    others = ordinary[torch.arange(len(rows)) % len(ordinary)]
+    one_copy = torch.cat([others[:, :-1], rows[:, -1:]], 1)
     edits = (None, patch, random_patch(setup, patch))
     layers = list(range(max(scan.stages), target.n_layers))
     after = [f"blocks.{layer}.hook_resid_post" for layer in layers]
@@ -343,7 +344,7 @@ def patch_make(
         layers=np.array(layers),
         ceiling=np.maximum(typical_ceiling(scan, layers), HEADROOM * before),
         norms=np.array([largest_norms(target, after, scan.shared_dims, rows, edit) for edit in edits]),
-        once=np.array([largest_norms(target, after, scan.shared_dims, ids, since=-1) for ids in (one_copy, ordinary)]),
+        once=np.array([largest_norms(target, after, scan.shared_dims, ids, since=-1) for ids in (one_copy, others)]),
         attention=np.array([attention_to_first(target, layers[1:], rows, edit) for edit in edits]),
         ordinary_attention=attention_to_first(target, layers[1:], ordinary, None),
         perplexity=np.array(

@@ -127,7 +127,7 @@ class Precision(Result):
             value=min(1.0, 1 - one.regained),
             contrasts=(Contrast("intact", 1.0, 1, "nothing exact"), random),
             draws=self.settings.get("pieces", 1),
-            search=Search("things kept exact", len(same), best.regained, best.kept),
+            search=Search("things", len(same), best.regained, best.kept),
             margin=one.margin,
         )
 
@@ -174,7 +174,7 @@ class Precision(Result):
         best = self.best(cost.scheme)
         if best is None:
             search = next(claim for claim in self.claims if claim.outcome.kind.endswith(cost.scheme)).search
-            return f"{said}; nothing kept exact regains half of it and more than random ones ({search})."
+            return f"{said}; nothing kept exact regains half beyond random ones ({search})."
         name = f"the {best.kept}"
         if best.kept == "sink neurons":
             name = in_words(self.claim_of(best).subject, 2)
