@@ -388,16 +388,14 @@ class _Marks:
         return spread.numpy()
 
     def sets(self, layer: int, drop: Float[Tensor, "firing head"], seed: int) -> dict[str, Any]:
-        """For each token, the smallest set of the layer's best heads that keeps half, against as many other heads."""
+        """For each token, the heads that are left when one after another leaves, the best last, while half stays."""
         n_heads = drop.shape[1]
         alone = self.kept_in(layer, ~torch.eye(n_heads).bool())
-        rank = (drop + alone).argsort(1, descending=True).argsort(1)  # rank of each head; 0 is the best
-        sizes = torch.arange(n_heads + 1)
-        without_best = rearrange(rank, "token head -> token 1 head") >= rearrange(sizes, "size -> size 1")
-        enough = self.kept_in(layer, without_best) >= PRESENT
-        enough[:, -1] = True  # nothing is replaced there
-        size = enough.int().argmax(1)
-        heads = self._without_unneeded(layer, rank < rearrange(size, "token -> token 1"))
+        heads = torch.ones_like(drop, dtype=torch.bool)
+        for head in (drop + alone).argsort(1).T:
+            fewer = heads.scatter(1, rearrange(head, "token -> token 1"), False)
+            enough = self.kept_in(layer, rearrange(~fewer, "token head -> token 1 head")) >= PRESENT
+            heads = torch.where(enough, fewer, heads)
         size = heads.sum(1)
         generator = draws(seed, f"heads of layer {layer}")
         edits = repeat(torch.zeros_like(heads), "token head -> token draw head", draw=CONTROL_DRAWS + 1).clone()
@@ -413,16 +411,3 @@ class _Marks:
             "set_drop": self.of_all(torch.where(size > 0, lost[:, 0], torch.nan)),
             "control_drop": self.of_all(control),
         }
-
-    def _without_unneeded(self, layer: int, heads: Bool[Tensor, "firing head"]) -> Bool[Tensor, "firing head"]:
-        """The sets without heads that the others keep half of the activation without, one after another."""
-        heads = heads.clone()
-        others = ~torch.eye(heads.shape[1]).bool()
-        while True:
-            fewer = rearrange(heads, "token head -> token 1 head") & others
-            kept = torch.where(heads, self.kept_in(layer, ~fewer), -torch.inf)
-            best = kept.max(1)
-            drop = (best.values >= PRESENT).nonzero().flatten()
-            if not len(drop):
-                return heads
-            heads[drop, best.indices[drop]] = False

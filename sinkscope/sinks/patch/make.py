@@ -78,12 +78,12 @@ class PatchProof:
     @property
     def stands_out(self) -> Bool[np.ndarray, "condition word"]:
         """Whether a repeated word's norm stands out after some layer."""
-        return (self.norms > self.ceiling).any(2)
+        return np.asarray((self.norms > self.ceiling).any(2))
 
     @property
     def stands_out_once(self) -> Bool[np.ndarray, "contrast word"]:
         """The same of one copy, and of the other token there."""
-        return (self.once > self.ceiling).any(2)
+        return np.asarray((self.once > self.ceiling).any(2))
 
     @property
     def failing(self) -> Bool[np.ndarray, " word"]:
