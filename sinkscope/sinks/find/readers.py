@@ -101,6 +101,8 @@ class HeadByHead:
         everything = Edit(swap=tuple(self.effect.written))
         edits = [*map(self.edit, each), *one_by_one(components), everything]
         lost = self.effect.lost(edits)
+        made: set[Part] = {*self.makers}
+        made |= {Component("attention", maker.layer) for maker in self.makers if isinstance(maker, Head)}
         needs = [Need()] * count
         of_parts = (lost[: len(each)] >= NEEDED).T.tolist()
         several = len({tuple(of_head) for of_head in of_parts if of_head and of_head[0]}) > 1
@@ -114,7 +116,7 @@ class HeadByHead:
                     own = list(dict.fromkeys([*spike, *own]))
                 needs[head] = Need(tuple(own) if apart else spike, by_spike=True)
             elif found:
-                needs[head] = Need(found, by_spike=not {*self.makers}.isdisjoint(found))
+                needs[head] = Need(found, by_spike=not made.isdisjoint(found))
             elif float(lost[-1, head]) < NEEDED:
                 needs[head] = Need((POSITION,))
         without = [head for head, need in enumerate(needs) if not need.parts]
