@@ -33,7 +33,6 @@ class Flow:
         rejected: Tokens of a draft that are read at once after the first step, and cropped.
         order: Rows change places after the first step; row i becomes what row `order[i]` was.
         reset: Another text is read before, and the cache is reset.
-        renewed: Another text is read before with another cache of the same factory.
         budget: Tokens that are to be kept. None: everything.
         positions: Whether the model is told the positions of new tokens, or asks the cache.
         dtype: Data type of the model.
@@ -48,7 +47,6 @@ class Flow:
     rejected: int = 0
     order: tuple[int, ...] = ()
     reset: bool = False
-    renewed: bool = False
     budget: int | None = None
     positions: bool = True
     dtype: str = "float32"
@@ -190,9 +188,6 @@ def outcome_of(factory: Factory, flow: Flow) -> Outcome:
         flow: The use.
     """
     model = kit_model(flow.model, flow.dtype)
-    if flow.renewed:
-        with entered(made(factory, model, flow.prompt, flow.budget), model) as used:
-            _Reader(flow, model, used).other_text()
     with entered(made(factory, model, flow.prompt, flow.budget), model) as used:
         reader = _Reader(flow, model, used)
         if flow.reset:

@@ -118,22 +118,6 @@ def after_a_reset_nothing_is_left(kit: Kit) -> str:
 
 
 @check
-def a_new_cache_is_empty(kit: Kit) -> str:
-    """Two caches of one factory share nothing: the second gives what the first gave."""
-    flow = Flow(seed=7)
-    try:
-        first = kit.outcome(flow)
-    except FaultError as error:
-        raise ApartError(f"even the first cannot be read: {error.seen}") from None
-    flow = replace(flow, renewed=True)
-    second = kit.outcome(flow)
-    if second.lengths != first.lengths:
-        expected = f"lengths of {first.lengths}, as of the first cache"
-        raise FaultError(expected, str(second.lengths), flow, "outcome.lengths")
-    return f"a difference of {kit.close(second.logits, first.logits, flow, 'those of the first cache'):.1g}"
-
-
-@check
 def rows_change_places_as_beams_do(kit: Kit) -> str:
     """After `reorder_cache`, a row goes on with the tokens of another, in all layers."""
     return kit.right(Flow(lengths=(24, 24), order=(1, 1)), Flow(lengths=(17, 17, 17), order=(2, 0, 0)))
@@ -163,12 +147,6 @@ def windows_hide_what_has_left_them_and_nothing_else(kit: Kit) -> str:
 def states_of_a_hybrid_are_kept(kit: Kit) -> str:
     """Layers without attention keep their state beside the keys and values of the others."""
     return kit.right(Flow(model="hybrid"))
-
-
-@check
-def a_text_without_bos_is_served(kit: Kit) -> str:
-    """The first token is the sink whatever it is, and positions are learned."""
-    return kit.right(Flow(model="no BOS"))
 
 
 @check
