@@ -421,12 +421,12 @@ def everything_is_kept_in_bfloat16(config):
     return kept_in(config, torch.bfloat16)
 
 
-@fault("float16_is_as_exact_as_the_plain_model", stock)
+@fault("half_precision_is_as_exact_as_the_plain_model", stock)
 def float16_is_kept_in_bfloat16(config):
     return kept_in(config, torch.bfloat16, torch.float16)
 
 
-@fault("bfloat16_is_as_exact_as_the_plain_model", stock)
+@fault("half_precision_is_as_exact_as_the_plain_model", stock)
 def bfloat16_is_kept_in_8_bits(config):
     return kept_in(config, torch.float8_e5m2, torch.bfloat16)
 

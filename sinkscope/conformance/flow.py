@@ -34,7 +34,6 @@ class Flow:
         order: Rows change places after the first step; row i becomes what row `order[i]` was.
         reset: Another text is read before, and the cache is reset.
         budget: Tokens that are to be kept. None: everything.
-        positions: Whether the model is told the positions of new tokens, or asks the cache.
         dtype: Data type of the model.
         seed: Seed of the ids.
     """
@@ -48,7 +47,6 @@ class Flow:
     order: tuple[int, ...] = ()
     reset: bool = False
     budget: int | None = None
-    positions: bool = True
     dtype: str = "float32"
     seed: int = 0
 
@@ -111,9 +109,7 @@ class _Reader:
 
     def call(self, ids: Tensor, mask: Tensor, start: int, end: int, notes: bool = True) -> Tensor:
         """Logits of the columns from `start` to `end`."""
-        given: dict[str, Any] = {}
-        if self.flow.positions:
-            given = {"attention_mask": mask[:, :end], "position_ids": positions_of(mask)[:, start:end]}
+        given = {"attention_mask": mask[:, :end], "position_ids": positions_of(mask)[:, start:end]}
         watched = self.flow.budget is not None
         with torch.set_grad_enabled(watched):
             given.update(cache_argument(self.model, self.cache))

@@ -256,8 +256,7 @@ ORDER = (
     "padded_rows_are_what_they_are_alone",
     "rows_change_places_as_beams_do",
     "a_cropped_draft_leaves_no_trace",
-    "bfloat16_is_as_exact_as_the_plain_model",
-    "float16_is_as_exact_as_the_plain_model",
+    "half_precision_is_as_exact_as_the_plain_model",
 )
 """From simple to complex: a fault of one check may let later ones fail, but not earlier ones."""
 
