@@ -43,7 +43,6 @@ class Folder(Generic[R]):
         folder: New, empty, or from an earlier run with the same settings. None keeps records in memory only.
         settings: Everything that determines the records.
         kind: Dataclass of the records.
-        also: Other files of the folder, by name, written once.
         option: Command option that names the folder, for errors.
 
     Attributes:
@@ -59,13 +58,12 @@ class Folder(Generic[R]):
         settings: Mapping[str, Any],
         kind: type[R],
         *,
-        also: Mapping[str, str] | None = None,
         option: str = "folder",
     ) -> None:
         self.folder = None if folder is None else Path(folder)
         self.name = "" if folder is None else pathless(os.fspath(folder))
         self.records: dict[Hashable, R] = {}
-        self._kind, self._also, self._option = kind, also or {}, option
+        self._kind, self._option = kind, option
         self._settings = plain(settings, scrub=True)
         self._lock: Any = None
 
@@ -118,9 +116,6 @@ class Folder(Generic[R]):
                 self._refuse(earlier)
         if not self.records:  # nothing is lost if a run that could not begin is begun with other settings
             write_atomic(folder / SETTINGS, json.dumps(self._settings, indent=1, sort_keys=True) + "\n")
-        for name, content in self._also.items():
-            if not self.records or not (folder / name).exists():
-                write_atomic(folder / name, content)
 
     def _refuse(self, earlier: dict[str, Any]) -> None:
         """Refuse to continue a run that was begun with other settings, and say which differ."""
