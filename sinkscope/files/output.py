@@ -17,11 +17,10 @@ from typing import Any
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import parse_json, pathless
 
-MARKS = (  # what the files of sinkscope say about their kind: JSON, HTML, PNG, safetensors
+MARKS = (  # what the files of sinkscope say about their kind: JSON, HTML, PNG
     re.compile(rb'\s*\{\s*"schema":\s*\d+,\s*"kind":\s*"([^"\\]{1,80})"'),
     re.compile(rb'[^\0]{0,400}<meta name="generator" content="sinkscope ([\w-]{1,80})">'),
     re.compile(rb"\x89PNG\r\n\x1a\n.{29}tEXtSoftware\0sinkscope ([\w-]{1,80})\.", re.DOTALL),
-    re.compile(rb'.{8}\{"__metadata__":\{"sinkscope ([\w-]{1,80})":', re.DOTALL),
 )
 
 OF_THE_SHELL = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")

@@ -15,7 +15,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import read_bytes, read_json, read_text, write_output
 from sinkscope.files.store import Folder, Keyed
 
-MINE = b"my notes, and the last line has no end"
+MINE = b"my notes\n"
 
 
 @dataclass(frozen=True)
