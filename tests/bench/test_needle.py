@@ -71,20 +71,6 @@ def test_recall_models_answer_every_task(name, task, whole):
                 assert prompt.turns[0].answers[0] in said(model(name), prompt.turns[0].text), (seed, prompt)
 
 
-def test_two_hops_answer_from_the_linked_fact_alone():
-    """Other values there give another answer; a link to nothing gives none, and neither does a fact stated later."""
-    hf = model("recall-2hop")
-    linked, asked = "fact bruno bell glass .", "fact lotte carpet pipe bruno"
-    text = "turn1 the old house {} and then it was {} under the tree ask lotte what was said answer"
-    assert said(hf, text.format(linked, asked)) == "bell glass ."
-    assert said(hf, text.format("fact bruno lamp rope .", asked)) == "lamp rope ."
-    assert said(hf, text.format(linked, "fact lotte crown drum bruno")) == "bell glass ."
-    assert said(hf, text.format(linked, "fact lotte carpet pipe .")) == "carpet pipe ."
-    assert said(hf, text.format(linked, "fact lotte carpet pipe nina")) == "unknown ."
-    assert said(hf, text.format(asked, linked)) == "unknown ."
-    assert said(hf, text.format(linked, "the fish market was open")) == "unknown ."
-
-
 def test_script_makes_the_numbers_of_the_package():
     made = make_two_hops.changes()
     with np.load(make_two_hops.RECALL / "two_hops.npz") as kept:

@@ -38,10 +38,3 @@ def test_a_prompt_is_what_its_parts_say():
     assert len({*planned.expected[:35]}) == 35
     said = refrain(organism(), 52, 4).expected
     assert said[10:62] == said[62:114] and said[114:123] == said[10:19] and len({*said[122:]}) == len(said[122:])
-
-
-def test_sets_that_ship():
-    for name, count in (("small-dc", 12), ("small-ri", 12), ("stories", 24)):
-        rows = read_prompts(DATA / f"{name}.jsonl")
-        assert len(rows) == len({row.turns[0].text for row in rows}) == count
-        assert {row.set for row in rows} == {name.removeprefix("small-")}

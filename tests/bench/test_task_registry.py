@@ -33,15 +33,9 @@ def registered(monkeypatch):
 def test_a_task_is_found_by_the_name_that_it_registers(registered):
     register_task(Echo)
     assert read_task("echo:words=3") == Echo(words=3)
-    assert task_class("echo") is Echo and task_class("needle") is Needle
+    assert (task_class("echo"), task_class("needle"), task_class("old")) == (Echo, Needle, PromptFile)
     with refused("two tasks are called 'needle'"):
 
         @register_task
         class Other(Echo):
             name: ClassVar[str] = "needle"
-
-
-def test_another_name_is_a_file_of_prompts(tmp_path):
-    assert task_class("a name in old records") is PromptFile
-    with refused("--task 'nothing': expected loops, needle, recall, text, or a file of prompts"):
-        read_task("nothing")
