@@ -70,7 +70,6 @@ def test_answers_follow_from_the_text(shape):
     ("arguments", "message"),
     [
         ({"turns": 17}, "turns=17, tokens=256: expected 1 to 16"),
-        ({"turns": 0}, "turns=0"),
         ({"tokens": (100, 100)}, "turns=3, tokens=(100, 100): expected"),
         ({"tokens": 5}, "tokens=5: expected 1 to 16 turns of at least 10 tokens"),
         ({"tokens": 30, "hops": 3}, "turn 1 and those before it have no place left"),

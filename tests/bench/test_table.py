@@ -66,13 +66,10 @@ def test_divergences_have_the_interval_of_a_mean():
 
 def test_what_a_table_says():
     result = table(*H2O, *FULL)
-    said = "h2o:8 25% (5%-70%, cells 50%, reads 61%): no difference shown; full, the control, 100%."
-    assert result.conclusion() == f"Task file s, score: {said}"
     number = next(each for each in result.numbers() if "h2o" in each.label)
     assert (number.value, number.control) == (0.25, 1.0) and number.margin is not None
     text = result.text(None)
-    for column in ("score", "low", "read", "cells", "time", "cached peak", "25.0%"):
-        assert column in text
+    assert "cached peak" in text and "25.0%" in text
     assert Result.from_dict(json.loads(result.to_json())) == result
     assert list(result.to_frame()["score"]) == [1.0, 0.25]
     drawn = json.loads(str(result.figure().to_json()))["data"]
@@ -122,6 +119,9 @@ OVER_SETS = (
     [
         ("file", ["h2o:8 1"], "full was not run."),
         ("file", ["full 1"], "no other method was run."),
+        ("file", ["h2o:8 1 0*3 cells=0.5 read=5.5", "full 1*4"],
+         "Task file s, score: h2o:8 25% (5%-70%, cells 50%, reads 61%): no difference shown; "
+         "full, the control, 100%."),
         # What loops is counted.
         ("loops", ["loopguard:64 0*3", "full 1 1 0"],
          "Task loops s: LoopGuard 0 of 3 answers loop (0%-56%, reads 100%): no difference shown; "
