@@ -5,34 +5,52 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sinkscope.files.provenance import ModelInfo, Provenance
-from sinkscope.sinks.find.find import FindSinks
-from sinkscope.sinks.find.members import CausalSet, Member, Neuron
-from sinkscope.sinks.find.places import Description, Rule
+from sinkscope.results.claims import Claim, Contrast, Outcome, Search
+from sinkscope.results.parts import Neuron
+from sinkscope.sinks.find.places import LeftOver, Place, Rule, TokenShare
 from sinkscope.sinks.find.records import (
-    AttentionSink,
+    Candidate,
+    CausalSet,
     LayerAttention,
-    NormSpike,
-    PlacedSpike,
     PublishedSink,
+    Readers,
     RepeatedToken,
     RepeatsNeeded,
-    SinkPosition,
+    Sink,
     SinkRate,
+    Spike,
     Stage,
 )
+from sinkscope.sinks.find.result import FindSinks
 
-FIRST = Rule("the first token", position=0, token="<s>")
-STOP = Rule("'.' wherever it stands", tokens=(13,), token=".")
-BOTH = Description((FIRST, STOP), 0.97, 1.0, 1.0)
+BOS = TokenShare("<s>", 1.0)
+FIRST = Place(((0, 0), (1, 0)), Rule("the first token", position=0, token="<s>"), 0.8, 1.0, 1.0, 0, (BOS,))
+STOP = Place(((0, 9),), Rule("'.' wherever it stands", tokens=(13,), token="."), 0.2, 1.0, 0.5, 9, ())
 
 NEURONS = (
-    Neuron(2, None, 412, 905.0, 0.97, 0.93, 0.004, True, 0.01, -0.2),
-    Neuron(2, None, 77, 130.0, 0.14, 0.12, 0.004, True, 0.02, 0.1),
-    Neuron(2, None, 3, 4.0, 0.004, -0.01, 0.004, False, 0.03, None),
+    Candidate(2, None, 412, 905.0, 0.97, 0.93, 0.004, True, 0.01, -0.2),
+    Candidate(2, None, 77, 130.0, 0.14, 0.12, 0.004, True, 0.02, 0.1),
+    Candidate(2, None, 3, 4.0, 0.004, -0.01, 0.004, False, 0.03, None),
 )
+PAIR = (Neuron(2, None, 412), Neuron(2, None, 77))
+TRIED = Search("sets of neurons", 9)
 
 
-MADE = CausalSet((Member(2, None, 412), Member(2, None, 77)), 0.99, 0.98, 0.9, 1.0, 0.01)
+def claim(role: str, kind: str, place: str, left: float) -> Claim:
+    """What is left without both neurons."""
+    contrasts = Contrast("intact", 1.0), Contrast("random", 0.98, 20)
+    return Claim(role, PAIR, Outcome(kind, (2,)), place, left, contrasts, 4, TRIED, 0.01)
+
+
+MADE = CausalSet(PAIR, 0.99, 0.98, 0.9, 1.0, 0.01, claims=(claim("makes", "spike", FIRST.words, 0.02),))
+NOT_READ, READ = LayerAttention(0.0), LayerAttention(0.8, 4, 0.7, 0.02, 0.03)
+CARRIED = claim("carries", "attention", FIRST.words, 0.1)
+HEADS = Readers(("L3.H0", "L3.H1"), (0.8, 0.6), (0.1, 0.04), PAIR, True, CARRIED, TRIED)
+
+
+def spike(place: Place, ratio: float) -> Spike:
+    """A spike that both neurons make."""
+    return Spike(place, ((2, 3),), (1, 2), (3,), ratio, 1.5, (), (), True, (MADE,), MADE.claims, TRIED)
 
 
 def sample_find_sinks(**changes) -> FindSinks:
@@ -41,35 +59,18 @@ def sample_find_sinks(**changes) -> FindSinks:
         model=ModelInfo("tiny", "llama", 6, 64, 512, "abc"),
         settings={"top_k": 3, "seed": 0, "text": None},
         provenance=Provenance(("sinkscope",), {"python": "3"}, "cpu", "float32", "sdpa", True, 0, 1.5, 1 << 30),
-        norm_spike=NormSpike(
-            place=BOTH,
-            positions=(0, 9),
-            step_up=(1, 2),
-            step_down=(3,),
-            ratio=232.0,
-            runs=((2, 3),),
-            made_by="MLP",
+        spikes=(spike(FIRST, 232.0), spike(STOP, 12.0)),
+        sinks=(
+            Sink(FIRST, LayerAttention(0.4, 8, 0.7, 0.02, 0.03), (NOT_READ, NOT_READ, READ, READ), 32, (HEADS,), 0),
         ),
-        attention_sink=AttentionSink(
-            rate=0.4,
-            eps=0.3,
-            place=BOTH,
-            positions=(SinkPosition(0, "<s>", 0.4, FIRST.words), SinkPosition(9, ".", 0.1, STOP.words)),
-            layers_read=4,
-            carried_by="spike",
-            layers=(LayerAttention(0.0), LayerAttention(0.0), *[LayerAttention(0.8, 4, 0.7, 0.02, 0.03)] * 2),
-            attention=0.7,
-            rate_margin=0.02,
-            attention_margin=0.03,
-        ),
-        causal_sets=(MADE,),
-        further_spikes=(PlacedSpike(STOP.words, 9, ".", 12.0, "MLP", MADE),),
+        other_spikes=LeftOver(2, 0.1, (TokenShare(",", 0.5),)),
+        most_attended=Search("positions", 48, 1.0, "position 0"),
         shared_dims=(7,),
         sink_layer=2,
         neurons=NEURONS,
         stages=(Stage(1, 0.02), Stage(2, 0.97)),
         residual_dims=(5,),
-        first_token_norm=(3.0, 20.0, 930.0, 931.0, None, None),
+        spike_norm=(3.0, 20.0, 930.0, 931.0, None, None),
         typical_norm=(2.0, 3.0, 4.0, 5.0, None, None),
         typical_low=(1.5, 2.5, 3.5, 4.5, None, None),
         typical_high=(2.5, 3.5, 4.5, 5.5, None, None),
@@ -84,16 +85,14 @@ def sample_find_sinks(**changes) -> FindSinks:
 def sample_without_sink() -> FindSinks:
     """The same model, had it no sink."""
     return sample_find_sinks(
-        norm_spike=None,
-        attention_sink=None,
-        causal_sets=(),
-        further_spikes=(),
+        spikes=(),
+        sinks=(),
         shared_dims=(),
         sink_layer=None,
         neurons=(),
         stages=(),
         residual_dims=(),
-        first_token_norm=(2.0, 3.0, 4.0, 5.0, 6.0, 7.0),
+        spike_norm=(2.0, 3.0, 4.0, 5.0, 6.0, 7.0),
         typical_norm=(2.0, 3.0, 4.0, 5.0, 6.0, 7.0),
         typical_low=(1.5, 2.5, 3.5, 4.5, 5.0, 6.0),
         typical_high=(2.5, 3.5, 4.5, 5.5, 7.0, 8.0),

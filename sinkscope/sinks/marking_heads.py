@@ -29,11 +29,10 @@ from sinkscope.models.draws import draws
 from sinkscope.models.hooks import on_input
 from sinkscope.models.target import Target
 from sinkscope.results.notation import count_of, head_name, head_names, neuron_name, word_form, word_list
+from sinkscope.results.parts import Neuron
 from sinkscope.results.style import BLUE, figure_of, long_table
 from sinkscope.results.tables import Table, percent
-from sinkscope.sinks.find.absence import SpikeAbsence
-from sinkscope.sinks.find.members import Neuron
-from sinkscope.sinks.find.sets import sink_neurons
+from sinkscope.sinks.find.spikes import sink_neurons
 from sinkscope.sinks.removal.search import CONTROL_DRAWS
 from sinkscope.sinks.tokens import TokenRows, first_tokens
 
@@ -175,7 +174,7 @@ class MarkingHeads(Result):
     }
 
     sink_layer: int | None
-    absence: SpikeAbsence | None = None
+    absence: str | None = None
     neurons: tuple[str, ...] = ()
     marking_layer: int | None = None
     tokens: tuple[str, ...] = ()
@@ -208,8 +207,7 @@ class MarkingHeads(Result):
     def conclusion(self) -> str:
         """Which heads mark the first token, and what other heads lose."""
         if self.sink_layer is None:
-            assert self.absence is not None
-            return self.absence.sentence("a mark cannot be read at sink neurons")
+            return self.absence or ""
         if self.layer_drop is None:
             return "None of the tokens given fires the sink neurons when it stands first; give other tokens."
         layer = self.marking_layer
@@ -308,7 +306,7 @@ def heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: Natural =
         words = [setup.bos, *(word for word in words if word != setup.bos)]
     sink = sink_neurons(setup)
     if sink.layer is None:
-        return MarkingHeads(sink_layer=None, absence=sink.absence)
+        return MarkingHeads(sink_layer=None, absence=sink.absence("a mark cannot be read at sink neurons"))
     most = max([neuron.contribution_norm for neuron in sink.neurons], default=0.0)
     large = [neuron for neuron in sink.neurons if neuron.contribution_norm >= NEEDED * most]
     layer = min([neuron.layer for neuron in large], default=sink.layer)

@@ -26,8 +26,8 @@ def _agrees(result: FindSinks, o: Organism):
     assert result.sink_layer == o.truth.sink_layer
     assert {n.site for n in result.causal} == set(o.truth.neurons)
     assert result.layers_read == o.truth.sink_layer + 1 + math.ceil(LAYERS / 3)
-    assert result.model.n_layers == LAYERS == len(result.first_token_norm)
-    assert all(v is None for v in result.first_token_norm[result.layers_read :])
+    assert result.model.n_layers == LAYERS == len(result.spike_norm)
+    assert all(v is None for v in result.spike_norm[result.layers_read :])
     assert result.sink_rate is None
     assert f"{result.layers_read} of {LAYERS} layers were read, and every sentence is about these." in str(result)
 
@@ -44,4 +44,4 @@ def test_folder_is_read_upward_and_no_further_than_needed(deep, tmp_path):
     assert whole.layers_read == LAYERS and whole.sink_rate is not None
     assert whole.sink_layer == result.sink_layer and whole.neurons == result.neurons
     memory = find_sinks(deep.model, tokenizer=deep.tokenizer, max_repeats=16, text=text)
-    assert memory.first_token_norm == pytest.approx(whole.first_token_norm, rel=1e-4)
+    assert memory.spike_norm == pytest.approx(whole.spike_norm, rel=1e-4)

@@ -29,6 +29,6 @@ def test_bars_are_per_neuron_beside_their_control():
 
 def test_no_sink_is_drawn_and_said():
     figure = sample_without_sink().figure()
-    assert "Neither a norm spike nor an attention sink" in figure.layout.title.text
+    assert "Neither an attention sink nor a norm spike" in figure.layout.title.text
     assert _traces(figure)["the first token"]["y"] == [2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
     assert not figure.layout.shapes  # no layer is marked

@@ -87,7 +87,7 @@ def test_it_is_shown_with_its_conclusion_first_and_everything_escaped(command, m
     result = measured(command)
     result = replace(result, model=replace(result.model, name=MARKUP))
     conclusion = result.conclusion()
-    assert conclusion.endswith((".", "?")) and "\n" not in conclusion and conclusion[0].isupper()
+    assert conclusion.endswith((".", "?")) and "\n" not in conclusion and not conclusion[0].islower()
     check_size(conclusion)
     assert result.text().endswith(f"Conclusion: {conclusion}")
     page = result.to_html()

@@ -15,10 +15,10 @@ from torch import Tensor
 from sinkscope.hooks.trace.layer_view import view_layer
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
-from sinkscope.sinks.find.context import SinkContext
 from sinkscope.sinks.find.find import find_sinks
 from sinkscope.sinks.find.layer_scan import LayerScan, scan_layers
 from sinkscope.sinks.find.neurons import verify_neurons
+from sinkscope.sinks.find.survey import SinkContext
 from sinkscope.sinks.removal.search import random_sets
 
 

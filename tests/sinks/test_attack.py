@@ -24,7 +24,7 @@ from sinkscope.measure import Setup
 from sinkscope.sinks.attack.attack import SOURCES, ClusterAttack, attack
 from sinkscope.sinks.attack.patched import PATCHES
 from sinkscope.sinks.attack.sequences import drawn_sequences, make_pools, repeated_first, round_trip
-from sinkscope.sinks.find.sets import sink_neurons
+from sinkscope.sinks.find.spikes import sink_neurons
 
 organism = functools.cache(new_organism)  # only read here
 CLUSTER, RANDOM, REPEATED = range(3)

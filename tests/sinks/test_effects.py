@@ -15,8 +15,9 @@ from torch.testing import assert_close
 
 from sinkscope.opening.live import target_of
 from sinkscope.opening.stream import open_stream
+from sinkscope.results.parts import Component, Head
 from sinkscope.sinks.find.layer_scan import scan_layers
-from sinkscope.sinks.removal.components import Component, Edit, has_key_bias
+from sinkscope.sinks.removal.components import Edit, has_key_bias
 from sinkscope.sinks.removal.effects import Effects, effects
 from sinkscope.sinks.removal.position_effect import PositionEffect
 from sinkscope.sinks.removal.rows import Rows, Trial
@@ -31,7 +32,8 @@ def test_a_drop_is_the_mean_over_texts():
     norms = torch.tensor([[[5.0, 1.0], [8.0, 3.0]]])
     no_attention = torch.zeros(2, 0, 1)
     rows = Rows(target_of(organism("llama", 0).model), Trial(torch.zeros(1, 2, dtype=torch.long), []), [])
-    edited = Effects(norms, no_attention[None], torch.tensor([[10.0, 2], [10, 30]]), no_attention, rows)
+    intact = torch.tensor([[10.0, 2], [10, 30]])
+    edited = Effects(norms, norms, no_attention[None], intact, intact, no_attention, rows)
     assert_close(edited.drops(0), torch.tensor([(0.5 + 0.2) / 2]))
     assert_close(edited.drops(1), torch.tensor([(0.5 + 0.9) / 2]))
 
@@ -52,9 +54,9 @@ def test_a_swapped_token_embedding_is_another_token(family):
 def test_all_heads_of_a_layer_are_its_attention(family):
     o = organism(family, 3)
     target, ids = target_of(o.model, o.tokenizer), o.natural(1, 10)
-    heads = Edit(swap=tuple(Component("head", 0, h) for h in range(target.n_heads)))
+    heads = Edit(swap=tuple(Head(0, h) for h in range(target.n_heads)))
     whole = Edit(swap=(Component("attention", 0),))
-    edited = effects(target, ids, [heads, whole, Edit(swap=(Component("head", 0, 0),))], attention=True)
+    edited = effects(target, ids, [heads, whole, Edit(swap=(Head(0, 0),))], attention=True)
     assert_close(edited.norms[0], edited.norms[1], rtol=1e-4, atol=1e-4)
     assert_close(edited.attention[0], edited.attention[1], rtol=1e-4, atol=1e-5)
     assert not torch.allclose(edited.norms[1], edited.intact_norms), "the swap did something"
@@ -134,18 +136,15 @@ def test_rows_that_part_at_a_layer_give_what_whole_passes_and_zeroed_neurons_giv
 
 
 @contextmanager
-def swapped(model, ids: torch.Tensor, component: Component, at: int, source: int) -> Iterator[None]:
+def swapped(model, ids: torch.Tensor, component: Component | Head, at: int, source: int) -> Iterator[None]:
     """A component of a llama writes at one position what it writes at another of the same intact texts."""
     block = blocks(model)[component.layer]
-    module = {"mlp": block.mlp, "attention": block.self_attn, "head": block.self_attn.o_proj}[component.kind]
+    of_head = isinstance(component, Head)
+    module = block.self_attn.o_proj if of_head else {"mlp": block.mlp, "attention": block.self_attn}[component.kind]
     kept = []
 
     def columns(values: torch.Tensor) -> torch.Tensor:
-        return (
-            values.unflatten(-1, (-1, model.config.head_dim))[..., component.head, :]
-            if component.kind == "head"
-            else values
-        )
+        return values.unflatten(-1, (-1, model.config.head_dim))[..., component.head, :] if of_head else values
 
     def before(_module, given):
         return (edited(given[0]), *given[1:])
@@ -163,9 +162,7 @@ def swapped(model, ids: torch.Tensor, component: Component, at: int, source: int
             columns(values)[:, at] = kept[0]
         return values
 
-    handle = (
-        module.register_forward_pre_hook(before) if component.kind == "head" else module.register_forward_hook(after)
-    )
+    handle = module.register_forward_pre_hook(before) if of_head else module.register_forward_hook(after)
     with torch.no_grad():
         model(ids)
     try:
@@ -183,7 +180,7 @@ def test_effects_of_components_in_both_directions_are_those_of_plain_hooks(at, o
     heads = [(layer, head) for layer in (1, last) for head in (0, 1)]
     norm, received = PositionEffect(target, ids, at, other, last), PositionEffect(target, ids, at, other, heads=heads)
     for layer in range(target.n_layers):
-        components = [Component("head", layer, 1), Component("mlp", layer), Component("attention", layer)]
+        components = [Head(layer, 1), Component("mlp", layer), Component("attention", layer)]
         for reverse, (here, source) in enumerate([(at, other), (other, at)]):
             edits = [Edit(swap=(component,)) for component in components]
             of_norm, of_heads = norm.values(edits, bool(reverse))[1:, 0], received.values(edits, bool(reverse))[1:]

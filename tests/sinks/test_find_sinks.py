@@ -17,10 +17,11 @@ from raw_kit import attention, zeroed
 from sinkscope.hooks.trace.run import trace
 from sinkscope.opening.live import target_of
 from sinkscope.opening.stream import open_stream
-from sinkscope.sinks.find.context import SinkContext
-from sinkscope.sinks.find.find import FindSinks, find_sinks
+from sinkscope.sinks.find.find import find_sinks
 from sinkscope.sinks.find.layer_scan import LayerReading, LayerScan, scan_layers
 from sinkscope.sinks.find.repetitions import repeat_until_half
+from sinkscope.sinks.find.result import FindSinks
+from sinkscope.sinks.find.survey import SinkContext
 from sinkscope.sinks.removal.search import Removal, smallest_set
 
 WITH_SINK = tuple(kind for kind in KINDS if kind not in ("none", "massive_dim"))
@@ -100,11 +101,23 @@ def test_repeats_are_those_of_one_long_pass():
     limit = min(4 * expected + 64, o.model.config.max_position_embeddings - 1)
     scan = scan_layers(target, o.natural(), whole=True)
     context = SinkContext.at_first(target, o.natural(), scan)
-    needed, _ = repeat_until_half(context, [grouped, free], [bos, bos], limit)
+    needed = repeat_until_half(context, [grouped, free], [bos, bos], limit)
     site = f"blocks.{layer}.hook_resid_post"
     norm = trace(o.model, o.repeated(limit, grouped), [site], "norm")[site][0]
     first = int((norm[1:] >= norm[0] / 2).nonzero()[0]) + 1
     assert [token.repeats for token in needed.tokens] == [first, None] and 0.6 * expected <= first <= 1.5 * expected
+
+
+def test_copies_are_compared_with_one_copy_and_with_other_tokens_there():
+    o = organism("llama", 5)
+    word, limit = o.tokenizer.decode([o.tokens_of(0)[0]]), o.model.config.max_position_embeddings - 1
+    found = find_sinks(o.model, tokenizer=o.tokenizer, tokens=[word], max_repeats=limit)
+    assert found.repetition is not None and found.sink_layer is not None
+    copies, same = found.repetition.by_copies, found.repetition.same
+    ordinary = found.typical_norm[found.sink_layer] / found.spike_norm[found.sink_layer]
+    assert copies.verdict == "sufficient" and copies.value > 0.5
+    assert [contrast.value for contrast in copies.contrasts] == pytest.approx([ordinary] * 2, rel=0.5)
+    assert same is not None and same.verdict == "needed" and same.value < 0.2 < 0.8 < same.control.value
 
 
 def test_the_scan_stops_where_the_norm_stays_flat():
@@ -166,7 +179,7 @@ def test_a_stage_that_attention_alone_needs_joins_the_set(tmp_path):
     assert left[1] > 0.5 * left[0] > 5 * left[2]
     found = find_in(o, tmp_path)
     assert found.minimal is not None and set(found.minimal.edit_sites) == set(both)
-    assert found.attention_sink is not None and found.attention_sink.carried_by == "spike"
+    assert found.sink is not None and all(group.by_spike for group in found.sink.groups)
 
 
 @pytest.mark.slow

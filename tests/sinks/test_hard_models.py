@@ -22,7 +22,9 @@ from raw_kit import attention, norms
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit import SinkPatch
 from sinkscope.sinks.attack.attack import attack
-from sinkscope.sinks.find.find import FindSinks, find_sinks
+from sinkscope.sinks.find.find import find_sinks
+from sinkscope.sinks.find.records import Sink
+from sinkscope.sinks.find.result import FindSinks
 from sinkscope.sinks.marking_heads import heads
 from sinkscope.sinks.repetition.norm import NormReading
 from sinkscope.sinks.repetition.repeat import repeat
@@ -50,47 +52,64 @@ def look(h: HardModel, folder: Path, **options) -> FindSinks:
     return find_sinks(h.model, **{"max_repeats": repeats} | options_of(h, folder) | options)
 
 
+def carried(sink: Sink | None) -> str | None:
+    """What most heads of a sink need, in one word."""
+    if sink is None or sink.place is None:
+        return None if sink is None else "learned logits"
+    words: dict[str, int] = {}
+    for group in sink.groups:
+        for part in group.needs[-1:]:  # the one nearest to the heads
+            kind = "spike" if group.by_spike else getattr(part, "kind", "mark")
+            word = "mark" if kind in ("attention", "mlp", "mixer") else kind
+            words[word] = words.get(word, 0) + len(group.heads)
+    best = max(words, key=lambda word: words[word], default=None)
+    return best if best is not None and 2 * words[best] >= sum(len(group.heads) for group in sink.groups) else None
+
+
 def mistakes(h: HardModel, result: FindSinks) -> list[str]:
     """Everything in which the result differs from what was planted."""
-    truth, spike, sink = h.truth, result.norm_spike, result.attention_sink
-    spike_there = spike is not None and truth.positions[0] in spike.positions
-    step_up, step_down = (spike.step_up, spike.step_down) if spike is not None and spike_there else ((), ())
-    rules = () if sink is None or sink.place is None else sink.place.rules
-    places = () if sink is None else sink.positions
+    truth = h.truth
+    spikes = {spike.place.position: spike for spike in result.spikes if spike.place.token == "" or spike.place.is_first}
+    spike = spikes.get(truth.positions[0])
+    sink = result.sink
+    placed = [each.place for each in result.sinks if each.place is not None]
     words = {token: "" if token in truth.positions else h.tokenizer.decode([token]) for token in truth.later}
-    found = {one.token: frozenset(one.set.edit_sites) for one in result.further_spikes if one.set}
+    further = [each for each in result.spikes if each is not spike]
+    found = {one.place.token: frozenset(one.set.edit_sites) for one in further if one.set}
+    named = {one.token for one in placed if one.rule is None or one.rule.position is None or one.rule.tokens}
     pairs = {
-        "spike": (spike_there, truth.spike),
+        "spike": (spike is not None, truth.spike),
         "positions": (
-            {one.position for one in rules if one.position is not None},
+            {one.rule.position for one in placed if one.rule is not None and one.rule.position is not None},
             {*truth.positions} if truth.sink else set(),
         ),
         "sink layer": (result.sink_layer, truth.sink_layer),
-        "later sinks": ({one.token for one in places if one.position not in truth.positions}, {*words.values()} - {""}),
+        "later sinks": (named - {""}, {*words.values()} - {""}),
         "later spikes": (found, {words[token]: frozenset(sites) for token, sites in truth.later.items() if sites}),
-        "places of spikes": ({one.token for one in result.further_spikes} <= set(words.values()), True),
+        "places of spikes": ({one.place.token for one in further} <= set(words.values()), True),
         "shared dimensions": (sorted(result.shared_dims), sorted(truth.shared_dims)),
-        "step up": (step_up if truth.step_up else (), truth.step_up),
-        "step down": (step_down, truth.step_down),
+        "step up": (spike.step_up if spike and truth.step_up else (), truth.step_up),
+        "step down": (spike.step_down if spike else (), truth.step_down),
     }
     if sink is not None:
+        share = 1.0 if sink.place is None else sink.place.share
         pairs |= {
             "window": (sink.window, truth.window),
             "length": (sink.length > 64, truth.length > 0),
-            "all texts": (sink.share == 1, truth.share == 1),
-            "share of texts": (abs(sink.share - truth.share) <= 0.25, True),
+            "all texts": (share == 1, truth.share == 1),
+            "share of texts": (abs(share - truth.share) <= 0.25, True),
         }
     if truth.repeated:
         sites = result.repetition and result.repetition.set and result.repetition.set.edit_sites
         pairs["repetition"] = (set(sites or ()), set(truth.repeated))
     wrong = [f"{name}: found {got}, planted {planted}" for name, (got, planted) in pairs.items() if got != planted]
-    carrier = None if sink is None else sink.carried_by
     minimal = [frozenset(causal_set.edit_sites) for causal_set in result.causal_sets]
     # A spike that falls and rises again has a set for each part; the others make a smaller stage.
     for part in result.causal_sets[1:]:
         minimal.remove(frozenset(part.edit_sites))
         if part.layers is None or {site[0] for site in part.edit_sites} - set(truth.step_up):
             wrong.append(f"part of the spike: found {part}, planted {truth.step_up}")
+    carrier = carried(sink)
     if carrier not in {truth.carried_by} | ALSO.get(h.name, set()):
         wrong.append(f"carried by: found {carrier}, planted {truth.carried_by}")
     if bool(minimal) != bool(truth.sets) or any(sites not in truth.sets for sites in minimal):
@@ -121,23 +140,20 @@ def misleading(h: HardModel, result: FindSinks) -> list[str]:
     check_size(text)
     attended = truth.sink or bool(truth.later) or truth.carried_by == "learned logits"
     risen = truth.spike or any(truth.later.values())
-    beginnings = {
-        (True, True): "Norm spike and attention sink",
-        (True, False): "Norm spike without an attention sink",
-        (False, True): "Attention sink without a norm spike",
-        (False, False): "Neither a norm spike nor an attention sink",
-    }
     words = {
+        "attend to": attended and truth.carried_by != "learned logits",
+        "No attention sink": risen and not attended,
+        "Neither an attention sink nor a norm spike": not risen and not attended,
         "(window ": truth.window is not None,
         "of texts": truth.share < 1,
         "texts of 512": truth.length > 0,
-        "amplif": h.name == "amplified",
-        f"position {truth.positions[0]}": truth.positions[0] > 0,
     }
+    if truth.positions[0]:
+        words[f"position {truth.positions[0]}"] = True
     wrong = [word for word, there in words.items() if (word in text) != there]
     named = {int(number) for number in re.findall(r"\.N(\d+)", text)}
     planted = {site[-1] for sites in (*truth.sets, *truth.later.values()) for site in sites}
-    if text.startswith(beginnings[risen, attended]) and named <= planted and not wrong:
+    if named <= planted and not wrong:
         return []
     return [f"conclusion: {text} {wrong}"]
 
@@ -163,8 +179,8 @@ def test_without_bos(name, family, tmp_path):
     h = hard(name, family, 1)
     result = look(h, tmp_path, bos=False)
     assert h.truth.bos_only
-    assert result.norm_spike is None and result.attention_sink is None and result.causal_sets == ()
-    assert result.conclusion().startswith("Neither a norm spike nor an attention sink")
+    assert not result.spikes and not result.sinks and result.causal_sets == ()
+    assert result.conclusion().startswith("Neither an attention sink nor a norm spike")
 
 
 # --- what other commands say ---------------------------------------------------------------------------------------
@@ -183,7 +199,7 @@ def test_no_command_denies_a_sink_that_heads_have_without_a_spike(family, tmp_pa
     attended = repeat(h.model, read="attention", max_repeats=4, **options)
     for result in results:
         said = result.conclusion()
-        assert said.startswith("No MLP makes a norm spike at the first token, so ") and "heads attend to" in said
+        assert said.startswith("No MLP makes a norm spike, so ") and "heads attend to" in said
         assert len(said.split()) <= 30
     assert "no attention sink" not in str(attended) and "No MLP makes a norm spike" in str(attended)
 
@@ -193,7 +209,7 @@ def test_no_command_denies_a_sink_that_heads_have_without_a_spike(family, tmp_pa
 def test_repetition_through_other_neurons_is_said_and_patched(name, family, tmp_path):
     h = hard(name, family)
     result = look(h, tmp_path)
-    assert "Repetition trips other neurons" in str(result)
+    assert "Other neurons make it" in str(result)
     patch = SinkPatch.from_result(result)
     first = {site for sites in h.truth.sets for site in sites}
     assert {site.numbers for site in patch.checked_sites} == first | set(h.truth.repeated)
@@ -206,7 +222,7 @@ def test_repetition_through_other_neurons_is_said_and_patched(name, family, tmp_
 
 def test_a_patch_without_the_neurons_of_repetition_is_refused(tmp_path):
     result = look(hard("other_neurons", "llama"), tmp_path)
-    unknown = replace(result, repetition=replace(result.repetition, set=None, neurons=()))
+    unknown = replace(result, repetition=replace(result.repetition, set=None, candidates=()))
     with pytest.raises(SinkscopeError, match="repeated"):
         SinkPatch.from_result(unknown)
 
@@ -244,8 +260,8 @@ def nothing_in(count: int, layers: tuple[int, ...], folder: Path):
         text = text_file(o, folder, 6)
         result = find_sinks(o.model, tokenizer=o.tokenizer, text=text, max_repeats=8)
         says = result.conclusion()
-        nothing = result.norm_spike is None and result.attention_sink is None and result.sink_layer is None
-        if not (nothing and result.causal_sets == () and says.startswith("Neither a norm spike nor an attention sink")):
+        nothing = not result.spikes and not result.sinks and result.sink_layer is None
+        if not (nothing and result.causal_sets == () and says.startswith("Neither an attention sink nor a norm spike")):
             wrong.append(f"{family} {number} {kind} bos {bos}: {says}")
     assert not wrong and chance < 0.1 * count + 2, f"seed {seed}: {chance} by chance\n" + "\n".join(wrong)
 

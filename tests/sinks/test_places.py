@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sinkscope.sinks.find.places import (
-    Description,
+    Place,
     Places,
     Rule,
-    describe,
+    pieces,
     sink_places,
     spike_places,
     texts_with,
@@ -44,8 +44,8 @@ def put(ids: Tensor, token: int, often: int, seed: int = 0) -> Tensor:
 
 
 def said(ids: Tensor, there: Tensor) -> str | None:
-    description = describe(Places(ids, there), decode)
-    return None if description is None else description.words
+    found, _ = pieces(Places(ids, there), decode)
+    return " and ".join(place.words for place in found) or None
 
 
 def test_the_simplest_words_are_taken():
@@ -83,8 +83,8 @@ def test_of_several_special_tokens_the_one_that_is_a_sink_is_named():
 def test_each_of_several_tokens_is_looked_at_though_one_never_comes_first():
     ids = torch.randint(10, 90, (4, 64))
     ids[:, [5, 9]] = torch.tensor([3, 7])
-    rule = Rule("both", tokens=(3, 7))
-    rows, at = texts_with(rule, Places(ids, rule.means(ids)), ids)
+    whole = Places(ids, torch.isin(ids, torch.tensor([3, 7])))
+    rows, at, _ = texts_with(Place.of(whole, whole.there, None, decode), ids)
     assert Counter(rows[range(len(at)), at].tolist()) == {3: 2, 7: 2}
 
 
@@ -93,53 +93,50 @@ def test_the_first_token_of_some_texts_is_told_by_its_kind():
     ids[:, 0] = torch.arange(TEXTS) % 12 + 10
     there = torch.zeros_like(ids, dtype=torch.bool)
     there[:, 0] = ids[:, 0] < 15
-    description = describe(Places(ids, there), decode)
+    ((description,), _) = pieces(Places(ids, there), decode)
     assert description.words == "some first tokens" and description.share == pytest.approx(5 / 12, abs=0.05)
     other = torch.tensor([[14, 10, 10], [20, 14, 14]])
     assert description.means(other).tolist() == [[True, False, False], [False, False, False]]
 
 
-def test_scattered_places_have_no_words():
+def test_scattered_places_are_a_piece_without_words_and_few_are_left_over():
     ids = texts()
     there = torch.rand(TEXTS, LENGTH, generator=torch.Generator().manual_seed(3)) < 0.02
-    assert said(ids, there) is None
-    scattered = Places(ids, there).scattered(None, decode)
+    ((place,), left) = pieces(Places(ids, there), decode)
     counts = Counter(ids[there].tolist())
     shares = [count / int(there.sum()) for _, count in counts.most_common(3)]
-    assert scattered.count == int(there.sum()) and [each.share for each in scattered.tokens] == shares
-    left = there.clone()
-    left[:, 3] = False
-    third = Description((Rule("position 3", position=3),), 1.0, 1.0, 1.0)
-    assert Places(ids, there).scattered(third, decode) == Places(ids, left).scattered(None, decode) != scattered
+    assert place.rule is None and place.there(ids).equal(there) and left.count == 0
+    assert [each.share for each in place.common] == shares and "without a common description" in place.words
+    nothing, left = pieces(Places(ids, there), decode, lambda _: False)
+    assert not nothing and (left.count, left.share) == (int(there.sum()), 1.0)
 
 
-def test_what_the_words_leave_out_is_in_the_coverage():
+def test_what_the_words_leave_out_is_a_piece_of_its_own():
     ids = texts()
     there = torch.zeros_like(ids, dtype=torch.bool)
     there[:, 0] = True
     there[:24, 1:3] = torch.rand(24, 2, generator=torch.Generator().manual_seed(0)) < 0.5
-    description = describe(Places(ids, there), decode)
-    assert description.rules[0].position == 0 and description.coverage < 0.9 <= description.precision
+    (first, rest), left = pieces(Places(ids, there), decode)
+    assert first.words == "the first token" and rest.rule is None and left.count == 0
+    assert (first.there(ids) ^ rest.there(ids)).equal(there) and first.coverage + rest.coverage == pytest.approx(1)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.floats(0.0, 0.3), st.booleans())
-def test_coverage_and_precision_are_counted_over_the_positions_that_the_words_mean(seed, noise, bos):
+def test_pieces_part_the_places_and_their_words_are_precise(seed, noise, bos):
     ids = put(texts(seed, bos), COMMA, seed % 3)
     generator = torch.Generator().manual_seed(seed)
     there = (ids == COMMA) | (torch.rand(ids.shape, generator=generator) < noise)
     there[:, 0] |= bool(seed % 2)
-    description = describe(Places(ids, there), decode)
-    if description is None:
-        return
-    meant = [
-        (row, at) for row, line in enumerate(description.means(ids).tolist()) for at, fits in enumerate(line) if fits
-    ]
-    sinks = {(row, at) for row, at in there.nonzero().tolist()}
-    both = len(sinks & set(meant))
-    assert description.coverage == pytest.approx(both / len(sinks))
-    assert description.precision == pytest.approx(both / len(meant)) and description.precision >= 0.8
-    assert all(any(rule.means(ids)[place] for rule in description.rules) for place in meant)
+    found, left = pieces(Places(ids, there), decode)
+    covered = torch.zeros_like(there)
+    for place in found:
+        covered |= place.there(ids)
+        meant = place.there(ids) if place.rule is None else place.means(ids)
+        both = int((meant & there).sum())
+        assert place.precision == pytest.approx(both / int(meant.sum())) and place.precision >= 0.9
+        assert place.coverage == pytest.approx(both / int(there.sum()))
+    assert not bool((covered & ~there).any()) and int((there & ~covered).sum()) == left.count
 
 
 def test_rules_mean_the_same_positions_in_texts_of_any_length():
@@ -195,29 +192,3 @@ def test_a_norm_stands_out_beside_the_typical_one_of_its_layer():
     assert len(spike_places(norms[:2], ids)) == 0
     norms[0, :, ::2] *= 9  # half of the positions: nothing stands out
     assert len(spike_places(norms[:1], ids)) == 0
-
-
-RULES = st.builds(
-    Rule,
-    words=st.just("x"),
-    position=st.sampled_from([None, 0, 2]),
-    tokens=st.sampled_from([(), (1,), (1, 2)]),
-    first=st.booleans(),
-    repeated=st.booleans(),
-)
-
-
-@given(RULES, RULES, st.integers(0, 99))
-def test_words_are_within_others_that_mean_all_of_their_places(rule, other, seed):
-    ids = torch.randint(0, 4, (20, 6), generator=torch.Generator().manual_seed(seed))
-    if rule.is_within(other):
-        assert not bool((rule.means(ids) & ~other.means(ids)).any())
-
-
-def test_first_tokens_of_some_texts_are_within_those_of_all():
-    every, some = Rule("the first token", position=0), Rule("some first tokens", position=0, tokens=(1, 2))
-    assert some.is_within(every) and not every.is_within(some)
-    assert every.is_within(every)
-    assert not Rule("b", tokens=(3,)).is_within(Rule("a", tokens=(1, 2)))
-    assert Rule("a", tokens=(1,)).is_within(Rule("a and b", tokens=(1, 2)))
-    assert not Rule("a", tokens=(1,)).is_within(Rule("the first a", tokens=(1,), first=True))

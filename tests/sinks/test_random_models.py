@@ -65,16 +65,17 @@ def test_no_verdict_is_false(model_type, way, tmp_path):
     says = found.conclusion()
     length = norms(model, ids)[:-1]
     ratio = float((length[..., 0].median(1).values / length[..., 1:].flatten(1).median(1).values).max())
-    if found.norm_spike is not None and 0 in found.norm_spike.positions:
-        ends = [layer for run in found.norm_spike.runs for layer in run]
+    first = [spike for spike in found.spikes if spike.place.is_first]
+    if first:
+        ends = [layer for run in first[0].layers for layer in run]
         before_last = [layer for layer in ends if layer < model.config.num_hidden_layers - 1]
         assert not before_last or ratio > 3 / SLACK, says
     if ratio > 3 * SLACK:
-        assert found.norm_spike is not None, says
-    if found.attention_sink is not None and [place.position for place in found.attention_sink.positions[:1]] == [0]:
+        assert found.spikes, says
+    if found.sink is not None and found.sink.place is not None and found.sink.place.is_first:
         assert attending(model, ids, 0.3 / SLACK) >= 2, says
     if attending(model, ids, 0.3 * SLACK) >= 3:
-        assert found.attention_sink is not None, says
+        assert found.sinks, says
     minimal = found.minimal
     if minimal is not None and found.sink_layer is not None:
         intact = norms(model, ids[:4, :1])[found.sink_layer].median()

@@ -11,8 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from sinkscope.models.text import beginning, put_before, text_rows, typical_text
 from sinkscope.opening.live import target_of
+from sinkscope.results.parts import Component
 from sinkscope.sinks.find.attention_received import attention_received
-from sinkscope.sinks.removal.components import Component, Edit
+from sinkscope.sinks.removal.components import Edit
 from sinkscope.sinks.removal.effects import effects
 
 

@@ -106,7 +106,7 @@ class Explorer:
         edges: tuple[dict[str, Any], ...] | None = None
         sentence = ""
         if self.sink.circuit is not None:
-            edges = tuple(self.sink.circuit.edges())
+            edges = tuple([*self.sink.circuit.rows(), *self.sink.circuit.readers()])
             sentence = self.sink.circuit.conclusion()
         return ModelView(
             **self.origin,

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from sinkscope.hooks.edit.sites import head_of
 from sinkscope.measure import Setup
-from sinkscope.sinks.circuit.circuit import MARK, REPETITION, Circuit, circuit
+from sinkscope.results.parts import Head
+from sinkscope.sinks.circuit.circuit import COPIES, MARKS, Circuit, circuit
 from sinkscope.sinks.find.find import find_sinks
 from sinkscope.sinks.find.layer_scan import LayerScan, scan_layers
 from sinkscope.sinks.find.result import FindSinks
@@ -67,8 +67,8 @@ class ModelSink:
     @property
     def marks(self) -> list[tuple[int, int]]:
         """The heads that mark the first token, and those that mark a repetition."""
-        names: list[str] = []
-        if self.circuit is not None and self.circuit.position == 0:
-            for step in filter(None, map(self.circuit.step, (MARK, REPETITION))):
-                names += step.chosen
-        return [head_of(name) for name in dict.fromkeys(names) if ".H" in name]
+        marks: dict[tuple[int, int], None] = {}
+        for role in (MARKS, COPIES):
+            for claim in self.circuit.of(role) if self.circuit is not None else ():
+                marks |= {(part.layer, part.head): None for part in claim.subject if isinstance(part, Head)}
+        return list(marks)

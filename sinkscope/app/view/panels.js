@@ -9,22 +9,19 @@ const TOUR = [
 
 /** The parts of each step of a circuit, from the heads that mark to the heads that read. */
 function circuitSteps({ circuit, layer }) {
-  const of = (step) => circuit.filter((edge) => edge.step === step);
-  const lost = ({ necessity, necessity_control: control }) => (necessity === null ? "" : `${percent(necessity)} lost${control === null ? "" : ` (random: ${percent(control)})`}`);
-  const brings = (edge) => (edge.sufficiency === null ? "" : `alone: ${percent(edge.sufficiency)}`);
-  const part = (edge, what) => ({ name: edge.source, words: [what, lost(edge), brings(edge)] });
-  const others = new Map(of("readers").filter((edge) => edge.source !== "spike").map((edge) => [edge.sink + edge.source, edge]));
-  const marks = [...of("mark"), ...others.values()].slice(0, 4).map((edge) => part(edge, edge.sink));
-  const repeated = of("repetition").slice(0, 3).map((edge) => part(edge, "a repetition"));
-  const neurons = of("neurons");
-  const readers = of("readers");
-  const writes = neurons.length || readers.some((edge) => edge.source === "spike");
+  const of = (role) => circuit.filter((row) => row.role === role);
+  const left = (row) => `${percent(row.left)} left without it${row.control === undefined ? "" : ` (${row.contrast}: ${percent(row.control)})`}`;
+  const part = (row, what) => ({ name: row.subject, words: [what, left(row)] });
+  const spike = of("makes");
+  const others = of("carries").filter((row) => !spike.some((made) => made.subject === row.subject));
+  const marks = [...of("marks"), ...others].slice(0, 4).map((row) => part(row, row.place));
+  const copies = of("marks copies").slice(0, 3).map((row) => part(row, "a repetition"));
+  const readers = of("reads");
   const steps = [
-    ["What marks the sink or a repetition: share of the spike lost without each, and made by it alone", [...marks, ...repeated]],
-    ["What makes a norm that stands out before these neurons", of("early spike").slice(0, 3).map((edge) => part(edge, ""))],
-    ["Sink neurons", neurons.map((edge) => part(edge, ""))],
-    ["", writes ? [{ name: "spike", words: [`a large norm after layer ${layer}`] }] : []],
-    [`All ${readers.length} heads that read the sink: attention lost without what they read`, readers.map((edge) => ({ name: edge.target, words: [lost({ ...edge, necessity_control: null })] }))],
+    ["What marks the sink or a repetition: share of the spike left without each", [...marks, ...copies]],
+    ["Sink neurons", spike.map((row) => part(row, row.place))],
+    ["", spike.length ? [{ name: "spike", words: [`a large norm after layer ${layer}`] }] : []],
+    [`All ${readers.length} heads that read the sink: attention left without what they read`, readers.map((row) => ({ name: row.subject, words: [`${percent(row.left)} left`] }))],
   ];
   return steps.filter(([, parts]) => parts.length);
 }

@@ -108,7 +108,7 @@ class ModelView(Result):
         marks: The heads that mark the first token or a repetition, as `circuit` finds them.
         switches: The edits that can be switched on.
         texts: The texts.
-        circuit: The rows of `Circuit`. None if it was not measured.
+        circuit: Rows of the claims of `Circuit`, and of what each head keeps. None if it was not measured.
         circuit_sentence: The conclusion about the circuit.
         generation: A continuation with and without the guard. None if it was not made.
     """

@@ -38,7 +38,7 @@ def switches_of(sink: ModelSink) -> list[Switch]:
     if sink.sinks is not None and sink.neurons:
         zeroed = switch_off(sink, "sink neurons zeroed", sink.neurons, [])
         switches.append(zeroed)
-        if sink.sinks.spike_is_first:
+        if sink.sinks.spike is not None and sink.sinks.spike.place.is_first:
             switches.append(Switch("patched", SinkPatch.from_result(sink.sinks), zeroed.control))
         if zeroed.control is not None:
             switches.append(Switch("random control", zeroed.control))

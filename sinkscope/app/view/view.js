@@ -74,8 +74,8 @@ class View {
   }
 
   firstHead() {
-    const reader = (this.data.circuit || []).find((edge) => edge.step === "readers");
-    return headOf(reader && reader.target) || this.now.heads[this.now.heads.length - 1];
+    const reader = (this.data.circuit || []).find((row) => row.role === "reads");
+    return headOf(reader && reader.subject) || this.now.heads[this.now.heads.length - 1];
   }
 
   get now() {

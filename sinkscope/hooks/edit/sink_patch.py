@@ -120,16 +120,16 @@ class SinkPatch(NeuronEdit):
             SinkscopeError: The model has no sink, or it is not at the first token; no neuron was causal; or repeated
                 tokens do not need the neurons and no others were found that they need.
         """
-        if result.norm_spike is not None and not result.norm_spike.place.is_first:
+        if result.spike is not None and not result.spike.place.is_first:
             raise SinkscopeError(
-                f"the norm spike is at {result.norm_spike.place}, not at the first token, and this patch keeps the "
+                f"the norm spike is at {result.spike.place}, not at the first token, and this patch keeps the "
                 "first token's value alone: give the neurons yourself with SinkPatch(sites=...)",
                 page="no-sink",
             )
         neurons = {_site(neuron): neuron for neuron in result.neurons}
         sites = list[NeuronSite]()
         for causal_set in result.causal_sets:
-            members = map(_site, causal_set.sites)
+            members = map(_site, causal_set.neurons)
             sites += [member for member in members if member in neurons]
         if not sites:
             sites = [place for place, neuron in neurons.items() if neuron.causal]
@@ -140,15 +140,15 @@ class SinkPatch(NeuronEdit):
                 page="no-sink",
             )
         repetition = result.repetition
-        if repetition is not None and not repetition.same_neurons:
+        if repetition is not None and repetition.other_neurons:
             if repetition.set is None:
                 raise SinkscopeError(
-                    f"without the first token's neurons, {repetition.drop:.1%} of the norm of the repeated token "
-                    f"{repetition.token!r} is lost, and no other neurons were found that make it: this patch would not "
-                    "repair repetition; give the neurons yourself with SinkPatch(sites=...)",
+                    f"the norm of the repeated token {repetition.token!r} does not need the first token's neurons, and "
+                    "no others were found that make it: this patch would not repair repetition; give the neurons "
+                    "yourself with SinkPatch(sites=...)",
                     page="no-sink",
                 )
-            others = {_site(neuron): neuron for neuron in repetition.neurons}
+            others = {_site(neuron): neuron for neuron in repetition.candidates}
             neurons |= others
             sites += [place for place in others if place not in sites]
         calibrated = dict[NeuronSite, float]()

@@ -40,9 +40,8 @@ from sinkscope.sinks.attack.sequences import (
     round_trip,
 )
 from sinkscope.sinks.chunks import hold_layers
-from sinkscope.sinks.find.absence import SpikeAbsence
 from sinkscope.sinks.find.layer_scan import norms_after
-from sinkscope.sinks.find.sets import sink_neurons
+from sinkscope.sinks.find.spikes import sink_neurons
 from sinkscope.sinks.tokens import TokenRows, vocabulary
 
 SUCCESS = 0.5  # share of the first token's norm from which a position counts as a sink
@@ -96,7 +95,7 @@ class ClusterAttack(Result):
 
     sink_layer: int | None
     clusters: TokenClusters | None = None
-    absence: SpikeAbsence | None = None
+    absence: str | None = None
     reference: float | None = None
     patches: tuple[str, ...] = PATCHES
     contexts: tuple[str, ...]
@@ -123,8 +122,8 @@ class ClusterAttack(Result):
 
     def conclusion(self) -> str:
         """The largest share of positions that succeeds, beside random tokens."""
-        if self.absence is not None:
-            return self.absence.sentence("there are no sink neurons to attack")
+        if self.absence:
+            return self.absence
         if self.best is None and self.clusters is not None:
             return self.clusters.sentence()
         if self.best is None:
@@ -312,7 +311,7 @@ def attack(
     result = ClusterAttack(
         sink_layer=sink.layer,
         clusters=token_clusters,
-        absence=sink.absence,
+        absence=None if sink.made is not None else sink.absence("there are no sink neurons to attack"),
         patches=tuple(patches),
         contexts=tuple(contexts),
         lengths=np.array(lengths),

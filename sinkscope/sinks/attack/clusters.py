@@ -19,7 +19,7 @@ from sinkscope.models.checks import attending_layers
 from sinkscope.models.target import Target
 from sinkscope.results.notation import count_of
 from sinkscope.sinks.chunks import Columns, hold_layers, in_chunks, token_texts
-from sinkscope.sinks.find.members import Neuron
+from sinkscope.sinks.find.records import Candidate
 from sinkscope.sinks.marking_heads import replacing
 from sinkscope.sinks.tokens import TokenRows
 
@@ -127,7 +127,7 @@ class TokenClusters:
 
 
 def find_clusters(
-    setup: Setup, neurons: Sequence[Neuron], ids: list[int], resume: str | Path | None
+    setup: Setup, neurons: Sequence[Candidate], ids: list[int], resume: str | Path | None
 ) -> TokenClusters | None:
     """The head that serves each token, seen at the sink neuron that writes most; None if there is no neuron.
 

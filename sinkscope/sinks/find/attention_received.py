@@ -20,19 +20,16 @@ from sinkscope.models.hooks import first_tensor, on_output
 from sinkscope.models.norms import norm_of
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
-from sinkscope.sinks.find.members import RATE_EPS
+from sinkscope.results.claims import Search
 from sinkscope.sinks.find.places import (
     MOST_TEXTS,
     PLACE_SHARE,
     POSITION_SHARE,
     SINK_HEADS,
-    Description,
     Places,
-    Rule,
-    describe,
     sink_places,
 )
-from sinkscope.sinks.find.records import SHORT, SinkRate
+from sinkscope.sinks.find.records import RATE_EPS, SHORT, SinkRate
 from sinkscope.sinks.removal.components import Heads
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.tap.observers import visible_rows
@@ -40,6 +37,9 @@ from sinkscope.tap.observers import visible_rows
 RATE_TEXTS = 100  # texts over which the sink rate is defined (Gu et al. 2024)
 LONG_LENGTH, LONG_TEXTS = 512, 4  # texts in which attention is read before it is said that there is no sink
 LATER_QUERIES = 16  # later queries a position needs: heads that attend to themselves favour the last positions
+LIFT = 3.0  # times uniform attention, from which a query attends to a position among several
+LEAST_SEEN = 8  # positions that a query has to see to be judged by that, and queries that a position needs
+LEAST_PART = 0.25  # of what the most attended of several positions gets, each of them gets at least
 NARROWEST = 8  # smallest window of which heads can be judged: in a smaller one every position gets much attention
 BATCH_ELEMENTS = 1 << 25  # a batch takes 128 MB at its widest activation
 IN_CACHE = 1 << 20  # the same on a CPU: what leaves its cache takes longer
@@ -54,6 +54,8 @@ class AttentionReceived:
         received: Mean attention to the position `at` from all queries at or after it that see it or, if a window hides
             it from some, from the farther half of those that see it. The last positions of each text are left out
             because too few queries see them. 0 in layers with a window of less than 8.
+        lasting: Share of these queries that give the position at least three times as much as by uniform attention; of
+            queries that see at least eight positions, and 16 positions later or more (a quarter of a window).
         learned: Mean attention to the learned sink logit of each head.
         norms: Norm of every position after each layer.
         windows: Positions that a query of each layer sees; None: all.
@@ -62,6 +64,7 @@ class AttentionReceived:
 
     ids: TokenRows
     received: Float[Tensor, "layer head text at"]
+    lasting: Float[Tensor, "layer head text at"]
     learned: Float[Tensor, "layer head text"]
     norms: Float[Tensor, "layer text pos"]
     windows: list[int | None]
@@ -74,6 +77,7 @@ class AttentionReceived:
         return cls(
             ids,
             received=torch.zeros(depth, target.n_heads, texts, max(1, length - LATER_QUERIES)),
+            lasting=torch.zeros(depth, target.n_heads, texts, max(1, length - LATER_QUERIES)),
             learned=torch.zeros(depth, target.n_heads, texts),
             norms=torch.zeros(depth, texts, length),
             windows=[None] * depth,
@@ -85,6 +89,7 @@ class AttentionReceived:
         return replace(
             self,
             received=self.received[:depth],
+            lasting=self.lasting[:depth],
             learned=self.learned[:depth],
             norms=norms,
             windows=self.windows[:depth],
@@ -120,6 +125,7 @@ class AttentionReceived:
         visible: Callable[[], Bool[Tensor, "text _ query key"]],
     ) -> None:
         sees = visible()[0, 0].to(probs.device)
+        seen = sees.sum(1, keepdim=True)
         window = None
         if not bool(sees[-1, 0]):
             window = int(sees[-1].sum())
@@ -128,22 +134,47 @@ class AttentionReceived:
         self.windows[layer] = window
         if window is None or window >= NARROWEST:
             shares = reduce(probs * sees, "text head query key -> head text key", "sum") / sees.sum(0).clamp(min=1)
-            self.received[layer, :, texts] = shares[..., : self.received.shape[-1]].cpu()
+            size = self.received.shape[-1]
+            self.received[layer, :, texts] = shares[..., :size].cpu()
+            places = torch.arange(len(sees), device=probs.device)
+            apart = LATER_QUERIES if window is None else max(1, window // 4)
+            far = sees & (places[:, None] - places >= apart) & (seen >= LEAST_SEEN)
+            hot = (probs >= LIFT / (seen + 1)) & far
+            shares = reduce(hot.float(), "text head query key -> head text key", "sum") / far.sum(0).clamp(min=1)
+            self.lasting[layer, :, texts] = (shares * (far.sum(0) >= LEAST_SEEN))[..., :size].cpu()
         if learned_sinks:
             to_tokens = reduce(probs.sum(-1), "text head query -> head text", "mean")
             self.learned[layer, :, texts] = (1 - to_tokens).cpu()
 
     # --- what was read ---
 
+    def given(self, there: Bool[Tensor, "text at"]) -> Float[Tensor, "layer head text"]:
+        """Attention to some positions together, mean over the queries from the first of them on.
+
+        Behind a window, where few of the positions are in sight, it is the mean over positions.
+        """
+        queries = self.ids.shape[1] - torch.arange(there.shape[1]).float()
+        seeing = torch.where(there, queries, 0).amax(1).clamp(min=1)
+        together = (self.received * (there * queries)).sum(-1) / seeing
+        mean = (self.received * there).sum(-1) / there.sum(1).clamp(min=1)
+        windows = torch.tensor([window is not None for window in self.windows])
+        return torch.where(windows[:, None, None], mean, together)
+
     @cached_property
     def above(self) -> Bool[Tensor, "layer head text at"]:
-        """Whether heads attend to positions."""
-        return self.received > RATE_EPS
+        """Whether heads attend to positions: to one alone, or lastingly to several that together get as much."""
+        alone = self.received > RATE_EPS
+        queries = self.ids.shape[1] - torch.arange(self.received.shape[-1]).float()
+        several = self.lasting >= MOST_TEXTS
+        seeing = torch.where(several, queries, 0).amax(-1).clamp(min=1)
+        together = (self.received * several * queries).sum(-1) / seeing
+        fair = self.received >= LEAST_PART * (self.received * several).amax(-1, keepdim=True)
+        return alone | (several & fair & (together > RATE_EPS)[..., None])
 
     @property
     def rate(self) -> float:
         """The sink rate of position 0: the share of (layer, head) above the threshold, averaged over texts."""
-        return float(self.above[self.attending][..., 0].float().mean())
+        return float((self.received[self.attending][..., 0] > RATE_EPS).float().mean())
 
     @cached_property
     def places(self) -> Places:
@@ -157,12 +188,14 @@ class AttentionReceived:
             return []
         return [(layer, head) for layer, head in steady.nonzero().tolist()]
 
-    def readers(self, rule: Rule) -> Heads:
-        """The (layer, head) pairs that attend to most of the sinks that words mean; empty if too few for a sink."""
-        share = POSITION_SHARE
-        if rule.position is None or rule.tokens:
-            share = PLACE_SHARE
-        return self._in_most(self.above[:, :, self.places.of(rule).there], share)
+    def readers(self, there: Bool[Tensor, "text pos"]) -> Heads:
+        """The (layer, head) pairs that attend to most of some places; empty if too few for a sink.
+
+        Fewer heads are enough at a single position than at others, which may be a word that some heads prefer.
+        """
+        there = there[:, : self.received.shape[-1]]
+        share = PLACE_SHARE if int(there.any(0).sum()) > 1 else POSITION_SHARE
+        return self._in_most(self.above[:, :, there], share)
 
     @cached_property
     def learned_heads(self) -> Heads:
@@ -176,9 +209,12 @@ class AttentionReceived:
             return 0.0
         return float((self.learned > RATE_EPS)[self.attending].float().mean())
 
-    def described(self, decode: Callable[[list[int]], str]) -> Description | None:
-        """Words for the attention sink; None if no words hold for places that enough heads attend to."""
-        return describe(self.places, decode, lambda rule: bool(self.readers(rule)))
+    @property
+    def most_attended(self) -> Search:
+        """The largest share of the texts in which two heads attend to one position, or to one token, unfiltered."""
+        anywhere = self.above[self.attending].int().sum((0, 1)) >= SINK_HEADS
+        at = int(anywhere.float().mean(0).argmax())
+        return Search("positions", anywhere.shape[1], float(anywhere[:, at].float().mean()), f"position {at}")
 
 
 @torch.no_grad()

@@ -21,13 +21,13 @@ def draw(result: FindSinks) -> go.Figure:
     fig = panels(TITLES[:shown], WIDTHS[:shown], spacing=0.06)
     _draw_norms(fig, result)
     rates = []
-    if result.attention_sink is not None:
-        rates += [layer.rate for layer in result.attention_sink.layers]
+    if result.sink is not None:
+        rates += [layer.rate for layer in result.sink.layers]
     hover = "layer %{x}: %{y:.0%} of the heads<extra></extra>"
     layers = list(range(len(rates)))
     fig.add_bar(x=layers, y=rates, marker_color=BLUE, hovertemplate=hover, showlegend=False, row=1, col=2)
     fig.update_yaxes(title_text="share of the layer's heads", tickformat=".0%", range=[0.0, 1.02], col=2)
-    dtick = max(1, len(result.first_token_norm) // 12)
+    dtick = max(1, len(result.spike_norm) // 12)
     for col in (1, 2):
         fig.update_xaxes(title_text="layer", dtick=dtick, col=col)
     if result.neurons:
@@ -37,22 +37,22 @@ def draw(result: FindSinks) -> go.Figure:
 
 def _place(result: FindSinks) -> str:
     """Where the blue line is measured."""
-    if result.norm_spike is None:
+    if result.spike is None:
         return "the first token"
-    return html.escape(result.norm_spike.place.rules[0].words)
+    return html.escape(result.spike.place.words)
 
 
 def _draw_norms(fig: Any, result: FindSinks) -> None:
-    layers = list(range(len(result.first_token_norm)))
+    layers = list(range(len(result.spike_norm)))
     read = layers[: result.layers_read]
     outline = [*result.typical_high[: len(read)], *result.typical_low[: len(read)][::-1]]
     area = {"fill": "toself", "fillcolor": BAND, "mode": "none", "hoverinfo": "skip"}
     fig.add_scatter(x=[*read, *read[::-1]], y=outline, name="typical text, 5-95 %", **area, row=1, col=1)
     grey, blue = {"color": GREY}, {"color": BLUE, "width": 3}
     fig.add_scatter(x=layers, y=result.typical_norm, name="typical text, median", line=grey, row=1, col=1)
-    fig.add_scatter(x=layers, y=result.first_token_norm, name=_place(result), line=blue, row=1, col=1)
-    if result.norm_spike is not None:
-        for layer in result.norm_spike.step_down:
+    fig.add_scatter(x=layers, y=result.spike_norm, name=_place(result), line=blue, row=1, col=1)
+    if result.spike is not None:
+        for layer in result.spike.step_down:
             fig.add_vline(layer, line={"color": GREEN, "dash": "dot"}, annotation_text="falls", row=1, col=1)
     if result.sink_layer is not None:
         name = f"layer {result.sink_layer}"

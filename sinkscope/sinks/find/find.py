@@ -1,9 +1,9 @@
 """Which neurons make the attention sink, verified by ablation (Yona et al. 2025, sections 4.2 and 4.4).
 
-`find_sinks` goes one way. A survey of typical text says where the attention sink and the norm spike are (`context`).
-The layers that build the spike are read at its places (`layer_scan`), and their neurons are zeroed one by one
-(`neurons`) and in sets (`sets`). Then components are replaced to see what the heads need (`carriers`). All edits are
-rows of one pass (`effects`).
+`find_sinks` goes one way. A survey of typical text says where heads attend and where norms stand out (`survey`).
+The layers that build a spike are read at its places (`layer_scan`), and their neurons are zeroed one by one
+(`neurons`) and in sets (`sets`). Then parts are removed to see what the heads need (`readers`). All edits are rows of
+one pass (`effects`), and what they show is a claim (`sinkscope.results.claims`).
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from collections.abc import Sequence
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Natural, ScanPart, Setup, measurement
 from sinkscope.models.checkpoints.names import published_for
-from sinkscope.sinks.find.attention_sink import attention_sink
-from sinkscope.sinks.find.context import Survey
+from sinkscope.results.claims import NEEDED
 from sinkscope.sinks.find.layer_scan import typical_quantiles
 from sinkscope.sinks.find.records import PublishedSink, RepeatsNeeded, Stage
 from sinkscope.sinks.find.repetitions import repeat_until_half, repetition_spike
 from sinkscope.sinks.find.result import FindSinks
 from sinkscope.sinks.find.sets import CANDIDATES, CausalSets
+from sinkscope.sinks.find.sinks import attention_sinks
 from sinkscope.sinks.find.spikes import made_spikes
+from sinkscope.sinks.find.survey import Survey
 from sinkscope.sinks.tokens import pick_tokens, prefixes, repetition_limit, unknown_share
 
 
@@ -65,30 +66,28 @@ def find_sinks(
 
     whole = all_layers or setup.target.resident
     while True:
-        # Where are the sink and the spike, and what makes the spike of each kind of place?
+        # Where are the sinks and the spikes, and what makes the spike of each kind of place?
         survey = Survey.of(setup, whole=whole)
-        made = made_spikes(survey, top_k)
+        made = made_spikes(setup, survey, top_k)
         depth = len(survey.first.scan.layers)
         # If the neurons do not carry the attention to the first kind of place, the layers read were too few.
         minimal = made[0].sets.minimal if made else None
-        if whole or depth == setup.target.n_layers or (minimal is not None and minimal.carries_attention):
+        if whole or depth == setup.target.n_layers or (minimal is not None and (minimal.heads_lost or 0.0) >= NEEDED):
             break
         whole = True
 
     # Does repetition go through the same neurons?
-    context, sets, spike = survey.first, CausalSets(), None
+    context, sets = survey.first, CausalSets()
     repeats, repetition = RepeatsNeeded((), None, 0, limit), None
     if made:
-        context, sets, spike = made[0].context, made[0].sets, made[0].spike
+        context, sets = made[0].context, made[0].sets
         if context.scan.stages:
-            repeats, entering = repeat_until_half(context, words, first_tokens, limit, setup.progress)
-            if sets.sites:
-                repetition = repetition_spike(context, repeats, first_tokens, entering, sets.sites)
+            repeats = repeat_until_half(context, words, first_tokens, limit, setup.progress)
+            repetition = repetition_spike(context, repeats, first_tokens, sets.sites)
 
     scan = context.scan
-    decode = setup.tokenizer.decode
-    published = None
     reported = published_for(setup.target.name)
+    published = None
     if reported is not None:
         causal = {(neuron.layer, neuron.neuron) for neuron in sets.neurons if neuron.causal}
         matches = reported.matches(scan.sink_layer, causal, scan.massive_activations)
@@ -98,20 +97,19 @@ def find_sinks(
     low, typical, high = typical_quantiles(survey.first.scan.whole_norms).tolist()
     shares = (scan.middle(scan.mlp_norms).double() / max(scan.spike_norm)).tolist()
     return FindSinks(
-        norm_spike=spike,
-        attention_sink=attention_sink(survey, made),
-        causal_sets=sets.sets,
-        further_spikes=tuple(each.placed for each in made[1:]),
-        scattered=survey.received.places.scattered(survey.sink, decode),
-        stray_norms=survey.spikes.scattered(survey.spike, decode),
+        spikes=tuple(each.spike for each in made),
+        sinks=attention_sinks(setup, survey, made),
+        other_spikes=survey.other_spikes,
+        other_sinks=survey.other_sinks,
+        most_attended=survey.received.most_attended,
         repetition=repetition,
         lengths=survey.lengths,
         shared_dims=tuple(scan.shared_dims),
-        sink_layer=scan.sink_layer if spike is not None else None,
+        sink_layer=scan.sink_layer if made else None,
         neurons=sets.neurons,
-        stages=tuple(Stage(stage, shares[stage]) for stage in scan.stages if spike is not None),
+        stages=tuple(Stage(stage, shares[stage]) for stage in scan.stages if made),
         residual_dims=tuple(scan.massive_activations),
-        first_token_norm=(*scan.middle(scan.whole_norms).tolist(), *unread),
+        spike_norm=(*scan.middle(scan.whole_norms).tolist(), *unread),
         typical_norm=(*typical, *unread),
         typical_low=(*low, *unread),
         typical_high=(*high, *unread),

@@ -177,7 +177,7 @@ class LayerScan:
         """Layers whose MLP builds the place's norm (definition of a stage), in order; may be empty."""
         if not self.spike_layers:
             return []
-        spike = self._spike_after(int(torch.tensor(self.spike_norm).argmax()))
+        spike = self.spike_after(int(torch.tensor(self.spike_norm).argmax()))
         direction = spike / spike.norm()
         least = STAGE_SHARE * max(self.spike_norm)
         along = torch.stack([layer.written for layer in self.layers]) @ direction
@@ -205,11 +205,11 @@ class LayerScan:
         """Whether a layer's MLP points against the spike that enters it: it removes this spike, or turns it round."""
         if layer - 1 not in self.spike_layers:
             return False
-        before = self._spike_after(layer - 1)
+        before = self.spike_after(layer - 1)
         written = self.layers[layer].written
         return float(written @ before / before.norm()) < -AGAINST * float(written.norm())
 
-    def _spike_after(self, layer: int) -> Float[Tensor, " d_model"]:
+    def spike_after(self, layer: int) -> Float[Tensor, " d_model"]:
         """The residual stream of the place without shared dimensions."""
         spike = self.layers[layer].residual.clone()
         spike[self.shared_dims] = 0
@@ -287,7 +287,7 @@ class LayerScan:
         """
         if self.sink_layer is None:
             return []
-        size = self._spike_after(self.sink_layer).abs()
+        size = self.spike_after(self.sink_layer).abs()
         massive = (size > 100) & (size > 1000 * self.typical.layers[self.sink_layer].hidden)
         order = size.argsort(descending=True, stable=True)
         return order[massive[order]].tolist()

@@ -13,8 +13,9 @@ from sinkscope.hooks.trace.layer_view import (
     view_layer,
 )
 from sinkscope.models.draws import draws
-from sinkscope.sinks.find.context import SinkContext
-from sinkscope.sinks.find.members import Member, Neuron
+from sinkscope.results.parts import Neuron
+from sinkscope.sinks.find.records import Candidate
+from sinkscope.sinks.find.survey import SinkContext
 from sinkscope.sinks.removal.components import Edit
 from sinkscope.sinks.removal.search import CONTROL_DRAWS
 
@@ -23,7 +24,7 @@ STAGE_CANDIDATES = 2  # candidates of each stage other than the sink layer
 
 
 @torch.no_grad()
-def verify_neurons(context: SinkContext, layer: int, top_k: int) -> tuple[Neuron, ...]:
+def verify_neurons(context: SinkContext, layer: int, top_k: int) -> tuple[Candidate, ...]:
     """Candidate neurons of a layer that builds the spike, and the effect of zeroing each after this layer.
 
     Args:
@@ -44,7 +45,7 @@ def verify_neurons(context: SinkContext, layer: int, top_k: int) -> tuple[Neuron
 
 
 @torch.no_grad()
-def stage_neurons(context: SinkContext, stage: int, top_k: int, upto: int = 0) -> tuple[Neuron, ...]:
+def stage_neurons(context: SinkContext, stage: int, top_k: int, upto: int = 0) -> tuple[Candidate, ...]:
     """The neurons of a layer that write most at the place, and the effect of zeroing each, beside random ones.
 
     If an ablation is active, these are the neurons that write most under it.
@@ -77,7 +78,7 @@ def stage_neurons(context: SinkContext, stage: int, top_k: int, upto: int = 0) -
             drawn = torch.randint(len(others), (CONTROL_DRAWS,), generator=generator)
         members = []
         for number in top + others[drawn.to(others.device)].tolist():
-            members.append(Member(stage, *expert_and_neuron(target, stage, number)))
+            members.append(Neuron(stage, *expert_and_neuron(target, stage, number)))
         neutral = [(neutral_post(target, text, number), neutral_up(text, number)) for number in top]
         drops = context.drops([Edit(zero=(member.site,)) for member in members], max(stage, upto)).tolist()
     control = max(drops[len(top) :], default=0.0)
@@ -85,7 +86,7 @@ def stage_neurons(context: SinkContext, stage: int, top_k: int, upto: int = 0) -
     neurons = []
     for number, member, drop, (post, up) in zip(top, members, drops, neutral, strict=False):
         norm = float(contribution[number])
-        verified = Neuron(
+        verified = Candidate(
             layer=stage,
             expert=member.expert,
             neuron=member.neuron,

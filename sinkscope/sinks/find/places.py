@@ -1,12 +1,13 @@
-"""A sink is a set of places: positions of texts are found first, and words for them are looked for afterwards.
+"""Sinks and spikes are sets of places. Words label a set afterwards, and decide nothing.
 
-`sink_places` finds the positions that heads attend to, `spike_places` those whose norm stands out, and `describe` the
-simplest words that cover at least nine of ten of them and mean hardly anything else. Nothing assumes a position.
+`sink_places` finds the positions that heads attend to, and `spike_places` those whose norm stands out. `pieces` parts
+such a set by the simplest words that mean hardly anything else; what no words cover is a piece as well, or left over
+if it is too little to be measured. Nothing assumes a position.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -26,8 +27,9 @@ POSITION_SHARE = 0.01  # ... and this share of the heads, if they attend to a po
 PLACE_SHARE = 0.05  # ... or this share at any other place: a few heads that prefer one word are no sink
 MOST_TEXTS = 0.5  # a head attends to a position, or to a token, if it does so in at least this share of the cases
 LEAST_CASES = 3  # words need so many places that bear them out, and a position so many different tokens
-SOME_TEXTS = 0.2  # least share of the texts in which the first token is a sink of some texts
+SOME_TEXTS = 0.2  # least share of the texts that have a place
 MOST_PARTS = 4  # rules in one description, if one or two do not suffice
+MOST_TURNS = 16  # different tokens that take turns among the texts in which a place is looked at
 COMMON = 3  # tokens named where no words fit
 PLACE_TEXTS = 4  # texts in which a place is looked at that always has the same token; of different ones four times that
 Decode = Callable[[list[int]], str]
@@ -42,10 +44,11 @@ class TokenShare:
 
 
 @dataclass(frozen=True)
-class Scattered:
-    """Places that no words describe: how many, and the most common tokens there."""
+class LeftOver:
+    """Places that belong to no piece: how many, their share of all, and the most common tokens there."""
 
     count: int = 0
+    share: float = 0.0
     tokens: tuple[TokenShare, ...] = ()
 
 
@@ -64,25 +67,21 @@ class Places:
     def __len__(self) -> int:
         return int(self.there.sum())
 
-    def of(self, rule: Rule | Description) -> Places:
+    def of(self, rule: Rule) -> Places:
         """Those of the places that words mean."""
         return Places(self.ids, self.there & rule.means(self.ids))
 
-    def share(self, rule: Rule) -> float:
-        """The share of the places that words mean."""
-        return len(self.of(rule)) / len(self)
+    def without(self, there: Bool[Tensor, "text pos"]) -> Places:
+        """The places without some."""
+        return Places(self.ids, self.there & ~there)
 
-    def scattered(self, description: Description | None, decode: Decode) -> Scattered:
-        """The places that a description leaves out; all of them if there is none."""
-        left = self.there
-        if description is not None:
-            left = left & ~description.means(self.ids)
-        count = int(left.sum())
-        tokens, counts = self.ids[left].unique(return_counts=True)
-        common = []
+    def common(self, decode: Decode) -> tuple[TokenShare, ...]:
+        """The most common tokens at the places."""
+        tokens, counts = self.ids[self.there].unique(return_counts=True)
+        shares = []
         for index in counts.argsort(descending=True, stable=True)[:COMMON].tolist():
-            common.append(TokenShare(decode([int(tokens[index])]), float(counts[index]) / count))
-        return Scattered(count, tuple(common))
+            shares.append(TokenShare(decode([int(tokens[index])]), float(counts[index]) / len(self)))
+        return tuple(shares)
 
     @property
     def earliest(self) -> int:
@@ -100,7 +99,8 @@ class Rule:
         tokens: Ids of the tokens that may stand there. Empty: any.
         first: Whether only the first of these tokens in a text counts; of all tokens, the first of each.
         repeated: Whether the token before has to be the same.
-        after: The token that has to stand before. None: any.
+        after: The tokens of which one has to stand before. Empty: any.
+        unless: Tokens that may not stand before.
         token: The token as text, if there is only one; else empty.
     """
 
@@ -110,17 +110,8 @@ class Rule:
     first: bool = False
     repeated: bool = False
     token: str = ""
-    after: int | None = None
-
-    def is_within(self, other: Rule) -> bool:
-        """Whether the other words mean all positions that these mean: their conditions are fewer, or the same."""
-        if other.position not in (None, self.position):
-            return False
-        if other.tokens and not (self.tokens and set(self.tokens) <= set(other.tokens)):
-            return False
-        free = not (other.first or other.repeated or other.after is not None)
-        same = (self.first, self.repeated, self.after) == (other.first, other.repeated, other.after)
-        return free or (same and self.tokens == other.tokens)
+    after: tuple[int, ...] = ()
+    unless: tuple[int, ...] = ()
 
     def means(self, ids: TokenRows) -> Bool[Tensor, "text pos"]:
         """The positions of some texts that the words mean."""
@@ -135,45 +126,84 @@ class Rule:
             at_position = torch.zeros_like(fits)
             at_position[:, self.position : self.position + 1] = True
             fits &= at_position
-        if self.repeated or self.after is not None:
-            before = ids[:, 1:] if self.after is None else self.after
+        if self.repeated or self.after:
             fits[:, 0] = False
-            fits[:, 1:] &= ids[:, :-1] == before
+        if self.repeated:
+            fits[:, 1:] &= ids[:, :-1] == ids[:, 1:]
+        if self.after:
+            fits[:, 1:] &= torch.isin(ids[:, :-1], torch.tensor(self.after, device=ids.device))
+        if self.unless:
+            fits[:, 1:] &= ~torch.isin(ids[:, :-1], torch.tensor(self.unless, device=ids.device))
         return fits
 
 
 @dataclass(frozen=True)
-class Description:
-    """The words for a set of places.
+class Place:
+    """A set of positions of the texts that were surveyed, with the words that label it.
 
     Attributes:
-        rules: What the words mean, the simplest first; a place has to meet one of them.
-        coverage: Share of the places that the words mean.
-        precision: Share of the positions that the words mean which are such places.
-        share: Share of the texts that have such a place.
+        cases: The positions, as pairs of the number of a text and a position.
+        rule: The words. None: no words mean these positions and hardly any others.
+        coverage: Share of the whole set, of which this is a piece.
+        precision: Share of the positions that the words mean which belong to it.
+        share: Share of the texts that have such a position.
+        position: The first position of any text.
+        common: The most common tokens.
     """
 
-    rules: tuple[Rule, ...]
+    cases: tuple[tuple[int, int], ...]
+    rule: Rule | None
     coverage: float
     precision: float
     share: float
+    position: int
+    common: tuple[TokenShare, ...]
+
+    @classmethod
+    def of(cls, whole: Places, there: Bool[Tensor, "text pos"], rule: Rule | None, decode: Decode) -> Place:
+        """A piece of a set of places."""
+        piece = Places(whole.ids, there & whole.there)
+        return cls(
+            cases=tuple((text, at) for text, at in piece.there.nonzero().tolist()),
+            rule=rule,
+            coverage=len(piece) / len(whole),
+            precision=len(piece) / int(there.sum()),
+            share=float(piece.there.any(1).float().mean()),
+            position=piece.earliest,
+            common=piece.common(decode),
+        )
 
     @property
     def words(self) -> str:
-        """The words, as part of a sentence."""
-        return word_list([rule.words for rule in self.rules])
+        """The words, or the size and the most common tokens."""
+        if self.rule is not None:
+            return self.rule.words
+        tokens = word_list([repr(each.token) for each in self.common])
+        return f"{len(self.cases):,} places without a common description (most often {tokens})"
+
+    @property
+    def token(self) -> str:
+        """The token that always stands there; empty if there is no single one."""
+        return "" if self.rule is None else self.rule.token
 
     @property
     def is_first(self) -> bool:
-        """Whether the words begin with the first token, of all texts or of some."""
-        return self.rules[0].position == 0
+        """Whether it is the first token, of all texts or of some."""
+        return not any(at for _, at in self.cases)
+
+    def there(self, ids: TokenRows) -> Bool[Tensor, "text pos"]:
+        """The positions as a mask of the texts that were surveyed, which may be cut off."""
+        mask = torch.zeros_like(ids, dtype=torch.bool)
+        text, at = torch.tensor(self.cases).T
+        within = at < ids.shape[1]
+        mask[text[within], at[within]] = True
+        return mask
 
     def means(self, ids: TokenRows) -> Bool[Tensor, "text pos"]:
-        """The positions of some texts that the words mean."""
-        fits = torch.zeros_like(ids, dtype=torch.bool)
-        for rule in self.rules:
-            fits |= rule.means(ids)
-        return fits
+        """The positions of any texts that the words mean; none if there are no words."""
+        if self.rule is None:
+            return torch.zeros_like(ids, dtype=torch.bool)
+        return self.rule.means(ids)
 
     def __str__(self) -> str:
         return self.words
@@ -185,20 +215,22 @@ def _first_occurrences(ids: TokenRows) -> Bool[Tensor, "text pos"]:
     return ~same.tril(-1).any(2)
 
 
-def texts_with(rule: Rule, places: Places, ids: Int[Tensor, "text pos"]) -> tuple[TokenRows, Int[Tensor, " row"]]:
-    """Some texts with a place that words mean, and the place in each; those in which it comes first.
+def texts_with(
+    place: Place, ids: Int[Tensor, "text pos"]
+) -> tuple[TokenRows, Int[Tensor, " row"], Bool[Tensor, "row pos"]]:
+    """Some texts with a place, its first position in each, and all of them; those texts in which it comes first.
 
     Different neurons may make the spikes of several tokens, so these take turns, and a text may stand there twice.
 
     Args:
-        rule: The words.
-        places: The places.
-        ids: The texts, whole.
+        place: The place.
+        ids: The texts in which it was found, whole.
     """
-    there = places.of(rule).there
+    there = place.there(ids)
     kinds = [there]
-    if rule.position is None and len(rule.tokens) > 1:
-        kinds = [there & (places.ids == token) for token in rule.tokens]
+    tokens = ids[there].unique().tolist()
+    if not place.is_first and 1 < len(tokens) <= MOST_TURNS:
+        kinds = [there & (ids == token) for token in tokens]
     cases: list[tuple[int, int, int]] = []
     for each in kinds:
         own = sorted((int(each[row].int().argmax()), row) for row in each.any(1).nonzero().flatten().tolist())
@@ -207,7 +239,7 @@ def texts_with(rule: Rule, places: Places, ids: Int[Tensor, "text pos"]) -> tupl
     number = PLACE_TEXTS
     if len(ids[rows, at].unique()) >= LEAST_CASES:
         number = min(4 * PLACE_TEXTS, max(PLACE_TEXTS, KEPT_POSITIONS // ids.shape[1]))
-    return ids[rows[:number]], at[:number]
+    return ids[rows[:number]], at[:number], there[rows[:number]]
 
 
 # --- finding ---------------------------------------------------------------------------------------------------------
@@ -265,26 +297,47 @@ def spike_places(norms: Float[Tensor, "layer text pos"], ids: TokenRows) -> Plac
 # --- describing ------------------------------------------------------------------------------------------------------
 
 
-def describe(places: Places, decode: Decode, holds: Callable[[Rule], bool] = lambda _: True) -> Description | None:
-    """The simplest words that hold for the places; None if no words do.
+def pieces(
+    places: Places, decode: Decode, holds: Callable[[Bool[Tensor, "text pos"]], bool] = lambda _: True
+) -> tuple[tuple[Place, ...], LeftOver]:
+    """The parts of a set of places, and what is left over: too few places, or such as do not hold.
 
-    Of single rules, then of pairs, the first one is taken whose coverage is at least 0.9. If there is none, the rules
-    that add most are joined, and the coverage says how much is left. Every rule has a precision of at least 0.9.
+    Words have a precision of at least 0.9. Of single rules, then of pairs, the first one is taken whose coverage is at
+    least 0.9. If there is none, the rules that add most are joined. What no words cover is a piece of its own.
 
     Args:
         places: The places.
         decode: Writes token ids as text.
-        holds: What else a rule has to meet.
+        holds: What else a piece has to meet.
     """
+    found: list[Place] = []
+    rest = places
+    for rule in _rules(places, decode, holds):
+        fits = rule.means(places.ids)
+        found.append(Place.of(places, fits, rule, decode))
+        rest = rest.without(fits)
+    enough = len(rest) >= max(LEAST_CASES, (1 - ENOUGH) * len(places))
+    if enough and float(rest.there.any(1).float().mean()) >= SOME_TEXTS and holds(rest.there):
+        found.append(Place.of(places, rest.there, None, decode))
+        rest = rest.without(rest.there)
+    if not len(rest):
+        return tuple(found), LeftOver()
+    return tuple(found), LeftOver(len(rest), len(rest) / len(places), rest.common(decode))
+
+
+def _rules(places: Places, decode: Decode, holds: Callable[[Bool[Tensor, "text pos"]], bool]) -> list[Rule]:
+    """The words for the parts of a set of places."""
     precise: list[Rule] = []
     for rules in (_simple, _of_a_kind):
         for rule in rules(places, decode):
-            if _precision(places, rule.means(places.ids)) >= ENOUGH and holds(rule):
+            if _precision(places, rule.means(places.ids)) >= ENOUGH and holds(places.of(rule).there):
                 precise.append(rule)
         for few in (*combinations(precise, 1), *combinations(precise, 2)):
-            description = _described(places, few)
-            if description.coverage >= ENOUGH:
-                return description
+            rest = places
+            for rule in few:
+                rest = rest.without(rule.means(places.ids))
+            if len(rest) <= (1 - ENOUGH) * len(places):
+                return list(few)
     chosen = []
     rest = places
     while len(chosen) < MOST_PARTS and precise:
@@ -292,10 +345,8 @@ def describe(places: Places, decode: Decode, holds: Callable[[Rule], bool] = lam
         if len(rest.of(best)) < min(LEAST_CASES, len(places.ids)):
             break
         chosen.append(best)
-        rest = Places(rest.ids, rest.there & ~best.means(rest.ids))
-    if not chosen:
-        return None
-    return _described(places, sorted(chosen, key=precise.index))
+        rest = rest.without(best.means(rest.ids))
+    return sorted(chosen, key=precise.index)
 
 
 def _precision(places: Places, fits: Bool[Tensor, "text pos"]) -> float:
@@ -304,15 +355,6 @@ def _precision(places: Places, fits: Bool[Tensor, "text pos"]) -> float:
     if both < min(LEAST_CASES, len(places.ids)):
         return 0.0
     return both / int(fits.sum())
-
-
-def _described(places: Places, rules: Sequence[Rule]) -> Description:
-    fits = torch.zeros_like(places.there)
-    for rule in rules:
-        fits |= rule.means(places.ids)
-    both = int((places.there & fits).sum())
-    in_texts = float((places.there & fits).any(1).float().mean())
-    return Description(tuple(rules), both / len(places), both / int(fits.sum()), in_texts)
 
 
 def _simple(places: Places, decode: Decode) -> list[Rule]:
@@ -325,11 +367,30 @@ def _simple(places: Places, decode: Decode) -> list[Rule]:
         name = decode([token])
         rules.append(Rule(f"{name!r} wherever it stands", tokens=(token,), token=name))
         rules.append(Rule(f"the first {name!r} of a text", tokens=(token,), first=True, token=name))
-        before = int(ids[:, :-1][places.there[:, 1:] & (ids[:, 1:] == token)].mode().values)
-        rules.append(Rule(f"{name!r} after {decode([before])!r}", tokens=(token,), token=name, after=before))
+        rules += _by_the_token_before(places, token, decode)
     rules.append(Rule("every token that repeats the one before it", repeated=True))
     rules.append(Rule("the first occurrence of every token", first=True))
     return rules
+
+
+def _by_the_token_before(places: Places, token: int, decode: Decode) -> list[Rule]:
+    """A token after some others, or except after some others; the fewer of the two are named."""
+    stands = places.ids[:, 1:] == token
+    before, there = places.ids[:, :-1], places.there[:, 1:]
+    keeping = before[stands & ~there].unique()
+    allowing = before[stands & there].unique()
+    name = decode([token])
+
+    def words(what: str, tokens: Tensor) -> str:
+        names = word_list([repr(decode([other])) for other in tokens.tolist()], COMMON)
+        return f"{name!r} {what} {names}"
+
+    if len(allowing) <= max(1, len(keeping)):
+        return [Rule(words("after", allowing), tokens=(token,), token=name, after=tuple(allowing.tolist()))]
+    keeping = keeping[~torch.isin(keeping, allowing)]
+    if not len(keeping):
+        return []
+    return [Rule(words("except after", keeping), tokens=(token,), token=name, unless=tuple(keeping.tolist()))]
 
 
 def _of_a_kind(places: Places, decode: Decode) -> list[Rule]:

@@ -1,14 +1,16 @@
-"""The parts of a `find_sinks` result: where the spike and the sink are, what makes and what carries them."""
+"""The parts of a `find_sinks` result: where the spikes and the sinks are, what makes them, and what heads need."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sinkscope.measure.evidence import NEEDED
-from sinkscope.sinks.find.members import CausalSet, Neuron
-from sinkscope.sinks.find.places import Description
+from sinkscope.results.claims import Claim, Search
+from sinkscope.results.parts import Component, Neuron, Parts, sites_of
+from sinkscope.sinks.find.places import Place
 
 SHORT = 64  # length of the texts in which attention is read first (Gu et al. 2024)
+RATE_EPS = 0.3  # mean attention above which a head attends to a position (Gu et al. 2024)
+Sites = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -17,6 +19,204 @@ class Stage:
 
     layer: int
     share: float
+
+
+@dataclass(frozen=True)
+class Candidate(Neuron):
+    """A candidate neuron. Drops are the share of the norm at the sink layer that is lost when the neuron is zeroed.
+
+    Attributes:
+        contribution_norm: Norm of what the neuron writes at the place of the spike, `hook_post[j] * W_out[j]`.
+        share: Contribution norm divided by the norm of the MLP's output at this place.
+        ablation_drop: Share of the spike's norm that is lost when the neuron is zeroed.
+        control_drop: Largest loss when a random neuron of the layer is zeroed instead, over 20 draws.
+        causal: Whether the ablation drop exceeds the control drop and is at least 0.1.
+        neutral_post: Median `hook_post` on typical text, the value that SinkPatch writes instead.
+        neutral_up: Median output of the up projection on typical text; None if the MLP has no such factor.
+    """
+
+    contribution_norm: float
+    share: float
+    ablation_drop: float
+    control_drop: float
+    causal: bool
+    neutral_post: float
+    neutral_up: float | None
+
+    @property
+    def address(self) -> Neuron:
+        """The neuron alone."""
+        return Neuron(self.layer, self.expert, self.neuron)
+
+
+@dataclass(frozen=True)
+class CausalSet:
+    """Neurons that together make a spike, and the effect of zeroing all of them.
+
+    Attributes:
+        neurons: The neurons of the set.
+        drop_sink_layer: Share of the spike's norm that is lost when the set is zeroed, at the layer that builds most of
+            it.
+        drop_last_layer: The same share at the last layer after which the norm stands out.
+        drop_attention: Share of the attention to the place that is lost, over the heads of the sink after this layer.
+            None if there are no such heads among the layers read.
+        heads_lost: Share of these heads that lose at least half of that attention.
+        control: The largest of these drops among 20 random sets of the same number of neurons from the same layers.
+        margin_norm: Two standard errors of the drop at the sink layer over texts; None for too few texts.
+        margin_attention: The same of the drop in attention.
+        equals: Neurons any one of which removes the spike as well, if the set is a single neuron.
+        layers: The first and last layer after which the norm stands out, if the spike falls and rises again: the set
+            makes this part of it.
+        claims: What is left of the spike along its direction: without the set, and without each of it.
+        readers: The heads of the sink, if all of them lose at least half of that attention without a single neuron.
+    """
+
+    neurons: tuple[Neuron, ...]
+    drop_sink_layer: float
+    drop_last_layer: float
+    drop_attention: float | None
+    heads_lost: float | None
+    control: float
+    margin_norm: float | None = None
+    margin_attention: float | None = None
+    equals: tuple[Neuron, ...] = ()
+    layers: tuple[int, int] | None = None
+    claims: tuple[Claim, ...] = ()
+    readers: Readers | None = None
+
+    @property
+    def edit_sites(self) -> Sites:
+        """The neurons in the form that interventions take."""
+        return sites_of(self.neurons)
+
+
+@dataclass(frozen=True)
+class Spike:
+    """Positions whose norm stands out (massive activations).
+
+    Attributes:
+        place: The positions.
+        layers: The first and last layer of each run of layers after which the norm stands out.
+        step_up: Layers that build the spike.
+        step_down: Layers that reduce it by at least 5 %.
+        ratio: The largest ratio of the spike's norm to the typical norm.
+        usual: The 95 % quantile of that ratio over ordinary positions.
+        maker: The parts without which the spike is gone, if no set of neurons makes it; empty if none were found.
+        begun_by: What makes a norm that stands out before neurons amplify it; empty if there is no such norm.
+        by_mlp: Whether MLPs make it.
+        sets: The smallest set found whose ablation removes the spike; if it falls and rises again, a set for each part.
+        claims: Of its makers.
+        search: What was searched.
+        margin: Two standard errors of the ratio over texts; None for too few texts.
+    """
+
+    place: Place
+    layers: tuple[tuple[int, int], ...]
+    step_up: tuple[int, ...]
+    step_down: tuple[int, ...]
+    ratio: float
+    usual: float
+    maker: Parts
+    begun_by: Parts
+    by_mlp: bool
+    sets: tuple[CausalSet, ...]
+    claims: tuple[Claim, ...]
+    search: Search
+    margin: float | None = None
+
+    @property
+    def makers(self) -> Parts:
+        """The parts that make the spike."""
+        made = [*self.begun_by, *self.maker]
+        if self.by_mlp and not self.maker:
+            made += [Component("mlp", layer) for layer in self.step_up]
+        return tuple(made)
+
+    @property
+    def set(self) -> CausalSet | None:
+        """The smallest set that removes the spike or, if it has several parts, the largest part."""
+        return next(iter(self.sets), None)
+
+
+@dataclass(frozen=True)
+class Readers:
+    """Heads that give a place at least 0.3 of their attention and need the same, those with most attention first.
+
+    Attributes:
+        heads: The heads.
+        attention: Mean attention of each to the place.
+        left: The same without what they need; the same as `attention` if nothing was found.
+        needs: What each of these heads needs: the neurons of a spike, or components. Empty if nothing was found.
+        by_spike: Whether that is what makes the spike of the place.
+        claim: What is left of the attention without it. None if nothing was found.
+        search: What was tried.
+    """
+
+    heads: tuple[str, ...]
+    attention: tuple[float, ...]
+    left: tuple[float, ...]
+    needs: Parts
+    by_spike: bool
+    claim: Claim | None
+    search: Search
+
+
+@dataclass(frozen=True)
+class LayerAttention:
+    """The attention of one layer, or of all, to a sink.
+
+    Attributes:
+        rate: Share of its heads that attend to the sink. None if it has no softmax attention.
+        readers: Number of heads that do in most cases.
+        attention: Mean attention of these to the sink. None if there are none.
+        rate_margin: Two standard errors over texts; None for too few texts.
+        attention_margin: The same of the mean attention.
+    """
+
+    rate: float | None
+    readers: int = 0
+    attention: float | None = None
+    rate_margin: float | None = None
+    attention_margin: float | None = None
+
+
+@dataclass(frozen=True)
+class Sink:
+    """Positions that heads attend to.
+
+    Attributes:
+        place: The positions. None: the learned sink logits of the heads.
+        everywhere: The attention of all layers that were read.
+        layers: That of each.
+        n_heads: Number of heads of these layers.
+        groups: The heads that attend in most cases, by what they need, the largest group first.
+        spike: Number of the spike of `FindSinks.spikes` that stands at most of these positions. None: there is none.
+        length: Length of the texts, in tokens.
+        between: Smallest and largest mean attention of a head that attends in most cases.
+        before: Where the same heads attend as long as they have seen no such position. None: nowhere, or not known.
+        window: Positions that the attending heads see, if a window hides others.
+    """
+
+    place: Place | None
+    everywhere: LayerAttention
+    layers: tuple[LayerAttention, ...]
+    n_heads: int
+    groups: tuple[Readers, ...] = ()
+    spike: int | None = None
+    length: int = SHORT
+    between: tuple[float, float] = (0.0, 0.0)
+    before: Place | None = None
+    window: int | None = None
+
+    @property
+    def words(self) -> str:
+        """Where it is."""
+        return "their learned sink logits" if self.place is None else self.place.words
+
+    @property
+    def rate(self) -> float:
+        """Share of (layer, head) pairs whose mean attention to the place exceeds 0.3 (Gu et al. 2024)."""
+        return self.everywhere.rate or 0.0
 
 
 @dataclass(frozen=True)
@@ -44,176 +244,29 @@ class RepeatsNeeded:
 
 
 @dataclass(frozen=True)
-class NormSpike:
-    """Positions whose norm stands out (massive activations).
-
-    What is said of layers and makers is so of the first of the places that the words mean.
-
-    Attributes:
-        place: The words for these positions.
-        positions: Where in pieces of typical text each kind of place is seen first. Position 0 is the first token.
-        step_up: Layers that build the spike.
-        step_down: Layers that reduce it by at least 5 %.
-        ratio: The largest ratio of the spike's norm to the typical norm.
-        runs: The first and last layer of each run of layers after which the norm stands out.
-        made_by: "MLP", or the component without which the spike is gone. None if there is no single one.
-        begun_by: What makes a norm that stands out before an MLP amplifies it. None if there is no such norm, or no
-            single component makes it.
-        margin: Two standard errors of the ratio over texts; None for too few texts.
-    """
-
-    place: Description
-    positions: tuple[int, ...]
-    step_up: tuple[int, ...]
-    step_down: tuple[int, ...]
-    ratio: float
-    runs: tuple[tuple[int, int], ...]
-    made_by: str | None
-    begun_by: str | None = None
-    margin: float | None = None
-
-    @property
-    def makers(self) -> tuple[str, ...]:
-        """The components that make the spike, named as carriers are."""
-        makers = []
-        if self.begun_by is not None:
-            makers.append(self.begun_by)
-        if self.made_by == "MLP":
-            makers += [f"MLP of layer {layer}" for layer in self.step_up]
-        elif self.made_by is not None:
-            makers.append(self.made_by)
-        return tuple(makers)
-
-
-@dataclass(frozen=True)
-class PlacedSpike:
-    """The spike of one kind of place, beside that of the first kind.
-
-    Attributes:
-        words: The words for the places.
-        position: Where it is seen first in typical text.
-        token: The token that always stands there; empty if there is no single one.
-        ratio: Its largest norm divided by the typical one.
-        made_by: "MLP", or the component without which it is gone. None if there is no single one.
-        set: The smallest set of neurons whose ablation removes it. None if no set that was tried does.
-    """
-
-    words: str
-    position: int
-    token: str
-    ratio: float
-    made_by: str | None
-    set: CausalSet | None
-
-
-@dataclass(frozen=True)
-class SinkPosition:
-    """A kind of place that heads attend to.
-
-    Attributes:
-        position: Where it is seen first in pieces of typical text.
-        token: The token that always stands there; empty if there is no single one.
-        rate: Share of (layer, head) pairs that attend to it.
-        words: The words for such places.
-    """
-
-    position: int
-    token: str
-    rate: float
-    words: str
-
-
-@dataclass(frozen=True)
-class LayerAttention:
-    """The attention of one layer to the sink.
-
-    Attributes:
-        rate: Share of its heads that attend to the sink. None if it has no softmax attention.
-        readers: Number of heads that do in most cases.
-        attention: Mean attention of these to the sink. None if there are none.
-        rate_margin: Two standard errors over texts; None for too few texts.
-        attention_margin: The same of the mean attention.
-    """
-
-    rate: float | None
-    readers: int = 0
-    attention: float | None = None
-    rate_margin: float | None = None
-    attention_margin: float | None = None
-
-
-@dataclass(frozen=True)
-class AttentionSink:
-    """Positions that heads attend to.
-
-    Attributes:
-        rate: Share of (layer, head) pairs whose mean attention to the first kind of place exceeds eps (Gu et al. 2024).
-            If there is no place, the share for the learned sink logits.
-        eps: Threshold on mean attention.
-        place: The words for the positions. None if heads attend to learned sink logits only.
-        positions: Each kind of place that the words mean.
-        layers_read: Number of layers whose attention was read.
-        carried_by: What the heads need, found by ablation: "spike", "mark" (what an attention layer or MLP writes there
-            without a spike), "token embedding", "position embedding", "key bias", "position" (rotary alone), "learned
-            logits". None if no single one of them.
-        layers: The attention of each layer read.
-        reads: What heads need in the same words, with the share of the heads that do, the largest share first. Empty if
-            they need the spike.
-        mark: The component that writes the mark. None if no head reads one, or if heads read those of several.
-        length: Length of the texts, in tokens.
-        window: Positions that the attending heads see, if a window hides others.
-        learned_rate: Share of heads that attend to a learned sink logit; 0 if too few do.
-        attention: Mean attention of the heads that attend in most cases. None if there is no place.
-        rate_margin: Two standard errors of the rate over texts; None for too few texts.
-        attention_margin: The same of the mean attention.
-    """
-
-    rate: float
-    eps: float
-    place: Description | None
-    positions: tuple[SinkPosition, ...]
-    layers_read: int
-    carried_by: str | None
-    layers: tuple[LayerAttention, ...] = ()
-    reads: tuple[tuple[str, float], ...] = ()
-    mark: str | None = None
-    length: int = SHORT
-    window: int | None = None
-    learned_rate: float = 0.0
-    attention: float | None = None
-    rate_margin: float | None = None
-    attention_margin: float | None = None
-
-    @property
-    def share(self) -> float:
-        """Share of the texts that have the sink."""
-        if self.place is None:
-            return 1.0
-        return self.place.share
-
-
-@dataclass(frozen=True)
 class RepetitionSpike:
     """What makes the spike of repeated tokens.
 
     Attributes:
         token: The repeated token.
         repeats: Number of repetitions; the last one was examined.
-        drop: Share of its norm that is lost without the neurons that make the model's spike.
+        by_copies: What of the norm is there with these copies, beside one copy and other tokens at that position.
+        same: What is left of it without the neurons that make the model's spike.
         set: Other neurons that make it. None if these do, or if no set was found.
-        neurons: The neurons of this set, as they are on the last repetition.
+        candidates: The neurons of this set, as they are on the last repetition.
     """
 
     token: str
     repeats: int
-    drop: float
+    by_copies: Claim
+    same: Claim | None
     set: CausalSet | None
-    neurons: tuple[Neuron, ...]
+    candidates: tuple[Candidate, ...]
 
     @property
-    def same_neurons(self) -> bool:
-        """Whether at least half of the repeated token's norm needs the same neurons."""
-        return self.drop >= NEEDED
+    def other_neurons(self) -> bool:
+        """Whether copies make a spike that does not need the neurons of the model's spike."""
+        return self.by_copies.verdict == "sufficient" and (self.same is None or self.same.verdict != "needed")
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from statistics import median
 
 import torch
@@ -12,17 +11,19 @@ from torch import Tensor
 
 from sinkscope.files.progress import Progress, silent
 from sinkscope.hooks.trace.run import trace
-from sinkscope.measure.evidence import NEEDED
-from sinkscope.models.hooks import on_input
+from sinkscope.models.draws import draws
 from sinkscope.models.norms import norm_of
-from sinkscope.models.target import NOT_READ, Entering
-from sinkscope.sinks.find.context import SinkContext
+from sinkscope.results.claims import NEEDED, Claim, Contrast, Outcome, Search
+from sinkscope.results.parts import Tokens, neurons_of
 from sinkscope.sinks.find.records import RepeatedToken, RepeatsNeeded, RepetitionSpike
 from sinkscope.sinks.find.sets import CausalSets, causal_sets
-from sinkscope.sinks.removal.components import Edit, Sites
+from sinkscope.sinks.find.survey import SinkContext
+from sinkscope.sinks.removal.components import Sites, silencing
 from sinkscope.sinks.removal.effects import effects
 from sinkscope.sinks.removal.rows import BATCH_ELEMENTS
+from sinkscope.sinks.removal.search import random_sites
 
+RANDOM = 3  # sets of random neurons beside those that make the spike
 FIRST_LENGTH = 128  # repetitions of the first pass; their number doubles
 
 
@@ -37,7 +38,7 @@ def repeats_until_half(norms: Float[Tensor, " repetition"], first: float | Tenso
 @torch.no_grad()
 def repeat_until_half(
     context: SinkContext, tokens: Sequence[int], prefixes: Sequence[int], limit: int, progress: Progress = silent
-) -> tuple[RepeatsNeeded, dict[int, Entering]]:
+) -> RepeatsNeeded:
     """Run a prefix and n repetitions of each token in one causal pass; n doubles until all tokens become sinks.
 
     Reading layers from disk costs more than long rows, so a streamed model gets all repetitions in the second pass.
@@ -50,17 +51,9 @@ def repeat_until_half(
         progress: Called after each pass.
 
     Returns:
-        For each token, the first n whose norm reaches half of the spike's; and what enters the first stage up to there,
-        by the place of the token, so that later passes over such a row can begin at this layer.
+        For each token, the first n whose norm reaches half of the spike's.
     """
     target = context.target
-    first = min(context.scan.stages)
-    begin = context.typical.entering.at(first)
-    hidden: list[Tensor] = []
-    hooks = []
-    if begin is not None:  # else no pass over this model can begin there
-        hooks.append((target.layers[first], "pre", on_input(lambda entered: hidden.append(entered.detach().clone()))))
-    entering: dict[int, Entering] = {}
     site = f"blocks.{context.layer}.hook_resid_post"
     lengths = [min(FIRST_LENGTH, limit)]
     while lengths[-1] < limit:
@@ -72,18 +65,12 @@ def repeat_until_half(
         waiting = torch.tensor([place for place, count in enumerate(repeats) if count is None])
         for places in waiting.split(max(1, BATCH_ELEMENTS // ((length + 1) * target.d_mlp))):
             ids = torch.tensor([[prefixes[place], *[tokens[place]] * length] for place in places.tolist()])
-            with target.hooks(*hooks):
-                norms = trace(target, ids, [site], lambda resid: norm_of(resid, context.scan.shared_dims))[site]
+            norms = trace(target, ids, [site], lambda resid: norm_of(resid, context.scan.shared_dims))[site]
             for row, place in enumerate(places.tolist()):
                 half_of = norms[row, 0]
                 if bool(context.at.any()):  # the spike is not at the first token, which stands before the repetitions
                     half_of = context.scan.spike_norm[context.layer]
-                count = repeats_until_half(norms[row, 1:], half_of)
-                repeats[place] = count
-                if count is not None and begin is not None:
-                    up_to_count = hidden[-1][row : row + 1, : count + 1].clone()  # the rest need not be kept
-                    entering[place] = Entering({first: replace(begin, hidden=up_to_count)})
-            hidden.clear()
+                repeats[place] = repeats_until_half(norms[row, 1:], half_of)
         progress("repetitions", length, limit)
         if None not in repeats:
             break
@@ -92,7 +79,7 @@ def repeat_until_half(
         rows.append(RepeatedToken(target.tokenizer.decode([token]), token, count))
     by_repetition = [count for count in repeats if count is not None and count > 1]  # the others are sinks already
     middle = float(median(by_repetition)) if by_repetition else None
-    return RepeatsNeeded(tuple(rows), middle, repeats.count(None), limit), entering
+    return RepeatsNeeded(tuple(rows), middle, repeats.count(None), limit)
 
 
 @torch.no_grad()
@@ -100,8 +87,8 @@ def repetition_spike(
     context: SinkContext,
     needed: RepeatsNeeded,
     prefixes: Sequence[int],
-    entering: Mapping[int, Entering],
     sites: Sites,
+    times: int = 2,
 ) -> RepetitionSpike | None:
     """Whether the neurons that make a spike make that of a repeated token, too, or which others do.
 
@@ -109,8 +96,8 @@ def repetition_spike(
         context: The model at the places of the spike.
         needed: The repeated tokens, and when the norm of each reaches half of the spike's at the sink layer.
         prefixes: The token before each.
-        entering: What entered the first stage up to there, by the place of the token.
         sites: The neurons that make the spike, all its parts.
+        times: How many times as many copies as the token needs are looked at: more than 1 is well inside the sink.
 
     Returns:
         None if no repeated token's norm stands out.
@@ -120,26 +107,71 @@ def repetition_spike(
     reached = [place for place in places if repeats[place] is not None][:1]
     rows = []
     for place in reached or places:
-        rows.append([prefixes[place], *[needed.tokens[place].id] * (repeats[place] or needed.max_repeats)])
+        copies = min(times * (repeats[place] or needed.max_repeats), needed.max_repeats)
+        rows.append([prefixes[place], *[needed.tokens[place].id] * copies])
     if not rows:
         return None
+    count = len(rows)
+    rows += _contrasts(context, rows)
     ids = torch.tensor(rows)
     last = torch.full((len(ids),), ids.shape[1] - 1)
     layers = context.scan.spike_layers  # perhaps the repeated token's norm stands out after the sink layer
-    begun = NOT_READ
     if reached:
         layers = [max(context.layer, *(site[0] for site in sites))]
-        begun = entering.get(reached[0], NOT_READ)
-    reading = {"upto": layers[-1], "without": context.scan.shared_dims, "entering": begun}
-    edited = effects(context.target, ids, [Edit(zero=sites)], at=last, **reading)
-    heights = edited.intact_norms[:, layers] / torch.tensor(context.scan.spike_norm)[layers]
-    if float(heights.max()) < NEEDED:
+    reading = {"upto": layers[-1], "without": context.scan.shared_dims}
+    drawn = [
+        random_sites(context.target, sites, sites, context.seed, number) for number in range(RANDOM if sites else 0)
+    ]
+    edited = effects(context.target, ids, silencing([sites, *drawn]), at=last, **reading)
+    intact = edited.intact_norms
+    heights = intact[:, layers] / torch.tensor(context.scan.spike_norm)[layers]
+    if float(heights[:count].max()) < NEEDED and reached and times > 1:  # it is no sink any more
+        return repetition_spike(context, needed, prefixes, sites, times=1)
+    if float(heights[:count].max()) < NEEDED:
         return None
-    row = int(heights.max(1).values.argmax())
-    layer = layers[int(heights[row].argmax())]
-    drop = float(1 - edited.norms[0, row, layer] / edited.intact_norms[row, layer])
+    row = int(heights[:count].max(1).values.argmax())
+    place = int(heights[row].argmax())
+    layer = layers[place]
     token = context.target.tokenizer.decode([int(ids[row, -1])])
+    copies, outcome = len(rows[row]) - 1, Outcome("norm", layers=(layer,))
+    single, others = heights[count + 2 * row : count + 2 * row + 2, place].tolist()
+    height = float(heights[row, place])
+    by_copies = Claim(
+        role="repeats",
+        subject=(Tokens("copies", copies),),
+        outcome=outcome,
+        place=repr(token),
+        value=height,
+        contrasts=(Contrast("one copy", single), Contrast("other tokens", others)),
+        draws=1,
+        search=Search("repeated tokens", len(needed.tokens)),
+    )
+    if not sites:
+        return RepetitionSpike(token, int(last[0]), by_copies, None, None, ())
+    left, *by_chance = (edited.norms[:, row, layer] / intact[row, layer]).tolist()
+    same = Claim(
+        role="repeats",
+        subject=neurons_of(sites),
+        outcome=outcome,
+        place=f"the last of {copies} copies of {token!r}",
+        value=left,
+        contrasts=(Contrast("intact", 1.0), Contrast("random", min(by_chance), RANDOM)),
+        draws=1,
+        search=Search("repeated tokens", len(needed.tokens)),
+    )
     own = CausalSets()
-    if drop < NEEDED:
-        own = causal_sets(context.elsewhere(ids[row : row + 1], last[:1], layers[-1]))
-    return RepetitionSpike(token, int(last[0]), drop, own.minimal, own.members)
+    if same.verdict != "needed" and by_copies.verdict == "sufficient":
+        own = causal_sets(context.elsewhere(ids[row : row + 1], last[:1], layers[-1]), by_copies.place)
+    return RepetitionSpike(token, int(last[0]), by_copies, same, own.minimal, own.members)
+
+
+def _contrasts(context: SinkContext, rows: Sequence[Sequence[int]]) -> list[list[int]]:
+    """For each row of copies, one copy behind other tokens at the same position, and only other tokens."""
+    ids = context.typical.ids[:, 1:].unique()
+    generator = draws(context.seed, "tokens beside copies")
+    contrasts = []
+    for first, *copies in rows:
+        others = ids[ids != copies[0]]
+        filler = others[torch.randint(len(others), (len(copies),), generator=generator)].tolist()
+        contrasts += [[first, *filler[:-1], copies[-1]], [first, *filler]]
+    return contrasts

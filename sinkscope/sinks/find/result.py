@@ -6,20 +6,21 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from sinkscope.measure import Result
-from sinkscope.results.notation import word_list
+from sinkscope.results.claims import Claim, Search
+from sinkscope.results.parts import in_words
 from sinkscope.results.result import Number
 from sinkscope.sinks.find import sentences
-from sinkscope.sinks.find.members import CausalSet, Neuron
-from sinkscope.sinks.find.places import Scattered
+from sinkscope.sinks.find.places import LeftOver
 from sinkscope.sinks.find.records import (
     SHORT,
-    AttentionSink,
-    NormSpike,
-    PlacedSpike,
+    Candidate,
+    CausalSet,
     PublishedSink,
     RepeatsNeeded,
     RepetitionSpike,
+    Sink,
     SinkRate,
+    Spike,
     Stage,
 )
 
@@ -36,22 +37,20 @@ class FindSinks(Result):
     """Where the attention sink of a model is made. Lists over layers are None where a layer was not read.
 
     Attributes:
-        norm_spike: Positions whose norm stands out. None if there are none that words describe.
-        attention_sink: Positions that heads attend to. None if there are none among the layers read.
-        causal_sets: The smallest set found whose ablation removes the spike; if the spike falls and rises again, a set
-            for each part.
-        further_spikes: Spikes at the other places that the words for the norm spike mean.
-        scattered: Positions that heads attend to and that no words describe; they do not count as a sink.
-        stray_norms: Positions whose norm stands out and that no words describe.
-        repetition: What makes the spike of repeated tokens. None if none has a spike, or the model has none.
+        spikes: The places whose norm stands out, and what makes that. Layers, neurons and norms below are of the first.
+        sinks: The places that heads attend to, and what the heads need; the last may be the learned sink logits.
+        other_spikes: Positions whose norm stands out and that are too few to be measured.
+        other_sinks: Positions that heads attend to and that are too few to be measured.
+        most_attended: The most attended position, before any threshold.
+        repetition: What makes the norm of repeated tokens. None if it is no spike, or the model has none.
         lengths: Lengths of the texts in which attention was read.
         shared_dims: Residual dimensions that are massive on all tokens alike; the verdicts leave them out.
         sink_layer: The stage that adds most to the norm. None if no MLP makes a spike.
         neurons: Candidate neurons, largest contribution first, with the effect of zeroing each.
         stages: All layers that build the spike.
         residual_dims: Massive activations of the spike at the sink layer, largest first (Sun et al. 2024).
-        first_token_norm: L2 norm of the residual stream after each layer, median over texts: at the first of the places
-            that the words for the spike mean, or at the first token if there is no spike.
+        spike_norm: L2 norm of the residual stream after each layer, median over texts: at the first spike, or at the
+            first token if there is none.
         typical_norm: Median norm over later positions of typical text.
         typical_low: The 5 % quantile of these norms.
         typical_high: The 95 % quantile of these norms.
@@ -68,20 +67,19 @@ class FindSinks(Result):
     table_of = "neurons"
     table_without = ("neutral_post", "neutral_up")
 
-    norm_spike: NormSpike | None = None
-    attention_sink: AttentionSink | None = None
-    causal_sets: tuple[CausalSet, ...] = ()
-    further_spikes: tuple[PlacedSpike, ...] = ()
-    scattered: Scattered = field(default_factory=Scattered)
-    stray_norms: Scattered = field(default_factory=Scattered)
+    spikes: tuple[Spike, ...] = ()
+    sinks: tuple[Sink, ...] = ()
+    other_spikes: LeftOver = field(default_factory=LeftOver)
+    other_sinks: LeftOver = field(default_factory=LeftOver)
+    most_attended: Search
     repetition: RepetitionSpike | None = None
     lengths: tuple[int, ...] = (SHORT,)
     shared_dims: tuple[int, ...] = ()
     sink_layer: int | None
-    neurons: tuple[Neuron, ...]
+    neurons: tuple[Candidate, ...]
     stages: tuple[Stage, ...]
     residual_dims: tuple[int, ...]
-    first_token_norm: tuple[float | None, ...]
+    spike_norm: tuple[float | None, ...]
     typical_norm: tuple[float | None, ...]
     typical_low: tuple[float | None, ...]
     typical_high: tuple[float | None, ...]
@@ -91,98 +89,104 @@ class FindSinks(Result):
     published: PublishedSink | None
 
     @property
-    def causal(self) -> tuple[Neuron, ...]:
+    def causal(self) -> tuple[Candidate, ...]:
         """The neurons that ablation has verified as causes of the sink."""
         return tuple(n for n in self.neurons if n.causal)
 
     @property
+    def spike(self) -> Spike | None:
+        """The first spike."""
+        return next(iter(self.spikes), None)
+
+    @property
+    def sink(self) -> Sink | None:
+        """The first sink."""
+        return next(iter(self.sinks), None)
+
+    @property
+    def causal_sets(self) -> tuple[CausalSet, ...]:
+        """The smallest sets of neurons found whose ablation removes the first spike, or parts of it."""
+        return () if self.spike is None else self.spike.sets
+
+    @property
     def minimal(self) -> CausalSet | None:
-        """The smallest set of neurons found whose ablation removes the spike."""
+        """The smallest set of neurons found whose ablation removes the first spike."""
         return next(iter(self.causal_sets), None)
 
     @property
-    def spike_is_first(self) -> bool:
-        """Whether an MLP makes a norm spike at the first token."""
-        return self.sink_layer is not None and self.norm_spike is not None and self.norm_spike.place.is_first
-
-    @property
-    def typical_ratio(self) -> float | None:
-        """The 95 % quantile of typical norms at the sink layer divided by their median."""
-        if self.sink_layer is None or not self.typical_norm[self.sink_layer]:
-            return None
-        return (self.typical_high[self.sink_layer] or 0.0) / (self.typical_norm[self.sink_layer] or 1.0)
+    def claims(self) -> tuple[Claim, ...]:
+        """All claims: of the makers of spikes, of the heads that attend, and of repetition."""
+        claims: list[Claim] = []
+        for spike in self.spikes:
+            claims += spike.claims
+        for sink in self.sinks:
+            claims += [group.claim for group in sink.groups if group.claim is not None]
+        if self.repetition is not None:
+            claims += filter(None, (self.repetition.by_copies, self.repetition.same))
+            claims += () if self.repetition.set is None else self.repetition.set.claims
+        return tuple(claims)
 
     def numbers(self) -> list[Number]:
         """What zeroing the neurons takes away, how far the norm stands out, and who attends to the sink how much."""
         numbers = []
-        minimal = self.minimal
+        minimal, spike = self.minimal, self.spike
         if minimal is not None:
             control = minimal.control
             lost = minimal.drop_sink_layer
             numbers.append(Number("norm lost without the neurons", lost, control, minimal.margin_norm))
             lost = minimal.drop_attention
             numbers.append(Number("attention lost without the neurons", lost, control, minimal.margin_attention))
-        spike = self.norm_spike
         if spike is not None:
             label = "norm of the spike over the typical one"
-            numbers.append(Number(label, spike.ratio, self.typical_ratio, spike.margin))
+            numbers.append(Number(label, spike.ratio, spike.usual, spike.margin))
             numbers.append(Number("where the norm spike is", spike.place.words))
         if self.sink_layer is not None:
             numbers.append(Number("sink layer", str(self.sink_layer)))
         if minimal is not None:
-            numbers.append(Number("neurons that make the spike", minimal.names))
-        if self.attention_sink is None:
+            numbers.append(Number("neurons that make the spike", in_words(minimal.neurons)))
+        if self.sink is None:
             return [*numbers, Number(SINK_PLACE, "no position")]
-        return numbers + _attention_numbers(self.attention_sink)
+        return numbers + _attention_numbers(self.sink)
 
     def conclusion(self) -> str:
-        """Whether there is a norm spike and an attention sink, where, and what makes and carries them."""
-        found = sentences.Found(
-            spike=self.norm_spike,
-            sink=self.attention_sink,
-            minimal=self.minimal,
-            layer=self.sink_layer,
-            lengths=self.lengths,
-            stray_norms=self.stray_norms.count,
-            scattered=self.scattered.count,
-        )
-        return sentences.conclusion(found)
+        """Who attends where and what they need; without a sink, where norms stand out and what makes that."""
+        return sentences.conclusion(self.spikes, self.sinks, self.most_attended)
 
     def details(self) -> list[str]:
-        """The layers, the sets, further spikes, the attention, the repetitions, and what is published."""
-        spike = self.norm_spike
-        layers = [sentences.layers_read(self.layers_read, self.model.n_layers)]
-        layers += sentences.shared_dimensions(self.shared_dims)
-        layers += sentences.sink_layer(self.sink_layer, self.first_token_norm, self.typical_norm)
-        layers += sentences.where_the_spike_is(spike)
-        sets = []
-        for causal_set in self.causal_sets:
-            sets += sentences.causal_set(causal_set, spike)
-        if self.minimal is not None and not self.causal:
-            sets.append("None of these neurons alone takes away a tenth of the norm.")
-        further = [sentences.further_spike(each) for each in self.further_spikes]
-        attention = sentences.sink_rate(self.sink_rate)
-        attention += sentences.attention(self.attention_sink, self.lengths, self.scattered.count)
-        attention += sentences.scattered(self.scattered)
-        repeats = sentences.repeats(self.repeats, spike)
-        if self.repetition is not None and self.minimal is not None and not self.repetition.same_neurons:
-            names = word_list([each.names for each in self.causal_sets])
-            repeats.append(sentences.repetition(self.repetition, names))
-        groups = [layers, sets, further, attention, repeats]
+        """The layers, the spikes, the sinks, the repetitions, and what is published."""
+        lines = [sentences.layers_read(self.layers_read, self.model.n_layers, self.shared_dims)]
+        read = {sink.spike for sink in self.sinks}
+        for number, spike in enumerate(self.spikes):
+            lines.append(sentences.spike_sentences(spike))
+            if number not in read:
+                lines[-1] += " No head attends to most of these positions."
+        if self.sink_layer is not None:
+            lines[0] += (
+                f" The sink layer is layer {self.sink_layer}, which builds most of the spike at {self.spikes[0].place}."
+            )
+        attention = [f"{sentences.statement(sink)}." for sink in self.sinks]
+        if not self.sinks:
+            attention = [f"No attention sink was found in texts of {self.lengths[-1]} tokens ({self.most_attended})."]
+        lines.append(" ".join(attention + sentences.sink_rate(self.sink_rate)))
+        lines += sentences.left_over(self.other_spikes, "with a norm that stands out")
+        lines += sentences.left_over(self.other_sinks, "that heads attend to")
+        repeats = sentences.repeats(self.repeats, self.spike, self.repetition)
+        if repeats:
+            lines.append(" ".join(repeats))
         if self.published is not None:
             verdict = "matches" if self.published.matches else "differs from"
-            groups.append([f"This {verdict} what is published ({self.published.source})."])
-        return [" ".join(group) for group in groups if group]
+            lines.append(f"This {verdict} what is published ({self.published.source}).")
+        return lines
 
 
-def _attention_numbers(sink: AttentionSink) -> list[Number]:
+def _attention_numbers(sink: Sink) -> list[Number]:
     """Who attends to the sink, and how much, in all layers and in each."""
-    numbers = [Number("what carries the attention sink", sink.carried_by)]
     if sink.place is None:
-        return [*numbers, Number(SINK_PLACE, "learned sink logits")]
-    numbers.append(Number(SINK_PLACE, sink.place.words))
-    numbers.append(Number(SHARE_OF_HEADS, sink.rate, margin=sink.rate_margin))
-    numbers.append(Number(READERS_ATTENTION, sink.attention, margin=sink.attention_margin))
+        return [Number(SINK_PLACE, "learned sink logits")]
+    numbers = [Number(SINK_PLACE, sink.words)]
+    of_all = sink.everywhere
+    numbers.append(Number(SHARE_OF_HEADS, of_all.rate, margin=of_all.rate_margin))
+    numbers.append(Number(READERS_ATTENTION, of_all.attention, margin=of_all.attention_margin))
     for number, layer in enumerate(sink.layers):
         if layer.readers:
             numbers.append(Number(f"layer {number}: {SHARE_OF_HEADS}", layer.rate, margin=layer.rate_margin))

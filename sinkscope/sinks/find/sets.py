@@ -14,35 +14,37 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.hooks.edit import Ablate
-from sinkscope.measure import Setup
-from sinkscope.measure.evidence import NEEDED
 from sinkscope.measure.margin import margin_of
-from sinkscope.sinks.find.absence import SpikeAbsence
-from sinkscope.sinks.find.context import SinkContext, Survey
+from sinkscope.results.claims import NEEDED, Claim, Contrast, Outcome, Search
+from sinkscope.results.notation import head_name
+from sinkscope.results.parts import neurons_of
 from sinkscope.sinks.find.layer_scan import AS_BEFORE, Rise, scan_layers
-from sinkscope.sinks.find.members import ATTENTION_LENGTH, CausalSet, Neuron, members_of, sites_of
 from sinkscope.sinks.find.neurons import stage_neurons, verify_neurons
 from sinkscope.sinks.find.places import stands_out
+from sinkscope.sinks.find.records import Candidate, CausalSet, Readers
+from sinkscope.sinks.find.survey import SinkContext
 from sinkscope.sinks.removal.components import Heads, Sites, silencing
 from sinkscope.sinks.removal.effects import Effects, heads_lost, side_by_side
 from sinkscope.sinks.removal.rows import Trial
-from sinkscope.sinks.removal.search import Removal, random_sets, random_sites, smallest_set, without_unneeded
+from sinkscope.sinks.removal.search import Removal, random_sets, smallest_set, without_unneeded
 
 CANDIDATES = 8  # default number of candidates of the sink layer
 MORE_CANDIDATES = 64  # candidates of the sink layer if the first few do not suffice
 BACKUP_ROUNDS = 4  # rounds of searching for backups before the search ends
 BACKUP_CANDIDATES = 4  # candidates of each layer that brings the spike back
 FIRST_TEXT, OTHER_TEXTS = slice(1), slice(1, 4)  # texts in which attention is compared; random sets in the first
+ATTENTION_LENGTH = 48  # least length of the texts in which attention with and without neurons is compared
 NEARLY_ALL = 0.9  # share of the texts in which the spike has to be gone
 Site = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class CausalSets:
-    """The sets that were found, and the candidates with those that the search added."""
+    """The sets that were found, the candidates with those that the search added, and how many neurons were tried."""
 
     sets: tuple[CausalSet, ...] = ()
-    neurons: tuple[Neuron, ...] = ()
+    neurons: tuple[Candidate, ...] = ()
+    tried: int = 0
 
     @property
     def minimal(self) -> CausalSet | None:
@@ -55,7 +57,7 @@ class CausalSets:
         return tuple(dict.fromkeys(site for each in self.sets for site in each.edit_sites))
 
     @property
-    def members(self) -> tuple[Neuron, ...]:
+    def members(self) -> tuple[Candidate, ...]:
         """The neurons of all sets."""
         return tuple(n for n in self.neurons if n.site in self.sites)
 
@@ -68,23 +70,25 @@ class _SpikeSearch:
         context: The model, texts with the place, and their layer scan.
         rise: The part of the spike.
         heads: The heads after its layer that attend to the place.
-        asked: The norms `[text layer]` with each set silenced that was asked about before.
+        place: The words for the places.
+        asked: Norms and projections `[what text layer]` with each set silenced that was asked about before.
     """
 
     context: SinkContext
     rise: Rise
     heads: Heads
+    place: str
     asked: dict[Sites, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, context: SinkContext, rise: Rise, heads: Heads) -> _SpikeSearch:
+    def of(cls, context: SinkContext, rise: Rise, heads: Heads, place: str) -> _SpikeSearch:
         """The search at the places of a context."""
-        return cls(context, rise, [place for place in heads if rise.layer < place[0] <= rise.readable])
+        return cls(context, rise, [head for head in heads if rise.layer < head[0] <= rise.readable], place)
 
     def norm_trial(self, sets: Sequence[Sites]) -> Trial:
         """Silences each set that was not asked about before; the spike is read."""
         new = [sites for sites in dict.fromkeys(sets) if sites not in self.asked]
-        return self.context.trial(silencing(new), upto=self.rise.last)
+        return self.context.trial(silencing(new), upto=self.rise.last, directions=self.context.directions)
 
     def attention_trial(self, sets: Sequence[Sites], texts: slice = FIRST_TEXT) -> Trial:
         """Silences each set; the attention to the place is read, in some texts."""
@@ -97,17 +101,19 @@ class _SpikeSearch:
         """Run trials in one walk, and remember the norms of the first in all texts."""
         answers = side_by_side(self.context.target, trials)
         texts = len(self.context.ids)
-        self.asked[()] = answers[0].intact_norms.expand(texts, -1)
-        for edit, norms in zip(trials[0].edits, answers[0].norms, strict=True):
-            self.asked[edit.zero] = norms.expand(texts, -1)
+        first = answers[0]
+        self.asked[()] = torch.stack([first.intact_norms, first.intact_along]).expand(-1, texts, -1)
+        for number, edit in enumerate(trials[0].edits):
+            read = torch.stack([first.norms[number], first.along[number]])
+            self.asked[edit.zero] = read.expand(-1, texts, -1)
         return answers
 
-    def norms(self, sets: Sequence[Sites]) -> Float[Tensor, "set text layer"]:
-        """The norms with each set silenced."""
+    def read(self, sets: Sequence[Sites]) -> Float[Tensor, "what set text layer"]:
+        """The norms and the projections with each set silenced."""
         trial = self.norm_trial(sets)
         if trial.edits:
             self.answer(trial)
-        return torch.stack([self.asked[sites] for sites in sets])
+        return torch.stack([self.asked[sites] for sites in sets], 1)
 
     def removals(self, sets: Sequence[Sites], *layers: int) -> list[Removal]:
         """Whether each set takes the spike away at these layers.
@@ -117,14 +123,16 @@ class _SpikeSearch:
         """
         before = self.context.scan.norm_before if self.rise.is_first else 0.0
         typical = torch.tensor(self.context.scan.typical_norm)[list(layers)]
-        norms = self.norms(sets)[..., layers]
-        intact = self.asked[()][:, layers]
+        norms = self.read(sets)[0][..., layers]
+        intact = self.asked[()][0][:, layers]
 
         def is_low(norm: Tensor) -> Tensor:
             return ~stands_out(norm, typical) | (norm <= AS_BEFORE * before)
 
+        stood_out = ~is_low(intact)  # where it did not, nothing can be taken away
         most_is_gone = intact - norms >= NEEDED * (intact - typical.clamp(min=before))
-        gone = (is_low(norms) & (most_is_gone | is_low(intact))).all(2).float().mean(1)
+        gone = (is_low(norms) & (most_is_gone | ~stood_out)).all(2) & stood_out.any(1)
+        gone = gone.float().mean(1) / stood_out.any(1).float().mean().clamp(min=1e-9)
         drops = (1 - norms / intact)[..., -1].mean(1)
         return list(map(Removal, (gone >= NEARLY_ALL).tolist(), drops.tolist()))
 
@@ -164,34 +172,91 @@ class _SpikeSearch:
             if len(self.context.ids) > 1:
                 trials.append(self.attention_trial([chosen], OTHER_TEXTS))
         read = self.answer(*trials)
-        lost = 1 - self.norms(sets) / self.asked[()]
+        norms, along = self.read(sets)
+        intact_norms, intact_along = self.asked[()]
+        lost = 1 - norms / intact_norms
         drops = lost.mean(1)[:, [self.rise.layer, self.rise.last]]
         control = float(drops[1:].max())
         here, last = drops[0].tolist()
-        found = CausalSet(members_of(chosen), here, last, None, None, control)
+        left = (along / intact_along)[..., self.rise.layer].clamp(min=0)
+        found = CausalSet(neurons_of(chosen), here, last, None, None, control)
+        claims = [self.claim("spike", chosen, left)]
         if self.heads:
             attention = read[1].attention_drops(self.heads)
             of_heads = heads_lost(attention)
             if of_heads[0] < NEEDED <= of_heads[-1]:
                 return self.compared(self.grown(chosen, others), excluded)
             layer, head = torch.tensor(self.heads).T
-            left = [each.attention[0][:, layer, head] / each.intact_attention[:, layer, head] for each in read[1:]]
-            in_texts = reduce(1 - torch.cat(left), "text pair -> text", "mean").numpy()
+            kept = [each.attention[0][:, layer, head] / each.intact_attention[:, layer, head] for each in read[1:]]
+            in_texts = reduce(torch.cat(kept), "text pair -> text", "mean")
             found = replace(
                 found,
-                drop_attention=float(in_texts.mean()),
+                drop_attention=1 - float(in_texts.mean()),
                 heads_lost=of_heads[0],
                 control=max(control, float(attention[1:-1].mean(1).max())),
-                margin_attention=margin_of(in_texts),
+                margin_attention=margin_of(in_texts.numpy()),
+                readers=self.readers(chosen, read[1], float(in_texts.mean()), margin_of(in_texts.numpy())),
             )
         if min(here, last) <= found.control:
             return None
-        return replace(found, margin_norm=margin_of(lost[0, :, self.rise.layer].numpy()))
+        return replace(found, margin_norm=margin_of(lost[0, :, self.rise.layer].numpy()), claims=tuple(claims))
 
-    def with_backups(self, here: Sites) -> tuple[dict[Site, Neuron], Sites | None]:
+    def readers(self, chosen: Sites, read: Effects, value: float, margin: float | None) -> Readers | None:
+        """The heads, if each loses half of its attention without a single neuron; random ones are the other edits."""
+        drops = read.attention_drops(self.heads)
+        if len(chosen) > 1 or float(drops[0].min()) < NEEDED:
+            return None
+        layer, head = torch.tensor(self.heads).T
+        intact, left = (each[:, layer, head].mean(0) for each in (read.intact_attention, read.attention[0]))
+        ranked = intact.argsort(descending=True, stable=True)
+        names = tuple(head_name(*self.heads[number]) for number in ranked.tolist())
+        search = Search("sets of neurons", len(self.asked))
+        by_chance = Contrast("random", 1 - float(drops[1:-1].mean(1).max()), len(drops) - 2)
+        claim = Claim(
+            role="carries",
+            subject=neurons_of(chosen),
+            outcome=Outcome("attention", heads=names),
+            place=self.place,
+            value=max(0.0, value),
+            contrasts=(Contrast("intact", 1.0), by_chance),
+            draws=len(self.context.ids),
+            search=search,
+            margin=margin,
+        )
+        before, after = (tuple(values[ranked].tolist()) for values in (intact, left))
+        return Readers(names, before, after, neurons_of(chosen), True, claim, search)
+
+    def claim(self, kind: str, sites: Sites, left: Float[Tensor, "set text"], role: str = "makes") -> Claim:
+        """What is left without neurons, in the first row, beside random ones in the others."""
+        values = left.mean(1)
+        return Claim(
+            role=role,
+            subject=neurons_of(sites),
+            outcome=Outcome(kind, layers=(self.rise.layer,)),
+            place=self.place,
+            value=float(values[0]),
+            contrasts=(Contrast("intact", 1.0), Contrast("random", float(values[1:].min()), len(values) - 1)),
+            draws=left.shape[1],
+            search=Search("sets of neurons", len(self.asked)),
+            margin=margin_of(left[0].numpy()),
+        )
+
+    def alone(self, chosen: Sites, role: str) -> tuple[Claim, ...]:
+        """What is left without each neuron of a set alone, beside random ones; a set of one has been asked about."""
+        claims = []
+        if len(chosen) == 1 and role != "adds":
+            return ()
+        for site in chosen:
+            sets = [(site,), *random_sets(self.context.target, (site,), chosen, self.context.seed)]
+            along = self.read(sets)[1]
+            left = (along / self.asked[()][1])[..., self.rise.layer].clamp(min=0)
+            claims.append(self.claim("spike", (site,), left, role))
+        return tuple(claims)
+
+    def with_backups(self, here: Sites) -> tuple[dict[Site, Candidate], Sites | None]:
         """Neurons that bring the spike back while a set is silent, and the set of all that remove it, if one does."""
         context = self.context
-        backups: dict[Site, Neuron] = {}
+        backups: dict[Site, Candidate] = {}
         for _ in range(BACKUP_ROUNDS):
             silent = (*here, *backups)
             known = len(backups)
@@ -209,7 +274,7 @@ class _SpikeSearch:
                 return backups, whole
         return backups, None
 
-    def sets(self, neurons: Sequence[Neuron]) -> CausalSets:
+    def sets(self, neurons: Sequence[Candidate]) -> CausalSets:
         """The smallest set of these neurons and, if necessary, of further ones."""
         layer, last = self.rise.layer, self.rise.last
         known = {neuron.site: neuron for neuron in neurons}
@@ -232,13 +297,18 @@ class _SpikeSearch:
             others = tuple(site for site in sites if site not in minimal)
             best = self.compared(minimal, tuple(candidates), others)
         if best is None:
-            return CausalSets((), tuple(neurons))
-        best = replace(best, equals=members_of(self.equals(best.edit_sites, sites)))
+            return CausalSets((), tuple(neurons), len(sites))
+        equals = neurons_of(self.equals(best.edit_sites, sites))
+        claims = [*best.claims, *self.alone(best.edit_sites, "makes alone")]
+        adding = tuple(
+            n.site for n in neurons if n.causal and n.site not in best.edit_sites and n.address not in equals
+        )
+        best = replace(best, equals=equals, claims=(*claims, *self.alone(adding, "adds")))
         added = [candidates[site] for site in candidates if site in best.edit_sites and site not in known]
-        return CausalSets((best,), (*neurons, *added))
+        return CausalSets((best,), (*neurons, *added), len(sites))
 
 
-def causal_sets(context: SinkContext, heads: Heads = (), top_k: int = CANDIDATES) -> CausalSets:
+def causal_sets(context: SinkContext, place: str, heads: Heads = (), top_k: int = CANDIDATES) -> CausalSets:
     """Search for the smallest set of neurons that makes a spike, and for backups that take over.
 
     If the spike returns in a later layer while a set is silent, the neurons that bring it back join the candidates. If
@@ -246,60 +316,23 @@ def causal_sets(context: SinkContext, heads: Heads = (), top_k: int = CANDIDATES
 
     Args:
         context: The model at the places of the spike.
-        heads: The heads that attend to these places.
+        place: The words for these places.
+        heads: The heads that attend to them.
         top_k: Number of candidates of the sink layer, and of the layer that builds most of any other part.
 
     Returns:
         Nothing if no MLP makes the spike.
     """
     sets: list[CausalSet] = []
-    members: dict[Site, Neuron] = {}
+    members: dict[Site, Candidate] = {}
+    tried = 0
     rises = context.scan.rises
     for rise in rises:
         neurons = verify_neurons(context, rise.layer, top_k)
-        found = _SpikeSearch.of(context, rise, heads).sets(neurons)
+        found = _SpikeSearch.of(context, rise, heads, place).sets(neurons)
+        tried += found.tried
         for each in found.sets:
             sets.append(replace(each, layers=(rise.first, rise.last)) if len(rises) > 1 else each)
         for neuron in found.members if members else found.neurons:
             members.setdefault(neuron.site, neuron)
-    return CausalSets(tuple(sets), tuple(members.values()))
-
-
-@dataclass(frozen=True)
-class SinkNeurons:
-    """The neurons that every measurement of a setup edits or reads, in the words of `find_sinks`: its smallest set.
-
-    Attributes:
-        layer: The sink layer. None if no MLP makes a spike of the first token.
-        neurons: The smallest set of neurons that makes the spike, largest contribution first. If no set removes the
-            spike, the neurons that are causal alone.
-        controls: As many random neurons of the same layers.
-        absence: What there is if no MLP makes a spike.
-    """
-
-    layer: int | None
-    neurons: tuple[Neuron, ...] = ()
-    controls: Sites = ()
-    absence: SpikeAbsence | None = None
-
-    @classmethod
-    def of(cls, survey: Survey) -> SinkNeurons:
-        """Search for them."""
-        context = survey.first_spike
-        absence = SpikeAbsence.of(survey, context)
-        if absence is not None:
-            return cls(None, absence=absence)
-        found = causal_sets(context, survey.readers)
-        neurons = found.members
-        if not neurons:
-            neurons = tuple(neuron for neuron in found.neurons if neuron.causal)
-        sites = sites_of(neurons)
-        return cls(context.layer, neurons, random_sites(context.target, sites, sites, context.seed))
-
-
-def sink_neurons(setup: Setup) -> SinkNeurons:
-    """The neurons that make the first token's spike; they are searched once for a setup."""
-    key = (sink_neurons, setup.seed, len(setup.ids))
-    if key not in setup.memory:
-        setup.memory[key] = SinkNeurons.of(Survey.of(setup))
-    return setup.memory[key]
+    return CausalSets(tuple(sets), tuple(members.values()), tried)

@@ -27,9 +27,10 @@ from sinkscope.results.notation import count_of, neuron_names, short_sentence, w
 from sinkscope.results.result import Number
 from sinkscope.results.style import figure_of, long_table
 from sinkscope.results.tables import Table
-from sinkscope.sinks.find.context import Survey
 from sinkscope.sinks.find.find import find_sinks
 from sinkscope.sinks.find.layer_scan import LayerScan
+from sinkscope.sinks.find.spikes import made_spikes
+from sinkscope.sinks.find.survey import Survey
 from sinkscope.sinks.patch.evaluate import held_out, losses, random_patch, under
 from sinkscope.sinks.tokens import TokenRows, prefixes, repetition_limit
 from sinkscope.tap.observers import attention_rows
@@ -297,13 +298,14 @@ def patch_make(
     most = repetition_limit(target, max_repeats)
     sinks = find_sinks.on(setup)
     setup.record(max_repeats=most)
-    if not sinks.spike_is_first:
-        return PatchMade(verdict="no-sink", reason="no MLP makes a norm spike at the first token.")
+    if sinks.spike is None or not sinks.spike.by_mlp or not sinks.spike.place.is_first:
+        where = "" if sinks.spike is None else f" (there is one at {sinks.spike.place})"
+        return PatchMade(verdict="no-sink", reason=f"no MLP makes a norm spike at the first token{where}.")
     try:
         patch = SinkPatch.from_result(sinks)
     except SinkscopeError:
         reason = "no neuron is causal, alone or in a set."
-        if sinks.repetition is not None:
+        if sinks.repetition is not None and sinks.repetition.other_neurons:
             reason = "repeated words go another way than the first token, and no neurons were found that they need."
         return PatchMade(verdict="not-repaired", reason=reason)
     words = [word for word in sinks.repeats.tokens if word.repeats is not None and word.repeats <= most]
@@ -319,7 +321,7 @@ def patch_make(
     count = min(most, 2 * slowest)
     starts = prefixes(setup, [word.id for word in words])
     rows = torch.tensor([[start, *[word.id] * count] for start, word in zip(starts, words, strict=True)])
-    scan = Survey.of(setup, whole=True).first_spike.scan
+    scan = made_spikes(setup, Survey.of(setup, whole=True))[0].context.scan
     ordinary = text_rows(setup.tokenizer, setup.text, len(rows), rows.shape[1], setup.bos)
     edits = (None, patch, random_patch(setup, patch))
     layers = list(range(max(scan.stages), target.n_layers))

@@ -14,7 +14,7 @@ from sinkscope.hooks.edit.quantize import down_projection, linear_modules
 from sinkscope.measure import Setup
 from sinkscope.models.draws import draws
 from sinkscope.models.target import Target
-from sinkscope.sinks.find.places import Description
+from sinkscope.sinks.find.places import Place
 from sinkscope.sinks.find.result import FindSinks
 from sinkscope.sinks.removal.components import Sites
 from sinkscope.sinks.removal.search import random_sites
@@ -54,31 +54,32 @@ class Sink:
     """What is known of a model's sinks.
 
     Attributes:
-        place: The words for the places of norm spikes or, without one, of the attention sink. None if there is neither.
+        places: The places of norm spikes or, without any, those that heads attend to.
         neurons: The neurons that make the spikes of all kinds of places.
         layers: The layers that build them.
     """
 
-    place: Description | None
+    places: tuple[Place, ...]
     neurons: Sites
     layers: tuple[int, ...]
 
     @classmethod
     def of(cls, found: FindSinks) -> Sink:
         """What `find_sinks` says."""
-        sink = found.norm_spike or found.attention_sink
+        places = [each.place for each in found.spikes or found.sinks if each.place is not None]
         neurons: Sites = ()
-        for one in (*found.causal_sets, *(spike.set for spike in found.further_spikes)):
-            if one is not None:
+        for spike in found.spikes:
+            for one in spike.sets:
                 neurons += one.edit_sites
         layers = {stage.layer for stage in found.stages} | {site[0] for site in neurons}
-        return cls(sink and sink.place, tuple(dict.fromkeys(neurons)), tuple(sorted(layers)))
+        return cls(tuple(places), tuple(dict.fromkeys(neurons)), tuple(sorted(layers)))
 
     def there(self, ids: TokenRows) -> Bool[Tensor, "text pos"]:
         """The places in some texts."""
-        if self.place is None:
-            return torch.zeros_like(ids, dtype=torch.bool)
-        return self.place.means(ids)
+        there = torch.zeros_like(ids, dtype=torch.bool)
+        for place in self.places:
+            there |= place.means(ids)
+        return there
 
     def prefix(self, ids: TokenRows) -> tuple[int, ...]:
         """The most common tokens of places after the first position, as many as texts have such places on average.

@@ -268,7 +268,7 @@ def precision(
         perplexity=texts.exact.perplexity,
         repetition=repeated,
         costliest=costliest,
-        place=str(sink.place or ""),
+        place=word_list([place.words for place in sink.places]) if sink.places else "",
         neurons=sink.neurons,
         layers=sink.layers,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from inspect import signature
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,32 +13,12 @@ from torch import Tensor
 from sinkscope.errors import UnsupportedError
 from sinkscope.hooks.trace.sites import resolve
 from sinkscope.models.target import Target
-from sinkscope.results.notation import head_name
+from sinkscope.results.parts import Component, Head, Neuron, Parts
 
-ComponentKind = Literal["token embedding", "position embedding", "attention", "mixer", "head", "mlp", "key bias"]
 Sites = tuple[tuple[int, ...], ...]
 """Neurons as interventions take them: (layer, neuron), or (layer, expert, neuron) in a mixture."""
 Heads = Sequence[tuple[int, int]]
 """Heads as pairs of layer and head."""
-
-
-class Component(NamedTuple):
-    """A part of the model that writes into the residual stream, or the bias of a layer's keys.
-
-    A mixer is what a layer without softmax attention has in its place, such as a convolution.
-    """
-
-    kind: ComponentKind
-    layer: int | None = None
-    head: int | None = None
-
-    def __str__(self) -> str:
-        if self.layer is None:
-            return self.kind
-        if self.head is not None:
-            return head_name(self.layer, self.head)
-        kind = "MLP" if self.kind == "mlp" else self.kind
-        return f"{kind} of layer {self.layer}"
 
 
 class Edit(NamedTuple):
@@ -51,7 +31,7 @@ class Edit(NamedTuple):
     """
 
     zero: Sites = ()
-    swap: tuple[Component, ...] = ()
+    swap: tuple[Component | Head, ...] = ()
 
     @property
     def begin(self) -> int | None:
@@ -60,7 +40,13 @@ class Edit(NamedTuple):
         return min(layers, default=None)
 
 
-def one_by_one(components: Iterable[Component]) -> list[Edit]:
+def edit_of(parts: Parts) -> Edit:
+    """What removes all of these parts: neurons are silenced, and others replaced."""
+    zero = tuple(part.site for part in parts if isinstance(part, Neuron))
+    return Edit(zero, tuple(part for part in parts if isinstance(part, Component | Head)))
+
+
+def one_by_one(components: Iterable[Component | Head]) -> list[Edit]:
     """Edits that replace one component each."""
     return [Edit(swap=(component,)) for component in components]
 
@@ -146,6 +132,6 @@ def has_key_bias(target: Target) -> bool:
     return any(key_bias(target, layer) is not None for layer in range(target.n_layers))
 
 
-def heads_of(target: Target, layer: int) -> list[Component]:
+def heads_of(target: Target, layer: int) -> list[Head]:
     """The heads of a layer."""
-    return [Component("head", layer, head) for head in range(target.n_heads)]
+    return [Head(layer, head) for head in range(target.n_heads)]

@@ -15,8 +15,8 @@ from einops import reduce
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.measure.evidence import NEEDED
 from sinkscope.models.target import Target
+from sinkscope.results.claims import NEEDED
 from sinkscope.sinks.removal.components import Edit, Heads
 from sinkscope.sinks.removal.rows import BATCH_ELEMENTS, Rows, Trial
 from sinkscope.sinks.tokens import TokenRows
@@ -28,15 +28,19 @@ class Effects:
 
     Attributes:
         norms: L2 norm of the residual stream after each layer, without the dimensions that were left out.
+        along: Projection of the residual stream on the directions that were given; NaN without any.
         attention: Mean attention from later queries that see the position; of no layer if it was not requested.
         intact_norms: The same norms without an edit.
+        intact_along: The same projections without an edit.
         intact_attention: The same attention without an edit.
         intact: The pass of the intact texts, for further trials of them.
     """
 
     norms: Float[Tensor, "edit text layer"]
+    along: Float[Tensor, "edit text layer"]
     attention: Float[Tensor, "edit text _ head"]
     intact_norms: Float[Tensor, "text layer"]
+    intact_along: Float[Tensor, "text layer"]
     intact_attention: Float[Tensor, "text _ head"]
     intact: Rows
 
@@ -77,21 +81,23 @@ class _Batches:
 
     def effects(self) -> Effects:
         """What was read; NaN in layers before the first, where nothing differed."""
-        intact_norms, intact_attention = self.intact.read()
+        intact_read, intact_attention = self.intact.read()
         depth = self.intact.depth if self.trial.upto is None else self.trial.upto + 1
-        norms, attention = [intact_norms[:1, :, :depth]], [intact_attention[:1, :, :depth]]
+        read, attention = [intact_read[:, :1, :, :depth]], [intact_attention[:1, :, :depth]]
         for rows in self.rows:
-            own_norms, own_attention = rows.read()
-            norms.append(own_norms)
+            own, own_attention = rows.read()
+            read.append(own)
             attention.append(own_attention)
         edited = torch.tensor(self._order, dtype=torch.long).argsort() + 1
         if self.trial.intact is None:
             edited += 1  # after the intact texts
-        all_norms, all_attention = torch.cat(norms), torch.cat(attention)
+        (norms, along), all_attention = torch.cat(read, 1), torch.cat(attention)
         return Effects(
-            norms=all_norms[edited],
+            norms=norms[edited],
+            along=along[edited],
             attention=all_attention[edited],
-            intact_norms=all_norms[0],
+            intact_norms=norms[0],
+            intact_along=along[0],
             intact_attention=all_attention[0],
             intact=self.intact,
         )

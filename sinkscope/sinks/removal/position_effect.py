@@ -16,18 +16,18 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinkscope.measure.evidence import NEEDED
 from sinkscope.models.target import Target
-from sinkscope.sinks.removal.components import Component, Edit, Heads, has_key_bias, heads_of, one_by_one, writers
+from sinkscope.results.claims import NEEDED
+from sinkscope.results.parts import Component, Head
+from sinkscope.sinks.removal.components import Edit, Heads, has_key_bias, heads_of, one_by_one, writers
 from sinkscope.sinks.removal.effects import effects
-from sinkscope.sinks.removal.rows import At, Rows
+from sinkscope.sinks.removal.rows import KEY_BIAS, At, Rows
 from sinkscope.sinks.removal.search import Removal, smallest_set
 from sinkscope.sinks.tokens import TokenRows
 
 NEARLY = 0.75  # of several components, those are needed that lose at least this share of the largest loss
 SET_CANDIDATES = 8  # components that are tried in sets if none is needed alone
-KEY_BIAS = Component("key bias")
-Components = tuple[Component, ...]
+Components = tuple[Component | Head, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +41,7 @@ class PositionEffect:
         other: The typical position, in the same way.
         layer: The effect is the norm after this layer, unless `heads` are given.
         heads: If given, the effect is the attention that these heads pay to the position.
+        places: Several positions of each text, edited together, whose attention is summed. None: the position.
         without: Residual dimensions that norms leave out.
         known: The passes of the intact texts, read at the position and, if reversed, at the typical one.
     """
@@ -51,6 +52,7 @@ class PositionEffect:
     other: At
     layer: int | None = None
     heads: Heads = ()
+    places: Bool[Tensor, "text pos"] | None = None
     without: tuple[int, ...] = ()
     known: dict[bool, Rows] = field(default_factory=dict)
 
@@ -75,16 +77,21 @@ class PositionEffect:
             return [*self.written, KEY_BIAS]
         return self.written
 
-    def values(self, edits: Sequence[Edit], reverse: bool = False) -> Float[Tensor, "state part"]:
+    def values(
+        self, edits: Sequence[Edit], reverse: bool = False, elsewhere: Bool[Tensor, "text pos"] | None = None
+    ) -> Float[Tensor, "state part"]:
         """The norm, or the attention of each head, without an edit and then under each; mean over texts.
 
         Args:
             edits: The edits; they act at the position.
             reverse: Whether both positions are exchanged: edits act at the typical position, which is read.
+            elsewhere: Other positions at which edits act instead.
         """
         at, source = (self.other, self.at) if reverse else (self.at, self.other)
         reading: dict[str, Any] = {"at": at, "source": source, "without": self.without, "keep": True}
         ids = self.ids
+        if not reverse:
+            reading |= {"places": self.places, "swapped": elsewhere}
         if self.heads:
             reading |= {"upto": self.depth, "attention": True, "behind": min(layer for layer, _ in self.heads)}
         else:  # later tokens do not change norms
@@ -133,7 +140,7 @@ class PositionEffect:
         return shares
 
     def needed(
-        self, components: Sequence[Component], lost: Float[Tensor, "component part"]
+        self, components: Sequence[Component | Head], lost: Float[Tensor, "component part"]
     ) -> Bool[Tensor, "component part"]:
         """Which components each head needs alone.
 
@@ -157,7 +164,7 @@ class PositionEffect:
             draws[components.index(KEY_BIAS)] = True
         return needed & draws
 
-    def marks(self, candidates: Sequence[Component]) -> Components:
+    def marks(self, candidates: Sequence[Component | Head]) -> Components:
         """The candidates that make the effect, with heads in place of attention layers."""
         alone = self.necessity(one_by_one(candidates))
         chosen = self.smallest(candidates, alone)
@@ -174,7 +181,7 @@ class PositionEffect:
         chosen = []
         for member in whole:
             own = (member,)
-            if member.kind == "attention":
+            if isinstance(member, Component) and member.kind == "attention":
                 heads = heads_of(self.target, member.layer or 0)
                 others = tuple(component for component in whole if component != member and not alone)
                 of_heads = self.necessity([Edit(swap=(*others, head)) for head in heads])
@@ -183,7 +190,7 @@ class PositionEffect:
         return tuple(chosen)
 
     def smallest(
-        self, candidates: Sequence[Component], alone: Sequence[float], removed_too: Components = ()
+        self, candidates: Sequence[Component | Head], alone: Sequence[float], removed_too: Components = ()
     ) -> Components:
         """The candidates that are needed alone or, if none is, the smallest set found that is needed together.
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from einops import rearrange, reduce, repeat
+from einops import einsum, rearrange, reduce, repeat
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -17,10 +17,12 @@ from sinkscope.hooks.edit.edits import expert_hook
 from sinkscope.models.hooks import first_tensor, on_hidden, on_input, on_output
 from sinkscope.models.norms import norm_of
 from sinkscope.models.target import KEPT_POSITIONS, NOT_READ, Entering, LayerInput, Target
-from sinkscope.sinks.removal.components import Component, Edit, key_bias, key_projection, writers, writing_modules
+from sinkscope.results.parts import Component, Head
+from sinkscope.sinks.removal.components import Edit, key_bias, key_projection, writers, writing_modules
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.tap.observers import visible_rows
 
+KEY_BIAS, POSITIONS = Component("key bias"), Component("position embedding")
 BATCH_ELEMENTS = 1 << 25  # largest number of elements of the widest activation in a batch
 At = int | Int[Tensor, " text"]
 """A position, the same in every text or one of each."""
@@ -35,11 +37,14 @@ class Trial:
         ids: The texts.
         edits: The edits; each takes as many rows of a batch as there are texts.
         at: The position that swaps edit, and where effects are read; one, or one of each text.
+        places: Positions that swaps edit, and whose attention is read in sum. None: this one.
+        swapped: Other positions that swaps edit instead.
         source: The position whose values replace those of swapped components; one, or one of each text.
         upto: The last layer to run. None: all.
         attention: Whether to read attention.
         behind: The first layer whose attention is read; that of earlier layers is 0.
         without: Residual dimensions that norms leave out.
+        directions: Directions of the residual stream after each layer on which it is projected; None: that is not read.
         entering: What entered each layer when the texts were read intact.
         intact: The same texts, perhaps longer, on their way without an edit, if a trial has read them before.
         keep: Whether what the intact texts show is kept for later trials, which may swap any component.
@@ -48,11 +53,14 @@ class Trial:
     ids: TokenRows
     edits: Sequence[Edit]
     at: At = 0
+    places: Bool[Tensor, "text pos"] | None = None
+    swapped: Bool[Tensor, "text pos"] | None = None
     source: At = -1
     upto: int | None = None
     attention: bool = False
     behind: int = 0
     without: Sequence[int] = ()
+    directions: Float[Tensor, "layer d_model"] | None = None
     entering: Entering = NOT_READ
     intact: Rows | None = None
     keep: bool = False
@@ -84,6 +92,7 @@ class Rows:
             the module that writes it.
         source_norms: Norm of the source position of the intact texts after each layer, if what they show is kept.
         norms: Norm of the position after each layer.
+        along: Its projection on the directions, if there are any.
         received: Attention to the position, summed over later queries that see it.
         seeing: The number of these queries.
     """
@@ -94,10 +103,15 @@ class Rows:
         self.edits = edits
         self.intact = intact or self
         self.entered = dict(trial.entering.inputs)
-        self.written: dict[tuple[Component, int], Tensor] = {}
+        self.written: dict[tuple[Component | Head, int], Tensor] = {}
         self.keeps = target.skips_layers and trial.ids.numel() <= KEPT_POSITIONS
         texts, length = trial.ids.shape
         self._at = (torch.as_tensor(trial.at) % length).expand(texts)
+        self._places = torch.zeros(texts, length, dtype=torch.bool)
+        self._places[torch.arange(texts), self._at] = True
+        if trial.places is not None:
+            self._places = trial.places
+        self._swapped = self._places if trial.swapped is None else trial.swapped
         self._source = (torch.as_tensor(trial.source) % length).expand(texts)
         self._begins = self._first_layers()
         self._layer = min(self._begins, default=0)  # the next to run
@@ -105,6 +119,7 @@ class Rows:
         self._next: LayerInput | None = None
         rows = texts * len(edits)
         self.norms = torch.full((rows, target.n_layers), torch.nan)
+        self.along = torch.full((rows, target.n_layers), torch.nan)
         self.received = torch.zeros(rows, target.n_layers, target.n_heads)
         self.seeing = torch.zeros(rows, target.n_layers)
         self.source_norms = torch.full((texts, target.n_layers), torch.nan)
@@ -149,17 +164,19 @@ class Rows:
         """Mean attention from later queries that see the position."""
         return self.received / self.seeing.clamp(min=1)[..., None]
 
-    def read(self) -> tuple[Float[Tensor, "edit text depth"], Float[Tensor, "edit text _ head"]]:
-        """The norms and the attention in each layer up to the last that was wanted; of no layer if it was not."""
+    def read(self) -> tuple[Float[Tensor, "what edit text depth"], Float[Tensor, "edit text _ head"]]:
+        """Norms and projections in each layer up to the last that was wanted, and attention; of no layer if unread."""
         edits, intact = len(self.edits), self.intact
         joined = torch.arange(self.target.n_layers) >= torch.tensor(self._begins)[:, None]
         joined = joined.repeat_interleave(self.texts, 0)
-        norms = torch.where(joined, self.norms, intact.norms[: self.texts].repeat(edits, 1))[:, : self.depth]
+        read = torch.stack([self.norms, self.along])
+        unedited = torch.stack([intact.norms, intact.along])[:, : self.texts].repeat(1, edits, 1)
+        read = torch.where(joined, read, unedited)[..., : self.depth]
         attention = self.attention[:, :0]
         if self.trial.attention:
             unedited = intact.attention[: self.texts].repeat(edits, 1, 1)
             attention = torch.where(joined[..., None], self.attention, unedited)[:, : self.depth]
-        return norms.unflatten(0, (edits, self.texts)), attention.unflatten(0, (edits, self.texts))
+        return read.unflatten(1, (edits, self.texts)), attention.unflatten(0, (edits, self.texts))
 
     def run(self, upto: int) -> None:
         """Go on to the end of a layer, or to the last layer that is wanted; nothing to do if it has been passed."""
@@ -196,6 +213,9 @@ class Rows:
             nonlocal layer
             hidden = first_tensor(output)
             self.norms[: self.count, layer] = norm_of(hidden[rows, at], trial.without)
+            if trial.directions is not None and layer < len(trial.directions):
+                direction = trial.directions[layer].to(hidden.device)
+                self.along[: self.count, layer] = (hidden[rows, at].float() @ direction).cpu()
             if trial.keep and self.intact is self:
                 at_source = hidden[torch.arange(self.texts), self._source]
                 self.source_norms[:, layer] = norm_of(at_source, trial.without)
@@ -211,10 +231,12 @@ class Rows:
             visible: Callable[[], Bool[Tensor, "row _ query key"]],
         ) -> None:
             queries = torch.arange(first, first + probs.shape[2])
-            later = queries > rearrange(at, "row -> row 1")
-            sees = visible().expand(self.count, -1, -1, -1)
-            later &= sees[rows, 0, :, at].cpu()
-            to_position = probs[rows, :, :, at].cpu() * rearrange(later, "row query -> row 1 query")
+            keys = self._places.repeat(self._joined, 1).to(probs.device)[:, : probs.shape[-1]]
+            later = queries > rearrange(keys.int().argmax(1).cpu(), "row -> row 1")
+            sees = visible().expand(self.count, -1, -1, -1)[:, 0]
+            later &= (sees.to(probs.device) & rearrange(keys, "row key -> row 1 key")).any(-1).cpu()
+            to_position = einsum(probs, keys.to(probs.dtype), "row head query key, row key -> row head query").cpu()
+            to_position = to_position * rearrange(later, "row query -> row 1 query")
             self.received[: self.count, number] += reduce(to_position, "row head query -> row head", "sum")
             self.seeing[: self.count, number] += later.sum(1)
             if number == trial.upto and queries[-1] == trial.ids.shape[1] - 1:
@@ -234,7 +256,7 @@ class Rows:
     def _hooks(self, first: int, last: int) -> list[Hook]:
         """The hooks that keep what is needed of the intact texts, and carry out the edits, in some layers."""
         silenced: dict[tuple[int, ...], list[tuple[int, range]]] = {}  # (layer) or (layer, expert): neurons, their rows
-        swapped: dict[Component, list[int]] = {}
+        swapped: dict[Component | Head, list[int]] = {}
         for number, edit in enumerate(self.edits[: self._joined]):
             rows = range(number * self.texts, (number + 1) * self.texts)
             for site in edit.zero:
@@ -250,22 +272,22 @@ class Rows:
             if first <= mlp[0] <= last:
                 hooks.append(self._silence(mlp, neurons))
         for component, its_rows in swapped.items():
-            if component.kind == "key bias":
+            if component == KEY_BIAS:
                 hooks += self._unbias(range(first, last + 1), torch.tensor(its_rows))
             elif first <= (component.layer or 0) <= last:
                 hooks += self._swap(component, torch.tensor(its_rows))
         return hooks
 
-    def _kept(self) -> list[Component]:
+    def _kept(self) -> list[Component | Head]:
         """Components whose writing is kept; that of all heads of a layer is kept together."""
-        components = [component for edit in self.trial.edits for component in edit.swap]
+        components = [component for edit in self.trial.edits for component in edit.swap if component != KEY_BIAS]
         if self.trial.keep:
-            components = writers(self.target, self.target.n_layers)
-            components += [component._replace(kind="head") for component in components if component.kind == "attention"]
-        whole = [component._replace(head=None) for component in components if component.kind != "key bias"]
-        return list(dict.fromkeys(whole))
+            components = [*writers(self.target, self.target.n_layers)]
+            layers = [one.layer or 0 for one in components if one.kind == "attention"]
+            components += [Head(layer, 0) for layer in layers]
+        return list(dict.fromkeys(map(_whole, components)))
 
-    def _keep(self, component: Component) -> list[Hook]:
+    def _keep(self, component: Component | Head) -> list[Hook]:
         texts = torch.arange(self.texts)
         token_embeddings: list[Tensor] = []
 
@@ -281,26 +303,26 @@ class Rows:
             self.written[component, 0] = positions[texts, self._source] - positions[texts, self._at]
 
         points = _points(self.target, component)
-        if component.kind == "position embedding":
+        if component == POSITIONS:
             ((module, when, on),) = points
             return [(self.target.embedding, "post", on_hidden(embedded)), (module, when, on(keep_positions))]
         return [(module, when, on(partial(keep, number))) for number, (module, when, on) in enumerate(points)]
 
-    def _swap(self, component: Component, rows: Int[Tensor, " swapped"]) -> list[Hook]:
-        text = rows % self.texts
-        at = self._at[text]
+    def _swap(self, component: Component | Head, rows: Int[Tensor, " swapped"]) -> list[Hook]:
+        row, at = self._swapped[rows % self.texts].nonzero().T
+        row, text = rows[row], rows[row] % self.texts
 
         def replaced(number: int, output: Tensor) -> Tensor:
             """What a component writes, with the source's value at the position."""
             whole = self.by_row(output).clone()
-            written = self.intact.written[component._replace(head=None), number][text]
+            written = self.intact.written[_whole(component), number][text]
             columns = slice(None)
-            if component.head is not None:
+            if isinstance(component, Head):
                 width = whole.shape[-1] // self.target.n_heads
                 columns = slice(component.head * width, (component.head + 1) * width)
-            if component.kind == "position embedding":
-                written = whole[rows, at] + written
-            whole[rows, at, columns] = written[:, columns]
+            if component == POSITIONS:
+                written = whole[row, at] + written
+            whole[row, at, columns] = written[:, columns]
             return whole.reshape(output.shape)
 
         points = _points(self.target, component)
@@ -336,13 +358,15 @@ class Rows:
         return experts.module, "post", expert_hook(experts, mlp[1], numbers, "post", zeroed)
 
 
-def _points(target: Target, component: Component) -> list[Hook]:
+def _whole(component: Component | Head) -> Component | Head:
+    """The component; the first head stands for all heads of a layer, which are kept together."""
+    return Head(component.layer, 0) if isinstance(component, Head) else component
+
+
+def _points(target: Target, component: Component | Head) -> list[Hook]:
     """Where what a component writes passes by: modules, before or after them, and what makes a hook of a function."""
-    layer = component.layer or 0
-    match component.kind:
-        case "head":
-            return [(target.output_projection(layer), "pre", on_input)]
-        case "position embedding":
-            return [(target.layers[0], "pre", on_input)]
-        case _:
-            return [(module, "post", on_hidden) for module in writing_modules(target, component)]
+    if isinstance(component, Head):
+        return [(target.output_projection(component.layer), "pre", on_input)]
+    if component == POSITIONS:
+        return [(target.layers[0], "pre", on_input)]
+    return [(module, "post", on_hidden) for module in writing_modules(target, component)]

@@ -20,8 +20,8 @@ from sinkscope.sinks.attack.clusters import find_clusters
 from sinkscope.sinks.chunks import Columns, hold_layers, in_chunks, token_texts
 from sinkscope.sinks.find.layer_scan import norms_after
 from sinkscope.sinks.find.repetitions import repeats_until_half
-from sinkscope.sinks.find.sets import sink_neurons
-from sinkscope.sinks.repetition.sweep import NoReading, Reading
+from sinkscope.sinks.find.spikes import sink_neurons
+from sinkscope.sinks.repetition.sweep import NO_LAYER, NoReading, Reading
 from sinkscope.sinks.tokens import prefixes, repetition_limit, sample_tokens, vocabulary
 
 SHORTEST = 128  # repetitions in the first pass
@@ -106,9 +106,8 @@ def read_vocabulary(
         ids = sorted(sample_tokens(ids, sample, setup.seed))
     sink = sink_neurons(setup)
     layer = sink.layer
-    if layer is None or sink.absence is not None:
-        assert sink.absence is not None
-        return None, NoReading(sink.absence)
+    if layer is None:
+        return None, NoReading(sink.absence(NO_LAYER))
     head = np.full(len(ids), np.nan)
     clusters = find_clusters(setup, sink.neurons, ids, resume)
     if clusters is not None:

@@ -22,8 +22,7 @@ from sinkscope.results.notation import word_list
 from sinkscope.results.style import GREY, long_table
 from sinkscope.results.tables import Table
 from sinkscope.sinks.attack.clusters import find_clusters
-from sinkscope.sinks.find.absence import SpikeAbsence
-from sinkscope.sinks.find.sets import sink_neurons
+from sinkscope.sinks.find.spikes import sink_neurons
 from sinkscope.sinks.repetition.sweep import Reading, Sweep, rounded
 from sinkscope.sinks.tokens import TokenRows, sample_tokens, vocabulary
 from sinkscope.tap.observers import attention_rows
@@ -60,7 +59,7 @@ class AttentionReading(Reading):
     received: Float[np.ndarray, "sequence class layer"]
     uniform: Float[np.ndarray, "sequence class"]
     first_behind: int
-    absence: SpikeAbsence | None = None
+    absence: str | None = None
 
     @property
     def layer(self) -> int:
@@ -92,8 +91,8 @@ class AttentionReading(Reading):
         ]
         if ONE_CLUSTER in self.sequences:
             lines.append(f"Each of many tokens of one cluster receives {self.times[-1, CLUSTER]:.2f} times its share.")
-        if self.absence is not None:
-            lines.append(self.absence.sentence("tokens of a cluster were not looked for"))
+        if self.absence:
+            lines.append(self.absence)
         return lines
 
     def rows(self) -> Table:
@@ -161,7 +160,7 @@ def read_attention(setup: Setup, sweep: Sweep, repeated: TokenRows) -> tuple[int
         received=rounded(received),
         uniform=rounded(torch.stack(uniform)),
         first_behind=0 if sink.layer is None else min(sink.layer + 1, target.n_layers - 1),
-        absence=sink.absence,
+        absence=None if sink.layer is not None else sink.absence("tokens of a cluster were not looked for"),
     )
 
 

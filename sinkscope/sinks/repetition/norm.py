@@ -15,17 +15,15 @@ from sinkscope.measure import Setup
 from sinkscope.measure.evidence import Evidence
 from sinkscope.measure.margin import margin_of
 from sinkscope.results.notation import count_of, neuron_names, word_form
+from sinkscope.results.parts import sites_of
 from sinkscope.results.result import Number
 from sinkscope.results.style import GREY, long_table
 from sinkscope.results.tables import Table, cell
-from sinkscope.sinks.find.absence import SpikeAbsence
-from sinkscope.sinks.find.context import Survey
 from sinkscope.sinks.find.layer_scan import norms_after, typical_quantiles
-from sinkscope.sinks.find.members import sites_of
 from sinkscope.sinks.find.repetitions import repeats_until_half
-from sinkscope.sinks.find.sets import sink_neurons
+from sinkscope.sinks.find.spikes import sink_neurons
 from sinkscope.sinks.removal.components import Sites
-from sinkscope.sinks.repetition.sweep import NoReading, Reading, Sweep, rounded
+from sinkscope.sinks.repetition.sweep import NO_LAYER, NoReading, Reading, Sweep, rounded
 from sinkscope.sinks.tokens import TokenRows, left_out_line
 
 SEQUENCES = 4  # sequences per pass
@@ -142,15 +140,14 @@ class NormReading(Reading):
 
 def read_norms(setup: Setup, sweep: Sweep, ids: TokenRows, ablate: bool) -> tuple[int | None, NormReading | NoReading]:
     """The sink layer, and the norms of repeated tokens there; without a layer, what there is instead."""
-    survey = Survey.of(setup)
-    context = survey.first_spike
-    absence = SpikeAbsence.of(survey, context)
-    if absence is not None:
-        return None, NoReading(absence)
+    sink = sink_neurons(setup)
+    if sink.made is None:
+        return None, NoReading(sink.absence(NO_LAYER))
+    context = sink.made.context
     layer = context.layer
     zeroed: dict[str, Sites] = {"intact": ()}
-    if ablate and sink_neurons(setup).neurons:
-        zeroed |= {"set": sites_of(sink_neurons(setup).neurons), "control": sink_neurons(setup).controls}
+    if ablate and sink.neurons:
+        zeroed |= {"set": sites_of(sink.neurons), "control": sink.controls}
     norms = []
     for name, neurons in zeroed.items():
         with Ablate(sites=list(neurons)).on(setup.target) if neurons else nullcontext():

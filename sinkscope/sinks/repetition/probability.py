@@ -20,7 +20,7 @@ from sinkscope.opening.open import open_target
 from sinkscope.results.notation import count_of, neuron_names
 from sinkscope.results.style import GREY
 from sinkscope.results.tables import Table
-from sinkscope.sinks.find.sets import sink_neurons
+from sinkscope.sinks.find.spikes import sink_neurons
 from sinkscope.sinks.patch.evaluate import read_patch_argument
 from sinkscope.sinks.repetition.sweep import Reading, Sweep, rounded
 from sinkscope.sinks.tokens import TokenRows
@@ -198,8 +198,9 @@ def chosen_patch(setup: Setup, patch: SinkPatch | str | os.PathLike[str] | None)
     """The given patch, or one of the causal neurons; None if the model has none."""
     if patch is not None:
         return read_patch_argument(patch)
-    calibrated = {neuron.site: neuron.neutral_post for neuron in sink_neurons(setup).neurons}
-    if not calibrated:
+    sink = sink_neurons(setup)
+    calibrated = {neuron.site: neuron.neutral_post for neuron in sink.neurons}
+    if not calibrated or sink.made is None or not sink.made.spike.place.is_first:  # it keeps the first token's value
         return None
     return SinkPatch(sites=list(calibrated), calibrated=calibrated)
 

@@ -21,7 +21,6 @@ from sinkscope.results.result import Number
 from sinkscope.results.style import long_table
 from sinkscope.results.tables import Table
 from sinkscope.sinks.chunks import token_texts
-from sinkscope.sinks.find.absence import SpikeAbsence
 from sinkscope.sinks.tokens import (
     CYCLE,
     TokenRows,
@@ -31,6 +30,7 @@ from sinkscope.sinks.tokens import (
     words_to_repeat,
 )
 
+NO_LAYER = "there is no layer to read repetitions at"
 CURVE_POINTS = 160  # numbers of repetitions on a curve, evenly spaced in their logarithm
 PAPER_WORDS = {"attention": ("the",), "distance": ("cat", "dog", "the", "bla")}  # Fig. 1 and 5 of Yona et al. 2025
 PAPER_PREFIXES = {"distance": "some prefix:", "probability": "Repeat:"}  # Fig. 5 and Table 3
@@ -116,11 +116,11 @@ class Reading:
 class NoReading(Reading):
     """What there is instead, if a reading needs the layer of a norm spike and no MLP makes one."""
 
-    absence: SpikeAbsence
+    absence: str
 
     def conclusion(self) -> str:
         """Why there is no reading."""
-        return self.absence.sentence("there is no layer to read repetitions at")
+        return self.absence
 
 
 def sweep_rows(

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinkscope.measure import Setup
@@ -21,7 +21,7 @@ from sinkscope.sinks.find.attention_received import (
     with_long_texts,
 )
 from sinkscope.sinks.find.layer_scan import LayerScan, scan_layers
-from sinkscope.sinks.find.places import Description, Places, Rule, describe, spike_places, texts_with
+from sinkscope.sinks.find.places import ENOUGH, MOST_TEXTS, LeftOver, Place, pieces, spike_places, texts_with
 from sinkscope.sinks.find.records import SinkRate
 from sinkscope.sinks.removal.components import Edit, Heads
 from sinkscope.sinks.removal.effects import side_by_side
@@ -99,6 +99,13 @@ class SinkContext:
         (edited,) = side_by_side(self.target, [trial])
         return edited.drops(layer)
 
+    @cached_property
+    def directions(self) -> Float[Tensor, "layer d_model"]:
+        """The direction of the spike after each layer: of the residual stream at the places, mean over texts."""
+        size = len(self.scan.layers)
+        spikes = torch.stack([self.scan.spike_after(layer) for layer in range(size)])
+        return spikes / spikes.norm(dim=1, keepdim=True).clamp(min=1e-9)
+
     def elsewhere(self, ids: TokenRows, at: Int[Tensor, " row"], upto: int | None = None) -> SinkContext:
         """The same model at places of other texts, `at` in each; up to a layer, or as far as this was read."""
         if upto is None:
@@ -110,23 +117,27 @@ class SinkContext:
 
 @dataclass(frozen=True, eq=False)
 class Survey:
-    """Where the attention sink and the norm spike of a model are.
+    """Where heads attend and where norms stand out; every measurement of sinks opens with it.
 
     Attributes:
         first: The first token of all typical texts.
         received: The texts in which attention sinks were looked for.
-        sink: Words for the attention sink. None if there is none, or only learned sink logits.
+        sinks: The places that heads attend to, in pieces; empty if there is none, or only learned sink logits.
+        other_sinks: Places that heads attend to and that belong to no piece.
         norms: The texts in which norm spikes were looked for.
-        spike: Words for the norm spike. None if there is none.
+        spikes: The places whose norm stands out, in pieces.
+        other_spikes: Places whose norm stands out and that belong to no piece.
         lengths: Lengths of the texts that were read.
         rate: The sink rate of position 0. None if not all layers were read.
     """
 
     first: SinkContext
     received: AttentionReceived
-    sink: Description | None
+    sinks: tuple[Place, ...]
+    other_sinks: LeftOver
     norms: AttentionReceived
-    spike: Description | None
+    spikes: tuple[Place, ...]
+    other_spikes: LeftOver
     lengths: tuple[int, ...]
     rate: SinkRate | None = None
 
@@ -152,51 +163,59 @@ class Survey:
         rate = None
         if whole:
             received, rate = attention_of_all(setup, without)
-        decode = setup.tokenizer.decode
         first = SinkContext.at_first(setup.target, setup.ids, scan, setup.seed)
-        sink = received.described(decode)
-        spike = describe(spike_places(received.norms, received.ids), decode)
-        survey = cls(first, received, sink, received, spike, (received.ids.shape[1],), rate)
-        if len(scan.layers) < setup.target.n_layers or sink is not None or received.learned_heads:
-            return survey
-        longer = with_long_texts(setup)  # they may show a sink that short ones do not
+        survey = cls._read(setup, first, received, received)
+        longer = None
+        if len(scan.layers) == setup.target.n_layers and not survey.sinks and not received.learned_heads:
+            longer = with_long_texts(setup)  # they may show a sink that short ones do not
         if longer is None:
-            return survey
-        received = attention_received(longer.target, longer.ids, without=without)
-        survey = replace(survey, lengths=(*survey.lengths, longer.ids.shape[1]))
-        sink = received.described(decode)
-        if sink is not None or received.learned_heads:
-            survey = replace(survey, received=received, sink=sink)
-        if spike is None:
-            spike = describe(spike_places(received.norms, received.ids), decode)
-            if spike is not None:
-                survey = replace(survey, norms=received, spike=spike)
-        return survey
+            return replace(survey, rate=rate)
+        more = attention_received(longer.target, longer.ids, without=without)
+        in_longer = cls._read(longer, first, more, received if survey.spikes else more)
+        if not in_longer.sinks and not more.learned_heads:
+            in_longer = replace(in_longer, received=received, other_sinks=survey.other_sinks)
+        return replace(in_longer, lengths=(*survey.lengths, longer.ids.shape[1]), rate=rate)
 
-    @cached_property
-    def spikes(self) -> Places:
-        """The positions whose norm stands out."""
-        return spike_places(self.norms.norms, self.norms.ids)
+    @classmethod
+    def _read(cls, setup: Setup, first: SinkContext, received: AttentionReceived, norms: AttentionReceived) -> Survey:
+        """The places in some texts."""
+        decode = setup.tokenizer.decode
+        spikes, other_spikes = pieces(spike_places(norms.norms, norms.ids), decode)
+        attended = received.places
+        sinks: list[Place] = []
+        for spike in spikes if norms is received else ():  # a place of both is one place
+            there = spike.there(attended.ids)
+            share = float(attended.there[there].float().mean()) if bool(there.any()) else 0.0
+            if share >= MOST_TEXTS and received.readers(there & attended.there):
+                sinks.append(Place.of(attended, there, spike.rule, decode))
+                attended = attended.without(there)
+        further, other_sinks = pieces(attended, decode, lambda there: bool(received.readers(there)))
+        sinks = sorted([*sinks, *further], key=lambda place: -len(received.readers(place.there(attended.ids))))
+        length = received.ids.shape[1]
+        return cls(first, received, tuple(sinks), other_sinks, norms, spikes, other_spikes, (length,))
 
-    def context(self, rule: Rule) -> SinkContext:
-        """The model at the places of the spike that words mean."""
-        if rule.position == 0 and not rule.tokens:
+    def context(self, place: Place) -> SinkContext:
+        """The model at a place of a spike."""
+        if place.is_first and place.rule is not None and not place.rule.tokens:
             return self.first
-        return self.first.elsewhere(*texts_with(rule, self.spikes, self.norms.ids))
+        ids, at, _ = texts_with(place, self.norms.ids)
+        return self.first.elsewhere(ids, at)
 
-    @property
-    def first_spike(self) -> SinkContext:
-        """The model at the first token, in the texts in which its norm stands out if only some have that."""
-        if self.spike is not None and self.spike.is_first:
-            return self.context(self.spike.rules[0])
-        return self.first
+    def spiking(self, place: Place) -> Bool[Tensor, "text pos"]:
+        """The positions of a spike in the texts in which sinks were looked for."""
+        if self.norms is self.received:
+            return place.there(self.received.ids)
+        return place.means(self.received.ids)
 
-    @property
-    def readers(self) -> Heads:
-        """The heads that attend to the first kind of place that has a spike."""
-        if self.spike is None:
-            return []
-        return self.received.readers(self.spike.rules[0])
+    def readers(self, place: Place) -> Heads:
+        """The heads that attend to a place of a spike."""
+        attended = self.received.places.there
+        return self.received.readers(attended & self.spiking(place)[:, : attended.shape[1]])
+
+    def stands_at(self, spike: Place, place: Place) -> bool:
+        """Whether a spike stands at nearly all of the places that heads attend to."""
+        there = place.there(self.received.ids)
+        return float(self.spiking(spike)[there].float().mean()) >= ENOUGH
 
 
 def _scanned(setup: Setup, whole: bool) -> tuple[LayerScan, AttentionReceived]:

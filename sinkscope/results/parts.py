@@ -1,0 +1,118 @@
+"""What a claim is about: neurons, heads and other parts of a model, and tokens of its input."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from sinkscope.results.notation import head_name, neuron_name, word_list
+
+ComponentKind = Literal["token embedding", "position embedding", "attention", "mixer", "mlp", "key bias", "position"]
+Swap = Literal["its own token", "the token before it", "all tokens", "copies"]
+
+
+@dataclass(frozen=True)
+class Neuron:
+    """The address of a neuron. `expert` is None if the layer is not a mixture, and for a neuron of a shared expert."""
+
+    layer: int
+    expert: int | None
+    neuron: int
+
+    @classmethod
+    def of(cls, site: Sequence[int]) -> Neuron:
+        """The neuron that interventions take as (layer, neuron) or (layer, expert, neuron)."""
+        if len(site) == 2:
+            return cls(site[0], None, site[1])
+        return cls(site[0], site[1], site[2])
+
+    @property
+    def site(self) -> tuple[int, ...]:
+        """(layer, neuron) or (layer, expert, neuron), as interventions take it."""
+        if self.expert is None:
+            return (self.layer, self.neuron)
+        return (self.layer, self.expert, self.neuron)
+
+    def __str__(self) -> str:
+        return neuron_name(self.layer, self.expert, self.neuron)
+
+
+@dataclass(frozen=True)
+class Head:
+    """The address of an attention head."""
+
+    layer: int
+    head: int
+
+    def __str__(self) -> str:
+        return head_name(self.layer, self.head)
+
+
+@dataclass(frozen=True)
+class Component:
+    """What else writes into the residual stream, or the bias of keys; "position" is the rotary embedding alone.
+
+    A mixer is what a layer without softmax attention has in its place, such as a convolution.
+    """
+
+    kind: ComponentKind
+    layer: int | None = None
+
+    def __str__(self) -> str:
+        if self.layer is None:
+            return self.kind
+        kind = "MLP" if self.kind == "mlp" else self.kind
+        return f"{kind} of layer {self.layer}"
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """An edit of the input: tokens that are swapped, or `count` copies of one token."""
+
+    which: Swap
+    count: int = 0
+
+    def __str__(self) -> str:
+        if self.which == "copies":
+            return f"{self.count} copies of a token"
+        return self.which
+
+
+Part = Neuron | Head | Component | Tokens
+Parts = tuple[Part, ...]
+
+
+def in_words(parts: Parts, most: int = 4) -> str:
+    """Parts in a sentence: neurons and heads by their names, others with an article."""
+    names: list[str] = []
+    for part in parts:
+        names.append(f"the {part}" if isinstance(part, Component) else str(part))
+    return word_list(names, most)
+
+
+def removed(parts: Parts) -> str:
+    """How a sentence goes on that says what is left: neurons are zeroed, others write what they write elsewhere."""
+    it = "it" if len(parts) == 1 else "them"
+    if all(isinstance(part, Neuron) for part in parts):
+        return f"without {it}"
+    return f"with {it} replaced"
+
+
+def kind_of(parts: Parts) -> str:
+    """What parts are in one word, in the plural."""
+    if all(isinstance(part, Neuron) for part in parts):
+        return "neurons"
+    if all(isinstance(part, Tokens) for part in parts):
+        return "tokens"
+    return "heads"
+
+
+def neurons_of(sites: Iterable[Sequence[int]]) -> tuple[Neuron, ...]:
+    """The neurons that interventions take in this form."""
+    return tuple(Neuron.of(site) for site in sites)
+
+
+def sites_of(neurons: Iterable[Neuron]) -> tuple[tuple[int, ...], ...]:
+    """Neurons in the form that interventions take."""
+    return tuple(neuron.site for neuron in neurons)

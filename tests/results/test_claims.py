@@ -1,0 +1,70 @@
+"""Claims: their verdict follows from every contrast, and no sentence says more than the verdict."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sinkscope.results.claims import NEEDED, NOTHING, Claim, Contrast, Outcome, Search, contradictions, percent_pair
+from sinkscope.results.parts import Component, Head, Neuron, Tokens
+
+SHARES = st.floats(0, 1.2) | st.sampled_from([0.0, 0.2, 0.4999, 0.5, 0.5001, 0.8, 1.0])
+SUBJECTS = ((Neuron(1, None, 3),), (Head(0, 1), Component("token embedding")), (Tokens("copies", 24),))
+
+
+def claim(value: float, *contrasts: float, subject=SUBJECTS[0], margin: float | None = None, place="'.'") -> Claim:
+    kinds = ("intact", "random", "elsewhere")
+    made = tuple(Contrast(kind, share) for kind, share in zip(kinds, contrasts, strict=False))
+    return Claim("makes", subject, Outcome("spike"), place, value, made, 4, Search("sets", 9), margin)
+
+
+@given(SHARES, SHARES, SHARES, st.sampled_from(SUBJECTS), st.none() | st.floats(0, 0.3))
+def test_a_verdict_holds_against_every_contrast_and_the_words_say_no_more(value, intact, random, subject, margin):
+    one = claim(value, intact, random, subject=subject, margin=margin)
+    said = one.phrase()
+    if one.verdict == "needed":
+        assert min(intact, random) - value - (margin or 0) >= NEEDED
+    if one.verdict == "sufficient":
+        assert value - max(intact, random) - (margin or 0) >= NEEDED
+    if min(abs(intact - value), abs(random - value)) <= NOTHING:
+        assert one.verdict == "not shown"
+    assert (" needed: " in said) == (one.verdict == "needed") and (" enough: " in said) == (one.verdict == "sufficient")
+    assert one.verdict == one.row()["verdict"] and not re.search(r"-0%|nan|\bNone\b", said)
+
+
+@pytest.mark.parametrize("reference", [0.0, 0.02])
+def test_nothing_is_needed_for_what_is_not_there(reference):
+    """An intact model that already meets the outcome, or a reference of zero, gives no verdict of need."""
+    assert claim(0.0, reference, 1.0).verdict == "not shown"
+    assert claim(0.0, 1.0, reference).verdict == "not shown"
+
+
+def test_copies_of_a_token_that_has_the_spike_at_once_do_not_suffice():
+    copies = Claim(
+        "repeats", (Tokens("copies", 9),), Outcome("norm"), "'a'", 1.0,
+        (Contrast("one copy", 0.95), Contrast("other tokens", 0.0)), 1, Search("tokens", 1),
+    )  # fmt: skip
+    assert copies.verdict == "not shown"
+
+
+@pytest.mark.parametrize("change", [{"subject": ()}, {"contrasts": (Contrast("intact", 1.0),)}, {"draws": 0}])
+def test_a_claim_needs_a_subject_draws_and_two_contrasts(change):
+    whole = vars(claim(0.1, 1.0, 0.9))
+    with pytest.raises(ValueError, match="needs a subject"):
+        Claim(**{**whole, **change})
+
+
+def test_opposite_verdicts_about_the_same_are_contradictions():
+    needed, nothing = claim(0.0, 1.0, 0.98), claim(0.97, 1.0, 0.98)
+    assert contradictions([needed, nothing]) == [(needed, nothing)]
+    assert contradictions([needed, claim(0.97, 1.0, 0.98, place="'a'")]) == []
+    assert contradictions([needed, claim(0.5, 1.0, 0.98)]) == []
+
+
+@given(st.floats(-0.2, 1.2), st.floats(-0.2, 1.2))
+def test_a_share_and_its_control_are_told_apart_unless_they_are_the_same(share, control):
+    texts = percent_pair(share, control)
+    assert texts[0] != texts[1] or abs(share - control) < 2e-3
