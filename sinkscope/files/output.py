@@ -89,7 +89,7 @@ def check_writable(path: str | os.PathLike[str], *, folder: bool = False) -> Pat
         folder: Whether it may also be a folder.
 
     Raises:
-        SinkscopeError: The path is empty, not UTF-8, a folder or a link to nothing, it or its folder is not writable,
+        SinkscopeError: The path is empty, not UTF-8, or a folder, it or its folder is not writable,
             or a part of it is not a folder.
     """
     name = os.fspath(path)
@@ -100,8 +100,6 @@ def check_writable(path: str | os.PathLike[str], *, folder: bool = False) -> Pat
         target = Path(name)
         if not is_device(target):
             target = Path(os.path.realpath(name))  # a link stays a link: its target is replaced
-        if os.path.islink(name) and not target.exists():
-            raise SinkscopeError(f"cannot write {name}: it is a link to {target}, which is not there; remove the link")
         if not folder and (target.is_dir() or name.endswith(("/", os.sep))):
             raise SinkscopeError(f"{name} is a folder: give the name of a file to write")
         with suppress(FileNotFoundError):
