@@ -1,0 +1,71 @@
+"""The checks as tests of pytest: `pytest --sinkscope-cache module:factory`. Without the option nothing is imported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+_PLACE = "--sinkscope-cache"
+_TOLERANCE = "--sinkscope-tolerance"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options."""
+    group = parser.getgroup("sinkscope")
+    group.addoption(_PLACE, metavar="MODULE:FACTORY", help="check the KV cache that this function gives")
+    group.addoption(_TOLERANCE, type=float, metavar="X", help="largest error of logits, in standard deviations")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Add a test for each check."""
+    place = config.getoption(_PLACE)
+    if place is None:
+        return
+    from sinkscope.conformance.kit import TOLERANCE, Kit, all_checks
+    from sinkscope.conformance.subject import factory_named
+    from sinkscope.errors import SinkscopeError
+
+    try:
+        kit = Kit(place, factory_named(place), config.getoption(_TOLERANCE) or TOLERANCE)
+        kit.subject()
+    except SinkscopeError as error:
+        raise pytest.UsageError(str(error)) from None
+    parent = _Checks.from_parent(session, name=place, nodeid=place)
+    for name in all_checks():
+        items.append(_Check.from_parent(parent, name=name, kit=kit))
+
+
+class _Checks(pytest.Collector):
+    def collect(self) -> list[pytest.Item]:
+        """Nothing: the checks are no tests of a file."""
+        return []
+
+
+class _WrongCacheError(Exception):
+    """What a check expected and saw, and how to reproduce it."""
+
+
+class _Check(pytest.Item):
+    def __init__(self, *, kit: Any, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._kit = kit
+
+    def runtest(self) -> None:
+        """Run the check; one that does not apply is skipped."""
+        one = self._kit.checked(self.name)
+        if one.verdict == "does not apply":
+            pytest.skip(one.seen)
+        if one.verdict == "fails":
+            raise _WrongCacheError(f"Expected: {one.expected}.\nSeen: {one.seen}.\n{one.reproduction}")
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], *args: Any, **kwargs: Any) -> Any:
+        """What was expected and seen, without a traceback."""
+        if isinstance(excinfo.value, _WrongCacheError):
+            return str(excinfo.value)
+        return super().repr_failure(excinfo, *args, **kwargs)
+
+    def reportinfo(self) -> Any:
+        """The factory, and the behaviour."""
+        return self.path, None, f"{self._kit.place}: {self.name}"
