@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import Field, Strict
@@ -19,6 +20,7 @@ from sinkscope.files.output import is_file
 from sinkscope.files.records import Budget, Wording, check_fields, read_settings
 from sinkscope.models.target import Target
 
+ENTRY_POINTS = "sinkscope.tasks"
 _REGISTERED: dict[str, type[Task]] = {}
 Size = Annotated[int, Strict(), Field(ge=1, le=1 << 20), Wording(f"a whole number from 1 to {1 << 20}")]
 """A setting of a task that is a number of things."""
@@ -148,12 +150,22 @@ TaskClass = TypeVar("TaskClass", bound=type[Task])
 def register_task(task: TaskClass) -> TaskClass:
     """Class decorator: register a task under its `name`.
 
+    An installed package can instead list its tasks in the entry point group `sinkscope.tasks`.
+
     Raises:
         SinkscopeError: Another task already has this name.
     """
     if _REGISTERED.setdefault(task.name, task) is not task:
         raise SinkscopeError(f"two tasks are called {task.name!r}: give one of them another name")
     return task
+
+
+def tasks() -> dict[str, type[Task]]:
+    """Every registered task, by name, also those of installed packages."""
+    by_name = dict(sorted(_REGISTERED.items()))
+    for entry in entry_points(group=ENTRY_POINTS):
+        by_name.setdefault(entry.name, entry.load())
+    return by_name
 
 
 def read_task(spec: str) -> Task:
@@ -173,11 +185,13 @@ def read_task(spec: str) -> Task:
     options = read_settings(parts, types, f"--task {name}")
     if cls is PromptFile:
         if not is_file(name, "give a file of prompts that you may read"):
-            raise SinkscopeError(f"--task {name!r}: expected {', '.join(sorted(_REGISTERED))}, or a file of prompts")
+            raise SinkscopeError(f"--task {name!r}: expected {', '.join(tasks())}, or a file of prompts")
         options["file"] = name
     return cls(**options)
 
 
 def task_class(name: str) -> type[Task]:
     """The class of a task by the name in its records; those without a name are files of prompts."""
-    return _REGISTERED.get(name, PromptFile)
+    if name in (*_REGISTERED, PromptFile.name):  # a look at the installed packages takes 10 ms
+        return _REGISTERED.get(name, PromptFile)
+    return tasks().get(name, PromptFile)

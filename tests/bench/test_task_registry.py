@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.metadata import EntryPoint
 from typing import ClassVar
 
 import pytest
@@ -10,7 +11,7 @@ from refusals import refused
 
 import sinkscope.bench.task as registry
 from sinkscope.bench.prompt import Prompt, Turn
-from sinkscope.bench.task import PromptFile, Size, Task, read_task, register_task, task_class
+from sinkscope.bench.task import PromptFile, Size, Task, read_task, register_task, task_class, tasks
 from sinkscope.bench.tasks.needle import Needle
 
 
@@ -33,9 +34,22 @@ def registered(monkeypatch):
 def test_a_task_is_found_by_the_name_that_it_registers(registered):
     register_task(Echo)
     assert read_task("echo:words=3") == Echo(words=3)
-    assert (task_class("echo"), task_class("needle"), task_class("old")) == (Echo, Needle, PromptFile)
+    assert task_class("echo") is Echo and task_class("needle") is Needle
     with refused("two tasks are called 'needle'"):
 
         @register_task
         class Other(Echo):
             name: ClassVar[str] = "needle"
+
+
+def test_a_task_of_an_installed_package_is_found_by_its_entry_point(monkeypatch):
+    entry = EntryPoint("echo", f"{__name__}:Echo", "sinkscope.tasks")
+    monkeypatch.setattr(registry, "entry_points", lambda *, group: [entry] if group == "sinkscope.tasks" else [])
+    assert read_task("echo") == Echo()
+    assert list(tasks()) == ["loops", "needle", "recall", "text", "echo"]
+
+
+def test_another_name_is_a_file_of_prompts(tmp_path):
+    assert task_class("a name in old records") is PromptFile
+    with refused("--task 'nothing': expected loops, needle, recall, text, or a file of prompts"):
+        read_task("nothing")
