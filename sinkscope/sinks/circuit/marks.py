@@ -13,7 +13,7 @@ from sinkscope.measure.margin import margin_of
 from sinkscope.models.target import Target
 from sinkscope.results.claims import Claim, Contrast, Outcome, Search
 from sinkscope.results.parts import Component
-from sinkscope.sinks.find.readers import random_edits
+from sinkscope.sinks.find.readers import by_chance, random_edits
 from sinkscope.sinks.find.spikes import MadeSpike
 from sinkscope.sinks.find.survey import SinkContext
 from sinkscope.sinks.removal.components import Edit, mixing, one_by_one, writers
@@ -36,7 +36,7 @@ def marks_of(setup: Setup, made: MadeSpike) -> tuple[Claim, ...]:
     """What the spike of a place needs before the MLP of the layer in which it begins."""
     context, layer = made.context, begins(made)
     ids, at = context.ids[:TEXTS], context.at[:TEXTS]
-    effect = _norm(setup, context, ids, at, typical_position(context, layer)[:TEXTS], layer)
+    effect = _norm(setup, context, ids, at, context.ordinary(layer)[:TEXTS], layer)
     marks = effect.marks(before_mlp(setup.target, layer))
     if len(marks) > 1 and Component("token embedding") in marks:
         effect = _at_more_positions(effect)
@@ -58,16 +58,6 @@ def _norm(
     setup: Setup, context: SinkContext, ids: TokenRows, at: Int[Tensor, " row"], other: Int[Tensor, " row"], layer: int
 ) -> PositionEffect:
     return PositionEffect(setup.target, ids, at, other, layer, without=tuple(context.scan.shared_dims))
-
-
-def typical_position(context: SinkContext, layer: int) -> Int[Tensor, " row"]:
-    """The position of each text whose norms after a layer are nearest to the median of the text."""
-    norms = context.scan.norms[layer]
-    distance = (norms / norms[:, 1:].median(1, keepdim=True).values).log().abs()
-    distance[torch.arange(len(norms)), context.at] = torch.inf
-    length = norms.shape[1]
-    begin, end = length // 8, max(length // 2, length // 8 + 1)
-    return begin + distance[:, begin:end].argmin(1)
 
 
 def _at_more_positions(effect: PositionEffect) -> PositionEffect:
@@ -95,7 +85,7 @@ def _claims(setup: Setup, effect: PositionEffect, marks: Components, place: str,
     chance = left[1 + len(alone) :]
     control = Contrast("other", 1.0, 1, "nothing alike to remove")
     if chance:
-        control = Contrast("random", min(chance), len(chance))
+        control = by_chance(marks, torch.tensor(chance))
     search = Search("components alone and in sets", len(before_mlp(setup.target, layer)))
     claims = []
     for number, subject in enumerate((marks, *((mark,) for mark in marks[: len(alone)]))):

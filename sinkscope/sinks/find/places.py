@@ -26,9 +26,11 @@ SINK_HEADS = 2  # an attention sink needs at least this many heads
 POSITION_SHARE = 0.01  # ... and this share of the heads, if they attend to a position in most texts
 PLACE_SHARE = 0.05  # ... or this share at any other place: a few heads that prefer one word are no sink
 MOST_TEXTS = 0.5  # a head attends to a position, or to a token, if it does so in at least this share of the cases
+LEAST_WITHOUT_WORDS = 10  # places that are a piece although no words mean them
 LEAST_CASES = 3  # words need so many places that bear them out, and a position so many different tokens
 SOME_TEXTS = 0.2  # least share of the texts that have a place
 MOST_PARTS = 4  # rules in one description, if one or two do not suffice
+BORNE_OUT = 2  # cases of each token before it that words name, on average
 MOST_TURNS = 16  # different tokens that take turns among the texts in which a place is looked at
 COMMON = 3  # tokens named where no words fit
 PLACE_TEXTS = 4  # texts in which a place is looked at that always has the same token; of different ones four times that
@@ -163,11 +165,12 @@ class Place:
     def of(cls, whole: Places, there: Bool[Tensor, "text pos"], rule: Rule | None, decode: Decode) -> Place:
         """A piece of a set of places."""
         piece = Places(whole.ids, there & whole.there)
+        meant = piece.there if rule is None else rule.means(whole.ids)
         return cls(
             cases=tuple((text, at) for text, at in piece.there.nonzero().tolist()),
             rule=rule,
             coverage=len(piece) / len(whole),
-            precision=len(piece) / int(there.sum()),
+            precision=int((meant & whole.there).sum()) / max(1, int(meant.sum())),
             share=float(piece.there.any(1).float().mean()),
             position=piece.earliest,
             common=piece.common(decode),
@@ -313,10 +316,11 @@ def pieces(
     found: list[Place] = []
     rest = places
     for rule in _rules(places, decode, holds):
-        fits = rule.means(places.ids)
-        found.append(Place.of(places, fits, rule, decode))
-        rest = rest.without(fits)
-    enough = len(rest) >= max(LEAST_CASES, (1 - ENOUGH) * len(places))
+        fits = rule.means(places.ids) & rest.there  # the pieces have no place in common
+        if bool(fits.any()):
+            found.append(Place.of(places, fits, rule, decode))
+            rest = rest.without(fits)
+    enough = len(rest) >= max(LEAST_WITHOUT_WORDS, (1 - ENOUGH) * len(places))
     if enough and float(rest.there.any(1).float().mean()) >= SOME_TEXTS and holds(rest.there):
         found.append(Place.of(places, rest.there, None, decode))
         rest = rest.without(rest.there)
@@ -368,6 +372,9 @@ def _simple(places: Places, decode: Decode) -> list[Rule]:
         rules.append(Rule(f"{name!r} wherever it stands", tokens=(token,), token=name))
         rules.append(Rule(f"the first {name!r} of a text", tokens=(token,), first=True, token=name))
         rules += _by_the_token_before(places, token, decode)
+    after, counts = places.ids[:, :-1][places.there[:, 1:]].unique(return_counts=True)
+    for token in after[counts.argsort(descending=True, stable=True)[:COMMON]].tolist():
+        rules.append(Rule(f"what stands after {decode([token])!r}", after=(token,)))
     rules.append(Rule("every token that repeats the one before it", repeated=True))
     rules.append(Rule("the first occurrence of every token", first=True))
     return rules
@@ -386,9 +393,12 @@ def _by_the_token_before(places: Places, token: int, decode: Decode) -> list[Rul
         return f"{name!r} {what} {names}"
 
     if len(allowing) <= max(1, len(keeping)):
+        if int((stands & there).sum()) < BORNE_OUT * len(allowing):
+            return []
         return [Rule(words("after", allowing), tokens=(token,), token=name, after=tuple(allowing.tolist()))]
     keeping = keeping[~torch.isin(keeping, allowing)]
-    if not len(keeping):
+    kept = int((stands & torch.isin(before, keeping)).sum())
+    if not len(keeping) or kept < BORNE_OUT * len(keeping):
         return []
     return [Rule(words("except after", keeping), tokens=(token,), token=name, unless=tuple(keeping.tolist()))]
 
@@ -401,7 +411,10 @@ def _of_a_kind(places: Places, decode: Decode) -> list[Rule]:
     for token in seen:
         if float(places.there[:, 1:][places.ids[:, 1:] == token].float().mean()) >= ENOUGH:
             precise.append(token)
-    if len(precise) > 2:  # two have a rule each, because different neurons may make their spikes
+    shares = [int((places.there & (places.ids == token)).sum()) for token in precise]
+    if len(precise) > 2 and 2 * max(shares) <= sum(
+        shares
+    ):  # two have a rule each, because different neurons may make their spikes
         names = word_list([repr(decode([token])) for token in precise], COMMON)
         rules.append(Rule(f"{names} wherever they stand", tokens=tuple(precise)))
     if len(seen) > 1:
