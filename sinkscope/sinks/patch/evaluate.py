@@ -130,13 +130,6 @@ class PatchEvaluation(Result):
             f"{patch['change']:+.2%} (random neurons: {random['change']:+.2%})."
         )
 
-    def details(self) -> list[str]:
-        """A warning if the patch was made for another model."""
-        made_for = self.settings.get("made_for")
-        if made_for in (None, self.model.name):
-            return []
-        return [f"Warning: the patch was made for {made_for}, not for {self.model.name}."]
-
     def rows(self) -> Table:
         """One row per patch."""
         columns = {
