@@ -78,7 +78,6 @@ def needed(group: Group, truth: Places) -> tuple[str, ...]:
 GROUPS = [
     ("decoy_spike", "neox"),
     slow("hybrid", "lfm2"),
-    slow("alibi", "falcon"),
     ("farthest_key", "neox"),
     slow("farthest_key", "qwen2"),
     slow("idle_key_bias", "gpt2"),

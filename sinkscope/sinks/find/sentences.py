@@ -28,14 +28,15 @@ GROUPS = 3  # groups of heads that a sentence tells apart
 def conclusion(spikes: Sequence[Spike], sinks: Sequence[Sink], most: Search) -> str:
     """Who attends where and what they need; without a sink, where norms stand out and what makes that."""
     if sinks:
-        return short_sentence(f"{statement(sinks[0], named, brief=True)}." for named in NAMED)
+        versions = [f"{statement(sinks[0], named, brief=True)}." for named in NAMED]
+        return short_sentence([*versions, f"{statement(sinks[0], 1, groups=1)}."])
     if spikes:
         return short_sentence(f"No attention sink ({most}); {spike_clause(spikes[0], named)}." for named in NAMED)
     return f"Neither an attention sink nor a norm spike was found ({most})."
 
 
-def statement(sink: Sink, named: int = NAMED[0], *, brief: bool = False) -> str:
-    """How many heads attend to a place and, of each group of them, what it needs."""
+def statement(sink: Sink, named: int = NAMED[0], *, brief: bool = False, groups: int = GROUPS) -> str:
+    """How many heads attend to a place and, of so many groups of them, what each needs."""
     if sink.place is None:
         readers = sum(layer.readers for layer in sink.layers)
         least, most = sink.between
@@ -45,14 +46,14 @@ def statement(sink: Sink, named: int = NAMED[0], *, brief: bool = False) -> str:
         )
     count = sum(len(group.heads) for group in sink.groups)
     who = f"{count} of {sink.n_heads} heads {word_form(count, 'attends', 'attend')} to {sink.words}{_when(sink)}"
-    groups = [group for group in sink.groups if group.claim is not None]
-    if not groups:
+    known = [group for group in sink.groups if group.claim is not None]
+    if not known:
         return f"{who}; nothing that was removed takes it away ({sink.groups[0].search if sink.groups else 'untried'})"
     if len(sink.groups) == 1:
-        return f"{who}; {need(groups[0], named)}"
-    parts = [f"for {len(groups[0].heads)}, {need(groups[0], named)}"]
+        return f"{who}; {need(known[0], named)}"
+    parts = [f"for {len(known[0].heads)}, {need(known[0], named)}"]
     for group in sink.groups:
-        if group is not groups[0] and len(parts) < GROUPS:
+        if group is not known[0] and len(parts) < groups:
             parts.append(f"for {len(group.heads)}, {need(group, named, brief=brief)}")
     return f"{who}: {'; '.join(parts)}"
 
