@@ -190,22 +190,24 @@ class MarkingHeads(Result):
         others = np.delete(medians, best)
         other = Contrast("other", 1.0, 1, "no other layer")
         if np.isfinite(others).any():
-            other = Contrast("other", float(1 - others.max()), len(others), "another layer")
+            other = Contrast("other", 1 - float(others.max()), len(others), "another layer")
         claims: list[Claim] = []
         if self.serves is not None and self.set_drop is not None and self.control_drop is not None:
             layer = self.marking_layer or 0
             heads = tuple(Head(layer, head) for head in np.flatnonzero(self.serves.any(0)).tolist())
             random = Contrast("other", 1.0, 1, "too few other heads")
             if np.isfinite(self.control_drop).any():
-                random = Contrast("random", float(1 - np.nanmedian(self.control_drop)), CONTROL_DRAWS)
+                random = Contrast(
+                    "random", 1 - float(np.nanmedian(self.control_drop.astype(np.float64))), CONTROL_DRAWS
+                )
             if heads:
                 claims.append(self._claim(heads, self.set_drop, random, search))
         claims.append(self._claim((Component("attention", best),), self.layer_drop[:, best], other, search))
         return tuple(claims)
 
     def _claim(self, subject: Any, drop: Float[np.ndarray, " token"], control: Contrast, search: Search) -> Claim:
-        drop = drop[np.isfinite(drop)]
-        left = max(0.0, float(1 - np.median(drop)))
+        drop = drop[np.isfinite(drop)].astype(np.float64)  # as a saved result has it
+        left = max(0.0, 1 - float(np.median(drop)))
         contrasts = (Contrast("intact", 1.0), control)
         margin = margin_of(drop, np.median)
         return Claim("marks", subject, Outcome("the mark"), self.place, left, contrasts, len(drop), search, margin)
@@ -264,9 +266,9 @@ class MarkingHeads(Result):
 
 def _medians(values: Float[np.ndarray, "token layer"]) -> Float[np.ndarray, " layer"]:
     """The median over tokens that fire; minus infinity without softmax attention."""
-    medians = np.full_like(values[0], -np.inf)
+    medians = np.full(values.shape[1], -np.inf)
     attending = np.isfinite(values).any(0)
-    medians[attending] = np.nanmedian(values[:, attending], axis=0)
+    medians[attending] = np.nanmedian(values[:, attending].astype(np.float64), axis=0)
     return medians
 
 
