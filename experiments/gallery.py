@@ -35,11 +35,15 @@ all results ([report](report.md)), and `python -m experiments.gallery` makes thi
 _OUTPUTS = ("--json", "--html", "--png", "--out", "--resume")
 
 
-def entry(picture: Path) -> str:
-    """Return a cell of the grid: heading, picture, caption and command, from the JSON beside the picture."""
+def entry(picture: Path, said_before: set[str]) -> str:
+    """Return a cell of the grid: heading, picture, command, and the caption if it is new."""
     data = read_json(picture.with_suffix(".json"))
     title = picture.stem.replace("_", "-")
-    said = " ".join([_caption(picture, data).removesuffix("."), *_explained(picture, data)]).strip()
+    caption = _caption(picture, data).removesuffix(".")
+    said = " ".join(_explained(picture, data))
+    if caption not in said_before:
+        said = f"{caption} {said}".strip()
+        said_before.add(caption)
     shown = f"![{title}](../figures/{picture.name})"
     return f"<div markdown>\n\n## {title}\n\n{shown}\n\n{said}.\n\n`{_command(data)}`\n\n</div>"
 
@@ -114,7 +118,9 @@ def gallery(folder: Path = FIGURES) -> str:
         kinds[each] = read_json(each.with_suffix(".json"))["kind"]
     first = "find-sinks"
     shown = sorted(kinds, key=lambda path: (kinds[path] != first, order.get(kinds[path], len(order)), path.name))
-    return "\n\n".join([_HEAD.rstrip(), '<div class="gallery" markdown>', *map(entry, shown), "</div>"]) + "\n"
+    said = set[str]()
+    cells = [entry(picture, said) for picture in shown]
+    return "\n\n".join([_HEAD.rstrip(), '<div class="gallery" markdown>', *cells, "</div>"]) + "\n"
 
 
 def _command(data: Row) -> str:
