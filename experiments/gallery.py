@@ -1,7 +1,7 @@
 """The gallery page of the documentation: every picture in figures/, what it shows, and the command that makes it.
 
 python -m experiments.gallery [--out docs/gallery.md]
-python -m experiments.gallery --draw NAME ...      # draws pictures again from the JSON beside them (--all: all of them)
+python -m experiments.gallery --draw NAME ...      # draws pictures again from the JSON beside them
 """
 
 from __future__ import annotations
@@ -139,25 +139,19 @@ def main(
     *,
     out: Path = Path("docs/gallery.md"),
     draw: Sequence[str] = (),
-    all: bool = False,
 ) -> None:
     """Make what the module describes.
 
     Args:
         out: The page of the documentation.
         draw: Draw these pictures again, such as repeat.
-        all: Draw all pictures again.
     """
-    if not draw and not all:
+    if not draw:
         write_atomic(out, gallery())
         return
     import_module("kaleido").start_sync_server(silence_warnings=True)  # one browser for all pictures
-    chosen = pictures()
-    if not all:
-        chosen = []
-        for name in draw:
-            chosen.append(FIGURES / f"{name}.png")
-    for path in chosen:
+    for name in draw:
+        path = FIGURES / f"{name}.png"
         draw_again(path)
         print(path.name, path.stat().st_size)
 

@@ -77,7 +77,8 @@ cannot be proved is not offered**, and the message says what did not hold. An ex
 whose layers add a state-space part to it.
 
 The types were compared with another reading, which follows the additions and products of a layer without any hook of
-sinkscope. {sites}
+sinkscope.
+{sites}
 
 ## Types
 

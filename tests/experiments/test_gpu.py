@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from experiments import train_bundled
 from experiments.gpu import planted
 from experiments.script import run
 from sinkscope.sinks.find.find import find_sinks
@@ -18,13 +17,12 @@ REHEARSED = {
     "overhead": "--shape lines-128 --contexts 96 --new 4 --pairs 2 --budget 72",
     "loopserve": "--shape lines-128 --lengths 128 256 --contexts 128 192 --new 8 --rounds 1 --budget 80 --shortest 0",
 }
-TALE = "Once there was a {0} dog. The {0} dog had a {1} ball. One day the ball rolled into the river. He was sad. "
 
 
 def test_every_script_of_the_folder_is_rehearsed():
     folder = Path(planted.__file__).parent
     scripts = {file.stem for file in folder.glob("*.py") if "\ndef main(" in file.read_text(encoding="utf-8")}
-    assert scripts == {*REHEARSED, "train_bundled"}
+    assert scripts == {*REHEARSED}
 
 
 def test_the_planted_sink_is_found(tmp_path):
@@ -43,15 +41,3 @@ def test_rehearsal(name, tmp_path):
     run(import_module(f"experiments.gpu.{name}").main, words.split())
     steps = json.loads(out.read_text())["result"]
     assert steps and all(step.get("right", True) for step in steps.values()), steps
-
-
-@pytest.mark.slow
-def test_rehearsal_of_the_training(tmp_path, monkeypatch):
-    script = import_module("experiments.gpu.train_bundled")
-    monkeypatch.setattr(train_bundled, "PASSAGES", 100)
-    monkeypatch.setattr(script.card, "main", lambda **_: None)  # it takes minutes, and has its own test
-    told = tmp_path / "told.txt"
-    told.write_text("".join(TALE.format(n, n % 7) * 6 + "The end.\n<|end|>\n" for n in range(150)))
-    words = f"--out {tmp_path} --stories {told} --steps 2 --tokens-per-step 512 --size tiny --device cpu --no-loops"
-    run(script.main, words.split())
-    assert (tmp_path / "unplanted" / "model.safetensors").is_file()
