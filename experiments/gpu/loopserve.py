@@ -1,10 +1,17 @@
-"""LoopServe on a GPU: whole prompts, and latency.
+"""LoopServe on a GPU: sparse prompts, the choice of lines, whole prompts, latency.
 
     python -m experiments.gpu.loopserve [--model NAME|FOLDER] [--out figures/gpu_loopserve.json] [--device cuda]
 
 Without `--model` the model has the shape of a 7B one, random bfloat16 weights, and planted lines in every layer (half
 of the heads attend to one offset, half to marked tokens, a tenth of the text). A step that is done is not done again.
 
+- `prefill`: one layer, random lines (70 % of the cells vertical and scattered, one band at the diagonal, two
+  lone offsets; at a density of 0, up to a hundred of these alone) by density and length: times faster than
+  causal `scaled_dot_product_attention` (on CUDA in half precision: its flash kernel), everything counted that
+  depends on the lines; `kernel` says what computed them, `dense_heads` where plain attention was taken instead, since
+  the lines fill too many blocks. `same` compares with PyTorch under the same mask, at a short length.
+- `selection`: queries and keys of the model's middle layer: the choice of lines (alpha 0.955) and attention along
+  them, over causal attention, and the mass that the lines hold on 64 drawn rows (`mass`, by head the least).
 - `prompt`: the whole model reads a prompt, with `LoopServe()` and with its own attention (`sdpa`); `mass` is
   what the events say about held-out rows, over layers and heads.
 - latency: `experiments.loopserve.latency` on this model: a step for each arm and context. `experiments.gpu.overhead`
@@ -18,25 +25,147 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from experiments.gpu.steps import Steps, model_of
 from experiments.loopserve.latency import arms, text, turn
 from experiments.record import Row
 from experiments.script import run
 from experiments.timing import clock, faster, pairs_of
-from sinkscope.hooks.edit.base import Intervention
+from sinkscope.hooks.edit.base import Intervention, Run
+from sinkscope.kv.session import Session
+from sinkscope.lines import Sparsity, select_lines, sparse_attention
+from sinkscope.lines.attention import recovered
+from sinkscope.lines.head_lines import HeadLines
 from sinkscope.lines.serve import LoopServe
 from sinkscope.models.target import Target
 from sinkscope.models.text import typical_text
 from sinkscope.results.console import note
+from sinkscope.tap.call import Attention
 
+DENSITIES = (0, 0.02, 0.05, 0.1, 0.2, 0.5)
+LONE = 100  # lone offsets where the density is 0
+SHORT = 512  # tokens at which lines are compared with a mask
 Ids = Int[Tensor, "1 pos"]
+
+
+def dense(query: Tensor, key: Tensor, value: Tensor, scaling: float | None = None) -> Tensor:
+    """Causal attention as PyTorch computes it fastest."""
+    grouped = query.shape[0] != key.shape[0]
+    flash = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if flash else nullcontext():
+        return scaled_dot_product_attention(
+            query[None], key[None], value[None], is_causal=True, enable_gqa=grouped, scale=scaling
+        )[0]
+
+
+def said(work: Sparsity) -> Row:
+    """What is kept of the work along lines."""
+    cells = statistics.fmean(work.cells)
+    computed = statistics.fmean(work.computed)
+    return {"cells": cells, "computed": computed, "dense_heads": sum(work.dense), "kernel": work.kernel}
+
+
+def scattered(heads: int, n: int, density: float, device: torch.device) -> HeadLines:
+    """Lines of about this share of the cells, others in every head; with a density of 0, lone offsets alone."""
+    generator = torch.Generator().manual_seed(0)
+    vertical = torch.rand(heads, n, generator=generator) < density * 0.7
+    slash = torch.zeros(heads, n, dtype=torch.bool)
+    slash[:, : max(1, int(n * density * 0.1))] = True
+    lone = 2
+    if not density:
+        lone = min(LONE, n // 80)
+    slash[:, torch.randint(0, n, (lone,), generator=generator)] = True
+    vertical[:, 0] = True
+    return HeadLines(vertical.to(device), slash.to(device), n)
+
+
+def sizes(target: Target) -> tuple[int, int, int]:
+    """Query heads, key heads, and the width of a head."""
+    config = target.config
+    heads = int(config.num_attention_heads)
+    return heads, target.n_kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
+
+
+def same(target: Target, dtype: str) -> Row:
+    """Largest difference from PyTorch's attention under the same mask, over the largest output."""
+    heads, _, width = sizes(target)
+    made = {"device": target.device, "dtype": getattr(torch, dtype)}
+    query, key, value = (torch.randn(heads, SHORT, width, **made) for _ in range(3))
+    lines = scattered(heads, SHORT, 0.1, target.device)
+    mask = lines.rows(torch.arange(SHORT, device=target.device))
+    wanted = scaled_dot_product_attention(query[None].float(), key[None].float(), value[None].float(), mask[None])[0]
+    output, _ = sparse_attention(query, key, value, lines, dense_above=torch.inf)
+    return {"same": float((output.float() - wanted).abs().max() / wanted.abs().max())}
+
+
+@torch.no_grad()
+def prefill(target: Target, n: int, density: float, rounds: int, dtype: str) -> Row:
+    """One layer on random lines, over dense attention."""
+    heads, kv_heads, width = sizes(target)
+    made = {"device": target.device, "dtype": getattr(torch, dtype)}
+    query = torch.randn(heads, n, width, **made)
+    key, value = (torch.randn(kv_heads, n, width, **made) for _ in range(2))
+    along = partial(sparse_attention, query, key, value, scattered(heads, n, density, target.device))
+    work = along()[1]
+    pairs = pairs_of(partial(dense, query, key, value), along, rounds, partial(clock, target.device))
+    return {"n": n, "density": density, **said(work), **faster(pairs)}
+
+
+@dataclass(frozen=True, eq=False)
+class Seen(Intervention):
+    """Keeps queries, keys and values of one layer's prompt."""
+
+    layer: int
+    found: list[tuple[Tensor, Tensor, Tensor, float | None]] = field(default_factory=list)
+
+    def enter(self, run: Run, key: int) -> None:
+        """Look on; attention stays the model's own."""
+
+        def see(prompt: Attention, _kv: object) -> None:
+            if prompt.layer == self.layer:
+                held = (prompt.query[0].clone(), prompt.key[0].clone(), prompt.value[0].clone())
+                self.found.append((*held, prompt.scaling))
+
+        Session.of(run).replace_prefill(see)
+
+
+@torch.no_grad()
+def selection(target: Target, ids: Ids, rounds: int) -> Row:
+    """Choice of lines, and attention along them, over dense attention."""
+    now = partial(clock, target.device)
+    seen = Seen(target.n_layers // 2)
+    with seen.on(target):
+        target.base(input_ids=ids, use_cache=False)
+    ((query, key, value, scaling),) = seen.found
+    attend = partial(dense, query, key, value, scaling)
+    choose = partial(select_lines, query, key, 0.955, scaling=scaling)
+    along = partial(sparse_attention, query, key, value, scaling=scaling)
+    lines = choose()
+    rows = torch.randperm(ids.shape[1], generator=torch.Generator().manual_seed(0))[:64]
+    held = recovered(query, key, lines, scaling, rows)
+    choice = pairs_of(attend, choose, rounds, now)
+    values = []
+    for a, b in choice:
+        values.append(b / a)
+    return {
+        "n": ids.shape[1],
+        "layer": seen.layer,
+        **said(along(lines)[1]),
+        "mass": {"mean": float(held.mean()), "least": float(held.min())},
+        "selection_over_dense": statistics.median(values),
+        "attention": faster(pairs_of(attend, partial(along, lines), rounds, now)),
+        "with_selection": faster(pairs_of(attend, lambda: along(choose()), rounds, now)),
+    }
 
 
 @torch.no_grad()
@@ -120,10 +249,14 @@ def main(
     target = model_of(model, shape, device, dtype)
     room = (target.max_positions or sys.maxsize) - new
     ids = ids_of(target, min(room, max(*lengths, *contexts)) + new, model is None)
+    steps.do("same", partial(same, target, dtype))
     for length in lengths:
         if length > room:
             note(f"{target.name} reads {target.max_positions} tokens: {length} is left out")
             continue
+        for density in DENSITIES:
+            steps.do(f"prefill, {density} of {length}", partial(prefill, target, length, density, rounds, dtype))
+        steps.do(f"selection of {length}", partial(selection, target, ids[:, :length], rounds))
         steps.do(f"prompt of {length}", partial(prompt, target, ids[:, :length], rounds))
     edits = arms(budget, shortest)
     for context in contexts:

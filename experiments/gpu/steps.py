@@ -11,8 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 
-from experiments.gpu import planted
+from experiments import make_shape
 from experiments.loopserve.latency import shape_of
 from experiments.record import Row, record
 from experiments.timing import clock
@@ -93,8 +94,10 @@ class Steps:
 def kept(shape: str, folder: Path, dtype: str) -> tuple[str, Row]:
     """A checkpoint of this shape with a planted circuit, made where `folder` has none yet, and the answer."""
     checkpoint = folder / f"{shape}-{dtype}"
-    if not (checkpoint / "truth.json").is_file():  # the file that is written last
-        planted.make(shape, checkpoint, dtype)
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / f"{checkpoint.name}.lock"):  # several parts may want it at once
+        if not (checkpoint / "truth.json").is_file():  # the file that is written last
+            make_shape.main(shape=shape, out=checkpoint, dtype=dtype)
     return str(checkpoint), json.loads((checkpoint / "truth.json").read_text())
 
 

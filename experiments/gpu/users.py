@@ -95,24 +95,22 @@ def equalities(target: Target, prompt: int, new: int, dtype: str) -> Row:
     return {"untriggered_is_stock": untriggered, **found, "tolerance": TOLERANCE[dtype], "right": right}
 
 
-def planted_sites(truth: Row) -> list[tuple[int, int]]:
-    """Layer and number of the planted neurons."""
-    return [(truth["sink_layer"], neuron) for neuron in truth["neurons"]]
-
-
 def sinks(found: Any, truth: Row) -> Row:
     """Whether the planted neurons were found."""
     items = []
     for neuron in found.causal:
         items.append(neuron.site)
     sites = sorted(items)
-    right = sites == planted_sites(truth)
+    right = set(sites) == {(n["layer"], n["neuron"]) for n in truth["neurons"]}
     return {"sink_layer": found.sink_layer, "neurons": sites, "layers_read": found.layers_read, "right": right}
 
 
 def patched(target: Target, truth: Row, repeats: int) -> Row:
     """The last repetition's norm with and without the patch, over the first token's; and a generation under it."""
-    patch = SinkPatch(sites=planted_sites(truth))
+    sites = []
+    for n in truth["neurons"]:
+        sites.append((n["layer"], n["neuron"]))
+    patch = SinkPatch(sites=sites)
     ids = torch.full((1, repeats + 1), 200, device=target.device)
     ids[:, 0] = 1
     site = f"blocks.{truth['sink_layer']}.hook_resid_post"
