@@ -76,9 +76,15 @@ def test_an_attack_and_its_patches_are_claims_beside_their_controls():
     found = attack_once("neox", 2)
     attacked, listing, patch = found.attacked
     single, random = (contrast.value for contrast in attacked.contrasts)
-    assert attacked.verdict == "sufficient" and single < 0.5 and random == found.positions[0, *found.best, RANDOM]
+    assert (
+        attacked.verdict == "sufficient"
+        and single < 0.5
+        and random == pytest.approx(found.positions[0, *found.best, RANDOM])
+    )
     assert (listing.verdict, patch.verdict) == ("not shown", "needed")
-    assert patch.contrasts[1].value == found.positions[4, *found.best, CLUSTER] and "random tokens at" in str(found)
+    assert patch.contrasts[1].value == pytest.approx(
+        found.positions[4, *found.best, CLUSTER]
+    ) and "random tokens at" in str(found)
 
 
 def test_a_spike_that_is_not_at_the_first_token_is_named_and_not_attacked(tmp_path):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import html
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -12,15 +13,17 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 import plotly.express as px
 import plotly.graph_objects as go
+import torch
 from jaxtyping import Float, Int
 from pydantic import Field
+from torch import Tensor
 from torch.nn import functional
 
 from sinkscope.errors import SinkscopeError, SinkscopeWarning
 from sinkscope.hooks.edit import SinkPatch
 from sinkscope.measure import Hidden, Option, Result, ScanPart, Setup, Whole, measurement
 from sinkscope.models.checks import check_length
-from sinkscope.results.claims import Claim, Contrast, Outcome, Search
+from sinkscope.results.claims import Claim, Outcome
 from sinkscope.results.notation import head_name
 from sinkscope.results.parts import Parts, Tokens, neurons_of
 from sinkscope.results.result import Number
@@ -42,6 +45,7 @@ from sinkscope.sinks.chunks import hold_layers
 from sinkscope.sinks.find.spikes import sink_neurons
 from sinkscope.sinks.find.survey import SinkContext
 from sinkscope.sinks.patch.evaluate import under
+from sinkscope.sinks.repetition.sweep import claim_of
 from sinkscope.sinks.tokens import TokenRows, vocabulary
 
 SOURCES = ("cluster", "random", "repeated")
@@ -154,10 +158,10 @@ class ClusterAttack(Result):
             axes = {"patch": self.patches, "context": self.contexts, "length": self.lengths.tolist()}
             rows = long_table({name: getattr(self, name) for name in COLUMNS}, **axes, source=self.sources)
             return [row for row in rows if row["positions"] is not None]
-        rows: Table = []
-        for head in self.clusters.heads if self.clusters is not None else ():
-            rows.append({"layer": 0, "head": head, "tokens": len(self.clusters.tokens_of(head))})
-        return rows
+        if self.clusters is None:
+            return []
+        found = self.clusters.head
+        return [{"layer": 0, "head": head, "tokens": int((found == head).sum())} for head in self.clusters.heads]
 
     def numbers(self) -> list[Number]:
         """Success of the attack, and the tokens that one head serves."""
@@ -277,7 +281,9 @@ def attack(
         everyone = make_pools({-1: ordinary}, size, left_out)
         attempts = Attempts(setup, sink.made.context, contexts, patches, (pools, everyone), lengths, sequences)
         attempts.fill(table)
-        claims = attempts.claims(table, neurons_of(neuron.site for neuron in sink.neurons))
+        best = best_of(table[0])
+        if best is not None:
+            claims = attempts.claims(best, neurons_of(neuron.site for neuron in sink.neurons))
     return ClusterAttack(
         sink_layer=sink.layer,
         clusters=token_clusters,
@@ -318,6 +324,13 @@ class Attempts:
         cluster, random = (drawn_sequences(pools, length, self.sequences, self.setup.seed) for pools in self.pools)
         return [cluster, random, repeated_first(cluster)] if len(cluster) else []
 
+    @contextmanager
+    def patched(self, patch: SinkPatch | None) -> Iterator[None]:
+        """A patch acts. That Listing 1 spreads the sink is measured here, so no warning says it."""
+        with under(patch, self.setup.target), warnings.catch_warnings():
+            warnings.simplefilter("ignore", SinkscopeWarning)
+            yield
+
     def fill(self, table: Float[np.ndarray, "column patch context length source"]) -> None:
         """Attack, and write what happens into a table."""
         done, whole = 0, sum(self.lengths) * len(self.leads)
@@ -334,8 +347,7 @@ class Attempts:
         columns = np.full((len(COLUMNS), len(self.patches)), np.nan)
         outputs = []
         for number, patch in enumerate(self.patches.values()):
-            with under(patch, self.setup.target), warnings.catch_warnings():
-                warnings.simplefilter("ignore", SinkscopeWarning)  # Listing 1 spreads the sink, which is measured
+            with self.patched(patch):
                 high = spikes_of(self.context, lead, some if number else rows)
                 if len(self.patches) > 1:
                     *columns[3:5, number], output = after_attack(self.setup, self.context, lead, some, high[:PATCHED])
@@ -347,42 +359,23 @@ class Attempts:
             columns[5, number] = functional.kl_div(output, ours, reduction="batchmean", log_target=True)
         return columns
 
-    def claims(
-        self, table: Float[np.ndarray, "column patch context length source"], neurons: Parts
-    ) -> tuple[Claim, ...]:
-        """What the tokens of a cluster do where most positions succeed, and what patches leave of that."""
-        best = best_of(table[0])
-        if best is None:
-            return ()
-        shares, length = table[0, :, *best], self.lengths[best[1]]
-        where, lead = list(self.leads.items())[best[0]]
-        cluster, single, _ = self.drawn(length)
-        single[:, -1] = cluster[:, -1]
-        alone = float(spikes_of(self.context, lead, single)[:, -1].float().mean())
-        beside = {"one copy": alone, "other tokens": shares[0, 1]}
-        made = [("spikes", (Tokens("one cluster", length),), shares[0, 0], beside)]
-        if PATCH in self.patches:
-            named = dict(zip(self.patches, shares[:, 0], strict=True))
-            for patch, words in ((LISTING, "spikes under Listing 1"), (PATCH, "spikes under the patch")):
-                beside = {"intact": named[NONE], "random": named[RANDOM]}
-                made.append((words, neurons, named[patch], beside))
-        claims = []
-        for kind, subject, value, contrasts in made:
-            claims.append(
-                Claim(
-                    role="makes",
-                    subject=subject,
-                    outcome=Outcome(kind, unit="cases"),
-                    place=f"{WHERE[where]}, {length} tokens",
-                    value=float(value),
-                    contrasts=tuple(Contrast(name, float(share)) for name, share in contrasts.items()),
-                    draws=self.sequences if subject is not neurons else min(PATCHED, self.sequences),
-                    search=Search(
-                        "contexts and lengths", int(np.isfinite(table[0, 0, ..., 0]).sum()), float(shares[0, 0])
-                    ),
-                    margin=None if subject is neurons else 2 * float(table[1, 0, *best, 0]),
-                )
-            )
+    def claims(self, best: tuple[int, int], neurons: Parts) -> tuple[Claim, ...]:
+        """What the tokens of a cluster do in one context and at one length, and what patches leave of that."""
+        (where, lead), length = list(self.leads.items())[best[0]], self.lengths[best[1]]
+        place = f"{WHERE[where]}, {length} tokens"
+        cluster, random, _ = self.drawn(length)
+        single = torch.cat([random[:, :-1], cluster[:, -1:]], 1)
+        shares = [spikes_of(self.context, lead, rows).float().mean(1) for rows in (cluster, random)]
+        shares.insert(1, spikes_of(self.context, lead, single)[:, -1].float())
+        spikes = Outcome("spikes", unit="cases")
+        claims = [claim_of((Tokens("one cluster", length),), place, spikes, torch.stack(shares))]
+        left: dict[str, Tensor] = {}
+        for name, patch in self.patches.items():
+            with self.patched(patch):
+                left[name] = spikes_of(self.context, lead, cluster[:PATCHED]).float().mean(1)
+        for name, words in ((LISTING, "Listing 1"), (PATCH, "the patch")) if PATCH in left else ():
+            values = torch.stack([left[name], left[NONE], left[RANDOM]])
+            claims.append(claim_of(neurons, place, Outcome(f"spikes under {words}", unit="cases"), values))
         return tuple(claims)
 
 

@@ -92,10 +92,11 @@ class TokenClusters:
     def claims(self) -> tuple[Claim, ...]:
         """What each head does to the activation at its tokens, beside no head and another one."""
         claims: list[Claim] = []
-        for head in self.heads if self.other is not None else ():
+        if self.other is None:
+            return ()
+        for head in self.heads:
             mine = self.head == head
-            contrasts = [Contrast("other", float(self.background[mine].mean()), name="no head")]
-            contrasts.append(Contrast("random", float(self.other[mine].mean()), name="another head"))
+            no_head = Contrast("other", float(self.background[mine].mean()), name="no head")
             claims.append(
                 Claim(
                     role="marks",
@@ -103,7 +104,7 @@ class TokenClusters:
                     outcome=Outcome(f"activation of {neuron_name(*self.neuron)}"),
                     place=f"the tokens that {head_name(0, head)} serves",
                     value=float(self.best[mine].mean()),
-                    contrasts=tuple(contrasts),
+                    contrasts=(no_head, Contrast("random", float(self.other[mine].mean()), name="another head")),
                     draws=int(mine.sum()),
                     search=Search("tokens", len(self.ids), float(self.best.max())),
                     margin=margin_of(self.best[mine]),

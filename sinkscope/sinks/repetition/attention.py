@@ -24,7 +24,7 @@ from sinkscope.results.tables import Table
 from sinkscope.sinks.find.places import Rule
 from sinkscope.sinks.find.spikes import sink_neurons
 from sinkscope.sinks.find.survey import Survey
-from sinkscope.sinks.repetition.sweep import Reading, Sweep, beside_copies, claim_of, rounded
+from sinkscope.sinks.repetition.sweep import Reading, Sweep, beside_copies, claim_of_copies, rounded
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.tap.observers import attention_rows
 
@@ -138,7 +138,7 @@ def read_attention(setup: Setup, sweep: Sweep, repeated: TokenRows) -> tuple[int
         classes=CLASSES,
         received=rounded(attention),
         uniform=rounded((seen / visible[:, None]).sum(1) / seen.sum(1)),
-        claims=(claim_of(sweep.max_repeats, Outcome("attention", (layer,)), copies),),
+        claims=(claim_of_copies(sweep.max_repeats, Outcome("attention", (layer,)), copies),),
     )
 
 

@@ -24,7 +24,7 @@ from sinkscope.models.target import Target
 from sinkscope.results.claims import Claim, Outcome
 from sinkscope.results.style import long_table
 from sinkscope.results.tables import Table
-from sinkscope.sinks.repetition.sweep import Reading, Sweep, beside_copies, claim_of, rounded
+from sinkscope.sinks.repetition.sweep import Reading, Sweep, beside_copies, claim_of_copies, rounded
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.tap.observers import attention_rows
 
@@ -145,7 +145,7 @@ def read_distances(setup: Setup, sweep: Sweep, rows: TokenRows, all_layers: bool
             attention_outputs(target, each, [first], last=True)[1][0] for each in beside_copies(setup, rows, before)
         ]
         like = 1 - (torch.stack(last) - alone[0]).norm(dim=-1) / norms[0]
-        claims = (claim_of(sweep.max_repeats, Outcome("likeness to the token alone", (first,)), like),)
+        claims = (claim_of_copies(sweep.max_repeats, Outcome("likeness to the token alone", (first,)), like),)
     outside = outside_theorem(target, first, rows.shape[1])
     applies = torch.nan if outside is not None else 1.0
     return DistanceReading(

@@ -28,6 +28,7 @@ from sinkscope.sinks.repetition.sweep import (
     Sweep,
     beside_copies,
     claim_of,
+    claim_of_copies,
     norms_at_sink,
     rounded,
 )
@@ -126,7 +127,7 @@ def norms_of_copies(setup: Setup, context: SinkContext, rows: TokenRows, before:
     """
     last = [norms_at_sink(context, ids)[:, -1] for ids in beside_copies(setup, rows, before)]
     shares = torch.stack(last) / context.scan.spike_norm[context.layer]
-    return claim_of(rows.shape[1] - before, Outcome("norm", (context.layer,)), shares, tried=tried)
+    return claim_of_copies(rows.shape[1] - before, Outcome("norm", (context.layer,)), shares, tried)
 
 
 def read_norms(setup: Setup, sweep: Sweep, ids: TokenRows, ablate: bool) -> tuple[int | None, NormReading | NoReading]:
@@ -154,8 +155,8 @@ def read_norms(setup: Setup, sweep: Sweep, ids: TokenRows, ablate: bool) -> tupl
         claims.append(norms_of_copies(setup, context, ids[rows], before, len(tried)))
     if len(zeroed) > 1 and len(reached):
         left = (table[:, rows, -1] / table[0, rows, -1])[[1, 0, 2]]
-        neurons = neurons_of(zeroed["set"])
-        claims.append(claim_of(neurons, Outcome("norm"), left, count=sweep.max_repeats, tried=len(tried)))
+        place = f"the last of {sweep.max_repeats} copies"
+        claims.append(claim_of(neurons_of(zeroed["set"]), place, Outcome("norm", (layer,)), left, len(tried)))
     return layer, NormReading(
         sweep=sweep,
         place=sink.made.spike.place.words,

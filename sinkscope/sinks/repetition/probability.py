@@ -24,7 +24,7 @@ from sinkscope.results.style import GREY
 from sinkscope.results.tables import Table
 from sinkscope.sinks.find.spikes import sink_neurons
 from sinkscope.sinks.patch.evaluate import random_patch, read_patch_argument
-from sinkscope.sinks.repetition.sweep import Reading, Sweep, beside_copies, claim_of, rounded
+from sinkscope.sinks.repetition.sweep import Reading, Sweep, beside_copies, claim_of, claim_of_copies, rounded
 from sinkscope.sinks.tokens import TokenRows
 
 CLEARLY = 2.0  # times the uniform probability: below it, which token is the likeliest one is an accident of rounding
@@ -174,11 +174,12 @@ def read_probabilities(
             after_text = trace(target, texts[[token]], ["logits"], lambda logits: logits[0, -1].float().softmax(-1))
             last[kind, token] = after_text["logits"][word]
     outcome = Outcome("probability of the token", unit="cases")
-    claims = [claim_of(sweep.max_repeats, outcome, last)]
+    claims = [claim_of_copies(sweep.max_repeats, outcome, last)]
     neurons: tuple[tuple[int, ...], ...] = ()
     if edit is not None:
         neurons = tuple(site.numbers for site in edit.checked_sites)
-        claims.append(claim_of(neurons_of(neurons), outcome, probability[[1, 0, 2], :, -1], count=sweep.max_repeats))
+        place = f"the last of {sweep.max_repeats} copies"
+        claims.append(claim_of(neurons_of(neurons), place, outcome, probability[[1, 0, 2], :, -1]))
     return ProbabilityReading(
         sweep=sweep,
         conditions=tuple(edits),

@@ -176,41 +176,35 @@ def beside_copies(setup: Setup, rows: TokenRows, before: int) -> tuple[TokenRows
     return rows, single, others
 
 
-def claim_of(
-    subject: Parts | int,
-    outcome: Outcome,
-    values: Float[Tensor, "kind token"],
-    *,
-    count: int = 0,
-    tried: int = 0,
-) -> Claim:
-    """What copies of tokens do, or neurons after these, mean over tokens.
+def claim_of(subject: Parts, place: str, outcome: Outcome, values: Float[Tensor, "kind case"], tried: int = 0) -> Claim:
+    """What tokens or neurons do, mean over cases.
 
     Args:
-        subject: The neurons; or the number of copies.
-        outcome: What was read after the last copy.
-        values: The outcome for each token: with the copies, with one copy there, with other tokens there; or with
-            edited neurons, without an edit, and with as many random neurons.
-        count: Number of copies after which neurons were edited.
-        tried: Number of tokens of which these were taken. 0: all of them.
+        subject: The tokens or neurons.
+        place: Where it was read.
+        outcome: What was read.
+        values: The outcome with these tokens, with one of them behind others, and with other tokens; or with edited
+            neurons, without an edit, and with as many random neurons.
+        tried: Number of cases of which these were taken. 0: all of them.
     """
     value, *controls = values.mean(1).tolist()
-    kinds: tuple[ContrastKind, ...] = ("intact", "random")
-    place = f"the last of {count} copies of a token"
-    if isinstance(subject, int):
-        kinds, place = ("one copy", "other tokens"), f"the last of {subject}"
-        subject = (Tokens("copies", subject),)
+    kinds: list[ContrastKind] = ["one copy", "other tokens"] if isinstance(subject[0], Tokens) else ["intact", "random"]
     return Claim(
-        role="repeats",
+        role="makes",
         subject=subject,
         outcome=outcome,
         place=place,
         value=value,
         contrasts=tuple(map(Contrast, kinds, controls)),
         draws=values.shape[1],
-        search=Search("repeated tokens", tried or values.shape[1], float(values[0].max())),
+        search=Search("tokens", tried or values.shape[1], float(values[0].max())),
         margin=margin_of(values[0].numpy()),
     )
+
+
+def claim_of_copies(count: int, outcome: Outcome, values: Float[Tensor, "kind case"], tried: int = 0) -> Claim:
+    """What a number of copies does, beside one copy at the position of the last and other tokens there."""
+    return claim_of((Tokens("copies", count),), f"the last of {count} copies", outcome, values, tried)
 
 
 def norms_at_sink(
