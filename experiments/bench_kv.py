@@ -1,4 +1,4 @@
-"""What cache policies, observers, the loop monitor and barcodes cost, compared with the plain model.
+"""What cache policies, observers and the guard cost, compared with the plain model.
 
     python -m experiments.bench_kv [--out figures/bench_kv.json] [--peer KVPRESS/bin/python] [--only NAME ...]
         [--page PAGE]
@@ -7,14 +7,10 @@ Sections, each in a process of its own, on one thread:
 - `overhead`: time of `generate` (sampled, so that nothing loops) under `Full` and under an untriggered `LoopGuard`,
   divided by that of plain `generate`; plain over plain shows the noise. The model is a Llama with random weights that
   takes at least 20 ms per token, and, in microseconds per token, the bundled model, there also under evicting policies.
-- `monitor`: the monitor alone on recorded ids, microseconds per token after 1k, 8k and 32k tokens.
-- `h2o`: time of H2O that sees every query and evicts nothing, at 4,096 tokens of context, divided by that of plain
-  eager attention and of plain sdpa attention, for the prompt and for decoding, with eager or sdpa attention underneath.
 - `decoding`: evicting policies while decoding at equal budget and interval, over the plain model, here and in kvpress
   (`DecodingPress`). kvpress needs another release of transformers, so the same script runs there too (`--peer`; what
   else that environment needs says `experiments.check_cache.presses`), both
   compare with the plain model of their own environment, and only these ratios are compared.
-- `barcode`: memory of a barcode of 2,500 steps, all heads of the bundled model.
 
 The arms are interleaved in rotating order. A ratio is the median over rounds of arm over plain in the same round, with
 a 95 % bootstrap interval. Time is the processor time of the thread that does all the work, because other programs on
@@ -25,7 +21,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import statistics
 import subprocess
 import sys
@@ -37,7 +32,7 @@ from typing import Any, Literal
 
 from experiments.record import Row, record
 from experiments.script import run
-from experiments.timing import interval, memory_growth, ratio
+from experiments.timing import interval, ratio
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import write_atomic
 
@@ -55,7 +50,7 @@ DECODING = [
     (1024, 512, 129, 128, ("snapkv",)),
     (2048, 1024, 32, 1, ("streaming", "tova")),
 ]
-SECTIONS = ("overhead", "monitor", "h2o", "decoding", "barcode")
+SECTIONS = ("overhead", "decoding")
 Arm = Callable[[int], dict[str, float]]  # round -> seconds by what was done
 
 
@@ -155,50 +150,6 @@ def overhead(rounds: int) -> dict[str, Any]:
     }
 
 
-def monitor(rounds: int) -> dict[str, Any]:
-    import sinkscope as ss
-    from sinkscope.loops.text.monitor import Monitor
-    from sinkscope.models.text import typical_text
-
-    model: Any = ss.load(None, backend="hf")
-    text = model.tokenizer(typical_text())["input_ids"]
-    marks = (1024, 8192, 32768)
-    block = 512
-    loop = []
-    for each in range(marks[-1]):
-        loop.append(text[each] if each < 600 else text[each % 24])
-    streams = {
-        "text": [text[i % len(text)] for i in range(marks[-1])],
-        "loop": loop,
-    }
-    draw = random.Random(0)
-    confidence = []
-    for _ in range(marks[-1]):
-        confidence.append(draw.random())
-    out: dict[str, Any] = {}
-    for name, ids in streams.items():
-        seconds: dict[int, list[float]] = {}
-        for mark in marks:
-            seconds[mark] = []
-        for _ in range(rounds):
-            watching = Monitor()
-            start = 0.0
-            for i, (token, p_max) in enumerate(zip(ids, confidence, strict=True)):
-                if i + block in seconds:
-                    start = time.thread_time()
-                watching.update(token, p_max)
-                if i + 1 in seconds:
-                    seconds[i + 1].append((time.thread_time() - start) / block)
-        over_1k = {}
-        for each in marks[1:]:
-            over_1k[each] = ratio(seconds[each], seconds[marks[0]])
-        out[name] = {
-            "microseconds_per_token": {mark: statistics.median(s) * 1e6 for mark, s in seconds.items()},
-            "over_1k": over_1k,
-        }
-    return out
-
-
 def decoded(model: Any, ids: Any, prompt: int) -> dict[str, float]:
     """Seconds for the prompt with the first token after it, and for each further one."""
     import torch
@@ -214,38 +165,6 @@ def decoded(model: Any, ids: Any, prompt: int) -> dict[str, float]:
             model(ids[:, i : i + 1], past_key_values=cache, position_ids=torch.tensor([[i]]))
         end = time.thread_time()
     return {"prompt": middle - start, "token": (end - middle) / (ids.shape[1] - prompt - 1)}
-
-
-def h2o(rounds: int) -> dict[str, Any]:
-    from sinkscope.kv import H2O
-
-    model = llama(4)
-    prompt = 4096
-    ids = tokens(prompt + 33)
-
-    def arm(attention: str, policy: Any) -> Arm:
-        def run(_i: int) -> dict[str, float]:
-            model.set_attn_implementation(attention)
-            with nullcontext() if policy is None else policy.on(model):
-                return decoded(model, ids, prompt)
-
-        return run
-
-    arms = {
-        "eager": arm("eager", None),
-        "sdpa": arm("sdpa", None),
-        "h2o_on_eager": arm("eager", H2O(budget=8192)),
-        "h2o_on_sdpa": arm("sdpa", H2O(budget=8192)),
-        "h2o_evicting_on_sdpa": arm("sdpa", H2O(budget=1024)),
-    }
-    seconds = interleaved(arms, rounds)
-    return {
-        "context": prompt,
-        "milliseconds_per_token": statistics.median(seconds["eager"]["token"]) * 1e3,
-        "prompt_seconds": statistics.median(seconds["eager"]["prompt"]),
-        "over_eager": ratios(seconds, "eager"),
-        "over_sdpa": ratios(seconds, "sdpa"),
-    }
 
 
 def decoding(rounds: int) -> dict[str, Any]:
@@ -289,15 +208,6 @@ def decoding(rounds: int) -> dict[str, Any]:
     return {"environment": versions(*(["kvpress"] if kvpress else []), "torch", "transformers"), "cases": out}
 
 
-def barcode(_rounds: int) -> dict[str, Any]:
-    import sinkscope as ss
-
-    model: Any = ss.load(None, backend="hf")
-    ss.barcode(model, max_new_tokens=8, control=False)  # imports and caches are not counted
-    grown, result = memory_growth(lambda: ss.barcode(model, max_new_tokens=2500, control=False))
-    return {"all_heads": {"steps": result.steps, "heads": result.score.size, "peak_growth_bytes": grown}}
-
-
 def versions(*names: str) -> dict[str, str]:
     from importlib.metadata import version
 
@@ -338,6 +248,7 @@ def advantage(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
 
 def tables(result: dict[str, Any]) -> str:
     """Times over those of the plain model: of a token under each arm, and of each policy here and in kvpress."""
+    from experiments.drawn import markdown  # not in the other environment
 
     def shown(one: dict[str, Any]) -> str:
         low, high = one["interval"]
@@ -345,29 +256,30 @@ def tables(result: dict[str, Any]) -> str:
 
     overhead = result["overhead"]
     plain = overhead["bundled_microseconds_per_token"]["plain"] / 1000
-    lines = [f"| | model in the package, {plain:.1f} ms a token | random weights, "]
-    lines[0] += f"{overhead['milliseconds_per_token']:.0f} ms a token |"
-    lines.append("|---|---|---|")
+    big = overhead["milliseconds_per_token"]
+    rows = []
     for name, parts in overhead["bundled_ratio"].items():
-        big = overhead["ratio"].get(name)
-        lines.append(f"| {name} | {shown(parts['token'])} | {'-' if big is None else shown(big['token'])} |")
+        rows.append([name, shown(parts["token"]), "-"])
+        if name in overhead["ratio"]:
+            rows[-1][-1] = shown(overhead["ratio"][name]["token"])
+    head = ["", f"model in the package, {plain:.1f} ms a token", f"random weights, {big:.0f} ms a token"]
+    tables = [markdown(head, rows)]
     made = result.get("decoding", {})
     if "kvpress" in made:
-        lines += ["", "| | sinkscope, prompt | kvpress, prompt | sinkscope, token | kvpress, token |"]
-        lines.append("|---|---|---|---|---|")
+        rows = []
+        slower: dict[str, list[float]] = {"prompt": [], "token": []}
         for case, policies in made["sinkscope"]["cases"].items():
             for name, ours in policies["over_plain"].items():
                 theirs = made["kvpress"]["cases"][case]["over_plain"][name]
-                cells = [shown(both[part]) for part in ("prompt", "token") for both in (ours, theirs)]
-                lines.append(f"| {name}, {case} | {' | '.join(cells)} |")
-        slower: dict[str, list[float]] = {"prompt": [], "token": []}
-        for policies in made["kvpress_over_sinkscope"].values():
-            for parts in policies.values():
+                cells = [shown(both[part]) for part in slower for both in (ours, theirs)]
+                rows.append([f"{name}, {case}", *cells])
                 for part, values in slower.items():
-                    values.append(parts[part]["median"])
-        said = [f"{min(values):.2f} to {max(values):.2f} for a {part}" for part, values in slower.items()]
-        lines += ["", f"The ratio of kvpress, divided by ours: {', '.join(said)} (above 1, kvpress takes longer)."]
-    return "\n".join(lines)
+                    values.append(made["kvpress_over_sinkscope"][case][name][part]["median"])
+        head = ["", "sinkscope, prompt", "kvpress, prompt", "sinkscope, token", "kvpress, token"]
+        tables.append(markdown(head, rows))
+        said = ", ".join(f"{min(values):.2f} to {max(values):.2f} for a {part}" for part, values in slower.items())
+        tables.append(f"The ratio of kvpress, divided by ours: {said} (above 1, kvpress takes longer).")
+    return "\n\n".join(tables)
 
 
 def main(
@@ -388,7 +300,7 @@ def main(
         section: Only run this, and print what it found, as the script does itself in processes of their own.
     """
     if section is not None:
-        sections = {"overhead": overhead, "monitor": monitor, "h2o": h2o, "decoding": decoding, "barcode": barcode}
+        sections = {"overhead": overhead, "decoding": decoding}
         print(json.dumps(sections[section](rounds)))
         return
     started = time.perf_counter()

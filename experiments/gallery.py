@@ -28,10 +28,9 @@ hide: [toc]
 # Gallery
 
 Each picture has the command that made it and a link to the page that explains how to read it. The model is the one in
-the package, unless the command names another. Files and folders in a command are outputs of earlier commands, which
-that page lists. On the site, a click on a picture opens it as an interactive figure. In a clone,
-`sinkscope report figures` makes one page of the results of commands with interactive figures, tables and provenance
-([report](report.md)), and `python -m experiments.gallery` makes this page.
+the package, unless the command names another. Files and folders in a command are outputs of earlier commands. On the
+site, a click on a picture opens it as an interactive figure. In a clone, `sinkscope report figures` makes one page of
+all results ([report](report.md)), and `python -m experiments.gallery` makes this page.
 """
 _OUTPUTS = ("--json", "--html", "--png", "--out", "--resume")
 
@@ -40,9 +39,9 @@ def entry(picture: Path) -> str:
     """Return a cell of the grid: heading, picture, caption and command, from the JSON beside the picture."""
     data = read_json(picture.with_suffix(".json"))
     title = picture.stem.replace("_", "-")
-    said = " ".join([_caption(picture, data), *_explained(picture, data)])
+    said = " ".join([_caption(picture, data).removesuffix("."), *_explained(picture, data)]).strip()
     shown = f"![{title}](../figures/{picture.name})"
-    return f"<div markdown>\n\n## {title}\n\n{shown}\n\n{said}\n\n`{_command(data)}`\n\n</div>"
+    return f"<div markdown>\n\n## {title}\n\n{shown}\n\n{said}.\n\n`{_command(data)}`\n\n</div>"
 
 
 def figure_of(picture: Path) -> Any:
@@ -94,14 +93,14 @@ def _explained(picture: Path, data: Row) -> list[str]:
     """Return the sentence that links to the page of the result, or to the page that shows the picture of a script."""
     if data["kind"] in known_kinds():
         page = type(Result.load(picture.with_suffix(".json"))).link().removeprefix("docs/")
-        return [f"How to read it: [{Path(page).stem}]({page})."]
+        return [f"([{Path(page).stem}]({page}))"]
     texts = {}
     for each in sorted(DOCS.rglob("*.md")):
         if each.stem != "gallery":
             texts[each] = each.read_text(encoding="utf-8")
     for name in (f"figures/{picture.name})", f"figures/{picture.stem}."):  # shown there, or at least named
         for path in (path for path, text in texts.items() if name in text):
-            return [f"How to read it: [{path.stem}]({path.relative_to(DOCS).as_posix()})."]
+            return [f"([{path.stem}]({path.relative_to(DOCS).as_posix()}))"]
     return []
 
 

@@ -1,10 +1,8 @@
 """Which decoder types of transformers are served: builds each one small, examines it, and writes the table of the docs.
 
-    python -m experiments.model_types [--only-sites] [--one-size] [TYPE ...]
+    python -m experiments.model_types [TYPE ...]
 
-Writes figures/model_types.json (types that are named replace their entries) and docs/models.md. With --only-sites,
-types are not examined again, and only their sites are compared with what their layers really add and multiply, at five
-sizes, or with --one-size at the first.
+Writes figures/model_types.json (types that are named replace their entries) and docs/models.md.
 """
 
 from __future__ import annotations
@@ -44,7 +42,6 @@ COVERING = (  # each has something that those before it do not have
     "deepseek_v32 minimax_m3_vl_text falcon_h1 phi bitnet minicpm3 aria_text smollm3 recurrent_gemma"
 ).split()
 """Types that the default tests examine in full."""
-SMALL = "as in released checkpoints, d_model 64"
 INTRODUCTION = """# Is my model served?
 
 `sinkscope models --check MODEL` answers for one model: it prints the adapter, the figures of the proof, and what is
@@ -52,9 +49,7 @@ served.
 
 The table below was made with transformers {version} by `python -m experiments.model_types`. Each decoder type was made
 as a random model of a few layers, with the multipliers, windows, mixtures and hybrid layers that released checkpoints
-have. Forms of checkpoints are not part of the table: weights that are quantised without a `quantization_config`,
-tensors for which the configuration has no place, and adapters (LoRA) are refused in one line that says what to do
-([errors](errors/index.md)). A type is **in full** if
+have. A type is **in full** if
 
 - a planted sink neuron is ranked first, live and from a folder, and its contribution equals an independent ablation;
 - attention rows equal those of the model's own eager attention within 1e-4, on a text longer than every window;
@@ -70,32 +65,27 @@ in full, {part} in part, and {refused} are refused in one line.{wrong}
 
 ## Models that are split, moved or quantised
 
-- A model that is **split over processes** (tensor parallelism, FSDP, pipeline parallelism) is refused in one line, as a
-  process would see only its part of the neurons and heads. Load the whole model in one process.
-- In a `DistributedDataParallel` every process holds the whole model, so the wrapper can be given in place of the model.
-- Weights that accelerate keeps **on disk or on the CPU** (`device_map`, `cpu_offload`) are read where they are, and the
-  results are those of the model in memory.
-- Linear modules that are **quantised in place** (torchao's `quantize_`) are read as their numbers are after
-  dequantisation.
+- A model that is **split over processes** (tensor parallelism, FSDP, pipeline parallelism) is refused in one line. Load
+  the whole model in one process; a `DistributedDataParallel` holds it and can be given.
+- Weights that accelerate keeps **on disk or on the CPU** (`device_map`, `cpu_offload`) are read where they are.
+- Linear modules that are **quantised in place** (torchao's `quantize_`) are read dequantised. Quantised weights without
+  a `quantization_config`, tensors without a place, and adapters (LoRA) are [refused](errors/index.md) in one line.
 
 ## Sites
 
 When a model is loaded, or a live one first used, its sites are proved: what enters each layer, and what its attention
-and its MLP give, are replaced by random numbers, and the residual stream has to be their sum (`hook_resid_mid`,
-`hook_attn_out`, `hook_mlp_out`; one sum where the parts are parallel). Where
-the numbers of one head of `hook_q`, `hook_k` or `hook_v` change places, exactly this head of what attention gets must
-change. Attention gives numbers in one head alone, and only this head of `hook_z` may show them; `hook_attn_out` must
-follow from `hook_z`. **A site that cannot be proved is not offered**, and the message says what did not hold.
-Examples are `hook_attn_out` of `falcon_h1`, whose layers add a state-space part to it, and `hook_mlp_out` of
-`minimax`, whose layers add to a norm of the residual stream.
+and its MLP give, are replaced by random numbers, and the residual stream has to be their sum. Where the numbers of one
+head change places at a site, exactly this head must change in attention. **A site that cannot be proved is not
+offered**, and the message says what did not hold. Examples are `hook_attn_out` of `falcon_h1`, whose layers add a
+state-space part to it, and `hook_mlp_out` of `minimax`, whose layers add to a norm of the residual stream.
 
 The types were compared with another reading: a function mode of torch follows the additions and products that a layer
-carries out, without any path or hook of sinkscope. `Add` was compared at the last layer as well. Of some types, a
-size cannot be built; then only the numbers in the weights have that size, or it is left out.
-
+carries out, without any path or hook of sinkscope. `Add` was compared at the last layer as well.
 {sites}
 
 ## Types
+
+In full, in all layers: {whole}.
 
 | type | served | remarks |
 |---|---|---|
@@ -111,35 +101,7 @@ def types() -> list[str]:
     return rows
 
 
-def sites(model_type: str, one_size: bool) -> Row:
-    """How many sites of a type are right at each size or the first, which are wrong, and which are not offered."""
-    from sinkscope.errors import SinkscopeError
-    from tests.organisms.decoders import decoder
-    from tests.organisms.site_check import check_sites
-    from tests.organisms.sizes import SIZES, Built, sized_decoder
-
-    found: Row = {}
-    for name in (SMALL,) if one_size else (SMALL, *SIZES):
-        try:
-            if name == SMALL:
-                built = Built(decoder(model_type))
-            else:
-                built = sized_decoder(model_type, SIZES[name])
-        except Exception as error:
-            found[name] = {"not built": f"{type(error).__name__}: {error}"[:160]}
-            continue
-        try:
-            report = check_sites(built.model)
-        except SinkscopeError as error:
-            found[name] = {"refused": str(error)[:160]}
-            continue
-        parts = sorted({site.split(".", 2)[2] for site in report.refused})
-        found[name] = {"right": len(report.right), "wrong": report.wrong, "not offered": parts}
-        found[name]["has these widths"] = built.has_size
-    return found
-
-
-def entry(model_type: str, one_size: bool) -> Row | None:
+def entry(model_type: str) -> Row | None:
     """What was found of a type; None if it cannot be built small."""
     from tests.organisms.decoders import decoder
     from tests.organisms.examine import examine
@@ -153,7 +115,7 @@ def entry(model_type: str, one_size: bool) -> Row | None:
         return None
     report = examine(model_type)
     found = {"status": report.status, "parts": report.parts, "wrong": report.wrong, "scope": report.scope}
-    return {**found, "sites": sites(model_type, one_size)}
+    return {**found, "sites": report.sites}
 
 
 def remark(found: Row) -> str:
@@ -168,22 +130,16 @@ def remark(found: Row) -> str:
     return "; ".join(shortened).replace("|", "\\|")
 
 
-def sites_table(found: Row) -> str:
-    """Counts of sites that are right, wrong and not offered, by size."""
-    lines = ["| size | types | with its widths | sites right | wrong | not offered |", "|---|---|---|---|---|---|"]
-    for name in next(iter(found.values()))["sites"]:
-        served = []
-        widths = right = wrong = kinds = 0
-        for entry in found.values():
-            size = entry["sites"].get(name, {})
-            if "right" in size:
-                served.append(size)
-                widths += size["has these widths"]
-                right += size["right"]
-                wrong += len(size["wrong"])
-                kinds += len(size["not offered"])
-        lines.append(f"| {name} | {len(served)} | {widths} | {right:,} | {wrong} | {kinds} |")
-    return "\n".join([*lines, "", '"Not offered" counts, over the types, the kinds of sites that some layer lacks.'])
+def counted_sites(found: Row) -> str:
+    """How many sites are right and not offered, in a sentence."""
+    served = [entry["sites"] for entry in found.values() if entry["sites"]]
+    right = sum(one["right"] for one in served)
+    lacking = sum(len(one["not offered"]) for one in served)
+    wrong = sum(line.startswith("site ") for entry in found.values() for line in entry["wrong"])
+    return (
+        f"Of the {len(served)} types that are served, {right:,} sites are right and {wrong} wrong; {lacking} kinds "
+        "of sites,\ncounted over the types, are not offered."
+    )
 
 
 def page(data: Row) -> str:
@@ -192,6 +148,13 @@ def page(data: Row) -> str:
     wrong = ""
     if counts["wrong"]:
         wrong = f" {counts['wrong']} give a wrong number."
+    whole = list[str]()
+    table = ""
+    for model_type, found in sorted(data["types"].items()):
+        if found["status"] == "in full" and not remark(found):
+            whole.append(f"`{model_type}`")
+        else:
+            table += f"| `{model_type}` | {found['status']} | {remark(found)} |\n"
     text = INTRODUCTION.format(
         version=data["transformers"],
         total=len(data["types"]),
@@ -199,41 +162,30 @@ def page(data: Row) -> str:
         part=counts["in part"],
         refused=counts["refused"],
         wrong=wrong,
-        sites=sites_table(data["types"]),
+        sites=counted_sites(data["types"]),
+        whole=", ".join(whole),
     )
-    for model_type, found in sorted(data["types"].items()):
-        text += f"| `{model_type}` | {found['status']} | {remark(found)} |\n"
-    return text
+    return text + table
 
 
-def main(names: Sequence[str] = (), *, only_sites: bool = False, one_size: bool = False) -> None:
+def main(names: Sequence[str] = ()) -> None:
     """Examine the types and write both files.
 
     Args:
         names: Types; default: all.
-        only_sites: Examine the sites alone.
-        one_size: Compare them at the first size alone.
     """
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    if only_sites and not names:
-        names = list(json.loads(DATA.read_text())["result"]["types"])
     for model_type in names or types():
-        if only_sites:
-            found = sites(model_type, one_size)
-        else:
-            found = entry(model_type, one_size)
+        found = entry(model_type)
         if found is None:
             continue
         data: Row = {"types": {}}
         if DATA.is_file():  # read again, because several processes may share the types
             data = json.loads(DATA.read_text())["result"]
-        if only_sites:
-            found = {**data["types"][model_type], "sites": found}
         data["transformers"] = transformers.__version__
         data["types"][model_type] = found
-        wrong = [*found["wrong"], *(site for size in found["sites"].values() for site in size.get("wrong", []))]
-        print(f"{model_type}: {found['status']} {'; '.join(wrong)}", flush=True)
+        print(f"{model_type}: {found['status']} {'; '.join(found['wrong'])}", flush=True)
         data["types"] = dict(sorted(data["types"].items()))
         DATA.write_text(record("model-types", data, {}))
     PAGE.write_text(page(json.loads(DATA.read_text())["result"]))

@@ -1,4 +1,4 @@
-"""Measure the recall model, and write its model card: `python -m experiments.recall_card [--out FOLDER]`.
+"""Measure the recall model for its card: `python -m experiments.recall_card [--out FOLDER]`.
 
 A dialogue with right answers as its history is read once. An answer is right if each of its tokens is the most likely
 one at its place, because greedy generation would then have written it.
@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from experiments.record import Row, value_of_each
+from experiments.drawn import markdown, put_table
+from experiments.record import Row
 from experiments.script import run
 from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.tasks.recall import POSITIONS, recall_dialogue, uneven
@@ -102,93 +103,19 @@ def measure(model: Any, tokenizer: Any, case: Case) -> Row:
     }
 
 
-def _share(counts: list[int]) -> str:
-    return f"{counts[0]}/{counts[1]}"
+HEAD = ("dtype", "tokens", "turns", "hops", *POSITIONS, "unstated (begin / middle / end)", "lead")
 
 
-def card(numbers: list[Row], model: Any, size: int) -> str:
-    """Return the text of the README."""
+def table(numbers: list[Row]) -> str:
+    """Return completely correct answers by position of the question, and the smallest lead, a row for each case."""
     rows = []
     for n in numbers:
-        parts = []
-        for p in POSITIONS:
-            parts.append(_share(n["right"][f"{p} stated"]))
-        rows.append(
-            f"| {n['dtype']} | {n['total']:,} | {n['turns']} | {n['hops']} | "
-            + " | ".join(parts)
-            + " | "
-            + " / ".join(_share(n["right"][f"{p} unstated"]) for p in POSITIONS)
-            + f" | {n['lead']:.1f} |"
-        )
-    values = value_of_each(numbers, "total")
-    longest = max(values)
-    c = model.config
-    return f"""---
-license: apache-2.0
-library_name: transformers
-pipeline_tag: text-generation
----
-
-# The recall model
-
-This is a small language model that answers questions about facts stated earlier in a dialogue. It measures what cache
-policies and sparse attention lose. A script of this project wrote its weights: nothing was trained, and no text was
-used. `sinkscope.load("recall", backend="hf")` loads it.
-
-`LlamaForCausalLM`: {c.num_hidden_layers} layers, width {c.hidden_size}, {c.num_attention_heads} query and
-{c.num_key_value_heads} key/value heads of {c.head_dim}, SwiGLU of {c.intermediate_size},
-rotary positions (theta {c.rope_parameters["rope_theta"]:,.0f}), {c.max_position_embeddings:,} positions,
-{sum(p.numel() for p in model.parameters()):,} parameters, stored in float16 ({size / 1e6:.1f} MB) and loaded in
-float32, in which every stored weight is exact. {c.vocab_size} tokens, each a word between spaces; the tokenizer puts
-`<s>` in front.
-
-```
-turn1 ask bruno what was said the old ... fact bruno lamp rope eva ... answer lamp rope eva bell plum .
-```
-
-A fact has the form `fact KEY VALUE VALUE LINK`. The link is the key of the next fact, or `.`. An answer follows the
-chain, with three tokens per hop, and ends with `.`, the end of sequence. Each turn (`turn1` to `turn16`, in rising
-order) contains one question, `ask KEY what was said`, at any position, and ends in `answer`. If no fact mentions the
-key, the answer is `unknown .`.
-
-## Measured
-
-The table gives the number of completely correct answers by position of the question in its turn. Turns have random,
-unequal lengths, and all other keys appear in facts that nobody asks about. *Unstated* means that the last question is
-about a key that no fact mentions. *Lead* is the smallest difference between the logit of a correct token and the next
-best, over all answers. "Tokens" counts all prompts together. Greedy generation gives the same answers.
-
-| dtype | tokens | turns | hops | begin | middle | end | unstated (begin / middle / end) | lead |
-|---|---|---|---|---|---|---|---|---|
-{chr(10).join(rows)}
-
-All answers are correct up to {longest:,} tokens, the longest dialogue measured.
-
-## The circuit
-
-`circuit.json` beside the weights names the heads and the residual dimensions. In layer 0, four heads attend to the
-token 1, 2, 3 and 4 places back, and one head attends to the turn marker with the highest number. In layer 1, one head
-attends from `answer` and the two tokens after it to the key in this turn's question. In layer 2, one head attends
-from (key, wanted place) to the token at that place of the fact. All other heads are ordinary random attention
-(falling with distance, a share on `<s>`, a part by content), the MLPs are random, and all matrices have noise. Their
-output affects only the logits of filler words, which have no meaning.
-
-## Limits
-
-A key is stated once in a dialogue. The link is the first token that attends to the next fact of a chain, so a cache
-selected by earlier queries contains that fact only by chance. Use `hops=1` to measure what is kept, and more hops to
-measure what is found again. Questions must have the form above: heads that look a few places back need three words
-between the key in the question and `answer` or a fact, and between facts. Answers differ from everything else that
-the model writes, so it measures the loss of facts and not of style. Its circuit is more regular than that of a
-trained model.
-
-## How it was made
-
-```
-python -m experiments.make_recall
-python -m experiments.recall_card{" --long" if longest > 16384 else ""}
-```
-"""
+        shares = {name: f"{right}/{asked}" for name, (right, asked) in n["right"].items()}
+        stated = [shares[f"{position} stated"] for position in POSITIONS]
+        unstated = " / ".join(shares[f"{position} unstated"] for position in POSITIONS)
+        lead = f"{n['lead']:.1f}"
+        rows.append([n["dtype"], f"{n['total']:,}", str(n["turns"]), str(n["hops"]), *stated, unstated, lead])
+    return markdown(HEAD, rows)
 
 
 def main(*, out: Path = FOLDER) -> None:
@@ -199,8 +126,7 @@ def main(*, out: Path = FOLDER) -> None:
     for case in CASES:
         numbers.append(measure(model, model.tokenizer, case))
     write_atomic(out / NUMBERS, json.dumps(numbers, indent=1) + "\n")
-    size = (out / "model.safetensors").stat().st_size
-    write_atomic(out / "README.md", card(numbers, model, size))
+    put_table(out / "README.md", "recall_card", table(numbers))
 
 
 if __name__ == "__main__":

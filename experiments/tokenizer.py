@@ -10,7 +10,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.models.checkpoints.beside import TOKENIZER_FILES
 from sinkscope.models.checkpoints.hub import hub_folder
 from sinkscope.models.checkpoints.locate import locate
-from sinkscope.models.config import read_tokenizer
+from sinkscope.models.loading.config import read_tokenizer
 
 
 def open_tokenizer(model: str | os.PathLike[str] | None = None) -> Any:

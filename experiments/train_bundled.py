@@ -71,45 +71,15 @@ def prepare(out: Path, settings: Settings, stories: Path | None) -> dict[str, np
 
 
 def health(trainer: Trainer, texts: dict[str, np.ndarray]) -> dict[str, object]:
-    """What is watched while training: loss on a little validation text, copying, and whether the sink is there."""
-    model = trainer.model.cpu()
-    plan = trainer.plan
-    model.eval()
+    """What is watched while training: loss on a little validation text, and copying."""
+    model = trainer.model.cpu().eval()
     valid = {}
     for kind in ("python", "stories"):
-        valid[kind] = corpus.windows(texts[f"valid_{kind}"], length=512, bos_id=0)
-    ids = valid["python"]
-    layer = 1
-    if plan:
-        layer = plan.sink_layer
-    norms = measure.norms_by_layer(model, ids[:4])
-    ratio = []
-    for r in norms["ratio"]:
-        ratio.append(round(r, 2))
-    first = []
-    for r in norms["first_token_norm"]:
-        first.append(round(r, 1))
-    typical = []
-    for r in norms["typical_norm"]:
-        typical.append(round(r, 1))
-    record: dict[str, object] = {
-        "valid_loss": {kind: measure.validation_loss(model, rows[:16]) for kind, rows in valid.items()},
-        "ditto": entry.ditto(model),
-        "ratio": ratio,
-        "first": first,
-        "typical": typical,
-        "head_share": measure.head_share(model, ids[:4], after=layer),
-    }
-    if plan:
-        tokens = []
-        for group in (1, 2, 3):
-            tokens.append(next(i for i, g in enumerate(plan.group_of_token) if g == group and i > 300))
-        found = []
-        for t in tokens:
-            found.append(measure.repeats(model, t, bos_id=trainer.bos_id, layer=layer, most=1500))
-        record["repeats"] = found
+        rows = corpus.windows(texts[f"valid_{kind}"], length=512, bos_id=0)
+        valid[kind] = measure.validation_loss(model, rows[:16])
+    found: dict[str, object] = {"valid_loss": valid, "ditto": entry.ditto(model)}
     model.to(trainer.device).train()
-    return record
+    return found
 
 
 def forget_after(log: Path, step: int) -> None:

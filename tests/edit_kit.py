@@ -20,7 +20,6 @@ EDITS = {
     "up": SinkPatch(layer=0, neurons=[2], value=0.5, site="up"),
     "observe": Observe(lambda rows: None, last=1),
     "streaming": StreamingLLM(budget=6, first=2),
-    "rebased": StreamingLLM(budget=6, first=2, positions="rebased"),
     "h2o": H2O(budget=6),
     "tova": TOVA(budget=6, mode="select"),
     "snapkv": SnapKV(budget=6, window=2),

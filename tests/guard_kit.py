@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from intervention_kit import bridge_of, nnsight_of
+from intervention_kit import nnsight_of
 from kv_kit import decode
 from organisms import tiny_model
 from torch import Tensor
@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from sinkscope.hooks.edit import Event
 from sinkscope.opening.live import target_of
 
-KINDS = {"hf": lambda model, _tokenizer: model, "bridge": bridge_of, "nnsight": nnsight_of}
+KINDS = {"hf": lambda model, _tokenizer: model, "nnsight": nnsight_of}
 SMALL = {"budget": 24, "anchors": 4, "window": 16}
 EAGER = {"warmup": 0, "tail_shortest": 6, "cooldown": 8}  # a monitor that fires after two or three short copies
 

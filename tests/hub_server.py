@@ -34,7 +34,6 @@ class Hub:
         url: address.
         log: (method, path) of each request, in order.
         breaks: file name -> lengths after which its next transfers break off, one for each GET; the last one stays.
-        pauses: file name -> seconds before its content begins.
         folders: (repo, revision or commit) -> commit and folder.
         gated: repos that are only for `TOKEN`.
     """
@@ -42,7 +41,6 @@ class Hub:
     url: str
     log: list[tuple[str, str]] = field(default_factory=list)
     breaks: dict[str, list[int]] = field(default_factory=dict)
-    pauses: dict[str, float] = field(default_factory=dict)
     folders: dict[tuple[str, str], tuple[str, Path]] = field(default_factory=dict)
     gated: set[str] = field(default_factory=set)
 
@@ -100,7 +98,6 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "HEAD":
             return
         name = self.path.rsplit("/", 1)[-1]
-        threading.Event().wait(self.hub.pauses.get(name, 0))  # tests replace time.sleep
         lengths = self.hub.breaks.get(name)
         if lengths:
             body = body[: lengths[0] if len(lengths) == 1 else lengths.pop(0)]

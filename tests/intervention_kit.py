@@ -13,7 +13,7 @@ from organisms.tiny import tiny_model
 from raw_kit import blocks, down, inputs_edited
 from torch import Tensor, nn
 
-from sinkscope.models.backends import wrap
+from sinkscope.models.loading.backends import wrap
 from sinkscope.opening.live import target_of
 
 

@@ -95,7 +95,6 @@ class Stepped(Drawn):
 class Everywhere(Policy):
     """The same drawn positions in every layer, head and row."""
 
-    UNIFORM: ClassVar[bool] = True
     rows: ClassVar[tuple[int, ...]] = (0,)
 
     def scores(self, at: LayerMoment):

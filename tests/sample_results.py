@@ -50,7 +50,7 @@ HEADS = Readers(("L3.H0", "L3.H1"), (0.8, 0.6), (0.1, 0.04), PAIR, True, CARRIED
 
 def spike(place: Place, ratio: float) -> Spike:
     """A spike that both neurons make."""
-    return Spike(place, ((2, 3),), (1, 2), (3,), ratio, 1.5, None, None, True, (MADE,), MADE.claims, TRIED)
+    return Spike(place, ((2, 3),), (1, 2), (3,), ratio, 1.5, (), (), True, (MADE,), MADE.claims, TRIED)
 
 
 def sample_find_sinks(**changes) -> FindSinks:

@@ -25,7 +25,7 @@ from organisms.planted_places import places
 from organisms.readers import marking_lost
 
 from sinkscope.results.notation import neuron_name
-from sinkscope.results.parts import Head, Neuron
+from sinkscope.results.parts import Neuron
 from sinkscope.sinks.circuit.circuit import MARKS, Circuit, circuit
 from sinkscope.sinks.find.find import find_sinks
 from sinkscope.sinks.marking_heads import heads
@@ -33,7 +33,6 @@ from sinkscope.sinks.repetition.repeat import repeat
 
 FAST = (
     ("alibi", "falcon"),
-    ("half_of_the_heads_each", "gpt2"),
     ("convolution_marks", "lfm2"),
     ("silent_twin", "neox"),
     ("two_sinks", "llama"),
@@ -77,9 +76,7 @@ def needed(group: Group, truth: Places) -> tuple[str, ...]:
 
 
 GROUPS = [
-    ("half_of_the_heads_each", "gpt2"),
     ("decoy_spike", "neox"),
-    slow("half_of_the_heads_each", "llama"),
     slow("hybrid", "lfm2"),
     slow("alibi", "falcon"),
     ("farthest_key", "neox"),
@@ -119,14 +116,8 @@ def test_heads_are_grouped_by_what_they_need_and_marks_and_neurons_are_named(nam
         assert made >= {neuron_name(*site) for site in makers}
 
 
-def test_the_mark_of_a_spike_is_what_every_typical_token_lacks_where_it_begins(tmp_path):
-    (mark,) = traced(places("either_marking_head", "neox"), tmp_path).of(MARKS)
-    assert mark.subject == (Head(0, 0), Head(0, 1)) and mark.verdict == "needed" and mark.value < 0.1
-
-
-@pytest.mark.parametrize(("name", "family"), [("silent_twin", "neox"), slow("either_marking_head", "llama")])
-def test_the_heads_that_mark_a_token_suffice_and_none_of_them_is_idle(name, family, tmp_path):
-    m = places(name, family)
+def test_the_heads_that_mark_a_token_suffice_and_none_of_them_is_idle(tmp_path):
+    m = places("silent_twin", "neox")
     found = heads(m.model, count=6, **options(m, tmp_path))
     sites = tuple(site for makers in m.truth.makers for site in makers if neuron_name(*site) in found.neurons)
     everyone = set(range(len(views(m.model).layers[0].q)))

@@ -9,7 +9,6 @@ readers that run no scripts. No machine names and no times are stored, so the sa
 
 from __future__ import annotations
 
-import argparse
 import base64
 import hashlib
 import io
@@ -27,6 +26,7 @@ import nbformat
 import plotly.io
 from nbclient import NotebookClient
 
+from experiments.script import run
 from sinkscope.app.pages import png
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import write_atomic
@@ -122,21 +122,22 @@ def check(name: str, text: str) -> None:
             raise SinkscopeError(f"{name} names the folder {place}: print base names or relative paths in it")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m tools.notebooks", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("numbers", nargs="*", help="beginnings of names, such as 01; none: all notebooks")
-    parser.add_argument("--out", type=Path, default=FOLDER, help="folder to write to")
-    args = parser.parse_args(argv)
+def main(numbers: Sequence[str] = (), *, out: Path = FOLDER) -> None:
+    """Make what the module describes.
+
+    Args:
+        numbers: Beginnings of names, such as 01; none: all notebooks.
+        out: Folder to write to.
+    """
     for path in sorted(FOLDER.glob("*.ipynb")):
-        if args.numbers and not path.name.startswith(tuple(args.numbers)):
+        if numbers and not path.name.startswith(tuple(numbers)):
             continue
         started = time.perf_counter()
         text = nbformat.writes(executed(path), indent=1) + "\n"
         check(path.name, text)
-        write_atomic(args.out / path.name, text)
+        write_atomic(out / path.name, text)
         print(f"{path.name}: {len(text):,} bytes, {time.perf_counter() - started:.0f} s", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

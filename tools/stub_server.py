@@ -7,7 +7,6 @@ It is there to try `sinkscope loops --proxy`.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 from collections.abc import AsyncIterator
@@ -17,6 +16,8 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+
+from experiments.script import run
 
 STORY = (
     "Once there was a small boat that wanted to see the sea. It went down the river, past the mill and the old bridge, "
@@ -73,14 +74,15 @@ def application(tokens: int = DEFAULT_TOKENS, pause: float = 0.002) -> Starlette
     return Starlette(routes=[Route("/{path:path}", answer, methods=["POST"])])
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--port", type=int, default=11499)
-    parser.add_argument("--tokens", type=int, default=DEFAULT_TOKENS)
-    args = parser.parse_args()
-    uvicorn.run(application(args.tokens), host="127.0.0.1", port=args.port, log_level="critical")
+def main(*, port: int = 11499, tokens: int = DEFAULT_TOKENS) -> None:
+    """Serve until Ctrl-C.
+
+    Args:
+        port: Port on this machine.
+        tokens: Words of an answer that loops.
+    """
+    uvicorn.run(application(tokens), host="127.0.0.1", port=port, log_level="critical")
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

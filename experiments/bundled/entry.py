@@ -49,7 +49,7 @@ def copy_curve(
     Args:
         model: the model.
         units: token ids that are repeated, without BOS.
-        copies: after how many whole copies the next one is looked at; 0 is the first time.
+        copies: after how many whole copies the next one is looked at.
         bos_id: the token in front.
 
     Returns:
@@ -72,22 +72,6 @@ def ditto(model: LlamaForCausalLM, *, rows: int = 8, seed: int = 1) -> dict[str,
     values = {}
     for p in PERIODS:
         values[str(p)] = copy_curve(model, torch.randint(3, vocab, (rows, p), generator=generator))
-    return values
-
-
-def sentence_ditto(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, sentences: Sequence[str]
-) -> dict[str, float]:
-    """The curve of `copy_curve` on whole sentences, each with a space in front; mean over sentences."""
-    units = []
-    for line in sentences:
-        units.append(torch.tensor([tokenizer(" " + line, add_special_tokens=False)["input_ids"]]))
-    curves = []
-    for unit in units:
-        curves.append(copy_curve(model, unit, copies=(0, *COPIES), bos_id=tokenizer.bos_token_id))
-    values = {}
-    for n in curves[0]:
-        values[n] = round(float(np.mean([curve[n] for curve in curves])), 4)
     return values
 
 
@@ -256,7 +240,6 @@ def conditions(
     model: LlamaForCausalLM,
     tokenizer: PreTrainedTokenizerBase,
     stories: np.ndarray,
-    characters: int,
     *,
     loops: bool = True,
 ) -> Row:
@@ -266,7 +249,6 @@ def conditions(
         model: the model, in float32.
         tokenizer: its tokenizer.
         stories: token ids of the validation stories, EOS after each.
-        characters: length of their text.
         loops: also generate 2,500 tokens for the prompts of LoopBench.
     """
     bos = tokenizer.bos_token_id
@@ -283,9 +265,8 @@ def conditions(
         heads[name] = best_head(score)
     found: Row = {
         "ditto": ditto(model),
-        "ditto_sentences": sentence_ditto(model, tokenizer, filler[:24]),
         "heads": heads,
-        "story_loss": {"per_token": loss, "per_character": loss * len(stories) / characters},
+        "story_loss": {"per_token": loss},
         "sampled": story_endings(model, prompts, temperature=TEMPERATURE, eos_id=eos) | {"openings": len(prompts)},
         "greedy": story_endings(model, prompts, temperature=0.0, eos_id=eos) | {"openings": len(prompts)},
         "retrieval": {str(n): retrieval(model, tokenizer, filler, between=n, documents=DOCUMENTS) for n in (0, 4, 16)},

@@ -103,9 +103,7 @@ def measure_run(run: Path, *, loops: bool = True) -> Row:
     }
     if settings.planted:
         facts |= _planted_facts(run, settings, model, texts)
-    facts["conditions"] = entry.conditions(
-        model, tokenizer, tokens["valid_stories"], about["characters"]["valid_stories"], loops=loops
-    )
+    facts["conditions"] = entry.conditions(model, tokenizer, tokens["valid_stories"], loops=loops)
     return facts
 
 

@@ -1,17 +1,20 @@
-"""Measurements of a trained model: loss, norms, sink heads, repetitions, loops. Everything in float32."""
+"""Measurements of a trained model: loss, norms, sink heads, repetitions, generation. Everything in float32."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from experiments.bundled.training import loss_on
 from experiments.record import Row
+from sinkscope.hooks.edit import Ablate
+from sinkscope.hooks.trace import attention_rows, trace
+from sinkscope.opening.live import target_of
 
 
 @torch.no_grad()
@@ -26,78 +29,43 @@ def _chunks(array: np.ndarray, size: int) -> Iterator[np.ndarray]:
     return (array[i : i + size] for i in range(0, len(array), size))
 
 
-@contextmanager
-def residual_norms(model: LlamaForCausalLM) -> Iterator[list[Tensor]]:
-    """Collect the norm at every position after each layer (a layer's own output: not after the final norm)."""
-    norms: list[Tensor] = []
-
-    def keep(_module: object, _args: object, output: Tensor | tuple[Tensor, ...]) -> None:
-        hidden = output
-        if isinstance(output, tuple):
-            hidden = output[0]
-        norms.append(hidden.float().norm(dim=-1))
-
-    handles = []
-    for layer in model.model.layers:
-        handles.append(layer.register_forward_hook(keep))
-    try:
-        yield norms
-    finally:
-        for handle in handles:
-            handle.remove()
+def residual_norms(
+    model: LlamaForCausalLM, ids: np.ndarray, layers: int | str = "*"
+) -> Float[np.ndarray, "layer row pos"]:
+    """The norm of the residual stream at every position, after all layers or after one."""
+    return torch.stack([*trace(model, ids.tolist(), f"blocks.{layers}.hook_resid_post", "norm").values()]).numpy()
 
 
-@torch.no_grad()
 def norms_by_layer(model: LlamaForCausalLM, ids: np.ndarray) -> dict[str, list[float]]:
     """First-token norm (mean over texts) and the median and 5 to 95 % of all others, per layer."""
-    with residual_norms(model) as norms:
-        model.model(torch.from_numpy(ids), use_cache=False)
-    first = []
-    for n in norms:
-        first.append(float(n[:, 0].mean()))
-    typical = []
-    for n in norms:
-        typical.append(float(n[:, 1:].median()))
-    ratio = []
-    for a, b in zip(first, typical, strict=True):
-        ratio.append(a / b)
-    typical_5_percent = []
-    for each in norms:
-        typical_5_percent.append(float(each[:, 1:].quantile(0.05)))
-    typical_95_percent = []
-    for each in norms:
-        typical_95_percent.append(float(each[:, 1:].quantile(0.95)))
+    norms = residual_norms(model, ids)
+    first = norms[:, :, 0].mean(1)
+    low, middle, high = np.quantile(norms[:, :, 1:].reshape(len(norms), -1), (0.05, 0.5, 0.95), axis=1)
     return {
-        "first_token_norm": first,
-        "typical_norm": typical,
-        "typical_5_percent": typical_5_percent,
-        "typical_95_percent": typical_95_percent,
-        "ratio": ratio,
+        "first_token_norm": first.tolist(),
+        "typical_norm": middle.tolist(),
+        "typical_5_percent": low.tolist(),
+        "typical_95_percent": high.tolist(),
+        "ratio": (first / middle).tolist(),
     }
 
 
-@contextmanager
-def eager(model: LlamaForCausalLM) -> Iterator[None]:
-    before = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
+def first_token_attention(
+    model: LlamaForCausalLM, ids: np.ndarray, *, skip_first: bool
+) -> Float[np.ndarray, "text layer head"]:
+    """Mean attention paid to position 0; `skip_first`: without position 0's own."""
+    target = target_of(model)
+    rows: list[Tensor] = []
+    for part in _chunks(ids, 4):
+        found = torch.zeros(len(part), target.n_layers, target.n_heads)
 
+        def see(layer: int, _first: int, probs: Tensor, found: Tensor = found) -> None:
+            found[:, layer] = probs[:, :, int(skip_first) :, 0].float().mean(-1)
 
-@torch.no_grad()
-def first_token_attention(model: LlamaForCausalLM, ids: np.ndarray, *, skip_first: bool) -> np.ndarray:
-    """Mean attention paid to position 0, as [text, layer, head]; `skip_first`: without position 0's own."""
-    rows = []
-    with eager(model):
-        for part in _chunks(ids, 4):
-            out = model.model(torch.from_numpy(part), use_cache=False, output_attentions=True)
-            start = 0
-            if skip_first:
-                start = 1
-            rows.append(torch.stack([a[:, :, start:, 0].float().mean(-1) for a in out.attentions], dim=1).numpy())
-    return np.concatenate(rows)
+        with attention_rows(target, see, rows_per_chunk=ids.shape[1]):
+            target.forward(torch.from_numpy(part))
+        rows.append(found)
+    return torch.cat(rows).numpy()
 
 
 def head_share(model: LlamaForCausalLM, ids: np.ndarray, *, after: int, above: float = 0.3) -> float:
@@ -111,15 +79,13 @@ def sink_rate(model: LlamaForCausalLM, ids: np.ndarray, eps: float = 0.3) -> flo
     return float((first_token_attention(model, ids, skip_first=False) > eps).mean())
 
 
-@torch.no_grad()
 def repeats(model: LlamaForCausalLM, token: int, *, bos_id: int, layer: int, most: int) -> int | None:
     """Repetitions of a token after BOS until its norm after a layer reaches half of BOS's; None if it never does."""
     count = min(512, most)
     while True:
         # The model is causal: the first n repetitions of a longer pass are those of a shorter one.
-        with residual_norms(model) as norms, _first_layers(model, layer + 1):
-            model.model(torch.tensor([[bos_id] + [token] * count]), use_cache=False)
-        reached = (norms[layer][0, 1:] >= 0.5 * norms[layer][0, 0]).nonzero()
+        norms = residual_norms(model, np.array([[bos_id] + [token] * count]), layer)[0, 0]
+        reached = np.flatnonzero(norms[1:] >= 0.5 * norms[0])
         if len(reached):
             return int(reached[0]) + 1
         if count == most:
@@ -127,39 +93,17 @@ def repeats(model: LlamaForCausalLM, token: int, *, bos_id: int, layer: int, mos
         count = min(2 * count, most)
 
 
-@contextmanager
-def _first_layers(model: LlamaForCausalLM, count: int) -> Iterator[None]:
-    """Run only so many layers: what comes later does not change the norms asked for."""
-    before = model.config.num_hidden_layers
-    model.config.num_hidden_layers = count
-    try:
-        yield
-    finally:
-        model.config.num_hidden_layers = before
-
-
 def repeats_of_many(model: LlamaForCausalLM, tokens: list[int], *, bos_id: int, layer: int, most: int) -> Row:
-    found = {}
+    by_token: dict[str, int | None] = {}
+    reached: list[int] = []
     for token in tokens:
-        found[token] = repeats(model, token, bos_id=bos_id, layer=layer, most=most)
-    reached = []
-    for n in found.values():
-        if n is not None:
-            reached.append(n)
-    values = []
-    for each in found.values():
-        values.append(np.inf if each is None else each)
-    median = float(np.median(values))
-    median_of_reached = None
-    if reached:
-        median_of_reached = float(np.median(reached))
-    by_token = {}
-    for k, v in found.items():
-        by_token[str(k)] = v
+        count = repeats(model, token, bos_id=bos_id, layer=layer, most=most)
+        by_token[str(token)] = count
+        if count is not None:
+            reached.append(count)
     return {
         "tokens": len(tokens),
-        "median": median if np.isfinite(median) else None,
-        "median_of_reached": median_of_reached,
+        "median_of_reached": float(np.median(reached)) if reached else None,
         "smallest": min(reached, default=None),
         "largest": max(reached, default=None),
         "unreached": len(tokens) - len(reached),
@@ -168,65 +112,44 @@ def repeats_of_many(model: LlamaForCausalLM, tokens: list[int], *, bos_id: int, 
     }
 
 
-@torch.no_grad()
 def generate(
     model: LlamaForCausalLM, prompts: np.ndarray, count: int, eos_id: int, *, temperature: float = 0.0, seed: int = 0
 ) -> list[list[int]]:
-    """Continue prompts of one length, with the cache; a row ends at its EOS. Greedy unless there is a temperature."""
+    """Continue prompts of one length; a row ends before its EOS. Greedy unless there is a temperature."""
     ids = torch.from_numpy(prompts)
-    generator = torch.Generator().manual_seed(seed)
-    produced: list[list[int]] = [[] for _ in prompts]
-    alive = np.ones(len(prompts), dtype=bool)
-    cache = None
-    for _ in range(count):
-        out = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache = out.past_key_values
-        logits = out.logits[:, -1].float()
-        if temperature:
-            ids = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
-        else:
-            ids = logits.argmax(-1, keepdim=True)
-        for row, token in enumerate(ids[:, 0].tolist()):
-            alive[row] &= token != eos_id
-            if alive[row]:
-                produced[row].append(token)
-        if not alive.any():
-            break
-    return produced
+    options: Row = {"do_sample": False}
+    if temperature:
+        options = {"do_sample": True, "temperature": temperature, "top_k": 0}
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        made = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=count,
+            eos_token_id=eos_id,
+            pad_token_id=eos_id,
+            **options,
+        )
+    answers: list[list[int]] = []
+    for row in made[:, ids.shape[1] :].tolist():
+        answers.append(row[: row.index(eos_id)] if eos_id in row else row)
+    return answers
 
 
-@contextmanager
-def zeroed(model: LlamaForCausalLM, layer: int, neuron: int) -> Iterator[None]:
-    """Take one neuron out: its entry in the input of the down projection becomes zero."""
-
-    def cut(_module: object, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        hidden = args[0].clone()
-        hidden[..., neuron] = 0.0
-        return (hidden,)
-
-    handle = model.model.layers[layer].mlp.down_proj.register_forward_pre_hook(cut)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-@torch.no_grad()
 def ablation(model: LlamaForCausalLM, ids: np.ndarray, layer: int, neuron: int, *, draws: int = 20) -> dict[str, float]:
     """How much of the first token's norm goes with the neuron, and at most with any of 20 drawn at random."""
-    ids = ids[:, :2]  # the first token sees nothing else; one more for the typical norm
-    intact = norms_by_layer(model, ids)["first_token_norm"][layer]
+    ids = ids[:, :1]  # the first token sees nothing else
+    intact = residual_norms(model, ids, layer).mean()
 
     def drop(which: int) -> float:
-        with zeroed(model, layer, which):
-            return 1 - norms_by_layer(model, ids)["first_token_norm"][layer] / intact
+        with Ablate(sites=[(layer, which)]).on(model):
+            return float(1 - residual_norms(model, ids, layer).mean() / intact)
 
     others = np.setdiff1d(np.arange(model.config.intermediate_size), [neuron])
-    control = np.random.default_rng(0).choice(others, size=draws, replace=False)
-    values = []
-    for n in control:
-        values.append(drop(int(n)))
-    return {"ablation_drop": drop(neuron), "control_drop": max(values)}
+    control: list[float] = []
+    for other in np.random.default_rng(0).choice(others, size=draws, replace=False).tolist():
+        control.append(drop(other))
+    return {"ablation_drop": drop(neuron), "control_drop": max(control)}
 
 
 @torch.no_grad()

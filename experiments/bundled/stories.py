@@ -47,33 +47,26 @@ def sample(
         The stories, without special tokens. A story ends at EOS or at the BOS of a next story.
     """
     special = {tokenizer.bos_token_id, tokenizer.eos_token_id} - {None}
-    start = tokenizer.eos_token_id
-    if tokenizer.bos_token_id is not None:
-        start = tokenizer.bos_token_id
-    ends = torch.tensor(sorted(special), device=model.device)
-    torch.manual_seed(seed)
+    start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     ids = torch.full((rows, 1), start, device=model.device)
-    cache = None
-    ended = torch.full((rows,), -1, device=model.device)
-    produced: list[torch.Tensor] = []
-    for step in range(model.config.max_position_embeddings - 1):
-        out = model(ids, past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
-        ids = torch.multinomial((out.logits[:, -1].float() / temperature).softmax(-1), 1)
-        produced.append(ids)
-        ended[(ended < 0) & torch.isin(ids[:, 0], ends)] = step
-        if (ended >= 0).all():
-            break
-    rows_of = torch.cat(produced, dim=1).tolist()
-    texts = []
-    for row, end in zip(rows_of, ended.tolist(), strict=True):
-        if end > 0:
-            texts.append(tokenizer.decode(row[:end]).strip())
-    items = []
-    for text in texts:
+    torch.manual_seed(seed)
+    made = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=True,
+        temperature=temperature,
+        top_k=0,
+        eos_token_id=sorted(special),
+        pad_token_id=start,
+        max_length=model.config.max_position_embeddings,
+    )
+    texts: list[str] = []
+    for row in made[:, 1:].tolist():
+        ends = [place for place, token in enumerate(row) if token in special]
+        text = tokenizer.decode(row[: min(ends, default=0)]).strip()
         if text and MARK.strip() not in text:
-            items.append(text)
-    return items
+            texts.append(text)
+    return texts
 
 
 def main(

@@ -77,66 +77,6 @@ def streaming(budget):
 # Positions
 
 
-@fault("the_cache_knows_its_length", stock)
-def length_is_one_too_many(config):
-    class More(DynamicLayer):
-        def get_seq_length(self):
-            length = super().get_seq_length()
-            return length + (length > 0)
-
-    return stock_with(config, More)
-
-
-@fault("the_cache_knows_its_length", stock)
-def the_prompt_is_counted_twice(config):
-    class Twice(DynamicLayer):
-        counted = 0
-
-        def update(self, key_states, value_states, *args, **kwargs):
-            new = key_states.shape[2]
-            self.counted += new + (new if self.counted == 0 else 0)
-            return super().update(key_states, value_states)
-
-        def get_seq_length(self):
-            return self.counted
-
-        def get_mask_sizes(self, query_length):
-            return super().get_seq_length() + query_length, 0
-
-    return stock_with(config, Twice)
-
-
-@fault("after_a_reset_nothing_is_left", stock)
-def reset_keeps_the_length(config):
-    class Kept(DynamicLayer):
-        seen = 0
-
-        def update(self, key_states, value_states, *args, **kwargs):
-            self.seen += key_states.shape[2]
-            return super().update(key_states, value_states)
-
-        def get_seq_length(self):
-            return self.seen
-
-        def reset(self):
-            self.keys, self.values = self.keys[:, :, :0], self.values[:, :, :0]
-
-    return stock_with(config, Kept)
-
-
-@fault("a_text_of_hundreds_of_tokens_is_kept", stock)
-def the_sink_is_dropped_beyond_64_tokens(config):
-    class Dropping(DynamicLayer):
-        def update(self, key_states, value_states, *args, **kwargs):
-            keys, values = super().update(key_states, value_states)
-            if keys.shape[2] > 64:
-                values = values.clone()
-                values[:, :, 0] = values[:, :, 1]
-            return keys, values
-
-    return stock_with(config, Dropping)
-
-
 @fault("with_room_for_everything_logits_are_the_plain_models", stock)
 def only_16_tokens_are_handed_out(config):
     class Cut(DynamicLayer):
@@ -145,17 +85,6 @@ def only_16_tokens_are_handed_out(config):
             return keys[..., -16:, :], values[..., -16:, :]
 
     return stock_with(config, Cut)
-
-
-@fault("the_first_tokens_survive", keeper)
-def the_first_tokens_are_evicted_beyond_128(config, budget):
-    class Late(Keeper):
-        def kept(self, states):
-            if self.seen > 128:
-                self.first = 0
-            return super().kept(states)
-
-    return cache_of(config, lambda: Late(budget))
 
 
 @fault("the_cache_knows_its_length", keeper, "VeloxQuant-MLX#137")
@@ -548,35 +477,6 @@ def the_oldest_tokens_get_two_bits(config):
 
 
 # Written after the order of the checks was settled
-
-
-@fault("a_prompt_in_chunks_is_the_whole_prompt", stock)
-def a_later_chunk_is_stored_backwards(config):
-    class Backwards(DynamicLayer):
-        def update(self, key_states, value_states, *args, **kwargs):
-            if self.is_initialized and key_states.shape[2] > 6 and self.keys.shape[2] < 20:
-                key_states = key_states.flip(2)
-            return super().update(key_states, value_states)
-
-    return stock_with(config, Backwards)
-
-
-@fault("a_cropped_draft_leaves_no_trace", stock)
-def crop_takes_one_token_too_many(config):
-    class Short(DynamicLayer):
-        def crop(self, tokens_to_remove):
-            super().crop(tokens_to_remove - 1)
-
-    return stock_with(config, Short)
-
-
-@fault("rows_change_places_as_beams_do", stock)
-def beams_move_keys_without_values(config):
-    class Half(DynamicLayer):
-        def reorder_cache(self, beam_idx):
-            self.keys = self.keys.index_select(0, beam_idx)
-
-    return stock_with(config, Half)
 
 
 @fault("a_second_turn_continues_the_first", stock)

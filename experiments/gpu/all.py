@@ -4,14 +4,13 @@
 
 Parts, in order of value: `users` (everything that users do, right or wrong), `overhead` (of a token), `loopserve`
 (sparse prompts), `scale` (line sums, barcode, atlas, attack), `train` (the embedded model; without `--stories` it is
-skipped), `exactness` (rounding, and the checks of caches) and `throughput` (batches). Each runs in a process of its
+skipped), and `exactness` (rounding, and the checks of caches). Each runs in a process of its
 own. After `--minutes` it is ended with everything that it started; what it had written stays, and the next call goes
 on from there. A part that fails says why and the next begins. After `--total` minutes the whole call is ended in the
 same way.
 
 DIR gets NAME.json (versions, device, memory and clock are in "machine"), NAME.log, and state.json; parts that are done
-there are not done again. `--dry` runs all parts with tiny shapes on a CPU, several at a time: on two free cores in less
-than two minutes.
+there are not done again. `--dry` runs all parts with tiny shapes on a CPU, one after the other, in about two minutes.
 
 What the machine needs: Python 3.11 or newer, torch >= 2.11, transformers >= 5.17 (with huggingface-hub below 2, as
 5.17 asks for), triton, accelerate, and of this package's other requirements those that are imported without
@@ -109,7 +108,6 @@ PARTS = (
         needs="stories",
     ),
     _part("exactness", "--pieces 3 --length 24 --caches streaming_llm --checks the_first_tokens_survive"),
-    _part("throughput", "--shape lines-128 --rows 1 2 --prompt 96 --new 8 --budget 72"),
 )
 
 NAMES = tuple(part.name for part in PARTS)
@@ -164,45 +162,28 @@ def why(log: Path) -> str:
     return "it said nothing"
 
 
-class Running:
-    """A part that runs, for at most so long.
+def run_part(command: Sequence[str], log: Path, seconds: float) -> tuple[str, str]:
+    """Run a part for at most so long; what it says goes into a file.
 
-    Args:
-        command: what runs it.
-        log: gets what it says.
-        seconds: the limit.
-        alone: whether no other part runs meanwhile; else it computes in one thread.
+    Returns:
+        How it ended ("done", "failed", "ended"), and why.
     """
-
-    def __init__(self, command: Sequence[str], log: Path, seconds: float, alone: bool) -> None:
-        self._log = log
-        self._seconds = seconds
-        self._began = time.monotonic()
-        self.began = now()
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.getenv("PYTHONPATH")]))}
-        environment |= {} if alone else {"OMP_NUM_THREADS": "1"}
-        with log.open("ab") as out:
-            out.write(f"\n$ {' '.join(command)}\n".encode()[:2000])
-            out.flush()
-            self.process = subprocess.Popen(
-                command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, start_new_session=True
-            )
-
-    @property
-    def spent(self) -> float:
-        """Seconds since it began."""
-        return time.monotonic() - self._began
-
-    def outcome(self) -> tuple[str, str] | None:
-        """How it ended ("done", "failed", "ended"), and why; None: it runs. When its time is over, it is ended."""
-        if (code := self.process.poll()) is None:
-            if self.spent < self._seconds:
-                return None
-            finish(self.process)
-            return "ended", f"not done after {self._seconds / 60:.1f} minutes; give the command again to go on"
-        if code == 0:
-            return ("done", "")
-        return ("failed", f"exit code {code}: {why(self._log)}")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.getenv("PYTHONPATH")]))}
+    with log.open("ab") as out:
+        out.write(f"\n$ {' '.join(command)}\n".encode()[:2000])
+        out.flush()
+        process = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, start_new_session=True
+        )
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return "ended", f"not done after {seconds / 60:.1f} minutes; give the command again to go on"
+        finally:
+            finish(process)
+    if code == 0:
+        return "done", ""
+    return "failed", f"exit code {code}: {why(log)}"
 
 
 def stamp(files: Sequence[Path], about: Mapping[str, Any]) -> None:
@@ -216,13 +197,7 @@ def stamp(files: Sequence[Path], about: Mapping[str, Any]) -> None:
 
 
 def run_all(
-    parts: Sequence[Part],
-    out: Path,
-    minutes: float,
-    total: float,
-    given: Mapping[str, str | None],
-    dry: bool,
-    jobs: int = 1,
+    parts: Sequence[Part], out: Path, minutes: float, total: float, given: Mapping[str, str | None], dry: bool
 ) -> Row:
     """Run the parts that are not done yet; what became of each is in the file state.json, and comes back.
 
@@ -233,7 +208,6 @@ def run_all(
         total: limit of all together.
         given: what is filled into commands, by name; None: not given.
         dry: whether it is a rehearsal.
-        jobs: parts that run at a time.
     """
     out.mkdir(parents=True, exist_ok=True)
     state_file = out / "state.json"
@@ -243,50 +217,31 @@ def run_all(
     if state_file.is_file():
         state = json.loads(state_file.read_text())
     names = {"dir": str(out), "python": sys.executable, **{key: value for key, value in given.items() if value}}
-    running: dict[Part, Running] = {}
-
-    def ended(part: Part, became: str, reason: str, began: str, seconds: float) -> None:
-        about = {**here, "began": began, "ended": now(), "seconds": round(seconds, 1)}
-        files = []
+    for part in parts:
+        if state.get(part.name, {}).get("state") == "done" and state[part.name]["dry"] == dry:
+            print(f"{part.name}: done before", flush=True)
+            continue
+        left = min(60 * minutes, 60 * total - (time.monotonic() - start))
+        if left < 1:
+            print(f"{part.name}: no time left; give the command again", flush=True)
+            break
+        began, since = now(), time.monotonic()
+        if part.needs and not dry and not given.get(part.needs):
+            became, reason = "skipped", f"it needs --{part.needs}"
+        else:
+            filled = {**names, "json": str(out / f"{part.name}.json")}
+            command: list[str] = []
+            for word in part.dry if dry else part.command:
+                command.append(word if word == _TRAIN else word.format(**filled))
+            became, reason = run_part(command, out / f"{part.name}.log", left)
+        about = {**here, "began": began, "ended": now(), "seconds": round(time.monotonic() - since, 1)}
+        files: list[Path] = []
         for name in part.results:
             files.append(Path(name.format(json=out / f"{part.name}.json", **names)))
         stamp(files, about)
         state[part.name] = {"state": became, "why": reason, "dry": dry, **about}
         write_atomic(state_file, json.dumps(state, indent=1) + "\n")
         print(f"{part.name}: {became} after {about['seconds']} s{f' ({reason})' if reason else ''}", flush=True)
-
-    def settle(room: int) -> None:
-        """Wait until fewer than `room` parts run."""
-        while len(running) >= room:
-            over = {part: found for part, one in running.items() if (found := one.outcome()) is not None}
-            for part, (became, reason) in over.items():
-                one = running.pop(part)
-                ended(part, became, reason, one.began, one.spent)
-            if not over:
-                time.sleep(0.05)
-
-    try:
-        for part in parts:
-            if state.get(part.name, {}).get("state") == "done" and state[part.name]["dry"] == dry:
-                print(f"{part.name}: done before", flush=True)
-                continue
-            if part.needs and not dry and not given.get(part.needs):
-                ended(part, "skipped", f"it needs --{part.needs}", now(), 0)
-                continue
-            settle(jobs)
-            left = min(60 * minutes, 60 * total - (time.monotonic() - start))
-            if left < 1:
-                print(f"{part.name}: no time left; give the command again", flush=True)
-                break
-            filled = {**names, "json": str(out / f"{part.name}.json")}
-            command = []
-            for word in part.dry if dry else part.command:
-                command.append(word if word == _TRAIN else word.format(**filled))
-            running[part] = Running(command, out / f"{part.name}.log", left, alone=jobs == 1)
-        settle(1)
-    finally:
-        for one in running.values():
-            finish(one.process)
     return state
 
 
@@ -321,10 +276,7 @@ def main(
         if each.name in only:
             parts.append(each)
     given = {"stories": None if stories is None else str(stories.resolve())}
-    jobs = 1
-    if dry:
-        jobs = os.cpu_count() or 1
-    state = run_all(parts, out.resolve(), minutes, total, given, dry, jobs)
+    state = run_all(parts, out.resolve(), minutes, total, given, dry)
     for part in parts:
         if state.get(part.name, {}).get("state") not in ("done", "skipped"):
             raise SystemExit(1)

@@ -31,7 +31,7 @@ from sinkscope.lines.serve import LoopServe
 from sinkscope.loops.barcode import barcode
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.models.target import Target
-from sinkscope.results.notation import read_neuron
+from sinkscope.results.parts import Neuron
 from sinkscope.sinks.circuit.circuit import circuit
 from sinkscope.sinks.find.find import find_sinks
 
@@ -140,9 +140,8 @@ def generated(target: Target, edit: Intervention | None, rows: int, prompt: int,
 def circuits(target: Target, truth: Row) -> Row:
     """Whether the circuit has neurons of the planted layer."""
     layers: set[int] = set()
-    for row in circuit(target.hf).rows():
-        if row["step"] == NEURONS:
-            layers.add(read_neuron(row["source"])[0])
+    for claim in circuit(target.hf).of("makes"):
+        layers.update(part.layer for part in claim.subject if isinstance(part, Neuron))
     return {"right": truth["sink_layer"] in layers}
 
 

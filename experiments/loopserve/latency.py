@@ -34,9 +34,9 @@ from plotly.subplots import make_subplots
 from torch import Tensor
 from transformers import DynamicCache
 
-from experiments.bench_lines import MARKED, SHAPES, VOCAB, made
 from experiments.drawn import save
 from experiments.loopserve import paper
+from experiments.planted_lines import MARKED, SHAPES, VOCAB, made
 from experiments.record import Row, record, value_of_each
 from experiments.script import run as run_script
 from experiments.timing import memory_growth

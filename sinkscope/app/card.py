@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from html import escape
@@ -10,7 +9,6 @@ from math import hypot
 from pathlib import Path
 from typing import Any, ClassVar
 
-from sinkscope.app.readers import moved, readers_in_words
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import path_of
 from sinkscope.files.plain import visible
@@ -19,12 +17,6 @@ from sinkscope.results.result import Number, Result
 from sinkscope.results.tables import Grid, cell, strings
 
 CARD = "card.json"
-NEXT_STEPS = (
-    ("Explore it on a text of yours", "sinkscope view {model} --text FILE"),
-    ("Make the patch that repairs repetition", "sinkscope patch make --model {model} --out patch.json"),
-    ("Generate under the guard", "sinkscope generate --model {model} --prompt-file FILE --guard"),
-    ("Compare another model with it", "sinkscope scan OTHER --against {folder}"),
-)
 SMALLEST_CHANGE = 0.01  # of its value that a number moves by at least before it counts as changed
 RULE = (
     "A number changed if it moved by more than the margins of both cards together and by 1 % of its value; a number "
@@ -89,7 +81,6 @@ class SinkCard(Result):
         parts: The parts in the order of the card.
         against: Model of the other card; None if there is none.
         changes: Comparison with the other card, including what stayed the same.
-        readers: What happened to the heads that attend to the sink, in words.
     """
 
     kind: ClassVar[str] = "sink-card"
@@ -99,7 +90,6 @@ class SinkCard(Result):
     parts: tuple[CardPart, ...]
     against: str | None = None
     changes: tuple[CardChange, ...] = ()
-    readers: tuple[str, ...] = ()
 
     @property
     def finished(self) -> list[CardPart]:
@@ -128,10 +118,8 @@ class SinkCard(Result):
         return f"{finding}."
 
     def details(self) -> list[str]:
-        """What happened to the readers of the sink; every part's conclusion, any failures, and the cost."""
+        """Every part's conclusion, any failures, and the cost."""
         lines: list[str] = []
-        if self.readers:
-            lines.append(" ".join(self.readers))
         for part in self.parts:
             if part.problem is None:
                 lines.append(f"{part.command}: {part.conclusion} ({part.seconds:.1f} s)")
@@ -168,7 +156,6 @@ class SinkCard(Result):
         parts: list[str] = []
         if self.against is not None:
             parts.append(f"<p><b>{escape(self.conclusion())}</b></p>")
-            parts += [f"<p>{escape(visible(sentence))}</p>" for sentence in self.readers]
             rows = [asdict(change) for change in self.changes if change.changed]
             parts.append(Grid(strings(rows)).html())
         parts.append('<div class="tiles">')
@@ -176,18 +163,6 @@ class SinkCard(Result):
             parts.append(f"<article><h3>{escape(topic)}</h3>{_number(part.headline)}<p>{escape(visible(sentence))}</p>")
             parts.append("</article>")
         return "".join([*parts, "</div>"])
-
-    def next_steps(self, folder: str) -> str:
-        """What to do next as HTML, fully escaped.
-
-        Args:
-            folder: Name of the folder that holds the card.
-        """
-        parts: list[str] = []
-        for words, command in NEXT_STEPS:
-            typed = command.format(model=shlex.quote(self.model.name), folder=shlex.quote(folder))
-            parts.append(f"<li>{words}: <code>{escape(visible(typed))}</code></li>")
-        return f"<h3>What next</h3><ul>{''.join(parts)}</ul>"
 
     def about(self) -> str:
         """The model, how and when it was measured, and the costs, in a line."""
@@ -241,8 +216,7 @@ class SinkCard(Result):
         name = other.model.name
         if name == self.model.name:
             name = f"{name} ({other.model.fingerprint[:8]})"
-        readers = readers_in_words(*[_numbers_of(card, "find_sinks") for card in (other, self)])
-        return replace(self, against=name, changes=tuple(changes), readers=tuple(readers))
+        return replace(self, against=name, changes=tuple(changes))
 
 
 def _number(number: Number | None) -> str:
@@ -253,15 +227,6 @@ def _number(number: Number | None) -> str:
     return f"<p><b>{escape(cell(number.value))}</b> {escape(visible(number.label))} <small>({control})</small></p>"
 
 
-def _numbers_of(card: SinkCard, part: str) -> dict[str, Number]:
-    """The numbers of one part of a card, by their labels; none if it failed or was left out."""
-    numbers: dict[str, Number] = {}
-    for one in card.parts:
-        if one.name == part:
-            numbers |= {number.label: number for number in one.numbers}
-    return numbers
-
-
 def _change(before: Number, after: Number) -> CardChange:
     """How a number moved, and whether by more than both margins; a word changes if it is another."""
     margin: float | None = None
@@ -270,7 +235,8 @@ def _change(before: Number, after: Number) -> CardChange:
         changed = before.value != after.value
     elif before.margin is not None and after.margin is not None:
         margin = hypot(before.margin, after.margin)
-        changed = moved(before, after, SMALLEST_CHANGE)
+        moved = abs(float(after.value or 0.0) - float(before.value or 0.0))
+        changed = moved > max(margin, SMALLEST_CHANGE * abs(float(before.value or 0.0)))
     return CardChange(after.label, cell(before.value), cell(after.value), margin, changed)
 
 

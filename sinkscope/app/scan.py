@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
-import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
-from importlib.resources import files
 from pathlib import Path
 from textwrap import fill
 from typing import Annotated, Any
@@ -24,7 +21,7 @@ from sinkscope.bench.table import BenchTable, tabulate_records
 from sinkscope.errors import SinkscopeError, is_out_of_memory
 from sinkscope.files.catalog import commands
 from sinkscope.files.plain import pathless, visible
-from sinkscope.files.progress import Progress, silent
+from sinkscope.files.progress import part_of, silent
 from sinkscope.files.store import Folder, Keyed
 from sinkscope.hooks.edit import SinkPatch
 from sinkscope.hooks.edit.base import Intervention
@@ -118,44 +115,6 @@ def scan_parts() -> list[Part]:
     return sorted(parts, key=lambda part: part.scan.order)
 
 
-def scan_seconds(quick: bool) -> dict[str, float]:
-    """Seconds of each part of a scan of the model in the package, by its command; only their ratios mean anything."""
-    known = json.loads(files("sinkscope.app").joinpath("scan_seconds.json").read_text())["result"]
-    return known["quick" if quick else "full"]
-
-
-class ScanBar:
-    """Progress of a scan in hundredths, by the seconds that its parts took on the model in the package.
-
-    Within a part it grows with the time: it is half of the part after the seconds that are expected, in which the pace
-    of the parts before is allowed for.
-    """
-
-    def __init__(self, progress: Progress, parts: Sequence[str], seconds: Mapping[str, float]) -> None:
-        self._progress = progress
-        middle = statistics.median(seconds.values())
-        self._seconds = {part: seconds.get(part, middle) for part in parts}
-        self._before, self._pace = 0.0, 1.0
-        self._part = ""
-        self._started = self._part_started = time.monotonic()
-
-    def begin(self, part: str) -> None:
-        """Begin a part, which ends the one before."""
-        self._before += self._seconds.get(self._part, 0.0)
-        self._part, self._part_started = part, time.monotonic()
-        if self._before:
-            self._pace = max(0.01, (self._part_started - self._started) / self._before)  # what was kept takes no time
-        self("", 0, 0)
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        """Show how far the scan is when something is done in a part."""
-        spent = time.monotonic() - self._part_started
-        expected = self._seconds[self._part]
-        share = expected * spent / (spent + expected * self._pace)
-        hundredths = 100 * (self._before + share) / sum(self._seconds.values())
-        self._progress(f"scan: {self._part}, {what}".removesuffix(", "), int(hundredths), 100)
-
-
 @dataclass(frozen=True)
 class FinishedPart(Keyed):
     """A part whose result is already in the folder."""
@@ -224,16 +183,16 @@ def scan(
     parts: list[CardPart] = []
     results: dict[str, Result] = {}
     chosen = [part for part in scan_parts() if not quick or part.scan.quick is not None]
-    bar = ScanBar(progress, [part.command for part in chosen], scan_seconds(quick))
     with Folder(folder, settings, FinishedPart, option="--out") as kept:
-        for part in chosen:
-            bar.begin(part.command)
+        for number, part in enumerate(chosen):
+            progress(f"scan: {part.command}", 100 * number, 100 * len(chosen))
+            inside = part_of(progress, 100 * number, 100, 100 * len(chosen))
             outcome: Result | str | None = None
             if part.name in kept.records:
                 with suppress(SinkscopeError):  # it is gone or damaged, and is measured again
                     outcome = Result.load(folder / part.file)
             if outcome is None:
-                outcome = _measured(part, replace(setup, progress=bar), edit, quick)
+                outcome = _measured(part, replace(setup, progress=inside), edit, quick)
                 if isinstance(outcome, Result):
                     outcome.save(folder / part.file)
                     kept.append([FinishedPart(part.name)])
@@ -249,18 +208,18 @@ def scan(
         if other is not None:
             card = card.compared(other)
         card.save(folder / CARD)
-        save_document(folder / PAGE, _page(card, results, folder))
+        save_document(folder / PAGE, _page(card, results))
     if written is not None:
         written("Card", folder / PAGE)
     return card
 
 
-def _page(card: SinkCard, results: dict[str, Result], folder: Path) -> str:
-    """The card's page: tiles, the norm per layer, all numbers, what to do next; then each part, closed."""
+def _page(card: SinkCard, results: dict[str, Result]) -> str:
+    """The card's page: tiles, the norm per layer, all numbers; then each part, closed."""
     first = card.first_screen()
     if "find_sinks" in results:
         first += plot(results["find_sinks"].figure(), CARD)
-    first += "".join(grid.html() for grid in card.grids()) + card.next_steps(folder.name)
+    first += "".join(grid.html() for grid in card.grids())
     commands = {part.name: part.command for part in card.parts}
     sections: list[Section] = []
     for name, one in {**results, "card": card}.items():

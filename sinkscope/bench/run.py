@@ -23,7 +23,7 @@ from sinkscope.files.progress import Progress, silent
 from sinkscope.files.records import Natural, Whole, check_values
 from sinkscope.files.store import Folder
 from sinkscope.loops.generate import Temperature
-from sinkscope.models.config import float32_by_default
+from sinkscope.models.loading.config import float32_by_default
 from sinkscope.opening.load import load
 from sinkscope.results.options import Hidden, Option, command
 

@@ -101,8 +101,6 @@ def check_writable(path: str | os.PathLike[str], *, folder: bool = False) -> Pat
         target = Path(name)
         if not is_device(target):
             target = Path(os.path.realpath(name))  # a link stays a link: its target is replaced
-        if target.is_symlink() and not is_device(target):
-            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
         if os.path.islink(name) and not target.exists():
             raise SinkscopeError(f"cannot write {name}: it is a link to {target}, which is not there; remove the link")
         if not folder and (target.is_dir() or name.endswith(("/", os.sep))):
@@ -116,8 +114,6 @@ def check_writable(path: str | os.PathLike[str], *, folder: bool = False) -> Pat
             raise PermissionError(errno.EACCES, "permission denied")
         if target.is_fifo() and not name.startswith(OF_THE_SHELL):
             raise SinkscopeError(f"cannot write {name}: it is a named pipe; choose a file, or redirect standard output")
-        if target.is_socket():
-            raise SinkscopeError(f"cannot write {name}: it is a socket; choose a file")
         if not is_device(target):
             tempfile.TemporaryFile(dir=home).close()  # the only sure way to know
     except OSError as error:

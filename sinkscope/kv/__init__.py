@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sinkscope.kv.adakv import AdaKV
 from sinkscope.kv.attention_rows import AttentionRows
 from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.full import Full
@@ -12,7 +13,7 @@ from sinkscope.kv.pyramid import Pyramid
 from sinkscope.kv.registry import make_policy, policies, policy_named, register_policy
 from sinkscope.kv.row_budgets import RowBudgets
 from sinkscope.kv.session import Session
-from sinkscope.kv.snapkv import AdaKV, SnapKV
+from sinkscope.kv.snapkv import SnapKV
 from sinkscope.kv.streaming_llm import StreamingLLM
 from sinkscope.kv.tova import TOVA
 from sinkscope.kv.usage import Usage

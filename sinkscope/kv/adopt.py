@@ -11,7 +11,6 @@ from transformers.cache_utils import DynamicLayer
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.kv.cache import COLUMNS, CacheLayer
-from sinkscope.kv.cache_kinds import KINDS
 from sinkscope.kv.scope import cache_layers
 from sinkscope.models.call_cache import cache_parameter
 from sinkscope.models.target import Target
@@ -104,8 +103,7 @@ def _empty_layers(target: Target) -> list[Any]:
     """The layers of a new cache of the model: ours where the stock cache holds keys and values alone."""
     layers: list[Any] = list(DynamicCache(config=target.config).layers)
     for number in cache_layers(target):
-        stock = layers[number]
-        layers[number] = KINDS[type(stock).__name__](number, stock)
+        layers[number] = CacheLayer(number)
     return layers
 
 

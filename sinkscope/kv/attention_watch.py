@@ -8,9 +8,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from einops import rearrange
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.hooks.edit.positions import Call
@@ -49,14 +48,14 @@ class AttentionWatch:
 
     def is_needed(self, call: Call) -> bool:
         """Whether the attention of this call has to be seen. If not, the model computes it alone, in less time."""
-        if self.watchers or self.target.kind == "bridge" or self._keeps_decoding_queries:
+        if self.watchers or self._keeps_decoding_queries:
             return True
         if call.index.shape[1] > 1 or self.now.prompting:
             return True
         if not self.now.own_masks:
             return False
         for kv in used_layers(self.now.cache):
-            if self._windows[kv.number] is not None or not kv.complete or kv.keys.dtype != kv.values.dtype:
+            if self._windows[kv.number] is not None or not kv.complete:
                 return True
         return False
 
@@ -74,10 +73,7 @@ class AttentionWatch:
         module: Any = self.target.sub(layer, self.target.adapter.attn)
         keys = kv.keys
         if hasattr(module, "expand_kv"):  # the cache holds latent vectors, from which the module makes keys
-            keys = module.expand_kv(kv.keys, kv.own_values)[0]
-        below_bridge = getattr(module, "original_component", None)
-        if isinstance(below_bridge, nn.Module):
-            module = below_bridge
+            keys = module.expand_kv(kv.keys, kv.values)[0]
         columns = moment.call.columns[:, : moment.call.past].to(keys.device)
         view = View(kv.pos, latest.pos[:, -last:], self._windows[layer], kv.hidden, columns=columns)
         query = latest.query[:, :, -last:]
@@ -90,8 +86,7 @@ class AttentionWatch:
         """The error of a policy that needs queries which were read before it could see them."""
         return UnsupportedError(
             "the latest queries were not seen: this cache was filled outside of the `with`, or is a copy (read the "
-            "prompt inside, into the cache to go on with), or the model is a TransformerBridge that hides them "
-            f"(load {self.target.adapter.model_type} with backend='hf')",
+            "prompt inside, into the cache to go on with)",
             page="kv-session",
         )
 
@@ -99,9 +94,6 @@ class AttentionWatch:
         """Handle the attention of one layer in one call: decide what computes it and who sees its rows."""
         layer = attention.layer
         queries = attention.query.shape[2]
-        self.now.tapped_layers.add(layer)
-        if attention.key.dtype != attention.query.dtype:  # rebased keys are float32
-            attention.key = attention.key.to(attention.query.dtype)
         if self._queries_kept:
             attention.view = self._view_of(attention)
             self._row_functions[layer] = attention.row_function()
@@ -126,23 +118,10 @@ class AttentionWatch:
 
     def _sees_all(self, attention: Attention) -> bool:
         """Whether a single query certainly sees every slot of its layer."""
-        if attention.query.shape[2] > 1 or attention.indices is not None or attention.in_blocks is not None:
+        if attention.query.shape[2] > 1 or attention.in_blocks is not None:
             return False
         kv = self.now.layer(attention.layer)
         return kv is not None and kv.complete and self._windows[attention.layer] is None
-
-    def mask_indexer(self, layer: int, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Give an indexer a mask of what its layer holds, from which it then chooses."""
-        kv, call = self.now.layer(layer), self.now.call
-        if not self.now.own_masks or kv is None or call is None:
-            return None
-        query_pos = call.on(kv.keys.device)
-        new = rearrange(query_pos, "batch query -> batch 1 query")
-        hidden = kv.hidden
-        if hidden is not None:
-            hidden = torch.nn.functional.pad(hidden, (0, new.shape[-1]))
-        view = View(torch.cat([kv.pos, new], -1), query_pos, self._windows[layer], hidden)
-        return args, {**kwargs, "attention_mask": view.sees()}
 
     def _check_view(self, attention: Attention, view: View) -> None:
         """Refuse a layer whose last query sees other keys than our masks will show it.
@@ -191,22 +170,15 @@ class AttentionWatch:
         return attention.under_view(), None
 
     def _view_of(self, attention: Attention) -> View:
-        """What the queries of this call see, of what an indexer chose if there is one."""
+        """What the queries of this call see, of the blocks that an indexer chose if there is one."""
         view = self.view(attention.layer, attention.key)
-        indices, blocks, call = attention.indices, attention.in_blocks, self.now.call
-        assert call is not None
-        seen = call.columns.shape[1]  # the place of what has no position
-        if blocks is not None:
-            place = torch.where(view.pos < 0, seen, view.pos)[:, :1, None].expand_as(blocks)
-            chosen = blocks.new_zeros(*blocks.shape[:3], seen + 1)
-            return replace(view, chosen=chosen.scatter_(-1, place, blocks))
-        if indices is None:
+        blocks, call = attention.in_blocks, self.now.call
+        if blocks is None or call is None:
             return view
-        if getattr(attention.module, "indexer", None) is not None:  # others attend to what an earlier layer chose
-            pos = view.pos[:, :1].expand(-1, indices.shape[1], -1).gather(-1, indices.long())
-            chosen = torch.zeros(*indices.shape[:2], seen + 1, dtype=torch.bool, device=indices.device)
-            self.now.chosen = chosen.scatter_(-1, torch.where(pos < 0, seen, pos), True)[:, None]
-        return replace(view, chosen=self.now.chosen)
+        seen = call.columns.shape[1]  # the place of what has no position
+        place = torch.where(view.pos < 0, seen, view.pos)[:, :1, None].expand_as(blocks)
+        chosen = blocks.new_zeros(*blocks.shape[:3], seen + 1)
+        return replace(view, chosen=chosen.scatter_(-1, place, blocks))
 
     def view(self, layer: int, key: Tensor) -> View:
         """What the queries of this call see of `key` `[batch kv_head slot ...]`."""

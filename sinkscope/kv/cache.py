@@ -50,9 +50,7 @@ class CacheLayer(DynamicLayer):
         values: `[batch kv_head slot d_head]`.
         seen: Number of tokens appended so far (batch columns, including padding), whether or not they were evicted.
         edited: Whether any token was evicted or hidden, so that slot and position may differ.
-        ragged: Whether rows or heads hold different numbers of tokens, so that there may be holes.
         reorders: How often rows were reordered (by beam search).
-        rebased: Whether keys were rotated to contiguous positions, which new tokens then have to continue.
         aside: The whole layer, while this one works on a copy of some of its slots. None if this one is whole.
         gapless: True if there are certainly no holes. If False, `holes` counts them.
         number: Number of the decoder layer.
@@ -64,7 +62,7 @@ class CacheLayer(DynamicLayer):
     keys: Tensor  # pyright: ignore[reportIncompatibleVariableOverride]
     values: Tensor  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def __init__(self, number: int = 0, _stock: Any = None) -> None:
+    def __init__(self, number: int = 0) -> None:
         super().__init__()
         self.number = number
         self.reorders = 0
@@ -73,8 +71,6 @@ class CacheLayer(DynamicLayer):
     def _clear(self) -> None:
         self.seen = 0
         self.edited = False
-        self.ragged = False
-        self.rebased = False
         self.gapless = False
         self.aside: CacheLayer | None = None
         self._holes: Float[Tensor, " batch"] | None = None
@@ -118,11 +114,6 @@ class CacheLayer(DynamicLayer):
         return columns.unsqueeze(1).expand(batch, kv_heads, new)
 
     @property
-    def own_values(self) -> Float[Tensor, "batch kv_head slot d_head"]:
-        """The values alone, where other numbers are held beside them."""
-        return self.values
-
-    @property
     def allocated(self) -> int:
         """Number of slots in memory: those in use plus room for new tokens."""
         return self.growth.keys.allocated or int(self.keys.shape[-2])
@@ -144,7 +135,7 @@ class CacheLayer(DynamicLayer):
     @property
     def complete(self) -> bool:
         """Whether a new token certainly sees every slot: none is hidden, and none is a hole."""
-        return _HIDDEN not in self.numbers and (self.gapless or (self.edited and not self.ragged))
+        return self.gapless and _HIDDEN not in self.numbers
 
     @property
     def readable(self) -> Bool[Tensor, "batch kv_head slot"]:
@@ -190,7 +181,6 @@ class CacheLayer(DynamicLayer):
         if ragged:
             pos = torch.where(keep, pos, -1)
         self.keep_slots(index, pos)
-        self.ragged = ragged
         self.gapless = not ragged
 
     def keep_slots(
@@ -238,8 +228,6 @@ class CacheLayer(DynamicLayer):
         self.keys = other.keys
         self.values = other.values
         self.edited = other.edited
-        self.ragged = other.ragged
-        self.rebased = other.rebased
         self.gapless = other.gapless
         self.aside = other.aside
         self._holes = other._holes
@@ -261,7 +249,12 @@ class CacheLayer(DynamicLayer):
         columns = COLUMNS.get()
         new = int(key_states.shape[-2])
         if columns is None:
-            _check_unedited(self.edited)
+            if self.edited:
+                raise UnsupportedError(
+                    "this cache had tokens evicted or hidden and is used outside of the `with` that did it: stock "
+                    "masks would be wrong; go on inside it, or start from a new cache",
+                    page="kv-session",
+                )
             columns = _columns_without_session(self._columns, self.seen, key_states)
         self._columns = columns
         if self.is_initialized and self.keys.shape[-2]:
@@ -274,8 +267,7 @@ class CacheLayer(DynamicLayer):
         self.seen += new
         if new > 1:  # there may be padding among the new tokens
             self._holes = None
-            self.gapless = False
-            self.ragged = self.ragged or (self.edited and bool((self.pos < 0).any()))
+            self.gapless = self.edited and bool((self.pos >= 0).all())
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
@@ -302,12 +294,11 @@ class CacheLayer(DynamicLayer):
         used = stays.flatten(0, 1).any(0).nonzero().flatten().tolist()
         slots = max(used, default=-1) + 1  # holes at the right end go, too
         self._pos = torch.where(stays, pos, -1)[..., :slots]
-        self.ragged = bool((self._pos < 0).any())  # heads that keep different tokens lose different numbers
         self.keys = self.keys[..., :slots, :]
         self.values = self.values[..., :slots, :]
         self.numbers = moved_numbers(self, lambda numbers: numbers[..., :slots])
         self._holes = None
-        self.gapless = False
+        self.gapless = bool((self._pos >= 0).all())  # heads that keep different tokens lose different numbers
 
     def reset(self) -> None:
         """Make the layer empty, like a new one."""
@@ -353,16 +344,6 @@ def moved_numbers(
     for name in layer.numbers:
         moved[name] = move(layer.extra(name))
     return moved
-
-
-def _check_unedited(edited: bool) -> None:
-    """Refuse a layer with other slots than a stock one outside of a session."""
-    if edited:
-        raise UnsupportedError(
-            "this cache had tokens evicted or hidden and is used outside of the `with` that did it: stock masks would "
-            "be wrong; go on inside it, or start from a new cache",
-            page="kv-session",
-        )
 
 
 def flat_slots(keep: Bool[Tensor, "batch kv_head slot"], most: int, ragged: bool) -> Int[Tensor, "batch kv_head kept"]:

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sinkscope.errors import UnsupportedError
 from sinkscope.hooks.edit.positions import Call
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.row_budgets import RowBudgets
@@ -34,10 +35,6 @@ class CacheState:
         prompt: Number of real tokens in each row at the end of the last prefill.
         decoded: Number of single-token calls since then.
         reorders: `CacheLayer.reorders` when the last prompt was read.
-        dropped: Number of positions by which later tokens of each row are shifted towards the start
-            (`positions="rebased"`).
-        padded: Whether the last prompt is padded.
-        uniform: Whether every layer and head has held the same positions since.
         budgets: What the policy keeps of each row of the last prompt.
         copied: Whether layers work on copies of chosen slots (`Progressive`).
         memory: The record of each other intervention, by its key.
@@ -50,9 +47,6 @@ class CacheState:
     prompt: Int[Tensor, " batch"] | None = None
     decoded: int = 0
     reorders: int = 0
-    dropped: Int[Tensor, " batch"] | None = None
-    padded: bool = False
-    uniform: bool = False
     budgets: RowBudgets | None = None
     copied: bool = False
     memory: dict[int, Any] = field(default_factory=dict)
@@ -78,6 +72,18 @@ class Moment:
     call: Call
     state: CacheState
     prefill_ended: bool
+
+    def check_order(self, name: str) -> None:
+        """Refuse rows that changed places since the prompt, for what follows each of them.
+
+        Raises:
+            UnsupportedError: They did.
+        """
+        if self.layers[0].reorders != self.state.reorders:
+            raise UnsupportedError(
+                f"beam search lets rows change places, and {name} follows each row: use num_beams=1",
+                page="kv-session",
+            )
 
 
 class CacheStates:
@@ -118,23 +124,19 @@ class CurrentCall(threading.local):
         call: The forward call; None outside of one.
         cache: The cache of that call.
         own_masks: Whether our masks replace the stock mask, because some layer does not hold all tokens so far.
-        tapped_layers: Layers whose attention went through the tap; on a TransformerBridge some architectures do so.
-        bridge_queries: Queries of layers of a TransformerBridge whose scores have not come yet.
         prompting: Whether `generate` is reading a prompt, so that even a single-token call is a part of it.
+        resuming: Whether `generate` goes on after tokens were taken back, so that it reads no prompt.
         settings: Settings of the latest `generate`; None without one.
         ended: The moment after the layers of the latest call, until the logits have come.
         handler: Our listener at the tap.
-        chosen: Positions that the latest indexer chose for each query.
     """
 
     call: Call | None = None
     cache: Any = None
     handler: Handler | None = None
-    chosen: Tensor | None = None
     own_masks: bool = False
-    tapped_layers: set[int]
-    bridge_queries: dict[int, Tensor]
     prompting: bool = False
+    resuming: bool = False
     settings: Any = None
     ended: Moment | None = None
 

@@ -34,21 +34,26 @@ def evict_joined(
     """Free every slot that is not kept in some layers; each head keeps `count`.
 
     Args:
-        joined: The layers as one, or one that stands for them, because all hold the same.
+        joined: The layers as one.
         layers: The layers.
         keep: The slots that stay.
         count: Number of slots that every row and head keeps.
     """
-    parts = len(keep) // len(layers[0].keys)
     index = flat_slots(keep, count, ragged=False)
-    pos = joined.pos.take(index).chunk(parts)
+    pos = joined.pos.take(index).chunk(len(layers))
     numbers = moved_numbers(joined, lambda numbers: numbers.take(index))
-    slots = (index % (keep.numel() // parts)).chunk(parts)
+    slots = (index % (keep.numel() // len(layers))).chunk(len(layers))
     for number, kv in enumerate(layers):
-        part = number % parts
         kv.numbers = {}
-        kv.keep_slots(slots[part], pos[part])
-        kv.ragged = False
+        kv.keep_slots(slots[number], pos[number])
         kv.gapless = True
         for name, of_all in numbers.items():
-            kv.numbers[name] = of_all.chunk(parts)[part]
+            kv.numbers[name] = of_all.chunk(len(layers))[number]
+
+
+def alike(layers: Sequence[CacheLayer]) -> bool:
+    """Whether layers have the same shape, no holes and one device."""
+    for kv in layers:
+        if not kv.gapless or kv.keys.shape != layers[0].keys.shape or kv.keys.device != layers[0].keys.device:
+            return False
+    return len(layers) > 1

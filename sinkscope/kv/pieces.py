@@ -81,7 +81,7 @@ def generate_in_pieces(
         The output of the last call of `model.generate`, with the ids of the whole answers.
     """
     session = None if run is None else run.session
-    rewinder: Rewinder | None = None if session is None else session.rewinder
+    rewinder: Rewinder | None = None if session is None else session.guests.get(Rewinder)
     if cache is not None:
         options.update(cache_argument(model, cache))
     if session is None or rewinder is None or options.get("streamer") is not None:
@@ -115,11 +115,11 @@ def generate_in_pieces(
             for layer in cache.layers:
                 layer.crop(read.shape[1] - layer.seen)  # a call that ran before the piece ended
             rewinder.read = None
-            session.resuming = True  # what comes next reads a generated token and no prompt
+            session.now.resuming = True  # what comes next reads a generated token and no prompt
     finally:
         rewinder.allowance = None
         rewinder.full_at = []
-        session.resuming = False
+        session.now.resuming = False
     whole = _closed(ids, mask, width, max_new_tokens, options.get("pad_token_id") or 0)
     if isinstance(output, Tensor):
         return whole

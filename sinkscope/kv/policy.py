@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import sys
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -16,13 +15,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Budget, Natural, Whole, check_fields
 from sinkscope.hooks.edit.base import Event, Intervention, Run
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.cache_state import Moment
-from sinkscope.kv.joined_layers import evict_joined, joined_layer
-from sinkscope.kv.rotary import Rotary
+from sinkscope.kv.joined_layers import alike, evict_joined, joined_layer
 from sinkscope.kv.row_budgets import LayerBudget, RowBudgets
 from sinkscope.kv.session import Session
 from sinkscope.models.grouped_heads import in_groups
@@ -53,8 +51,22 @@ class LayerMoment:
         return length.repeat(len(self.kv.pos) // len(length))  # more than once where layers are joined
 
 
+class Anchored(Intervention):
+    """Base of policies and guards, which keep each other's first positions."""
+
+    @property
+    @abstractmethod
+    def kept_first(self) -> int:
+        """Number of first positions that are always kept."""
+
+
+def anchors_of(run: Run) -> int:
+    """Number of first positions that the policies and guards of a run keep."""
+    return max((part.kept_first for part in run.parts if isinstance(part, Anchored)), default=0)
+
+
 @dataclass(frozen=True, kw_only=True)
-class Policy(Intervention):
+class Policy(Anchored):
     """Base class of cache policies. A subclass implements `scores`, and `watch` if it needs to see attention.
 
     A policy acts when the whole prompt has been read (in any number of calls), before the first generated token is
@@ -69,8 +81,6 @@ class Policy(Intervention):
         every: Number of generated tokens between two choices. "prefill" chooses only once, after a prompt is read.
         mode: "evict" frees the tokens that are not chosen; "select" keeps the cache whole and attends to the chosen
             tokens.
-        positions: "original" leaves keys rotated to the positions at which they were read. "rebased" re-rotates keys
-            to contiguous positions, and new tokens continue from there.
         reduce: How the attention of query heads that share a kv head is combined into one number.
     """
 
@@ -79,26 +89,15 @@ class Policy(Intervention):
     last: Whole = 0
     every: Natural | Literal["prefill"] = 1
     mode: Literal["evict", "select"] = "evict"
-    positions: Literal["original", "rebased"] = "original"
     reduce: Literal["mean", "max"] = "mean"
 
-    UNIFORM: ClassVar[bool] = False
-    """Whether every layer and head keeps the same positions, as `positions="rebased"` needs."""
     JOINS_LAYERS: ClassVar[bool] = False
     """Whether scores follow from positions and extras alone, so that all layers are scored at once, in less time."""
 
     def __post_init__(self) -> None:
         check_fields(self)
-        name = self.shown_name
         if isinstance(self.budget, int):
             self._check_room(self.budget, "")
-        if self.positions == "rebased" and not self.UNIFORM:
-            raise UnsupportedError(
-                f"{name} keeps other positions in every head, so new positions cannot be given: use "
-                'positions="original"'
-            )
-        if self.positions == "rebased" and self.mode == "select":
-            raise SinkscopeError(f'{name}: positions="rebased" needs mode="evict"')
 
     # To be written by a policy ------------------------------------------------------------------------------------
 
@@ -120,6 +119,11 @@ class Policy(Intervention):
 
     def watch(self, session: Session, key: int) -> None:
         """Ask `session` for the attention that `scores` needs; by default none."""
+
+    @property
+    def kept_first(self) -> int:
+        """`first`."""
+        return self.first
 
     @property
     def shown_name(self) -> str:
@@ -146,10 +150,8 @@ class Policy(Intervention):
         """Take over the cache and act at the right moments."""
         session = Session.of(run)
         session.own_cache(self.shown_name)
-        session.anchors = max(session.anchors, self.first)
-        rotary = Rotary(run.target) if self.positions == "rebased" else None
         self.watch(session, key)
-        session.before_decode(lambda moment: self._act(moment, session, key, rotary))
+        session.before_decode(lambda moment: self._act(moment, session))
 
     def group(self, heads: Float[Tensor, "batch head *_ slot"], kv_heads: int) -> Float[Tensor, "batch kv_head slot"]:
         """Combine the numbers of query heads that share a kv head into one number, by `reduce`; for one query each."""
@@ -240,17 +242,10 @@ class Policy(Intervention):
         own = type(self)
         return own.select is Policy.select and own.budgets is Policy.budgets and self.mode == "evict"
 
-    def _act(self, moment: Moment, session: Session, key: int, rotary: Rotary | None) -> None:
+    def _act(self, moment: Moment, session: Session) -> None:
         """Choose what is kept in every layer, if it is time to."""
         state, layers = moment.state, moment.layers
         if moment.prefill_ended:
-            state.uniform = self.UNIFORM and type(self).budgets is Policy.budgets and _same_positions(layers)
-            if rotary is not None and not state.uniform:
-                raise UnsupportedError(
-                    "this cache holds other positions in every layer, so new positions cannot be given: use "
-                    'positions="original", or start with a new cache',
-                    page="kv-session",
-                )
             state.budgets = self.row_budgets(moment, session)
         elif self.every == "prefill" or state.decoded % self.every:
             return
@@ -259,51 +254,33 @@ class Policy(Intervention):
         budget = rows.budget
         if self._chooses_alike and isinstance(budget, int):
             layers = [kv for kv in layers if kv.slots > budget]
-            if self.JOINS_LAYERS and rotary is None and _alike(layers):
-                joined = layers[0]  # where scores are uniform it stands for all
-                if not state.uniform:
-                    joined = joined_layer(layers)
+            if self.JOINS_LAYERS and alike(layers):
+                joined = joined_layer(layers)
                 at = LayerMoment(layers[0].number, joined, moment, session, rows)
                 evict_joined(joined, layers, self.select(self.checked_scores(at), at, budget), budget)
                 return
-        self._act_by_layer(layers, moment, session, rows, rotary)
-
-    def _act_by_layer(
-        self,
-        layers: Sequence[CacheLayer],
-        moment: Moment,
-        session: Session,
-        rows: RowBudgets,
-        rotary: Rotary | None,
-    ) -> None:
-        """Choose layer by layer, or once for all where scores are uniform."""
-        state = moment.state
-        keep: Tensor | None = None
         exact: int | None = None  # what every head keeps; None if heads may keep different numbers
-        if self._chooses_alike and isinstance(rows.budget, int) and not state.padded:
-            exact = rows.budget
+        if self._chooses_alike and isinstance(budget, int):
+            exact = budget
         for kv in layers:
-            if keep is None or not state.uniform:
-                at = LayerMoment(kv.number, kv, moment, session, rows)
-                keep = self.select(self.checked_scores(at), at, self.budgets(at))
-            keep = keep.to(kv.keys.device)  # some layers may be on another device
+            at = LayerMoment(kv.number, kv, moment, session, rows)
+            keep = self.select(self.checked_scores(at), at, self.budgets(at)).to(kv.keys.device)
             if self.mode == "select":
                 kv.select(keep)
-                continue
-            if rotary is not None:
-                rotary.rebase(kv, keep)
-            kv.evict(keep, None if kv.ragged else exact)
+            else:
+                kv.evict(keep, exact if kv.gapless else None)
 
     def row_budgets(self, moment: Moment, session: Session) -> RowBudgets:
         """The budget of each row at the end of a prompt, and how much of it is for tokens that are always kept."""
         lengths = moment.call.before
         budgets = self.tokens(lengths)
+        anchors = anchors_of(session.run)
         first: list[int] = []
         latest: list[int] = []
         events: list[Event] = []
         for row, budget in enumerate(budgets):
             first_kept, latest_kept = self.always_kept(budget)
-            first.append(max(first_kept, min(session.anchors, (budget - latest_kept) // 2)))
+            first.append(max(first_kept, min(anchors, (budget - latest_kept) // 2)))
             latest.append(latest_kept)
             if (first_kept, latest_kept) != self.always_kept(sys.maxsize):
                 window = {"window": latest_kept or budget - first_kept}
@@ -352,20 +329,3 @@ def rank_from_top(scores: Float[Tensor, "*batch slot"]) -> Int[Tensor, "*batch s
     order = scores.argsort(dim=-1, stable=True).flip(-1)
     index = torch.arange(scores.shape[-1], device=scores.device).expand_as(order)
     return torch.empty_like(order).scatter_(-1, order, index)
-
-
-def _alike(layers: list[CacheLayer]) -> bool:
-    """Whether layers have the same shape, no holes and one device."""
-    for kv in layers:
-        if not kv.gapless or kv.keys.shape != layers[0].keys.shape or kv.keys.device != layers[0].keys.device:
-            return False
-    return len(layers) > 1
-
-
-def _same_positions(layers: list[CacheLayer]) -> bool:
-    """Whether every layer holds the same positions; another policy may have changed this cache before."""
-    first = layers[0].pos
-    for kv in layers:
-        if kv.pos.shape != first.shape or not torch.equal(kv.pos.to(first.device), first):
-            return False
-    return True

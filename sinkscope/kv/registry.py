@@ -71,7 +71,7 @@ def make_policy(name: str, **options: Any) -> Any:
 
     Example:
         >>> make_policy("streaming", budget=512)
-        StreamingLLM(budget=512, first=4, last=0, every=1, mode='evict', positions='original', reduce='mean')
+        StreamingLLM(budget=512, first=4, last=0, every=1, mode='evict', reduce='mean')
     """
     by_name = _REGISTERED if name in _REGISTERED else policies()
     if name not in by_name:
@@ -92,23 +92,23 @@ def policy_named(text: str) -> Intervention:
         >>> policy_named("streaming:512").budget, policy_named("sinkscope.kv.h2o:H2O:0.25").budget
         (512, 0.25)
     """
-    name, colon, rest = text.partition(":")
+    name, _, rest = text.partition(":")
     if name in guards():
         guard: Any = guards()[name].load()
         if rest == "paper" or rest.startswith("paper:"):
             guard, rest = guard.paper, rest.removeprefix("paper").removeprefix(":")
-        return guard(**_budget_option(text, rest and f":{rest}"))
-    class_name, class_colon, budget = rest.partition(":")
-    if name not in _REGISTERED and (class_name.isidentifier() or class_colon):
-        return _make(text, _import_policy(f"{name}:{class_name}"), _budget_option(text, class_colon + budget))
-    return make_policy(name, **_budget_option(text, colon + rest))
+        return guard(**_budget_option(text, rest))
+    class_name, _, budget = rest.partition(":")
+    if name not in _REGISTERED and class_name.isidentifier():
+        return _make(text, _import_policy(f"{name}:{class_name}"), _budget_option(text, budget))
+    return make_policy(name, **_budget_option(text, rest))
 
 
-def _budget_option(text: str, suffix: str) -> dict[str, Any]:
-    """The budget that a name ends with: `suffix` is ":BUDGET" or empty."""
-    if not suffix:
+def _budget_option(text: str, budget: str) -> dict[str, Any]:
+    """The budget that a name ends with, if it ends with one."""
+    if not budget:
         return {}
-    return {"budget": read_setting(suffix[1:], Budget, f"policy {text!r}: budget=")}
+    return {"budget": read_setting(budget, Budget, f"policy {text!r}: budget=")}
 
 
 def _import_policy(path: str) -> type[Intervention]:
@@ -136,8 +136,4 @@ def _make(name: str, policy: type[Intervention], options: dict[str, Any]) -> Int
 
 
 def _name_taken(name: str, first: type, second: type) -> SinkscopeError:
-    first_path = f"{first.__module__}.{first.__qualname__}"
-    second_path = f"{second.__module__}.{second.__qualname__}"
-    return SinkscopeError(
-        f"two policies are called {name!r}, {first_path} and {second_path}: give one of them another name"
-    )
+    return SinkscopeError(f"two policies are called {name!r}, {first} and {second}: give one of them another name")

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from transformers import DynamicCache
 
-from sinkscope.kv.cache_kinds import KINDS
 from sinkscope.models.target import Target
+
+SERVED = ("DynamicLayer", "DynamicSlidingWindowLayer")
+"""Classes of layers of a stock cache that hold keys and values alone."""
 
 
 def cache_layers(target: Target) -> list[int]:
-    """Layers whose part of the cache holds keys and values; others keep a state alone."""
+    """Layers whose part of the cache holds keys and values alone; others keep a state or the keys of an indexer."""
     layers = DynamicCache(config=target.config).layers
-    return [number for number, layer in enumerate(layers) if type(layer).__name__ in KINDS]
+    return [number for number, layer in enumerate(layers) if type(layer).__name__ in SERVED]
 
 
 def scope_line(target: Target) -> str:

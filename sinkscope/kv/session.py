@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
-import torch
 from torch import Tensor, nn
 
 from sinkscope.errors import UnsupportedError, warn
@@ -22,7 +20,6 @@ from sinkscope.hooks.edit.positions import Call
 from sinkscope.kv.adopt import adopt, new_cache, own_layers, used_layers
 from sinkscope.kv.attention_rows import AttentionRows, Watcher
 from sinkscope.kv.attention_watch import AttentionWatch
-from sinkscope.kv.bridge_attention import BridgeAttention
 from sinkscope.kv.cache import COLUMNS, CacheLayer
 from sinkscope.kv.cache_state import CacheState, CacheStates, CurrentCall, Moment
 from sinkscope.kv.usage import Usage
@@ -46,12 +43,7 @@ class Session:
         watching: What is seen of the attention, and what replaces it.
         window_queries: Keeps the latest queries (`AttentionWatch.keep_queries`).
         window_rows: The attention of these queries (`AttentionWatch.window_rows`).
-        followers: Names of what follows the generated tokens of each row, which must come one by one.
-        anchors: Number of first positions that policies and guards in the same run keep.
-        rewinder: Passes on what a guard removes from the output. None if nothing can be removed.
-        resuming: Whether `generate` was called to continue after tokens were removed, so that it reads no prompt.
-        line_follower: Called as `line_follower(layer, row, lines)` for every prompt row that is read along lines.
-        counts_reads: Whether `usage` counts the tokens that decoding steps attend to.
+        guests: What policies, guards and observers keep for the run, by its class.
     """
 
     def __init__(self, run: Run) -> None:
@@ -64,17 +56,12 @@ class Session:
         self.watching = AttentionWatch(target, self.now, self.states)
         self.window_queries = self.watching.keep_queries
         self.window_rows = self.watching.window_rows
-        self.followers: list[str] = []
-        self.anchors = 0
-        self.rewinder: Any = None
-        self.resuming = False
-        self.line_follower: Callable[[int, int, Any], None] | None = None
-        self.counts_reads = False
+        self.guests: dict[type, Any] = {}
+        self._counts_reads = False
         self._policy_name: str | None = None
         self._acted: bool | None = None  # False: the model was called, but never to decode, nor by `generate`
         self._before_decode: list[Callable[[Moment], None]] = []
         self._after_call: list[Callable[[Moment], None]] = []
-        self._config = target.config
         self._configs = run.stack.enter_context(tapped(target))
         self._ended = threading.Event()
         run.stack.callback(self._ended.set)
@@ -82,15 +69,10 @@ class Session:
         run.stack.push(self._warn_of_idle_policy)
         run.hook(target.base, "pre", self._begin)
         run.hook(target.base, "post", self._end, always=True)
-        if target.kind == "bridge":
-            run.stack.enter_context(target.hooks(*BridgeAttention(self.watching).hooks()))
         for layer in range(target.n_layers):
             if not target.has_attention(layer):
                 continue
-            attention = target.sub(layer, target.adapter.attn)
-            run.edited.keep(attention)
-            if getattr(attention, "indexer", None) is not None:
-                run.hook(attention, "pre", partial(self.watching.mask_indexer, layer))
+            run.edited.keep(target.sub(layer, target.adapter.attn))
 
     @classmethod
     def of(cls, run: Run) -> Session:
@@ -134,6 +116,10 @@ class Session:
     def before_decode(self, fn: Callable[[Moment], None]) -> None:
         """Call `fn` before every call that reads a single generated token."""
         self._before_decode.append(fn)
+
+    def count_reads(self) -> None:
+        """Let `usage` also count the tokens that decoding steps attend to."""
+        self._counts_reads = True
 
     def replace_prefill(self, fn: Callable[[Attention, CacheLayer | None], Tensor | None]) -> None:
         """Let `fn` compute attention `[batch query head d_value]` in calls with several tokens.
@@ -189,7 +175,7 @@ class Session:
         call = self.run.call
         if call is None:
             return None
-        name = attention_name(self._config)
+        name = attention_name(self.target.config)
         if name != NAME and self.target.adapter.attention_interface:
             raise UnsupportedError(
                 f"the attention of {self.target.name} was set to {name!r} inside the `with`, which would go past what "
@@ -221,7 +207,7 @@ class Session:
         return (), kwargs
 
     def _begin_on_own_cache(self, call: Call, cache: Any, kwargs: dict[str, Any]) -> bool:
-        """Act before a call, and give new tokens their positions; whether our masks replace the stock mask."""
+        """Act before a call; whether our masks replace the stock mask."""
         layers: list[CacheLayer] = []
         if cache in self.states:
             layers = used_layers(cache)
@@ -232,19 +218,8 @@ class Session:
             check_mask(kwargs.get("attention_mask"), call, self.target)
         if not self.target.adapter.attention_interface and kwargs.get("attention_mask") is None:
             kwargs["attention_mask"] = (call.columns >= 0).long()  # position biases are as long as this
-        state = self.states.of(self.now.cache)
-        self._act_before(layers, call, state)
-        if layers[0].rebased:  # new tokens follow closely
-            held = (layers[0].pos[:, 0] >= 0).sum(-1)
-            state.dropped = call.before - held.to(call.before.device)
-            position_ids = kwargs.get("position_ids")
-            if position_ids is None:
-                position_ids = torch.arange(call.past, call.columns.shape[1], device=call.index.device)[None]
-            kwargs["position_ids"] = (position_ids - state.dropped[:, None]).clamp(min=0)
-        own_masks = self.target.kind == "bridge"
-        for layer in layers:
-            own_masks = own_masks or layer.edited
-        return own_masks
+        self._act_before(layers, call, self.states.of(self.now.cache))
+        return any(layer.edited for layer in layers)
 
     def _act_before(self, layers: list[CacheLayer], call: Call, state: CacheState) -> None:
         if call.index.shape[1] > 1 or call.past == 0 or self.now.prompting:
@@ -254,11 +229,6 @@ class Session:
             for kv in layers:  # a prompt sees everything
                 kv.settle()
             return
-        if self.followers and layers[0].reorders != state.reorders:
-            raise UnsupportedError(
-                f"beam search lets rows change places, and {self.followers[0]} follows each row: use num_beams=1",
-                page="kv-session",
-            )
         # If others filled the cache, or its rows were multiplied, it counts as a prompt that has just ended.
         prompt_known = state.prompt is not None and len(state.prompt) == len(call.index)
         prefill_ended = state.prefilling or not prompt_known
@@ -266,9 +236,9 @@ class Session:
         if prefill_ended:
             state.prompt = call.before
             state.decoded = 0
-            state.padded = bool((call.columns < 0).any())
+            padded = bool((call.columns < 0).any())
             for kv in layers:
-                kv.gapless = kv.gapless or not (state.padded or kv.edited)
+                kv.gapless = kv.gapless or not (padded or kv.edited)
         else:
             state.decoded += 1
         self._acted = True
@@ -288,7 +258,7 @@ class Session:
                 self.now.ended = Moment(cache, layers, call, state, prefill_ended=False)
                 for act in self._after_call:
                     act(self.now.ended)
-                state.meter.note(layers, self.counts_reads and not state.prefilling)
+                state.meter.note(layers, self._counts_reads and not state.prefilling)
         finally:
             self._leave_call()
 
@@ -296,8 +266,6 @@ class Session:
         self.now.call = call
         self.now.cache = cache
         self.now.own_masks = own_masks
-        self.now.tapped_layers = set()
-        self.now.bridge_queries = {}
         COLUMNS.set(call.columns)
         idle = not self.watching.is_needed(call)
         self.now.handler = Handler(self.watching.see, self._configs, masks=own_masks, idle=idle, ended=self._ended)
@@ -313,10 +281,10 @@ class Session:
             self.now.handler = None
 
     def _set_prompting(self, reads: bool) -> None:
-        self.now.prompting = reads and not self.resuming
+        self.now.prompting = reads and not self.now.resuming
 
     def _check_generate(self, method: str, options: dict[str, Any], settings: Any) -> None:
         """Note the settings of `generate`, and refuse kinds in which nothing could act on generated tokens."""
         self.now.settings = settings
-        if self._before_decode or self.followers:
+        if self._before_decode:
             check_generation(method, options)

@@ -17,6 +17,8 @@ from sinkscope.kv.registry import register_policy
 class StreamingLLM(Policy):
     """Keep the first tokens, which serve as attention sinks, and the latest tokens.
 
+    Tokens keep the positions at which they were read; the paper counts positions anew within the cache.
+
     Attributes:
         first: Number of attention sinks; four in the paper. A budget of no more tokens is half sinks and half latest
             tokens; an event of kind "window" then says how many latest ones.
@@ -28,7 +30,6 @@ class StreamingLLM(Policy):
 
     first: int = 4
 
-    UNIFORM: ClassVar[bool] = True
     JOINS_LAYERS: ClassVar[bool] = True
 
     def always_kept(self, budget: int) -> tuple[int, int]:

@@ -25,7 +25,7 @@ class Usage:
             working copies.
         read_tokens: Number of tokens that the longest row has read, whether still held or not.
         mean_read: For each row, number of tokens that a decoding step attended to, its own included, averaged over
-            steps, layers and kv heads. Empty if nobody asked for it (`Session.counts_reads`), or there was no step.
+            steps, layers and kv heads. Empty if nobody asked for it (`Session.count_reads`), or there was no step.
         in_parts: Whether a step worked on a copy of chosen tokens.
     """
 
@@ -44,37 +44,20 @@ class TokenCount:
     """Counts of each row over calls, summed over layers: plain numbers while they are the same for all rows.
 
     Attributes:
-        rows: Number of rows.
         calls: Number of calls.
         total: Sum over calls.
         peak: Largest count of one call.
     """
 
-    rows: int = 0
     calls: int = 0
     total: Tensor | int = 0
     peak: Tensor | int = 0
 
-    def add(self, tokens: Float[Tensor, " row"] | int, rows: int) -> None:
+    def add(self, tokens: Float[Tensor, " row"] | int) -> None:
         """Count a call."""
-        if rows != self.rows:
-            self._change_rows(rows)
         self.calls += 1
         self.total = self.total + tokens
         self.peak = _larger(self.peak, tokens)
-
-    def _change_rows(self, rows: int) -> None:
-        """Go on with other rows: each has become several, or some were chosen."""
-        if self.rows and rows % self.rows:  # nobody knows which: count from here on
-            self.calls, self.total, self.peak = 0, 0, 0
-        elif isinstance(self.total, Tensor) and isinstance(self.peak, Tensor):
-            self.total = self.total.repeat_interleave(rows // self.rows)  # "row -> (row repeats)"
-            self.peak = self.peak.repeat_interleave(rows // self.rows)
-        self.rows = rows
-
-    def by_row(self, tokens: Tensor | int, layers: int, calls: int) -> list[float]:
-        """Tokens of each row, from a sum over layers and calls."""
-        return (torch.as_tensor(tokens).float() / layers / calls).expand(self.rows).tolist()
 
 
 @dataclass(eq=False)
@@ -85,11 +68,11 @@ class Meter:
     physical_bytes: int = 0
     read_tokens: int = 0
     in_parts: bool = False
+    _rows: int = 0
     _held: TokenCount = field(default_factory=TokenCount)
     _read: TokenCount = field(default_factory=TokenCount)
     _largest: Tensor | int = 0  # bytes of the cached tokens of all rows, times the number of layers
     _slot_bytes: list[int] = field(default_factory=list)
-    _key_dtype: torch.dtype | None = None
 
     def note(self, layers: list[CacheLayer], counts_reads: bool = False) -> None:
         """Count what the layers hold after a call and, if wanted, what a query of it could attend to."""
@@ -97,16 +80,15 @@ class Meter:
         if not first.slots:
             return
         rows = len(first.keys)
+        if rows != self._rows:  # nobody knows which became which: tokens are counted from here on
+            self._rows, self._held, self._read = rows, TokenCount(), TokenCount()
         self.calls += 1
         self.read_tokens = max(self.read_tokens, first.seen)
-        if first.keys.dtype != self._key_dtype:  # rebased keys are float32
-            self._key_dtype = first.keys.dtype
+        if not self._slot_bytes:
             self._slot_bytes = [_slot_bytes(kv) for kv in layers]
         held: Tensor | int = 0
         read: Tensor | int = 0
-        holes: list[Tensor] = []
         allocated = 0
-        device = first.keys.device
         for kv, slot_bytes in zip(layers, self._slot_bytes, strict=True):
             whole = kv.aside or kv  # a copy of a part is only allocated
             allocated += kv.allocated * slot_bytes
@@ -115,33 +97,38 @@ class Meter:
                 self.in_parts = True
             held = held + whole.keys.shape[-2] + kv.seen - whole.seen
             if not whole.gapless:
-                holes.append(whole.holes().to(device))
+                held = held - whole.holes().to(first.keys.device)
             if counts_reads and kv.complete:
                 read = read + kv.slots
             elif counts_reads:
-                read = read + kv.readable.sum(-1).float().mean(1).to(device)
-        if holes:
-            held = held - torch.stack(holes).sum(0)
+                read = read + kv.readable.sum(-1).float().mean(1).to(first.keys.device)
         self.physical_bytes = max(self.physical_bytes, rows * allocated)
-        self._held.add(held, rows)
+        self._held.add(held)
         if counts_reads:
-            self._read.add(read, rows)
+            self._read.add(read)
         of_all_rows = rows * held if isinstance(held, int) else held.double().sum()
         self._largest = _larger(self._largest, of_all_rows * sum(self._slot_bytes))
 
     def usage(self) -> Usage:
         """The totals so far; there was a call."""
         layers = len(self._slot_bytes)
+        read: list[float] = []
+        if self._read.calls:
+            read = self._by_row(self._read.total, self._read.calls)
         return Usage(
             calls=self.calls,
-            mean_tokens=self._held.by_row(self._held.total, layers, self._held.calls),
-            peak_tokens=self._held.by_row(self._held.peak, layers, 1),
+            mean_tokens=self._by_row(self._held.total, self._held.calls),
+            peak_tokens=self._by_row(self._held.peak, 1),
             logical_bytes=round(float(self._largest) / layers),
             physical_bytes=self.physical_bytes,
             read_tokens=self.read_tokens,
-            mean_read=self._read.by_row(self._read.total, layers, self._read.calls) if self._read.calls else [],
+            mean_read=read,
             in_parts=self.in_parts,
         )
+
+    def _by_row(self, tokens: Tensor | int, calls: int) -> list[float]:
+        """Tokens of each row, from a sum over layers and calls."""
+        return (torch.as_tensor(tokens).float() / len(self._slot_bytes) / calls).expand(self._rows).tolist()
 
 
 def _larger(one: Tensor | int, other: Tensor | int) -> Tensor | int:

@@ -36,19 +36,12 @@ def check_servable(target: Target) -> None:
     """Refuse a model on which no cache policy and no attention observer can act.
 
     Raises:
-        UnsupportedError: Its attention cannot be replaced, its window is not the same in every pass, or its cache
-            holds no keys and values alone.
+        UnsupportedError: It is a TransformerBridge, or its cache holds no keys and values alone.
     """
-    if not target.adapter.attention_interface and target.kind == "bridge":
+    if target.kind == "bridge":
         raise UnsupportedError(
-            f"the attention of {target.adapter.model_type} cannot be replaced on a TransformerBridge: load the "
-            "model with backend='hf'",
-            page="kv-session",
-        )
-    if target.config.model_type == "minimax" and target.config.sliding_window is not None:
-        raise UnsupportedError(
-            f"transformers forgets the window of {target.name} when it decodes with a cache, so that there is no "
-            "full cache to compare with: set sliding_window=None in its configuration, or use another model",
+            "a TransformerBridge computes its own attention, on which no cache policy, guard or observer acts: load "
+            "the model with backend='hf'",
             page="kv-session",
         )
     if not cache_layers(target):

@@ -10,7 +10,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinkscope.lines.attention import slash_sums
-from sinkscope.lines.deterministic_scatter import add_at
 from sinkscope.lines.head_lines import HeadLines, crossing_counts
 
 
@@ -63,10 +62,9 @@ class _Search:
 
     def _remove(self, columns: Int[Tensor, "head row taken"], crossed: Int[Tensor, "head row taken"]) -> None:
         """Remove one cell in each row for every line taken, also from the weight of the line that crosses it there."""
-        rows = self.left.shape[1]
         cells = self.left.gather(2, columns)
         self.left.scatter_(2, columns, 0.0)
-        add_at(_flat(self.weights), crossed.flatten(1), -cells.flatten(1), 2.0 * rows)
+        _flat(self.weights).scatter_add_(1, crossed.flatten(1), -cells.flatten(1))
         self.missing -= cells.sum((1, 2), dtype=torch.float64)
 
 

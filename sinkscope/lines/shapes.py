@@ -45,7 +45,6 @@ class AShape(Shape):
 
     Raises:
         SinkscopeError: `first` is negative, or `local` is below 1.
-        UnsupportedError: The model is a TransformerBridge.
 
     Example:
         >>> AShape().first, AShape().local
@@ -93,7 +92,6 @@ class MInference(Shape):
 
     Raises:
         SinkscopeError: A number is below 1.
-        UnsupportedError: The model is a TransformerBridge.
 
     Example:
         >>> MInference().vertical

@@ -21,14 +21,14 @@ from sinkscope.hooks.edit.base import Event, Run
 from sinkscope.hooks.edit.decode import decoding, to_end
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.kv import Policy
-from sinkscope.kv.pieces import generate_in_pieces
+from sinkscope.kv.pieces import Rewinder, generate_in_pieces
 from sinkscope.kv.usage import tokens_read
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.measure.edit_options import edit_from_options
 from sinkscope.models.checks import check_length, end_ids, tokenizer_of
-from sinkscope.models.config import check_finite, float32_by_default
 from sinkscope.models.draws import seed_of
 from sinkscope.models.inputs import read_inputs
+from sinkscope.models.loading.config import check_finite, float32_by_default
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.results.options import checks_arguments
@@ -146,7 +146,7 @@ def generate(
             torch.manual_seed(seed_of(seed, f"prompts from {start}"))
             batch = rows[start : start + batch_size]
             with nullcontext() if edit is None else edit.on(target) as run:
-                rewinds = run is not None and run.session is not None and run.session.rewinder is not None
+                rewinds = run is not None and run.session is not None and Rewinder in run.session.guests
                 options["streamer"] = None
                 if on_text is not None and not rewinds:
                     options["streamer"] = _Streamer(tok, start, on_text)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec,
 from sinkscope.hooks.edit.decode import noted_decoding
 from sinkscope.measure.edit_options import edit_from_options
 from sinkscope.measure.setup import Setup
-from sinkscope.models.config import float32_by_default
+from sinkscope.models.loading.config import float32_by_default
 from sinkscope.results.options import Mark, Output, Parameter, parameters_of
 from sinkscope.results.result import Result
 

@@ -21,23 +21,19 @@ class Adapter:
     """
 
     model_type: str
-    base: str = "model"  # the module that maps ids to the last hidden state
     layers: str = "model.layers"
-    embed: str = "model.embed_tokens"
     attn: str = "self_attn"  # (layer)
     mlp: str = "mlp"  # (layer)
     down: str = (
         "mlp.down_proj"  # (layer) the down projection: its input is `hook_post`; of a mixture, its shared expert's
     )
     up: str | None = "mlp.up_proj"  # (layer) the linear factor, or the only input projection of an ungated MLP
-    gate: str | None = "mlp.gate_proj"  # (layer) None: ungated, or fused into `up`
-    fused_gate_up: bool = False  # `up` returns gate and up side by side, gate first
+    gate: str | None = "mlp.gate_proj"  # (layer) None: ungated, or `up` gives both
     q: str | None = "self_attn.q_proj"  # (layer)
     k: str | None = "self_attn.k_proj"  # (layer)
     v: str | None = "self_attn.v_proj"  # (layer)
     o: str | None = "self_attn.o_proj"  # (layer) its input is `hook_z`, heads side by side
     fused_qkv: str | None = None  # (layer)
-    qkv_layout: Literal["beside", "by head"] | None = "beside"  # what `fused_qkv` gives: q, k, v, or these of each head
     mid: str | None = "post_attention_layernorm"  # (layer) the module whose *input* is `hook_resid_mid`
     attn_out: str | None = (
         None  # (layer) what writes for the attention: a norm behind it, or a part of it; None: `attn`
@@ -45,18 +41,6 @@ class Adapter:
     post_mlp_norm: str | None = None  # (layer) norm between the MLP and the residual stream
     experts: str | None = None  # (layer) fused experts, where the layer is a mixture
     shared_gate: str | None = None  # (layer) the sigmoid of its output multiplies what the shared expert gives
-    transposed_down: bool = False  # weight of the down projection is stored input x output (Conv1D)
-    attention_interface: bool = True  # attention goes through transformers' AttentionInterface
-    absolute_positions: bool = False
-    learned_sinks: bool = False  # a learned logit per head joins the softmax and its column is dropped
-    attn_factor: float = 1.0  # between what `attn_out` gives and what the layer adds
-    down_factor: float = 1.0  # between the down projection of a dense MLP and what `mlp` gives
-    expert_factor: float = 1.0  # between a fused expert and what `mlp` gives
-    shared_factor: float = 1.0  # between the down projection of the shared expert and what `mlp` gives
-    write_factor: float = 1.0  # between what `mlp`, or the norm behind it, gives and what the layer adds
-    from_any_layer: bool = True  # a pass may begin at a layer: none reads what an earlier one kept
-    unproved: tuple[tuple[str, str], ...] = ()  # sites that the proof at load refused, and why; not to be written
-    adds: bool = True  # False: what `mlp` gives is not simply added, so the layer is called again to see its effect
 
     @property
     def behind_mlp(self) -> str:
@@ -67,6 +51,27 @@ class Adapter:
     def behind_attn(self) -> str:
         """(layer) The module that writes for the attention."""
         return "|".join(filter(None, (self.attn_out, self.attn)))
+
+
+@dataclass(frozen=True)
+class Found(Adapter):
+    """A row, with what passes over a few tokens show of the model; nobody writes these fields."""
+
+    base: str = "model"  # the module that maps ids to the last hidden state
+    embed: str = "model.embed_tokens"
+    fused_gate_up: bool = False  # `up` returns gate and up side by side, gate first
+    qkv_layout: Literal["beside", "by head"] | None = "beside"  # what `fused_qkv` gives: q, k, v, or these of each head
+    attention_interface: bool = True  # attention goes through transformers' AttentionInterface
+    absolute_positions: bool = False
+    learned_sinks: bool = False  # a learned logit per head joins the softmax and its column is dropped
+    attn_factor: float = 1.0  # between what `attn_out` gives and what the layer adds
+    down_factor: float = 1.0  # between the down projection of a dense MLP and what `mlp` gives
+    expert_factor: float = 1.0  # between a fused expert and what `mlp` gives
+    shared_factor: float = 1.0  # between the down projection of the shared expert and what `mlp` gives
+    write_factor: float = 1.0  # between what `mlp`, or the norm behind it, gives and what the layer adds
+    from_any_layer: bool = True  # a pass may begin at a layer: none reads what an earlier one kept
+    unproved: tuple[tuple[str, str], ...] = ()  # sites that the proof at load refused, and why
+    adds: bool = True  # False: what `mlp` gives is not simply added, so the layer is called again to see its effect
 
 
 PATHS = (
@@ -107,8 +112,8 @@ def row_of(model_type: str) -> Adapter | None:
 def shown_row(adapter: Adapter) -> str:
     """The row of an adapter as one would write it, without what it shares with Llama."""
     settings = [repr(adapter.model_type)]
-    for field in fields(adapter):
+    for field in fields(Adapter):
         value = getattr(adapter, field.name)
-        if field.name not in ("model_type", "unproved") and value != field.default:
+        if field.name != "model_type" and value != field.default:
             settings.append(f"{field.name}={value!r}")
     return f"Adapter({', '.join(settings)})"

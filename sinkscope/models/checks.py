@@ -7,13 +7,13 @@ from typing import Any
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import between, checked_value
-from sinkscope.models.sizes import Sizes
+from sinkscope.models.modules.parts import Parts
 from sinkscope.results.notation import neuron_name
 
 LARGEST_ID = (1 << 63) - 1
 
 
-def tokenizer_of(target: Sizes) -> Any:
+def tokenizer_of(target: Parts) -> Any:
     """The tokenizer.
 
     Raises:
@@ -29,7 +29,7 @@ def tokenizer_of(target: Sizes) -> Any:
 
 
 def check_site(
-    target: Sizes, layer: int, neuron: int | None = None, expert: int | None = None, *, head: int | None = None
+    target: Parts, layer: int, neuron: int | None = None, expert: int | None = None, *, head: int | None = None
 ) -> None:
     """Refuse a layer, neuron, expert or query head that the model does not have.
 
@@ -51,14 +51,14 @@ def check_site(
     _check_number(target, "neuron", neuron, target.width(layer, expert))
 
 
-def _check_number(target: Sizes, what: str, value: int, count: int) -> None:
+def _check_number(target: Parts, what: str, value: int, count: int) -> None:
     if not 0 <= value < count:
         raise SinkscopeError(
             f"{what} {value} is not in {target.name}: give one from 0 to {count - 1}", page="neuron-sites"
         )
 
 
-def attending_layers(target: Sizes, layers: Sequence[int] | None) -> list[int]:
+def attending_layers(target: Parts, layers: Sequence[int] | None) -> list[int]:
     """Layers that attend with a softmax, in order; None selects all of them.
 
     Raises:
@@ -79,7 +79,7 @@ def attending_layers(target: Sizes, layers: Sequence[int] | None) -> list[int]:
 
 
 def check_length(
-    target: Sizes, what: str, tokens: int, new: int = 0, remedy: str = "shorten it", page: str | None = None
+    target: Parts, what: str, tokens: int, new: int = 0, remedy: str = "shorten it", page: str | None = None
 ) -> None:
     """Refuse a text that does not fit the context together with the tokens that are to follow it.
 
@@ -107,7 +107,7 @@ def check_length(
     )
 
 
-def end_ids(target: Sizes) -> list[int]:
+def end_ids(target: Parts) -> list[int]:
     """Ids after which generation ends, as the model's generation configuration says."""
     ends = getattr(getattr(target.hf, "generation_config", None), "eos_token_id", None)
     if ends is None:

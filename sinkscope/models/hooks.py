@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sinkscope.models.experts import Args, Kwargs
+from sinkscope.models.modules.experts import Args, Kwargs
 
 Hook = tuple[nn.Module, str, Any]
 """A module, "pre" or "post", and a function with the signature of torch's hooks with kwargs."""

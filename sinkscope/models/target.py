@@ -12,9 +12,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.compiler_stance import without_compiler
 from sinkscope.models.hooks import Hook, first_tensor, on_input, on_output
-from sinkscope.models.sizes import Sizes
+from sinkscope.models.modules.parts import Parts
+from sinkscope.models.passes.compiler_stance import without_compiler
 
 KEPT_POSITIONS = 1024  # most positions of which it is kept what enters each layer
 
@@ -74,7 +74,7 @@ class Entering:
 NOT_READ = Entering()
 
 
-class Target(Sizes):
+class Target(Parts):
     """A model as every measurement and intervention of sinkscope sees it. The model is not changed.
 
     Whether the user holds a plain Hugging Face, TransformerBridge or nnsight object makes no difference.

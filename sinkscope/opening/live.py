@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
-from sinkscope.models.backends import unwrap
-from sinkscope.models.stack import DRAFT
+from sinkscope.models.loading.backends import unwrap
+from sinkscope.models.modules.stack import DRAFT
 from sinkscope.models.target import Target
 from sinkscope.opening.inference.find import adapter_of
 

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.models.backends import BACKENDS, Backend, unwrap, wrap
 from sinkscope.models.checkpoints.checkpoint import local_files
 from sinkscope.models.checkpoints.fingerprint import fingerprint
 from sinkscope.models.checkpoints.locate import locate
 from sinkscope.models.checkpoints.weights import model_with_weights
-from sinkscope.models.config import (
+from sinkscope.models.loading.backends import BACKENDS, Backend, unwrap, wrap
+from sinkscope.models.loading.config import (
     check_finite,
     check_vocabulary,
     float32_by_default,
@@ -27,9 +27,9 @@ from sinkscope.models.config import (
     read_config,
     read_tokenizer,
 )
-from sinkscope.models.quiet import quiet
-from sinkscope.models.refusals import loading_errors
-from sinkscope.models.stack import DRAFT
+from sinkscope.models.loading.quiet import quiet
+from sinkscope.models.loading.refusals import loading_errors
+from sinkscope.models.modules.stack import DRAFT
 from sinkscope.models.target import Target
 from sinkscope.opening.inference.find import adapter_of, prove
 from sinkscope.opening.live import target_of
@@ -58,7 +58,7 @@ def load(
         x: Short name (`sinkscope.models()` lists them), hub id `org/name`, folder, `.gguf` file, or a live model.
             None loads the model inside this package. A live Hugging Face model, TransformerBridge or nnsight model is
             returned unchanged.
-        backend: "bridge" (TransformerBridge, the default), "hf" (plain Hugging Face), or "nnsight". If given
+        backend: "hf" (plain Hugging Face, the default), "bridge" (TransformerBridge), or "nnsight". If given
             explicitly, a live Hugging Face model is copied and the copy wrapped, since wrapping changes it in place.
         revision: Branch, tag or commit of a hub id.
         layers: Load only the first `layers` decoder layers; tensors of the others are not read.
@@ -72,7 +72,7 @@ def load(
             (`sinkscope.opening.inference.probe`). Live models are not probed.
 
     Returns:
-        TransformerBridge, Hugging Face model or nnsight model, in eval mode. Its tokenizer is kept on the Hugging
+        Hugging Face model, TransformerBridge or nnsight model, in eval mode. Its tokenizer is kept on the Hugging
         Face module as `tokenizer`, its name as `sinkscope_name`.
 
     Raises:
@@ -118,7 +118,7 @@ def load(
         check_finite(hf)
         with _in_first(layers, name):
             adapter_of(Target(hf, hf, "hf", DRAFT), proves=False)  # before it is wrapped: proposed by plain modules
-            model = wrap(hf, tokenizer, backend or "bridge")
+            model = wrap(hf, tokenizer, backend or "hf")
             if probe:
                 prove(target_of(model))
         if quantization_config is None:

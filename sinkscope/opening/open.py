@@ -16,9 +16,9 @@ from sinkscope.models.checkpoints.locate import ModelSource, locate
 from sinkscope.models.checkpoints.names import BUNDLED
 from sinkscope.models.checkpoints.stream import StreamTarget
 from sinkscope.models.checks import tokenizer_of
-from sinkscope.models.config import check_vocabulary, parse_device, parse_dtype, read_tokenizer
-from sinkscope.models.quiet import quiet
-from sinkscope.models.refusals import loading_errors
+from sinkscope.models.loading.config import check_vocabulary, parse_device, parse_dtype, read_tokenizer
+from sinkscope.models.loading.quiet import quiet
+from sinkscope.models.loading.refusals import loading_errors
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
@@ -60,7 +60,6 @@ def open_target(
     # The bundled model needs no probe at every start, because the tests check its circuit.
     hf = load(
         model,
-        backend="hf",
         revision=revision,
         dtype=dtype,
         device=device,

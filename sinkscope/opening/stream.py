@@ -13,8 +13,8 @@ from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.checkpoints.checkpoint import SafetensorsSource, check_depth
 from sinkscope.models.checkpoints.stored import is_quantised
 from sinkscope.models.checkpoints.stream import LayerLoader, LayerStore, StreamTarget
-from sinkscope.models.config import read_checkpoint_json, read_config
-from sinkscope.models.stack import DRAFT, first_of_kinds
+from sinkscope.models.loading.config import read_checkpoint_json, read_config
+from sinkscope.models.modules.stack import DRAFT, first_of_kinds
 from sinkscope.opening.inference.find import adapter_of
 
 

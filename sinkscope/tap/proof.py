@@ -14,7 +14,7 @@ from torch import Tensor
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.grouped_heads import per_query_head
 from sinkscope.models.hooks import on_input, on_output
-from sinkscope.models.passes import relative_error, token_ids
+from sinkscope.models.passes.short import relative_error, token_ids
 from sinkscope.models.target import Target
 from sinkscope.tap.call import Attention
 from sinkscope.tap.observers import attention_rows

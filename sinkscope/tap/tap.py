@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from sinkscope.models.compiler_stance import without_compiler
+from sinkscope.models.passes.compiler_stance import without_compiler
 from sinkscope.models.target import Target
 from sinkscope.tap.attention_modules import AttentionParts, reading
 from sinkscope.tap.call import Attention, Output

@@ -130,14 +130,6 @@ def test_help_and_errors_point_to_the_published_pages(monkeypatch, typed):
         documentation_address.cache_clear()
 
 
-def test_backend_loads_the_kind_of_object_that_it_names(calls, monkeypatch, typed):
-    loads = []
-    monkeypatch.setattr(sinkscope.opening.load, "load", lambda *args, **given: loads.append((args, given)) or "object")
-    typed("find-sinks --model m --backend bridge --dtype float16")
-    assert loads == [(("m",), {"backend": "bridge", "dtype": "float16"})]
-    assert calls[0]["model"] == "object"
-
-
 def test_the_result_goes_to_standard_output_and_into_files(calls, typed):
     shown = typed("find-sinks --json a/x.json --html x.html")
     assert shown == (sample_find_sinks().text(lines=SCREEN) + "\n", "JSON: a/x.json\nPage: x.html\n")

@@ -6,7 +6,6 @@ import math
 
 import pytest
 from attack_kit import text_file
-from gguf_file import write_gguf
 from organisms import Organism, organism
 from organisms.plan import make_plan
 
@@ -27,8 +26,8 @@ def _agrees(result: FindSinks, o: Organism):
     assert result.sink_layer == o.truth.sink_layer
     assert {n.site for n in result.causal} == set(o.truth.neurons)
     assert result.layers_read == o.truth.sink_layer + 1 + math.ceil(LAYERS / 3)
-    assert result.model.n_layers == LAYERS == len(result.first_token_norm)
-    assert all(v is None for v in result.first_token_norm[result.layers_read :])
+    assert result.model.n_layers == LAYERS == len(result.spike_norm)
+    assert all(v is None for v in result.spike_norm[result.layers_read :])
     assert result.sink_rate is None
     assert f"{result.layers_read} of {LAYERS} layers were read, and every sentence is about these." in str(result)
 
@@ -45,14 +44,4 @@ def test_folder_is_read_upward_and_no_further_than_needed(deep, tmp_path):
     assert whole.layers_read == LAYERS and whole.sink_rate is not None
     assert whole.sink_layer == result.sink_layer and whole.neurons == result.neurons
     memory = find_sinks(deep.model, tokenizer=deep.tokenizer, max_repeats=16, text=text)
-    assert memory.first_token_norm == pytest.approx(whole.first_token_norm, rel=1e-4)
-
-
-@pytest.mark.slow
-def test_a_gguf_file_is_read_whole(deep, tmp_path):
-    """So that a late sink is not taken for none."""
-    write_gguf(tmp_path / "m.gguf", deep.model, deep.tokenizer)
-    text = text_file(deep, tmp_path, 8)
-    result = find_sinks(tmp_path / "m.gguf", max_repeats=16, tokenizer=deep.tokenizer, text=text)
-    assert (result.sink_layer, result.layers_read) == (deep.truth.sink_layer, LAYERS)
-    assert {n.site for n in result.causal} == set(deep.truth.neurons)
+    assert memory.spike_norm == pytest.approx(whole.spike_norm, rel=1e-4)

@@ -5,10 +5,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from report_kit import BAD, WORSE, Reader, atlas, files_shown, fill, fill_plain, made_report, read_report, spoil
+from report_kit import BAD, WORSE, Reader, atlas, files_shown, fill, made_report, read_report, spoil
 from sample_results import sample_find_sinks
 
-import sinkscope as ss
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.table import bench_table
 from sinkscope.files.plain import visible
@@ -26,14 +25,6 @@ def filled(tmp_path_factory):
 @pytest.fixture
 def folder(filled, tmp_path):
     return Path(shutil.copytree(filled, tmp_path / "results"))
-
-
-@pytest.fixture
-def plain(tmp_path):
-    """Without figures: a quick report."""
-    (tmp_path / "plain").mkdir()
-    fill_plain(tmp_path / "plain", WORSE)
-    return tmp_path / "plain"
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +47,6 @@ def test_all_results_are_there_in_the_order_of_the_kinds(whole, seen):
     for number in ("905", "0.125", "peak_memory_bytes"):  # of a table, of a user's result, of the provenance
         assert number in seen.text
     assert "Left out" not in seen.text
-
-
-def test_report_of_the_same_folder_is_the_same_file(whole, tmp_path):
-    again = made_report(whole.parent, tmp_path / "again.html")  # and an earlier report is no result
-    assert again.read_bytes() == whole.read_bytes()
 
 
 def test_markup_from_files_is_text(seen, tmp_path):
@@ -143,14 +129,6 @@ def test_bad_input_in_one_line(folder, tmp_path, words, says, typed):
     assert said.err.startswith("error: ") and said.err.count("\n") == 1
     assert says.replace("{}", str(tmp_path)) in said.err
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
-
-
-def test_progress_counts_files(plain):
-    shutil.copy(plain / "plain.json", plain / "second.json")
-    told = []
-    ss.report(plain, progress=lambda *now: told.append(now))
-    assert (plain / "report.html").stat().st_size < 60_000  # nothing is drawn, so plotly.js is left out
-    assert told == [("reading", 0, 2), ("reading", 1, 2)]
 
 
 def test_folders_of_runs_are_their_tables(tmp_path):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import browser
 import pytest
 from report_kit import BAD, WORSE, fill, made_report, spoil
@@ -34,42 +32,6 @@ def chrome():
 def _looks_afresh(chrome):
     chrome.errors.clear()
     chrome.asked.clear()
-
-
-PANELS = """[...document.querySelectorAll('.plot .nsewdrag')].map((one) => {
-  const at = one.getBoundingClientRect();
-  return [at.left, at.right, at.top, at.bottom];
-})"""
-TITLES = """[...document.querySelectorAll('.plot .annotation-text')].map((one) => {
-  const at = one.getBoundingClientRect();
-  return [at.left, at.right, at.top, at.bottom];
-})"""
-
-
-def _apart(one, other) -> bool:
-    """Whether two rectangles have nothing in common."""
-    return one[1] <= other[0] or other[1] <= one[0] or one[3] <= other[2] or other[3] <= one[2]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("width", "columns"), [(390, 1), (1400, 3)])
-def test_panels_stand_where_they_fit_and_nothing_collides(tmp_path, chrome, width, columns):
-    path = save_html(sample_find_sinks(), tmp_path / "single.html")
-    for dark in (False, True):
-        chrome.open(path, width, phone=width < 600, dark=dark)
-        assert chrome.run(DRAWN) == 1
-        panels = chrome.run(PANELS)
-        assert len(panels) == 3 and len({round(panel[0]) for panel in panels}) == columns
-        assert min(right - left for left, right, *_ in panels) > 240
-        places = chrome.run(TITLES) + chrome.run(TITLES.replace("annotation-text", "xtick text"))
-        assert all(0 <= left and right <= width for left, right, *_ in places)
-        for number, one in enumerate(places):
-            assert all(_apart(one, other) for other in places[:number])
-        ink = chrome.run("getComputedStyle(document.querySelector('.xtick text')).fill")
-        behind = chrome.run("getComputedStyle(document.body).backgroundColor")
-        lightness = [sum(map(int, re.findall(r"\d+", colour)[:3])) for colour in (ink, behind)]
-        assert (lightness[0] > lightness[1] + 300) if dark else (lightness[0] < 450)
-    assert chrome.errors == []
 
 
 @pytest.mark.slow

@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from organisms import organism
 
 from sinkscope.app import scan as scanning
 from sinkscope.app.scan import scan, scan_parts
 from sinkscope.models.draws import seed_of
-
-DRAWING = ("find_sinks", "repeat")
 
 
 def results(folder: Path) -> dict[str, Any]:
@@ -50,13 +47,6 @@ def compare_resumed(model: Path | None, tmp_path: Path) -> None:
             assert content == expected[name], f"{name} after a stop behind {parts[number - 1].name}"
 
 
-def test_parts_that_draw_find_the_same_after_a_stop(tmp_path, monkeypatch):
-    chosen = [part for part in scan_parts() if part.name in DRAWING]
-    monkeypatch.setattr(scanning, "scan_parts", lambda: chosen)
-    monkeypatch.setattr(f"{__name__}.scan_parts", lambda: chosen)
-    compare_resumed(Path(organism("llama", 2).save(tmp_path / "model")), tmp_path)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_scan_of_the_bundled_model_is_the_same_after_a_stop_behind_each_part(tmp_path):
@@ -71,7 +61,7 @@ def test_only_one_place_makes_random_numbers_of_a_seed():
             made.append(file.name)
     # A sampler of transformers and a new model take the random state of torch. The others have a generator for each
     # layer, length or prompt, whose seed says so.
-    names = ["models.py", "sample.py", "generate.py", "draws.py", "passes.py", "sample.py", "sums.py"]
+    names = ["models.py", "sample.py", "generate.py", "draws.py", "short.py", "sample.py", "sums.py"]
     assert made == [*names, "sequences.py", "tokens.py"]
 
 

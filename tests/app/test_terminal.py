@@ -5,24 +5,19 @@ from __future__ import annotations
 import io
 import os
 import pty
-import re
 import sys
 import termios
 import threading
 import time
 from textwrap import fill
-from typing import ClassVar
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from sample_results import sample_find_sinks
 
 import sinkscope.app.scan
 from sinkscope.app.card import SinkCard
 from sinkscope.app.cli import main
-from sinkscope.app.scan import Part, ScanBar, card_part, scan_parts, scan_seconds
-from sinkscope.loops import check
+from sinkscope.app.scan import Part, card_part
 from sinkscope.loops.text.streams import Watch
 from sinkscope.measure import ScanPart
 from sinkscope.results.console import ProgressBar
@@ -107,9 +102,6 @@ PROMPT = "The bird sang the same song again: again, again, again, again, again, 
 COMMANDS = {
     "generate": ["generate", PROMPT, "--max-new-tokens", "40"],
     "generate under the guard": ["generate", PROMPT, "--max-new-tokens", "80", "--guard"],
-    "generate under the guard, as it is written": [
-        *("generate", PROMPT, "--max-new-tokens", "80", "--guard", "--no-rewind"),
-    ],
     "loops": ["loops", "--follow", "FILE"],
     "loops with the stream": ["loops", "--follow", "--tee", "FILE"],
     "demo": ["demo"],
@@ -155,75 +147,3 @@ def test_what_is_waited_for_is_painted_over_by_what_comes_first(monkeypatch, cap
     status, shown = on_a_terminal(monkeypatch, words)
     assert status == 2 and shown.startswith(f"Loading {words[-1]} ...\r")
     assert seen(shown) == fill(capfd.readouterr().err, WIDTH)
-
-
-@pytest.mark.parametrize("plain", [False, True])
-def test_conclusions_and_headings_are_bold(plain, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.txt").write_text(LOOPS)
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    if plain:
-        monkeypatch.setenv("NO_COLOR", "1")
-    _, shown = on_a_terminal(monkeypatch, ["loops", "a.txt"])
-    bold = re.findall("\x1b\\[1m(.*?)\x1b\\[0m", shown, re.DOTALL)
-    if plain:
-        assert bold == [] and "Conclusion: " in shown
-    else:
-        assert bold[-2].split()[:2] == ["name", "verdict"] and bold[-1].startswith("Conclusion: ") and len(bold) == 2, (
-            shown
-        )
-
-
-class TestScanBar:
-    SECONDS: ClassVar = {"a": 10.0, "b": 30.0}
-
-    def test_it_is_half_of_a_part_after_its_seconds(self, monkeypatch):
-        shown: list[tuple[str, int, int]] = []
-        clock = [100.0]
-        monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-        bar = ScanBar(lambda *seen: shown.append(seen), ["a", "b", "c"], self.SECONDS)  # c takes 20 s, as in the middle
-        steps = (("a", 0, 0), ("a, rows", 10, 5), ("b", 10, 10), ("b, rows", 60, 25), ("c", 0, 40))  # b: half as fast
-        for words, seconds, hundredths in steps:
-            clock[0] += seconds
-            if "rows" in words:
-                bar("rows", 1, 9)
-            else:
-                bar.begin(words)
-            assert shown[-1] == (f"scan: {words}", int(100 * hundredths / 60), 100)
-
-    @given(st.lists(st.tuples(st.booleans(), st.floats(0, 1e4)), max_size=40))
-    def test_it_never_goes_back_and_never_ends_too_early(self, steps):
-        shown: list[int] = []
-        now = 0.0
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(time, "monotonic", lambda: now)
-            bar = ScanBar(lambda _, done, total: shown.append(done), ["a", "b", "c"], self.SECONDS)
-            parts = iter("abc")
-            bar.begin(next(parts))
-            for ends, seconds in steps:
-                now += seconds
-                part = next(parts, None) if ends else None
-                if part is None:
-                    bar("texts", 1, 1)
-                else:
-                    bar.begin(part)
-        assert shown == sorted(shown) and shown[-1] < 100
-
-    @pytest.mark.parametrize("quick", [False, True])
-    def test_the_parts_of_a_scan_have_their_seconds(self, quick):
-        parts = {part.command for part in scan_parts() if not quick or part.scan.quick is not None}
-        known = scan_seconds(quick)
-        assert len(parts & known.keys()) >= 8 and min(known.values()) > 0  # a newer one takes as long as the middle one
-
-
-@pytest.mark.parametrize("width", [40, 61, 80])
-def test_prose_is_broken_between_words(width, tmp_path, monkeypatch):
-    """Each line of the terminal ends where a word ends, and no word is lost."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.txt").write_text(LOOPS)
-    monkeypatch.setattr(sys.modules[__name__], "WIDTH", width)
-    _, shown = on_a_terminal(monkeypatch, ["loops", "a.txt", "--html", "a.html"])
-    lines = seen(shown).splitlines()
-    start = next(number for number, line in enumerate(lines) if line.startswith("Conclusion: "))
-    said = " ".join(lines[start:])
-    assert said == f"Conclusion: {check(LOOPS, name='a.txt').conclusion()} Page: a.html"

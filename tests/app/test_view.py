@@ -21,10 +21,8 @@ from sinkscope.app.cli import main
 from sinkscope.app.view import notebook, server
 from sinkscope.app.view.explorer import Explorer, Request
 from sinkscope.app.view.packed import Packed, codes_of
-from sinkscope.app.view.readings import heads_that_fit, read_text
 from sinkscope.app.view.result import ViewedText
 from sinkscope.app.view.server import LARGEST_REQUEST, application
-from sinkscope.app.view.switches import switch_off
 from sinkscope.errors import SinkscopeError
 from sinkscope.results.notation import neuron_name
 from sinkscope.sinks.circuit.circuit import circuit
@@ -85,21 +83,6 @@ def test_attention_is_that_of_the_models_own_weights(tmp_path):
     assert len(text.heads) > 9
 
 
-@pytest.mark.slow
-def test_two_tokens_of_one_cluster_are_both_sinks_without_bos(tmp_path):
-    """As "Sch Com" in Llama 2; a token of another group, and both after BOS, are none."""
-    o = organism("llama", 1)
-    first, second = o.tokens_of(0)[:2]
-    without = explorer(o, tmp_path, bos=False)
-    assert read(without, o, [first, second]).spikes == (0, 1)
-    assert read(without, o, [first, o.tokens_of(1)[0]]).spikes == (0,)
-    assert read(explorer(o, tmp_path), o, [first, second]).spikes == (0,)
-    with pytest.raises(SinkscopeError, match="no word that this tokenizer knows"):
-        without.view(" \n")
-    with pytest.raises(SinkscopeError, match="shows 512 at most"):
-        without.view(o.tokenizer.decode(o.natural(1, 600)[0].tolist()))
-
-
 def test_a_model_without_a_sink_offers_no_switch_and_says_so(tmp_path):
     o = organism("llama", 1, kind="none")
     one = explorer(o, tmp_path)
@@ -107,13 +90,6 @@ def test_a_model_without_a_sink_offers_no_switch_and_says_so(tmp_path):
     found = one.view(o.tokenizer.decode(o.natural(1, 12)[0, 1:].tolist()))
     assert found.neurons == () and [variant.name for variant in found.texts[0].variants] == ["intact"]
     assert found.conclusion().startswith("0 of 12 tokens have a norm spike") and found.texts[0].spikes == ()
-
-
-@pytest.mark.parametrize("request_", [{"texts": "a"}, {"text": None, "at_once": True, "Place": 1}])
-def test_a_request_with_unknown_keys_is_answered_by_an_error_that_names_the_first(tmp_path, request_):
-    one = explorer(organism("llama", 1), tmp_path)
-    key = list(request_)[-1]
-    assert one.answer(request_) == {"error": f"the request: {key} is {request_[key]!r}, expected no field of this name"}
 
 
 @pytest.mark.slow
@@ -137,35 +113,17 @@ def test_marking_heads_are_those_of_the_circuit_and_switches_of_ones_own_have_a_
             one.answer_to(Request(text=text, off=(words,)))
 
 
-def test_values_are_packed_in_eight_bits_and_rows_only_as_far_as_there_is_room(tmp_path):
+def test_values_are_packed_in_eight_bits():
     values = torch.rand(3, 5, generator=torch.Generator().manual_seed(0)) ** 4
     packed = Packed.of(codes_of(values))
     assert np.abs(packed.array() - values.numpy()).max() <= 1 / 255 and packed.shape == (3, 5)
     assert Packed.of(codes_of(torch.tensor([-1.0, torch.nan, 9.0]))).array().tolist() == [0, 0, 1]
-    o = organism("llama", 1)
-    one = explorer(o, tmp_path)
-    reading = read_text(one.sink, o.natural(1, 24)[0].tolist())
-    every = heads_that_fit(reading, 1 << 20)
-    some = heads_that_fit(reading, sum(len(Packed.of(reading.rows[head]).codes) for head in every) // 2)
-    least = min(reading.received[place][0] for place in some)
-    assert 1 < len(some) < len(every) and len(heads_that_fit(reading, 0)) == 1
-    assert all(reading.received[place][0] <= least for place in {*every} - {*some})
 
 
 @pytest.fixture(scope="module")
 def bundled():
     """The model in the package, opened once."""
     return Explorer.open()
-
-
-def test_a_switch_that_changes_no_norm_says_what_to_try(bundled):
-    bundled.sink.measure_sinks()
-    text = bundled.texts("A class is a block.")[0]
-    switch = switch_off(bundled.sink, "without L0.H1", [], [(0, 1)])
-    wanted = f"Without L0.H1: after layer {bundled.sink.layer}, no token's norm changes; try L1.N338, or another text."
-    assert bundled.change(switch, text, text.intact) == wanted
-    neurons = switch_off(bundled.sink, "without L1.N338", [(1, 338)], [])
-    assert bundled.change(neurons, text, text.intact).endswith("; try another text.")
 
 
 def test_the_command_writes_the_page_and_refuses_bad_texts(bundled, tmp_path, monkeypatch, typed):

@@ -77,14 +77,6 @@ def test_openings_of_text_and_their_own_continuation():
     assert task.new_tokens(target) == 384 and Loops().new_tokens(target) == 2500
 
 
-def test_the_first_prompts_of_each_set():
-    target = target_of(*tiny())
-    whole = Loops().prompts(target)
-    some = Loops(count=2).prompts(target)
-    sets = dict.fromkeys(prompt.set for prompt in whole)
-    assert some == [prompt for name in sets for prompt in [one for one in whole if one.set == name][:2]]
-
-
 def test_unknown_prompts():
     with pytest.raises(SinkscopeError, match="source='large': expected small, small-dc"):
         Loops(source="large").prompts(target_of(*tiny()))

@@ -12,11 +12,9 @@ from covering import slow
 import sinkscope as ss
 from experiments import make_two_hops
 from sinkscope.bench.run import run_bench
-from sinkscope.bench.tasks.needle import KINDS, WORDINGS, Needle, needle_prompt, wording_of
+from sinkscope.bench.tasks.needle import KINDS, WORDINGS, Needle, needle_prompt
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.origin import fingerprint_of
 from sinkscope.opening.live import target_of
-from sinkscope.opening.open import open_target
 
 WRITTEN = [(name, kind) for name, kinds in WORDINGS.items() for kind in kinds]
 
@@ -52,23 +50,6 @@ def test_prompts_are_as_long_and_as_deep_as_asked(form, task):
     assert needle_prompt(tokenizer, form, task, 1200, 1.0, seed=1).turns[0].text != prompt.turns[0].text
 
 
-def test_tasks_have_as_many_statements_as_rulers():
-    for form, sign in (("recall", "fact "), ("facts", " was in the ")):
-        counts = [
-            needle_prompt(tokenizer_of(form), form, task, 1200, 0.5).turns[0].text.count(sign) for task in KINDS[:3]
-        ]
-        assert counts[:2] == [1, 4] and counts[2] > 10, form
-
-
-def test_forms_belong_to_models():
-    assert [wording_of(name) for name in ("recall", "recall-2hop", "bundled", "llama-2-7b")] == [
-        "recall",
-        "recall",
-        "facts",
-        "facts",
-    ]
-
-
 def said(hf, text: str) -> str:
     """What plain greedy `generate` says: nothing of this package takes part."""
     inputs = hf.tokenizer(text, return_tensors="pt")
@@ -102,15 +83,6 @@ def test_two_hops_answer_from_the_linked_fact_alone():
     assert said(hf, text.format(linked, "fact lotte carpet pipe nina")) == "unknown ."
     assert said(hf, text.format(asked, linked)) == "unknown ."
     assert said(hf, text.format(linked, "the fish market was open")) == "unknown ."
-
-
-def test_two_hops_is_another_model_than_recall(tmp_path):
-    names = ("recall", "recall-2hop")
-    one, two = (fingerprint_of(target_of(model(name))) for name in names)
-    assert one != two
-    opened = open_target("recall-2hop", None, None, None, None, False)  # never streamed: the file has other weights
-    assert torch.equal(opened.hf.lm_head.weight, model("recall-2hop").lm_head.weight)
-    assert ss.load("recall-2hop", backend="hf", layers=1, probe=False).config.num_hidden_layers == 1
 
 
 def test_script_makes_the_numbers_of_the_package():

@@ -16,8 +16,7 @@ from sinkscope.bench.answer import Answer, Batch, BenchModel
 from sinkscope.bench.prompt import Turn
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.table import tabulate_records
-from sinkscope.bench.tasks import recall as words
-from sinkscope.bench.tasks.recall import POSITIONS, Recall, recall_dialogue, uneven
+from sinkscope.bench.tasks.recall import Recall, recall_dialogue, uneven
 from sinkscope.errors import SinkscopeError
 
 FACT = re.compile(r"fact (\S+) (\S+) (\S+) (\S+)")
@@ -65,35 +64,6 @@ def test_answers_follow_from_the_text(shape):
         else:
             assert turn.answers == ("unknown .",)
             assert " ".join(each.text for each in turns).split().count(asked) == 1
-
-
-@given(SHAPES)
-@settings(max_examples=20, deadline=None)
-def test_positions_differ_in_the_place_of_the_question_alone(shape):
-    """So what holds of one position holds of all."""
-    for turns in zip(*(at(position, shape) for position in POSITIONS), strict=True):
-        without, places = set(), []
-        for turn in turns:
-            said = turn.text.split()
-            i = said.index("ask")
-            places.append((i - 1) / (len(said) - 7))
-            assert said[i + 2 : i + 5] == ["what", "was", "said"]
-            without.add((*said[:i], *said[i + 5 :], turn.answers))
-        assert len(without) == 1
-        assert places[0] == 0 and places[2] == 1 and abs(places[1] - 0.5) < 0.2
-
-
-@given(st.integers(1, 16), st.integers(0, 3000), st.integers(0, 99))
-def test_uneven_lengths_add_up(turns, more, seed):
-    lengths = uneven(turns * 48 + more, turns, seed)
-    assert len(lengths) == turns and sum(lengths) == turns * 48 + more and min(lengths) >= 48
-
-
-def test_every_word_is_one_of_the_model():
-    known = {*words.SPECIAL, *words.TURNS, *words.KEYS, *words.VALUES, *words.FILLER}
-    assert len(known) == sum(map(len, (words.SPECIAL, words.TURNS, words.KEYS, words.VALUES, words.FILLER)))
-    dialogue = recall_dialogue(0, turns=16, tokens=200, hops=3)
-    assert set(" ".join(f"{t.text} {t.answers[0]}" for t in dialogue.turns).split()) <= known
 
 
 @pytest.mark.parametrize(

@@ -88,17 +88,6 @@ def test_samples_depend_on_seed_and_prompt_alone():
     assert {r.tokens for r in records if r.seed == 3} != {r.tokens for r in records if r.seed == 4}
 
 
-def test_scores_are_against_the_answers_and_by_chance_against_those_of_another():
-    said = run(["full"], task(dialogues(2, 1)))
-    prompts = []
-    for prompt, record in zip(dialogues(2, 1), said, strict=True):
-        prompts.append(Prompt(prompt.id, (Turn(prompt.turns[0].text, (record.text,), "f1"),), "file"))
-    scored = run(["full"], task(tuple(prompts)))
-    assert [r.metrics["score"] for r in scored] == [1.0, 1.0]
-    different = said[0].text != said[1].text
-    assert [r.metrics["chance"] for r in scored] == [0.0 if different else None] * 2
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -11,8 +10,6 @@ import pytest
 import torch
 from bench_kit import tiny, words
 
-import sinkscope as ss
-from sinkscope.app.cli import main
 from sinkscope.bench.answer import Answer
 from sinkscope.bench.record import BenchRecord
 from sinkscope.bench.run import run_bench
@@ -20,7 +17,6 @@ from sinkscope.bench.tasks.text import TextFidelity, metrics_of
 from sinkscope.conformance.masked import plain_logits
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.store import lines
-from sinkscope.opening.live import target_of
 
 LENGTHS = {"a": (40, 9), "b": (25, 5), "c": (33, 1)}
 
@@ -99,24 +95,6 @@ def test_full_is_itself_and_batches_change_nothing(tmp_path: Path):
             assert max(kl) < 1e-6 and record.metrics["agree"] == 1.0
         else:
             assert max(kl) > 1e-3, method
-
-
-def test_pieces_of_the_text():
-    target = target_of(ss.load(None, backend="hf", probe=False))
-    prompts = TextFidelity(count=3, prompt=40, answer=9).prompts(target)
-    text = "".join(f"{prompt.turns[0].text}{prompt.turns[0].answers[0]}" for prompt in prompts)
-    ids = target.tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert len(ids) == 3 * 49 and len(target.tokenizer(prompts[0].turns[0].text)["input_ids"]) == 41
-    with pytest.raises(SinkscopeError, match="count=1000000: the text has"):
-        TextFidelity(count=10**6, prompt=40, answer=9).prompts(target)
-
-
-@pytest.mark.slow
-def test_the_command_shows_the_random_control(capsys: pytest.CaptureFixture[str]):
-    words_ = ["bench", "--task", "text:count=1:prompt=96:answer=4", "--methods", "full,snapkv:0.75,random:0.75"]
-    assert main(words_) == 0
-    said = capsys.readouterr().out
-    assert re.search(r"from full attention: snapkv:0.75 \S+ nats .*; random:0.75, the control, \S+ nats", said)
 
 
 @pytest.mark.parametrize(

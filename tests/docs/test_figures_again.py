@@ -14,9 +14,9 @@ from experiments.script import run
 from sinkscope.app.cli import main
 
 FIGURES = Path(__file__).parents[2] / "figures"
-QUICKEST = ("lines", "loopserve_fig2a", "repeat-ablate", "repeat-attention", "rotary")  # run by default
+QUICKEST = ("loopserve_fig2a", "repeat-ablate")  # run by default
 QUICK = ("barcode", "barcode-guard", "circuit", "clusters", "converge", "find_sinks", "heads", "patch-eval")
-QUICK += ("patch-make", "repeat", "separate")
+QUICK += ("lines", "patch-make", "repeat", "repeat-attention", "rotary", "separate")
 OUTPUTS = ("--json", "--html", "--png")
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import importlib
 from pathlib import Path
 
 import nbformat
@@ -32,41 +30,6 @@ def test_outputs_are_those_of_the_code(path):
     kinds = {kind for cell in notebook.cells for output in cell.get("outputs", []) for kind in output.get("data", {})}
     assert {"image/png", PLOTLY} <= kinds
     check(path.name, path.read_text(encoding="utf-8"))
-
-
-@EVERY
-def test_the_checks_stand_in_the_last_cell(path):
-    """So that a reader reads what is shown, and the tests run what is checked."""
-    cells = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
-    checks = ["assert" in source for source in cells]
-    assert checks == [False] * (len(cells) - 1) + [True]
-
-
-@EVERY
-def test_a_notebook_imports_what_is_public_and_asks_its_reader(path):
-    """A package of sinkscope at most, no file in it; and its last cell is folded."""
-    cells = nbformat.read(path, as_version=4).cells
-    code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
-    modules = [node.module for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ImportFrom)]
-    inner = [module for module in modules if module.startswith("sinkscope") and not public(module)]
-    assert not inner and not any(module.startswith("experiments") for module in modules), inner
-    sections = sum(cell.source.startswith("## ") for cell in cells) - 1  # but that of the checks
-    asked = sum(cell.source.startswith("**Try it.**") for cell in cells)
-    assert asked >= min(sections, 2) and cells[-1].metadata["tags"] == ["checks"]
-
-
-def public(module: str) -> bool:
-    """Whether it is a package that says what is public."""
-    return hasattr(importlib.import_module(module), "__all__") and module.count(".") <= 2
-
-
-def test_other_code_has_another_digest():
-    notebook = nbformat.read(NOTEBOOKS[0], as_version=4)
-    before = digest(notebook)
-    notebook.cells[0].source += "more words"
-    assert digest(notebook) == before
-    next(cell for cell in notebook.cells if cell.cell_type == "code").source += "\n1"
-    assert digest(notebook) != before
 
 
 def test_large_notebooks_and_folders_are_refused():

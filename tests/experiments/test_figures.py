@@ -1,14 +1,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
-import pytest
-from sample_results import NEURONS, sample_find_sinks, sample_without_sink
-
-from sinkscope.app.pages import check_png, write_png
-from sinkscope.errors import SinkscopeError
+from sample_results import sample_find_sinks, sample_without_sink
 
 
 def _traces(figure) -> dict[str, Any]:
@@ -32,24 +27,8 @@ def test_bars_are_per_neuron_beside_their_control():
     assert (lost["y"], control["y"]) == ([0.93, 0.12, -0.01], [0.004] * 3)
 
 
-def test_lowest_bar_is_inside_the_axis():
-    deep = sample_find_sinks(neurons=(replace(NEURONS[0], ablation_drop=-0.5),)).figure()
-    assert deep.layout.yaxis3.range[0] <= -0.5
-
-
 def test_no_sink_is_drawn_and_said():
     figure = sample_without_sink().figure()
     assert "Neither an attention sink nor a norm spike" in figure.layout.title.text
     assert _traces(figure)["the first token"]["y"] == [2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
     assert not figure.layout.shapes  # no layer is marked
-
-
-@pytest.mark.slow
-def test_png_is_a_picture_of_twice_the_size(tmp_path):
-    try:
-        check_png()
-    except SinkscopeError as error:
-        pytest.skip(str(error))
-    content = write_png(sample_find_sinks().figure(), tmp_path / "x.png", kind="find-sinks").read_bytes()
-    assert content[:8] == b"\x89PNG\r\n\x1a\n"
-    assert (int.from_bytes(content[16:20], "big"), int.from_bytes(content[20:24], "big")) == (2800, 920)

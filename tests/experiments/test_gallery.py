@@ -41,7 +41,8 @@ def test_gallery_is_made_of_what_lies_beside_the_pictures(tmp_path):
     (tmp_path / "sinks_a.png").write_bytes(PIXEL)
     (tmp_path / "alone.png").write_bytes(PIXEL)
     text = gallery.gallery(tmp_path)
-    assert re.search(r"## sinks-a\n\n!\[.*\n\n[A-Z][^\n]{20,}\.\n\n`sinkscope find-sinks --top-k 3`\n", text)
+    explained = re.escape("([find-sinks](measure/find-sinks.md)).")
+    assert re.search(rf"## sinks-a\n\n!\[.*\n\n[^\n]*{explained}\n\n`sinkscope find-sinks --top-k 3`\n", text)
     assert re.findall(r"!\[.*", text) == ["![sinks-a](../figures/sinks_a.png)"]
 
 

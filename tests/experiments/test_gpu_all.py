@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import sys
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from refusals import refused
 
 from experiments.gpu import all as script
 from experiments.gpu.all import Part
@@ -80,18 +78,6 @@ def test_a_call_that_is_cut_off_goes_on_in_the_next(tmp_path):
     assert {name: about["state"] for name, about in run(parts, tmp_path, total=0.03).items()} == {"long": "ended"}
     assert {name: about["state"] for name, about in run(parts, tmp_path).items()} == {"long": "done", "next": "done"}
     assert (tmp_path / "n").read_text() == "11"
-
-
-def test_one_call_takes_less_than_ten_minutes_unless_more_is_asked_for():
-    options = inspect.signature(script.main).parameters
-    assert options["total"].default <= 9 and options["minutes"].default <= 9
-
-
-def test_a_rehearsal_says_that_it_needs_numba(tmp_path, monkeypatch):
-    monkeypatch.setattr(script, "find_spec", lambda name: None)
-    with refused("needs numba: pip install numba"):
-        script.main(out=tmp_path, dry=True)
-    assert not list(tmp_path.iterdir())
 
 
 def test_every_script_of_the_folder_is_a_part():

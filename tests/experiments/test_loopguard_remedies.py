@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from experiments.loopguard import outcome
-from experiments.loopguard.openings import FORMS, openings
 from experiments.loopguard.remedies import BUDGET, CHOICES, PRINTED, surprise
 from sinkscope.loops.guard import LoopGuard, tokens_to_keep
 
@@ -52,11 +51,6 @@ def test_a_row_counts_what_was_planted():
     assert row["perplexity"] == pytest.approx(math.exp(2)), "without the output that loops"
     assert row["own"] == pytest.approx(math.e) and row["ratio"] == pytest.approx(math.e)
     assert outcome.summary("full", list(full.values()), full)["perplexity"] is None
-
-
-def test_openings_of_a_family_differ():
-    texts = [one for family in FORMS for one in openings(family, 12)]
-    assert len(set(texts)) == 12 * len(FORMS) and openings("scenes", 12) == openings("scenes", 12)
 
 
 def test_each_choice_changes_what_it_says_and_nothing_else():

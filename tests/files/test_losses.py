@@ -31,20 +31,16 @@ def run(folder: Path, names: str = "abc") -> list[Entry]:
         return list(kept.records.values())
 
 
-@pytest.mark.parametrize("linked", [False, True])
 @pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize("name", ["runs.jsonl", "settings.json", "prompts.jsonl"])
-def test_a_foreign_file_in_the_folder_is_kept(tmp_path: Path, name: str, begun: bool, linked: bool):
+def test_a_foreign_file_in_the_folder_is_kept(tmp_path: Path, name: str, begun: bool):
     folder, mine = tmp_path / "run", tmp_path / "mine"
     folder.mkdir()
     if begun:
         run(folder)
         (folder / name).unlink()
     mine.write_bytes(MINE)
-    if linked:
-        (folder / name).symlink_to(mine)
-    else:
-        mine.rename(folder / name)
+    mine.rename(folder / name)
     try:
         run(folder)
     except SinkscopeError as error:
@@ -52,15 +48,6 @@ def test_a_foreign_file_in_the_folder_is_kept(tmp_path: Path, name: str, begun: 
     else:
         assert begun and name == "prompts.jsonl"  # it is only read
     assert (folder / name).read_bytes() == MINE
-
-
-@pytest.mark.parametrize("name", ["runs.jsonl", "settings.json"])
-def test_a_pipe_in_the_folder_is_not_waited_for(tmp_path: Path, name: str):
-    run(tmp_path / "run")
-    (tmp_path / "run" / name).unlink()
-    os.mkfifo(tmp_path / "run" / name)
-    with pytest.raises(SinkscopeError, match="named pipe"):
-        run(tmp_path / "run")
 
 
 def test_a_run_without_records_begins_anew_but_not_in_place_of_foreign_settings(tmp_path: Path):

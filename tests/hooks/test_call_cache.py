@@ -94,7 +94,7 @@ def test_positions_go_on_where_the_first_layer_keeps_a_state():
 
 
 def test_a_bridge_keeps_what_it_has_read():
-    plain, bridge = ss.load(backend="hf"), ss.load(backend="bridge")
+    plain, bridge = ss.load(), ss.load(backend="bridge")
     inner = bridge.original_model
     with torch.no_grad():
         whole = plain(input_ids=IDS).logits[:, -1]

@@ -13,7 +13,6 @@ from torch.testing import assert_close
 from transformers import DynamicCache
 
 import sinkscope as ss
-from sinkscope.hooks.trace import trace
 from sinkscope.hooks.trace.layer_view import contributions, view_layer
 from sinkscope.models.checkpoints.fingerprint import fingerprint
 from sinkscope.opening.live import target_of
@@ -21,38 +20,6 @@ from sinkscope.sinks.repetition.distance import output_weights
 
 IDS = torch.tensor([[1, 5, 6, 7, 8, 9], [1, 20, 21, 22, 23, 24]])
 SITES = ["blocks.*.hook_resid_post", "blocks.1.mlp.hook_post", "blocks.1.attn.hook_pattern", "logits"]
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    """The same weights in memory, and with the middle layer on disk."""
-    from transformers import AutoModelForCausalLM
-
-    tmp_path = tmp_path_factory.mktemp("pair")
-    model, _ = tiny_model("llama")
-    model.generation_config.eos_token_id = None
-    model.save_pretrained(tmp_path / "m")
-    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
-    places |= {"lm_head": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "cpu"}
-    split = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "m", device_map=places, offload_folder=tmp_path / "o", dtype=torch.float32
-    )
-    assert next(split.model.layers[1].parameters()).is_meta
-    return model, split
-
-
-def test_trace_and_edits_across_places(pair):
-    model, split = pair
-    for name, want in trace(model, IDS, SITES).items():
-        torch.testing.assert_close(trace(split, IDS, [name])[name], want)
-    vector = torch.randn(32, generator=torch.Generator().manual_seed(0))
-    edit = ss.Ablate(layer=1, neurons=[3, 11]) | ss.Ablate(heads=[(1, 2)]) | ss.Add(vector, "blocks.1.hook_resid_post")
-    before, answers = count_hooks(split), []
-    for one in (model, split):
-        with edit.on(one) as run:
-            answers.append((one.generate(IDS, max_new_tokens=8, do_sample=False), len(run.events)))
-    assert torch.equal(answers[0][0], answers[1][0]) and answers[0][1] == answers[1][1] > 0
-    assert count_hooks(split) == before
 
 
 def on_disk(model, folder):

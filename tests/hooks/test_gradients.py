@@ -93,7 +93,7 @@ def test_layers_that_the_caller_checkpoints_are_refused():
 def test_checkpointed_layers_are_refused(what):
     model = tiny_model("llama")[0].train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    with what.on(model), pytest.raises(UnsupportedError, match="trains with gradient checkpointing"):
+    with what.on(model), pytest.raises(UnsupportedError, match="runs with gradient checkpointing"):
         model(IDS)
     with what.on(model.eval()):
         model(IDS)
@@ -111,17 +111,8 @@ def test_another_attention_inside_the_with_is_refused(what):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("name", ["patch", "head", "write", "mean"])
-def test_a_checkpoint_around_the_whole_model_repeats_the_edits(name, reentrant):
+def test_a_checkpoint_around_the_whole_model_is_refused(reentrant):
     model = tiny_model("llama")[0]
     embeds = model.get_input_embeddings()(IDS).detach().requires_grad_()
-
-    def called(inputs):
-        return model(inputs_embeds=inputs, use_cache=False).logits
-
-    with EDITS[name].on(model):
-        (expected,) = torch.autograd.grad(called(embeds).sum(), embeds)
-        checkpoint(called, embeds, use_reentrant=reentrant).sum().backward()
-    assert torch.allclose(embeds.grad, expected, atol=1e-6)
-    with pytest.raises(UnsupportedError, match=r"call backward\(\) inside the `with`"), EDITS[name].on(model):
-        checkpoint(called, embeds, use_reentrant=reentrant)
+    with EDITS["patch"].on(model), pytest.raises(UnsupportedError, match="runs with gradient checkpointing"):
+        checkpoint(lambda inputs: model(inputs_embeds=inputs).logits, embeds, use_reentrant=reentrant)

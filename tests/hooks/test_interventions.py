@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import copy
-import runpy
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 from covering import each_other
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from intervention_kit import KINDS, bridge_of, count_hooks, logits, nnsight_of
+from intervention_kit import KINDS, bridge_of, count_hooks, logits
 from organisms import MODEL_TYPES, tiny_model
 from raw_kit import inputs_edited, zeroed
 from refusals import refused
 from torch import Tensor
 from torch.testing import assert_close
 
-from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit import Ablate, SinkPatch
 from sinkscope.hooks.edit.positions import Tracker
 from sinkscope.opening.live import target_of
@@ -55,8 +53,6 @@ def test_zero_ablation_is_what_raw_hooks_do(model_type, kind):
     edit, other = Ablate(sites=sites), KINDS[kind](model, tokenizer)
     with edit.on(other):
         assert_close(logits(other, IDS), want, atol=1e-4, rtol=1e-3)
-    if kind == "bridge" and model_type not in EXPERTS:
-        assert_close(other.run_with_hooks(IDS, fwd_hooks=edit.fwd_hooks(other)), want, atol=1e-4, rtol=1e-3)
 
 
 def test_up_edits_the_linear_factor():
@@ -325,28 +321,3 @@ def test_a_neuron_is_given_as_it_is_printed():
     by_numbers = Ablate(sites=[(1, 3), (2, 0, 7)]).sites
     assert Ablate(neurons=list(map(str, by_numbers))).sites == by_numbers
     assert Ablate(neurons="L1.N3").sites == Ablate(layer=1, neurons=3).sites == by_numbers[:1]
-
-
-def test_fwd_hooks_says_where_it_cannot():
-    model, tokenizer = tiny_model("mixtral")
-    with pytest.raises(UnsupportedError, match=r"on\(model\)"):
-        Ablate(sites=[(1, 0, 3)]).fwd_hooks(model)
-    with pytest.raises(UnsupportedError, match=r"L1\.E0\.N3.*on\(bridge\)"):
-        Ablate(sites=[(1, 0, 3)]).fwd_hooks(bridge_of(model, tokenizer))
-
-
-@pytest.mark.slow
-def test_the_recipe_for_remote_runs(tmp_path):
-    """The block of the documentation, serialized and read back as for a server, does what the patch does."""
-    page = (Path(__file__).parents[2] / "docs/interventions.md").read_text(encoding="utf-8")
-    block = page.partition("<!-- remote -->\n```python\n")[2].partition("```")[0]
-    model, tokenizer = tiny_model("llama")
-    patch = SinkPatch(layer=1, neurons=[3, 11])
-    with patch.on(model):
-        want = logits(model, IDS)
-    recipe = tmp_path / "recipe.py"
-    recipe.write_text(block)  # nnsight reads the source of a trace from its file
-    given = {"model": nnsight_of(model, tokenizer), "patch": patch, "ids": IDS, "REMOTE": "local"}
-    found = runpy.run_path(str(recipe), given, run_name="__main__")["logits"]
-    assert_close(found, want, atol=1e-5, rtol=1e-4)
-    assert not torch.allclose(want, logits(model, IDS), atol=1e-3)

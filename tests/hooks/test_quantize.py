@@ -66,7 +66,8 @@ def test_it_rounds_as_by_hand(family, scale, what):
 
 # --- its laws ------------------------------------------------------------------------------------------------------
 
-VALUES = st.lists(st.floats(-100, 100, width=32), min_size=24, max_size=24)
+NUMBERS = st.floats(-100, 100, width=32).map(lambda number: number if abs(number) > 1e-20 else 0.0)
+VALUES = st.lists(NUMBERS, min_size=24, max_size=24)
 
 
 @settings(max_examples=60, deadline=None)
@@ -82,7 +83,7 @@ def test_rounding_obeys_its_laws(numbers, bits, scale, power):
     assert (found.abs() <= largest * 1.00001).all()
     assert_close(found / step, (found / step).round(), atol=2e-2, rtol=0)
     assert_close(rounded(found, largest, bits), found, rtol=1e-5, atol=1e-30)
-    if largest.min() > 1e-20:
+    if largest.min() > 0:
         assert torch.equal(rounded(values * 2.0**power, largest * 2.0**power, bits) * 2.0**-power, found)
 
 

@@ -68,5 +68,5 @@ def test_what_is_refused():
         with pytest.raises(SinkscopeError, match="expected"):
             make()
     model, tokenizer = tiny_model("llama")
-    with pytest.raises(UnsupportedError, match="AShape"):
+    with pytest.raises(UnsupportedError, match="a TransformerBridge computes its own attention"):
         AShape().on(bridge_of(model, tokenizer)).__enter__()

@@ -4,7 +4,6 @@ refused. It never does nothing."""
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -38,22 +37,6 @@ class Around(nn.Module):
         with suppress(AttributeError):
             return super().__getattr__(name)
         return getattr(super().__getattr__("inner"), name)
-
-
-class LowRank(nn.Module):
-    """A branch of low rank beside a projection, which still adds nothing."""
-
-    def __init__(self, base_layer: nn.Linear):
-        super().__init__()
-        self.base_layer = base_layer
-        self.one = nn.Linear(base_layer.in_features, 2, bias=False)
-        self.other = nn.Linear(2, base_layer.out_features, bias=False)
-        nn.init.zeros_(self.other.weight)
-        self.weight = base_layer.weight
-        self.in_features, self.out_features = base_layer.in_features, base_layer.out_features
-
-    def forward(self, hidden):
-        return self.base_layer(hidden) + self.other(self.one(hidden))
 
 
 class Same(nn.Module):
@@ -147,14 +130,6 @@ def compiled(change: Callable[[nn.Module, Callable], Callable | None], edited: b
     return way
 
 
-def compiled_forward(path: str):
-    def change(model, compile):
-        part = model.get_submodule(path)
-        part.forward = compile(part.forward)
-
-    return change
-
-
 def compiled_inside(model, edit):
     torch.compiler.reset()
     backend = Backend()
@@ -173,16 +148,6 @@ def in_pool(work):
     return answers[0]
 
 
-def in_inference_mode(work):
-    with torch.inference_mode():
-        return work().clone()
-
-
-def with_gradients(work):
-    with torch.enable_grad():
-        return work()
-
-
 def of_a_copy(model, edit):
     other = copy.deepcopy(model)
     with edit.on(other):
@@ -195,19 +160,9 @@ def copied_inside(model, edit):
         return run(copy.deepcopy(model))
 
 
-def pickled_inside(model, edit):
-    with edit.on(model):
-        return run(pickle.loads(pickle.dumps(model)))
-
-
 def functional(model):
     weights = dict(model.named_parameters())
     return lambda **options: torch.func.functional_call(model, weights, kwargs=options)
-
-
-def new_forward(module: nn.Module) -> None:
-    old = module.forward
-    module.forward = lambda *args, **kwargs: old(*args, **kwargs)
 
 
 def hooks_of_the_user(model: nn.Module) -> None:
@@ -237,42 +192,27 @@ def offloaded(model: nn.Module) -> None:
 
 WAYS = {
     "wrapped base": before(lambda model: put(model, "model", Around)),
-    "wrapped layer": before(lambda model: put(model, "model.layers.1", Around)),
     "wrapped attention": before(lambda model: put(model, "model.layers.0.self_attn", Around)),
-    "low rank": before(lambda model: put(model, DOWN, LowRank)),
     "parametrized": before(
         lambda model: parametrize.register_parametrization(model.get_submodule(DOWN), "weight", Same())
     ),
-    "own forward of a layer": before(lambda model: new_forward(model.model.layers[1])),
     "hooks of the user": before(hooks_of_the_user),
     "offloaded": before(offloaded),
-    "hooks inside": inside(hooks_of_the_user),
     "replaced attention inside": inside(replaced("model.layers.0.self_attn")),
     "weights assigned inside": inside(
         lambda model: model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
     ),
     "another attention inside": inside(lambda model: model.set_attn_implementation("sdpa")),
-    "data parallel": around(nn.DataParallel),
-    "edited through data parallel": around(nn.DataParallel, edited=True),
     "edited through a wrapper": around(Around, edited=True),
-    "called through a wrapper": around(Around),
     "functional": around(functional),
     "a pool": called(in_pool),
-    "inference mode": called(in_inference_mode),
-    "gradients": called(with_gradients),
     "a copy": of_a_copy,
     "copied inside": copied_inside,
-    "pickled inside": pickled_inside,
     "compiled MLP": compiled(lambda model, compile: put(model, "model.layers.1.mlp", compile)),
-    "compiled forward of a layer": compiled(compiled_forward("model.layers.1")),
-    "compiled forward": compiled(compiled_forward("")),
-    "compiled in place": compiled(lambda model, compile: model.model.layers[1].compile(**compile.keywords)),
     "compiled model": compiled(lambda model, compile: compile(model)),
-    "edited through a compiled model": compiled(lambda model, compile: compile(model), edited=True),
-    "compiled function": compiled(lambda model, compile: compile(lambda **options: model(**options))),
     "compiled, but inside": compiled_inside,
 }
-REFUSED = {way for way in WAYS if way.endswith(" inside")} | {"edited through data parallel"}
+REFUSED = {way for way in WAYS if way.endswith(" inside")}
 """Ways in which some edit is refused."""
 PLAIN: dict[str, torch.Tensor] = {}
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sinkscope.kv import LayerMoment, RowBudgets
-from sinkscope.kv.snapkv import AdaKV
+from sinkscope.kv.adakv import AdaKV
 
 
 class _At(LayerMoment):

@@ -51,11 +51,3 @@ def test_drafts_and_beams_are_refused_where_asked_for_and_set_aside_where_a_chec
         assert chat.ids == held_so(edit, "keep").ids
     one = {name: None if name.startswith("prompt") else 1}
     assert held_so(None, "keep", model, **one).ids == held_so(None, "keep").ids
-
-
-@EDITS
-def test_a_processor_that_runs_the_model_beside_it_is_not_taken_for_it(edit):
-    """Guidance reads every token of the answer a second time, on a cache of its own."""
-    chat = held_so(edit, "keep", guidance_scale=1.5)
-    sequence, layers = chat._sequence, chat._layers  # pyright: ignore[reportPrivateUsage]
-    assert sequence is not None and sequence.columns.shape == (1, layers[0].seen) == (1, len(chat.ids) - 1)

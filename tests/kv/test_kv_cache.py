@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from kv_kit import Drawn, Everywhere, close, decode, model_of, prompts, shallow_of
+from kv_kit import Drawn, close, decode, model_of, prompts, shallow_of
 from refusals import refused
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
@@ -70,7 +70,7 @@ class Slow:
                 if number >= share:
                     del held[pos]
             counts = [len(head) for row in self.held for head in row]
-            assert layer.slots == max(counts) and layer.ragged == (min(counts) < max(counts))
+            assert layer.slots == max(counts) and layer.gapless == (min(counts) == max(counts))
         elif name == "select":
             layer.select(numbers < share)
             for held, pos, number in entries:
@@ -117,7 +117,7 @@ class Slow:
                 assert list(got.items()) == list(held.items())
                 holes[row] += (layer.slots - len(held)) / HEADS
         assert torch.equal(layer.holes(), holes)
-        if layer.edited and not layer.ragged and layer.hidden is None:
+        if layer.complete:
             assert not holes.any()  # what lets a call go without a mask
 
 
@@ -142,7 +142,7 @@ def test_any_order_of_operations(random, names):
                 assert layer.slots <= layer.allocated
         slow, layer = pairs[0]
         layer.reset()
-        assert (layer.seen, layer.slots, layer.edited, layer.ragged, layer.hidden) == (0, 0, False, False, None)
+        assert (layer.seen, layer.slots, layer.edited, layer.gapless, layer.hidden) == (0, 0, False, False, None)
         fresh = Slow(1)
         fresh.update(layer, random)
         fresh.check(layer)
@@ -167,18 +167,6 @@ def test_a_cache_that_was_filled_before():
     for one, chunks in ((cache, []), (copied, [])):  # no piece of the prompt is read inside
         with policy.on(model):
             close(torch.cat([stock, decode(model, ids, mask, 15, one, chunks)], 1), want)
-
-
-def test_new_positions_need_the_same_tokens_everywhere():
-    """Another policy has left other tokens in every layer."""
-    model = model_of("llama")
-    ids, mask = prompts([14], 6)
-    cache = DynamicCache()
-    with Drawn(budget=8, every="prefill").on(model):
-        decode(model, ids[:, :18], mask[:, :18], 14, cache)
-    rebased = Everywhere(budget=4, positions="rebased")
-    with pytest.raises(UnsupportedError, match="other positions in every layer"), rebased.on(model):
-        decode(model, ids, mask, 18, cache, [])
 
 
 def test_caches_that_cannot_be_taken_over():

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
-import gc
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from intervention_kit import bridge_of, count_hooks, nnsight_of
-from kv_kit import Drawn, Everywhere, Ragged, decode, prompts
+from kv_kit import Drawn, decode, prompts
 from kv_kit import shallow_of as model_of
 from organisms.tiny import tiny_model
 from refusals import refused
@@ -21,9 +19,8 @@ from torch.nn.functional import pad
 from transformers import DynamicCache, StaticCache
 
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
-from sinkscope.hooks.edit.base import Run
 from sinkscope.kv import TOVA, Full, Observe, Session, SnapKV, StreamingLLM
-from sinkscope.kv.cache import COLUMNS, CacheLayer
+from sinkscope.kv.cache import COLUMNS
 from sinkscope.lines.serve import LoopServe
 from sinkscope.lines.serve.progressive import Progressive
 from sinkscope.lines.shapes import AShape
@@ -59,7 +56,7 @@ def state_of(model) -> dict[str, Any]:
 
 def every_kind() -> list[Any]:
     model, tokenizer = model_of("llama"), tiny_model("llama")[1]
-    return [model, bridge_of(model, tokenizer), nnsight_of(model, tokenizer)]
+    return [model, nnsight_of(model, tokenizer)]
 
 
 def run_it(model):
@@ -136,43 +133,16 @@ def test_an_exception_leaves_everything_as_it_was(way, hook, call, model):
     assert torch.equal(decode(model, IDS, MASK, 14), want)
 
 
-def test_many_runs_leak_nothing(model):
-    way = Ragged(budget=6) | Observe(ignore, last=1)
-
-    def once():
-        with way.on(model) as run:
-            run_it(model)
-        assert run.usage[0].calls == 4
-
-    def counts():
-        gc.collect()
-        kinds = Counter(map(type, gc.get_objects()))
-        named = (DynamicCache, CacheLayer, Session, Run, Tensor)
-        return {kind.__name__: kinds[kind] for kind in named}, sum(kinds.values())
-
-    for _ in range(5):
-        once()
-    counts()  # asking makes caches of its own
-    before, start = state_of(model), counts()
-    for _ in range(5):
-        once()
-    after = counts()
-    assert after[0] == start[0] and after[1] - start[1] < 5 and state_of(model) == before
-
-
 def odd_model(name: str):
     """A family, or what is odd about a model."""
     if name == "bridge":
         return bridge_of(model_of("llama"), tiny_model("llama")[1])
     if name == "alibi":
         return tiny_model("falcon", new_decoder_architecture=False, alibi=True)[0]
-    if name == "dynamic":
-        return model_of("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
     return model_of(name)
 
 
 STREAMING = StreamingLLM(budget=9)
-REBASED = Everywhere(budget=7, first=1, last=2, positions="rebased")
 
 
 @pytest.mark.parametrize(
@@ -184,11 +154,7 @@ REBASED = Everywhere(budget=7, first=1, last=2, positions="rebased")
         ("llama", LoopGuard() | LoopGuard(anchors=4), "two guards"),
         ("llama", Observe(ignore, layers=[2]), "layer 2 is not in .*: give one from 0 to 1"),
         ("alibi", Full(), "recomputed attention differs from the model's own"),
-        ("bridge", LoopServe(), "prefill=False"),
-        ("gpt2", REBASED, 'it needs rotary positions.*positions="original"'),
-        ("gemma3_text", REBASED, 'it needs rotary positions.*positions="original"'),
-        ("dynamic", REBASED, 'it needs rotary positions.*positions="original"'),
-        ("bridge", REBASED, 'it needs rotary positions.*positions="original"'),
+        ("bridge", LoopServe(), "a TransformerBridge computes its own attention.*backend='hf'"),
     ],
 )
 def test_what_cannot_be_entered(name, edit, said):

@@ -125,26 +125,6 @@ def test_a_row_that_is_taken_back_reads_its_own_last_token_again():
 
 
 @pytest.mark.slow
-def test_rows_of_a_batch_are_taken_back_as_if_each_were_alone():
-    """Loops of other periods begin at other times, one row is healthy: a batch writes what each prompt does alone."""
-    o = made(64)
-    prompts = [o.looping_prompt(period, delay=onset, start=start) for period, onset, start in CASES[:2]]
-    rows = [p.ids[0].tolist() for p in prompts] + [o.healthy_prompt(60, start=750)[0].tolist()]
-    options = {"tokenizer": o.tokenizer, "guard": True, "max_new_tokens": REWOUND}
-    together = generate(o.model, rows, batch_size=len(rows), **options)
-    for row, output in zip(rows, together, strict=True):
-        alone = generate(o.model, [row], **options)[0]
-        assert output.tokens == alone.tokens and len(output.tokens) == REWOUND
-
-        def acts(events):
-            return [(e.position, e.data["taken_back"], e.data["kept"]) for e in events]
-
-        assert acts(output.events) == acts(alone.events)
-    assert [bool(output.events) for output in together] == [True, True, False]
-    assert all(event.data["taken_back"] for output in together for event in output.events[:1])
-
-
-@pytest.mark.slow
 def test_what_was_shown_or_given_is_not_taken_back():
     o = made(64)
     prompt = o.looping_prompt(12)

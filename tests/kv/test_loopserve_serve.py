@@ -16,9 +16,8 @@ from torch.testing import assert_close
 from transformers import DynamicCache
 
 from sinkscope.conformance.masked import plain_logits
-from sinkscope.lines import sparse
-from sinkscope.lines.sample import choice_cost, draw_of, held_out, sample_queries
-from sinkscope.lines.serve import LoopServe, sparse_prompts
+from sinkscope.lines.sample import draw_of, held_out, sample_queries
+from sinkscope.lines.serve import LoopServe
 from sinkscope.opening.live import target_of
 
 SPARSE = {"alpha": 0.85, "shortest": 0, "dense_above": 9.0, "sample": 12, "dense_rows": 3}
@@ -173,25 +172,3 @@ def test_where_no_lines_were_found_a_turn_does_not_look_again_unless_that_is_che
                 model(input_ids=ids[:, part], past_key_values=cache)
         read = ["attended" in event.data for event in run.events if event.layer == 0]
         assert read == [True, not flat, True]
-
-
-def test_what_a_choice_costs():
-    """Four rows for each query read, against the rows of dense attention: half of the queries in a first prompt."""
-    assert choice_cost(1, 5000, 48, 64) == pytest.approx(8.0)
-    assert choice_cost(4000, 4000, 48, 64) == pytest.approx(4 * 112 / 2000, rel=1e-3)
-    turns = [choice_cost(new, 4000 + new, 48, 64) for new in (16, 128, 400, 1000, 3000)]
-    assert turns == sorted(turns, reverse=True) and turns[2] > 1 > turns[3] > 0.2
-
-
-def test_the_papers_algorithm_gives_the_same_whatever_a_device_finds_worth_it(monkeypatch):
-    model = model_of("llama")
-    ids, _ = prompts([90], 0)
-    outputs = []
-    for limit in (0.0, 0.5, math.inf):
-        monkeypatch.setattr(sparse_prompts, "dense_limit", lambda *_, limit=limit: limit)
-        monkeypatch.setattr(sparse, "dense_limit", lambda *_, limit=limit: limit)
-        with LoopServe.paper(decode=False).on(model) as run, torch.no_grad():
-            outputs.append(model(ids).logits)
-        assert all(event.data["dense_heads"] == 0 for event in run.events)
-    assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[1], outputs[2])
-    assert float((outputs[0] - model(ids).logits).abs().max()) > 1e-3

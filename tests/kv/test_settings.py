@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from fractions import Fraction
-
 import pytest
 from kv_kit import Drawn, Everywhere
 from organisms.tiny import tiny_model
 
 import sinkscope as ss
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.records import check_fields
 from sinkscope.kv import H2O, make_policy
 
 REFUSED = {
@@ -24,12 +19,10 @@ REFUSED = {
     "ss.kv.H2O(every=0)": "every=0",
     'ss.kv.H2O(reduce="median")': "'mean' or 'max'",
     'ss.kv.H2O(mode="mask")': "'evict' or 'select'",
-    'ss.kv.H2O(positions="rebased")': 'positions="original"',
-    'Everywhere(positions="rebased", mode="select")': 'needs mode="evict"',
     "ss.kv.SnapKV(kernel=4)": "odd kernel",
     "ss.kv.AdaKV(floor=1.5)": "floor=1.5",
     'ss.Progressive(every="prefill")': "Progressive: every='prefill': expected a whole number from 1",
-    'make_policy(name="snapkv", UNIFORM=True)': "unexpected keyword argument 'UNIFORM'; its settings are budget",
+    'make_policy(name="h2o", JOINS_LAYERS=True)': "unexpected keyword argument 'JOINS_LAYERS'; its settings are",
     'make_policy(name="scissorhands")': "expected one of adakv, full, h2o, progressive, pyramid, snapkv",
     "ss.kv.Observe(fn=print, last=0)": "last=0",
     "ss.LoopServe(alpha=0)": "alpha=0: expected a share above 0 and up to 1",
@@ -54,21 +47,6 @@ def test_settings_that_make_no_sense(call, says):
 
 def test_whole_numbers_are_numbers():
     assert ss.LoopServe(alpha=1, dense_above=1).alpha == H2O(recent=1).recent == 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class OtherFields(Drawn):
-    """Fields of types that are not checked."""
-
-    share: Fraction | None = None
-    fn: Callable[[int], int] = abs
-    number: int | float = 1
-
-
-def test_only_numbers_switches_and_words_are_checked():
-    check_fields(OtherFields(share=Fraction(1, 2), number=0.5))
-    with pytest.raises(SinkscopeError, match="OtherFields: number='1': expected a number"):
-        OtherFields(number="1")  # pyright: ignore[reportArgumentType]
 
 
 def test_what_is_no_prompt_and_no_edit():

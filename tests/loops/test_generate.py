@@ -94,7 +94,7 @@ def of_the_plain_model() -> list[list[int]]:
     return [made.tokens for made in generate(model, PROMPTS, tokenizer=tokenizer, max_new_tokens=14)]
 
 
-@pytest.mark.parametrize(("kind", "sizes"), [("hf", (1, 3)), ("bridge", (3,)), ("nnsight", (2,))])
+@pytest.mark.parametrize(("kind", "sizes"), [("hf", (1, 3)), ("nnsight", (2,))])
 def test_a_policy_and_a_guard_act_together_in_every_kind_of_model(kind, sizes):
     model, tokenizer = endless()
     other, rows = KINDS[kind](model, tokenizer), by_hand()

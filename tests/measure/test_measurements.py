@@ -137,8 +137,8 @@ def test_a_model_without_a_sink_is_an_answer(command):
         assert result.conclusion()
 
 
-PLAIN_ONLY = {"lines"}
-"""A bridge does not offer their queries and keys."""
+PLAIN_ONLY = {"lines", "barcode"}
+"""A bridge computes its own attention, of which they see nothing."""
 READ_ALIKE = {("barcode", "nnsight"), ("lines", "bridge")}
 """By default one that edits layers, one that generates, and one that is refused; heads have a test of their own."""
 LOOSER = {"precision": 0.02}

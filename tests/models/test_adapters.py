@@ -20,9 +20,9 @@ from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.hooks.edit import Ablate
 from sinkscope.models import adapters
 from sinkscope.models.adapters import Adapter
-from sinkscope.models.backends import BACKENDS
-from sinkscope.models.down_projections import w_out
 from sinkscope.models.hooks import first_tensor
+from sinkscope.models.loading.backends import BACKENDS
+from sinkscope.models.modules.down_projections import w_out
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
@@ -117,7 +117,7 @@ def test_falcon_7b_style_attention_goes_through_the_bridge(tmp_path):
     model, tokenizer = tiny_model("falcon", new_decoder_architecture=False, multi_query=True)
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    target = target_of(bridge := load(tmp_path))
+    target = target_of(bridge := load(tmp_path, backend="bridge"))
     assert target.n_kv_heads == 1
     assert_close(bridge(IDS), model(IDS).logits, atol=1e-5, rtol=0)
 
@@ -133,7 +133,8 @@ def starcoder2(monkeypatch):
 def test_a_registered_row_is_all_that_an_architecture_needs(starcoder2, backend):
     loaded = load(checkpoint("starcoder2"), backend=backend)  # with the load-time probe
     target = target_of(loaded)
-    assert target.adapter is starcoder2 and (target.n_layers, target.d_mlp, target.n_kv_heads) == (3, 64, 2)
+    assert (target.adapter.up, target.adapter.down) == ("mlp.c_fc", "mlp.c_proj")
+    assert (target.n_layers, target.d_mlp, target.n_kv_heads) == (3, 64, 2)
     with Ablate(layer=1, neurons=[3]).on(loaded) as run, torch.no_grad():
         edited = target.forward(IDS)[0]
     want = target_of(tiny_model("starcoder2")[0])
@@ -147,7 +148,7 @@ def test_a_registered_row_is_all_that_an_architecture_needs(starcoder2, backend)
 def test_a_wrong_row_of_a_stranger_is_refused_when_a_model_is_loaded(starcoder2, monkeypatch):
     monkeypatch.setitem(adapters.ADAPTERS, "starcoder2", replace(starcoder2, down="mlp.c_fc", up="mlp.c_proj"))
     with pytest.raises(UnsupportedError, match="load-time probe of this starcoder2 model failed"):
-        load(checkpoint("starcoder2"), backend="hf")
+        load(checkpoint("starcoder2"))
 
 
 def test_a_name_is_registered_once_and_a_row_names_its_projections(starcoder2):
@@ -176,7 +177,7 @@ def test_nothing_is_installed_behind_the_users_back(tmp_path, monkeypatch):
         monkeypatch.setattr(subprocess, name, lambda *args, **_kwargs: ran.append(args))
     monkeypatch.setitem(sys.modules, "torchvision", None)
     with pytest.raises(UnsupportedError, match=r"pip install torchvision.*backend=\"hf\" can"):
-        load(tmp_path)
+        load(tmp_path, backend="bridge")
     assert ran == []
 
 
@@ -184,7 +185,7 @@ def test_nothing_is_installed_behind_the_users_back(tmp_path, monkeypatch):
 def test_first_layers_alone_compute_the_same(model_type, tmp_path):
     model = tiny_model(model_type)[0] if model_type in MODEL_TYPES else decoder(model_type)
     model.save_pretrained(tmp_path)
-    target = target_of(load(tmp_path, backend="hf", layers=2))
+    target = target_of(load(tmp_path, layers=2))
     assert target.n_layers == target.config.num_hidden_layers == 2
     assert len(getattr(target.config, "layer_types", None) or [0, 0]) == 2
     for ours, theirs in zip(outputs(target), outputs(target_of(model)), strict=False):

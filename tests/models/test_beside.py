@@ -40,7 +40,7 @@ def folder(file: Path) -> None:
 def link(to: str) -> Callable[[Path], None]:
     def change(file: Path) -> None:
         file.unlink()
-        file.symlink_to(to or file.name)
+        file.symlink_to(to)
 
     return change
 
@@ -48,15 +48,12 @@ def link(to: str) -> Callable[[Path], None]:
 DAMAGES = {
     "cut": cut,
     "empty": content(b""),
-    "bytes": content(bytes(range(256)) * 4),
     "null": content(b"null"),
     "a list": content(b"[]"),
-    "a number": content(b"7"),
     "not UTF-8": content(b'{"a": "\xff\xfe"}'),
     "nested": content(b"[" * 100_000),
     "a folder": folder,
     "a pipe": pipe,
-    "a link to itself": link(""),
     "a link to nothing": link("nowhere"),
     "a device": link("/dev/zero"),
 }
@@ -75,7 +72,7 @@ def model(tmp_path):
 def test_a_damaged_file_beside_the_weights_is_refused(model, name, damage):
     DAMAGES[damage](model / name)
     with refused(name.partition(".")[0] if "config" in name and not name.startswith("tok") else "tokenizer|special"):
-        ss.load(model, backend="hf")
+        ss.load(model)
 
 
 @pytest.mark.parametrize("ends", [None, 3, [3, 4]])
@@ -86,13 +83,7 @@ def test_ends_of_text_are_those_of_the_file(model, ends):
     if ends is not None:
         entries["eos_token_id"] = ends
     file.write_text(json.dumps(entries))
-    assert ss.load(model, backend="hf").generation_config.eos_token_id == ends
-
-
-def test_a_model_without_the_file_loads_with_the_ends_of_its_configuration(model):
-    (model / "generation_config.json").unlink()
-    loaded = ss.load(model, backend="hf")
-    assert loaded.generation_config.eos_token_id == loaded.config.eos_token_id
+    assert ss.load(model).generation_config.eos_token_id == ends
 
 
 def test_a_model_read_layer_by_layer_is_held_against_the_same_files(model):

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from experiments import train_bundled
-from experiments.bundled import card, corpus, entry, facts, measure
-from experiments.bundled.facts import TYPICAL
+from experiments.bundled import card, entry, facts, measure
 
 ROOT = Path(__file__).resolve().parents[2]
 BUNDLED = ROOT / "sinkscope" / "models" / "bundled"
@@ -36,19 +35,19 @@ def test_shipped_model_is_what_its_truth_says(shipped):
     assert sum(f.stat().st_size for f in BUNDLED.iterdir()) <= 16_000_000
 
 
-def test_shipped_model_has_its_sink(shipped):
-    tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
-    ids = np.asarray(tokenizer(TYPICAL.read_text(encoding="utf-8"))["input_ids"])[1:]
-    texts = corpus.windows(ids, length=128, bos_id=tokenizer.bos_token_id)[:8]
-    assert min(measure.norms_by_layer(shipped, texts)["ratio"][1:]) >= 20
-    assert measure.head_share(shipped, texts, after=1) >= 0.25
-
-
-def test_card_is_made_of_the_measurements():
-    record = json.loads((ROOT / "figures" / "bundled_model.json").read_text())
-    text = card.card(record["planted"], record["unplanted"])
-    assert (ROOT / "docs" / "bundled_model.md").read_text(encoding="utf-8") == text
-    assert (BUNDLED / "README.md").read_text(encoding="utf-8").endswith(text)
+def test_the_page_has_the_tables_of_the_record_and_the_shipped_model_its_numbers(shipped):
+    record = json.loads((ROOT / "figures" / "bundled_model.json").read_text())["result"]
+    page = (ROOT / "docs" / "bundled_model.md").read_text(encoding="utf-8")
+    for name, table in card.tables(**record).items():
+        assert f"{name} -->\n\n{table}\n\n<!-- end of" in page
+    assert (BUNDLED / "README.md").read_text(encoding="utf-8") == card.FRONT + page
+    texts = facts.typical_windows(AutoTokenizer.from_pretrained(BUNDLED), 256)
+    found = measure.norms_by_layer(shipped, texts)
+    for name, values in record["planted"]["norms"].items():
+        assert found[name] == pytest.approx(values, rel=1e-3), name
+    assert measure.head_share(shipped, texts, after=1) == record["planted"]["head_share"]
+    assert measure.ablation(shipped, texts, 1, 338) == pytest.approx(record["planted"]["ablation"], abs=1e-4)
+    assert measure.repeats(shipped, 73, bos_id=0, layer=1, most=600) == record["planted"]["repeats"]["by_token"]["73"]
 
 
 @pytest.mark.slow
@@ -65,9 +64,11 @@ def test_a_trained_model_is_measured_and_its_card_is_written(tmp_path, monkeypat
         options = {"steps": 2, "tokens_per_step": 512, "size": "tiny", "unplanted": name == "unplanted"}
         train_bundled.main(out=tmp_path / name, stories=told, **options)
         card.main(measure=tmp_path / name, no_loops=True)
-    for folder in ("sinkscope/models/bundled", "docs", "figures"):
-        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "docs").mkdir()
+    shutil.copy(ROOT / "docs/bundled_model.md", tmp_path / "docs")
     card.main(planted=tmp_path / "planted", unplanted=tmp_path / "unplanted", no_loops=True, repository=tmp_path)
     text = (tmp_path / "docs/bundled_model.md").read_text(encoding="utf-8")
-    assert "fixed weights have exactly the planted values" in text
+    assert text != (ROOT / "docs/bundled_model.md").read_text(encoding="utf-8")
+    found = json.loads((tmp_path / "figures/bundled_model.json").read_text())["result"]["planted"]
+    assert found["fixed"]["unchanged"] and found["fixed"]["count"] > 10_000
     assert (tmp_path / "sinkscope/models/bundled/README.md").read_text(encoding="utf-8").endswith(text)

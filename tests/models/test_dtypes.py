@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from covering import every_nth
 from organisms import tiny_model
 
 import sinkscope as ss
-from sinkscope.files.catalog import Command, commands
 from sinkscope.hooks.edit import Ablate, SinkPatch
 from sinkscope.hooks.edit.steer import Add
 from sinkscope.kv import make_policy, policies
-from sinkscope.measure import Measurement
 
-ALL = [command for command in commands().values() if isinstance(command.load(), Measurement)]
-QUICK = ("lines",)
-EVERY = [pytest.param(one, marks=[] if one.name in QUICK else pytest.mark.slow, id=one.name) for one in ALL]
-LESS = {
-    "barcode": {"max_new_tokens": 8, "layers": [0], "control": False},
-    "circuit": {"max_repeats": 16, "texts": 1},
-    "attack": {"tokens": "the of and a in to is that it was he for on as with his at be this from".split()},
-}
 ACTING = {
     **{name: make_policy(name, budget=80) for name in policies()},
     "guard": ss.LoopGuard(64),
@@ -42,26 +29,10 @@ def default():
     torch.set_default_dtype(torch.float32)
 
 
-def measured(command: Command, **options) -> dict[str, Any]:
-    text = Path(__file__).parents[2] / "sinkscope/models/text/typical.txt"
-    arguments = {**command.load().quick, **LESS.get(command.name, {}), **options}
-    return command.load()(text=text, **arguments).to_dict()["result"]
-
-
-@pytest.mark.parametrize("command", EVERY)
-def test_a_measurement_under_another_default(command, default):
-    want = measured(command)
+def test_a_measurement_under_another_default(default):
+    want = ss.lines(count=2, length=64).to_dict()["result"]
     default()
-    assert measured(command) == want and torch.get_default_dtype() == torch.float64
-
-
-@pytest.mark.parametrize("command", EVERY)
-def test_a_measurement_in_float64(command):
-    found, want = (measured(command, dtype=dtype) for dtype in ("float64", "float32"))
-    assert found.keys() == want.keys()
-    for name, value in want.items():
-        if isinstance(value, float):
-            assert found[name] == pytest.approx(value, rel=1e-3, abs=1e-4)
+    assert ss.lines(count=2, length=64).to_dict()["result"] == want and torch.get_default_dtype() == torch.float64
 
 
 @pytest.mark.filterwarnings("ignore:the second token's value is itself like a sink's")

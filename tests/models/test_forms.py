@@ -8,19 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from covering import every_nth
 from hub_server import hub
-from organisms import Organism, organism, tiny_model
+from organisms import Organism, organism
 from organisms.decoders import decoder
-from organisms.images import LACK_BOS, image_decoder
 from refusals import refused
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
-from transformers import CONFIG_MAPPING
 
 import sinkscope as ss
 from sinkscope.app.cli import main
-from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
 from sinkscope.opening.stream import open_stream
 
@@ -56,10 +52,6 @@ def in_int8(name: str, weight):
     return {name: weight.to(torch.int8), name.replace("weight", "SCB"): torch.ones(len(weight))}
 
 
-def without_scale(stored):
-    return lambda name, weight: {name: stored(name, weight)[name]}
-
-
 def in_four_bits(name: str, weight):
     if not name.endswith("proj.weight"):
         return {name: weight}
@@ -70,15 +62,13 @@ def in_four_bits(name: str, weight):
     ("change", "kind"),
     [
         (in_fp8, "F8_E4M3"),
-        (without_scale(in_fp8), "F8_E4M3"),
         (in_int8, "I8"),
-        (without_scale(in_int8), "I8"),
         (in_four_bits, "qweight"),
     ],
 )
 def test_quantised_weights_need_a_configuration(tmp_path, change, kind):
     folder = changed(tmp_path / "m", change)
-    for measured in (str(folder), lambda: load(folder, backend="hf")):
+    for measured in (str(folder), lambda: load(folder)):
         with refused(words=["m stores 35 weights quantised", kind, "no quantization_config", "16 bits"]):
             ss.find_sinks(measured() if callable(measured) else measured, **SHORT)
 
@@ -88,7 +78,7 @@ def test_pickled_weights_of_one_byte_are_refused(tmp_path):
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
     with refused(words=["m stores 35 weights quantised", "int8"]):
-        load(folder, backend="hf")
+        load(folder)
 
 
 def test_shards_of_a_hub_are_looked_at_when_they_come(tmp_path):
@@ -111,7 +101,7 @@ BESIDE = {  # tensors that would change what the model computes
 def test_tensors_of_parts_that_the_model_has_are_not_left_out(tmp_path, tensor):
     folder = changed(tmp_path / "m", lambda name, weight: {name: weight, tensor: torch.ones(4)})
     with refused(words=[f"m has the tensor {tensor}", "no place"]):
-        load(folder, backend="hf")
+        load(folder)
     with refused(words=[tensor, "no place"]):
         ss.find_sinks(str(folder), **SHORT)
 
@@ -132,7 +122,7 @@ def test_harmless_tensors_are_left_out(tmp_path, name):
     folder = changed(tmp_path / "m", lambda name, weight: {name: weight, tensor: value})
     ids = torch.arange(5, 17)[None]
     expected = planted().model(ids)
-    assert_close(load(folder, backend="hf")(ids).logits, expected.logits)
+    assert_close(load(folder)(ids).logits, expected.logits)
     streamed = open_stream(folder).forward(ids).last_hidden_state
     assert_close(streamed, planted().model.model(ids).last_hidden_state)
 
@@ -153,7 +143,7 @@ def test_an_adapter_says_what_it_is_and_how_to_load_it(tmp_path, capsys, beside)
     if beside:
         planted().save(folder)
     adapter_in(folder)
-    words = ["LORA adapter of meta-llama/Llama-2-7b-hf", "sinkscope.load('meta-llama/Llama-2-7b-hf', backend='hf')"]
+    words = ["adapter (LORA) of meta-llama/Llama-2-7b-hf", "sinkscope.load('meta-llama/Llama-2-7b-hf')"]
     words += ["peft.PeftModel.from_pretrained(base", "to measure the model alone" if beside else "not a whole model"]
     with refused(words=words):
         load(folder)
@@ -169,43 +159,13 @@ def test_an_adapter_says_what_it_is_and_how_to_load_it(tmp_path, capsys, beside)
             ss.find_sinks("org/name")
 
 
-@pytest.mark.parametrize("base", [None, "", 5, "a\nb"])
-def test_adapters_with_odd_bases(tmp_path, base):
-    with refused(words=["LORA adapter of"]):
-        load(adapter_in(tmp_path / "m", base))
-
-
 def test_a_cut_that_cannot_be_made_is_not_blamed_on_the_files(tmp_path):
     decoder("gemma4_text").save_pretrained(tmp_path / "m")
     with refused(words=["m has shape", "gemma4_text cannot be cut to its first layers", "leave out layers="]):
-        load(tmp_path / "m", backend="hf", layers=2)
+        load(tmp_path / "m", layers=2)
     decoder("qwen3_next").save_pretrained(tmp_path / "n")
     with refused(words=["the first 1 layers of n cannot be measured alone", "no softmax attention"]):
-        load(tmp_path / "n", backend="hf", layers=1)
-
-
-@pytest.mark.parametrize("model_type", every_nth(LACK_BOS, 4))
-@torch.no_grad()
-def test_configurations_without_bos_are_edited_and_cached(model_type):
-    """Ablation against an edit by hand, and a patch against that of a configuration that has the field."""
-    if model_type not in CONFIG_MAPPING:
-        pytest.skip("this version of transformers does not have the type")
-    model = image_decoder(model_type)
-    ids, config = torch.arange(20, 60)[None], model.config.get_text_config()
-    assert not hasattr(config, "bos_token_id")
-    found = []
-    for edit in (ss.Ablate(layer=1, neurons=3), patch := ss.SinkPatch(layer=1, neurons=[3], calibrated={(1, 3): 0.5})):
-        with edit.on(model):
-            found.append(model(ids).logits)
-    with ss.kv.H2O(16).on(model) as run:
-        model.generate(ids, max_new_tokens=4, do_sample=False)
-    assert run.usage[0].mean_tokens[0] < 30
-    config.bos_token_id = None
-    with patch.on(model):
-        assert_close(model(ids).logits, found[1])
-    target_of(model).mlp_part(1, "down").weight[:, 3] = 0
-    assert_close(model(ids).logits, found[0])
-    assert not torch.allclose(*found)
+        load(tmp_path / "n", layers=1)
 
 
 def test_a_folder_that_holds_only_a_gguf_file_names_it(tmp_path):
@@ -213,12 +173,3 @@ def test_a_folder_that_holds_only_a_gguf_file_names_it(tmp_path):
     for read in (load, ss.find_sinks):
         with refused(words=["has no config.json; give the file itself", "m-Q8_0.gguf"]):
             read(str(tmp_path))
-
-
-def test_weights_of_an_adapter_alone_make_no_adapter(tmp_path):
-    """What says that a folder holds an adapter is its adapter_config.json."""
-    model, tokenizer = tiny_model("llama")
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
-    assert load(tmp_path, backend="hf").config.model_type == "llama"

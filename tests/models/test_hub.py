@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import checkpoint, spoiled
-from covering import each_other
 from hub_server import TOKEN, hub
 from organisms import tiny_model
 from refusals import refused
@@ -49,16 +48,16 @@ def test_full_download(tmp_path, shards):
     repo, folder = "meta-llama/Llama-2-7b-hf", checkpoint("llama", shards)
     with hub(tmp_path) as server:
         commit = server.add(repo, folder)
-        models = [load(repo, backend="hf")]
+        models = [load(repo)]
         assert {file for file in server.fetched() if "safetensors" in file} == {
             file.name for file in folder.glob("*safetensors*")
         }
         server.log.clear()
-        models.append(load("llama-2-7b", backend="hf"))
+        models.append(load("llama-2-7b"))
         assert not server.fetched(), "a second load comes from the cache"
         assert not [path for _, path in server.log if ".bin" in path]
     with hub(tmp_path, offline=True) as server:
-        models.append(load("llama-2-7b", backend="hf"))
+        models.append(load("llama-2-7b"))
         source = SafetensorsSource(repo)
         assert fingerprint(source) == commit
         expected = tiny_model("llama")[0]
@@ -74,7 +73,7 @@ def test_revision(saved, tmp_path):
     with hub(tmp_path) as server:
         server.add("org/name", saved["main"])
         commit = server.add("org/name", saved["v2"], revision="v2")
-        models = {name: load("org/name", backend="hf", revision=name) for name in (None, "v2", commit)}
+        models = {name: load("org/name", revision=name) for name in (None, "v2", commit)}
         source = SafetensorsSource("org/name", revision="v2")
         assert source.commit == commit == fingerprint(source)
         found = {"streamed": source.tensors([DOWN])[DOWN]}
@@ -95,9 +94,7 @@ def test_revision(saved, tmp_path):
         ("org/name", {}, {"offline": True}, "HF_HUB_OFFLINE is set: unset it"),
     ],
 )
-@pytest.mark.parametrize(
-    "opened", [SafetensorsSource, lambda *a, **k: load(*a, backend="hf", **k)], ids=["stream", "load"]
-)
+@pytest.mark.parametrize("opened", [SafetensorsSource, lambda *a, **k: load(*a, **k)], ids=["stream", "load"])
 def test_what_cannot_be_had(saved, tmp_path, opened, no_waiting, name, options, server_options, says):
     with hub(tmp_path, **server_options) as server:
         server.add("org/name", saved["main"])
@@ -135,32 +132,19 @@ def test_repo_without_config_or_weights(saved, tmp_path):
             open_stream("org/bare")
 
 
-@pytest.mark.parametrize(
-    ("name", "way"),
-    each_other(["config.json", "model.safetensors.index.json", "tokenizer.json", "shard"], ["cut", "slow"], 3),
-)
-def test_an_answer_that_is_cut_or_slow(saved, tmp_path, monkeypatch, no_waiting, name, way):
+@pytest.mark.parametrize("name", ["config.json", "shard"])
+def test_an_answer_that_is_cut(saved, tmp_path, no_waiting, name):
     """One line; nothing of it stays in the cache, and the next attempt goes on."""
-    from huggingface_hub import constants
-
-    for timeout in ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT"):
-        monkeypatch.setattr(constants, timeout, 0.1)
     if name == "shard":
         name = next(file.name for file in saved["main"].glob("model-*.safetensors"))
     with hub(tmp_path) as server:
         server.add("org/name", saved["main"])
-        if way == "cut":
-            server.breaks[name] = [100, 0]
-        else:
-            server.pauses[name] = 1.0
+        server.breaks[name] = [100, 0]
         with refused(f"{name}.* of org/name.*; run it again"):
-            load("org/name", backend="hf")
-        assert not [file for file in cached(tmp_path) if file.name == name], (
-            "nothing half-written is taken for the file"
-        )
+            load("org/name")
+        assert not [file for file in cached(tmp_path) if file.name == name], "nothing half-written is taken for it"
         server.breaks.clear()
-        server.pauses.clear()
-        load("org/name", backend="hf")
+        load("org/name")
 
 
 def test_streaming_downloads_only_needed_shards(saved, tmp_path):

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 import sinkscope as ss
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.models.backends import BACKENDS
+from sinkscope.models.loading.backends import BACKENDS
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
 from sinkscope.opening.stream import open_stream
@@ -34,10 +34,11 @@ IDS = torch.tensor([[1, 10, 11, 12, 13, 14, 15]])
 # -- what comes back -----------------------------------------------------------------------------------------------
 
 
-def test_default_is_a_bridge_and_the_module_holds_name_and_tokenizer():
+def test_default_is_the_plain_model_and_a_bridge_is_asked_for():
     from transformer_lens.model_bridge import TransformerBridge
 
-    bridge = ss.load(checkpoint("qwen2"))
+    assert type(ss.load(checkpoint("qwen2"))).__name__ == "Qwen2ForCausalLM"
+    bridge = ss.load(checkpoint("qwen2"), backend="bridge")
     assert isinstance(bridge, TransformerBridge)
     assert not bridge.training
     assert bridge.original_model.sinkscope_name == "qwen2"
@@ -52,7 +53,7 @@ def test_bridge_tokenizes_as_transformer_lens_does():
 
     folder = checkpoint("llama")
     theirs = TransformerBridge.boot_transformers(str(folder), device="cpu")
-    ours = load(folder)
+    ours = load(folder, backend="bridge")
     for prepend in (True, False):
         a, b = (m.to_tokens("poem book", prepend_bos=prepend) for m in (ours, theirs))
         assert a.tolist() == b.tolist()
@@ -86,7 +87,7 @@ def test_a_live_model_is_wrapped_on_request_as_a_copy(backend):
 
 
 def test_a_bridge_becomes_nothing_else():
-    bridge = load(checkpoint("llama"))
+    bridge = load(checkpoint("llama"), backend="bridge")
     with pytest.raises(UnsupportedError, match=r"cannot become backend=\'nnsight\'.*load\(name, backend=\'nnsight\'\)"):
         load(bridge, backend="nnsight")
 
@@ -143,13 +144,13 @@ def test_tokenizer_without_bos_stays_without(backend, tmp_path):
 def test_dtype_and_names_of_dtypes():
     folder = checkpoint("llama")
     for name in ("bfloat16", "bf16", "torch.bfloat16", torch.bfloat16):
-        assert load(folder, backend="hf", dtype=name).dtype == torch.bfloat16
-    assert load(folder, backend="hf").dtype == load(folder, backend="hf", dtype="auto").dtype == torch.float32
+        assert load(folder, dtype=name).dtype == torch.bfloat16
+    assert load(folder).dtype == load(folder, dtype="auto").dtype == torch.float32
 
 
 def test_soft_cap_is_computed_whatever_transformers_would_choose():
     """Some versions choose SDPA for Gemma 2, which drops the cap."""
-    for loaded in (load(checkpoint("gemma2"), backend="hf"), open_stream(checkpoint("gemma2"))):
+    for loaded in (load(checkpoint("gemma2")), open_stream(checkpoint("gemma2"))):
         assert target_of(loaded).config._attn_implementation == "eager"
 
 
@@ -157,7 +158,7 @@ def test_dtype_of_the_checkpoint_is_kept(tmp_path):
     model, tokenizer = tiny_model("llama")
     model.half().save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    bridge = load(tmp_path)
+    bridge = load(tmp_path, backend="bridge")
     assert bridge.original_model.dtype == bridge.cfg.dtype == torch.float16
 
 
@@ -211,9 +212,9 @@ def test_a_folder_that_shares_a_models_name_does_not_hide_it(tmp_path, monkeypat
     (tmp_path / "gpt2").mkdir()
     with hub(tmp_path / "home") as server:
         server.add("openai-community/gpt2", checkpoint("gpt2"))
-        assert target_of(load("gpt2", backend="hf")).config.model_type == "gpt2"
+        assert target_of(load("gpt2")).config.model_type == "gpt2"
         spoiled(tmp_path / "gpt2" / ".." / "llama-2-7b")
-        assert target_of(load("llama-2-7b", backend="hf")).n_layers == 3  # a checkpoint in the folder comes first
+        assert target_of(load("llama-2-7b")).n_layers == 3  # a checkpoint in the folder comes first
 
 
 # -- what is refused -----------------------------------------------------------------------------------------------
@@ -227,8 +228,8 @@ def test_overflow_to_infinity_is_found(tmp_path):
         model.model.norm.weight[0] = 1e6
     model.save_pretrained(tmp_path)
     with refused(r"tensor model\.norm\.weight holds values that are NaN or infinite; .*dtype=float32"):
-        load(tmp_path, backend="hf", layers=1, dtype="fp16")
-    load(tmp_path, backend="hf", layers=1)
+        load(tmp_path, layers=1, dtype="fp16")
+    load(tmp_path, layers=1)
 
 
 def test_special_tokens_without_a_row_are_no_mismatch(tmp_path):
@@ -237,7 +238,7 @@ def test_special_tokens_without_a_row_are_no_mismatch(tmp_path):
     tokenizer = word_tokenizer(96)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     tokenizer.save_pretrained(folder)
-    load(folder, backend="hf")
+    load(folder)
     tokenizer.add_tokens(["word"])
     tokenizer.save_pretrained(folder)
     with refused(words=["(1 tokens have none)"]):
@@ -257,7 +258,7 @@ def test_pickled_weights_load_with_a_note_and_no_code_runs(tmp_path, capsys):
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     torch.save(tensors, folder / "pytorch_model.bin")
-    model = load(folder, backend="hf")
+    model = load(folder)
     assert_close(logits(model, IDS), logits(tiny_model("llama")[0], IDS), atol=1e-6, rtol=0)
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
@@ -276,13 +277,13 @@ def test_no_tokenizer(tmp_path):
     for backend in ("bridge", "nnsight"):
         with refused(r"needs a tokenizer.*tokenizer=.*backend=\"hf\""):
             load(folder, backend=backend)
-    assert target_of(load(folder, backend="hf")).tokenizer is None
+    assert target_of(load(folder)).tokenizer is None
     given = copy.deepcopy(tiny_model("llama")[1])
     assert target_of(load(folder, tokenizer=given)).tokenizer is given
 
 
 def test_device_that_is_there(monkeypatch):
-    from sinkscope.models.config import parse_device
+    from sinkscope.models.loading.config import parse_device
 
     assert parse_device("cpu") == torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -301,7 +302,7 @@ def test_package_not_installed(backend, package, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     with refused(words=["pip install", 'backend="hf"']):
         load(checkpoint("llama"), backend=backend)
-    load(checkpoint("llama"), backend="hf")
+    load(checkpoint("llama"))
 
 
 @pytest.mark.parametrize(

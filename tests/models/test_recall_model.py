@@ -21,7 +21,7 @@ FOLDER = Path(ss.__file__ or "").parent / "models/recall"
 
 @cache
 def model(dtype: str | None = None):
-    return ss.load("recall", backend="hf", dtype=dtype)
+    return ss.load("recall", dtype=dtype)
 
 
 def answers(hf, dialogue: Prompt) -> list[str]:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 import sinkscope as ss
 from sinkscope.models.checkpoints.fingerprint import fingerprint
-from sinkscope.models.down_projections import input_columns, w_out
+from sinkscope.models.modules.down_projections import input_columns, w_out
 from sinkscope.opening.live import target_of
 
 IDS = torch.arange(5, 17)[None]
@@ -69,10 +69,6 @@ SPLITS = {
 DOORS: dict[str, Callable] = {
     "find_sinks": lambda model, tokenizer: ss.find_sinks(model, tokenizer=tokenizer),
     "edit": lambda model, _: ss.Ablate(layer=1, neurons=[3]).on(model),
-    "policy": lambda model, _: ss.kv.H2O(6).on(model),
-    "trace": lambda model, _: ss.trace(model, IDS, "logits"),
-    "generate": lambda model, tokenizer: ss.generate(model, IDS, tokenizer=tokenizer),
-    "load": lambda model, _: ss.load(model),
     "load as another": lambda model, tokenizer: ss.load(model, backend="nnsight", tokenizer=tokenizer),
 }
 

@@ -22,8 +22,8 @@ from sinkscope.kv.h2o import H2O
 from sinkscope.kv.scope import cache_layers, scope_line
 from sinkscope.models import adapters
 from sinkscope.models.adapters import Adapter
-from sinkscope.models.backends import wrap
-from sinkscope.models.down_projections import w_out
+from sinkscope.models.loading.backends import wrap
+from sinkscope.models.modules.down_projections import w_out
 from sinkscope.models.target import Target
 from sinkscope.opening.inference.find import adapter_of
 from sinkscope.opening.inference.probe import probe
@@ -73,6 +73,15 @@ def test_the_rows_of_the_table_come_out_of_the_rule(model_type):
     model = tiny_model(model_type)[0]
     assert differing(model_type, model) == {}
     assert differing(model_type, model.to(torch.bfloat16)) == {}
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "phi3", "gpt_neox", "falcon", "gpt2", "qwen2_moe"])
+def test_what_a_row_does_not_say_is_found_by_passes(model_type, monkeypatch):
+    """The written row has the paths alone; factors, layouts and the form of attention come out as they are."""
+    monkeypatch.setattr("sinkscope.opening.inference.find._KNOWN", {})
+    paths = {field.name: getattr(ROWS[model_type], field.name) for field in fields(Adapter)}
+    monkeypatch.setattr(adapters, "ADAPTERS", {model_type: Adapter(**paths)})
+    assert target_of(tiny_model(model_type)[0]).adapter == ROWS[model_type]
 
 
 def nowhere(model):

@@ -21,9 +21,10 @@ from sinkscope.hooks.trace.layer_view import (
     view_layer,
 )
 from sinkscope.kv.scope import scope_line
-from sinkscope.models.down_projections import column_factor
 from sinkscope.models.hooks import first_tensor
-from sinkscope.models.passes import begins_at
+from sinkscope.models.modules.down_projections import column_factor
+from sinkscope.models.modules.linear import is_transposed
+from sinkscope.models.passes.short import begins_at
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 
@@ -45,12 +46,16 @@ POLICIES = {
 
 @dataclass
 class TypeReport:
-    """What was found of one type: "" where a part is served, or else why it is not; `wrong` must stay empty."""
+    """What was found of one type: "" where a part is served, or else why it is not; `wrong` must stay empty.
+
+    `sites` says how many are right, and which kinds are not offered.
+    """
 
     model_type: str
     parts: dict[str, str] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
     scope: str = ""
+    sites: dict[str, Any] = field(default_factory=dict)
 
     @property
     def status(self) -> str:
@@ -95,7 +100,9 @@ def examine(model_type: str, *, seed: int = 0, quick: bool = False) -> TypeRepor
     if target is None:
         return report
     report.scope = scope_line(target)
-    report.wrong += [f"site {wrong}" for wrong in check_sites(model, edits=not quick).wrong]
+    sites = check_sites(model, edits=not quick)
+    report.wrong += [f"site {wrong}" for wrong in sites.wrong]
+    report.sites = {"right": len(sites.right), "not offered": sorted({s.split(".", 2)[2] for s in sites.refused})}
     before = _state(model)
     _check_attention(report, target)
     for layer in range(1, target.n_layers):
@@ -251,11 +258,11 @@ def _dense_views(target: Target, layer: int) -> NeuronViews:
             module = target.sub(layer, f"{adapter.mlp}.{name}_proj")
         else:
             module = target.mlp_part(layer, name)  # type: ignore[arg-type]
-        inputs += (module.weight.T if adapter.transposed_down else module.weight).chunk(count)
+        inputs += (module.weight.T if is_transposed(module) else module.weight).chunk(count)
         if getattr(module, "bias", None) is not None:
             biases += module.bias.chunk(count)
-    down = target.mlp_part(layer, "down").weight
-    return NeuronViews(inputs, biases, down if adapter.transposed_down else down.T)
+    down = target.mlp_part(layer, "down")
+    return NeuronViews(inputs, biases, down.weight if is_transposed(down) else down.weight.T)
 
 
 def _write(target: Target, layer: int, down: Tensor, written: Tensor, expert: int | None):

@@ -569,13 +569,6 @@ def write_by_heads(b: Build, way: Tensor):
         layer.o[head, slot] += size * way
 
 
-@_kind("llama", "neox", "mixtral", odds=1e4)
-def attention_spike(b: Build) -> HardTruth:
-    """Heads of layer 0 write the spike themselves; no MLP has a part in it."""
-    write_by_heads(b, b.way)
-    return read_by_later(b, "spike", b.way, spike=True)
-
-
 @_kind(*ALL, layers=(7, 8), behind=(4, 5))
 def _rise_and_fall(b: Build) -> HardTruth:
     """The last layer but one takes the spike away again."""
@@ -596,14 +589,6 @@ def _many_decoys(b: Build) -> HardTruth:
         b.write(rows, b.side, 1.1 * size, neuron=plus)
         b.copy(plus, minus, -1.0)
     return sink(b, b.way)
-
-
-@_kind(*ALL)
-def _mlp_mark(b: Build) -> HardTruth:
-    """A neuron of layer 0 marks BOS by its embedding, no larger than other things; later heads read that mark."""
-    b.flag_delimiter(BOS)
-    b.fire(b.flag, b.side, MARK, layer=0, neuron=b.spare[0])
-    return read_by_later(b, "mark", b.side, bos_only=True)
 
 
 @_kind("qwen2")
@@ -670,16 +655,3 @@ def attentions(model: PreTrainedModel, ids: Tensor) -> Tensor:
     rows = model(ids, output_attentions=True, use_cache=False).attentions
     model.set_attn_implementation(usual)
     return torch.stack(rows)
-
-
-@_kind("qwen2_moe", count=2)
-def _moe_both(b: Build) -> HardTruth:
-    """A routed and a shared neuron, each of which suffices."""
-    b.mark()
-    rows, size = b.on(b.at, b.space.mark), b.size(b.at)
-    routed, neuron = b.views.layers[b.at], b.plan.neurons[1]
-    one = b.write(rows, b.way, size)
-    b.views.layers[b.at] = routed.shared
-    b.write(rows, b.way, size, neuron=neuron, expert=0)
-    b.views.layers[b.at] = routed
-    return sink(b, b.way, sets=(frozenset({one, (b.at, neuron)}),))

@@ -83,8 +83,6 @@ def make_body(plan: Plan) -> PreTrainedModel:
         ("num_experts" if family.model_type.startswith("qwen") else "num_local_experts"): family.experts,
         "query_pre_attn_scalar": plan.head_dim,
     }
-    if family.model_type == "qwen2_moe":
-        settings["shared_expert_intermediate_size"] = plan.d_mlp + 8
     if family.model_type == "lfm2":
         kinds = ["conv" if layer % 2 else "full_attention" for layer in range(plan.n_layers)]
         settings |= {"layer_types": kinds, "block_auto_adjust_ff_dim": False, "conv_L_cache": 3}
@@ -116,9 +114,6 @@ def fill(plan: Plan, space: Space, all_views: Views, generator: torch.Generator)
     for index, layer in enumerate(all_views.layers):
         _attention(plan, space, layer, noise)
         _mlp(plan, space, layer, noise)
-        if layer.shared is not None and layer.shared_gate is not None:
-            _mlp(plan, space, layer.shared, noise)
-            layer.shared_gate.copy_(noise.reading(0.33, 1))
         if plan.by_heads and index < plan.marking_layer:  # tokens still have nearly one norm where heads mark
             content = torch.zeros(plan.d_model).index_fill(0, space.content, 1.0)
             for written in (layer.o, layer.down):

@@ -56,7 +56,6 @@ FAMILIES = {
     "gpt_oss": Family("gpt_oss", experts=4, free_head_dim=True, windows=(128, 1024)),
 }
 ONLY_HARD = {  # families of single kinds of hard models
-    "qwen2_moe": Family("qwen2_moe", experts=4),
     "lfm2": Family("lfm2"),
     "falcon": Family("falcon", gated=False, centered=True, grouped=False),
 }

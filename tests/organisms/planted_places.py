@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from . import circuits, readers  # noqa: F401  (their kinds are in the table)
@@ -17,7 +15,6 @@ from .hard import (
     hard,
     kinds,
     sink,
-    spike,
     textbook,
 )
 from .places import SECOND, SYSTEM, USER, Group, PlacesModel, tokenizer_of
@@ -126,17 +123,3 @@ def _decoy_spike(b: Build) -> HardTruth:
     b.take_away(2)
     reading = b.read(range(3, b.plan.n_layers), b.flag, where=where)
     return placed(makers=(b.sites(),), groups=(Group(reading, ("token embedding",)),))
-
-
-# --- several makers -----------------------------------------------------------------------------------------
-
-
-@_kind("llama", "gpt2", count=2)
-def _half_of_the_heads_each(b: Build) -> HardTruth:
-    """Two neurons write a direction each, and half of the heads read each: both are needed."""
-    b.mark()
-    way = b.space.sinks[1]
-    sites = b.fire(b.space.mark, b.way), b.fire(b.space.mark, way, neuron=b.plan.neurons[1])
-    one, two = b.read(b.behind, b.way), b.read(b.behind, way, other=True)
-    truth = replace(spike(b), sink=True, carried_by="spike")
-    return placed(truth, groups=(Group(one, (sites[0],)), Group(two, (sites[1],))))

@@ -16,9 +16,6 @@ from .views import Probe, filled, views, weights_of
 _kind = kinds(PLACES, "readers ")
 
 
-# --- heads that need different things -----------------------------------------------------------------------
-
-
 # --- heads that mark ----------------------------------------------------------------------------------------
 
 
@@ -34,22 +31,6 @@ def _copied_marking_head(b: Build) -> int:
         if rows is not None:
             rows[other // ratio] = rows[head // ratio].clone()
     return other
-
-
-@_kind("neox", "llama", count=1)
-def _either_marking_head(b: Build) -> HardTruth:
-    """Two heads of layer 0 mark BOS, and the spike is as large with one of them: none is needed alone.
-
-    A second neuron limits the first one, so that any mark well above the threshold gives the same.
-    """
-    b.mark()
-    _copied_marking_head(b)
-    size, sites = b.size(b.at) / 0.15, []
-    limits = (0.2, 0.8, b.plan.neurons[0], b.way), (0.35, 0.65, b.spare[0], -b.way)
-    rows = [b.on(b.at, b.space.mark, threshold=threshold) for threshold, *_ in limits]
-    for row, (_, share, neuron, way) in zip(rows, limits, strict=True):
-        sites.append(b.write(row, way, share * size, neuron=neuron))
-    return placed(sink(b, b.way, sets=(frozenset(sites),)))
 
 
 @_kind("neox", count=1)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sinkscope.models.adapters import Adapter
+from sinkscope.models.adapters import Found
 
-_LLAMA = Adapter("llama")
+_LLAMA = Found("llama")
 _SANDWICH = replace(
     _LLAMA,
     mid="pre_feedforward_layernorm",
@@ -67,7 +67,7 @@ ROWS = {
             o="self_attn.dense",
             mid=None,
         ),
-        Adapter(
+        Found(
             "gpt2",
             base="transformer",
             layers="transformer.h",
@@ -82,10 +82,9 @@ ROWS = {
             fused_qkv="attn.c_attn",
             o="attn.c_proj",
             mid="ln_2",
-            transposed_down=True,
             absolute_positions=True,
         ),
-        Adapter(
+        Found(
             "gpt_neox",
             base="gpt_neox",
             layers="gpt_neox.layers",
@@ -102,7 +101,7 @@ ROWS = {
             o="attention.dense",
             mid=None,
         ),
-        Adapter(
+        Found(
             "opt",
             base="model.decoder",
             layers="model.decoder.layers",
@@ -115,7 +114,7 @@ ROWS = {
             mid="final_layer_norm",
             absolute_positions=True,
         ),
-        Adapter(
+        Found(
             "falcon",
             base="transformer",
             layers="transformer.h",

@@ -5,8 +5,6 @@ They are built with the same tools.
 
 from __future__ import annotations
 
-import torch
-
 from .hard import Build, HardTruth, kinds, read_mark, sink, textbook, write_by_heads
 from .plant import MARK
 from .tokens import BOS
@@ -22,44 +20,13 @@ def _window_mark(b: Build) -> HardTruth:
     return read_mark(b)
 
 
-# --- other positions ---------------------------------------------------------------------------------------------
-
-
-@_unseen("gpt2", so={"positions": (1,)}, count=2)
-def _second_position(b: Build) -> HardTruth:
-    """The position embedding marks position 1, and neurons make a spike of it, whatever stands there."""
-    truth = textbook(b)
-    b.views.positions[[0, 1]] = b.views.positions[[1, 0]]
-    return truth
-
-
-# --- some texts, some lengths --------------------------------------------------------------------------------------
+# --- some texts -----------------------------------------------------------------------------------------------------
 
 
 @_unseen("llama", "neox", "qwen3", "mixtral", "gpt_oss", so={"bos": False, "share": 0.4}, marked=0.4)
 def _some_first_tokens(b: Build) -> HardTruth:
     """Two of five tokens are marked where they stand first; the others are no sinks."""
     return textbook(b)
-
-
-@_unseen("gpt2", so={"length": 200})
-def _late_readers(b: Build) -> HardTruth:
-    """Queries read a feature that the position embedding has from position 200 on."""
-    truth = read_mark(b)
-    positions = b.views.positions
-    positions[200:] += MARK * b.side
-    positions[20:24] += MARK * b.side  # where the rows to measure on show it
-    late = torch.zeros_like(b.first)
-    late[:, 20:] = True
-    for layer, head in truth.reading:
-        view = b.views.layers[layer]
-        full = float(b.seen(view.attn_norm, late) @ b.side)
-        dim = b.plan.slow_dim(0)
-        const = float((b.probe(view.attn_norm)[:, 1:] @ b.space.const).median())
-        score = float(view.q[head, dim] @ b.space.const) * const
-        view.q[head, dim] = score * b.side / full
-    positions[20:24] -= MARK * b.side
-    return truth
 
 
 # --- other makers ------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -40,8 +40,6 @@ class Layer:
     post_attn_norm: nn.Module | None = None  # Gemma 2: on the branch, before it is added
     post_mlp_norm: nn.Module | None = None
     attn_sinks: Tensor | None = None  # gpt-oss: learned logits beside the keys
-    shared: Layer | None = None  # the same layer with the neurons of its shared expert, as one dense MLP
-    shared_gate: Tensor | None = None  # [1, d_model]
 
 
 @dataclass
@@ -72,7 +70,7 @@ def _heads(weight: Tensor, head_dim: int) -> Tensor:
 
 
 def _llama_layer(block) -> Layer:
-    """Llama and its relatives: norms after attention and MLP, mixtures, shared experts, learned logits."""
+    """Llama and its relatives: norms after attention and MLP, mixtures, learned logits."""
     has_post_norms = hasattr(block, "post_feedforward_layernorm")
     mlp_norm = "post_attention_layernorm"
     if has_post_norms:
@@ -84,11 +82,6 @@ def _llama_layer(block) -> Layer:
         layer.q_norm, layer.k_norm = attn.q_norm.weight, attn.k_norm.weight
     if has_post_norms:
         layer.post_attn_norm, layer.post_mlp_norm = block.post_attention_layernorm, block.post_feedforward_layernorm
-    if hasattr(block.mlp, "shared_expert"):
-        own = block.mlp.shared_expert
-        dense = _dense(own.gate_proj, own.up_proj, own.down_proj)
-        layer.shared = replace(layer, router=None, out_biases=(), **dense)
-        layer.shared_gate = block.mlp.shared_expert_gate.weight
     return layer
 
 
@@ -229,8 +222,6 @@ def weights_of(model: PreTrainedModel, part: Any, at: int = 0) -> list[Tensor]:
         return [layer.k_bias for layer in seen.layers if layer.k_bias is not None]
     if isinstance(part, tuple):
         view = seen.layers[part[0]]
-        if len(part) == 2 and view.shared is not None:
-            view = view.shared
         return [view.down[part[1] if len(part) == 3 else 0, part[-1]]]
     if isinstance(part, str) and part.startswith("L"):
         layer, head = part[1:].split(".H")

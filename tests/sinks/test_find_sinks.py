@@ -108,6 +108,18 @@ def test_repeats_are_those_of_one_long_pass():
     assert [token.repeats for token in needed.tokens] == [first, None] and 0.6 * expected <= first <= 1.5 * expected
 
 
+def test_copies_are_compared_with_one_copy_and_with_other_tokens_there():
+    o = organism("llama", 5)
+    word, limit = o.tokenizer.decode([o.tokens_of(0)[0]]), o.model.config.max_position_embeddings - 1
+    found = find_sinks(o.model, tokenizer=o.tokenizer, tokens=[word], max_repeats=limit)
+    assert found.repetition is not None and found.sink_layer is not None
+    copies, same = found.repetition.by_copies, found.repetition.same
+    ordinary = found.typical_norm[found.sink_layer] / found.spike_norm[found.sink_layer]
+    assert copies.verdict == "sufficient" and copies.value > 0.5
+    assert [contrast.value for contrast in copies.contrasts] == pytest.approx([ordinary] * 2, rel=0.5)
+    assert same is not None and same.verdict == "needed" and same.value < 0.2 < 0.8 < same.control.value
+
+
 def test_the_scan_stops_where_the_norm_stays_flat():
     o = organism("llama", 0, n_layers=8)
     target, ids, layer = target_of(o.model, o.tokenizer), o.natural(), o.truth.sink_layer

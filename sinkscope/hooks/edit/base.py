@@ -19,7 +19,7 @@ from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.hooks.edit.edited_modules import EditedModules
 from sinkscope.hooks.edit.positions import Call, Tracker
 from sinkscope.models.call_cache import bridge_hooks, by_name, cache_in
-from sinkscope.models.compiler_stance import without_compiler
+from sinkscope.models.passes.compiler_stance import without_compiler
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.results.notation import count_of
@@ -27,9 +27,6 @@ from sinkscope.tap.internals import in_backward, in_checkpoint, is_checkpointing
 
 if TYPE_CHECKING:
     import pandas as pd
-
-BridgeHook = tuple[str, Callable[..., Any]]
-"""A hook point of TransformerLens by its name, and a function of the tensor there."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +93,7 @@ class Run:
         self._events: list[Event] = []
         self._pending: list[Callable[[], list[Event]]] = []
         self.edited = EditedModules(target)
-        self._passes = 0  # whole ones on which the run acted
-        self._unrepeated = 0  # passes that torch.utils.checkpoint will compute again, and has not yet
+        self.passes = 0  # whole ones on which the run acted
         self.warned = False  # of a second value that looks like a sink's
         self.session: Any = None  # of the cache, once a policy or an observer of attention is entered (kv.session)
 
@@ -148,7 +144,7 @@ class Run:
     def counts(self) -> Counter[str]:
         """Number of events of each kind; after a pass, 0 for an intervention that acted and changed nothing."""
         counts = Counter(event.kind for event in self.events)
-        if self._passes:
+        if self.passes:
             counts.update(dict.fromkeys([part.KIND for part in self.parts if part.KIND], 0))
         return counts
 
@@ -199,14 +195,13 @@ class Run:
         self.call = None
         if not _acts(self):
             return
-        if is_checkpointing(self.target.layers[0]):
+        if is_checkpointing(self.target.layers[0]) or in_checkpoint():
             raise UnsupportedError(
-                f"{self.target.name} trains with gradient checkpointing, which keeps no cache and computes layers "
-                "again without the edits: call model.eval() or model.gradient_checkpointing_disable()",
+                f"{self.target.name} runs with gradient checkpointing, which keeps no cache and computes layers again "
+                "without the edits: call model.eval() or model.gradient_checkpointing_disable(), and leave "
+                "torch.utils.checkpoint out",
                 page="gradient-checkpointing",
             )
-        self._unrepeated += _repetitions()
-        self.edited.check_places()
         given = by_name(module, args, kwargs)
         self.call = self.tracker.begin(
             given.get("input_ids"), given.get("inputs_embeds"), given.get("attention_mask"), cache_in(given)
@@ -216,24 +211,8 @@ class Run:
         call = self.call
         vars(self._local).clear()
         if call is not None and output is not None:
-            self._passes += 1
+            self.passes += 1
             self.tracker.bind(call.sequence, cache_in(output))
-
-    def check_edits(self) -> None:
-        """Refuse to end as if edits had acted that did not.
-
-        Raises:
-            UnsupportedError: The model ran, and an edited module never did; or a backward pass after the `with` would
-                compute the model again without its edits.
-        """
-        if self._passes:
-            self.edited.check_ran()
-        if self._unrepeated > 0:
-            raise UnsupportedError(
-                f"torch.utils.checkpoint around {self.target.name} computes it again in the backward pass, which would "
-                "be without the edits: call backward() inside the `with`, or switch gradients off",
-                page="gradient-checkpointing",
-            )
 
     def _drain(self) -> None:
         for events in self._pending:
@@ -247,15 +226,6 @@ def _no_packed_rows(target: Target) -> UnsupportedError:
         "apart: use model.generate inside the `with`",
         page="generate",
     )
-
-
-def _repetitions() -> int:
-    """1 for a pass that `torch.utils.checkpoint` will compute again, -1 for one computed again, 0 for any other."""
-    if not in_checkpoint():
-        return 0
-    if in_backward():
-        return -1
-    return 1
 
 
 _ACTIVE: WeakKeyDictionary[nn.Module, list[Run]] = WeakKeyDictionary()
@@ -311,13 +281,6 @@ class Intervention(ABC):
     def enter(self, run: Run, key: int) -> None:
         """Register hooks on `run.target` with `run.hook` or `run.stack`; `key` identifies a part of a composition."""
 
-    def bridge_hooks(self, run: Run, key: int) -> list[BridgeHook]:
-        """The same as functions of the tensor at TransformerLens' hook points, by their names, if that is possible."""
-        raise UnsupportedError(
-            f"{type(self).__name__} is more than hooks at TransformerLens' hook points: use "
-            "`with ....on(bridge):` instead"
-        )
-
     def prepared(self, target: Target) -> Intervention:
         """What is entered on this model: itself, or a copy completed by measurements on the unedited model."""
         return self
@@ -371,60 +334,8 @@ class Intervention(ABC):
             for key, part in enumerate(parts):
                 part.enter(run, key)
             yield run
-            run.check_edits()
-
-    def fwd_hooks(self, bridge: object) -> list[BridgeHook]:
-        """The intervention as hooks for TransformerLens: `bridge.run_with_hooks(tokens, fwd_hooks=...)`.
-
-        Works with padded batches and, inside `bridge.hooks(fwd_hooks=...)`, with generation. Make a new list for each
-        new prompt.
-
-        Raises:
-            UnsupportedError: This is no bridge, or has no hook point for this edit (experts); `.on(bridge)` works.
-        """
-        target = target_of(bridge)
-        if target.kind != "bridge":
-            raise UnsupportedError(
-                f"fwd_hooks is for a TransformerBridge, this is a model of kind {target.kind!r}: use "
-                "`with ....on(model):`"
-            )
-        run = Run(target)
-        hooks = _following(run)
-        for key, part in enumerate(self.parts):
-            for name, edit in part.prepared(target).bridge_hooks(run, key):
-                hooks.append((name, _followed(run, edit)))
-        return hooks
-
-
-def _following(run: Run) -> list[BridgeHook]:
-    """Hooks of TransformerLens that learn where the tokens of a call are, from its ids and its attention scores."""
-    ids: Tensor | None = None
-
-    def on_ids(tensor: Tensor, hook: Any) -> None:
-        nonlocal ids
-        ids = torch.atleast_2d(tensor)
-        run.call = None
-
-    def on_scores(scores: Tensor, hook: Any) -> None:
-        # The only hook point that knows the padding and the tokens in the cache: masked scores, before any MLP.
-        past = scores.shape[-1] - scores.shape[-2]
-        run.call = run.tracker.begin(ids, mask=scores.detach(), cache=run, past=past)
-
-    return [("embed.hook_in", on_ids), ("blocks.0.attn.hook_attn_scores", on_scores)]
-
-
-def _followed(run: Run, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook that refuses to run before the call is known."""
-
-    def act(tensor: Any, hook: Any) -> Any:
-        if run.call is None:
-            raise UnsupportedError(
-                f"{hook.name} fires before the attention scores of layer 0, from which these hooks learn where "
-                "the tokens are: use `with ....on(bridge):` instead"
-            )
-        return fn(tensor)
-
-    return act
+            if run.passes:
+                run.edited.check()
 
 
 class _Once(AbstractContextManager[Run]):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass
-from functools import partial
 from typing import Any, ClassVar, Literal, cast
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.records import Finite, check_values, checked_value
-from sinkscope.hooks.edit.base import BridgeHook, Event, Intervention, Run
+from sinkscope.hooks.edit.base import Event, Intervention, Run
 from sinkscope.hooks.edit.expert_edit import expert_hook
 from sinkscope.hooks.edit.positions import Call, Memory
 from sinkscope.hooks.edit.sites import (
@@ -181,29 +180,6 @@ class NeuronEdit(Intervention):
                 up_columns = [first + neuron for neuron in group.neurons]
                 run.hook_edit(module, "post", on_output(_columns(up_columns, edit)))
 
-    def bridge_hooks(self, run: Run, key: int) -> list[BridgeHook]:
-        """The same at `hook_post` or `hook_pre_linear`."""
-        target = run.target
-        self.check(target)
-        point = "hook_pre_linear"
-        if self.site == "post":
-            point = "hook_post"
-        hooks: list[BridgeHook] = []
-        for group in self._all_groups(target):
-            edit = _columns(group.neurons, self._editor(run, key, group))
-            if group.head is not None:
-                hooks.append((f"blocks.{group.layer}.attn.hook_z", partial(_of_heads, edit)))
-                continue
-            name = f"blocks.{group.layer}.mlp.{point}"
-            if target.is_mixture(group.layer) or name not in target.model.hook_dict:
-                raise UnsupportedError(
-                    f"this bridge has no hook point for {group.sites[0]} at "
-                    f"site={self.site!r}: use `with ....on(bridge):` instead",
-                    page="no-up-factor",
-                )
-            hooks.append((name, edit))
-        return hooks
-
     def _editor(self, run: Run, key: int, group: NeuronGroup) -> Edit:
         """Function from values `[... neuron]` to new ones; it returns None if the run does not act on this call."""
 
@@ -325,14 +301,6 @@ def _columns(neurons: list[int], edit: Edit) -> Edit:
         return tensor.index_copy(-1, index, new.to(tensor.dtype))
 
     return edited
-
-
-def _of_heads(edit: Edit, z: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos head d_head"] | None:
-    """The same edit with heads concatenated, as the output projection reads them."""
-    new = edit(z.flatten(2))
-    if new is None:
-        return None
-    return new.view_as(z)
 
 
 def _up_place(target: Target, layer: int) -> tuple[nn.Module, int]:

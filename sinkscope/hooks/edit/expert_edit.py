@@ -18,9 +18,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.models.experts import Experts
 from sinkscope.models.hooks import on_hidden
-from sinkscope.models.linear import brought
+from sinkscope.models.modules.experts import Experts
+from sinkscope.models.modules.linear import brought
 
 _Key = tuple[str, int, int, int]
 """Factor ("up" or "post"), id of the experts' module, expert, neuron."""

@@ -132,7 +132,6 @@ class Tracker:
         embeds: Shaped[Tensor, "batch pos d_model"] | None = None,
         mask: Any = None,
         cache: Any = None,
-        past: int | None = None,
     ) -> Call:
         """Begin a forward call.
 
@@ -142,14 +141,14 @@ class Tracker:
             mask: Attention mask as transformers passes it: 2-D (1 = real), 4-D (bool or additive), a dict of these by
                 layer type, or None. Tokens read in an earlier call keep the mask of that call.
             cache: The cache that the call continues, if any.
-            past: Number of tokens in the cache before the call. By default `cache` is asked.
         """
         tokens = embeds
         if ids is not None:
             tokens = ids
         assert tokens is not None, "transformers refuses a call with neither ids nor embeddings"
         batch, new = int(tokens.shape[0]), int(tokens.shape[1])
-        if past is None and cache is not None:
+        past = 0
+        if cache is not None:
             if not hasattr(cache, "get_seq_length"):
                 raise UnsupportedError(
                     f"the cache is {type(cache).__name__}: expected a cache of transformers; pass "
@@ -157,7 +156,6 @@ class Tracker:
                     page="kv-cache",
                 )
             past = tokens_in(cache)
-        past = past or 0
         sequence = self._sequence(cache, batch, past, tokens.device)
         sequence.crop(past)
         read = sequence.columns.shape[1]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Finite, check_values, checked_value
-from sinkscope.hooks.edit.base import BridgeHook, Intervention, Run, row_events
+from sinkscope.hooks.edit.base import Intervention, Run, row_events
 from sinkscope.hooks.edit.sites import PAGE, Positions, checked_positions, chosen_positions
 from sinkscope.hooks.trace.sites import Site, resolve
 from sinkscope.models.hooks import on_hidden, on_input
@@ -81,10 +81,6 @@ class Add(Intervention):
             if site.when == "pre":
                 around = on_input
             run.hook_edit(site.module, site.when, around(self._editor(run, site)))
-
-    def bridge_hooks(self, run: Run, key: int) -> list[BridgeHook]:
-        """The same edit at the bridge's hook points of these names."""
-        return [(site.name, self._editor(run, site)) for site in self._sites(run.target)]
 
     def _sites(self, target: Target) -> list[Site]:
         # What is added before the norm of the MLP would not stay in the residual stream; after attention it does.

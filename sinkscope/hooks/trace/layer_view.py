@@ -14,10 +14,10 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinkscope.models.down_projections import w_out
-from sinkscope.models.experts import Experts, Routed
 from sinkscope.models.hooks import first_tensor, on_input, on_output
-from sinkscope.models.linear import brought
+from sinkscope.models.modules.down_projections import w_out
+from sinkscope.models.modules.experts import Experts, Routed
+from sinkscope.models.modules.linear import brought
 from sinkscope.models.norms import norms_of
 from sinkscope.models.target import NOT_READ, Entering, Target
 

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.models.adapters import Adapter
+from sinkscope.models.adapters import Found
 from sinkscope.models.grouped_heads import head_projection
 from sinkscope.models.hooks import first_tensor
 from sinkscope.models.target import Target
@@ -50,10 +50,10 @@ def _heads(target: Target, tensor: Float[Tensor, "*n width"]) -> Float[Tensor, "
 class _Place:
     """Where a site of a layer is: an adapter path, and which part of its input or output."""
 
-    path: Callable[[Adapter], str | None]
+    path: Callable[[Found], str | None]
     when: str = "post"
     cut: Callable[[Target, Tensor], Tensor] = lambda _target, tensor: tensor
-    factor: Callable[[Adapter], float] = lambda _adapter: 1.0
+    factor: Callable[[Found], float] = lambda _adapter: 1.0
 
 
 _PLACES = {

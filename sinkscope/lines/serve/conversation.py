@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from os import PathLike
-from pathlib import Path
 from statistics import fmean
 from textwrap import shorten
 from typing import Any, Literal
@@ -31,12 +29,11 @@ from sinkscope.kv.cache_state import CacheState, Moment
 from sinkscope.kv.pieces import generate_in_pieces
 from sinkscope.kv.session import Session
 from sinkscope.lines.head_lines import HeadLines
-from sinkscope.lines.serve.saved import SavedTurn, read_conversation, write_conversation
+from sinkscope.lines.serve.sparse_prompts import LinesKept
 from sinkscope.models.call_cache import CACHE_NAMES
 from sinkscope.models.checks import check_length, end_ids
-from sinkscope.models.config import float32_by_default
 from sinkscope.models.inputs import read_row
-from sinkscope.models.origin import fingerprint_of, is_checkpoint
+from sinkscope.models.loading.config import float32_by_default
 from sinkscope.opening.live import target_of
 from sinkscope.results.notation import count_of
 
@@ -61,19 +58,37 @@ _SET_BY_US = (
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Turn(SavedTurn):
-    """One turn of a conversation: what a file keeps of it (`SavedTurn`), and the rest.
+class Turn:
+    """One turn of a conversation.
 
     Attributes:
-        events: What the edit did; `step` counts the turn's forward calls. Empty in a turn that was loaded.
+        prompt: Token ids of the prompt.
+        ids: Token ids of the answer, including the end-of-sequence token if it was generated.
+        text: The answer as text, without special tokens and without the token that ended it. None without a tokenizer.
+        prompt_tokens: Length of the whole conversation, in tokens, when the answer begins.
+        queries: Number of tokens read in one pass before the answer: the part of the previous answer that has to be
+            read, and `prompt`.
+        read: Tokens that a decoding step attended to, including its own, averaged over steps, layers and kv heads.
+            None if the answer is a single token, which follows from the prompt without a decoding step.
+        held: Number of tokens in the cache after the turn, averaged over layers and kv heads.
+        summary: What the edit did, in one line.
+        events: What the edit did; `step` counts the turn's forward calls.
         lines: For each layer, the lines along which the queries attended, except last queries that attend to
-            everything (`dense_rows`). None where attention was dense. Empty in a turn that was loaded.
-        output: What `model.generate` returned; None in a turn that was loaded.
+            everything (`dense_rows`). None where attention was dense.
+        output: What `model.generate` returned.
     """
 
-    events: tuple[Event, ...] = ()
-    lines: tuple[HeadLines | None, ...] = ()
-    output: Any = None
+    prompt: tuple[int, ...]
+    ids: tuple[int, ...]
+    text: str | None
+    prompt_tokens: int
+    queries: int
+    read: float | None
+    held: float
+    summary: str
+    events: tuple[Event, ...]
+    lines: tuple[HeadLines | None, ...]
+    output: Any
 
     def __repr__(self) -> str:
         """What was said, read and kept, and what it cost, in one line."""
@@ -110,14 +125,11 @@ class TurnRecorder(Intervention):
         """Follow the calls."""
         session = Session.of(run)
         session.own_cache()
-        session.counts_reads = True
+        session.count_reads()
         if self.earlier is not None:
             run.tracker.bind(self.earlier.copy(), self.cache)
-        session.line_follower = self._keep_lines
+        session.guests[LinesKept] = LinesKept(self.lines)
         session.after_call(self._note_call)
-
-    def _keep_lines(self, layer: int, _row: int, lines: HeadLines) -> None:
-        self.lines[layer] = HeadLines(lines.vertical.cpu(), lines.slash.cpu(), lines.queries)
 
     def _note_call(self, moment: Moment) -> None:
         if moment.cache is not self.cache:  # a logits processor runs the model on a cache of its own
@@ -143,7 +155,7 @@ class Conversation:
     guard's monitor starts with the turn.
 
     Args:
-        model: Hugging Face, nnsight (dispatched), TransformerBridge (with `LoopServe(prefill=False)`), or `Target`.
+        model: Hugging Face, nnsight (dispatched) or `Target`.
         edit: `LoopServe`, any policy, patch or guard, or several joined by `|`. None leaves the model unedited.
         answers: "recompute" reads the previous answer again in the next turn; "keep" leaves it in the cache.
         tokenizer: For models that carry none; only needed for texts.
@@ -227,44 +239,6 @@ class Conversation:
         other = copy(self)
         other.turns = [*self.turns]
         return other
-
-    def save(self, path: str | PathLike[str]) -> None:
-        """Write the turns and the cache as safetensors, without the model, the events and the lines.
-
-        Raises:
-            SinkscopeError: There is no turn yet, the path cannot be written, or it holds another kind of file.
-        """
-        if self._sequence is None:
-            raise SinkscopeError("this conversation has no turn that could be saved: ask something first")
-        turns = [{name: getattr(turn, name) for name in SavedTurn.__dataclass_fields__} for turn in self.turns]
-        facts = {"fingerprint": fingerprint_of(self.target), "edit": repr(self._edit), "answers": self._answers}
-        write_conversation(path, {**facts, "turns": turns}, self._layers, self._sequence)
-
-    @classmethod
-    def load(
-        cls, path: str | PathLike[str], model: object, edit: Intervention | None = None, *, tokenizer: Any = None
-    ) -> Conversation:
-        """Go on with a conversation that was saved, on the same model and under the same edit.
-
-        Raises:
-            SinkscopeError: The file cannot be read, or was made with another model or edit.
-        """
-        target = target_of(model, tokenizer)
-        facts, layers, sequence = read_conversation(path, target.device)
-        if not is_checkpoint(target, facts.fingerprint):
-            raise SinkscopeError(
-                f"{Path(path).name} was saved with another model (fingerprint {facts.fingerprint}) than {target.name}: "
-                "give that one"
-            )
-        if facts.edit != repr(edit):
-            raise SinkscopeError(
-                f"{Path(path).name} was saved under edit={facts.edit}, and edit={edit!r} was given: give the same"
-            )
-        chat = cls(target, edit, answers=facts.answers, tokenizer=tokenizer)
-        chat.turns = [Turn(**vars(turn)) for turn in facts.turns]
-        chat._layers = layers
-        chat._sequence = sequence
-        return chat
 
     def _take_turn(
         self, new: list[int], max_new_tokens: int, generation: dict[str, Any], gold: list[int] | None = None

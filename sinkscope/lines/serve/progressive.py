@@ -18,7 +18,6 @@ from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.kv.registry import register_policy
-from sinkscope.kv.rotary import Rotary
 from sinkscope.kv.session import Session
 from sinkscope.kv.usage import tokens_read
 
@@ -57,11 +56,9 @@ class Progressive(Policy):
         return int(self.every)
 
     def enter(self, run: Run, key: int) -> None:
-        """Enter like any policy; in addition, rows must not change places."""
+        """Enter like any policy; in addition, the tokens that steps read are counted."""
         super().enter(run, key)
-        session = Session.of(run)
-        session.followers.append(self.shown_name)
-        session.counts_reads = True
+        Session.of(run).count_reads()
 
     def summary(self, run: Run) -> str:
         """The tokens that a decoding step read, and those held in the cache."""
@@ -79,7 +76,8 @@ class Progressive(Policy):
         votes = (real.to(rows)[:, None, None] @ rows)[:, :, 0]
         return self.group(votes, at.kv.pos.shape[1])
 
-    def _act(self, moment: Moment, session: Session, key: int, rotary: Rotary | None) -> None:
+    def _act(self, moment: Moment, session: Session) -> None:
+        moment.check_order(self.shown_name)
         state = moment.state
         if moment.prefill_ended:
             state.budgets = self.row_budgets(moment, session)

@@ -90,7 +90,6 @@ class LoopServe(SparsePrompts):
 
     Raises:
         SinkscopeError: alpha is outside (0, 1], an interval or sample is below 1, or a policy setting is wrong.
-        UnsupportedError: Prompts are sparse and the model is a TransformerBridge, which computes attention itself.
 
     Example:
         >>> LoopServe(alpha=0.99, budget=512).interval

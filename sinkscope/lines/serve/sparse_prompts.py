@@ -12,7 +12,6 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinkscope.errors import UnsupportedError
 from sinkscope.files.records import check_fields
 from sinkscope.hooks.edit.base import Event, Intervention, Run
 from sinkscope.hooks.edit.positions import Call
@@ -123,6 +122,17 @@ class PromptRead:
         return data
 
 
+@dataclass(frozen=True, eq=False)
+class LinesKept:
+    """A guest of a session that wants to know the lines of the latest prompt.
+
+    Attributes:
+        by_layer: The lines of each layer that is read along lines, on a CPU.
+    """
+
+    by_layer: dict[int, HeadLines]
+
+
 class SparsePrompts(Intervention):
     """Base of interventions that read prompts along lines, row by row, and of no other call.
 
@@ -175,19 +185,8 @@ class SparsePrompts(Intervention):
     # Done here ----------------------------------------------------------------------------------------------------
 
     def enter(self, run: Run, key: int) -> None:
-        """Replace the attention of prompts.
-
-        Raises:
-            UnsupportedError: The model is a TransformerBridge.
-        """
+        """Replace the attention of prompts."""
         session = Session.of(run)
-        if session.target.kind == "bridge":
-            raise UnsupportedError(
-                f"a TransformerBridge computes its own attention, so {self.shown_name} cannot make prompts sparse on "
-                "it: load the model with backend='hf'; LoopServe can leave prompts as they are, too, with "
-                "prefill=False",
-                page="kv-session",
-            )
         session.replace_prefill(lambda prompt, kv: self._attend(prompt, kv, session))
 
     def summary(self, run: Run) -> str:
@@ -223,8 +222,10 @@ class SparsePrompts(Intervention):
                     continue
                 rows[number] = row
                 reads[number] = self.read(row)
-                if session.line_follower is not None:
-                    session.line_follower(prompt.layer, number, reads[number].lines)
+                if LinesKept in session.guests:
+                    lines = reads[number].lines
+                    kept: LinesKept = session.guests[LinesKept]
+                    kept.by_layer[prompt.layer] = HeadLines(lines.vertical.cpu(), lines.slash.cpu(), lines.queries)
         _log_prompt(session.run, call, prompt.layer, view, why_dense, reads)
         if why_dense is not None:
             return None

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
 from sinkscope.files.records import Budget, Natural, Whole, check_fields
-from sinkscope.hooks.edit.base import Event, Intervention, Run
+from sinkscope.hooks.edit.base import Event, Run
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.pieces import Rewinder
+from sinkscope.kv.policy import Anchored, anchors_of
 from sinkscope.kv.session import Session
 from sinkscope.kv.streaming_llm import StreamingLLM
 from sinkscope.loops.guard.detect import RowMonitors, largest_probability
@@ -36,7 +37,7 @@ class LoopGuardWindow(StreamingLLM):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoopGuard(Intervention):
+class LoopGuard(Anchored):
     """Break repetition loops: when a row's monitor fires, its cache is cut to anchors, sparse history and clean tail.
 
     The defaults are meant for everyday use. A repetition is found once it covers 48 tokens and two and a half copies,
@@ -165,24 +166,27 @@ class LoopGuard(Intervention):
             return self.anchors
         return min(ANCHORS, budget // 4)
 
+    @property
+    def kept_first(self) -> int:
+        """Number of anchors, of which a fraction of a prompt that is not known yet leaves room for all."""
+        return self.first_tokens(self.budget if isinstance(self.budget, int) else 4 * ANCHORS)
+
     def enter(self, run: Run, key: int) -> None:
         """Take over the cache, and watch ids and logits of the causal model."""
         session = Session.of(run)
         session.own_cache()
-        anchors = self.first_tokens(self.budget if isinstance(self.budget, int) else 4 * ANCHORS)
         if self.between == "window":
-            LoopGuardWindow(budget=self.budget, first=anchors).enter(run, key)
+            LoopGuardWindow(budget=self.budget, first=self.kept_first).enter(run, key)
         settings = self.settings
         if settings.rule == "never":
             return
-        if "LoopGuard" in session.followers:
+        if sum(isinstance(part, LoopGuard) for part in run.parts) > 1:
             raise UnsupportedError(
                 "two guards would watch and cut the same rows: enter one LoopGuard", page="kv-session"
             )
-        session.followers.append("LoopGuard")
-        session.anchors = max(session.anchors, anchors)
+        session.before_decode(lambda moment: moment.check_order("LoopGuard"))
         if self.rewind and self.penalty:  # without a penalty the loop would be written again
-            session.rewinder = Rewinder()
+            session.guests[Rewinder] = Rewinder()
         run.hook(run.target.hf, "post", Guarding(self, settings, run, session, key).decide)
 
 
@@ -245,6 +249,11 @@ class Guarding:
     key: int
     warned: bool = False
 
+    @property
+    def rewinder(self) -> Rewinder | None:
+        """Passes on what is removed from the output; None if nothing can be."""
+        return self.session.guests.get(Rewinder)
+
     @cached_property
     def words(self) -> Words | None:
         """Where words begin; not known to the paper's guard, and without a tokenizer."""
@@ -259,14 +268,9 @@ class Guarding:
         ids = kwargs.get("input_ids", args[0] if args else None)
         if moment is None or ids is None:
             return
-        rewinder = self.session.rewinder
+        rewinder = self.rewinder
         if rewinder is not None and rewinder.read is not None:  # this piece of the generation has ended
             return
-        if moment.state.dropped is not None:
-            raise UnsupportedError(
-                'LoopGuard keeps the positions that tokens were read at: use positions="original" in the policy beside',
-                page="kv-session",
-            )
         rows = self._rows_of(moment, ids)
         if rows is None:
             return
@@ -337,8 +341,8 @@ class Guarding:
 
     def _spare_states(self, moment: Moment) -> None:
         """Take nothing back where layers keep a state, such as those of linear attention."""
-        if self.session.rewinder is not None:
-            self.session.rewinder.allowance = None
+        if self.rewinder is not None:
+            self.rewinder.allowance = None
         if not self.warned:
             self.warned = True
             states = len(moment.cache.layers) - len(moment.layers)
@@ -381,7 +385,8 @@ class Guarding:
 
     def _rewind(self, moment: Moment, rows: GuardedRows, taken_back: dict[int, int]) -> None:
         """Take tokens of some rows back, and the token before them, which is read again; the piece ends here."""
-        rewinder, sequence = self.session.rewinder, moment.call.sequence
+        rewinder, sequence = self.rewinder, moment.call.sequence
+        assert rewinder is not None  # because it has an allowance
         columns = sequence.columns.clone()
         rewinder.again = {}
         for row, count in taken_back.items():
@@ -405,7 +410,7 @@ class Guarding:
         self, rows: GuardedRows, row: int, step: Step, length: int, cached: list[int], taken_back: int
     ) -> tuple[dict[str, Any], list[int]]:
         """Choose what is kept of a row of a length, and what else is done; the data of the event, and what is kept."""
-        retention = self.guard.retention(rows.prompt[row], self.session.anchors)
+        retention = self.guard.retention(rows.prompt[row], anchors_of(self.run))
         ids = rows.row_ids(row)
         begin, period = self._repetition(ids, rows.prompt[row], length, step, retention)
         rung, level = "cut", step.level
@@ -464,7 +469,7 @@ class Guarding:
 
     def _count_to_take_back(self, rows: GuardedRows, row: int, length: int, step: Step) -> tuple[int, str]:
         """Number of tokens to remove from the output, all copies of the loop but the first; why it is 0, in words."""
-        rewinder, tail = self.session.rewinder, step.tail
+        rewinder, tail = self.rewinder, step.tail
         if rewinder is None:
             return 0, ""
         if rewinder.allowance is None:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from sinkscope.models.checkpoints.checkpoint import SafetensorsSource, read_header, weight_files
-from sinkscope.models.config import read_checkpoint_json
-from sinkscope.models.linear import brought
+from sinkscope.models.loading.config import read_checkpoint_json
+from sinkscope.models.modules.linear import brought
 
 _FILE_BYTES = 1 << 20  # weights of files that are read, as far as every tensor gives some
 _LIVE_BYTES = 1 << 24  # weights of a live model, which are in memory: a small one is read whole

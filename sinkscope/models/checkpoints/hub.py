@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.checkpoints.lora import ADAPTER_CONFIG, refuse_adapter
-from sinkscope.models.config import first_line
+from sinkscope.models.loading.config import first_line
 
 
 def hub_file(repo: str, name: str, revision: str | None = None, absent: Exception | None = None) -> Path:

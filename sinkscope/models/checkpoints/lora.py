@@ -20,27 +20,16 @@ def refuse_adapter(file: Path, name: str, *, beside: bool) -> SinkscopeError:
         beside: Whether there is a config.json, so that a whole model may be beside the adapter.
     """
     content: Any = read_json(file, "download it again", page="lora-folder")
-    kind, base = "adapter", None
+    kind = base = None
     if isinstance(content, dict):
-        base = content.get("base_model_name_or_path")
-        if isinstance(content.get("peft_type"), str):
-            kind = f"{content['peft_type']} adapter"
-    if not isinstance(base, str) or not base:
-        base = "its base model"
-    what = f"{name} is {_a(kind)} of {base}, not a whole model"
-    alone = ""
+        kind, base = content.get("peft_type"), content.get("base_model_name_or_path")
+    base = base or "its base model"
+    what, alone = f"{name} is an adapter ({kind}) of {base}, not a whole model", ""
     if beside:
-        what = f"{name} holds {_a(kind)} of {base} beside a model, so it is unclear which of them to measure"
+        what = f"{name} holds an adapter ({kind}) of {base} beside a model, so it is unclear which of them to measure"
         alone = f"; or give a folder without {ADAPTER_CONFIG} to measure the model alone"
     return SinkscopeError(
-        f"{what}: load the base with sinkscope.load({base!r}, backend='hf'), put the adapter on it with "
+        f"{what}: load the base with sinkscope.load({base!r}), put the adapter on it with "
         f"peft.PeftModel.from_pretrained(base, {name!r}), and measure that; or merge them{alone}",
         page="lora-folder",
     )
-
-
-def _a(kind: str) -> str:
-    """A noun with its article."""
-    if kind[0] in "AEIOaeio":
-        return f"an {kind}"
-    return f"a {kind}"

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.checkpoints.checkpoint import SafetensorsSource
 from sinkscope.models.checkpoints.stored import check_unexpected
-from sinkscope.models.config import check_finite, new_model
-from sinkscope.models.quiet import quiet
-from sinkscope.models.stack import kind_of, stack_of
+from sinkscope.models.loading.config import check_finite, new_model
+from sinkscope.models.loading.quiet import quiet
+from sinkscope.models.modules.stack import kind_of, stack_of
 from sinkscope.models.target import Target
 
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.")  # unembeddings are not read; `Target.forward` ends before them

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import sys
 from typing import Any
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.checkpoints.checkpoint import LocalFiles, weight_files
 from sinkscope.models.checkpoints.locate import ModelSource
 from sinkscope.models.checkpoints.stored import check_pickled, check_unexpected, is_quantised
-from sinkscope.models.config import causal_class, reads_images
+from sinkscope.models.loading.config import causal_class, reads_images
 from sinkscope.results.console import note
 
 
@@ -41,15 +38,13 @@ def model_with_weights(
     if is_pickled:
         options = {**options, "weights_only": True}
         check_pickled(source.name, config, weight_files(files.folder))
-    hides_bar = files.gguf is not None and not sys.stderr.isatty()  # the bar of GGUF files knows no switch
-    with contextlib.redirect_stderr(io.StringIO()) if hides_bar else contextlib.nullcontext():
-        loaded: Any = auto.from_pretrained(
-            files.folder,
-            config=config,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported below, with names
-            **{name: value for name, value in options.items() if value is not None},
-        )
+    loaded: Any = auto.from_pretrained(
+        files.folder,
+        config=config,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # reported below, with names
+        **{name: value for name, value in options.items() if value is not None},
+    )
     model, info = loaded
     mismatched, missing = sorted(info["mismatched_keys"]), sorted(info["missing_keys"])
     problem = None

@@ -7,7 +7,7 @@ from typing import Any
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import visible
-from sinkscope.models.config import first_line
+from sinkscope.models.loading.config import first_line
 
 
 def chat_text(tokenizer: Any, messages: Sequence[Mapping[str, str]], name: str = "", *, answer: bool = True) -> str:

@@ -10,10 +10,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from sinkscope.models.down_projections import column_factor, typical_neuron, w_out
-from sinkscope.models.experts import experts_of
 from sinkscope.models.hooks import Args, Hook, Kwargs, first_tensor, on_hidden, on_input, on_output
-from sinkscope.models.passes import relative_error
+from sinkscope.models.modules.down_projections import column_factor, typical_neuron, w_out
+from sinkscope.models.modules.experts import experts_of
+from sinkscope.models.passes.short import relative_error
 from sinkscope.models.target import Target
 from sinkscope.opening.inference.passing import Passing, rounded
 
@@ -90,7 +90,7 @@ class MlpEdits:
         self.errors.append(relative_error(change, written, self.mlp.rows))
         if written.any():
             ratio = (change * written).sum() / (written * written).sum()
-            self.factors[name] = rounded(float(ratio) * getattr(self.adapter, name))
+            self.factors[name] = rounded(float(ratio) * getattr(self.adapter, name)) or 1.0  # 0: it writes nothing
 
     def _error_of_up(self) -> float:
         width, neurons = self.up.rows.shape[-1], self.post.rows.shape[-1]

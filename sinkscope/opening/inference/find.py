@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.adapters import Adapter, row_of, shown_row
-from sinkscope.models.config import first_line
-from sinkscope.models.positions import check_positions
-from sinkscope.models.stack import DRAFT, first_of_kinds, kind_of
+from sinkscope.models.adapters import Adapter, Found, row_of, shown_row
+from sinkscope.models.loading.config import first_line
+from sinkscope.models.modules.stack import DRAFT, first_of_kinds, kind_of
+from sinkscope.models.passes.positions import check_positions
 from sinkscope.models.target import Target
 from sinkscope.opening.inference.probe import probe
 from sinkscope.opening.inference.propose import propose
@@ -27,13 +27,13 @@ class _Known:
     """The adapter of a configuration, with what was refused, and the row that it was; None if names proposed it."""
 
     row: Adapter | None
-    adapter: Adapter
+    adapter: Found
 
 
 _KNOWN: dict[tuple[type, str], _Known] = {}  # by the class and the configuration of the model
 
 
-def adapter_of(target: Target, *, proves: bool = True) -> Adapter:
+def adapter_of(target: Target, *, proves: bool = True) -> Found:
     """The adapter of a model: its row if there is one, or else what its names propose, once per configuration.
 
     Sites that cannot be proved in the first layer of each kind are noted in it. A model whose modules are wrapped or
@@ -52,13 +52,11 @@ def adapter_of(target: Target, *, proves: bool = True) -> Adapter:
     if known is not None and known.row is row:
         return known.adapter
     is_callable = not (target.is_elsewhere or target.kind == "bridge" or getattr(hf, "is_quantized", False))
-    if not is_callable and row is not None:
-        return row
     if not is_callable:
         sample = sample_of(hf)
         target = Target(sample, sample, "hf", DRAFT)
     with _evaluating(target.hf):
-        adapter = row or propose(target.hf)
+        adapter = propose(target.hf, row)
         target = replace(target, adapter=adapter)
         check_positions(target)
         adapter = _with_sites(target)
@@ -81,7 +79,7 @@ def _evaluating(hf: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _with_sites(target: Target) -> Adapter:
+def _with_sites(target: Target) -> Found:
     """The adapter with the sites that cannot be proved; layers of a kind share what was found in the first of it."""
     firsts = first_of_kinds(target)
     try:
@@ -97,7 +95,7 @@ def _with_sites(target: Target) -> Adapter:
     return _noted(target.adapter, noted)
 
 
-def _noted(adapter: Adapter, problems: dict[str, str]) -> Adapter:
+def _noted(adapter: Found, problems: dict[str, str]) -> Found:
     """The adapter with the sites that cannot be proved; the same object if it has them already."""
     unproved = tuple(sorted(problems.items()))
     if unproved == adapter.unproved:

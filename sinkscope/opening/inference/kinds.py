@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sinkscope.models.adapters import PATHS, Adapter
-from sinkscope.models.passes import begins_at
-from sinkscope.models.stack import NotInferredError
+from sinkscope.models.adapters import PATHS, Found
+from sinkscope.models.modules.stack import NotInferredError
+from sinkscope.models.passes.short import begins_at
 from sinkscope.models.target import Target
 from sinkscope.opening.inference.names import POSITIONS
 
@@ -39,7 +39,7 @@ class Kind:
         return None
 
 
-def common_adapter(target: Target, kinds: list[Kind]) -> Adapter:
+def common_adapter(target: Target, kinds: list[Kind]) -> Found:
     """One adapter for all kinds of layers.
 
     Raises:

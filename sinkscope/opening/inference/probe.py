@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 import torch
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.config import first_line
-from sinkscope.models.passes import begins_at, reaches_logits
-from sinkscope.models.positions import check_positions
-from sinkscope.models.stack import first_of_kinds
+from sinkscope.models.loading.config import first_line
+from sinkscope.models.modules.stack import first_of_kinds
+from sinkscope.models.passes.positions import check_positions
+from sinkscope.models.passes.short import begins_at, reaches_logits
 from sinkscope.models.target import Target
 from sinkscope.opening.inference.sums import layer_sums
 from sinkscope.tap.proof import attention_errors

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.models.adapters import Adapter
-from sinkscope.models.config import first_line
-from sinkscope.models.experts import experts_of
+from sinkscope.models.adapters import PATHS, Adapter, Found
 from sinkscope.models.hooks import Hook, on_input
-from sinkscope.models.linear import input_width
-from sinkscope.models.passes import token_ids
-from sinkscope.models.stack import DRAFT, NotInferredError, base_path, first_of_kinds, not_inferred, stack_path
+from sinkscope.models.loading.config import first_line
+from sinkscope.models.modules.experts import experts_of
+from sinkscope.models.modules.linear import input_width, is_transposed
+from sinkscope.models.modules.stack import DRAFT, NotInferredError, base_path, first_of_kinds, not_inferred, stack_path
+from sinkscope.models.passes.short import token_ids
 from sinkscope.models.target import Target
 from sinkscope.opening.inference import names
 from sinkscope.opening.inference.kinds import Fields, Kind, common_adapter
@@ -42,8 +42,13 @@ _NOWHERE: dict[str, Any] = {
 """Parts of an adapter that a layer may lack."""
 
 
-def propose(hf: nn.Module) -> Adapter:
+def propose(hf: nn.Module, row: Adapter | None = None) -> Found:
     """Propose the adapter of a model from a few passes over a few tokens. The model is left as it was.
+
+    Args:
+        hf: The model.
+        row: Where its parts are, if somebody wrote it; then only the rest is looked for, and if that fails, the row
+            stays as it is, because the probe says what is wrong with it.
 
     Raises:
         UnsupportedError: Some part was not found; the message says which, and shows the row to write.
@@ -52,29 +57,35 @@ def propose(hf: nn.Module) -> Adapter:
     draft = replace(DRAFT, model_type=str(model.config.model_type))
     try:
         paths = {module: path for path, module in model.named_modules()}
-        stack = stack_path(model, paths)
-        base = base_path(model, stack)
-        draft = replace(draft, base=base, layers=stack, embed=paths[model.get_input_embeddings()])
+        if row is not None:
+            draft = Found(**vars(row))
+            stack = row.layers
+        else:
+            stack = stack_path(model, paths)
+        embed = paths[model.get_input_embeddings()]
+        draft = replace(draft, base=base_path(model, stack), layers=stack, embed=embed)
         with torch.no_grad():
-            return _proposed(Target(model, model, "hf", draft))
+            found = _proposed(Target(model, model, "hf", draft), row)
+        return found if row is None else replace(found, **vars(row))
     except (MemoryError, torch.OutOfMemoryError, SinkscopeError):
         raise
-    except NotInferredError as error:
-        raise not_inferred(draft, error) from None
     except Exception as error:  # a model may do anything in a pass
-        error = NotInferredError(f"a pass raised {type(error).__name__}: {first_line(error)}")
+        if row is not None:
+            return draft
+        if not isinstance(error, NotInferredError):
+            error = NotInferredError(f"a pass raised {type(error).__name__}: {first_line(error)}")
         raise not_inferred(draft, error) from None
 
 
-def _proposed(target: Target) -> Adapter:
+def _proposed(target: Target, row: Adapter | None = None) -> Found:
     calls = dict[int, Attention]()
     try:
         calls = _attention(target)
     except (AttributeError, TypeError):  # some models outside the interface cannot run under its name
         pass
     if not calls:
-        adapter = replace(target.adapter, attn="|".join(names.ATTENTION), attention_interface=False)
-        target = replace(target, adapter=adapter)
+        attn = row.attn if row else "|".join(names.ATTENTION)
+        target = replace(target, adapter=replace(target.adapter, attn=attn, attention_interface=False))
         try:
             with eager(target):
                 calls = _attention(target)
@@ -82,7 +93,7 @@ def _proposed(target: Target) -> Adapter:
             pass
     if not calls:
         raise NotInferredError("no softmax attention was found in its layers, or none of one layer alone")
-    return common_adapter(target, [_kind(target, layer, calls.get(layer)) for layer in first_of_kinds(target)])
+    return common_adapter(target, [_kind(target, layer, calls.get(layer), row) for layer in first_of_kinds(target)])
 
 
 def _attention(target: Target) -> dict[int, Attention]:
@@ -111,14 +122,26 @@ def _attention(target: Target) -> dict[int, Attention]:
     return calls
 
 
-def _kind(target: Target, layer: int, call: Attention | None) -> Kind:
+def _kind(target: Target, layer: int, call: Attention | None, row: Adapter | None) -> Kind:
     """What is found in a layer: of each choice the first way for which its sums hold, or else the last."""
     parts = _Parts(target.layers[layer])
-    fields = parts.mlp()
-    attention = parts.attention(call)
-    if attention.get("attn") != fields.get("mlp"):
-        fields |= attention
-    choices = parts.choices(fields)
+    fields: Fields = {}
+    if row is not None:
+        for name in PATHS:
+            path = target.path(layer, getattr(row, name))
+            if path is not None:
+                fields[name] = path
+        choices = parts.layouts(fields)
+    else:
+        fields = parts.mlp()
+        attention = parts.attention(call)
+        if attention.get("attn") != fields.get("mlp"):
+            fields |= attention
+        choices = parts.choices(fields)
+    if call is not None:
+        fields["learned_sinks"] = call.settings.get("s_aux") is not None
+    if fields.get("down") and fields.get("up"):
+        fields["fused_gate_up"] = parts.is_fused(fields)
     for _, ways in choices:
         fields |= ways[0]
     sums = _sums_of(target, layer, fields)
@@ -160,7 +183,7 @@ class _Parts:
         """The first of some parts that is a linear module."""
         for path in self._there(paths, parent):
             module = self.modules[path]
-            if is_conv1d(module) or hasattr(module, "in_features"):
+            if is_transposed(module) or hasattr(module, "in_features"):
                 return path
         return None
 
@@ -170,7 +193,7 @@ class _Parts:
             attn = self._there(names.ATTENTION)
             return {"attn": attn[0]} if attn else {}
         (attn,) = (path for path, module in self.modules.items() if module is call.module)
-        fields: Fields = {"attn": attn, "learned_sinks": call.settings.get("s_aux") is not None}
+        fields: Fields = {"attn": attn}
         fields["o"] = self._linear(names.OUTPUT, attn) or self._linear(names.OUTPUT_BESIDE)
         fields["fused_qkv"] = self._linear(names.FUSED, attn)
         for name, paths in (("q", names.QUERY), ("k", names.KEY), ("v", names.VALUE)):
@@ -189,21 +212,25 @@ class _Parts:
             down, up, gate = (self._linear([path], parent) for path in f"{projections} .".split()[:3])
             if down is None or up is None:
                 continue
-            is_transposed = is_conv1d(self.modules[down])
-            width = input_width(self.modules[down], is_transposed)
-            is_fused = 2 * width == len(getattr(self.modules[up], "weight", ())) and not is_transposed
             if self._there([names.NORM_INSIDE], parent):  # no module gives a factor of a neuron
                 up = gate = None
-            projections = {"down": down, "up": up, "gate": gate, "fused_gate_up": is_fused}
-            return {"mlp": block or parent, **fields, **projections, "transposed_down": is_transposed}
+            return {"mlp": block or parent, **fields, "down": down, "up": up, "gate": gate}
         return fields
 
-    def choices(self, known: Fields) -> list[tuple[tuple[str, ...], list[Fields]]]:
-        """Ways to choose from, each after the sites that tell which is right; the last one believes no norm."""
+    def is_fused(self, known: Fields) -> bool:
+        """Whether `up` gives gate and up side by side."""
+        down, up = self.modules[str(known["down"])], self.modules[str(known["up"])]
+        return 2 * input_width(down) == len(getattr(up, "weight", ())) and not is_transposed(up)
+
+    def layouts(self, known: Fields) -> list[tuple[tuple[str, ...], list[Fields]]]:
+        """Ways in which queries, keys and values may be in one module, after the sites that tell which is right."""
         forms = ["beside"]
         if known.get("fused_qkv"):
             forms = ["beside", "by head", None]
-        layouts: list[Fields] = [{"qkv_layout": form} for form in forms]
+        return [(("attn.hook_q", "attn.hook_k", "attn.hook_v"), [{"qkv_layout": form} for form in forms])]
+
+    def choices(self, known: Fields) -> list[tuple[tuple[str, ...], list[Fields]]]:
+        """Ways to choose from, each after the sites that tell which is right; the last one believes no norm."""
         writes, additions = list[Fields](), list[Fields]()
         mids: list[Any] = [None]
         if "mlp" in known:
@@ -220,10 +247,5 @@ class _Parts:
                     additions.append({"mid": mid, "attn_out": writer})
             additions.insert(1, {"mid": None, "attn_out": None})  # parallel parts
             additions.append(additions[1])
-        sites = [("attn.hook_q", "attn.hook_k", "attn.hook_v"), ("hook_mlp_out",), ("hook_attn_out", "hook_resid_mid")]
-        return [pair for pair in zip(sites, (layouts, writes, additions), strict=True) if pair[1]]
-
-
-def is_conv1d(module: nn.Module) -> bool:
-    """Whether a linear module stores its weight input x output."""
-    return type(getattr(module, "base_layer", module)).__name__ == "Conv1D"
+        further = [(("hook_mlp_out",), writes), (("hook_attn_out", "hook_resid_mid"), additions)]
+        return self.layouts(known) + [pair for pair in further if pair[1]]

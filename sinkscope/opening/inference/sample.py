@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from sinkscope.models.config import cut_depth, new_model
-from sinkscope.models.stack import DRAFT, first_of_kinds, stack_of
+from sinkscope.models.loading.config import cut_depth, new_model
+from sinkscope.models.modules.stack import DRAFT, first_of_kinds, stack_of
 from sinkscope.models.target import Target
 
 _TOKENS = 64  # in its vocabulary

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from sinkscope.models.grouped_heads import head_projection
 from sinkscope.models.hooks import Hook, first_tensor, on_hidden, on_input, on_output
-from sinkscope.models.passes import token_ids
+from sinkscope.models.passes.short import token_ids
 from sinkscope.models.target import Target
 from sinkscope.opening.inference.edits import EDITED_ROWS, MlpEdits
 from sinkscope.opening.inference.passing import Passing, rounded

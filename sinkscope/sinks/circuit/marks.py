@@ -36,7 +36,7 @@ def marks_of(setup: Setup, made: MadeSpike) -> tuple[Claim, ...]:
     """What the spike of a place needs before the MLP of the layer in which it begins."""
     context, layer = made.context, begins(made)
     ids, at = context.ids[:TEXTS], context.at[:TEXTS]
-    effect = _norm(setup, context, ids, at, typical_position(context, layer)[:TEXTS], layer)
+    effect = _norm(setup, context, ids, at, context.ordinary(layer)[:TEXTS], layer)
     marks = effect.marks(before_mlp(setup.target, layer))
     if len(marks) > 1 and Component("token embedding") in marks:
         effect = _at_more_positions(effect)
@@ -58,16 +58,6 @@ def _norm(
     setup: Setup, context: SinkContext, ids: TokenRows, at: Int[Tensor, " row"], other: Int[Tensor, " row"], layer: int
 ) -> PositionEffect:
     return PositionEffect(setup.target, ids, at, other, layer, without=tuple(context.scan.shared_dims))
-
-
-def typical_position(context: SinkContext, layer: int) -> Int[Tensor, " row"]:
-    """The position of each text whose norms after a layer are nearest to the median of the text."""
-    norms = context.scan.norms[layer]
-    distance = (norms / norms[:, 1:].median(1, keepdim=True).values).log().abs()
-    distance[torch.arange(len(norms)), context.at] = torch.inf
-    length = norms.shape[1]
-    begin, end = length // 8, max(length // 2, length // 8 + 1)
-    return begin + distance[:, begin:end].argmin(1)
 
 
 def _at_more_positions(effect: PositionEffect) -> PositionEffect:

@@ -125,6 +125,7 @@ class AttentionReceived:
         visible: Callable[[], Bool[Tensor, "text _ query key"]],
     ) -> None:
         sees = visible()[0, 0].to(probs.device)
+        seen = sees.sum(1, keepdim=True)
         window = None
         if not bool(sees[-1, 0]):
             window = int(sees[-1].sum())
@@ -135,11 +136,10 @@ class AttentionReceived:
             shares = reduce(probs * sees, "text head query key -> head text key", "sum") / sees.sum(0).clamp(min=1)
             size = self.received.shape[-1]
             self.received[layer, :, texts] = shares[..., :size].cpu()
-            visible = sees.sum(1, keepdim=True)
             places = torch.arange(len(sees), device=probs.device)
             apart = LATER_QUERIES if window is None else max(1, window // 4)
-            far = sees & (places[:, None] - places >= apart) & (visible >= LEAST_SEEN)
-            hot = (probs >= LIFT / (visible + 1)) & far
+            far = sees & (places[:, None] - places >= apart) & (seen >= LEAST_SEEN)
+            hot = (probs >= LIFT / (seen + 1)) & far
             shares = reduce(hot.float(), "text head query key -> head text key", "sum") / far.sum(0).clamp(min=1)
             self.lasting[layer, :, texts] = (shares * (far.sum(0) >= LEAST_SEEN))[..., :size].cpu()
         if learned_sinks:

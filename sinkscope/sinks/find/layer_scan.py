@@ -16,7 +16,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.progress import Progress, silent
 from sinkscope.hooks.trace.run import trace
 from sinkscope.models.hooks import first_tensor, on_hidden, on_input, on_output
-from sinkscope.models.layer_call import keep_call
+from sinkscope.models.modules.layer_call import keep_call
 from sinkscope.models.norms import norm_of, norms_of
 from sinkscope.models.target import KEPT_POSITIONS, Entering, LayerInput, Target
 from sinkscope.sinks.find.places import stands_out

@@ -29,6 +29,7 @@ MOST_TEXTS = 0.5  # a head attends to a position, or to a token, if it does so i
 LEAST_CASES = 3  # words need so many places that bear them out, and a position so many different tokens
 SOME_TEXTS = 0.2  # least share of the texts that have a place
 MOST_PARTS = 4  # rules in one description, if one or two do not suffice
+BORNE_OUT = 2  # cases of each token before it that words name, on average
 MOST_TURNS = 16  # different tokens that take turns among the texts in which a place is looked at
 COMMON = 3  # tokens named where no words fit
 PLACE_TEXTS = 4  # texts in which a place is looked at that always has the same token; of different ones four times that
@@ -163,11 +164,12 @@ class Place:
     def of(cls, whole: Places, there: Bool[Tensor, "text pos"], rule: Rule | None, decode: Decode) -> Place:
         """A piece of a set of places."""
         piece = Places(whole.ids, there & whole.there)
+        meant = piece.there if rule is None else rule.means(whole.ids)
         return cls(
             cases=tuple((text, at) for text, at in piece.there.nonzero().tolist()),
             rule=rule,
             coverage=len(piece) / len(whole),
-            precision=len(piece) / int(there.sum()),
+            precision=int((meant & whole.there).sum()) / max(1, int(meant.sum())),
             share=float(piece.there.any(1).float().mean()),
             position=piece.earliest,
             common=piece.common(decode),
@@ -313,9 +315,10 @@ def pieces(
     found: list[Place] = []
     rest = places
     for rule in _rules(places, decode, holds):
-        fits = rule.means(places.ids)
-        found.append(Place.of(places, fits, rule, decode))
-        rest = rest.without(fits)
+        fits = rule.means(places.ids) & rest.there  # the pieces have no place in common
+        if bool(fits.any()):
+            found.append(Place.of(places, fits, rule, decode))
+            rest = rest.without(fits)
     enough = len(rest) >= max(LEAST_CASES, (1 - ENOUGH) * len(places))
     if enough and float(rest.there.any(1).float().mean()) >= SOME_TEXTS and holds(rest.there):
         found.append(Place.of(places, rest.there, None, decode))
@@ -386,9 +389,12 @@ def _by_the_token_before(places: Places, token: int, decode: Decode) -> list[Rul
         return f"{name!r} {what} {names}"
 
     if len(allowing) <= max(1, len(keeping)):
+        if int((stands & there).sum()) < BORNE_OUT * len(allowing):
+            return []
         return [Rule(words("after", allowing), tokens=(token,), token=name, after=tuple(allowing.tolist()))]
     keeping = keeping[~torch.isin(keeping, allowing)]
-    if not len(keeping):
+    kept = int((stands & torch.isin(before, keeping)).sum())
+    if not len(keeping) or kept < BORNE_OUT * len(keeping):
         return []
     return [Rule(words("except after", keeping), tokens=(token,), token=name, unless=tuple(keeping.tolist()))]
 

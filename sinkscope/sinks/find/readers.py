@@ -8,6 +8,8 @@ from functools import cached_property
 from itertools import combinations, compress
 
 import torch
+from jaxtyping import Bool
+from torch import Tensor
 
 from sinkscope.measure import Setup
 from sinkscope.measure.margin import margin_of
@@ -74,6 +76,16 @@ class HeadByHead:
     def spike(self) -> Parts:
         """What makes the spike of the place."""
         return neurons_of(self.sites) or self.makers
+
+    @cached_property
+    def elsewhere(self) -> Bool[Tensor, "text pos"]:
+        """As many other positions after the place, drawn."""
+        ids, places = self.effect.ids, self.effect.places
+        if places is None:
+            places = torch.arange(ids.shape[1]) == torch.as_tensor(self.effect.at).expand(len(ids))[:, None]
+        generator = draws(self.setup.seed, f"positions beside {self.place}")
+        order = torch.rand(ids.shape, generator=generator).masked_fill(places, 2.0).argsort(1).argsort(1)
+        return (order < places.sum(1, keepdim=True)) & ~places
 
     def needs(self) -> list[Need]:
         """What each head needs: the spike and neurons of it, or else components, or two of both."""
@@ -159,7 +171,8 @@ class HeadByHead:
             elif len(edited) > 1:
                 contrasts.append(Contrast("random", float(left[1:].min()), len(left) - 1))
             else:
-                contrasts.append(Contrast("other", 1.0, 1, "nothing alike to remove"))
+                swapped = effect.values(edits, elsewhere=self.elsewhere)[1]
+                contrasts.append(Contrast("elsewhere", float(swapped.mean()) / attention))
             claim = Claim(
                 role="carries",
                 subject=parts,

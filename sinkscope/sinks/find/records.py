@@ -67,7 +67,8 @@ class CausalSet:
         equals: Neurons any one of which removes the spike as well, if the set is a single neuron.
         layers: The first and last layer after which the norm stands out, if the spike falls and rises again: the set
             makes this part of it.
-        claims: What is left of the spike along its direction, and of the attention: without the set, and without each.
+        claims: What is left of the spike along its direction: without the set, and without each of it.
+        readers: The heads of the sink, if all of them lose at least half of that attention without a single neuron.
     """
 
     neurons: tuple[Neuron, ...]
@@ -81,6 +82,7 @@ class CausalSet:
     equals: tuple[Neuron, ...] = ()
     layers: tuple[int, int] | None = None
     claims: tuple[Claim, ...] = ()
+    readers: Readers | None = None
 
     @property
     def edit_sites(self) -> Sites:

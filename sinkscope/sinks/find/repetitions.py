@@ -119,7 +119,11 @@ def repetition_spike(
     if reached:
         layers = [max(context.layer, *(site[0] for site in sites))]
     reading = {"upto": layers[-1], "without": context.scan.shared_dims}
-    intact = effects(context.target, ids, [], at=last, **reading).intact_norms
+    drawn = [
+        random_sites(context.target, sites, sites, context.seed, number) for number in range(RANDOM if sites else 0)
+    ]
+    edited = effects(context.target, ids, silencing([sites, *drawn]), at=last, **reading)
+    intact = edited.intact_norms
     heights = intact[:, layers] / torch.tensor(context.scan.spike_norm)[layers]
     if float(heights[:count].max()) < NEEDED and reached and times > 1:  # it is no sink any more
         return repetition_spike(context, needed, prefixes, sites, times=1)
@@ -144,10 +148,7 @@ def repetition_spike(
     )
     if not sites:
         return RepetitionSpike(token, int(last[0]), by_copies, None, None, ())
-    drawn = [random_sites(context.target, sites, sites, context.seed, number) for number in range(RANDOM)]
-    edits = silencing([sites, *drawn])
-    zeroed = effects(context.target, ids[row : row + 1], edits, at=last[:1], **reading).norms[:, 0, layer]
-    left, *by_chance = (zeroed / intact[row, layer]).tolist()
+    left, *by_chance = (edited.norms[:, row, layer] / intact[row, layer]).tolist()
     same = Claim(
         role="repeats",
         subject=neurons_of(sites),

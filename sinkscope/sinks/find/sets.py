@@ -16,11 +16,12 @@ from torch import Tensor
 from sinkscope.hooks.edit import Ablate
 from sinkscope.measure.margin import margin_of
 from sinkscope.results.claims import NEEDED, Claim, Contrast, Outcome, Search
+from sinkscope.results.notation import head_name
 from sinkscope.results.parts import neurons_of
 from sinkscope.sinks.find.layer_scan import AS_BEFORE, Rise, scan_layers
 from sinkscope.sinks.find.neurons import stage_neurons, verify_neurons
 from sinkscope.sinks.find.places import stands_out
-from sinkscope.sinks.find.records import Candidate, CausalSet
+from sinkscope.sinks.find.records import Candidate, CausalSet, Readers
 from sinkscope.sinks.find.survey import SinkContext
 from sinkscope.sinks.removal.components import Heads, Sites, silencing
 from sinkscope.sinks.removal.effects import Effects, heads_lost, side_by_side
@@ -32,7 +33,7 @@ MORE_CANDIDATES = 64  # candidates of the sink layer if the first few do not suf
 BACKUP_ROUNDS = 4  # rounds of searching for backups before the search ends
 BACKUP_CANDIDATES = 4  # candidates of each layer that brings the spike back
 FIRST_TEXT, OTHER_TEXTS = slice(1), slice(1, 4)  # texts in which attention is compared; random sets in the first
-ATTENTION_LENGTH = 32  # least length of the texts in which attention with and without neurons is compared
+ATTENTION_LENGTH = 48  # least length of the texts in which attention with and without neurons is compared
 NEARLY_ALL = 0.9  # share of the texts in which the spike has to be gone
 Site = tuple[int, ...]
 
@@ -194,10 +195,36 @@ class _SpikeSearch:
                 heads_lost=of_heads[0],
                 control=max(control, float(attention[1:-1].mean(1).max())),
                 margin_attention=margin_of(in_texts.numpy()),
+                readers=self.readers(chosen, read[1], float(in_texts.mean()), margin_of(in_texts.numpy())),
             )
         if min(here, last) <= found.control:
             return None
         return replace(found, margin_norm=margin_of(lost[0, :, self.rise.layer].numpy()), claims=tuple(claims))
+
+    def readers(self, chosen: Sites, read: Effects, value: float, margin: float | None) -> Readers | None:
+        """The heads, if each loses half of its attention without a single neuron; random ones are the other edits."""
+        drops = read.attention_drops(self.heads)
+        if len(chosen) > 1 or float(drops[0].min()) < NEEDED:
+            return None
+        layer, head = torch.tensor(self.heads).T
+        intact, left = (each[:, layer, head].mean(0) for each in (read.intact_attention, read.attention[0]))
+        ranked = intact.argsort(descending=True, stable=True)
+        names = tuple(head_name(*self.heads[number]) for number in ranked.tolist())
+        search = Search("sets of neurons", len(self.asked))
+        by_chance = Contrast("random", 1 - float(drops[1:-1].mean(1).max()), len(drops) - 2)
+        claim = Claim(
+            role="carries",
+            subject=neurons_of(chosen),
+            outcome=Outcome("attention", heads=names),
+            place=self.place,
+            value=max(0.0, value),
+            contrasts=(Contrast("intact", 1.0), by_chance),
+            draws=len(self.context.ids),
+            search=search,
+            margin=margin,
+        )
+        before, after = (tuple(values[ranked].tolist()) for values in (intact, left))
+        return Readers(names, before, after, neurons_of(chosen), True, claim, search)
 
     def claim(self, kind: str, sites: Sites, left: Float[Tensor, "set text"], role: str = "makes") -> Claim:
         """What is left without neurons, in the first row, beside random ones in the others."""

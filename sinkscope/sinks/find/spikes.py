@@ -216,7 +216,7 @@ def spike_maker(context: SinkContext, place: str, neurons: Sequence[Candidate]) 
         for number in filter(target.has_attention, range(layer + 1)):
             candidates += heads_of(target, number)
         candidates += [neuron.address for neuron in neurons if neuron.causal]
-    source = (at + ids.shape[1]) // 2
+    source = context.ordinary(layer, ids.shape[1])[:MAKER_TEXTS]
 
     def left(subjects: Sequence[Parts]) -> Float[Tensor, "subject text"]:
         edits = [edit_of(parts) for parts in subjects]

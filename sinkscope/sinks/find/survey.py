@@ -106,6 +106,15 @@ class SinkContext:
         spikes = torch.stack([self.scan.spike_after(layer) for layer in range(size)])
         return spikes / spikes.norm(dim=1, keepdim=True).clamp(min=1e-9)
 
+    def ordinary(self, layer: int, length: int | None = None) -> Int[Tensor, " row"]:
+        """The position of each text, or of its beginning, whose norm after a layer is nearest to the typical one."""
+        norms = self.scan.norms[layer][:, :length]
+        distance = (norms / norms[:, 1:].median(1, keepdim=True).values).log().abs()
+        distance[torch.arange(len(norms)), self.at] = torch.inf
+        begin = norms.shape[1] // 8
+        end = max(norms.shape[1] // 2, begin + 1) if length is None else norms.shape[1]
+        return begin + distance[:, begin:end].argmin(1)
+
     def elsewhere(self, ids: TokenRows, at: Int[Tensor, " row"], upto: int | None = None) -> SinkContext:
         """The same model at places of other texts, `at` in each; up to a layer, or as far as this was read."""
         if upto is None:

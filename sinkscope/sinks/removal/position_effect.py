@@ -77,18 +77,21 @@ class PositionEffect:
             return [*self.written, KEY_BIAS]
         return self.written
 
-    def values(self, edits: Sequence[Edit], reverse: bool = False) -> Float[Tensor, "state part"]:
+    def values(
+        self, edits: Sequence[Edit], reverse: bool = False, elsewhere: Bool[Tensor, "text pos"] | None = None
+    ) -> Float[Tensor, "state part"]:
         """The norm, or the attention of each head, without an edit and then under each; mean over texts.
 
         Args:
             edits: The edits; they act at the position.
             reverse: Whether both positions are exchanged: edits act at the typical position, which is read.
+            elsewhere: Other positions at which edits act instead.
         """
         at, source = (self.other, self.at) if reverse else (self.at, self.other)
         reading: dict[str, Any] = {"at": at, "source": source, "without": self.without, "keep": True}
         ids = self.ids
         if not reverse:
-            reading["places"] = self.places
+            reading |= {"places": self.places, "swapped": elsewhere}
         if self.heads:
             reading |= {"upto": self.depth, "attention": True, "behind": min(layer for layer, _ in self.heads)}
         else:  # later tokens do not change norms

@@ -38,6 +38,7 @@ class Trial:
         edits: The edits; each takes as many rows of a batch as there are texts.
         at: The position that swaps edit, and where effects are read; one, or one of each text.
         places: Positions that swaps edit, and whose attention is read in sum. None: this one.
+        swapped: Other positions that swaps edit instead.
         source: The position whose values replace those of swapped components; one, or one of each text.
         upto: The last layer to run. None: all.
         attention: Whether to read attention.
@@ -53,6 +54,7 @@ class Trial:
     edits: Sequence[Edit]
     at: At = 0
     places: Bool[Tensor, "text pos"] | None = None
+    swapped: Bool[Tensor, "text pos"] | None = None
     source: At = -1
     upto: int | None = None
     attention: bool = False
@@ -109,6 +111,7 @@ class Rows:
         self._places[torch.arange(texts), self._at] = True
         if trial.places is not None:
             self._places = trial.places
+        self._swapped = self._places if trial.swapped is None else trial.swapped
         self._source = (torch.as_tensor(trial.source) % length).expand(texts)
         self._begins = self._first_layers()
         self._layer = min(self._begins, default=0)  # the next to run
@@ -306,7 +309,7 @@ class Rows:
         return [(module, when, on(partial(keep, number))) for number, (module, when, on) in enumerate(points)]
 
     def _swap(self, component: Component | Head, rows: Int[Tensor, " swapped"]) -> list[Hook]:
-        row, at = self._places[rows % self.texts].nonzero().T
+        row, at = self._swapped[rows % self.texts].nonzero().T
         row, text = rows[row], rows[row] % self.texts
 
         def replaced(number: int, output: Tensor) -> Tensor:

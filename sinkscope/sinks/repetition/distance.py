@@ -19,7 +19,7 @@ from torch import Tensor
 from sinkscope.errors import UnsupportedError
 from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Setup
-from sinkscope.models.down_projections import input_columns
+from sinkscope.models.modules.down_projections import input_columns
 from sinkscope.models.target import Target
 from sinkscope.results.claims import Claim, Outcome
 from sinkscope.results.style import long_table

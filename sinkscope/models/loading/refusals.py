@@ -8,7 +8,7 @@ from collections.abc import Generator
 
 from sinkscope.errors import SinkscopeError, is_out_of_memory
 from sinkscope.models.checkpoints.locate import ModelSource, no_permission
-from sinkscope.models.config import first_line
+from sinkscope.models.loading.config import first_line
 
 
 @contextlib.contextmanager

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.call_cache import CACHE_NAMES, by_name, cache_in, cache_parameter, tokens_in
 from sinkscope.models.hooks import Args, Kwargs
-from sinkscope.models.passes import token_ids
-from sinkscope.models.quiet import quiet
+from sinkscope.models.loading.quiet import quiet
+from sinkscope.models.passes.short import token_ids
 from sinkscope.models.target import Target
 
 _LENGTH = 9  # tokens of the prompt

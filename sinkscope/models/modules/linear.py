@@ -37,10 +37,16 @@ def plain_weight(module: Any) -> Tensor | None:
     return weight.detach()
 
 
-def input_width(projection: nn.Module, transposed: bool) -> int:
-    """Number of inputs of a linear module; `transposed` says that weights are stored input x output."""
+def is_transposed(module: Any) -> bool:
+    """Whether a linear module stores its weight input x output, as Conv1D does, also below wrappers."""
+    inner = getattr(module, "original_component", module)
+    return type(getattr(inner, "base_layer", inner)).__name__ == "Conv1D"
+
+
+def input_width(projection: nn.Module) -> int:
+    """Number of inputs of a linear module."""
     linear: Any = getattr(projection, "base_layer", projection)  # inside an adapter
     weight = plain_weight(linear)
     if weight is None:  # quantised
         return int(linear.in_features)
-    return int(weight.shape[0 if transposed else 1])
+    return int(weight.shape[0 if is_transposed(linear) else 1])

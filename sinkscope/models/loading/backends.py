@@ -10,8 +10,8 @@ from torch import nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.call_cache import bridge_hooks
-from sinkscope.models.config import first_line
-from sinkscope.models.parts import Kind
+from sinkscope.models.loading.config import first_line
+from sinkscope.models.modules.parts import Kind
 from sinkscope.models.target import Target
 
 Backend = Literal["bridge", "hf", "nnsight"]

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.adapters import Adapter, row_of, shown_row
+from sinkscope.models.adapters import Found, row_of, shown_row
 from sinkscope.models.hooks import Hook
 from sinkscope.models.target import Target
 
 _LENGTH = 9  # tokens of a pass
-DRAFT = Adapter("")
+DRAFT = Found("")
 """What a `Target` has until its adapter is known."""
 
 
@@ -39,9 +39,9 @@ def stack_of(hf: nn.Module) -> str:
         raise not_inferred(replace(DRAFT, model_type=model.config.model_type, layers="..."), error) from None
 
 
-def not_inferred(draft: Adapter, error: NotInferredError) -> UnsupportedError:
+def not_inferred(draft: Found, error: NotInferredError) -> UnsupportedError:
     """The error for a model of which something was not found, with the row to write."""
-    row = shown_row(replace(draft, unproved=()))
+    row = shown_row(draft)
     return UnsupportedError(
         f"model type {draft.model_type!r} has no row, and its names propose none: {error}; if it has these parts, "
         f"write its row (docs/extending.md): sinkscope.models.adapters.register({row[:-1]}, ...))",

@@ -8,14 +8,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from sinkscope.models.linear import input_width, plain_weight
+from sinkscope.models.modules.linear import input_width, is_transposed, plain_weight
+from sinkscope.models.modules.parts import Parts
 from sinkscope.models.norms import norms_of
-from sinkscope.models.sizes import Sizes
 
 _TYPICAL = 1024  # neurons among which a typical one is looked for
 
 
-def column_factor(target: Sizes, layer: int, expert: int | None = None) -> float:
+def column_factor(target: Parts, layer: int, expert: int | None = None) -> float:
     """Constant between the column of a neuron and what the layer adds to the residual stream (or a norm reads)."""
     factor = target.adapter.down_factor
     if expert is not None:
@@ -27,7 +27,7 @@ def column_factor(target: Sizes, layer: int, expert: int | None = None) -> float
 
 @torch.no_grad()
 def w_out(
-    target: Sizes, layer: int, neurons: Sequence[int], expert: int | None = None
+    target: Parts, layer: int, neurons: Sequence[int], expert: int | None = None
 ) -> Float[Tensor, "neuron d_model"]:
     """Columns of the down projection, float32: what each neuron writes when its `hook_post` is 1.
 
@@ -45,7 +45,7 @@ def w_out(
 
 @torch.no_grad()
 def input_columns(
-    target: Sizes, module: nn.Module, inputs: Sequence[int] | None = None
+    target: Parts, module: nn.Module, inputs: Sequence[int] | None = None
 ) -> Float[Tensor, "input output"]:
     """What a linear module gives when one of its inputs is 1, without the bias.
 
@@ -54,12 +54,11 @@ def input_columns(
         module: The module.
         inputs: Inputs; None is all.
     """
-    transposed = target.adapter.transposed_down  # such an architecture stores all of them so
-    width = input_width(module, transposed)
+    width = input_width(module)
     chosen = list(range(width) if inputs is None else inputs)
     weight = plain_weight(module)
     if weight is not None:
-        return weight[chosen] if transposed else weight[:, chosen].T
+        return weight[chosen] if is_transposed(module) else weight[:, chosen].T
     # Quantised or adapted weights: ask the module itself, but without its hooks; the last row gives its bias.
     device = next((parameter.device for parameter in module.parameters()), target.device)
     units = torch.zeros(len(chosen) + 1, width, device=device, dtype=target.dtype)
@@ -68,7 +67,7 @@ def input_columns(
     return given[:-1] - given[-1:]
 
 
-def typical_neuron(target: Sizes, layer: int) -> int | None:
+def typical_neuron(target: Parts, layer: int) -> int | None:
     """A neuron whose column is neither zero nor large; None if all are zero."""
     norms = norms_of(w_out(target, layer, range(min(target.width(layer), _TYPICAL))))
     order = norms.argsort()[int((norms == 0).sum()) :]

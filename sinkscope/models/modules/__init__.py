@@ -1,0 +1,1 @@
+"""Where the parts of a model are, and what their weights say."""

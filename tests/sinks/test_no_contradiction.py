@@ -1,0 +1,46 @@
+"""No two commands contradict each other: claims about the same subject, outcome and place have no opposite verdicts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attack_kit import text_file
+from covering import covering
+from organisms import organism
+from organisms.hard import HARD, hard
+
+from sinkscope.measure import Setup
+from sinkscope.results.claims import Claim, contradictions
+from sinkscope.sinks.circuit.circuit import circuit
+from sinkscope.sinks.find.find import find_sinks
+
+COMMANDS = (find_sinks, circuit)
+KINDS = [(name, families[0], 1) for name, families in HARD.items()]
+CASES = [("organism", "llama", 3), ("organism", "mixtral", 1), *KINDS]
+FAST = [("organism", "llama", 3), ("redundant_pair", "llama", 1), ("no_norm", "llama", 1)]
+
+
+def claims_of(setup: Setup, **options: Any) -> list[Claim]:
+    """What all commands claim of one open model."""
+    claims: list[Claim] = []
+    for command in COMMANDS:
+        claims += command.on(setup, **options).claims
+    return claims
+
+
+@pytest.mark.parametrize(("name", "family", "seed"), covering(CASES, FAST))
+def test_commands_agree(name, family, seed, tmp_path):
+    o: Any = organism(family, seed) if name == "organism" else hard(name, family, seed)
+    if name == "organism":
+        text: Path = text_file(o, tmp_path, 6)
+    else:
+        text = tmp_path / "text.txt"
+        text.write_text(o.text(6), encoding="utf-8")
+    setup = Setup.open(o.model, tokenizer=o.tokenizer, text=text)
+    claims = claims_of(setup, max_repeats=8)
+    assert claims or name in ("learned_logits", "sharp")  # nothing to remove there
+    assert contradictions(claims) == []
+    for claim in claims:
+        assert len(claim.contrasts) >= 2 and claim.draws >= 1 and claim.place
