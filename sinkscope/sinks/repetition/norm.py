@@ -74,14 +74,14 @@ class NormReading(Reading):
             return AT_ONCE
         if len(self.claims) > 1:
             return f"For the norm after {self.sweep.max_repeats} copies of a token, {self.claims[1].phrase()}."
-        return f"{self.copies('reach', f'of the norm at {self.place}')}; {self._half}."
+        return f"{self.copies('reach', f'of the norm at {self.place}')}{self._half}."
 
     @property
     def _half(self) -> str:
         reached = self.repeats[self.repeats > 1]
         if not len(reached):
-            return f"the most: {self.claims[0].search.most:.0%}"
-        return f"half after {np.median(reached):.0f} (median, {self.claims[0].search.tried} tokens tried)"
+            return f" (the most: {self.claims[0].search.most:.0%})"
+        return f"; half after {np.median(reached):.0f} (median, {self.claims[0].search.tried} tokens tried)"
 
     def details(self) -> list[str]:
         """What the copies do where the conclusion is about neurons, the norms, and tokens that need no repetition."""
@@ -91,7 +91,7 @@ class NormReading(Reading):
             f"{low:.4g} to {high:.4g})."
         ]
         if len(self.claims) > 1:
-            lines.insert(0, f"{self.copies('reach', f'of the norm at {self.place}')}; {self._half}.")
+            lines.insert(0, f"{self.copies('reach', f'of the norm at {self.place}')}{self._half}.")
         if (self.repeats == 1).any():
             lines.append(f"{(self.repeats == 1).sum()} reach half of it without repetition, and are left out.")
         return lines
