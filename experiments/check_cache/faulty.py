@@ -17,12 +17,9 @@ from experiments.check_cache.keepers import (
     FIRST,
     HeadKeeper,
     Keeper,
-    Rounder,
     cache_of,
-    grid,
     head_keeper,
     keeper,
-    rounder,
     stock,
 )
 from sinkscope.conformance.subject import Factory
@@ -163,27 +160,6 @@ def each_chunk_evicts_all_before_it(config, budget):
             return super().update(key_states, value_states)
 
     return cache_of(config, lambda: Chunked(budget))
-
-
-@fault("a_text_without_bos_is_served", stock)
-def the_sink_is_precomputed_for_bos(model):
-    prefix = DynamicCache()
-    model(torch.tensor([[model.config.bos_token_id]]), past_key_values=prefix)
-
-    class Prefixed(DynamicLayer):
-        def update(self, key_states, value_states, *args, **kwargs):
-            if not self.is_initialized and key_states.shape[2] > 1:
-                key_states, value_states = key_states.clone(), value_states.clone()
-                own = prefix.layers[self.number]
-                key_states[:, :, :1], value_states[:, :, :1] = own.keys, own.values
-            return super().update(key_states, value_states)
-
-    if model.config.model_type not in ("llama", "opt"):
-        raise NotImplementedError(model.config.model_type)
-    cache = stock_with(model.config, Prefixed)
-    for number, layer in enumerate(cache.layers):
-        layer.number = number
-    return cache
 
 
 # Learned sink logits, windows, states
@@ -372,7 +348,7 @@ def reset_does_nothing(config):
 _SHARED: dict[int, list[Any]] = {}
 
 
-@fault("a_new_cache_is_empty", stock)
+@fault("the_cache_knows_its_length", stock)
 def all_caches_share_their_layers(config):
     if config.model_type != "llama":
         return DynamicCache(config=config)
@@ -445,35 +421,14 @@ def everything_is_kept_in_bfloat16(config):
     return kept_in(config, torch.bfloat16)
 
 
-@fault("float16_is_as_exact_as_the_plain_model", stock)
+@fault("half_precision_is_as_exact_as_the_plain_model", stock)
 def float16_is_kept_in_bfloat16(config):
     return kept_in(config, torch.bfloat16, torch.float16)
 
 
-@fault("bfloat16_is_as_exact_as_the_plain_model", stock)
+@fault("half_precision_is_as_exact_as_the_plain_model", stock)
 def bfloat16_is_kept_in_8_bits(config):
     return kept_in(config, torch.float8_e5m2, torch.bfloat16)
-
-
-@fault("rounding_the_sink_costs_no_more_than_rounding_others", rounder)
-def large_keys_are_clipped(config):
-    class Clipped(Rounder):
-        def rounded(self, states):
-            most = 2 * states.std()
-            return grid(states.clamp(-most, most), 8)
-
-    return cache_of(config, Clipped)
-
-
-@fault("rounding_the_sink_costs_no_more_than_rounding_others", rounder)
-def the_oldest_tokens_get_two_bits(config):
-    class Old(Rounder):
-        def rounded(self, states):
-            if states.shape[2] == 1:
-                return super().rounded(states)
-            return torch.cat([grid(states[:, :, :FIRST], 2), super().rounded(states[:, :, FIRST:])], 2)
-
-    return cache_of(config, Old)
 
 
 # Written after the order of the checks was settled

@@ -63,23 +63,6 @@ class HeadKeeper(Keeper):
         return states.gather(2, slots[..., None].expand(-1, -1, -1, states.shape[-1]))
 
 
-class Rounder(DynamicLayer):
-    """Rounds keys and values to 8 bits, each token and head by its largest number."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
-        keys, values = super().update(self.rounded(key_states), self.rounded(value_states))
-        return keys, values
-
-    def rounded(self, states: Tensor) -> Tensor:
-        return grid(states, 8)
-
-
-def grid(states: Tensor, bits: int) -> Tensor:
-    """The nearest of 2 ** bits steps between the largest numbers of each token and head."""
-    step = states.abs().amax(-1, keepdim=True).clamp(min=1e-9) / (2 ** (bits - 1) - 1)
-    return (states / step).round() * step
-
-
 def cache_of(config, make) -> Cache:
     """A cache of layers, one for each of the model."""
     if getattr(config, "sliding_window", None) or config.model_type == "lfm2":
@@ -96,10 +79,6 @@ def keeper(config, budget):
 
 def head_keeper(config, budget):
     return cache_of(config, lambda: HeadKeeper(budget))
-
-
-def rounder(config):
-    return cache_of(config, Rounder)
 
 
 def stock(config):

@@ -40,12 +40,9 @@ def row_of(name: str, factory: Any, tolerance: float) -> Row:
 def faulty_row(name: str) -> Row:
     """A faulty cache, the check that has to catch it, and that check on the right cache."""
     fault = FAULTS[name]
-    tolerance = TOLERANCE
-    if fault.check.startswith("rounding"):
-        tolerance = max(ROUNDING.values())
-    row = row_of(name, fault.factory, tolerance)
+    row = row_of(name, fault.factory, TOLERANCE)
     verdicts = {one["check"]: one["verdict"] for one in row["checks"]}
-    control = Kit(name, fault.right, tolerance).checked(fault.check)
+    control = Kit(name, fault.right).checked(fault.check)
     more = {"named": fault.check, "thread": fault.thread, "control": control.verdict}
     return {**row, **more, "caught": verdicts[fault.check] == "fails"}
 

@@ -22,12 +22,12 @@ from experiments.loopguard.honest import alarms, honest_texts
 from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.bench.record import BenchRecord, read_run
-from sinkscope.bench.tasks.loops import EARLY
 from sinkscope.errors import SinkscopeError
 from sinkscope.opening.load import load
 from sinkscope.results.style import COLOURS, GREY, figure_of, panels
 
 PAPER: Row = {"counts": (3, 5), "mode": 5, "positions": (800, 1300), "early_below": 400}  # section 6.4
+EARLY = PAPER["early_below"] / 2500  # of the new tokens
 BIN = 100
 DRAWN = {
     "loopguard:paper": "LoopGuard as printed",

@@ -183,7 +183,6 @@ class Answer:
             "read": _rounded(mean_known(self.read), 3),
             "cells": self.cells,
             "cached_peak": round(self.cached_peak, 3),
-            "window": mean_known(event["data"]["window"] for event in self.events if event["kind"] == "window"),
             "seconds": round(self.seconds, 4),
         }
 

@@ -24,12 +24,11 @@ def ranked(groups: Sequence[BenchGroup]) -> list[BenchGroup]:
     return sorted(compared, key=lambda group: group.score, reverse=not task_class(groups[0].task).low_is_good)
 
 
-def finding(groups: Sequence[BenchGroup], *, with_model: bool = False) -> str:
+def finding(groups: Sequence[BenchGroup]) -> str:
     """The best method of a task over all its sets, or that no difference is shown, beside the control.
 
     Args:
         groups: All groups of one task and one model.
-        with_model: Name the model.
     """
     task = task_class(groups[0].task)
     sets: dict[str, str] = {}
@@ -44,8 +43,6 @@ def finding(groups: Sequence[BenchGroup], *, with_model: bool = False) -> str:
     where = f"Task {groups[0].title}"
     if len(sets) > 1:
         where = f"Task {groups[0].task}, {len(sets)} sets"
-    if with_model:
-        where = f"{where}, model {groups[0].model}"
     full = next((group for group in methods if group.method == FULL), None)
     compared = ranked(methods)
     control: BenchGroup | None = None

@@ -25,7 +25,7 @@ class BenchGroup:
         high: Upper end of that interval.
         parts: Mean of the main metric for each part of the set.
         metrics: What it cost, and the task's further metrics; None where no answer has it, or the full cache, with
-            which `time` and `same` compare, was not run.
+            which `time` compares, was not run.
     """
 
     task: str

@@ -7,7 +7,6 @@ default; it calls the class method `paper` of the method's class.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache, partial
@@ -156,35 +155,6 @@ def read_method(spec: str, budget: Budget | None = None) -> Method:
     if own is not None:
         make = partial(ShapeShare, cls.__name__, own) if shape else partial(make, budget=own)
     return Method(name, ":".join(written), make)
-
-
-def compression_ratio(spec: str, prompt_tokens: float | None) -> float | None:
-    """Share of a prompt that a policy evicts, in kvpress's word; None of a method that evicts nothing, or only loops.
-
-    Args:
-        spec: The method as a record has it, its budget written out.
-        prompt_tokens: Length of the prompt, which a budget in tokens needs.
-    """
-    _, budget = without_budget(spec)
-    cls = method_classes().get(name_of(spec))
-    if cls is NoneType:
-        return 0.0
-    if cls is None or not issubclass(cls, Policy) or issubclass(cls, Progressive) or not budget:
-        return None
-    if budget < 1:
-        return round(1 - budget, 6)
-    return max(0.0, 1 - budget / prompt_tokens) if prompt_tokens else None
-
-
-def without_budget(spec: str) -> tuple[str, float | None]:
-    """The text of a method as a record has it, without its budget; and this, in tokens or as a share below 1."""
-    written, budget = list[str](), None
-    for part in spec.split(":"):
-        if re.fullmatch(r"[0-9]+|0\.[0-9]+", part):
-            budget = float(part)
-        else:
-            written.append(part)
-    return ":".join(written), budget
 
 
 def setting_types(cls: Any) -> dict[str, Any]:

@@ -79,12 +79,11 @@ def open_run(
         folder: A new or empty folder, or one that was begun with the same settings and prompts. None keeps records in
             memory only.
         settings: Everything else that determines the records.
-        prompts: The prompts, which are stored beside the records.
+        prompts: The prompts.
     """
-    stored = lines(prompts)
-    digest = hashlib.sha256(stored.encode()).hexdigest()[:16]
+    digest = hashlib.sha256(lines(prompts).encode()).hexdigest()[:16]
     decisive = {"command": COMMAND, **settings, "prompts": digest}
-    return Folder(folder, decisive, BenchRecord, also={"prompts.jsonl": stored}, option="--out")
+    return Folder(folder, decisive, BenchRecord, option="--out")
 
 
 def read_run(folder: str | os.PathLike[str]) -> BenchRun:

@@ -6,7 +6,6 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -51,7 +50,6 @@ def bench(
     batch_size: Natural = 1,
     temperature: Annotated[float, Field(ge=0)] = 0.0,
     seed: Whole = 0,
-    seeds: Natural = 1,
     progress: Hidden = None,
 ) -> BenchTable:
     """Answer the prompts of a task with every method, and show scores beside costs. The same command resumes.
@@ -71,8 +69,7 @@ def bench(
         max_new_tokens: Maximum length of an answer. By default the task's.
         batch_size: Number of prompts that run together.
         temperature: Sampling temperature; 0 is greedy.
-        seed: Seed of the sampling.
-        seeds: Number of samples per prompt at a temperature above 0, with consecutive seeds from --seed on.
+        seed: Seed of the sampling. A folder may hold answers of several seeds, one command after another.
         progress: Called as `progress(what, done, total)`.
 
     Example:
@@ -90,7 +87,6 @@ def bench(
         batch_size=batch_size,
         temperature=temperature,
         seed=seed,
-        seeds=seeds,
         progress=progress,
     )
     return tabulate_records([run])
@@ -108,7 +104,6 @@ def run_bench(
     batch_size: int = 1,
     temperature: float = 0.0,
     seed: int = 0,
-    seeds: int = 1,
     progress: Progress | None = None,
 ) -> BenchRun:
     """Answer the prompts of a task with every method; records already in `out` are not computed again.
@@ -134,7 +129,7 @@ def run_bench(
     """
     if isinstance(task, str):
         task = read_task(task)
-    check_values(Natural | None, max_new_tokens=max_new_tokens, batch_size=batch_size, seeds=seeds)
+    check_values(Natural | None, max_new_tokens=max_new_tokens, batch_size=batch_size)
     check_values(Temperature, temperature=temperature)
     check_values(Whole, seed=seed)
     chosen = read_methods(methods, task.budget)
@@ -146,13 +141,11 @@ def run_bench(
     groups: list[tuple[Method, ...]] = [(method,) for method in chosen]
     if task.together:
         groups = [chosen]
-    if not temperature:
-        seeds = 1
     batches: list[Batch] = []
-    for each_seed, group in product(range(seed, seed + seeds), groups):
+    for group in groups:
         for start in range(0, len(prompts), batch_size):
             part = tuple(prompts[start : start + batch_size])
-            batches.append(Batch(opened.fingerprint, task.name, group, part, new, temperature, each_seed))
+            batches.append(Batch(opened.fingerprint, task.name, group, part, new, temperature, seed))
     settings = {
         "version": VERSION,
         **opened.settings(),

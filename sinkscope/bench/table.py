@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar
 from sinkscope.bench.draw import draw_bench
 from sinkscope.bench.finding import finding, ranked
 from sinkscope.bench.group import BenchGroup
-from sinkscope.bench.methods import FULL, compression_ratio, order_of
+from sinkscope.bench.methods import FULL, order_of
 from sinkscope.bench.record import BenchRecord, BenchRun, Metrics, read_run
 from sinkscope.bench.scores import PERCENT
 from sinkscope.bench.task import Task, task_class
@@ -23,9 +23,7 @@ from sinkscope.results.options import Option, command
 from sinkscope.results.result import Number, Result
 from sinkscope.results.tables import Grid, strings
 
-NUMBERS = frozenset(
-    "compression_ratio read time cached_peak temperature answers ttr cr length interventions alarm kl window".split()
-)
+NUMBERS = frozenset("read time cached_peak temperature answers ttr cr length interventions alarm kl".split())
 """Columns that are no shares."""
 
 
@@ -42,13 +40,10 @@ class BenchTable(Result):
     page: ClassVar[str] = "bench"
 
     glossary: ClassVar[dict[str, str]] = {
-        "compression_ratio": "Share of the prompt that is not kept, as kvpress counts it; a dash without a budget",
         "read": "Cached tokens that a decoding step attends to, mean over layers and kv heads",
         "cells": "Share of a prompt's causal cells that attention covers; a dash if prompts are left to the model",
-        "window": "Mean window of answers whose budget had no room for the usual one",
         "time": "Seconds per new token, divided by those of the full cache",
         "cached_peak": "Largest number of cached tokens, mean over answers",
-        "same": "Share of answers that equal those of the full cache token for token",
     }
 
     groups: tuple[BenchGroup, ...]
@@ -98,9 +93,7 @@ class BenchTable(Result):
         if not self.groups:
             return "Nothing was answered."
         first = self.groups[0]
-        mine = [group for group in self.groups if (group.task, group.model) == (first.task, first.model)]
-        models = {group.model for group in self.groups}
-        return finding(mine, with_model=len(models) > 1)
+        return finding([group for group in self.groups if (group.task, group.model) == (first.task, first.model)])
 
     def numbers(self) -> list[Number]:
         """The score of each method beside that of the full cache."""
@@ -211,25 +204,16 @@ def _interval(task: type[Task], values: Sequence[float]) -> tuple[float, float, 
 
 def _metrics(task: type[Task], records: Sequence[BenchRecord], full: Sequence[BenchRecord]) -> Metrics:
     """What the answers cost, and the task's further metrics."""
-    ratios: list[float | None] = []
-    alarms: list[float] = []
-    same: list[bool] = []
-    answers = {(record.prompt, record.turn, record.seed): record.tokens for record in full}
-    for record in records:
-        ratio = compression_ratio(record.method, record.metrics.get("prompt_tokens"))
-        ratios.append(record.metrics.get("compression_ratio", ratio))
-        alarm = record.metrics.get("alarm")
-        if alarm is not None:
-            alarms.append(alarm)
-        tokens = answers.get((record.prompt, record.turn, record.seed))
-        if tokens:
-            same.append(tokens == record.tokens)
-    metrics: Metrics = {"compression_ratio": mean_known(ratios)}
-    for name in ("read", "cells", "time", "cached_peak", "window", "same", *task.columns):
+    metrics: Metrics = {}
+    for name in ("read", "cells", "time", "cached_peak", *task.columns):
         metrics[name] = mean_known(record.metrics.get(name) for record in records)
     if full and _seconds_per_token(full):
         metrics["time"] = _seconds_per_token(records) / _seconds_per_token(full)
-    metrics["same"] = mean_known(same)
+    alarms: list[float] = []
+    for record in records:
+        alarm = record.metrics.get("alarm")
+        if alarm is not None:
+            alarms.append(alarm)
     if alarms:
         metrics["alarm"] = median(alarms)  # not every run has one
     return metrics

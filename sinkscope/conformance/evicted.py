@@ -70,7 +70,6 @@ def the_first_tokens_survive(kit: Kit) -> str:
         Flow(steps=6),
         Flow(chunks=(12, 12), steps=6),
         Flow(lengths=(16,), steps=24),
-        Flow(model="no BOS", steps=6),
         Flow(model="bundled", lengths=(48,), steps=8),
         LONG,
     ):

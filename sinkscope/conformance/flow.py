@@ -33,9 +33,7 @@ class Flow:
         rejected: Tokens of a draft that are read at once after the first step, and cropped.
         order: Rows change places after the first step; row i becomes what row `order[i]` was.
         reset: Another text is read before, and the cache is reset.
-        renewed: Another text is read before with another cache of the same factory.
         budget: Tokens that are to be kept. None: everything.
-        positions: Whether the model is told the positions of new tokens, or asks the cache.
         dtype: Data type of the model.
         seed: Seed of the ids.
     """
@@ -48,9 +46,7 @@ class Flow:
     rejected: int = 0
     order: tuple[int, ...] = ()
     reset: bool = False
-    renewed: bool = False
     budget: int | None = None
-    positions: bool = True
     dtype: str = "float32"
     seed: int = 0
 
@@ -113,9 +109,7 @@ class _Reader:
 
     def call(self, ids: Tensor, mask: Tensor, start: int, end: int, notes: bool = True) -> Tensor:
         """Logits of the columns from `start` to `end`."""
-        given: dict[str, Any] = {}
-        if self.flow.positions:
-            given = {"attention_mask": mask[:, :end], "position_ids": positions_of(mask)[:, start:end]}
+        given = {"attention_mask": mask[:, :end], "position_ids": positions_of(mask)[:, start:end]}
         watched = self.flow.budget is not None
         with torch.set_grad_enabled(watched):
             given.update(cache_argument(self.model, self.cache))
@@ -190,9 +184,6 @@ def outcome_of(factory: Factory, flow: Flow) -> Outcome:
         flow: The use.
     """
     model = kit_model(flow.model, flow.dtype)
-    if flow.renewed:
-        with entered(made(factory, model, flow.prompt, flow.budget), model) as used:
-            _Reader(flow, model, used).other_text()
     with entered(made(factory, model, flow.prompt, flow.budget), model) as used:
         reader = _Reader(flow, model, used)
         if flow.reset:

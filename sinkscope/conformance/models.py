@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -39,80 +38,20 @@ _SIZES: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True)
-class KitModel:
-    """A model of the kit.
-
-    Attributes:
-        about: What it has, in a few words.
-        family: Its model type, of which a tiny model with a planted sink is made.
-        folder: Or its folder in `sinkscope/models`.
-        build: Or a function that makes it.
-        bos: Whether its prompts begin with BOS.
-        options: What its configuration has beside the sizes.
-    """
-
-    about: str
-    family: str = ""
-    folder: str = ""
-    build: Callable[[], Any] | None = None
-    bos: bool = True
-    options: dict[str, Any] = field(default_factory=dict[str, Any])
-
-
-MODELS = {
-    "grouped": KitModel("four query heads on two kv heads, a planted sink", "llama"),
-    "windows": KitModel(f"windows of {WINDOW} tokens", "mistral", options={"sliding_window": WINDOW}),
-    "sinks": KitModel(
-        "learned sink logits, a window in one of two layers",
-        "gpt_oss",
-        options={
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "sliding_window": WINDOW,
-            "layer_types": ["sliding_attention", "full_attention"],
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        },
-    ),
-    "hybrid": KitModel(
-        "a convolution with a state in one of two layers",
-        "lfm2",
-        options={"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False, "conv_L_cache": 3},
-    ),
-    "bundled": KitModel("a trained model with a planted sink at BOS", folder="bundled"),
-    "no BOS": KitModel(
-        "learned positions, a planted sink at the first token whatever it is",
-        "opt",
-        bos=False,
-        options={"ffn_dim": 64, "word_embed_proj_dim": 64, "num_key_value_heads": 4},
-    ),
-    "recall": KitModel("a model that answers questions about facts in its prompt", folder="recall"),
-}
-"""The models of the kit by name."""
-
-
-@cache
-def kit_model(name: str, dtype: str = "float32") -> Any:
-    """The model of that name, without gradients."""
+def _trained(folder: str) -> Any:
+    """A model of the package."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    about = MODELS[name]
-    if about.folder:
-        shown = logging.is_progress_bar_enabled()
-        logging.disable_progress_bar()
-        model = AutoModelForCausalLM.from_pretrained(Path(__file__).parents[1] / "models" / about.folder)
-        if shown:
-            logging.enable_progress_bar()
-    elif about.build is not None:
-        model = about.build()
-    else:
-        model = _planted(about)
-    model.generation_config.eos_token_id = None
-    return model.to(getattr(torch, dtype)).eval().requires_grad_(False)
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(Path(__file__).parents[1] / "models" / folder)
+    if shown:
+        logging.enable_progress_bar()
+    return model
 
 
-def _planted(about: KitModel) -> Any:
+def _planted(family: str, **options: Any) -> Any:
     """A tiny random model in which heads attend to BOS, whose value is small.
 
     One residual dimension is the same in every token and one is BOS's; nothing is written to them. Queries read the
@@ -122,20 +61,17 @@ def _planted(about: KitModel) -> Any:
 
     state = torch.get_rng_state()  # the caller's random numbers stay as they are
     torch.manual_seed(0)
-    config = AutoConfig.for_model(about.family, **(_SIZES | about.options))
+    config = AutoConfig.for_model(family, **(_SIZES | options))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         embedding = model.get_input_embeddings().weight
         embedding.normal_()
         embedding[BOS] = 0
         embedding[:, _CONST], embedding[:, _FIRST] = _PLANTED, 0
-        if about.bos:
-            embedding[BOS, _FIRST] = _PLANTED
+        embedding[BOS, _FIRST] = _PLANTED
         for name, weight in model.named_parameters():
             if name.endswith("sinks"):
                 weight.fill_(_SINK_LOGIT / 2)
-            if name.endswith("embed_positions.weight"):
-                weight.zero_()[2, _FIRST] = _PLANTED  # OPT's first position
             if weight.dim() == 2 and name.endswith(("q_proj.weight", "k_proj.weight")):
                 reads = _CONST if "q_proj" in name else _FIRST
                 weight[:, [_CONST, _FIRST]] = 0
@@ -146,6 +82,35 @@ def _planted(about: KitModel) -> Any:
                 weight[[_CONST, _FIRST]] = 0
     torch.set_rng_state(state)
     return model
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "grouped": partial(_planted, "llama"),  # four query heads on two kv heads
+    "windows": partial(_planted, "mistral", sliding_window=WINDOW),
+    "sinks": partial(  # learned sink logits, a window in one of two layers
+        _planted,
+        "gpt_oss",
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    ),
+    "hybrid": partial(  # a convolution with a state in one of two layers
+        _planted, "lfm2", layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False, conv_L_cache=3
+    ),
+    "bundled": partial(_trained, "bundled"),
+    "recall": partial(_trained, "recall"),
+}
+"""What makes each model of the kit."""
+
+
+@cache
+def kit_model(name: str, dtype: str = "float32") -> Any:
+    """The model of that name, without gradients."""
+    model = MODELS[name]()
+    model.generation_config.eos_token_id = None
+    return model.to(getattr(torch, dtype)).eval().requires_grad_(False)
 
 
 def _strength() -> float:
@@ -168,21 +133,18 @@ def kit_ids(name: str, lengths: tuple[int, ...], more: int, seed: int = 0) -> In
 
 
 def _tokens(name: str, length: int, seed: int) -> Int[Tensor, " column"]:
-    about = MODELS[name]
-    if not about.folder:
-        draw, others = random.Random(seed), range(5, kit_model(name).config.vocab_size)
-        ids: list[int] = []
-        while len(ids) < length:
-            ids += draw.sample(others, min(length - len(ids), len(others)))
-        if about.bos:
-            ids[0] = BOS
-        return torch.tensor(ids)
     if name == "recall":
         return _question(length, seed)
-    text = _text()[700 * seed :]
-    start = text.index(" ") + 1
-    ids = _tokenizer(about.folder)(text[start : start + 12 * length], add_special_tokens=about.bos)["input_ids"]
-    return torch.tensor(ids[:length])
+    if name == "bundled":
+        text = _text()[700 * seed :]
+        start = text.index(" ") + 1
+        return torch.tensor(_tokenizer(name)(text[start : start + 12 * length])["input_ids"][:length])
+    draw, others = random.Random(seed), range(5, kit_model(name).config.vocab_size)
+    ids: list[int] = []
+    while len(ids) < length:
+        ids += draw.sample(others, min(length - len(ids), len(others)))
+    ids[0] = BOS
+    return torch.tensor(ids)
 
 
 def _question(length: int, seed: int) -> Int[Tensor, " column"]:

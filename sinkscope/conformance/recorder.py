@@ -69,10 +69,6 @@ class Recorder:
         for layer, (keys, values) in self._written.items():
             self._written[layer] = keys[rows], values[rows]
 
-    def pairs(self) -> dict[int, tuple[Pair, Pair]]:
-        """Of each layer, what was written so far, and what was handed out in the last call."""
-        return {layer: (self._written[layer], handed) for layer, handed in self._handed.items()}
-
     def reads(self, logits: Float[Tensor, "row query vocab"]) -> dict[int, Read]:
         """What each layer read in the call that gave these logits."""
         draw = torch.randn(logits.shape, generator=draws(0, "weights of logits"), device="cpu")
@@ -113,12 +109,8 @@ def held_bytes(cache: Any) -> int:
             continue
         seen.add(id(one))
         if isinstance(one, Tensor):
-            parts = getattr(one, "__tensor_flatten__", None)
-            if parts is not None and type(one) is not Tensor:
-                waiting += [getattr(one, name) for name in parts()[0]]
-            else:
-                storage = one.untyped_storage()
-                storages[storage.data_ptr()] = storage.nbytes()
+            storage = one.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
         elif isinstance(one, dict):
             waiting += one.values()
         elif isinstance(one, list | tuple):

@@ -41,11 +41,7 @@ def factory_named(place: str) -> Factory:
         sys.path.remove("")
     if not callable(factory) or ":" not in place:
         raise SinkscopeError(f"{place} is no module:function: {EXPECTED}")
-    try:
-        own = parameters(factory)
-    except ValueError:  # of some classes that are written in C
-        raise SinkscopeError(f"{place} has no parameters that can be read: {EXPECTED}") from None
-    for name, one in own.items():
+    for name, one in parameters(factory).items():
         if name not in KNOWN and one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
             raise SinkscopeError(f"{place} needs {name}=: {EXPECTED}, or have a default")
     return factory

@@ -105,32 +105,13 @@ def _tokens(outcome: Outcome, row: int, column: int) -> int:
 @check
 def a_second_turn_continues_the_first(kit: Kit) -> str:
     """Several tokens that follow generated ones see what was said before."""
-    flows = [Flow(turn=6, steps=2), Flow(model="windows", lengths=(_LONG,), turn=6)]
-    if kit.knows_length:
-        flows.append(Flow(positions=False, turn=4, steps=2))
-    return kit.right(*flows)
+    return kit.right(Flow(turn=6, steps=2), Flow(model="windows", lengths=(_LONG,), turn=6))
 
 
 @check
 def after_a_reset_nothing_is_left(kit: Kit) -> str:
     """A cache that was reset is like a new one."""
     return kit.right(Flow(reset=True), Flow(model="windows", lengths=(_LONG,), reset=True))
-
-
-@check
-def a_new_cache_is_empty(kit: Kit) -> str:
-    """Two caches of one factory share nothing: the second gives what the first gave."""
-    flow = Flow(seed=7)
-    try:
-        first = kit.outcome(flow)
-    except FaultError as error:
-        raise ApartError(f"even the first cannot be read: {error.seen}") from None
-    flow = replace(flow, renewed=True)
-    second = kit.outcome(flow)
-    if second.lengths != first.lengths:
-        expected = f"lengths of {first.lengths}, as of the first cache"
-        raise FaultError(expected, str(second.lengths), flow, "outcome.lengths")
-    return f"a difference of {kit.close(second.logits, first.logits, flow, 'those of the first cache'):.1g}"
 
 
 @check
@@ -166,34 +147,22 @@ def states_of_a_hybrid_are_kept(kit: Kit) -> str:
 
 
 @check
-def a_text_without_bos_is_served(kit: Kit) -> str:
-    """The first token is the sink whatever it is, and positions are learned."""
-    return kit.right(Flow(model="no BOS"))
-
-
-@check
-def bfloat16_is_as_exact_as_the_plain_model(kit: Kit) -> str:
-    """Keys and values are kept as exactly as they come."""
-    return _rounding(kit, "bfloat16")
-
-
-@check
-def float16_is_as_exact_as_the_plain_model(kit: Kit) -> str:
-    """Keys and values are kept as exactly as they come."""
-    return _rounding(kit, "float16")
-
-
-def _rounding(kit: Kit, dtype: str) -> str:
-    """Whether the error against the same pass in float32 is that of the plain model in this type."""
+def half_precision_is_as_exact_as_the_plain_model(kit: Kit) -> str:
+    """The error of bfloat16 and float16 against the same pass in float32 is that of the plain model in this type."""
     ratio = 0.0
-    for flow in (Flow(dtype=dtype, lengths=(24, 24)), Flow(model="bundled", dtype=dtype, lengths=(48,))):
+    for flow in (
+        Flow(dtype="bfloat16", lengths=(24, 24)),
+        Flow(dtype="float16", lengths=(24, 24)),
+        Flow(dtype="bfloat16", model="bundled", lengths=(48,)),
+        Flow(dtype="float16", model="bundled", lengths=(48,)),
+    ):
         outcome = kit.outcome(flow)
         exact = right_logits(replace(flow, dtype="float32"))
         stock = _spread(right_logits(flow), exact)
         own = _spread(outcome.logits, exact)
         ratio = max(ratio, own / stock)
         if not own <= _ROUGHER * stock + kit.tolerance * float(exact.std()):
-            expected = f"at most {_ROUGHER:g} times the plain model's own error in {dtype}"
+            expected = f"at most {_ROUGHER:g} times the plain model's own error in {flow.dtype}"
             raise FaultError(expected, f"{own / stock:.2g} times", flow)
     return f"{ratio:.2g} times the plain model's own error"
 

@@ -17,11 +17,10 @@ from typing import Any
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import parse_json, pathless
 
-MARKS = (  # what the files of sinkscope say about their kind: JSON, HTML, PNG, safetensors
+MARKS = (  # what the files of sinkscope say about their kind: JSON, HTML, PNG
     re.compile(rb'\s*\{\s*"schema":\s*\d+,\s*"kind":\s*"([^"\\]{1,80})"'),
     re.compile(rb'[^\0]{0,400}<meta name="generator" content="sinkscope ([\w-]{1,80})">'),
     re.compile(rb"\x89PNG\r\n\x1a\n.{29}tEXtSoftware\0sinkscope ([\w-]{1,80})\.", re.DOTALL),
-    re.compile(rb'.{8}\{"__metadata__":\{"sinkscope ([\w-]{1,80})":', re.DOTALL),
 )
 
 OF_THE_SHELL = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
@@ -90,7 +89,7 @@ def check_writable(path: str | os.PathLike[str], *, folder: bool = False) -> Pat
         folder: Whether it may also be a folder.
 
     Raises:
-        SinkscopeError: The path is empty, not UTF-8, a folder or a link to nothing, it or its folder is not writable,
+        SinkscopeError: The path is empty, not UTF-8, or a folder, it or its folder is not writable,
             or a part of it is not a folder.
     """
     name = os.fspath(path)
@@ -101,8 +100,6 @@ def check_writable(path: str | os.PathLike[str], *, folder: bool = False) -> Pat
         target = Path(name)
         if not is_device(target):
             target = Path(os.path.realpath(name))  # a link stays a link: its target is replaced
-        if os.path.islink(name) and not target.exists():
-            raise SinkscopeError(f"cannot write {name}: it is a link to {target}, which is not there; remove the link")
         if not folder and (target.is_dir() or name.endswith(("/", os.sep))):
             raise SinkscopeError(f"{name} is a folder: give the name of a file to write")
         with suppress(FileNotFoundError):

@@ -221,21 +221,14 @@ def _place(value: Any, problem: Any) -> str:
 def check_fields(settings: Any) -> None:
     """Refuse fields of a dataclass that do not fit the numbers, switches, words and mappings annotated there.
 
-    A bool is not a number here, an int is, and fields of any other type are not checked. What a subclass annotates
-    anew must fit the annotations of its base as well. A class whose annotations use names that are imported for type
-    checkers only is passed over.
+    A bool is not a number here, an int is, and fields of any other type are not checked.
 
     Raises:
         SinkscopeError: A field does not fit; the message names the first, its value and what was expected.
     """
-    for cls in reversed(type(settings).__mro__):
-        try:
-            hints = get_type_hints(cls, include_extras=True)
-        except NameError:
-            continue
-        for name, hint in hints.items():
-            if name in settings.__dataclass_fields__ and _checkable(hint):
-                checked_value(hint, getattr(settings, name), f"{type(settings).__name__}: {name}=", strict=True)
+    for name, hint in get_type_hints(type(settings), include_extras=True).items():
+        if name in settings.__dataclass_fields__ and _checkable(hint):
+            checked_value(hint, getattr(settings, name), f"{type(settings).__name__}: {name}=", strict=True)
 
 
 def _checkable(hint: Any) -> bool:
@@ -359,12 +352,11 @@ def rows_of(text: str, name: str, expected: str) -> Iterator[tuple[str, Any]]:
 
 
 def _loads(text: str, name: str, line: int, expected: str) -> Any:
-    """Parse JSON. Half a surrogate pair, which JSON allows, becomes "?", because tokenizers and files reject it."""
     try:
         value = parse_json(text)
     except ValueError as error:
         line += getattr(error, "lineno", 1) - 1
         raise SinkscopeError(f"{name} line {line} is not JSON: give {expected}") from None
-    if "\\ud" in text or "\\uD" in text:
+    if "\\ud" in text or "\\uD" in text:  # half a surrogate pair, which tokenizers and files reject, becomes "?"
         value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
     return value

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import fields
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar, cast
+from typing import Any, ClassVar, Generic, TypeVar
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import read_bytes, read_json, reason_of, write_atomic
@@ -43,7 +42,6 @@ class Folder(Generic[R]):
         folder: New, empty, or from an earlier run with the same settings. None keeps records in memory only.
         settings: Everything that determines the records.
         kind: Dataclass of the records.
-        also: Other files of the folder, by name, written once.
         option: Command option that names the folder, for errors.
 
     Attributes:
@@ -59,13 +57,12 @@ class Folder(Generic[R]):
         settings: Mapping[str, Any],
         kind: type[R],
         *,
-        also: Mapping[str, str] | None = None,
         option: str = "folder",
     ) -> None:
         self.folder = None if folder is None else Path(folder)
         self.name = "" if folder is None else pathless(os.fspath(folder))
         self.records: dict[Hashable, R] = {}
-        self._kind, self._also, self._option = kind, also or {}, option
+        self._kind, self._option = kind, option
         self._settings = plain(settings, scrub=True)
         self._lock: Any = None
 
@@ -118,9 +115,6 @@ class Folder(Generic[R]):
                 self._refuse(earlier)
         if not self.records:  # nothing is lost if a run that could not begin is begun with other settings
             write_atomic(folder / SETTINGS, json.dumps(self._settings, indent=1, sort_keys=True) + "\n")
-        for name, content in self._also.items():
-            if not self.records or not (folder / name).exists():
-                write_atomic(folder / name, content)
 
     def _refuse(self, earlier: dict[str, Any]) -> None:
         """Refuse to continue a run that was begun with other settings, and say which differ."""
@@ -164,18 +158,15 @@ def read_lines(path: Path, name: str, kind: type[R]) -> tuple[list[R], int]:
     """Complete records of a file, and the length of their lines in bytes. The beginning of a last record is ignored.
 
     Raises:
-        SinkscopeError: Any other line is damaged, or what is left at the end is not the beginning of a record.
+        SinkscopeError: Any other line is damaged.
     """
-    remedy = "delete that line, and run the same command again"
-    *whole, rest = read_bytes(path, "give another folder").split(b"\n")
+    *whole, _ = read_bytes(path, "give another folder").split(b"\n")
     records: list[R] = []
     for number, line in enumerate(whole, 1):
         try:
             records.append(build(kind, parse_json(line), ""))
         except (ValueError, RecursionError):
-            raise SinkscopeError(f"{name}/{path.name} line {number} is damaged: {remedy}") from None
-    first_field = fields(cast("Any", kind))[0].name
-    begins = f'{{"{first_field}": '.encode()
-    if not begins.startswith(rest[: len(begins)]):
-        raise SinkscopeError(f"{name}/{path.name} line {len(whole) + 1} is no record of this run: {remedy}")
+            raise SinkscopeError(
+                f"{name}/{path.name} line {number} is damaged: delete that line, and run the same command again"
+            ) from None
     return records, sum(len(line) + 1 for line in whole)

@@ -40,7 +40,7 @@ def test_a_loop_and_a_text_without_one():
     assert (loop["loop"], loop["tail_loop"], loop["loop_paper"], loop["eos"]) == (1.0, 1.0, 1.0, 0.0)
     assert (fresh["loop"], fresh["loop_paper"], fresh["eos"]) == (0.0, 0.0, 1.0)
     assert loop["ttr"] == 3 / 300
-    assert loop["interventions"] is None and loop["early"] is None
+    assert loop["interventions"] is None
     assert fresh["alarm"] is None
 
 
@@ -64,7 +64,6 @@ def test_interventions():
     events = (guard_event(40), guard_event(100), guard_event(130), guard_event(290))
     made = scored(LOOP, "loopguard", events=events)
     assert (made["interventions"], made["alarm"]) == (4.0, 40)
-    assert made["early"] == pytest.approx(1 / 4)  # 40 of 300 tokens is before 16 %
 
 
 def test_openings_of_text_and_their_own_continuation():

@@ -7,7 +7,6 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from covering import slow
 
 import sinkscope as ss
 from experiments import make_two_hops
@@ -59,30 +58,13 @@ def said(hf, text: str) -> str:
 
 @pytest.mark.parametrize("name", ["recall", "recall-2hop"])
 @pytest.mark.parametrize("task", KINDS)
-@pytest.mark.parametrize("whole", [False, slow(True)])
-def test_recall_models_answer_every_task(name, task, whole):
+def test_recall_models_answer_every_task(name, task):
     """Seeds from the system, so that nothing can have been tuned to them."""
     seed = int(torch.empty((), dtype=torch.int64).random_(10**9).item())
-    turn = KINDS.index(task) + (name == "recall")  # by default one depth and length, others in every task and model
-    for i, length in enumerate((150, 400, 900) if whole else (150, 300, 600)):
-        for j, depth in enumerate((0.0, 0.5, 1.0)):
-            if whole or (turn % 3, turn // 2 % 3) == (i, j):
-                prompt = needle_prompt(model(name).tokenizer, "recall", task, length, depth, seed)
-                assert prompt.turns[0].answers[0] in said(model(name), prompt.turns[0].text), (seed, prompt)
-
-
-def test_two_hops_answer_from_the_linked_fact_alone():
-    """Other values there give another answer; a link to nothing gives none, and neither does a fact stated later."""
-    hf = model("recall-2hop")
-    linked, asked = "fact bruno bell glass .", "fact lotte carpet pipe bruno"
-    text = "turn1 the old house {} and then it was {} under the tree ask lotte what was said answer"
-    assert said(hf, text.format(linked, asked)) == "bell glass ."
-    assert said(hf, text.format("fact bruno lamp rope .", asked)) == "lamp rope ."
-    assert said(hf, text.format(linked, "fact lotte crown drum bruno")) == "bell glass ."
-    assert said(hf, text.format(linked, "fact lotte carpet pipe .")) == "carpet pipe ."
-    assert said(hf, text.format(linked, "fact lotte carpet pipe nina")) == "unknown ."
-    assert said(hf, text.format(asked, linked)) == "unknown ."
-    assert said(hf, text.format(linked, "the fish market was open")) == "unknown ."
+    turn = KINDS.index(task) + (name == "recall")  # another depth and length in every task and model
+    length, depth = (150, 300, 600)[turn % 3], (0.0, 0.5, 1.0)[turn // 2 % 3]
+    prompt = needle_prompt(model(name).tokenizer, "recall", task, length, depth, seed)
+    assert prompt.turns[0].answers[0] in said(model(name), prompt.turns[0].text), (seed, prompt)
 
 
 def test_script_makes_the_numbers_of_the_package():

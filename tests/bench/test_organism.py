@@ -8,7 +8,7 @@ import torch
 from organisms import LoopOrganism
 
 import sinkscope as ss
-from experiments.make_organism import loop, made, refrain
+from experiments.make_organism import loop, made
 from sinkscope.bench.prompt import Prompt, read_prompts
 from sinkscope.bench.tasks.loops import DATA
 
@@ -36,12 +36,3 @@ def test_a_prompt_is_what_its_parts_say():
     assert organism().tokenizer(found.turns[0].text)["input_ids"] == planned.ids
     assert found.about == {"period": 5, "onset": 30} and planned.expected[30:] == planned.expected[30:35] * 4
     assert len({*planned.expected[:35]}) == 35
-    said = refrain(organism(), 52, 4).expected
-    assert said[10:62] == said[62:114] and said[114:123] == said[10:19] and len({*said[122:]}) == len(said[122:])
-
-
-def test_sets_that_ship():
-    for name, count in (("small-dc", 12), ("small-ri", 12), ("stories", 24)):
-        rows = read_prompts(DATA / f"{name}.jsonl")
-        assert len(rows) == len({row.turns[0].text for row in rows}) == count
-        assert {row.set for row in rows} == {name.removeprefix("small-")}

@@ -69,8 +69,6 @@ def test_the_control_of_a_prompt_is_the_answer_of_another():
         ("share", "red, blue", ["RED", "green"], 0.5),
         ("experiments.loopserve.scores:accuracy", "a cat", ["cat", "dog"], 1.0),
         ("experiments.loopserve.scores:accuracy", "cat and dog", ["cat", "dog"], 0.5),
-        ("experiments.loopserve.scores:accuracy", "dog", ["cat", "dog"], 0.0),
-        ("experiments.loopserve.scores:accuracy", "concat", ["concat", "cat"], 1.0),
     ],
 )
 def test_scores(metric, text, answers, wanted):

@@ -121,15 +121,10 @@ def test_envelope_is_the_contract():
     ("value", "expected"),
     [
         (math.nan, None),
-        (-math.inf, None),
         ({"a": (1, math.inf)}, {"a": [1, None]}),
         (torch.tensor([[1.0, math.nan]]), [[1.0, None]]),
-        (torch.tensor(2.5, dtype=torch.bfloat16), 2.5),
-        (np.float32(0.5), 0.5),
         (np.arange(2), [0, 1]),
-        (np.bool_(True), True),
         (torch.float16, "float16"),
-        (torch.device("cpu"), "cpu"),
         ({3, 1, 2}, [1, 2, 3]),
         (Part(1, None, math.nan, None, "x"), {"layer": 1, "expert": None, "share": None, "causal": None, "label": "x"}),
         ("\ud800", "\ud800"),
@@ -175,17 +170,13 @@ def _broken(**changes) -> str:
     ("content", "says"),
     [
         ("", "f.json is not a JSON file"),
-        ("{", "f.json is not a JSON file"),
         ("[" * 100_000, "f.json is not a JSON file"),
         (b"\xff\xfe", "f.json is not UTF-8 text"),
-        ("[]", "f.json is not a result of sinkscope"),
         ("{}", "f.json is not a result of sinkscope"),
         (_broken(schema=2), "f.json has schema 2, this version reads 1"),
         (_broken(kind="magic"), "f.json holds the unknown kind 'magic'"),
-        (_broken(result=[]), "f.json is not a result of sinkscope"),
         (_broken(result__where="1"), "where is '1', expected a whole number"),
         (_broken(result__pair=[1]), r"pair\[1\] is missing"),
-        (_broken(model=None), "model is None, expected an object"),
     ],
 )
 def test_a_file_that_is_no_result_is_refused_in_one_line(tmp_path, content, says):
@@ -200,18 +191,6 @@ def test_a_kind_has_one_class():
 
         class Other(Result):
             kind: ClassVar[str] = "test-bare"
-
-
-def test_csv_frame_and_rows_hold_the_same_table():
-    sample = example()
-    frame = sample.to_frame()
-    assert list(frame["layer"]) == [1, 2]
-    assert list(frame["label"]) == ["one", "two"]
-    lines = sample.text().splitlines()
-    assert lines[-1] == "Conclusion: test-sample on tiny."
-    assert lines[0].split() == ["layer", "share", "causal", "label"]  # expert is empty everywhere
-    assert lines[1].split() == ["1", "0.5", "yes", "one"]
-    assert lines[2].split() == ["2", "0.25", "-", "two"]
 
 
 def test_a_result_in_a_session_is_its_conclusion():
@@ -231,14 +210,11 @@ HOME = str(Path.home())
         (f"--json={HOME}/x.json", "--json=x.json"),
         ("../../home/me/x.json", "x.json"),
         (r"C:\Users\me\x.json", "x.json"),
-        ("C:/Users/me/x.json", "x.json"),
         ("/", ""),
         ("meta-llama/Llama-2-7b-hf", "meta-llama/Llama-2-7b-hf"),
-        ("out/x.json", "out/x.json"),
         ("a text / with a slash", "a text / with a slash"),
         (f"org{HOME}ed", f"org{HOME}ed"),
         (f"see {HOME}/x", "see ~/x"),
-        ("--bos", "--bos"),
     ],
 )
 def test_paths_lose_their_folders(text, expected):

@@ -18,7 +18,7 @@ from transformers import DynamicCache
 
 from sinkscope.conformance.flow import Flow, error_of, outcome_of, right_logits
 from sinkscope.conformance.kit import Kit
-from sinkscope.conformance.models import MODELS, KitModel, kit_model
+from sinkscope.conformance.models import MODELS, kit_model
 from sinkscope.conformance.whole import alone
 from sinkscope.kv import H2O, Full, Policy, Pyramid, SnapKV, make_policy, policies
 from sinkscope.kv.windows import layer_window
@@ -54,7 +54,7 @@ CELLS = [
 
 
 for _family in FAMILIES:
-    MODELS[_family] = KitModel(f"tests, {_family}", build=partial(model_of, _family))
+    MODELS[_family] = partial(model_of, _family)
 
 
 def policy_of(name: str, **options) -> Policy:

@@ -29,7 +29,6 @@ from sinkscope.loops.text.signals import (
     is_loop,
     type_token_ratio,
 )
-from sinkscope.measure.rate import mean_known
 from sinkscope.models.checks import tokenizer_of
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows, typical_text
@@ -38,8 +37,6 @@ DATA = Path(__file__).with_name("data")
 SETS = ("small", "small-dc", "small-ri", "stories", "organism")
 """Prompts in the package: the files in `DATA` whose names begin so."""
 TEXT = "text"
-EARLY = 400 / 2500
-"""Share of the new tokens before which Fig. 4 b calls an intervention early."""
 _TEXT_NEW, _TEXT_COUNT = 384, 16
 
 
@@ -61,7 +58,7 @@ class Loops(Task):
     counted: ClassVar[str] = "loop"
     columns: ClassVar[tuple[str, ...]] = (
         *("loop_paper", "tail_loop", "eos", "ttr", "cr", "length"),
-        *("interventions", "early", "alarm", "chance"),
+        *("interventions", "alarm", "chance"),
     )
     budget: ClassVar[int] = 1024
 
@@ -117,7 +114,6 @@ class Loops(Task):
         - loop: it ends in three copies of a period with 24 tokens in all, or in `tail_loop`.
         - tail_loop: the paper's rule without the length, on the last 256 tokens.
         - loop_paper: the paper's rule (Eq. 7), length included.
-        - early: share of the interventions before 16 % of the new tokens.
         - alarm: step of the first intervention; without one, the step at which LoopGuard's monitor would first fire.
         """
         tokens = answer.tokens
@@ -139,7 +135,6 @@ class Loops(Task):
             "ttr": type_token_ratio(tokens),
             "cr": compression_ratio(tokens),
             "interventions": interventions,
-            "early": mean_known(step < EARLY * batch.new for step in steps),
             "alarm": alarm,
             "chance": chance,
         }

@@ -13,7 +13,7 @@ from sinkscope.measure.margin import margin_of
 from sinkscope.models.target import Target
 from sinkscope.results.claims import Claim, Contrast, Outcome, Search
 from sinkscope.results.parts import Component
-from sinkscope.sinks.find.readers import random_edits
+from sinkscope.sinks.find.readers import by_chance, random_edits
 from sinkscope.sinks.find.spikes import MadeSpike
 from sinkscope.sinks.find.survey import SinkContext
 from sinkscope.sinks.removal.components import Edit, mixing, one_by_one, writers
@@ -85,7 +85,7 @@ def _claims(setup: Setup, effect: PositionEffect, marks: Components, place: str,
     chance = left[1 + len(alone) :]
     control = Contrast("other", 1.0, 1, "nothing alike to remove")
     if chance:
-        control = Contrast("random", min(chance), len(chance))
+        control = by_chance(marks, torch.tensor(chance))
     search = Search("components alone and in sets", len(before_mlp(setup.target, layer)))
     claims = []
     for number, subject in enumerate((marks, *((mark,) for mark in marks[: len(alone)]))):

@@ -26,6 +26,7 @@ SINK_HEADS = 2  # an attention sink needs at least this many heads
 POSITION_SHARE = 0.01  # ... and this share of the heads, if they attend to a position in most texts
 PLACE_SHARE = 0.05  # ... or this share at any other place: a few heads that prefer one word are no sink
 MOST_TEXTS = 0.5  # a head attends to a position, or to a token, if it does so in at least this share of the cases
+LEAST_WITHOUT_WORDS = 10  # places that are a piece although no words mean them
 LEAST_CASES = 3  # words need so many places that bear them out, and a position so many different tokens
 SOME_TEXTS = 0.2  # least share of the texts that have a place
 MOST_PARTS = 4  # rules in one description, if one or two do not suffice
@@ -319,7 +320,7 @@ def pieces(
         if bool(fits.any()):
             found.append(Place.of(places, fits, rule, decode))
             rest = rest.without(fits)
-    enough = len(rest) >= max(LEAST_CASES, (1 - ENOUGH) * len(places))
+    enough = len(rest) >= max(LEAST_WITHOUT_WORDS, (1 - ENOUGH) * len(places))
     if enough and float(rest.there.any(1).float().mean()) >= SOME_TEXTS and holds(rest.there):
         found.append(Place.of(places, rest.there, None, decode))
         rest = rest.without(rest.there)
@@ -371,6 +372,9 @@ def _simple(places: Places, decode: Decode) -> list[Rule]:
         rules.append(Rule(f"{name!r} wherever it stands", tokens=(token,), token=name))
         rules.append(Rule(f"the first {name!r} of a text", tokens=(token,), first=True, token=name))
         rules += _by_the_token_before(places, token, decode)
+    after, counts = places.ids[:, :-1][places.there[:, 1:]].unique(return_counts=True)
+    for token in after[counts.argsort(descending=True, stable=True)[:COMMON]].tolist():
+        rules.append(Rule(f"what stands after {decode([token])!r}", after=(token,)))
     rules.append(Rule("every token that repeats the one before it", repeated=True))
     rules.append(Rule("the first occurrence of every token", first=True))
     return rules
@@ -407,7 +411,10 @@ def _of_a_kind(places: Places, decode: Decode) -> list[Rule]:
     for token in seen:
         if float(places.there[:, 1:][places.ids[:, 1:] == token].float().mean()) >= ENOUGH:
             precise.append(token)
-    if len(precise) > 2:  # two have a rule each, because different neurons may make their spikes
+    shares = [int((places.there & (places.ids == token)).sum()) for token in precise]
+    if len(precise) > 2 and 2 * max(shares) <= sum(
+        shares
+    ):  # two have a rule each, because different neurons may make their spikes
         names = word_list([repr(decode([token])) for token in precise], COMMON)
         rules.append(Rule(f"{names} wherever they stand", tokens=tuple(precise)))
     if len(seen) > 1:

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import combinations, compress
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinkscope.measure import Setup
@@ -16,7 +16,7 @@ from sinkscope.measure.margin import margin_of
 from sinkscope.models.draws import draws
 from sinkscope.results.claims import NEEDED, Claim, Contrast, Outcome, Search
 from sinkscope.results.notation import head_name
-from sinkscope.results.parts import Component, Head, Part, Parts, neurons_of
+from sinkscope.results.parts import Component, Head, Neuron, Part, Parts, neurons_of
 from sinkscope.sinks.find.records import Readers
 from sinkscope.sinks.removal.components import Edit, Sites, edit_of, heads_of, one_by_one, silencing
 from sinkscope.sinks.removal.position_effect import PositionEffect
@@ -101,6 +101,8 @@ class HeadByHead:
         everything = Edit(swap=tuple(self.effect.written))
         edits = [*map(self.edit, each), *one_by_one(components), everything]
         lost = self.effect.lost(edits)
+        made: set[Part] = {*self.makers}
+        made |= {Component("attention", maker.layer) for maker in self.makers if isinstance(maker, Head)}
         needs = [Need()] * count
         of_parts = (lost[: len(each)] >= NEEDED).T.tolist()
         several = len({tuple(of_head) for of_head in of_parts if of_head and of_head[0]}) > 1
@@ -114,7 +116,7 @@ class HeadByHead:
                     own = list(dict.fromkeys([*spike, *own]))
                 needs[head] = Need(tuple(own) if apart else spike, by_spike=True)
             elif found:
-                needs[head] = Need(found, by_spike=not {*self.makers}.isdisjoint(found))
+                needs[head] = Need(found, by_spike=not made.isdisjoint(found))
             elif float(lost[-1, head]) < NEEDED:
                 needs[head] = Need((POSITION,))
         without = [head for head, need in enumerate(needs) if not need.parts]
@@ -169,7 +171,7 @@ class HeadByHead:
                 contrasts = [Contrast("other", typical, 1, "an ordinary position")]
                 contrasts.append(Contrast("other", given, 1, "an ordinary position with all that is written there"))
             elif len(edited) > 1:
-                contrasts.append(Contrast("random", float(left[1:].min()), len(left) - 1))
+                contrasts.append(by_chance(parts, left[1:]))
             else:
                 swapped = effect.values(edits, elsewhere=self.elsewhere)[1]
                 contrasts.append(Contrast("elsewhere", float(swapped.mean()) / attention))
@@ -196,6 +198,13 @@ class HeadByHead:
         return [edit, *random_edits(self.setup, edit, self.sites, depth)]
 
 
+def by_chance(parts: Parts, left: Float[Tensor, " draw"]) -> Contrast:
+    """What is left without random parts: of neurons the least; of heads the median, as some are of the circuit."""
+    if all(isinstance(part, Neuron) for part in parts):
+        return Contrast("random", float(left.min()), len(left))
+    return Contrast("random", float(left.median()), len(left))
+
+
 def random_edits(setup: Setup, edit: Edit, excluded: Sites, depth: int) -> list[Edit]:
     """20 edits of as many random neurons of the same layers, or of random heads up to a layer; none if too few."""
     if edit.zero and not edit.swap:
@@ -203,8 +212,9 @@ def random_edits(setup: Setup, edit: Edit, excluded: Sites, depth: int) -> list[
     pool: list[Head] = []
     for layer in filter(setup.target.has_attention, range(depth + 1)):
         pool += heads_of(setup.target, layer)
+    whole = {part.layer for part in edit.swap if isinstance(part, Component) and part.kind == "attention"}
     barred: set[Part] = {*edit.swap}
-    pool = [head for head in pool if head not in barred]
+    pool = [head for head in pool if head not in barred and head.layer not in whole]
     size = max(1, len(edit.swap))
     if size > len(pool):
         return []

@@ -132,8 +132,9 @@ def layers_read(read: int, n_layers: int, dims: Sequence[int]) -> str:
 def spike_sentences(spike: Spike) -> str:
     """Where a spike is, how high, and what makes it, alone and together."""
     runs = [f"layer {first}" if first == last else f"layers {first} to {last}" for first, last in spike.layers]
-    size = f"up to {spike.ratio:.0f} times the typical norm after {word_list(runs)} (elsewhere {spike.usual:.1f})"
-    sentences = [f"The norm at {spike.place.words} is {size}.", f"{_capital(spike_clause(spike))}."]
+    size = f"about {spike.ratio:.0f} times the typical norm at its largest (elsewhere {spike.usual:.1f})"
+    where = f"The norm at {spike.place.words} stands out after {word_list(runs)}"
+    sentences = [f"{where}: {size}.", f"{_capital(spike_clause(spike))}."]
     if spike.begun_by:
         sentences.append(f"{_capital(in_words(spike.begun_by))} begins the spike.")
     alone = [f"{in_words(claim.subject)} {claim.value:.0%}" for claim in spike.claims if claim.role == "makes alone"]

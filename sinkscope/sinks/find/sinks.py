@@ -88,11 +88,15 @@ def attention_sinks(setup: Setup, survey: Survey, made: Sequence[MadeSpike]) -> 
         given = received.learned if place is None else received.given(place.there(received.places.ids))
         each = [float(given[layer, head].mean()) for layer, head in heads]
         if place is not None:
-            before = _before(setup, received, place, heads)
+            alone = not any(
+                {*received.readers(one.there(received.ids))} & {*heads} for one in survey.sinks if one is not place
+            )
+            before = _before(setup, received, place, heads) if alone else None
             standing = [each for each in made if survey.stands_at(each.spike.place, place)]
             spike = made.index(standing[0]) if standing else None
             groups = _readers(setup, survey, place, heads, standing)
-            window = min(filter(None, [received.windows[layer] for layer, _ in heads]), default=None)
+            windows = [received.windows[layer] for layer, _ in heads]
+            window = None if None in windows else min(filter(None, windows))
         sinks.append(
             Sink(
                 place=place,

@@ -212,10 +212,9 @@ def spike_maker(context: SinkContext, place: str, neurons: Sequence[Candidate]) 
     target = context.target
     written = writers(target, layer + 1)
     candidates: list[Part] = [one for one in written if one.layer is not None]
-    if neurons:
-        for number in filter(target.has_attention, range(layer + 1)):
-            candidates += heads_of(target, number)
-        candidates += [neuron.address for neuron in neurons if neuron.causal]
+    for number in filter(target.has_attention, range(layer + 1)):
+        candidates += heads_of(target, number)
+    candidates += [neuron.address for neuron in neurons if neuron.causal]
     source = context.ordinary(layer, ids.shape[1])[:MAKER_TEXTS]
 
     def left(subjects: Sequence[Parts]) -> Float[Tensor, "subject text"]:
