@@ -1,7 +1,7 @@
 """The gallery page of the documentation: every picture in figures/, what it shows, and the command that makes it.
 
 python -m experiments.gallery [--out docs/gallery.md]
-python -m experiments.gallery --draw NAME ...      # draws pictures again from the JSON beside them (--all: all of them)
+python -m experiments.gallery --draw NAME ...      # draws pictures again from the JSON beside them
 """
 
 from __future__ import annotations
@@ -35,11 +35,15 @@ all results ([report](report.md)), and `python -m experiments.gallery` makes thi
 _OUTPUTS = ("--json", "--html", "--png", "--out", "--resume")
 
 
-def entry(picture: Path) -> str:
-    """Return a cell of the grid: heading, picture, caption and command, from the JSON beside the picture."""
+def entry(picture: Path, said_before: set[str]) -> str:
+    """Return a cell of the grid: heading, picture, command, and the caption if it is new."""
     data = read_json(picture.with_suffix(".json"))
     title = picture.stem.replace("_", "-")
-    said = " ".join([_caption(picture, data).removesuffix("."), *_explained(picture, data)]).strip()
+    caption = _caption(picture, data).removesuffix(".")
+    said = " ".join(_explained(picture, data))
+    if caption not in said_before:
+        said = f"{caption} {said}".strip()
+        said_before.add(caption)
     shown = f"![{title}](../figures/{picture.name})"
     return f"<div markdown>\n\n## {title}\n\n{shown}\n\n{said}.\n\n`{_command(data)}`\n\n</div>"
 
@@ -114,7 +118,9 @@ def gallery(folder: Path = FIGURES) -> str:
         kinds[each] = read_json(each.with_suffix(".json"))["kind"]
     first = "find-sinks"
     shown = sorted(kinds, key=lambda path: (kinds[path] != first, order.get(kinds[path], len(order)), path.name))
-    return "\n\n".join([_HEAD.rstrip(), '<div class="gallery" markdown>', *map(entry, shown), "</div>"]) + "\n"
+    said = set[str]()
+    cells = [entry(picture, said) for picture in shown]
+    return "\n\n".join([_HEAD.rstrip(), '<div class="gallery" markdown>', *cells, "</div>"]) + "\n"
 
 
 def _command(data: Row) -> str:
@@ -133,25 +139,19 @@ def main(
     *,
     out: Path = Path("docs/gallery.md"),
     draw: Sequence[str] = (),
-    all: bool = False,
 ) -> None:
     """Make what the module describes.
 
     Args:
         out: The page of the documentation.
         draw: Draw these pictures again, such as repeat.
-        all: Draw all pictures again.
     """
-    if not draw and not all:
+    if not draw:
         write_atomic(out, gallery())
         return
     import_module("kaleido").start_sync_server(silence_warnings=True)  # one browser for all pictures
-    chosen = pictures()
-    if not all:
-        chosen = []
-        for name in draw:
-            chosen.append(FIGURES / f"{name}.png")
-    for path in chosen:
+    for name in draw:
+        path = FIGURES / f"{name}.png"
         draw_again(path)
         print(path.name, path.stat().st_size)
 

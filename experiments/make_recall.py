@@ -82,12 +82,12 @@ def layout() -> dict[str, list[int]]:
 DIM = layout()
 
 
-def _one(name: str) -> int:
+def one(name: str) -> int:
     (dim,) = DIM[name]
     return dim
 
 
-CONST = _one("const")
+CONST = one("const")
 PLANTED = {
     "offset heads": [(0, head) for head in range(4)],
     "turn head": [(0, 4)],
@@ -182,9 +182,9 @@ def _embed(e: Tensor, generator: torch.Generator) -> None:
             at, sign = _pair(number)
             e[ID[word], DIM[group][at]] = sign
     for word in KEYS:
-        e[ID[word], [_one("starts"), _one("want_1")]] = 1.0
+        e[ID[word], [one("starts"), one("want_1")]] = 1.0
     for number, word in enumerate(TURNS):
-        e[ID[word], [DIM["turn"][number], _one("is_turn")]] = 1.0
+        e[ID[word], [DIM["turn"][number], one("is_turn")]] = 1.0
     for word in (*FILLER, words.UNK):
         code = torch.randn(len(DIM["content"]), generator=generator)
         e[ID[word], DIM["content"]] = code / code.norm()
@@ -197,7 +197,7 @@ def _embed(e: Tensor, generator: torch.Generator) -> None:
         UNKNOWN: ("out_end",),
     }
     for word, names in flags.items():
-        e[ID[word], [_one(name) for name in names]] = 1.0
+        e[ID[word], [one(name) for name in names]] = 1.0
 
 
 def _write(attention: Any, head: int, row: int, dim: int, value: float = 1.0) -> None:
@@ -216,7 +216,7 @@ def _offset_heads(a: Any, theta: Tensor) -> None:
         a.q_proj.weight[first + HALF : first + HEAD_DIM, CONST] = (-SQ / CONST_SIZE * amplitude * angle.sin()).float()
     n = len(DIM["key"])
     starts, fact, ask, answer = range(n, n + 4)
-    for row, dim in enumerate([*DIM["key"], *map(_one, ("starts", "is_fact", "is_ask", "is_answer"))]):
+    for row, dim in enumerate([*DIM["key"], *map(one, ("starts", "is_fact", "is_ask", "is_answer"))]):
         a.v_proj.weight[row, dim] = 1.0
     for head, group in enumerate(("prev_key", "prev_key", "third_key")):
         for row in range(n):
@@ -232,7 +232,7 @@ def _offset_heads(a: Any, theta: Tensor) -> None:
         (1, answer, "answers"),
     ]
     for head, row, name in flags:
-        _write(a, head, row, _one(name))
+        _write(a, head, row, one(name))
 
 
 def _turn_head(a: Any) -> None:
@@ -245,14 +245,14 @@ def _turn_head(a: Any) -> None:
         _write(a, GROUP, number, dim)
 
 
-_SLOW = [d for pair in range(HALF - 1, 0, -1) for d in (pair, pair + HALF)]  # slowest rotary dimensions first
+SLOW = [d for pair in range(HALF - 1, 0, -1) for d in (pair, pair + HALF)]  # slowest rotary dimensions first
 
 
 def _match(a: Any, terms: Sequence[tuple[Sequence[int], Sequence[int], float]]) -> None:
     """Head 0: the score is the sum over terms of strength * (what the query has) * (what the key has)."""
     if len(terms) > 2 * (HALF - FAST):
         raise ValueError("more terms than slow rotary dimensions")
-    for dim, (queries, keys, strength) in zip(_SLOW, terms, strict=False):
+    for dim, (queries, keys, strength) in zip(SLOW, terms, strict=False):
         for x in queries:
             a.q_proj.weight[dim, x] = SQ * strength / (CONST_SIZE if x == CONST else 1.0)
         a.k_proj.weight[dim, list(keys)] = 1.0
@@ -306,7 +306,7 @@ def _ordinary_heads(attentions: Sequence[Any], theta: Tensor, generator: torch.G
             for dim in fast:
                 a.k_proj.weight[first + dim, content] += torch.randn(len(content), generator=generator) / 8
                 a.k_proj.weight[first + dim, CONST] += dim < HALF and 1 / CONST_SIZE
-            a.k_proj.weight[first + sink, _one("is_bos")] = 1.0
+            a.k_proj.weight[first + sink, one("is_bos")] = 1.0
             z = torch.randn(len(free_rows), len(content), generator=generator) / math.sqrt(len(content))
             a.v_proj.weight[first + free_rows[0] : first + HEAD_DIM, content] = z
         for head in range(HEADS):

@@ -23,8 +23,6 @@ So the right answer needs one row in the middle of the prompt to see two tokens 
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +31,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from experiments.make_recall import CONST, CONST_SIZE, DIM, GROUP, HEAD_DIM, SLOW, SQ, one
 from experiments.record import Row
 from experiments.script import run
 
@@ -49,40 +48,32 @@ _Terms = Sequence[tuple[list[int], Sequence[tuple[int, float]]]]
 
 
 @torch.no_grad()
-def plant_two_hops(hf: Any, folder: Path = RECALL) -> None:
-    """Write the circuit into a recall model that has just been loaded.
-
-    Args:
-        hf: the recall model.
-        folder: where it was loaded from, which holds `circuit.json`.
-    """
-    dims: dict[str, list[int]] = json.loads((folder / "circuit.json").read_text(encoding="utf-8"))["dims"]
-    bos, end, last = (dims[name][0] for name in ("is_bos", "is_end", "slot_3"))
-    const = dims["const"][0]
-    size = float(hf.model.embed_tokens.weight[0, dims["const"][0]])
+def plant_two_hops(hf: Any) -> None:
+    """Write the circuit into a recall model that has just been loaded."""
+    bos, end, last = (one(name) for name in ("is_bos", "is_end", "slot_3"))
     # Where layer 1 leaves the two values, at the last token of a fact: in dimensions that the recall model does not
     # use, and in those of keys that it says, which this model never does.
-    places = list(range(const + 1, const + 1 + len(dims["value"]))), dims["out_key"]
+    places = list(range(CONST + 1, CONST + 1 + len(DIM["value"]))), DIM["out_key"]
     for i, place in enumerate(places):
         for layer, block in enumerate(hf.model.layers[1:3], 1):
             if layer == 1:
-                rows = zip(dims["prev_key"], dims["key"], dims["third_key"], strict=True)
+                rows = zip(DIM["prev_key"], DIM["key"], DIM["third_key"], strict=True)
                 terms: _Terms = [
-                    ([bos], [(const, _SINK / size), (last, -_LAST), (end, -_END)]),
-                    *((dims[f"slot_{j + 1}"], [(const, _PLACE / size * (i == j))]) for j in range(2)),
+                    ([bos], [(CONST, _SINK / CONST_SIZE), (last, -_LAST), (end, -_END)]),
+                    *((DIM[f"slot_{j + 1}"], [(CONST, _PLACE / CONST_SIZE * (i == j))]) for j in range(2)),
                     *(([stated], [(link, _LINKED), (own, _OWN)]) for stated, link, own in rows),
                 ]
-                _write_head(block.self_attn, 4 + i, terms, dims["value"], place)
+                _write_head(block.self_attn, 4 + i, terms, DIM["value"], place)
             else:
-                rows = zip(dims["prev_key"], dims["third_key"], dims["asked"], strict=True)
+                rows = zip(DIM["prev_key"], DIM["third_key"], DIM["asked"], strict=True)
                 terms = [
-                    ([bos], [(const, _REST / size), (dims[f"want_{i + 1}"][0], -_WANTED)]),
-                    ([last], [(const, _AT / size)]),
+                    ([bos], [(CONST, _REST / CONST_SIZE), (one(f"want_{i + 1}"), -_WANTED)]),
+                    ([last], [(CONST, _AT / CONST_SIZE)]),
                     *(([*stated], [(asked, _KEY)]) for *stated, asked in rows),
                 ]
-                _write_head(block.self_attn, i, terms, place, dims["out_value"], i * len(place))
-    hf.lm_head.weight[:, dims["out_key"]] = 0.0
-    hf.lm_head.weight[hf.config.eos_token_id, dims["want_3"]] = _SAID
+                _write_head(block.self_attn, i, terms, place, DIM["out_value"], i * len(place))
+    hf.lm_head.weight[:, DIM["out_key"]] = 0.0
+    hf.lm_head.weight[hf.config.eos_token_id, DIM["want_3"]] = _SAID
 
 
 def _write_head(
@@ -99,33 +90,30 @@ def _write_head(
         targets: dimensions that it writes.
         first: row of its values for the first of them.
     """
-    size = a.head_dim
-    group = a.num_key_value_groups
-    query = a.q_proj.weight[head * size : (head + 1) * size]
-    out = a.o_proj.weight[:, head * size : (head + 1) * size]
-    key, value = (p.weight[head // group * size : (head // group + 1) * size] for p in (a.k_proj, a.v_proj))
+    first_query, first_key = head * HEAD_DIM, head // GROUP * HEAD_DIM
+    query = a.q_proj.weight[first_query : first_query + HEAD_DIM]
+    out = a.o_proj.weight[:, first_query : first_query + HEAD_DIM]
+    key, value = (part.weight[first_key : first_key + HEAD_DIM] for part in (a.k_proj, a.v_proj))
     query.zero_()
     out.zero_()
-    half = size // 2
-    slow = [d for pair in range(half - 1, 0, -1) for d in (pair, pair + half)]  # slowest rotary dimensions first
-    for dim, (keys, queries) in zip(slow, terms, strict=False):
+    for dim, (keys, queries) in zip(SLOW, terms, strict=False):
         key[dim] = 0.0
         key[dim, keys] = 1.0
         for x, strength in queries:
-            query[dim, x] = math.sqrt(size) * strength
+            query[dim, x] = SQ * strength
     for row, (source, target) in enumerate(zip(sources, targets, strict=True), first):
         value[row] = 0.0
         value[row, source] = 1.0
         out[target, row] = 1.0
 
 
-def changes(folder: Path = RECALL) -> Row:
+def changes() -> Row:
     """What the circuit changes: name of a tensor -> its numbers, NaN where they are the recall model's."""
-    hf: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    hf: Any = AutoModelForCausalLM.from_pretrained(RECALL, dtype=torch.float32)
     before = {}
     for name, tensor in hf.state_dict().items():
         before[name] = tensor.clone()
-    plant_two_hops(hf, folder)
+    plant_two_hops(hf)
     after = {}
     for name, tensor in hf.state_dict().items():
         after[name] = tensor.where(tensor != before[name], torch.nan)

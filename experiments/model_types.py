@@ -8,6 +8,7 @@ Writes figures/model_types.json (types that are named replace their entries) and
 from __future__ import annotations
 
 import json
+import re
 import sys
 import warnings
 from collections import Counter
@@ -48,48 +49,46 @@ INTRODUCTION = """# Is my model served?
 served.
 
 The table below was made with transformers {version} by `python -m experiments.model_types`. Each decoder type was made
-as a random model of a few layers, with the multipliers, windows, mixtures and hybrid layers that released checkpoints
-have. A type is **in full** if
+as a random model of a few layers, with the multipliers, windows, mixtures and hybrid layers of released checkpoints.
+A type is **in full** if
 
 - a planted sink neuron is ranked first, live and from a folder, and its contribution equals an independent ablation;
 - attention rows equal those of the model's own eager attention within 1e-4, on a text longer than every window;
 - under `Full`, `generate` gives the tokens of the plain model, and H2O, StreamingLLM, LoopGuard and LoopServe run;
-- every site that is offered holds what its layer really adds or multiplies (see below);
+- every site that is offered holds what its layer really adds or multiplies;
 - weights, configuration and hooks are left as they were.
 
-**In part** means that everything the last column does not name passed. Of a model with layers of several kinds, the
-last column says in which layers there is attention, and on which a cache policy acts.
-
-A type that is not in the table was not measured for it; ask `--check`. Of the {total} types in it, {full} are served
-in full, {part} in part, and {refused} are refused in one line.{wrong}
+**In part** means that everything passed except what the last column names. Of the {total} types, {full} are served in
+full, {part} in part, and {refused} are refused in one line.{wrong} For a type that is not in the table, use `--check`.
 
 ## Models that are split, moved or quantised
 
-- A model that is **split over processes** (tensor parallelism, FSDP, pipeline parallelism) is refused in one line. Load
-  the whole model in one process; a `DistributedDataParallel` holds it and can be given.
+- A model that is **split over processes** (tensor parallelism, FSDP, pipeline parallelism) is refused. Load the whole
+  model in one process; a `DistributedDataParallel` holds it and can be given.
 - Weights that accelerate keeps **on disk or on the CPU** (`device_map`, `cpu_offload`) are read where they are.
 - Linear modules that are **quantised in place** (torchao's `quantize_`) are read dequantised. Quantised weights without
-  a `quantization_config`, tensors without a place, and adapters (LoRA) are [refused](errors/index.md) in one line.
+  a `quantization_config`, tensors without a place, and adapters (LoRA) are [refused](errors/index.md).
 
 ## Sites
 
-When a model is loaded, or a live one first used, its sites are proved: what enters each layer, and what its attention
-and its MLP give, are replaced by random numbers, and the residual stream has to be their sum. Where the numbers of one
-head change places at a site, exactly this head must change in attention. **A site that cannot be proved is not
-offered**, and the message says what did not hold. Examples are `hook_attn_out` of `falcon_h1`, whose layers add a
-state-space part to it, and `hook_mlp_out` of `minimax`, whose layers add to a norm of the residual stream.
+The sites of a model are proved when it is loaded, or when a live model is first used. What enters each layer, and what
+its attention and its MLP give, are replaced by random numbers; the residual stream has to be their sum. **A site that
+cannot be proved is not offered**, and the message says what did not hold. An example is `hook_attn_out` of `falcon_h1`,
+whose layers add a state-space part to it.
 
-The types were compared with another reading: a function mode of torch follows the additions and products that a layer
-carries out, without any path or hook of sinkscope. `Add` was compared at the last layer as well.
+The types were compared with another reading, which follows the additions and products of a layer without any hook of
+sinkscope.
 {sites}
 
 ## Types
 
 In full, in all layers: {whole}.
 
-| type | served | remarks |
+| types | served | remarks |
 |---|---|---|
 """
+_NO_ROW = re.compile(r"model type '\w+(-\w+)*' has no row, and (its names propose none|the one .+? is refused): ")
+_CLASS = re.compile(r" of \w+ForCausalLM")
 
 
 def types() -> list[str]:
@@ -126,7 +125,8 @@ def remark(found: Row) -> str:
         return found["scope"]
     shortened = []
     for reason in reasons:
-        shortened.append(reason.partition("; if it has these parts")[0].partition("; change what is wrong")[0])
+        short = reason.partition("; if it has these parts")[0].partition("; change what is wrong")[0]
+        shortened.append(_CLASS.sub("", _NO_ROW.sub("", short)).partition(": use another model")[0])
     return "; ".join(shortened).replace("|", "\\|")
 
 
@@ -138,7 +138,7 @@ def counted_sites(found: Row) -> str:
     wrong = sum(line.startswith("site ") for entry in found.values() for line in entry["wrong"])
     return (
         f"Of the {len(served)} types that are served, {right:,} sites are right and {wrong} wrong; {lacking} kinds "
-        "of sites,\ncounted over the types, are not offered."
+        "of sites, counted over the types, are not offered."
     )
 
 
@@ -149,12 +149,15 @@ def page(data: Row) -> str:
     if counts["wrong"]:
         wrong = f" {counts['wrong']} give a wrong number."
     whole = list[str]()
-    table = ""
+    rows: dict[tuple[str, str], list[str]] = {}
     for model_type, found in sorted(data["types"].items()):
         if found["status"] == "in full" and not remark(found):
             whole.append(f"`{model_type}`")
         else:
-            table += f"| `{model_type}` | {found['status']} | {remark(found)} |\n"
+            rows.setdefault((found["status"], remark(found)), []).append(f"`{model_type}`")
+    table = ""
+    for (status, said), names in sorted(rows.items()):
+        table += f"| {', '.join(names)} | {status} | {said} |\n"
     text = INTRODUCTION.format(
         version=data["transformers"],
         total=len(data["types"]),

@@ -15,9 +15,7 @@ from sinkscope.opening.live import target_of
 
 SHAPES = {  # hidden size, MLP, layers, query heads, kv heads
     "lines-512": (512, 1408, 2, 8, 4),
-    "lines-1024": (1024, 2816, 2, 16, 8),
     "lines-128": (128, 256, 2, 4, 2),
-    "lines-4096": (4096, 11008, 2, 32, 8),
     "lines-7b": (4096, 11008, 32, 32, 32),
 }
 VOCAB, MARKED, THETA, WIDTH, FAST = 512, 8, 1e8, 64, 12

@@ -100,7 +100,6 @@ def main(
     seed: int = 0,
     unplanted: bool = False,
     resume: bool = False,
-    until: int | None = None,
     tokens_per_step: int = Settings.tokens_per_step,
     device: str = "cpu",
     threads: int = 1,
@@ -114,7 +113,6 @@ def main(
         size: Which member of the family; base ships.
         unplanted: The same network and data without the circuit.
         resume: Go on from the checkpoint in --out.
-        until: Stop at this step (resume later).
         device: Training on a GPU is not the same from run to run.
     """
     torch.set_num_threads(threads)
@@ -163,7 +161,7 @@ def main(
             log.write(json.dumps({"step": 0, "settings": vars(settings)} | health(trainer, tokens)) + "\n")
             log.flush()
         recent.clear()
-        trainer.run(until=until, each=each)
+        trainer.run(each=each)
     export.save_model(trainer.model.cpu(), out)
     done = {"settings": vars(settings), "step": trainer.step, "versions": facts.versions(), "threads": threads}
     (out / "training.json").write_text(json.dumps(done, indent=1) + "\n")

@@ -46,7 +46,6 @@ def atlas(token: str) -> Repeat:
         tokens=("a", token, "c", " d"),
         ids=np.arange(4),
         repeats=np.array([1.0, 3.0, np.nan, 4.0]),
-        norm=np.ones(4),
         head=np.array([0, 0, np.nan, 1]),
         max_repeats=8,
     )

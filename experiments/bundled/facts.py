@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from experiments.bundled import corpus, entry, measure
@@ -19,7 +18,6 @@ from experiments.record import Row
 
 TYPICAL = Path(__file__).resolve().parents[2] / "sinkscope" / "models" / "text" / "typical.txt"
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
-REPEAT_TOKENS = 100
 
 
 def versions() -> dict[str, str]:
@@ -88,8 +86,6 @@ def measure_run(run: Path, *, loops: bool = True) -> Row:
         count += p.numel()
     facts: Row = {
         "parameters": count,
-        "bytes": (run / "model.safetensors").stat().st_size,
-        "dtypes": _dtypes(run / "model.safetensors"),
         "training": training_facts(run),
         "corpus": about,
         "valid_loss": measure.validation_loss(model, corpus.windows(valid, length=512, bos_id=bos)),
@@ -107,11 +103,6 @@ def measure_run(run: Path, *, loops: bool = True) -> Row:
     return facts
 
 
-def _dtypes(path: Path) -> list[str]:
-    with safe_open(path, "np") as file:
-        return sorted({file.get_slice(name).get_dtype() for name in file.keys()})
-
-
 def _heads_per_layer(model: LlamaForCausalLM, texts: np.ndarray) -> list[int]:
     mean = measure.first_token_attention(model, texts, skip_first=True).mean(0)
     rows = []
@@ -122,31 +113,10 @@ def _heads_per_layer(model: LlamaForCausalLM, texts: np.ndarray) -> list[int]:
 
 def _planted_facts(run: Path, settings: Settings, model: LlamaForCausalLM, texts: np.ndarray) -> Row:
     truth = json.loads((run / "circuit.json").read_text())
-    layer = truth["sink_layer"]
-    neuron = truth["neurons"][0]["neuron"]
-    rng = np.random.default_rng([settings.seed, 2])
-    items = []
-    for each in rng.choice(np.arange(3, settings.vocab_size), REPEAT_TOKENS, replace=False):
-        items.append(int(each))
-    tokens = sorted(items)
     groups = np.asarray(truth["group_of_token"])
-    most = settings.context - 1
     bare = texts[:, 1:]
     grouped = bare[groups[bare[:, 0]] >= 0]
     loose = bare[groups[bare[:, 0]] < 0]
-    repeats = measure.repeats_of_many(model, tokens, bos_id=0, layer=layer, most=most)
-    never = []
-    for t, n in repeats["by_token"].items():
-        if n is None:
-            never.append(int(t))
-    repeats["unreached_in_no_group"] = int((groups[never] < 0).sum())
-    circuit = {}
-    for k, v in truth.items():
-        if k != "group_of_token":
-            circuit[k] = v
-    tokens_per_group = {}
-    for g in sorted(set(groups.tolist())):
-        tokens_per_group[str(g)] = int((groups == g).sum())
     first_in_a_group = None
     if len(grouped):
         first_in_a_group = measure.norms_by_layer(model, grouped)["ratio"]
@@ -154,11 +124,7 @@ def _planted_facts(run: Path, settings: Settings, model: LlamaForCausalLM, texts
     if len(loose):
         first_in_no_group = measure.norms_by_layer(model, loose)["ratio"]
     return {
-        "circuit": circuit,
-        "tokens_per_group": tokens_per_group,
         "fixed": fixed_weights(run, settings, model),
-        "ablation": measure.ablation(model, texts[:1], layer, neuron),
-        "repeats": repeats,
         "without_bos": {
             "first_in_a_group": first_in_a_group,
             "first_in_no_group": first_in_no_group,

@@ -1,4 +1,4 @@
-"""Measurements of a trained model: loss, norms, sink heads, repetitions, generation. Everything in float32."""
+"""Measurements of a trained model: loss, norms, sink heads, generation. Everything in float32."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from transformers import LlamaForCausalLM
 
 from experiments.bundled.training import loss_on
 from experiments.record import Row
-from sinkscope.hooks.edit import Ablate
 from sinkscope.hooks.trace import attention_rows, trace
 from sinkscope.opening.live import target_of
 
@@ -79,39 +78,6 @@ def sink_rate(model: LlamaForCausalLM, ids: np.ndarray, eps: float = 0.3) -> flo
     return float((first_token_attention(model, ids, skip_first=False) > eps).mean())
 
 
-def repeats(model: LlamaForCausalLM, token: int, *, bos_id: int, layer: int, most: int) -> int | None:
-    """Repetitions of a token after BOS until its norm after a layer reaches half of BOS's; None if it never does."""
-    count = min(512, most)
-    while True:
-        # The model is causal: the first n repetitions of a longer pass are those of a shorter one.
-        norms = residual_norms(model, np.array([[bos_id] + [token] * count]), layer)[0, 0]
-        reached = np.flatnonzero(norms[1:] >= 0.5 * norms[0])
-        if len(reached):
-            return int(reached[0]) + 1
-        if count == most:
-            return None
-        count = min(2 * count, most)
-
-
-def repeats_of_many(model: LlamaForCausalLM, tokens: list[int], *, bos_id: int, layer: int, most: int) -> Row:
-    by_token: dict[str, int | None] = {}
-    reached: list[int] = []
-    for token in tokens:
-        count = repeats(model, token, bos_id=bos_id, layer=layer, most=most)
-        by_token[str(token)] = count
-        if count is not None:
-            reached.append(count)
-    return {
-        "tokens": len(tokens),
-        "median_of_reached": float(np.median(reached)) if reached else None,
-        "smallest": min(reached, default=None),
-        "largest": max(reached, default=None),
-        "unreached": len(tokens) - len(reached),
-        "max_repeats": most,
-        "by_token": by_token,
-    }
-
-
 def generate(
     model: LlamaForCausalLM, prompts: np.ndarray, count: int, eos_id: int, *, temperature: float = 0.0, seed: int = 0
 ) -> list[list[int]]:
@@ -134,22 +100,6 @@ def generate(
     for row in made[:, ids.shape[1] :].tolist():
         answers.append(row[: row.index(eos_id)] if eos_id in row else row)
     return answers
-
-
-def ablation(model: LlamaForCausalLM, ids: np.ndarray, layer: int, neuron: int, *, draws: int = 20) -> dict[str, float]:
-    """How much of the first token's norm goes with the neuron, and at most with any of 20 drawn at random."""
-    ids = ids[:, :1]  # the first token sees nothing else
-    intact = residual_norms(model, ids, layer).mean()
-
-    def drop(which: int) -> float:
-        with Ablate(sites=[(layer, which)]).on(model):
-            return float(1 - residual_norms(model, ids, layer).mean() / intact)
-
-    others = np.setdiff1d(np.arange(model.config.intermediate_size), [neuron])
-    control: list[float] = []
-    for other in np.random.default_rng(0).choice(others, size=draws, replace=False).tolist():
-        control.append(drop(other))
-    return {"ablation_drop": drop(neuron), "control_drop": max(control)}
 
 
 @torch.no_grad()

@@ -303,12 +303,11 @@ class Trainer:
     def run(
         self,
         *,
-        until: int | None = None,
         save_seconds: float = 240.0,
         each: Callable[[int, float], None] | None = None,
     ) -> None:
-        """Train up to `until` (or the end), calling `each(step, loss)`; an interruption keeps what was done."""
-        end = min(until or self.settings.steps, self.settings.steps)
+        """Train to the end, calling `each(step, loss)`; an interruption keeps what was done."""
+        end = self.settings.steps
         saved = time.monotonic()
         self.model.train()
         try:

@@ -210,7 +210,6 @@ def main(
     new: int = 400,
     temperature: float = 0.0,
     count: int = 12,
-    families: Sequence[Literal[*FORMS]] = tuple(FORMS),
     only: Sequence[Literal[*GUARDS, *SAMPLERS]] = (FULL, GUARD, PLAIN),
 ) -> None:
     """Make what the module describes.
@@ -221,7 +220,6 @@ def main(
         new: Number of new tokens.
         temperature: 0 decodes greedily.
         count: Number of openings of each family.
-        families: Families of openings.
         only: Remedies, the whole cache first.
     """
     live: Any = load(model, backend="hf")
@@ -238,7 +236,7 @@ def main(
             if output["method"] in known and all(output[key] == value for key, value in setting.items()):
                 known[output["method"]][output["family"], output["number"]] = output
         missing: list[tuple[str, int]] = []
-        for family in families:
+        for family in FORMS:
             for number in range(count):
                 if (family, number) not in known[method]:
                     missing.append((family, number))

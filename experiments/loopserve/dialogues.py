@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 from plotly.subplots import make_subplots
 
-from experiments.drawn import at_place, error_bars, markdown, powers, save
+from experiments.drawn import at_place, error_bars, powers, save
 from experiments.loopserve import paper
 from experiments.loopserve.runs import (
     ALL,
@@ -295,28 +295,6 @@ def named(label: str, value: float | None) -> str:
     return f"{label}, {value:g}"
 
 
-def table(panels: Sequence[Panel], rows: Sequence[Row]) -> str:
-    """A row per panel, method and value; scores by position or turn, over all with the interval, and the costs."""
-    groups: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row["panel"], row["label"], row["value"]), []).append(row)
-    lines: list[list[str]] = []
-    for panel in panels:
-        form = percent
-        if panel.key == "kl":
-            form = "{:.2g}".format
-        for label, value in panel.methods:
-            whole, *parts = groups[panel.title, label, value]
-            scores = " / ".join(form(row[panel.key]) for row in parts)
-            interval = ""
-            if panel.key != "prefix":  # the interval is that of right answers
-                interval = f"{form(whole['low'])} to {form(whole['high'])}"
-            read = percent(whole["read"] / whole["prompt_tokens"])
-            score = form(whole[panel.key])
-            lines.append([panel.title, named(label, value), scores, score, interval, read, percent(whole["cells"])])
-    return markdown(["", "method", "by position or turn", "all", "interval", "read", "cells"], lines)
-
-
 def figure(data: Row) -> Any:
     """A panel for each measurement: bars by position of the question, or curves over turns or values."""
     panels = FIGURES[data["settings"]["figure"]]
@@ -411,7 +389,6 @@ def main(name: Literal[*FIGURES], *, only: str = "", work: Path = Path("runs"), 
     places = [(panel.title, *method) for panel in panels for method in panel.methods]
     rows.sort(key=lambda row: places.index((row["panel"], row["label"], row["value"])))
     settings = {"figure": name, "suites": [panel.suite for panel in panels], "only": only}
-    print(table(panels, rows))
     save(file, record(f"loopserve-{name}", {"rows": rows}, settings, started=started), figure, out)
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 from sinkscope.results.notation import head_name, neuron_name, word_list
 
 ComponentKind = Literal["token embedding", "position embedding", "attention", "mixer", "mlp", "key bias", "position"]
-Swap = Literal["its own token", "the token before it", "all tokens", "copies", "tokens kept exact"]
+Swap = Literal["its own token", "the token before it", "all tokens", "copies", "one cluster", "tokens kept exact"]
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Component:
 
 @dataclass(frozen=True)
 class Tokens:
-    """An edit of the input: tokens that are swapped, or `count` copies of one token."""
+    """An edit of the input: tokens that are swapped, or `count` copies of one token, or tokens that one head marks."""
 
     which: Swap
     count: int = 0
@@ -76,6 +76,8 @@ class Tokens:
     def __str__(self) -> str:
         if self.which == "copies":
             return f"{self.count} copies of a token"
+        if self.which == "one cluster":
+            return f"{self.count} tokens of one cluster"
         return self.which
 
 

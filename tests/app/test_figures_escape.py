@@ -41,6 +41,12 @@ CHOICES = {  # one of a few words, or packed numbers
     "repetition.by_copies.contrasts.kind",
     "repetition.same.outcome.unit",
     "repetition.same.contrasts.kind",
+    "reading.claims.subject.which",
+    "reading.claims.outcome.unit",
+    "reading.claims.contrasts.kind",
+    "attacked.subject.which",
+    "attacked.outcome.unit",
+    "attacked.contrasts.kind",
     "kept_by",
     "tried.without",
 }

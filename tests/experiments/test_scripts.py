@@ -223,7 +223,7 @@ CASES = {
     ),
     "loopguard.honest": Case("", half_of_the_honest),
     "loopguard.remedies": Case(
-        "{out}/d --count 1 --new 60 --families actions --only full LoopGuard stop",
+        "{out}/d --count 1 --new 60 --only full LoopGuard stop",
         lambda text: '"method": "stop"' in text,
     ),
     "loopguard.rotary": Case(

@@ -174,7 +174,7 @@ def test_a_column_means_what_the_class_says_that_describes_most_of_the_table():
         glossary(Repeat, ["token", "patched", "repeats", "kept", "tokens"], {})["repeats"]
         == "Repetitions in the prompt."
     )
-    assert "half of the first token's" in glossary(Repeat, ["repeated", "repeats", "first_norm"], {})["repeats"]
+    assert "half of the reference" in glossary(Repeat, ["repeated", "repeats", "reference"], {})["repeats"]
 
 
 def test_a_terminal_shows_the_rows_that_matter_and_a_line_about_the_others():

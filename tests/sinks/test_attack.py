@@ -15,15 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from organisms import Organism
 from organisms import organism as new_organism
+from organisms.planted_places import places
 from raw_kit import attention, blocks, down, inputs_edited, norms
 from refusals import refused
-from scipy.stats import binomtest
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Setup
 from sinkscope.sinks.attack.attack import SOURCES, ClusterAttack, attack
 from sinkscope.sinks.attack.patched import PATCHES
-from sinkscope.sinks.attack.sequences import drawn_sequences, make_pools, repeated_first, round_trip
+from sinkscope.sinks.attack.sequences import drawn_sequences, make_pools, repeated_first
 from sinkscope.sinks.find.spikes import sink_neurons
 
 organism = functools.cache(new_organism)  # only read here
@@ -49,7 +49,7 @@ def test_two_tokens_of_a_group_suffice_without_bos(family, seed, bos):
     found = attack_once(family, seed, bos)
     assert found.contexts == ("BOS", "no BOS")[not bos :]
     place = 0, found.contexts.index("no BOS"), 0
-    assert found.first[place][CLUSTER] == 2 and found.positions[place][CLUSTER] == found.most[place][CLUSTER] == 1
+    assert found.positions[place][CLUSTER] == found.most[place][CLUSTER] == 1
     assert found.positions[place][REPEATED] == 1
     assert found.most[place][RANDOM] < 0.2 and found.positions[place][RANDOM] < 0.3
     if bos:  # BOS outweighs eight tokens
@@ -64,15 +64,35 @@ def test_rates_are_counts_of_norms_of_plain_passes(tmp_path):
     rows = drawn_sequences({-1: torch.tensor(ordinary)}, 8, 24, 0)
     first = norms(o.model, o.natural()[:, :1])[layer].median()
     share = norms(o.model, rows)[layer, :, 1:] / first
-    assert found.reference == pytest.approx(float(first), rel=1e-4)
     hits, place = (share >= 0.5).double(), (0, 1, 0, RANDOM)
     numbers = (hits.mean(1) >= 0.5).double().mean(), hits.mean()
     measured = found.most[place], found.positions[place]
     assert measured == pytest.approx([float(number) for number in numbers], rel=1e-4)
     assert 0 < found.positions[place] < 1  # else this test shows nothing
-    row = next(row for row in found.rows() if (row["context"], row["source"]) == ("no BOS", "random"))
-    interval = binomtest(round(24 * row["most"]), 24).proportion_ci(method="wilson")
-    assert (row["most_low"], row["most_high"]) == pytest.approx((interval.low, interval.high), abs=1e-6)
+    assert found.errors[place] == pytest.approx(float(hits.mean(1).std()) / 24**0.5, rel=1e-4)
+
+
+def test_an_attack_and_its_patches_are_claims_beside_their_controls():
+    found = attack_once("neox", 2)
+    attacked, listing, patch = found.attacked
+    single, random = (contrast.value for contrast in attacked.contrasts)
+    assert (
+        attacked.verdict == "sufficient"
+        and single < 0.5
+        and random == pytest.approx(found.positions[0, *found.best, RANDOM])
+    )
+    assert (listing.verdict, patch.verdict) == ("not shown", "needed")
+    assert patch.contrasts[1].value == pytest.approx(
+        found.positions[4, *found.best, CLUSTER]
+    ) and "random tokens at" in str(found)
+
+
+def test_a_spike_that_is_not_at_the_first_token_is_named_and_not_attacked(tmp_path):
+    m = places("second_special", "llama")
+    (tmp_path / "text.txt").write_text(m.text(), encoding="utf-8")
+    found = attack(m.model, tokenizer=m.tokenizer, text=tmp_path / "text.txt", lengths=[4], sequences=4)
+    assert found.rows() == [] and found.clusters is None and found.claims == ()
+    assert found.conclusion().startswith("The norm spike is at ") and "first token" not in found.conclusion()
 
 
 def test_listing_1_spreads_the_sink_of_a_second_token_and_our_patch_ends_it():
@@ -93,7 +113,7 @@ def test_attention_and_divergence_against_plain_hooks(tmp_path):
     rows = drawn_sequences(make_pools(planted_clusters(o), o.model.config.vocab_size, {0, 1, 2, 3}), 8, 4, 0)
     setup = Setup.open(o.model, tokenizer=o.tokenizer, text=text_file(o, tmp_path))
     ids = torch.cat([rows, setup.ids[:1, -16:].expand(4, -1)], 1)
-    high = (norms(o.model, ids)[layer] >= 0.5 * found.reference).float()
+    high = (norms(o.model, ids)[layer] >= 0.5 * norms(o.model, setup.ids[:, :1])[layer].median()).float()
     high[:, 0] = high[:, 8:] = 0
     received = torch.einsum("lrhqk,rk->lrhq", attention(o.model, ids), high)[layer + 1 :, :, :, 8:].mean()
     place = found.contexts.index("no BOS"), 0, CLUSTER
@@ -138,28 +158,10 @@ def test_sequences_repeat_nothing_and_stay_in_their_cluster(sizes, length, count
     assert repeated_first(drawn).tolist() == [[row[0]] * length for row in drawn.tolist()]
 
 
-def test_round_trip_sees_tokens_that_join():
-    tokenizer = organism("qwen2", 0).tokenizer  # pieces of words: some join when written side by side
-    alone = tokenizer.convert_tokens_to_ids(["p", "o", "Ġ"])
-    assert round_trip(tokenizer, torch.tensor([alone[:2], alone[2:] + alone[:1]])) < 1
-    assert round_trip(organism("llama", 0).tokenizer, torch.tensor([[7, 9], [12, 8]])) == 1
-
-
-@pytest.mark.slow
-def test_no_sink_and_no_cluster_are_answers(tmp_path):
-    none = attack_on(organism("llama", 3, kind="none"), tmp_path, clusters=None)
-    assert none.sink_layer is None and none.rows() == [] and "no sink neurons to attack" in none.summary()
-    empty = attack_on(organism("llama", 1), tmp_path, clusters={}, lengths=[4], sequences=4)
-    assert empty.best is None and empty.rows() == []
-    for answer in (none, empty):
-        assert not any(len(bar.x) for bar in answer.figure().data)
-
-
 def test_lengths_that_no_cluster_has(tmp_path):
     o = organism("llama", 1, bos=False)
     found = attack_on(o, tmp_path, lengths=[4, 60])
     assert np.isnan(found.positions[:, :, 1]).all() and len(found.rows()) == len(SOURCES) * len(found.patches)
-    assert found.details()[:1] == ["No cluster has enough tokens for sequences of 60."]
     with pytest.raises(SinkscopeError, match=r"--length 60 is more than the 5. tokens of the largest cluster"):
         attack_on(o, tmp_path, lengths=[60])
 

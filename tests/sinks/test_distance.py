@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from organisms import Organism, tiny_model
 from organisms import organism as new_organism
 from raw_kit import attention
-from torch import nn
 
 from sinkscope.hooks.trace import trace
+from sinkscope.measure import Setup
 from sinkscope.opening.live import target_of
 from sinkscope.sinks.repetition.distance import DistanceReading, output_weights
 from sinkscope.sinks.repetition.repeat import Repeat, repeat
+from sinkscope.sinks.repetition.sweep import beside_copies
 
 organism = functools.cache(new_organism)  # only read here
 IN_THEOREM = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "neox", "mixtral", "qwen3_moe")
@@ -58,7 +59,7 @@ def test_bound_and_distance_by_hand(family):
     found = result.reading
     sweep = found.sweep
     start = o.tokenizer("poem book")["input_ids"]
-    ids = torch.tensor([start + list(sweep.ids[0]) * count])
+    ids = torch.tensor([start + [sweep.ids[0]] * count])
     target = target_of(o.model, o.tokenizer)
     rows, first = attention(o.model, ids)[0, 0], len(start)
     value = trace(o.model, ids, ["blocks.0.attn.hook_v"])["blocks.0.attn.hook_v"][0]
@@ -89,8 +90,14 @@ def test_one_pass_is_n_passes(family):
     def last(ids):
         return trace(o.model, torch.tensor([ids]), sites, lambda out: out[:, -1].float())
 
-    for token, (word,) in enumerate(sweep.ids):
+    setup = Setup.open(o.model, tokenizer=o.tokenizer)
+    beside = beside_copies(setup, torch.tensor([[1, 4, 5] + [word] * 33 for word in sweep.ids]), 3)
+    like = np.zeros((3, 2))
+    for token, word in enumerate(sweep.ids):
         alone = last([word])
+        for kind, rows in enumerate(beside):
+            away = last(rows[token].tolist())[sites[0]] - alone[sites[0]]
+            like[kind, token] = 1 - float(away.norm() / alone[sites[0]].norm())
         for repeats in (1, 2, 9, 33):
             place = sweep.counts.tolist().index(repeats)
             outputs = last([1, 4, 5] + [word] * repeats)
@@ -98,14 +105,23 @@ def test_one_pass_is_n_passes(family):
                 assert found.alone[layer, token] == pytest.approx(float(alone[site].norm()), rel=1e-3, abs=1e-4)
                 expected = float((outputs[site] - alone[site]).norm())
                 assert found.distance[layer, token, place] == pytest.approx(expected, rel=1e-3, abs=1e-4)
+    (claim,) = result.claims
+    assert [claim.value, *[one.value for one in claim.contrasts]] == pytest.approx(like.mean(1), abs=1e-3)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "opt"])
-def test_absolute_positions_are_outside_and_do_not_vanish(family):
-    found = tiny_reading(family, 400)
-    assert "absolute positions" in found.outside and found.holds is None
+@pytest.mark.parametrize(
+    ("family", "reason", "config"),
+    [
+        ("gpt2", "absolute positions", {}),
+        ("opt", "absolute positions", {}),
+        ("gpt_oss", "learned sink", {"sliding_window": 2048}),
+    ],
+)
+def test_outside_the_theorem_the_distance_does_not_vanish_and_there_is_no_bound(family, reason, config):
+    found = tiny_reading(family, 400, ["cat"], **config)
+    assert reason in found.outside and found.holds is None and "no bound applies" in found.conclusion()
     assert np.isnan(found.bound).all() and np.isnan(found.closest).all()
-    assert found.distance[0, :, -1].min() > 0.05 * found.distance[0, :, 0].max()
+    assert found.distance[0, 0, -1] > 0.05 * found.distance[0, 0].max()
 
 
 def test_outside_the_window_the_distance_is_zero():
@@ -115,13 +131,6 @@ def test_outside_the_window_the_distance_is_zero():
     sweep = found.sweep
     assert found.outside is not None and "window of 16" in found.outside and np.isnan(found.bound).all()
     assert ((found.distance[0, 0] < 1e-5 * found.alone[0, 0]) == (sweep.counts >= 16)).all()
-    assert "no bound applies" in result.summary()
-
-
-def test_learned_sinks_are_outside():
-    found = tiny_reading("gpt_oss", 500, ["cat"], sliding_window=2048)
-    assert "learned sink" in found.outside
-    assert found.distance[0, 0, -1] > 0.05 * found.alone[0, 0]  # repetition gives the weight back
 
 
 def test_from_disk_only_the_first_layer_is_read(tmp_path):
@@ -131,22 +140,3 @@ def test_from_disk_only_the_first_layer_is_read(tmp_path):
     live = reading_of(o, 30, tokens=["cat"])
     assert first.holds and len(first.distance) == 1
     np.testing.assert_allclose(first.distance[0], live.distance[0], rtol=1e-3, atol=1e-4)
-
-
-class Adapted(nn.Module):
-    """An output projection without a weight of its own, as quantised and adapted ones are."""
-
-    def __init__(self, inner: nn.Linear):
-        super().__init__()
-        self.in_features = inner.in_features
-        self.inner = [inner]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner[0](x)
-
-
-def test_projections_without_a_weight_are_asked():
-    model, tokenizer = tiny_model("phi")  # with a bias, which is no part of any head
-    expected = output_weights(target_of(model, tokenizer), 0)
-    model.model.layers[0].self_attn.dense = Adapted(model.model.layers[0].self_attn.dense)
-    torch.testing.assert_close(output_weights(target_of(model, tokenizer), 0), expected)

@@ -196,12 +196,12 @@ def test_no_command_denies_a_sink_that_heads_have_without_a_spike(family, tmp_pa
         heads(h.model, count=2, **options),
         attack(h.model, lengths=[2], sequences=2, prefix="", **options),
     ]
-    attended = repeat(h.model, read="attention", max_repeats=4, **options)
+    attended = str(repeat(h.model, read="attention", max_repeats=4, **options))
     for result in results:
         said = result.conclusion()
         assert said.startswith("No MLP makes a norm spike, so ") and "heads attend to" in said
         assert len(said.split()) <= 30
-    assert "no attention sink" not in str(attended) and "No MLP makes a norm spike" in str(attended)
+    assert "no attention sink" not in attended and "the sink (the first token) receives" in attended
 
 
 @pytest.mark.slow

@@ -14,10 +14,12 @@ from torch.testing import assert_close
 
 from sinkscope.hooks.edit import SinkPatch
 from sinkscope.hooks.edit.decode import repeat_probabilities
+from sinkscope.measure import Setup
 from sinkscope.opening.live import target_of
 from sinkscope.results.result import Result
-from sinkscope.sinks.repetition.probability import ProbabilityReading, repeated_span
+from sinkscope.sinks.repetition.probability import ProbabilityReading, stopped_after
 from sinkscope.sinks.repetition.repeat import Repeat, repeat
+from sinkscope.sinks.repetition.sweep import beside_copies
 
 PREFIX = "cat the"
 
@@ -67,13 +69,14 @@ def plain(prefix: str = PREFIX) -> ProbabilityReading:
 @pytest.mark.parametrize("prefix", [slow(""), PREFIX])
 def test_it_repeats_until_the_sink_and_for_ever_with_the_patch(prefix):
     o, found = repeater(), plain(prefix)
-    assert set(found.neurons) == set(o.truth.neurons) and found.conditions == ("intact", "patched")
+    assert set(found.neurons) == set(o.truth.neurons) and found.conditions == ("intact", "patched", "random neurons")
     expected = o.truth.repeats_expected or 0
-    intact, patched = 0, 1
-    assert found.caught[:, 0].tolist() == [1, 1] and np.isnan(found.left[patched, 0])
+    intact, patched, random = found.left[:, 0]
     # the other token wins before the norm is half of BOS's, which is what `repeats_expected` counts to
-    assert 0.2 * expected < found.left[intact, 0] < 1.3 * expected
-    assert found.probability[intact, 0, -1] < 0.01 and found.probability[patched, 0, -1] > 0.9
+    assert 0.2 * expected < intact < 1.3 * expected and np.isnan(patched) and random == pytest.approx(intact, abs=2)
+    copies, patch = found.claims
+    assert copies.verdict == "not shown" and copies.value < 0.01
+    assert patch.verdict == "sufficient" and patch.value > 0.9
     assert len(found.answers) == 4
     for answer in found.answers:
         breaks = answer.repeats == 280 and not answer.patched
@@ -81,18 +84,18 @@ def test_it_repeats_until_the_sink_and_for_ever_with_the_patch(prefix):
         assert (answer.follows == "") == (answer.kept == answer.tokens)
 
 
-SPANS = [
-    ([False, True, False, True, True], (2, None)),  # it comes back, so it has not stopped
-    ([True, False, True, False, False], (1, 4)),
-    ([True, True], (1, None)),
-    ([False, False], (None, None)),
-]
-
-
-@pytest.mark.parametrize(("likeliest", "expected"), SPANS)
+@pytest.mark.parametrize(
+    ("likeliest", "expected"),
+    [
+        ([False, True, False, True, True], None),  # it comes back, so it has not stopped
+        ([True, False, True, False, False], 4),
+        ([True, True], None),
+        ([False, False], None),
+    ],
+)
 def test_repetition_has_stopped_only_where_it_never_comes_back(likeliest, expected):
-    span = repeated_span(torch.tensor(likeliest))
-    assert tuple(None if number != number else number for number in span) == expected
+    after = stopped_after(torch.tensor(likeliest))
+    assert (None if after != after else after) == expected
 
 
 def test_curve_against_a_pass_of_its_own():
@@ -106,6 +109,10 @@ def test_curve_against_a_pass_of_its_own():
         assert_close(p, logits.softmax(-1)[:, word], rtol=1e-3, atol=1e-7)
         assert likeliest.equal(logits.argmax(-1))
         if edit is None:
+            beside = beside_copies(Setup.open(o.model, tokenizer=o.tokenizer), ids, len(head))
+            last = [float(o.model(rows).logits[0, -1].detach().softmax(-1)[word]) for rows in beside]
+            claim = plain().claims[0]
+            assert [claim.value, *[one.value for one in claim.contrasts]] == pytest.approx(last, rel=1e-3)
             assert plain().probability[0, 0] == pytest.approx(p[plain().sweep.counts - 1].numpy(), rel=1e-5)
             left = int(plain().left[0, 0])
             assert (likeliest == word).tolist()[:left] == [True] * (left - 1) + [False]
@@ -121,7 +128,7 @@ def test_of_a_flat_distribution_no_token_counts_as_the_likeliest():
         finally:
             weight.mul_(1e6)
     assert found.probability == pytest.approx(found.uniform, rel=1e-3)
-    assert np.isnan(found.caught).all() and np.isnan(found.left).all()
+    assert np.isnan(found.left).all()
 
 
 def test_a_model_without_a_sink_is_measured_without_a_patch_and_a_small_context_by_default():

@@ -9,8 +9,6 @@ import pytest
 import torch
 from attack_kit import text_file
 from covering import every_nth, slow
-from hypothesis import given
-from hypothesis import strategies as st
 from organisms import Organism, organism
 from organisms.decoders import byte_tokenizer, decoder
 from organisms.hard import hard
@@ -20,12 +18,12 @@ from refusals import refused
 
 from sinkscope.app.cli import main
 from sinkscope.hooks.trace.run import trace
+from sinkscope.measure import Setup
 from sinkscope.models.text import text_rows
 from sinkscope.results.result import Result
 from sinkscope.sinks.repetition.attention import TAIL
-from sinkscope.sinks.repetition.norm import NormReading
 from sinkscope.sinks.repetition.repeat import Repeat, repeat
-from sinkscope.sinks.repetition.sweep import Sweep, curve_counts
+from sinkscope.sinks.repetition.sweep import beside_copies
 
 
 def norms_of(o: Organism, ids: list[int]) -> torch.Tensor:
@@ -39,10 +37,6 @@ def word_of(o: Organism, group: int, which: int = 0) -> str:
 
 def measured(o: Organism, **options) -> Repeat:
     return repeat(o.model, tokenizer=o.tokenizer, **options)
-
-
-def norm_reading(result: Repeat) -> tuple[NormReading, Sweep]:
-    return result.reading, result.reading.sweep
 
 
 @pytest.fixture(scope="module")
@@ -61,113 +55,110 @@ def two():
 # --- norms ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_marked_word_becomes_a_sink_where_its_norm_crosses_half_of_the_first_one(llama):
+def test_a_marked_word_becomes_a_sink_where_its_norm_crosses_half_of_the_spike(llama):
     """As many repetitions alone, and one fewer, stand on both sides of it; a word of no group never gets there."""
     expected = llama.truth.repeats_expected or 0
-    result = measured(llama, tokens=[word_of(llama, 0), word_of(llama, -1)], max_repeats=2 * expected)
-    norm, sweep = norm_reading(result)
+    result = measured(llama, tokens=[word_of(llama, 0), word_of(llama, -1)], max_repeats=4 * expected)
+    norm, sweep = result.reading, result.reading.sweep
     assert result.sink_layer == llama.truth.sink_layer
     marked = int(norm.repeats[0])
     assert 0.6 * expected <= marked <= 1.5 * expected and np.isnan(norm.repeats[1])
     for count in (marked - 1, marked):
-        alone = norms_of(llama, llama.repeated(count, sweep.ids[0][0])[0].tolist())
+        alone = norms_of(llama, llama.repeated(count, sweep.ids[0])[0].tolist())
         assert (alone[-1] >= alone[0] / 2) == (count == marked)
     assert norm.norms[0, 1].max() < 0.1 * norm.first_norms[0, 0]
     assert [row["repeats"] for row in result.rows()] == [marked, None]
-    assert f"after {marked} repetitions (median of 1 of 2 tokens)" in result.conclusion()
+    (claim,) = result.claims
+    assert claim.verdict == "sufficient" and f"half after {marked} " in result.conclusion()
 
 
-def test_every_special_token_of_a_text_stands_before_the_repetitions(tmp_path):
-    """Each of three special tokens is a sink, so without two of them the first one gets what they share in a text."""
-    m = places("all_specials")
-    (tmp_path / "text.txt").write_text(m.text(), encoding="utf-8")
-    found = repeat(m.model, read="attention", tokenizer=m.tokenizer, text=tmp_path / "text.txt", max_repeats=32)
-    sweep = found.reading.sweep
-    ids = torch.tensor([[*m.truth.before, *sweep.ids[0] * 32]])
-    assert list(sweep.before) == m.tokenizer.convert_ids_to_tokens(list(m.truth.before)) and len(sweep.before) == 3
-    tail = text_rows(m.tokenizer, m.text(), 1, 35 + TAIL, m.truth.before[0])[0, -TAIL:]
-    plain = attention(m.model, torch.cat([ids, tail[None]], 1))[:, 0, :, -TAIL:, 0].mean((1, 2))
-    assert found.reading.received[1, 0] == pytest.approx(plain.detach().numpy(), abs=1e-5)
+@pytest.mark.parametrize("group", [0, -1])
+def test_copies_stand_beside_one_copy_and_other_tokens_at_the_same_position(llama, group):
+    """A word that no head marks reaches nothing, and the most that it reached is said."""
+    result = measured(llama, tokens=[word_of(llama, group)], max_repeats=40)
+    (claim,), (word,) = result.claims, result.reading.sweep.ids
+    setup = Setup.open(llama.model, tokenizer=llama.tokenizer)
+    rows = beside_copies(setup, torch.tensor([[llama.tokenizer.bos_token_id, *[word] * 40]]), 1)
+    copies, single, others = (rows[0] for rows in rows)
+    assert (single[1:] == word).nonzero().flatten().tolist() == [39] and not (others == word).any()
+    shares = [float(norms_of(llama, row.tolist())[-1]) / result.reading.reference for row in (copies, single, others)]
+    assert [claim.value, *[one.value for one in claim.contrasts]] == pytest.approx(shares, rel=1e-3)
+    assert (claim.verdict == "sufficient") == (shares[0] - max(shares[1:]) >= 0.5)
+    assert claim.search.most == pytest.approx(claim.value)
 
 
 def test_ablation_takes_the_planted_neurons_and_gives_the_norms_of_ablated_passes(two):
     words, layer = [word_of(two, 0), word_of(two, 1)], two.truth.sink_layer
     count = 2 * (two.truth.repeats_expected or 0)
     result = measured(two, tokens=words, max_repeats=count, ablate=True)
-    norm, sweep = norm_reading(result)
+    norm, sweep = result.reading, result.reading.sweep
     assert layer is not None and norm.conditions == ("intact", "set", "control")
     assert set(norm.zeroed[1]) == set(two.truth.neurons)
     assert len(norm.zeroed[2]) == len(norm.zeroed[1]) and not set(norm.zeroed[2]) & set(two.truth.neurons)
-    assert sweep.ids[2] == sweep.ids[0] + sweep.ids[1]
-    rows = torch.tensor([[two.tokenizer.bos_token_id, *(ids * count)[:count]] for ids in sweep.ids])
+    rows = torch.tensor([[two.tokenizer.bos_token_id, *[word] * count] for word in sweep.ids])
     for condition, sites in enumerate(norm.zeroed):
         with zeroed(two.model, sites):
             expected = norms(two.model, rows)[layer]
         assert norm.first_norms[condition] == pytest.approx(expected[:, 0].numpy(), rel=2e-3)
         assert norm.norms[condition] == pytest.approx(expected[:, sweep.counts].numpy(), rel=2e-3)
-    every, control = norm.lost[1:, 0]
-    assert every > 0.8 and abs(control) < 0.05
-    reached = np.isfinite(norm.repeats)
-    lost = np.median(norm.lost[1, reached])
-    assert f"zeroing them takes away {lost:.1%} of it" in result.conclusion()
-    assert [number.value for number in result.numbers()][1] == pytest.approx(lost)
+    _, claim = result.claims
+    left, chance = 1 - norm.lost[1:].mean(1)
+    assert (
+        claim.verdict == "needed"
+        and claim.value == pytest.approx(left)
+        and claim.control.value == pytest.approx(chance)
+    )
+    assert claim.phrase() in result.conclusion()
 
 
-@given(st.integers(1, 20000))
-def test_counts_rise_from_one_to_all(most):
-    counts = curve_counts(most).tolist()
-    assert counts[0] == 1 and counts[-1] == most and counts == sorted(set(counts))
+def test_where_the_spike_is_elsewhere_its_norm_is_the_reference_and_its_place_is_named(tmp_path):
+    """Norms of delimiters from plain passes; nothing is said of a first token."""
+    m = places("two_delimiters", "llama")
+    (tmp_path / "text.txt").write_text(m.text(), encoding="utf-8")
+    options = {"tokenizer": m.tokenizer, "text": tmp_path / "text.txt", "max_repeats": 6}
+    result = repeat(m.model, **options)
+    ids = m.ids(length=64)
+    every = norms(m.model, ids)[result.sink_layer]
+    assert result.reading.reference == pytest.approx(float(every[:, 1:].max()), rel=0.1)
+    assert result.reading.reference > 3 * float(every[:, 0].median())
+    attended = repeat(m.model, read="attention", **options)
+    for said in (str(result), str(attended)):
+        assert result.reading.place in said and "first token" not in said
 
 
 # --- attention -----------------------------------------------------------------------------------------------------
 
 
+def test_every_special_token_of_a_text_stands_before_the_repetitions():
+    m = places("all_specials")
+    found = repeat(m.model, read="distance", tokenizer=m.tokenizer, prefix="", max_repeats=4).reading
+    assert found.sweep.before == tuple(m.tokenizer.convert_ids_to_tokens(list(m.truth.before)))
+
+
 def test_attention_of_each_class_is_that_of_whole_matrices(llama, tmp_path):
+    """In natural text, with copies, and with one copy; and what the copies get together."""
     count, text = 60, text_file(llama, tmp_path, 1, length=900)
     result = measured(llama, read="attention", tokens=[word_of(llama, 0)], max_repeats=count, text=text)
-    found = result.reading
-    assert found.sequences == ("natural text", *found.sweep.tokens, "one cluster")
-    bos = llama.tokenizer.bos_token_id
-    natural = text_rows(llama.tokenizer, text.read_text(), 1, count + 1 + TAIL, bos)[0].tolist()
-    ids = torch.tensor([natural, [bos, *found.sweep.ids[0] * count, *natural[-TAIL:]]])
-    every = attention(llama.model, ids).mean(2)  # layer sequence query key
-    visible = torch.ones(ids.shape[1], ids.shape[1]).tril()
-    last = range(count + 1, ids.shape[1])
-    for sequence, (kind, end) in enumerate([("ordinary", ids.shape[1]), ("repeated", count + 1)]):
-        own = found.classes.index(kind)
-        pairs = torch.tensor([(query, key) for query in last for key in range(1, min(query + 1, end))])
-        seen = every[:, sequence, pairs[:, 0], pairs[:, 1]].mean(1)
-        assert found.received[sequence, own] == pytest.approx(seen.numpy(), abs=1e-5)
-        fair = (visible / visible.sum(1, keepdim=True))[pairs[:, 0], pairs[:, 1]].mean()
-        assert found.uniform[sequence, own] == pytest.approx(float(fair), rel=1e-4)
-        first = every[:, sequence, list(last), 0].mean(1)
-        assert found.received[sequence, found.classes.index("first")] == pytest.approx(first.numpy(), abs=1e-5)
-    assert np.isnan(found.received[0, 1:3]).all() and np.isnan(found.received[1, 2]).all()
-    layer = llama.truth.sink_layer + 1
-    times = float(every[layer, 0, list(last), 0].mean()) / found.uniform[0, 0]
-    assert result.details()[0].startswith(f"The first token receives {times:,.1f} times its share in natural text")
-
-
-def test_repetitions_that_became_sinks_and_tokens_of_one_cluster_receive_attention_like_the_first_token(llama):
-    count = 3 * (llama.truth.repeats_expected or 0)
-    found = measured(llama, read="attention", tokens=[word_of(llama, 0), word_of(llama, -1)], max_repeats=count).reading
-    first, repeated, cluster, ordinary = map(found.classes.index, ("first", "repeated", "cluster", "ordinary"))
-    natural, marked, of_no_group, different = found.times
+    found, bos = result.reading, llama.tokenizer.bos_token_id
+    natural = text_rows(llama.tokenizer, text.read_text(), 1, count + 1 + TAIL, bos)
+    setup = Setup.open(llama.model, tokenizer=llama.tokenizer, text=text)
+    copies, single, _ = beside_copies(setup, torch.tensor([[bos, *[found.sweep.ids[0]] * count]]), 1)
+    ids = torch.cat([torch.cat([natural[:, :-TAIL], copies, single]), natural[:, -TAIL:].expand(3, -1)], 1)
+    every = attention(llama.model, ids).mean(2)[..., -TAIL:, :]  # layer sequence query key
+    assert found.received[:, 0] == pytest.approx(every[..., 0].mean(-1).T.numpy(), abs=1e-5)
+    there = every[..., 1 : count + 1]
+    assert found.received[:, 1] == pytest.approx(there.mean((-1, -2)).T.numpy(), abs=1e-5)
+    visible = torch.ones(ids.shape[1], ids.shape[1]).tril()[-TAIL:]
+    behind = visible[:, count + 1 :].bool()
+    seen = every[..., count + 1 :][..., behind].mean(-1)
+    assert found.received[:, 2] == pytest.approx(seen.T.numpy(), abs=1e-5)
+    fair = 1 / visible.sum(1)
+    assert found.uniform[:, 1] == pytest.approx(float(fair.mean()), rel=1e-4)
     assert found.layer == llama.truth.sink_layer + 1
-    assert marked[first] < 3 * marked[repeated] and of_no_group[first] > 30 * of_no_group[repeated]
-    assert natural[first] > 10 * natural[ordinary] and different[cluster] > different[ordinary]
-
-
-def test_a_word_of_the_paper_that_had_to_be_replaced_is_named():
-    model, tokenizer = decoder("llama"), byte_tokenizer()
-    result = repeat(model, tokenizer=tokenizer, read="distance", max_repeats=4)
-    replaced = dict(result.reading.sweep.replaced)
-    assert tuple(replaced) == ("cat", "dog", "the", "bla") and f"{replaced['bla']!r} for 'bla'" in str(result)
-    asked = repeat(model, tokenizer=tokenizer, read="distance", max_repeats=4, tokens=["q"])
-    assert asked.reading.sweep.replaced == () and "were replaced" not in str(asked)
-    tokenizer.unk_token = "x"  # as if this byte stood for words that the tokenizer does not know
-    lacking = repeat(model, tokenizer=tokenizer, read="distance", max_repeats=4, tokens=["q"], prefix="ax")
-    assert lacking.reading.sweep.replaced == (("ax", "ax"),) and "were replaced: 'ax' for 'ax'." in str(lacking)
+    together = there[found.layer].sum(-1).mean(-1).tolist()
+    (claim,) = result.claims
+    values = [claim.contrasts[1].value, claim.value, claim.contrasts[0].value]
+    assert values == pytest.approx(together, abs=1e-4)
 
 
 @pytest.mark.parametrize("first", [True, slow(False)])
@@ -182,7 +173,7 @@ def test_readings_of_attention_leave_layers_without_it_out(first):
     assert distance.layers == layers and np.isfinite(distance.distance).all()
     assert (distance.outside is None) == first
     attention_ = repeat(model, tokenizer=tokenizer, read="attention", max_repeats=4).reading
-    assert tuple(np.flatnonzero(np.isfinite(attention_.received[0, 0]))) == layers
+    assert tuple(np.flatnonzero(np.isfinite(attention_.received[0, 1]))) == layers
 
 
 # --- answers, errors, files ----------------------------------------------------------------------------------------

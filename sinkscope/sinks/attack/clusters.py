@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,24 +14,26 @@ from torch import Tensor
 from sinkscope.hooks.trace.layer_view import flat_number, view_layer
 from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Setup
+from sinkscope.measure.margin import margin_of
 from sinkscope.models.checks import attending_layers
 from sinkscope.models.target import Target
-from sinkscope.results.notation import count_of
+from sinkscope.results.claims import Claim, Contrast, Outcome, Search
+from sinkscope.results.notation import count_of, head_name, neuron_name
+from sinkscope.results.parts import Head
 from sinkscope.sinks.chunks import Columns, hold_layers, in_chunks, token_texts
-from sinkscope.sinks.find.records import Candidate
+from sinkscope.sinks.find.spikes import SinkNeurons
 from sinkscope.sinks.marking_heads import replacing
 from sinkscope.sinks.tokens import TokenRows
 
 FIRES = 0.5  # share of the sink neuron's usual activation from which it counts as firing
-ROWS = 2048  # rows per pass; a token takes two more rows than there are heads
-EXAMPLES = 12  # tokens of a cluster that are shown
+ROWS = 2048  # rows per pass; a token takes one more row than there are heads
 
 
 @torch.no_grad()
 def head_activations(
     target: Target, layer: int, neuron: int, mean: Float[Tensor, " d_heads"], tokens: list[int]
 ) -> Float[Tensor, "token way"]:
-    """How strongly a neuron fires at tokens that stand alone, in 2 + head ways: intact, no head, each head alone.
+    """How strongly a neuron fires at tokens that stand alone, in 1 + head ways: with no head, and each head alone.
 
     Args:
         target: The model.
@@ -42,7 +43,7 @@ def head_activations(
         tokens: The tokens.
     """
     heads = target.n_heads
-    lost = torch.cat([torch.zeros(1, heads), torch.ones(1, heads), 1 - torch.eye(heads)]).bool()
+    lost = torch.cat([torch.ones(1, heads), 1 - torch.eye(heads)]).bool()
     ids = repeat(torch.tensor(tokens), "token -> (token way) 1", way=len(lost))
     rows = repeat(lost, "way head -> (token way) 1 head", token=len(tokens))
     means = rearrange(mean, "(head d_head) -> 1 head d_head", head=heads)
@@ -64,7 +65,7 @@ class TokenClusters:
         ids: Their ids.
         head: The head that serves the token. NaN if no single head does, or if none is needed.
         best: Activation with the best head alone.
-        intact: Activation when nothing is replaced.
+        other: Median activation with another head alone.
         background: Activation with every head at its mean.
     """
 
@@ -73,8 +74,8 @@ class TokenClusters:
     ids: Int[np.ndarray, " token"]
     head: Float[np.ndarray, " token"]
     best: Float[np.ndarray, " token"]
-    intact: Float[np.ndarray, " token"]
     background: Float[np.ndarray, " token"]
+    other: Float[np.ndarray, " token"] | None = None
 
     @property
     def heads(self) -> list[int]:
@@ -83,35 +84,39 @@ class TokenClusters:
         return [int(served[place]) for place in np.lexsort((served, -sizes))]
 
     @property
-    def _by_no_head(self) -> np.ndarray:
-        """Which tokens no single head marks, nor anything besides the heads."""
-        return (self.best < FIRES) & (self.background < FIRES)
-
-    @property
-    def unserved(self) -> int:
-        """Tokens that fire the neuron, but only through several heads together."""
-        return int((self._by_no_head & (self.intact >= FIRES)).sum())
-
-    @property
-    def silent(self) -> int:
-        """Tokens that do not fire the neuron."""
-        return int((self._by_no_head & (self.intact < FIRES)).sum())
-
-    @property
     def without_heads(self) -> int:
         """Tokens that fire the neuron with no head of layer 0 intact; something else marks them."""
         return int((self.background >= FIRES).sum())
+
+    @property
+    def claims(self) -> tuple[Claim, ...]:
+        """What each head does to the activation at its tokens, beside no head and another one."""
+        claims: list[Claim] = []
+        if self.other is None:
+            return ()
+        for head in self.heads:
+            mine = self.head == head
+            no_head = Contrast("other", float(self.background[mine].mean()), name="no head")
+            claims.append(
+                Claim(
+                    role="marks",
+                    subject=(Head(0, head),),
+                    outcome=Outcome(f"activation of {neuron_name(*self.neuron)}"),
+                    place=f"the tokens that {head_name(0, head)} serves",
+                    value=float(self.best[mine].mean()),
+                    contrasts=(no_head, Contrast("random", float(self.other[mine].mean()), name="another head")),
+                    draws=int(mine.sum()),
+                    search=Search("tokens", len(self.ids), float(self.best.max())),
+                    margin=margin_of(self.best[mine]),
+                )
+            )
+        return tuple(claims)
 
     def tokens_of(self, head: int) -> tuple[int, ...]:
         """Ids of the tokens that a head serves, those that fire the neuron most strongly first."""
         mine = np.flatnonzero(self.head == head)
         order = np.lexsort((self.ids[mine], -self.best[mine]))
         return tuple(self.ids[mine[order]].tolist())
-
-    def examples(self, head: int) -> str:
-        """The first tokens of a cluster, for readers."""
-        texts = dict(zip(self.ids.tolist(), self.tokens, strict=True))
-        return " ".join(repr(texts[token]) for token in self.tokens_of(head)[:EXAMPLES])
 
     def sentence(self) -> str:
         """How many tokens a single head serves, and how many fire without any head."""
@@ -126,22 +131,22 @@ class TokenClusters:
         return f"A single head of layer 0 (one of {len(self.heads)}) is enough to mark {tokens}; {control}."
 
 
-def find_clusters(
-    setup: Setup, neurons: Sequence[Candidate], ids: list[int], resume: str | Path | None
-) -> TokenClusters | None:
-    """The head that serves each token, seen at the sink neuron that writes most; None if there is no neuron.
+def find_clusters(setup: Setup, sink: SinkNeurons, ids: list[int], resume: str | Path | None) -> TokenClusters | None:
+    """The head that serves each token, seen at the sink neuron that writes most.
+
+    None if there is no neuron, or if the spike is not at the first token: the tokens stand alone, thus first.
 
     Args:
         setup: The model and its text.
-        neurons: The sink neurons.
+        sink: The sink neurons.
         ids: The tokens.
         resume: Folder that keeps finished chunks.
     """
-    if not neurons:
+    if sink.made is None or not sink.neurons or not sink.made.spike.place.is_first:
         return None
     target = setup.target
     attending_layers(target, [0])  # a layer without attention has no heads, which an error says
-    largest = max(neurons, key=lambda neuron: neuron.contribution_norm)
+    largest = max(sink.neurons, key=lambda neuron: neuron.contribution_norm)
     layer = largest.layer
     hold_layers(target, layer)
     flat = flat_number(target, layer, largest.expert, largest.neuron)
@@ -150,15 +155,13 @@ def find_clusters(
 
     def work(tokens: list[int]) -> Columns:
         shares = head_activations(target, layer, flat, mean, tokens) / reference
-        best, head = shares[:, 2:].max(1)
-        return {
-            "head": head.tolist(),
-            "best": four_decimals(best),
-            "intact": four_decimals(shares[:, 0]),
-            "background": four_decimals(shares[:, 1]),
-        }
+        best, head = shares[:, 1:].max(1)
+        columns: Columns = {"head": head.tolist()}
+        for name, values in (("best", best), ("other", shares[:, 1:].median(1).values), ("background", shares[:, 0])):
+            columns[name] = [round(value, 4) for value in values.tolist()]  # what threads may change is beyond this
+        return columns
 
-    size = max(1, ROWS // (target.n_heads + 2))
+    size = max(1, ROWS // (target.n_heads + 1))
     columns = in_chunks(setup, work, ids, resume, what="clusters", size=size, site=largest.site)
     best = np.array(columns["best"])
     background = np.array(columns["background"])
@@ -169,8 +172,8 @@ def find_clusters(
         ids=np.array(ids),
         head=np.where(served, np.array(columns["head"], dtype=float), np.nan),
         best=best,
-        intact=np.array(columns["intact"]),
         background=background,
+        other=np.array(columns["other"]),
     )
 
 
@@ -191,8 +194,3 @@ def later_mean(target: Target, ids: TokenRows) -> Float[Tensor, " d_heads"]:
         return reduce(z[:, 1:].float(), "row pos head d_head -> (head d_head)", "mean")
 
     return trace(target, ids, [site], mean)[site]
-
-
-def four_decimals(values: Tensor) -> list[float]:
-    """What another number of threads may change is beyond four decimals."""
-    return [round(value, 4) for value in values.tolist()]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from operator import eq
 from typing import Any
 
-import numpy as np
 import torch
 from einops import repeat
 from torch import Tensor
@@ -86,11 +84,3 @@ def drawn_sequences(pools: Pools, length: int, count: int, seed: int) -> TokenRo
 def repeated_first(rows: TokenRows) -> TokenRows:
     """The first token of each sequence, repeated: the baseline that the attack does without."""
     return repeat(rows[:, 0], "row -> row pos", pos=rows.shape[1])
-
-
-def round_trip(tokenizer: Any, rows: TokenRows) -> float:
-    """Share of sequences that give the same ids after decoding to text and encoding again."""
-    texts = tokenizer.batch_decode(rows, clean_up_tokenization_spaces=False)
-    again = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    same = map(eq, again, rows.tolist())
-    return float(np.mean(list(same)))

@@ -6,32 +6,32 @@ causal pass over the prefix and N repetitions contains every n up to N: position
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from einops import einsum, rearrange
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
+from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Setup
 from sinkscope.models.modules.down_projections import input_columns
 from sinkscope.models.target import Target
+from sinkscope.results.claims import Claim, Outcome
 from sinkscope.results.style import long_table
 from sinkscope.results.tables import Table
-from sinkscope.sinks.repetition.sweep import Reading, Sweep, rounded
+from sinkscope.sinks.repetition.sweep import Reading, Sweep, beside_copies, claim_of_copies, rounded
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.tap.observers import attention_rows
 
 ROUNDING = 8.0  # distances below this many rounding errors of the largest output are ignored
-KeepOutput = Callable[[int, Tensor, Tensor], None]
-"""Called with a layer, the values of its heads `[pos head d_head]`, and the output of its attention `[pos d_model]`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DistanceReading(Reading):
     """L2 distance of the attention's output after n repetitions to its output on the token alone.
 
@@ -39,7 +39,8 @@ class DistanceReading(Reading):
 
     The theorem bounds it in the first attention layer only, head by head, by `2 r k exp(delta) / n`: k is the number of
     tokens before the repetitions, r the largest norm of `v W_O` over the positions, delta the spread of the scores in
-    the row. NaN stands for no bound.
+    the row. NaN stands for no bound. The claim is of the likeness in the first layer: 1 less the distance over the norm
+    of the output on the token alone. There is none if that is zero.
 
     Attributes:
         sweep: What was repeated.
@@ -65,30 +66,22 @@ class DistanceReading(Reading):
         return None if self.outside is not None else bool(self.closest.max() <= 1)
 
     def conclusion(self) -> str:
-        """Whether repetition makes the token look like the token alone, beside one repetition and the bound."""
-        bound = "; no bound applies"
-        if self.outside is None:
-            bound = f", {'within' if self.holds else 'outside'} theorem 4.1's bound"
-        start, *_, end = np.median(self.distance[0], axis=0)
-        size = np.median(self.alone[0])
-        if size == 0:
-            return (
-                f"The attention of layer {self.layers[0]} writes nothing for a token alone; after {self.sweep.times} "
-                f"its output differs from that by {end:.4g}, after one by {start:.4g}{bound}."
-            )
-        start, *_, end = np.median(self.distance[0].T / self.alone[0], axis=1)
-        verdict = "brings" if end < start else "does not bring"
-        return (
-            f"Repetition {verdict} the first layer's output nearer to the token alone: after {self.sweep.times} "
-            f"it differs by {end:.2%}, after one by {start:.2%}{bound}."
-        )
+        """How much the output is like that on the token alone, beside one copy there, and the bound."""
+        bound = {
+            None: "no bound applies",
+            True: "theorem 4.1's bound holds",
+            False: "theorem 4.1's bound does not hold",
+        }
+        if not self.claims:
+            return f"The first layer's attention writes nothing for a token alone; {bound[self.holds]}."
+        like = self.copies("make the first layer's output", "like that of the token alone")
+        return f"{like}; {bound[self.holds]}."
 
     def details(self) -> list[str]:
         """How close the bound is."""
-        bound = f"The head that comes closest to its bound reaches {self.closest.max():.1%} of it."
         if self.outside is not None:
-            bound = f"Theorem 4.1 does not apply to this model: {self.outside}."
-        return [bound]
+            return [f"Theorem 4.1 does not apply to this model: {self.outside}."]
+        return [f"The head that comes closest to its bound reaches {self.closest.max():.1%} of it."]
 
     def rows(self) -> Table:
         """One row per layer and token."""
@@ -96,13 +89,9 @@ class DistanceReading(Reading):
         return long_table(columns, layer=self.layers, token=self.sweep.tokens)
 
     def draw(self) -> Any:
-        """Distance over n in the first, a middle and the last layer read, and the bound in the first."""
-        first = f"layer {self.layers[0]}"
-        panels: dict[str, np.ndarray] = {first: self.distance[0]}
-        if self.outside is None:
-            panels[f"bound in {first}"] = self.bound
-        for number in sorted({len(self.layers) // 2, len(self.layers) - 1} - {0}):
-            panels[f"layer {self.layers[number]}"] = self.distance[number]
+        """Distance over n in the first and the last layer read, and the bound in the first."""
+        panels = {f"layer {self.layers[0]}": self.distance[0], f"bound in layer {self.layers[0]}": self.bound}
+        panels[f"layer {self.layers[-1]}"] = self.distance[-1]
         return self.sweep.curves(np.array(list(panels.values())), list(panels), "distance")
 
 
@@ -122,112 +111,80 @@ def read_distances(setup: Setup, sweep: Sweep, rows: TokenRows, all_layers: bool
         raise UnsupportedError(f"no layer of {target.name} has softmax attention, so there is no distance to read")
     if not all_layers and not target.resident:
         layers = layers[:1]
-    before = len(sweep.before)
-    weights = output_weights(target, layers[0])
-    values = []
-    outputs = []
-
-    def keep(_layer: int, z: Tensor, output: Tensor) -> None:
-        values.append(z)
-        outputs.append(output)
-
+    first, before = layers[0], len(sweep.before)
+    weights = output_weights(target, first)
     # Every token alone, so attending to itself: those of the prefix, then the repeated ones.
-    attention_outputs(target, torch.cat([rows[0, :before], rows[:, -1]])[:, None], layers, keep)
-    sizes = head_norms(values[0], weights)
-    alone = torch.stack(outputs)[:, before:]
-    distances = []
-    bounds = []
-    closest = []
+    values, outputs = attention_outputs(target, torch.cat([rows[0, :before], rows[:, -1]])[:, None], layers)
+    sizes, alone = head_norms(values, weights), outputs[:, before:]
+    distances: list[Tensor] = []
+    bounds: list[Tensor] = []
+    closest: list[Tensor] = []
     for number, ids in enumerate(rows):
-        value = values[0][before + number]
-        distance, heads, spread = token_distances(target, ids, before, value, alone[:, number], layers, weights)
+        spread = torch.zeros(len(weights), len(ids))
+
+        def look(_layer: int, begin: int, probs: Tensor, spread: Tensor = spread) -> None:
+            end = begin + probs.shape[2]
+            visible = torch.ones(end, probs.shape[-1], dtype=torch.bool, device=probs.device).tril()[begin:]
+            lowest = torch.where(visible, probs[0], torch.inf).amin(-1)
+            spread[:, begin:end] = (probs[0].amax(-1).log() - lowest.log()).cpu()
+
+        with attention_rows(target, look, layers=[first]):
+            z, output = attention_outputs(target, ids[None], layers)
+        heads = head_norms(z[before:] - values[before + number], weights)
         largest = torch.maximum(sizes[:, :before].amax(1), sizes[:, before + number])
-        bound = (
-            2 * before * rearrange(largest, "head -> head 1") * spread.exp() / torch.arange(1, len(ids) - before + 1)
-        )
+        bound = 2 * before * largest[:, None] * spread[:, before:].exp() / torch.arange(1, len(ids) - before + 1)
         rounding = ROUNDING * torch.finfo(target.dtype).eps * largest.max()  # between two equal outputs
-        distances.append(distance)
+        distances.append((output[:, before:] - alone[:, [number]]).norm(dim=-1))
         bounds.append(bound.sum(0))
         closest.append(torch.where(heads > rounding, heads / bound, 0.0).amax(-1))
         setup.progress("repetitions", number + 1, len(rows))
-    outside = outside_theorem(target, layers[0], rows.shape[1])
+    norms = alone.norm(dim=-1)
+    claims: tuple[Claim, ...] = ()
+    if bool(norms[0].all()):
+        last = [
+            attention_outputs(target, each, [first], last=True)[1][0] for each in beside_copies(setup, rows, before)
+        ]
+        like = 1 - (torch.stack(last) - alone[0]).norm(dim=-1) / norms[0]
+        claims = (claim_of_copies(sweep.max_repeats, Outcome("likeness to the token alone", (first,)), like),)
+    outside = outside_theorem(target, first, rows.shape[1])
     applies = torch.nan if outside is not None else 1.0
     return DistanceReading(
-        sweep,
+        sweep=sweep,
         layers=tuple(layers),
         outside=outside,
         distance=rounded(torch.stack(distances, dim=1)[:, :, sweep.counts - 1]),
-        alone=rounded(alone.norm(dim=-1)),
+        alone=rounded(norms),
         bound=rounded(applies * torch.stack(bounds)[:, sweep.counts - 1]),
         closest=rounded(applies * torch.stack(closest)),
+        claims=claims,
     )
 
 
-def token_distances(
-    target: Target,
-    ids: Int[Tensor, " pos"],
-    before: int,
-    value: Float[Tensor, "head d_head"],
-    alone: Float[Tensor, "layer d_model"],
-    layers: Sequence[int],
-    weights: Float[Tensor, "head d_head d_model"],
-) -> tuple[Float[Tensor, "layer n"], Float[Tensor, "head n"], Float[Tensor, "head n"]]:
-    """Run a prefix and repetitions, and compare with the token alone.
+def attention_outputs(
+    target: Target, rows: TokenRows, layers: Sequence[int], last: bool = False
+) -> tuple[Float[Tensor, "row_pos head d_head"], Float[Tensor, "layer row_pos d_model"]]:
+    """What the heads of the first of some layers mix, and what the attention of each writes, in float32.
 
     Args:
         target: The model.
-        ids: The prefix and the repetitions.
-        before: Length of the prefix.
-        value: Values of the first layer's heads on the token alone.
-        alone: Output of each layer's attention on the token alone.
+        rows: The sequences, whose positions come one after the other.
         layers: The layers.
-        weights: W_O of the first of them.
-
-    Returns:
-        The distance of each layer, that of each head of the first layer, and the spread of the scores there.
+        last: Only the last position of each sequence.
     """
-    repeats = len(ids) - before
-    distance = torch.zeros(len(alone), repeats)
-    heads = torch.zeros(len(weights), repeats)
-    spread = torch.zeros(len(weights), repeats)
-
-    def compare(layer: int, z: Tensor, output: Tensor) -> None:
-        number = layers.index(layer)
-        distance[number] = (output[before:] - alone[number]).norm(dim=-1)
-        if number == 0:
-            heads[:] = head_norms(z[before:] - value, weights)
-
-    def look(_layer: int, begin: int, probs: Tensor) -> None:
-        first = max(begin, before)
-        probs = probs[0, :, first - begin :]
-        queries = torch.arange(first, first + probs.shape[1], device=probs.device)
-        visible = torch.arange(probs.shape[-1], device=probs.device) <= rearrange(queries, "query -> query 1")
-        lowest = torch.where(visible, probs, torch.inf).amin(-1)
-        spread[:, queries.cpu() - before] = (probs.amax(-1).log() - lowest.log()).cpu()
-
-    with attention_rows(target, look, layers=[layers[0]]):
-        attention_outputs(target, ids[None], layers, compare)
-    return distance, heads, spread
-
-
-def attention_outputs(target: Target, rows: TokenRows, layers: Sequence[int], keep: KeepOutput) -> None:
-    """Run sequences and call `keep` in float32 for each of some layers, with the positions of all sequences."""
-
-    def watch(layer: int) -> tuple[Any, str, Any]:
-        def see(_module: object, inputs: tuple[Any, ...], _kwargs: object, output: Tensor) -> None:
-            z = inputs[0].reshape(rows.numel(), target.n_heads, -1)
-            keep(layer, z.float(), output.reshape(rows.numel(), -1).float())
-
-        return target.output_projection(layer), "post", see
-
-    with target.hooks(*map(watch, layers)):
-        target.forward(rows, upto=layers[-1])
+    sites = [f"blocks.{layer}.attn.hook_z" for layer in layers]
+    mixed = trace(target, rows, sites, lambda z: (z[:, -1:] if last else z).flatten(0, 1))
+    written: list[Tensor] = []
+    for layer, site in zip(layers, sites, strict=True):
+        with target.loaded(layer):
+            output = target.output_projection(layer)(mixed[site].flatten(1).to(target.device))
+        written.append(output.float().cpu())
+    return mixed[sites[0]].float(), torch.stack(written)
 
 
 def output_weights(target: Target, layer: int) -> Float[Tensor, "head d_head d_model"]:
     """W_O of every head of a layer, float32."""
     with target.loaded(layer):
-        columns = input_columns(target, target.output_projection(layer)).float()
+        columns = input_columns(target, target.output_projection(layer)).float().cpu()
         return rearrange(columns, "(head d_head) d_model -> head d_head d_model", head=target.n_heads)
 
 

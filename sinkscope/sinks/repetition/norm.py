@@ -12,46 +12,55 @@ from jaxtyping import Float
 
 from sinkscope.hooks.edit import Ablate
 from sinkscope.measure import Setup
-from sinkscope.measure.evidence import Evidence
-from sinkscope.measure.margin import margin_of
-from sinkscope.results.notation import count_of, neuron_names, word_form
-from sinkscope.results.parts import sites_of
-from sinkscope.results.result import Number
+from sinkscope.results.claims import Claim, Outcome
+from sinkscope.results.parts import neurons_of, sites_of
 from sinkscope.results.style import GREY, long_table
-from sinkscope.results.tables import Table, cell
-from sinkscope.sinks.find.layer_scan import norms_after, typical_quantiles
+from sinkscope.results.tables import Table
+from sinkscope.sinks.find.layer_scan import typical_quantiles
 from sinkscope.sinks.find.repetitions import repeats_until_half
 from sinkscope.sinks.find.spikes import sink_neurons
+from sinkscope.sinks.find.survey import SinkContext
 from sinkscope.sinks.removal.components import Sites
-from sinkscope.sinks.repetition.sweep import NO_LAYER, NoReading, Reading, Sweep, rounded
-from sinkscope.sinks.tokens import TokenRows, left_out_line
+from sinkscope.sinks.repetition.sweep import (
+    NO_LAYER,
+    NoReading,
+    Reading,
+    Sweep,
+    beside_copies,
+    claim_of,
+    claim_of_copies,
+    norms_at_sink,
+    rounded,
+)
+from sinkscope.sinks.tokens import TokenRows
 
-SEQUENCES = 4  # sequences per pass
-NAMED = 5  # neurons that the conclusion names
+AT_ONCE = "Every token reaches half of the norm of the spike at once, so repetition has nothing to show."
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class NormReading(Reading):
     """L2 norm of the residual stream after the sink layer.
 
     Attributes:
         sweep: What was repeated.
+        place: Where the spike is whose norm is the reference.
         conditions: "intact"; "set": the sink neurons are zeroed; "control": as many random neurons of the same layers.
         zeroed: The neurons that are zeroed under each condition, (layer, neuron) or (layer, expert, neuron).
         norms: Norm of the repeated token after n repetitions.
-        first_norms: Norm of the first token in the same pass.
-        repeats: First number of repetitions whose intact norm reaches half of the first token's. NaN if never.
-        first_norm: Norm of the first token of typical text: BOS, or without BOS the median over pieces.
+        first_norms: Norm at position 0 in the same pass.
+        repeats: First number of repetitions whose intact norm reaches half of the reference. NaN if never.
+        reference: Norm of the spike in typical text, median over texts.
         typical: The 5 % quantile, the median and the 95 % quantile of norms at later positions of typical text.
     """
 
     sweep: Sweep
+    place: str
     conditions: tuple[str, ...]
     zeroed: tuple[Sites, ...]
     norms: Float[np.ndarray, "condition token n"]
     first_norms: Float[np.ndarray, "condition token"]
     repeats: Float[np.ndarray, " token"]
-    first_norm: float
+    reference: float
     typical: Float[np.ndarray, " quantile"]
 
     @property
@@ -59,110 +68,104 @@ class NormReading(Reading):
         """Share of the intact norm at the last repetition that a condition takes away."""
         return 1 - self.norms[:, :, -1] / self.norms[0, :, -1]
 
-    @property
-    def needed(self) -> list[float]:
-        """Median of `lost` over sequences that become sinks, by condition; none if nothing was zeroed or no sink."""
-        reached = np.isfinite(self.repeats)
-        if len(self.conditions) == 1 or not reached.any():
-            return []
-        return np.median(self.lost[:, reached], axis=1).tolist()
-
     def conclusion(self) -> str:
-        """The number of repetitions beside the norm of typical text, or what zeroing takes away beside its control."""
-        tried = [row for row in self.sweep.single if self.repeats[row] != 1]
-        reached = [row for row in tried if np.isfinite(self.repeats[row])]
-        typical = f"in typical text the median is {self.typical[1] / self.first_norm:.1%} of that norm"
-        if not tried:
-            return "Every token reaches half of the first token's norm at once, so repetition has nothing to show."
-        if not reached:
-            return (
-                f"No repeated token reaches half of the first token's norm within {self.sweep.times} "
-                f"({count_of(len(tried), 'token')}); {typical}."
-            )
-        if self.needed:
-            return self._needed(*self.needed[1:])
-        tokens = word_form(len(tried), "token", "tokens")
-        return (
-            f"A repeated token reaches half of the first token's norm after {np.median(self.repeats[reached]):.0f} "
-            f"repetitions (median of {len(reached)} of {len(tried)} {tokens}); {typical}."
-        )
+        """What copies reach of the spike's norm and when, or what neurons do for it; each beside its control."""
+        if not self.claims:
+            return AT_ONCE
+        if len(self.claims) > 1:
+            return f"For the norm after {self.sweep.max_repeats} copies of a token, {self.claims[1].phrase()}."
+        return f"{self.copies('reach', f'of the norm at {self.place}')}{self._half}."
 
-    def _needed(self, lost: float, chance: float) -> str:
-        count = len(self.zeroed[1])
-        verdict = f"{word_form(count, 'makes', 'make')} the norm of repetitions"
-        if not Evidence(lost, chance).holds:
-            verdict = f"{word_form(count, 'is', 'are')} not needed for the norm of repetitions"
-        return (
-            f"{neuron_names(self.zeroed[1], NAMED)} {verdict}: zeroing {word_form(count, 'it', 'them')} takes away "
-            f"{cell(lost, percent=True)} of it, zeroing as many random neurons {cell(chance, percent=True)}."
-        )
+    @property
+    def _half(self) -> str:
+        reached = self.repeats[self.repeats > 1]
+        if not len(reached):
+            return f" (the most: {self.claims[0].search.most:.0%})"
+        return f"; half after {np.median(reached):.0f} (median, {self.claims[0].search.tried} tokens tried)"
 
     def details(self) -> list[str]:
-        """Norms, and tokens that need no repetition."""
-        low, middle, high = self.typical.tolist()
+        """What the copies do where the conclusion is about neurons, the norms, and tokens that need no repetition."""
+        low, middle, high = self.typical
         lines = [
-            f"The first token's norm is {self.first_norm:.4g}, and that of typical text {middle:.4g} (5-95 %: "
+            f"The norm at {self.place} is {self.reference:.4g}, and that of typical text {middle:.4g} (5-95 %: "
             f"{low:.4g} to {high:.4g})."
         ]
-        lines += left_out_line([self.sweep.tokens[row] for row in self.sweep.single if self.repeats[row] == 1])
+        if len(self.claims) > 1:
+            lines.insert(0, f"{self.copies('reach', f'of the norm at {self.place}')}{self._half}.")
+        if (self.repeats == 1).any():
+            lines.append(f"{(self.repeats == 1).sum()} reach half of it without repetition, and are left out.")
         return lines
 
     def rows(self) -> Table:
         """One row per sequence; `lost_*` is the share of the norm at the last repetition that zeroing removes."""
         last = self.norms[0, :, -1]
-        columns = {"repeats": self.repeats, "last_norm": last, "of_first": last / self.first_norms[0]}
+        columns = {"repeats": self.repeats, "last_norm": last, "of_spike": last / self.reference}
         for name, lost in zip(self.conditions[1:], self.lost[1:], strict=True):
             columns[f"lost_{name}"] = lost
         return long_table(columns, repeated=self.sweep.tokens)
 
-    def numbers(self) -> list[Number]:
-        """The norm after the last repetition, and what ablation takes away."""
-        last = self.norms[0, self.sweep.single, -1]
-        middle = float(np.median(last))
-        numbers = [Number("norm after the last repetition", middle, float(self.typical[1]), margin_of(last, np.median))]
-        if self.needed:
-            _, lost, chance = self.needed
-            margin = margin_of(self.lost[1, np.isfinite(self.repeats)], np.median)
-            numbers.append(Number("norm then lost without the neurons", lost, chance, margin))
-        return numbers
-
     def draw(self) -> Any:
-        """Norm over the number of repetitions, a panel per condition."""
+        """Norm over the number of repetitions, a panel per condition; half of the spike's norm, and typical text."""
         titles = {"set": "sink neurons zeroed", "control": "random neurons zeroed"}
         fig = self.sweep.curves(self.norms, [titles.get(name, name) for name in self.conditions], "norm")
-        for share, dash, words in ((1, "solid", "first token"), (0.5, "dot", "half of it")):
-            level, line = share * self.first_norm, {"color": GREY, "dash": dash, "width": 1}
+        for level, words in ((self.reference, "spike"), (self.reference / 2, "half of it")):
             place = {"y": np.log10(level), "xanchor": "left", "x": 0}  # the axis is logarithmic
-            fig.add_hline(level, line=line, annotation={"text": words, **place})
+            fig.add_hline(level, line={"color": GREY, "dash": "dot"}, annotation={"text": words, **place})
         fig.add_hrect(self.typical[0], self.typical[2], fillcolor="grey", opacity=0.2)
         return fig
+
+
+def norms_of_copies(setup: Setup, context: SinkContext, rows: TokenRows, before: int, tried: int) -> Claim:
+    """The share of the spike's norm that copies reach, beside one copy at that position and other tokens there.
+
+    Args:
+        setup: The model and its text.
+        context: The model at the place of its spike.
+        rows: The sequences, which end with the copies.
+        before: Number of tokens before the copies.
+        tried: Number of tokens of which these were taken.
+    """
+    last = [norms_at_sink(context, ids)[:, -1] for ids in beside_copies(setup, rows, before)]
+    shares = torch.stack(last) / context.scan.spike_norm[context.layer]
+    return claim_of_copies(rows.shape[1] - before, Outcome("norm", (context.layer,)), shares, tried)
 
 
 def read_norms(setup: Setup, sweep: Sweep, ids: TokenRows, ablate: bool) -> tuple[int | None, NormReading | NoReading]:
     """The sink layer, and the norms of repeated tokens there; without a layer, what there is instead."""
     sink = sink_neurons(setup)
     if sink.made is None:
-        return None, NoReading(sink.absence(NO_LAYER))
+        return None, NoReading(absence=sink.absence(NO_LAYER))
     context = sink.made.context
     layer = context.layer
     zeroed: dict[str, Sites] = {"intact": ()}
     if ablate and sink.neurons:
         zeroed |= {"set": sites_of(sink.neurons), "control": sink.controls}
-    norms = []
+    norms: list[Any] = []
     for name, neurons in zeroed.items():
         with Ablate(sites=list(neurons)).on(setup.target) if neurons else nullcontext():
-            norms.append(norms_after(setup.target, layer, ids, SEQUENCES, setup.progress, f"repetitions, {name}"))
+            norms.append(norms_at_sink(context, ids, setup.progress, f"repetitions, {name}"))
     table = torch.stack(norms)  # condition token pos
-    norms_of_text = context.scan.whole_norms[layer : layer + 1]
-    first_norm = float(norms_of_text[0, :, 0].median())
-    repeats = [repeats_until_half(intact[len(sweep.before) :], first_norm) for intact in table[0]]
+    before, reference = len(sweep.before), context.scan.spike_norm[layer]
+    repeats = np.array([repeats_until_half(intact[before:], reference) for intact in table[0]], dtype=float)
+    tried = np.flatnonzero(repeats != 1)
+    reached = np.flatnonzero(repeats > 1)
+    rows = reached if len(reached) else tried
+    claims: list[Claim] = []
+    if len(rows):
+        claims.append(norms_of_copies(setup, context, ids[rows], before, len(tried)))
+    if len(zeroed) > 1 and len(reached):
+        left = (table[:, rows, -1] / table[0, rows, -1])[[1, 0, 2]]
+        place = f"the last of {sweep.max_repeats} copies"
+        claims.append(claim_of(neurons_of(zeroed["set"]), place, Outcome("norm", (layer,)), left, len(tried)))
     return layer, NormReading(
-        sweep,
+        sweep=sweep,
+        place=sink.made.spike.place.words,
         conditions=tuple(zeroed),
         zeroed=tuple(zeroed.values()),
-        norms=rounded(table[:, :, sweep.places]),
+        norms=rounded(table[:, :, before - 1 + sweep.counts]),
         first_norms=rounded(table[:, :, 0]),
-        repeats=np.array(repeats, dtype=float),
-        first_norm=first_norm,
-        typical=typical_quantiles(norms_of_text)[:, 0].numpy(),
+        repeats=repeats,
+        reference=reference,
+        typical=typical_quantiles(context.scan.typical.norms[layer : layer + 1])[:, 0].numpy(),
+        claims=tuple(claims),
     )

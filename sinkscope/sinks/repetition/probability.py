@@ -14,21 +14,24 @@ from torch import Tensor
 
 from sinkscope.hooks.edit import SinkPatch
 from sinkscope.hooks.edit.decode import greedy, repeat_probabilities
+from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Setup
 from sinkscope.models.checks import check_length
 from sinkscope.opening.open import open_target
-from sinkscope.results.notation import count_of, neuron_names
+from sinkscope.results.claims import Outcome
+from sinkscope.results.parts import neurons_of
 from sinkscope.results.style import GREY
 from sinkscope.results.tables import Table
 from sinkscope.sinks.find.spikes import sink_neurons
-from sinkscope.sinks.patch.evaluate import read_patch_argument
-from sinkscope.sinks.repetition.sweep import Reading, Sweep, rounded
+from sinkscope.sinks.patch.evaluate import random_patch, read_patch_argument
+from sinkscope.sinks.repetition.sweep import Reading, Sweep, beside_copies, claim_of, claim_of_copies, rounded
 from sinkscope.sinks.tokens import TokenRows
 
 CLEARLY = 2.0  # times the uniform probability: below it, which token is the likeliest one is an accident of rounding
 ANSWER_AFTER = (50, 400)  # repetitions
 NEW_TOKENS = 100
 SHOWN_TEXT = 40  # characters of an answer in the table
+INTACT, PATCHED, RANDOM = "intact", "patched", "random neurons"
 
 
 @dataclass(frozen=True)
@@ -52,18 +55,17 @@ class RepeatAnswer:
     follows: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ProbabilityReading(Reading):
-    """Probability that the token comes once more after n repetitions.
+    """Probability that the token comes once more after n repetitions; the claims are of the last one.
 
     Attributes:
         sweep: What was repeated.
-        conditions: "intact", and "patched" if there is a patch.
+        conditions: "intact", and if there is a patch "patched" and "random neurons", a patch of as many others.
         neurons: The neurons of the patch, (layer, neuron) or (layer, expert, neuron).
         probability: The probability.
-        caught: First n after which the token is clearly the likeliest one: at more than twice the probability that all
-            tokens would share. NaN if never.
-        left: First n from which on it never is again. NaN if it still is at the last n, or never was.
+        left: First n from which on the token never is clearly the likeliest one again: at more than twice the
+            probability that all tokens would share. NaN if it still is at the last n, or never was.
         uniform: Probability of every token if all were equally likely.
         answers: What the model writes.
     """
@@ -72,42 +74,34 @@ class ProbabilityReading(Reading):
     conditions: tuple[str, ...]
     neurons: tuple[tuple[int, ...], ...]
     probability: Float[np.ndarray, "condition token n"]
-    caught: Float[np.ndarray, "condition token"]
     left: Float[np.ndarray, "condition token"]
     uniform: float
     answers: tuple[RepeatAnswer, ...]
 
     def conclusion(self) -> str:
-        """The probability that the repetition continues, without and with the patch."""
-        last = np.median(self.probability[:, :, -1], axis=1)
-        said = f"After {self.sweep.times} the repeated token has probability {last[0]:.2g}"
-        if len(last) == 1:
+        """The probability that the repetition continues, without and with the patch, beside random neurons."""
+        copies, *patch = (claim.value for claim in self.claims)
+        said = f"After {self.sweep.max_repeats} copies a token has probability {copies:.2g}"
+        if not patch:
             return f"{said}; there is no causal neuron of a spike at the first token to patch."
-        tokens = count_of(len(self.sweep.tokens), "token")
-        return f"{said} in the intact model and {last[1]:.2g} under the patch (medians of {tokens})."
+        control = self.claims[1].control.value
+        return f"{said}, under the patch {patch[0]:.2g}, under a patch of random neurons {control:.2g}."
 
     def details(self) -> list[str]:
-        """The patch, and where the repetition ends with and without it."""
-        lines = []
-        if self.neurons:
-            lines.append(f"The patch holds {neuron_names(self.neurons)}.")
-        for condition, caught, left in zip(self.conditions, self.caught, self.left, strict=True):
+        """One copy and other tokens, and where the repetition ends with and without the patch."""
+        single, others = (contrast.value for contrast in self.claims[0].contrasts)
+        lines = [f"It has {single:.2g} after one copy there, and {others:.2g} after other tokens."]
+        for condition, left in zip(self.conditions, self.left, strict=True):
             stopped = left[np.isfinite(left)]
-            began = np.isfinite(caught).sum()
-            line = f"The {condition} model began to repeat {began} of {len(caught)} tokens"
-            if began:
-                line += f", and stopped repeating {len(stopped)} of these"
+            line = f"{len(stopped)} of {len(left)} tokens stop being repeated ({condition}"
             if len(stopped):
-                line += f", in the median after {np.median(stopped):.0f} repetitions"
-            lines.append(line + ".")
+                line += f"; median after {np.median(stopped):.0f} copies"
+            lines.append(line + ").")
         return lines
 
     def rows(self) -> Table:
         """One row per answer. The text that follows is cut."""
-        table = []
-        for answer in self.answers:
-            table.append({**vars(answer), "follows": ascii(answer.follows[:SHOWN_TEXT])[1:-1]})
-        return table
+        return [{**vars(answer), "follows": ascii(answer.follows[:SHOWN_TEXT])[1:-1]} for answer in self.answers]
 
     def draw(self) -> Any:
         """Probability over n, a line per token and a panel per condition."""
@@ -148,49 +142,53 @@ def read_probabilities(
     before = rows[0, : len(sweep.before)].tolist()
     limit = target.max_positions or 1 << 30
     new_tokens = new_tokens or min(NEW_TOKENS, limit // 4)
-    after = list(answer_after or ())
-    if not after:
-        most = max(1, limit - len(before) - new_tokens)
-        after = sorted({min(count, most) for count in ANSWER_AFTER})
+    most = max(1, limit - len(before) - new_tokens)
+    after = list(answer_after or sorted({min(count, most) for count in ANSWER_AFTER}))
     setup.record(answer_after=after, new_tokens=new_tokens)
     around = f"a text of {max(after)} repetitions behind {len(before)} tokens"
     check_length(target, around, len(before) + max(after), new_tokens, "repeat less often before an answer")
+    edits: dict[str, SinkPatch | None] = {INTACT: None}
     edit = chosen_patch(setup, patch)
-    edits: dict[str, SinkPatch | None] = {"intact": None}
-    neurons = ()
     if edit is not None:
-        edits["patched"] = edit
-        neurons = tuple(site.numbers for site in edit.checked_sites)
-    shape = len(edits), len(sweep.tokens)
-    probability = torch.zeros(*shape, len(sweep.counts))
-    caught = np.full(shape, np.nan)
-    left = np.full(shape, np.nan)
-    answers = []
+        edits |= {PATCHED: edit, RANDOM: random_patch(setup, edit)}
+    probability = torch.zeros(len(edits), len(rows), len(sweep.counts))
+    left = np.full(probability.shape[:2], np.nan)
+    answers: list[RepeatAnswer] = []
     uniform = 1 / int(target.config.vocab_size)
     for condition, (name, act) in enumerate(edits.items()):
-        for token, (word,) in enumerate(sweep.ids):
+        for token, word in enumerate(sweep.ids):
             curve, likeliest = repeat_probabilities(target, before, word, sweep.max_repeats, act)
             probability[condition, token] = curve[sweep.counts - 1]
-            clearly = (likeliest == word) & (curve > CLEARLY * uniform)
-            caught[condition, token], left[condition, token] = repeated_span(clearly)
-            setup.progress(f"repetitions, {name}", token + 1, len(sweep.tokens))
-        for count in after:
-            prompts = torch.tensor([[*before, *ids * count] for ids in sweep.ids])
+            left[condition, token] = stopped_after((likeliest == word) & (curve > CLEARLY * uniform))
+            setup.progress(f"repetitions, {name}", token + 1, len(rows))
+        for count in after if name != RANDOM else ():
+            prompts = torch.tensor([[*before, *[word] * count] for word in sweep.ids])
             for token, ids in enumerate(greedy(target, prompts, new_tokens, act)):
-                (word,) = sweep.ids[token]
-                kept = next((place for place, other in enumerate(ids) if other != word), len(ids))
+                kept = next((place for place, other in enumerate(ids) if other != sweep.ids[token]), len(ids))
                 follows = setup.tokenizer.decode(ids[kept:], skip_special_tokens=True)
-                answers.append(RepeatAnswer(sweep.tokens[token], act is not None, count, kept, len(ids), follows))
+                answers.append(RepeatAnswer(sweep.tokens[token], name == PATCHED, count, kept, len(ids), follows))
             setup.progress(f"answers, {name}", count, max(after))
+    last = torch.zeros(3, len(rows))
+    for kind, texts in enumerate(beside_copies(setup, rows, len(before))):
+        for token, word in enumerate(sweep.ids):
+            after_text = trace(target, texts[[token]], ["logits"], lambda logits: logits[0, -1].float().softmax(-1))
+            last[kind, token] = after_text["logits"][word]
+    outcome = Outcome("probability of the token", unit="cases")
+    claims = [claim_of_copies(sweep.max_repeats, outcome, last)]
+    neurons: tuple[tuple[int, ...], ...] = ()
+    if edit is not None:
+        neurons = tuple(site.numbers for site in edit.checked_sites)
+        place = f"the last of {sweep.max_repeats} copies"
+        claims.append(claim_of(neurons_of(neurons), place, outcome, probability[[1, 0, 2], :, -1]))
     return ProbabilityReading(
-        sweep,
+        sweep=sweep,
         conditions=tuple(edits),
         neurons=neurons,
         probability=rounded(probability),
-        caught=caught,
         left=left,
         uniform=uniform,
         answers=tuple(answers),
+        claims=tuple(claims),
     )
 
 
@@ -205,10 +203,9 @@ def chosen_patch(setup: Setup, patch: SinkPatch | str | os.PathLike[str] | None)
     return SinkPatch(sites=list(calibrated), calibrated=calibrated)
 
 
-def repeated_span(is_token: Bool[Tensor, " n"]) -> tuple[float, float]:
-    """First n after which the token is the likeliest one, and the first n from which on it never is again; else NaN."""
-    likeliest = (1 + is_token.nonzero().flatten()).tolist()
-    if not likeliest:
-        return float("nan"), float("nan")
-    stopped = float("nan") if likeliest[-1] == len(is_token) else likeliest[-1] + 1.0
-    return float(likeliest[0]), stopped
+def stopped_after(is_token: Bool[Tensor, " n"]) -> float:
+    """The first n from which on the token never is the likeliest one again; NaN if it is at the last, or never was."""
+    likeliest = is_token.nonzero().flatten().tolist()
+    if not likeliest or likeliest[-1] == len(is_token) - 1:
+        return float("nan")
+    return likeliest[-1] + 2.0

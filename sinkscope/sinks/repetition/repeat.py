@@ -11,6 +11,7 @@ import plotly.graph_objects as go
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Natural, Option, Result, ScanPart, Setup, measurement
+from sinkscope.results.claims import Claim
 from sinkscope.results.result import Number
 from sinkscope.results.style import figure_of
 from sinkscope.results.tables import Table
@@ -38,7 +39,7 @@ class Repeat(Result):
     """
 
     percent = (
-        "of_first",
+        "of_spike",
         "lost_set",
         "lost_control",
     )
@@ -46,10 +47,10 @@ class Repeat(Result):
         "repeated": "the token, or the cycle of tokens, that is repeated",
         "last_norm": "norm at the last repetition",
         "last": "the same distance after the last repetition",
-        "of_first": "norm at the last repetition over the first token's",
+        "of_spike": "norm at the last repetition over that of the spike",
         "lost_set": "share of that norm that zeroing the set of sink neurons takes away",
         "lost_control": "share that zeroing as many random neurons takes away",
-        "token_class": "first, repeated, cluster (different tokens that one head marks) or ordinary",
+        "token_class": "there (the positions of the repetitions), sink (the place of the sink) or ordinary",
         "attention": "attention that one token of the class receives, mean over heads and the text behind",
         "uniform": "what it would receive if all visible tokens received the same",
         "alone": "norm of the attention's output on the token alone",
@@ -66,20 +67,26 @@ class Repeat(Result):
         """The finding of the reading."""
         return self.reading.conclusion()
 
+    @property
+    def claims(self) -> tuple[Claim, ...]:
+        """The claims of the reading."""
+        return self.reading.claims
+
     def details(self) -> list[str]:
         """Lines of the reading."""
-        lines = self.reading.details()
-        if not isinstance(self.reading, AtlasReading | NoReading):
-            lines += self.reading.sweep.replacement()
-        return lines
+        return self.reading.details()
 
     def rows(self) -> Table:
         """One row per token, and where there are several, per layer, sequence or answer."""
         return self.reading.rows()
 
     def numbers(self) -> list[Number]:
-        """The norm after the last repetition, and what ablation takes away of it."""
-        return self.reading.numbers()
+        """What is there after the copies, and with neurons edited; each beside its nearest control."""
+        numbers = []
+        for label, claim in zip(("after copies", "then with neurons edited"), self.claims, strict=False):
+            label = f"{claim.outcome.kind} {label}"
+            numbers.append(Number(label, claim.value, claim.control.value, claim.margin))
+        return numbers
 
 
 def draw(result: Repeat) -> go.Figure:
@@ -147,7 +154,7 @@ def repeat(
             distance "some prefix:", with probability "Repeat:", as in the paper.
         max_repeats: Number of repetitions. By default 1,024, or what the context holds.
         ablate: Read the norm also with the largest sink neuron zeroed, with the whole set of `find_sinks`, and with
-            as many random ones, for each token and for the cycle of all.
+            as many random ones.
         all_layers: Read the distance in every layer, also of a model that is not in memory.
         patch: The patch.json for the probability; from Python also a `SinkPatch`. By default a patch of the causal
             neurons, which are searched for.
@@ -163,8 +170,8 @@ def repeat(
     if tokens is not None and list(tokens) == [EVERY_TOKEN]:
         layer, reading = read_vocabulary(setup, max_repeats, sample, resume)
         return Repeat(read=read, sink_layer=layer, reading=reading)
-    after = TAIL if read == "attention" else 0
-    sweep, ids = sweep_rows(setup, read, tokens, prefix, max_repeats, cycle=ablate, after=after)
+    figure = "ablation" if ablate else read
+    sweep, ids = sweep_rows(setup, figure, tokens, prefix, max_repeats, TAIL if read == "attention" else 0)
     layer = None
     if read == "norm":
         layer, reading = read_norms(setup, sweep, ids, ablate)

@@ -1,4 +1,4 @@
-"""What is repeated, and what every reading of `repeat` has: sequences, numbers of repetitions, curves over them."""
+"""What is repeated, and what every reading of `repeat` has: sequences, curves, and one copy or other tokens beside."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.progress import Progress, silent
+from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Setup
+from sinkscope.measure.margin import margin_of
+from sinkscope.models.draws import draws
+from sinkscope.models.norms import norm_of
 from sinkscope.models.text import beginning
-from sinkscope.results.notation import word_form, word_list
-from sinkscope.results.result import Number
+from sinkscope.results.claims import Claim, Contrast, ContrastKind, Outcome, Search, percent_pair
+from sinkscope.results.parts import Parts, Tokens
 from sinkscope.results.style import long_table
 from sinkscope.results.tables import Table
 from sinkscope.sinks.chunks import token_texts
-from sinkscope.sinks.tokens import (
-    CYCLE,
-    TokenRows,
-    encode,
-    known_token,
-    repetition_limit,
-    words_to_repeat,
-)
+from sinkscope.sinks.find.survey import SinkContext
+from sinkscope.sinks.tokens import CYCLE, TokenRows, encode, repetition_limit, words_to_repeat
 
 NO_LAYER = "there is no layer to read repetitions at"
+SEQUENCES = 4  # sequences per pass
 CURVE_POINTS = 160  # numbers of repetitions on a curve, evenly spaced in their logarithm
-PAPER_WORDS = {"attention": ("the",), "distance": ("cat", "dog", "the", "bla")}  # Fig. 1 and 5 of Yona et al. 2025
+PAPER_WORDS = {"ablation": CYCLE, "attention": ("the",), "distance": ("cat", "dog", "the", "bla")}  # Fig. 3, 1, 5
 PAPER_PREFIXES = {"distance": "some prefix:", "probability": "Repeat:"}  # Fig. 5 and Table 3
 
 
@@ -41,55 +41,35 @@ class Sweep:
     """What was repeated.
 
     Attributes:
-        tokens: The text that each sequence repeats.
-        ids: The ids that each sequence repeats in turn. More than one form a cycle, and repetitions then count tokens.
+        tokens: The token that each sequence repeats.
+        ids: Their ids.
         before: The tokens before the first repetition.
         max_repeats: Number of repetitions in every sequence.
         counts: The numbers of repetitions at which curves are given.
-        replaced: Words of the paper's figure that are not one token of their own here, each with the word instead; and
-            a prefix with words that are unknown here, with what it became.
     """
 
     tokens: tuple[str, ...]
-    ids: tuple[tuple[int, ...], ...]
+    ids: tuple[int, ...]
     before: tuple[str, ...]
     max_repeats: int
     counts: Int[np.ndarray, " n"]
-    replaced: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def times(self) -> str:
-        """The number of repetitions in words."""
-        return f"{self.max_repeats} {word_form(self.max_repeats, 'repetition', 'repetitions')}"
-
-    @property
-    def single(self) -> list[int]:
-        """Rows that repeat one token, so without the cycle."""
-        return [row for row, ids in enumerate(self.ids) if len(ids) == 1]
-
-    @property
-    def places(self) -> Int[np.ndarray, " n"]:
-        """Positions of the last repetition after each number of repetitions in `counts`."""
-        return self.counts + len(self.before) - 1
-
-    def replacement(self) -> list[str]:
-        """A line about words that were replaced; no line if none were."""
-        if not self.replaced:
-            return []
-        words = word_list([f"{taken!r} for {wanted!r}" for wanted, taken in self.replaced])
-        return [f"Words that are not one token of this tokenizer, or unknown to it, were replaced: {words}."]
 
     def curves(self, values: Float[np.ndarray, "panel token n"], panels: Sequence[str], label: str) -> Any:
         """A line per token over the number of repetitions, one panel for each name; both axes logarithmic."""
         rows = long_table({label: values}, panel=panels, token=self.tokens, repetitions=self.counts.tolist())
-        return px.line(
-            rows, render_mode="svg", x="repetitions", y=label, color="token", facet_col="panel", log_x=True, log_y=True
-        )
+        axes: dict[str, Any] = {"x": "repetitions", "y": label, "color": "token", "facet_col": "panel"}
+        return px.line(rows, render_mode="svg", **axes, log_x=True, log_y=True)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What a model shows over the number of repetitions: arrays, a conclusion, rows and a drawing of them."""
+    """What a model shows over the number of repetitions: arrays, a conclusion, rows and a drawing of them.
+
+    Attributes:
+        claims: What copies do, beside one copy and other tokens; then what neurons do after the copies.
+    """
+
+    claims: tuple[Claim, ...] = ()
 
     def conclusion(self) -> str:
         """The finding."""
@@ -107,12 +87,15 @@ class Reading:
         """Further lines."""
         return []
 
-    def numbers(self) -> list[Number]:
-        """The numbers by which two models are compared."""
-        return []
+    def copies(self, reach: str, what: str) -> str:
+        """What copies reach of something, beside one copy and other tokens at the position of the last."""
+        claim = self.claims[0]
+        single, others = (contrast.value for contrast in claim.contrasts)
+        value, one = percent_pair(claim.value, single)
+        return f"{claim.subject[0]} {reach} {value} {what}, one copy there {one} (other tokens: {others:.0%})"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class NoReading(Reading):
     """What there is instead, if a reading needs the layer of a norm spike and no MLP makes one."""
 
@@ -129,8 +112,6 @@ def sweep_rows(
     tokens: Sequence[str] | None,
     prefix: str | None,
     max_repeats: int | None,
-    *,
-    cycle: bool = False,
     after: int = 0,
 ) -> tuple[Sweep, TokenRows]:
     """Choose the tokens of a reading and build its sequences.
@@ -141,7 +122,6 @@ def sweep_rows(
         tokens: The words to repeat. None: those of the paper's figure, or words of the text.
         prefix: Text before the repetitions. None: that of the paper's figure.
         max_repeats: Number of repetitions. None: 1,024, or what the context holds.
-        cycle: Whether all words are also repeated in turn.
         after: Positions of the context that are kept free for what follows.
 
     Raises:
@@ -149,29 +129,14 @@ def sweep_rows(
     """
     if prefix is None:
         prefix = PAPER_PREFIXES.get(read)
-    paper = CYCLE if cycle else PAPER_WORDS.get(read, ())
-    words = words_to_repeat(setup, tokens, prefix, paper)
-    replaced: list[tuple[str, str]] = []
-    for wanted, word in zip(() if tokens else paper, words, strict=False):
-        if known_token(setup.tokenizer, wanted) != word:
-            replaced.append((wanted, token_texts(setup.target, [word])[0].strip()))
-    cycles: list[tuple[int, ...]] = [(word,) for word in words]
-    if cycle and len(words) > 1:
-        cycles.append(tuple(words))
+    words = words_to_repeat(setup, tokens, prefix, PAPER_WORDS.get(read, ()))
     before = tokens_before(setup, prefix, words)
     count = repetition_limit(setup.target, max_repeats, len(before) + after)
     setup.record(max_repeats=count, prefix=prefix)
-    rows = []
-    labels = []
-    for repeated in cycles:
-        rows.append([*before, *(repeated * count)[:count]])
-        labels.append(" ".join(string.strip() or repr(string) for string in token_texts(setup.target, repeated)))
-    before_words = token_texts(setup.target, before)
-    unknown = getattr(setup.tokenizer, "unk_token_id", None)
-    if prefix is not None and unknown in (known := encode(setup, prefix)):
-        replaced.append((prefix, setup.tokenizer.decode(known)))
-    sweep = Sweep(tuple(labels), tuple(cycles), before_words, count, curve_counts(count), tuple(replaced))
-    return sweep, torch.tensor(rows)
+    counts = np.unique(np.geomspace(1, count, CURVE_POINTS).round().astype(int))
+    labels = [text.strip() or repr(text) for text in token_texts(setup.target, words)]
+    sweep = Sweep(tuple(labels), tuple(words), token_texts(setup.target, before), count, counts)
+    return sweep, torch.tensor([[*before, *[word] * count] for word in words])
 
 
 def tokens_before(setup: Setup, prefix: str | None, repeated: list[int]) -> list[int]:
@@ -187,17 +152,79 @@ def tokens_before(setup: Setup, prefix: str | None, repeated: list[int]) -> list
                 f"--prefix {prefix!r} contains the repeated token {setup.tokenizer.decode([token])!r}, so it would be "
                 "one more repetition; give another --prefix or --token"
             )
-    before = [*beginning(setup.tokenizer, setup.bos), *before]
-    if before:
-        return before
     # Any token in first place is marked, so it must not be a repeated one.
     others = [token for token in setup.ids.flatten().tolist() if token not in repeated]
-    return [*others, 0][:1]
+    return [*beginning(setup.tokenizer, setup.bos), *before] or [*others, 0][:1]
 
 
-def curve_counts(most: int) -> Int[np.ndarray, " n"]:
-    """Numbers of repetitions from 1 to `most`: all small ones, then evenly spaced in their logarithm."""
-    return np.unique(np.geomspace(1, most, CURVE_POINTS).round().astype(int))
+def beside_copies(setup: Setup, rows: TokenRows, before: int) -> tuple[TokenRows, TokenRows, TokenRows]:
+    """The rows of copies; one copy behind other tokens at the last position; and other tokens everywhere.
+
+    Args:
+        setup: The model and its text, from which the other tokens are drawn.
+        rows: The sequences.
+        before: Number of tokens before the copies, which stay.
+    """
+    ids = setup.ids[:, 1:].unique()
+    generator = draws(setup.seed, "tokens beside copies")
+    others = rows.clone()
+    for row in others:
+        ordinary = ids[ids != row[-1]]
+        row[before:] = ordinary[torch.randint(len(ordinary), (len(row) - before,), generator=generator)]
+    single = others.clone()
+    single[:, -1] = rows[:, -1]
+    return rows, single, others
+
+
+def claim_of(subject: Parts, place: str, outcome: Outcome, values: Float[Tensor, "kind case"], tried: int = 0) -> Claim:
+    """What tokens or neurons do, mean over cases.
+
+    Args:
+        subject: The tokens or neurons.
+        place: Where it was read.
+        outcome: What was read.
+        values: The outcome with these tokens, with one of them behind others, and with other tokens; or with edited
+            neurons, without an edit, and with as many random neurons.
+        tried: Number of cases of which these were taken. 0: all of them.
+    """
+    value, *controls = values.mean(1).tolist()
+    kinds: list[ContrastKind] = ["one copy", "other tokens"] if isinstance(subject[0], Tokens) else ["intact", "random"]
+    return Claim(
+        role="makes",
+        subject=subject,
+        outcome=outcome,
+        place=place,
+        value=value,
+        contrasts=tuple(map(Contrast, kinds, controls)),
+        draws=values.shape[1],
+        search=Search("tokens", tried or values.shape[1], float(values[0].max())),
+        margin=margin_of(values[0].numpy()),
+    )
+
+
+def claim_of_copies(count: int, outcome: Outcome, values: Float[Tensor, "kind case"], tried: int = 0) -> Claim:
+    """What a number of copies does, beside one copy at the position of the last and other tokens there."""
+    return claim_of((Tokens("copies", count),), f"the last of {count} copies", outcome, values, tried)
+
+
+def norms_at_sink(
+    context: SinkContext, ids: TokenRows, progress: Progress = silent, what: str = "norms", size: int = SEQUENCES
+) -> Float[Tensor, "row pos"]:
+    """Norms after the sink layer, as those of the spike: without the dimensions that are massive on all tokens.
+
+    Args:
+        context: The model at the place of its spike.
+        ids: The sequences.
+        progress: Called after each pass.
+        what: Name of the work.
+        size: Sequences per pass, which ends at this layer.
+    """
+    site = f"blocks.{context.layer}.hook_resid_post"
+    norms: list[Tensor] = []
+    for rows in ids.split(size):
+        norms.append(trace(context.target, rows, [site], lambda resid: norm_of(resid, context.scan.shared_dims))[site])
+        progress(what, sum(map(len, norms)), len(ids))
+    return torch.cat(norms)
 
 
 def rounded(values: Tensor) -> np.ndarray:
