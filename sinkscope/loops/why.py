@@ -25,9 +25,9 @@ from sinkscope.kv.without import Without
 from sinkscope.loops.text.signals import Tail, end_loop
 from sinkscope.measure import Natural, Number, Option, Result, ScanPart, Setup, measurement
 from sinkscope.measure.attention_texts import prompt_ids
-from sinkscope.measure.evidence import NEEDED, Evidence
 from sinkscope.models.checks import check_length
 from sinkscope.models.inputs import read_row
+from sinkscope.results.claims import NEEDED
 from sinkscope.results.notation import count_of, short_sentence, word_list
 from sinkscope.results.style import BLUE, GREY, figure_of, panels
 
@@ -317,7 +317,8 @@ class Case:
         control = min(shares) if shares else None
         lost = None if control is None else total - control
         sizes = [len(self.positions(trial, cut)) for cut in self.cuts(len(mine))]
-        ends = bool(shares) and Evidence(total - goes_on, lost, total).holds
+        change = total - goes_on
+        ends = bool(shares) and total > 0 and change >= NEEDED * total and (lost is None or change > lost)
         return Tried(
             " and ".join(without), how, sum(sizes) / len(sizes), goes_on, sum(other) / len(other), control, ends
         )

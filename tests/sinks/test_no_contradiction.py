@@ -13,20 +13,25 @@ from organisms.hard import HARD, hard
 
 from sinkscope.measure import Setup
 from sinkscope.results.claims import Claim, contradictions
+from sinkscope.sinks.attack.attack import attack
 from sinkscope.sinks.circuit.circuit import circuit
 from sinkscope.sinks.find.find import find_sinks
+from sinkscope.sinks.marking_heads import heads
+from sinkscope.sinks.patch.make import patch_make
+from sinkscope.sinks.repetition.repeat import repeat
 
-COMMANDS = (find_sinks, circuit)
 KINDS = [(name, families[0], 1) for name, families in HARD.items()]
 CASES = [("organism", "llama", 3), ("organism", "mixtral", 1), *KINDS]
 FAST = [("organism", "llama", 3), ("redundant_pair", "llama", 1), ("no_norm", "llama", 1)]
 
 
 def claims_of(setup: Setup, **options: Any) -> list[Claim]:
-    """What all commands claim of one open model."""
-    claims: list[Claim] = []
-    for command in COMMANDS:
-        claims += command.on(setup, **options).claims
+    """What the commands claim of one open model."""
+    claims = [*find_sinks.on(setup, **options).claims, *circuit.on(setup, **options).claims]
+    claims += heads.on(setup, count=2).claims
+    claims += repeat.on(setup, ablate=True, **options).claims
+    claims += attack.on(setup, lengths=[2], sequences=2, prefix="").claims
+    claims += patch_make.on(setup, pieces=2, length=16, **options).claims
     return claims
 
 
@@ -34,10 +39,10 @@ def claims_of(setup: Setup, **options: Any) -> list[Claim]:
 def test_commands_agree(name, family, seed, tmp_path):
     o: Any = organism(family, seed) if name == "organism" else hard(name, family, seed)
     if name == "organism":
-        text: Path = text_file(o, tmp_path, 6)
+        text: Path = text_file(o, tmp_path, 16)
     else:
         text = tmp_path / "text.txt"
-        text.write_text(o.text(6), encoding="utf-8")
+        text.write_text(o.text(16), encoding="utf-8")
     setup = Setup.open(o.model, tokenizer=o.tokenizer, text=text)
     claims = claims_of(setup, max_repeats=8)
     assert claims or name in ("learned_logits", "sharp")  # nothing to remove there
