@@ -199,6 +199,7 @@ class Survey:
                 sinks.append(Place.of(attended, there, spike.rule, decode))
                 attended = attended.without(there)
         further, other_sinks = pieces(attended, decode, lambda there: bool(received.readers(there)))
+        other_sinks = replace(other_sinks, share=other_sinks.count / max(1, len(received.places)))
         sinks = sorted([*sinks, *further], key=lambda place: -len(received.readers(place.there(attended.ids))))
         length = received.ids.shape[1]
         return cls(first, received, tuple(sinks), other_sinks, norms, spikes, other_spikes, (length,))
