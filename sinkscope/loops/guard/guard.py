@@ -46,11 +46,10 @@ class LoopGuard(Anchored):
     cache. For a while, a token that would prolong a repetition is then less likely, the less the longer the repetition.
     `LoopGuard.paper()` is the guard as published.
 
-    Only generated tokens are watched, which arrive one by one after a prompt. A call with several tokens is a new turn,
-    for which monitors start again. Each row is watched and cut independently, and a row that has ended is ignored. All
-    layers and heads lose the same positions, right after the call whose token set off the alarm. Kept tokens keep
-    their positions. Without an alarm the model's output is exactly that without a guard. Policies in the same run keep
-    the guard's anchors, and the guard keeps their first tokens.
+    Only generated tokens are watched. A call with several tokens is a new turn, where monitors start again. Each row is
+    cut independently. All layers and heads lose the same positions, right after the call whose token set off the alarm,
+    and kept tokens keep theirs. Without an alarm the output is exactly that without a guard. Policies in the same run
+    keep the guard's anchors, and the guard keeps their first tokens.
 
     Attributes:
         budget: Largest number of tokens right after an intervention (B), or a fraction of the row's prompt.
@@ -181,9 +180,7 @@ class LoopGuard(Anchored):
         if settings.rule == "never":
             return
         if sum(isinstance(part, LoopGuard) for part in run.parts) > 1:
-            raise UnsupportedError(
-                "two guards would watch and cut the same rows: enter one LoopGuard", page="kv-session"
-            )
+            raise UnsupportedError("two guards would cut the same rows: enter one LoopGuard", page="kv-session")
         session.before_decode(lambda moment: moment.check_order("LoopGuard"))
         if self.rewind and self.penalty:  # without a penalty the loop would be written again
             session.guests[Rewinder] = Rewinder()
@@ -268,10 +265,9 @@ class Guarding:
         ids = kwargs.get("input_ids", args[0] if args else None)
         if moment is None or ids is None:
             return
-        rewinder = self.rewinder
-        if rewinder is not None and rewinder.read is not None:  # this piece of the generation has ended
-            return
-        rows = self._rows_of(moment, ids)
+        rewinder, rows = self.rewinder, None
+        if rewinder is None or rewinder.read is None:  # else this piece of the generation has ended
+            rows = self._rows_of(moment, ids)
         if rows is None:
             return
         rows.seen = moment.call.past + 1

@@ -89,32 +89,21 @@ class HeadByHead:
 
     def needs(self) -> list[Need]:
         """What each head needs: the spike and neurons of it, or else components, or two of both."""
-        count = len(self.effect.heads)
-        components = self.effect.components
-        spike = self.spike
-        each: list[Parts] = [spike] if spike else []
-        if len(self.sets) > 1:
-            each += [neurons_of(sites) for sites in self.sets]
-        elif len(self.sites) > 1:
-            each += [(neuron,) for neuron in neurons_of(self.sites)]
-        each += [(neuron,) for neuron in neurons_of(self.further)] if spike else []
+        components, each = self.effect.components, self.parts_of_spike
         everything = Edit(swap=tuple(self.effect.written))
         edits = [*map(self.edit, each), *one_by_one(components), everything]
         lost = self.effect.lost(edits)
         made: set[Part] = {*self.makers}
         made |= {Component("attention", maker.layer) for maker in self.makers if isinstance(maker, Head)}
-        needs = [Need()] * count
+        needs = [Need()] * len(self.effect.heads)
         of_parts = (lost[: len(each)] >= NEEDED).T.tolist()
         several = len({tuple(of_head) for of_head in of_parts if of_head and of_head[0]}) > 1
         needed = self.effect.needed(components, lost[len(each) : -1]).T.tolist()
-        for head in range(count):
+        for head in range(len(needs)):
             found = tuple(compress(components, needed[head]))
             if of_parts[head] and of_parts[head][0]:
                 own = [part for parts in compress(each[1:], of_parts[head][1:]) for part in parts]
-                apart = own and (several or len(self.sets) > 1)
-                if apart and self.further:
-                    own = list(dict.fromkeys([*spike, *own]))
-                needs[head] = Need(tuple(own) if apart else spike, by_spike=True)
+                needs[head] = self._need_of_spike(own, several=several)
             elif found:
                 needs[head] = Need(found, by_spike=not made.isdisjoint(found))
             elif float(lost[-1, head]) < NEEDED:
@@ -126,6 +115,26 @@ class HeadByHead:
             for head, need in zip(without, self._pairs(without, [*promising, *each[:1]]), strict=True):
                 needs[head] = need
         return needs
+
+    @cached_property
+    def parts_of_spike(self) -> list[Parts]:
+        """What makes the spike, then each part of it, and what adds to it; nothing if there is no spike."""
+        if not self.spike:
+            return []
+        each: list[Parts] = [self.spike]
+        if len(self.sets) > 1:
+            each += [neurons_of(sites) for sites in self.sets]
+        elif len(self.sites) > 1:
+            each += [(neuron,) for neuron in neurons_of(self.sites)]
+        return each + [(neuron,) for neuron in neurons_of(self.further)]
+
+    def _need_of_spike(self, own: Sequence[Part], *, several: bool) -> Need:
+        """The spike, or the parts of it that a head needs alone, if heads need different ones or it has several."""
+        if not own or not (several or len(self.sets) > 1):
+            return Need(self.spike, by_spike=True)
+        if self.further:
+            own = list(dict.fromkeys([*self.spike, *own]))
+        return Need(tuple(own), by_spike=True)
 
     def _pairs(self, heads: Sequence[int], promising: Sequence[Parts]) -> list[Need]:
         """For each of some heads that need nothing alone, two parts that it needs together."""

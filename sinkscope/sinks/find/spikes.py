@@ -194,6 +194,16 @@ def _breadth(part: Part) -> int:
     return int(isinstance(part, Component))
 
 
+def _narrowest(subjects: Sequence[Parts], values: Float[Tensor, " subject"], embeddings: set[Part]) -> int:
+    """Of the subjects that leave least, the narrowest; one without embeddings if it ends the spike."""
+    rest = [number for number, parts in enumerate(subjects) if not {*parts} & embeddings]
+    least = min([float(values[number]) for number in rest], default=1.0)
+    if least > 1 - NEEDED:
+        return int(values.argmin())
+    near = [number for number in rest if float(values[number]) <= least + SAME]
+    return min(near, key=lambda number: (len(subjects[number]), *map(_breadth, subjects[number])))
+
+
 def spike_maker(context: SinkContext, place: str, neurons: Sequence[Candidate]) -> tuple[Parts, list[Claim], Search]:
     """The component without which the spike is gone or, if there is none, two parts; and what was searched.
 
@@ -235,34 +245,28 @@ def spike_maker(context: SinkContext, place: str, neurons: Sequence[Candidate]) 
     search = Search(
         "parts alone and in pairs", len(subjects), 1 - float(values.min()), in_words(subjects[int(values.argmin())])
     )
-    rest = [number for number, parts in enumerate(subjects) if not {*parts} & {*embeddings}]
-    least = min([float(values[number]) for number in rest], default=1.0)
-    if least <= 1 - NEEDED:
-        near = [number for number in rest if float(values[number]) <= least + SAME]
-        best = min(near, key=lambda number: (len(subjects[number]), *map(_breadth, subjects[number])))
-    else:
-        best = int(values.argmin())
+    best = _narrowest(subjects, values, {*embeddings})
     if float(values[best]) > 1 - NEEDED:
         return (), [], search
     others = kept.mean(1)[[number for number, parts in enumerate(subjects) if not {*parts} & {*subjects[best]}]]
     control = Contrast("other", 1.0, 1, "no other part")
     if len(others):
         control = Contrast("random", float(others.median()), len(others), "the median of other parts")
+    alone: list[Parts] = [(one,) for one in subjects[best]] if len(subjects[best]) > 1 else []
     claims = []
-    for role, parts in (("makes", subjects[best]), *[("makes alone", (one,)) for one in subjects[best]]):
-        if role == "makes" or len(subjects[best]) > 1:
-            number = subjects.index(parts)
-            claims.append(
-                Claim(
-                    role=role,
-                    subject=parts,
-                    outcome=Outcome("spike", layers=(layer,)),
-                    place=place,
-                    value=float(kept[number].mean()),
-                    contrasts=(Contrast("intact", 1.0), control),
-                    draws=len(ids),
-                    search=search,
-                    margin=margin_of(kept[number].numpy()),
-                )
+    for parts in (subjects[best], *alone):
+        number = subjects.index(parts)
+        claims.append(
+            Claim(
+                role="makes alone" if parts in alone else "makes",
+                subject=parts,
+                outcome=Outcome("spike", layers=(layer,)),
+                place=place,
+                value=float(kept[number].mean()),
+                contrasts=(Contrast("intact", 1.0), control),
+                draws=len(ids),
+                search=search,
+                margin=margin_of(kept[number].numpy()),
             )
+        )
     return subjects[best], claims, search

@@ -31,6 +31,8 @@ from sinkscope.results.style import figure_of, long_table
 from sinkscope.results.tables import Table
 from sinkscope.sinks.find.find import find_sinks
 from sinkscope.sinks.find.layer_scan import LayerScan
+from sinkscope.sinks.find.records import RepeatedToken
+from sinkscope.sinks.find.result import FindSinks
 from sinkscope.sinks.find.spikes import sink_neurons
 from sinkscope.sinks.patch.evaluate import held_out, losses, random_patch, under
 from sinkscope.sinks.tokens import TokenRows, prefixes, repetition_limit
@@ -316,11 +318,7 @@ def patch_make(
         if sinks.repetition is not None and sinks.repetition.other_neurons:
             reason = "repeated words go another way than the first token, and no neurons were found that they need."
         return PatchMade(verdict="not-repaired", reason=reason)
-    words = [word for word in sinks.repeats.tokens if word.repeats is not None and word.repeats <= most]
-    slowest = max((word.repeats or 0 for word in words), default=0)
-    if not words and sinks.repetition is not None:  # they become sinks after the sink layer
-        words = list(sinks.repeats.tokens)
-        slowest = sinks.repetition.repeats
+    words, slowest = repeated_words(sinks, most)
     if not words:
         number = len(sinks.repeats.tokens)
         reason = f"none of {number} words reaches half of the first token's norm when it is repeated {most} times."
@@ -360,6 +358,14 @@ def patch_make(
         calibrated=tuple(patch.calibrated[site] for site in sites),
         proof=proof,
     )
+
+
+def repeated_words(sinks: FindSinks, most: int) -> tuple[list[RepeatedToken], int]:
+    """The words that become sinks within so many repetitions, and the number that the slowest one needs."""
+    words = [word for word in sinks.repeats.tokens if word.repeats is not None and word.repeats <= most]
+    if not words and sinks.repetition is not None:  # they become sinks after the sink layer
+        return list(sinks.repeats.tokens), sinks.repetition.repeats
+    return words, max((word.repeats or 0 for word in words), default=0)
 
 
 def typical_ceiling(scan: LayerScan, layers: list[int]) -> Float[np.ndarray, " layer"]:
