@@ -23,10 +23,13 @@ LIMITS = {  # of caches that are right otherwise: they raise, or nothing in them
 @pytest.mark.parametrize("name", every_nth(FAULTS, 6))
 def test_the_first_check_that_fails_names_the_fault(name):
     fault = FAULTS[name]
-    if OLD_TRANSFORMERS and name == "reset_does_nothing":
-        pytest.skip("the cache that is compared with does nothing there either")
+    checks = list(all_checks())
+    if OLD_TRANSFORMERS:  # resetting does nothing there, in right caches either
+        checks.remove("after_a_reset_nothing_is_left")
+    if fault.check not in checks:
+        pytest.skip("the cache that is compared with has this fault, too")
     kit = Kit(f"faulty:{name}", fault.factory)
-    assert next(one for one in all_checks() if kit.checked(one).verdict == "fails") == fault.check
+    assert next(one for one in checks if kit.checked(one).verdict == "fails") == fault.check
     assert Kit("right:one", fault.right).checked(fault.check).verdict == "passes"
 
 
