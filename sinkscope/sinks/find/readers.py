@@ -18,7 +18,7 @@ from sinkscope.results.claims import NEEDED, Claim, Contrast, Outcome, Search
 from sinkscope.results.notation import head_name
 from sinkscope.results.parts import Component, Head, Neuron, Part, Parts, neurons_of
 from sinkscope.sinks.find.records import Readers
-from sinkscope.sinks.removal.components import Edit, Sites, edit_of, heads_of, one_by_one, silencing
+from sinkscope.sinks.removal.components import Edit, Heads, Sites, edit_of, heads_of, one_by_one, silencing
 from sinkscope.sinks.removal.position_effect import PositionEffect
 from sinkscope.sinks.removal.search import CONTROL_DRAWS, random_sets
 
@@ -89,31 +89,42 @@ class HeadByHead:
 
     def needs(self) -> list[Need]:
         """What each head needs: the spike and neurons of it, or else components, or two of both."""
-        components, each = self.effect.components, self.parts_of_spike
-        everything = Edit(swap=tuple(self.effect.written))
-        edits = [*map(self.edit, each), *one_by_one(components), everything]
-        lost = self.effect.lost(edits)
+        each = self.parts_of_spike
+        needs = [Need()] * len(self.effect.heads)
+        if each:
+            of_parts = (self.effect.lost([self.edit(parts) for parts in each]) >= NEEDED).T.tolist()
+            several = len({tuple(of_head) for of_head in of_parts if of_head[0]}) > 1
+            for head, of_head in enumerate(of_parts):
+                if of_head[0]:
+                    own = [part for parts in compress(each[1:], of_head[1:]) for part in parts]
+                    needs[head] = self._need_of_spike(own, several=several)
+        others = [head for head, need in enumerate(needs) if not need.parts]
+        if others:
+            for head, need in zip(others, self._needs_of_components(others), strict=True):
+                needs[head] = need
+        return needs
+
+    def _needs_of_components(self, heads: Sequence[int]) -> list[Need]:
+        """What each of some heads needs that do not need the spike: components, the position, or two parts."""
+        effect, components = self.effect.only(heads), self.effect.components
+        lost = effect.lost([*one_by_one(components), self.edit((POSITION,))])
+        needed = effect.needed(components, lost[:-1]).T.tolist()
         made: set[Part] = {*self.makers}
         made |= {Component("attention", maker.layer) for maker in self.makers if isinstance(maker, Head)}
-        needs = [Need()] * len(self.effect.heads)
-        of_parts = (lost[: len(each)] >= NEEDED).T.tolist()
-        several = len({tuple(of_head) for of_head in of_parts if of_head and of_head[0]}) > 1
-        needed = self.effect.needed(components, lost[len(each) : -1]).T.tolist()
-        for head in range(len(needs)):
-            found = tuple(compress(components, needed[head]))
-            if of_parts[head] and of_parts[head][0]:
-                own = [part for parts in compress(each[1:], of_parts[head][1:]) for part in parts]
-                needs[head] = self._need_of_spike(own, several=several)
-            elif found:
-                needs[head] = Need(found, by_spike=not made.isdisjoint(found))
-            elif float(lost[-1, head]) < NEEDED:
-                needs[head] = Need((POSITION,))
-        without = [head for head, need in enumerate(needs) if not need.parts]
+        needs = [Need()] * len(heads)
+        for number in range(len(heads)):
+            found = tuple(compress(components, needed[number]))
+            if found:
+                needs[number] = Need(found, by_spike=not made.isdisjoint(found))
+            elif float(lost[-1, number]) < NEEDED:
+                needs[number] = Need((POSITION,))
+        without = [number for number, need in enumerate(needs) if not need.parts]
         if without:
-            order = lost[len(each) : -1, without].mean(1).nan_to_num().argsort(descending=True, stable=True)[:PAIRED]
+            order = lost[:-1, without].mean(1).nan_to_num().argsort(descending=True, stable=True)[:PAIRED]
             promising: list[Parts] = [(components[index],) for index in order.tolist()]
-            for head, need in zip(without, self._pairs(without, [*promising, *each[:1]]), strict=True):
-                needs[head] = need
+            pairs = self._pairs([heads[number] for number in without], [*promising, *self.parts_of_spike[:1]])
+            for number, need in zip(without, pairs, strict=True):
+                needs[number] = need
         return needs
 
     @cached_property
@@ -170,8 +181,7 @@ class HeadByHead:
         tried = len(self.effect.components) + len(self.sites)
         search = Search("components and neurons, alone and in pairs", tried)
         claim = None
-        ranked = intact.argsort(descending=True, stable=True)
-        names = tuple(head_name(*effect.heads[number]) for number in ranked.tolist())
+        names, before, after = ranked_heads(effect.heads, intact, edited[0] if edited else intact)
         if edited:
             left = torch.stack(edited).mean(1) / attention
             contrasts = [Contrast("intact", 1.0)]
@@ -195,7 +205,6 @@ class HeadByHead:
                 search=search,
                 margin=margin_of((edited[0] / intact).numpy()) if len(effect.ids) > 1 else None,
             )
-        before, after = (tuple(values[ranked].tolist()) for values in (intact, edited[0] if edited else intact))
         return Readers(names, before, after, parts, need.by_spike, claim, search)
 
     def beside_random(self, parts: Parts, depth: int) -> list[Edit]:
@@ -205,6 +214,15 @@ class HeadByHead:
         """
         edit = self.edit(parts)
         return [edit, *random_edits(self.setup, edit, self.sites, depth)]
+
+
+def ranked_heads(
+    heads: Heads, intact: Float[Tensor, " head"], left: Float[Tensor, " head"]
+) -> tuple[tuple[str, ...], tuple[float, ...], tuple[float, ...]]:
+    """Names of heads, those with most attention first, and the attention of each before and after an edit."""
+    ranked = intact.argsort(descending=True, stable=True)
+    names = tuple(head_name(*heads[number]) for number in ranked.tolist())
+    return names, tuple(intact[ranked].tolist()), tuple(left[ranked].tolist())
 
 
 def by_chance(parts: Parts, left: Float[Tensor, " draw"]) -> Contrast:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import median
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -19,8 +20,8 @@ from sinkscope.sinks.find.records import RepeatedToken, RepeatsNeeded, Repetitio
 from sinkscope.sinks.find.sets import CausalSets, causal_sets
 from sinkscope.sinks.find.survey import SinkContext
 from sinkscope.sinks.removal.components import Sites, silencing
-from sinkscope.sinks.removal.effects import effects
-from sinkscope.sinks.removal.rows import BATCH_ELEMENTS
+from sinkscope.sinks.removal.effects import side_by_side
+from sinkscope.sinks.removal.rows import BATCH_ELEMENTS, Trial
 from sinkscope.sinks.removal.search import random_sites
 
 RANDOM = 3  # sets of random neurons beside those that make the spike
@@ -111,30 +112,29 @@ def repetition_spike(
         rows.append([prefixes[place], *[needed.tokens[place].id] * copies])
     if not rows:
         return None
-    count = len(rows)
-    rows += _contrasts(context, rows)
-    ids = torch.tensor(rows)
-    last = torch.full((len(ids),), ids.shape[1] - 1)
+    ids, beside = torch.tensor(rows), torch.tensor(_contrasts(context, rows))
+    last = ids.shape[1] - 1
     layers = context.scan.spike_layers  # perhaps the repeated token's norm stands out after the sink layer
     if reached:
         layers = [max(context.layer, *(site[0] for site in sites))]
-    reading = {"upto": layers[-1], "without": context.scan.shared_dims}
+    reading: dict[str, Any] = {"at": last, "upto": layers[-1], "without": context.scan.shared_dims}
     drawn = [
         random_sites(context.target, sites, sites, context.seed, number) for number in range(RANDOM if sites else 0)
     ]
-    edited = effects(context.target, ids, silencing([sites, *drawn]), at=last, **reading)
-    intact = edited.intact_norms
-    heights = intact[:, layers] / torch.tensor(context.scan.spike_norm)[layers]
-    if float(heights[:count].max()) < NEEDED and reached and times > 1:  # it is no sink any more
+    trials = [Trial(ids, silencing([sites, *drawn]), **reading), Trial(beside, [], **reading)]
+    edited, contrasts = side_by_side(context.target, trials)
+    spike = torch.tensor(context.scan.spike_norm)[layers]
+    heights = edited.intact_norms[:, layers] / spike
+    if float(heights.max()) < NEEDED and reached and times > 1:  # it is no sink any more
         return repetition_spike(context, needed, prefixes, sites, times=1)
-    if float(heights[:count].max()) < NEEDED:
+    if float(heights.max()) < NEEDED:
         return None
-    row = int(heights[:count].max(1).values.argmax())
+    row = int(heights.max(1).values.argmax())
     place = int(heights[row].argmax())
     layer = layers[place]
     token = context.target.tokenizer.decode([int(ids[row, -1])])
     copies, outcome = len(rows[row]) - 1, Outcome("norm", layers=(layer,))
-    single, others = heights[count + 2 * row : count + 2 * row + 2, place].tolist()
+    single, others = (contrasts.intact_norms[:, layer] / spike[place])[2 * row : 2 * row + 2].tolist()
     height = float(heights[row, place])
     by_copies = Claim(
         role="repeats",
@@ -147,8 +147,8 @@ def repetition_spike(
         search=Search("repeated tokens", len(needed.tokens)),
     )
     if not sites:
-        return RepetitionSpike(token, int(last[0]), by_copies, None, None, ())
-    left, *by_chance = (edited.norms[:, row, layer] / intact[row, layer]).tolist()
+        return RepetitionSpike(token, last, by_copies, None, None, ())
+    left, *by_chance = (edited.norms[:, row, layer] / edited.intact_norms[row, layer]).tolist()
     same = Claim(
         role="repeats",
         subject=neurons_of(sites),
@@ -161,8 +161,8 @@ def repetition_spike(
     )
     own = CausalSets()
     if same.verdict != "needed" and by_copies.verdict == "sufficient":
-        own = causal_sets(context.elsewhere(ids[row : row + 1], last[:1], layers[-1]), by_copies.place)
-    return RepetitionSpike(token, int(last[0]), by_copies, same, own.minimal, own.members)
+        own = causal_sets(context.elsewhere(ids[row : row + 1], torch.tensor([last]), layers[-1]), by_copies.place)
+    return RepetitionSpike(token, last, by_copies, same, own.minimal, own.members)
 
 
 def _contrasts(context: SinkContext, rows: Sequence[Sequence[int]]) -> list[list[int]]:

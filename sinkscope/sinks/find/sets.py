@@ -16,11 +16,11 @@ from torch import Tensor
 from sinkscope.hooks.edit import Ablate
 from sinkscope.measure.margin import margin_of
 from sinkscope.results.claims import NEEDED, Claim, Contrast, Outcome, Search
-from sinkscope.results.notation import head_name
 from sinkscope.results.parts import neurons_of
 from sinkscope.sinks.find.layer_scan import AS_BEFORE, Rise, scan_layers
 from sinkscope.sinks.find.neurons import stage_neurons, verify_neurons
 from sinkscope.sinks.find.places import stands_out
+from sinkscope.sinks.find.readers import ranked_heads
 from sinkscope.sinks.find.records import Candidate, CausalSet, Readers
 from sinkscope.sinks.find.survey import SinkContext
 from sinkscope.sinks.removal.components import Heads, Sites, silencing
@@ -208,8 +208,7 @@ class _SpikeSearch:
             return None
         layer, head = torch.tensor(self.heads).T
         intact, left = (each[:, layer, head].mean(0) for each in (read.intact_attention, read.attention[0]))
-        ranked = intact.argsort(descending=True, stable=True)
-        names = tuple(head_name(*self.heads[number]) for number in ranked.tolist())
+        names, before, after = ranked_heads(self.heads, intact, left)
         search = Search("sets of neurons", len(self.asked))
         by_chance = Contrast("random", 1 - float(drops[1:-1].mean(1).max()), len(drops) - 2)
         claim = Claim(
@@ -223,7 +222,6 @@ class _SpikeSearch:
             search=search,
             margin=margin,
         )
-        before, after = (tuple(values[ranked].tolist()) for values in (intact, left))
         return Readers(names, before, after, neurons_of(chosen), True, claim, search)
 
     def claim(self, kind: str, sites: Sites, left: Float[Tensor, "set text"], role: str = "makes") -> Claim:
@@ -242,16 +240,15 @@ class _SpikeSearch:
         )
 
     def alone(self, chosen: Sites, role: str) -> tuple[Claim, ...]:
-        """What is left without each neuron of a set alone, beside random ones; a set of one has been asked about."""
-        claims = []
-        if len(chosen) == 1 and role != "adds":
-            return ()
+        """What is left without each of some neurons alone, beside random ones, all asked about in one walk."""
+        sets: list[list[Sites]] = []
         for site in chosen:
-            sets = [(site,), *random_sets(self.context.target, (site,), chosen, self.context.seed)]
-            along = self.read(sets)[1]
-            left = (along / self.asked[()][1])[..., self.rise.layer].clamp(min=0)
-            claims.append(self.claim("spike", (site,), left, role))
-        return tuple(claims)
+            sets.append([(site,), *random_sets(self.context.target, (site,), chosen, self.context.seed)])
+        if not sets:
+            return ()
+        along = self.read([each for beside in sets for each in beside])[1]
+        left = (along / self.asked[()][1])[..., self.rise.layer].clamp(min=0).split(len(sets[0]))
+        return tuple(self.claim("spike", (site,), of_site, role) for site, of_site in zip(chosen, left, strict=True))
 
     def with_backups(self, here: Sites) -> tuple[dict[Site, Candidate], Sites | None]:
         """Neurons that bring the spike back while a set is silent, and the set of all that remove it, if one does."""
@@ -299,7 +296,9 @@ class _SpikeSearch:
         if best is None:
             return CausalSets((), tuple(neurons), len(sites))
         equals = neurons_of(self.equals(best.edit_sites, sites))
-        claims = [*best.claims, *self.alone(best.edit_sites, "makes alone")]
+        claims = [*best.claims]
+        if len(best.edit_sites) > 1:
+            claims += self.alone(best.edit_sites, "makes alone")
         adding = tuple(
             n.site for n in neurons if n.causal and n.site not in best.edit_sites and n.address not in equals
         )

@@ -78,19 +78,18 @@ def attention_sinks(setup: Setup, survey: Survey, made: Sequence[MadeSpike]) -> 
     """
     received = survey.received
     sinks: list[Sink] = []
-    places: list[Place | None] = list(survey.sinks)
+    attending: list[tuple[Place | None, Heads]] = []
+    for place in survey.sinks:
+        attending.append((place, received.readers(place.there(received.ids))))
     if received.learned_heads:
-        places.append(None)
-    for place in places:
-        heads = received.learned_heads if place is None else received.readers(place.there(received.ids))
+        attending.append((None, received.learned_heads))
+    for place, heads in attending:
         everywhere, *layers = _attention(received, place, heads)
         spike, groups, window, before = None, (), None, None
         given = received.learned if place is None else received.given(place.there(received.places.ids))
         each = [float(given[layer, head].mean()) for layer, head in heads]
         if place is not None:
-            alone = not any(
-                {*received.readers(one.there(received.ids))} & {*heads} for one in survey.sinks if one is not place
-            )
+            alone = not any({*other} & {*heads} for one, other in attending if one not in (place, None))
             before = _before(setup, received, place, heads) if alone else None
             standing = [each for each in made if survey.stands_at(each.spike.place, place)]
             spike = made.index(standing[0]) if standing else None
