@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -49,3 +50,4 @@ def test_commands_agree(name, family, seed, tmp_path):
     assert contradictions(claims) == []
     for claim in claims:
         assert len(claim.contrasts) >= 2 and claim.draws >= 1 and claim.place
+        assert all(isfinite(value) for value in (claim.value, *(contrast.value for contrast in claim.contrasts)))

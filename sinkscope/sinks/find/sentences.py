@@ -134,7 +134,7 @@ def spike_sentences(spike: Spike) -> str:
     """Where a spike is, how high, and what makes it, alone and together."""
     runs = [f"layer {first}" if first == last else f"layers {first} to {last}" for first, last in spike.layers]
     size = f"about {spike.ratio:.0f} times the typical norm at its largest (elsewhere {spike.usual:.1f})"
-    where = f"The norm at {spike.place.words} stands out after {word_list(runs)}"
+    where = f"The norm at {spike.place.words} is a spike after {word_list(runs)}"
     sentences = [f"{where}: {size}.", f"{_capital(spike_clause(spike))}."]
     if spike.begun_by:
         sentences.append(f"{_capital(in_words(spike.begun_by))} begins the spike.")

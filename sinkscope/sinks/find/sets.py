@@ -178,9 +178,10 @@ class _SpikeSearch:
         drops = lost.mean(1)[:, [self.rise.layer, self.rise.last]]
         control = float(drops[1:].max())
         here, last = drops[0].tolist()
-        left = (along / intact_along)[..., self.rise.layer].clamp(min=0)
+        layer = self.built_by(chosen)
+        left = (along / intact_along)[..., layer].clamp(min=0)
         found = CausalSet(neurons_of(chosen), here, last, None, None, control)
-        claims = [self.claim("spike", chosen, left)]
+        claims = [self.claim(chosen, layer, left)]
         if self.heads:
             attention = read[1].attention_drops(self.heads)
             of_heads = heads_lost(attention)
@@ -224,13 +225,17 @@ class _SpikeSearch:
         )
         return Readers(names, before, after, neurons_of(chosen), True, claim, search)
 
-    def claim(self, kind: str, sites: Sites, left: Float[Tensor, "set text"], role: str = "makes") -> Claim:
-        """What is left without neurons, in the first row, beside random ones in the others."""
+    def built_by(self, sites: Sites) -> int:
+        """The layer after which the spike is read that neurons make: before the last of them, it says nothing of it."""
+        return max(self.rise.layer, *(site[0] for site in sites))
+
+    def claim(self, sites: Sites, layer: int, left: Float[Tensor, "set text"], role: str = "makes") -> Claim:
+        """What is left of the spike after a layer without neurons, in the first row, beside random ones."""
         values = left.mean(1)
         return Claim(
             role=role,
             subject=neurons_of(sites),
-            outcome=Outcome(kind, layers=(self.rise.layer,)),
+            outcome=Outcome("spike", layers=(layer,)),
             place=self.place,
             value=float(values[0]),
             contrasts=(Contrast("intact", 1.0), Contrast("random", float(values[1:].min()), len(values) - 1)),
@@ -246,9 +251,9 @@ class _SpikeSearch:
             sets.append([(site,), *random_sets(self.context.target, (site,), chosen, self.context.seed)])
         if not sets:
             return ()
-        along = self.read([each for beside in sets for each in beside])[1]
-        left = (along / self.asked[()][1])[..., self.rise.layer].clamp(min=0).split(len(sets[0]))
-        return tuple(self.claim("spike", (site,), of_site, role) for site, of_site in zip(chosen, left, strict=True))
+        along, layer = self.read([each for beside in sets for each in beside])[1], self.built_by(chosen)
+        left = (along / self.asked[()][1])[..., layer].clamp(min=0).split(len(sets[0]))
+        return tuple(self.claim((site,), layer, of_site, role) for site, of_site in zip(chosen, left, strict=True))
 
     def with_backups(self, here: Sites) -> tuple[dict[Site, Candidate], Sites | None]:
         """Neurons that bring the spike back while a set is silent, and the set of all that remove it, if one does."""
