@@ -16,7 +16,7 @@ NOTHING = 0.2
 NAMED = 4  # parts that a sentence names
 Verdict = Literal["needed", "sufficient", "not shown", "undecided"]
 Opposite = {"needed": "not shown", "not shown": "needed", "sufficient": "needed"}
-ContrastKind = Literal["intact", "random", "elsewhere", "one copy", "other tokens", "seen", "other"]
+ContrastKind = Literal["intact", "random", "elsewhere", "one copy", "other tokens", "other"]
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Contrast:
 
     Attributes:
         kind: "intact": no edit; "random": as many random parts of the same kind; "elsewhere": the same swap elsewhere;
-            "one copy": one copy behind other tokens at the same position; "other tokens": other tokens there; "seen":
-            after another place was seen; "other": what `name` says.
+            "one copy": one copy behind other tokens at the same position; "other tokens": other tokens there;
+            "other": what `name` says.
         value: The outcome: of several draws the one nearest to the claim's.
         draws: Number of edits that were drawn.
         name: What stands in a sentence. Empty: the kind says it.

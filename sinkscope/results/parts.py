@@ -9,7 +9,7 @@ from typing import Literal
 from sinkscope.results.notation import head_name, neuron_name, word_list
 
 ComponentKind = Literal["token embedding", "position embedding", "attention", "mixer", "mlp", "key bias", "position"]
-Swap = Literal["its own token", "the token before it", "all tokens", "copies", "one cluster", "tokens kept exact"]
+Swap = Literal["copies", "one cluster", "tokens kept exact"]
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Component:
 
 @dataclass(frozen=True)
 class Tokens:
-    """An edit of the input: tokens that are swapped, or `count` copies of one token, or tokens that one head marks."""
+    """Tokens of the input: `count` copies of one, or so many that one head marks, or those that are kept exact."""
 
     which: Swap
     count: int = 0

@@ -68,7 +68,8 @@ class CausalSet:
         layers: The first and last layer after which the norm stands out, if the spike falls and rises again: the set
             makes this part of it.
         claims: What is left of the spike along its direction: without the set, and without each of it.
-        readers: The heads of the sink, if all of them lose at least half of that attention without a single neuron.
+        readers: The heads of the sink, if all of them lose at least half of that attention without the set, and none
+            without another member than the rest.
     """
 
     neurons: tuple[Neuron, ...]

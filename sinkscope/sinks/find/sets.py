@@ -26,7 +26,7 @@ from sinkscope.sinks.find.survey import SinkContext
 from sinkscope.sinks.removal.components import Heads, Sites, silencing
 from sinkscope.sinks.removal.effects import Effects, heads_lost, side_by_side
 from sinkscope.sinks.removal.rows import Trial
-from sinkscope.sinks.removal.search import Removal, random_sets, smallest_set, without_unneeded
+from sinkscope.sinks.removal.search import CONTROL_DRAWS, Removal, random_sets, smallest_set, without_unneeded
 
 CANDIDATES = 8  # default number of candidates of the sink layer
 MORE_CANDIDATES = 64  # candidates of the sink layer if the first few do not suffice
@@ -168,7 +168,8 @@ class _SpikeSearch:
         sets = [chosen, *random_sets(self.context.target, chosen, excluded, self.context.seed)]
         trials = [self.norm_trial(sets)]
         if self.heads:
-            trials.append(self.attention_trial([*sets, chosen + others]))
+            alone = [(site,) for site in chosen] if len(chosen) > 1 else []
+            trials.append(self.attention_trial([*sets, *alone, chosen + others]))
             if len(self.context.ids) > 1:
                 trials.append(self.attention_trial([chosen], OTHER_TEXTS))
         read = self.answer(*trials)
@@ -194,7 +195,7 @@ class _SpikeSearch:
                 found,
                 drop_attention=1 - float(in_texts.mean()),
                 heads_lost=of_heads[0],
-                control=max(control, float(attention[1:-1].mean(1).max())),
+                control=max(control, float(attention[1 : len(sets)].mean(1).max())),
                 margin_attention=margin_of(in_texts.numpy()),
                 readers=self.readers(chosen, read[1], float(in_texts.mean()), margin_of(in_texts.numpy())),
             )
@@ -203,15 +204,24 @@ class _SpikeSearch:
         return replace(found, margin_norm=margin_of(lost[0, :, self.rise.layer].numpy()), claims=tuple(claims))
 
     def readers(self, chosen: Sites, read: Effects, value: float, margin: float | None) -> Readers | None:
-        """The heads, if each loses half of its attention without a single neuron; random ones are the other edits."""
+        """The heads, if each loses half of its attention without a set, and no two lose it without different members.
+
+        Args:
+            chosen: The set.
+            read: What edits leave: of the set, of random ones, of each member if there are several, and one more.
+            value: What the set leaves of the attention, mean over texts.
+            margin: Two standard errors of that.
+        """
         drops = read.attention_drops(self.heads)
-        if len(chosen) > 1 or float(drops[0].min()) < NEEDED:
+        random = drops[1 : 1 + CONTROL_DRAWS]
+        needed = drops[1 + CONTROL_DRAWS : -1] >= NEEDED
+        if float(drops[0].min()) < NEEDED or bool((needed != needed[:, :1]).any()):
             return None
         layer, head = torch.tensor(self.heads).T
         intact, left = (each[:, layer, head].mean(0) for each in (read.intact_attention, read.attention[0]))
         names, before, after = ranked_heads(self.heads, intact, left)
         search = Search("sets of neurons", len(self.asked))
-        by_chance = Contrast("random", 1 - float(drops[1:-1].mean(1).max()), len(drops) - 2)
+        by_chance = Contrast("random", 1 - float(random.mean(1).max()), len(random))
         claim = Claim(
             role="carries",
             subject=neurons_of(chosen),
