@@ -33,6 +33,8 @@ from .sinks.attack.attack import attack as attack
 from .sinks.circuit.circuit import circuit as circuit
 from .sinks.circuit.separate import separate as separate
 from .sinks.find.find import find_sinks as find_sinks
+from .sinks.find.mask import sink_dims as sink_dims
+from .sinks.find.mask import sink_mask as sink_mask
 from .sinks.marking_heads import heads as heads
 from .sinks.patch.evaluate import patch_eval as patch_eval
 from .sinks.patch.make import patch_make as patch_make

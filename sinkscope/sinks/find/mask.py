@@ -1,0 +1,193 @@
+"""Masks of sinks for other people's pipelines: the positions of any ids with a norm spike, or that heads attend to.
+
+Each row is judged alone, as the survey judges typical text (`places`). Rows of one length run together, and padding does
+not run at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from einops import rearrange
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.measure import ModelInfo, Setup
+from sinkscope.models.checks import check_length
+from sinkscope.models.hooks import first_tensor, on_output
+from sinkscope.models.inputs import read_inputs
+from sinkscope.models.norms import norm_of
+from sinkscope.models.target import Target
+from sinkscope.opening.open import open_target
+from sinkscope.sinks.find.attention_received import BATCH_ELEMENTS, LATER_QUERIES, AttentionReceived
+from sinkscope.sinks.find.layer_scan import massive_dims
+from sinkscope.sinks.find.places import POSITION_SHARE, SINK_HEADS, sink_places, spike_places, stands_out
+from sinkscope.sinks.find.survey import Survey
+from sinkscope.sinks.tokens import TokenRows
+
+Mask = Bool[Tensor, "batch pos"]
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of the sinks of a model, of each layer that was read.
+
+    Attributes:
+        model: The model.
+        typical: Typical norm after each layer; infinite where no spike stands out.
+        heads: Names of the heads that attend to sinks.
+        shared_dims: Residual dimensions that norms leave out; the typical norm is then that of each row.
+    """
+
+    model: ModelInfo
+    typical: Float[Tensor, " layer"]
+    heads: tuple[str, ...]
+    shared_dims: tuple[int, ...]
+
+    def attended(self, above: Bool[Tensor, "layer head row at"], attending: Bool[Tensor, " layer"]) -> Mask:
+        """Positions to which two of the heads attend, and a hundredth of all."""
+        least = max(SINK_HEADS, POSITION_SHARE * int(attending.sum()) * above.shape[1])
+        sites = [name.removeprefix("L").split(".H") for name in self.heads]
+        layer, head = torch.tensor([[int(number) for number in site] for site in sites]).reshape(-1, 2).long().T
+        return above[layer, head].int().sum(0) >= least
+
+    def spiking(self, norms: Float[Tensor, "layer row pos"], ids: TokenRows) -> Mask:
+        """Positions whose norm stands out after a layer after which it is known to do so."""
+        stands = self.typical.isfinite()
+        if self.shared_dims and bool(stands.any()):
+            return _each_row(norms[stands], ids)
+        return stands_out(norms, rearrange(self.typical, "layer -> layer 1 1")).any(0)
+
+
+def sink_mask(model: object, ids: Any = None, *, attention_mask: Any = None, tokenizer: Any = None) -> Mask:
+    """The positions of these ids with a norm spike, or that heads attend to as a sink, measured in one pass.
+
+    Nothing is assumed of a token or of a position. A position is in the mask if its norm is more than three times the
+    typical one of its row after some layer (Sun et al. 2024), or if a twentieth of the heads attend to it, at the first
+    position a hundredth, and at least two (Gu et al. 2024).
+
+    Args:
+        model: A live model, a name, or a Target.
+        ids: Token ids `[batch pos]`, also as lists of several lengths; texts; or a tokenizer's output.
+        attention_mask: 1 for real tokens, 0 for padding, `[batch pos]`. Padding is no sink, and no row depends on it.
+        tokenizer: Tokenizer for texts, if the model carries none.
+
+    Returns:
+        True at sinks, in the shape of the ids and on their device.
+
+    A row needs four tokens for a typical norm. If more than a quarter of it stands out, nothing does. Attention to a
+    position is judged by the queries after it; there have to be 16.
+
+    Raises:
+        SinkscopeError: The ids or the mask are invalid for this model, or a row is longer than its context.
+    """
+    return marked(model, ids, attention_mask, tokenizer, None)
+
+
+def sink_dims(model: object = None, **opening: Any) -> tuple[int, ...]:
+    """The residual dimensions that carry norm spikes: the fewest without which the norm no longer stands out.
+
+    Typical text is read as by `find_sinks`. Of each spike the largest dimensions are taken, where it stands out most.
+
+    Args:
+        model: A live model, a name, or a Target. By default the model in the package.
+        opening: How to open it and its text, as in `find_sinks`: `tokenizer`, `text`, `bos`, `dtype`, `device`.
+
+    Returns:
+        The dimensions, those of the first spike first, the largest first; empty if no norm stands out.
+
+    Raises:
+        SinkscopeError: The model or its text cannot be read.
+    """
+    survey = Survey.of(Setup.open(model, **opening))
+    dims: list[int] = []
+    for place in survey.spikes:
+        scan = survey.context(place).scan
+        layer = int(scan.ratios.argmax())
+        squares = scan.spike_after(layer).double().square()
+        order = squares.argsort(descending=True, stable=True)
+        left = squares[order].flip(0).cumsum(0).flip(0).sqrt()  # the norm without those before each
+        number = int(stands_out(left, torch.tensor(scan.typical_norm[layer])).sum())
+        dims += order[:number].tolist()
+    return tuple(dict.fromkeys(dims))
+
+
+@torch.no_grad()
+def marked(model: object, ids: Any, attention_mask: Any, tokenizer: Any, known: Known | None) -> Mask:
+    """The sinks of some ids: all of them, or those of a kind that is known.
+
+    Args:
+        model: As in `sink_mask`, and so are the next three.
+        known: What is known. None: nothing.
+
+    Raises:
+        SinkscopeError: The input is invalid, or it is of another model that something is known.
+    """
+    target = open_target(model, tokenizer, None, None, None, False, needed=False)
+    if known is not None and (target.n_layers, target.d_model) != (known.model.n_layers, known.model.d_model):
+        raise SinkscopeError(
+            f"the result is of {known.model.name} ({known.model.n_layers} layers of {known.model.d_model} dimensions), "
+            f"but {target.name} has {target.n_layers} of {target.d_model}: give the model that was measured"
+        )
+    inputs = read_inputs(target, ids, {"attention_mask": attention_mask})
+    rows = [torch.tensor(row) for row in inputs.rows()]
+    check_length(target, "the longest row", max(map(len, rows)))
+    real = torch.ones_like(inputs.ids, dtype=torch.bool)
+    if inputs.mask is not None:
+        real = inputs.mask.bool()
+    there = torch.zeros_like(real)
+    lengths = real.sum(1)
+    for length in lengths.unique().tolist():
+        at_once = max(1, BATCH_ELEMENTS // (target.n_heads * length**2))
+        for numbers in (lengths == length).nonzero().flatten().split(at_once):
+            found = _of_rows(target, torch.stack([rows[number] for number in numbers.tolist()]), known)
+            there[numbers] = there[numbers].masked_scatter(real[numbers], found)
+    return there.to(ids.device if isinstance(ids, Tensor) else "cpu")
+
+
+def _of_rows(target: Target, ids: TokenRows, known: Known | None) -> Mask:
+    """The sinks of rows without padding."""
+    depth = target.n_layers if known is None else len(known.typical)
+    received = AttentionReceived.unread(target, ids, depth)
+    others = torch.zeros_like(received.norms)
+
+    def layer_done(layer: int, output: Any) -> None:
+        rows = rearrange(first_tensor(output).flatten(0, -2), "(row pos) d -> row 1 pos d", row=len(ids))
+        for number, resid in enumerate(rows):
+            others[layer, number] = norm_of(resid[0], massive_dims(resid.float(), resid[:, 0].float())).cpu()
+
+    hooks = []
+    if known is None:
+        hooks = [(target.layers[layer], "post", on_output(partial(layer_done, layer))) for layer in range(depth)]
+    with received.listening(target, slice(None), () if known is None else known.shared_dims), target.hooks(*hooks):
+        target.forward(ids, upto=depth - 1)
+    if not bool(received.norms.isfinite().all()):
+        raise SinkscopeError(
+            f"{target.name} gives infinite or NaN norms in {target.dtype}: try float32, and check the checkpoint"
+        )
+    if known is not None:
+        there = known.spiking(received.norms, ids)
+    else:
+        there = _each_row(received.norms, ids)
+        hidden = ~there.any(1)  # a dimension that is massive on all tokens may hide a spike
+        there[hidden] = _each_row(others, ids)[hidden]
+    end = ids.shape[1] - LATER_QUERIES
+    if end <= 0:
+        return there
+    if known is not None:
+        there[:, :end] |= known.attended(received.above, received.attending)
+        return there
+    for row in range(len(ids)):
+        one = slice(row, row + 1)
+        there[one, :end] |= sink_places(received.above[received.attending][:, :, one], ids[one]).there
+    return there
+
+
+def _each_row(norms: Float[Tensor, "layer row pos"], ids: TokenRows) -> Mask:
+    """Where norms stand out from the typical one of their row."""
+    rows = [spike_places(norms[:, row : row + 1], ids[row : row + 1]).there for row in range(len(ids))]
+    return torch.cat(rows)
