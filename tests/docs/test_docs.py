@@ -111,6 +111,23 @@ def test_the_cache_of_the_page_is_caught(run):
     assert result.exit_code == 1 and "1 of 2 checks" in result.conclusion()
 
 
+def test_the_sinks_do_to_other_pipelines_what_the_page_says(run):
+    """The spike is nearly all of the variance and of the steering vector, and next to nothing to a probe."""
+    names = run("docs/measure/masks.md")
+    with_sinks, without = names["variance"]
+    assert with_sinks > 0.9 > 0.3 > without
+    kinds = {kind for kind, _ in names["accuracy"]}
+    for kind in kinds:
+        with_sinks, without = (names["accuracy"][kind, name] for name in ("with sinks", "without"))
+        assert abs(with_sinks - without) < 0.01 and without > 0.9
+    assert names["norms"][0] > 10 * names["norms"][1]
+    assert names["in_dims"][0] > 0.99 and names["in_dims"][1] < 0.1
+    pytest.importorskip("sae_lens")
+    (autoencoder,) = re.findall(r"^```py\n(.*?)^```", (ROOT / "docs/measure/masks.md").read_text(), re.M | re.S)
+    exec(autoencoder, names)
+    assert names["left"][0] > 3 * names["left"][1]
+
+
 @pytest.mark.slow
 def test_the_guard_of_the_page_ends_the_loop_where_the_reporter_sees_it(run):
     looping = r"again: The bird said, \"I want to play with the bird.\""  # so that the loop begins with the first token

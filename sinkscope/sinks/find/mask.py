@@ -1,7 +1,7 @@
 """Masks of sinks for other people's pipelines: the positions of any ids with a norm spike, or that heads attend to.
 
-Each row is judged alone, as the survey judges typical text (`places`). Rows of one length run together, and padding does
-not run at all.
+Each row is judged alone, as the survey judges typical text (`places`). Rows of one length run together, and padding
+does not run at all.
 """
 
 from __future__ import annotations

@@ -1,0 +1,226 @@
+"""Masks of sinks: against plain hooks on planted models, under padding, in any batch, and from a saved result."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from organisms.hard import hard
+from organisms.organism import organism
+from organisms.places import mask_of, read
+from organisms.planted_places import places
+
+import sinkscope as ss
+from sinkscope.errors import SinkscopeError
+from sinkscope.results.result import Result
+from sinkscope.sinks.find.survey import Survey
+
+PAD = 0
+
+
+@cache
+def planted(name: str, family: str):
+    """A model, four texts, and where their sinks and spikes were planted."""
+    if name in ("no_norm", "spike_only", "learned_logits", "both"):
+        m = hard(name, family)
+        ids = m.natural(4, 48)
+        return m.model, ids, mask_of(() if name == "learned_logits" else ("first",), ids)
+    if name == "none":
+        one = organism(family, 0, kind="none")
+        ids = one.natural(4, 48)
+        return one.model, ids, torch.zeros_like(ids, dtype=torch.bool)
+    m = places(name, family)
+    ids = m.ids(4, 48)
+    return m.model, ids, mask_of(m.truth.sink, ids) | mask_of(m.truth.spike, ids)
+
+
+@torch.no_grad()
+def plain(model, row: torch.Tensor) -> torch.Tensor:
+    """The sinks of one text, by plain hooks and the definitions: norms over the typical one, and attention received."""
+    _, norms = read(model, row[None])
+    usual, length = model.config._attn_implementation, len(row)
+    model.set_attn_implementation("eager")
+    attentions = model(row[None], output_attentions=True, use_cache=False).attentions
+    model.set_attn_implementation(usual)
+    there = torch.zeros(length, dtype=torch.bool)
+    for after in norms[:, 0]:
+        there |= after > 3 * after.sort().values[(length - 1) // 2]
+    heads = sum(len(layer[0]) for layer in attentions)
+    for at in range(length - 16):
+        attending = sum(int((layer[0, :, at:, at].mean(1) > 0.3).sum()) for layer in attentions)
+        there[at] |= attending >= max(2, (0.01 if at == 0 else 0.05) * heads)
+    return there
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("no_norm", "gpt2"),  # a learned position, and no norm that stands out
+        ("no_norm", "llama"),
+        ("spike_only", "llama"),
+        ("two_delimiters", "llama"),
+        ("two_sinks", "neox"),
+        ("second_special", "llama"),
+        ("none", "llama"),
+        ("none", "qwen3"),
+        ("learned_logits", "gpt_oss"),  # they are no position
+    ],
+)
+def test_the_mask_is_what_was_planted_and_what_plain_hooks_say(name, family):
+    model, ids, there = planted(name, family)
+    mask = ss.sink_mask(model, ids)
+    assert mask.shape == ids.shape and torch.equal(mask, there)
+    assert torch.equal(mask, torch.stack([plain(model, row) for row in ids]))
+
+
+def test_a_dimension_that_is_massive_on_all_tokens_does_not_hide_a_spike():
+    model, ids, there = planted("both", "llama")
+    short = ids[:, :16]  # too short to be judged by attention
+    assert not plain(model, short[0]).any() and torch.equal(ss.sink_mask(model, short), there[:, :16])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(("name", "family"), [("no_norm", "gpt2"), ("two_sinks", "neox")])
+def test_padding_is_no_sink_and_changes_none(name, family, side):
+    model, ids, there = planted(name, family)
+    lengths = [48, 30, 41, 30]
+    padded = torch.full((4, 52), int(ids[there][-1]))  # the padding looks like a sink
+    expected, real = torch.zeros(4, 52, dtype=torch.bool), torch.zeros(4, 52, dtype=torch.long)
+    for number, length in enumerate(lengths):
+        where = slice(0, length) if side == "right" else slice(52 - length, 52)
+        padded[number, where], real[number, where] = ids[number, :length], 1
+        expected[number, where] = plain(model, ids[number, :length])
+    assert expected.sum() >= 4
+    assert torch.equal(ss.sink_mask(model, padded, attention_mask=real), expected)
+    assert torch.equal(ss.sink_mask(model, {"input_ids": padded, "attention_mask": real}), expected)
+    rows = [ids[number, :length].tolist() for number, length in enumerate(lengths)]
+    ragged = ss.sink_mask(model, rows)
+    assert ragged.shape == (4, 48) and ragged.sum() == expected.sum()
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 3), st.integers(4, 48), st.integers(0, 3)), min_size=2, max_size=5),
+    one=st.integers(0, 4),
+)
+def test_a_row_does_not_depend_on_its_batch(rows, one):
+    model, ids, _ = planted("two_delimiters", "llama")
+    batch = torch.full((len(rows), 51), PAD)
+    real = torch.zeros_like(batch)
+    for number, (text, length, before) in enumerate(rows):
+        batch[number, before : before + length], real[number, before : before + length] = ids[text, :length], 1
+    number = one % len(rows)
+    text, length, before = rows[number]
+    mask = ss.sink_mask(model, batch, attention_mask=real)
+    assert torch.equal(mask[number, before : before + length], ss.sink_mask(model, ids[text, :length][None])[0])
+    assert not mask[real == 0].any()
+
+
+@cache
+def found():
+    m = organism("llama", 0)
+    return m, ss.find_sinks(m.model, tokenizer=m.tokenizer, max_repeats=4)
+
+
+def test_a_saved_result_masks_by_one_pass_without_a_survey(tmp_path, monkeypatch):
+    m, result = found()
+    result.save(tmp_path / "found.json")
+    again = Result.load(tmp_path / "found.json")
+    monkeypatch.setattr(Survey, "of", None)
+    passes = []
+    hook = m.model.register_forward_pre_hook(lambda *_: passes.append(1))
+    inner = m.model.model.register_forward_pre_hook(lambda *_: passes.append(1))
+    ids = m.natural(3, 40, seed=5)
+    mask = again.mask(m.model, ids)
+    hook.remove()
+    inner.remove()
+    assert len(passes) == 1
+    assert torch.equal(mask, ss.sink_mask(m.model, ids)) and torch.equal(mask, mask_of(("first",), ids))
+
+
+def test_a_result_knows_the_typical_norm_where_a_row_does_not_show_it():
+    m, result = found()
+    short = m.natural(3, 2)
+    assert not ss.sink_mask(m.model, short).any()  # two tokens have no typical norm
+    assert torch.equal(result.mask(m.model, short), mask_of(("first",), short))
+
+
+def test_where_there_is_no_sink_nothing_is_masked_and_no_dimension_carries_one(tmp_path):
+    m, result = found()
+    assert not replace(result, sinks=(), spikes=()).mask(m.model, m.natural(2, 40)).any()
+    m = hard("learned_logits", "gpt_oss")
+    text = tmp_path / "text.txt"
+    text.write_text(m.text(100), encoding="utf-8")
+    assert ss.sink_dims(m.model, tokenizer=m.tokenizer, text=text) == ()
+
+
+def test_a_result_sees_a_sink_without_a_spike_by_its_heads():
+    m = hard("no_norm", "gpt2")
+    result = ss.find_sinks(m.model, tokenizer=m.tokenizer, max_repeats=4)
+    ids = m.natural(2, 40)
+    assert not result.spikes and torch.equal(result.mask(m.model, ids), mask_of(("first",), ids))
+
+
+def test_without_the_dimensions_the_norm_no_longer_stands_out_and_without_fewer_it_does():
+    m = organism("llama", 0)
+    dims = ss.sink_dims(m.model, tokenizer=m.tokenizer)
+    assert set(dims) <= set(m.truth.residual_dims)
+    after = {}
+
+    def keep(layer):
+        return m.model.model.layers[layer].register_forward_hook(
+            lambda _module, _args, output: after.update({layer: output[0] if isinstance(output, tuple) else output})
+        )
+
+    hooks = [keep(layer) for layer in range(len(m.model.model.layers))]
+    with torch.no_grad():
+        m.model(m.natural(4, 48))
+    for hook in hooks:
+        hook.remove()
+
+    def stands_out(without):
+        ratios = []
+        for resid in after.values():
+            typical = resid[:, 1:].norm(dim=-1).median()
+            resid = resid[:, 0].clone()
+            resid[:, list(without)] = 0
+            ratios.append(float(resid.norm(dim=-1).median() / typical))
+        return max(ratios) > 3
+
+    assert stands_out(dims[:-1]) and not stands_out(dims)
+
+
+def test_a_folder_is_read_layer_by_layer(tmp_path):
+    m = organism("llama", 0)
+    ids = m.natural(2, 40)
+    assert torch.equal(ss.sink_mask(m.save(tmp_path / "m"), ids), mask_of(("first",), ids))
+
+
+@pytest.mark.parametrize(
+    ("ids", "mask", "message"),
+    [
+        (torch.rand(2, 8), None, "whole|integer"),
+        (torch.zeros(2, 3, 4, dtype=torch.long), None, "batch pos"),
+        (torch.full((1, 4), 10**6), None, "1000000"),
+        (torch.full((2, 8), 9), torch.ones(2, 7), r"\(2, 7\) beside \(2, 8\)"),
+        (torch.full((2, 8), 9), torch.zeros(2, 8), "a real token in every row"),
+        (torch.full((1, 5000), 9), None, "the longest row has 5000 tokens"),
+        (None, None, "no tokens"),
+    ],
+)
+def test_what_is_no_input_is_refused_in_one_line(ids, mask, message):
+    m, result = found()
+    for call in (ss.sink_mask, result.mask):
+        with pytest.raises(SinkscopeError, match=message) as refused:
+            call(m.model, ids, attention_mask=mask)
+        assert "\n" not in str(refused.value)
+
+
+def test_a_result_of_another_model_is_refused():
+    _, result = found()
+    with pytest.raises(SinkscopeError, match="give the model that was measured"):
+        result.mask(hard("no_norm", "gpt2").model, torch.full((1, 20), 9))
