@@ -1,7 +1,6 @@
 """Masks of sinks for other people's pipelines: the positions of any ids with a norm spike, or that heads attend to.
 
-Each row is judged alone, as the survey judges typical text (`places`). Rows of one length run together, and padding
-does not run at all.
+Each row runs alone and without its padding, and is judged as the survey judges typical text (`places`).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from sinkscope.models.inputs import read_inputs
 from sinkscope.models.norms import norm_of
 from sinkscope.models.target import Target
 from sinkscope.opening.open import open_target
-from sinkscope.sinks.find.attention_received import BATCH_ELEMENTS, LATER_QUERIES, AttentionReceived
+from sinkscope.sinks.find.attention_received import LATER_QUERIES, AttentionReceived
 from sinkscope.sinks.find.layer_scan import massive_dims
 from sinkscope.sinks.find.places import POSITION_SHARE, SINK_HEADS, sink_places, spike_places, stands_out
 from sinkscope.sinks.find.survey import Survey
@@ -51,20 +50,22 @@ class Known:
     def attended(self, above: Bool[Tensor, "layer head row at"], attending: Bool[Tensor, " layer"]) -> Mask:
         """Positions to which two of the heads attend, and a hundredth of all."""
         least = max(SINK_HEADS, POSITION_SHARE * int(attending.sum()) * above.shape[1])
-        sites = [name.removeprefix("L").split(".H") for name in self.heads]
-        layer, head = torch.tensor([[int(number) for number in site] for site in sites]).reshape(-1, 2).long().T
-        return above[layer, head].int().sum(0) >= least
+        number = torch.zeros(above.shape[2:], dtype=torch.int)
+        for name in self.heads:
+            layer, head = name.removeprefix("L").split(".H")
+            number += above[int(layer), int(head)]
+        return number >= least
 
     def spiking(self, norms: Float[Tensor, "layer row pos"], ids: TokenRows) -> Mask:
         """Positions whose norm stands out after a layer after which it is known to do so."""
         stands = self.typical.isfinite()
         if self.shared_dims and bool(stands.any()):
-            return _each_row(norms[stands], ids)
+            return spike_places(norms[stands], ids).there
         return stands_out(norms, rearrange(self.typical, "layer -> layer 1 1")).any(0)
 
 
 def sink_mask(model: object, ids: Any = None, *, attention_mask: Any = None, tokenizer: Any = None) -> Mask:
-    """The positions of these ids with a norm spike, or that heads attend to as a sink, measured in one pass.
+    """The positions of these ids with a norm spike, or that heads attend to as a sink, in one pass over each row.
 
     Nothing is assumed of a token or of a position. A position is in the mask if its norm is more than three times the
     typical one of its row after some layer (Sun et al. 2024), or if a twentieth of the heads attend to it, at the first
@@ -134,60 +135,41 @@ def marked(model: object, ids: Any, attention_mask: Any, tokenizer: Any, known: 
             f"but {target.name} has {target.n_layers} of {target.d_model}: give the model that was measured"
         )
     inputs = read_inputs(target, ids, {"attention_mask": attention_mask})
-    rows = [torch.tensor(row) for row in inputs.rows()]
+    rows = inputs.rows()
     check_length(target, "the longest row", max(map(len, rows)))
     real = torch.ones_like(inputs.ids, dtype=torch.bool)
     if inputs.mask is not None:
         real = inputs.mask.bool()
     there = torch.zeros_like(real)
-    lengths = real.sum(1)
-    for length in lengths.unique().tolist():
-        at_once = max(1, BATCH_ELEMENTS // (target.n_heads * length**2))
-        for numbers in (lengths == length).nonzero().flatten().split(at_once):
-            found = _of_rows(target, torch.stack([rows[number] for number in numbers.tolist()]), known)
-            there[numbers] = there[numbers].masked_scatter(real[numbers], found)
+    for number, row in enumerate(rows):
+        there[number, real[number]] = _of_row(target, torch.tensor([row]), known)[0]
     return there.to(ids.device if isinstance(ids, Tensor) else "cpu")
 
 
-def _of_rows(target: Target, ids: TokenRows, known: Known | None) -> Mask:
-    """The sinks of rows without padding."""
+def _of_row(target: Target, ids: TokenRows, known: Known | None) -> Mask:
+    """The sinks of a row without padding."""
     depth = target.n_layers if known is None else len(known.typical)
     received = AttentionReceived.unread(target, ids, depth)
     others = torch.zeros_like(received.norms)
 
     def layer_done(layer: int, output: Any) -> None:
-        rows = rearrange(first_tensor(output).flatten(0, -2), "(row pos) d -> row 1 pos d", row=len(ids))
-        for number, resid in enumerate(rows):
-            others[layer, number] = norm_of(resid[0], massive_dims(resid.float(), resid[:, 0].float())).cpu()
+        resid = first_tensor(output).reshape(1, ids.shape[1], -1)
+        others[layer] = norm_of(resid, massive_dims(resid.float(), resid[:, 0].float())).cpu()
 
     hooks = []
-    if known is None:
-        hooks = [(target.layers[layer], "post", on_output(partial(layer_done, layer))) for layer in range(depth)]
+    for layer in range(depth):
+        hooks.append((target.layers[layer], "post", on_output(partial(layer_done, layer))))
     with received.listening(target, slice(None), () if known is None else known.shared_dims), target.hooks(*hooks):
         target.forward(ids, upto=depth - 1)
     if not bool(received.norms.isfinite().all()):
-        raise SinkscopeError(
-            f"{target.name} gives infinite or NaN norms in {target.dtype}: try float32, and check the checkpoint"
-        )
+        raise SinkscopeError(f"{target.name} gives infinite or NaN norms in {target.dtype}: try float32")
     if known is not None:
-        there = known.spiking(received.norms, ids)
+        there, attended = known.spiking(received.norms, ids), known.attended(received.above, received.attending)
     else:
-        there = _each_row(received.norms, ids)
-        hidden = ~there.any(1)  # a dimension that is massive on all tokens may hide a spike
-        there[hidden] = _each_row(others, ids)[hidden]
-    end = ids.shape[1] - LATER_QUERIES
-    if end <= 0:
-        return there
-    if known is not None:
-        there[:, :end] |= known.attended(received.above, received.attending)
-        return there
-    for row in range(len(ids)):
-        one = slice(row, row + 1)
-        there[one, :end] |= sink_places(received.above[received.attending][:, :, one], ids[one]).there
+        there = spike_places(received.norms, ids).there
+        if not bool(there.any()):  # a dimension that is massive on all tokens may hide a spike
+            there = spike_places(others, ids).there
+        attended = sink_places(received.above[received.attending], ids).there
+    end = max(0, ids.shape[1] - LATER_QUERIES)
+    there[:, :end] |= attended[:, :end]
     return there
-
-
-def _each_row(norms: Float[Tensor, "layer row pos"], ids: TokenRows) -> Mask:
-    """Where norms stand out from the typical one of their row."""
-    rows = [spike_places(norms[:, row : row + 1], ids[row : row + 1]).there for row in range(len(ids))]
-    return torch.cat(rows)

@@ -130,7 +130,7 @@ class FindSinks(Result):
         return tuple(claims)
 
     def mask(self, model: object, ids: Any = None, *, attention_mask: Any = None, tokenizer: Any = None) -> Mask:
-        """The positions of these ids with one of the spikes, or one of the sinks, by one pass.
+        """The positions of these ids with one of the spikes, or one of the sinks, by one pass over each row.
 
         The survey does not run again: norms are compared with `typical_norm` after the layers of each spike, and only
         heads of the sinks are asked, of which two have to attend, and a hundredth of all. A saved result has no model.
