@@ -53,7 +53,7 @@ class Circuit(Result):
     percent = ("left", "control")
     columns = ("role", "subject", "left", "control", "place")
     glossary: ClassVar = {
-        "role": "what the subject does: it marks a place, makes its spike, carries the attention to it, or writes what heads give",
+        "role": "what the subject does: it marks a place, makes its spike, carries the attention to it, or is written",
         "subject": "the parts that were removed",
         "left": "what stays of the effect without them",
         "control": "the same under the contrast that comes nearest",
@@ -101,10 +101,12 @@ class Circuit(Result):
     def numbers(self) -> list[Number]:
         """The spike without its marks, and the attention without what carries it."""
         numbers = []
-        for claim in self.of(MARKS)[:1]:
-            numbers.append(Number("spike left without its marks", claim.value, claim.control.value))
-        for claim in self.of("carries")[:1]:
-            numbers.append(Number("attention left without what carries it", claim.value, claim.control.value))
+        for role, name in (
+            (MARKS, "spike left without its marks"),
+            ("carries", "attention left without what carries it"),
+        ):
+            for claim in self.of(role)[:1]:
+                numbers.append(Number(name, claim.value, claim.control.value))
         return numbers
 
     def details(self) -> list[str]:
@@ -114,8 +116,7 @@ class Circuit(Result):
         lines += [f"At {claim.place}, {claim.phrase()}." for claim in self.of(COPIES)]
         for sink in self.sinks:
             lines.append(f"{statement(sink)}.")
-            values = [value for value in self.values if value.place == sink.words]
-            lines += [values_sentence(values)] if values else []
+            lines += values_sentence([value for value in self.values if value.place == sink.words])
         if self.untested:
             lines.append(f"Not tested: {word_list(self.untested)}.")
         return [line[:1].upper() + line[1:] for line in lines]
@@ -124,11 +125,10 @@ class Circuit(Result):
 def draw(result: Circuit) -> go.Figure:
     """What is left without each part, beside its control, and the attention that each head keeps."""
     fig = make_subplots(cols=2, column_widths=[0.6, 0.4], subplot_titles=["left without", "attention that heads keep"])
-    names = [html.escape(f"{claim.role}: {row['subject']}, {row['place']}") for claim, row in _named(result)]
-    fig.add_bar(y=names, x=[claim.value for claim, _ in _named(result)], name="left", orientation="h", row=1, col=1)
-    controls = [claim.control.value for claim, _ in _named(result)]
-    fig.add_bar(y=names, x=controls, name="left in the control", orientation="h", marker_color=GREY, row=1, col=1)
-    fig.update_traces(marker_color=ORANGE, selector={"name": "left"})
+    names = [html.escape("{role}: {subject}, {place}".format(**row)) for row in result.rows()]
+    for column, name, color in (("left", "left", ORANGE), ("control", "left in the control", GREY)):
+        bars = [row[column] for row in result.rows()]
+        fig.add_bar(y=names, x=bars, name=name, orientation="h", marker_color=color, row=1, col=1)
     fig.update_xaxes(tickformat=".0%", col=1)
     fig.update_yaxes(autorange="reversed", col=1)
     kept: dict[tuple[int, int], float] = {}
@@ -143,10 +143,6 @@ def draw(result: Circuit) -> go.Figure:
     fig.update_xaxes(title_text="head", col=2)
     fig.update_yaxes(title_text="layer", col=2)
     return figure_of(fig, result, width=1100, height=max(460, 120 + 50 * len(names)))
-
-
-def _named(result: Circuit) -> list[tuple[Claim, dict[str, object]]]:
-    return [(claim, claim.row()) for claim in result.claims]
 
 
 @measurement(
@@ -183,7 +179,7 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Natural | No
         if setup.target.max_positions is not None:
             repeats = min(repeats, setup.target.max_positions - 1)
         claims += repetition_marks(setup, made[0], prefixes(setup, [word.id])[0], word.id, repeats)
-    values, of_values = values_of(setup, Survey.of(setup))
+    values, of_values = values_of(setup.target, Survey.of(setup))
     return Circuit(
         claims=(*claims, *sinks.claims, *of_values),
         spikes=sinks.spikes,
