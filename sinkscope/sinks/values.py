@@ -82,7 +82,8 @@ def values_of(target: Target, survey: Survey) -> tuple[tuple[HeadValue, ...], tu
     if target.kind == "bridge" or target.adapter.o is None:
         return (), ()
     ids = survey.received.ids
-    barred = torch.arange(ids.shape[1]).expand_as(ids) == 0
+    positions = torch.arange(ids.shape[1]).expand_as(ids)
+    barred = (positions == 0) | (positions >= survey.received.places.ids.shape[1])  # the last ones are not judged
     for place in survey.sinks:
         barred = barred | place.there(ids)
     for place in survey.sinks:
