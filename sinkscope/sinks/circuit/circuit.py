@@ -53,7 +53,7 @@ class Circuit(Result):
     percent = ("left", "control")
     columns = ("role", "subject", "left", "control", "place")
     glossary: ClassVar = {
-        "role": "what the subject does: it marks a place, makes its spike, carries the attention to it, or is written",
+        "role": "what the subject does: it marks a place, makes its spike, carries the attention to it, or fills its readers",
         "subject": "the parts that were removed",
         "left": "what stays of the effect without them",
         "control": "the same under the contrast that comes nearest",
@@ -101,10 +101,8 @@ class Circuit(Result):
     def numbers(self) -> list[Number]:
         """The spike without its marks, and the attention without what carries it."""
         numbers = []
-        for role, name in (
-            (MARKS, "spike left without its marks"),
-            ("carries", "attention left without what carries it"),
-        ):
+        names = {MARKS: "spike left without its marks", "carries": "attention left without what carries it"}
+        for role, name in names.items():
             for claim in self.of(role)[:1]:
                 numbers.append(Number(name, claim.value, claim.control.value))
         return numbers
