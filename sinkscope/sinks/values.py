@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sinkscope.hooks.trace.run import trace
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.grouped_heads import per_query_head
 from sinkscope.models.target import Target
@@ -74,12 +75,12 @@ def values_of(target: Target, survey: Survey) -> tuple[tuple[HeadValue, ...], tu
     """What each head that attends to a place writes by the value there, and a claim about the heads of each kind.
 
     Args:
-        target: The model. Of a TransformerBridge, and where no module reads the heads side by side, there is nothing.
+        target: The model. There is nothing if no module of it reads its heads side by side.
         survey: Where the sinks are. Learned sink logits have no value and are left out.
     """
     values: list[HeadValue] = []
     claims: list[Claim] = []
-    if target.kind == "bridge" or target.adapter.o is None:
+    if target.adapter.o is None:
         return (), ()
     ids = survey.received.ids
     positions = torch.arange(ids.shape[1]).expand_as(ids)
@@ -134,17 +135,22 @@ def _read(target: Target, ids: TokenRows, there: Tensor, barred: Tensor, heads: 
         ways[layer] = torch.linalg.qr(output_weights(target, layer).mT).R.mT  # it keeps the norms after W_O
     found: dict[int, Tensor] = {}
 
+    def take(layer: int, value: Tensor, rows: Tensor) -> None:
+        written = per_query_head(value, target.n_heads).float().cpu() @ ways[layer]
+        control = _shares(rows.cpu(), written, beside, ~barred)[:1]
+        found[layer] = torch.cat([_shares(rows.cpu(), written, there, ~barred), control])
+
     def see(call: Attention) -> None:
-        def take(_first: int, rows: Tensor) -> None:
-            written = per_query_head(call.value, target.n_heads).float().cpu() @ ways[call.layer]
-            control = _shares(rows.cpu(), written, beside, ~barred)[:1]
-            found[call.layer] = torch.cat([_shares(rows.cpu(), written, there, ~barred), control])
-
         if call.layer in ways:
-            call.show(take, by_mask=True, chunk=ids.shape[1])
+            call.show(lambda _, rows: take(call.layer, call.value, rows), by_mask=True, chunk=ids.shape[1])
 
-    with listening(target, see):
-        target.forward(ids, upto=max(ways))
+    if target.kind == "bridge":  # its values have a place of their own, and the tap does not see them
+        for layer in ways:
+            value, rows = trace(target, ids, [f"blocks.{layer}.attn.hook_{name}" for name in ("v", "pattern")]).values()
+            take(layer, value.transpose(1, 2), rows)
+    else:
+        with listening(target, see):
+            target.forward(ids, upto=max(ways))
     return torch.stack([found[layer][..., head] for layer, head in heads], 2)
 
 
