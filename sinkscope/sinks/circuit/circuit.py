@@ -53,7 +53,7 @@ class Circuit(Result):
     percent = ("left", "control")
     columns = ("role", "subject", "left", "control", "place")
     glossary: ClassVar = {
-        "role": "what the subject does: it marks a place, makes its spike, carries attention to it, or fills its readers",
+        "role": "what the subject does: it marks a place, makes its spike, carries attention to it, or is written",
         "subject": "the parts that were removed",
         "left": "what stays of the effect without them",
         "control": "the same under the contrast that comes nearest",
